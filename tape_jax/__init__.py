@@ -1,0 +1,28 @@
+"""TAPE, contextualized equivariant positional encoding (Zhu et al., ICML 2025), for JAX."""
+
+from tape_jax import positions
+from tape_jax.algebra import rotate, transform
+from tape_jax.attention import attention, attention_plan
+from tape_jax.config import ModelConfig, RopeScaling
+from tape_jax.model import Cache, States, Transformer, init_cache
+from tape_jax.positions import init_update, rotary_state, tensor_state, update
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Cache",
+    "ModelConfig",
+    "RopeScaling",
+    "States",
+    "Transformer",
+    "attention",
+    "attention_plan",
+    "init_cache",
+    "init_update",
+    "positions",
+    "rotary_state",
+    "rotate",
+    "tensor_state",
+    "transform",
+    "update",
+]

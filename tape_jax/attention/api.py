@@ -1,0 +1,401 @@
+"""The public attention call: checks, normalisation, choice of a backend, errors.
+
+A backend is a module with two functions:
+
+* ``check(request)`` raises NotImplementedError with the reason if it cannot do this call here;
+* ``attend(request)`` returns ``o [B, Tq, Hq, Dv]`` and ``a [B, Tq, Hq, De]`` or None.
+
+To add one, write the module and add its line to :data:`BACKENDS`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tape_jax import algebra
+from tape_jax.attention.request import BiasFunction, Request
+from tape_jax.config import choose, require
+
+Array = jax.Array
+
+# Name to module, fastest first: with ``implementation=None`` the first that can is taken, but see
+# ``_candidates``. Modules are imported when first considered.
+BACKENDS = {
+    "chunked": "tape_jax.attention.chunked",
+    "reference": "tape_jax.attention.reference",
+}
+
+# Up to this many query-key pairs per head, ``reference`` is faster than ``chunked``.
+REFERENCE_PAIRS = {"cpu": 1024 * 1024}
+REFERENCE_PAIRS_ELSEWHERE = 1024 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionPlan:
+    """Which implementation a call would take.
+
+    Attributes:
+      implementation: the name of the one that would run; None if a named one cannot.
+      rejected: for every other candidate the reason why it would not run.
+    """
+
+    implementation: str | None
+    rejected: dict[str, str]
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    e: Array | None = None,
+    *,
+    causal: bool = False,
+    segment_ids: Array | tuple[Array, Array] | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    bias: Array | BiasFunction | None = None,
+    mask: Array | None = None,
+    query_state: Array | None = None,
+    query_offset: int | Array = 0,
+    keys_rotated: bool = False,
+    attend_state: bool = True,
+    implementation: str | None = None,
+    interpret: bool = False,
+) -> tuple[Array, Array | None]:
+    """Attends over values and position states with the same probabilities.
+
+    Queries and keys are rotated by their states, ``P`` is the softmax over visible keys of the
+    scaled (and biased) logits, and ``o = P v``, ``a = P e`` (TAPE, section 3.2). A query that sees
+    no key gets zeros, with zero gradients.
+
+    Products take operands in the type of ``q``; logits, softmax and sums are kept in at least
+    float32.
+
+    Args:
+      q: queries ``[batch..., Tq, Hq, D]``.
+      k: keys ``[batch..., S, Hk, D]``, ``Hq`` a multiple of ``Hk``: query head ``h`` reads the
+        key/value head ``h // (Hq / Hk)``.
+      v: values ``[batch..., S, Hk, Dv]``.
+      e: state of the keys: rotary ``[..., S, D]`` or ``[..., S, 1 | Hk, D]``, or tensor
+        ``[..., S, 1 | Hk, M, L, R]`` with ``M * L == D``; batch axes may be missing. None: nothing
+        is rotated or attended but the values.
+      causal: key ``j`` is visible to query ``i`` only if ``j <= i + query_offset``.
+      segment_ids: integers ``[..., T]``; a key is visible to queries of the same id only. A tuple
+        ``(queries' [..., Tq], keys' [..., S])`` if they differ. No id is special.
+      window: positive; key ``j`` is visible only if ``i + query_offset - window < j``, and unless
+        causal ``j < i + query_offset + window``.
+      scale: factor on the logits; None: ``1 / sqrt(D)``.
+      bias: added to the scaled logits: an array that broadcasts to ``[..., Hq, Tq, S]``, or a
+        function of query indices ``[Q]`` (``query_offset`` included) and key indices ``[K]``, both
+        int32, to what broadcasts to ``[..., Hq, Q, K]``. Gradients reach what it closes over.
+      mask: boolean, broadcasts to ``[..., Hq, Tq, S]``, True where visible. ``reference`` only.
+      query_state: state of the queries, in the form of ``e``, with a number of heads that divides
+        ``Hq``. None: ``e``, which must then have the queries' length.
+      query_offset: an integer or a scalar integer array: index of the first query among the keys.
+      keys_rotated: ``k`` is rotated already (a cache; in tensor form it is ``M * R`` wide); needs
+        ``query_state``.
+      attend_state: False: ``a`` is None, and nothing is paid for it.
+      implementation: a name in ``BACKENDS``, or None for the fastest that can do this call here.
+      interpret: run kernels, where an implementation has any, in interpreted mode.
+
+    Returns:
+      ``o [batch..., Tq, Hq, Dv]`` in the type of ``v``, and ``a [batch..., Tq, Hq, D]`` or
+      ``[batch..., Tq, Hq, M, L, R]`` in the type of ``e``, or None without a state to attend.
+
+    Raises:
+      ValueError: if the call is wrong: shapes, types or names.
+      NotImplementedError: if the named implementation cannot do this call here.
+    """
+    request = _normalise(
+        q, k, v, e, causal=causal, segment_ids=segment_ids, window=window, scale=scale, bias=bias,
+        mask=mask, query_state=query_state, query_offset=query_offset, keys_rotated=keys_rotated,
+        attend_state=attend_state, interpret=interpret,
+    )  # fmt: skip
+    plan = _plan(request, implementation)
+    if plan.implementation is None:
+        raise NotImplementedError(_reasons(plan))
+    o, a = _backend(plan.implementation).attend(request)
+    lead = jnp.shape(q)[:-1]
+    o = o.reshape(*lead, o.shape[-1]).astype(jnp.result_type(v))
+    if a is None or request.e is None:
+        return o, None
+    return o, a.reshape(*lead, *request.e.shape[3:]).astype(request.e.dtype)
+
+
+def attention_plan(*args: Any, implementation: str | None = None, **kwargs: Any) -> AttentionPlan:
+    """Says which implementation :func:`attention` would run for the same arguments, and why.
+
+    Nothing is computed; arguments are checked as there.
+
+    Raises:
+      ValueError: if the call is wrong.
+    """
+    return _plan(_normalise(*args, **kwargs), implementation)
+
+
+def _candidates(request: Request) -> list[str]:
+    """All backends, the one expected to be fastest first. Depends on static shapes only."""
+    names = [name for name in BACKENDS if name != "reference"]
+    limit = REFERENCE_PAIRS.get(jax.default_backend(), REFERENCE_PAIRS_ELSEWHERE)
+    short = request.query_length * request.key_length <= limit
+    names.insert(names.index("chunked") if short else len(names), "reference")
+    return names
+
+
+def _backend(name: str) -> Any:
+    return importlib.import_module(BACKENDS[name])
+
+
+def _plan(request: Request, implementation: str | None) -> AttentionPlan:
+    """The first candidate that can; a named implementation is the only candidate."""
+    if implementation is not None:
+        choose("attention implementation", implementation, BACKENDS)
+    chosen, rejected = None, {}
+    for name in [implementation] if implementation is not None else _candidates(request):
+        try:
+            _backend(name).check(request)
+        except NotImplementedError as error:
+            rejected[name] = str(error)
+            continue
+        if chosen is None:
+            chosen = name
+        else:
+            rejected[name] = f"can do this call, but {chosen!r} is expected to be faster"
+    return AttentionPlan(chosen, rejected)
+
+
+def _reasons(plan: AttentionPlan) -> str:
+    return "; ".join(f"attention implementation {n!r}: {why}" for n, why in plan.rejected.items())
+
+
+def _normalise(
+    q: Array,
+    k: Array,
+    v: Array,
+    e: Array | None = None,
+    *,
+    causal: bool = False,
+    segment_ids: Array | tuple[Array, Array] | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    bias: Array | BiasFunction | None = None,
+    mask: Array | None = None,
+    query_state: Array | None = None,
+    query_offset: int | Array = 0,
+    keys_rotated: bool = False,
+    attend_state: bool = True,
+    interpret: bool = False,
+) -> Request:
+    """Checks a call and flattens its batch axes."""
+    q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
+    _check_inputs(q, k, v)
+    e, query_state = _states(q, k, e, query_state, keys_rotated)
+    _check_key_width(q, k, e, query_state, keys_rotated)
+    *batch, query_length, query_heads, dim = q.shape
+    pairs = (query_heads, query_length, k.shape[-3])
+    segments = _segments(segment_ids, batch, query_length, k.shape[-3])
+    if window is not None:
+        window = operator.index(window)
+        require(window >= 1, f"window must be at least 1; got {window}")
+    if mask is not None:
+        mask = jnp.asarray(mask)
+        require(mask.dtype == jnp.bool_, f"mask must be boolean, True = visible; got {mask.dtype}")
+        mask = _broadcastable("mask", mask, batch, pairs)
+    return Request(
+        q=_flatten(q, batch, 3),
+        k=_flatten(k, batch, 3),
+        v=_flatten(v, batch, 3),
+        e=e,
+        query_state=query_state,
+        segments=segments,
+        bias=_bias(bias, batch, pairs),
+        mask=mask,
+        query_offset=_offset(query_offset),
+        scale=dim**-0.5 if scale is None else float(scale),
+        causal=bool(causal),
+        window=window,
+        keys_rotated=keys_rotated,
+        attend_state=attend_state,
+        interpret=interpret,
+    )
+
+
+def _check_inputs(q: Array, k: Array, v: Array) -> None:
+    """Types, axes and heads of q, k and v."""
+    shapes = f"got q {q.shape}, k {k.shape}, v {v.shape}"
+    require(
+        q.ndim >= 3 and k.ndim == q.ndim == v.ndim,
+        f"q, k and v must have shapes [batch..., time, heads, head_dim], with equal axes; {shapes}",
+    )
+    require(
+        q.shape[:-3] == k.shape[:-3] == v.shape[:-3], f"batch axes of q, k and v disagree; {shapes}"
+    )
+    require(
+        k.shape[-3:-1] == v.shape[-3:-1], f"k and v must agree in length and in heads; {shapes}"
+    )
+    require(
+        k.shape[-2] > 0 and q.shape[-2] % k.shape[-2] == 0,
+        f"query heads must be a multiple of key/value heads; {shapes}: {q.shape[-2]} query heads, "
+        f"{k.shape[-2]} key/value heads",
+    )
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        require(
+            jnp.issubdtype(x.dtype, jnp.floating), f"{name} must be floating-point; got {x.dtype}"
+        )
+
+
+def _states(
+    q: Array, k: Array, e: Array | None, query_state: Array | None, keys_rotated: bool
+) -> tuple[Array | None, Array | None]:
+    """Checks the states of keys and queries and gives them all axes (batch ones flattened)."""
+    if query_state is None:
+        require(not keys_rotated, "keys_rotated=True needs query_state, the state of the queries")
+        require(
+            e is None or q.shape[-3] == k.shape[-3],
+            f"query_state is required where queries and keys differ in length; got q {q.shape}, "
+            f"k {k.shape}",
+        )
+        query_state = e
+    require(
+        e is not None or query_state is None or keys_rotated,
+        "query_state without e rotates queries only: give e, or keys_rotated=True",
+    )
+    keys = jax.ShapeDtypeStruct((*k.shape[:-1], q.shape[-1]), k.dtype)
+    e = _state("e", e, keys, "k")
+    query_state = _state("query_state", query_state, q, "q")
+    if e is not None and query_state is not None:
+        require(
+            e.shape[3:] == query_state.shape[3:],
+            f"e and query_state must have one form; got blocks {e.shape[3:]} and "
+            f"{query_state.shape[3:]}",
+        )
+    return e, query_state
+
+
+def _state(name: str, e: Array | None, x: Any, of: str) -> Array | None:
+    """A state of ``x [batch..., T, H, D]`` as ``[B|1, T, 1|H, ...]``."""
+    if e is None:
+        return None
+    e = jnp.asarray(e)
+    algebra.check_state(e, x, name=name, of=of)
+    tensor = algebra.is_tensor_form(e, x)
+    heads = x.shape[-2]
+    e = algebra.repeat_heads(algebra.align_state(e, x), heads, tensor=tensor)
+    return _flatten(e, x.shape[:-3], 5 if tensor else 3)
+
+
+def _check_key_width(
+    q: Array, k: Array, e: Array | None, query_state: Array | None, keys_rotated: bool
+) -> None:
+    """Keys are as wide as the queries, or as rotated queries if they come rotated."""
+    width = q.shape[-1]
+    if keys_rotated and query_state is not None and query_state.ndim == 6:
+        width = query_state.shape[3] * query_state.shape[5]
+    require(
+        k.shape[-1] == width,
+        f"k must have head dimension {width}{' (rotated)' if keys_rotated else ''}; got q {q.shape}"
+        f", k {k.shape}" + ("" if e is None else f", e {e.shape}"),
+    )
+
+
+def _segments(
+    ids: Any, batch: Sequence[int], query_length: int, key_length: int
+) -> tuple[Array, Array] | None:
+    """Segment ids of queries ``[B|1, Tq]`` and of keys ``[B|1, S]``."""
+    if ids is None:
+        return None
+    if not isinstance(ids, tuple):
+        require(
+            query_length == key_length,
+            f"segment_ids must be a tuple (queries', keys') where lengths differ: {query_length} "
+            f"queries, {key_length} keys",
+        )
+        ids = (ids, ids)
+    require(len(ids) == 2, f"segment_ids must be an array or a pair of arrays; got {len(ids)}")
+    out = []
+    for side, x, length in zip(("query", "key"), ids, (query_length, key_length), strict=True):
+        x = jnp.asarray(x)
+        require(
+            jnp.issubdtype(x.dtype, jnp.integer), f"segment_ids must be integers; got {x.dtype}"
+        )
+        fits = x.ndim >= 1 and x.shape[-1] == length and _batch_fits(x.shape[:-1], batch)
+        require(
+            fits,
+            f"{side} segment_ids: expected shape {(*batch, length)}, batch axes may be missing; "
+            f"got {x.shape}",
+        )
+        out.append(_flatten(x, batch, 1))
+    return out[0], out[1]
+
+
+def _bias(
+    bias: Array | BiasFunction | None, batch: Sequence[int], pairs: tuple[int, int, int]
+) -> Array | BiasFunction | None:
+    """A bias with all axes, batch ones flattened: an array, or a function that returns one."""
+    if bias is None:
+        return None
+    if not callable(bias):
+        bias = jnp.asarray(bias)
+        require(
+            jnp.issubdtype(bias.dtype, jnp.floating),
+            f"bias must be floating-point (for a boolean, use mask); got {bias.dtype}",
+        )
+        return _broadcastable("bias", bias, batch, pairs)
+    function, heads = bias, pairs[0]
+
+    def normalised(query_index: Array, key_index: Array) -> Array:
+        sizes = (heads, query_index.shape[0], key_index.shape[0])
+        value = jnp.asarray(function(query_index, key_index))
+        return _broadcastable("the value of the bias function", value, batch, sizes)
+
+    jax.eval_shape(normalised, *(jax.ShapeDtypeStruct((n,), jnp.int32) for n in pairs[1:]))
+    return normalised
+
+
+def _offset(offset: int | Array) -> int | Array:
+    if isinstance(offset, int):
+        return offset
+    offset = jnp.asarray(offset)
+    require(
+        offset.ndim == 0 and jnp.issubdtype(offset.dtype, jnp.integer),
+        f"query_offset must be an integer scalar; got shape {offset.shape}, {offset.dtype}",
+    )
+    return offset.astype(jnp.int32)
+
+
+def _broadcastable(name: str, x: Array, batch: Sequence[int], pairs: tuple[int, int, int]) -> Array:
+    """``x``, which must broadcast to ``[*batch, *pairs]``, as ``[B|1, Hq|1, Tq|1, S|1]``."""
+    x = x.reshape((1,) * (3 - x.ndim) + x.shape)
+    require(
+        _batch_fits(x.shape[:-3], batch) and _batch_fits(x.shape[-3:], pairs),
+        f"{name} must broadcast to [batch..., query heads, queries, keys] = {(*batch, *pairs)}; "
+        f"got {x.shape}",
+    )
+    return _flatten(x, batch, 3)
+
+
+def _batch_fits(shape: Sequence[int], full: Sequence[int]) -> bool:
+    """Whether ``shape`` broadcasts to ``full``, which has at least as many axes."""
+    return len(shape) <= len(full) and all(
+        a in (1, b) for a, b in zip(shape[::-1], full[::-1], strict=False)
+    )
+
+
+def _flatten(x: Array, batch: Sequence[int], tail: int) -> Array:
+    """Flattens the axes before the last ``tail``, which broadcast to ``batch``, to one: B or 1."""
+    lead, core = x.shape[: x.ndim - tail], x.shape[x.ndim - tail :]
+    lead = (1,) * (len(batch) - len(lead)) + lead
+    if any(n != 1 for n in lead) and lead != tuple(batch):
+        lead = tuple(batch)
+        x = jnp.broadcast_to(x, (*lead, *core))
+    size = 1
+    for n in lead:
+        size *= n
+    return x.reshape(size, *core)

@@ -1,0 +1,157 @@
+"""What every attention backend is given: one validated, normalised call."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from tape_jax import algebra
+
+Array = jax.Array
+BiasFunction = Callable[[Array, Array], Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One call of :func:`tape_jax.attention`, checked, with its batch axes flattened to one.
+
+    An axis written ``B|1`` (and the like) is either full or 1, to be broadcast.
+
+    Attributes:
+      q: queries ``[B, Tq, Hq, D]``, not yet rotated.
+      k: keys ``[B, S, Hk, D]``; rotated already if ``keys_rotated`` (then ``M * R`` wide in tensor
+        form).
+      v: values ``[B, S, Hk, Dv]``.
+      e: state of the keys, rotary ``[B|1, S, Hk|1, D]`` or tensor ``[B|1, S, Hk|1, M, L, R]``, or
+        None.
+      query_state: state of the queries ``[B|1, Tq, He, ...]``, ``He`` a divisor of ``Hq``; None:
+        nothing is rotated.
+      segments: integer ids of queries ``[B|1, Tq]`` and of keys ``[B|1, S]``, or None.
+      bias: ``[B|1, Hq|1, Tq|1, S|1]``, or a function of query indices ``[Q]`` (offset included) and
+        key indices ``[K]`` to ``[B|1, Hq|1, Q|1, K|1]``, or None.
+      mask: boolean ``[B|1, Hq|1, Tq|1, S|1]``, True where visible, or None.
+      query_offset: what is added to a query's index before it is compared with a key's: an int or
+        a scalar int32 array.
+      scale: factor on the logits.
+      causal, window, keys_rotated, attend_state, interpret: as in :func:`tape_jax.attention`.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    e: Array | None
+    query_state: Array | None
+    segments: tuple[Array, Array] | None
+    bias: Array | BiasFunction | None
+    mask: Array | None
+    query_offset: int | Array
+    scale: float
+    causal: bool
+    window: int | None
+    keys_rotated: bool
+    attend_state: bool
+    interpret: bool
+
+    @property
+    def query_length(self) -> int:
+        """Number of queries, ``Tq``."""
+        return self.q.shape[1]
+
+    @property
+    def key_length(self) -> int:
+        """Number of keys, ``S``."""
+        return self.k.shape[1]
+
+    @property
+    def query_heads(self) -> int:
+        """Number of query heads, ``Hq``."""
+        return self.q.shape[2]
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key/value heads, ``Hk``."""
+        return self.k.shape[2]
+
+    @property
+    def compute_dtype(self) -> jnp.dtype:
+        """Type of the operands of all products: that of the queries."""
+        return self.q.dtype
+
+    @property
+    def accumulator_dtype(self) -> jnp.dtype:
+        """Type of logits, softmax and sums: at least float32."""
+        return algebra.at_least_float32(self.q.dtype)
+
+    def rotated(self) -> tuple[Array, Array]:
+        """Queries ``[B, Tq, Hq, D']`` and keys ``[B, S, Hk, D']``, rotated, in the compute type.
+
+        ``D'`` is ``D``, or ``M * R`` in tensor form.
+        """
+        q, k = self.q, self.k.astype(self.compute_dtype)
+        if self.query_state is not None:
+            q = algebra.rotate(q, self.query_state)
+        if self.e is not None and not self.keys_rotated:
+            k = algebra.rotate(k, self.e)
+        return q, k
+
+    def attended_state(self) -> Array | None:
+        """The state as values ``[B|1, S, Hk|1, De]`` in the compute type, or None.
+
+        ``De`` is ``D``, or ``M * L * R`` in tensor form.
+        """
+        if self.e is None or not self.attend_state:
+            return None
+        return self.e.reshape(*self.e.shape[:3], -1).astype(self.compute_dtype)
+
+
+def group_heads(x: Array, kv_heads: int) -> Array:
+    """Queries ``[B, T, Hq, D]`` to ``[B, Hk, G, T, D]``, ``G`` query heads for a key/value head."""
+    b, t, heads, d = x.shape
+    return x.reshape(b, t, kv_heads, heads // kv_heads, d).transpose(0, 2, 3, 1, 4)
+
+
+def ungroup_heads(x: Array) -> Array:
+    """Inverse of :func:`group_heads`: ``[B, Hk, G, T, D]`` to ``[B, T, Hq, D]``."""
+    b, kv_heads, groups, t, d = x.shape
+    return x.transpose(0, 3, 1, 2, 4).reshape(b, t, kv_heads * groups, d)
+
+
+def group_pairs(x: Array, kv_heads: int) -> Array:
+    """Splits the heads axis of ``[B|1, Hq|1, Q, K]``, giving ``[B|1, Hk|1, G|1, Q, K]``."""
+    b, heads, *pair = x.shape
+    return x.reshape(b, *((1, 1) if heads == 1 else (kv_heads, heads // kv_heads)), *pair)
+
+
+def visible_positions(
+    query_index: Array, key_index: Array, *, causal: bool, window: int | None
+) -> Array | None:
+    """Which keys the causal rule and the window let a query see.
+
+    Args:
+      query_index: integers ``[Q]``, offset included.
+      key_index: integers ``[K]``.
+      causal: key ``j`` is visible to query ``i`` only if ``j <= i``.
+      window: only if ``i - window < j``, and ``j < i + window`` too.
+
+    Returns:
+      Booleans ``[Q, K]``, or None if all are visible.
+    """
+    i, j = query_index[:, None], key_index[None, :]
+    rules = []
+    if causal:
+        rules.append(j <= i)
+    if window is not None:
+        rules.append(j > i - window)
+    if window is not None and not causal:
+        rules.append(j < i + window)
+    return functools.reduce(operator.and_, rules) if rules else None
+
+
+def same_segment(query_ids: Array, key_ids: Array) -> Array:
+    """Booleans ``[B|1, 1, 1, Q, K]``: whether ids ``[B|1, Q]`` and ``[B|1, K]`` are equal."""
+    return (query_ids[:, :, None] == key_ids[:, None, :])[:, None, None]

@@ -1,0 +1,188 @@
+"""Frozen, validated, hashable descriptions of what is computed."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterable
+from typing import Any
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``" (did you mean 'x'?)"`` for the known name nearest to ``name``, or an empty string."""
+    found = difflib.get_close_matches(str(name), [str(k) for k in known], n=1, cutoff=0.5)
+    return f" (did you mean {found[0]!r}?)" if found else ""
+
+
+def choose(what: str, value: Any, allowed: Iterable[Any]) -> None:
+    """Raises ValueError unless ``value`` is one of ``allowed``."""
+    allowed = tuple(allowed)
+    if value not in allowed:
+        names = ", ".join(repr(a) for a in allowed)
+        raise ValueError(
+            f"unknown {what} {value!r}: expected one of {names}{nearest(value, allowed)}"
+        )
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises ``ValueError(message)`` unless ``condition`` holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def from_mapping(cls: type, values: dict[str, Any], *, what: str) -> Any:
+    """Builds the dataclass ``cls`` from ``values``; an unknown field names its nearest neighbour."""
+    fields = [f.name for f in dataclasses.fields(cls) if f.init]
+    for name in values:
+        if name not in fields:
+            raise ValueError(
+                f"unknown field {name!r} of {what}{nearest(name, fields)}; fields: {', '.join(fields)}"
+            )
+    return cls(**values)
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are adapted to sequences longer than those trained on.
+
+    Attributes:
+      kind: ``none``; ``linear`` (positions divided by ``factor``); ``ntk`` (base multiplied by
+        ``factor ** (D / (D - 2))``); ``dynamic`` (NTK with a factor that follows the sequence length);
+        ``yarn`` (frequencies blended by wavelength, states scaled by a magnitude); ``llama3``.
+      factor: ratio of the wanted length to the trained one.
+      original_length: the trained length, in tokens (dynamic, yarn, llama3).
+      beta_fast, beta_slow: yarn; rotations over ``original_length`` above which a frequency is kept,
+        and below which it is fully interpolated.
+      low_freq_factor, high_freq_factor: llama3; the corresponding bounds.
+      magnitude: yarn; factor on the states. None: ``0.1 ln(factor) + 1``.
+      truncate: yarn; round the blending range outwards to whole dimensions, as published.
+    """
+
+    kind: str = "none"
+    factor: float = 1.0
+    original_length: int = 2048
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    magnitude: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self):
+        choose("rope scaling", self.kind, ("none", "linear", "ntk", "dynamic", "yarn", "llama3"))
+        require(self.factor > 0, f"rope scaling: factor must be positive; got {self.factor}")
+        require(
+            self.original_length > 0,
+            f"rope scaling: original_length must be positive; got {self.original_length}",
+        )
+        require(
+            self.high_freq_factor > self.low_freq_factor,
+            f"rope scaling: high_freq_factor {self.high_freq_factor} must exceed "
+            f"low_freq_factor {self.low_freq_factor}",
+        )
+
+    @property
+    def state_magnitude(self) -> float:
+        """Factor on the start state: ``magnitude`` or ``0.1 ln(factor) + 1`` for yarn, else 1."""
+        if self.kind != "yarn":
+            return 1.0
+        if self.magnitude is not None:
+            return self.magnitude
+        return 0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A Llama-style decoder.
+
+    Attributes:
+      vocab_size: number of token ids.
+      hidden_size: width of the residual stream.
+      num_layers: number of blocks.
+      num_heads: query heads.
+      num_kv_heads: key/value heads, a divisor of ``num_heads``; None: ``num_heads``.
+      head_dim: numbers per head, even; None: ``hidden_size // num_heads``.
+      intermediate_size: width of the gated MLP; None: ``4 * hidden_size``.
+      position: the position encoding: a name in ``tape_jax.positions.registry`` or an encoding
+        such as ``tape_jax.positions.Tape(norm="rms")``.
+      norm_eps: epsilon of every RMSNorm.
+      tie_embeddings: the output projection is the transposed embedding.
+      max_length: longest sequence that the model accepts, in tokens; None: no limit of its own.
+      dtype: compute type; parameters are kept in ``param_dtype``, position states in
+        ``state_dtype`` (None: at least float32).
+      attention: a backend of :func:`tape_jax.attention`, or None for the fastest that can.
+      window: sliding-window width in tokens, or None.
+      remat: what the backward pass recomputes: ``none``, ``dots`` (keep matrix products), ``full``.
+      scan_layers: compile each run of like layers once, as a scan.
+      init_scale: standard deviation of the initial projections (residual output projections are
+        divided by ``sqrt(2 * num_layers)``); None: ``fan_in ** -0.5``.
+    """
+
+    vocab_size: int
+    hidden_size: int = 256
+    num_layers: int = 6
+    num_heads: int = 4
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    position: Any = "tape"
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+    max_length: int | None = None
+    dtype: str = "float32"
+    param_dtype: str = "float32"
+    state_dtype: str | None = None
+    attention: str | None = None
+    window: int | None = None
+    remat: str = "none"
+    scan_layers: bool = True
+    init_scale: float | None = None
+
+    def __post_init__(self):
+        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads"):
+            value = getattr(self, name)
+            require(
+                isinstance(value, int) and value > 0,
+                f"model: {name} must be a positive integer; got {value!r}",
+            )
+        for name in ("num_kv_heads", "head_dim", "intermediate_size", "max_length", "window"):
+            value = getattr(self, name)
+            require(
+                value is None or (isinstance(value, int) and value > 0),
+                f"model: {name} must be a positive integer or None; got {value!r}",
+            )
+        require(
+            self.num_heads % self.kv_heads == 0,
+            f"model: num_heads = {self.num_heads} is not a multiple of num_kv_heads = {self.kv_heads}",
+        )
+        require(
+            self.head_dim is not None or self.hidden_size % self.num_heads == 0,
+            f"model: hidden_size = {self.hidden_size} is not a multiple of num_heads = "
+            f"{self.num_heads}; give head_dim",
+        )
+        require(self.dim % 2 == 0, f"model: the head dimension must be even; got {self.dim}")
+        choose("model dtype", self.dtype, ("float32", "bfloat16", "float16", "float64"))
+        choose("model param_dtype", self.param_dtype, ("float32", "bfloat16", "float16", "float64"))
+        choose("model state_dtype", self.state_dtype, (None, "float32", "bfloat16", "float64"))
+        choose("remat policy", self.remat, ("none", "dots", "full"))
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key/value heads."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def dim(self) -> int:
+        """Head dimension."""
+        return self.head_dim or self.hidden_size // self.num_heads
+
+    @property
+    def mlp_size(self) -> int:
+        """Width of the gated MLP."""
+        return self.intermediate_size or 4 * self.hidden_size
+
+    @property
+    def embedding_std(self) -> float:
+        """Standard deviation of initial embeddings."""
+        return self.hidden_size**-0.5 if self.init_scale is None else self.init_scale

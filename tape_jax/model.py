@@ -1,0 +1,365 @@
+"""The decoder: embeddings, runs of like blocks as scans, the output projection."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from tape_jax import algebra
+from tape_jax import positions as position_encodings
+from tape_jax.config import ModelConfig
+from tape_jax.layers import (
+    Block,
+    Context,
+    LayerCache,
+    Linear,
+    RMSNorm,
+    declare,
+    default_positions,
+    remat_policy,
+    runs,
+)
+from tape_jax.positions.protocol import Encoding, State
+
+Array = jax.Array
+
+
+@flax.struct.dataclass
+class Cache:
+    """Everything that cached decoding keeps of the tokens it has seen; see :func:`init_cache`.
+
+    ``S`` is the capacity in tokens, ``n`` the number of layers of a run of like layers.
+
+    Attributes:
+      index: number of slots written, int32.
+      tokens: ``[B, S]`` int32.
+      positions: ``[B, S]`` int32.
+      segment_ids: ``[B, S]`` int32; 0 marks padding.
+      layers: per run a :class:`tape_jax.layers.LayerCache` with a leading axis ``n``.
+      key: random key of the encoding's draw, or None for its fixed draw.
+    """
+
+    index: Array
+    tokens: Array
+    positions: Array
+    segment_ids: Array
+    layers: tuple[LayerCache, ...]
+    key: Array | None = None
+
+    @property
+    def capacity(self) -> int:
+        """Number of slots."""
+        return self.tokens.shape[-1]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all arrays in bytes."""
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((self.tokens, self.layers)))
+
+
+@flax.struct.dataclass
+class States:
+    """What ``return_states=True`` returns beside the logits.
+
+    Attributes:
+      hidden: residual stream entering each layer and leaving the last: ``[layers + 1]`` entries.
+      position: position state entering each layer: ``[layers]`` entries.
+      final_norm: ``[B, T, hidden]``, the input of the output projection.
+    """
+
+    hidden: tuple[Array, ...]
+    position: tuple[State, ...]
+    final_norm: Array
+
+
+class Transformer(nn.Module):
+    """A decoder-only Transformer with any position encoding.
+
+    >>> model = Transformer(ModelConfig(vocab_size=256))
+    >>> variables = model.init(key, tokens)
+    >>> logits = model.apply(variables, tokens)
+
+    Attributes:
+      config: the description of the model.
+    """
+
+    config: ModelConfig
+
+    @property
+    def encoding(self) -> Encoding:
+        """The position encoding."""
+        return position_encodings.create(self.config.position)
+
+    @property
+    def runs(self) -> list[tuple[int, int, bool]]:
+        """Runs of like layers: (first, one past the last, whether they update the state)."""
+        n = self.config.num_layers
+        return runs([self.encoding.updates(i, n) for i in range(n)])
+
+    @property
+    def state_dtype(self) -> jnp.dtype:
+        """Type of the position states."""
+        c = self.config
+        return jnp.dtype(c.state_dtype or algebra.at_least_float32(c.dtype))
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens: Array,
+        *,
+        positions: Array | None = None,
+        segment_ids: Array | None = None,
+        mask: Array | None = None,
+        causal: bool = True,
+        initial_state: State = None,
+        return_states: bool = False,
+        cache: Cache | None = None,
+        length: int | None = None,
+    ) -> Any:
+        """Logits of the next token.
+
+        Args:
+          tokens: integers ``[..., T]``; with a cache ``[B, T]``, the tokens that follow it.
+          positions: ``[..., T]``, or ``[..., T, n]`` coordinates; None: 0, 1, ...
+          segment_ids: integers ``[..., T]``: tokens see those of equal id only.
+          mask: booleans that broadcast to ``[..., H, T, T]``, True where visible.
+          causal: whether tokens see earlier ones only.
+          initial_state: state entering the first layer, in place of the encoding's own.
+          return_states: also return the :class:`States`.
+          cache: continue from it. ``positions`` and ``segment_ids`` then describe the new tokens.
+          length: tokens for which random positions are drawn and dynamic scaling is fixed; None: the
+            cache's capacity, or ``T``.
+
+        Returns:
+          Logits ``[..., T, vocab]`` in at least float32. With ``return_states`` also the states,
+          with a cache also the new cache.
+
+        Raises:
+          ValueError: if shapes, types or lengths do not fit; the message gives both sides.
+        """
+        c, encoding = self.config, self.encoding
+        encoding.check(c)
+        self._check(tokens, positions, segment_ids, cache)
+        time = tokens.shape[-1]
+        key = self.make_rng("positions") if self.has_rng("positions") else None
+        if cache is None:
+            if positions is None:
+                positions = default_positions(time)
+            context = Context(positions, segment_ids, mask, 0, causal)
+            places = encoding.coordinates(tokens, positions)
+        else:
+            cache = _append(cache, tokens, positions, segment_ids)
+            key, length, start = cache.key, length or cache.capacity, cache.index - time
+
+            def recent(x: Array) -> Array:
+                return jax.lax.dynamic_slice_in_dim(x, start, time, axis=1)
+
+            ids = (recent(cache.segment_ids), cache.segment_ids)
+            context = Context(cache.positions, ids, mask, start, causal)
+            places = recent(encoding.coordinates(cache.tokens, cache.positions))
+            positions = recent(cache.positions)
+
+        table = self.param(
+            "embedding",
+            nn.initializers.normal(c.embedding_std),
+            (c.vocab_size, c.hidden_size),
+            jnp.dtype(c.param_dtype),
+        )
+        h = table[tokens].astype(c.dtype)
+        added = encoding.embed(
+            declare(self, "position", encoding.input_params(c), c.param_dtype), places, c, key
+        )
+        if added is not None:
+            h = h + added.astype(c.dtype)
+        state = initial_state
+        if state is None:
+            state = encoding.start(
+                positions, c, key=key, length=length or time, dtype=self.state_dtype
+            )
+        h, caches, hidden, states = self._blocks(h, state, context, cache, return_states)
+        final = RMSNorm(c, name="final_norm")(h)
+        if c.tie_embeddings:
+            logits = final @ table.T.astype(c.dtype)
+        else:
+            logits = Linear(c, c.vocab_size, name="head")(final)
+        logits = logits.astype(algebra.at_least_float32(c.dtype))
+        out = [logits]
+        if return_states:
+            out.append(States(hidden=(*hidden, h), position=tuple(states), final_norm=final))
+        if cache is not None:
+            out.append(cache.replace(layers=caches))
+        return out[0] if len(out) == 1 else tuple(out)
+
+    def _blocks(self, h: Array, state: State, context: Context, cache: Cache | None, record: bool):
+        """Runs all layers; returns what leaves them, their caches, and what entered each."""
+        c, encoding = self.config, self.encoding
+        caches, hidden, states = [], [], []
+        for run, (start, stop, updates) in enumerate(self.runs):
+            block: Any = Block
+            if c.remat != "none":
+                block = nn.remat(block, policy=remat_policy(c.remat), prevent_cse=not c.scan_layers)
+            options = {"config": c, "encoding": encoding, "updates": updates, "record": record}
+            layer_cache = None if cache is None else cache.layers[run]
+            if updates:
+                carry, fixed = (h, encoding.carry(state, h.shape[:-1], c)), None
+            else:
+                carry, fixed = (h, None), state
+            if c.scan_layers:
+                scan = nn.scan(
+                    block,
+                    variable_axes={"params": 0},
+                    split_rngs={"params": True},
+                    in_axes=(nn.broadcast, nn.broadcast, 0),
+                    length=stop - start,
+                )(**options, name=f"layers_{start}")
+                carry, (new_cache, entered) = scan(carry, fixed, context, layer_cache)
+            else:
+                outputs = []
+                for i in range(start, stop):
+                    own = jax.tree.map(lambda x, i=i: x[i - start], layer_cache)
+                    carry, output = block(**options, name=f"layers_{i}")(carry, fixed, context, own)
+                    outputs.append(output)
+                new_cache, entered = jax.tree.map(lambda *x: jnp.stack(x), *outputs)
+            h = carry[0]
+            state = carry[1] if updates else state
+            caches.append(new_cache)
+            if record:
+                for i in range(stop - start):
+                    hidden.append(entered[0][i])
+                    states.append(jax.tree.map(lambda x, i=i: x[i], entered[1]))
+        return h, tuple(caches), hidden, states
+
+    def _check(self, tokens, positions, segment_ids, cache) -> None:
+        c, encoding = self.config, self.encoding
+        if not jnp.issubdtype(tokens.dtype, jnp.integer) or tokens.ndim < 1:
+            raise ValueError(
+                f"tokens must be integers [..., T]; got {tokens.dtype} of shape {tokens.shape}"
+            )
+        time = tokens.shape[-1]
+        if time < 1:
+            raise ValueError(f"tokens must hold at least one token; got shape {tokens.shape}")
+        total = time if cache is None else cache.capacity
+        for limit, whose in (
+            (c.max_length, "the model's max_length"),
+            (encoding.max_length(), f"the limit of the encoding {encoding.kind!r}"),
+        ):
+            if limit is not None and total > limit:
+                raise ValueError(f"a sequence of {total} tokens exceeds {whose} of {limit}")
+        if positions is None and encoding.axes > 1:
+            raise ValueError(
+                f"the encoding {encoding.kind!r} has axes={encoding.axes}: give positions= of shape "
+                f"{(*tokens.shape, encoding.axes)}"
+            )
+        tail = () if encoding.axes == 1 else (encoding.axes,)
+        _fits("positions", positions, tokens, tail)
+        _fits("segment_ids", segment_ids, tokens, ())
+        if segment_ids is not None and not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+            raise ValueError(f"segment_ids must be integers; got {segment_ids.dtype}")
+
+
+def _fits(name: str, x: Array | None, tokens: Array, tail: tuple[int, ...]) -> None:
+    """Raises ValueError unless ``x`` is None or ``[..., T, *tail]`` for ``tokens [..., T]``."""
+    if x is None:
+        return
+    lead = x.shape[: x.ndim - len(tail)]
+    fits = x.shape[x.ndim - len(tail) :] == tail and 1 <= len(lead) <= tokens.ndim
+    if not fits or any(
+        a not in (1, b) for a, b in zip(lead[-2::-1], tokens.shape[-2::-1], strict=False)
+    ):
+        fits = False
+    if not fits or lead[-1] != tokens.shape[-1]:
+        raise ValueError(
+            f"{name} of shape {x.shape} does not fit tokens of shape {tokens.shape}: expected "
+            f"{(*tokens.shape, *tail)}, leading axes may be missing"
+        )
+
+
+def _append(cache: Cache, tokens: Array, positions: Array | None, segment_ids: Array | None):
+    """The cache with the new tokens, their positions and segments written behind the old ones."""
+    if tokens.ndim != 2 or tokens.shape[0] != cache.tokens.shape[0]:
+        raise ValueError(
+            f"with a cache for {cache.tokens.shape[0]} sequences, tokens must have shape "
+            f"({cache.tokens.shape[0]}, T); got {tokens.shape}"
+        )
+    time = tokens.shape[1]
+    if time > cache.capacity:
+        raise ValueError(f"{time} tokens do not fit into a cache of capacity {cache.capacity}")
+    if positions is None:
+        positions = cache.index + default_positions(time)
+    if segment_ids is None:
+        segment_ids = jnp.ones((time,), jnp.int32)
+
+    def put(old: Array, new: Array) -> Array:
+        new = jnp.broadcast_to(new, tokens.shape).astype(old.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(old, new, cache.index, axis=1)
+
+    return cache.replace(
+        index=cache.index + time,
+        tokens=put(cache.tokens, tokens),
+        positions=put(cache.positions, positions),
+        segment_ids=put(cache.segment_ids, segment_ids),
+    )
+
+
+def init_cache(
+    model: Transformer,
+    batch_size: int,
+    capacity: int,
+    *,
+    dtype: Any = None,
+    key: Array | None = None,
+) -> Cache:
+    """An empty cache for decoding ``batch_size`` sequences of up to ``capacity`` tokens.
+
+    Args:
+      model: the model that will use it.
+      batch_size: number of sequences ``B``.
+      capacity: number of slots ``S``. Random positions are drawn, and dynamic scaling is fixed, for
+        this length, so results agree with a full pass given ``length=capacity``.
+      dtype: type of keys and values; None: the model's compute type.
+      key: random key for encodings that draw; None: their fixed draw.
+
+    Raises:
+      ValueError: if a size is not positive, or the encoding has n-dimensional coordinates.
+    """
+    c, encoding = model.config, model.encoding
+    if batch_size < 1 or capacity < 1:
+        raise ValueError(
+            f"batch_size and capacity must be positive; got {batch_size} and {capacity}"
+        )
+    if encoding.axes > 1:
+        raise ValueError(
+            f"a cache holds one coordinate per token; {encoding.kind!r} has axes={encoding.axes}"
+        )
+    dtype = jnp.dtype(dtype or c.dtype)
+    positions = jax.ShapeDtypeStruct((batch_size, capacity), jnp.int32)
+
+    def key_state(p: Array) -> Array | None:
+        start = encoding.start(p, c, length=capacity, dtype=model.state_dtype)
+        return encoding.rotation(encoding.carry(start, p.shape, c))[1]
+
+    e = jax.eval_shape(key_state, positions)
+    head = jax.ShapeDtypeStruct((batch_size, capacity, c.kv_heads, c.dim), dtype)
+    rotated = head if e is None else jax.eval_shape(algebra.rotate, head, e)
+
+    def layer(updates: bool, n: int) -> LayerCache:
+        keeps_state = updates and encoding.attends_state and e is not None
+        return LayerCache(
+            k=jnp.zeros((n, *rotated.shape), dtype),
+            v=jnp.zeros((n, *head.shape), dtype),
+            e=jnp.zeros((n, *e.shape), e.dtype) if keeps_state else None,
+        )
+
+    slots = jnp.zeros((batch_size, capacity), jnp.int32)
+    return Cache(
+        index=jnp.int32(0),
+        tokens=slots,
+        positions=slots,
+        segment_ids=slots,
+        layers=tuple(layer(updates, stop - start) for start, stop, updates in model.runs),
+        key=key,
+    )

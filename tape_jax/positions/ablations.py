@@ -1,0 +1,198 @@
+"""TAPE with one of its symmetries broken, each named for what it does instead.
+
+They are the reference's ablations: RoPE-like at the start, trainable, and wrong on purpose. The
+last two treat the cosine and sine tables as separate vectors of ``D`` numbers, which no longer
+stay tied, and therefore use the tensor form with blocks ``E_m = [[c_j, s_j'], [-s_j, c_j']]``,
+``j' = j + D/2``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from tape_jax.config import ModelConfig, require
+from tape_jax.positions.protocol import Param, State
+from tape_jax.positions.tape import (
+    ACTIVATIONS,
+    Tape,
+    mix_attended,
+    mix_heads,
+    mixing_matrix,
+    normalize,
+)
+
+Array = jax.Array
+zeros = jax.nn.initializers.zeros
+
+
+def split_tables(state: Array) -> tuple[Array, Array]:
+    """Tensor state ``[..., M, 2, 2]`` to its cosine and sine tables, each ``[..., D]``."""
+    cos = jnp.concatenate([state[..., 0, 0], state[..., 1, 1]], axis=-1)
+    sin = jnp.concatenate([-state[..., 1, 0], state[..., 0, 1]], axis=-1)
+    return cos, sin
+
+
+def join_tables(cos: Array, sin: Array) -> Array:
+    """Inverse of :func:`split_tables`."""
+    half = cos.shape[-1] // 2
+    rows = [
+        jnp.stack([cos[..., :half], sin[..., half:]], -1),
+        jnp.stack([-sin[..., :half], cos[..., half:]], -1),
+    ]
+    return jnp.stack(rows, axis=-2)
+
+
+@dataclasses.dataclass(frozen=True)
+class SeparateCosSin(Tape):
+    """Separate weights for cosines and sines: breaks the phase symmetry and the constant shift."""
+
+    kind: ClassVar[str] = "tape_separate_cos_sin"
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(self.form == "rotary", f"{self.kind} exists in rotary form only; got {self.form!r}")
+
+    def mixing_params(self, config: ModelConfig) -> dict[str, Param]:
+        def twice(name: str, spec: Param) -> Param:
+            if name == "wx":
+                return spec
+
+            def init(key, shape, dtype):
+                keys = jax.random.split(key, 2)
+                return jnp.stack([spec.init(k, shape[1:], dtype) for k in keys])
+
+            return Param((2, *spec.shape), init, (None, *spec.axes))
+
+        shared = super().mixing_params(config)
+        return {name: twice(name, spec) for name, spec in shared.items()}
+
+    def update(self, params, state: State, attended, x) -> State:
+        alpha = params.get("alpha", self.alpha)
+        parts = []
+        for i, part in enumerate(jnp.split(state, 2, axis=-1)):
+            own = {k: v[i] for k, v in params.items() if k in ("mix", "up", "down")}
+            if "mix" in own:
+                a = jnp.split(attended, 2, axis=-1)[i].astype(state.dtype)
+                part = part + mix_attended(a, own["mix"] * alpha, part.shape[-2])
+            if "up" in own:
+                own["wx"] = params["wx"]
+                matrix = mixing_matrix(x, own, alpha, self.activation, dtype=state.dtype)
+                part = part + mix_heads(matrix, part)
+            parts.append(part)
+        e = jnp.concatenate(parts, axis=-1)
+        return normalize(e, self.norm, self.scaling.state_magnitude).astype(state.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Untied(Tape):
+    """Shared by the ablations whose cosines and sines come untied."""
+
+    form: str = "tensor"
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(
+            self.form == "tensor" and (self.l, self.r) == (2, 2),
+            f"{self.kind} exists in tensor form with l = r = 2 only; got form={self.form!r}, "
+            f"l={self.l}, r={self.r}",
+        )
+
+    def check(self, config: ModelConfig) -> None:
+        super().check(config)
+        require(
+            config.kv_heads == config.num_heads,
+            f"{self.kind} has one state per query head; got num_heads = {config.num_heads}, "
+            f"num_kv_heads = {config.kv_heads}",
+        )
+
+    def features(self, config: ModelConfig) -> int:
+        """Numbers that the MLP mixing mixes."""
+        raise NotImplementedError
+
+    def mixing_params(self, config: ModelConfig) -> dict[str, Param]:
+        shared = super().mixing_params(config)
+        if not self.mlp_mix:
+            return shared
+        width, n = shared["wx"].shape[-1], self.features(config)
+        normal = jax.nn.initializers.normal(width**-0.5)
+        return shared | {
+            "up": Param((width, n), zeros, (None, None)),
+            "down": Param((n, width), normal, (None, None)),
+        }
+
+    def flatten(self, table: Array) -> Array:
+        """Table ``[..., T, H, D]`` to ``[..., T, *, features]``."""
+        raise NotImplementedError
+
+    def mix_table(self, params, table: Array, attended: Array | None, x: Array) -> Array:
+        """Updates one table ``[..., T, H, D]``."""
+        alpha = params.get("alpha", self.alpha)
+        if attended is not None and "mix" in params:
+            table = table + alpha * self.scale_attended(attended, params["mix"].astype(table.dtype))
+        if "up" in params:
+            gate = ACTIVATIONS[self.activation](x @ params["wx"].astype(x.dtype)).astype(
+                table.dtype
+            )
+            flat = self.flatten(table)
+            hidden = (flat @ params["up"].astype(table.dtype).T) * gate[..., None, :]
+            change = hidden @ params["down"].astype(table.dtype).T
+            table = table + alpha * change.reshape(table.shape)
+        return table
+
+    def scale_attended(self, attended: Array, mix: Array) -> Array:
+        return mix_attended(attended, mix, attended.shape[-2])
+
+    def update(self, params, state: State, attended, x) -> State:
+        tables = split_tables(state)
+        attended_tables = (None, None) if attended is None else split_tables(attended)
+        updated = [
+            self.mix_table(params, table, a if a is None else a.astype(state.dtype), x)
+            for table, a in zip(tables, attended_tables, strict=True)
+        ]
+        e = join_tables(*updated)
+        return normalize(e, self.norm, self.scaling.state_magnitude, tensor=True).astype(
+            state.dtype
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class MixHeadDim(_Untied):
+    """Mixes along the head dimension instead of over heads: breaks the phase symmetry."""
+
+    kind: ClassVar[str] = "tape_mix_head_dim"
+
+    def features(self, config: ModelConfig) -> int:
+        return config.dim
+
+    def flatten(self, table: Array) -> Array:
+        return table
+
+    def mixing_params(self, config: ModelConfig) -> dict[str, Param]:
+        params = super().mixing_params(config)
+        if "mix" in params:
+            require(
+                self.attention_mix == "head_scale",
+                f"{self.kind} has a scale per dimension; got attention_mix={self.attention_mix!r}",
+            )
+            params["mix"] = Param((config.dim,), zeros, (None,))
+        return params
+
+    def scale_attended(self, attended: Array, mix: Array) -> Array:
+        return attended * mix
+
+
+@dataclasses.dataclass(frozen=True)
+class NoEquivariance(_Untied):
+    """Mixes all heads and dimensions with one matrix: no orthogonal equivariance is left."""
+
+    kind: ClassVar[str] = "tape_no_equivariance"
+
+    def features(self, config: ModelConfig) -> int:
+        return config.num_heads * config.dim
+
+    def flatten(self, table: Array) -> Array:
+        return table.reshape(*table.shape[:-2], 1, -1)

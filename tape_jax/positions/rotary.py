@@ -1,0 +1,296 @@
+"""Rotary states and the encodings that never change them: RoPE, YaRN, xPos, randomised RoPE."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tape_jax import algebra
+from tape_jax.config import ModelConfig, RopeScaling, require
+from tape_jax.positions.protocol import Encoding, State
+
+Array = jax.Array
+
+
+def frequencies(
+    head_dim: int,
+    base: float = 10_000.0,
+    scaling: RopeScaling | None = None,
+    length: int | None = None,
+) -> np.ndarray:
+    """Angular frequencies of RoPE (RoFormer, section 3.2.2), adapted by ``scaling``.
+
+    Args:
+      head_dim: ``D``, even.
+      base: the rotary base.
+      scaling: linear (Chen et al. 2023), NTK and dynamic NTK (bloc97 2023), YaRN (Peng et al.
+        2023, section 3.2) or llama3 (Llama 3, section 3.2).
+      length: sequence length in tokens; read by ``dynamic`` alone.
+
+    Returns:
+      Frequencies in radians per token, float64 ``[D/2]``.
+    """
+    scaling = scaling or RopeScaling()
+    exponent = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+    stretch = scaling.factor
+    if scaling.kind == "dynamic":
+        ratio = max(length or 0, scaling.original_length) / scaling.original_length
+        stretch = scaling.factor * ratio - (scaling.factor - 1)
+    if scaling.kind in ("ntk", "dynamic") and head_dim > 2:
+        base = base * stretch ** (head_dim / (head_dim - 2))
+    omega = base**-exponent
+    if scaling.kind == "linear":
+        return omega / scaling.factor
+    if scaling.kind == "yarn":
+        return _yarn(omega, head_dim, base, scaling)
+    if scaling.kind == "llama3":
+        rotations = scaling.original_length * omega / (2 * math.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        keep = np.clip((rotations - low) / (high - low), 0.0, 1.0)
+        return omega * (keep + (1 - keep) / scaling.factor)
+    return omega
+
+
+def _yarn(omega: np.ndarray, head_dim: int, base: float, scaling: RopeScaling) -> np.ndarray:
+    def dimension(rotations: float) -> float:
+        return (
+            head_dim
+            * math.log(scaling.original_length / (rotations * 2 * math.pi))
+            / (2 * math.log(base))
+        )
+
+    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = (np.arange(head_dim // 2) - low) / max(high - low, 1e-3)
+    keep = 1 - np.clip(ramp, 0.0, 1.0)
+    return omega * (keep + (1 - keep) / scaling.factor)
+
+
+def angles(
+    positions: Array,
+    head_dim: int,
+    base: float = 10_000.0,
+    *,
+    scaling: RopeScaling | None = None,
+    axes: int = 1,
+    length: int | None = None,
+    dtype: Any = None,
+) -> Array:
+    """Angles ``[..., T, D/2]`` in radians, at least float32.
+
+    With ``axes = n > 1`` the frequencies are shared out among the coordinates as evenly as
+    ``D/2`` allows, and each coordinate has a whole range of them (axial RoPE).
+    """
+    require(
+        head_dim > 0 and head_dim % 2 == 0,
+        f"the head dimension must be even and positive; got {head_dim}",
+    )
+    positions = jnp.asarray(positions)
+    if axes < 1 or 2 * axes > head_dim:
+        raise ValueError(
+            f"axes must lie in 1..{head_dim // 2} (half the head dimension); got {axes}"
+        )
+    if axes > 1 and (positions.ndim < 2 or positions.shape[-1] != axes):
+        raise ValueError(
+            f"axes={axes} expects coordinates of shape [..., T, {axes}]; got {positions.shape}"
+        )
+    if positions.ndim < 1:
+        raise ValueError("positions must have shape [..., T]; got a scalar")
+    if not (
+        jnp.issubdtype(positions.dtype, jnp.integer)
+        or jnp.issubdtype(positions.dtype, jnp.floating)
+    ):
+        raise ValueError(f"positions must be integers or floats; got {positions.dtype}")
+    wanted = jnp.dtype(dtype) if dtype is not None else jnp.zeros(()).dtype
+    compute = algebra.at_least_float32(
+        jnp.promote_types(wanted, positions.dtype)
+        if jnp.issubdtype(positions.dtype, jnp.floating)
+        else wanted
+    )
+    counts = [len(part) for part in np.array_split(np.arange(head_dim // 2), axes)]
+    parts = []
+    for axis, count in enumerate(counts):
+        omega = frequencies(2 * count, base, scaling, length)
+        t = positions[..., axis] if axes > 1 else positions
+        parts.append(t.astype(compute)[..., None] * jnp.asarray(omega, compute))
+    return jnp.concatenate(parts, axis=-1)
+
+
+def rotary_state(
+    positions: Array,
+    head_dim: int,
+    base: float = 10_000.0,
+    *,
+    scaling: RopeScaling | None = None,
+    axes: int = 1,
+    length: int | None = None,
+    dtype: Any = None,
+) -> Array:
+    """The rotary start state, RoPE's table (TAPE, section 3.2; RoFormer, equation 15).
+
+    Args:
+      positions: ``[..., T]`` integers or floats; with ``axes=n > 1`` coordinates ``[..., T, n]``.
+      head_dim: ``D``, even.
+      base: the rotary base.
+      scaling: a :class:`tape_jax.RopeScaling`, or None.
+      axes: coordinates per token.
+      length: sequence length in tokens, for dynamic scaling; None: ``T``.
+      dtype: type of the result; None: jax's default float. Angles are always computed in at least
+        float32, so that positions beyond 256 stay apart.
+
+    Returns:
+      ``[..., T, D]``: ``[cos half | sin half]``.
+
+    Raises:
+      ValueError: if the head dimension is odd or the shapes do not fit.
+    """
+    if length is None:
+        length = jnp.shape(positions)[-1 if axes == 1 else -2] if jnp.ndim(positions) else None
+    theta = angles(
+        positions, head_dim, base, scaling=scaling, axes=axes, length=length, dtype=dtype
+    )
+    e = jnp.concatenate([jnp.cos(theta), jnp.sin(theta)], axis=-1)
+    e = e * (scaling or RopeScaling()).state_magnitude
+    return e.astype(dtype if dtype is not None else jnp.zeros(()).dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope(Encoding):
+    """Rotary position embedding (Su et al. 2021).
+
+    Attributes:
+      base: the rotary base.
+      scaling: adaptation of the frequencies to longer sequences.
+      axes: coordinates per token.
+    """
+
+    kind: ClassVar[str] = "rope"
+
+    base: float = 10_000.0
+    scaling: RopeScaling = RopeScaling()
+    axes: int = 1
+
+    def __post_init__(self):
+        require(self.base > 1, f"{self.kind}: the rotary base must exceed 1; got {self.base}")
+        require(self.axes >= 1, f"{self.kind}: axes must be positive; got {self.axes}")
+
+    def start(self, positions, config: ModelConfig, *, key=None, length=None, dtype=jnp.float32):
+        return rotary_state(
+            positions,
+            config.dim,
+            self.base,
+            scaling=self.scaling,
+            axes=self.axes,
+            length=length,
+            dtype=dtype,
+        )
+
+    def rotation(self, state: State):
+        return state, state
+
+
+@dataclasses.dataclass(frozen=True)
+class Yarn(Rope):
+    """RoPE with YaRN's frequencies and magnitude (Peng et al. 2023); a name for that scaling."""
+
+    kind: ClassVar[str] = "yarn"
+
+    scaling: RopeScaling = RopeScaling(kind="yarn", factor=2.0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(
+            self.scaling.kind == "yarn",
+            f"yarn: scaling.kind must be 'yarn'; got {self.scaling.kind!r}",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Xpos(Rope):
+    """xPos (Sun et al. 2022): rotary states whose magnitudes decay with distance.
+
+    Queries are scaled by ``s_j^(t / scale_base)`` and keys by its inverse, with
+    ``s_j = (2j + 0.4 D) / (1.4 D)``. Only differences of positions matter.
+
+    Attributes:
+      scale_base: tokens over which the slowest decay is ``s_0``.
+    """
+
+    kind: ClassVar[str] = "xpos"
+
+    scale_base: float = 2048.0
+
+    def start(self, positions, config: ModelConfig, *, key=None, length=None, dtype=jnp.float32):
+        e = super().start(positions, config, key=key, length=length, dtype=dtype)
+        scale = (np.arange(0, config.dim, 2) + 0.4 * config.dim) / (1.4 * config.dim)
+        compute = algebra.at_least_float32(dtype)
+        t = jnp.asarray(positions)
+        t = t.mean(-1) if self.axes > 1 else t
+        decay = jnp.exp(
+            t.astype(compute)[..., None] / self.scale_base * jnp.asarray(np.log(scale), compute)
+        )
+        decay = jnp.concatenate([decay, decay], axis=-1).astype(dtype)
+        return e * decay, e / decay
+
+    def rotation(self, state: State):
+        return state
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomRope(Rope):
+    """Randomised positions (Ruoss et al. 2023): RoPE at a sorted random subset of a long range.
+
+    One draw serves every layer, head and batch row of a call. The draw follows the model's random
+    stream ``"positions"``; without it a fixed draw is used, so that evaluation is repeatable.
+
+    Attributes:
+      range: positions are drawn from ``0 .. range - 1`` without replacement.
+      seed: seed of the fixed draw.
+      each_layer: every layer has its own draw, as in the published code.
+    """
+
+    kind: ClassVar[str] = "random_rope"
+
+    range: int = 2048
+    seed: int = 0
+    each_layer: bool = False
+
+    def max_length(self) -> int:
+        return self.range
+
+    def start(self, positions, config: ModelConfig, *, key=None, length=None, dtype=jnp.float32):
+        if length is None:
+            length = jnp.shape(positions)[-1]
+        if length > self.range:
+            raise ValueError(
+                f"random_rope: {length} positions cannot be drawn without replacement from "
+                f"range = {self.range}"
+            )
+        key = jax.random.key(self.seed) if key is None else key
+        draws = [
+            jnp.sort(jax.random.choice(k, self.range, (length,), replace=False))
+            for k in (jax.random.split(key, config.num_layers) if self.each_layer else [key])
+        ]
+        start = super().start
+        states = [start(draw[positions], config, length=length, dtype=dtype) for draw in draws]
+        return (jnp.stack(states), jnp.int32(0)) if self.each_layer else states[0]
+
+    def rotation(self, state: State):
+        if self.each_layer:
+            tables, layer = state
+            state = tables[layer]
+        return state, state
+
+    def updates(self, layer: int, num_layers: int) -> bool:
+        return self.each_layer
+
+    def update(self, params, state, attended, x):
+        tables, layer = state
+        return tables, layer + 1

@@ -1,0 +1,350 @@
+"""Exact match against token-by-token generation and against counts by hand."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from train.data import Examples
+from train.data.arithmetic import VOCABULARY, Addition
+from train.evaluate import (
+    Grid,
+    Proportion,
+    answer,
+    exact_match,
+    exact_match_grid,
+    greedy,
+    length_table,
+    require_same_questions,
+)
+
+WINDOW = 9
+
+
+def window_mlp(variables, tokens):
+    """A small causal model: each place sees the last ``WINDOW`` tokens; [B, T] -> [B, T, V]."""
+    padded = jnp.pad(tokens, ((0, 0), (WINDOW - 1, 0)))
+    seen = jnp.stack([padded[:, i : i + tokens.shape[1]] for i in range(WINDOW)], axis=-1)
+    x = variables["embed"][seen].reshape(*tokens.shape, -1)
+    return jax.nn.relu(x @ variables["w1"] + variables["b1"]) @ variables["w2"]
+
+
+@functools.cache
+def half_trained():
+    """Variables of ``window_mlp`` after a few steps on sums up to 2 digits: not always right."""
+    task, sizes = Addition(2), (8, 96, VOCABULARY.size)
+    keys = jax.random.split(jax.random.key(0), 3)
+    variables = {
+        "embed": jax.random.normal(keys[0], (VOCABULARY.size, sizes[0])),
+        "w1": jax.random.normal(keys[1], (WINDOW * sizes[0], sizes[1])) / 8,
+        "b1": jnp.zeros(sizes[1]),
+        "w2": jax.random.normal(keys[2], sizes[1:]) / 10,
+    }
+    optimizer = optax.adam(1e-2)
+
+    def loss(variables, batch):
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            window_mlp(variables, batch["inputs"]), batch["targets"]
+        )
+        return jnp.sum(losses * batch["weights"]) / jnp.sum(batch["weights"])
+
+    @jax.jit
+    def train(variables, batches):
+        def step(carry, batch):
+            variables, state = carry
+            updates, state = optimizer.update(jax.grad(loss)(variables, batch), state)
+            return (optax.apply_updates(variables, updates), state), None
+
+        return jax.lax.scan(step, (variables, optimizer.init(variables)), batches)[0][0]
+
+    batches = [task.batch(0, index, 256) for index in range(300)]
+    return train(variables, jax.tree.map(lambda *x: np.stack(x), *batches))
+
+
+def generated_right(variables, examples):
+    """Exact match by generation, compared token by token in numpy."""
+    places = np.arange(examples.tokens.shape[1])
+    prompts = np.where(places < examples.prompt_lengths[:, None], examples.tokens, 0)
+    out = greedy(window_mlp, variables, prompts.astype(np.int32), examples.prompt_lengths)
+    same = np.asarray(out) == examples.tokens
+    return np.all(same | (places >= examples.lengths[:, None]), axis=1)
+
+
+class TestExactMatch:
+    def test_equals_greedy_generation(self):
+        variables = half_trained()
+        examples = Addition(2).grid(range(1, 4), range(1, 4), samples_per_pair=60)
+        right = exact_match(window_mlp, variables, examples, batch_size=128)
+        np.testing.assert_array_equal(right, generated_right(variables, examples))
+        assert 0.15 < right.mean() < 0.85, "the model must be right and wrong for this to mean much"
+
+    @pytest.mark.parametrize(("batch_size", "shapes"), [(7, 1), (50, 3), (1000, 2)])
+    def test_batches_do_not_matter(self, batch_size, shapes):
+        variables = half_trained()
+        examples = Addition(2).grid([1, 2], [1, 2], samples_per_pair=15)
+        expected = exact_match(window_mlp, variables, examples, batch_size=60, shapes=1)
+        progress = []
+        right = exact_match(
+            window_mlp,
+            variables,
+            examples,
+            batch_size=batch_size,
+            shapes=shapes,
+            progress=lambda *done: progress.append(done),
+        )
+        np.testing.assert_array_equal(right, expected)
+        assert progress[-1] == (60, 60)
+
+    def test_every_answer_token_counts_and_no_other(self):
+        # Prompt of 2 tokens, answer of 2, padding; the logits are given as the variables.
+        tokens = np.array([[5, 6, 7, 3, 0]])
+        examples = Examples(tokens, np.array([2]), np.array([4]), np.zeros((1, 2), int))
+
+        def right(*predicted):
+            logits = jax.nn.one_hot(jnp.array([predicted]), 10)
+            return exact_match(given_logits, logits, examples)[0]
+
+        assert right(6, 7, 3)
+        assert right(9, 7, 3)
+        assert not right(6, 8, 3)
+        assert not right(6, 7, 4)
+        assert not exact_match(given_logits, jnp.full((1, 3, 10), jnp.nan), examples)[0]
+
+    def test_compiles_once_for_each_shape(self):
+        shapes = []
+
+        def apply(variables, tokens):
+            shapes.append(tokens.shape)
+            return jnp.zeros((*tokens.shape, VOCABULARY.size))
+
+        examples = Addition(3).grid(range(1, 7), range(1, 7), samples_per_pair=3)
+        for _ in range(2):
+            exact_match(apply, None, examples, batch_size=16, shapes=3)
+        assert len(shapes) == len(set(shapes)) == 3
+        assert {rows for rows, _ in shapes} == {16}
+        assert max(width for _, width in shapes) == examples.lengths.max() - 1
+
+    @pytest.mark.parametrize(
+        ("rows", "options", "message"),
+        [
+            (0, {}, "no examples"),
+            (2, {"batch_size": 0}, "batch_size must be at least 1; got 0"),
+            (2, {"shapes": 0}, "shapes must be at least 1; got 0"),
+        ],
+    )
+    def test_bad_arguments(self, rows, options, message):
+        examples = Addition(2).grid([1], [1], 2).take(np.arange(rows), 8)
+        with pytest.raises(ValueError, match=message):
+            exact_match(window_mlp, {}, examples, **options)
+
+
+def given_logits(variables, tokens):
+    return variables[:, : tokens.shape[1]]
+
+
+class TestGrid:
+    def test_counts(self):
+        task, variables = Addition(2), half_trained()
+        grid = task.evaluate(window_mlp, variables, samples_per_pair=60, longest=3)
+        examples = task.grid([1, 2, 3], [1, 2, 3], 60)
+        right = generated_right(variables, examples)
+        for i in range(3):
+            for j in range(3):
+                cell = (examples.cells == [i, j]).all(axis=1)
+                assert grid.counts[i, j] == cell.sum() == 60
+                assert grid.correct[i, j] == right[cell].sum()
+        assert grid.trained == 2
+        assert grid.lengths_a == grid.lengths_b == (1, 2, 3)
+        np.testing.assert_array_equal(grid.shared, [[1, 1, 0], [1, 1, 0], [0, 0, 0]])
+
+    def test_defaults_to_twice_the_trained_length(self):
+        grid = exact_match_grid(uniform, None, Addition(2), samples_per_pair=1)
+        assert grid.accuracy.shape == (4, 4)
+
+    def test_averages(self):
+        grid = example_grid()
+        assert grid.inside == Proportion(3 + 2 + 1 + 4, 4 * 5)
+        assert grid.inside_held_out == Proportion(4, 5)
+        assert grid.outside == Proportion(0 + 5 + 0 + 0 + 1, 5 * 5)
+        assert grid.summary() == {"exact_match_inside": 0.5, "exact_match_outside": 0.24}
+        np.testing.assert_allclose(grid.accuracy[0], [0.6, 0.4, 0.0])
+
+    def test_nothing_outside(self):
+        grid = Grid((1,), (1,), [[2]], [[4]], [[True]], trained=1)
+        assert grid.summary() == {"exact_match_inside": 0.5}
+        assert grid.outside.count == 0
+        assert np.isnan(grid.outside.value)
+
+    def test_round_trip(self, tmp_path):
+        grid, path = example_grid(), tmp_path / "grid.json"
+        grid.save(path)
+        grid.save(path)
+        loaded = Grid.load(path)
+        assert loaded.to_json() == grid.to_json() == json.loads(json.dumps(grid.to_json()))
+        assert loaded.lengths_a == grid.lengths_a
+        for name in ("correct", "counts", "shared"):
+            np.testing.assert_array_equal(getattr(loaded, name), getattr(grid, name))
+        assert [p.name for p in tmp_path.iterdir()] == ["grid.json"]
+
+    @pytest.mark.parametrize(
+        "content", ["", "[]", '{"format": "other"}', json.dumps({"format": "x"}), "\x00"]
+    )
+    def test_other_files_are_left_alone(self, tmp_path, content):
+        path = tmp_path / "grid.json"
+        path.write_text(content)
+        for attempt in (example_grid().save, Grid.load):
+            with pytest.raises(ValueError, match=r"grid\.json is not a saved grid"):
+                attempt(path)
+        assert path.read_text() == content
+
+    def test_missing_file(self, tmp_path):
+        with pytest.raises(ValueError, match="is not a saved grid"):
+            Grid.load(tmp_path / "none.json")
+
+    def test_incomplete_record(self):
+        record = example_grid().to_json()
+        del record["counts"]
+        with pytest.raises(ValueError, match="a grid has the fields"):
+            Grid.from_json(record)
+
+    def test_bad_shapes(self):
+        with pytest.raises(ValueError, match=r"counts has shape \(1, 2\), expected \(1, 1\)"):
+            Grid((1,), (1,), [[0]], [[1, 1]], [[False]], trained=1)
+        with pytest.raises(ValueError, match="between 0 and counts"):
+            Grid((1,), (1,), [[2]], [[1]], [[False]], trained=1)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"longest": 0}, "longest must be at least 1; got 0"),
+            ({"samples_per_pair": 0}, "samples_per_pair must be a positive integer; got 0"),
+            (
+                {"longest": 9, "max_length": 30},
+                "a sum with 9 digits needs 31 tokens, but the model accepts at most 30",
+            ),
+        ],
+    )
+    def test_bad_arguments(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            exact_match_grid(uniform, None, Addition(2), **options)
+
+
+def uniform(variables, tokens):
+    return jnp.zeros((*tokens.shape, VOCABULARY.size))
+
+
+def example_grid():
+    return Grid(
+        lengths_a=(1, 2, 3),
+        lengths_b=(1, 2, 3),
+        correct=[[3, 2, 0], [1, 4, 5], [0, 0, 1]],
+        counts=np.full((3, 3), 5),
+        shared=[[1, 1, 0], [1, 0, 0], [0, 0, 0]],
+        trained=2,
+    )
+
+
+class TestProportion:
+    def test_wilson_interval(self):
+        # Newcombe (1998), table I: 81 of 263, 15 of 148, 0 of 20, 1 of 29.
+        for correct, count, low, high in (
+            (81, 263, 0.2553, 0.3662),
+            (15, 148, 0.0624, 0.1605),
+            (0, 20, 0.0000, 0.1611),
+            (1, 29, 0.0061, 0.1718),
+        ):
+            np.testing.assert_allclose(Proportion(correct, count).interval, (low, high), atol=5e-5)
+        assert Proportion(0, 0).interval == (0, 1)
+        assert Proportion(7, 7).interval[1] == 1
+
+    def test_only_exact_shares_are_written_as_exact(self):
+        assert str(Proportion(1, 2)).startswith("50.0 [")
+        assert str(Proportion(99_999, 100_000)).startswith("99.9 [")
+        assert str(Proportion(1, 100_000)).startswith("0.1 [")
+        assert str(Proportion(5, 5)).startswith("100 [")
+        assert str(Proportion(0, 5)).startswith("0 [")
+
+
+class TestTable:
+    def test_rows(self):
+        lines = length_table({"tape": example_grid(), "rope": example_grid()}).splitlines()
+        assert len({len(line) for line in lines[:8]}) == 1
+        cells = [[c.strip() for c in line.strip("|").split("|")] for line in lines[:8]]
+        assert cells[0] == ["digits", "range", "sums", "tape, %", "rope, %"]
+        assert [row[:3] for row in cells[2:]] == [
+            ["1*", "trained", "5"],
+            ["2*", "trained", "15"],
+            ["3", "beyond", "25"],
+            ["all", "trained range", "20"],
+            ["all", "... held out only", "5"],
+            ["all", "beyond it", "25"],
+        ]
+        assert cells[2][3].startswith("60.0 [")
+        assert cells[3][3].startswith("46.7 [")
+        assert cells[7][4].startswith("24.0 [")
+        assert "training and evaluation share them" in lines[-1]
+
+    def test_own_table(self):
+        assert "exact match, %" in example_grid().table()
+
+    def test_different_questions(self):
+        other = Grid((1, 2), (1, 2), np.zeros((2, 2)), np.ones((2, 2)), np.zeros((2, 2)), 2)
+        with pytest.raises(ValueError, match=r"'a' and 'b' were not asked the same: lengths_a"):
+            require_same_questions({"a": example_grid(), "b": other})
+        with pytest.raises(ValueError, match="no grids"):
+            length_table({})
+
+
+class TestGreedy:
+    def test_ragged_prompts(self):
+        # The model counts upwards.
+        def successor(variables, tokens):
+            return jax.nn.one_hot(tokens + 1, 50)
+
+        tokens = jnp.array([[3, 4, 0, 0, 0, 0], [9, 8, 7, 6, 0, 0]])
+        np.testing.assert_array_equal(
+            greedy(successor, None, tokens, jnp.array([2, 4])),
+            [[3, 4, 5, 6, 7, 8], [9, 8, 7, 6, 7, 8]],
+        )
+
+    def test_answers_agree_with_exact_match(self):
+        task, variables = Addition(2), half_trained()
+        examples = task.grid([1, 2], [1, 2], samples_per_pair=5)
+        right = exact_match(window_mlp, variables, examples)
+        verdicts = []
+        for tokens, prompt in zip(examples.tokens, examples.prompt_lengths, strict=True):
+            a, b = VOCABULARY.decode(tokens[1 : prompt - 1]).split("+")
+            found = answer(window_mlp, variables, task, f"{a[::-1]}+{b[::-1]}")
+            assert found.solution == str(int(a[::-1]) + int(b[::-1]))
+            verdicts.append(found.right)
+        np.testing.assert_array_equal(verdicts, right)
+
+    def test_answer_in_words(self):
+        def digit_five(variables, tokens):
+            # Answers 5 to everything: "5" after "=", the end after "5".
+            five = jnp.where(tokens == VOCABULARY.encode("=")[0], VOCABULARY.encode("5")[0], 3)
+            return jax.nn.one_hot(five, VOCABULARY.size)
+
+        task = Addition(3)
+        assert str(answer(digit_five, None, task, "2+3")) == "2+3 = 5 (right)"
+        assert str(answer(digit_five, None, task, "2+4")) == "2+4 = 5 (wrong: it is 6)"
+        nonsense = answer(uniform, None, task, "2+4")
+        assert nonsense.text == "<pad>" * 3
+        assert not nonsense.right
+
+    def test_limit(self):
+        task = Addition(3)
+        # 8 tokens of prompt, then at most 4 digits and the end, which is not fed back.
+        assert answer(uniform, None, task, "407+85", max_length=12).solution == "492"
+        with pytest.raises(
+            ValueError, match=r"'407\+85' with its answer needs 12 tokens.*at most 11"
+        ):
+            answer(uniform, None, task, "407+85", max_length=11)
+
+    def test_letters(self):
+        with pytest.raises(ValueError, match="character 'l' at position 2"):
+            answer(uniform, None, Addition(3), "40l+85")

@@ -1,0 +1,80 @@
+"""Evaluates the newest checkpoint of a run, and writes evaluation.json, .txt and .png into it.
+
+  python -m train.main eval --run=runs/x --config.evaluation.longest=12
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from tape_jax.config import require
+from train import experiment, runs
+from train.data import Result
+from train.evaluate import Grid
+from train.experiment import EvalConfig
+from train.files import write_atomically
+from train.metrics import Progress
+
+FORMAT = "tape-jax evaluation, version 1"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options."""
+    parser.add_argument("--run", type=Path, required=True, help="the run folder")
+    parser.set_defaults(overrides=())
+
+
+def run(args: argparse.Namespace) -> None:
+    """Evaluates."""
+    options = experiment.change_evaluation(runs.load(args.run), args.overrides)
+    result = evaluate(args.run, options)
+    print(result.table())
+    print(f"\nwritten: {', '.join(str(p) for p in sorted(args.run.glob('evaluation.*')))}")
+
+
+def evaluate(folder: Path, options: EvalConfig) -> Result:
+    """Evaluates a run and writes the result into its folder.
+
+    Raises:
+      ValueError: if the folder is not a run, or a file there is not of this program.
+    """
+    path = folder / "evaluation.json"
+    require(
+        not path.exists() or saved(folder) is not None,
+        f"{path} is not an evaluation written by this program: it is not replaced",
+    )
+    trained, step, model, variables = runs.restore_model(folder)
+    with Progress.of(f"evaluating {folder.name}") as progress:
+        result = trained.task.evaluate(
+            model.apply,
+            variables,
+            max_length=runs.max_length(trained.model),
+            progress=progress,
+            **dataclasses.asdict(options),
+        )
+    record = {
+        "format": FORMAT,
+        "step": step,
+        "options": dataclasses.asdict(options),
+        "result": result.to_json(),
+    }
+    write_atomically(path, json.dumps(record) + "\n")
+    write_atomically(folder / "evaluation.txt", f"step {step}\n\n{result.table()}\n")
+    if isinstance(result, Grid):
+        from train.plots import heat_maps
+
+        heat_maps({trained.model.position.kind: result}, folder / "evaluation.png")
+    return result
+
+
+def saved(folder: Path) -> dict[str, Any] | None:
+    """What :func:`evaluate` wrote: ``step``, ``options`` and ``result``; None if it did not."""
+    try:
+        record = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) and record.get("format") == FORMAT else None

@@ -1,0 +1,122 @@
+"""Tasks: what a model is trained on and how it is judged.
+
+A task is a frozen dataclass of its options. The training loop and the command line use the
+:class:`Task` protocol only, so a new task is one class and one line in ``TASKS``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from tape_jax.config import choose, from_mapping, require
+
+if TYPE_CHECKING:
+    import grain
+
+TASKS: dict[str, str] = {
+    "addition": "train.data.arithmetic:Addition",
+}
+
+
+class Result(Protocol):
+    """The outcome of an evaluation."""
+
+    def summary(self) -> dict[str, float]:
+        """Scalars worth logging during training."""
+
+    def table(self) -> str:
+        """A table to be read by a person."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The whole result in JSON types."""
+
+
+class Task(Protocol):
+    """What the training loop and the command line need to know about a task.
+
+    Attributes:
+      vocab_size: number of token ids.
+      sequence_length: T, the fixed length of every training sequence in tokens.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def sequence_length(self) -> int: ...
+
+    def dataset(
+        self, seed: int, batch_size: int, process_index: int = 0, process_count: int = 1
+    ) -> grain.IterDataset:
+        """Batches ``{"inputs", "targets": int32 [B, T], "weights": float32 [B, T]}``.
+
+        ``targets`` are the inputs moved on by one token; the loss is weighted by ``weights``.
+        ``batch_size`` counts the examples of all processes together.
+        """
+
+    def evaluate(self, apply: Any, variables: Any, **options: Any) -> Result:
+        """Judges ``apply(variables, tokens [B, T]) -> logits [B, T, V]``."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Examples:
+    """Prompts with their answers, ready to be judged by :func:`train.evaluate.exact_match`.
+
+    Attributes:
+      tokens: integers [E, L]: a prompt, its answer (end symbol included), then padding.
+      prompt_lengths: [E] tokens of each prompt, at least 1.
+      lengths: [E] tokens of prompt and answer together.
+      cells: [E, 2] row and column of the grid that each example belongs to.
+    """
+
+    tokens: np.ndarray
+    prompt_lengths: np.ndarray
+    lengths: np.ndarray
+    cells: np.ndarray
+
+    def __post_init__(self):
+        shapes = {f.name: np.shape(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        count, width = (*shapes["tokens"], 0, 0)[:2]
+        expected = {
+            "tokens": (count, width),
+            "prompt_lengths": (count,),
+            "lengths": (count,),
+            "cells": (count, 2),
+        }
+        require(shapes == expected, f"examples: shapes {shapes}, expected {expected}")
+        require(
+            bool(
+                np.all(self.prompt_lengths >= 1)
+                and np.all(self.prompt_lengths < self.lengths)
+                and np.all(self.lengths <= width)
+            ),
+            f"examples: need 1 <= prompt_lengths < lengths <= {width} in every row",
+        )
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def take(self, rows: np.ndarray, width: int) -> Examples:
+        """The given rows, cut to ``width`` tokens."""
+        return Examples(
+            self.tokens[rows, :width],
+            self.prompt_lengths[rows],
+            self.lengths[rows],
+            self.cells[rows],
+        )
+
+
+def get_task(name: str, /, **options: Any) -> Task:
+    """The task called ``name`` with the given options.
+
+    Raises:
+      ValueError: an unknown name, an unknown option, or an option out of range.
+    """
+    choose("task", name, TASKS)
+    module, _, attribute = TASKS[name].partition(":")
+    cls = getattr(importlib.import_module(module), attribute)
+    return from_mapping(cls, options, what=f"task {name!r}")

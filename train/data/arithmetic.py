@@ -1,0 +1,448 @@
+"""Addition, as an endless stream of examples for training and a grid of them for evaluation.
+
+An example is written with the least significant digit first and nothing between the symbols::
+
+    <bos> 7 0 4 + 5 8 = 2 9 4 <eos>          407 + 85 = 492
+
+The setting is that of TAPE's arithmetic experiment (arXiv:2501.00712, section 5.1), taken there
+from McLeish et al. (arXiv:2405.17399): each pair of operand lengths is equally likely, and the loss
+counts only what comes after ``=``.
+
+**Numbers.** A number of one digit is one of 0..9; a number of n > 1 digits is uniform among those
+without a leading zero.
+
+**Held-out pairs.** A hash of the unordered pair keeps one pair in ten out of training, so that
+neither ``a+b`` nor ``b+a`` has been seen when it is asked. The hash is fixed: every seed, length
+and model shares the same held-out pairs. Pairs of lengths with fewer than ``SMALLEST_SPLIT`` sums
+(1+1, 1+2, 2+2 and 1+3 digits) are too few to be divided: there training and evaluation share all
+sums, and results mark them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import grain
+import numpy as np
+
+from tape_jax.config import require
+from train.data import Examples
+from train.evaluate import Apply, Grid, exact_match_grid
+
+HELD_OUT_ONE_IN = 10
+SMALLEST_SPLIT = 10_000
+
+_TRAINING, _EVALUATION = 0, 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """Characters as token ids: PAD 0, UNK 1, BOS 2, EOS 3, then ``characters`` in order."""
+
+    characters: str = "0123456789+-x= "
+
+    SPECIAL = ("<pad>", "<unk>", "<bos>", "<eos>")
+    PAD, UNK, BOS, EOS = range(4)
+
+    @property
+    def size(self) -> int:
+        """Number of token ids."""
+        return len(self.SPECIAL) + len(self.characters)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``, without BOS and EOS.
+
+        Raises:
+          ValueError: a character outside the vocabulary.
+        """
+        for position, character in enumerate(text):
+            require(
+                character in self.characters,
+                f"character {character!r} at position {position} of {text!r} is not in the "
+                f"vocabulary {self.characters!r}",
+            )
+        return [len(self.SPECIAL) + self.characters.index(c) for c in text]
+
+    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
+        """The text of ``tokens``; special tokens appear by name, such as ``<eos>``.
+
+        Raises:
+          ValueError: an id outside the vocabulary.
+        """
+        symbols = (*self.SPECIAL, *self.characters)
+        for token in tokens:
+            require(
+                0 <= token < self.size,
+                f"token id {token} is not in the vocabulary: expected 0..{self.size - 1}",
+            )
+        return "".join(symbols[t] for t in tokens)
+
+
+VOCABULARY = Vocabulary()
+_ZERO, _PLUS, _EQUALS = VOCABULARY.encode("0+=")
+
+
+class Pairs(NamedTuple):
+    """B pairs of natural numbers of any size: the operands of B sums.
+
+    Attributes:
+      digits: uint8 [2, B, W], least significant digit first, zero from ``lengths`` on.
+      lengths: int64 [2, B], number of digits, 1..W.
+    """
+
+    digits: np.ndarray
+    lengths: np.ndarray
+
+    def take(self, rows: np.ndarray) -> Pairs:
+        """The given pairs."""
+        return Pairs(self.digits[:, rows], self.lengths[:, rows])
+
+
+def draw(rng: np.random.Generator, lengths: np.ndarray, width: int) -> Pairs:
+    """Uniform numbers of ``lengths`` [2, B] digits, in arrays of ``width`` digits."""
+    digits = rng.integers(0, 10, (*lengths.shape, width), dtype=np.uint8)
+    leading = rng.integers(1, 10, lengths.shape, dtype=np.uint8)
+    place, last = np.arange(width), lengths[..., None] - 1
+    digits[place > last] = 0
+    np.copyto(digits, leading[..., None], where=(place == last) & (last > 0))
+    return Pairs(digits, lengths)
+
+
+def every_pair(lengths: tuple[int, int]) -> Pairs:
+    """All pairs of numbers of these two lengths."""
+    ranges = [np.arange(10 ** (n - 1) if n > 1 else 0, 10**n) for n in lengths]
+    values = np.stack(np.meshgrid(*ranges, indexing="ij")).reshape(2, -1, 1)
+    digits = values // 10 ** np.arange(max(lengths)) % 10
+    return Pairs(
+        digits.astype(np.uint8), np.broadcast_to(np.array(lengths)[:, None], values.shape[:2])
+    )
+
+
+def add(pairs: Pairs) -> tuple[np.ndarray, np.ndarray]:
+    """The sums: digits uint8 [B, W + 1], least significant first, and their number [B]."""
+    _, count, width = pairs.digits.shape
+    digits = np.zeros((count, width + 1), np.uint8)
+    digits[:, :width] = pairs.digits[0] + pairs.digits[1]
+    for place in range(width):
+        carry = digits[:, place] > 9
+        digits[:, place] -= np.uint8(10) * carry
+        digits[:, place + 1] += carry
+    longest = pairs.lengths.max(axis=0)
+    return digits, longest + (digits[np.arange(count), longest] > 0)
+
+
+def held_out(pairs: Pairs) -> np.ndarray:
+    """bool [B]: whether the unordered pair is in the tenth kept out of training.
+
+    What a pair of numbers gives does not depend on W, nor on the pairs beside it.
+    """
+    place = np.arange(1, pairs.digits.shape[-1] + 1, dtype=np.uint64)
+    factors = _mix(place * np.uint64(0x9E3779B97F4A7C15))
+    fingerprints = _mix(pairs.digits.astype(np.uint64) @ factors + np.uint64(1))
+    return _mix(fingerprints[0] + fingerprints[1]) % np.uint64(HELD_OUT_ONE_IN) == 0
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """A bijection of uint64 in which each bit depends on all (the finaliser of SplitMix64)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def number_of_sums(lengths_a: Any, lengths_b: Any) -> np.ndarray:
+    """How many ordered sums a + b have operands of these lengths; broadcast, as float64."""
+
+    def numbers(lengths: Any) -> np.ndarray:
+        # Beyond 100 digits the exact count matters to nobody, and float64 ends at 308.
+        return np.where(np.equal(lengths, 1), 10.0, 9 * 10.0 ** np.minimum(lengths, 100) / 10)
+
+    return numbers(lengths_a) * numbers(lengths_b)
+
+
+def undivided(lengths_a: Any, lengths_b: Any) -> np.ndarray:
+    """bool, broadcast: whether these operand lengths have too few sums to hold any out."""
+    return number_of_sums(lengths_a, lengths_b) < SMALLEST_SPLIT
+
+
+def to_tokens(pairs: Pairs, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Writes sums down.
+
+    Returns:
+      tokens uint8 [B, width], padded at the end; tokens [B] up to and including ``=``; and tokens
+      [B] up to and including EOS.
+    """
+    total, total_lengths = add(pairs)
+    count = len(total)
+
+    def symbol(token: int) -> np.ndarray:
+        return np.full((count, 1), token, np.uint8)
+
+    def number(digits: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        present = np.arange(digits.shape[1]) < lengths[:, None]
+        return np.where(present, digits + np.uint8(_ZERO), np.uint8(VOCABULARY.PAD))
+
+    a, b = map(number, pairs.digits, pairs.lengths)
+    parts = [VOCABULARY.BOS, a, _PLUS, b, _EQUALS, number(total, total_lengths), VOCABULARY.EOS]
+    spread = np.concatenate([symbol(p) if isinstance(p, int) else p for p in parts], axis=1)
+
+    prompt_lengths = pairs.lengths.sum(axis=0) + 3
+    lengths = prompt_lengths + total_lengths + 1
+    tokens = np.full((count, width), VOCABULARY.PAD, np.uint8)
+    tokens[np.arange(width) < lengths[:, None]] = spread[spread != VOCABULARY.PAD]
+    return tokens, prompt_lengths, lengths
+
+
+def longest_example(digits: int) -> int:
+    """Tokens of the longest sum of two numbers of this many digits, BOS and EOS included."""
+    return 3 * digits + 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Addition:
+    """The addition task (the module's text describes its form and its held-out pairs).
+
+    Attributes:
+      max_digits: N; both operands are trained with 1..N digits.
+    """
+
+    max_digits: int = 20
+
+    def __post_init__(self):
+        _require_positive(max_digits=self.max_digits)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return VOCABULARY.size
+
+    @property
+    def sequence_length(self) -> int:
+        """T: tokens of the longest training example, less one for the next-token shift."""
+        return longest_example(self.max_digits) - 1
+
+    @property
+    def digit_ids(self) -> tuple[int, ...]:
+        """Token ids of the digits 0..9, for encodings that count places inside a number."""
+        return tuple(VOCABULARY.encode("0123456789"))
+
+    def batch(self, seed: int, index: int, size: int) -> dict[str, np.ndarray]:
+        """Batch ``index`` of the stream of ``seed``: a pure function of its arguments.
+
+        Returns:
+          ``inputs`` and ``targets``, int32 [size, T], and ``weights``, float32 [size, T]: 1 where
+          the target belongs to the answer (its digits and EOS), else 0.
+        """
+        rng = _generator(seed, _TRAINING, index)
+        lengths = rng.integers(1, self.max_digits + 1, (2, size))
+        pairs = draw(rng, lengths, self.max_digits)
+        divided = ~undivided(*lengths)
+        while (redo := np.flatnonzero(divided & held_out(pairs))).size:
+            pairs.digits[:, redo] = draw(rng, lengths[:, redo], self.max_digits).digits
+
+        tokens, prompt_lengths, ends = to_tokens(pairs, self.sequence_length + 1)
+        target = np.arange(1, self.sequence_length + 1)
+        in_answer = (target >= prompt_lengths[:, None]) & (target < ends[:, None])
+        return {
+            "inputs": tokens[:, :-1].astype(np.int32),
+            "targets": tokens[:, 1:].astype(np.int32),
+            "weights": in_answer.astype(np.float32),
+        }
+
+    def dataset(
+        self, seed: int, batch_size: int, process_index: int = 0, process_count: int = 1
+    ) -> grain.IterDataset:
+        """The endless stream of training batches (see :meth:`batch`).
+
+        The stream of ``seed`` is a sequence of batches of ``batch_size / process_count`` examples;
+        process p reads batches p, p + ``process_count``, and so on. The iterator's state is the
+        number of batches that it has given.
+
+        Args:
+          seed: 0..2**64 - 1, the same in all processes.
+          batch_size: examples of one training step, of all processes together.
+          process_index, process_count: which share of each step to read.
+
+        Raises:
+          ValueError: a batch that does not divide among the processes, or an argument out of range.
+        """
+        _require_positive(batch_size=batch_size, process_count=process_count)
+        require(
+            0 <= process_index < process_count,
+            f"addition: process_index must be in 0..{process_count - 1}; got {process_index}",
+        )
+        require(
+            batch_size % process_count == 0,
+            f"addition: batch_size = {batch_size} is not a multiple of process_count = "
+            f"{process_count}",
+        )
+        _require_seed(seed)
+        batches = _Batches(self, seed, batch_size // process_count)
+        # One thread ahead of the training step; more would only compete with it for the cores.
+        return grain.MapDataset.source(batches)[process_index::process_count].to_iter_dataset(
+            grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
+        )
+
+    def is_shared(self, length_a: int, length_b: int) -> bool:
+        """Whether sums of these operand lengths may be both trained on and asked in evaluation."""
+        trained = max(length_a, length_b) <= self.max_digits
+        return trained and bool(undivided(length_a, length_b))
+
+    def grid(
+        self,
+        lengths_a: Sequence[int],
+        lengths_b: Sequence[int],
+        samples_per_pair: int,
+        seed: int = 0,
+    ) -> Examples:
+        """Sums to be asked, for every pair of operand lengths.
+
+        Inside the trained range only held-out sums are drawn, or any where they are shared
+        (:meth:`is_shared`); beyond it, any. The sums of one pair of lengths are distinct, and do
+        not depend on which other lengths are asked for. Where fewer than ``samples_per_pair``
+        exist, all of them are taken.
+
+        Raises:
+          ValueError: no lengths, or a length or ``samples_per_pair`` below 1.
+        """
+        _require_positive(samples_per_pair=samples_per_pair)
+        _require_seed(seed)
+        for name, lengths in (("lengths_a", lengths_a), ("lengths_b", lengths_b)):
+            require(len(lengths) > 0, f"addition: {name} is empty")
+            for length in lengths:
+                _require_positive(**{name: length})
+
+        width = longest_example(max(*lengths_a, *lengths_b))
+        sums = [
+            to_tokens(self._questions(lengths, samples_per_pair, seed), width)
+            for lengths in itertools.product(lengths_a, lengths_b)
+        ]
+        cells = np.indices((len(lengths_a), len(lengths_b))).reshape(2, -1).T
+        tokens, prompt_lengths, ends = map(np.concatenate, zip(*sums, strict=True))
+        return Examples(
+            tokens, prompt_lengths, ends, np.repeat(cells, [len(s[0]) for s in sums], axis=0)
+        )
+
+    def _questions(self, lengths: tuple[int, int], samples: int, seed: int) -> Pairs:
+        """Up to ``samples`` distinct pairs of numbers of these lengths that may be asked."""
+        rng = _generator(seed, _EVALUATION, *lengths)
+        width = max(lengths)
+        divided = width <= self.max_digits and not undivided(*lengths)
+
+        def select(pairs: Pairs) -> Pairs:
+            _, rows = np.unique(np.hstack([*pairs.digits]), axis=0, return_index=True)
+            rows.sort()
+            if divided:
+                rows = rows[held_out(pairs)[rows]]
+            return pairs.take(rows[:samples])
+
+        # Random drawing would be slow, or endless, where most of the sums are to be found.
+        if number_of_sums(*lengths) < 2 * HELD_OUT_ONE_IN * samples:
+            pairs = every_pair(lengths)
+            return select(pairs.take(rng.permutation(pairs.lengths.shape[1])))
+
+        each = np.tile(np.array(lengths)[:, None], samples * (HELD_OUT_ONE_IN if divided else 1))
+        pairs = select(draw(rng, each, width))
+        while pairs.lengths.shape[1] < samples:
+            more = zip(pairs, draw(rng, each, width), strict=True)
+            pairs = select(Pairs(*(np.concatenate(parts, axis=1) for parts in more)))
+        return pairs
+
+    def evaluate(self, apply: Apply, variables: Any, **options: Any) -> Grid:
+        """Exact match over operand lengths: :func:`train.evaluate.exact_match_grid`."""
+        return exact_match_grid(apply, variables, self, **options)
+
+    def question(self, text: str) -> np.ndarray:
+        """The prompt for a sum in ordinary writing, such as ``"407+85"``.
+
+        Spaces, a final ``=`` and leading zeros are dropped.
+
+        Returns:
+          int32 [P]: BOS, the operands with their least significant digit first, ``+`` and ``=``.
+
+        Raises:
+          ValueError: a character outside the vocabulary, or not the sum of two numbers.
+        """
+        a, b = _operands(text)
+        prompt = VOCABULARY.encode(f"{a[::-1]}+{b[::-1]}=")
+        return np.array([VOCABULARY.BOS, *prompt], np.int32)
+
+    def solve(self, text: str) -> str:
+        """The right answer to a question, in ordinary writing."""
+        a, b = _operands(text)
+        return str(int(a) + int(b))
+
+    def max_answer_length(self, prompt: np.ndarray) -> int:
+        """Tokens of the longest answer that sums of these operand lengths have, EOS included."""
+        plus = int(np.flatnonzero(np.equal(prompt, _PLUS))[0])
+        return max(plus - 1, len(prompt) - plus - 2) + 2
+
+    def read_answer(self, tokens: Sequence[int] | np.ndarray) -> str:
+        """What the tokens after ``=`` say, as a number in ordinary writing.
+
+        Raises:
+          ValueError: not digits followed by EOS.
+        """
+        written = VOCABULARY.decode(tokens)
+        match = re.match(rf"([0-9]+){VOCABULARY.SPECIAL[VOCABULARY.EOS]}", written)
+        if match is None:
+            raise ValueError(f"the answer is not a number followed by <eos>: {written!r}")
+        return match[1][::-1]
+
+    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
+        """The tokens as text, special ones by name."""
+        return VOCABULARY.decode(tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Batches:
+    """The stream as a random-access source, which lets grain restore it from an index."""
+
+    task: Addition
+    seed: int
+    size: int
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return self.task.batch(self.seed, index, self.size)
+
+
+def _generator(seed: int, *stream: int) -> np.random.Generator:
+    """Independent random numbers for each seed and each stream of at most three numbers."""
+    # Philox counts in the low words of its counter; the high words therefore name the stream.
+    counter = np.zeros(4, np.uint64)
+    counter[1 : 1 + len(stream)] = stream
+    return np.random.Generator(
+        np.random.Philox(key=np.array([seed, 0], np.uint64), counter=counter)
+    )
+
+
+def _operands(text: str) -> tuple[str, str]:
+    """The two operands of a question, without leading zeros."""
+    VOCABULARY.encode(text)
+    match = re.fullmatch(r" *([0-9]+) *\+ *([0-9]+) *=? *", text)
+    if match is None:
+        raise ValueError(f"expected a sum of two numbers such as '407+85'; got {text!r}")
+    a, b = (operand.lstrip("0") or "0" for operand in match.groups())
+    return a, b
+
+
+def _require_positive(**values: int) -> None:
+    for name, value in values.items():
+        require(
+            isinstance(value, int | np.integer) and not isinstance(value, bool) and value > 0,
+            f"addition: {name} must be a positive integer; got {value!r}",
+        )
+
+
+def _require_seed(seed: int) -> None:
+    require(
+        isinstance(seed, int) and 0 <= seed < 2**64,
+        f"addition: seed must be an integer from 0 to 2**64 - 1; got {seed!r}",
+    )

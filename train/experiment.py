@@ -1,0 +1,502 @@
+"""What an experiment is, and how it is made from a config file, the command line, or JSON.
+
+A config file is a Python file whose ``get_config()`` returns an ``ml_collections.ConfigDict``. It is
+read once, merged with the ``--config.a.b=value`` options of the command line, and turned into the
+frozen dataclass :class:`Experiment`; nothing downstream sees a ConfigDict. A file sets only what
+differs from the defaults, yet every field can be given on the command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from ml_collections import ConfigDict, config_dict, config_flags
+
+from tape_jax import positions
+from tape_jax.config import ModelConfig, choose, nearest, require
+from train import schedules
+from train.data import TASKS, Task
+
+Report = Callable[[str], None]
+
+USUALLY_NOT_DECAYED = ("scale", "bias", "embedding", "position_table")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """How a model is trained.
+
+    Attributes:
+      steps: number of optimiser steps.
+      batch_size: examples per optimiser step.
+      accumulate: number of equal parts in which a batch is computed, to save memory.
+      learning_rate: the largest learning rate.
+      schedule: a decay of :mod:`train.schedules`.
+      warmup: share of the steps in which the learning rate rises linearly.
+      final: the last learning rate as a share of the largest.
+      power: exponent of the polynomial schedule.
+      beta1, beta2, eps: of AdamW (Loshchilov and Hutter 2019).
+      weight_decay: decoupled, multiplied by the learning rate.
+      no_decay: parameters that are not decayed: each entry is a whole component of their path, such
+        as ``scale`` (norms), ``embedding`` or ``attention_norm``.
+      clip: largest global norm of the gradient; None: no clipping.
+      log_every: steps between two lines of metrics.
+      save_every: steps between two checkpoints; the last step is always saved.
+      keep: how many of the newest checkpoints are kept.
+    """
+
+    steps: int
+    batch_size: int
+    learning_rate: float
+    accumulate: int = 1
+    schedule: str = "cosine"
+    warmup: float = 0.0
+    final: float = 0.0
+    power: float = 1.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    no_decay: tuple[str, ...] = USUALLY_NOT_DECAYED
+    clip: float | None = 1.0
+    log_every: int = 10
+    save_every: int = 1000
+    keep: int = 3
+
+    def __post_init__(self):
+        for name in ("steps", "batch_size", "accumulate", "log_every", "save_every", "keep"):
+            value = getattr(self, name)
+            require(value >= 1, f"train: {name} must be at least 1; got {value}")
+        require(
+            self.batch_size % self.accumulate == 0,
+            f"train: batch_size = {self.batch_size} is not a multiple of accumulate = "
+            f"{self.accumulate}",
+        )
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            require(0 <= value < 1, f"train: {name} must be in [0, 1); got {value}")
+        require(self.eps > 0, f"train: eps must be positive; got {self.eps}")
+        require(
+            self.weight_decay >= 0,
+            f"train: weight_decay must not be negative; got {self.weight_decay}",
+        )
+        require(
+            self.clip is None or self.clip > 0,
+            f"train: clip must be positive or None; got {self.clip}",
+        )
+        _ = self.learning_rates
+
+    @property
+    def learning_rates(self) -> Callable[[Any], Any]:
+        """The learning rate as a function of the step."""
+        return schedules.create(
+            self.schedule,
+            peak=self.learning_rate,
+            steps=self.steps,
+            warmup=self.warmup,
+            final=self.final,
+            power=self.power,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    """How a trained model is evaluated; the options of :func:`train.evaluate.exact_match_grid`.
+
+    Attributes:
+      longest: digits of the longest operands; None: twice the trained length.
+      samples_per_pair: questions for each pair of operand lengths.
+      seed: of the choice of questions.
+      batch_size: questions of one pass.
+      shapes: how many sequence lengths to compile for.
+    """
+
+    longest: int | None = None
+    samples_per_pair: int = 100
+    seed: int = 0
+    batch_size: int = 512
+    shapes: int = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """Everything that decides what a run computes.
+
+    Attributes:
+      name: for tables and plots.
+      seed: of the parameters, of the data and of encodings that draw.
+      model: its ``position`` is always an encoding, its ``vocab_size`` at least the task's.
+      task: what is trained and judged.
+      train: how it is trained.
+      evaluation: how it is judged.
+    """
+
+    name: str
+    seed: int
+    model: ModelConfig
+    task: Task
+    train: TrainConfig
+    evaluation: EvalConfig
+
+    def __post_init__(self):
+        require(0 <= self.seed < 2**32, f"seed must be in [0, 2**32); got {self.seed}")
+        require(
+            self.model.vocab_size >= self.task.vocab_size,
+            f"model.vocab_size = {self.model.vocab_size} is too small for the task, which has "
+            f"{self.task.vocab_size} tokens",
+        )
+        self.model.position.check(self.model)
+
+
+def from_file(
+    path: str | Path, overrides: Sequence[str] = (), report: Report = print
+) -> Experiment:
+    """The experiment of a config file, as changed by the command line.
+
+    An option that the file sets for one encoding is dropped, and ``report`` is told, if another
+    encoding is chosen on the command line and does not have it (or has one of the same name that
+    means something else). Given on the command line itself, an option that the encoding lacks is an
+    error.
+
+    Args:
+      path: a Python file with a function ``get_config()``.
+      overrides: ``--config.a.b=value`` each.
+      report: called with one line if options were dropped.
+
+    Raises:
+      ValueError: for a file that does not load, or an unknown or unfitting field.
+    """
+    values = {"name": Path(path).stem, **_load_file(Path(path))}
+    task = _named(overrides, "task.name") or values.get("task", {}).get("name", "addition")
+    template = _template(task)
+    _check_names(values, template)
+    given = _parse(overrides, template)
+    position = _position(values.get("model", {}).get("position", {}))
+    kind = given.get("model.position.kind", position["kind"])
+    if kind != position["kind"]:
+        dropped = _foreign_options(position, kind)
+        if dropped:
+            report(
+                f"set in {path} for the encoding {position['kind']!r} and not carried over to "
+                f"{kind!r}: {', '.join(dropped)}"
+            )
+        values["model"]["position"] = {k: v for k, v in position.items() if k not in dropped}
+    for name, value in given.items():
+        _set(values, name, value)
+    return from_mapping(values)
+
+
+def change_evaluation(experiment: Experiment, overrides: Sequence[str]) -> EvalConfig:
+    """How to evaluate, with ``--config.evaluation.name=value`` options applied.
+
+    Raises:
+      ValueError: for an unknown or unfitting field, or one outside ``evaluation``.
+    """
+    given = _parse(overrides, _template(task_name(experiment.task)))
+    for name in given:
+        require(
+            name.startswith("evaluation."),
+            f"config.{name} cannot be changed after training; only config.evaluation.* can",
+        )
+    options = {name.removeprefix("evaluation."): value for name, value in given.items()}
+    return _build(EvalConfig, {**_shallow(experiment.evaluation), **options}, "evaluation")
+
+
+def from_mapping(values: Mapping[str, Any]) -> Experiment:
+    """The experiment of nested mappings with the fields of :class:`Experiment`.
+
+    ``model.position`` holds the encoding's ``kind`` and its options (or is the kind), ``task`` the
+    task's ``name`` and its options. ``model.vocab_size`` may be left out.
+
+    Raises:
+      ValueError: for an unknown, missing or unfitting field.
+    """
+    values = {"seed": 0, "evaluation": {}, **values}
+    for name in values:
+        choose("field", name, [f.name for f in dataclasses.fields(Experiment)])
+    for name in ("name", "model", "task", "train"):
+        require(name in values, f"the config lacks {name!r}")
+    options = dict(values["task"])
+    task = _build(_task_type(options.pop("name", "addition")), options, "task")
+    model = dict(values["model"])
+    model["position"] = _encoding(model.get("position", {}), task)
+    return Experiment(
+        name=_convert(values["name"], str, "name"),
+        seed=_convert(values["seed"], int, "seed"),
+        model=_build(ModelConfig, {"vocab_size": task.vocab_size, **model}, "model"),
+        task=task,
+        train=_build(TrainConfig, values["train"], "train"),
+        evaluation=_build(EvalConfig, values["evaluation"], "evaluation"),
+    )
+
+
+def to_json(experiment: Experiment) -> dict[str, Any]:
+    """Nested dicts of JSON types from which :func:`from_mapping` makes the same experiment."""
+    values = dataclasses.asdict(experiment)
+    values["model"]["position"] = {
+        "kind": experiment.model.position.kind,
+        **values["model"]["position"],
+    }
+    values["task"] = {"name": task_name(experiment.task), **values["task"]}
+    return values
+
+
+def differences(first: Experiment, second: Experiment) -> list[str]:
+    """The fields in which two experiments differ, with both values."""
+    a, b = _flatten(to_json(first)), _flatten(to_json(second))
+    absent = "(absent)"
+    return [
+        f"{name}: {a.get(name, absent)!r} there, {b.get(name, absent)!r} here"
+        for name in dict.fromkeys([*a, *b])
+        if a.get(name, absent) != b.get(name, absent)
+    ]
+
+
+def task_name(task: Task) -> str:
+    """The name under which a task is registered."""
+    return next(name for name in TASKS if _task_type(name) is type(task))
+
+
+def _task_type(name: str) -> type:
+    choose("task", name, TASKS)
+    module, _, cls = TASKS[name].partition(":")
+    return getattr(importlib.import_module(module), cls)
+
+
+def _encoding(values: Any, task: Task | None = None) -> positions.Encoding:
+    """The encoding of a mapping with ``kind``; the task knows which tokens are digits."""
+    values = _position(values)
+    kind = values.pop("kind")
+    choose("position encoding", kind, positions.registry)
+    cls = positions.registry[kind]
+    if "digits" in _hints(cls) and hasattr(task, "digit_ids"):
+        values.setdefault("digits", task.digit_ids)
+    return _build(cls, values, "model.position", f"the encoding {kind!r}")
+
+
+def _position(values: Any) -> dict[str, Any]:
+    """``model.position`` as a new dict with ``kind``."""
+    return {"kind": "tape", **({"kind": values} if isinstance(values, str) else values)}
+
+
+def _foreign_options(position: Mapping[str, Any], kind: str) -> list[str]:
+    """The options of ``position`` that its encoding does not share with the encoding ``kind``.
+
+    Shared is what both inherit from one class: the ``width`` of TAPE is not the ``width`` of FIRE.
+    """
+    old = type(_encoding(position))
+    choose("position encoding", kind, positions.registry)
+
+    def origin(name: str) -> type:
+        return next(cls for cls in reversed(old.__mro__) if name in vars(cls).get("__annotations__", {}))
+
+    options = [name for name in position if name != "kind"]
+    return [name for name in options if not issubclass(positions.registry[kind], origin(name))]
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    """The type of each field with which a dataclass is made."""
+    hints = typing.get_type_hints(cls)
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init}
+
+
+def _inner_dataclass(hint: Any) -> type | None:
+    """The dataclass in a hint such as ``RopeScaling`` or ``RopeScaling | None``."""
+    members = typing.get_args(hint) if _is_union(hint) else (hint,)
+    return next((m for m in members if dataclasses.is_dataclass(m)), None)  # type: ignore[return-value]
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (typing.Union, types.UnionType)
+
+
+def _build(cls: type, values: Mapping[str, Any], path: str, what: str | None = None) -> Any:
+    """``cls`` from a mapping, every value converted to the type of its field."""
+    require(isinstance(values, Mapping), f"{path}: expected fields, got {values!r}")
+    hints = _hints(cls)
+    for name in values:
+        _require_known(name, hints, what or path)
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    required = [
+        name
+        for name in hints
+        if fields[name].default is dataclasses.MISSING
+        and fields[name].default_factory is dataclasses.MISSING
+    ]
+    missing = [name for name in required if name not in values]
+    require(not missing, f"{path} lacks {', '.join(missing)}")
+    converted = {}
+    for name, value in values.items():
+        inner = _inner_dataclass(hints[name])
+        if inner and isinstance(value, Mapping):
+            default = fields[name].default
+            start = _shallow(default) if dataclasses.is_dataclass(default) else {}
+            converted[name] = _build(inner, {**start, **value}, f"{path}.{name}")
+        else:
+            converted[name] = _convert(value, hints[name], f"{path}.{name}")
+    return cls(**converted)
+
+
+def _convert(value: Any, hint: Any, path: str) -> Any:
+    """``value`` as the type ``hint``: lists become tuples, whole numbers int or float as wanted."""
+    if isinstance(value, list):
+        value = tuple(value)
+    if not _matches(value, hint):
+        if isinstance(value, int) and _matches(float(value), hint) and not isinstance(value, bool):
+            return float(value)
+        if isinstance(value, float) and value.is_integer() and _matches(int(value), hint):
+            return int(value)
+        wanted = hint.__name__ if isinstance(hint, type) else str(hint)
+        raise ValueError(f"{path}: expected {wanted}, got {value!r}")
+    return value
+
+
+def _matches(value: Any, hint: Any) -> bool:
+    if hint is Any:
+        return True
+    if _is_union(hint):
+        return any(_matches(value, member) for member in typing.get_args(hint))
+    if hint is None or hint is types.NoneType:
+        return value is None
+    origin = typing.get_origin(hint) or hint
+    if origin is typing.Literal:
+        return value in typing.get_args(hint)
+    if origin in (tuple, Sequence, Iterable) and isinstance(value, tuple):
+        members = typing.get_args(hint)
+        if not members or members[-1] is Ellipsis or origin is not tuple:
+            return all(_matches(v, members[0]) for v in value) if members else True
+        return len(members) == len(value) and all(map(_matches, value, members))
+    if isinstance(value, bool):
+        return origin is bool
+    return isinstance(origin, type) and isinstance(value, origin)
+
+
+def _template(task: str) -> ConfigDict:
+    """Every field that may be given on the command line, with placeholders for values."""
+    encodings = {name: hint for cls in positions.registry.values() for name, hint in _hints(cls).items()}
+    return ConfigDict(
+        {
+            "name": config_dict.placeholder(str),
+            "seed": config_dict.placeholder(object),
+            "model": {
+                **_placeholders(_hints(ModelConfig)),
+                "position": {"kind": config_dict.placeholder(str), **_placeholders(encodings)},
+            },
+            "task": {
+                "name": config_dict.placeholder(str),
+                **_placeholders(_hints(_task_type(task))),
+            },
+            "train": _placeholders(_hints(TrainConfig)),
+            "evaluation": _placeholders(_hints(EvalConfig)),
+        }
+    )
+
+
+def _placeholders(hints: Mapping[str, Any]) -> dict[str, Any]:
+    """Text is taken as it is; everything else is read as a Python literal, ``None`` included."""
+    result: dict[str, Any] = {}
+    for name, hint in hints.items():
+        inner = _inner_dataclass(hint)
+        if inner:
+            result[name] = _placeholders(_hints(inner))
+        else:
+            result[name] = config_dict.placeholder(str if hint is str else object)
+    return result
+
+
+def _parse(overrides: Sequence[str], template: ConfigDict) -> dict[str, Any]:
+    """``--config.a.b=value`` options as ``{"a.b": value}``."""
+    for override in overrides:
+        name, equals, _ = override.removeprefix("--config.").partition("=")
+        require(
+            override.startswith("--config.") and bool(equals),
+            f"unknown option {override!r}: expected --config.field=value",
+        )
+        node: Any = template
+        for i, part in enumerate(name.split(".")):
+            where = ".".join(["config", *name.split(".")[:i]])
+            require(isinstance(node, ConfigDict), f"{where} is a single value, it has no {part!r}")
+            _require_known(part, node, where)
+            node = node[part]
+        require(
+            not isinstance(node, ConfigDict),
+            f"config.{name} is a group; give one of its fields: {', '.join(node)}"
+            if isinstance(node, ConfigDict)
+            else "",
+        )
+    arguments = ["", *overrides]
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_dict("config", template, flag_values=values, sys_argv=arguments)
+    values(arguments)
+    return config_flags.get_override_values(values["config"])
+
+
+def _named(overrides: Sequence[str], name: str) -> str | None:
+    """The value that the command line gives to one field, before anything is parsed."""
+    start = f"--config.{name}="
+    return next((o.removeprefix(start) for o in reversed(overrides) if o.startswith(start)), None)
+
+
+def _load_file(path: Path) -> dict[str, Any]:
+    require(path.is_file(), f"there is no config file {path}")
+    flag_values = flags.FlagValues()
+    try:
+        flag = config_flags.DEFINE_config_file(
+            "config", str(path), flag_values=flag_values, lock_config=False, sys_argv=[""]
+        )
+        flag_values([""])
+        config = flag.value
+    except Exception as error:
+        raise ValueError(f"the config file {path} does not load: {error}") from error
+    require(
+        isinstance(config, ConfigDict),
+        f"get_config() of {path} must return an ml_collections.ConfigDict; got {type(config)}",
+    )
+    values = config.to_dict()
+    if "position" in values.get("model", {}):
+        values["model"]["position"] = _position(values["model"]["position"])
+    return values
+
+
+def _check_names(values: Mapping[str, Any], template: ConfigDict, where: str = "config") -> None:
+    for name, value in values.items():
+        _require_known(name, template, where)
+        if isinstance(template[name], ConfigDict):
+            require(isinstance(value, Mapping), f"{where}.{name}: expected fields, got {value!r}")
+            _check_names(value, template[name], f"{where}.{name}")
+
+
+def _require_known(name: str, known: Iterable[str], where: str) -> None:
+    known = list(known)
+    require(
+        name in known,
+        f"unknown field {name!r} of {where}{nearest(name, known)}; it has: {', '.join(known)}",
+    )
+
+
+def _set(values: dict[str, Any], path: str, value: Any) -> None:
+    *groups, name = path.split(".")
+    for group in groups:
+        values = values.setdefault(group, {})
+    values[name] = value
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def _shallow(value: Any) -> dict[str, Any]:
+    return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}

@@ -1,0 +1,87 @@
+"""The command line: ``python -m train.main COMMAND ...``.
+
+A command is a module with a docstring and two functions, ``configure(parser)`` and ``run(args)``, and
+one line in ``COMMANDS``. A command that calls ``parser.set_defaults(overrides=())`` also takes
+``--config.a.b=value`` options, which it finds in ``args.overrides``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import traceback
+from collections.abc import Sequence
+
+from tape_jax.config import choose
+
+COMMANDS = {
+    "train": ("train.commands.train", "train a model, or continue training it"),
+    "eval": ("train.commands.eval", "evaluate a trained model"),
+    "ask": ("train.commands.ask", "ask a trained model a question"),
+    "compare": ("train.commands.compare", "train and evaluate several encodings alike"),
+}
+
+USER_ERROR = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+      argv: the arguments after the program's name; None: those of this process.
+
+    Returns:
+      The exit code: 0, 2 for a wrong call, 3 for a loss that is not finite, 130 and 143 for a run
+      that was interrupted and saved.
+    """
+    from train.loop import Stopped
+
+    argv = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in argv
+    try:
+        return _run(argv)
+    except Stopped as stop:
+        print(stop, file=sys.stderr)
+        return stop.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except (ValueError, NotImplementedError, OSError) as error:
+        if debug:
+            traceback.print_exc()
+        else:
+            print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
+
+
+def _run(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_overview())
+        return 0 if argv else USER_ERROR
+    choose("command", argv[0], COMMANDS)
+    module = importlib.import_module(COMMANDS[argv[0]][0])
+    parser = argparse.ArgumentParser(
+        prog=f"python -m train.main {argv[0]}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    module.configure(parser)
+    parser.add_argument("--debug", action="store_true", help="show where an error comes from")
+    args, rest = parser.parse_known_args(argv[1:])
+    if rest and not hasattr(args, "overrides"):
+        raise ValueError(f"{argv[0]} does not take {' '.join(rest)}; see --help")
+    args.overrides = rest
+    return module.run(args) or 0
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {summary}" for name, (_, summary) in COMMANDS.items()]
+    usage = "usage: python -m train.main COMMAND ... (COMMAND --help says more)"
+    return "\n".join([usage, "", *lines])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

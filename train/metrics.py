@@ -1,0 +1,205 @@
+"""What a person and a program see of a training run.
+
+``metrics.jsonl`` holds one JSON object per line, TensorBoard the same numbers, and a terminal a
+progress bar. The files are appended to; a resumed run first cuts what lies past its checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+import jax
+import tensorboardX
+import tqdm
+
+from train.files import write_atomically
+
+SECONDS_BETWEEN_LINES = 30.0
+
+
+class Progress:
+    """A progress bar on a terminal; elsewhere a plain line every half a minute."""
+
+    def __init__(
+        self,
+        total: int,
+        *,
+        start: int = 0,
+        label: str = "",
+        row: int = 0,
+        file: TextIO | None = None,
+    ):
+        """
+        Args:
+          total: steps of the whole run.
+          start: steps taken before.
+          label: what is going on.
+          row: line of the terminal below the cursor, for several bars at once.
+          file: where to; None: standard error.
+        """
+        self._file = file or sys.stderr
+        self._label, self._total = label, total
+        self._last_line = time.monotonic()
+        self._bar = tqdm.tqdm(
+            total=total,
+            initial=start,
+            desc=label,
+            position=row,
+            file=self._file,
+            dynamic_ncols=True,
+            disable=not self._file.isatty(),
+            bar_format="{desc}: {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{remaining} left{postfix}]",
+        )
+
+    def update(self, step: int, values: str) -> None:
+        """Shows that ``step`` steps are done, with a few words on how it goes."""
+        if not self._bar.disable:
+            self._bar.set_postfix_str(values, refresh=False)
+            self._bar.update(step - self._bar.n)
+        elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
+            self._last_line = time.monotonic()
+            print(f"{self._label}: step {step}/{self._total}, {values}", file=self._file, flush=True)
+
+    def close(self) -> None:
+        """Leaves the bar as it is and moves the cursor past it."""
+        self._bar.close()
+
+    @staticmethod
+    @contextlib.contextmanager
+    def of(label: str) -> Iterator[Callable[[int, int], None]]:
+        """A function to be called with the numbers of items done and of items to be done."""
+        progress: Progress | None = None
+
+        def update(done: int, total: int) -> None:
+            nonlocal progress
+            progress = progress or Progress(total, label=label)
+            progress.update(done, "")
+
+        try:
+            yield update
+        finally:
+            if progress is not None:
+                progress.close()
+
+
+class NonFiniteError(Exception):
+    """A number that must be finite is not."""
+
+    def __init__(self, step: int, what: str):
+        super().__init__(f"{what} is not finite at step {step}")
+
+
+class Metrics:
+    """Means over ``log_every`` steps, written to all outputs.
+
+    The numbers of a step are fetched from the device when those of the next one are recorded, so
+    that nobody waits for the step that has just been dispatched.
+    """
+
+    def __init__(
+        self, folder: Path, total: int, start: int, tokens_per_step: int, log_every: int
+    ):
+        """
+        Args:
+          folder: the run's.
+          total: steps of the whole run.
+          start: steps taken before; what the files say of later ones is removed.
+          tokens_per_step: batch size times sequence length.
+          log_every: steps between two lines.
+        """
+        path = folder / "metrics.jsonl"
+        cut(path, start)
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        self._board = tensorboardX.SummaryWriter(
+            str(folder / "tensorboard"), purge_step=start + 1 if start else None
+        )
+        self._progress = Progress(total, start=start, label=folder.name)
+        self._total, self._tokens, self._log_every = total, tokens_per_step, log_every
+        self._pending: tuple[int, Mapping[str, jax.Array]] | None = None
+        self._sums: dict[str, float] = {}
+        self._steps = 0
+        self._timed = 0
+        self._clock: float | None = None
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.close()
+        self._file.close()
+        self._board.close()
+
+    def record(self, step: int, values: Mapping[str, jax.Array]) -> None:
+        """Takes the numbers of one step, still on the device, and deals with those before them.
+
+        Raises:
+          NonFiniteError: if one of the numbers before them is not finite.
+        """
+        self.flush()
+        self._pending = step, values
+
+    def flush(self) -> None:
+        """Deals with the numbers recorded last; a line is written when one is due.
+
+        Raises:
+          NonFiniteError: if one of them is not finite.
+        """
+        if self._pending is None:
+            return
+        step, values = self._pending
+        self._pending = None
+        values = jax.device_get(values)
+        for name, value in values.items():
+            if not math.isfinite(value):
+                raise NonFiniteError(step, f"the {name.replace('_', ' ')}")
+            self._sums[name] = self._sums.get(name, 0.0) + float(value)
+        self._steps += 1
+        self._timed += self._clock is not None
+        if self._clock is None:  # The first step is mostly compilation and says nothing of speed.
+            self._clock = time.monotonic()
+        if step % self._log_every == 0 or step == self._total:
+            self._write(step)
+
+    def _write(self, step: int) -> None:
+        assert self._clock is not None
+        means = {name: value / self._steps for name, value in self._sums.items()}
+        now = time.monotonic()
+        if self._timed and now > self._clock:
+            means["tokens_per_second"] = self._timed * self._tokens / (now - self._clock)
+        self._file.write(json.dumps({"step": step, "time": time.time(), **means}) + "\n")
+        self._file.flush()
+        for name, value in means.items():
+            self._board.add_scalar(name, value, step)
+        self._progress.update(step, describe(means))
+        self._sums, self._steps, self._timed, self._clock = {}, 0, 0, now
+
+
+def describe(values: Mapping[str, float]) -> str:
+    """Loss and speed in a few words."""
+    words = [f"loss {values['loss']:.4f}"]
+    if "tokens_per_second" in values:
+        words.append(f"{values['tokens_per_second']:,.0f} tokens/s")
+    return ", ".join(words)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The lines of a ``metrics.jsonl``; an unfinished last one is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+    return [json.loads(line) for line in lines]
+
+
+def cut(path: Path, step: int) -> None:
+    """Removes the lines past ``step``, and an unfinished one, all at once."""
+    if not path.exists():
+        return
+    lines = [line for line in read(path) if line["step"] <= step]
+    write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))

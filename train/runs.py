@@ -1,0 +1,135 @@
+"""Run folders: how one is made, recognised, guarded and read back.
+
+A run holds ``experiment.json`` (what was asked for), ``checkpoints/``, ``metrics.jsonl``,
+``tensorboard/`` and, once evaluated, ``evaluation.*``. Only ``experiment.json`` with its format
+marker makes a folder a run; everything else is left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from tape_jax.config import ModelConfig, require
+from tape_jax.model import Transformer
+from train.checkpoint import Checkpoints, Report
+from train.experiment import Experiment, differences, from_mapping, to_json
+from train.files import write_atomically
+
+FORMAT = "tape-jax run, version 1"
+
+
+def create(folder: Path, experiment: Experiment) -> None:
+    """Makes a run folder.
+
+    Raises:
+      ValueError: if ``folder`` exists and is not empty.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        advice = "continue it with --resume, or " if _is_run(folder) else ""
+        raise ValueError(f"{folder} exists already: {advice}choose another --run")
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {"format": FORMAT, "experiment": to_json(experiment)}
+    write_atomically(folder / "experiment.json", json.dumps(record, indent=2) + "\n")
+
+
+def load(folder: Path) -> Experiment:
+    """The experiment of a run folder.
+
+    Raises:
+      ValueError: if there is no such folder, or it is not a run.
+    """
+    require(folder.is_dir(), f"there is no run folder {folder}")
+    record = _record(folder)
+    require(record is not None, f"{folder} is not a run: it has no experiment.json of this project")
+    assert record is not None
+    return from_mapping(record["experiment"])
+
+
+def check_same(folder: Path, experiment: Experiment) -> None:
+    """Raises ValueError, naming the fields, unless ``folder`` holds a run of ``experiment``.
+
+    How the run is to be evaluated may differ.
+    """
+    different = [
+        difference
+        for difference in differences(load(folder), experiment)
+        if not difference.startswith("evaluation.")
+    ]
+    require(
+        not different,
+        f"the run {folder} was started with another experiment ({'; '.join(different)}): "
+        f"leave --config out to continue it as it is, or choose another --run",
+    )
+
+
+@contextlib.contextmanager
+def guarded(folder: Path) -> Iterator[None]:
+    """Keeps a second process from writing to the run at the same time.
+
+    Raises:
+      ValueError: if another process is doing so.
+    """
+    with open(folder / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another process is training the run {folder}") from None
+        yield
+
+
+def checkpoints(folder: Path, *, keep: int = 3, report: Report = print) -> Checkpoints:
+    """The checkpoints of a run."""
+    return Checkpoints(folder / "checkpoints", keep=keep, report=report)
+
+
+def restore_model(
+    folder: Path, report: Report = print
+) -> tuple[Experiment, int, Transformer, dict[str, Any]]:
+    """The experiment, step, model and variables of a run's newest intact checkpoint.
+
+    Raises:
+      ValueError: if ``folder`` is not a run or has no intact checkpoint.
+    """
+    experiment = load(folder)
+    model = Transformer(experiment.model)
+    with checkpoints(folder, report=report) as saved:
+        step, variables = saved.restore(abstract_variables(experiment), partial=True)
+    return experiment, step, model, variables
+
+
+def abstract_variables(experiment: Experiment) -> dict[str, Any]:
+    """Shapes and types of the model's variables, without computing anything."""
+    return jax.eval_shape(lambda: init_variables(experiment))
+
+
+def max_length(config: ModelConfig) -> int | None:
+    """The longest sequence, in tokens, that a model accepts; None: any."""
+    limits = (config.max_length, config.position.max_length())
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def init_variables(experiment: Experiment) -> dict[str, Any]:
+    """The model's variables at the start of training; to be traced by ``jax.jit``."""
+    params_key, positions_key = jax.random.split(jax.random.key(experiment.seed))
+    tokens = jax.numpy.zeros((1, experiment.task.sequence_length), "int32")
+    rngs = {"params": params_key, "positions": positions_key}
+    return Transformer(experiment.model).init(rngs, tokens)
+
+
+def _is_run(folder: Path) -> bool:
+    return folder.is_dir() and _record(folder) is not None
+
+
+def _record(folder: Path) -> dict[str, Any] | None:
+    try:
+        record = json.loads((folder / "experiment.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) and record.get("format") == FORMAT else None
