@@ -95,8 +95,8 @@ def rotate(q: Array, e: Array) -> Array:
         heads of ``e`` (grouped-query attention).
 
     Returns:
-      ``[..., T, H, D]``, in tensor form ``[..., T, H, M * R]``, in the type of ``q``. The product is
-      computed in at least float32.
+      ``[..., T, H, D]``, in tensor form ``[..., T, H, M * R]``, in the type of ``q``. The product
+      is computed in at least float32.
 
     Raises:
       ValueError: if the shapes do not fit.
@@ -115,7 +115,7 @@ def rotate(q: Array, e: Array) -> Array:
 
 
 def repeat_heads(x: Array, heads: int, *, tensor: bool = False) -> Array:
-    """Repeats the heads axis of a state or of keys so that it has ``heads`` entries (or stays 1)."""
+    """Repeats the heads axis of a state or of keys to ``heads`` entries, unless it has just one."""
     axis = x.ndim - (4 if tensor else 2)
     have = x.shape[axis]
     return x if have in (1, heads) else jnp.repeat(x, heads // have, axis=axis)
@@ -160,8 +160,8 @@ def check_state(e: Array, q: Array, *, name: str = "e", of: str = "q") -> None:
     *batch, time, heads, dim = q.shape
     if dim % 2:
         raise ValueError(
-            f"the head dimension must be even, so that dimensions pair up; {of} has shape {q.shape}, "
-            f"head dimension {dim}"
+            f"the head dimension must be even, so that dimensions pair up; {of} has shape "
+            f"{q.shape}, head dimension {dim}"
         )
     tensor = is_tensor_form(e, q)
     aligned = align_state(e, q)

@@ -20,9 +20,8 @@ def choose(what: str, value: Any, allowed: Iterable[Any]) -> None:
     allowed = tuple(allowed)
     if value not in allowed:
         names = ", ".join(repr(a) for a in allowed)
-        raise ValueError(
-            f"unknown {what} {value!r}: expected one of {names}{nearest(value, allowed)}"
-        )
+        hint = nearest(value, allowed)
+        raise ValueError(f"unknown {what} {value!r}: expected one of {names}{hint}")
 
 
 def require(condition: bool, message: str) -> None:
@@ -32,12 +31,13 @@ def require(condition: bool, message: str) -> None:
 
 
 def from_mapping(cls: type, values: dict[str, Any], *, what: str) -> Any:
-    """Builds the dataclass ``cls`` from ``values``; an unknown field names its nearest neighbour."""
+    """Builds the dataclass ``cls``; an unknown field is an error that names the nearest one."""
     fields = [f.name for f in dataclasses.fields(cls) if f.init]
     for name in values:
         if name not in fields:
             raise ValueError(
-                f"unknown field {name!r} of {what}{nearest(name, fields)}; fields: {', '.join(fields)}"
+                f"unknown field {name!r} of {what}{nearest(name, fields)}; fields: "
+                f"{', '.join(fields)}"
             )
     return cls(**values)
 
@@ -48,12 +48,13 @@ class RopeScaling:
 
     Attributes:
       kind: ``none``; ``linear`` (positions divided by ``factor``); ``ntk`` (base multiplied by
-        ``factor ** (D / (D - 2))``); ``dynamic`` (NTK with a factor that follows the sequence length);
-        ``yarn`` (frequencies blended by wavelength, states scaled by a magnitude); ``llama3``.
+        ``factor ** (D / (D - 2))``); ``dynamic`` (NTK with a factor that follows the sequence
+        length); ``yarn`` (frequencies blended by wavelength, states scaled by a magnitude);
+        ``llama3``.
       factor: ratio of the wanted length to the trained one.
       original_length: the trained length, in tokens (dynamic, yarn, llama3).
-      beta_fast, beta_slow: yarn; rotations over ``original_length`` above which a frequency is kept,
-        and below which it is fully interpolated.
+      beta_fast, beta_slow: yarn; rotations over ``original_length`` above which a frequency is
+        kept, and below which it is fully interpolated.
       low_freq_factor, high_freq_factor: llama3; the corresponding bounds.
       magnitude: yarn; factor on the states. None: ``0.1 ln(factor) + 1``.
       truncate: yarn; round the blending range outwards to whole dimensions, as published.
@@ -154,7 +155,8 @@ class ModelConfig:
             )
         require(
             self.num_heads % self.kv_heads == 0,
-            f"model: num_heads = {self.num_heads} is not a multiple of num_kv_heads = {self.kv_heads}",
+            f"model: num_heads = {self.num_heads} is not a multiple of num_kv_heads = "
+            f"{self.kv_heads}",
         )
         require(
             self.head_dim is not None or self.hidden_size % self.num_heads == 0,

@@ -174,13 +174,12 @@ class Attention(nn.Module):
 def _write(cache: LayerCache, index: Array | int, k: Array, v: Array, e: Array | None):
     """The cache with the slots from ``index`` on overwritten."""
 
-    def put(old: Array | None, new: Array | None) -> Array | None:
-        if old is None or new is None:
-            return old
+    def put(old: Array, new: Array) -> Array:
         new = jnp.broadcast_to(new, (old.shape[0], new.shape[-old.ndim + 1], *old.shape[2:]))
         return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), index, axis=1)
 
-    return LayerCache(k=put(cache.k, k), v=put(cache.v, v), e=put(cache.e, e))
+    state = cache.e if cache.e is None or e is None else put(cache.e, e)
+    return LayerCache(k=put(cache.k, k), v=put(cache.v, v), e=state)
 
 
 class Block(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import flax
@@ -131,8 +132,8 @@ class Transformer(nn.Module):
           initial_state: state entering the first layer, in place of the encoding's own.
           return_states: also return the :class:`States`.
           cache: continue from it. ``positions`` and ``segment_ids`` then describe the new tokens.
-          length: tokens for which random positions are drawn and dynamic scaling is fixed; None: the
-            cache's capacity, or ``T``.
+          length: tokens for which random positions are drawn and dynamic scaling is fixed; None:
+            the cache's capacity, or ``T``.
 
         Returns:
           Logits ``[..., T, vocab]`` in at least float32. With ``return_states`` also the states,
@@ -150,7 +151,7 @@ class Transformer(nn.Module):
             if positions is None:
                 positions = default_positions(time)
             context = Context(positions, segment_ids, mask, 0, causal)
-            places = encoding.coordinates(tokens, positions)
+            places = encoding.coordinates(tokens, positions, segment_ids)
         else:
             cache = _append(cache, tokens, positions, segment_ids)
             key, length, start = cache.key, length or cache.capacity, cache.index - time
@@ -160,7 +161,7 @@ class Transformer(nn.Module):
 
             ids = (recent(cache.segment_ids), cache.segment_ids)
             context = Context(cache.positions, ids, mask, start, causal)
-            places = recent(encoding.coordinates(cache.tokens, cache.positions))
+            places = recent(encoding.coordinates(cache.tokens, cache.positions, cache.segment_ids))
             positions = recent(cache.positions)
 
         table = self.param(
@@ -187,11 +188,11 @@ class Transformer(nn.Module):
         else:
             logits = Linear(c, c.vocab_size, name="head")(final)
         logits = logits.astype(algebra.at_least_float32(c.dtype))
-        out = [logits]
+        out: list[Any] = [logits]
         if return_states:
             out.append(States(hidden=(*hidden, h), position=tuple(states), final_norm=final))
         if cache is not None:
-            out.append(cache.replace(layers=caches))
+            out.append(dataclasses.replace(cache, layers=caches))
         return out[0] if len(out) == 1 else tuple(out)
 
     def _blocks(self, h: Array, state: State, context: Context, cache: Cache | None, record: bool):
@@ -220,7 +221,7 @@ class Transformer(nn.Module):
             else:
                 outputs = []
                 for i in range(start, stop):
-                    own = jax.tree.map(lambda x, i=i: x[i - start], layer_cache)
+                    own = jax.tree.map(lambda x, j=i - start: x[j], layer_cache)
                     carry, output = block(**options, name=f"layers_{i}")(carry, fixed, context, own)
                     outputs.append(output)
                 new_cache, entered = jax.tree.map(lambda *x: jnp.stack(x), *outputs)
@@ -234,7 +235,7 @@ class Transformer(nn.Module):
         return h, tuple(caches), hidden, states
 
     def _check(self, tokens, positions, segment_ids, cache) -> None:
-        c, encoding = self.config, self.encoding
+        encoding = self.encoding
         if not jnp.issubdtype(tokens.dtype, jnp.integer) or tokens.ndim < 1:
             raise ValueError(
                 f"tokens must be integers [..., T]; got {tokens.dtype} of shape {tokens.shape}"
@@ -242,23 +243,28 @@ class Transformer(nn.Module):
         time = tokens.shape[-1]
         if time < 1:
             raise ValueError(f"tokens must hold at least one token; got shape {tokens.shape}")
-        total = time if cache is None else cache.capacity
-        for limit, whose in (
-            (c.max_length, "the model's max_length"),
-            (encoding.max_length(), f"the limit of the encoding {encoding.kind!r}"),
-        ):
-            if limit is not None and total > limit:
-                raise ValueError(f"a sequence of {total} tokens exceeds {whose} of {limit}")
-        if positions is None and encoding.axes > 1:
+        check_length(self, time if cache is None else cache.capacity)
+        if positions is None and encoding.coordinate_axes > 1:
             raise ValueError(
-                f"the encoding {encoding.kind!r} has axes={encoding.axes}: give positions= of shape "
-                f"{(*tokens.shape, encoding.axes)}"
+                f"the encoding {encoding.kind!r} has axes={encoding.coordinate_axes}: give "
+                f"positions= of shape {(*tokens.shape, encoding.coordinate_axes)}"
             )
-        tail = () if encoding.axes == 1 else (encoding.axes,)
+        tail = () if encoding.coordinate_axes == 1 else (encoding.coordinate_axes,)
         _fits("positions", positions, tokens, tail)
         _fits("segment_ids", segment_ids, tokens, ())
         if segment_ids is not None and not jnp.issubdtype(segment_ids.dtype, jnp.integer):
             raise ValueError(f"segment_ids must be integers; got {segment_ids.dtype}")
+
+
+def check_length(model: Transformer, length: int, *, what: str = "a sequence") -> None:
+    """Raises ValueError if ``length`` tokens are more than the model or its encoding takes."""
+    encoding = model.encoding
+    for limit, whose in (
+        (model.config.max_length, "the model's max_length"),
+        (encoding.max_length(), f"the limit of the encoding {encoding.kind!r}"),
+    ):
+        if limit is not None and length > limit:
+            raise ValueError(f"{what} of {length} tokens exceeds {whose} of {limit}")
 
 
 def _fits(name: str, x: Array | None, tokens: Array, tail: tuple[int, ...]) -> None:
@@ -266,12 +272,13 @@ def _fits(name: str, x: Array | None, tokens: Array, tail: tuple[int, ...]) -> N
     if x is None:
         return
     lead = x.shape[: x.ndim - len(tail)]
-    fits = x.shape[x.ndim - len(tail) :] == tail and 1 <= len(lead) <= tokens.ndim
-    if not fits or any(
-        a not in (1, b) for a, b in zip(lead[-2::-1], tokens.shape[-2::-1], strict=False)
+    batch = zip(lead[-2::-1], tokens.shape[-2::-1], strict=False)
+    if (
+        x.shape[x.ndim - len(tail) :] != tail
+        or not 1 <= len(lead) <= tokens.ndim
+        or lead[-1] != tokens.shape[-1]
+        or any(a not in (1, b) for a, b in batch)
     ):
-        fits = False
-    if not fits or lead[-1] != tokens.shape[-1]:
         raise ValueError(
             f"{name} of shape {x.shape} does not fit tokens of shape {tokens.shape}: expected "
             f"{(*tokens.shape, *tail)}, leading axes may be missing"
@@ -286,8 +293,11 @@ def _append(cache: Cache, tokens: Array, positions: Array | None, segment_ids: A
             f"({cache.tokens.shape[0]}, T); got {tokens.shape}"
         )
     time = tokens.shape[1]
-    if time > cache.capacity:
-        raise ValueError(f"{time} tokens do not fit into a cache of capacity {cache.capacity}")
+    used = 0 if isinstance(cache.index, jax.core.Tracer) else int(cache.index)
+    if used + time > cache.capacity:
+        raise ValueError(
+            f"{time} tokens do not fit into a cache of capacity {cache.capacity} with {used} in use"
+        )
     if positions is None:
         positions = cache.index + default_positions(time)
     if segment_ids is None:
@@ -297,7 +307,8 @@ def _append(cache: Cache, tokens: Array, positions: Array | None, segment_ids: A
         new = jnp.broadcast_to(new, tokens.shape).astype(old.dtype)
         return jax.lax.dynamic_update_slice_in_dim(old, new, cache.index, axis=1)
 
-    return cache.replace(
+    return dataclasses.replace(
+        cache,
         index=cache.index + time,
         tokens=put(cache.tokens, tokens),
         positions=put(cache.positions, positions),
@@ -324,16 +335,19 @@ def init_cache(
       key: random key for encodings that draw; None: their fixed draw.
 
     Raises:
-      ValueError: if a size is not positive, or the encoding has n-dimensional coordinates.
+      ValueError: if a size is not positive, the capacity is more than the model or its encoding
+        takes, or the encoding has n-dimensional coordinates.
     """
     c, encoding = model.config, model.encoding
     if batch_size < 1 or capacity < 1:
         raise ValueError(
             f"batch_size and capacity must be positive; got {batch_size} and {capacity}"
         )
-    if encoding.axes > 1:
+    check_length(model, capacity, what="a cache")
+    if encoding.coordinate_axes > 1:
         raise ValueError(
-            f"a cache holds one coordinate per token; {encoding.kind!r} has axes={encoding.axes}"
+            f"a cache holds one coordinate per token; {encoding.kind!r} has "
+            f"axes={encoding.coordinate_axes}"
         )
     dtype = jnp.dtype(dtype or c.dtype)
     positions = jax.ShapeDtypeStruct((batch_size, capacity), jnp.int32)
@@ -354,12 +368,14 @@ def init_cache(
             e=jnp.zeros((n, *e.shape), e.dtype) if keeps_state else None,
         )
 
-    slots = jnp.zeros((batch_size, capacity), jnp.int32)
+    def slots() -> Array:
+        return jnp.zeros((batch_size, capacity), jnp.int32)
+
     return Cache(
         index=jnp.int32(0),
-        tokens=slots,
-        positions=slots,
-        segment_ids=slots,
+        tokens=slots(),
+        positions=slots(),
+        segment_ids=slots(),
         layers=tuple(layer(updates, stop - start) for start, stop, updates in model.runs),
         key=key,
     )

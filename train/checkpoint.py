@@ -3,8 +3,8 @@
 A run's checkpoint of step 1000 is the folder ``00001000`` with its manifest ``00001000.sha256``
 beside it. Orbax writes the folder, asynchronously, and moves it into place in one piece; then the
 SHA-256 of each of its files is written atomically to the manifest, in the format of
-``sha256sum --check``. Without a manifest a folder does not count; with one that does not agree it is
-reported and the checkpoint before it is used. (Orbax itself restores arrays with flipped bytes
+``sha256sum --check``. Without a manifest a folder does not count; with one that does not agree it
+is reported and the checkpoint before it is used. (Orbax itself restores arrays with flipped bytes
 without a word.)
 
 This is the only file that knows orbax.

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import jax
@@ -21,7 +19,6 @@ import numpy as np
 
 from tape_jax.config import require
 from train.data import Examples
-from train.files import write_atomically
 
 Apply = Callable[[Any, jax.Array], jax.Array]
 Progress = Callable[[int, int], None]
@@ -199,28 +196,6 @@ class Grid:
             f"a grid has the fields {sorted(fields)}; got {sorted(values)}",
         )
         return cls(**values)
-
-    def save(self, path: Path) -> None:
-        """Writes the grid as JSON.
-
-        Raises:
-          ValueError: ``path`` exists and is not a grid.
-        """
-        if path.exists():
-            self.load(path)
-        write_atomically(path, json.dumps(self.to_json()) + "\n")
-
-    @classmethod
-    def load(cls, path: Path) -> Grid:
-        """Reads what :meth:`save` wrote.
-
-        Raises:
-          ValueError: ``path`` does not exist or is not a grid.
-        """
-        try:
-            return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{path} is not a saved grid: {error}") from error
 
 
 def exact_match_grid(

@@ -1,15 +1,17 @@
 """What an experiment is, and how it is made from a config file, the command line, or JSON.
 
-A config file is a Python file whose ``get_config()`` returns an ``ml_collections.ConfigDict``. It is
-read once, merged with the ``--config.a.b=value`` options of the command line, and turned into the
-frozen dataclass :class:`Experiment`; nothing downstream sees a ConfigDict. A file sets only what
-differs from the defaults, yet every field can be given on the command line.
+A config file is a Python file whose ``get_config()`` returns an ``ml_collections.ConfigDict``. It
+is read once, merged with the ``--config.a.b=value`` options of the command line, and turned into
+the frozen dataclass :class:`Experiment`; nothing downstream sees a ConfigDict. A file sets only
+what differs from the defaults, yet every field can be given on the command line.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
+import runpy
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -276,13 +278,17 @@ def _encoding(values: Any, task: Task | None = None) -> positions.Encoding:
     kind = values.pop("kind")
     choose("position encoding", kind, positions.registry)
     cls = positions.registry[kind]
-    if "digits" in _hints(cls) and hasattr(task, "digit_ids"):
-        values.setdefault("digits", task.digit_ids)
+    if "digits" in _hints(cls) and (digits := getattr(task, "digit_ids", None)):
+        values.setdefault("digits", digits)
     return _build(cls, values, "model.position", f"the encoding {kind!r}")
 
 
 def _position(values: Any) -> dict[str, Any]:
     """``model.position`` as a new dict with ``kind``."""
+    require(
+        isinstance(values, str | Mapping),
+        f"config.model.position: expected an encoding's name or its fields, got {values!r}",
+    )
     return {"kind": "tape", **({"kind": values} if isinstance(values, str) else values)}
 
 
@@ -295,7 +301,7 @@ def _foreign_options(position: Mapping[str, Any], kind: str) -> list[str]:
     choose("position encoding", kind, positions.registry)
 
     def origin(name: str) -> type:
-        return next(cls for cls in reversed(old.__mro__) if name in vars(cls).get("__annotations__", {}))
+        return next(cls for cls in reversed(old.__mro__) if name in inspect.get_annotations(cls))
 
     options = [name for name in position if name != "kind"]
     return [name for name in options if not issubclass(positions.registry[kind], origin(name))]
@@ -380,7 +386,9 @@ def _matches(value: Any, hint: Any) -> bool:
 
 def _template(task: str) -> ConfigDict:
     """Every field that may be given on the command line, with placeholders for values."""
-    encodings = {name: hint for cls in positions.registry.values() for name, hint in _hints(cls).items()}
+    encodings = {
+        name: hint for cls in positions.registry.values() for name, hint in _hints(cls).items()
+    }
     return ConfigDict(
         {
             "name": config_dict.placeholder(str),
@@ -446,15 +454,12 @@ def _named(overrides: Sequence[str], name: str) -> str | None:
 
 def _load_file(path: Path) -> dict[str, Any]:
     require(path.is_file(), f"there is no config file {path}")
-    flag_values = flags.FlagValues()
     try:
-        flag = config_flags.DEFINE_config_file(
-            "config", str(path), flag_values=flag_values, lock_config=False, sys_argv=[""]
-        )
-        flag_values([""])
-        config = flag.value
+        config = runpy.run_path(str(path))["get_config"]()
     except Exception as error:
-        raise ValueError(f"the config file {path} does not load: {error}") from error
+        raise ValueError(
+            f"the config file {path} does not load: {type(error).__name__}: {error}"
+        ) from error
     require(
         isinstance(config, ConfigDict),
         f"get_config() of {path} must return an ml_collections.ConfigDict; got {type(config)}",

@@ -71,7 +71,7 @@ def train(
       report: called with a sentence about each notable event.
 
     Raises:
-      Stopped: on SIGINT or SIGTERM, after saving; or when the loss is not finite.
+      Stopped: on SIGINT, SIGTERM or SIGHUP, after saving; or when the loss is not finite.
       ValueError: if the folder is not as it should be.
     """
     config = experiment.train
@@ -89,9 +89,7 @@ def train(
         if not resume:
             runs.create(folder, experiment)
         stack.enter_context(runs.guarded(folder))
-        checkpoints = stack.enter_context(
-            runs.checkpoints(folder, keep=config.keep, report=report)
-        )
+        checkpoints = stack.enter_context(runs.checkpoints(folder, keep=config.keep, report=report))
         if resume:
             start, state = checkpoints.restore(template, data)
             checkpoints.forget_after(start)
@@ -189,13 +187,11 @@ def make_step(
     """
 
     def loss_fn(params: Any, part: Batch, key: Array) -> Array:
-        logits = model.apply({"params": params}, part["inputs"], rngs={"positions": key})
+        logits: Any = model.apply({"params": params}, part["inputs"], rngs={"positions": key})
         return weighted_loss(logits, part["targets"], part["weights"])
 
     def step(state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
-        parts = jax.tree.map(
-            lambda x: jnp.reshape(x, (config.accumulate, -1, *x.shape[1:])), batch
-        )
+        parts = jax.tree.map(lambda x: jnp.reshape(x, (config.accumulate, -1, *x.shape[1:])), batch)
         step_key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         keys = jax.random.split(step_key, config.accumulate)
 
@@ -203,16 +199,14 @@ def make_step(
             value = jax.value_and_grad(loss_fn)(state.params, *part)
             return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, value), None
 
-        zeros = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, at_least_float32(x.dtype)), state.params
-        )
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, at_least_float32(x.dtype)), state.params)
         (loss, grads), _ = jax.lax.scan(add, (jnp.float32(0), zeros), (parts, keys))
         weight = jnp.maximum(batch["weights"].sum(), 1e-9)
         loss, grads = jax.tree.map(lambda x: x / weight, (loss, grads))
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         metrics = {
             "loss": loss,
-            "gradient_norm": optax.global_norm(grads),
+            "gradient_norm": optax.tree.norm(grads),
             "learning_rate": config.learning_rates(state.step),
         }
         params = optax.apply_updates(state.params, updates)
@@ -236,7 +230,9 @@ def all_finite(tree: Any) -> Array:
 
 
 class Signals:
-    """Remembers SIGINT and SIGTERM while a step finishes; a second signal acts at once.
+    """Remembers SIGINT, SIGTERM and SIGHUP while a step finishes; a second signal acts at once.
+
+    A signal that is ignored already, as SIGHUP is under ``nohup``, stays so.
 
     Attributes:
       received: number of the first signal, or 0.
@@ -248,8 +244,9 @@ class Signals:
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._receive)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,7 +1,7 @@
 """The command line: ``python -m train.main COMMAND ...``.
 
-A command is a module with a docstring and two functions, ``configure(parser)`` and ``run(args)``, and
-one line in ``COMMANDS``. A command that calls ``parser.set_defaults(overrides=())`` also takes
+A command is a module with a docstring and two functions, ``configure(parser)`` and ``run(args)``,
+and one line in ``COMMANDS``. A command that calls ``parser.set_defaults(overrides=())`` also takes
 ``--config.a.b=value`` options, which it finds in ``args.overrides``.
 """
 

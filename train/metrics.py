@@ -21,6 +21,9 @@ import tqdm
 
 from train.files import write_atomically
 
+BAR = (
+    "{desc}: {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}, {remaining} left{postfix}]"
+)
 SECONDS_BETWEEN_LINES = 30.0
 
 
@@ -55,7 +58,7 @@ class Progress:
             file=self._file,
             dynamic_ncols=True,
             disable=not self._file.isatty(),
-            bar_format="{desc}: {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{remaining} left{postfix}]",
+            bar_format=BAR,
         )
 
     def update(self, step: int, values: str) -> None:
@@ -65,7 +68,8 @@ class Progress:
             self._bar.update(step - self._bar.n)
         elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
             self._last_line = time.monotonic()
-            print(f"{self._label}: step {step}/{self._total}, {values}", file=self._file, flush=True)
+            line = f"{self._label}: {step}/{self._total} {values}".rstrip()
+            print(line, file=self._file, flush=True)
 
     def close(self) -> None:
         """Leaves the bar as it is and moves the cursor past it."""
@@ -103,9 +107,7 @@ class Metrics:
     that nobody waits for the step that has just been dispatched.
     """
 
-    def __init__(
-        self, folder: Path, total: int, start: int, tokens_per_step: int, log_every: int
-    ):
+    def __init__(self, folder: Path, total: int, start: int, tokens_per_step: int, log_every: int):
         """
         Args:
           folder: the run's.

@@ -30,6 +30,7 @@ from train.evaluate import Answer, Grid, length_table, require_same_questions, t
 from train.files import write_atomically
 
 MARK = "written by tape-jax"
+COLOURS = "cividis"
 
 _PANELS_PER_ROW = 4
 _MOST_LABELS = 12
@@ -93,8 +94,7 @@ def heat_maps(grids: Mapping[str, Grid], path: Path) -> None:
 
 def _heat_map(panel: Axes, name: str, grid: Grid) -> AxesImage:
     """One panel; its coordinates are row and column of the grid."""
-    percent = 100 * grid.accuracy
-    image = panel.imshow(percent, origin="lower", vmin=0, vmax=100, cmap="cividis")
+    image = panel.imshow(100 * grid.accuracy, origin="lower", vmin=0, vmax=100, cmap=COLOURS)
     averages = [("trained range", grid.inside), ("beyond", grid.outside)]
     parts = [f"{label} {100 * p.value:.1f} %" for label, p in averages if p.count]
     panel.set_title(f"{name}\n{', '.join(parts)}", fontsize=_BODY)
@@ -103,11 +103,12 @@ def _heat_map(panel: Axes, name: str, grid: Grid) -> AxesImage:
         every = -(-len(lengths) // _MOST_LABELS)
         ticks = range(every - 1, len(lengths), every)
         axis.set_ticks(list(ticks), [str(lengths[t]) for t in ticks], fontsize=_SMALL)
-    if max(percent.shape) <= _MOST_LABELS:
-        for (row, column), value in np.ndenumerate(percent):
-            label = "" if np.isnan(value) else f"{value:.0f}"
-            ink = "black" if value > 50 else "white"
-            panel.text(column, row, label, ha="center", va="center", fontsize=_TINY, color=ink)
+    if max(grid.counts.shape) <= _MOST_LABELS:
+        for row, column in np.argwhere(grid.counts):
+            # Rounded down: only what is perfect reads 100.
+            percent = 100 * grid.correct[row, column] // grid.counts[row, column]
+            ink = "black" if percent > 50 else "white"
+            panel.text(column, row, percent, ha="center", va="center", fontsize=_TINY, color=ink)
     rows, columns = np.nonzero(grid.shared)
     panel.add_line(_dots(columns + 0.34, rows + 0.34))
     height, width = (sum(n <= grid.trained for n in x) for x in (grid.lengths_a, grid.lengths_b))
@@ -146,15 +147,13 @@ def loss_curves(runs: Mapping[str, tuple[Sequence[int], Sequence[float]]], path:
       ValueError: no runs, steps and losses of different number, or a ``path`` that is not ours.
     """
     require(len(runs) > 0, "no runs to draw")
+    for name, curve in runs.items():
+        _require_curve(name, *curve)
     figure = Figure(figsize=(7.5, 4.5), layout="constrained")
     axes = figure.subplots()
     for (name, (steps, losses)), style in zip(
         runs.items(), itertools.cycle(("-", "--", "-.", ":"))
     ):
-        require(
-            len(steps) == len(losses),
-            f"run {name!r} has {len(steps)} steps but {len(losses)} losses",
-        )
         axes.plot(steps, losses, style, label=name, linewidth=1.5)
     axes.set_yscale("log")
     axes.set_title("Training loss", fontsize=_TITLE)
@@ -196,6 +195,8 @@ def write_report(
     report, maps, curves = (folder / n for n in ("report.md", "exact_match.png", "loss.png"))
     for path in (report, maps, curves):
         _require_ours(path)
+    for run in runs:
+        _require_curve(run.name, run.steps, run.losses)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
@@ -261,12 +262,21 @@ def describe_environment() -> dict[str, str]:
     }
 
 
+def _require_curve(name: str, steps: Sequence[int], losses: Sequence[float]) -> None:
+    require(
+        len(steps) == len(losses),
+        f"run {name!r} has {len(steps)} steps but {len(losses)} losses",
+    )
+
+
 def _save(figure: Figure, path: Path) -> None:
     """Writes a PNG all at once."""
     _require_ours(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        figure.savefig(temporary, format="png", dpi=150, metadata={"Software": MARK})
+        figure.savefig(
+            temporary, format="png", dpi=150, bbox_inches="tight", metadata={"Software": MARK}
+        )
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

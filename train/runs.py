@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
-from tape_jax.config import ModelConfig, require
+from tape_jax.config import require
 from tape_jax.model import Transformer
 from train.checkpoint import Checkpoints, Report
 from train.experiment import Experiment, differences, from_mapping, to_json
@@ -89,19 +89,44 @@ def checkpoints(folder: Path, *, keep: int = 3, report: Report = print) -> Check
     return Checkpoints(folder / "checkpoints", keep=keep, report=report)
 
 
-def restore_model(
-    folder: Path, report: Report = print
-) -> tuple[Experiment, int, Transformer, dict[str, Any]]:
-    """The experiment, step, model and variables of a run's newest intact checkpoint.
+class Trained(NamedTuple):
+    """A model as a run left it.
+
+    Attributes:
+      experiment: of the run.
+      step: optimiser steps taken.
+      model: the Flax module.
+      variables: its variables.
+    """
+
+    experiment: Experiment
+    step: int
+    model: Transformer
+    variables: dict[str, Any]
+
+    @property
+    def apply(self) -> Callable[..., Any]:
+        """``apply(variables, tokens [B, T]) -> logits [B, T, V]``."""
+        return self.model.apply
+
+    @property
+    def max_length(self) -> int | None:
+        """The longest sequence, in tokens, that the model accepts; None: any."""
+        config = self.experiment.model
+        limits = (config.max_length, config.position.max_length())
+        return min((limit for limit in limits if limit is not None), default=None)
+
+
+def restore_model(folder: Path, report: Report = print) -> Trained:
+    """The model of a run's newest intact checkpoint.
 
     Raises:
       ValueError: if ``folder`` is not a run or has no intact checkpoint.
     """
     experiment = load(folder)
-    model = Transformer(experiment.model)
     with checkpoints(folder, report=report) as saved:
         step, variables = saved.restore(abstract_variables(experiment), partial=True)
-    return experiment, step, model, variables
+    return Trained(experiment, step, Transformer(experiment.model), variables)
 
 
 def abstract_variables(experiment: Experiment) -> dict[str, Any]:
@@ -109,18 +134,12 @@ def abstract_variables(experiment: Experiment) -> dict[str, Any]:
     return jax.eval_shape(lambda: init_variables(experiment))
 
 
-def max_length(config: ModelConfig) -> int | None:
-    """The longest sequence, in tokens, that a model accepts; None: any."""
-    limits = (config.max_length, config.position.max_length())
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
 def init_variables(experiment: Experiment) -> dict[str, Any]:
     """The model's variables at the start of training; to be traced by ``jax.jit``."""
     params_key, positions_key = jax.random.split(jax.random.key(experiment.seed))
     tokens = jax.numpy.zeros((1, experiment.task.sequence_length), "int32")
     rngs = {"params": params_key, "positions": positions_key}
-    return Transformer(experiment.model).init(rngs, tokens)
+    return dict(Transformer(experiment.model).init(rngs, tokens))
 
 
 def _is_run(folder: Path) -> bool:

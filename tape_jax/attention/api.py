@@ -3,7 +3,7 @@
 A backend is a module with two functions:
 
 * ``check(request)`` raises NotImplementedError with the reason if it cannot do this call here;
-* ``attend(request)`` returns ``o [B, Tq, Hq, Dv]`` and ``a [B, Tq, Hq, De]`` or None.
+* ``attend(request, **options)`` returns ``o [B, Tq, Hq, Dv]`` and ``a [B, Tq, Hq, De]`` or None.
 
 To add one, write the module and add its line to :data:`BACKENDS`.
 """
@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
+import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,9 +34,10 @@ BACKENDS = {
     "reference": "tape_jax.attention.reference",
 }
 
-# Up to this many query-key pairs per head, ``reference`` is faster than ``chunked``.
-REFERENCE_PAIRS = {"cpu": 1024 * 1024}
-REFERENCE_PAIRS_ELSEWHERE = 1024 * 1024
+# Up to this many query-key pairs per head ``reference`` is at least as fast as ``chunked``. On a
+# CPU they break even, forward and backward, near T = 192. Elsewhere not measured yet.
+REFERENCE_PAIRS = {"cpu": 2**15}
+REFERENCE_PAIRS_ELSEWHERE = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +70,7 @@ def attention(
     keys_rotated: bool = False,
     attend_state: bool = True,
     implementation: str | None = None,
+    options: Mapping[str, Any] | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array | None]:
     """Attends over values and position states with the same probabilities.
@@ -103,6 +107,7 @@ def attention(
         ``query_state``.
       attend_state: False: ``a`` is None, and nothing is paid for it.
       implementation: a name in ``BACKENDS``, or None for the fastest that can do this call here.
+      options: keywords of the named implementation, such as ``block_q`` of ``chunked``.
       interpret: run kernels, where an implementation has any, in interpreted mode.
 
     Returns:
@@ -118,18 +123,21 @@ def attention(
         mask=mask, query_state=query_state, query_offset=query_offset, keys_rotated=keys_rotated,
         attend_state=attend_state, interpret=interpret,
     )  # fmt: skip
-    plan = _plan(request, implementation)
-    if plan.implementation is None:
-        raise NotImplementedError(_reasons(plan))
-    o, a = _backend(plan.implementation).attend(request)
+    options = _options(implementation, options)
+    o, a = _backend(_first_able(request, implementation)).attend(request, **options)
     lead = jnp.shape(q)[:-1]
-    o = o.reshape(*lead, o.shape[-1]).astype(jnp.result_type(v))
+    o = o.reshape(*lead, o.shape[-1]).astype(request.v.dtype)
     if a is None or request.e is None:
         return o, None
     return o, a.reshape(*lead, *request.e.shape[3:]).astype(request.e.dtype)
 
 
-def attention_plan(*args: Any, implementation: str | None = None, **kwargs: Any) -> AttentionPlan:
+def attention_plan(
+    *args: Any,
+    implementation: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> AttentionPlan:
     """Says which implementation :func:`attention` would run for the same arguments, and why.
 
     Nothing is computed; arguments are checked as there.
@@ -137,7 +145,12 @@ def attention_plan(*args: Any, implementation: str | None = None, **kwargs: Any)
     Raises:
       ValueError: if the call is wrong.
     """
-    return _plan(_normalise(*args, **kwargs), implementation)
+    request = _normalise(*args, **kwargs)
+    _options(implementation, options)
+    verdicts = dict(_verdicts(request, implementation))
+    chosen = next((name for name, reason in verdicts.items() if reason is None), None)
+    slower = f"can do this call, but {chosen!r} is expected to be faster"
+    return AttentionPlan(chosen, {n: why or slower for n, why in verdicts.items() if n != chosen})
 
 
 def _candidates(request: Request) -> list[str]:
@@ -153,26 +166,42 @@ def _backend(name: str) -> Any:
     return importlib.import_module(BACKENDS[name])
 
 
-def _plan(request: Request, implementation: str | None) -> AttentionPlan:
-    """The first candidate that can; a named implementation is the only candidate."""
+def _options(implementation: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Checks the name of an implementation and its options."""
     if implementation is not None:
         choose("attention implementation", implementation, BACKENDS)
-    chosen, rejected = None, {}
+    if not options:
+        return {}
+    if implementation is None:
+        raise ValueError(f"options {dict(options)} need implementation=, whose keywords they are")
+    _, *known = inspect.signature(_backend(implementation).attend).parameters
+    for name in options:
+        choose(f"option of attention implementation {implementation!r}", name, known)
+    return dict(options)
+
+
+def _verdicts(request: Request, implementation: str | None) -> Iterator[tuple[str, str | None]]:
+    """Candidates, each with the reason why it cannot do this call, or None if it can.
+
+    A named implementation is the only candidate.
+    """
     for name in [implementation] if implementation is not None else _candidates(request):
         try:
             _backend(name).check(request)
         except NotImplementedError as error:
-            rejected[name] = str(error)
-            continue
-        if chosen is None:
-            chosen = name
+            yield name, str(error)
         else:
-            rejected[name] = f"can do this call, but {chosen!r} is expected to be faster"
-    return AttentionPlan(chosen, rejected)
+            yield name, None
 
 
-def _reasons(plan: AttentionPlan) -> str:
-    return "; ".join(f"attention implementation {n!r}: {why}" for n, why in plan.rejected.items())
+def _first_able(request: Request, implementation: str | None) -> str:
+    """The first candidate that can do this call; slower ones are not even imported."""
+    reasons = []
+    for name, reason in _verdicts(request, implementation):
+        if reason is None:
+            return name
+        reasons.append(f"attention implementation {name!r}: {reason}")
+    raise NotImplementedError("; ".join(reasons))
 
 
 def _normalise(
@@ -395,7 +424,4 @@ def _flatten(x: Array, batch: Sequence[int], tail: int) -> Array:
     if any(n != 1 for n in lead) and lead != tuple(batch):
         lead = tuple(batch)
         x = jnp.broadcast_to(x, (*lead, *core))
-    size = 1
-    for n in lead:
-        size *= n
-    return x.reshape(size, *core)
+    return x.reshape(math.prod(lead), *core)

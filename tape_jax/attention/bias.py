@@ -106,7 +106,8 @@ class FunctionBias:
         return jax.core.eval_jaxpr(self.jaxpr, consts, query, key)[0]
 
     def block(self, source: Any, i: Array, j: Array) -> Array:
-        return self._value(*source, i, j)
+        floats, others, offset = source
+        return self._value(floats, others, offset, i, j)
 
     def zero_gradient(self, source: Any) -> list[Array]:
         return [jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in source[0]]

@@ -7,15 +7,19 @@ both. Every other backend must agree with this one.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from tape_jax.attention.request import (
     Request,
-    group_heads,
-    group_pairs,
+    from_rows,
+    hide,
+    pairs_to_rows,
     same_segment,
-    ungroup_heads,
+    to_rows,
     visible_positions,
 )
 
@@ -28,54 +32,57 @@ def check(request: Request) -> None:
 
 
 def attend(request: Request) -> tuple[Array, Array | None]:
-    """Computes attention with all ``Tq x S`` logits in memory.
+    """Computes attention with all logits in memory at once.
 
     Returns:
       ``o [B, Tq, Hq, Dv]`` and ``a [B, Tq, Hq, De]`` (None if no state is attended), in the
       accumulator type. A query that sees no key gets zeros, and its gradients are zero.
     """
-    acc = request.accumulator_dtype
+    product = functools.partial(jnp.einsum, preferred_element_type=request.accumulator_dtype)
     q, k = request.rotated()
     # Heads before time: XLA's batched products are twice as fast in this order on a CPU.
-    q = group_heads(q, request.kv_heads)
+    q = to_rows(q, request.kv_heads, request.query_length)
     k = k.transpose(0, 2, 1, 3)
-    logits = jnp.einsum("bhgqd,bhkd->bhgqk", q, k, preferred_element_type=acc) * request.scale
-    weights, total = _softmax_terms(_masked(logits, request))
+    logits = _masked(product("bhrd,bhkd->bhrk", q, k) * request.scale, request)
+
+    # The start value of the maximum keeps rows without a visible key finite: their weights are 0.
+    lowest = jnp.finfo(logits.dtype).min
+    top = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True, initial=lowest))
+    weights = jnp.exp(logits - top)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    total = jnp.where(total > 0, total, 1)
     weights = weights.astype(request.compute_dtype)
-    # Dividing the outputs, not the weights, saves passes over Tq x S in both directions.
-    share = jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1), 0)
 
     def average(values: Array) -> Array:
-        values = values.astype(request.compute_dtype).transpose(0, 2, 1, 3)
+        values = values.transpose(0, 2, 1, 3)
         values = jnp.broadcast_to(values, (*k.shape[:2], *values.shape[2:]))
-        out = jnp.einsum("bhgqk,bhkd->bhgqd", weights, values, preferred_element_type=acc)
-        return ungroup_heads(out * share)
+        # Dividing here, not the weights, saves passes over all pairs in both directions.
+        out = product("bhrk,bhkd->bhrd", weights, values) / total
+        return from_rows(out, request.query_heads, request.query_length)
 
     state = request.attended_state()
-    return average(request.v), None if state is None else average(state)
+    o = average(request.v.astype(request.compute_dtype))
+    return o, None if state is None else average(state)
 
 
 def _masked(logits: Array, request: Request) -> Array:
-    """Adds the bias to ``[B, Hk, G, Tq, S]`` logits and puts -inf where a key is not visible."""
+    """Adds the bias to logits ``[B, Hk, G * Tq, S]``; -inf where a key is not visible."""
+    by_rows = functools.partial(
+        pairs_to_rows,
+        kv_heads=request.kv_heads,
+        groups=request.groups,
+        block=request.query_length,
+    )
     i = jnp.arange(request.query_length, dtype=jnp.int32) + request.query_offset
     j = jnp.arange(request.key_length, dtype=jnp.int32)
     bias = request.bias(i, j) if callable(request.bias) else request.bias
     if bias is not None:
-        logits = logits + group_pairs(bias, request.kv_heads).astype(logits.dtype)
+        logits = logits + by_rows(bias).astype(logits.dtype)
+    i = jnp.tile(i, request.groups)
     rules = [visible_positions(i, j, causal=request.causal, window=request.window)]
     if request.segments is not None:
-        rules.append(same_segment(*request.segments))
+        queries, keys = request.segments
+        rules.append(same_segment(jnp.tile(queries, request.groups), keys))
     if request.mask is not None:
-        rules.append(group_pairs(request.mask, request.kv_heads))
-    for visible in rules:
-        if visible is not None:
-            logits = jnp.where(visible, logits, -jnp.inf)
-    return logits
-
-
-def _softmax_terms(logits: Array) -> tuple[Array, Array]:
-    """``exp(logits - max)`` and its sum over keys, 0 where all logits are -inf."""
-    top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf))
-    top = jnp.where(jnp.isfinite(top), top, 0)
-    weights = jnp.exp(logits - top)
-    return weights, jnp.sum(weights, axis=-1, keepdims=True)
+        rules.append(by_rows(request.mask))
+    return hide(logits, rules)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +78,11 @@ class Request:
         return self.k.shape[2]
 
     @property
+    def groups(self) -> int:
+        """Query heads for each key/value head, ``G``."""
+        return self.query_heads // self.kv_heads
+
+    @property
     def compute_dtype(self) -> jnp.dtype:
         """Type of the operands of all products: that of the queries."""
         return self.q.dtype
@@ -109,22 +114,42 @@ class Request:
         return self.e.reshape(*self.e.shape[:3], -1).astype(self.compute_dtype)
 
 
-def group_heads(x: Array, kv_heads: int) -> Array:
-    """Queries ``[B, T, Hq, D]`` to ``[B, Hk, G, T, D]``, ``G`` query heads for a key/value head."""
+def to_rows(x: Array, kv_heads: int, block: int) -> Array:
+    """Puts the ``G`` query heads that share a key/value head below one another.
+
+    Args:
+      x: ``[B, T, Hq, D]``, ``T`` a multiple of ``block``.
+      kv_heads: ``Hk``.
+      block: number of times that stay together: the rows of a block are its first head's times,
+        then those of the second head, ...
+
+    Returns:
+      ``[B, Hk, T * G, D]``: keys and values of a head meet all its queries in one product.
+    """
     b, t, heads, d = x.shape
-    return x.reshape(b, t, kv_heads, heads // kv_heads, d).transpose(0, 2, 3, 1, 4)
+    x = x.reshape(b, t // block, block, kv_heads, heads // kv_heads, d)
+    return x.transpose(0, 3, 1, 4, 2, 5).reshape(b, kv_heads, -1, d)
 
 
-def ungroup_heads(x: Array) -> Array:
-    """Inverse of :func:`group_heads`: ``[B, Hk, G, T, D]`` to ``[B, T, Hq, D]``."""
-    b, kv_heads, groups, t, d = x.shape
-    return x.transpose(0, 3, 1, 2, 4).reshape(b, t, kv_heads * groups, d)
+def from_rows(x: Array, query_heads: int, block: int) -> Array:
+    """Inverse of :func:`to_rows`: ``[B, Hk, T * G, D]`` to ``[B, T, Hq, D]``."""
+    b, kv_heads, _, d = x.shape
+    x = x.reshape(b, kv_heads, -1, query_heads // kv_heads, block, d)
+    return x.transpose(0, 2, 4, 1, 3, 5).reshape(b, -1, query_heads, d)
 
 
-def group_pairs(x: Array, kv_heads: int) -> Array:
-    """Splits the heads axis of ``[B|1, Hq|1, Q, K]``, giving ``[B|1, Hk|1, G|1, Q, K]``."""
-    b, heads, *pair = x.shape
-    return x.reshape(b, *((1, 1) if heads == 1 else (kv_heads, heads // kv_heads)), *pair)
+def pairs_to_rows(x: Array, kv_heads: int, groups: int, block: int) -> Array:
+    """Biases or masks of one block of queries, ``[B|1, Hq|1, block|1, K|1]``, by rows.
+
+    Returns:
+      ``[B|1, Hk|1, G * block|1, K|1]``.
+    """
+    b, heads, queries, keys = x.shape
+    if groups == 1 or (heads == 1 and queries == 1):
+        return x
+    x = x.reshape(b, *((1, 1) if heads == 1 else (kv_heads, groups)), queries, keys)
+    x = jnp.broadcast_to(x, (b, x.shape[1], groups, block, keys))
+    return x.reshape(b, x.shape[1], groups * block, keys)
 
 
 def visible_positions(
@@ -153,5 +178,11 @@ def visible_positions(
 
 
 def same_segment(query_ids: Array, key_ids: Array) -> Array:
-    """Booleans ``[B|1, 1, 1, Q, K]``: whether ids ``[B|1, Q]`` and ``[B|1, K]`` are equal."""
-    return (query_ids[:, :, None] == key_ids[:, None, :])[:, None, None]
+    """Booleans ``[B|1, 1, Q, K]``: whether ids ``[B|1, Q]`` and ``[B|1, K]`` are equal."""
+    return query_ids[:, None, :, None] == key_ids[:, None, None, :]
+
+
+def hide(logits: Array, rules: Sequence[Array | None]) -> Array:
+    """Puts -inf where any of the boolean ``rules`` (None: all visible) says not visible."""
+    given = [rule for rule in rules if rule is not None]
+    return jnp.where(functools.reduce(operator.and_, given), logits, -jnp.inf) if given else logits

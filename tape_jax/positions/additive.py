@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ Array = jax.Array
 
 
 def sinusoids(positions: Array, width: int, base: float = 10_000.0, dtype=jnp.float32) -> Array:
-    """Sinusoids ``[..., T, width]``: sines in even, cosines in odd columns (Vaswani et al. 2017)."""
+    """Sinusoids ``[..., T, width]``, sines in even, cosines in odd columns (Vaswani et al.)."""
     omega = jnp.asarray(base ** (-np.arange(0, width, 2) / width), dtype)
     angle = positions.astype(dtype)[..., None] * omega
     pairs = jnp.stack([jnp.sin(angle), jnp.cos(angle)], axis=-1)
@@ -71,7 +71,8 @@ class Learned(Encoding):
 class Abacus(Learned):
     """Abacus embeddings (McLeish et al. 2024): a learned vector per place within a number.
 
-    Each digit of a run of digits gets the index 1, 2, ... in reading order, every other token 0.
+    Each digit of a run of digits gets the index 1, 2, ... in reading order, every other token 0. A
+    run ends where its segment does.
     While the model has a random stream ``"positions"``, one offset in ``0 .. max_offset`` is added
     to all digits, so that indices past the trained lengths are trained too.
 
@@ -97,14 +98,22 @@ class Abacus(Learned):
     def max_length(self) -> int | None:
         return None
 
-    def coordinates(self, tokens: Array, positions: Array) -> Array:
+    def coordinates(self, tokens: Array, positions: Array, segment_ids: Array | None = None):
         is_digit = jnp.isin(tokens, jnp.asarray(self.digits))
-        index = jnp.arange(1, tokens.shape[-1] + 1)
-        last_other = jax.lax.cummax(jnp.where(is_digit, 0, index), axis=tokens.ndim - 1)
-        return jnp.where(is_digit, index - last_other, 0)
+        index = jnp.arange(tokens.shape[-1])
+        begins = is_digit & ~_previous(is_digit, False)
+        if segment_ids is not None:
+            begins |= segment_ids != _previous(segment_ids, 0)
+        first = jax.lax.cummax(jnp.where(begins, index, 0), axis=tokens.ndim - 1)
+        return jnp.where(is_digit, index - first + 1, 0)
 
     def embed(self, params, coordinates, config: ModelConfig, key):
         if key is not None:
             offset = jax.random.randint(key, (), 0, self.max_offset + 1)
             coordinates = jnp.where(coordinates > 0, coordinates + offset, 0)
         return params["table"][jnp.minimum(coordinates, self.size - 1)]
+
+
+def _previous(x: Array, first: Any) -> Array:
+    """Each element's predecessor along the last axis of ``[..., T]``; ``first`` has none."""
+    return jnp.concatenate([jnp.full_like(x[..., :1], first), x[..., :-1]], axis=-1)

@@ -44,10 +44,16 @@ class Encoding:
     """
 
     kind: ClassVar[str] = "none"
-    axes: ClassVar[int] = 1
-    """Coordinates per token."""
-    attends_state: ClassVar[bool] = False
-    """Whether :meth:`update` wants the attended state ``a = A e``."""
+
+    @property
+    def coordinate_axes(self) -> int:
+        """Coordinates per token."""
+        return 1
+
+    @property
+    def attends_state(self) -> bool:
+        """Whether :meth:`update` wants the attended state ``a = A e``."""
+        return False
 
     def check(self, config: ModelConfig) -> None:
         """Raises ValueError if the encoding does not fit the model."""
@@ -64,10 +70,13 @@ class Encoding:
         """Parameters of one layer; ``updates`` says whether it updates the state."""
         return {}
 
-    def coordinates(self, tokens: Array, positions: Array) -> Array:
+    def coordinates(
+        self, tokens: Array, positions: Array, segment_ids: Array | None = None
+    ) -> Array:
         """Index ``[..., T]`` of each token that :meth:`embed` reads; the positions by default.
 
-        Called with every token from the start of the sequence, in cached decoding too.
+        Called with every token from the start of the sequence, in cached decoding too, and with
+        their segment ids ``[..., T]``, if there are any.
         """
         return positions
 
@@ -109,7 +118,7 @@ class Encoding:
     def pair_bias(
         self, params: dict[str, Array], query: Array, key: Array, config: ModelConfig
     ) -> Array:
-        """Bias ``[..., H, Q, K]`` of the logits for positions ``query [..., Q]``, ``key [..., K]``."""
+        """Bias ``[..., H, Q, K]`` of the logits at positions ``[..., Q]`` and ``[..., K]``."""
         raise NotImplementedError(f"the encoding {self.kind!r} does not bias the logits")
 
     @property

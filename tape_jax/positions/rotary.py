@@ -181,6 +181,10 @@ class Rope(Encoding):
         require(self.base > 1, f"{self.kind}: the rotary base must exceed 1; got {self.base}")
         require(self.axes >= 1, f"{self.kind}: axes must be positive; got {self.axes}")
 
+    @property
+    def coordinate_axes(self) -> int:
+        return self.axes
+
     def start(self, positions, config: ModelConfig, *, key=None, length=None, dtype=jnp.float32):
         return rotary_state(
             positions,

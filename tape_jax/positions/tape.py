@@ -196,8 +196,8 @@ def update(
 ) -> Array:
     """One layer's update of the position states (TAPE, equations 6 to 8).
 
-    ``(I + alpha A(x)) (e + alpha Mix(a))``, then the norm. ``A(x)`` is contracted to a heads x heads
-    matrix per token first, which costs a fraction of projecting the states up to width ``P``.
+    ``(I + alpha A(x)) (e + alpha Mix(a))``, then the norm. ``A(x)`` is contracted to a heads x
+    heads matrix per token first, which costs a fraction of projecting the states up to width ``P``.
 
     Args:
       e: state ``[..., T, H_kv | 1, D]``, ``[..., T, D]``, or in tensor form
@@ -265,14 +265,14 @@ def _check_update(e, a, x, params, num_kv_heads) -> tuple[bool, int]:
         queries = a.shape[a.ndim - (4 if tensor else 2)]
         if mix.shape not in ((queries,), (heads, queries)) or queries % heads:
             raise ValueError(
-                f"mix of shape {mix.shape} fits neither ({queries},) nor ({heads}, {queries}): a has "
-                f"shape {a.shape}, the state {heads} heads"
+                f"mix of shape {mix.shape} fits neither ({queries},) nor ({heads}, {queries}): a "
+                f"has shape {a.shape}, the state {heads} heads"
             )
         block = e.shape[-3:] if tensor else e.shape[-1:]
         if a.shape[a.ndim - len(block) :] != block or a.shape[: x.ndim - 1] != x.shape[:-1]:
             raise ValueError(
-                f"a must have shape [..., T, {queries}, *{block}] to fit e of shape {e.shape} and x "
-                f"of shape {x.shape}; got {a.shape}"
+                f"a must have shape [..., T, {queries}, *{block}] to fit e of shape {e.shape} and "
+                f"x of shape {x.shape}; got {a.shape}"
             )
     if up is not None:
         wx, down = params["wx"], params["down"]
@@ -317,7 +317,7 @@ def mix_heads(matrix: Array, e: Array) -> Array:
     """Applies per-token matrices ``[..., H, H]`` to states ``[..., H | 1, N]``."""
     if e.shape[-2] == 1:
         return matrix.sum(-1)[..., None] * e
-    return (matrix[..., None] * e[..., None, :, :]).sum(-2)
+    return jnp.einsum("...hk,...kn->...hn", matrix, e)
 
 
 def normalize(e: Array, norm: str, magnitude: float = 1.0, *, tensor: bool = False) -> Array:
@@ -346,7 +346,7 @@ def _unit_complex(e: Array) -> Array:
 
 
 def polar_factor(e: Array) -> Array:
-    """Orthogonal polar factor of every ``L x R`` block, ``U V^T`` of its singular value decomposition.
+    """Orthogonal polar factor ``U V^T`` of every ``L x R`` block ``U S V^T``.
 
     In closed form for 2 x 2 blocks, by Newton-Schulz iteration otherwise; never through the
     gradient of a singular value decomposition, which is undefined at a rotation.
@@ -386,8 +386,8 @@ class Tape(Rope):
       alpha: step size, or its start if ``learn_alpha``.
       learn_alpha: one learned step size per layer.
       norm: ``none``, ``rms`` or ``unit``.
-      layers: ``all`` or ``(start, stop)``: the layers that update the state, ``stop`` exclusive. The
-        last layer of a model never does, for nobody would read the result.
+      layers: ``all`` or ``(start, stop)``: the layers that update the state, ``stop`` exclusive.
+        The last layer of a model never does, for nobody would read the result.
     """
 
     kind: ClassVar[str] = "tape"
@@ -432,7 +432,7 @@ class Tape(Rope):
             )
 
     @property
-    def attends_state(self) -> bool:  # type: ignore[override]
+    def attends_state(self) -> bool:
         return self.attention_mix != "none"
 
     def check(self, config: ModelConfig) -> None:
@@ -440,9 +440,10 @@ class Tape(Rope):
             raise ValueError(
                 f"{self.kind}: l = {self.l} does not divide the head dimension {config.dim}"
             )
-        if self.layers != "all" and self.layers[1] > config.num_layers:
+        if self.layers != "all" and int(self.layers[1]) > config.num_layers:
             raise ValueError(
-                f"{self.kind}: layers = {self.layers} goes past the model's {config.num_layers} layers"
+                f"{self.kind}: layers = {self.layers} goes past the model's {config.num_layers} "
+                "layers"
             )
 
     def updates(self, layer: int, num_layers: int) -> bool:

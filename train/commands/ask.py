@@ -1,6 +1,6 @@
 """Asks the newest checkpoint of a run questions such as "407+85".
 
-  python -m train.main ask --run=runs/x "407+85"
+python -m train.main ask --run=runs/x "407+85"
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from tape_jax.config import require
 from train import runs
@@ -32,13 +33,10 @@ def ask(folder: Path, questions: Iterable[str]) -> Iterator[Answer]:
     Raises:
       ValueError: if the folder is not a run or has no checkpoint, or a question is none.
     """
-    experiment, _, model, variables = runs.restore_model(folder)
-    require(hasattr(experiment.task, "question"), f"the task of {folder} takes no questions")
+    trained = runs.restore_model(folder)
+    task: Any = trained.experiment.task
+    require(hasattr(task, "question"), f"the task of {folder} takes no questions")
     for question in questions:
         yield answer(
-            model.apply,
-            variables,
-            experiment.task,  # type: ignore[arg-type]
-            question,
-            max_length=runs.max_length(experiment.model),
+            trained.apply, trained.variables, task, question, max_length=trained.max_length
         )

@@ -1,6 +1,6 @@
 """Evaluates the newest checkpoint of a run, and writes evaluation.json, .txt and .png into it.
 
-  python -m train.main eval --run=runs/x --config.evaluation.longest=12
+python -m train.main eval --run=runs/x --config.evaluation.longest=12
 """
 
 from __future__ import annotations
@@ -47,27 +47,27 @@ def evaluate(folder: Path, options: EvalConfig) -> Result:
         not path.exists() or saved(folder) is not None,
         f"{path} is not an evaluation written by this program: it is not replaced",
     )
-    trained, step, model, variables = runs.restore_model(folder)
+    trained = runs.restore_model(folder)
     with Progress.of(f"evaluating {folder.name}") as progress:
-        result = trained.task.evaluate(
-            model.apply,
-            variables,
-            max_length=runs.max_length(trained.model),
+        result = trained.experiment.task.evaluate(
+            trained.apply,
+            trained.variables,
+            max_length=trained.max_length,
             progress=progress,
             **dataclasses.asdict(options),
         )
     record = {
         "format": FORMAT,
-        "step": step,
+        "step": trained.step,
         "options": dataclasses.asdict(options),
         "result": result.to_json(),
     }
     write_atomically(path, json.dumps(record) + "\n")
-    write_atomically(folder / "evaluation.txt", f"step {step}\n\n{result.table()}\n")
+    write_atomically(folder / "evaluation.txt", f"step {trained.step}\n\n{result.table()}\n")
     if isinstance(result, Grid):
         from train.plots import heat_maps
 
-        heat_maps({trained.model.position.kind: result}, folder / "evaluation.png")
+        heat_maps({trained.experiment.model.position.kind: result}, folder / "evaluation.png")
     return result
 
 

@@ -30,9 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Trains."""
-    require(
-        args.config is not None or args.resume, "train: give --config=FILE, or --resume a run"
-    )
+    require(args.config is not None or args.resume, "train: give --config=FILE, or --resume a run")
     if args.config is None:
         require(
             not args.overrides,

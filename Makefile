@@ -1,0 +1,48 @@
+# Every target sets up its own environment first; Python 3.11 or 3.12, pip and make are enough.
+CANDIDATES := python3 python3.12 python3.11 python
+supported = $(shell $(1) -c 'import sys; print(sys.version_info[:2] in ((3, 11), (3, 12)))' 2>/dev/null)
+PYTHON ?= $(firstword $(foreach p,$(CANDIDATES),$(if $(filter True,$(call supported,$(p))),$(p))))
+VENV ?= .venv
+RUN ?= runs/addition_demo
+BIN := $(VENV)/bin
+# The tests keep both cores busy: one process each.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+
+.PHONY: demo test test-slow test-next lint parity benchmarks wheel clean
+
+demo: $(VENV)/.ready  ## train TAPE and RoPE on addition, and show what came out
+	$(BIN)/python -m train.main compare --config=configs/addition_demo.py --run=$(RUN) --encodings=tape,rope
+
+test: $(VENV)/.ready  ## the tests, in under ten minutes on two cores
+	$(PYTEST) -m "not slow"
+
+test-slow: $(VENV)/.ready  ## the tests that take longer
+	$(PYTEST) -m slow
+
+test-next:  ## the tests under Python 3.12 and the newer jax that it gets
+	$(MAKE) test VENV=.venv-next PYTHON=python3.12
+
+lint: $(VENV)/.ready  ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+parity: $(VENV)/.ready  ## compare with the recorded runs of the published code
+	$(BIN)/python -m tape_jax.parity tests/golden/*.npz
+
+benchmarks: $(VENV)/.ready  ## the benchmarks that need nothing but a CPU
+	$(BIN)/python -m benchmarks.step
+	$(BIN)/python -m benchmarks.attention
+	$(BIN)/python -m benchmarks.data
+
+wheel: $(VENV)/.ready  ## build the wheel into dist/
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+clean:  ## remove environments and caches; runs/ stays
+	rm -rf .venv .venv-next .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+
+$(VENV)/.ready: requirements.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed; none of these is one: $(CANDIDATES)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	touch $@

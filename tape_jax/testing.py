@@ -1,0 +1,567 @@
+"""Numerical checks of the symmetries that make position states meaningful.
+
+They are for anyone with an update, an attention, an encoding or a model of their own::
+
+    from tape_jax import testing
+
+    def layer(q, k, v, e, x):
+        o, a = tape.attention(q, k, v, e)
+        return o, my_update(e, a, x)
+
+    inputs = (q, k, v, e, x)
+    time_axes = (-3, -3, -3, -3, -2)
+    testing.assert_permutation_equivariant(layer, *inputs, in_axes=time_axes, out_axes=-3)
+    testing.assert_phase_equivariant(
+        layer, *inputs, in_states=(False, False, False, True, False), out_states=(False, True)
+    )
+
+Each check calls the function on the inputs and on transformed inputs, takes the transformation back
+from the outputs, and raises :class:`SymmetryError` if the two disagree. Functions are compiled, so
+they must be traceable; whatever they close over takes no part in the transformation.
+
+``in_axes``, ``out_axes``, ``in_states`` and ``out_states`` describe arguments and results as
+``in_axes`` of :func:`jax.vmap` does: one value for all, or a tree of them (a tuple for several
+arguments) that may end early. Fresh parameters make TAPE equal to RoPE and test little: use
+:func:`random_params`.
+
+The draws are made by numpy from the key, so that they do not depend on ``jax_enable_x64``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tape_jax import algebra
+
+Array = jax.Array
+Tree = Any
+Action = Callable[[Array, Any], Array]
+
+TOLERANCE = {"float64": 1e-10, "float32": 3e-5, "float16": 1e-2, "bfloat16": 5e-2}
+
+
+class SymmetryError(AssertionError):
+    """A symmetry does not hold.
+
+    Attributes:
+      symmetry: which one.
+      where: the output (for causality also the input) that disagrees the most.
+      index: where in it, as indices of the untransformed output; for causality the time axis of
+        outputs comes first.
+      difference: by how much, absolutely; infinite for NaN.
+      allowed: the bound.
+    """
+
+    def __init__(
+        self, symmetry: str, where: str, index: tuple[int, ...], difference: float, allowed: float
+    ):
+        self.symmetry, self.where, self.index = symmetry, where, index
+        self.difference, self.allowed = difference, allowed
+        super().__init__(
+            f"{symmetry} does not hold: {where} is off by {difference:.3g} at index {index}; "
+            f"{allowed:.3g} is allowed"
+        )
+
+
+def _generator(key: Array | None) -> np.random.Generator:
+    """A numpy generator that follows a random key of either style; None: a fixed one."""
+    return np.random.default_rng(0 if key is None else np.asarray(jax.random.key_data(key)).ravel())
+
+
+def random_permutation(key: Array | None, n: int) -> np.ndarray:
+    """A permutation of ``0 .. n - 1`` that moves something, ``[n]``.
+
+    Raises:
+      ValueError: if ``n < 2``, so that there is none.
+    """
+    if n < 2:
+        raise ValueError(f"a permutation that moves something needs n >= 2; got {n}")
+    permutation = _generator(key).permutation(n)
+    return np.roll(permutation, int(np.all(permutation == np.arange(n))))
+
+
+def random_orthogonal(
+    key: Array | None, r: int, *, reflection: bool | None = None, dtype: Any = None
+) -> Array:
+    """An element ``[r, r]`` of O(r), uniformly distributed.
+
+    Args:
+      key: random key; None: a fixed one.
+      r: its size.
+      reflection: True: determinant -1; False: +1; None: either.
+      dtype: its type; None: jax's default float.
+    """
+    q, triangle = np.linalg.qr(_generator(key).standard_normal((r, r)))
+    q = q * np.sign(np.diag(triangle))
+    if reflection is not None and (np.linalg.det(q) < 0) != reflection:
+        q[:, 0] = -q[:, 0]
+    return jnp.asarray(q, dtype)
+
+
+def random_phases(key: Array | None, n: int, *, dtype: Any = None) -> Array:
+    """Phases ``[n]`` in radians, uniform in ``[-pi, pi)``."""
+    return jnp.asarray(_generator(key).uniform(-np.pi, np.pi, n), dtype)
+
+
+def random_state(
+    key: Array | None,
+    shape: Sequence[int],
+    *,
+    l: int | None = None,
+    r: int | None = None,
+    dtype: Any = None,
+) -> Array:
+    """A state of standard normal numbers: nothing like a rotation, as states are after training.
+
+    Args:
+      key: random key; None: a fixed one.
+      shape: ``[..., T, H, D]``, the shape of the keys that it belongs to.
+      l: rows of a block, for the tensor form; None: the rotary form.
+      r: columns of a block; None: ``l``.
+      dtype: its type; None: jax's default float.
+
+    Returns:
+      ``[..., T, H, D]``, in tensor form ``[..., T, H, D / l, l, r]``.
+
+    Raises:
+      ValueError: if ``l`` does not divide ``D``, or ``D`` is odd in rotary form.
+    """
+    *lead, dim = shape
+    if l is None and (r is not None or dim % 2):
+        raise ValueError(f"the rotary form has an even D and no r; got shape {shape}, r={r}")
+    if l is not None and dim % l:
+        raise ValueError(f"l={l} does not divide the head dimension of shape {tuple(shape)}")
+    full = (*lead, dim) if l is None else (*lead, dim // l, l, l if r is None else r)
+    return jnp.asarray(_generator(key).standard_normal(full), dtype)
+
+
+def random_params(key: Array | None, params: Tree, *, std: float = 0.2) -> Tree:
+    """``params`` with normal noise of standard deviation ``std`` added to every float array."""
+    generator = _generator(key)
+
+    def moved(x: Array) -> Array:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        return x + jnp.asarray(std * generator.standard_normal(x.shape), x.dtype)
+
+    return jax.tree.map(moved, params)
+
+
+def assert_permutation_equivariant(
+    fn: Callable[..., Tree],
+    *args: Tree,
+    in_axes: Tree,
+    out_axes: Tree,
+    key: Array | None = None,
+    tolerance: float | None = None,
+) -> None:
+    """Asserts that reordering the tokens reorders the results alike, and does nothing else.
+
+    Args:
+      fn: the function to check.
+      *args: its arguments.
+      in_axes: the time axis of every argument; a set of axes for an array with several (a mask has
+        ``{-2, -1}``); None for what is not reordered.
+      out_axes: the same for the results.
+      key: random key of the permutation; None: a fixed one.
+      tolerance: largest difference allowed, for results whose largest value exceeds 1 relative to
+        that; None: by type, :data:`TOLERANCE`.
+
+    Raises:
+      SymmetryError: if it does not hold.
+      ValueError: if the axes fit no array, or differ in length.
+    """
+    permutation = random_permutation(key, _time(args, in_axes))
+
+    def reorder(order: np.ndarray) -> Action:
+        def act(x: Array, axes: Any) -> Array:
+            for axis in _as_set(axes):
+                x = jnp.take(x, order, axis=axis)
+            return x
+
+        return act
+
+    act, undo = reorder(permutation), reorder(np.argsort(permutation))
+    _assert_symmetric(
+        "permutation equivariance",
+        fn,
+        args,
+        _map(act, "in_axes", in_axes, args),
+        functools.partial(_map, undo, "out_axes", out_axes),
+        tolerance,
+    )
+
+
+def assert_phase_equivariant(
+    fn: Callable[..., Tree],
+    *args: Tree,
+    in_states: Tree,
+    out_states: Tree,
+    key: Array | None = None,
+    tolerance: float | None = None,
+) -> None:
+    """Asserts equivariance of rotary states to one phase per frequency.
+
+    With every state among the arguments multiplied by ``exp(i phase_j)``, which is what
+    :func:`tape_jax.transform` does, the states among the results are multiplied alike and all else
+    stays.
+
+    Args:
+      fn: the function to check.
+      *args: its arguments.
+      in_states: for every argument whether it is a rotary state ``[..., D]``.
+      out_states: the same for the results.
+      key: random key of the phases; None: fixed ones.
+      tolerance: as in :func:`assert_permutation_equivariant`.
+
+    Raises:
+      SymmetryError: if it does not hold.
+      ValueError: if no argument is a state, or their last axes differ.
+    """
+    phases = random_phases(key, _last_axis(args, in_states) // 2)
+    action, inverse = _transforming(phases), _transforming(-phases)
+    _assert_symmetric(
+        "phase equivariance",
+        fn,
+        args,
+        _map(action, "in_states", in_states, args),
+        functools.partial(_map, inverse, "out_states", out_states),
+        tolerance,
+    )
+
+
+def assert_orthogonal_equivariant(
+    fn: Callable[..., Tree],
+    *args: Tree,
+    in_states: Tree,
+    out_states: Tree,
+    key: Array | None = None,
+    tolerance: float | None = None,
+) -> None:
+    """Asserts equivariance of tensor states to O(R): to a rotation and to a reflection.
+
+    With every state among the arguments multiplied from the right by one orthogonal matrix
+    (:func:`tape_jax.transform`), the states among the results are multiplied alike and all else
+    stays.
+
+    Args:
+      fn: the function to check.
+      *args: its arguments.
+      in_states: for every argument whether it is a tensor state ``[..., M, L, R]``.
+      out_states: the same for the results.
+      key: random key of the matrices; None: fixed ones.
+      tolerance: as in :func:`assert_permutation_equivariant`.
+
+    Raises:
+      SymmetryError: if it does not hold.
+      ValueError: if no argument is a state, or their last axes differ.
+    """
+    size = _last_axis(args, in_states)
+    for reflection, name in ((False, "rotations"), (True, "reflections")):
+        omega = random_orthogonal(key, size, reflection=reflection)
+        inverse = _transforming(omega.T)
+        _assert_symmetric(
+            f"orthogonal equivariance ({name})",
+            fn,
+            args,
+            _map(_transforming(omega), "in_states", in_states, args),
+            functools.partial(_map, inverse, "out_states", out_states),
+            tolerance,
+        )
+
+
+def assert_shift_invariant(
+    fn: Callable[[Array], Tree],
+    positions: Array,
+    *,
+    shift: float | Array = 37,
+    tolerance: float | None = None,
+) -> None:
+    """Asserts that moving all positions by a constant changes no result.
+
+    Args:
+      fn: a function of positions only, such as the logits of a model.
+      positions: ``[..., T]``, or coordinates ``[..., T, n]``.
+      shift: the constant; for coordinates it may be one per axis, ``[n]``.
+      tolerance: as in :func:`assert_permutation_equivariant`.
+
+    Raises:
+      SymmetryError: if it does not hold.
+    """
+    moved = jnp.asarray(positions) + shift
+    _assert_symmetric(
+        f"invariance to a shift of positions by {shift}",
+        fn,
+        (positions,),
+        (moved,),
+        lambda out: out,
+        tolerance,
+    )
+
+
+def assert_causal(
+    fn: Callable[..., Tree],
+    *args: Tree,
+    in_axes: Tree,
+    out_axes: Tree,
+    key: Array | None = None,
+    tolerance: float | None = None,
+    gradient_tolerance: float = 0.0,
+) -> None:
+    """Asserts that no result depends on a later token, by value and by gradient.
+
+    By value: every argument with a time axis has its later entries replaced, at every time in turn
+    (floats by normal numbers, integers by others of their own values), and earlier results stay. By
+    gradient: the derivative of a random combination of earlier results by later entries is zero for
+    all floating-point arguments.
+
+    Args:
+      fn: the function to check; its floating-point results must be differentiable.
+      *args: its arguments.
+      in_axes: the time axis of every argument; None for one that may matter to all times.
+      out_axes: the same for the results; None for one that may depend on all times.
+      key: random key of the replacements; None: fixed ones.
+      tolerance: of values, as in :func:`assert_permutation_equivariant`.
+      gradient_tolerance: of gradients, absolute; by default they must be exactly zero.
+
+    Raises:
+      SymmetryError: if it does not hold.
+      ValueError: if the axes fit no array, or differ in length.
+    """
+    leaves, structure = jax.tree.flatten(args)
+    axes = _specs("in_axes", in_axes, args)
+    if any(isinstance(axis, set | frozenset) for axis in axes):
+        raise ValueError("in_axes: causality is checked along one axis of an argument, not a set")
+    time, generator = _time(args, in_axes), _generator(key)
+
+    def outputs(fn: Callable[..., Tree], leaves: list[Array]) -> dict[str, Array]:
+        """The results that have a time axis, this axis first."""
+        out = fn(*jax.tree.unflatten(structure, leaves))
+        return _time_first("output", out, _specs("out_axes", out_axes, out))
+
+    compiled = jax.jit(fn)
+    expected = outputs(compiled, leaves)
+    other = [_different(x, generator) if axis is not None else x for x, axis in zip(leaves, axes)]
+    for cut in range(1, time):
+        mixed = [
+            x if axis is None else jnp.where(_before(cut, axis, x), x, y)
+            for x, y, axis in zip(leaves, other, axes, strict=True)
+        ]
+        got = outputs(compiled, mixed)
+        _compare(
+            f"causality (tokens from {cut} on replaced)",
+            {name: np.asarray(x)[:cut] for name, x in got.items()},
+            {name: np.asarray(x)[:cut] for name, x in expected.items()},
+            tolerance,
+        )
+    slopes = _later_gradients(functools.partial(outputs, fn), leaves, axes, time, generator)
+    for i, slope in slopes.items():
+        name = f"the gradient by {list(_named('argument', args))[i]}"
+        for cut in range(1, time):
+            got = {name: np.asarray(slope)[cut - 1]}
+            _compare(
+                f"causality (outputs before token {cut})",
+                got,
+                {name: np.zeros_like(got[name])},
+                gradient_tolerance,
+            )
+
+
+def _later_gradients(
+    outputs: Callable[[list[Array]], dict[str, Array]],
+    leaves: list[Array],
+    axes: list[Any],
+    time: int,
+    generator: np.random.Generator,
+) -> dict[int, Array]:
+    """Gradients of random combinations of earlier outputs by later inputs.
+
+    Args:
+      outputs: from inputs to outputs, time axis first.
+      leaves: the inputs.
+      axes: their time axes, or None.
+      time: the length of these axes.
+      generator: makes the combinations.
+
+    Returns:
+      For each floating-point input with a time axis, by its number: ``[T - 1, *shape]``. Entry
+      ``c - 1`` is the gradient of outputs before time ``c``; it is set to zero before time ``c``.
+    """
+    floats = [
+        i
+        for i, (x, axis) in enumerate(zip(leaves, axes, strict=True))
+        if axis is not None and _is_float(x)
+    ]
+
+    def results(moving: dict[int, Array]) -> dict[str, Array]:
+        full = [moving.get(i, x) for i, x in enumerate(leaves)]
+        return {name: x for name, x in outputs(full).items() if _is_float(x)}
+
+    @jax.jit
+    def gradients(moving: dict[int, Array]) -> dict[int, Array]:
+        out, pull = jax.vjp(results, moving)
+        weights = {
+            name: jnp.asarray(generator.standard_normal(x.shape), x.dtype)
+            for name, x in out.items()
+        }
+
+        def of_cut(cut: Array) -> dict[int, Array]:
+            (slopes,) = pull(
+                {name: jnp.where(_before(cut, 0, w), w, 0) for name, w in weights.items()}
+            )
+            return {i: jnp.where(_before(cut, axes[i], x), 0, x) for i, x in slopes.items()}
+
+        return jax.vmap(of_cut)(jnp.arange(1, time))
+
+    return gradients({i: leaves[i] for i in floats})
+
+
+def _assert_symmetric(
+    symmetry: str,
+    fn: Callable[..., Tree],
+    args: tuple[Tree, ...],
+    moved: tuple[Tree, ...],
+    undo: Callable[[Tree], Tree],
+    tolerance: float | None,
+) -> None:
+    """Asserts that ``undo(fn(*moved))`` is ``fn(*args)``."""
+    compiled = jax.jit(fn)
+    expected = compiled(*args)
+    got = undo(compiled(*moved))
+    _compare(symmetry, _named("output", got), _named("output", expected), tolerance)
+
+
+def _compare(
+    symmetry: str, got: dict[str, Any], expected: dict[str, Any], tolerance: float | None
+) -> None:
+    """Raises SymmetryError at the largest difference, relative to what is allowed."""
+    worst, excess = None, 1.0
+    for name, want in expected.items():
+        bound = TOLERANCE.get(want.dtype.name, 0.0) if tolerance is None else tolerance
+        x, y = np.asarray(got[name], np.float64), np.asarray(want, np.float64)
+        with np.errstate(invalid="ignore"):
+            difference = np.where(x == y, 0.0, np.abs(x - y))
+        difference = np.where(np.isnan(difference), np.inf, difference)
+        largest = float(difference.max(initial=0.0))
+        allowed = bound * max(1.0, float(np.abs(y).max(initial=0.0)))
+        ratio = largest / allowed if allowed else largest * np.inf
+        if largest > allowed and (worst is None or ratio > excess):
+            index = np.unravel_index(difference.argmax(), difference.shape)
+            worst, excess = (name, tuple(map(int, index)), largest, allowed), ratio
+    if worst is not None:
+        raise SymmetryError(symmetry, *worst)
+
+
+def _named(prefix: str, tree: Tree) -> dict[str, Array]:
+    """The arrays of a tree by their places in it, such as ``output[1]``."""
+    return {
+        prefix + jax.tree_util.keystr(path): x
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def _specs(what: str, specs: Tree, tree: Tree) -> list[Any]:
+    """For every array of ``tree`` its entry in the tree prefix ``specs``."""
+    flat: list[Any] = []
+
+    def repeat(spec: Any, part: Tree) -> None:
+        flat.extend([spec] * len(jax.tree.leaves(part)))
+
+    try:
+        jax.tree.map(repeat, specs, tree, is_leaf=lambda x: x is None)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{what} = {specs} does not describe {jax.tree.structure(tree)}: expected one value, "
+            f"or a tree of them that may end early ({error})"
+        ) from error
+    return flat
+
+
+def _map(action: Action, what: str, specs: Tree, tree: Tree) -> Tree:
+    """Applies ``action(array, spec)`` to every array of a tree."""
+    leaves, structure = jax.tree.flatten(tree)
+    flat = _specs(what, specs, tree)
+    acted = [action(x, spec) for x, spec in zip(leaves, flat, strict=True)]
+    return jax.tree.unflatten(structure, acted)
+
+
+def _transforming(omega: Array) -> Action:
+    """The action of a group element on what is marked as a state."""
+    return lambda x, is_state: algebra.transform(x, omega) if is_state else x
+
+
+def _as_set(axes: Any) -> frozenset[int]:
+    """Axes given as None, one or several."""
+    if axes is None:
+        return frozenset()
+    return frozenset(axes) if isinstance(axes, set | frozenset) else frozenset({axes})
+
+
+def _time(args: tuple[Tree, ...], in_axes: Tree) -> int:
+    """The length of the time axes, of which there must be one."""
+    lengths = set()
+    for (name, x), axes in zip(
+        _named("argument", args).items(), _specs("in_axes", in_axes, args), strict=True
+    ):
+        for axis in _as_set(axes):
+            if not -x.ndim <= axis < x.ndim:
+                raise ValueError(f"in_axes: {name} of shape {x.shape} has no axis {axis}")
+            lengths.add(x.shape[axis])
+    if len(lengths) != 1:
+        raise ValueError(
+            "in_axes must name time axes of one length; those named have lengths "
+            f"{sorted(lengths) or 'none at all'}"
+        )
+    (time,) = lengths
+    if time < 2:
+        raise ValueError(f"at least two tokens are needed; got {time}")
+    return time
+
+
+def _last_axis(args: tuple[Tree, ...], in_states: Tree) -> int:
+    """The length of the last axis of the states among the arguments, which must agree."""
+    flags = _specs("in_states", in_states, args)
+    leaves = jax.tree.leaves(args)
+    sizes = {x.shape[-1] for x, is_state in zip(leaves, flags, strict=True) if is_state}
+    if len(sizes) != 1:
+        raise ValueError(
+            "in_states must mark states with last axes of one length; those marked have lengths "
+            f"{sorted(sizes) or 'none at all'}"
+        )
+    return sizes.pop()
+
+
+def _is_float(x: Array) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.floating))
+
+
+def _time_first(prefix: str, tree: Tree, axes: list[Any]) -> dict[str, Array]:
+    """The arrays of a tree that have a time axis, this axis first, by their names."""
+    return {
+        name: jnp.moveaxis(x, axis, 0)
+        for (name, x), axis in zip(_named(prefix, tree).items(), axes, strict=True)
+        if axis is not None
+    }
+
+
+def _before(cut: int | Array, axis: int, x: Array) -> Array:
+    """Whether entries lie before ``cut`` along an axis of ``x``; broadcasts to ``x``."""
+    shape = [1] * x.ndim
+    shape[axis] = -1
+    return (jnp.arange(x.shape[axis]) < cut).reshape(shape)
+
+
+def _different(x: Array, generator: np.random.Generator) -> np.ndarray:
+    """Normal numbers, or for integers and booleans the next of the values that occur in ``x``."""
+    if _is_float(x):
+        return generator.standard_normal(x.shape).astype(x.dtype)
+    values, place = np.unique(np.asarray(x), return_inverse=True)
+    if len(values) < 2:
+        raise ValueError(f"an integer argument needs two values to exchange; all are {values}")
+    return values[(place.reshape(x.shape) + 1) % len(values)]

@@ -1,0 +1,264 @@
+"""One table of attention calls for all backends, and a float64 oracle in plain numpy loops."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One kind of call.
+
+    Attributes:
+      batch, queries, keys, heads, kv_heads, dim, value_dim: shapes; ``keys`` None: as queries.
+      form: ``rotary``, ``tensor`` (L = 2, R = 3) or None for no state.
+      state_heads: 1 or ``kv_heads``.
+      state_batch: whether the state has batch axes.
+      query_state: the queries have a state of their own, with ``heads`` heads.
+      bias: None, ``array``, ``row`` (an array [keys]), or ``function`` (closes over float and
+        integer arrays).
+      segments: None, ``same`` (one array) or ``pair``.
+      mask: a random mask with a fully masked row.
+    """
+
+    name: str
+    batch: tuple[int, ...] = (2,)
+    queries: int = 19
+    keys: int | None = None
+    heads: int = 2
+    kv_heads: int = 2
+    dim: int = 8
+    value_dim: int = 6
+    form: str | None = "rotary"
+    state_heads: int = 2
+    state_batch: bool = True
+    query_state: bool = False
+    causal: bool = True
+    window: int | None = None
+    scale: float | None = None
+    bias: str | None = None
+    segments: str | None = None
+    mask: bool = False
+    query_offset: int = 0
+    keys_rotated: bool = False
+    attend_state: bool = True
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def key_length(self) -> int:
+        return self.keys or self.queries
+
+    @property
+    def needs_query_state(self) -> bool:
+        return self.query_state or self.keys_rotated or self.key_length != self.queries
+
+
+CASES = [
+    Case("causal"),
+    Case("bidirectional", causal=False, queries=16),
+    Case("no_batch", batch=(), queries=9),
+    Case("two_batch_axes", batch=(2, 3), queries=9, segments="same"),
+    Case("one_token", queries=1),
+    Case("shared_state", state_heads=1, state_batch=False),
+    Case("grouped_heads", heads=6, kv_heads=2, bias="array", segments="same"),
+    Case("grouped_heads_shared_state", heads=4, kv_heads=2, state_heads=1, window=7),
+    Case("multi_query", heads=4, kv_heads=1, state_heads=1, bias="function"),
+    Case("window", window=5, queries=33),
+    Case("window_bidirectional", window=5, queries=33, causal=False),
+    Case("window_one", window=1),
+    Case("segments", segments="same", queries=33, causal=False),
+    Case("bias_row", bias="row", causal=False),
+    Case("bias_function", bias="function", queries=21, segments="same"),
+    Case("cross", queries=7, keys=21, causal=False, segments="pair"),
+    Case("suffix", queries=5, keys=21, query_offset=16, bias="function"),
+    Case("before_the_keys", queries=12, keys=20, query_offset=-5),
+    Case("window_passed", queries=12, keys=9, query_offset=3, window=4),
+    Case("cache", queries=3, keys=21, query_offset=18, keys_rotated=True, heads=4, window=9),
+    Case("cache_without_state", queries=3, keys=11, form=None, query_offset=8),
+    Case("tensor", form="tensor"),
+    Case("tensor_cache", form="tensor", queries=3, keys=11, query_offset=8, keys_rotated=True),
+    Case("tensor_grouped", form="tensor", heads=4, state_heads=1, state_batch=False),
+    Case("own_query_state", query_state=True, heads=4),
+    Case("state_not_attended", attend_state=False),
+    Case("no_state", form=None, value_dim=8, scale=0.3),
+]
+MASKED = [
+    Case("mask", mask=True, causal=False),
+    Case("mask_grouped", mask=True, heads=4, bias="array"),
+]
+BY_NAME = {case.name: case for case in CASES + MASKED}
+
+TENSOR_L, TENSOR_R = 2, 3
+
+
+def inputs(case: Case, seed: int = 0) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Float64 arrays that get gradients, and all else that the call needs."""
+    rng = np.random.default_rng(seed)
+    b, tq, s = case.batch, case.queries, case.key_length
+
+    def state(length: int, heads: int) -> np.ndarray:
+        tail = (case.dim,)
+        if case.form == "tensor":
+            tail = (case.dim // TENSOR_L, TENSOR_L, TENSOR_R)
+        return rng.normal(size=(*(b if case.state_batch else ()), length, heads, *tail))
+
+    width = case.dim
+    if case.form == "tensor" and case.keys_rotated:
+        width = case.dim // TENSOR_L * TENSOR_R
+    floats = {
+        "q": rng.normal(size=(*b, tq, case.heads, case.dim)),
+        "k": rng.normal(size=(*b, s, case.kv_heads, width)),
+        "v": rng.normal(size=(*b, s, case.kv_heads, case.value_dim)),
+    }
+    if case.form is not None:
+        floats["e"] = state(s, case.state_heads)
+        if case.needs_query_state:
+            floats["query_state"] = state(tq, case.heads)
+    if case.bias == "array":
+        floats["bias"] = rng.normal(size=(case.heads, tq, s))
+    elif case.bias == "row":
+        floats["bias"] = rng.normal(size=(s,))
+    elif case.bias == "function":
+        floats["bias"] = rng.normal(size=(case.heads, 2))
+        floats["phase"] = rng.normal(size=(*b, s))
+    fixed: dict[str, Any] = {"rank": rng.integers(0, 5, size=(*b, s))}
+    if case.segments == "same":
+        fixed["segment_ids"] = np.sort(rng.integers(-1, 3, size=(*b, s)))
+    elif case.segments == "pair":
+        # No id of the last key exists among the queries of the first row, which sees no key at all.
+        ids = rng.integers(0, 3, size=(*b, tq))
+        ids[..., 0] = 7
+        fixed["segment_ids"] = (ids, rng.integers(0, 3, size=(s,)))
+    if case.mask:
+        fixed["mask"] = rng.random(size=(*b, 1, tq, s)) < 0.6
+        fixed["mask"][..., 4, :] = False
+    return floats, fixed
+
+
+def bias_function(weights: Any, phase: Any, rank: Any) -> Any:
+    """A bias ``[..., heads, Q, K]`` that closes over floats, per-row floats and integers."""
+
+    def bias(query_index, key_index):
+        distance = jnp.sin(0.3 * (query_index[:, None] - key_index))
+        per_row = phase[..., key_index] * jnp.tanh(0.5 * rank[..., key_index])
+        return weights[:, :1, None] * distance + weights[:, 1:, None] * per_row[..., None, None, :]
+
+    return bias
+
+
+def call(attention: Any, case: Case, floats: dict[str, Any], fixed: dict[str, Any], **options: Any):
+    """Runs ``attention`` on a case."""
+    bias = floats.get("bias")
+    if case.bias == "function":
+        bias = bias_function(floats["bias"], floats["phase"], fixed["rank"])
+    return attention(
+        *(floats.get(name) for name in "qkve"),
+        causal=case.causal,
+        segment_ids=fixed.get("segment_ids"),
+        window=case.window,
+        scale=case.scale,
+        bias=bias,
+        mask=fixed.get("mask"),
+        query_state=floats.get("query_state"),
+        query_offset=case.query_offset,
+        keys_rotated=case.keys_rotated,
+        attend_state=case.attend_state,
+        **options,
+    )
+
+
+def oracle(case: Case, floats: dict[str, np.ndarray], fixed: dict[str, Any]):
+    """``(o, a)`` by loops over batch, heads and queries, from the definitions."""
+    b, tq, s = case.batch, case.queries, case.key_length
+    group = case.heads // case.kv_heads
+    scale = case.scale if case.scale is not None else 1 / np.sqrt(case.dim)
+    e, query_state = floats.get("e"), floats.get("query_state", floats.get("e"))
+    o = np.zeros((*b, tq, case.heads, case.value_dim))
+    a = None
+    if e is not None and case.attend_state:
+        tail = 3 if case.form == "tensor" else 1
+        a = np.zeros((*b, tq, case.heads, *e.shape[-tail:]))
+
+    for row in np.ndindex(*b):
+        for h in range(case.heads):
+            kv = h // group
+            keys, values = floats["k"][row][:, kv], floats["v"][row][:, kv]
+            state = _of_head(e, row, kv, case)
+            if state is not None and not case.keys_rotated:
+                keys = [_rotated(keys[j], state[j]) for j in range(s)]
+            for i in range(tq):
+                query = floats["q"][row][i, h]
+                if query_state is not None:
+                    own = _of_head(query_state, row, _state_head(query_state, h, case), case)
+                    query = _rotated(query, own[i])
+                visible = [j for j in range(s) if _visible(case, fixed, row, i, j)]
+                if not visible:
+                    continue
+                logits = np.array([scale * np.dot(query, keys[j]) for j in visible])
+                logits += [_bias(case, floats, fixed, row, h, i, j) for j in visible]
+                weights = np.exp(logits - logits.max())
+                weights /= weights.sum()
+                o[row][i, h] = sum(w * values[j] for w, j in zip(weights, visible, strict=True))
+                if a is not None:
+                    a[row][i, h] = sum(w * state[j] for w, j in zip(weights, visible, strict=True))
+    return o, a
+
+
+def _state_head(state: np.ndarray, h: int, case: Case) -> int:
+    heads = state.shape[-4 if case.form == "tensor" else -2]
+    return h // (case.heads // heads)
+
+
+def _of_head(state: np.ndarray | None, row: tuple[int, ...], head: int, case: Case):
+    if state is None:
+        return None
+    state = state[row] if case.state_batch else state
+    return state[:, min(head, state.shape[1] - 1)]
+
+
+def _rotated(x: np.ndarray, state: np.ndarray) -> np.ndarray:
+    half = x.size // 2
+    if state.ndim == 1:
+        out = (x[:half] + 1j * x[half:]) * (state[:half] + 1j * state[half:])
+        return np.concatenate([out.real, out.imag])
+    # Block m owns dimensions m and m + D/2 (L = 2); output r of block m is sum_l E[m, l, r] x[l].
+    # Odd R: blocks are laid out one after another.
+    blocks = [state[m].T @ np.array([x[m], x[m + half]]) for m in range(half)]
+    return np.concatenate(blocks)
+
+
+def _visible(case: Case, fixed: dict[str, Any], row: tuple[int, ...], i: int, j: int) -> bool:
+    at = i + case.query_offset
+    if case.causal and j > at:
+        return False
+    if case.window is not None and not at - case.window < j:
+        return False
+    if case.window is not None and not case.causal and not j < at + case.window:
+        return False
+    if "mask" in fixed and not fixed["mask"][row][0, i, j]:
+        return False
+    if "segment_ids" in fixed:
+        ids = fixed["segment_ids"]
+        queries, keys = ids if isinstance(ids, tuple) else (ids, ids)
+        keys = keys[row] if keys.ndim > 1 or not row else keys
+        return bool(queries[row][i] == keys[j])
+    return True
+
+
+def _bias(case: Case, floats, fixed, row: tuple[int, ...], h: int, i: int, j: int) -> float:
+    bias = floats.get("bias")
+    if case.bias == "array":
+        return bias[h, i, j]
+    if case.bias == "row":
+        return bias[j]
+    if case.bias == "function":
+        distance = np.sin(0.3 * (i + case.query_offset - j))
+        per_row = floats["phase"][row][j] * np.tanh(0.5 * fixed["rank"][row][j])
+        return bias[h, 0] * distance + bias[h, 1] * per_row
+    return 0.0

@@ -1,0 +1,57 @@
+"""Small models with random parameters, for the tests of everything that runs a model."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tape_jax import ModelConfig, Transformer, positions
+from tape_jax.testing import random_params
+
+VOCAB = 13
+DIGITS = tuple(range(3, 13))
+
+# Options without which an encoding cannot be built, or that keep it small.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "abacus": {"digits": DIGITS, "size": 40, "max_offset": 5},
+    "learned": {"size": 40},
+    "random_rope": {"range": 64},
+}
+
+
+def encoding(kind: str, **options: Any) -> positions.Encoding:
+    """An encoding of the registry, small."""
+    return positions.create(kind, **{**OPTIONS.get(kind, {}), **options})
+
+
+def small_model(position: Any = "tape", **options: Any) -> Transformer:
+    """Three layers of width 16 with two heads, or what ``options`` say."""
+    small = {"hidden_size": 16, "num_layers": 3, "num_heads": 2, "intermediate_size": 24}
+    if isinstance(position, str):
+        position = encoding(position)
+    return Transformer(ModelConfig(VOCAB, position=position, **{**small, **options}))
+
+
+@functools.lru_cache(maxsize=256)
+def _shapes(model: Transformer) -> Any:
+    axes = model.encoding.coordinate_axes
+    tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+    places = None if axes == 1 else jax.ShapeDtypeStruct((1, 2, axes), jnp.int32)
+    return jax.eval_shape(
+        lambda t, p: model.init(jax.random.key(0), t, positions=p), tokens, places
+    )
+
+
+def random_variables(model: Transformer, seed: int = 0, *, std: float = 0.2) -> Any:
+    """Variables of ``model``: norms' scales near 1, everything else near 0, nothing exactly so.
+
+    Initial values would test little: TAPE's updates start at zero.
+    """
+
+    def centre(path: Any, x: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.full(x.shape, float(path[-1].key == "scale"), x.dtype)
+
+    return random_params(
+        jax.random.key(seed), jax.tree.map_with_path(centre, _shapes(model)), std=std
+    )

@@ -1,0 +1,48 @@
+import math
+from pathlib import Path
+
+import jax
+import pytest
+
+from tape_jax import positions
+from train import experiment, loop, runs
+
+CONFIGS = sorted(
+    path
+    for path in (Path(__file__).parents[1] / "configs").glob("*.py")
+    if path.name != "__init__.py"
+)
+
+
+def test_there_are_configs():
+    assert {"addition.py", "addition_demo.py"} <= {path.name for path in CONFIGS}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_shipped_config(path):
+    """It parses, says what it is for, and its model and optimiser can be built."""
+    header = path.read_text().split('"""')[1]
+    for part in ("Claim:", "Cost:", "Command:", f"configs/{path.name}"):
+        assert part in header
+    shipped = experiment.from_file(path)
+    optimizer = loop.make_optimizer(shipped.train)
+    state = jax.eval_shape(lambda: loop.init_state(shipped, optimizer))
+    assert sum(math.prod(x.shape) for x in jax.tree.leaves(state.params)) > 0
+    assert experiment.from_mapping(experiment.to_json(shipped)) == shipped
+
+
+@pytest.mark.parametrize("kind", positions.registry)
+def test_the_demo_with_every_encoding(kind):
+    path = next(path for path in CONFIGS if path.stem == "addition_demo")
+    given = [f"--config.model.position.kind={kind}"]
+    chosen = experiment.from_file(path, given, report=lambda _: None)
+    assert "embedding" in runs.abstract_variables(chosen)["params"]
+
+
+def test_the_size_of_the_paper():
+    path = next(path for path in CONFIGS if path.stem == "addition")
+    paper = experiment.from_file(path)
+    model, train = paper.model, paper.train
+    assert (model.num_layers, model.hidden_size, model.intermediate_size) == (16, 1024, 2048)
+    assert (model.num_heads, model.position.width) == (16, 64)
+    assert (train.steps, train.batch_size, train.learning_rate) == (20_000, 512, 1e-4)

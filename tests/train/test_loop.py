@@ -1,0 +1,336 @@
+import functools
+import os
+import signal
+from pathlib import Path
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tape_jax.config import ModelConfig
+from train import experiment, loop, metrics, runs
+from train.experiment import TrainConfig
+
+
+class Tiny(nn.Module):
+    """A model that compiles in no time: embedding, noise while training, norm, projection."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(self.config.vocab_size, self.config.hidden_size)(tokens)
+        if self.has_rng("positions"):
+            x += 0.1 * jax.random.normal(self.make_rng("positions"), x.shape)
+        return nn.Dense(self.config.vocab_size)(nn.LayerNorm()(x))
+
+
+@functools.cache
+def compiled_once(model, config, make_step=loop.make_step):
+    return make_step(model, loop.make_optimizer(config), config)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setattr(loop, "Transformer", Tiny)
+    monkeypatch.setattr(runs, "Transformer", Tiny)
+    monkeypatch.setattr(loop, "make_step", lambda model, _, config: compiled_once(model, config))
+
+
+def an_experiment(**train):
+    return experiment.from_mapping(
+        {
+            "name": "test",
+            "task": {"name": "addition", "max_digits": 2},
+            "model": {"hidden_size": 8, "num_heads": 2, "num_layers": 1},
+            "train": {
+                **{"steps": 12, "batch_size": 8, "accumulate": 2, "learning_rate": 0.01},
+                **{"save_every": 4, "log_every": 2, "warmup": 0.2},
+                **train,
+            },
+        }
+    )
+
+
+class Watched:
+    """Replaces the compiled step: notes the batches, and does something after one step."""
+
+    def __init__(self, monkeypatch, after: int = 0, action=None):
+        self.batches, self.compilations = [], 0
+        make_step = loop.make_step
+
+        def make(*args):
+            step = make_step(*args)
+            before = step._cache_size()
+
+            def watched(state, batch):
+                self.batches.append(batch)
+                number = int(state.step) + 1
+                state, values = step(state, batch)
+                self.compilations = step._cache_size() - before
+                return action(state, values) if number == after else (state, values)
+
+            return watched
+
+        monkeypatch.setattr(loop, "make_step", make)
+
+
+def final_state(folder: Path, of=None):
+    wanted = of or runs.load(folder)
+    template = jax.eval_shape(lambda: loop.init_state(wanted, loop.make_optimizer(wanted.train)))
+    with runs.checkpoints(folder) as checkpoints:
+        return checkpoints.restore(template)
+
+
+class Crash(Exception):
+    pass
+
+
+def crash(state, values):
+    raise Crash
+
+
+def sigterm(state, values):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return state, values
+
+
+@pytest.mark.parametrize(
+    ("action", "error", "resumed_from"), [(sigterm, loop.Stopped, 6), (crash, Crash, 4)]
+)
+def test_resuming_is_exact(tiny, tmp_path, monkeypatch, action, error, resumed_from):
+    with monkeypatch.context() as patch:
+        whole = Watched(patch)
+        loop.train(an_experiment(), tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        first = Watched(patch, after=6, action=action)
+        with pytest.raises(error) as stopped:
+            loop.train(an_experiment(), tmp_path / "parts")
+    notes = []
+    with monkeypatch.context() as patch:
+        rest = Watched(patch)
+        loop.train(an_experiment(), tmp_path / "parts", resume=True, report=notes.append)
+
+    assert f"from step {resumed_from} of 12" in notes[0]
+    if error is loop.Stopped:
+        assert stopped.value.exit_code == 143
+        assert "SIGTERM after step 6" in str(stopped.value)
+        assert f"--run={tmp_path / 'parts'} --resume" in str(stopped.value)
+    chex.assert_trees_all_equal([*first.batches[:resumed_from], *rest.batches], whole.batches)
+    step, state = final_state(tmp_path / "whole")
+    assert step == state.step == 12
+    chex.assert_trees_all_equal(final_state(tmp_path / "parts"), (step, state))
+    lines = metrics.read(tmp_path / "parts" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [2, 4, 6, 8, 10, 12]
+    assert max(watched.compilations for watched in (whole, first, rest)) <= 1
+
+
+def test_different_seeds_differ(tiny, tmp_path):
+    first = an_experiment(steps=2)
+    configs = [first, experiment.from_mapping(experiment.to_json(first) | {"seed": 1})]
+    states = []
+    for config in configs:
+        folder = tmp_path / str(config.seed)
+        loop.train(config, folder)
+        states.append(final_state(folder)[1])
+    same = jax.tree.map(
+        lambda a, b: bool(jnp.array_equal(a, b)), states[0].params, states[1].params
+    )
+    assert not same["Dense_0"]["kernel"]
+
+
+def test_the_loss_falls(tiny, tmp_path):
+    loop.train(an_experiment(steps=60, save_every=60), tmp_path / "run")
+    losses = [line["loss"] for line in metrics.read(tmp_path / "run" / "metrics.jsonl")]
+    assert losses[-1] < 0.9 * losses[0] < losses[0]
+
+
+def lose(state, values):
+    return state, values | {"loss": jnp.float32(np.nan)}
+
+
+def break_parameters(state, values):
+    return state._replace(params=jax.tree.map(lambda x: x / 0, state.params)), values
+
+
+def break_moments(state, values):
+    broken = jax.tree.map(
+        lambda x: x * np.nan if jnp.issubdtype(x.dtype, jnp.floating) else x, state.opt_state
+    )
+    return state._replace(opt_state=broken), values
+
+
+@pytest.mark.parametrize(
+    ("after", "action", "what"),
+    [
+        (6, lose, "the loss is not finite at step 6"),
+        (8, lose, "the loss is not finite at step 8"),
+        (8, break_parameters, "a parameter or its moments is not finite at step 8"),
+        (8, break_moments, "a parameter or its moments is not finite at step 8"),
+    ],
+)
+def test_non_finite_numbers_stop_and_are_never_saved(
+    tiny, tmp_path, monkeypatch, after, action, what
+):
+    Watched(monkeypatch, after=after, action=action)
+    with pytest.raises(loop.Stopped) as stopped:
+        loop.train(an_experiment(), tmp_path / "run")
+    message = str(stopped.value)
+    assert stopped.value.exit_code == loop.NON_FINITE_EXIT_CODE
+    assert what in message
+    assert "last good checkpoint" in message
+    assert "step 4." in message
+    assert "learning_rate" in message
+    assert final_state(tmp_path / "run")[0] == 4
+
+
+def test_a_finished_run_is_left_as_it_is(tiny, tmp_path):
+    loop.train(an_experiment(steps=2), tmp_path / "run")
+    before = final_state(tmp_path / "run")
+    loop.train(an_experiment(steps=2), tmp_path / "run", resume=True)
+    chex.assert_trees_all_equal(final_state(tmp_path / "run"), before)
+    with (
+        runs.guarded(tmp_path / "run"),
+        pytest.raises(ValueError, match="another process is training the run"),
+    ):
+        loop.train(an_experiment(steps=2), tmp_path / "run", resume=True)
+
+
+def test_a_config_that_does_not_fit_leaves_no_folder(tmp_path):
+    values = experiment.to_json(an_experiment())
+    values["model"] |= {"position": "learned"}
+    values["model"]["position"] = {"kind": "learned", "size": 3}
+    with pytest.raises(ValueError, match="exceeds the limit of the encoding 'learned' of 3"):
+        loop.train(experiment.from_mapping(values), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_accumulation_gives_the_gradient_of_the_whole_batch():
+    model = Tiny(ModelConfig(vocab_size=19, hidden_size=8, num_heads=2))
+    task = an_experiment().task
+    batch = next(iter(task.dataset(0, 12)))
+    batch["weights"][:4] = 0  # Parts of unequal weight: their means must not simply be averaged.
+    params = jax.jit(model.init)(jax.random.key(0), batch["inputs"])["params"]
+    plain = optax.sgd(1.0)
+    results = []
+    for accumulate in (1, 3):
+        config = TrainConfig(steps=5, batch_size=12, learning_rate=1.0, accumulate=accumulate)
+        quiet = Quiet(model.config)
+        state = loop.State(
+            params, plain.init(params), jnp.int32(0), jax.random.key_data(jax.random.key(0))
+        )
+        step = loop.make_step(quiet, plain, config)
+        results.append(step(jax.tree.map(jnp.copy, state), batch))
+    chex.assert_trees_all_close(results[0][0].params, results[1][0].params, atol=1e-6)
+    chex.assert_trees_all_close(results[0][1], results[1][1], rtol=1e-6)
+
+    def mean_loss(params):
+        logits = quiet.apply({"params": params}, batch["inputs"])
+        return (
+            loop.weighted_loss(logits, batch["targets"], batch["weights"]) / batch["weights"].sum()
+        )
+
+    loss, grads = jax.jit(jax.value_and_grad(mean_loss))(params)
+    expected = jax.tree.map(lambda p, g: p - g, params, grads)
+    chex.assert_trees_all_close(results[1][0].params, expected, atol=1e-6)
+    np.testing.assert_allclose(results[1][1]["loss"], loss, rtol=1e-6)
+
+
+class Quiet(Tiny):
+    """The model without its noise, which differs between the parts of a batch."""
+
+    def has_rng(self, name):
+        return False
+
+
+def test_weighted_loss_against_float64():
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, 30, (2, 5, 7))
+    targets = rng.integers(0, 7, (2, 5))
+    weights = rng.integers(0, 3, (2, 5)).astype(np.float64)
+    shifted = logits - logits.max(-1, keepdims=True)
+    log_p = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    expected = -(np.take_along_axis(log_p, targets[..., None], -1)[..., 0] * weights).sum()
+    loss = loop.weighted_loss(jnp.array(logits, jnp.float32), targets, weights)
+    assert loss.dtype == jnp.float32
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_optimizer_against_the_equations_of_adamw(clip):
+    config = TrainConfig(
+        **{"steps": 3, "batch_size": 1, "learning_rate": 0.1, "schedule": "linear"},
+        **{"beta1": 0.8, "beta2": 0.9, "eps": 1e-3, "weight_decay": 0.3, "clip": clip},
+    )
+    params = {"dense": {"kernel": np.array([1.0, -2.0])}, "norm": {"scale": np.array([3.0])}}
+    grads = [{"dense": {"kernel": np.array(k)}, "norm": {"scale": np.array(s)}} for k, s in GRADS]
+
+    optimizer = loop.make_optimizer(config)
+    state, got = optimizer.init(params), params
+    for gradient in grads:
+        updates, state = jax.jit(optimizer.update)(gradient, state, got)
+        got = optax.apply_updates(got, updates)
+
+    m = v = np.zeros(3)
+    p, decays = np.array([1.0, -2.0, 3.0]), np.array([1.0, 1.0, 0.0])
+    for t, (kernel, scale) in enumerate(GRADS):
+        g = np.array([*kernel, *scale])
+        if clip:
+            g = g * min(1, clip / np.linalg.norm(g))
+        m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g**2
+        direction = m / (1 - 0.8 ** (t + 1)) / (np.sqrt(v / (1 - 0.9 ** (t + 1))) + 1e-3)
+        p = p - 0.1 * (1 - t / 3) * (direction + 0.3 * decays * p)
+    np.testing.assert_allclose(
+        np.concatenate([got["dense"]["kernel"], got["norm"]["scale"]]), p, rtol=1e-5
+    )
+
+
+GRADS = [([0.3, -0.1], [0.2]), ([4.0, 2.0], [-1.0]), ([-0.2, 0.1], [0.0])]
+
+
+def test_decay_mask_matches_whole_components():
+    params = {"block": {"scale": 1, "rescale": 2, "dense": {"kernel": 3}}, "embedding": 4}
+    assert loop.decay_mask(params, ("scale", "embedding", "bias")) == {
+        "block": {"scale": False, "rescale": True, "dense": {"kernel": True}},
+        "embedding": False,
+    }
+    assert not any(jax.tree.leaves(loop.decay_mask(params["block"], ("dense", "scale", "rescale"))))
+    with pytest.raises(ValueError, match="no parameter's path has the component 'kernl'"):
+        loop.decay_mask(params, ("kernl",))
+
+
+def test_all_finite():
+    tree = {"a": jnp.ones(3), "b": jnp.ones(2, jnp.bfloat16), "n": jnp.int32(1)}
+    assert loop.all_finite(tree)
+    for name in "ab":
+        assert not loop.all_finite(tree | {name: tree[name].at[1].set(jnp.inf)})
+
+
+class TestSignals:
+    def test_the_first_is_remembered_and_the_second_acts(self):
+        with loop.Signals() as signals:
+            assert signals.received == 0
+            signal.raise_signal(signal.SIGINT)
+            assert signals.received == signal.SIGINT
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+
+    def test_handlers_are_put_back(self):
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = [signal.getsignal(n) for n in numbers]
+        with loop.Signals():
+            assert all(signal.getsignal(n) not in before for n in numbers)
+        assert [signal.getsignal(n) for n in numbers] == before
+
+    def test_ignored_ones_stay_ignored(self):
+        before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        try:
+            with loop.Signals() as signals:
+                signal.raise_signal(signal.SIGHUP)
+                assert signals.received == 0
+        finally:
+            signal.signal(signal.SIGHUP, before)

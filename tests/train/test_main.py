@@ -1,0 +1,267 @@
+import json
+import os
+import re
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+
+import chex
+import jax
+import pytest
+
+from train import loop, main as program, metrics, runs
+from train.commands import compare
+from train.main import main
+
+CONFIG = """
+from ml_collections import ConfigDict
+
+def get_config():
+    return ConfigDict({
+        "task": {"name": "addition", "max_digits": 2},
+        "model": {"hidden_size": 8, "num_heads": 2, "num_layers": 2, "max_length": 30},
+        "train": {"steps": 6, "batch_size": 4, "learning_rate": 1e-3, "save_every": 3},
+        "evaluation": {"longest": 3, "samples_per_pair": 2},
+    })
+"""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    path = tmp_path_factory.mktemp("configs") / "small.py"
+    path.write_text(CONFIG)
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, config):
+    """A finished run, not to be changed."""
+    folder = tmp_path_factory.mktemp("runs") / "trained"
+    assert main(["train", f"--config={config}", f"--run={folder}"]) == 0
+    return folder
+
+
+@pytest.fixture
+def own(trained, tmp_path):
+    """A copy of the finished run."""
+    return Path(shutil.copytree(trained, tmp_path / "own"))
+
+
+def content(folder):
+    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def state_of(folder):
+    wanted = runs.load(folder)
+    template = jax.eval_shape(lambda: loop.init_state(wanted, loop.make_optimizer(wanted.train)))
+    with runs.checkpoints(folder) as checkpoints:
+        return checkpoints.restore(template)
+
+
+def test_overview(capsys):
+    assert main([]) == program.USER_ERROR
+    assert main(["--help"]) == 0
+    assert all(name in capsys.readouterr().out for name in program.COMMANDS)
+
+
+@pytest.mark.parametrize("name", program.COMMANDS)
+def test_help_is_short_and_shows_a_command(name, capsys):
+    with pytest.raises(SystemExit) as left:
+        main([name, "--help"])
+    text = capsys.readouterr().out
+    assert left.value.code == 0
+    assert f"python -m train.main {name} --" in text
+    assert len(text.splitlines()) < 35
+
+
+def test_resuming_a_tape_model_is_exact(own, trained, capsys):
+    shutil.rmtree(own / "checkpoints" / "00000006")
+    (own / "checkpoints" / "00000006.sha256").unlink()
+    assert main(["train", f"--run={own}", "--resume"]) == 0
+    assert "from step 3 of 6" in capsys.readouterr().out
+    chex.assert_trees_all_equal(state_of(own), state_of(trained))
+
+
+def test_a_damaged_checkpoint_is_reported_and_not_used(own, capsys):
+    path = max((own / "checkpoints" / "00000006").rglob("d/*"), key=lambda p: p.stat().st_size)
+    damaged = bytearray(path.read_bytes())
+    damaged[50] ^= 4
+    path.write_bytes(damaged)
+    assert main(["ask", f"--run={own}", "1+2"]) == 0
+    out = capsys.readouterr().out
+    assert f"checkpoint {own / 'checkpoints' / '00000006'} is damaged and not used" in out
+
+
+def test_eval(own, capsys):
+    assert main(["eval", f"--run={own}", "--config.evaluation.longest=2"]) == 0
+    out = capsys.readouterr().out
+    record = json.loads((own / "evaluation.json").read_text())
+    assert record["step"] == 6
+    assert record["options"]["longest"] == 2
+    assert record["result"]["lengths_a"] == [1, 2]
+    assert (own / "evaluation.txt").read_text().startswith("step 6\n")
+    assert (own / "evaluation.png").read_bytes().startswith(b"\x89PNG")
+    assert "trained range" in out
+    assert str(own / "evaluation.png") in out
+
+
+def test_eval_does_not_replace_what_it_did_not_write(own, capsys):
+    (own / "evaluation.json").write_text("{}")
+    before = content(own)
+    assert main(["eval", f"--run={own}"]) == program.USER_ERROR
+    assert "not an evaluation written by this program" in capsys.readouterr().err
+    assert content(own) == before
+
+
+def test_ask(trained, capsys):
+    assert main(["ask", f"--run={trained}", "7+5", "12+30"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("7+5 = ")
+    assert first.endswith(("(right)", "(wrong: it is 12)"))
+    assert second.endswith(("(right)", "(wrong: it is 42)"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "unknown command 'trian'.*did you mean 'train'"),
+        (["train", "--run={new}"], "give --config=FILE, or --resume"),
+        (["train", "--run={new}", "--config={config}", "--stepz=3"], "unknown option '--stepz=3'"),
+        (["train", "--run={new}", "--config={config}", "--config.train.stesp=3"], "'steps'"),
+        (["train", "--run={new}", "--config={config}", "--config.model.position.kind=rop"], "rope"),
+        (["train", "--run={new}", "--config={config}x"], "there is no config file"),
+        (["train", "--run={run}", "--config={config}"], "exists already: continue it with --res"),
+        (["train", "--run={other}", "--config={config}"], "exists already: choose another"),
+        (["train", "--run={file}", "--config={config}"], "exists already"),
+        (["train", "--run={new}", "--resume"], "there is no run folder"),
+        (["train", "--run={other}", "--resume"], "is not a run"),
+        (["train", "--run={bare}", "--resume"], "no checkpoint in .*bare"),
+        (["train", "--run={run}", "--resume", "--config.train.steps=9"], "needs --config"),
+        (
+            ["train", "--run={run}", "--resume", "--config={config}", "--config.train.steps=9"],
+            "another experiment .train.steps: 6 there, 9 here",
+        ),
+        (["eval", "--run={new}"], "there is no run folder"),
+        (["eval", "--run={other}"], "is not a run"),
+        (["eval", "--run={bare}"], "no checkpoint in .*bare"),
+        (["eval", "--run={run}", "--config.train.steps=9"], "cannot be changed after training"),
+        (["eval", "--run={run}", "--config.evaluation.longest=20"], "needs .* tokens.* at most 30"),
+        (["eval", "--run={run}", "--config.evaluation.longest=0"], "longest must be at least 1"),
+        (["ask", "--run={other}", "1+2"], "is not a run"),
+        (["ask", "--run={bare}", "1+2"], "no checkpoint in .*bare"),
+        (["ask", "--run={run}", "1+x"], "expected a sum of two numbers"),
+        (["ask", "--run={run}", "1+a"], "'a' .* is not in the vocabulary"),
+        (["ask", "--run={run}", "123456789+123456789"], "needs .* tokens.* at most 30"),
+        (["ask", "--run={run}", "1+2", "--loud"], "ask does not take --loud"),
+        (["compare", "--run={other}", "--config={config}", "--encodings=tape"], "not a comparison"),
+        (["compare", "--run={run}", "--config={config}", "--encodings=tape"], "not a comparison"),
+        (["compare", "--run={new}", "--config={config}", "--encodings=tape,rop"], "mean 'rope'"),
+        (["compare", "--run={new}", "--config={config}", "--encodings=rope,rope"], "given twice"),
+        (
+            ["compare", "--run={new}", "--config={config}", "--encodings=rope", "--seeds=0"],
+            "--seeds must be at least 1",
+        ),
+        (
+            ["compare", "--run={new}", "--config={config}", "--encodings=rope", "--jobs=0"],
+            "--jobs must be at least 1",
+        ),
+    ],
+)
+def test_wrong_calls_say_why_and_change_nothing(
+    trained, config, tmp_path, capsys, arguments, message
+):
+    places = {name: tmp_path / name for name in ("new", "other", "file", "bare")}
+    places["other"].mkdir()
+    (places["other"] / "thesis.txt").write_text("mine")
+    places["file"].write_text("mine")
+    places["bare"].mkdir()
+    shutil.copy(trained / "experiment.json", places["bare"])
+    before = {folder: content(folder) for folder in (trained, tmp_path)}
+
+    call = [a.format(run=trained, config=config, **places) for a in arguments]
+    assert main(call) == program.USER_ERROR
+    captured = capsys.readouterr()
+    assert re.match(rf"error: .*{message}", captured.err, re.DOTALL), captured.err
+    assert "Traceback" not in captured.err
+    assert {folder: content(folder) for folder in before} == before
+    assert not places["new"].exists()
+
+
+def test_debug_shows_where(tmp_path, capsys):
+    assert main(["eval", f"--run={tmp_path / 'new'}", "--debug"]) == program.USER_ERROR
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_missing_arguments(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["ask", "1+2"])
+    assert left.value.code == program.USER_ERROR
+    assert "--run" in capsys.readouterr().err
+
+
+def test_compare_refuses_a_run_of_another_experiment(own, config, tmp_path, capsys):
+    folder = tmp_path / "comparison"
+    folder.mkdir()
+    own.rename(folder / "tape")
+    call = ["compare", f"--run={folder}", f"--config={config}", "--encodings=rope,tape"]
+    before = content(folder)
+    assert main([*call, "--config.train.steps=7"]) == program.USER_ERROR
+    assert "train.steps: 6 there, 7 here" in capsys.readouterr().err
+    assert content(folder) == before
+
+
+def test_a_training_that_fails_is_reported(trained, tmp_path):
+    job = compare.Job(
+        "tape", tmp_path / "tape", runs.load(trained), command=("--config=nowhere.py",)
+    )
+    with pytest.raises(loop.Stopped, match=r"tape failed(.|\n)*no config file nowhere") as stopped:
+        compare.train_all([job], 1)
+    assert stopped.value.exit_code == program.USER_ERROR
+
+
+def test_cores_are_divided():
+    cores = sorted(os.sched_getaffinity(0))
+    assert compare.shares(1) == [cores]
+    assert sum(compare.shares(len(cores)), []) == cores
+    assert all(len(share) == 1 for share in compare.shares(len(cores) + 1))
+
+
+def test_compare_interrupted_and_continued(config, tmp_path, capsys):
+    """Two trainings side by side are stopped by one signal, saved, and finished by a second call."""
+    folder = tmp_path / "comparison"
+    call = ["compare", f"--config={config}", f"--run={folder}", "--encodings=tape,rope"]
+    call += ["--config.train.steps=2000", "--config.train.log_every=1"]
+
+    def interrupt_once_both_train():
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            if all(metrics.read(folder / name / "metrics.jsonl") for name in ("tape", "rope")):
+                return os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=interrupt_once_both_train)
+    thread.start()
+    assert main(call) == 143
+    thread.join()
+    assert "the same command continues" in capsys.readouterr().err
+    reached = {name: state_of(folder / name)[0] for name in ("tape", "rope")}
+    assert all(0 < step < 2000 for step in reached.values()), reached
+
+    assert main(call) == 0
+    out = capsys.readouterr().out
+    for name, step in reached.items():
+        assert f"from step {step} of 2000" in (folder / f"{name}.log").read_text()
+        assert state_of(folder / name)[0] == 2000
+    assert "tape, %" in out
+    assert "rope, %" in out
+    assert f"report: {folder / 'report.md'}" in out
+    answers = re.findall(r"^  \d+\+\d+ = .*(?:right|wrong)", out, re.MULTILINE)
+    assert [len(answer.split("+")[0].strip()) for answer in answers] == [2, 2, 3]
+    assert f'ask --run={folder / "tape"} "407+85"' in out
+    assert (folder / "report.md").exists()
+
+    before = content(folder / "rope")
+    assert main(call) == 0
+    assert content(folder / "rope") == before

@@ -1,0 +1,306 @@
+"""Trains several position encodings with equal steps, data and seeds, and compares them.
+
+  python -m train.main compare --config=configs/addition_demo.py --run=runs/addition_demo \\
+      --encodings=tape,rope
+
+Each encoding gets a run of its own inside the run folder. Called again, finished runs are kept and
+unfinished ones continued. The report, with heat maps and loss curves, is written beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from tape_jax import positions
+from tape_jax.config import choose, require
+from train import experiment, metrics, runs
+from train.commands.ask import ask
+from train.commands.eval import saved
+from train.data.arithmetic import Addition
+from train.evaluate import Answer, Grid, length_table
+from train.experiment import Experiment
+from train.files import write_atomically
+from train.loop import Signals, Stopped
+from train.plots import RunRecord, write_report
+
+FORMAT = "tape-jax comparison, version 1"
+SECONDS_BETWEEN_LOOKS = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One training of the comparison.
+
+    Attributes:
+      name: short and unique, for tables and plots.
+      folder: the run's.
+      experiment: what is trained there.
+      command: arguments of ``train`` that do it from the start.
+    """
+
+    name: str
+    folder: Path
+    experiment: Experiment
+    command: tuple[str, ...]
+
+    @property
+    def log(self) -> Path:
+        """What the training prints."""
+        return self.folder.with_name(f"{self.folder.name}.log")
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has been trained and evaluated as wanted."""
+        record = saved(self.folder)
+        return (
+            record is not None
+            and record["step"] == self.experiment.train.steps
+            and record["options"] == dataclasses.asdict(self.experiment.evaluation)
+        )
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options."""
+    parser.add_argument("--config", type=Path, required=True, help="the config file")
+    parser.add_argument("--run", type=Path, required=True, help="the folder of the comparison")
+    parser.add_argument("--encodings", required=True, help="names with commas between them")
+    parser.add_argument("--seeds", type=int, default=1, help="trainings of each encoding (1)")
+    parser.add_argument("--jobs", type=int, default=2, help="trainings side by side (2)")
+    parser.set_defaults(overrides=())
+
+
+def run(args: argparse.Namespace) -> None:
+    """Compares."""
+    require(args.jobs >= 1, f"compare: --jobs must be at least 1; got {args.jobs}")
+    jobs = plan(args.config, args.run, args.encodings.split(","), args.seeds, args.overrides)
+    claim(args.run, jobs)
+    train_all([job for job in jobs if not job.finished], args.jobs)
+    replies = list(ask(jobs[0].folder, unseen_questions(jobs[0].experiment)))
+    records = [record(job, replies if job is jobs[0] else ()) for job in jobs]
+    report = write_report(args.run, records)
+    print(f"\n{length_table({r.name: r.grid for r in records})}\n\nreport: {report}\n")
+    print(f"{jobs[0].name}, asked three sums that it has not seen:")
+    print("\n".join(f"  {reply}" for reply in replies))
+    print("ask it another:")
+    print(f'  python -m train.main ask --run={shlex.quote(str(jobs[0].folder))} "407+85"')
+
+
+def plan(
+    config: Path, folder: Path, encodings: Sequence[str], seeds: int, overrides: Sequence[str]
+) -> list[Job]:
+    """The trainings of a comparison, checked before anything is written.
+
+    Raises:
+      ValueError: for an encoding that is unknown or given twice, a config that does not fit, or a
+        run that exists and is of another experiment.
+    """
+    require(seeds >= 1, f"compare: --seeds must be at least 1; got {seeds}")
+    for name in encodings:
+        choose("position encoding", name, positions.registry)
+    require(
+        len(set(encodings)) == len(encodings), f"compare: an encoding is given twice: {encodings}"
+    )
+    first_seed = experiment.from_file(config, overrides, report=lambda _: None).seed
+    jobs = []
+    for kind in encodings:
+        for seed in range(first_seed, first_seed + seeds):
+            own = (
+                *overrides,
+                f"--config.model.position.kind={kind}",
+                *([f"--config.seed={seed}"] if seed != first_seed else []),
+            )
+            job = Job(
+                name=kind if seeds == 1 else f"{kind}, seed {seed}",
+                folder=folder / (kind if seed == first_seed else f"{kind}-seed{seed}"),
+                experiment=experiment.from_file(config, own),
+                command=(f"--config={config}", *own),
+            )
+            if job.folder.exists():
+                runs.check_same(job.folder, job.experiment)
+            jobs.append(job)
+    return jobs
+
+
+def claim(folder: Path, jobs: Sequence[Job]) -> None:
+    """Makes the folder of a comparison, or makes sure that it is one.
+
+    Raises:
+      ValueError: if the folder exists, is not empty and is not a comparison.
+    """
+    marker = folder / "comparison.json"
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        try:
+            ours = json.loads(marker.read_text(encoding="utf-8"))["format"] == FORMAT
+        except (OSError, ValueError, KeyError, TypeError):
+            ours = False
+        require(ours, f"{folder} exists and is not a comparison: choose another --run")
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {"format": FORMAT, "runs": [job.folder.name for job in jobs]}
+    write_atomically(marker, json.dumps(content, indent=2) + "\n")
+
+
+def train_all(jobs: Sequence[Job], side_by_side: int) -> None:
+    """Trains and evaluates in processes of their own, ``side_by_side`` at a time.
+
+    Raises:
+      Stopped: if a training fails, or on SIGINT, SIGTERM or SIGHUP, after all have saved.
+    """
+    side_by_side = min(side_by_side, len(jobs))
+    waiting = collections.deque(jobs)
+    free = collections.deque(shares(side_by_side))
+    running: dict[Job, tuple[subprocess.Popen, list[int]]] = {}
+    failed: list[tuple[Job, int]] = []
+    with Signals() as signals, _progress(jobs) as show:
+        while running or waiting:
+            while waiting and free and not failed and not signals.received:
+                job, share = waiting.popleft(), free.popleft()
+                running[job] = (_start(job, share, alone=side_by_side == 1), share)
+            if failed or signals.received:
+                waiting.clear()
+                for process, _ in running.values():
+                    process.send_signal(signal.SIGTERM)
+                for process, _ in running.values():
+                    process.wait()
+            for job, (process, share) in list(running.items()):
+                show(job)
+                if process.poll() is not None:
+                    del running[job]
+                    free.append(share)
+                    if process.returncode and not signals.received:
+                        failed.append((job, process.returncode))
+            time.sleep(SECONDS_BETWEEN_LOOKS if running else 0)
+    if signals.received:
+        raise Stopped(
+            f"stopped by {signal.Signals(signals.received).name}; what was trained is saved, and "
+            "the same command continues",
+            128 + signals.received,
+        )
+    if failed:
+        job, code = failed[0]
+        last = "\n".join(job.log.read_text(encoding="utf-8").strip().splitlines()[-5:])
+        raise Stopped(f"the training of {job.name} failed; {job.log} ends with:\n{last}", code)
+
+
+def _start(job: Job, cores: list[int], *, alone: bool) -> subprocess.Popen:
+    """Starts a training on the given cores, in a session of its own."""
+    arguments = ["--resume"] if job.folder.exists() else []
+    environment = os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(len(cores))}
+    if len(cores) == 1:
+        flags = os.environ.get("XLA_FLAGS", "")
+        environment["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
+    if not alone:
+        environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    with open(job.log, "a", encoding="utf-8") as log:
+        # The terminal's Ctrl-C must reach this process only, which passes it on once.
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "train.main", "train", f"--run={job.folder}"),
+                *(*job.command, *arguments, "--evaluate"),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(process.pid, cores)
+    return process
+
+
+def shares(count: int) -> list[list[int]]:
+    """The cores that this process may use, divided among ``count`` processes."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+    else:
+        cores = list(range(os.cpu_count() or 1))
+    if count >= len(cores):
+        return [[cores[i % len(cores)]] for i in range(count)]
+    return [cores[i * len(cores) // count : (i + 1) * len(cores) // count] for i in range(count)]
+
+
+@contextlib.contextmanager
+def _progress(jobs: Sequence[Job]) -> Iterator[Callable[[Job], None]]:
+    """A function that shows how far a job is, one bar each."""
+
+    def lines_of(job: Job) -> list[dict[str, Any]]:
+        return metrics.read(job.folder / "metrics.jsonl")
+
+    bars = {}
+    for row, job in enumerate(jobs):
+        start = lines_of(job)[-1]["step"] if lines_of(job) else 0
+        bars[job] = metrics.Progress(
+            job.experiment.train.steps, start=start, label=job.name, row=row
+        )
+
+    def show(job: Job) -> None:
+        if lines := lines_of(job):
+            step = lines[-1]["step"]
+            done = step == job.experiment.train.steps
+            bars[job].update(step, "evaluating" if done else metrics.describe(lines[-1]))
+
+    try:
+        yield show
+    finally:
+        for bar in bars.values():
+            bar.close()
+
+
+def record(job: Job, answers: Sequence[Answer] = ()) -> RunRecord:
+    """What the report says of a finished job."""
+    evaluation = saved(job.folder)
+    assert evaluation is not None
+    lines = metrics.read(job.folder / "metrics.jsonl")
+    speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
+    variables = runs.abstract_variables(job.experiment)
+    parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(variables))
+    train = job.experiment.train
+    return RunRecord(
+        name=job.name,
+        grid=Grid.from_json(evaluation["result"]),
+        steps=[line["step"] for line in lines],
+        losses=[line["loss"] for line in lines],
+        command=shlex.join(
+            ["python", "-m", "train.main", "train", f"--run={job.folder}", *job.command]
+        ),
+        facts={
+            "parameters": f"{parameters:,}",
+            "steps": f"{train.steps:,}",
+            "batch": f"{train.batch_size:,}",
+            "seed": str(job.experiment.seed),
+            "last loss": f"{lines[-1]['loss']:.5f}",
+            "tokens per second, median": f"{sorted(speeds)[len(speeds) // 2]:,.0f}",
+        },
+        answers=answers,
+    )
+
+
+def unseen_questions(asked: Experiment) -> list[str]:
+    """Three sums held out of training: two of the trained length and one a digit longer."""
+    task = asked.task
+    require(isinstance(task, Addition), f"compare knows the task addition only; got {task}")
+    assert isinstance(task, Addition)
+    seed = asked.evaluation.seed + 1
+    questions = []
+    for digits, count in ((task.max_digits, 2), (task.max_digits + 1, 1)):
+        sums = task.grid([digits], [digits], count, seed)
+        for tokens, length in zip(sums.tokens, sums.prompt_lengths, strict=True):
+            a, b = task.decode(tokens[1 : length - 1]).split("+")
+            questions.append(f"{a[::-1]}+{b[::-1]}")
+    return questions
