@@ -4,6 +4,7 @@ from tape_jax import positions
 from tape_jax.algebra import rotate, transform
 from tape_jax.attention import attention, attention_plan
 from tape_jax.config import ModelConfig, RopeScaling
+from tape_jax.generate import generate
 from tape_jax.model import Cache, States, Transformer, init_cache
 from tape_jax.positions import init_update, rotary_state, tensor_state, update
 
@@ -17,6 +18,7 @@ __all__ = [
     "Transformer",
     "attention",
     "attention_plan",
+    "generate",
     "init_cache",
     "init_update",
     "positions",

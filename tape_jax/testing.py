@@ -277,17 +277,18 @@ def assert_orthogonal_equivariant(
 
 
 def assert_shift_invariant(
-    fn: Callable[[Array], Tree],
+    fn: Callable[..., Tree],
     positions: Array,
-    *,
+    *args: Tree,
     shift: float | Array = 37,
     tolerance: float | None = None,
 ) -> None:
     """Asserts that moving all positions by a constant changes no result.
 
     Args:
-      fn: a function of positions only, such as the logits of a model.
+      fn: the function to check, of positions first, such as the logits of a model.
       positions: ``[..., T]``, or coordinates ``[..., T, n]``.
+      *args: its other arguments, which stay.
       shift: the constant; for coordinates it may be one per axis, ``[n]``.
       tolerance: as in :func:`assert_permutation_equivariant`.
 
@@ -298,8 +299,8 @@ def assert_shift_invariant(
     _assert_symmetric(
         f"invariance to a shift of positions by {shift}",
         fn,
-        (positions,),
-        (moved,),
+        (positions, *args),
+        (moved, *args),
         lambda out: out,
         tolerance,
     )
@@ -347,7 +348,10 @@ def assert_causal(
 
     compiled = jax.jit(fn)
     expected = outputs(compiled, leaves)
-    other = [_different(x, generator) if axis is not None else x for x, axis in zip(leaves, axes)]
+    other = [
+        _different(x, generator) if axis is not None else x
+        for x, axis in zip(leaves, axes, strict=True)
+    ]
     for cut in range(1, time):
         mixed = [
             x if axis is None else jnp.where(_before(cut, axis, x), x, y)

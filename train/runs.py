@@ -76,7 +76,7 @@ def guarded(folder: Path) -> Iterator[None]:
     Raises:
       ValueError: if another process is doing so.
     """
-    with open(folder / ".lock", "w") as file:
+    with open(folder / "experiment.json", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

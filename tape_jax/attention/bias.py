@@ -48,7 +48,9 @@ class ArrayBias:
     def _window(self, source: Array, i: Array, j: Array) -> tuple[list[Any], tuple[int, ...]]:
         """Start and size of a block."""
         full_q, full_k = source.shape[2] > 1, source.shape[3] > 1
-        start = [0, 0, i * self.block_q if full_q else 0, j * self.block_k if full_k else 0]
+        zero = jnp.int32(0)
+        start = [zero, zero, i * self.block_q if full_q else zero]
+        start.append(j * self.block_k if full_k else zero)
         size = (self.block_q if full_q else 1, self.block_k if full_k else 1)
         return start, (*source.shape[:2], *size)
 

@@ -5,7 +5,6 @@ A new encoding is one file with a subclass of :class:`Encoding` and one line in 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,17 +45,21 @@ def create(position: Any, **options: Any) -> Encoding:
       ValueError: for an unknown name or option; the message names the nearest known one.
     """
     if isinstance(position, Encoding):
-        return dataclasses.replace(position, **options) if options else position
-    if isinstance(position, Mapping):
-        options = {**position, **options}
-        position = options.pop("kind", "tape")
-    choose("position encoding", position, registry)
+        if not options:
+            return position
+        cls, options = type(position), {**vars(position), **options}
+    else:
+        if isinstance(position, Mapping):
+            options = {**position, **options}
+            position = options.pop("kind", "tape")
+        choose("position encoding", position, registry)
+        cls = registry[position]
     if isinstance(options.get("scaling"), Mapping):
         options["scaling"] = from_mapping(
-            RopeScaling, dict(options["scaling"]), what=f"position.scaling of {position!r}"
+            RopeScaling, dict(options["scaling"]), what=f"position.scaling of {cls.kind!r}"
         )
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
-    return from_mapping(registry[position], options, what=f"position encoding {position!r}")
+    return from_mapping(cls, options, what=f"position encoding {cls.kind!r}")
 
 
 __all__ = [

@@ -11,7 +11,7 @@ import numpy as np
 
 from tape_jax import algebra
 from tape_jax.config import ModelConfig, require
-from tape_jax.positions.protocol import Encoding, Param
+from tape_jax.positions.protocol import Encoding, Param, check_indices
 
 Array = jax.Array
 
@@ -64,6 +64,7 @@ class Learned(Encoding):
         return {"table": Param((self.size, config.hidden_size), init, (None, "embed"))}
 
     def embed(self, params, coordinates, config: ModelConfig, key):
+        check_indices(self.kind, coordinates)
         return params["table"][coordinates]
 
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tape_jax.config import ModelConfig
+from tape_jax.config import ModelConfig, require
 
 Array = jax.Array
 State = Any
@@ -33,6 +33,15 @@ class Param(NamedTuple):
     shape: tuple[int, ...]
     init: Callable[..., Array]
     axes: tuple[str | None, ...]
+
+
+def check_indices(kind: str, positions: Array) -> None:
+    """Raises ValueError unless ``positions``, which index a table of ``kind``, are integers."""
+    require(
+        jnp.issubdtype(jnp.result_type(positions), jnp.integer),
+        f"{kind}: positions must be integers, since they index a table; got "
+        f"{jnp.result_type(positions)}",
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 
 from tape_jax import algebra
 from tape_jax.config import ModelConfig, RopeScaling, require
-from tape_jax.positions.protocol import Encoding, State
+from tape_jax.positions.protocol import Encoding, State, check_indices
 
 Array = jax.Array
 
@@ -86,7 +86,8 @@ def angles(
     """Angles ``[..., T, D/2]`` in radians, at least float32.
 
     With ``axes = n > 1`` the frequencies are shared out among the coordinates as evenly as
-    ``D/2`` allows, and each coordinate has a whole range of them (axial RoPE).
+    ``D/2`` allows, and each coordinate has a whole range of them (axial RoPE). Arguments are those
+    of :func:`rotary_state`.
     """
     require(
         head_dim > 0 and head_dim % 2 == 0,
@@ -108,6 +109,8 @@ def angles(
         or jnp.issubdtype(positions.dtype, jnp.floating)
     ):
         raise ValueError(f"positions must be integers or floats; got {positions.dtype}")
+    if length is None:
+        length = positions.shape[-1 if axes == 1 else -2]
     wanted = jnp.dtype(dtype) if dtype is not None else jnp.zeros(()).dtype
     compute = algebra.at_least_float32(
         jnp.promote_types(wanted, positions.dtype)
@@ -151,8 +154,6 @@ def rotary_state(
     Raises:
       ValueError: if the head dimension is odd or the shapes do not fit.
     """
-    if length is None:
-        length = jnp.shape(positions)[-1 if axes == 1 else -2] if jnp.ndim(positions) else None
     theta = angles(
         positions, head_dim, base, scaling=scaling, axes=axes, length=length, dtype=dtype
     )
@@ -180,6 +181,10 @@ class Rope(Encoding):
     def __post_init__(self):
         require(self.base > 1, f"{self.kind}: the rotary base must exceed 1; got {self.base}")
         require(self.axes >= 1, f"{self.kind}: axes must be positive; got {self.axes}")
+        require(
+            isinstance(self.scaling, RopeScaling),
+            f"{self.kind}: scaling must be a RopeScaling; got {self.scaling!r}",
+        )
 
     @property
     def coordinate_axes(self) -> int:
@@ -277,6 +282,7 @@ class RandomRope(Rope):
                 f"random_rope: {length} positions cannot be drawn without replacement from "
                 f"range = {self.range}"
             )
+        check_indices(self.kind, positions)
         key = jax.random.key(self.seed) if key is None else key
         draws = [
             jnp.sort(jax.random.choice(k, self.range, (length,), replace=False))

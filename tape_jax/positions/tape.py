@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from tape_jax.algebra import at_least_float32
 from tape_jax.config import ModelConfig, RopeScaling, choose, require
 from tape_jax.positions.protocol import Param, State
 from tape_jax.positions.rotary import Rope, angles
@@ -260,6 +261,13 @@ def _check_update(e, a, x, params, num_kv_heads) -> tuple[bool, int]:
         heads = have if have > 1 or mix is None else mix.shape[-1]
     if have not in (1, heads):
         raise ValueError(f"e of shape {e.shape} has {have} heads; the parameters expect {heads}")
+    tail = 4 if tensor else 1 + (e.ndim > x.ndim)
+    lead = e.shape[: e.ndim - tail]
+    if any(n not in (1, m) for n, m in zip(lead[::-1], x.shape[-2::-1], strict=False)):
+        raise ValueError(
+            f"e of shape {e.shape}, with time and batch axes {lead}, does not fit x of shape "
+            f"{x.shape}: expected {x.shape[:-1]}, batch axes may be missing"
+        )
     if mix is not None:
         assert a is not None
         queries = a.shape[a.ndim - (4 if tensor else 2)]
@@ -324,18 +332,20 @@ def normalize(e: Array, norm: str, magnitude: float = 1.0, *, tensor: bool = Fal
     """Bounds a state without breaking its equivariance; the start state is left as it is.
 
     ``rms`` divides by ``sqrt(mean_m |E_m|_F^2 / min(L, R))``; ``unit`` replaces each block by its
-    polar factor. Zero states stay zero.
+    polar factor. Zero states stay zero. Computed in at least float32; the type of ``e`` is kept.
     """
     if norm == "none":
         return e
+    wide = e.astype(at_least_float32(e.dtype))
     if norm == "unit":
-        return magnitude * (polar_factor(e) if tensor else _unit_complex(e))
+        unit = polar_factor(wide) if tensor else _unit_complex(wide)
+        return (magnitude * unit).astype(e.dtype)
     if tensor:
-        square = jnp.square(e).sum((-2, -1), keepdims=True).mean(-3, keepdims=True)
+        square = jnp.square(wide).sum((-2, -1), keepdims=True).mean(-3, keepdims=True)
         square = square / min(e.shape[-2:])
     else:
-        square = 2 * jnp.square(e).mean(-1, keepdims=True)
-    return e * (magnitude * jax.lax.rsqrt(jnp.maximum(square, TINY)))
+        square = 2 * jnp.square(wide).mean(-1, keepdims=True)
+    return (wide * (magnitude * jax.lax.rsqrt(jnp.maximum(square, TINY)))).astype(e.dtype)
 
 
 def _unit_complex(e: Array) -> Array:

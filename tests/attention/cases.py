@@ -17,7 +17,7 @@ class Case:
       batch, queries, keys, heads, kv_heads, dim, value_dim: shapes; ``keys`` None: as queries.
       form: ``rotary``, ``tensor`` (L = 2, R = 3) or None for no state.
       state_heads: 1 or ``kv_heads``.
-      state_batch: whether the state has batch axes.
+      state_batch: whether the state has batch axes; without, it is shared by the heads too.
       query_state: the queries have a state of their own, with ``heads`` heads.
       bias: None, ``array``, ``row`` (an array [keys]), or ``function`` (closes over float and
         integer arrays).
@@ -106,7 +106,10 @@ def inputs(case: Case, seed: int = 0) -> tuple[dict[str, np.ndarray], dict[str, 
         tail = (case.dim,)
         if case.form == "tensor":
             tail = (case.dim // TENSOR_L, TENSOR_L, TENSOR_R)
-        return rng.normal(size=(*(b if case.state_batch else ()), length, heads, *tail))
+        if not case.state_batch:
+            # A rotary state without batch axes has no heads axis either.
+            return rng.normal(size=(length, *tail) if len(tail) == 1 else (length, heads, *tail))
+        return rng.normal(size=(*b, length, heads, *tail))
 
     width = case.dim
     if case.form == "tensor" and case.keys_rotated:
@@ -143,6 +146,8 @@ def inputs(case: Case, seed: int = 0) -> tuple[dict[str, np.ndarray], dict[str, 
 
 def bias_function(weights: Any, phase: Any, rank: Any) -> Any:
     """A bias ``[..., heads, Q, K]`` that closes over floats, per-row floats and integers."""
+
+    weights, phase, rank = jnp.asarray(weights), jnp.asarray(phase), jnp.asarray(rank)
 
     def bias(query_index, key_index):
         distance = jnp.sin(0.3 * (query_index[:, None] - key_index))
@@ -211,6 +216,8 @@ def oracle(case: Case, floats: dict[str, np.ndarray], fixed: dict[str, Any]):
 
 
 def _state_head(state: np.ndarray, h: int, case: Case) -> int:
+    if not case.state_batch:
+        return 0
     heads = state.shape[-4 if case.form == "tensor" else -2]
     return h // (case.heads // heads)
 
@@ -219,6 +226,8 @@ def _of_head(state: np.ndarray | None, row: tuple[int, ...], head: int, case: Ca
     if state is None:
         return None
     state = state[row] if case.state_batch else state
+    if case.form == "rotary" and state.ndim == 2:
+        return state
     return state[:, min(head, state.shape[1] - 1)]
 
 

@@ -11,7 +11,8 @@ import chex
 import jax
 import pytest
 
-from train import loop, main as program, metrics, runs
+from train import loop, metrics, runs
+from train import main as program
 from train.commands import compare
 from train.main import main
 
@@ -63,7 +64,8 @@ def state_of(folder):
 def test_overview(capsys):
     assert main([]) == program.USER_ERROR
     assert main(["--help"]) == 0
-    assert all(name in capsys.readouterr().out for name in program.COMMANDS)
+    out = capsys.readouterr().out
+    assert all(name in out for name in program.COMMANDS)
 
 
 @pytest.mark.parametrize("name", program.COMMANDS)
@@ -224,20 +226,23 @@ def test_a_training_that_fails_is_reported(trained, tmp_path):
 def test_cores_are_divided():
     cores = sorted(os.sched_getaffinity(0))
     assert compare.shares(1) == [cores]
-    assert sum(compare.shares(len(cores)), []) == cores
+    assert compare.shares(len(cores)) == [[core] for core in cores]
     assert all(len(share) == 1 for share in compare.shares(len(cores) + 1))
 
 
-def test_compare_interrupted_and_continued(config, tmp_path, capsys):
-    """Two trainings side by side are stopped by one signal, saved, and finished by a second call."""
-    folder = tmp_path / "comparison"
-    call = ["compare", f"--config={config}", f"--run={folder}", "--encodings=tape,rope"]
-    call += ["--config.train.steps=2000", "--config.train.log_every=1"]
+def test_compare_interrupted_and_continued(config, tmp_path, monkeypatch, capsys):
+    """Two trainings side by side are stopped by one signal, saved, and finished by a second."""
+    folder, names, steps = tmp_path / "comparison", ("rope", "none"), 500
+    call = ["compare", f"--config={config}", f"--run={folder}", "--encodings=rope,none"]
+    call += [f"--config.train.steps={steps}", "--config.train.save_every=250"]
+    call += ["--config.model.num_layers=1"]
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "compiled"))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
     def interrupt_once_both_train():
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
-            if all(metrics.read(folder / name / "metrics.jsonl") for name in ("tape", "rope")):
+            if all(metrics.read(folder / name / "metrics.jsonl") for name in names):
                 return os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.01)
 
@@ -246,22 +251,22 @@ def test_compare_interrupted_and_continued(config, tmp_path, capsys):
     assert main(call) == 143
     thread.join()
     assert "the same command continues" in capsys.readouterr().err
-    reached = {name: state_of(folder / name)[0] for name in ("tape", "rope")}
-    assert all(0 < step < 2000 for step in reached.values()), reached
+    reached = {name: state_of(folder / name)[0] for name in names}
+    assert all(0 < step < steps for step in reached.values()), reached
 
     assert main(call) == 0
     out = capsys.readouterr().out
     for name, step in reached.items():
-        assert f"from step {step} of 2000" in (folder / f"{name}.log").read_text()
-        assert state_of(folder / name)[0] == 2000
-    assert "tape, %" in out
+        assert f"from step {step} of {steps}" in (folder / f"{name}.log").read_text()
+        assert state_of(folder / name)[0] == steps
     assert "rope, %" in out
+    assert "none, %" in out
     assert f"report: {folder / 'report.md'}" in out
     answers = re.findall(r"^  \d+\+\d+ = .*(?:right|wrong)", out, re.MULTILINE)
     assert [len(answer.split("+")[0].strip()) for answer in answers] == [2, 2, 3]
-    assert f'ask --run={folder / "tape"} "407+85"' in out
+    assert f'ask --run={folder / "rope"} "407+85"' in out
     assert (folder / "report.md").exists()
 
-    before = content(folder / "rope")
+    before = content(folder / "none")
     assert main(call) == 0
-    assert content(folder / "rope") == before
+    assert content(folder / "none") == before

@@ -1,0 +1,511 @@
+"""The symmetries of TAPE, layer by layer and for whole models, and that what breaks them is caught.
+
+Every check runs in float64 (differences to 1e-10) and, for some cases, in float32.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import tape_jax as tape
+from tape_jax import parity, positions, testing
+from tape_jax.testing import SymmetryError
+from tests import models
+
+GOLDEN = Path(__file__).parent / "golden"
+
+# The same few examples in every run: each costs a compilation, and CI must not be a lottery.
+few = functools.partial(
+    settings,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+seeds = st.integers(0, 2**20)
+
+
+@contextlib.contextmanager
+def precision(name: str):
+    with jax.enable_x64(name == "float64"):
+        yield
+
+
+def raises(minimum: float, symmetry: str):
+    """Expects a SymmetryError with a difference of at least ``minimum``."""
+    return pytest.raises(
+        SymmetryError, match=symmetry, check=lambda error: error.difference >= minimum
+    )
+
+
+# --- One layer -----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One attention and one update."""
+
+    l: int | None = None
+    r: int | None = None
+    heads: int = 4
+    kv_heads: int = 4
+    mix: str = "head_scale"
+    mlp: bool = True
+    norm: str = "none"
+    window: int | None = None
+    implementation: str = "reference"
+
+    def __str__(self):
+        form = "rotary" if self.l is None else f"tensor{self.l}x{self.r}"
+        mlp = "mlp" if self.mlp else "no_mlp"
+        return f"{form}-{self.heads}/{self.kv_heads}-{self.mix}-{mlp}-{self.norm}"
+
+    @property
+    def state_axes(self) -> int:
+        """The time axis of a state."""
+        return -3 if self.l is None else -5
+
+    def inputs(self, seed: int, shape: tuple[int, ...]):
+        """Everything that a layer reads, for ``shape = (batch..., T, D)``; nothing is special."""
+        *batch, time, dim = shape
+        rng = np.random.default_rng(seed)
+        key = jax.random.key(seed)
+
+        def normal(*tail: int):
+            return jnp.asarray(rng.standard_normal((*batch, time, *tail)))
+
+        hidden = 6
+        params = tape.init_update(
+            key,
+            hidden,
+            self.heads,
+            num_kv_heads=self.kv_heads,
+            width=5,
+            attention_mix=self.mix,
+            mlp_mix=self.mlp,
+        )
+        params["alpha"] = jnp.asarray(1.0)
+        return {
+            "q": normal(self.heads, dim),
+            "k": normal(self.kv_heads, dim),
+            "v": normal(self.kv_heads, dim + 1),
+            "x": normal(hidden),
+            "e": testing.random_state(key, (*batch, time, self.kv_heads, dim), l=self.l, r=self.r),
+            "segments": jnp.asarray(rng.integers(0, 2, (*batch, time))),
+            "mask": jnp.asarray(rng.random((*batch, 1, time, time)) < 0.7),
+            "params": testing.random_params(key, params, std=0.5),
+        }
+
+
+@functools.cache
+def run(layer: Layer, causal: bool):
+    """The layer as a function of ``Layer.inputs``; the same object for the same layer."""
+
+    def logits(q, k, e):
+        q, k = tape.rotate(q, e), tape.rotate(k, e)
+        k = jnp.repeat(k, layer.heads // layer.kv_heads, axis=-2)
+        return jnp.einsum("...qhd,...khd->...hqk", q, k)
+
+    def fn(inputs):
+        q, k, e, params = (inputs[name] for name in ("q", "k", "e", "params"))
+        options = {"segment_ids": inputs["segments"], "implementation": layer.implementation}
+        if causal:
+            options |= {"causal": True, "window": layer.window}
+        elif layer.implementation == "reference":
+            options["mask"] = inputs["mask"]
+        o, a = tape.attention(q, k, inputs["v"], e, **options)
+        new = tape.update(e, a, inputs["x"], params, params["alpha"], norm=layer.norm)
+        out = {"o": o, "a": a, "e": new}
+        if not causal:
+            out |= {"logits": logits(q, k, e), "next logits": logits(q, k, new)}
+        return out
+
+    return fn
+
+
+LAYERS = [
+    Layer(),
+    Layer(kv_heads=2, mix="heads", norm="rms", window=3),
+    Layer(kv_heads=1, mix="none", norm="unit"),
+    Layer(kv_heads=2, mlp=False, norm="rms", implementation="chunked"),
+    Layer(mix="heads", mlp=False, norm="unit", window=2, implementation="chunked"),
+    Layer(mix="none", mlp=False, norm="rms"),
+    Layer(2, 2, kv_heads=2, implementation="chunked"),
+    Layer(2, 2, mix="heads", norm="unit", window=2),
+    Layer(2, 4, norm="rms"),
+    Layer(4, 4, mix="none", norm="rms"),
+    Layer(4, 5, kv_heads=2, mix="heads", norm="unit"),
+    Layer(1, 3, kv_heads=1, mlp=False),
+    Layer(4, 2, norm="unit"),
+]
+SHAPES = [(2, 5, 8), (6, 4), (1, 2, 3, 12)]
+layers = pytest.mark.parametrize("layer", LAYERS, ids=str)
+
+
+def check_layer(layer: Layer, seed: int, shape: tuple[int, ...], tolerance: float | None = None):
+    """Permutations of the tokens, and the symmetry group of the layer's form."""
+    inputs, fn = layer.inputs(seed, shape), run(layer, causal=False)
+    key = jax.random.key(seed)
+    axes = dict.fromkeys("qkv", -3) | {"x": -2, "e": layer.state_axes, "segments": -1}
+    testing.assert_permutation_equivariant(
+        fn,
+        inputs,
+        in_axes=(axes | {"mask": {-2, -1}, "params": None},),
+        out_axes={
+            "o": -3,
+            "a": layer.state_axes,
+            "e": layer.state_axes,
+            "logits": {-2, -1},
+            "next logits": {-2, -1},
+        },
+        key=key,
+        tolerance=tolerance,
+    )
+    check = (
+        testing.assert_phase_equivariant
+        if layer.l is None
+        else testing.assert_orthogonal_equivariant
+    )
+    check(
+        fn,
+        inputs,
+        in_states=({name: name == "e" for name in inputs},),
+        out_states={"o": False, "a": True, "e": True, "logits": False, "next logits": False},
+        key=key,
+        tolerance=tolerance,
+    )
+
+
+@layers
+@given(seed=seeds, shape=st.sampled_from(SHAPES))
+@few(max_examples=4)
+def test_layer(layer, seed, shape):
+    with precision("float64"):
+        check_layer(layer, seed, shape if shape[-1] % (layer.l or 1) == 0 else SHAPES[0])
+
+
+@pytest.mark.parametrize("layer", LAYERS[::3], ids=str)
+@given(seed=seeds)
+@few(max_examples=3)
+def test_layer_in_float32(layer, seed):
+    with precision("float32"):
+        # A polar factor multiplies rounding errors by the inverse of the least singular value.
+        check_layer(layer, seed, SHAPES[0], tolerance=1e-3 if layer.norm == "unit" else 1e-5)
+
+
+@pytest.mark.parametrize("layer", LAYERS[::2], ids=str)
+@given(seed=seeds)
+@few(max_examples=1)
+def test_layer_is_causal(layer, seed):
+    with precision("float64"):
+        axes = dict.fromkeys("qkv", -3) | {"x": -2, "e": layer.state_axes, "segments": -1}
+        testing.assert_causal(
+            run(layer, causal=True),
+            layer.inputs(seed, SHAPES[0]),
+            in_axes=(axes | {"mask": None, "params": None},),
+            out_axes={"o": -3, "a": layer.state_axes, "e": layer.state_axes},
+        )
+
+
+def test_layer_that_is_not_causal_is_caught(x64):
+    layer = Layer(mix="none")
+    with raises(0.1, "causality"):
+        testing.assert_causal(
+            run(layer, causal=False),
+            layer.inputs(0, SHAPES[0]),
+            in_axes=(dict.fromkeys(layer.inputs(0, SHAPES[0])) | {"v": -3},),
+            out_axes={"o": -3, "a": -3, "e": -3, "logits": None, "next logits": None},
+        )
+
+
+# --- Whole models --------------------------------------------------------------------------------
+
+BATCH, TIME = 2, 6
+TAPE = {
+    "default": {},
+    "heads-rms": {"attention_mix": "heads", "norm": "rms", "learn_alpha": True},
+    "mlp_only-unit": {"attention_mix": "none", "norm": "unit"},
+    "attention_only-range": {"mlp_mix": False, "layers": (1, 2)},
+    "yarn-rms": {"norm": "rms", "scaling": {"kind": "yarn", "factor": 4.0, "original_length": 8}},
+    "tensor2x2-unit": {"form": "tensor", "norm": "unit", "learn_alpha": True},
+    "tensor2x4-heads-range": {"form": "tensor", "r": 4, "attention_mix": "heads", "layers": (0, 1)},
+    "tensor4x5-rms": {"form": "tensor", "l": 4, "r": 5, "norm": "rms"},
+}
+MODEL = {
+    "heads-rms": {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8},
+    "attention_only-range": {"num_kv_heads": 1},
+    "tensor2x4-heads-range": {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8},
+    "tensor2x2-unit": {"scan_layers": False},
+}
+
+
+@functools.cache
+def build(name: str, dtype: str, *, window: int | None = None):
+    """A model: one of ``TAPE``, or with an encoding of the registry."""
+    encoding = (
+        positions.create({"kind": "tape", **TAPE[name]}) if name in TAPE else models.encoding(name)
+    )
+    return models.small_model(
+        encoding,
+        dtype=dtype,
+        param_dtype=dtype,
+        attention="reference",
+        window=window,
+        **MODEL.get(name, {}),
+    )
+
+
+@functools.cache
+def apply(model: tape.Transformer):
+    """Logits as a function of positions, tokens, segment ids, mask and variables."""
+
+    def fn(places, tokens, segment_ids, mask, variables):
+        options = {"segment_ids": segment_ids, "mask": mask, "causal": False}
+        return model.apply(variables, tokens, positions=places, **options)
+
+    return fn
+
+
+@functools.cache
+def apply_from(model: tape.Transformer):
+    """Logits and states of a causal model as a function of the first state and the tokens."""
+
+    def fn(state, tokens, variables):
+        return model.apply(variables, tokens, initial_state=state, return_states=True)
+
+    return fn
+
+
+def inputs_of(model: tape.Transformer, seed: int):
+    """Positions with gaps, tokens, two segments a row, and variables."""
+    rng = np.random.default_rng(seed)
+    places = np.sort(rng.choice(20, TIME, replace=False))
+    tokens = rng.permutation(models.VOCAB)[: BATCH * TIME].reshape(BATCH, TIME)
+    segment_ids = np.sort(rng.integers(0, 2, (BATCH, TIME)), axis=-1)
+    if model.encoding.kind == "random_rope":  # Positions index the draw.
+        places = np.arange(TIME)
+    return (
+        *(jnp.asarray(x, jnp.int32) for x in (places, tokens, segment_ids)),
+        models.random_variables(model, seed),
+    )
+
+
+CAUSAL = np.tril(np.ones((TIME, TIME), bool))
+LOCAL = CAUSAL & ~np.tril(CAUSAL, -3)
+VISIBLE = {"all": np.ones_like(CAUSAL), "causal": CAUSAL, "window": LOCAL}
+
+
+def check_permutations(model: tape.Transformer, seed: int, tolerance: float | None = None):
+    """Tokens with positions and segments; with the mask of a causal or windowed model too."""
+    places, tokens, segment_ids, variables = inputs_of(model, seed)
+    for mask in VISIBLE.values():
+        testing.assert_permutation_equivariant(
+            apply(model),
+            *(places, tokens, segment_ids, jnp.asarray(mask), variables),
+            in_axes=(-1, -1, -1, {-2, -1}, None),
+            out_axes=-2,
+            key=jax.random.key(seed),
+            tolerance=tolerance,
+        )
+
+
+def check_shift(model: tape.Transformer, seed: int, tolerance: float | None = None):
+    places, tokens, segment_ids, variables = inputs_of(model, seed)
+    testing.assert_shift_invariant(
+        apply(model),
+        *(places, tokens, segment_ids, jnp.asarray(CAUSAL), variables),
+        tolerance=tolerance,
+    )
+
+
+def state_of(model: tape.Transformer, seed: int):
+    """A first state of the model's form, one per key/value head."""
+    c, encoding = model.config, model.encoding
+    tensor = encoding.form == "tensor"
+    return testing.random_state(
+        jax.random.key(seed),
+        (BATCH, TIME, c.kv_heads, c.dim),
+        l=encoding.l if tensor else None,
+        r=encoding.r if tensor else None,
+        dtype=c.dtype,
+    )
+
+
+def check_group(model: tape.Transformer, seed: int, tolerance: float | None = None):
+    """One phase per frequency, or O(R): logits stay, the states of all layers go along."""
+    _, tokens, _, variables = inputs_of(model, seed)
+    check = (
+        testing.assert_phase_equivariant
+        if model.encoding.form == "rotary"
+        else testing.assert_orthogonal_equivariant
+    )
+    check(
+        apply_from(model),
+        *(state_of(model, seed), tokens, variables),
+        in_states=(True, False, False),
+        out_states=(False, tape.States(hidden=False, position=True, final_norm=False)),
+        key=jax.random.key(seed),
+        tolerance=tolerance,
+    )
+
+
+@pytest.mark.parametrize("name", TAPE)
+@given(seed=seeds)
+@few(max_examples=3)
+def test_model(name, seed):
+    with precision("float64"):
+        model = build(name, "float64")
+        check_permutations(model, seed)
+        check_shift(model, seed)
+        check_group(model, seed)
+
+
+@pytest.mark.parametrize("name", ["heads-rms", "tensor4x5-rms"])
+@given(seed=seeds)
+@few(max_examples=2)
+def test_model_in_float32(name, seed):
+    with precision("float32"):
+        model = build(name, "float32")
+        check_permutations(model, seed, tolerance=1e-4)
+        check_shift(model, seed, tolerance=1e-4)
+        check_group(model, seed, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("name", ["default", "tensor2x4-heads-range"])
+def test_model_with_a_window(x64, name):
+    model = build(name, "float64", window=3)
+    check_shift(model, 5)
+    check_group(model, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "window"), [("heads-rms", None), ("default", 3), ("tensor2x2-unit", None)]
+)
+def test_model_is_causal_in_states_and_tokens(x64, name, window):
+    model = build(name, "float64", window=window)
+    _, tokens, _, variables = inputs_of(model, 3)
+    testing.assert_causal(
+        apply_from(model),
+        *(state_of(model, 3), tokens, variables),
+        in_axes=(1, -1, None),
+        out_axes=(-2, tape.States(hidden=1, position=1, final_norm=1)),
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["default", "xpos", "fire", "t5", "abacus", "learned", "tape_no_equivariance"]
+)
+def test_model_is_causal_in_embeddings(x64, name):
+    """The embedding of every token as an argument: each token id occurs once."""
+    model = build(name, "float64")
+    tokens = jnp.arange(BATCH * TIME).reshape(BATCH, TIME)
+    variables = models.random_variables(model)
+
+    def fn(embedded):
+        table = variables["params"]["embedding"].at[tokens].set(embedded)
+        return model.apply({"params": variables["params"] | {"embedding": table}}, tokens)
+
+    embedded = testing.random_state(None, (BATCH, TIME, model.config.hidden_size), dtype="float64")
+    testing.assert_causal(fn, embedded, in_axes=-2, out_axes=-2)
+
+
+def test_abacus_is_causal_in_token_ids(x64):
+    model = build("abacus", "float64")
+    variables = models.random_variables(model)
+    tokens = jnp.array([[3, 4, 0, 9, 8, 7], [0, 0, 5, 6, 1, 12]])
+    testing.assert_causal(
+        lambda tokens: model.apply(variables, tokens), tokens, in_axes=-1, out_axes=-2
+    )
+
+
+# --- Other encodings -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["yarn", "xpos", "alibi", "t5"])
+def test_relative_encodings(x64, name):
+    model = build(name, "float64")
+    check_permutations(model, 0)
+    check_shift(model, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "moved_by"), [("sinusoidal", 0.3), ("learned", 0.1), ("fire", 0.01)]
+)
+def test_absolute_encodings_see_the_shift(x64, name, moved_by):
+    model = build(name, "float64")
+    check_permutations(model, 0)
+    with raises(moved_by, "shift of positions by 37"):
+        check_shift(model, 0)
+
+
+def test_random_positions_go_with_their_tokens(x64):
+    check_permutations(build("random_rope", "float64"), 0)
+
+
+def test_abacus_sees_permutations_but_no_positions(x64):
+    model = build("abacus", "float64")
+    check_shift(model, 0)
+    with raises(0.1, "permutation"):
+        check_permutations(model, 0)
+
+
+def test_without_an_encoding_only_the_mask_orders_the_tokens(x64):
+    check_permutations(build("none", "float64"), 0)
+
+
+# --- Ablations: each breaks what it is named for -------------------------------------------------
+
+ABLATIONS = {
+    "tape_separate_cos_sin": "phase equivariance",
+    "tape_mix_head_dim": "orthogonal equivariance",
+    "tape_no_equivariance": "orthogonal equivariance",
+}
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_ablations_break_the_group_and_the_shift_but_not_permutations(x64, name):
+    model = build(name, "float64")
+    check_permutations(model, 1)
+    with raises(0.05, ABLATIONS[name]):
+        check_group(model, 1)
+    with raises(0.05, "shift of positions by 37"):
+        check_shift(model, 1)
+
+
+@pytest.mark.parametrize(
+    ("file", "moved_by"),
+    [
+        ("adape_tiny", None),
+        ("adamlp_tiny", None),
+        ("adattention_tiny", None),
+        ("adatensor_tiny", 1.3),
+        ("adavector_tiny", 3.2),
+        ("adawoeq_tiny", 2.4),
+    ],
+)
+def test_recorded_models_move_by_what_was_measured_on_the_reference(x64, file, moved_by):
+    """Logits of the published code after a shift by 37, from the notes on the recorded runs."""
+    golden = parity.Golden(GOLDEN / f"{file}.npz")
+    model = golden.model("float64")
+    weights = {name: jnp.asarray(x, "float64") for name, x in golden.weights().items()}
+    variables = {"params": parity.convert(weights, golden, model)}
+    tokens = jnp.asarray(golden.arrays["input_ids"])
+
+    def fn(places):
+        return model.apply(variables, tokens, positions=places)
+
+    places = jnp.arange(tokens.shape[1])
+    if moved_by is None:
+        testing.assert_shift_invariant(fn, places)
+        return
+    with pytest.raises(SymmetryError) as caught:
+        testing.assert_shift_invariant(fn, places)
+    assert caught.value.difference == pytest.approx(moved_by, abs=0.05)
