@@ -22,7 +22,7 @@ from benchmarks.timing import describe_device, take_turns
 
 
 def make_step(kind: str, tokens: jax.Array, args: argparse.Namespace):
-    """A compiled training step as a function without arguments, and its temporary memory in bytes."""
+    """A compiled training step without arguments, and its temporary memory in bytes."""
     config = tape.ModelConfig(
         vocab_size=256,
         hidden_size=args.width,

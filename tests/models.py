@@ -1,13 +1,14 @@
 """Small models with random parameters, for the tests of everything that runs a model."""
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tape_jax import ModelConfig, Transformer, positions
-from tape_jax.testing import random_params
 
 VOCAB = 13
 DIGITS = tuple(range(3, 13))
@@ -48,10 +49,11 @@ def random_variables(model: Transformer, seed: int = 0, *, std: float = 0.2) -> 
 
     Initial values would test little: TAPE's updates start at zero.
     """
+    generator = np.random.default_rng(seed)
+    plain = dataclasses.replace(model.config, dtype="float32", param_dtype="float32")
 
-    def centre(path: Any, x: jax.ShapeDtypeStruct) -> jax.Array:
-        return jnp.full(x.shape, float(path[-1].key == "scale"), x.dtype)
+    def draw(path: Any, x: jax.ShapeDtypeStruct) -> jax.Array:
+        centre = float(path[-1].key == "scale")
+        return jnp.asarray(generator.normal(centre, std, x.shape), model.config.param_dtype)
 
-    return random_params(
-        jax.random.key(seed), jax.tree.map_with_path(centre, _shapes(model)), std=std
-    )
+    return jax.tree.map_with_path(draw, _shapes(Transformer(plain)))

@@ -152,3 +152,260 @@ def test_greedy_generation_is_the_argmax_of_full_passes_of_each_row_alone(name):
     for i, prompt in enumerate(prompts):
         n = len(prompt)
         np.testing.assert_array_equal(alone[i, n : n + NEW], best[i, n - 1 : n + NEW - 1])
+
+
+@pytest.fixture(scope="module")
+def roped():
+    """A model without position parameters, whose compiled functions many tests share."""
+    model = small_model("rope", num_layers=1)
+    return model, random_variables(model, std=1.0)
+
+
+def test_every_kind_of_prompt_gives_the_same(roped):
+    model, variables = roped
+    rows = [[1, 2, 3], [4, 5, 6]]
+    expected = generate(model, variables, rows, 2)
+    for prompts in (
+        np.array(rows),
+        np.array(rows, np.uint8),
+        jnp.array(rows),
+        [np.array(row, np.int64) for row in rows],
+        tuple(tuple(row) for row in rows),
+    ):
+        chex.assert_trees_all_equal(generate(model, variables, prompts, 2), expected)
+
+
+def test_prompts_may_be_traced(roped):
+    model, variables = roped
+    prompts = jnp.array([[1, 2, 3]])
+    traced = jax.jit(lambda prompts: generate(model, variables, prompts, 2))(prompts)
+    chex.assert_trees_all_equal(traced, generate(model, variables, prompts, 2))
+
+
+def test_bfloat16(roped):
+    model = small_model("rope", num_layers=1, dtype="bfloat16")
+    out = generate(model, roped[1], [[1, 2, 3], [4]], 3)
+    assert out.shape == (2, 6)
+    assert ((out >= 0) & (out < VOCAB)).all()
+
+
+def test_x64(roped, x64):
+    model, variables = roped
+    prompts = [[1, 2, 3], [4]]
+    out = generate(model, variables, prompts, 3, temperature=0.5, key=jax.random.key(0), stop=[5])
+    assert out.dtype == jnp.int32
+    assert out.shape == (2, 6)
+
+
+def test_equal_calls_share_one_compilation(roped):
+    model, variables = roped
+    key = jax.random.key(0)
+    generate(model, variables, [[1, 2], [3]], 2, temperature=0.5, top_k=3, top_p=0.9, key=key)
+    before = _generate._cache_size()
+    again = Transformer(ModelConfig(**vars(model.config)))
+    generate(again, variables, [[4], [5, 6]], 2, temperature=1.5, top_k=2, top_p=0.5, key=key)
+    assert _generate._cache_size() == before
+
+
+def test_the_same_key_gives_the_same_text(roped):
+    model, variables = roped
+    prompts = np.ones((4, 3), int)
+
+    def sample(seed, **options):
+        key = jax.random.key(seed)
+        return generate(model, variables, prompts, 8, temperature=2.0, key=key, **options)
+
+    first = sample(0)
+    chex.assert_trees_all_equal(sample(0), first)
+    assert (sample(1) != first).any()
+    assert len({tuple(row) for row in first.tolist()}) > 1, "rows draw independently"
+    greedy = generate(model, variables, prompts, 8)
+    chex.assert_trees_all_equal(sample(0, top_k=1), greedy)
+    chex.assert_trees_all_equal(sample(0, top_p=1e-6), greedy)
+
+
+def test_decoding_in_two_calls_draws_what_one_call_does(roped):
+    model, variables = roped
+    tokens, key = jnp.array([[1, 2, 3], [4, 5, 6]]), jax.random.key(0)
+    _, cache = jax.jit(lambda t: prefill(model, variables, t, capacity=9))(tokens[:, :-1])
+    go = jax.jit(lambda c, t, n: decode(model, variables, c, t, n, key=key), static_argnums=2)
+    whole, _ = go(cache, tokens[:, -1], 6)
+    first, cache = go(cache, tokens[:, -1], 3)
+    second, cache = go(cache, first[:, -1], 3)
+    assert int(cache.index) == 8
+    chex.assert_trees_all_equal(jnp.concatenate([first, second], axis=1), whole)
+
+
+def test_rows_end_at_a_stop(roped):
+    model, variables = roped
+    prompts, n, pad = [[1, 2, 3], [4], [5, 6]], 8, 12
+    free = np.asarray(generate(model, variables, prompts, n, pad_id=pad))
+    stop = {int(free[0, 4]), int(free[1, 6])}
+    expected = free.copy()
+    for row in expected[:, 3:]:
+        ends = np.flatnonzero(np.isin(row, list(stop)))
+        if ends.size:
+            row[ends[0] + 1 :] = pad
+    assert (expected != free).any()
+    for given in (stop, list(stop), np.array(list(stop))):
+        out = generate(model, variables, prompts, n, stop=given, pad_id=pad)
+        np.testing.assert_array_equal(out, expected)
+    np.testing.assert_array_equal(
+        generate(model, variables, prompts, n, stop=[], pad_id=pad), free, "no stop at all"
+    )
+
+
+def test_decoding_ends_when_all_rows_have(roped):
+    model, variables = roped
+    token = jnp.array([1, 2])
+    everything = jnp.arange(VOCAB)
+    cache = init_cache(model, 2, 9)
+    out, cache = jax.jit(lambda c, t: decode(model, variables, c, t, 8, stop=everything))(
+        cache, token
+    )
+    assert int(cache.index) == 1
+    assert (out[:, 1:] == 0).all()
+
+
+def test_pad_prompts():
+    tokens, lengths = pad_prompts([[1, 2, 3], [4]], pad_id=9)
+    np.testing.assert_array_equal(tokens, [[1, 2, 3], [9, 9, 4]])
+    np.testing.assert_array_equal(lengths, [3, 1])
+    tokens, lengths = pad_prompts(np.array([[1, 2], [3, 4]]))
+    np.testing.assert_array_equal(lengths, [2, 2])
+    chex.assert_type([tokens, lengths], jnp.int32)
+
+
+PROBABILITIES = np.array([0.1, 0.4, 0.05, 0.3, 0.15])
+DRAWS = 20_000
+sample = jax.jit(sample_logits)
+
+
+def frequencies(probabilities, seed=0, **options):
+    """Frequency of each token in many draws."""
+    logits = jnp.broadcast_to(jnp.log(jnp.asarray(probabilities, jnp.float32)), (DRAWS, 5))
+    drawn = sample(logits, jax.random.key(seed), **options)
+    chex.assert_shape(drawn, (DRAWS,))
+    chex.assert_type(drawn, jnp.int32)
+    return np.bincount(drawn, minlength=5) / DRAWS
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, [0, 1, 2, 3, 4]),
+        ({"top_k": 1}, [1]),
+        ({"top_k": 3}, [1, 3, 4]),
+        ({"top_k": 50}, [0, 1, 2, 3, 4]),
+        ({"top_p": 1e-9}, [1]),
+        ({"top_p": 0.39}, [1]),
+        ({"top_p": 0.41}, [1, 3]),
+        ({"top_p": 0.69}, [1, 3]),
+        ({"top_p": 0.71}, [1, 3, 4]),
+        ({"top_p": 0.96}, [0, 1, 2, 3, 4]),
+        ({"top_p": 1.0}, [0, 1, 2, 3, 4]),
+        ({"top_k": 3, "top_p": 0.8}, [1, 3]),  # 0.4 / 0.85 and 0.3 / 0.85 make 0.82
+        ({"top_k": 2, "top_p": 0.99}, [1, 3]),
+    ],
+)
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_sampling_has_the_right_distribution(options, kept, temperature):
+    expected = PROBABILITIES ** (1 / temperature)
+    if "top_p" in options and temperature != 1.0:
+        pytest.skip("the bounds above are those of temperature 1")
+    expected = np.where(np.isin(np.arange(5), kept), expected, 0)
+    expected /= expected.sum()
+    actual = frequencies(PROBABILITIES, temperature=temperature, **options)
+    assert set(np.flatnonzero(actual)) == set(kept)
+    error = 5 * np.sqrt(expected * (1 - expected) / DRAWS)
+    np.testing.assert_array_less(np.abs(actual - expected), error + 1e-9)
+
+
+def test_top_p_counts_probabilities_at_the_temperature():
+    # At temperature 2 the three likeliest have 0.29, 0.25 and 0.18.
+    assert np.count_nonzero(frequencies(PROBABILITIES, temperature=2.0, top_p=0.6)) == 3
+
+
+def test_top_k_keeps_exactly_k_of_equal_tokens():
+    assert np.count_nonzero(frequencies(np.full(5, 0.2), top_k=2)) == 2
+
+
+def test_impossible_tokens_are_never_drawn():
+    with np.errstate(divide="ignore"):
+        actual = frequencies([0.5, 0.0, 0.5, 0.0, 0.0], top_p=1.0, top_k=5, temperature=3.0)
+    np.testing.assert_array_equal(actual > 0, [True, False, True, False, False])
+
+
+def test_without_a_key_the_most_likely_token_is_taken():
+    logits = jnp.log(jnp.asarray([PROBABILITIES, PROBABILITIES[::-1]]))
+    np.testing.assert_array_equal(sample(logits), [1, 3])
+    tiny = sample(logits, jax.random.key(0), temperature=1e-42)
+    np.testing.assert_array_equal(tiny, [1, 3])
+
+
+RAGGED = [[1, 2], [3]]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([], {}, "non-empty sequence"),
+        ([[1], []], {}, r"prompts\[1\] must be a non-empty sequence"),
+        ([1, 2], {}, r"prompts\[0\] must be a non-empty sequence of token ids; got shape \(\)"),
+        ("12", {}, "must be an array"),
+        (None, {}, "got None"),
+        (np.zeros((0, 3), int), {}, r"\(0, 3\)"),
+        (np.zeros((2, 0), int), {}, r"\(2, 0\)"),
+        (np.zeros(3, int), {}, r"\[B, P\].*got \(3,\)"),
+        (np.zeros((2, 3)), {}, "integer token ids; got float64"),
+        ([[1.0, 2.0]], {}, "integer token ids; got float64"),
+        ([[True, False]], {}, "integer token ids; got bool"),
+        (["12"], {}, "non-empty sequence of token ids"),
+        ([[1, VOCAB]], {}, r"ids in 0\.\.12; got ids from 1 to 13"),
+        ([[-1, 2]], {}, "got ids from -1 to 2"),
+        (np.full((1, 2), 2**33), {}, "got ids from 8589934592"),
+        (RAGGED, {"max_new_tokens": 0}, "max_new_tokens must be a positive integer; got 0"),
+        (RAGGED, {"max_new_tokens": 2.0}, "max_new_tokens must be a positive integer; got 2.0"),
+        (
+            RAGGED,
+            {"max_new_tokens": 7},
+            "prompt of 2 tokens and max_new_tokens = 7.* 9 tokens .* 8",
+        ),
+        (RAGGED, {"capacity": 3}, "capacity of 4; got 3"),
+        (RAGGED, {"capacity": 9}, "exceeds the model's max_length of 8"),
+        (RAGGED, {"temperature": -0.1}, "temperature must be finite and not negative; got -0.1"),
+        (RAGGED, {"temperature": float("nan")}, "temperature must be finite"),
+        (RAGGED, {"temperature": 1.0}, "needs a random key"),
+        (RAGGED, {"top_k": 0}, "top_k must be an integer of at least 1; got 0"),
+        (RAGGED, {"top_k": 1.5}, "top_k must be an integer"),
+        (RAGGED, {"top_p": 0.0}, r"top_p must be in \(0, 1\]; got 0.0"),
+        (RAGGED, {"top_p": 1.1}, r"top_p must be in \(0, 1\]; got 1.1"),
+        (RAGGED, {"stop": 3}, "stop must be a collection of token ids; got 3"),
+        (RAGGED, {"stop": [VOCAB]}, "stop must hold token ids in 0..12"),
+        (RAGGED, {"stop": [1.5]}, "stop must hold integer token ids"),
+        (RAGGED, {"pad_id": -1}, "pad_id must hold token ids in 0..12"),
+    ],
+)
+def test_bad_calls(prompts, options, message):
+    model = small_model("rope", num_layers=1, max_length=8)
+    with pytest.raises(ValueError, match=message):
+        generate(model, {}, prompts, **{"max_new_tokens": 2, **options})
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("learned", 40), ("random_rope", 64)])
+def test_the_limit_of_the_encoding(kind, limit):
+    with pytest.raises(ValueError, match=f"exceeds the limit of the encoding '{kind}' of {limit}"):
+        generate(small_model(kind), {}, [[1, 2]], limit - 1)
+
+
+def test_coordinates_of_several_axes_cannot_be_cached():
+    with pytest.raises(ValueError, match="one coordinate per token; 'rope' has axes=2"):
+        generate(small_model(positions.Rope(axes=2)), {}, [[1, 2]], 3)
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 2.0}, {"top_p": 0}]
+)
+def test_bad_sampling_options(options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))} must be"):
+        sample_logits(jnp.zeros(5), jax.random.key(0), **options)

@@ -1,0 +1,228 @@
+"""The public attention call: checks, choice of an implementation, errors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tape_jax.attention import api, attention, attention_plan
+
+T, H, D = 6, 4, 8
+
+
+def arrays(**shapes):
+    """Float arrays of the given shapes; q, k, v and e have defaults, None leaves one out."""
+    defaults = {"q": (2, T, H, D), "k": (2, T, 2, D), "v": (2, T, 2, D), "e": (2, T, 2, D)}
+    shapes = {**defaults, **shapes}
+    return {name: jnp.ones(shape) for name, shape in shapes.items() if shape is not None}
+
+
+INTS = np.zeros((2, T), np.int32)
+
+# name: (keywords, what the message must hold).
+WRONG = {
+    "no_heads_axis": (
+        {"q": jnp.ones((T, D)), "k": jnp.ones((T, D)), "v": jnp.ones((T, D))},
+        r"\[batch..., time, heads, head_dim\].*\(6, 8\)",
+    ),
+    "axes_disagree": (arrays(k=(T, 2, D)), r"\(2, 6, 4, 8\).*\(6, 2, 8\)"),
+    "batch_disagrees": (arrays(k=(3, T, 2, D)), "batch axes.*disagree"),
+    "k_v_lengths": (arrays(v=(2, 5, 2, D)), "k and v must agree"),
+    "k_v_heads": (arrays(v=(2, T, 1, D)), "k and v must agree"),
+    "heads_not_divisible": (
+        arrays(k=(2, T, 3, D), v=(2, T, 3, D), e=None),
+        "multiple of key/value heads.*4 query heads, 3 key/value heads",
+    ),
+    "integer_q": ({**arrays(), "q": jnp.ones((2, T, H, D), int)}, "q must be floating.*int"),
+    "odd_head_dim": (
+        arrays(q=(2, T, H, 7), k=(2, T, 2, 7), e=(2, T, 2, 7)),
+        "even.*head dimension 7",
+    ),
+    "key_width": (arrays(k=(2, T, 2, 6)), r"head dimension 8; .*k \(2, 6, 2, 6\)"),
+    "rotated_key_width": (
+        arrays(k=(2, T, 2, 6), query_state=(2, T, 2, D)) | {"keys_rotated": True},
+        r"head dimension 8 \(rotated\)",
+    ),
+    "tensor_rotated_key_width": (
+        arrays(e=(2, T, 2, 4, 2, 3), query_state=(2, T, 2, 4, 2, 3)) | {"keys_rotated": True},
+        r"head dimension 12 \(rotated\)",
+    ),
+    "e_length": (arrays(e=(2, 5, 2, D)), r"e of shape \(2, 5, 2, 8\).*k of shape \(2, 6, 2, 8\)"),
+    "e_heads": (arrays(e=(2, T, 4, D)), "e of shape.*does not fit"),
+    "e_dim": (arrays(e=(2, T, 2, 6)), "e of shape.*does not fit"),
+    "e_batch": (arrays(e=(3, T, 2, D)), "e of shape.*does not fit"),
+    "e_integer": (arrays() | {"e": jnp.ones((2, T, 2, D), int)}, "e must be a floating"),
+    "tensor_e_blocks": (arrays(e=(2, T, 2, 3, 2, 2)), r"M \* L = 8"),
+    "query_state_length": (
+        arrays(query_state=(2, 5, 2, D)),
+        r"query_state of shape \(2, 5, 2, 8\).*q of shape",
+    ),
+    "query_state_heads": (arrays(query_state=(2, T, 3, D)), "query_state of shape.*does not fit"),
+    "query_state_form": (arrays(query_state=(2, T, 2, 4, 2, 2)), "one form"),
+    "query_state_missing": (arrays(q=(2, 3, H, D)), "query_state is required.*differ in length"),
+    "query_state_alone": (arrays(e=None, query_state=(2, T, 2, D)), "query_state without e"),
+    "keys_rotated_alone": (arrays() | {"keys_rotated": True}, "keys_rotated=True needs"),
+    "segments_float": (arrays() | {"segment_ids": jnp.ones((2, T))}, "must be integers.*float32"),
+    "segments_bool": (arrays() | {"segment_ids": INTS > 0}, "must be integers.*bool"),
+    "segments_length": (
+        arrays() | {"segment_ids": INTS[:, :5]},
+        r"expected shape \(2, 6\).*got \(2, 5\)",
+    ),
+    "segments_triple": (arrays() | {"segment_ids": (INTS, INTS, INTS)}, "a pair of arrays; got 3"),
+    "segments_not_a_pair": (
+        arrays(q=(2, 3, H, D), query_state=(2, 3, 2, D)) | {"segment_ids": INTS},
+        "tuple.*3 queries, 6 keys",
+    ),
+    "window": (arrays() | {"window": 0}, "window must be at least 1; got 0"),
+    "bias_shape": (
+        arrays() | {"bias": jnp.ones((3, T, T))},
+        r"bias must broadcast to .*\(2, 4, 6, 6\); got \(3, 6, 6\)",
+    ),
+    "bias_bool": (arrays() | {"bias": jnp.ones((T, T), bool)}, "use mask"),
+    "bias_function_shape": (
+        arrays() | {"bias": lambda i, j: jnp.ones((3, 6, 6))},
+        r"value of the bias function must broadcast to .*got \(3, 6, 6\)",
+    ),
+    "mask_type": (arrays() | {"mask": jnp.ones((T, T))}, "mask must be boolean"),
+    "mask_shape": (arrays() | {"mask": jnp.ones((5, T), bool)}, "mask must broadcast"),
+    "offset_type": (arrays() | {"query_offset": 1.5}, "query_offset must be an integer scalar"),
+    "offset_shape": (arrays() | {"query_offset": INTS}, "query_offset must be an integer scalar"),
+    "unknown_name": (arrays() | {"implementation": "chunky"}, "did you mean 'chunked'"),
+    "unknown_option": (
+        arrays() | {"implementation": "chunked", "options": {"block": 4}},
+        "unknown option .*'chunked' 'block'.*did you mean",
+    ),
+    "options_of_none": (arrays() | {"options": {"block_q": 4}}, "need implementation="),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_calls(name):
+    keywords, message = WRONG[name]
+    for function in (attention, attention_plan):
+        with pytest.raises(ValueError, match=message):
+            function(**keywords)
+
+
+def test_named_implementation_never_falls_back():
+    mask = jnp.ones((T, T), bool)
+    with pytest.raises(NotImplementedError, match="'chunked': mask="):
+        attention(**arrays(), mask=mask, implementation="chunked")
+    plan = attention_plan(**arrays(), mask=mask, implementation="chunked")
+    assert plan.implementation is None
+    assert list(plan.rejected) == ["chunked"]
+
+
+def plan_at(length, **keywords):
+    x = jnp.zeros((1, length, 1, 2))
+    return attention_plan(x, x, x, **keywords)
+
+
+def test_choice_by_length():
+    assert plan_at(64).implementation == "reference"
+    plan = plan_at(1024)
+    assert plan.implementation == "chunked"
+    assert plan.rejected == {
+        "reference": "can do this call, but 'chunked' is expected to be faster"
+    }
+    assert plan_at(1024, implementation="reference").implementation == "reference"
+
+
+def test_falls_back_if_the_fastest_cannot():
+    plan = plan_at(1024, mask=jnp.ones((1, 1024), bool))
+    assert plan.implementation == "reference"
+    assert plan.rejected["chunked"].startswith("mask=")
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """Registers a backend, as one module and one line of the registry."""
+
+    def register(**functions):
+        module = types.ModuleType("tests.attention.extra_backend")
+        vars(module).update(functions)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setattr(api, "BACKENDS", {"extra": module.__name__, **api.BACKENDS})
+
+    return register
+
+
+def refuse(request):
+    raise NotImplementedError("not on this device")
+
+
+def test_a_new_backend_is_used(registered):
+    def attend(request, *, value=1.0):
+        return jnp.full((2, T, H, D), value), jnp.full((2, T, H, D), -value)
+
+    registered(check=lambda request: None, attend=attend)
+    o, a = attention(**arrays())
+    assert (o == 1).all()
+    assert (a == -1).all()
+    o, _ = attention(**arrays(), implementation="extra", options={"value": 3.0})
+    assert (o == 3).all()
+
+
+def test_a_backend_that_cannot_is_skipped(registered):
+    registered(check=refuse, attend=None)
+    o, _ = attention(**arrays())
+    np.testing.assert_allclose(o, 1, rtol=1e-6)
+    assert attention_plan(**arrays()).rejected["extra"] == "not on this device"
+    with pytest.raises(NotImplementedError, match="'extra': not on this device"):
+        attention(**arrays(), implementation="extra")
+
+
+def test_an_error_in_a_backend_is_not_swallowed(registered):
+    def attend(request):
+        raise TypeError("a bug")
+
+    registered(check=lambda request: None, attend=attend)
+    with pytest.raises(TypeError, match="a bug"):
+        attention(**arrays())
+
+
+def test_backends_are_imported_when_needed():
+    code = (
+        "import sys, tape_jax.attention; "
+        "print([m for m in sys.modules if m.startswith('tape_jax.attention.')])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "chunked" not in out.stdout
+    assert "api" in out.stdout
+
+
+@pytest.mark.parametrize("batch", [(), (2,), (2, 3)])
+@pytest.mark.parametrize("tensor", [False, True])
+def test_shapes(batch, tensor):
+    tail = (4, 2, 3) if tensor else (D,)
+    shapes = {
+        "q": (*batch, T, H, D),
+        "k": (*batch, T, 2, D),
+        "v": (*batch, T, 2, 5),
+        "e": (*batch, T, 1, *tail),
+    }
+    floats = {n: jax.ShapeDtypeStruct(shape, jnp.float32) for n, shape in shapes.items()}
+    o, a = jax.eval_shape(lambda x: attention(**x), floats)
+    assert o.shape == (*batch, T, H, 5)
+    assert a.shape == (*batch, T, H, *tail)
+    assert jax.eval_shape(lambda x: attention(**x, attend_state=False), floats)[1] is None
+
+
+def test_unattended_state_costs_nothing():
+    """attend_state=False multiplies values of width D only, as e=None does."""
+
+    def flops(**keywords):
+        x = jnp.zeros((1, 64, 1, 64))
+        f = jax.jit(lambda x: attention(x, x, x, **keywords, implementation="reference")[0])
+        return f.lower(x).compile().cost_analysis()["flops"]
+
+    state = jnp.zeros((64, 64))
+    products = 2 * 64**3
+    plain, unattended = flops(), flops(e=state, attend_state=False)
+    assert unattended - plain < products / 4
