@@ -1,8 +1,8 @@
 """Addition in a few minutes on a laptop: TAPE against RoPE, judged to twice the trained length.
 
 Claim: trained on sums of numbers with up to 5 digits, TAPE answers at least 99 % of unseen sums of
-that size, and more of the longer ones than RoPE does.
-Cost: not measured.
+that size. What each does with longer ones is for the report to show.
+Cost: 6 min 12 s for both, evaluation included, on 2 cores that other work kept busy.
 Command: make demo, which is
     python -m train.main compare --config=configs/addition_demo.py --run=runs/addition_demo \
         --encodings=tape,rope

@@ -144,6 +144,10 @@ def transform(e: Array, omega: Array) -> Array:
             )
         return jnp.einsum("...lr,rs->...ls", e, omega.astype(e.dtype))
     half = e.shape[-1] // 2
+    if e.shape[-1] % 2:
+        raise ValueError(
+            f"transform: phases act on a rotary state [..., D] with D even; got {e.shape}"
+        )
     if omega.ndim == 1 and omega.shape[0] not in (1, half):
         raise ValueError(
             f"transform: expected one phase per frequency, shape ({half},), for a rotary state of "

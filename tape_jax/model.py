@@ -58,8 +58,9 @@ class Cache:
 
     @property
     def nbytes(self) -> int:
-        """Size of all arrays in bytes."""
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((self.tokens, self.layers)))
+        """Size of everything that grows with the capacity, in bytes."""
+        arrays = (self.tokens, self.positions, self.segment_ids, self.layers)
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
 
 
 @flax.struct.dataclass

@@ -126,6 +126,14 @@ class EvalConfig:
     batch_size: int = 512
     shapes: int = 2
 
+    def __post_init__(self):
+        for name in ("longest", "samples_per_pair", "batch_size", "shapes"):
+            value = getattr(self, name)
+            require(
+                value is None or value >= 1, f"evaluation: {name} must be at least 1; got {value}"
+            )
+        require(self.seed >= 0, f"evaluation: seed must not be negative; got {self.seed}")
+
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
@@ -176,11 +184,11 @@ def from_file(
       ValueError: for a file that does not load, or an unknown or unfitting field.
     """
     values = {"name": Path(path).stem, **_load_file(Path(path))}
-    task = _named(overrides, "task.name") or values.get("task", {}).get("name", "addition")
+    task = _named(overrides, "task.name") or values["task"].get("name", "addition")
     template = _template(task)
     _check_names(values, template)
     given = _parse(overrides, template)
-    position = _position(values.get("model", {}).get("position", {}))
+    position = _position(values["model"].get("position", {}))
     kind = given.get("model.position.kind", position["kind"])
     if kind != position["kind"]:
         dropped = _foreign_options(position, kind)
@@ -354,34 +362,32 @@ def _convert(value: Any, hint: Any, path: str) -> Any:
     """``value`` as the type ``hint``: lists become tuples, whole numbers int or float as wanted."""
     if isinstance(value, list):
         value = tuple(value)
-    if not _matches(value, hint):
-        if isinstance(value, int) and _matches(float(value), hint) and not isinstance(value, bool):
-            return float(value)
-        if isinstance(value, float) and value.is_integer() and _matches(int(value), hint):
-            return int(value)
-        wanted = hint.__name__ if isinstance(hint, type) else str(hint)
-        raise ValueError(f"{path}: expected {wanted}, got {value!r}")
-    return value
+    if _matches(value, hint):
+        return value
+    if type(value) is int and _matches(float(value), hint):
+        return float(value)
+    if type(value) is float and value.is_integer() and _matches(int(value), hint):
+        return int(value)
+    wanted = hint.__name__ if isinstance(hint, type) else str(hint)
+    raise ValueError(f"{path}: expected {wanted}, got {value!r}")
 
 
 def _matches(value: Any, hint: Any) -> bool:
+    """Whether ``value`` is of a type such as ``int``, ``str | None`` or ``tuple[int, ...]``."""
     if hint is Any:
         return True
     if _is_union(hint):
         return any(_matches(value, member) for member in typing.get_args(hint))
-    if hint is None or hint is types.NoneType:
-        return value is None
-    origin = typing.get_origin(hint) or hint
-    if origin is typing.Literal:
-        return value in typing.get_args(hint)
-    if origin in (tuple, Sequence, Iterable) and isinstance(value, tuple):
+    if typing.get_origin(hint) is tuple:
         members = typing.get_args(hint)
-        if not members or members[-1] is Ellipsis or origin is not tuple:
-            return all(_matches(v, members[0]) for v in value) if members else True
+        if not isinstance(value, tuple):
+            return False
+        if members[-1] is Ellipsis:
+            members = members[:1] * len(value)
         return len(members) == len(value) and all(map(_matches, value, members))
     if isinstance(value, bool):
-        return origin is bool
-    return isinstance(origin, type) and isinstance(value, origin)
+        return hint is bool
+    return isinstance(value, hint)
 
 
 def _template(task: str) -> ConfigDict:
@@ -465,7 +471,10 @@ def _load_file(path: Path) -> dict[str, Any]:
         f"get_config() of {path} must return an ml_collections.ConfigDict; got {type(config)}",
     )
     values = config.to_dict()
-    if "position" in values.get("model", {}):
+    for group in ("model", "task", "train", "evaluation"):
+        fields = values.setdefault(group, {})
+        require(isinstance(fields, Mapping), f"config.{group}: expected fields, got {fields!r}")
+    if "position" in values["model"]:
         values["model"]["position"] = _position(values["model"]["position"])
     return values
 

@@ -14,6 +14,8 @@ import traceback
 from collections.abc import Sequence
 
 from tape_jax.config import choose
+from train.allocator import keep_freed_memory
+from train.loop import Stopped
 
 COMMANDS = {
     "train": ("train.commands.train", "train a model, or continue training it"),
@@ -35,8 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       The exit code: 0, 2 for a wrong call, 3 for a loss that is not finite, 130 and 143 for a run
       that was interrupted and saved.
     """
-    from train.loop import Stopped
-
+    keep_freed_memory()
     argv = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in argv
     try:

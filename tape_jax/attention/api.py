@@ -269,8 +269,9 @@ def _check_inputs(q: Array, k: Array, v: Array) -> None:
     require(
         k.shape[-3:-1] == v.shape[-3:-1], f"k and v must agree in length and in heads; {shapes}"
     )
+    require(0 not in (*q.shape, *k.shape, *v.shape), f"q, k and v must not be empty; {shapes}")
     require(
-        k.shape[-2] > 0 and q.shape[-2] % k.shape[-2] == 0,
+        q.shape[-2] % k.shape[-2] == 0,
         f"query heads must be a multiple of key/value heads; {shapes}: {q.shape[-2]} query heads, "
         f"{k.shape[-2]} key/value heads",
     )

@@ -477,10 +477,17 @@ class Tape(Rope):
         )
 
     def carry(self, state: State, shape: tuple[int, ...], config: ModelConfig) -> State:
-        tail = 1 if self.form == "rotary" else 3
+        tail, given = 1 if self.form == "rotary" else 3, state.shape
         if state.ndim < len(shape) + 1 + tail and tail == 1:
             state = jnp.expand_dims(state, -2)
-        return jnp.broadcast_to(state, (*shape, config.kv_heads, *state.shape[state.ndim - tail :]))
+        full = (*shape, config.kv_heads, *state.shape[state.ndim - tail :])
+        try:
+            return jnp.broadcast_to(state, full)
+        except ValueError:
+            raise ValueError(
+                f"a position state of shape {given} does not fit tokens of shape {shape}: it must "
+                f"broadcast to {full}"
+            ) from None
 
     def layer_params(self, config: ModelConfig, *, updates: bool) -> dict[str, Param]:
         if not updates:

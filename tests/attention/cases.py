@@ -61,7 +61,6 @@ class Case:
 
 CASES = [
     Case("causal"),
-    Case("bidirectional", causal=False, queries=16),
     Case("no_batch", batch=(), queries=9),
     Case("two_batch_axes", batch=(2, 3), queries=9, segments="same"),
     Case("one_token", queries=1),

@@ -35,6 +35,7 @@ WRONG = {
     "batch_disagrees": (arrays(k=(3, T, 2, D)), "batch axes.*disagree"),
     "k_v_lengths": (arrays(v=(2, 5, 2, D)), "k and v must agree"),
     "k_v_heads": (arrays(v=(2, T, 1, D)), "k and v must agree"),
+    "empty": (arrays(k=(2, 0, 2, D), v=(2, 0, 2, D)), "must not be empty"),
     "heads_not_divisible": (
         arrays(k=(2, T, 3, D), v=(2, T, 3, D), e=None),
         "multiple of key/value heads.*4 query heads, 3 key/value heads",

@@ -11,7 +11,7 @@ import chex
 import jax
 import pytest
 
-from train import loop, metrics, runs
+from train import experiment, loop, metrics, runs
 from train import main as program
 from train.commands import compare
 from train.main import main
@@ -221,6 +221,22 @@ def test_a_training_that_fails_is_reported(trained, tmp_path):
     with pytest.raises(loop.Stopped, match=r"tape failed(.|\n)*no config file nowhere") as stopped:
         compare.train_all([job], 1)
     assert stopped.value.exit_code == program.USER_ERROR
+
+
+def test_a_plan_of_several_seeds(config, tmp_path):
+    jobs = compare.plan(config, tmp_path, ["tape", "none"], 2, ["--config.seed=7"])
+    assert [job.name for job in jobs] == [
+        "tape, seed 7",
+        "tape, seed 8",
+        "none, seed 7",
+        "none, seed 8",
+    ]
+    assert [job.folder.name for job in jobs] == ["tape", "tape-seed8", "none", "none-seed8"]
+    assert [job.experiment.seed for job in jobs] == [7, 8, 7, 8]
+    assert [job.experiment.model.position.kind for job in jobs[1:3]] == ["tape", "none"]
+    for job in jobs:
+        file, *own = job.command
+        assert experiment.from_file(file.partition("=")[2], own) == job.experiment
 
 
 def test_cores_are_divided():

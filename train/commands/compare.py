@@ -194,7 +194,10 @@ def train_all(jobs: Sequence[Job], side_by_side: int) -> None:
     if failed:
         job, code = failed[0]
         last = "\n".join(job.log.read_text(encoding="utf-8").strip().splitlines()[-5:])
-        raise Stopped(f"the training of {job.name} failed; {job.log} ends with:\n{last}", code)
+        raise Stopped(
+            f"the training of {job.name} failed; {job.log} ends with:\n{last}",
+            code if code > 0 else 128 - code,
+        )
 
 
 def _start(job: Job, cores: list[int], *, alone: bool) -> subprocess.Popen:

@@ -1,0 +1,204 @@
+"""The layers against values worked out in numpy."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tape_jax import ModelConfig, positions
+from tape_jax.layers import (
+    MLP,
+    Attention,
+    Block,
+    Context,
+    LayerCache,
+    Linear,
+    RMSNorm,
+    default_positions,
+    remat_policy,
+    runs,
+)
+
+CONFIG = ModelConfig(
+    5, hidden_size=8, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, intermediate_size=12
+)
+rng = np.random.default_rng
+
+
+def random_params(module, *inputs, seed=0):
+    """Parameters of the shapes that ``module`` wants, and numpy copies of them."""
+    shapes = jax.eval_shape(module.init, jax.random.key(0), *inputs)
+    generator = rng(seed)
+    return jax.tree.map(lambda x: jnp.asarray(generator.normal(size=x.shape), x.dtype), shapes)
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def rms_norm(x, scale):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + CONFIG.norm_eps) * scale
+
+
+@pytest.mark.parametrize("shape", [(8,), (3, 8), (2, 3, 8)])
+def test_rms_norm(shape):
+    x = rng(1).normal(size=shape).astype(np.float32) * 3
+    norm = RMSNorm(CONFIG)
+    variables = random_params(norm, jnp.asarray(x))
+    expected = rms_norm(x, np.asarray(variables["params"]["scale"], np.float64))
+    chex.assert_trees_all_close(norm.apply(variables, x), expected.astype(np.float32), atol=1e-5)
+
+
+def test_rms_norm_of_large_float16_values_is_computed_in_float32():
+    x = jnp.full((2, 8), 1000.0, jnp.float16)  # the square is infinite in float16
+    norm = RMSNorm(ModelConfig(5, hidden_size=8, dtype="float16"))
+    out = norm.apply({"params": {"scale": jnp.ones(8)}}, x)
+    chex.assert_type(out, jnp.float16)
+    np.testing.assert_allclose(out, 1.0, rtol=1e-3)
+
+
+def test_linear_acts_on_the_last_axis():
+    x = rng(1).normal(size=(2, 3, 8)).astype(np.float32)
+    linear = Linear(CONFIG, 7)
+    variables = random_params(linear, jnp.asarray(x))
+    expected = np.einsum("abi,io->abo", x, variables["params"]["kernel"])
+    chex.assert_trees_all_close(linear.apply(variables, x), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("init_scale", "residual", "expected"),
+    [(None, False, 400**-0.5), (0.02, False, 0.02), (0.02, True, 0.02 / np.sqrt(2 * 8))],
+)
+def test_the_scale_of_initial_projections(init_scale, residual, expected):
+    config = ModelConfig(5, hidden_size=400, num_layers=8, init_scale=init_scale)
+    linear = Linear(config, 300, residual=residual)
+    kernel = linear.init(jax.random.key(0), jnp.zeros((1, 400)))["params"]["kernel"]
+    np.testing.assert_allclose(kernel.std(), expected, rtol=0.01)
+
+
+def test_mlp():
+    x = rng(1).normal(size=(2, 3, 8)).astype(np.float32)
+    mlp = MLP(CONFIG)
+    variables = random_params(mlp, jnp.asarray(x))
+    p = {name: np.asarray(leaf["kernel"]) for name, leaf in variables["params"].items()}
+    expected = (silu(x @ p["gate"]) * (x @ p["up"])) @ p["down"]
+    chex.assert_trees_all_close(mlp.apply(variables, x), expected, atol=1e-4)
+
+
+def numpy_attention(x, p, e):
+    """Causal attention of ``x [T, hidden]`` with states ``e [T, H_kv, D]``: output, ``A e``."""
+    time, half = len(x), CONFIG.dim // 2
+
+    def heads(name):
+        return (x @ p[name]["kernel"]).reshape(time, -1, CONFIG.dim)
+
+    def as_complex(y):
+        return y[..., :half] + 1j * y[..., half:]
+
+    group = CONFIG.num_heads // CONFIG.kv_heads
+    states = as_complex(e).repeat(group, axis=1)
+    q = as_complex(heads("q")) * states
+    k = as_complex(heads("k")).repeat(group, axis=1) * states
+    logits = np.einsum("ihd,jhd->hij", q, k.conj()).real / np.sqrt(CONFIG.dim)
+    logits = np.where(np.tril(np.ones((time, time))), logits, -np.inf)
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    out = np.einsum("hij,jhd->ihd", weights, heads("v").repeat(group, axis=1))
+    attended = np.einsum("hij,jhd->ihd", weights, e.repeat(group, axis=1))
+    return out.reshape(time, -1) @ p["out"]["kernel"], attended
+
+
+def inputs(time=5):
+    """Activations ``[1, T, hidden]``, states ``[1, T, H_kv, D]``, and the context."""
+    generator = rng(2)
+    x = jnp.asarray(generator.normal(size=(1, time, 8)), jnp.float32)
+    e = jnp.asarray(generator.normal(size=(1, time, 2, 6)), jnp.float32)
+    return x, e, Context(default_positions(time), None, None, 0, causal=True)
+
+
+def test_attention():
+    x, e, context = inputs()
+    attention = Attention(CONFIG, positions.Tape(), attend_state=True)
+    variables = random_params(attention, x, e, {}, context, None)
+    out, attended, cache = jax.jit(attention.apply)(variables, x, e, {}, context, None)
+    p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), variables["params"])
+    expected = numpy_attention(np.asarray(x[0], np.float64), p, np.asarray(e[0], np.float64))
+    assert cache is None
+    for actual, wanted in zip((out, attended), expected, strict=True):
+        chex.assert_trees_all_close(actual[0], wanted.astype(np.float32), atol=2e-4, rtol=1e-4)
+
+
+def test_attention_writes_its_cache():
+    x, e, context = inputs()
+    attention = Attention(CONFIG, positions.Tape(), attend_state=True)
+    variables = random_params(attention, x, e, {}, context, None)
+    empty = LayerCache(*(jnp.zeros((1, 9, 2, 6)) for _ in range(3)))
+    context = context.replace(positions=default_positions(9), index=jnp.int32(2))
+    _, _, cache = jax.jit(attention.apply)(variables, x, e, {}, context, empty)
+    kernels = {name: np.asarray(variables["params"][name]["kernel"]) for name in "kv"}
+    chex.assert_trees_all_close(cache.e[:, 2:7], e)
+    chex.assert_trees_all_close(cache.v[:, 2:7], (x @ kernels["v"]).reshape(1, 5, 2, 6), atol=1e-5)
+    turned = (x @ kernels["k"]).reshape(1, 5, 2, 6)
+    turned = (turned[..., :3] + 1j * turned[..., 3:]) * (e[..., :3] + 1j * e[..., 3:])
+    chex.assert_trees_all_close(
+        cache.k[:, 2:7], jnp.concatenate([turned.real, turned.imag], -1), atol=1e-4
+    )
+    for array in (cache.k, cache.v, cache.e):
+        assert not array[:, :2].any()
+        assert not array[:, 7:].any()
+
+
+def test_block():
+    x, e, context = inputs()
+    encoding = positions.Tape(alpha=0.5, activation="tanh")
+    block = Block(CONFIG, encoding, updates=True, record=True)
+    variables = random_params(block, (x, e), None, context, None)
+    (h, state), (cache, entered) = jax.jit(block.apply)(variables, (x, e), None, context, None)
+    assert cache is None
+    chex.assert_trees_all_equal(entered, (x, e))
+
+    p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), variables["params"])
+    x0, e0 = np.asarray(x[0], np.float64), np.asarray(e[0], np.float64)
+    out, a = numpy_attention(rms_norm(x0, p["attention_norm"]["scale"]), p["attention"], e0)
+    middle = x0 + out
+    y = rms_norm(middle, p["mlp_norm"]["scale"])
+    kernels = {name: leaf["kernel"] for name, leaf in p["mlp"].items()}
+    m = (silu(y @ kernels["gate"]) * (y @ kernels["up"])) @ kernels["down"]
+    e1 = e0 + 0.5 * (p["position_mix"][:, None] * a).reshape(5, 2, 2, 6).sum(2)
+    gate = np.tanh(m @ p["position_wx"])
+    hidden = np.einsum("ph,thd->tpd", p["position_up"], e1) * gate[..., None]
+    e2 = e1 + 0.5 * np.einsum("hp,tpd->thd", p["position_down"], hidden)
+    for actual, wanted in ((h, middle + m), (state, e2)):
+        allowed = 1e-5 * np.abs(wanted).max()
+        chex.assert_trees_all_close(actual[0], wanted.astype(np.float32), atol=allowed, rtol=0)
+
+
+def test_a_block_that_does_not_update_hands_the_state_on():
+    x, e, context = inputs()
+    block = Block(CONFIG, positions.Tape(), updates=False)
+    variables = random_params(block, (x, None), e, context, None)
+    assert not [name for name in variables["params"] if name.startswith("position")]
+    (_, state), _ = jax.jit(block.apply)(variables, (x, None), e, context, None)
+    assert state is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([True], [(0, 1, True)]),
+        ([False, True, True, False], [(0, 1, False), (1, 3, True), (3, 4, False)]),
+    ],
+)
+def test_runs(flags, expected):
+    assert runs(flags) == expected
+
+
+def test_default_positions():
+    np.testing.assert_array_equal(default_positions(3), [0, 1, 2])
+    chex.assert_type(default_positions(3), jnp.int32)
+
+
+def test_remat_policies():
+    assert remat_policy("full") is None
+    assert callable(remat_policy("dots"))

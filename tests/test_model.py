@@ -1,0 +1,598 @@
+"""The decoder as a whole: equalities between ways of running it, precision, wrong calls."""
+
+import functools
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tape_jax import (
+    ModelConfig,
+    RopeScaling,
+    Transformer,
+    init_cache,
+    positions,
+    rotary_state,
+    tensor_state,
+)
+from tape_jax.config import from_mapping
+from tests.models import DIGITS, VOCAB, encoding, random_variables, small_model
+
+# Tests compile much and compute little.
+FAST_COMPILATION = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+
+
+@functools.partial(
+    jax.jit,
+    static_argnums=0,
+    static_argnames=("causal", "length", "return_states"),
+    compiler_options=FAST_COMPILATION,
+)
+def run(model, variables, tokens, **options):
+    return model.apply(variables, tokens, **options)
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=FAST_COMPILATION)
+def loss_and_gradients(model, variables, tokens):
+    def loss(variables):
+        logits = jax.nn.log_softmax(model.apply(variables, tokens[:, :-1]))
+        return -jnp.take_along_axis(logits, tokens[:, 1:, None], -1).mean()
+
+    return jax.value_and_grad(loss)(variables)
+
+
+def random_tokens(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).integers(0, VOCAB, shape), jnp.int32)
+
+
+def unstacked(model, variables):
+    """Variables of a scanned model for the same model with ``scan_layers=False``."""
+    params = dict(variables["params"])
+    for start, stop, _ in model.runs:
+        stacked = params.pop(f"layers_{start}")
+        for i in range(start, stop):
+            params[f"layers_{i}"] = jax.tree.map(lambda x, j=i - start: x[j], stacked)
+    return {"params": params}
+
+
+def without_position(variables):
+    """Variables without the parameters of the encoding."""
+
+    def keep(tree):
+        return {
+            name: keep(value) if isinstance(value, dict) else value
+            for name, value in tree.items()
+            if not name.startswith("position_")
+        }
+
+    return keep(variables)
+
+
+def with_initial_position(model, variables):
+    """Variables in which the parameters of the encoding have their initial values."""
+    updating = model.encoding.layer_params(model.config, updates=True)
+
+    def reset(path, x):
+        name = path[-1].key.removeprefix("position_")
+        if name == path[-1].key:
+            return x
+        return updating[name].init(jax.random.key(0), x.shape, x.dtype)
+
+    return jax.tree.map_with_path(reset, variables)
+
+
+def close(actual, expected, tolerance=1e-5):
+    """Equality to ``tolerance``, relative to the largest value where that exceeds 1."""
+    allowed = tolerance * max(1.0, float(jnp.abs(expected).max()))
+    chex.assert_trees_all_close(actual, expected, atol=allowed, rtol=0)
+
+
+YARN = RopeScaling("yarn", factor=2.0, original_length=16)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"attention_mix": "heads", "norm": "rms"},
+        {"norm": "unit", "scaling": YARN},
+        {"form": "tensor", "l": 4, "r": 5, "norm": "rms", "scaling": YARN},
+        {"form": "tensor", "norm": "unit", "learn_alpha": True},
+    ],
+)
+def test_untrained_tape_is_rope(options):
+    scaling = options.get("scaling", RopeScaling())
+    shape = {"num_layers": 2, "scan_layers": False, "num_kv_heads": 1}
+    tape = small_model(positions.Tape(**options), **shape)
+    rope = small_model(positions.Rope(scaling=scaling), **shape)
+    variables, tokens = random_variables(tape), random_tokens(2, 9)
+    expected = run(rope, without_position(variables), tokens)
+    assert jnp.abs(run(tape, variables, tokens) - expected).max() > 1e-3
+    close(run(tape, with_initial_position(tape, variables), tokens), expected, 1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"position": positions.Tape(layers=(1, 3)), "num_layers": 5},
+        {"position": "fire"},
+        {"position": positions.RandomRope(range=64, each_layer=True)},
+    ],
+)
+def test_scanned_layers_equal_unrolled_ones(options):
+    scanned, unrolled = small_model(**options), small_model(**options, scan_layers=False)
+    variables, tokens = random_variables(scanned), random_tokens(2, 7)
+    other = unstacked(scanned, variables)
+    chex.assert_trees_all_equal_shapes(other, random_variables(unrolled))
+    logits, states = run(scanned, variables, tokens, return_states=True)
+    expected, expected_states = run(unrolled, other, tokens, return_states=True)
+    close(logits, expected)
+    chex.assert_trees_all_close(states, expected_states, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_remat_changes_neither_loss_nor_gradients(scan_layers):
+    tape, shape = positions.Tape(norm="rms"), {"num_layers": 2, "scan_layers": scan_layers}
+    plain = small_model(tape, **shape)
+    variables, tokens = random_variables(plain), random_tokens(2, 7)
+    expected = loss_and_gradients(plain, variables, tokens)
+    for path, gradient in jax.tree_util.tree_leaves_with_path(expected[1]):
+        assert gradient.any(), f"{jax.tree_util.keystr(path)} learns nothing"
+    for policy in ("dots", "full"):
+        actual = loss_and_gradients(small_model(tape, **shape, remat=policy), variables, tokens)
+        chex.assert_trees_all_close(actual, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_full_remat_saves_only_what_enters_the_layers():
+    tokens = random_tokens(1, 8)
+
+    def saved(policy):
+        model = small_model("tape", remat=policy, scan_layers=False)
+        variables = random_variables(model)
+
+        def loss(variables):
+            return model.apply(variables, tokens).sum()
+
+        _, residuals = jax.eval_shape(lambda v: jax.vjp(loss, v), variables)
+        return sum(x.size for x in jax.tree.leaves(residuals))
+
+    assert saved("full") < saved("dots") < saved("none")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("position", ["tape", positions.Tape(form="tensor"), "fire"])
+def test_half_precision_is_near_float32(position, dtype):
+    wide, narrow = small_model(position), small_model(position, dtype=dtype)
+    variables, tokens = random_variables(wide, std=0.1), random_tokens(2, 16)
+    expected = run(wide, variables, tokens)
+    logits, states = run(narrow, variables, tokens, return_states=True)
+    chex.assert_type(logits, jnp.float32)
+    chex.assert_type(states.hidden[1], dtype)
+    for state in states.position:
+        if state is not None:
+            chex.assert_type(state, jnp.float32)
+    close(logits, expected, 2e-2 if dtype == "bfloat16" else 4e-3)
+
+
+def test_the_type_of_states_can_be_chosen():
+    model = small_model("tape", dtype="bfloat16", state_dtype="bfloat16")
+    _, states = run(model, random_variables(model), random_tokens(1, 4), return_states=True)
+    for state in states.position:
+        chex.assert_type(state, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("position", ["tape", "alibi", "rope", "xpos"])
+def test_far_positions_stay_apart_in_bfloat16(position):
+    model = small_model(position, dtype="bfloat16", num_layers=2)
+    variables, tokens = random_variables(model, std=0.4), random_tokens(1, 12)
+    near = run(model, variables, tokens, positions=jnp.arange(12))
+    far = run(model, variables, tokens, positions=jnp.arange(12) + 1000)
+    close(far, near, 2e-2)
+    merged = run(model, variables, tokens, positions=jnp.arange(12) // 8 * 8)
+    assert jnp.abs(merged - near).max() > 0.1, "the test would not notice merged positions"
+
+
+def test_float64(x64):
+    model = small_model("tape", dtype="float64", param_dtype="float64")
+    variables = random_variables(model)
+    logits, states = run(model, variables, random_tokens(1, 4), return_states=True)
+    chex.assert_type([logits, *states.hidden, *states.position], jnp.float64)
+
+
+@pytest.mark.parametrize("position", ["tape", "fire", "sinusoidal", "xpos", "random_rope"])
+def test_x64_changes_nothing_for_a_float32_model(position):
+    model = small_model(position)
+    variables, tokens = random_variables(model), random_tokens(2, 6)
+    expected = run(model, variables, tokens, return_states=True)
+    with jax.enable_x64(True):
+        actual = run(model, variables, tokens, return_states=True)
+    chex.assert_trees_all_equal_dtypes(actual, expected)
+    chex.assert_trees_all_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_tied_embeddings():
+    model = small_model("tape", tie_embeddings=True)
+    variables, tokens = random_variables(model), random_tokens(2, 5)
+    assert "head" not in variables["params"]
+    logits, states = run(model, variables, tokens, return_states=True)
+    close(logits, states.final_norm @ variables["params"]["embedding"].T)
+
+
+def test_untied_embeddings():
+    model = small_model("tape")
+    variables = random_variables(model)
+    logits, states = run(model, variables, random_tokens(2, 5), return_states=True)
+    close(logits, states.final_norm @ variables["params"]["head"]["kernel"])
+
+
+def test_grouped_queries_equal_repeated_keys_and_values():
+    grouped = small_model("rope", num_heads=4, num_kv_heads=2, head_dim=6, num_layers=2)
+    full = small_model("rope", num_heads=4, head_dim=6, num_layers=2)
+    variables, tokens = random_variables(grouped), random_tokens(2, 6)
+
+    def repeat(path, x):
+        if not {"k", "v"} & {entry.key for entry in path}:
+            return x
+        return x.reshape(2, 16, 2, 6).repeat(2, axis=2).reshape(2, 16, 24)
+
+    expected = run(full, jax.tree.map_with_path(repeat, variables), tokens)
+    close(run(grouped, variables, tokens), expected)
+
+
+def test_shapes_of_parameters_with_an_explicit_head_dim():
+    model = small_model("tape", num_heads=4, num_kv_heads=2, head_dim=6, num_layers=4)
+    params = random_variables(model)["params"]
+    layers, last = params["layers_0"], params["layers_3"]
+    kernels = {name: leaf["kernel"].shape for name, leaf in layers["attention"].items()}
+    assert kernels == {"q": (3, 16, 24), "k": (3, 16, 12), "v": (3, 16, 12), "out": (3, 24, 16)}
+    assert layers["position_mix"].shape == (3, 4)
+    assert layers["position_wx"].shape == (3, 16, 8)
+    assert layers["position_up"].shape == (3, 8, 2)
+    assert layers["position_down"].shape == (3, 2, 8)
+    assert last["attention"]["q"]["kernel"].shape == (1, 16, 24)
+
+
+@pytest.mark.parametrize(
+    ("layers", "updating"),
+    [("all", {0, 1, 2}), ((1, 3), {1, 2}), ((2, 4), {2}), ((0, 0), set()), ((3, 4), set())],
+)
+def test_only_updating_layers_have_parameters_and_never_the_last(layers, updating):
+    model = small_model(positions.Tape(layers=layers), num_layers=4, scan_layers=False)
+    params = random_variables(model)["params"]
+    having = {
+        i for i in range(4) if any(name.startswith("position") for name in params[f"layers_{i}"])
+    }
+    assert having == updating
+    assert {i for a, b, updates in model.runs if updates for i in range(a, b)} == updating
+    cache = jax.eval_shape(lambda: init_cache(model, 1, 3))
+    assert [layer.e is not None for layer in cache.layers] == [u for _, _, u in model.runs]
+
+
+def test_only_updating_layers_change_the_state():
+    model = small_model(positions.Tape(layers=(1, 3)), num_layers=5)
+    _, states = run(model, random_variables(model), random_tokens(2, 6), return_states=True)
+    entering = [
+        jnp.broadcast_to(s if s.ndim > 2 else s[:, None], (2, 6, 2, 8)) for s in states.position
+    ]
+    same = [bool((a == b).all()) for a, b in itertools.pairwise(entering)]
+    assert same == [True, False, False, True]
+
+
+def test_shapes_of_returned_states():
+    model = small_model("tape", num_heads=4, num_kv_heads=2)
+    logits, states = run(model, random_variables(model), random_tokens(2, 6), return_states=True)
+    chex.assert_shape(logits, (2, 6, VOCAB))
+    assert len(states.hidden) == 4
+    chex.assert_shape([*states.hidden, states.final_norm], (2, 6, 16))
+    assert len(states.position) == 3
+    chex.assert_shape(states.position, (2, 6, 2, 4))
+
+
+def test_the_number_of_parameters():
+    layers, hidden, heads, kv, dim, mlp, vocab = 32, 4096, 32, 8, 128, 14336, 128256
+    config = ModelConfig(
+        vocab, hidden, layers, heads, num_kv_heads=kv, head_dim=dim, intermediate_size=mlp
+    )
+    shapes = jax.eval_shape(
+        Transformer(config).init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32)
+    )
+    block = hidden * dim * (2 * heads + 2 * kv) + 3 * hidden * mlp + 2 * hidden
+    width = 4 * kv
+    update = heads + hidden * width + 2 * width * kv
+    expected = layers * block + (layers - 1) * update + 2 * vocab * hidden + hidden
+    assert sum(x.size for x in jax.tree.leaves(shapes)) == expected
+    assert (expected - (layers - 1) * update) == 8_030_261_248, "Llama 3 8B"
+
+
+def banded(time, window):
+    i, j = np.arange(time)[:, None], np.arange(time)
+    return (j <= i) & (j > i - window)
+
+
+def test_window_equals_its_mask():
+    variables, tokens = random_variables(small_model("tape")), random_tokens(2, 9)
+    expected = run(small_model("tape"), variables, tokens, mask=banded(9, 3))
+    close(run(small_model("tape", window=3), variables, tokens), expected)
+
+
+def test_a_causal_mask_equals_causal():
+    model = small_model("tape")
+    variables, tokens = random_variables(model), random_tokens(2, 5)
+    mask = jnp.tril(jnp.ones((5, 5), bool))
+    close(run(model, variables, tokens, mask=mask, causal=False), run(model, variables, tokens))
+
+
+def test_without_causality_every_token_is_seen():
+    model = small_model("tape")
+    variables, tokens = random_variables(model), random_tokens(1, 6)
+    changed = tokens.at[0, -1].add(1)
+    both = [run(model, variables, t, causal=False) for t in (tokens, changed)]
+    assert jnp.abs(both[0] - both[1]).max(-1).min() > 1e-4
+
+
+@pytest.mark.parametrize("kind", positions.registry)
+def test_packed_segments_equal_separate_sequences(kind):
+    model = small_model(kind)
+    generator = np.random.default_rng(0)
+    first, second = generator.integers(0, VOCAB, 4), generator.integers(0, VOCAB, 5)
+    first[-1] = second[0] = DIGITS[4]  # one number ends where the next begins
+    packed = np.concatenate([first, second])
+    filler = generator.integers(0, VOCAB, 5)
+    tokens = np.stack(
+        [packed, np.concatenate([first, filler]), np.concatenate([second, filler[:4]])]
+    )
+    ramp = np.arange(9)
+    places = np.stack([np.concatenate([ramp[:4], ramp[:5]]), ramp, ramp])
+    segments = np.stack([np.repeat([7, 3], [4, 5]), ramp * 0 + 1, ramp * 0 + 1])
+    logits = run(model, random_variables(model), tokens, positions=places, segment_ids=segments)
+    close(logits[0, :4], logits[1, :4])
+    close(logits[0, 4:], logits[2, :5])
+
+
+@pytest.mark.parametrize(
+    "position", [positions.Tape(form="tensor", attention_mix="heads"), "fire", "abacus"]
+)
+def test_any_batch_axes(position):
+    model = small_model(position)
+    variables, tokens = random_variables(model), random_tokens(2, 3, 5)
+    places = jnp.asarray(np.random.default_rng(1).integers(0, 9, (2, 3, 5)))
+    segments = jnp.asarray([0, 0, 1, 1, 1])
+    options = {"positions": places, "segment_ids": segments}
+    whole = run(model, variables, tokens, **options)
+    chex.assert_shape(whole, (2, 3, 5, VOCAB))
+    flat = run(
+        model, variables, tokens.reshape(6, 5), positions=places.reshape(6, 5), segment_ids=segments
+    )
+    close(flat, whole.reshape(6, 5, VOCAB))
+    one = run(model, variables, tokens[1, 2], positions=places[1, 2], segment_ids=segments)
+    close(one, whole[1, 2])
+    mapped = jax.jit(
+        jax.vmap(lambda t, p: model.apply(variables, t, positions=p, segment_ids=segments)),
+        compiler_options=FAST_COMPILATION,
+    )(tokens, places)
+    close(mapped, whole)
+
+
+@pytest.mark.parametrize("shape", [(5,), (1, 5), (2, 5)])
+def test_positions_broadcast(shape):
+    model = small_model("tape")
+    variables, tokens = random_variables(model), random_tokens(2, 5)
+    places = jnp.broadcast_to(jnp.arange(5), shape)
+    close(run(model, variables, tokens, positions=places), run(model, variables, tokens))
+
+
+@pytest.mark.parametrize(
+    "position",
+    [
+        positions.Rope(axes=2),
+        positions.Tape(axes=2, base=100.0),
+        positions.Tape(axes=2, form="tensor", r=3),
+    ],
+)
+def test_coordinates_of_two_axes(position):
+    model = small_model(position)
+    variables, tokens = random_variables(model), random_tokens(2, 6)
+    row, column = np.divmod(np.arange(6), 3)
+    places = np.stack([row, column], axis=-1)
+    expected = run(model, variables, tokens, positions=places)
+    close(run(model, variables, tokens, positions=places + np.array([7, -4])), expected)
+    for axis in range(2):
+        moved = places.copy()
+        moved[0, axis] += 1
+        assert jnp.abs(run(model, variables, tokens, positions=moved) - expected).max() > 1e-3
+
+
+def test_an_initial_state_replaces_the_start():
+    tokens, places = random_tokens(2, 6), jnp.arange(6)
+    for position, state in (
+        ("tape", rotary_state(places, 8)),
+        (positions.Tape(form="tensor"), tensor_state(places, 8)),
+    ):
+        model = small_model(position, num_layers=2)
+        variables = random_variables(model)
+        expected = run(model, variables, tokens)
+        close(run(model, variables, tokens, initial_state=state), expected)
+        backwards = run(model, variables, tokens, initial_state=state[::-1])
+        assert jnp.abs(backwards - expected).max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["random_rope", "abacus"])
+def test_encodings_that_draw_follow_the_random_stream(kind):
+    model = small_model(kind)
+    variables, tokens = random_variables(model), random_tokens(2, 8)
+    apply = jax.jit(
+        lambda key: model.apply(variables, tokens, rngs={"positions": key}),
+        compiler_options=FAST_COMPILATION,
+    )
+    first = apply(jax.random.key(1))
+    chex.assert_trees_all_equal(apply(jax.random.key(1)), first)
+    assert jnp.abs(apply(jax.random.key(2)) - first).max() > 1e-3
+    fixed = run(model, variables, tokens)
+    chex.assert_trees_all_equal(run(model, variables, tokens), fixed)
+    assert jnp.abs(fixed - first).max() > 1e-3
+
+
+def test_backends_agree():
+    variables, tokens = random_variables(small_model("tape")), random_tokens(2, 9)
+    results = [
+        run(small_model("tape", attention=name), variables, tokens)
+        for name in ("reference", "chunked")
+    ]
+    close(*results)
+
+
+def test_equal_models_are_one_key():
+    assert hash(small_model("tape")) == hash(small_model("tape"))
+    assert small_model("tape") == small_model("tape")
+    assert small_model("tape") != small_model("rope")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vocab_size": 0}, "vocab_size must be a positive integer; got 0"),
+        ({"num_layers": 0}, "num_layers must be a positive integer; got 0"),
+        ({"hidden_size": 16.0}, "hidden_size must be a positive integer; got 16.0"),
+        ({"max_length": 0}, "max_length must be a positive integer or None; got 0"),
+        ({"window": -1}, "window must be a positive integer or None; got -1"),
+        ({"head_dim": 7}, "head dimension must be even; got 7"),
+        ({"hidden_size": 20, "num_heads": 4}, "head dimension must be even; got 5"),
+        ({"hidden_size": 18, "num_heads": 4}, "hidden_size = 18 is not a multiple of num_heads"),
+        ({"num_heads": 4, "num_kv_heads": 3}, "num_heads = 4 is not a multiple of num_kv_heads"),
+        ({"dtype": "bfloat"}, r"unknown model dtype 'bfloat'.*did you mean 'bfloat16'"),
+        ({"param_dtype": "int8"}, "unknown model param_dtype 'int8'"),
+        ({"state_dtype": "int8"}, "unknown model state_dtype 'int8'"),
+        ({"remat": "dot"}, r"unknown remat policy 'dot'.*did you mean 'dots'"),
+        (
+            {"hiden_size": 8},
+            r"unknown field 'hiden_size' of model \(did you mean 'hidden_size'\?\)",
+        ),
+    ],
+)
+def test_bad_configurations(options, message):
+    with pytest.raises(ValueError, match=message):
+        from_mapping(ModelConfig, {"vocab_size": 5, "hidden_size": 16, **options}, what="model")
+
+
+def trace(model, tokens=None, **options):
+    """Initialises without computing anything."""
+    tokens = jnp.zeros((2, 5), jnp.int32) if tokens is None else tokens
+    return jax.eval_shape(lambda: model.init(jax.random.key(0), tokens, **options))
+
+
+@pytest.mark.parametrize(
+    ("position", "options", "message"),
+    [
+        ("taep", {}, r"unknown position encoding 'taep'.*did you mean 'tape'"),
+        ({"kind": "tape", "norms": "rms"}, {}, r"unknown field 'norms'.*did you mean 'norm'"),
+        ({"norm": "rsm"}, {}, r"unknown tape norm 'rsm'.*did you mean 'rms'"),
+        ({"form": "tensors"}, {}, r"unknown tape form 'tensors'.*did you mean 'tensor'"),
+        ({"attention_mix": "head"}, {}, r"unknown tape attention_mix 'head'.*did you mean"),
+        ({"activation": "slu"}, {}, r"unknown tape activation 'slu'.*did you mean 'silu'"),
+        ({"layers": (2, 1)}, {}, r"layers must be 'all' or \(start, stop\).*got \(2, 1\)"),
+        ({"layers": (1, 4)}, {}, r"layers = \(1, 4\) goes past the model's 3 layers"),
+        ({"form": "tensor", "l": 3}, {}, "l = 3 does not divide the head dimension 8"),
+        ({"form": "tensor", "l": 4, "r": 2}, {}, "start state exists for even l and r >= l"),
+        ({"kind": "abacus"}, {}, "abacus: digits"),
+        ({"kind": "rope", "axes": 5}, {"positions": jnp.zeros((5, 5))}, r"axes must lie in 1\.\.4"),
+        (
+            {"kind": "tape_mix_head_dim"},
+            {"num_kv_heads": 1},
+            "one state per query head; got num_heads = 2",
+        ),
+        ("tape", {"attention": "chunky"}, r"'chunky'.*did you mean 'chunked'"),
+    ],
+)
+def test_bad_encodings_and_backends(position, options, message):
+    inputs = {name: options[name] for name in options if name == "positions"}
+    config = {name: options[name] for name in options if name != "positions"}
+    with pytest.raises(ValueError, match=message):
+        trace(small_model(positions.create(position), **config), **inputs)
+
+
+GRID = positions.Rope(axes=2)
+
+
+@pytest.mark.parametrize(
+    ("position", "tokens", "options", "message"),
+    [
+        ("tape", jnp.zeros((2, 5)), {}, r"tokens must be integers .* float32 of shape \(2, 5\)"),
+        ("tape", jnp.int32(3), {}, r"tokens must be integers .* shape \(\)"),
+        ("tape", jnp.zeros((2, 0), jnp.int32), {}, r"at least one token; got shape \(2, 0\)"),
+        ("tape", None, {"positions": jnp.arange(6)}, r"positions of shape \(6,\).*\(2, 5\)"),
+        ("tape", None, {"positions": jnp.zeros((3, 5))}, r"positions of shape \(3, 5\)"),
+        ("tape", None, {"positions": jnp.zeros((1, 2, 5))}, r"positions of shape \(1, 2, 5\)"),
+        ("tape", None, {"positions": jnp.int32(3)}, r"positions of shape \(\)"),
+        ("tape", None, {"positions": jnp.zeros((2, 5, 2))}, r"positions of shape \(2, 5, 2\)"),
+        (GRID, None, {}, r"axes=2: give positions= of shape \(2, 5, 2\)"),
+        (GRID, None, {"positions": jnp.zeros((2, 5))}, r"expected \(2, 5, 2\)"),
+        (GRID, None, {"positions": jnp.zeros((2, 5, 3))}, r"expected \(2, 5, 2\)"),
+        ("tape", None, {"segment_ids": jnp.zeros((2, 5))}, "segment_ids must be integers; got fl"),
+        ("tape", None, {"segment_ids": jnp.zeros(4, jnp.int32)}, r"segment_ids of shape \(4,\)"),
+        ("tape", None, {"mask": jnp.ones((5, 5))}, "mask must be boolean"),
+        ("tape", None, {"mask": jnp.ones((5, 4), bool)}, r"mask must broadcast .* got .*5, 4\)"),
+        (
+            "tape",
+            None,
+            {"initial_state": jnp.zeros((4, 8))},
+            r"state of shape \(4, 8\) .* \(2, 5, 2, 8\)",
+        ),
+        ("tape", jnp.zeros((1, 9), jnp.int32), {}, "9 tokens exceeds the model's max_length of 8"),
+        (
+            positions.Learned(size=4),
+            None,
+            {},
+            "5 tokens exceeds the limit of the encoding 'learned' of 4",
+        ),
+        (positions.RandomRope(range=4), None, {}, "the limit of the encoding 'random_rope' of 4"),
+        (encoding("random_rope"), None, {"length": 65}, "65 positions cannot be drawn"),
+    ],
+)
+def test_bad_inputs(position, tokens, options, message):
+    with pytest.raises(ValueError, match=message):
+        trace(small_model(position, max_length=8), tokens, **options)
+
+
+def test_a_mask_needs_the_reference():
+    with pytest.raises(NotImplementedError, match="mask"):
+        trace(small_model("tape", attention="chunked"), mask=jnp.ones((5, 5), bool))
+
+
+@pytest.mark.parametrize(
+    ("batch", "capacity", "shape", "used", "message"),
+    [
+        (2, 4, (2, 5), 0, "5 tokens do not fit into a cache of capacity 4 with 0 in use"),
+        (2, 6, (2, 5), 2, "5 tokens do not fit into a cache of capacity 6 with 2 in use"),
+        (3, 6, (2, 5), 0, r"cache for 3 sequences, tokens must have shape \(3, T\); got \(2, 5\)"),
+        (2, 6, (5,), 0, r"tokens must have shape \(2, T\); got \(5,\)"),
+        (2, 6, (1, 2, 5), 0, r"tokens must have shape \(2, T\); got \(1, 2, 5\)"),
+        (2, 9, (2, 5), 0, "a cache of 9 tokens exceeds the model's max_length of 8"),
+        (0, 5, (2, 5), 0, "batch_size and capacity must be positive; got 0 and 5"),
+        (2, 0, (2, 5), 0, "batch_size and capacity must be positive; got 2 and 0"),
+    ],
+)
+def test_bad_caches(batch, capacity, shape, used, message):
+    model = small_model("tape", max_length=8)
+    tokens = jnp.zeros(shape, jnp.int32)
+
+    def use_cache():
+        cache = init_cache(model, batch, capacity).replace(index=jnp.int32(used))
+        model.init(jax.random.key(0), tokens, cache=cache)
+
+    with pytest.raises(ValueError, match=message):
+        use_cache()
+
+
+def test_the_size_of_a_cache():
+    model = small_model("tape", num_heads=4, num_kv_heads=2, dtype="bfloat16")
+    cache = jax.eval_shape(lambda: init_cache(model, 3, 10))
+    keys_and_values = 3 * 2 * (3 * 10 * 2 * 4) * 2
+    states = 2 * (3 * 10 * 2 * 4) * 4
+    assert cache.capacity == 10
+    assert cache.nbytes == keys_and_values + states + 3 * (3 * 10) * 4
