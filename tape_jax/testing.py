@@ -41,7 +41,7 @@ from tape_jax import algebra
 
 Array = jax.Array
 Tree = Any
-Action = Callable[[Array, Any], Array]
+Action = Callable[[Any, Any], Any]
 
 TOLERANCE = {"float64": 1e-10, "float32": 3e-5, "float16": 1e-2, "bfloat16": 5e-2}
 
@@ -52,8 +52,7 @@ class SymmetryError(AssertionError):
     Attributes:
       symmetry: which one.
       where: the output (for causality also the input) that disagrees the most.
-      index: where in it, as indices of the untransformed output; for causality the time axis of
-        outputs comes first.
+      index: where in it, as indices of the untransformed output.
       difference: by how much, absolutely; infinite for NaN.
       allowed: the bound.
     """
@@ -180,9 +179,9 @@ def assert_permutation_equivariant(
     permutation = random_permutation(key, _time(args, in_axes))
 
     def reorder(order: np.ndarray) -> Action:
-        def act(x: Array, axes: Any) -> Array:
+        def act(x: Any, axes: Any) -> Any:
             for axis in _as_set(axes):
-                x = jnp.take(x, order, axis=axis)
+                x = np.take(np.asarray(x), order, axis=axis)
             return x
 
         return act
@@ -341,53 +340,56 @@ def assert_causal(
         raise ValueError("in_axes: causality is checked along one axis of an argument, not a set")
     time, generator = _time(args, in_axes), _generator(key)
 
-    def outputs(fn: Callable[..., Tree], leaves: list[Array]) -> dict[str, Array]:
-        """The results that have a time axis, this axis first."""
-        out = fn(*jax.tree.unflatten(structure, leaves))
-        return _time_first("output", out, _specs("out_axes", out_axes, out))
+    def timed(out: Tree) -> dict[str, tuple[Any, int]]:
+        """The results that have a time axis, with that axis."""
+        entries = zip(_named("output", out).items(), _specs("out_axes", out_axes, out), strict=True)
+        return {name: (x, axis) for (name, x), axis in entries if axis is not None}
+
+    def earlier(out: Tree, cut: int) -> dict[str, np.ndarray]:
+        return {name: np.take(x, range(cut), axis) for name, (x, axis) in timed(out).items()}
 
     compiled = jax.jit(fn)
-    expected = outputs(compiled, leaves)
+    expected = jax.device_get(compiled(*args))
+    if not timed(expected):
+        raise ValueError(f"out_axes = {out_axes} names no time axis: nothing could be checked")
     other = [
-        _different(x, generator) if axis is not None else x
+        x if axis is None else _different(x, generator)
         for x, axis in zip(leaves, axes, strict=True)
     ]
     for cut in range(1, time):
         mixed = [
-            x if axis is None else jnp.where(_before(cut, axis, x), x, y)
+            x if axis is None else np.where(_before(cut, axis, x), x, y)
             for x, y, axis in zip(leaves, other, axes, strict=True)
         ]
-        got = outputs(compiled, mixed)
-        _compare(
-            f"causality (tokens from {cut} on replaced)",
-            {name: np.asarray(x)[:cut] for name, x in got.items()},
-            {name: np.asarray(x)[:cut] for name, x in expected.items()},
-            tolerance,
-        )
-    slopes = _later_gradients(functools.partial(outputs, fn), leaves, axes, time, generator)
-    for i, slope in slopes.items():
+        got = jax.device_get(compiled(*jax.tree.unflatten(structure, mixed)))
+        symmetry = f"causality (tokens from {cut} on replaced)"
+        _compare(symmetry, earlier(got, cut), earlier(expected, cut), tolerance)
+
+    gradients = _later_gradients(
+        lambda leaves: timed(fn(*jax.tree.unflatten(structure, leaves))),
+        leaves,
+        axes,
+        time,
+        generator,
+    )
+    for i, slopes in gradients.items():
         name = f"the gradient by {list(_named('argument', args))[i]}"
-        for cut in range(1, time):
-            got = {name: np.asarray(slope)[cut - 1]}
-            _compare(
-                f"causality (outputs before token {cut})",
-                got,
-                {name: np.zeros_like(got[name])},
-                gradient_tolerance,
-            )
+        for cut, slope in enumerate(slopes, start=1):
+            symmetry = f"causality (outputs before token {cut})"
+            _compare(symmetry, {name: slope}, {name: np.zeros_like(slope)}, gradient_tolerance)
 
 
 def _later_gradients(
-    outputs: Callable[[list[Array]], dict[str, Array]],
+    outputs: Callable[[list[Array]], dict[str, tuple[Array, int]]],
     leaves: list[Array],
     axes: list[Any],
     time: int,
     generator: np.random.Generator,
-) -> dict[int, Array]:
+) -> dict[int, np.ndarray]:
     """Gradients of random combinations of earlier outputs by later inputs.
 
     Args:
-      outputs: from inputs to outputs, time axis first.
+      outputs: from inputs to outputs with their time axes.
       leaves: the inputs.
       axes: their time axes, or None.
       time: the length of these axes.
@@ -397,33 +399,28 @@ def _later_gradients(
       For each floating-point input with a time axis, by its number: ``[T - 1, *shape]``. Entry
       ``c - 1`` is the gradient of outputs before time ``c``; it is set to zero before time ``c``.
     """
-    floats = [
-        i
-        for i, (x, axis) in enumerate(zip(leaves, axes, strict=True))
-        if axis is not None and _is_float(x)
-    ]
 
-    def results(moving: dict[int, Array]) -> dict[str, Array]:
+    def combination(moving: dict[int, Array], cut: Array) -> Array:
         full = [moving.get(i, x) for i, x in enumerate(leaves)]
-        return {name: x for name, x in outputs(full).items() if _is_float(x)}
+        total = jnp.zeros(())
+        for x, axis in outputs(full).values():
+            if _is_float(x):
+                weights = jnp.asarray(generator.standard_normal(x.shape), x.dtype)
+                total += jnp.sum(jnp.where(_before(cut, axis, x), weights * x, 0))
+        return total
 
     @jax.jit
-    def gradients(moving: dict[int, Array]) -> dict[int, Array]:
-        out, pull = jax.vjp(results, moving)
-        weights = {
-            name: jnp.asarray(generator.standard_normal(x.shape), x.dtype)
-            for name, x in out.items()
-        }
+    @functools.partial(jax.vmap, in_axes=(None, 0))
+    def gradients(moving: dict[int, Array], cut: Array) -> dict[int, Array]:
+        slopes = jax.grad(combination)(moving, cut)
+        return {i: jnp.where(_before(cut, axes[i], x), 0, x) for i, x in slopes.items()}
 
-        def of_cut(cut: Array) -> dict[int, Array]:
-            (slopes,) = pull(
-                {name: jnp.where(_before(cut, 0, w), w, 0) for name, w in weights.items()}
-            )
-            return {i: jnp.where(_before(cut, axes[i], x), 0, x) for i, x in slopes.items()}
-
-        return jax.vmap(of_cut)(jnp.arange(1, time))
-
-    return gradients({i: leaves[i] for i in floats})
+    floats = {
+        i: x
+        for i, (x, axis) in enumerate(zip(leaves, axes, strict=True))
+        if axis is not None and _is_float(x)
+    }
+    return jax.device_get(gradients(floats, jnp.arange(1, time))) if floats else {}
 
 
 def _assert_symmetric(
@@ -495,9 +492,12 @@ def _map(action: Action, what: str, specs: Tree, tree: Tree) -> Tree:
     return jax.tree.unflatten(structure, acted)
 
 
+_transform = jax.jit(algebra.transform)
+
+
 def _transforming(omega: Array) -> Action:
     """The action of a group element on what is marked as a state."""
-    return lambda x, is_state: algebra.transform(x, omega) if is_state else x
+    return lambda x, is_state: _transform(x, omega) if is_state else x
 
 
 def _as_set(axes: Any) -> frozenset[int]:
@@ -545,20 +545,11 @@ def _is_float(x: Array) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.floating))
 
 
-def _time_first(prefix: str, tree: Tree, axes: list[Any]) -> dict[str, Array]:
-    """The arrays of a tree that have a time axis, this axis first, by their names."""
-    return {
-        name: jnp.moveaxis(x, axis, 0)
-        for (name, x), axis in zip(_named(prefix, tree).items(), axes, strict=True)
-        if axis is not None
-    }
-
-
-def _before(cut: int | Array, axis: int, x: Array) -> Array:
+def _before(cut: Any, axis: int, x: Any) -> Any:
     """Whether entries lie before ``cut`` along an axis of ``x``; broadcasts to ``x``."""
     shape = [1] * x.ndim
     shape[axis] = -1
-    return (jnp.arange(x.shape[axis]) < cut).reshape(shape)
+    return (np.arange(x.shape[axis]) < cut).reshape(shape)
 
 
 def _different(x: Array, generator: np.random.Generator) -> np.ndarray:

@@ -154,7 +154,7 @@ LAYERS = [
     Layer(1, 3, kv_heads=1, mlp=False),
     Layer(4, 2, norm="unit"),
 ]
-SHAPES = [(2, 5, 8), (6, 4), (1, 2, 3, 12)]
+SHAPES = [(2, 5, 8), (6, 4)]
 layers = pytest.mark.parametrize("layer", LAYERS, ids=str)
 
 
@@ -197,7 +197,7 @@ def check_layer(layer: Layer, seed: int, shape: tuple[int, ...], tolerance: floa
 @few(max_examples=4)
 def test_layer(layer, seed, shape):
     with precision("float64"):
-        check_layer(layer, seed, shape if shape[-1] % (layer.l or 1) == 0 else SHAPES[0])
+        check_layer(layer, seed, shape)
 
 
 @pytest.mark.parametrize("layer", LAYERS[::3], ids=str)

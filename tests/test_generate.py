@@ -51,8 +51,8 @@ VARIANTS = {
 }
 CASES = {**{kind: {"position": kind} for kind in positions.registry}, **VARIANTS}
 
-PROMPTS = (5, 1, 3)  # lengths of the prompts
-PADDED = max(PROMPTS)
+LENGTHS = (5, 1, 3)  # lengths of the prompts
+PADDED = max(LENGTHS)
 NEW = 4  # tokens after each
 CAPACITY = PADDED + NEW + 1
 
@@ -99,9 +99,9 @@ def stepwise_pass(model, variables, tokens):
 def ragged_tokens():
     """The same tokens padded on the left and on the right, each time with digits."""
     generator = np.random.default_rng(0)
-    left = np.full((len(PROMPTS), PADDED + NEW), DIGITS[0])
+    left = np.full((len(LENGTHS), PADDED + NEW), DIGITS[0])
     right = np.full_like(left, DIGITS[1])
-    for i, length in enumerate(PROMPTS):
+    for i, length in enumerate(LENGTHS):
         row = generator.integers(0, VOCAB, length + NEW)
         left[i, -row.size :] = row
         right[i, : row.size] = row
@@ -120,8 +120,8 @@ def test_chunks_behind_ragged_prompts_equal_the_full_pass(name, x64):
     variables = random_variables(model)
     left, right = ragged_tokens()
     full = full_pass(model, variables, right)
-    chunked = chunked_pass(model, variables, left, jnp.asarray(PROMPTS))
-    for i, length in enumerate(PROMPTS):
+    chunked = chunked_pass(model, variables, left, jnp.asarray(LENGTHS))
+    for i, length in enumerate(LENGTHS):
         assert_near(chunked[i, PADDED - length :], full[i, : length + NEW], 1e-10)
 
 
@@ -154,6 +154,10 @@ def test_greedy_generation_is_the_argmax_of_full_passes_of_each_row_alone(name):
         np.testing.assert_array_equal(alone[i, n : n + NEW], best[i, n - 1 : n + NEW - 1])
 
 
+PROMPTS = [[1, 2, 3], [4], [5, 6]]
+LENGTH = 8  # tokens generated after each
+
+
 @pytest.fixture(scope="module")
 def roped():
     """A model without position parameters, whose compiled functions many tests share."""
@@ -163,8 +167,8 @@ def roped():
 
 def test_every_kind_of_prompt_gives_the_same(roped):
     model, variables = roped
-    rows = [[1, 2, 3], [4, 5, 6]]
-    expected = generate(model, variables, rows, 2)
+    rows = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    expected = generate(model, variables, rows, LENGTH)
     for prompts in (
         np.array(rows),
         np.array(rows, np.uint8),
@@ -172,54 +176,58 @@ def test_every_kind_of_prompt_gives_the_same(roped):
         [np.array(row, np.int64) for row in rows],
         tuple(tuple(row) for row in rows),
     ):
-        chex.assert_trees_all_equal(generate(model, variables, prompts, 2), expected)
+        chex.assert_trees_all_equal(generate(model, variables, prompts, LENGTH), expected)
 
 
 def test_prompts_may_be_traced(roped):
     model, variables = roped
-    prompts = jnp.array([[1, 2, 3]])
-    traced = jax.jit(lambda prompts: generate(model, variables, prompts, 2))(prompts)
-    chex.assert_trees_all_equal(traced, generate(model, variables, prompts, 2))
+    prompts = jnp.array([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
+    traced = jax.jit(lambda prompts: generate(model, variables, prompts, LENGTH))(prompts)
+    chex.assert_trees_all_equal(traced, generate(model, variables, prompts, LENGTH))
 
 
 def test_bfloat16(roped):
     model = small_model("rope", num_layers=1, dtype="bfloat16")
-    out = generate(model, roped[1], [[1, 2, 3], [4]], 3)
-    assert out.shape == (2, 6)
+    out = generate(model, roped[1], PROMPTS, 3)
+    assert out.shape == (3, 6)
     assert ((out >= 0) & (out < VOCAB)).all()
 
 
 def test_x64(roped, x64):
     model, variables = roped
-    prompts = [[1, 2, 3], [4]]
-    out = generate(model, variables, prompts, 3, temperature=0.5, key=jax.random.key(0), stop=[5])
+    options = {"temperature": 0.5, "top_p": 0.9, "key": jax.random.key(0), "stop": [5]}
+    out = generate(model, variables, PROMPTS, 3, **options)
     assert out.dtype == jnp.int32
-    assert out.shape == (2, 6)
+    assert out.shape == (3, 6)
 
 
 def test_equal_calls_share_one_compilation(roped):
     model, variables = roped
     key = jax.random.key(0)
-    generate(model, variables, [[1, 2], [3]], 2, temperature=0.5, top_k=3, top_p=0.9, key=key)
+    options = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "key": key}
+    generate(model, variables, PROMPTS, LENGTH, **options)
     before = _generate._cache_size()
     again = Transformer(ModelConfig(**vars(model.config)))
-    generate(again, variables, [[4], [5, 6]], 2, temperature=1.5, top_k=2, top_p=0.5, key=key)
+    options = {"temperature": 1.5, "top_k": 2, "top_p": 0.5, "key": key}
+    generate(again, variables, [[1], [2, 3], [4, 5, 6]], LENGTH, **options)
     assert _generate._cache_size() == before
 
 
 def test_the_same_key_gives_the_same_text(roped):
     model, variables = roped
-    prompts = np.ones((4, 3), int)
+    prompts = np.ones((3, 3), int)
 
     def sample(seed, **options):
-        key = jax.random.key(seed)
-        return generate(model, variables, prompts, 8, temperature=2.0, key=key, **options)
+        options = {"temperature": 2.0, "top_k": VOCAB, "top_p": 1.0, **options}
+        return generate(model, variables, prompts, LENGTH, key=jax.random.key(seed), **options)
 
     first = sample(0)
     chex.assert_trees_all_equal(sample(0), first)
     assert (sample(1) != first).any()
-    assert len({tuple(row) for row in first.tolist()}) > 1, "rows draw independently"
-    greedy = generate(model, variables, prompts, 8)
+    level = np.asarray(sample(0, temperature=1e6))[:, 3:]
+    assert (level[0] != level[1]).any(), "rows draw independently"
+    assert (level[:, 0] != level[:, 1]).any(), "steps draw independently"
+    greedy = generate(model, variables, prompts, LENGTH)
     chex.assert_trees_all_equal(sample(0, top_k=1), greedy)
     chex.assert_trees_all_equal(sample(0, top_p=1e-6), greedy)
 
@@ -238,8 +246,8 @@ def test_decoding_in_two_calls_draws_what_one_call_does(roped):
 
 def test_rows_end_at_a_stop(roped):
     model, variables = roped
-    prompts, n, pad = [[1, 2, 3], [4], [5, 6]], 8, 12
-    free = np.asarray(generate(model, variables, prompts, n, pad_id=pad))
+    pad = 12
+    free = np.asarray(generate(model, variables, PROMPTS, LENGTH, pad_id=pad))
     stop = {int(free[0, 4]), int(free[1, 6])}
     expected = free.copy()
     for row in expected[:, 3:]:
@@ -248,10 +256,10 @@ def test_rows_end_at_a_stop(roped):
             row[ends[0] + 1 :] = pad
     assert (expected != free).any()
     for given in (stop, list(stop), np.array(list(stop))):
-        out = generate(model, variables, prompts, n, stop=given, pad_id=pad)
+        out = generate(model, variables, PROMPTS, LENGTH, stop=given, pad_id=pad)
         np.testing.assert_array_equal(out, expected)
     np.testing.assert_array_equal(
-        generate(model, variables, prompts, n, stop=[], pad_id=pad), free, "no stop at all"
+        generate(model, variables, PROMPTS, LENGTH, stop=[], pad_id=pad), free, "no stop at all"
     )
 
 

@@ -144,7 +144,7 @@ def test_remat_changes_neither_loss_nor_gradients(scan_layers):
     expected = loss_and_gradients(plain, variables, tokens)
     for path, gradient in jax.tree_util.tree_leaves_with_path(expected[1]):
         assert gradient.any(), f"{jax.tree_util.keystr(path)} learns nothing"
-    for policy in ("dots", "full"):
+    for policy in ("dots", "full") if scan_layers else ("full",):
         actual = loss_and_gradients(small_model(tape, **shape, remat=policy), variables, tokens)
         chex.assert_trees_all_close(actual, expected, atol=1e-5, rtol=1e-4)
 

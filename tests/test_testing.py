@@ -263,6 +263,8 @@ def test_wrong_calls():
         testing.assert_causal(identity, x[:, :1], in_axes=-2, out_axes=-2)
     with pytest.raises(ValueError, match="one axis of an argument"):
         testing.assert_causal(identity, x, in_axes={-2}, out_axes=-2)
+    with pytest.raises(ValueError, match="out_axes = None names no time axis"):
+        testing.assert_causal(identity, x, in_axes=-2, out_axes=None)
     with pytest.raises(ValueError, match="two values to exchange"):
         testing.assert_causal(identity, jnp.ones(4, int), in_axes=0, out_axes=0)
     with pytest.raises(ValueError, match=r"mark states .* none at all"):

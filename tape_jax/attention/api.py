@@ -30,6 +30,7 @@ Array = jax.Array
 # Name to module, fastest first: with ``implementation=None`` the first that can is taken, but see
 # ``_candidates``. Modules are imported when first considered.
 BACKENDS = {
+    "pallas": "tape_jax.attention.pallas_triton",
     "chunked": "tape_jax.attention.chunked",
     "reference": "tape_jax.attention.reference",
 }

@@ -29,6 +29,7 @@ from tape_jax.attention.request import (
     to_rows,
     visible_positions,
 )
+from tape_jax.config import require
 
 Array = jax.Array
 
@@ -59,9 +60,12 @@ def attend(
       accumulator type.
 
     Raises:
+      ValueError: if a block is empty.
       NotImplementedError: if the call has a mask.
     """
     check(request)
+    for name, size in (("block_q", block_q), ("block_k", block_k)):
+        require(size is None or size >= 1, f"{name} must be at least 1; got {size}")
     default_q, default_k = default_blocks(request)
     blocks = _Blocks(
         query_length=request.query_length,
@@ -93,8 +97,8 @@ def attend(
 def default_blocks(request: Request) -> tuple[int, int]:
     """Queries and keys in a block: as many as ``BLOCK_LOGITS`` allows, in blocks of equal size."""
     budget = BLOCK_LOGITS.get(jax.default_backend(), BLOCK_LOGITS_ELSEWHERE)
-    largest = math.isqrt(budget // (request.q.shape[0] * request.query_heads))
-    largest = 1 << min(max(largest, 64), 512).bit_length() - 1  # a power of two
+    side = math.isqrt(budget // (request.q.shape[0] * request.query_heads))
+    largest = 2 ** (min(max(side, 64), 512).bit_length() - 1)
 
     def even(length: int) -> int:
         count = -(-length // largest)
@@ -126,10 +130,12 @@ class _Blocks:
 
     @property
     def query_blocks(self) -> int:
+        """Number of blocks of queries."""
         return -(-self.query_length // self.block_q)
 
     @property
     def key_blocks(self) -> int:
+        """Number of blocks of keys."""
         return -(-self.key_length // self.block_k)
 
     def query_index(self, i: Array, offset: Array) -> Array:
@@ -141,7 +147,7 @@ class _Blocks:
         """Indices of the keys of block ``j``."""
         return j * self.block_k + jnp.arange(self.block_k, dtype=jnp.int32)
 
-    def visible_keys(self, i: Array, offset: Array) -> tuple[Array | int, Array | int]:
+    def visible_keys(self, i: Array, offset: Array) -> tuple[Array, Array]:
         """First key block that any query of block ``i`` sees by position, and one past the last."""
         first = i * self.block_q + offset
         last = jnp.minimum((i + 1) * self.block_q, self.query_length) - 1 + offset
@@ -208,10 +214,9 @@ def _padded_segments(request: Request, blocks: _Blocks) -> tuple[Array, Array] |
     """Segment ids; padding repeats the last id, so that a block's range of ids does not grow."""
     if request.segments is None:
         return None
+    pad = functools.partial(_pad, axis=1, mode="edge")
     queries, keys = request.segments
-    return _pad(queries, blocks.block_q, axis=1, mode="edge"), _pad(
-        keys, blocks.block_k, axis=1, mode="edge"
-    )
+    return pad(queries, blocks.block_q), pad(keys, blocks.block_k)
 
 
 def _pad(x: Array, size: int, *, axis: int, mode: str = "constant") -> Array:
@@ -274,6 +279,7 @@ class _Saved(NamedTuple):
 
 
 def _forward(blocks: _Blocks, bias: BlockBias | None, arrays: _Arrays) -> tuple[Array, _Saved]:
+    """The output, and what the backward pass needs."""
     meet = _segments_meet(blocks, arrays)
     rows = (*arrays.q.shape[:2], blocks.rows)
     acc = algebra.at_least_float32(arrays.q.dtype)
@@ -314,6 +320,7 @@ def _forward(blocks: _Blocks, bias: BlockBias | None, arrays: _Arrays) -> tuple[
 def _backward(
     blocks: _Blocks, bias: BlockBias | None, saved: _Saved, d_out: Array
 ) -> tuple[_Arrays]:
+    """Cotangents of the arrays."""
     arrays = saved.arrays
     compute, acc = arrays.q.dtype, saved.out.dtype
     delta = jnp.sum(d_out * saved.out, axis=-1, keepdims=True)

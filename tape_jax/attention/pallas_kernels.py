@@ -29,8 +29,8 @@ Refs = Mapping[str, Any]
 
 # Softmax is computed to base 2, which the hardware has.
 LOG2_E = math.log2(math.e)
-# The interpreter takes no Python integers for indices.
-ZERO = np.int32(0)
+# The interpreter takes no Python integers for indices, nor indices of unlike types.
+ZERO: Any = np.int32(0)
 HALVES = (np.int32(0), np.int32(1))
 
 
@@ -123,7 +123,8 @@ class Block:
         ref = self.refs[name]
         parts = zip(value, HALVES, strict=True) if isinstance(value, Complex) else [(value,)]
         for x, *part in parts:
-            at = ref.at[(self.b, pl.ds(start, x.shape[0]), head, *part, slice(None))]
+            every = pl.ds(ZERO, x.shape[1])
+            at = ref.at[(self.b, pl.ds(start, x.shape[0]), head, *part, every)]
             plt.store(at, x.astype(ref.dtype), mask=_rows_exist(ref.shape[1], start, *x.shape))
 
     def _read(self, ref: Any, start: Array, size: int, head: Array, *part: Any) -> Array:
@@ -153,7 +154,7 @@ class Block:
     def key_tiles(self, j: Array, head: Array) -> tuple[Complex, Any]:
         """Keys of block ``j``, rotated, and their state or None; both in the compute type."""
         k = self.read("k", j * self.tile.keys, self.tile.keys, head)
-        state = self.key_state(j, head) if "e" in self.refs else None
+        state: Any = self.key_state(j, head) if "e" in self.refs else None
         if self.call.rotate_keys:
             k = times(k, state)
         return self._narrow(k), None if state is None else self._narrow(state)

@@ -184,11 +184,11 @@ def _forward(call: Call, inputs: Arrays) -> tuple[tuple[Array, Array | None], An
 
 def _backward(call: Call, saved: Any, cotangents: tuple[Array, Array | None]) -> tuple[Arrays]:
     inputs, out = saved
-    d_o, d_a = cotangents
-    given = {**inputs, "log_sum": out["log_sum"], "d_o": d_o, "delta": _row_products(d_o, out["o"])}
-    if d_a is not None:
-        given["d_a"] = d_a
-        given["delta"] += _row_products(d_a, out["a"])
+    given = {**inputs, "log_sum": out["log_sum"], "delta": jnp.float32(0)}
+    for name, cotangent in zip("oa", cotangents, strict=True):
+        if cotangent is not None:
+            given["delta"] += _row_products(cotangent, out[name])
+            given[f"d_{name}"] = cotangent.astype(call.compute)
     gradients: dict[str, Any] = dict.fromkeys(inputs)
     for kernel in (_query_kernel, _key_kernel):
         found = over_batch_and_heads(functools.partial(kernel, call), given, AXES)

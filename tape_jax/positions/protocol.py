@@ -38,9 +38,8 @@ class Param(NamedTuple):
 def check_indices(kind: str, positions: Array) -> None:
     """Raises ValueError unless ``positions``, which index a table of ``kind``, are integers."""
     require(
-        jnp.issubdtype(jnp.result_type(positions), jnp.integer),
-        f"{kind}: positions must be integers, since they index a table; got "
-        f"{jnp.result_type(positions)}",
+        jnp.issubdtype(positions.dtype, jnp.integer),
+        f"{kind}: positions must be integers, since they index a table; got {positions.dtype}",
     )
 
 

@@ -279,8 +279,8 @@ def _check_update(e, a, x, params, num_kv_heads) -> tuple[bool, int]:
         block = e.shape[-3:] if tensor else e.shape[-1:]
         if a.shape[a.ndim - len(block) :] != block or a.shape[: x.ndim - 1] != x.shape[:-1]:
             raise ValueError(
-                f"a must have shape [..., T, {queries}, *{block}] to fit e of shape {e.shape} and "
-                f"x of shape {x.shape}; got {a.shape}"
+                f"a must have shape {(*x.shape[:-1], queries, *block)} to fit e of shape {e.shape} "
+                f"and x of shape {x.shape}; got {a.shape}"
             )
     if up is not None:
         wx, down = params["wx"], params["down"]

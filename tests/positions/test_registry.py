@@ -1,0 +1,116 @@
+"""Names, options and defaults of encodings."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+from tape_jax import ModelConfig, RopeScaling, positions
+from tape_jax.positions import Encoding, Rope, Tape, create, registry
+from tape_jax.positions.protocol import check_indices
+
+CONFIG = ModelConfig(13, hidden_size=16, num_layers=2, num_heads=2)
+
+
+def test_the_registry_is_complete():
+    assert set(registry) == {
+        "none",
+        "tape",
+        "rope",
+        "yarn",
+        "xpos",
+        "random_rope",
+        "alibi",
+        "fire",
+        "t5",
+        "sinusoidal",
+        "learned",
+        "abacus",
+        "tape_separate_cos_sin",
+        "tape_mix_head_dim",
+        "tape_no_equivariance",
+    }
+    assert set(registry.values()) <= {
+        cls for cls in vars(positions).values() if isinstance(cls, type)
+    }
+
+
+@pytest.mark.parametrize("kind", registry)
+def test_every_name_makes_a_frozen_hashable_value(kind):
+    encoding = create(kind)
+    assert type(encoding) is registry[kind]
+    assert encoding.kind == kind
+    assert encoding == create({"kind": kind})
+    assert hash(encoding) == hash(create(kind))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        encoding.kind = "other"
+
+
+def test_options_by_keyword_mapping_and_replacement():
+    want = Tape(norm="rms", layers=(0, 1), scaling=RopeScaling("linear", 2.0))
+    options = {"norm": "rms", "layers": [0, 1], "scaling": {"kind": "linear", "factor": 2.0}}
+    assert create("tape", **options) == want
+    assert create({"kind": "tape", **options}) == want
+    assert create(options) == want, "the kind is tape unless given"
+    assert create({**options, "norm": "unit"}, norm="rms") == want
+    assert create(Tape(norm="rms"), layers=(0, 1), scaling=want.scaling) == want
+    assert create(want) is want
+
+
+def test_an_encoding_of_ones_own_needs_no_name():
+    @dataclasses.dataclass(frozen=True)
+    class Mine(Rope):
+        extra: int = 1
+
+    assert create(Mine(), extra=2, base=50.0) == Mine(base=50.0, extra=2)
+
+
+@pytest.mark.parametrize(
+    ("position", "options", "words"),
+    [
+        ("tap", {}, r"unknown position encoding 'tap': expected one of .*did you mean 'tape'"),
+        (None, {}, r"unknown position encoding None"),
+        ({"kind": "alibbi"}, {}, r"'alibbi'.*did you mean 'alibi'"),
+        ("rope", {"bass": 2.0}, r"unknown field 'bass' of position encoding 'rope' .*'base'"),
+        ({"kind": "t5", "bucket": 3}, {}, r"unknown field 'bucket' of .* 't5' .*'buckets'"),
+        (Rope(), {"bass": 2.0}, r"unknown field 'bass' of position encoding 'rope' .*'base'"),
+        (
+            "yarn",
+            {"scaling": {"facto": 2.0}},
+            r"unknown field 'facto' of position\.scaling of 'yarn' .*'factor'",
+        ),
+        ("rope", {"scaling": {"kind": "liner"}}, r"unknown rope scaling 'liner'.*'linear'"),
+        ("alibi", {"base": 2.0}, r"unknown field 'base' of position encoding 'alibi'"),
+    ],
+)
+def test_unknown_names(position, options, words):
+    with pytest.raises(ValueError, match=words):
+        create(position, **options)
+
+
+def test_no_encoding_does_nothing():
+    none = Encoding()
+    none.check(CONFIG)
+    assert none.coordinate_axes == 1
+    assert not none.attends_state
+    assert not none.biases
+    assert none.max_length() is None
+    assert none.input_params(CONFIG) == {}
+    assert none.layer_params(CONFIG, updates=True) == {}
+    places = jnp.arange(3)
+    assert none.coordinates(jnp.zeros(3, int), places) is places
+    assert none.embed({}, places, CONFIG, None) is None
+    assert none.start(places, CONFIG) is None
+    assert none.rotation(None) == (None, None)
+    assert not none.updates(0, 2)
+    state = object()
+    assert none.carry(state, (3,), CONFIG) is state
+    assert none.update({}, state, None, jnp.zeros((3, 16))) is state
+
+
+def test_tables_are_indexed_by_integers():
+    check_indices("learned", jnp.arange(3, dtype=jnp.uint8))
+    with pytest.raises(ValueError, match=r"learned: positions must be integers.*got float32"):
+        check_indices("learned", jnp.arange(3.0))
+    with pytest.raises(ValueError, match=r"got bool"):
+        check_indices("learned", jnp.ones(3, bool))
