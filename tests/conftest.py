@@ -3,10 +3,15 @@
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = (
-        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    ).strip()
+# Nearly all of the time of these tests is compilation, and the machine code need not be fast.
+FLAGS = {
+    "xla_force_host_platform_device_count": "8",
+    "xla_backend_optimization_level": "0",
+    "xla_llvm_disable_expensive_passes": "true",
+}
+given = os.environ.get("XLA_FLAGS", "")
+added = [f"--{name}={value}" for name, value in FLAGS.items() if name not in given]
+os.environ["XLA_FLAGS"] = " ".join([given, *added]).strip()
 
 import jax
 import pytest

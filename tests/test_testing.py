@@ -230,6 +230,9 @@ def test_nan_fails_and_equal_infinities_pass():
     check(lambda x: x.at[..., 0].set(-jnp.inf), x, in_axes=0, out_axes=0)
     with pytest.raises(SymmetryError, match="off by inf"):
         check(lambda x: x * jnp.nan, x, in_axes=0, out_axes=0)
+    with pytest.raises(SymmetryError) as caught:  # Infinities excuse no other difference.
+        check(lambda x: x.at[:, 0].set(-jnp.inf).at[0, 1].add(0.5), x, in_axes=0, out_axes=0)
+    assert caught.value.difference == pytest.approx(0.5)
 
 
 def test_tolerance_follows_the_type_and_the_size(x64):

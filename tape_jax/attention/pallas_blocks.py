@@ -1,6 +1,6 @@
 """Block sizes of the fused attention kernels: by kind of device, head dimension and type.
 
-Chosen so that the tiles of a block fit in shared memory and registers; none was timed yet.
+The sizes are estimates of what fits in shared memory and registers. None was timed yet.
 """
 
 from __future__ import annotations

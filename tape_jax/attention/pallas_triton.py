@@ -10,7 +10,9 @@ The backward pass is two kernels, one over blocks of queries (dq and the queries
 blocks of keys (dk, dv, de); both compute the probabilities again, and the products of complex
 numbers are differentiated inside. In units of one T x T x D product, with the state attended, they
 cost 4 and 6, where one pass would cost 7: it would share the logits (1) and the gradient of the
-probabilities (2), but would have to add dq up across programs.
+probabilities (2), but would have to add dq up across programs. Gradients are of first order only.
+
+Pallas' Triton backend is deprecated since jax 0.11, which warns when a kernel is compiled.
 """
 
 from __future__ import annotations

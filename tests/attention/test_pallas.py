@@ -169,7 +169,7 @@ def test_vmap_over_offsets():
 
 
 def test_transformations():
-    """Gradients of a rematerialised and scanned call, and under vmap, are those of ``reference``."""
+    """Gradients of a rematerialised and scanned call and under vmap are those of ``reference``."""
     q, k, v, e = qkve(19)
 
     def loss(k, q, v, e, **implementation):
@@ -183,11 +183,11 @@ def test_transformations():
         return jax.lax.scan(step, 0.0, k[None])[0]
 
     want = jit(jax.grad(functools.partial(loss, implementation="reference")))
-    chex.assert_trees_all_close(jit(jax.grad(scanned))(k, q, v, e), want(k, q, v, e), atol=1e-5)
+    assert_close(jit(jax.grad(scanned))(k, q, v, e), want(k, q, v, e), 1e-5)
     # All rows share the state of the first.
     row = jax.grad(functools.partial(loss, **SMALL))
     by_row = jit(jax.vmap(row, in_axes=(0, 0, 0, None)))
-    chex.assert_trees_all_close(by_row(k, q, v, e[0]), want(k, q, v, e[:1]), atol=1e-5)
+    assert_close(by_row(k, q, v, e[0]), want(k, q, v, e[:1]), 1e-5)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
