@@ -17,6 +17,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -98,7 +99,16 @@ def run(args: argparse.Namespace) -> None:
     print(f"{jobs[0].name}, asked three sums that it has not seen:")
     print("\n".join(f"  {reply}" for reply in replies))
     print("ask it another:")
-    print(f'  python -m train.main ask --run={shlex.quote(str(jobs[0].folder))} "407+85"')
+    print(f'  {_python()} -m train.main ask --run={shlex.quote(str(jobs[0].folder))} "407+85"')
+
+
+def _python() -> str:
+    """How to call this interpreter from the current folder."""
+    if shutil.which("python") == sys.executable:
+        return "python"
+    path = Path(sys.executable)
+    near = path.is_relative_to(Path.cwd())
+    return shlex.quote(str(path.relative_to(Path.cwd()) if near else path))
 
 
 def plan(
