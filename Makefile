@@ -32,7 +32,6 @@ parity: $(VENV)/.ready  ## compare with the recorded runs of the published code
 
 benchmarks: $(VENV)/.ready  ## the benchmarks that need nothing but a CPU
 	$(BIN)/python -m benchmarks.step
-	$(BIN)/python -m benchmarks.attention
 	$(BIN)/python -m benchmarks.data
 
 wheel: $(VENV)/.ready  ## build the wheel into dist/

@@ -6,7 +6,8 @@ The step is loss, gradients and an AdamW update of a decoder of width 256 (inter
 layers, 4 heads, 256 tokens in the vocabulary) on random tokens. Encodings take turns, and both use
 the same attention implementation. Printed are the median time, its spread and the ratio to the
 first encoding, run by run; the same encoding a second time shows what the noise is. Temporary
-memory is what the compiler reports.
+memory is what the compiler reports. The table of :mod:`benchmarks.attention`, ``chunked`` against
+``reference``, follows unless ``--step-only`` is given.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import optax
 
 import tape_jax as tape
+from benchmarks import attention
 from benchmarks.timing import describe_device, take_turns
 
 
@@ -68,6 +70,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--step-only", action="store_true", help="leave out attention by itself")
     args = parser.parse_args()
     print(describe_device())
     for length in args.lengths:
@@ -85,6 +88,9 @@ def main() -> None:
                 f"  {name:14} {timing!s:22} {timing.ratio(timings[first]):.3f} x {first}, "
                 f"{memory[name] / 2**20:.0f} MiB temporary"
             )
+    if not args.step_only:
+        print("\nattention by itself")
+        attention.main([])
 
 
 if __name__ == "__main__":

@@ -331,6 +331,14 @@ def test_needs_a_gpu_unless_interpreted():
     assert plan.rejected["pallas"].startswith("needs a CUDA GPU")
 
 
+def test_is_taken_only_if_named(monkeypatch):
+    monkeypatch.setattr(pallas_triton, "_check_device", lambda interpret: None)
+    plan = attention_plan(X, X, X, X)
+    assert plan.implementation != "pallas"
+    assert plan.rejected["pallas"].startswith("has never run on its hardware")
+    assert attention_plan(X, X, X, X, implementation="pallas").implementation == "pallas"
+
+
 def test_old_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(pallas_triton, "compute_capability", lambda: (7, 5))
     with pytest.raises(NotImplementedError, match=r"8\.0 \(Ampere\) or later; .* \(7, 5\)"):
