@@ -6,12 +6,12 @@ import os
 from pathlib import Path
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replaces ``path`` by ``text`` all at once and does not return before it is on the disk."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replaces ``path`` all at once and does not return before it is on the disk; text is UTF-8."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(temporary, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

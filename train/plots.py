@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import io
 import itertools
 import os
 import platform
@@ -272,14 +273,9 @@ def _require_curve(name: str, steps: Sequence[int], losses: Sequence[float]) -> 
 def _save(figure: Figure, path: Path) -> None:
     """Writes a PNG all at once."""
     _require_ours(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        figure.savefig(
-            temporary, format="png", dpi=150, bbox_inches="tight", metadata={"Software": MARK}
-        )
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=150, bbox_inches="tight", metadata={"Software": MARK})
+    write_atomically(path, png.getvalue())
 
 
 def _require_ours(path: Path) -> None:

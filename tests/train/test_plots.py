@@ -207,7 +207,7 @@ class TestReport:
         assert MARK.encode() in before[:1000]
 
         def interrupted(figure, file, **options):
-            file.write_bytes(b"half")
+            file.write(b"half")
             raise KeyboardInterrupt
 
         monkeypatch.setattr(plots.Figure, "savefig", interrupted)
