@@ -455,6 +455,23 @@ def require_same_questions(grids: Mapping[str, Grid]) -> Grid:
     return first
 
 
+def pool(grids: Sequence[Grid]) -> Grid:
+    """The answers of several models to the same sums, counted together."""
+    first = require_same_questions({f"seed {i}": grid for i, grid in enumerate(grids)})
+    correct = np.sum([grid.correct for grid in grids], axis=0)
+    return dataclasses.replace(first, correct=correct, counts=len(grids) * first.counts)
+
+
+def averages_table(grids: Mapping[str, Grid]) -> str:
+    """Exact match inside and beyond the trained range, a row for each grid."""
+    trained = require_same_questions(grids).trained
+    header = ["%", f"up to {trained} digits", "of these, held out only", "beyond"]
+    rows = [
+        [name, str(g.inside), str(g.inside_held_out), str(g.outside)] for name, g in grids.items()
+    ]
+    return text_table(header, rows)
+
+
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table in aligned plain text that is valid Markdown as well; numbers align to the right."""
     columns = list(zip(header, *rows, strict=True))

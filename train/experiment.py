@@ -109,33 +109,6 @@ class TrainConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class EvalConfig:
-    """How a trained model is evaluated; the options of :func:`train.evaluate.exact_match_grid`.
-
-    Attributes:
-      longest: digits of the longest operands; None: twice the trained length.
-      samples_per_pair: questions for each pair of operand lengths.
-      seed: of the choice of questions.
-      batch_size: questions of one pass.
-      shapes: how many sequence lengths to compile for.
-    """
-
-    longest: int | None = None
-    samples_per_pair: int = 100
-    seed: int = 0
-    batch_size: int = 512
-    shapes: int = 2
-
-    def __post_init__(self):
-        for name in ("longest", "samples_per_pair", "batch_size", "shapes"):
-            value = getattr(self, name)
-            require(
-                value is None or value >= 1, f"evaluation: {name} must be at least 1; got {value}"
-            )
-        require(self.seed >= 0, f"evaluation: seed must not be negative; got {self.seed}")
-
-
-@dataclasses.dataclass(frozen=True)
 class Experiment:
     """Everything that decides what a run computes.
 
@@ -145,7 +118,7 @@ class Experiment:
       model: its ``position`` is always an encoding, its ``vocab_size`` at least the task's.
       task: what is trained and judged.
       train: how it is trained.
-      evaluation: how it is judged.
+      evaluation: how it is judged: an instance of the task's ``Evaluation``.
     """
 
     name: str
@@ -153,9 +126,15 @@ class Experiment:
     model: ModelConfig
     task: Task
     train: TrainConfig
-    evaluation: EvalConfig
+    evaluation: Any
 
     def __post_init__(self):
+        wanted = type(self.task).Evaluation
+        require(
+            isinstance(self.evaluation, wanted),
+            f"evaluation: the task {task_name(self.task)!r} takes {wanted.__qualname__}; got "
+            f"{self.evaluation!r}",
+        )
         require(0 <= self.seed < 2**32, f"seed must be in [0, 2**32); got {self.seed}")
         require(
             self.model.vocab_size >= self.task.vocab_size,
@@ -203,8 +182,11 @@ def from_file(
     return from_mapping(values)
 
 
-def change_evaluation(experiment: Experiment, overrides: Sequence[str]) -> EvalConfig:
+def change_evaluation(experiment: Experiment, overrides: Sequence[str]) -> Any:
     """How to evaluate, with ``--config.evaluation.name=value`` options applied.
+
+    Returns:
+      An instance of the task's ``Evaluation``.
 
     Raises:
       ValueError: for an unknown or unfitting field, or one outside ``evaluation``.
@@ -216,7 +198,8 @@ def change_evaluation(experiment: Experiment, overrides: Sequence[str]) -> EvalC
             f"config.{name} cannot be changed after training; only config.evaluation.* can",
         )
     options = {name.removeprefix("evaluation."): value for name, value in given.items()}
-    return _build(EvalConfig, {**_shallow(experiment.evaluation), **options}, "evaluation")
+    chosen = {**_shallow(experiment.evaluation), **options}
+    return _build(type(experiment.evaluation), chosen, "evaluation")
 
 
 def from_mapping(values: Mapping[str, Any]) -> Experiment:
@@ -243,7 +226,7 @@ def from_mapping(values: Mapping[str, Any]) -> Experiment:
         model=_build(ModelConfig, {"vocab_size": task.vocab_size, **model}, "model"),
         task=task,
         train=_build(TrainConfig, values["train"], "train"),
-        evaluation=_build(EvalConfig, values["evaluation"], "evaluation"),
+        evaluation=_build(type(task).Evaluation, values["evaluation"], "evaluation"),
     )
 
 
@@ -274,7 +257,7 @@ def task_name(task: Task) -> str:
     return next(name for name in TASKS if _task_type(name) is type(task))
 
 
-def _task_type(name: str) -> type:
+def _task_type(name: str) -> Any:
     choose("task", name, TASKS)
     module, _, cls = TASKS[name].partition(":")
     return getattr(importlib.import_module(module), cls)
@@ -408,7 +391,7 @@ def _template(task: str) -> ConfigDict:
                 **_placeholders(_hints(_task_type(task))),
             },
             "train": _placeholders(_hints(TrainConfig)),
-            "evaluation": _placeholders(_hints(EvalConfig)),
+            "evaluation": _placeholders(_hints(_task_type(task).Evaluation)),
         }
     )
 

@@ -187,7 +187,13 @@ def make_step(
     """
 
     def loss_fn(params: Any, part: Batch, key: Array) -> Array:
-        logits: Any = model.apply({"params": params}, part["inputs"], rngs={"positions": key})
+        logits: Any = model.apply(
+            {"params": params},
+            part["inputs"],
+            positions=part.get("positions"),
+            segment_ids=part.get("segment_ids"),
+            rngs={"positions": key},
+        )
         return weighted_loss(logits, part["targets"], part["weights"])
 
     def step(state: State, batch: Batch) -> tuple[State, dict[str, Array]]:

@@ -149,7 +149,7 @@ def given_logits(variables, tokens):
 class TestGrid:
     def test_counts(self):
         task, variables = Addition(2), half_trained()
-        grid = task.evaluate(window_mlp, variables, samples_per_pair=60, longest=3)
+        grid = exact_match_grid(window_mlp, variables, task, samples_per_pair=60, longest=3)
         examples = task.grid([1, 2, 3], [1, 2, 3], 60)
         right = generated_right(variables, examples)
         for i in range(3):

@@ -7,7 +7,8 @@ import pytest
 from tape_jax import positions
 from tape_jax.config import ModelConfig, RopeScaling
 from train import experiment
-from train.experiment import EvalConfig, TrainConfig, from_file, from_mapping, to_json
+from train.data.arithmetic import AdditionEvaluation
+from train.experiment import TrainConfig, from_file, from_mapping, to_json
 
 FILE = """
 from ml_collections import ConfigDict
@@ -259,6 +260,6 @@ def test_differences_name_the_fields(file):
 def test_only_the_evaluation_can_change_afterwards(file):
     e = from_file(file)
     changed = experiment.change_evaluation(e, ["--config.evaluation.samples_per_pair=7"])
-    assert changed == EvalConfig(longest=6, samples_per_pair=7)
+    assert changed == AdditionEvaluation(longest=6, samples_per_pair=7)
     with pytest.raises(ValueError, match=r"config.train.steps cannot be changed after training"):
         experiment.change_evaluation(e, ["--config.train.steps=7"])

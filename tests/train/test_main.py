@@ -104,9 +104,9 @@ def test_eval(own, capsys):
     assert record["options"]["longest"] == 2
     assert record["result"]["lengths_a"] == [1, 2]
     assert (own / "evaluation.txt").read_text().startswith("step 6\n")
-    assert (own / "evaluation.png").read_bytes().startswith(b"\x89PNG")
+    assert (own / "evaluation_exact_match.png").read_bytes().startswith(b"\x89PNG")
     assert "trained range" in out
-    assert str(own / "evaluation.png") in out
+    assert str(own / "evaluation_exact_match.png") in out
 
 
 def test_eval_does_not_replace_what_it_did_not_write(own, capsys):
@@ -218,14 +218,16 @@ def test_a_training_that_fails_is_reported(trained, tmp_path):
     job = compare.Job(
         "tape", tmp_path / "tape", runs.load(trained), command=("--config=nowhere.py",)
     )
-    with pytest.raises(loop.Stopped, match=r"tape failed(.|\n)*no config file nowhere") as stopped:
+    with pytest.raises(
+        loop.Stopped, match=r"tape, seed 0 failed(.|\n)*no config file nowhere"
+    ) as stopped:
         compare.train_all([job], 1)
     assert stopped.value.exit_code == program.USER_ERROR
 
 
 def test_a_plan_of_several_seeds(config, tmp_path):
     jobs = compare.plan(config, tmp_path, ["tape", "none"], 2, ["--config.seed=7"])
-    assert [job.name for job in jobs] == [
+    assert [job.label for job in jobs] == [
         "tape, seed 7",
         "tape, seed 8",
         "none, seed 7",
@@ -282,9 +284,10 @@ def test_compare_interrupted_and_continued(config, tmp_path, monkeypatch, capsys
     assert "rope, %" in out
     assert "none, %" in out
     assert f"report: {folder / 'report.md'}" in out
-    answers = re.findall(r"^  \d+\+\d+ = .*(?:right|wrong)", out, re.MULTILINE)
-    assert [len(answer.split("+")[0].strip()) for answer in answers] == [2, 2, 3]
-    assert f'ask --run={folder / "rope"} "407+85"' in out
+    for name in names:
+        answers = re.findall(rf"^\* {name}, seed 0: (\d+)\+\d+ = .*(?:right|wrong)", out, re.M)
+        assert [len(operand) for operand in answers] == [2, 2, 3]
+    assert f"ask --run={folder / 'rope'} 407+85" in out
     assert (folder / "report.md").exists()
 
     before = content(folder / "none")

@@ -1,4 +1,4 @@
-"""Figures and reports: what they show, and that nothing else is overwritten."""
+"""Figures: what they show, and that nothing else is overwritten."""
 
 from pathlib import Path
 
@@ -9,8 +9,8 @@ import pytest
 from matplotlib.patches import Rectangle
 
 from train import plots
-from train.evaluate import Answer, Grid
-from train.plots import MARK, RunRecord, heat_maps, loss_curves, write_report
+from train.evaluate import Grid
+from train.plots import MARK, heat_maps, loss_curves, save
 
 
 def make_grid(longest=4, trained=2, correct=0.5):
@@ -20,37 +20,10 @@ def make_grid(longest=4, trained=2, correct=0.5):
     return Grid(lengths, lengths, (counts * correct).astype(int), counts, shared, trained)
 
 
-def make_run(name="tape", **changes):
-    fields = {
-        "name": name,
-        "grid": make_grid(),
-        "steps": [0, 10, 20],
-        "losses": [2.0, 0.5, 0.1],
-        "command": f"python -m train.main train --run=runs/{name}",
-        "facts": {"parameters": "12 k"},
-        "answers": [Answer("407+85", "492", "492")],
-    }
-    return RunRecord(**{**fields, **changes})
-
-
-@pytest.fixture
-def figures(monkeypatch):
-    """The figures that are saved, by file name."""
-    saved, save = {}, plots._save
-
-    def keep(figure, path):
-        saved[path.name] = figure
-        save(figure, path)
-
-    monkeypatch.setattr(plots, "_save", keep)
-    return saved
-
-
 class TestHeatMaps:
-    def test_shows_the_grids(self, tmp_path, figures):
+    def test_shows_the_grids(self):
         grids = {"tape": make_grid(correct=0.7), "rope": make_grid(correct=0.2)}
-        heat_maps(grids, tmp_path / "maps.png")
-        figure = figures["maps.png"]
+        figure = heat_maps(grids)
         panels = [axes for axes in figure.axes if axes.images]
         assert len(panels) == 2
         for panel, (name, grid) in zip(panels, grids.items(), strict=True):
@@ -71,16 +44,15 @@ class TestHeatMaps:
             "too few sums to hold any out: may have been trained on",
         ]
 
-    def test_numbers_are_rounded_down(self, tmp_path, figures):
+    def test_numbers_are_rounded_down(self):
         grid = Grid((1,), (1, 2), [[999, 0]], [[1000, 0]], [[False, False]], trained=1)
-        heat_maps({"x": grid}, tmp_path / "maps.png")
-        panel = figures["maps.png"].axes[0]
+        panel = heat_maps({"x": grid}).axes[0]
         assert [text.get_text() for text in panel.texts] == ["99"]
 
     def test_png(self, tmp_path):
         path = tmp_path / "maps.png"
-        heat_maps({name: make_grid(30, 15) for name in "abcde"}, path)
-        heat_maps({"tape": make_grid(2, 2)}, path)
+        save(heat_maps({name: make_grid(30, 15) for name in "abcde"}), path)
+        save(heat_maps({"tape": make_grid(2, 2)}), path)
         image = matplotlib.image.imread(path)
         assert image.shape[0] > 400
         assert image.shape[1] > 400
@@ -93,116 +65,42 @@ class TestHeatMaps:
         assert np.all(np.diff(luminance) > 0)
         assert luminance[-1] - luminance[0] > 0.6
 
-    def test_no_global_state(self, tmp_path):
+    def test_no_global_state(self):
         before = dict(matplotlib.rcParams)
-        heat_maps({"tape": make_grid()}, tmp_path / "maps.png")
+        heat_maps({"tape": make_grid()})
         assert dict(matplotlib.rcParams) == before
         assert "pyplot" not in Path(plots.__file__).read_text()
 
-    def test_different_questions(self, tmp_path):
+    def test_different_questions(self):
         with pytest.raises(ValueError, match="were not asked the same"):
-            heat_maps({"a": make_grid(4), "b": make_grid(5)}, tmp_path / "maps.png")
-        assert not list(tmp_path.iterdir())
+            heat_maps({"a": make_grid(4), "b": make_grid(5)})
 
 
 class TestLossCurves:
-    def test_shows_the_losses(self, tmp_path, figures):
-        runs = {"tape": ([0, 5, 10], [2.0, 1.0, 0.1]), "rope": ([0, 5], [2.5, 1.5])}
-        loss_curves(runs, tmp_path / "loss.png")
-        (axes,) = figures["loss.png"].axes
+    def test_shows_the_losses(self):
+        tape, again = ([0, 5, 10], [2.0, 1.0, 0.1]), ([0, 5], [2.1, 1.2])
+        (axes,) = loss_curves({"tape": [tape, again], "rope": [([0, 5], [2.5, 1.5])]}).axes
         assert axes.get_yscale() == "log"
-        assert [line.get_label() for line in axes.lines] == ["tape", "rope"]
-        np.testing.assert_array_equal(axes.lines[0].get_xydata(), np.transpose(runs["tape"]))
+        assert [text.get_text() for text in axes.get_legend().get_texts()] == ["tape", "rope"]
+        np.testing.assert_array_equal(axes.lines[0].get_xydata(), np.transpose(tape))
+        np.testing.assert_array_equal(axes.lines[1].get_xydata(), np.transpose(again))
+        assert axes.lines[0].get_color() == axes.lines[1].get_color() != axes.lines[2].get_color()
         assert axes.get_xlabel() == "training step"
         assert "nats" in axes.get_ylabel()
 
     @pytest.mark.parametrize(
         ("runs", "message"),
-        [({}, "no runs"), ({"a": ([1, 2], [0.5])}, "'a' has 2 steps but 1 losses")],
+        [({}, "no runs"), ({"a": [([1, 2], [0.5])]}, "'a' has 2 steps but 1 losses")],
     )
-    def test_bad_arguments(self, tmp_path, runs, message):
+    def test_bad_arguments(self, runs, message):
         with pytest.raises(ValueError, match=message):
-            loss_curves(runs, tmp_path / "loss.png")
-        assert not list(tmp_path.iterdir())
+            loss_curves(runs)
 
 
-class TestReport:
-    def test_content(self, tmp_path):
-        folder = tmp_path / "new" / "report"
-        wrong = Answer("99+1", "10", "100")
-        runs = [make_run("tape"), make_run("rope", answers=[wrong])]
-        path = write_report(folder, runs, title="A title")
-        assert path == folder / "report.md"
-        assert sorted(p.name for p in folder.iterdir()) == [
-            "exact_match.png",
-            "loss.png",
-            "report.md",
-        ]
-        text = path.read_text()
-        for part in (
-            "# A title",
-            "numbers of 1 to 2 digits",
-            "160 in all",
-            "![Exact match by operand lengths](exact_match.png)",
-            "![Training loss](loss.png)",
-            "| parameters | 12 k | 12 k |",
-            "* tape: 407+85 = 492 (right)",
-            "* rope: 99+1 = 10 (wrong: it is 100)",
-            "```\n" + runs[0].command + "\n" + runs[1].command + "\n```",
-            f"| numpy            | {np.__version__}",
-        ):
-            assert part in text
-
-    def test_given_environment(self, tmp_path):
-        text = write_report(tmp_path, [make_run()], environment={"gpu": "a big one"}).read_text()
-        assert "| gpu  | a big one |" in text
-        assert "numpy" not in text
-
-    def test_replaces_its_own(self, tmp_path):
-        write_report(tmp_path, [make_run()], title="First")
-        path = write_report(tmp_path, [make_run()], title="Second")
-        assert "# Second" in path.read_text()
-        assert len(list(tmp_path.iterdir())) == 3
-
-    @pytest.mark.parametrize("name", ["report.md", "exact_match.png", "loss.png"])
-    def test_leaves_other_files_alone(self, tmp_path, name):
-        (tmp_path / name).write_text("precious")
-        with pytest.raises(ValueError, match=f"{name} exists and was not written by this program"):
-            write_report(tmp_path, [make_run()])
-        assert [p.name for p in tmp_path.iterdir()] == [name]
-        assert (tmp_path / name).read_text() == "precious"
-
-    def test_folder_in_the_way(self, tmp_path):
-        (tmp_path / "report.md").mkdir()
-        with pytest.raises(ValueError, match="exists and is not a file"):
-            write_report(tmp_path, [make_run()])
-
-    def test_folder_is_a_file(self, tmp_path):
-        path = tmp_path / "file"
-        path.write_text("precious")
-        for folder in (path, path / "below"):
-            with pytest.raises(ValueError, match="is not a folder and cannot become one"):
-                write_report(folder, [make_run()])
-        assert path.read_text() == "precious"
-
-    @pytest.mark.parametrize(
-        ("runs", "message"),
-        [
-            ([], "no grids to compare"),
-            ([make_run(), make_run()], "runs of the same name"),
-            ([make_run("a"), make_run("b", facts={})], "different facts"),
-            ([make_run("a"), make_run("b", grid=make_grid(5))], "were not asked the same"),
-            ([make_run(losses=[1.0])], "has 3 steps but 1 losses"),
-        ],
-    )
-    def test_runs_that_do_not_fit(self, tmp_path, runs, message):
-        with pytest.raises(ValueError, match=message):
-            write_report(tmp_path / "report", runs)
-        assert not (tmp_path / "report").exists()
-
+class TestSave:
     def test_interrupted_drawing_leaves_the_old_figure(self, tmp_path, monkeypatch):
         path = tmp_path / "loss.png"
-        loss_curves({"a": ([0, 1], [2.0, 1.0])}, path)
+        save(loss_curves({"a": [([0, 1], [2.0, 1.0])]}), path)
         before = path.read_bytes()
         assert MARK.encode() in before[:1000]
 
@@ -212,6 +110,6 @@ class TestReport:
 
         monkeypatch.setattr(plots.Figure, "savefig", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            loss_curves({"a": ([0, 1], [3.0, 1.0])}, path)
+            save(loss_curves({"a": [([0, 1], [3.0, 1.0])]}), path)
         assert path.read_bytes() == before
         assert [p.name for p in tmp_path.iterdir()] == ["loss.png"]

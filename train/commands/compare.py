@@ -16,6 +16,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -31,14 +32,11 @@ import jax
 from tape_jax import positions
 from tape_jax.config import choose, require
 from train import experiment, metrics, runs
-from train.commands.ask import ask
-from train.commands.eval import saved
-from train.data.arithmetic import Addition
-from train.evaluate import Answer, Grid, length_table
+from train.commands import eval as evaluation
 from train.experiment import Experiment
 from train.files import write_atomically
 from train.loop import Signals, Stopped
-from train.plots import RunRecord, write_report
+from train.report import RunRecord, by_name, sample_lines, score_table, verdict, write_report
 
 FORMAT = "tape-jax comparison, version 1"
 SECONDS_BETWEEN_LOOKS = 0.5
@@ -49,7 +47,7 @@ class Job:
     """One training of the comparison.
 
     Attributes:
-      name: short and unique, for tables and plots.
+      name: of the encoding.
       folder: the run's.
       experiment: what is trained there.
       command: arguments of ``train`` that do it from the start.
@@ -61,18 +59,28 @@ class Job:
     command: tuple[str, ...]
 
     @property
+    def label(self) -> str:
+        """Short and unique."""
+        return f"{self.name}, seed {self.experiment.seed}"
+
+    @property
     def log(self) -> Path:
         """What the training prints."""
         return self.folder.with_name(f"{self.folder.name}.log")
 
+    def samples(self) -> Sequence[str]:
+        """What the trained model does when it is asked something unseen."""
+        trained = runs.restore_model(self.folder)
+        return self.experiment.task.samples(trained, self.experiment.evaluation)
+
     @property
     def finished(self) -> bool:
         """Whether it has been trained and evaluated as wanted."""
-        record = saved(self.folder)
+        record = evaluation.saved(self.folder)
         return (
             record is not None
             and record["step"] == self.experiment.train.steps
-            and record["options"] == dataclasses.asdict(self.experiment.evaluation)
+            and record["options"] == evaluation.options_to_json(self.experiment.evaluation)
         )
 
 
@@ -92,14 +100,25 @@ def run(args: argparse.Namespace) -> None:
     jobs = plan(args.config, args.run, args.encodings.split(","), args.seeds, args.overrides)
     claim(args.run, jobs)
     train_all([job for job in jobs if not job.finished], args.jobs)
-    replies = list(ask(jobs[0].folder, unseen_questions(jobs[0].experiment)))
-    records = [record(job, replies if job is jobs[0] else ()) for job in jobs]
-    report = write_report(args.run, records)
-    print(f"\n{length_table({r.name: r.grid for r in records})}\n\nreport: {report}\n")
-    print(f"{jobs[0].name}, asked three sums that it has not seen:")
-    print("\n".join(f"  {reply}" for reply in replies))
-    print("ask it another:")
-    print(f'  {_python()} -m train.main ask --run={shlex.quote(str(jobs[0].folder))} "407+85"')
+    task = jobs[0].experiment.task
+    first_seeds = {job.name: job for job in reversed(jobs)}.values()
+    records = [record(job, ask=job in first_seeds) for job in jobs]
+    report = write_report(args.run, task, records)
+    results = {name: [r.result for r in group] for name, group in by_name(records).items()}
+    for heading, text in task.compare(results).sections.items():
+        print(f"\n{heading}\n\n{_without_pictures(text)}")
+    print(f"\n{verdict(task, records)}\n\n{score_table(task, records)}\n\nreport: {report}\n")
+    print("Asked what they have not seen:")
+    print(sample_lines(records))
+    if example := getattr(task, "question_example", None):
+        print("ask it another:")
+        example = shlex.quote(example)
+        print(f"  {_python()} -m train.main ask --run={shlex.quote(str(jobs[0].folder))} {example}")
+
+
+def _without_pictures(text: str) -> str:
+    """Markdown without its images, for a terminal."""
+    return re.sub(r"!\[[^]]*\]\([^)]*\)", "", text).strip()
 
 
 def _python() -> str:
@@ -136,7 +155,7 @@ def plan(
                 *([f"--config.seed={seed}"] if seed != first_seed else []),
             )
             job = Job(
-                name=kind if seeds == 1 else f"{kind}, seed {seed}",
+                name=kind,
                 folder=folder / (kind if seed == first_seed else f"{kind}-seed{seed}"),
                 experiment=experiment.from_file(config, own),
                 command=(f"--config={config}", *own),
@@ -205,7 +224,7 @@ def train_all(jobs: Sequence[Job], side_by_side: int) -> None:
         job, code = failed[0]
         last = "\n".join(job.log.read_text(encoding="utf-8").strip().splitlines()[-5:])
         raise Stopped(
-            f"the training of {job.name} failed; {job.log} ends with:\n{last}",
+            f"the training of {job.label} failed; {job.log} ends with:\n{last}",
             code if code > 0 else 128 - code,
         )
 
@@ -259,7 +278,7 @@ def _progress(jobs: Sequence[Job]) -> Iterator[Callable[[Job], None]]:
     for row, job in enumerate(jobs):
         start = lines_of(job)[-1]["step"] if lines_of(job) else 0
         bars[job] = metrics.Progress(
-            job.experiment.train.steps, start=start, label=job.name, row=row
+            job.experiment.train.steps, start=start, label=job.label, row=row
         )
 
     def show(job: Job) -> None:
@@ -275,10 +294,10 @@ def _progress(jobs: Sequence[Job]) -> Iterator[Callable[[Job], None]]:
             bar.close()
 
 
-def record(job: Job, answers: Sequence[Answer] = ()) -> RunRecord:
-    """What the report says of a finished job."""
-    evaluation = saved(job.folder)
-    assert evaluation is not None
+def record(job: Job, *, ask: bool) -> RunRecord:
+    """What the report says of a finished job, with samples if ``ask``."""
+    evaluated = evaluation.saved(job.folder)
+    assert evaluated is not None
     lines = metrics.read(job.folder / "metrics.jsonl")
     speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
     variables = runs.abstract_variables(job.experiment)
@@ -286,7 +305,8 @@ def record(job: Job, answers: Sequence[Answer] = ()) -> RunRecord:
     train = job.experiment.train
     return RunRecord(
         name=job.name,
-        grid=Grid.from_json(evaluation["result"]),
+        seed=job.experiment.seed,
+        result=job.experiment.task.read_result(evaluated["result"]),
         steps=[line["step"] for line in lines],
         losses=[line["loss"] for line in lines],
         command=shlex.join(
@@ -296,24 +316,8 @@ def record(job: Job, answers: Sequence[Answer] = ()) -> RunRecord:
             "parameters": f"{parameters:,}",
             "steps": f"{train.steps:,}",
             "batch": f"{train.batch_size:,}",
-            "seed": str(job.experiment.seed),
             "last loss": f"{lines[-1]['loss']:.5f}",
             "tokens per second, median": f"{sorted(speeds)[len(speeds) // 2]:,.0f}",
         },
-        answers=answers,
+        samples=job.samples() if ask else (),
     )
-
-
-def unseen_questions(asked: Experiment) -> list[str]:
-    """Three sums held out of training: two of the trained length and one a digit longer."""
-    task = asked.task
-    require(isinstance(task, Addition), f"compare knows the task addition only; got {task}")
-    assert isinstance(task, Addition)
-    seed = asked.evaluation.seed + 1
-    questions = []
-    for digits, count in ((task.max_digits, 2), (task.max_digits + 1, 1)):
-        sums = task.grid([digits], [digits], count, seed)
-        for tokens, length in zip(sums.tokens, sums.prompt_lengths, strict=True):
-            a, b = task.decode(tokens[1 : length - 1]).split("+")
-            questions.append(f"{a[::-1]}+{b[::-1]}")
-    return questions

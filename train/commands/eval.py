@@ -1,4 +1,6 @@
-"""Evaluates the newest checkpoint of a run, and writes evaluation.json, .txt and .png into it.
+"""Evaluates the newest checkpoint of a run, and writes what comes out into it.
+
+Files: evaluation.json, evaluation.txt, and the figures of the task.
 
 python -m train.main eval --run=runs/x --config.evaluation.longest=12
 """
@@ -12,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from tape_jax.config import require
-from train import experiment, runs
+from train import experiment, plots, runs
 from train.data import Result
-from train.evaluate import Grid
-from train.experiment import EvalConfig
 from train.files import write_atomically
 from train.metrics import Progress
 
@@ -33,11 +33,15 @@ def run(args: argparse.Namespace) -> None:
     options = experiment.change_evaluation(runs.load(args.run), args.overrides)
     result = evaluate(args.run, options)
     print(result.table())
-    print(f"\nwritten: {', '.join(str(p) for p in sorted(args.run.glob('evaluation.*')))}")
+    print(f"\nwritten: {', '.join(str(p) for p in sorted(args.run.glob('evaluation*')))}")
 
 
-def evaluate(folder: Path, options: EvalConfig) -> Result:
+def evaluate(folder: Path, options: Any) -> Result:
     """Evaluates a run and writes the result into its folder.
+
+    Args:
+      folder: of the run.
+      options: an instance of the task's ``Evaluation``.
 
     Raises:
       ValueError: if the folder is not a run, or a file there is not of this program.
@@ -48,27 +52,26 @@ def evaluate(folder: Path, options: EvalConfig) -> Result:
         f"{path} is not an evaluation written by this program: it is not replaced",
     )
     trained = runs.restore_model(folder)
+    task = trained.experiment.task
     with Progress.of(f"evaluating {folder.name}") as progress:
-        result = trained.experiment.task.evaluate(
-            trained.apply,
-            trained.variables,
-            max_length=trained.max_length,
-            progress=progress,
-            **dataclasses.asdict(options),
-        )
+        result = task.evaluate(trained, options, progress)
     record = {
         "format": FORMAT,
         "step": trained.step,
-        "options": dataclasses.asdict(options),
+        "options": options_to_json(options),
         "result": result.to_json(),
     }
     write_atomically(path, json.dumps(record) + "\n")
     write_atomically(folder / "evaluation.txt", f"step {trained.step}\n\n{result.table()}\n")
-    if isinstance(result, Grid):
-        from train.plots import heat_maps
-
-        heat_maps({trained.experiment.model.position.kind: result}, folder / "evaluation.png")
+    figures = task.compare({trained.experiment.model.position.kind: [result]}).figures
+    for name, figure in figures.items():
+        plots.save(figure, folder / f"evaluation_{name}")
     return result
+
+
+def options_to_json(options: Any) -> dict[str, Any]:
+    """The options of an evaluation as they come back from a file."""
+    return json.loads(json.dumps(dataclasses.asdict(options)))
 
 
 def saved(folder: Path) -> dict[str, Any] | None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
@@ -16,6 +17,11 @@ from tape_jax.config import choose, from_mapping, require
 
 if TYPE_CHECKING:
     import grain
+    from matplotlib.figure import Figure
+
+    from train.runs import Trained
+
+Progress = Callable[[int, int], None]
 
 TASKS: dict[str, str] = {
     "addition": "train.data.arithmetic:Addition",
@@ -26,7 +32,7 @@ class Result(Protocol):
     """The outcome of an evaluation."""
 
     def summary(self) -> dict[str, float]:
-        """Scalars worth logging during training."""
+        """Scalars worth logging, by name; those of :attr:`Task.scores` among them."""
 
     def table(self) -> str:
         """A table to be read by a person."""
@@ -35,13 +41,54 @@ class Result(Protocol):
         """The whole result in JSON types."""
 
 
+class Score(NamedTuple):
+    """A number of :meth:`Result.summary` by which trained models are compared.
+
+    Attributes:
+      key: its name there; a result may lack it.
+      label: for tables, with the unit.
+      higher_is_better: whether it is an accuracy, say, rather than a perplexity.
+      factor: by which it is multiplied to be shown: 100 for a share in per cent.
+    """
+
+    key: str
+    label: str
+    higher_is_better: bool
+    factor: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What a report says of several models of one task, beside their scores.
+
+    Attributes:
+      title: of the report.
+      introduction: in a paragraph what the models were trained on and asked.
+      sections: Markdown by heading; figures appear there by their file names.
+      figures: matplotlib figures by file name.
+    """
+
+    title: str
+    introduction: str
+    sections: Mapping[str, str]
+    figures: Mapping[str, Figure]
+
+
 class Task(Protocol):
     """What the training loop and the command line need to know about a task.
 
     Attributes:
+      Evaluation: a frozen dataclass, every field with a default: the options of :meth:`evaluate`,
+        which a config gives as ``evaluation``.
+      scores: what models are compared by, the most telling one first.
       vocab_size: number of token ids.
       sequence_length: T, the fixed length of every training sequence in tokens.
     """
+
+    Evaluation: ClassVar[type]
+
+    @property
+    def scores(self) -> Sequence[Score]: ...
 
     @property
     def vocab_size(self) -> int: ...
@@ -54,12 +101,22 @@ class Task(Protocol):
     ) -> grain.IterDataset:
         """Batches ``{"inputs", "targets": int32 [B, T], "weights": float32 [B, T]}``.
 
-        ``targets`` are the inputs moved on by one token; the loss is weighted by ``weights``.
-        ``batch_size`` counts the examples of all processes together.
+        ``targets`` are the inputs moved on by one token; the loss is weighted by ``weights``. Where
+        a sequence holds several documents, also ``"segment_ids"`` and ``"positions"``, int32
+        [B, T]. ``batch_size`` counts the examples of all processes together.
         """
 
-    def evaluate(self, apply: Any, variables: Any, **options: Any) -> Result:
-        """Judges ``apply(variables, tokens [B, T]) -> logits [B, T, V]``."""
+    def evaluate(self, trained: Trained, options: Any, progress: Progress | None = None) -> Result:
+        """Judges a trained model; ``options`` is an instance of ``Evaluation``."""
+
+    def read_result(self, record: Any) -> Result:
+        """The result that :meth:`Result.to_json` described; ValueError if it is none."""
+
+    def compare(self, results: Mapping[str, Sequence[Any]]) -> Comparison:
+        """Sets models side by side: for each name its results, one for each seed."""
+
+    def samples(self, trained: Trained, options: Any) -> Sequence[str]:
+        """A few lines that show what a trained model does when it is asked something unseen."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -24,15 +24,26 @@ import dataclasses
 import itertools
 import re
 import sys
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import grain
 import numpy as np
 
 from tape_jax.config import require
-from train.data import Examples
-from train.evaluate import Apply, Grid, exact_match_grid
+from train.data import Comparison, Examples, Progress, Score
+from train.evaluate import (
+    Grid,
+    answer,
+    averages_table,
+    exact_match_grid,
+    length_table,
+    pool,
+    require_same_questions,
+)
+
+if TYPE_CHECKING:
+    from train.runs import Trained
 
 HELD_OUT_ONE_IN = 10
 SMALLEST_SPLIT = 10_000
@@ -197,12 +208,42 @@ def longest_example(digits: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
+class AdditionEvaluation:
+    """How addition is judged; the options of :func:`train.evaluate.exact_match_grid`.
+
+    Attributes:
+      longest: digits of the longest operands; None: twice the trained length.
+      samples_per_pair: questions for each pair of operand lengths.
+      seed: of the choice of questions.
+      batch_size: questions of one pass.
+      shapes: how many sequence lengths to compile for.
+    """
+
+    longest: int | None = None
+    samples_per_pair: int = 100
+    seed: int = 0
+    batch_size: int = 512
+    shapes: int = 2
+
+    def __post_init__(self):
+        for name in ("longest", "samples_per_pair", "batch_size", "shapes"):
+            value = getattr(self, name)
+            require(
+                value is None or value >= 1, f"evaluation: {name} must be at least 1; got {value}"
+            )
+        require(self.seed >= 0, f"evaluation: seed must not be negative; got {self.seed}")
+
+
+@dataclasses.dataclass(frozen=True)
 class Addition:
     """The addition task (the module's text describes its form and its held-out pairs).
 
     Attributes:
       max_digits: N; both operands are trained with 1..N digits.
     """
+
+    Evaluation: ClassVar[type] = AdditionEvaluation
+    question_example: ClassVar[str] = "407+85"
 
     max_digits: int = 20
 
@@ -346,9 +387,69 @@ class Addition:
             pairs = select(Pairs(*(np.concatenate(parts, axis=1) for parts in more)))
         return pairs
 
-    def evaluate(self, apply: Apply, variables: Any, **options: Any) -> Grid:
+    @property
+    def scores(self) -> tuple[Score, ...]:
+        """Exact match beyond the trained range, and inside it."""
+        n = self.max_digits
+        return (
+            Score("exact_match_outside", f"beyond {n} digits, %", True, 100),
+            Score("exact_match_inside", f"up to {n} digits, %", True, 100),
+        )
+
+    def evaluate(
+        self, trained: Trained, options: AdditionEvaluation, progress: Progress | None = None
+    ) -> Grid:
         """Exact match over operand lengths: :func:`train.evaluate.exact_match_grid`."""
-        return exact_match_grid(apply, variables, self, **options)
+        return exact_match_grid(
+            trained.apply,
+            trained.variables,
+            self,
+            max_length=trained.max_length,
+            progress=progress,
+            **dataclasses.asdict(options),
+        )
+
+    def read_result(self, record: Any) -> Grid:
+        """The grid that ``to_json`` described."""
+        return Grid.from_json(record)
+
+    def compare(self, results: Mapping[str, Sequence[Grid]]) -> Comparison:
+        """Heat maps, and exact match by length; the sums of all seeds are counted together."""
+        from train.plots import heat_maps
+
+        grids = {name: pool(list(of_seeds)) for name, of_seeds in results.items()}
+        first = require_same_questions(grids)
+        return Comparison(
+            title="Addition beyond the trained length",
+            introduction=(
+                f"Trained on sums of numbers of 1 to {first.trained} digits and asked sums of "
+                f"numbers of 1 to {first.longest.max()} digits: up to {first.counts.max()} for "
+                f"each pair of operand lengths, {first.counts.sum():,} in all. An answer is right "
+                "if it is to the last digit, and ends there. Inside the trained range, the sums "
+                "asked were held out of training; where * or \u2022 stands, there are too few to "
+                "hold any out."
+            ),
+            sections={
+                "Exact match": f"{averages_table(grids)}\n\n"
+                "![Exact match by operand lengths](exact_match.png)",
+                "By length": "Percentages with their 95 % intervals, by the digits of the longer "
+                f"operand.\n\n{length_table(grids)}",
+            },
+            figures={"exact_match.png": heat_maps(grids)},
+        )
+
+    def samples(self, trained: Trained, options: AdditionEvaluation) -> list[str]:
+        """Three sums that were held out: two of the trained length, and one a digit longer."""
+        lines = []
+        for digits, count in ((self.max_digits, 2), (self.max_digits + 1, 1)):
+            sums = self.grid([digits], [digits], count, options.seed + 1)
+            for tokens, length in zip(sums.tokens, sums.prompt_lengths, strict=True):
+                a, b = self.decode(tokens[1 : length - 1]).split("+")
+                question = f"{a[::-1]}+{b[::-1]}"
+                limit = trained.max_length
+                reply = answer(trained.apply, trained.variables, self, question, max_length=limit)
+                lines.append(str(reply))
+        return lines
 
     def question(self, text: str) -> np.ndarray:
         """The prompt for a sum in ordinary writing, such as ``"407+85"``.

@@ -1,0 +1,221 @@
+"""The report that sets trained models side by side, and says who won."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import math
+import os
+import platform
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import scipy.stats
+
+from tape_jax.config import require
+from train.data import Score, Task
+from train.evaluate import text_table
+from train.files import write_atomically
+from train.plots import MARK, loss_curves, require_ours, save
+
+
+@dataclasses.dataclass(frozen=True)
+class RunRecord:
+    """What the report says of one run.
+
+    Attributes:
+      name: what is compared, such as the position encoding.
+      seed: of the run; name and seed together are unique in the report.
+      result: of its evaluation.
+      steps: [S] training steps at which the loss was logged.
+      losses: [S] cross entropy, in nats for each token that counts.
+      command: repeats the run.
+      facts: more about the run, such as the number of its parameters; the same names in all runs.
+      samples: lines that show what the trained model does.
+    """
+
+    name: str
+    seed: int
+    result: Any
+    steps: Sequence[int]
+    losses: Sequence[float]
+    command: str
+    facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    samples: Sequence[str] = ()
+
+
+def write_report(
+    folder: Path,
+    task: Task,
+    runs: Sequence[RunRecord],
+    *,
+    environment: Mapping[str, str] | None = None,
+) -> Path:
+    """Writes ``report.md`` and its figures.
+
+    Args:
+      folder: created if it does not exist.
+      task: that the models were trained on.
+      runs: at least one; all of them were asked the same.
+      environment: versions and hardware by name; None: those of this process.
+
+    Returns:
+      The path of the report.
+
+    Raises:
+      ValueError: runs that cannot be compared, or a file in the way that is not ours; then nothing
+        is written.
+    """
+    require(len(runs) > 0, "no runs to report")
+    labels = [(run.name, run.seed) for run in runs]
+    require(len(set(labels)) == len(labels), f"runs of the same name and seed: {labels}")
+    facts = [list(run.facts) for run in runs]
+    require(facts.count(facts[0]) == len(facts), f"the runs state different facts: {facts}")
+    groups = by_name(runs)
+    compared = task.compare({name: [run.result for run in group] for name, group in groups.items()})
+    curves = {name: [(r.steps, r.losses) for r in group] for name, group in groups.items()}
+    figures = {**compared.figures, "loss.png": loss_curves(curves)}
+    for name in ("report.md", *figures):
+        require_ours(folder / name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ValueError(f"{folder} is not a folder and cannot become one: {error}") from error
+
+    for name, figure in figures.items():
+        save(figure, folder / name)
+    sections = {
+        "Result": f"{verdict(task, runs)}\n\n{score_table(task, runs)}",
+        **compared.sections,
+        "Training": f"![Training loss](loss.png)\n\n{_facts(runs)}",
+        "Samples": sample_lines(runs),
+        "Commands": "```\n" + "\n".join(run.command for run in runs) + "\n```",
+        "Versions and hardware": text_table(
+            ["what", "which"],
+            [list(x) for x in (environment or describe_environment()).items()],
+        ),
+    }
+    parts = [f"<!-- {MARK} -->\n# {compared.title}", compared.introduction]
+    parts += [f"## {heading}\n\n{text}" for heading, text in sections.items() if text]
+    write_atomically(folder / "report.md", "\n\n".join(parts) + "\n")
+    return folder / "report.md"
+
+
+def sample_lines(runs: Sequence[RunRecord]) -> str:
+    """A list of what the runs did when they were asked."""
+    return "\n".join(f"* {_label(run)}: {line}" for run in runs for line in run.samples)
+
+
+def by_name(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
+    """The runs of each name, in their order."""
+    groups: dict[str, list[RunRecord]] = {}
+    for run in runs:
+        groups.setdefault(run.name, []).append(run)
+    return groups
+
+
+def score_table(task: Task, runs: Sequence[RunRecord]) -> str:
+    """Mean and standard deviation over seeds of every score, a row for each name."""
+    groups = by_name(runs)
+    columns = [s for s in task.scores if any(s.key in r.result.summary() for r in runs)]
+    rows = []
+    for name, group in groups.items():
+        cells = [_mean_and_spread(_values(group, score)) for score in columns]
+        rows.append([name, str(len(group)), *cells])
+    note = "mean ± standard deviation over seeds" if len(runs) > len(groups) else "one seed each"
+    header = ["", "seeds", *(score.label for score in columns)]
+    return f"{text_table(header, rows)}\n\n{note[0].upper()}{note[1:]}."
+
+
+def verdict(task: Task, runs: Sequence[RunRecord]) -> str:
+    """A sentence for each score: who is best, and whether the seeds suffice to say so."""
+    lines = [_verdict(score, by_name(runs)) for score in task.scores]
+    return "\n".join(f"* {line}" for line in lines if line)
+
+
+def _verdict(score: Score, groups: Mapping[str, Sequence[RunRecord]]) -> str:
+    """Compares the best mean with every other by the paired differences of equal seeds.
+
+    A difference counts if the 95 % interval of Student's t around its mean leaves out zero.
+    """
+    values = {
+        name: by_seed for name, group in groups.items() if (by_seed := _by_seed(group, score))
+    }
+    if len(values) < 2:
+        return ""
+    means = {name: statistics.fmean(by_seed.values()) for name, by_seed in values.items()}
+    ranking = sorted(means, key=lambda name: means[name], reverse=score.higher_is_better)
+    best, *others = ranking
+    intro = f"**{score.label}**: "
+    numbers = ", ".join(f"{name} {_number(means[name])}" for name in ranking)
+    if all(values[name] == values[best] for name in others):
+        return f"{intro}all equal, {_number(means[best])}."
+    if min(map(len, values.values())) < 2:
+        return f"{intro}best is {best} ({numbers}); one seed each cannot tell it from chance."
+    unclear = [name for name in others if not _differ(values[best], values[name])]
+    if unclear:
+        return (
+            f"{intro}no clear winner. Best on average is {best} ({numbers}); the seeds do not tell "
+            f"it from {', '.join(unclear)}."
+        )
+    return f"{intro}{best} wins ({numbers}; every difference is beyond the spread of the seeds)."
+
+
+def _differ(first: Mapping[int, float], second: Mapping[int, float]) -> bool:
+    """Whether the mean paired difference is significant (two-sided, 5 %)."""
+    differences = [first[seed] - second[seed] for seed in first.keys() & second.keys()]
+    if len(differences) < 2:
+        return False
+    spread = statistics.stdev(differences) / math.sqrt(len(differences))
+    reach = scipy.stats.t.ppf(0.975, len(differences) - 1) * spread
+    return bool(abs(statistics.fmean(differences)) > reach)
+
+
+def _by_seed(group: Sequence[RunRecord], score: Score) -> dict[int, float]:
+    summaries = {run.seed: run.result.summary() for run in group}
+    return {s: score.factor * x[score.key] for s, x in summaries.items() if score.key in x}
+
+
+def _values(group: Sequence[RunRecord], score: Score) -> list[float]:
+    return list(_by_seed(group, score).values())
+
+
+def _mean_and_spread(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    mean = statistics.fmean(values)
+    if len(values) == 1:
+        return _number(mean)
+    return f"{_number(mean)} ± {_number(statistics.stdev(values), like=mean)}"
+
+
+def _number(value: float, like: float | None = None) -> str:
+    """Three decimals below 10 and fewer above, or as many as the number ``like`` gets."""
+    size = abs(value if like is None else like)
+    return f"{value:.{3 if size < 10 else 2 if size < 100 else 1}f}"
+
+
+def _label(run: RunRecord) -> str:
+    return f"{run.name}, seed {run.seed}"
+
+
+def _facts(runs: Sequence[RunRecord]) -> str:
+    """The facts of all runs, a column for each run."""
+    rows = [[fact, *(run.facts[fact] for run in runs)] for fact in runs[0].facts]
+    return text_table(["", *map(_label, runs)], rows) if rows else ""
+
+
+def describe_environment() -> dict[str, str]:
+    """Versions of what computes, and the hardware that it runs on, by name."""
+    names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+    devices = Counter(device.device_kind for device in jax.devices())
+    return {
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in names},
+        "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores",
+        "devices": ", ".join(f"{count} x {kind}" for kind, count in devices.items()),
+    }
