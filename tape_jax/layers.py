@@ -113,6 +113,8 @@ class MLP(nn.Module):
 class Attention(nn.Module):
     """Multi-head attention over values and, where asked, over position states.
 
+    Where the collection ``maps`` is mutable, the attention maps ``[..., T, H, S]`` are sown there.
+
     Attributes:
       attend_state: whether the attended state ``a = A e`` is wanted.
     """
@@ -144,22 +146,25 @@ class Attention(nn.Module):
                 options = {"keys_rotated": True}
             cache = _write(cache, context.index, k, v, e)
             k, v, e = cache.k, cache.v, cache.e
+        options |= {
+            "query_state": query_state,
+            "query_offset": context.index,
+            "causal": context.causal,
+            "segment_ids": context.segment_ids,
+            "mask": context.mask,
+            "window": c.window,
+            "bias": self._bias(params, context.positions),
+        }
         out, attended = attention(
-            q,
-            k,
-            v,
-            e,
-            query_state=query_state,
-            query_offset=context.index,
-            causal=context.causal,
-            segment_ids=context.segment_ids,
-            mask=context.mask,
-            window=c.window,
-            bias=self._bias(params, context.positions),
-            attend_state=self.attend_state,
-            implementation=c.attention,
-            **options,
+            q, k, v, e, attend_state=self.attend_state, implementation=c.attention, **options
         )
+        if self.is_mutable_collection("maps") and not self.is_initializing():
+            # Attention over one-hot values is the attention map itself.
+            one_hot = jnp.broadcast_to(
+                jnp.eye(k.shape[-3], dtype=q.dtype)[:, None], (*k.shape[:-1], k.shape[-3])
+            )
+            options |= {"attend_state": False, "implementation": "reference"}
+            self.sow("maps", "probabilities", attention(q, k, one_hot, e, **options)[0])
         out = out.reshape(*x.shape[:-1], c.num_heads * c.dim)
         return Linear(c, c.hidden_size, residual=True, name="out")(out), attended, cache
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from tape_jax import algebra
 from tape_jax import positions as position_encodings
-from tape_jax.config import ModelConfig
+from tape_jax.config import ModelConfig, choose
 from tape_jax.layers import (
     Block,
     Context,
@@ -121,6 +121,7 @@ class Transformer(nn.Module):
         return_states: bool = False,
         cache: Cache | None = None,
         length: int | None = None,
+        output: str = "logits",
     ) -> Any:
         """Logits of the next token.
 
@@ -135,6 +136,9 @@ class Transformer(nn.Module):
           cache: continue from it. ``positions`` and ``segment_ids`` then describe the new tokens.
           length: tokens for which random positions are drawn and dynamic scaling is fixed; None:
             the cache's capacity, or ``T``.
+          output: ``logits``, or ``hidden`` to leave the output projection out: what enters it is
+            returned instead, ``[..., T, hidden]`` in the compute type, of which :meth:`project`
+            makes logits for a few tokens at a time.
 
         Returns:
           Logits ``[..., T, vocab]`` in at least float32. With ``return_states`` also the states,
@@ -145,6 +149,7 @@ class Transformer(nn.Module):
         """
         c, encoding = self.config, self.encoding
         encoding.check(c)
+        choose("output", output, ("logits", "hidden"))
         self._check(tokens, positions, segment_ids, cache)
         time = tokens.shape[-1]
         key = self.make_rng("positions") if self.has_rng("positions") else None
@@ -184,17 +189,31 @@ class Transformer(nn.Module):
             )
         h, caches, hidden, states = self._blocks(h, state, context, cache, return_states)
         final = RMSNorm(c, name="final_norm")(h)
-        if c.tie_embeddings:
-            logits = final @ table.T.astype(c.dtype)
-        else:
-            logits = Linear(c, c.vocab_size, name="head")(final)
-        logits = logits.astype(algebra.at_least_float32(c.dtype))
-        out: list[Any] = [logits]
+        logits = None
+        if output == "logits" or self.is_initializing():
+            if c.tie_embeddings:
+                logits = final @ table.T.astype(c.dtype)
+            else:
+                logits = Linear(c, c.vocab_size, name="head")(final)
+            logits = logits.astype(algebra.at_least_float32(c.dtype))
+        out: list[Any] = [logits if output == "logits" else final]
         if return_states:
             out.append(States(hidden=(*hidden, h), position=tuple(states), final_norm=final))
         if cache is not None:
             out.append(dataclasses.replace(cache, layers=caches))
         return out[0] if len(out) == 1 else tuple(out)
+
+    def project(self, variables: Any, hidden: Array) -> Array:
+        """The output projection alone: logits ``[..., vocab]`` of ``hidden [..., hidden]``.
+
+        Args:
+          variables: of the model.
+          hidden: what the model returns with ``output="hidden"``, or a part of it.
+        """
+        c, params = self.config, variables["params"]
+        kernel = params["embedding"].T if c.tie_embeddings else params["head"]["kernel"]
+        logits = hidden.astype(c.dtype) @ kernel.astype(c.dtype)
+        return logits.astype(algebra.at_least_float32(c.dtype))
 
     def _blocks(self, h: Array, state: State, context: Context, cache: Cache | None, record: bool):
         """Runs all layers; returns what leaves them, their caches, and what entered each."""
@@ -213,7 +232,7 @@ class Transformer(nn.Module):
             if c.scan_layers:
                 scan = nn.scan(
                     block,
-                    variable_axes={"params": 0},
+                    variable_axes={"params": 0, "maps": 0},
                     split_rngs={"params": True},
                     in_axes=(nn.broadcast, nn.broadcast, 0),
                     length=stop - start,

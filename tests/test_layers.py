@@ -1,12 +1,14 @@
 """The layers against values worked out in numpy."""
 
+import dataclasses
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tape_jax import ModelConfig, positions
+from tape_jax import ModelConfig, Transformer, positions
 from tape_jax.layers import (
     MLP,
     Attention,
@@ -202,3 +204,20 @@ def test_default_positions():
 def test_remat_policies():
     assert remat_policy("full") is None
     assert callable(remat_policy("dots"))
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_attention_maps(scan_layers):
+    """Maps are rows of probabilities that no later token enters; without asking there are none."""
+    config = dataclasses.replace(CONFIG, num_layers=3, scan_layers=scan_layers)
+    model, tokens = Transformer(config), jnp.arange(7)[None] % 5
+    variables = model.init(jax.random.key(0), tokens)
+    assert set(variables) == {"params"}
+    logits, sown = model.apply(variables, tokens, mutable=["maps"])
+    chex.assert_trees_all_close(logits, model.apply(variables, tokens))
+    layers = jax.tree.leaves(sown["maps"])
+    maps = np.concatenate([np.reshape(x, (-1, 7, 4, 7)) for x in layers])
+    assert maps.shape == (3, 7, 4, 7)
+    np.testing.assert_allclose(maps.sum(-1), 1, atol=1e-6)
+    assert np.all(maps.swapaxes(1, 2)[..., *np.triu_indices(7, 1)] == 0)
+    assert np.all(maps.swapaxes(1, 2)[..., *np.tril_indices(7)] > 0)

@@ -31,7 +31,7 @@ FAST_COMPILATION = {
 @functools.partial(
     jax.jit,
     static_argnums=0,
-    static_argnames=("causal", "length", "return_states"),
+    static_argnames=("causal", "length", "output", "return_states"),
     compiler_options=FAST_COMPILATION,
 )
 def run(model, variables, tokens, **options):
@@ -229,6 +229,21 @@ def test_untied_embeddings():
     variables = random_variables(model)
     logits, states = run(model, variables, random_tokens(2, 5), return_states=True)
     close(logits, states.final_norm @ variables["params"]["head"]["kernel"])
+
+
+@pytest.mark.parametrize("options", [{}, {"tie_embeddings": True}, {"dtype": "bfloat16"}])
+def test_logits_of_a_few_tokens_at_a_time(options):
+    model = small_model("tape", **options)
+    variables, tokens = random_variables(model), random_tokens(2, 6)
+    expected = run(model, variables, tokens)
+    hidden = run(model, variables, tokens, output="hidden")
+    chex.assert_shape(hidden, (2, 6, model.config.hidden_size))
+    chex.assert_type(hidden, model.config.dtype)
+    parts = [model.project(variables, hidden[:, i : i + 2]) for i in (0, 2, 4)]
+    chex.assert_trees_all_equal_dtypes(parts[0], expected)
+    close(jnp.concatenate(parts, axis=1), expected)
+    made = model.init(jax.random.key(0), tokens, output="hidden")
+    chex.assert_trees_all_equal_shapes_and_dtypes(made, variables)
 
 
 def test_grouped_queries_equal_repeated_keys_and_values():

@@ -109,6 +109,12 @@ class Task(Protocol):
     def evaluate(self, trained: Trained, options: Any, progress: Progress | None = None) -> Result:
         """Judges a trained model; ``options`` is an instance of ``Evaluation``."""
 
+    def encode(self, text: str) -> Sequence[int] | np.ndarray:
+        """Tokens of a prompt in ordinary writing; ValueError if it is none."""
+
+    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
+        """The tokens as text."""
+
     def read_result(self, record: Any) -> Result:
         """The result that :meth:`Result.to_json` described; ValueError if it is none."""
 

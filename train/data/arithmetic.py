@@ -32,11 +32,11 @@ import numpy as np
 
 from tape_jax.config import require
 from train.data import Comparison, Examples, Progress, Score
-from train.evaluate import (
+from train.evaluate import answer, exact_match_grid
+from train.grids import (
     Grid,
-    answer,
+    Wording,
     averages_table,
-    exact_match_grid,
     length_table,
     pool,
     require_same_questions,
@@ -322,6 +322,19 @@ class Addition:
             grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
         )
 
+    @property
+    def wording(self) -> Wording:
+        """What tables and figures call the sums."""
+        return Wording(
+            title="Addition: exact match by operand lengths",
+            rows="digits of the first operand",
+            columns="digits of the second operand",
+            unit="digits",
+            questions="sums",
+            cells="pairs of lengths",
+            trained=f"1 to {self.max_digits} digits",
+        )
+
     def is_shared(self, length_a: int, length_b: int) -> bool:
         """Whether sums of these operand lengths may be both trained on and asked in evaluation."""
         trained = max(length_a, length_b) <= self.max_digits
@@ -423,7 +436,7 @@ class Addition:
             title="Addition beyond the trained length",
             introduction=(
                 f"Trained on sums of numbers of 1 to {first.trained} digits and asked sums of "
-                f"numbers of 1 to {first.longest.max()} digits: up to {first.counts.max()} for "
+                f"numbers of 1 to {first.lengths.max()} digits: up to {first.counts.max()} for "
                 f"each pair of operand lengths, {first.counts.sum():,} in all. An answer is right "
                 "if it is to the last digit, and ends there. Inside the trained range, the sums "
                 "asked were held out of training; where * or \u2022 stands, there are too few to "
@@ -465,6 +478,10 @@ class Addition:
         a, b = _operands(text)
         prompt = VOCABULARY.encode(f"{a[::-1]}+{b[::-1]}=")
         return np.array([VOCABULARY.BOS, *prompt], np.int32)
+
+    def encode(self, text: str) -> np.ndarray:
+        """The prompt for a sum: :meth:`question`."""
+        return self.question(text)
 
     def solve(self, text: str) -> str:
         """The right answer to a question, in ordinary writing."""

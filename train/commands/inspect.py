@@ -1,0 +1,76 @@
+"""Draws what goes on inside a trained model, and lists the tokens that move their states most.
+
+  python -m train.main inspect --run=runs/x [--prompt "407+85"]
+
+Pictures, in the folder inside/ of the run unless --out says otherwise:
+  patterns.png   dot products of position states by head and layer, beside the start (RoPE)
+  attention.png  attention maps by head and layer
+  drift.png      norms and phases of the states by layer
+  moves.png      how far each layer moves each token's state
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tape_jax.config import require
+from train import inspection, plots, runs
+
+UNSEEN_SEED = 2**31
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options."""
+    parser.add_argument("--run", type=Path, required=True, help="the run folder")
+    parser.add_argument("--out", type=Path, help="where the pictures go (RUN/inside)")
+    parser.add_argument("--prompt", help="look at this instead of examples of the task")
+    parser.add_argument("--length", type=int, help="tokens to look at (the trained length)")
+    parser.add_argument("--examples", type=int, default=8, help="for the averages (8)")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Looks inside."""
+    require(args.examples >= 1, f"inspect: --examples must be at least 1; got {args.examples}")
+    trained = runs.restore_model(args.run)
+    tokens = sequences(trained.experiment, args.prompt, args.examples)
+    if args.length is not None:
+        require(
+            2 <= args.length <= tokens.shape[1],
+            f"inspect: --length must be from 2 to {tokens.shape[1]}; got {args.length}",
+        )
+        tokens = tokens[:, : args.length]
+    task = trained.experiment.task
+    labels = [[_printable(task.decode([token])) for token in row] for row in tokens]
+    inside = inspection.look(trained.model, trained.variables, tokens, labels)
+    folder = args.out or args.run / "inside"
+    pictures = inspection.figures(inside)
+    for name in pictures:
+        plots.require_ours(folder / name)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, figure in pictures.items():
+        plots.save(figure, folder / name)
+    if inside.states is None:
+        kind = trained.experiment.model.position.kind
+        print(f"the encoding {kind!r} keeps no position state: attention maps only")
+    else:
+        print(inspection.movers(inside))
+    print(f"\nwritten: {', '.join(str(folder / name) for name in pictures)}")
+
+
+def sequences(experiment: Any, prompt: str | None, examples: int) -> np.ndarray:
+    """Tokens [B, T] of a prompt, or of examples that were drawn with a seed of their own."""
+    if prompt is None:
+        dataset = experiment.task.dataset((experiment.seed + UNSEEN_SEED) % 2**32, examples)
+        return np.asarray(next(iter(dataset))["inputs"])
+    tokens = np.asarray(experiment.task.encode(prompt))
+    require(len(tokens) >= 2, f"inspect: --prompt must have at least 2 tokens; got {prompt!r}")
+    return tokens[None]
+
+
+def _printable(text: str) -> str:
+    """A token's text as a label that shows spaces and line ends."""
+    return text.replace(" ", "\u2423").replace("\n", "\u21b5").replace("\t", "\u2192") or "\u2205"
