@@ -1,5 +1,11 @@
 """Attention over values and position states, with interchangeable implementations."""
 
-from tape_jax.attention.api import AttentionPlan, attention, attention_plan
+from tape_jax.attention.api import (
+    BACKENDS,
+    AttentionPlan,
+    attention,
+    attention_plan,
+    recorded_plans,
+)
 
-__all__ = ["AttentionPlan", "attention", "attention_plan"]
+__all__ = ["BACKENDS", "AttentionPlan", "attention", "attention_plan", "recorded_plans"]

@@ -1,21 +1,24 @@
 """The public attention call: checks, normalisation, choice of a backend, errors.
 
-A backend is a module with two functions:
+A backend is a module, or an object in one, with two functions:
 
 * ``check(request)`` raises NotImplementedError with the reason if it cannot do this call here;
 * ``attend(request, **options)`` returns ``o [B, Tq, Hq, Dv]`` and ``a [B, Tq, Hq, De]`` or None.
 
-To add one, write the module and add its line to :data:`BACKENDS`.
+To add one, write the module and add its line to :data:`BACKENDS`; for it to be taken by itself,
+also to :data:`ORDER`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import importlib
 import inspect
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,16 +30,30 @@ from tape_jax.config import choose, require
 
 Array = jax.Array
 
-# Name to module, fastest first: with ``implementation=None`` the first that can is taken, but see
-# ``_candidates``. Modules are imported when first considered.
+# Name to module, or to "module:object". Modules are imported when first considered.
 BACKENDS = {
     "pallas": "tape_jax.attention.pallas_triton",
+    "tokamax": "tape_jax.attention.vendor:tokamax",
+    "tokamax_mosaic": "tape_jax.attention.vendor:tokamax_mosaic",
+    "tokamax_triton": "tape_jax.attention.vendor:tokamax_triton",
+    "cudnn": "tape_jax.attention.vendor:cudnn",
+    "cudnn_direct": "tape_jax.attention.vendor:cudnn_direct",
+    "splash": "tape_jax.attention.vendor:splash",
     "chunked": "tape_jax.attention.chunked",
     "reference": "tape_jax.attention.reference",
 }
 
-# Checked against the reference in interpreted mode only; taken if named, never by itself.
-UNPROVEN = frozenset({"pallas"})
+# What ``implementation=None`` tries on each platform of jax, the one expected to be fastest first;
+# ``reference`` comes before ``chunked`` in short calls.
+ORDER = {
+    "gpu": ("pallas", "tokamax_mosaic", "cudnn_direct", "cudnn", "tokamax_triton", "chunked"),
+    "tpu": ("splash", "chunked"),
+    "cpu": ("chunked",),
+}
+
+# Have not run on their hardware yet, so that they are taken if named, never by themselves. A
+# backend leaves this set with its first measurement.
+UNPROVEN = frozenset(BACKENDS) - {"chunked", "reference"}
 
 # Up to this many query-key pairs per head ``reference`` is at least as fast as ``chunked``. On a
 # CPU they break even, forward and backward, near T = 192. Elsewhere not measured yet.
@@ -128,6 +145,8 @@ def attention(
         attend_state=attend_state, interpret=interpret,
     )  # fmt: skip
     options = _options(implementation, options)
+    if (record := _record.get()) is not None:
+        record.append(_plan(_verdicts(request, implementation)))
     o, a = _backend(_first_able(request, implementation)).attend(request, **options)
     lead = jnp.shape(q)[:-1]
     o = o.reshape(*lead, o.shape[-1]).astype(request.v.dtype)
@@ -144,30 +163,63 @@ def attention_plan(
 ) -> AttentionPlan:
     """Says which implementation :func:`attention` would run for the same arguments, and why.
 
-    Nothing is computed; arguments are checked as there.
+    Nothing is computed; arguments are checked as there. In place of an array a
+    ``jax.ShapeDtypeStruct`` does.
 
     Raises:
       ValueError: if the call is wrong.
     """
-    request = _normalise(*args, **kwargs)
     _options(implementation, options)
-    verdicts = dict(_verdicts(request, implementation))
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    arrays = {n: x for n, x in enumerate(leaves) if hasattr(x, "dtype")}
+    plans = []
+
+    def decide(arrays: dict[int, Array]) -> None:
+        args, kwargs = jax.tree.unflatten(tree, [arrays.get(n, x) for n, x in enumerate(leaves)])
+        plans.append(_plan(_verdicts(_normalise(*args, **kwargs), implementation)))
+
+    jax.eval_shape(decide, arrays)
+    return plans[0]
+
+
+@contextlib.contextmanager
+def recorded_plans() -> Iterator[list[AttentionPlan]]:
+    """Collects the plans of all calls of :func:`attention` made, or traced, inside."""
+    record: list[AttentionPlan] = []
+    token = _record.set(record)
+    try:
+        yield record
+    finally:
+        _record.reset(token)
+
+
+_record: contextvars.ContextVar[list[AttentionPlan] | None] = contextvars.ContextVar(
+    "record", default=None
+)
+
+
+def _plan(named: Iterable[tuple[str, str | None]]) -> AttentionPlan:
+    """The plan that verdicts on all candidates make."""
+    verdicts = dict(named)
     chosen = next((name for name, reason in verdicts.items() if reason is None), None)
     slower = f"can do this call, but {chosen!r} is expected to be faster"
     return AttentionPlan(chosen, {n: why or slower for n, why in verdicts.items() if n != chosen})
 
 
 def _candidates(request: Request) -> list[str]:
-    """All backends, the one expected to be fastest first. Depends on static shapes only."""
-    names = [name for name in BACKENDS if name != "reference"]
-    limit = REFERENCE_PAIRS.get(jax.default_backend(), REFERENCE_PAIRS_ELSEWHERE)
+    """What to try, the one expected to be fastest first. Depends on static shapes only."""
+    platform = jax.default_backend()
+    names = list(ORDER.get(platform, ORDER["cpu"]))
+    limit = REFERENCE_PAIRS.get(platform, REFERENCE_PAIRS_ELSEWHERE)
     short = request.query_length * request.key_length <= limit
-    names.insert(names.index("chunked") if short else len(names), "reference")
+    names.insert(names.index("chunked") + (not short), "reference")
     return names
 
 
 def _backend(name: str) -> Any:
-    return importlib.import_module(BACKENDS[name])
+    module, _, attribute = BACKENDS[name].partition(":")
+    found = importlib.import_module(module)
+    return getattr(found, attribute) if attribute else found
 
 
 def _options(implementation: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -233,6 +285,8 @@ def _normalise(
     e, query_state = _states(q, k, e, query_state, keys_rotated)
     _check_key_width(q, k, e, query_state, keys_rotated)
     *batch, query_length, query_heads, dim = q.shape
+    query_offset = _offset(query_offset)
+    _check_index_range(query_length, k.shape[-3], query_offset)
     pairs = (query_heads, query_length, k.shape[-3])
     segments = _segments(segment_ids, batch, query_length, k.shape[-3])
     if window is not None:
@@ -251,7 +305,7 @@ def _normalise(
         segments=segments,
         bias=_bias(bias, batch, pairs),
         mask=mask,
-        query_offset=_offset(query_offset),
+        query_offset=query_offset,
         scale=dim**-0.5 if scale is None else float(scale),
         causal=bool(causal),
         window=window,
@@ -286,6 +340,16 @@ def _check_inputs(q: Array, k: Array, v: Array) -> None:
         )
 
 
+def _check_index_range(query_length: int, key_length: int, query_offset: int | Array) -> None:
+    """Indices, and distances between them, must be 32-bit integers."""
+    offset = query_offset if isinstance(query_offset, int) else 0
+    require(
+        query_length + key_length + abs(offset) < 2**31,
+        f"queries, keys and query_offset together must be below 2**31; got {query_length}, "
+        f"{key_length} and {offset}",
+    )
+
+
 def _states(
     q: Array, k: Array, e: Array | None, query_state: Array | None, keys_rotated: bool
 ) -> tuple[Array | None, Array | None]:
@@ -303,8 +367,8 @@ def _states(
         "query_state without e rotates queries only: give e, or keys_rotated=True",
     )
     keys = jax.ShapeDtypeStruct((*k.shape[:-1], q.shape[-1]), k.dtype)
-    e = _state("e", e, keys, "k")
-    query_state = _state("query_state", query_state, q, "q")
+    e = _state("e", e, keys, "k", repeat=True)
+    query_state = _state("query_state", query_state, q, "q", repeat=False)
     if e is not None and query_state is not None:
         require(
             e.shape[3:] == query_state.shape[3:],
@@ -314,15 +378,19 @@ def _states(
     return e, query_state
 
 
-def _state(name: str, e: Array | None, x: Any, of: str) -> Array | None:
-    """A state of ``x [batch..., T, H, D]`` as ``[B|1, T, 1|H, ...]``."""
+def _state(name: str, e: Array | None, x: Any, of: str, *, repeat: bool) -> Array | None:
+    """A state of ``x [batch..., T, H, D]`` as ``[B|1, T, heads, ...]``.
+
+    Its heads divide ``H``; with ``repeat`` they are 1 or ``H``.
+    """
     if e is None:
         return None
     e = jnp.asarray(e)
     algebra.check_state(e, x, name=name, of=of)
     tensor = algebra.is_tensor_form(e, x)
-    heads = x.shape[-2]
-    e = algebra.repeat_heads(algebra.align_state(e, x), heads, tensor=tensor)
+    e = algebra.align_state(e, x)
+    if repeat:
+        e = algebra.repeat_heads(e, x.shape[-2], tensor=tensor)
     return _flatten(e, x.shape[:-3], 5 if tensor else 3)
 
 
@@ -352,22 +420,27 @@ def _segments(
             f"segment_ids must be a tuple (queries', keys') where lengths differ: {query_length} "
             f"queries, {key_length} keys",
         )
-        ids = (ids, ids)
+        # One object, by which backends know that every query sees its own key.
+        own = _ids("segment_ids", ids, batch, query_length)
+        return own, own
     require(len(ids) == 2, f"segment_ids must be an array or a pair of arrays; got {len(ids)}")
-    out = []
-    for side, x, length in zip(("query", "key"), ids, (query_length, key_length), strict=True):
-        x = jnp.asarray(x)
-        require(
-            jnp.issubdtype(x.dtype, jnp.integer), f"segment_ids must be integers; got {x.dtype}"
-        )
-        fits = x.ndim >= 1 and x.shape[-1] == length and _batch_fits(x.shape[:-1], batch)
-        require(
-            fits,
-            f"{side} segment_ids: expected shape {(*batch, length)}, batch axes may be missing; "
-            f"got {x.shape}",
-        )
-        out.append(_flatten(x, batch, 1))
-    return out[0], out[1]
+    return (
+        _ids("query segment_ids", ids[0], batch, query_length),
+        _ids("key segment_ids", ids[1], batch, key_length),
+    )
+
+
+def _ids(name: str, ids: Any, batch: Sequence[int], length: int) -> Array:
+    """Segment ids ``[batch..., length]`` as ``[B|1, length]``."""
+    ids = jnp.asarray(ids)
+    require(
+        jnp.issubdtype(ids.dtype, jnp.integer), f"segment_ids must be integers; got {ids.dtype}"
+    )
+    require(
+        ids.ndim >= 1 and ids.shape[-1] == length and _batch_fits(ids.shape[:-1], batch),
+        f"{name}: expected shape {(*batch, length)}, batch axes may be missing; got {ids.shape}",
+    )
+    return _flatten(ids, batch, 1)
 
 
 def _bias(

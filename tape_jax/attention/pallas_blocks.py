@@ -1,6 +1,7 @@
 """Block sizes of the fused attention kernels: by kind of device, head dimension and type.
 
-The sizes are estimates of what fits in shared memory and registers. None was timed yet.
+The sizes for Ampere and Hopper are among those that compile without spilling registers, as
+``python -m benchmarks.tiles`` lists them; those for other chips are estimates. None was timed yet.
 """
 
 from __future__ import annotations
@@ -60,23 +61,31 @@ class Tiles:
         return cls(*[Tile(queries, keys, warps, stages)] * 3)
 
 
-# By (bytes of an operand, head dimension up to), for chips with at least 160 KiB of shared memory
-# for a program (compute capability 8.0, 9.0, 10.x) and for the others.
-TABLE: Mapping[bool, Mapping[tuple[int, int], Tiles]] = {
-    True: {
+# By generation and by (bytes of an operand, head dimension up to). A multiprocessor of compute
+# capability 8.0 has as much shared memory as one of Hopper's, nearly, but its matrix products take
+# their operands from registers.
+TABLE: Mapping[str, Mapping[tuple[int, int], Tiles]] = {
+    "hopper": {
         (2, 64): Tiles(Tile(128, 64, 8), Tile(64, 64, 4), Tile(64, 64, 8)),
-        (2, 128): Tiles(Tile(128, 32, 8), Tile(64, 32, 8), Tile(32, 64, 8)),
-        (4, 64): Tiles(Tile(64, 32, 4), Tile(32, 32, 4), Tile(32, 32, 4)),
-        (4, 128): Tiles(Tile(32, 32, 4), Tile(32, 16, 4), Tile(16, 32, 4)),
+        (2, 128): Tiles(Tile(128, 32, 8), Tile(64, 32, 8), Tile(32, 64, 8, stages=3)),
+        (4, 64): Tiles(Tile(64, 32, 8), Tile(32, 32, 4), Tile(32, 32, 8)),
+        (4, 128): Tiles(Tile(32, 32, 8), Tile(32, 16, 4), Tile(16, 32, 8)),
     },
-    False: {
+    "ampere": {
+        (2, 64): Tiles(Tile(128, 32, 8), Tile(64, 32, 8), Tile(16, 64, 8)),
+        (2, 128): Tiles(Tile(32, 64, 8), Tile(32, 64, 8), Tile(64, 32, 8)),
+        (4, 64): Tiles(Tile(64, 32, 8), Tile(32, 32, 4), Tile(32, 32, 8)),
+        (4, 128): Tiles(Tile(32, 32, 8), Tile(32, 16, 4), Tile(16, 32, 8)),
+    },
+    "small": {
         (2, 64): Tiles(Tile(64, 32, 4), Tile(32, 32, 4), Tile(32, 32, 4)),
         (2, 128): Tiles(Tile(32, 32, 4), Tile(32, 16, 4), Tile(16, 32, 4)),
         (4, 64): Tiles(Tile(32, 16, 4), Tile(16, 16, 4), Tile(16, 16, 4)),
         (4, 128): Tiles.same(16, 16, warps=4, stages=1),
     },
 }
-LARGE_SHARED_MEMORY = ((8, 0), (9, 0), (10, 0), (10, 3))
+# Generations with at least 160 KiB of shared memory for a program; the others are small.
+GENERATIONS = {(8, 0): "ampere", (9, 0): "hopper", (10, 0): "hopper", (10, 3): "hopper"}
 
 
 def compute_capability() -> tuple[int, int] | None:
@@ -93,8 +102,8 @@ def compute_capability() -> tuple[int, int] | None:
 def default_tiles(dtype: jnp.dtype, width: int) -> Tiles:
     """Blocks for operands of a type and the larger of head dimension and value width.
 
-    Without a GPU (interpreted, or compiled for another machine) those of the larger chips.
+    Without a GPU (interpreted, or compiled for another machine) those of Hopper.
     """
     capability = compute_capability()
-    table = TABLE[capability is None or capability in LARGE_SHARED_MEMORY]
+    table = TABLE["hopper" if capability is None else GENERATIONS.get(capability, "small")]
     return table[jnp.dtype(dtype).itemsize, 64 if width <= 64 else 128]

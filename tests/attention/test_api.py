@@ -94,6 +94,10 @@ WRONG = {
     "mask_shape": (arrays() | {"mask": jnp.ones((5, T), bool)}, "mask must broadcast"),
     "offset_type": (arrays() | {"query_offset": 1.5}, "query_offset must be an integer scalar"),
     "offset_shape": (arrays() | {"query_offset": INTS}, "query_offset must be an integer scalar"),
+    "index_range": (
+        arrays() | {"query_offset": 2**31 - 12},
+        "together must be below 2\\*\\*31; got 6, 6 and 2147483636",
+    ),
     "unknown_name": (arrays() | {"implementation": "chunky"}, "did you mean 'chunked'"),
     "unknown_option": (
         arrays() | {"implementation": "chunked", "options": {"block": 4}},
@@ -144,15 +148,75 @@ def test_falls_back_if_the_fastest_cannot():
     assert plan.rejected["chunked"].startswith("mask=")
 
 
+def abstract(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+@pytest.mark.parametrize("name", ["e_heads", "query_state_form", "segments_triple", "mask_shape"])
+def test_plan_checks_shapes_without_arrays(name):
+    keywords, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        attention_plan(**abstract(keywords))
+
+
+def test_plan_of_shapes_is_that_of_arrays():
+    """A call too large to be made is planned; an integer offset stays known, a traced one not."""
+    keywords = arrays() | {"mask": jnp.ones((T, T), bool)}
+    assert attention_plan(**abstract(keywords)) == attention_plan(**keywords)
+    x = jax.ShapeDtypeStruct((8, 2**20, 32, 128), "bfloat16")
+    assert attention_plan(x, x, x, x, causal=True).implementation == "chunked"
+    splash = {"implementation": "splash", "interpret": True, "causal": True}
+    assert attention_plan(x, x, x, query_offset=3, **splash).implementation == "splash"
+    traced = jax.ShapeDtypeStruct((), "int32")
+    assert attention_plan(x, x, x, query_offset=traced, **splash).implementation is None
+
+
+@pytest.mark.usefixtures("any_device")
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_order_on_each_platform(monkeypatch, platform):
+    """What has not run on its hardware is passed over; once it has, the first that can is taken."""
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    x = jax.ShapeDtypeStruct((1, 2048, 2, 64), "bfloat16")
+    order = [*api.ORDER[platform], "reference"]
+
+    plan = attention_plan(x, x, x, x, causal=True)
+    assert plan.implementation == "chunked"
+    assert list(plan.rejected) == [name for name in order if name != "chunked"]
+    unproven = "has never run on its hardware: name it to try it"
+    assert {name for name, why in plan.rejected.items() if why == unproven} == {
+        name for name in order if name in api.UNPROVEN
+    }
+    monkeypatch.setattr(api, "UNPROVEN", frozenset())
+    assert attention_plan(x, x, x, x, causal=True).implementation == order[0]
+    # What the first cannot is left to the next that can.
+    mask = jax.ShapeDtypeStruct((2048, 2048), "bool")
+    assert attention_plan(x, x, x, x, mask=mask).implementation == "reference"
+
+
+def test_tables_of_names_agree():
+    listed = {name for names in api.ORDER.values() for name in names}
+    assert listed | {"reference", "tokamax"} == set(api.BACKENDS)
+    assert set(api.BACKENDS) >= api.UNPROVEN
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_states_of_queries_are_not_repeated(heads):
+    """Backends broadcast a state over the query heads that share it."""
+    state = jnp.ones((2, T, heads, D))
+    request = api._normalise(**arrays(), query_state=state)
+    assert request.query_state.shape == state.shape
+
+
 @pytest.fixture
 def registered(monkeypatch):
-    """Registers a backend, as one module and one line of the registry."""
+    """Registers a backend, as one module and its name in the tables."""
 
     def register(**functions):
         module = types.ModuleType("tests.attention.extra_backend")
         vars(module).update(functions)
         monkeypatch.setitem(sys.modules, module.__name__, module)
-        monkeypatch.setattr(api, "BACKENDS", {"extra": module.__name__, **api.BACKENDS})
+        monkeypatch.setitem(api.BACKENDS, "extra", module.__name__)
+        monkeypatch.setitem(api.ORDER, "cpu", ("extra", *api.ORDER["cpu"]))
 
     return register
 

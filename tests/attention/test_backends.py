@@ -1,36 +1,130 @@
 """Every attention backend against one table of cases.
 
 The outputs of ``reference`` in float64 are compared with loops in numpy, its gradients with finite
-differences; then it is the oracle of the others. To have a backend tested, add a line to BACKENDS.
+differences; then it is the oracle of the others. To have a backend tested, add a line to BACKENDS,
+or to GPU_BACKENDS if it runs on a GPU only, and say in REFUSED which cases it does not take.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.test_util import check_grads
 
-from tape_jax.attention import attention
+from tape_jax import testing
+from tape_jax.attention import api, attention, attention_plan
+from tape_jax.attention.pallas_blocks import Tiles
 from tests.attention.cases import BY_NAME, CASES, MASKED, bias_function, call, inputs, oracle
 
-# (implementation, keywords of attention). Blocks are small, so that cases span several.
+# Keywords of attention. Blocks are small, so that cases span several; those of splash cannot be.
 BACKENDS = {
     "reference": {"implementation": "reference"},
     "chunked": {"implementation": "chunked", "options": {"block_q": 8, "block_k": 4}},
+    "pallas": {
+        "implementation": "pallas",
+        "interpret": True,
+        "options": {"tiles": Tiles.same(16, 16)},
+    },
+    "splash": {"implementation": "splash", "interpret": True},
 }
-BLOCKWISE = [name for name in BACKENDS if name != "reference"]
+GPU_BACKENDS = ("pallas", "tokamax_mosaic", "tokamax_triton", "cudnn", "cudnn_direct")
+COMPILED = {f"{name}_compiled": {"implementation": name} for name in GPU_BACKENDS}
+# Cases of CASES for interpreters too slow for all: each kind of mask, state and shape once. Rows
+# without keys have tests of their own.
+SUBSET = {
+    "pallas": (
+        "causal", "two_batch_axes", "one_token", "shared_state", "grouped_heads_shared_state",
+        "window_bidirectional", "cross", "window_passed", "cache", "own_query_state",
+        "state_not_attended", "no_state",
+    ),
+    "splash": (
+        "two_batch_axes", "grouped_heads_shared_state", "window_bidirectional", "cross", "cache",
+        "tensor_cache", "state_not_attended",
+    ),
+}  # fmt: skip
+
+# Names of the cases that a backend refuses.
+WITH_MASK = {case.name for case in MASKED}
+WITH_BIAS = {case.name for case in CASES if case.bias is not None}
+TENSOR = {case.name for case in CASES if case.form == "tensor"}
+WITH_SEGMENTS = {case.name for case in CASES if case.segments is not None}
+KEYLESS_ROWS = {"before_the_keys", "window_passed"}
+OFFSET = {case.name for case in CASES if case.query_offset}
+VENDOR = WITH_MASK | WITH_BIAS
+REFUSED = {
+    "reference": set(),
+    "chunked": WITH_MASK,
+    "pallas": WITH_MASK | WITH_BIAS | TENSOR,
+    "splash": VENDOR,
+    **dict.fromkeys(
+        ("tokamax", "tokamax_mosaic", "tokamax_triton"), VENDOR | WITH_SEGMENTS | KEYLESS_ROWS
+    ),
+    **dict.fromkeys(
+        ("cudnn", "cudnn_direct"),
+        VENDOR | WITH_SEGMENTS | KEYLESS_ROWS | OFFSET | {"window_bidirectional"},
+    ),
+}
 # Largest error relative to the largest value, against float64.
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
 
 # Less optimisation halves the time that compilation takes; what is computed stays the same.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-backends = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def skip_if_refused(test):
+    """Skips a test of a call that the backend refuses. What is refused is itself tested."""
+
+    @functools.wraps(test)
+    def wrapped(*args, **keywords):
+        try:
+            return test(*args, **keywords)
+        except NotImplementedError as reason:
+            pytest.skip(str(reason))
+
+    return wrapped
+
+
+def each(*names, compiled=False):
+    """Runs a test for the named backends, all of BACKENDS if none, and compiled ones on a GPU."""
+    chosen = [pytest.param(name, BACKENDS[name], id=name) for name in names or BACKENDS]
+    if compiled:
+        chosen += [pytest.param(n, k, id=n, marks=pytest.mark.gpu) for n, k in COMPILED.items()]
+
+    def decorate(test):
+        return pytest.mark.parametrize(("backend", "keywords"), chosen)(skip_if_refused(test))
+
+    return decorate
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def qkve(length, heads=2, kv_heads=2, dim=16, batch=2, dtype=jnp.float32):
+    """Random q, k, v in ``dtype`` and e in float32."""
+    shapes = [(batch, length, h, dim) for h in (heads, kv_heads, kv_heads, kv_heads)]
+    arrays = [normal(seed, *shape) for seed, shape in enumerate(shapes)]
+    return [x.astype(dtype) for x in arrays[:3]] + arrays[3:]
+
+
+def outputs_and_gradients(*args, **keywords):
+    """``(o, a)`` and the gradients of a scalar of them to the first four arguments, in float32."""
+
+    def loss(*args):
+        o, a = attention(*args, **keywords)
+        weights = [jnp.sin(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape) for x in (o, a)]
+        return jnp.sum(o * weights[0]) + jnp.sum(a * weights[1]), (o, a)
+
+    gradients, out = jax.grad(loss, (0, 1, 2, 3), has_aux=True)(*args)
+    return jax.tree.map(lambda x: x.astype(jnp.float32), (out, gradients))
 
 
 def run(case, dtype, rounding=None, **keywords):
@@ -84,8 +178,31 @@ def test_reference_gradients(name, x64):
     check_grads(f, (jax.tree.map(jnp.asarray, floats),), order=1, modes=["rev"], rtol=1e-5)
 
 
-@pytest.mark.parametrize("backend", BLOCKWISE)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.usefixtures("any_device")
+@pytest.mark.parametrize("backend", api.BACKENDS)
+def test_refused_cases(backend):
+    """A backend refuses what REFUSED says, and no more."""
+
+    def refuses(case):
+        floats, fixed = inputs(case)
+        floats = {n: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for n, x in floats.items()}
+        if case.bias == "function":
+            floats |= {n: jnp.zeros(floats[n].shape) for n in ("bias", "phase")}
+        return call(attention_plan, case, floats, fixed, implementation=backend).rejected
+
+    assert {case.name for case in CASES + MASKED if refuses(case)} == REFUSED[backend]
+
+
+PAIRS = [
+    pytest.param(name, case, id=f"{name}-{case}")
+    for name in BACKENDS
+    if name != "reference"
+    for case in CASES
+    if case.name in SUBSET.get(name, BY_NAME) and case.name not in REFUSED[name]
+]
+
+
+@pytest.mark.parametrize(("backend", "case"), PAIRS)
 def test_outputs_and_gradients(backend, case):
     got = run(case, "float32", **BACKENDS[backend])
     assert_close(got, expected(case.name), TOLERANCE["float32"])
@@ -99,56 +216,102 @@ def test_blocks_of_any_size(name, block_q, block_k):
     assert_close(got, expected(name), TOLERANCE["float32"])
 
 
-@backends
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
-def test_types(backend, dtype):
+@each(compiled=True)
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
+def test_types(backend, keywords, dtype):
+    """Within the tolerance for inputs that were rounded, and, by the norm, for exact ones."""
+    taken = [n for n in ("grouped_heads", "grouped_heads_shared_state") if n not in
+             REFUSED[keywords["implementation"]]]  # fmt: skip
     with jax.enable_x64(dtype == "float64"):
-        got = run(BY_NAME["grouped_heads"], dtype, **BACKENDS[backend])
-    assert_close(got, expected("grouped_heads", dtype), TOLERANCE[dtype])
+        got = run(BY_NAME[taken[0]], dtype, **keywords)
+    assert_close(got, expected(taken[0], dtype), TOLERANCE[dtype])
+    for x, y in zip(*map(jax.tree.leaves, (got, expected(taken[0]))), strict=True):
+        assert np.linalg.norm(x - y) <= TOLERANCE[dtype] * np.linalg.norm(y)
 
 
-@backends
-def test_mixed_types(backend):
+@each("pallas", "splash")
+def test_64_bit_types_enabled(backend, keywords):
+    """A float32 call gives the same, whatever the type of its ids."""
+    with jax.enable_x64(True):
+        got = run(BY_NAME["cross"], "float32", **keywords)
+    assert_close(got, expected("cross"), TOLERANCE["float32"])
+
+
+@each(compiled=True)
+def test_mixed_types(backend, keywords):
     """o is in the type of v, a in the type of e; both are as exact as the type of q allows."""
     case = BY_NAME["causal"]
     floats, fixed = inputs(case)
     types = {"q": jnp.bfloat16, "k": jnp.bfloat16, "v": jnp.float16, "e": jnp.float32}
     floats = {name: jnp.asarray(x, types[name]) for name, x in floats.items()}
-    o, a = jit(lambda floats: call(attention, case, floats, fixed, **BACKENDS[backend]))(floats)
+    o, a = jit(lambda floats: call(attention, case, floats, fixed, **keywords))(floats)
     assert (o.dtype, a.dtype) == (jnp.float16, jnp.float32)
     got = jax.tree.map(lambda x: np.asarray(x, np.float64), (o, a))
     assert_close(got, expected("causal")[0], TOLERANCE["bfloat16"])
 
 
-@backends
-def test_rows_without_keys_give_zeros(backend):
+@each(compiled=True)
+def test_rows_without_keys_give_zeros(backend, keywords):
     case = BY_NAME["before_the_keys"]
     hidden = np.arange(case.queries) + case.query_offset < 0
     assert 0 < hidden.sum() < case.queries
 
-    (o, a), gradients = run(case, "float32", **BACKENDS[backend])
+    got = run(case, "float32", **keywords)
+    assert_close(got, expected(case.name), TOLERANCE["float32"])
+    (o, a), gradients = got
     for x in (o, a, gradients["q"], gradients["query_state"]):
         assert np.all(x[:, hidden] == 0)
         assert np.all(np.isfinite(x))
         assert np.any(x[:, ~hidden] != 0)
 
 
-@backends
-def test_all_rows_hidden(backend):
-    floats, _ = inputs(BY_NAME["causal"])
-    ids = np.zeros(19, int)
-
-    def f(floats):
-        o, a = attention(**floats, segment_ids=(ids, ids + 1), **BACKENDS[backend])
-        return o.sum() + a.sum(), (o, a)
-
-    gradients, out = jit(jax.grad(f, has_aux=True))(jax.tree.map(jnp.asarray, floats))
-    chex.assert_trees_all_equal((gradients, out), jax.tree.map(jnp.zeros_like, (gradients, out)))
+@each(compiled=True)
+def test_all_rows_hidden(backend, keywords):
+    """Exact zeros, in a block that is visited (its ranges of ids meet) and in one that is not."""
+    args = qkve(33)
+    mine = np.where(np.arange(33) < 20, 1, 9)
+    keys = np.where(np.arange(33) % 2, 0, 2)
+    f = jit(functools.partial(outputs_and_gradients, segment_ids=(mine, keys), **keywords))
+    out = f(*args)
+    chex.assert_trees_all_equal(out, jax.tree.map(jnp.zeros_like, out))
 
 
-@pytest.mark.parametrize("backend", BLOCKWISE)
+@each("splash", compiled=True)
+def test_no_row_sees_a_key(backend, keywords):
+    """Exact zeros where the causal rule hides every key."""
+    q, k, v, e = qkve(5)
+    f = functools.partial(
+        outputs_and_gradients, causal=True, query_state=e, query_offset=-7, **keywords
+    )
+    out = jit(f)(q, k, v, e)
+    chex.assert_trees_all_equal(out, jax.tree.map(jnp.zeros_like, out))
+
+
+@each(compiled=True)
+def test_symmetries(backend, keywords):
+    q, k, v, e = qkve(24)
+    ids = jnp.asarray(np.random.default_rng(5).integers(0, 2, (2, 24)))
+    if "segments" in REFUSED[keywords["implementation"]]:
+        q, k, v, ids = *(x.astype(jnp.bfloat16) for x in (q, k, v)), None
+
+    @jax.jit
+    def f(q, k, v, e, ids):
+        return attention(q, k, v, e, segment_ids=ids, **keywords)
+
+    # Rotations by another phase round differently in bfloat16.
+    tolerance = 5e-2 if ids is None else None
+    testing.assert_permutation_equivariant(
+        f, q, k, v, e, ids, in_axes=(1, 1, 1, 1, None if ids is None else 1), out_axes=(1, 1),
+        tolerance=tolerance,
+    )  # fmt: skip
+    testing.assert_phase_equivariant(
+        lambda q, k, v, e: f(q, k, v, e, ids), q, k, v, e,
+        in_states=(False, False, False, True), out_states=(False, True), tolerance=tolerance,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("transform", ["jit_grad", "grad_jit", "vmap", "checkpoint", "scan"])
-def test_bias_closures(backend, transform):
+def test_bias_closures(transform):
     """Gradients reach floats that a bias function closes over, whatever transforms the call."""
     case = BY_NAME["multi_query"]
     floats, fixed = inputs(case)
@@ -158,7 +321,7 @@ def test_bias_closures(backend, transform):
     def f(floats, rank):
         bias = bias_function(jnp.tanh(floats["bias"]), floats["phase"], rank + 1)
         qkve = [floats[name] for name in "qkve"]
-        o, a = attention(*qkve, causal=True, bias=bias, **BACKENDS[backend])
+        o, a = attention(*qkve, causal=True, bias=bias, **BACKENDS["chunked"])
         return jnp.sum(jnp.sin(o)) + jnp.sum(a**2)
 
     def by_row(floats, rank):
@@ -184,15 +347,14 @@ def test_bias_closures(backend, transform):
     assert_close(gradient, closure_gradients(), 2e-5)
 
 
-@pytest.mark.parametrize("backend", BLOCKWISE)
-def test_outside_jit(backend):
+def test_outside_jit():
     """A call that is not compiled gives the same, gradients of closures included."""
     case = BY_NAME["multi_query"]
     floats, fixed = inputs(case)
     floats = {n: jnp.asarray(x, jnp.float32) for n, x in floats.items()}
 
     def f(floats):
-        o, a = call(attention, case, floats, fixed, **BACKENDS[backend])
+        o, a = call(attention, case, floats, fixed, **BACKENDS["chunked"])
         return jnp.sum(o) + jnp.sum(a)
 
     chex.assert_trees_all_close(jax.grad(f)(floats), jit(jax.grad(f))(floats), atol=1e-5)
@@ -215,58 +377,122 @@ def closure_gradients():
         return jit(jax.grad(f))(jax.tree.map(jnp.asarray, floats))
 
 
-@backends
-def test_traced_offset(backend):
+@each("pallas", "splash")
+def test_transformations(backend, keywords):
+    """Gradients of a rematerialised and scanned call and under vmap are those of ``reference``."""
+    q, k, v, e = qkve(19)
+
+    def loss(k, q, v, e, **implementation):
+        o, a = attention(q, k, v, e, causal=True, **implementation)
+        return jnp.sum(jnp.sin(o)) + jnp.sum(a**2)
+
+    def scanned(k, q, v, e):
+        def step(total, x):
+            return total + jax.checkpoint(functools.partial(loss, **keywords))(x, q, v, e), None
+
+        return jax.lax.scan(step, 0.0, k[None])[0]
+
+    want = jit(jax.grad(functools.partial(loss, implementation="reference")))
+    assert_close(jit(jax.grad(scanned))(k, q, v, e), want(k, q, v, e), 1e-5)
+    # All rows share the state of the first.
+    row = jax.grad(functools.partial(loss, **keywords))
+    by_row = jit(jax.vmap(row, in_axes=(0, 0, 0, None)))
+    assert_close(by_row(k, q, v, e[0]), want(k, q, v, e[:1]), 1e-5)
+
+
+@each("pallas", "splash")
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_sharded_over_batch_and_heads(backend, keywords, kv_heads):
+    """Each device attends with its rows and heads, and talks to no other."""
+    args = qkve(19, heads=4, kv_heads=kv_heads)
+    ids = jnp.sort(jnp.asarray(np.random.default_rng(0).integers(0, 3, (2, 19))))
+
+    def f(ids, *args, **implementation):
+        return outputs_and_gradients(*args, causal=True, segment_ids=ids, **implementation)
+
+    assert_sharded_alone(functools.partial(f, **keywords), f, ids, *args)
+
+
+def assert_sharded_alone(function, reference, ids, *args):
+    """Sharded over batch and heads, a function gives what the reference does, by itself.
+
+    Args:
+      function: of ids ``[B, T]`` and arrays ``[B, T, H, D]``.
+      reference: likewise, with a keyword ``implementation``.
+      ids, *args: its arguments.
+    """
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    rows, heads = PartitionSpec("data"), PartitionSpec("data", None, "model")
+    want = jit(functools.partial(reference, implementation="reference"))(ids, *args)
+    ids = jax.device_put(ids, NamedSharding(mesh, rows))
+    args = jax.device_put(args, NamedSharding(mesh, heads))
+    compiled = jit(function).lower(ids, *args).compile()
+    collective = r"all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+    assert not re.search(collective, compiled.as_text())
+    got = compiled(ids, *args)
+    placed = NamedSharding(mesh, heads)
+    assert all(x.sharding.is_equivalent_to(placed, x.ndim) for x in jax.tree.leaves(got))
+    chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), atol=1e-5)
+
+
+@each("pallas", "splash")
+def test_sharded_time_is_gathered(backend, keywords):
+    """A sharded axis over which the kernels cannot be split gives the right result too."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    args = qkve(20, heads=2, kv_heads=1)
+    want = jit(functools.partial(attention, causal=True, implementation="reference"))(*args)
+    f = jit(functools.partial(attention, causal=True, **keywords))
+    got = f(*jax.device_put(args, NamedSharding(mesh, PartitionSpec("data", "model"))))
+    chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), atol=1e-6)
+
+
+@each()
+def test_traced_offset(backend, keywords):
     """query_offset may be traced, and batched by vmap."""
     case = BY_NAME["cache"]
-    floats = {n: jnp.asarray(x, jnp.float32) for n, x in inputs(case)[0].items()}
+    floats = {name: jnp.asarray(x, jnp.float32) for name, x in inputs(case)[0].items()}
 
     @jit
-    @functools.partial(jax.vmap, in_axes=(None, 0))
-    def f(floats, offset):
-        qkve = [floats[name] for name in "qkve"]
+    @functools.partial(jax.vmap, in_axes=(0, None, 0))
+    def f(q, rest, offset):
         return attention(
-            *qkve,
-            causal=True,
-            window=case.window,
-            query_state=floats["query_state"],
-            keys_rotated=True,
-            query_offset=offset,
-            **BACKENDS[backend],
-        )
+            q, *rest, causal=True, window=case.window, keys_rotated=True, query_offset=offset,
+            query_state=floats["query_state"], **keywords,
+        )  # fmt: skip
 
     offsets = [18, 3, -2]
-    got = f(floats, jnp.asarray(offsets))
+    q = jnp.stack([floats["q"]] * 3)
+    got = f(q, [floats[name] for name in "kve"], jnp.asarray(offsets))
     for n, offset in enumerate(offsets):
         want = oracle(dataclasses.replace(case, query_offset=offset), *inputs(case))
         assert_close(jax.tree.map(lambda x, n=n: np.asarray(x[n], np.float64), got), want, 1e-5)
 
 
-@pytest.mark.parametrize("backend", BLOCKWISE)
-@pytest.mark.parametrize("rule", ["causal", "window", "segments"])
-def test_masked_blocks_are_not_visited(backend, rule):
-    """A visited block would turn NaN values into NaN outputs, even with weight 0."""
-    rng = np.random.default_rng(0)
-    q, k, v, e = (jnp.asarray(rng.normal(size=(1, 64, 1, 8)), jnp.float32) for _ in range(4))
-    rows = {"causal": slice(0, 32), "window": slice(32, 64), "segments": slice(0, 32)}[rule]
-    unseen = {"causal": slice(32, 64), "window": slice(0, 16), "segments": slice(32, 64)}[rule]
-    options = {
-        "causal": {"causal": True},
-        "window": {"window": 9},
-        "segments": {"segment_ids": np.repeat([3, -1], 32)},
-    }[rule]
-    spoiled = v.at[:, unseen].set(jnp.nan)
+@each("chunked", "pallas")
+@pytest.mark.parametrize(
+    ("options", "rows", "unseen"),
+    [
+        ({"causal": True}, slice(0, 32), slice(32, 64)),
+        ({"window": 9}, slice(32, 64), slice(0, 16)),
+        ({"segment_ids": np.repeat([3, -1], 32)}, slice(0, 32), slice(32, 64)),
+    ],
+    ids=["causal", "window", "segments"],
+)
+def test_hidden_blocks_are_not_read(backend, keywords, options, rows, unseen):
+    """NaN there reaches no output and no gradient of rows that do not see them."""
+    q, k, v, e = qkve(64, heads=1, kv_heads=1, batch=1)
 
     @jit
-    def f(v):
+    def f(k, v, e):
         def loss(q):
-            o, a = attention(q, k, v, e, **options, **BACKENDS[backend])
+            o, a = attention(q, k, v, e, query_state=e * 0 + 1, **options, **keywords)
             return jnp.sum(o[:, rows]) + jnp.sum(a[:, rows])
 
         return jax.value_and_grad(loss)(q)
 
-    value, gradient = f(spoiled)
-    want_value, want_gradient = f(v)
+    spoiled = [x.at[:, unseen].set(jnp.nan) for x in (k, v)]
+    value, gradient = f(*spoiled, e)
+    want_value, want_gradient = f(k, v, e)
     np.testing.assert_array_equal(value, want_value)
     np.testing.assert_array_equal(gradient[:, rows], want_gradient[:, rows])
 
@@ -294,3 +520,42 @@ def test_chunked_memory_is_linear():
 
 def test_chunked_fits_16k_tokens_in_2_gib():
     assert temporary_bytes("chunked", 16384) < 2 * 2**30
+
+
+GPU_CASES = {
+    **{f"causal_{t}": (t, {"causal": True}) for t in (1, 2, 63, 128, 1000, 4095, 4096)},
+    "bidirectional": (333, {}),
+    "window": (1025, {"causal": True, "window": 100}),
+    "window_bidirectional": (515, {"window": 64}),
+    "segments": (777, {"causal": True, "segment_ids": np.arange(777) // 100}),
+    "grouped_heads": (257, {"causal": True, "heads": 8}),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("backend", "dim", "dtype"),
+    [
+        *[(name, dim, "bfloat16") for name in GPU_BACKENDS for dim in (64, 128)],
+        *[("pallas", dim, "float32") for dim in (64, 128)],
+        ("pallas", 96, "float16"),
+    ],
+)
+@pytest.mark.parametrize("name", GPU_CASES)
+@skip_if_refused
+def test_compiled(name, backend, dim, dtype):
+    """Against ``reference`` in float32; NaN in memory that was freed must not come through."""
+    length, keywords = GPU_CASES[name]
+    keywords = dict(keywords)
+    args = qkve(length, heads=keywords.pop("heads", 2), dim=dim, batch=1, dtype=dtype)
+    with jax.default_matmul_precision("highest"):
+        wide = [x.astype(jnp.float32) for x in args]
+        want = jax.jit(
+            functools.partial(outputs_and_gradients, **keywords, implementation="reference")
+        )(*wide)
+    jax.block_until_ready([jnp.full(2**24, jnp.nan) for _ in range(4)])
+    f = functools.partial(outputs_and_gradients, **keywords, implementation=backend)
+    got = jax.jit(f)(*args)
+    tolerance = {"bfloat16": 2e-2, "float16": 5e-3, "float32": 1e-5}[dtype]
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert jnp.linalg.norm(x - y) <= tolerance * jnp.linalg.norm(y) + 1e-6
