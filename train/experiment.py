@@ -52,6 +52,8 @@ class TrainConfig:
       log_every: steps between two lines of metrics.
       save_every: steps between two checkpoints; the last step is always saved.
       keep: how many of the newest checkpoints are kept.
+      initial: a run folder, from whose parameters training starts, the optimiser anew;
+        ``{encoding}`` in it stands for the name of the model's encoding. None: random parameters.
     """
 
     steps: int
@@ -71,6 +73,7 @@ class TrainConfig:
     log_every: int = 10
     save_every: int = 1000
     keep: int = 3
+    initial: str | None = None
 
     def __post_init__(self):
         for name in ("steps", "batch_size", "accumulate", "log_every", "save_every", "keep"):

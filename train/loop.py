@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from tape_jax.algebra import at_least_float32
+from tape_jax.attention import AttentionPlan, recorded_plans
 from tape_jax.config import require
 from tape_jax.model import Transformer
 from train import runs
@@ -78,8 +79,9 @@ def train(
     if resume:
         runs.check_same(folder, experiment)
     optimizer = make_optimizer(config)
-    initial = jax.jit(lambda: init_state(experiment, optimizer))
+    initial = jax.jit(lambda params=None: init_state(experiment, optimizer, params))
     template = jax.eval_shape(initial)
+    params = runs.initial_params(experiment, report) if config.initial and not resume else None
     step_fn = make_step(Transformer(experiment.model), optimizer, config)
     share = jax.process_index(), jax.process_count()
     data = iter(experiment.task.dataset(experiment.seed, config.batch_size, *share))
@@ -95,7 +97,7 @@ def train(
             checkpoints.forget_after(start)
             report(f"continuing {folder} from step {start} of {config.steps}")
         else:
-            start, state = 0, initial()
+            start, state = 0, initial(params)
             checkpoints.save(0, state, data)
         tokens_per_step = config.batch_size * experiment.task.sequence_length
         metrics = stack.enter_context(
@@ -103,7 +105,10 @@ def train(
         )
         try:
             for step in range(start + 1, config.steps + 1):
-                state, values = step_fn(state, next(data))
+                with recorded_plans() as plans:
+                    state, values = step_fn(state, next(data))
+                if step == start + 1:
+                    report(describe_attention(plans))
                 metrics.record(step, values)
                 stop = signals.received
                 if stop or step % config.save_every == 0 or step == config.steps:
@@ -131,9 +136,27 @@ def train(
             ) from error
 
 
-def init_state(experiment: Experiment, optimizer: optax.GradientTransformation) -> State:
-    """The state before the first step; to be traced by ``jax.jit``."""
-    params = runs.init_variables(experiment)["params"]
+def describe_attention(plans: Sequence[AttentionPlan]) -> str:
+    """Which implementations of attention the plans of a step name, and why no other."""
+    rejected = {plan.implementation: plan.rejected for plan in plans}
+    lines = [f"attention: {', '.join(map(str, rejected))}"]
+    reasons = {name: why for others in rejected.values() for name, why in others.items()}
+    lines += [f"  not {name}: {why}" for name, why in reasons.items() if name not in rejected]
+    return "\n".join(lines)
+
+
+def init_state(
+    experiment: Experiment, optimizer: optax.GradientTransformation, params: Any = None
+) -> State:
+    """The state before the first step; to be traced by ``jax.jit``.
+
+    Args:
+      experiment: what is trained.
+      optimizer: of :func:`make_optimizer`.
+      params: to start from; None: random ones.
+    """
+    if params is None:
+        params = runs.init_variables(experiment)["params"]
     key = jax.random.key_data(jax.random.fold_in(jax.random.key(experiment.seed), 1))
     return State(params, optimizer.init(params), jnp.int32(0), key)
 

@@ -23,6 +23,7 @@ COMMANDS = {
     "ask": ("train.commands.ask", "ask a trained model a question"),
     "inspect": ("train.commands.inspect", "draw what goes on inside a trained model"),
     "compare": ("train.commands.compare", "train and evaluate several encodings alike"),
+    "score": ("train.commands.score", "judge a file of SCROLLS predictions"),
 }
 
 USER_ERROR = 2

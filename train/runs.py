@@ -129,6 +129,39 @@ def restore_model(folder: Path, report: Report = print) -> Trained:
     return Trained(experiment, step, Transformer(experiment.model), variables)
 
 
+def initial_params(experiment: Experiment, report: Report = print) -> Any:
+    """The parameters that ``train.initial`` names: those of that run's newest intact checkpoint.
+
+    Raises:
+      ValueError: if there is none; or, listing all that differs, if they do not fit the model.
+    """
+    assert experiment.train.initial is not None
+    folder = Path(experiment.train.initial.replace("{encoding}", experiment.model.position.kind))
+    other = load(folder)
+    there, here = (_shapes(abstract_variables(e)["params"]) for e in (other, experiment))
+    different = [
+        f"{name}: {there.get(name, 'absent')} there, {here.get(name, 'absent')} here"
+        for name in dict.fromkeys([*there, *here])
+        if there.get(name) != here.get(name)
+    ]
+    tokenizers = {getattr(e.task, "tokenizer_fingerprint", None) for e in (other, experiment)}
+    if len(tokenizers - {None}) > 1:
+        different.append("the tokenizer: another one there than here")
+    require(
+        not different,
+        f"the parameters of {folder} do not fit this model:\n  " + "\n  ".join(different),
+    )
+    params = restore_model(folder, report).variables["params"]
+    wanted = abstract_variables(experiment)["params"]
+    return jax.tree.map(lambda x, like: x.astype(like.dtype), params, wanted)
+
+
+def _shapes(params: Any) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter by its path."""
+    leaves = jax.tree.leaves_with_path(params)
+    return {jax.tree_util.keystr(p, simple=True, separator="/"): x.shape for p, x in leaves}
+
+
 def abstract_variables(experiment: Experiment) -> dict[str, Any]:
     """Shapes and types of the model's variables, without computing anything."""
     return jax.eval_shape(lambda: init_variables(experiment))

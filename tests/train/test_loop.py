@@ -22,7 +22,7 @@ class Tiny(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, tokens):
+    def __call__(self, tokens, **_):
         x = nn.Embed(self.config.vocab_size, self.config.hidden_size)(tokens)
         if self.has_rng("positions"):
             x += 0.1 * jax.random.normal(self.make_rng("positions"), x.shape)

@@ -1,6 +1,6 @@
 """Evaluates the newest checkpoint of a run, and writes what comes out into it.
 
-Files: evaluation.json, evaluation.txt, and the figures of the task.
+Files: evaluation.json, evaluation.txt, and the figures and files of the task.
 
 python -m train.main eval --run=runs/x --config.evaluation.longest=12
 """
@@ -47,14 +47,21 @@ def evaluate(folder: Path, options: Any) -> Result:
       ValueError: if the folder is not a run, or a file there is not of this program.
     """
     path = folder / "evaluation.json"
+    again = saved(folder) is not None
     require(
-        not path.exists() or saved(folder) is not None,
+        again or not path.exists(),
         f"{path} is not an evaluation written by this program: it is not replaced",
     )
     trained = runs.restore_model(folder)
     task = trained.experiment.task
     with Progress.of(f"evaluating {folder.name}") as progress:
         result = task.evaluate(trained, options, progress)
+    files: dict[str, str] = getattr(result, "files", dict)()
+    for name in files:
+        require(
+            again or not (folder / name).exists(),
+            f"{folder / name} is not of an evaluation by this program: it is not replaced",
+        )
     record = {
         "format": FORMAT,
         "step": trained.step,
@@ -63,6 +70,8 @@ def evaluate(folder: Path, options: Any) -> Result:
     }
     write_atomically(path, json.dumps(record) + "\n")
     write_atomically(folder / "evaluation.txt", f"step {trained.step}\n\n{result.table()}\n")
+    for name, content in files.items():
+        write_atomically(folder / name, content)
     figures = task.compare({trained.experiment.model.position.kind: [result]}).figures
     for name, figure in figures.items():
         plots.save(figure, folder / f"evaluation_{name}")

@@ -25,11 +25,18 @@ Progress = Callable[[int, int], None]
 
 TASKS: dict[str, str] = {
     "addition": "train.data.arithmetic:Addition",
+    "passkey": "train.data.passkey:Passkey",
+    "scrolls": "train.data.scrolls:Scrolls",
+    "text": "train.data.text:Text",
 }
 
 
 class Result(Protocol):
-    """The outcome of an evaluation."""
+    """The outcome of an evaluation.
+
+    It may also have a method ``files()``, which gives the content of text files that belong into
+    the run folder, by name.
+    """
 
     def summary(self) -> dict[str, float]:
         """Scalars worth logging, by name; those of :attr:`Task.scores` among them."""

@@ -1,0 +1,30 @@
+"""Judges a file of SCROLLS predictions, {id: prediction}, by the benchmark's own metrics.
+
+python -m train.main score --data=scrolls --subset=qasper --predictions=runs/x/predictions.json
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from train.data.scrolls_files import SPLITS, SUBSETS, read
+from train.scrolls_metrics import Outcome, outputs_by_id, read_predictions, score
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options."""
+    parser.add_argument("--data", type=Path, required=True, help="the benchmark, or one archive")
+    parser.add_argument("--subset", required=True, metavar="NAME", help=", ".join(SUBSETS))
+    parser.add_argument(
+        "--split", default="validation", metavar="NAME", help=f"{', '.join(SPLITS)} (validation)"
+    )
+    parser.add_argument("--predictions", type=Path, required=True, metavar="FILE")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Judges."""
+    outputs = outputs_by_id(read(args.data, args.subset, args.split))
+    predictions = read_predictions(args.predictions)
+    scores = score(args.subset, predictions, outputs)
+    print(Outcome(args.subset, args.split, predictions, scores).table())
