@@ -1,162 +1,370 @@
-"""Time and memory of attention backends, as ratios to the first one within one run.
+"""What attending the state costs: every backend against plain attention and the published way.
 
-``python -m benchmarks.attention --help`` lists the options. The default compares ``chunked`` with
-``reference``, causal with an attended rotary state, forward and forward plus backward (gradients
-of q, k, v and e). A backend is skipped, and the table says so, where it cannot do the call or where
-its temporary memory by XLA's analysis exceeds ``--memory-limit``.
+    python -m benchmarks.attention [--lengths T ...] [--head-dim D ...] [--backends NAME ...]
+
+One run measures, forward and forward plus backward (gradients of all inputs), in turns:
+
+* each backend that can, for values and state under one set of probabilities (products of values
+  twice as wide);
+* ``plain``: RoPE, the same without attending the state, by the library named in the header; twice,
+  which shows the noise;
+* ``three calls``: how the published code does it, by the same library: the state with duplicated
+  halves, and one attention each over values, cosines and sines;
+* ``PyTorch, three calls``: its scaled_dot_product_attention, where PyTorch sees a GPU.
+
+Ratios are of times, run by run. ``x plain`` is to be compared with the arithmetic floor in the
+header; ``x floor`` is that quotient. ``three calls x`` says how much longer those take. TFLOP/s
+count the products that a row's way needs, causal ones half. ``moved`` is the least: inputs and
+outputs, once each. A backend is skipped, and the output says so, where it cannot do the call or its
+temporary memory exceeds ``--memory-limit``.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.flops import PLAIN, STATE, THREE_CALLS, TWO_CALLS, Products, attention_flops
+from benchmarks.memory import Memory
+from benchmarks.table import markdown, mebibytes
 from benchmarks.timing import Timing, describe_device, take_turns
+from tape_jax import algebra
 from tape_jax.attention import attention
+from tape_jax.attention.api import BACKENDS
+from tape_jax.config import choose
+
+Array = jax.Array
+
+# For plain attention, fastest first; None: what the library itself chooses.
+LIBRARIES = ("cudnn", "tokamax_mosaic", "splash", None)
+DIRECTIONS = ("forward", "forward and backward")
+# Sizes by platform: seconds on a CPU, work that fills a chip elsewhere.
+CPU = {"lengths": [128, 512], "heads": 1, "head_dim": [64], "dtype": "float32", "least": 0.0}
+ACCELERATOR = {
+    "lengths": [1024, 2048, 4096, 8192, 16_384],
+    "tokens": 16_384,
+    "heads": 12,
+    "head_dim": [64, 128],
+    "dtype": "bfloat16",
+    "least": 0.02,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One way to compute attention.
+
+    Attributes:
+      products: that it needs.
+      forward: the computation, of ``inputs``.
+      inputs: arrays, all of which get gradients.
+    """
+
+    products: Products
+    forward: Callable[..., Any]
+    inputs: tuple[Array, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """One backend at one length, in one direction."""
+    """One row in one direction; memory is None outside of jax."""
 
     timing: Timing
-    temporary: int
+    memory: Memory | None
+    flops: float
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Command-line options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024, 4096, 16384])
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--heads", type=int, default=1, help="query heads")
+    """Command-line options, with those of the platform where none are given."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--lengths", type=int, nargs="+", metavar="T")
+    parser.add_argument("--batch", type=int, default=1, help="sequences, unless --tokens is given")
+    parser.add_argument("--tokens", type=int, help="tokens per batch, at every length")
+    parser.add_argument("--heads", type=int, help="query heads")
     parser.add_argument("--kv-heads", type=int, help="key/value heads; default: as many")
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--backends", nargs="+", default=["reference", "chunked"])
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--head-dim", type=int, nargs="+", metavar="D")
+    parser.add_argument("--backends", nargs="+", metavar="NAME", help="default: all")
+    parser.add_argument("--library", help="backend of plain attention and of the three calls")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--window", type=int, help="sliding window, in tokens")
     parser.add_argument("--bidirectional", action="store_true", help="not causal")
-    parser.add_argument("--no-state", action="store_true", help="rotate only: RoPE")
+    parser.add_argument("--no-state", action="store_true", help="backends rotate only: RoPE")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--least", type=float, help="seconds that a timed run lasts at least")
     parser.add_argument("--memory-limit", type=float, default=4.0, help="temporary memory, in GiB")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    defaults: Mapping[str, Any] = CPU if jax.default_backend() == "cpu" else ACCELERATOR
+    for name, value in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    options.backends = options.backends or list(BACKENDS)
+    options.kv_heads = options.kv_heads or options.heads
+    for name in (*options.backends, *([options.library] if options.library else [])):
+        choose("attention implementation", name, BACKENDS)
+    return options
 
 
-def arrays(options: argparse.Namespace, length: int) -> list[jax.Array]:
-    """q, k, v and e of one call."""
-    kv_heads = options.kv_heads or options.heads
-    rng = np.random.default_rng(0)
-    heads = [options.heads, kv_heads, kv_heads, kv_heads]
-    return [
-        jnp.asarray(rng.normal(size=(options.batch, length, h, options.head_dim)), options.dtype)
-        for h in heads
-    ]
+def batch_size(options: argparse.Namespace, length: int) -> int:
+    """Sequences in a batch."""
+    return max(1, options.tokens // length) if options.tokens else options.batch
 
 
-def temporary_bytes(program: jax.stages.Compiled) -> int:
-    """Peak temporary memory by XLA's own analysis."""
-    analysis = program.memory_analysis()
-    return 0 if analysis is None else analysis.temp_size_in_bytes
+def arrays(options: argparse.Namespace, dim: int, length: int) -> list[Array]:
+    """Random q, k, v and e of one call."""
+    rng, batch = np.random.default_rng(0), batch_size(options, length)
+    heads = [options.heads, *[options.kv_heads] * 3]
+    return [jnp.asarray(rng.normal(size=(batch, length, h, dim)), options.dtype) for h in heads]
 
 
-def compiled(options: argparse.Namespace, backend: str, inputs: list[jax.Array]):
-    """The forward pass, and the forward and backward pass, compiled."""
+def duplicated(e: Array) -> tuple[Array, Array]:
+    """Cosines and sines of a rotary state with duplicated halves, as the published code has them.
 
-    def forward(q, k, v, e):
-        return attention(
-            q,
-            k,
-            v,
-            e,
-            causal=not options.bidirectional,
-            window=options.window,
-            attend_state=not options.no_state,
-            implementation=backend,
+    Args:
+      e: ``[..., D]``.
+
+    Returns:
+      Two arrays ``[..., D]``.
+    """
+    cos, sin = jnp.split(e, 2, axis=-1)
+    return jnp.concatenate([cos, cos], -1), jnp.concatenate([sin, sin], -1)
+
+
+def three_calls(
+    q: Array, k: Array, v: Array, cos: Array, sin: Array, **call: Any
+) -> tuple[Array, Array, Array]:
+    """Attention over values, cosines and sines, each by itself; ``call`` is passed on."""
+
+    def rotate(x: Array) -> Array:
+        c, s = (algebra.repeat_heads(y, x.shape[-2]) for y in (cos, sin))
+        real, imag = jnp.split(x, 2, axis=-1)
+        return x * c + jnp.concatenate([-imag, real], -1) * s
+
+    q, k = rotate(q), rotate(k)
+    o, a_cos, a_sin = (attention(q, k, x, **call)[0] for x in (v, cos, sin))
+    return o, a_cos, a_sin
+
+
+def rows(options: argparse.Namespace, dim: int, length: int) -> dict[str, Row]:
+    """All ways to be measured with jax."""
+    q, k, v, e = inputs = tuple(arrays(options, dim, length))
+    call = {"causal": not options.bidirectional, "window": options.window}
+
+    def by(backend: str | None, attends: bool) -> Callable[..., Any]:
+        return lambda q, k, v, e: attention(
+            q, k, v, e, attend_state=attends, implementation=backend, **call
         )
 
-    def both(*inputs):
-        def loss(inputs):
-            return sum(
-                jnp.sum(x.astype(jnp.float32) ** 2) for x in jax.tree.leaves(forward(*inputs))
-            )
+    attends = not options.no_state
+    found = {}
+    for name in options.backends:
+        products = (TWO_CALLS if name == "cudnn" else STATE) if attends else PLAIN
+        found[name] = Row(products, by(name, attends), inputs)
+    library = best_library(options, by, inputs)
+    found["plain"] = Row(PLAIN, by(library, False), inputs)
+    if attends:
+        found["three calls"] = Row(
+            THREE_CALLS,
+            lambda *args: three_calls(*args, **call, implementation=library),
+            (q, k, v, *duplicated(e)),
+        )
+    return found
 
-        return jax.value_and_grad(loss)(inputs)
 
+def best_library(options: argparse.Namespace, by: Callable, inputs: Sequence[Array]) -> str | None:
+    """The backend of plain attention: the one asked for, or the first that can do it here."""
+    if options.library:
+        return options.library
+    for name in LIBRARIES:
+        if name is None or name in BACKENDS:
+            try:
+                jax.eval_shape(by(name, False), *inputs)
+            except NotImplementedError:
+                continue
+            return name
+    raise NotImplementedError("no backend computes plain attention here")
+
+
+def both_ways(forward: Callable[..., Any], inputs: Sequence[Array]) -> dict[str, Any]:
+    """The forward pass, and the forward and backward pass, compiled."""
+    outputs = jax.eval_shape(forward, *inputs)
+    rng = np.random.default_rng(1)
+    given = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), outputs)
+
+    def both(given, *inputs):
+        out, pull = jax.vjp(forward, *inputs)
+        return out, pull(given)
+
+    forward_program = jax.jit(forward).lower(*inputs).compile()
+    program = jax.jit(both).lower(given, *inputs).compile()
     return {
-        "forward": jax.jit(forward).lower(*inputs).compile(),
-        "forward and backward": jax.jit(both).lower(*inputs).compile(),
+        DIRECTIONS[0]: (forward_program, tuple(inputs)),
+        DIRECTIONS[1]: (program, (given, *inputs)),
     }
 
 
 def measure(
-    options: argparse.Namespace, length: int
+    options: argparse.Namespace, dim: int, length: int
 ) -> tuple[dict[str, dict[str, Measurement]], dict[str, str]]:
-    """Measurements by direction and backend, and why backends were skipped."""
-    inputs = arrays(options, length)
+    """Measurements by direction and row, and why rows were left out."""
+    ways = rows(options, dim, length)
     programs, skipped = {}, {}
-    for backend in options.backends:
+    for name, row in ways.items():
         try:
-            program = compiled(options, backend, inputs)
+            compiled = both_ways(row.forward, row.inputs)
+            plans = [Memory.of(program) for program, _ in compiled.values()]
+            jax.block_until_ready([program(*args) for program, args in compiled.values()])
         except NotImplementedError as error:
-            skipped[backend] = str(error)
+            skipped[name] = str(error)
             continue
-        need = max(temporary_bytes(p) for p in program.values())
+        except jax.errors.JaxRuntimeError as error:
+            skipped[name] = f"failed, {str(error).splitlines()[0]}"
+            continue
+        need = max(plan.temporary for plan in plans if plan is not None)
         if need > options.memory_limit * 2**30:
-            skipped[backend] = f"needs {need / 2**30:.1f} GiB, limit {options.memory_limit:g} GiB"
+            skipped[name] = f"needs {need / 2**30:.1f} GiB, limit {options.memory_limit:g} GiB"
         else:
-            programs[backend] = program
+            programs[name] = compiled
+    rivals = torch_calls(options, dim, length)
+    batch = batch_size(options, length)
     results: dict[str, dict[str, Measurement]] = {}
-    for direction in ("forward", "forward and backward"):
-        calls = {
-            backend: lambda program=program[direction]: program(*inputs)
-            for backend, program in programs.items()
+    for direction in DIRECTIONS:
+        calls: dict[str, Callable[[], Any]] = {
+            name: (lambda program, args: lambda: program(*args))(*compiled[direction])
+            for name, compiled in programs.items()
         }
-        timings = take_turns(calls, repeats=options.repeats)
-        results[direction] = {
-            backend: Measurement(timings[backend], temporary_bytes(program[direction]))
-            for backend, program in programs.items()
-        }
+        if "plain" in calls:
+            calls["plain, again"] = calls["plain"]
+        calls |= {name: both[direction] for name, both in rivals.items()}
+        timings = take_turns(calls, repeats=options.repeats, warm_up=2, least=options.least)
+        results[direction] = {}
+        for name, timing in timings.items():
+            source = name.removesuffix(", again")
+            memory = Memory.of(programs[source][direction][0]) if source in programs else None
+            products = ways[source].products if source in ways else THREE_CALLS
+            flops = attention_flops(
+                products.forward if direction == DIRECTIONS[0] else products.both,
+                length,
+                batch=batch,
+                heads=options.heads,
+                head_dim=dim,
+                causal=not options.bidirectional,
+                window=options.window,
+            )
+            results[direction][name] = Measurement(timing, memory, flops)
     return results, skipped
 
 
-def report(
-    length: int, results: dict[str, dict[str, Measurement]], skipped: dict[str, str]
-) -> None:
-    """Prints the lines of one length; ratios are to the first backend that ran."""
-    for direction, by_backend in results.items():
-        base_name = next(iter(by_backend), "")
-        for backend, got in by_backend.items():
-            line = (
-                f"T {length:6d}  {direction:20s}  {backend:10s} {got.timing!s:22s} "
-                f"{got.temporary / 2**20:9.1f} MiB"
+class _Launched:
+    """PyTorch's work on the GPU, awaited as :func:`jax.block_until_ready` awaits arrays."""
+
+    def __init__(self, torch: Any):
+        self._torch = torch
+
+    def block_until_ready(self) -> None:
+        self._torch.cuda.synchronize()
+
+
+def torch_calls(
+    options: argparse.Namespace, dim: int, length: int
+) -> dict[str, dict[str, Callable[[], Any]]]:
+    """PyTorch's attention three times, where PyTorch is installed and sees a GPU."""
+    plain = options.window is None and not options.no_state and options.heads == options.kv_heads
+    if not plain or importlib.util.find_spec("torch") is None:
+        return {}
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    shape = (batch_size(options, length), options.heads, length, dim)
+    make = {"device": "cuda", "dtype": getattr(torch, options.dtype)}
+    q, k, v, cos, sin = (torch.randn(shape, **make, requires_grad=True) for _ in range(5))
+    cotangents = [torch.randn(shape, **make) for _ in range(3)]
+
+    def rotate(x: Any) -> Any:
+        real, imag = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((-imag, real), dim=-1) * sin
+
+    def forward() -> list[Any]:
+        left, right = rotate(q), rotate(k)
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return [attend(left, right, x, is_causal=not options.bidirectional) for x in (v, cos, sin)]
+
+    def alone() -> _Launched:
+        with torch.no_grad():
+            forward()
+        return _Launched(torch)
+
+    def both() -> _Launched:
+        torch.autograd.grad(forward(), (q, k, v, cos, sin), cotangents)
+        return _Launched(torch)
+
+    return {
+        f"PyTorch {torch.__version__}, three calls": dict(
+            zip(DIRECTIONS, (alone, both), strict=True)
+        )
+    }
+
+
+def report(found: dict[str, Measurement], floor: float) -> str:
+    """The table of one direction at one length."""
+    plain, three = found.get("plain"), found.get("three calls")
+    lines = []
+    for name, got in found.items():
+        to_plain = got.timing.ratio(plain.timing) if plain else None
+        lines.append(
+            (
+                name,
+                f"{1e3 * got.timing.median:.3f}",
+                f"{100 * got.timing.spread:.1f} %",
+                f"{got.flops / got.timing.median / 1e12:.3f}",
+                mebibytes(got.memory.temporary if got.memory else None),
+                mebibytes(got.memory.moved if got.memory else None),
+                "-" if to_plain is None else f"{to_plain:.3f}",
+                "-" if to_plain is None else f"{to_plain / floor:.3f}",
+                f"{three.timing.ratio(got.timing):.3f}" if three else "-",
             )
-            if backend != base_name:
-                base = by_backend[base_name]
-                line += f"   {got.timing.ratio(base.timing):.2f} x time of {base_name}"
-                line += f", {got.temporary / base.temporary:.3f} x memory"
-            print(line, flush=True)
-    for backend, reason in skipped.items():
-        print(f"T {length:6d}  {backend}: skipped, {reason}", flush=True)
+        )
+    header = ("attention", "ms", "+-", "TFLOP/s", "temporary MiB", "moved MiB", "x plain")
+    return markdown((*header, "x floor", "three calls x"), lines)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures and prints."""
     options = parse(argv)
+    floors = {
+        DIRECTIONS[0]: STATE.forward / PLAIN.forward,
+        DIRECTIONS[1]: STATE.both / PLAIN.both,
+    }
     print(describe_device())
     print(
-        f"batch {options.batch}, {options.heads} query heads, {options.kv_heads or options.heads} "
-        f"key/value heads of {options.head_dim}, {options.dtype}, "
+        f"{options.heads} query heads, {options.kv_heads} key/value heads, {options.dtype}, "
         f"{'bidirectional' if options.bidirectional else 'causal'}, window {options.window}, "
         f"{'state not attended' if options.no_state else 'state attended'}; median of "
-        f"{options.repeats} (+- half the quartiles' distance); memory: temporary, at most "
-        f"{options.memory_limit:g} GiB"
+        f"{options.repeats} runs, +- half the quartiles' distance; temporary memory at most "
+        f"{options.memory_limit:g} GiB; floors: "
+        + ", ".join(f"{name} {floor:.2f} x plain" for name, floor in floors.items())
     )
-    for length in options.lengths:
-        report(length, *measure(options, length))
+    said: set[str] = set()
+    for dim in options.head_dim:
+        for length in options.lengths:
+            found, skipped = measure(options, dim, length)
+            for direction in DIRECTIONS:
+                print(
+                    f"\nD = {dim}, T = {length}, batch {batch_size(options, length)}, {direction}\n"
+                )
+                print(report(found[direction], floors[direction]), flush=True)
+            for line in (f"{name}: skipped, {reason}" for name, reason in skipped.items()):
+                if line not in said:
+                    print(f"\n{line}", flush=True)
+                said.add(line)
 
 
 if __name__ == "__main__":

@@ -233,7 +233,9 @@ def update(
         flat_a = a.astype(e.dtype).reshape(*a.shape[: a.ndim - len(block)], -1)
         flat = flat + mix_attended(flat_a, mix.astype(e.dtype) * alpha, heads)
     if up is not None:
-        flat = flat + mix_heads(mixing_matrix(x, params, alpha, activation, dtype=e.dtype), flat)
+        # With the identity in the matrix the states are read once, and not again for a sum.
+        matrix = mixing_matrix(x, params, alpha, activation, dtype=at_least_float32(e.dtype))
+        flat = mix_heads((matrix + jnp.eye(heads, dtype=matrix.dtype)).astype(e.dtype), flat)
     lead = jnp.broadcast_shapes(flat.shape[:-2], x.shape[:-1])
     flat = jnp.broadcast_to(flat, (*lead, heads, flat.shape[-1]))
     return normalize(flat.reshape(*flat.shape[:-1], *block), norm, magnitude, tensor=tensor).astype(
@@ -322,10 +324,13 @@ def mixing_matrix(
 
 
 def mix_heads(matrix: Array, e: Array) -> Array:
-    """Applies per-token matrices ``[..., H, H]`` to states ``[..., H | 1, N]``."""
+    """Applies per-token matrices ``[..., H, H]`` to states ``[..., H | 1, N]``.
+
+    In full precision: by default GPUs and TPUs round operands in float32, the states too.
+    """
     if e.shape[-2] == 1:
         return matrix.sum(-1)[..., None] * e
-    return jnp.einsum("...hk,...kn->...hn", matrix, e)
+    return jnp.einsum("...hk,...kn->...hn", matrix, e, precision=jax.lax.Precision.HIGHEST)
 
 
 def normalize(e: Array, norm: str, magnitude: float = 1.0, *, tensor: bool = False) -> Array:

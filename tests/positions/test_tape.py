@@ -537,3 +537,25 @@ class TestEncoding:
         assert hash(Tape(layers=(0, 2))) == hash(Tape(layers=(0, 2)))
         with pytest.raises(dataclasses.FrozenInstanceError):
             Tape().l = 3
+
+
+def test_states_are_mixed_in_full_precision():
+    """The product with the states carries them whole: rounded operands would round the states."""
+    params = init_update(jax.random.key(0), 8, 3)
+    e, x = jnp.ones((1, 5, 3, 6)), jnp.ones((1, 5, 8))
+    jaxpr = jax.make_jaxpr(jax_update)(e, e, x, params).jaxpr
+    products = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
+    (mixing,) = [eqn for eqn in products if math.prod(eqn.outvars[0].aval.shape) == e.size]
+    assert mixing.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_states(dtype):
+    """As near to the exact update of the same numbers as the type of the state allows."""
+    e, a = (jnp.asarray(normal(9, 4, 8, seed=seed), dtype) for seed in (0, 1))
+    x, params = normal(9, 5, seed=2), random_update(4, 4)
+    got = jax_update(e, a, jnp.float32(x), jax.tree.map(jnp.float32, params))
+    assert got.dtype == dtype
+    want = oracle(np.float64(e), np.float64(a), x, params, 1.0)
+    error = np.linalg.norm(np.float64(got) - want) / np.linalg.norm(want)
+    assert error < 2 * float(jnp.finfo(dtype).eps)

@@ -1,0 +1,532 @@
+"""Compiles for GPUs and TPUs on a machine that has none, and says what the compilers make of it.
+
+    python -m benchmarks.aot [--targets sm_80 sm_90a v5e] [--programs WORD ...] [--out FILE.md]
+
+For CUDA this needs ``jax-cuda13-plugin`` and ``jax-cuda13-pjrt`` of jax's own version, and
+``nvidia-cuda-nvcc nvidia-nvvm nvidia-nvjitlink nvidia-cuda-runtime nvidia-cuda-cupti
+nvidia-cuda-crt``, all installed with ``--no-deps``; for TPU ``libtpu``. Programs are attention
+forward and backward by every backend, the position update, and whole training steps. Two tables
+are printed: programs, with the memory that the compiler plans; and kernels, with what ``ptxas``
+reports. It tells neither speed nor whether numbers are right.
+
+The compiler's own counts of operations and bytes take the body of a loop once and know nothing of
+what is inside a kernel, so ``needed`` is what the mathematics needs (:mod:`benchmarks.flops`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.metadata
+import importlib.util
+import os
+import re
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.extend.backend
+import jax.numpy as jnp
+import numpy as np
+from jax._src.lib import _jax
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
+
+import tape_jax as tape
+from benchmarks.flops import PLAIN, STATE, attention_flops, model_flops
+from benchmarks.memory import Memory
+from benchmarks.table import markdown, mebibytes
+from benchmarks.train_step import PRESETS, TrainingStep, row_config
+from tape_jax.attention import api, pallas_blocks, pallas_triton, vendor
+from tape_jax.attention import attention as attend
+from train.files import write_atomically
+
+# 9.10, as cuDNN counts: the first that takes values wider than keys.
+CUDNN_VERSION = 91_000
+CUDA_PACKAGES = (
+    "jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm nvidia-nvjitlink "
+    "nvidia-cuda-runtime nvidia-cuda-cupti nvidia-cuda-crt"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cuda:
+    """An NVIDIA GPU as XLA describes one; numbers by the vendor's data sheets.
+
+    Attributes:
+      name: as the driver calls it.
+      capability: compute capability.
+      processors: streaming multiprocessors.
+      shared_memory: of a multiprocessor, in bytes; a block gets 1 KiB less.
+      l2, memory: sizes in bytes.
+      bandwidth: of the memory, in bytes per second.
+      clock: in GHz.
+      fpus: float32 units of a multiprocessor.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    processors: int
+    shared_memory: int
+    l2: int
+    memory: int
+    bandwidth: int
+    clock: float
+    fpus: int
+
+    def device(self) -> Any:
+        """A stand-in for the device, known to the compiler."""
+        try:
+            topology = topologies.get_topology_desc(
+                platform="cuda", target_config=self.description(), topology="1x1x1"
+            )
+            ptxas()
+        except (RuntimeError, NotImplementedError, ImportError) as error:
+            raise NotImplementedError(
+                f"cannot compile for CUDA ({error}); pip install --no-deps {CUDA_PACKAGES}, the "
+                f"first two in version {jax.__version__}"
+            ) from error
+        return topology.devices[0]
+
+    def description(self) -> str:
+        """XLA's description of the target, a text proto."""
+        return f"""
+            platform_name: "CUDA"
+            device_description_str: "{self.name}"
+            runtime_version {{ major: 13 }}
+            gpu_device_info {{
+              cuda_compute_capability {{
+                major: {self.capability[0]} minor: {self.capability[1]}
+              }}
+              core_count: {self.processors}
+              fpus_per_core: {self.fpus}
+              threads_per_block_limit: 1024
+              threads_per_warp: 32
+              threads_per_core_limit: 2048
+              registers_per_core_limit: 65536
+              registers_per_block_limit: 65536
+              shared_memory_per_block: 49152
+              shared_memory_per_core: {self.shared_memory}
+              shared_memory_per_block_optin: {self.shared_memory - 1024}
+              block_dim_limit_x: 2147483647
+              block_dim_limit_y: 65535
+              block_dim_limit_z: 65535
+              memory_bandwidth: {self.bandwidth}
+              device_memory_size: {self.memory}
+              l2_cache_size: {self.l2}
+              clock_rate_ghz: {self.clock}
+            }}"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tpu:
+    """One TPU chip.
+
+    Attributes:
+      topology: libtpu's name of it.
+    """
+
+    topology: str
+
+    def device(self) -> Any:
+        """A stand-in for the device, known to the compiler."""
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        try:
+            topology = topologies.get_topology_desc(
+                platform="tpu", topology_name=self.topology, chips_per_host_bounds=[1, 1, 1]
+            )
+        except (RuntimeError, NotImplementedError, ImportError) as error:
+            raise NotImplementedError(
+                f"cannot compile for TPU ({error}); pip install libtpu"
+            ) from error
+        return topology.devices[0]
+
+
+TARGETS: Mapping[str, Cuda | Tpu] = {
+    "sm_80": Cuda(
+        "NVIDIA A100-SXM4-80GB", (8, 0), 108, 167_936, 41_943_040, 85_899_345_920,
+        2_039_000_000_000, 1.41, 64,
+    ),
+    "sm_90a": Cuda(
+        "NVIDIA H100 80GB HBM3", (9, 0), 132, 233_472, 52_428_800, 85_899_345_920,
+        3_352_320_000_000, 1.98, 128,
+    ),
+    "v5e": Tpu("v5e:1x1"),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What is compiled.
+
+    Attributes:
+      name: for the tables.
+      build: makes the function and its arguments' shapes.
+      needed: operations that the mathematics needs.
+    """
+
+    name: str
+    build: Callable[[], tuple[Any, Sequence[Any]]]
+    needed: float
+
+
+BATCH, LENGTH, HEADS = 4, 4096, 12
+
+
+def attention_program(
+    backend: str,
+    dim: int,
+    dtype: str,
+    *,
+    state: bool = True,
+    options: Mapping[str, Any] | None = None,
+) -> Program:
+    """Attention, causal, forward and backward, by one backend and its ``options``."""
+
+    def loss(q, k, v, e):
+        o, a = attend(
+            q, k, v, e, causal=True, attend_state=state, implementation=backend, options=options
+        )
+        return sum(jnp.sum(x.astype(jnp.float32)) for x in (o, a) if x is not None)
+
+    def build():
+        x = jax.ShapeDtypeStruct((BATCH, LENGTH, HEADS, dim), dtype)
+        e = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3))), (x, x, x, e)
+
+    products = (STATE if state else PLAIN).both
+    needed = attention_flops(products, LENGTH, batch=BATCH, heads=HEADS, head_dim=dim)
+    what = "" if state else " (RoPE)"
+    name = f"attention{what} {backend} D {dim} {dtype}"
+    return Program(name, build, needed)
+
+
+def update_program(dtype: str, *, backward: bool) -> Program:
+    """The position update of the C4 model, forward or forward and backward."""
+    config = PRESETS["c4"].model
+    heads, dim, hidden = config.num_heads, config.dim, config.hidden_size
+    shape = (16, 1024, heads, dim)
+
+    def both(given, *args):
+        out, pull = jax.vjp(tape.update, *args)
+        return out, pull(given)
+
+    def build():
+        params = jax.eval_shape(lambda: tape.init_update(jax.random.key(0), hidden, heads))
+        e = jax.ShapeDtypeStruct(shape, dtype)
+        x = jax.ShapeDtypeStruct((*shape[:2], hidden), config.dtype)
+        if backward:
+            return jax.jit(both), (e, e, e, x, params)
+        return jax.jit(tape.update), (e, e, x, params)
+
+    width = 4 * heads
+    per_token = hidden * width + width * heads**2 + heads**2 * dim
+    needed = 2 * per_token * shape[0] * shape[1] * (3 if backward else 1)
+    name = f"position update {dtype}, {'forward and backward' if backward else 'forward'}"
+    return Program(name, build, needed)
+
+
+def step_program(row: str, length: int, tokens: int) -> Program:
+    """A training step of the C4 model."""
+    config, batch = row_config(PRESETS["c4"].model, row), tokens // length
+
+    def build():
+        step = TrainingStep(config, batch, length)
+        return step.function, step.shapes()
+
+    name = f"step c4 {row} T {length}, {tokens} tokens"
+    return Program(name, build, model_flops(config, batch, length))
+
+
+def programs(target: Cuda | Tpu) -> list[Program]:
+    """What is compiled for a target."""
+    if isinstance(target, Tpu):
+        kernels, plain = [name for name in ("splash",) if name in api.BACKENDS], "splash"
+    else:
+        skipped = ("reference", "chunked", "splash")
+        kernels, plain = [name for name in api.BACKENDS if name not in skipped], "cudnn"
+    found = [attention_program(name, dim, "bfloat16") for name in kernels for dim in (64, 128)]
+    if "pallas" in kernels:
+        found.append(attention_program("pallas", 64, "float32"))
+        found.append(attention_program("pallas", 128, "float32"))
+    if plain in api.BACKENDS:
+        found += [attention_program(plain, dim, "bfloat16", state=False) for dim in (64, 128)]
+    for dtype in ("float32", "bfloat16"):
+        found += [update_program(dtype, backward=backward) for backward in (False, True)]
+    best = [name for name in ("pallas", "tokamax_mosaic", "splash") if name in kernels]
+    # What the memory of a v5e holds is less.
+    tokens = 4096 if isinstance(target, Tpu) else PRESETS["c4"].tokens
+    for length in PRESETS["c4"].lengths:
+        if length <= tokens:
+            rows = [f"{encoding}:{b}" for b in ("chunked", *best) for encoding in ("rope", "tape")]
+            found += [step_program(row, length, tokens) for row in rows]
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What ``ptxas`` reports of a kernel, and how it is launched.
+
+    Attributes:
+      name: its name in the program.
+      registers: of a thread.
+      spills: bytes stored and loaded because registers did not suffice.
+      shared_memory: of a block, in bytes.
+      threads: of a block.
+      serialized: whether Hopper's asynchronous matrix products wait for one another.
+    """
+
+    name: str
+    registers: int
+    spills: tuple[int, int]
+    shared_memory: int
+    threads: int
+    serialized: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A program that compiled, or the error.
+
+    Attributes:
+      target, program: what was compiled for what.
+      seconds: how long that took.
+      error: first line of the error, or an empty string.
+      memory: the compiler's plan.
+      counted: operations and bytes by the compiler's own count.
+      kernels: of a GPU program.
+    """
+
+    target: str
+    program: Program
+    seconds: float
+    error: str = ""
+    memory: Memory | None = None
+    counted: tuple[float, float] | None = None
+    kernels: tuple[Kernel, ...] = ()
+
+
+def compile_for(target: str, device: Any, program: Program) -> Result:
+    """Compiles a program for a device that need not be here; every error is a result."""
+    mesh = Mesh(np.array([device]), ("device",))
+    place = NamedSharding(mesh, PartitionSpec())
+    start = time.perf_counter()
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.enter_context(use_abstract_mesh(mesh.abstract_mesh))
+        stack.enter_context(as_if_on(TARGETS[target], device))
+        try:
+            function, shapes = program.build()
+            shapes = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes
+            )
+            options = cuda_options(folder) if device.platform in ("gpu", "cuda") else {}
+            compiled = function.lower(*shapes).compile(compiler_options=options)
+        except Exception as error:
+            reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+            reason = f"{type(error).__name__}: {reason}"
+            return Result(target, program, time.perf_counter() - start, reason)
+        seconds = time.perf_counter() - start
+        counted = counts(compiled)
+        kernels = tuple(read_kernels(folder))
+        return Result(target, program, seconds, "", Memory.of(compiled), counted, kernels)
+
+
+@contextlib.contextmanager
+def as_if_on(target: Cuda | Tpu, device: Any) -> Iterator[None]:
+    """Lets backends, and the libraries beneath, that ask for their device find the target.
+
+    cuDNN is taken to be recent; its own kernels are chosen where they run, and not compiled here.
+    """
+    capability = target.capability if isinstance(target, Cuda) else None
+
+    def at_least(wanted: str) -> bool:
+        return capability is not None and capability >= tuple(map(int, wanted.split(".")))
+
+    answers: list[tuple[Any, str, Any]] = [
+        *(
+            (module, "compute_capability", lambda: capability)
+            for module in (pallas_blocks, pallas_triton, vendor)
+        ),
+        (jax.extend.backend, "get_default_device", lambda: device),
+        (vendor.cudnn_calls, "check_cudnn_version", lambda: CUDNN_VERSION),
+        (vendor.cudnn_calls, "check_compute_capability", at_least),
+    ]
+    if isinstance(target, Tpu):
+        answers.append((vendor.Splash, "check_device", lambda self, interpret: None))
+    with contextlib.ExitStack() as stack:
+        for owner, name, answer in answers:
+            stack.enter_context(mock.patch.object(owner, name, new=answer))
+        yield
+
+
+def counts(compiled: jax.stages.Compiled) -> tuple[float, float] | None:
+    """Operations and bytes by the compiler's own count, where it has one."""
+    analysis = compiled.cost_analysis()
+    if not analysis:
+        # A GPU that is not here has no analysis of its own; that of the CPU reads any program.
+        (module,) = compiled.runtime_executable().hlo_modules()
+        client = jax.devices("cpu")[0].client
+        analysis = _jax.hlo_module_cost_analysis(client, module)
+    return analysis.get("flops", 0.0), analysis.get("bytes accessed", 0.0)
+
+
+def ptxas() -> Path:
+    """NVIDIA's assembler in the installed packages."""
+    found = importlib.util.find_spec("nvidia.cu13")
+    for folder in (found.submodule_search_locations or []) if found else []:
+        if (path := Path(folder) / "bin" / "ptxas").exists():
+            return path
+    raise ImportError("nvidia-cuda-nvcc is not installed")
+
+
+def cuda_options(folder: Path) -> dict[str, Any]:
+    """Compiler options that leave ptxas' reports and the launches of kernels in ``folder``.
+
+    XLA is pointed at a tool folder whose ``ptxas`` calls the real one and keeps what it says.
+    """
+    real, tools = ptxas(), folder / "cuda" / "bin"
+    tools.mkdir(parents=True)
+    (tools.parent / "nvvm").symlink_to(real.parent.parent / "nvvm")
+    script = tools / "ptxas"
+    script.write_text(f'#!/bin/sh\nexec "{real}" -v "$@" 2>"$(mktemp "{folder}/XXXXXX.ptxas")"\n')
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    return {
+        "xla_gpu_cuda_data_dir": str(tools.parent),
+        "xla_gpu_enable_libnvptxcompiler": False,
+        "xla_dump_to": str(folder / "dump"),
+    }
+
+
+ENTRY = re.compile(r"Compiling entry function '(\S+)'")
+SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+SERIALIZED = re.compile(r"wgmma\S* instructions are serialized .* function '(\S+)'")
+REGISTERS = re.compile(r"Used (\d+) registers")
+LAUNCH = re.compile(r"\] (\S+) grid: .* threads: \[(\d+), (\d+), (\d+)\]\s+shared_memory: (\d+)")
+
+
+def read_kernels(folder: Path) -> Iterator[Kernel]:
+    """Kernels that the reports in ``folder`` describe and that the program launches."""
+    launches = {}
+    for path in sorted((folder / "dump").glob("*thunk_sequence.txt")):
+        for name, x, y, z, shared in LAUNCH.findall(path.read_text()):
+            launches[name] = int(x) * int(y) * int(z), int(shared)
+    reports = {}
+    for path in sorted(folder.glob("*.ptxas")):
+        text = path.read_text()
+        serialized = set(SERIALIZED.findall(text))
+        _, *parts = ENTRY.split(text)
+        for name, report in zip(parts[::2], parts[1::2], strict=True):
+            spills, registers = SPILLS.search(report), REGISTERS.search(report)
+            if spills and registers:
+                spilled = int(spills[1]), int(spills[2])
+                reports[name] = int(registers[1]), spilled, name in serialized
+    for name, (threads, shared) in launches.items():
+        if name in reports:
+            yield Kernel(name, *reports[name][:2], shared, threads, reports[name][2])
+
+
+def program_table(results: Sequence[Result]) -> str:
+    """One line for each program."""
+    header = (
+        "program", "target", "compiled", "kernels", "that spill", "arguments MiB", "outputs MiB",
+        "temporary MiB", "needed GFLOP", "counted GFLOP", "counted MiB",
+    )  # fmt: skip
+    rows = []
+    for got in results:
+        plan, counted = got.memory, got.counted or (None, None)
+        spilling = sum(any(kernel.spills) for kernel in got.kernels)
+        rows.append(
+            (
+                got.program.name,
+                got.target,
+                f"no: {got.error[:160]}" if got.error else f"{got.seconds:.0f} s",
+                len(got.kernels) or "-",
+                spilling if got.kernels else "-",
+                *(
+                    mebibytes(size)
+                    for size in (
+                        (plan.arguments, plan.outputs, plan.temporary) if plan else (None,) * 3
+                    )
+                ),
+                f"{got.program.needed / 1e9:.1f}",
+                "-" if counted[0] is None else f"{counted[0] / 1e9:.1f}",
+                mebibytes(counted[1]),
+            )
+        )
+    return markdown(header, rows)
+
+
+def kernel_table(results: Sequence[Result]) -> str:
+    """One line for each kernel of attention, and for every other that spills."""
+    header = ("kernel", "program", "target", "threads", "registers", "spilled bytes", "shared KiB")
+    rows = []
+    for got in results:
+        for kernel in got.kernels:
+            ours = "attention" in kernel.name or "mosaic" in kernel.name or any(kernel.spills)
+            if ours:
+                note = ", products wait" if kernel.serialized else ""
+                rows.append(
+                    (
+                        kernel.name + note,
+                        got.program.name,
+                        got.target,
+                        kernel.threads,
+                        kernel.registers,
+                        f"{kernel.spills[0]} + {kernel.spills[1]}",
+                        f"{kernel.shared_memory / 1024:.1f}",
+                    )
+                )
+    return markdown(header, rows)
+
+
+def versions() -> str:
+    """The packages that the results depend on."""
+    names = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cuda-nvcc", "libtpu", "tokamax")
+    found = []
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {importlib.metadata.version(name)}")
+    return ", ".join(found)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Compiles, prints and writes."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.aot", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
+    parser.add_argument(
+        "--programs", nargs="+", metavar="WORD", help="only programs whose names have all of these"
+    )
+    parser.add_argument("--out", type=Path, help="also write Markdown to this file")
+    options = parser.parse_args(argv)
+    jax.config.update("jax_platforms", "cpu")
+    results: list[Result] = []
+    command = " ".join(["python -m benchmarks.aot", *(sys.argv[1:] if argv is None else argv)])
+    text = ""
+    for name in options.targets:
+        try:
+            device = TARGETS[name].device()
+        except NotImplementedError as error:
+            parser.error(f"{name}: {error}")
+        for program in programs(TARGETS[name]):
+            if not all(word in program.name for word in options.programs or []):
+                continue
+            results.append(compile_for(name, device, program))
+            done = results[-1]
+            print(f"{name}: {program.name}: {done.error or 'compiled'}", flush=True)
+            text = f"{versions()}\n\n{program_table(results)}\n\n{kernel_table(results)}\n"
+            if options.out:
+                write_atomically(options.out, f"Command: `{command}`\n\n{text}")
+    print(f"\n{text}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Arithmetic that a call or a training step has to do, and what chips can do at most."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tape_jax import ModelConfig, Transformer
+
+
+@dataclasses.dataclass(frozen=True)
+class Products:
+    """Products of attention, in units of one that is queries x keys x head dimension.
+
+    Attributes:
+      forward: of the forward pass.
+      backward: of a backward pass in one kernel, which computes the logits once more.
+    """
+
+    forward: int
+    backward: int
+
+    @property
+    def both(self) -> int:
+        """Forward and backward."""
+        return self.forward + self.backward
+
+
+PLAIN = Products(2, 5)  # values alone: RoPE
+STATE = Products(3, 7)  # values and states by one set of probabilities, the form of this library
+TWO_CALLS = Products(4, 10)  # values and states by two attentions
+THREE_CALLS = Products(6, 15)  # values, cosines and sines in full width: the published code
+
+# Dense bfloat16 operations per second by the vendor's data sheets, by the start of the device kind.
+PEAKS = {
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100 80GB HBM3": 989.4e12,
+    "NVIDIA H200": 989.4e12,
+}
+
+
+def peak(device_kind: str, dtype: str) -> float | None:
+    """Operations per second that a chip can do at most, or None if that is not known."""
+    if dtype != "bfloat16":
+        return None
+    found = [rate for start, rate in PEAKS.items() if device_kind.startswith(start)]
+    return found[0] if found else None
+
+
+def visible_pairs(length: int, *, causal: bool = True, window: int | None = None) -> float:
+    """Pairs of a query and a key that it sees; the causal rule leaves half of them.
+
+    Pairs on the edge count half, so that a window as long as the sequence changes nothing.
+    """
+    outside = 0 if window is None else max(0, length - window) ** 2
+    return (length**2 - outside) / (2 if causal else 1)
+
+
+def attention_flops(
+    products: int, length: int, *, batch: int, heads: int, head_dim: int, causal: bool = True,
+    window: int | None = None,
+) -> float:  # fmt: skip
+    """Operations (a multiplication and an addition are two) of a number of products.
+
+    >>> attention_flops(PLAIN.forward, 2, batch=1, heads=1, head_dim=4)
+    32.0
+    """
+    pairs = visible_pairs(length, causal=causal, window=window)
+    return 2 * products * pairs * head_dim * heads * batch
+
+
+def model_flops(config: ModelConfig, batch: int, length: int) -> float:
+    """Operations of a training step: three times those of the forward pass's matrix products.
+
+    Nothing that the backward pass computes again is counted, nor are norms, activations, rotations
+    or the look-up of embeddings (the convention of PaLM, appendix B, with causal pairs halved).
+    """
+    c, encoding = config, Transformer(config).encoding
+    per_token = c.hidden_size * c.vocab_size
+    attention = 0.0
+    for layer in range(c.num_layers):
+        updates = encoding.updates(layer, c.num_layers)
+        per_token += 2 * c.hidden_size * c.dim * (c.num_heads + c.kv_heads)
+        per_token += 3 * c.hidden_size * c.mlp_size
+        if updates:
+            per_token += _update_products(config)
+        attends = updates and encoding.attends_state
+        attention += attention_flops(
+            (STATE if attends else PLAIN).forward,
+            length,
+            batch=batch,
+            heads=c.num_heads,
+            head_dim=c.dim,
+            window=c.window,
+        )
+    return 3 * (2 * per_token * batch * length + attention)
+
+
+def _update_products(config: ModelConfig) -> int:
+    """Multiplications of one token's position update in the rotary form."""
+    params = Transformer(config).encoding.layer_params(config, updates=True)
+    if "wx" not in params:
+        return 0
+    hidden, width = params["wx"].shape
+    heads = config.kv_heads
+    return hidden * width + width * heads**2 + heads**2 * config.dim

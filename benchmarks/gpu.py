@@ -1,0 +1,126 @@
+"""Everything to measure on a machine with a GPU, in one command and in order of importance.
+
+    python -m benchmarks.gpu [--minutes 15] [--folder benchmarks/results] [--dry]
+
+Runs the tests that need a GPU, attention by itself, and training steps, each with a limit, and
+writes ``DATE-CHIP.md`` with versions, commands and what they printed. The file is complete after
+every part: whatever stops the run, what was measured is kept, and a part that fails is a result.
+``--dry`` runs the same parts at sizes that a CPU does in a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from train.files import write_atomically
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One command of the plan.
+
+    Attributes:
+      title: for the report.
+      command: after ``python -m``.
+      minutes: at most.
+    """
+
+    title: str
+    command: str
+    minutes: float
+
+
+PLAN = (
+    Part("The compiled kernels against the reference", "pytest -m gpu tests/attention", 4),
+    Part(
+        "Attention by itself: D = 64",
+        "benchmarks.attention --head-dim 64 --lengths 1024 4096 16384 --memory-limit 24",
+        3,
+    ),
+    Part(
+        "Attention by itself: D = 128",
+        "benchmarks.attention --head-dim 128 --lengths 1024 4096 16384 --memory-limit 24",
+        3,
+    ),
+    Part(
+        "Training steps of the C4 model",
+        "benchmarks.train_step --model c4 --lengths 1024 8192 "
+        "--rows rope:cudnn tape:pallas tape:tokamax_mosaic tape:tokamax_triton tape:cudnn",
+        4,
+    ),
+    Part(
+        "Attention by itself: other lengths",
+        "benchmarks.attention --head-dim 64 128 --lengths 2048 8192 --memory-limit 24",
+        3,
+    ),
+)
+DRY = (
+    Part("Tests that need a GPU", "pytest -m gpu -qq --collect-only tests/attention", 2),
+    Part("Attention by itself", "benchmarks.attention --lengths 32 64 --repeats 2", 2),
+    Part(
+        "Training steps of a tiny model",
+        "benchmarks.train_step --model tiny --lengths 32 --tokens 64 --repeats 2 "
+        "--rows rope tape:chunked tape:cudnn",
+        2,
+    ),
+)
+# Started in a process of its own: it would keep the GPU's memory from the others.
+DESCRIBE = "from benchmarks.timing import describe_device as d; print(d())"
+
+
+def run(part: Part, limit: float) -> tuple[str, float]:
+    """What a part printed, or why it failed, and the seconds that it took."""
+    command = [sys.executable, "-m", *part.command.split()]
+    start = time.monotonic()
+    try:
+        done = subprocess.run(
+            command, timeout=limit, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        text = done.stdout
+        if done.returncode:
+            text += f"\nFailed with exit code {done.returncode}."
+    except subprocess.TimeoutExpired as error:
+        printed = error.stdout or b""
+        text = printed.decode(errors="replace") if isinstance(printed, bytes) else printed
+        text += f"\nStopped after {limit:.0f} s."
+    return text.strip(), time.monotonic() - start
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the plan."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--minutes", type=float, default=15.0, help="for everything (15)")
+    parser.add_argument("--folder", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--dry", action="store_true", help="tiny sizes, on any machine")
+    options = parser.parse_args(argv)
+    if not options.folder.is_dir():
+        parser.error(f"--folder must be an existing folder; got {options.folder}")
+    described = subprocess.run([sys.executable, "-c", DESCRIBE], capture_output=True, text=True)
+    device = (described.stdout.strip().splitlines() or ["unknown device"])[-1]
+    chip = "-".join(re.findall(r"\w+", device.split("(")[0])).lower() + ("-dry" * options.dry)
+    path = options.folder / f"{datetime.date.today()}-{chip}.md"
+    report = f"# {datetime.date.today()}, {device.split(' (')[0]}\n\n{device}, Python "
+    report += f"{platform.python_version()}, {platform.machine()}.\n"
+    end = time.monotonic() + 60 * options.minutes
+    for part in DRY if options.dry else PLAN:
+        limit = min(60 * part.minutes, end - time.monotonic())
+        text, seconds = run(part, limit) if limit > 5 else ("Not measured: no time left.", 0.0)
+        print(f"{part.title} ({seconds:.0f} s)\n\n{text}\n", flush=True)
+        report += f"\n## {part.title}\n\nCommand: `python -m {part.command}` ({seconds:.0f} s)\n\n"
+        report += f"{text}\n" if "|--" in text else f"```\n{text}\n```\n"
+        write_atomically(path, report)
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""What TAPE costs in training: its step against RoPE's in one run, the same model otherwise.
+
+    python -m benchmarks.train_step [--model tiny|small|c4] [--lengths T ...] [--rows NAME ...]
+
+A row is an encoding, or ``encoding:backend`` to name its attention backend, such as ``tape:pallas``
+or ``rope:cudnn``. The step is that of ``train.loop``: loss, gradients, clipping and an update by
+AdamW, on random tokens. Rows take turns; ratios are to the first row, run by run, and the first
+row's own second entry shows the noise. Memory is what the compiler plans: ``temporary`` for the
+step alone, ``in all`` with parameters, moments and batch. Model FLOP utilisation is that of
+:func:`benchmarks.flops.model_flops`, where the chip's peak is known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.flops import model_flops, peak
+from benchmarks.memory import Memory
+from benchmarks.table import markdown, mebibytes, ratio
+from benchmarks.timing import Timing, describe_device, take_turns
+from tape_jax import ModelConfig, Transformer
+from train.experiment import TrainConfig
+from train.loop import State, make_optimizer, make_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """A model to measure, and what is measured by default.
+
+    Attributes:
+      model: all of it but the encoding and the attention backend.
+      lengths: of the sequences.
+      tokens: in a batch, at every length.
+    """
+
+    model: ModelConfig
+    lengths: tuple[int, ...]
+    tokens: int
+
+
+PRESETS = {
+    "tiny": Preset(
+        ModelConfig(vocab_size=64, hidden_size=32, num_layers=2, num_heads=2), (32, 64), 128
+    ),
+    "small": Preset(
+        ModelConfig(vocab_size=256, hidden_size=256, num_layers=6, num_heads=4), (256, 1024), 2048
+    ),
+    # The published pre-training on C4; 162 M parameters with RoPE.
+    "c4": Preset(
+        ModelConfig(
+            vocab_size=32_000, hidden_size=768, num_layers=12, num_heads=12, dtype="bfloat16"
+        ),
+        (1024, 8192),
+        16_384,
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingStep:
+    """A training step of a model on batches of one shape.
+
+    Attributes:
+      config: of the model.
+      batch, length: shape of the batch, in sequences and tokens.
+    """
+
+    config: ModelConfig
+    batch: int
+    length: int
+
+    @property
+    def function(self) -> Any:
+        """The step, jitted: ``(state, batch) -> (state, metrics)``; the state is donated."""
+        return make_step(Transformer(self.config), make_optimizer(self._training), self._training)
+
+    @property
+    def _training(self) -> TrainConfig:
+        return TrainConfig(steps=10_000, batch_size=self.batch, learning_rate=1e-4, warmup=0.02)
+
+    def inputs(self) -> tuple[State, dict[str, jax.Array]]:
+        """A fresh state and a batch of random tokens."""
+        return jax.jit(self._inputs)()
+
+    def shapes(self) -> tuple[State, dict[str, jax.ShapeDtypeStruct]]:
+        """Shapes and types of :meth:`inputs`; nothing is computed."""
+        return jax.eval_shape(self._inputs)
+
+    def _inputs(self) -> tuple[State, dict[str, jax.Array]]:
+        keys = jax.random.split(jax.random.key(0), 3)
+        shape = (self.batch, self.length + 1)
+        tokens = jax.random.randint(keys[0], shape, 0, self.config.vocab_size, jnp.int32)
+        batch = {
+            "inputs": tokens[:, :-1],
+            "targets": tokens[:, 1:],
+            "weights": jnp.ones((self.batch, self.length), jnp.float32),
+        }
+        params = Transformer(self.config).init(keys[1], batch["inputs"])["params"]
+        moments = make_optimizer(self._training).init(params)
+        return State(params, moments, jnp.int32(0), jax.random.key_data(keys[2])), batch
+
+
+class Runner:
+    """A compiled :class:`TrainingStep` that goes on training each time that it is called."""
+
+    def __init__(self, step: TrainingStep):
+        self._state, self._batch = step.inputs()
+        self._program = step.function.lower(self._state, self._batch).compile()
+        self.memory = Memory.of(self._program)
+
+    def __call__(self) -> Any:
+        """One step; returns its metrics."""
+        self._state, metrics = self._program(self._state, self._batch)
+        return metrics
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """One row at one length."""
+
+    timing: Timing
+    memory: Memory | None
+
+
+def again(name: str) -> str:
+    """The name under which a row is measured a second time."""
+    return f"{name}, again"
+
+
+def measure(
+    configs: dict[str, ModelConfig], batch: int, length: int, *, repeats: int
+) -> tuple[dict[str, Measurement], dict[str, str]]:
+    """Times the steps of models in turns.
+
+    Args:
+      configs: the models by the names of their rows.
+      batch, length: shape of the batch.
+      repeats: timed steps of each.
+
+    Returns:
+      Measurements by row, those of the first row a second time as :func:`again`; and the reasons
+      why other rows cannot be measured here.
+    """
+    runners: dict[str, Runner] = {}
+    skipped = {}
+    for name, config in configs.items():
+        try:
+            runners[name] = Runner(TrainingStep(config, batch, length))
+        except NotImplementedError as error:
+            skipped[name] = str(error)
+    if runners:
+        first = next(iter(runners))
+        runners[again(first)] = runners[first]
+    timings = take_turns(runners, repeats=repeats)
+    found = {name: Measurement(timings[name], runner.memory) for name, runner in runners.items()}
+    return found, skipped
+
+
+def row_config(model: ModelConfig, row: str) -> ModelConfig:
+    """The model of a row: ``encoding`` or ``encoding:backend``."""
+    encoding, _, backend = row.partition(":")
+    return dataclasses.replace(
+        model, position=encoding, attention=backend or model.attention
+    )  # fmt: skip
+
+
+def report(
+    configs: dict[str, ModelConfig], found: dict[str, Measurement], batch: int, length: int
+) -> str:
+    """The table of one length."""
+    device, rows = jax.devices()[0].device_kind, []
+    base = next(iter(found.values()))
+    first = base.memory.total if base.memory else None
+    for name, got in found.items():
+        config = configs[name.removesuffix(", again")]
+        rate = model_flops(config, batch, length) / got.timing.median
+        best, memory = peak(device, config.dtype), got.memory
+        total = memory.total if memory else None
+        rows.append(
+            (
+                name,
+                f"{1e3 * got.timing.median:.2f}",
+                f"{100 * got.timing.spread:.1f} %",
+                f"{got.timing.ratio(base.timing):.3f}",
+                mebibytes(memory.temporary if memory else None),
+                mebibytes(total),
+                ratio(total, first),
+                f"{batch * length / got.timing.median:,.0f}",
+                f"{rate / 1e12:.3f}",
+                "-" if best is None else f"{100 * rate / best:.1f} %",
+            )
+        )
+    header = ("step", "ms", "+-", "time ratio", "temporary MiB", "in all MiB", "memory ratio")
+    return markdown((*header, "tokens/s", "TFLOP/s", "of peak"), rows)
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Command-line options, with the preset's values where none are given."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.train_step", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--model", choices=PRESETS, help="default: tiny on a CPU, c4 elsewhere")
+    parser.add_argument("--lengths", type=int, nargs="+", metavar="T")
+    parser.add_argument("--tokens", type=int, help="tokens per batch, at every length")
+    parser.add_argument("--repeats", type=int, default=10, help="timed steps of each (10)")
+    parser.add_argument("--rows", nargs="+", default=["rope", "tape"], metavar="ENCODING[:BACKEND]")
+    parser.add_argument("--dtype", help="compute type")
+    parser.add_argument("--remat", help="what the backward pass recomputes: none, dots or full")
+    options = parser.parse_args(argv)
+    options.model = options.model or ("tiny" if jax.default_backend() == "cpu" else "c4")
+    preset = PRESETS[options.model]
+    options.lengths = options.lengths or preset.lengths
+    options.tokens = options.tokens or preset.tokens
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures and prints."""
+    options = parse(argv)
+    given = {name: getattr(options, name) for name in ("dtype", "remat") if getattr(options, name)}
+    model = dataclasses.replace(PRESETS[options.model].model, **given)
+    configs = {row: row_config(model, row) for row in options.rows}
+    print(describe_device())
+    print(
+        f"model {options.model}, {model.dtype}; median of {options.repeats} steps, +- half the "
+        "quartiles' distance; ratios to the first row"
+    )
+    for length in options.lengths:
+        batch = max(1, options.tokens // length)
+        found, skipped = measure(configs, batch, length, repeats=options.repeats)
+        print(f"\nT = {length}, batch {batch}")
+        if found:
+            print(f"\n{report(configs, found, batch, length)}")
+        for name, reason in skipped.items():
+            print(f"\n{name}: skipped, {reason}")
+
+
+if __name__ == "__main__":
+    main()

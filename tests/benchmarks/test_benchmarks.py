@@ -1,0 +1,232 @@
+"""Every benchmark runs at a tiny size, and what it prints can be read back. Nothing is timed."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import aot, attention, gpu, step, timing, train_step
+from benchmarks.memory import Memory
+from benchmarks.table import markdown
+from benchmarks.timing import Timing, take_turns
+from tape_jax import rotary_state
+from tape_jax.attention import attention as attend
+
+
+def tables(text):
+    """Rows of all Markdown tables, each a dictionary by its header."""
+    lines = (line for line in text.splitlines() if line.startswith("|"))
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    found, header = [], None
+    for row, following in itertools.zip_longest(cells, cells[1:]):
+        if following and following[0].startswith("--"):
+            header = row
+        elif not row[0].startswith("--"):
+            found.append(dict(zip(header, row, strict=True)))
+    return found
+
+
+def test_tables():
+    text = markdown(("a", "long"), [("x y", 1), ("z", 22)])
+    assert text.splitlines()[1] == "|-----|-----:|"
+    assert tables(f"{text}\n\n{text}") == [{"a": "x y", "long": "1"}, {"a": "z", "long": "22"}] * 2
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that each call of the returned function moves on by a second."""
+    now = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+
+    def call(seconds=1.0):
+        now[0] += seconds
+
+    return call
+
+
+def test_take_turns(clock):
+    got = take_turns({"slow": lambda: clock(3), "fast": clock}, repeats=4)
+    assert {name: timing.seconds for name, timing in got.items()} == {
+        "slow": (3.0,) * 4,
+        "fast": (1.0,) * 4,
+    }
+    assert got["slow"].ratio(got["fast"]) == 3
+
+
+def test_fast_functions_are_called_more_often(clock):
+    calls = []
+    got = take_turns({"f": lambda: (clock(), calls.append(1))[0]}, repeats=2, least=2.5)
+    assert (got["f"].seconds, len(calls)) == ((1.0, 1.0), 1 + 2 * 3)
+
+
+def test_spread():
+    assert Timing((1.0, 2.0, 3.0, 4.0, 5.0)).spread == 0.5
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_three_calls(kv_heads):
+    """The published way gives the same outputs, and the attended state with duplicated halves."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, 9, h, 8)), "float32") for h in (2, *[kv_heads] * 2))
+    e = jnp.broadcast_to(rotary_state(jnp.arange(9), 8)[:, None], k.shape) * 1.5
+    call = {"causal": True, "implementation": "reference"}
+    o, cos, sin = attention.three_calls(q, k, v, *attention.duplicated(e), **call)
+    want_o, want_a = attend(q, k, v, e, **call)
+    want_cos, want_sin = jnp.split(want_a, 2, -1)
+    want = (want_o, jnp.tile(want_cos, 2), jnp.tile(want_sin, 2))
+    chex.assert_trees_all_close((o, cos, sin), want, atol=1e-5)
+
+
+def test_attention(capsys):
+    """All rows in both directions; ratios agree with one another and with the floors."""
+    attention.main(["--lengths", "16", "--head-dim", "8", "--repeats", "1"])
+    out = capsys.readouterr().out
+    rows = tables(out)
+    names = ["chunked", "reference", "plain", "three calls", "plain, again"]
+    assert [row["attention"] for row in rows] == 2 * names
+    for row, floor in zip(rows, [1.5] * 5 + [10 / 7] * 5, strict=True):
+        ratio = float(row["x plain"])
+        assert float(row["x floor"]) == pytest.approx(ratio / floor, rel=0.01, abs=2e-3)
+        if row["attention"] in ("plain", "three calls"):
+            which = "x plain" if row["attention"] == "plain" else "three calls x"
+            assert float(row[which]) == 1
+    assert re.search(r"^pallas: skipped, .*needs a CUDA GPU", out, re.MULTILINE)
+
+
+def test_attention_without_state(capsys):
+    options = ["--lengths", "16", "--head-dim", "8", "--repeats", "1", "--no-state"]
+    attention.main([*options, "--backends", "reference", "--tokens", "32"])
+    out = capsys.readouterr().out
+    assert {row["attention"] for row in tables(out)} == {"reference", "plain", "plain, again"}
+    assert "T = 16, batch 2, forward" in out
+
+
+def test_unknown_backend():
+    with pytest.raises(ValueError, match="did you mean 'chunked'"):
+        attention.main(["--backends", "chunkd"])
+
+
+TINY = ["--lengths", "16", "--tokens", "32", "--repeats", "1"]
+
+
+def test_train_step(capsys):
+    train_step.main([*TINY, "--rows", "rope:reference", "rope:cudnn"])
+    out = capsys.readouterr().out
+    first, second = tables(out)
+    assert (first["step"], second["step"]) == ("rope:reference", "rope:reference, again")
+    assert float(first["time ratio"]) == float(first["memory ratio"]) == 1
+    assert float(first["in all MiB"]) > float(first["temporary MiB"]) > 0
+    assert first["of peak"] == "-"
+    assert re.search(r"^rope:cudnn: skipped, .*CUDA", out, re.MULTILINE)
+
+
+def test_ratios_of_steps():
+    """Times of 2 and 3 s, memory of 100 and 150 bytes, 32 tokens in a batch."""
+    model = train_step.PRESETS["tiny"].model
+    names = ("rope", "tape:chunked")
+    configs = {name: train_step.row_config(model, name) for name in names}
+    found = {
+        name: train_step.Measurement(Timing((seconds,) * 3), Memory(size, size, size, 0))
+        for name, seconds, size in zip(names, (2.0, 3.0), (100, 150), strict=True)
+    }
+    _, row = tables(train_step.report(configs, found, 2, 16))
+    assert (row["ms"], row["time ratio"], row["memory ratio"]) == ("3000.00", "1.500", "1.500")
+    assert row["tokens/s"] == "11"
+
+
+def test_step_learns():
+    """What is timed is training: the loss of a batch seen again and again falls."""
+    config = dataclasses.replace(train_step.PRESETS["tiny"].model, position="tape")
+    run = train_step.Runner(train_step.TrainingStep(config, 2, 16))
+    losses = [float(run()["loss"]) for _ in range(12)]
+    assert losses[0] == pytest.approx(np.log(config.vocab_size), rel=0.3)
+    assert losses[-1] < losses[0]
+
+
+def test_c4_model():
+    """The published size: 162 M parameters with RoPE, and TAPE's P = 48."""
+    preset = train_step.PRESETS["c4"].model
+    shapes = train_step.TrainingStep(train_step.row_config(preset, "tape"), 1, 8).shapes()
+    sizes = {
+        "/".join(str(k.key) for k in path): leaf.size
+        for path, leaf in jax.tree.leaves_with_path(shapes[0].params)
+    }
+    of_tape = {name: size for name, size in sizes.items() if "position_" in name}
+    assert round((sum(sizes.values()) - sum(of_tape.values())) / 1e6) == 162
+    assert of_tape["layers_0/position_wx"] == 11 * 768 * 48
+
+
+def test_step(capsys, monkeypatch):
+    """The lines of the small model, in the form that the documents quote."""
+
+    def measure(configs, batch, length, *, repeats):
+        assert (list(configs), batch, length, repeats) == (["rope", "tape"], 2, 16, 1)
+        memory = Memory(0, 0, 0, 3 << 20)
+        found = {"rope": Timing((2.0,)), "tape": Timing((3.0,)), "rope, again": Timing((2.5,))}
+        return {name: train_step.Measurement(got, memory) for name, got in found.items()}, {}
+
+    monkeypatch.setattr(step, "measure", measure)
+    step.main([*TINY, "--step-only"])
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "T = 16, batch 2",
+        "  rope           2000.0 ms (+- 0 %)     1.000 x rope, 3 MiB temporary",
+        "  tape           3000.0 ms (+- 0 %)     1.500 x rope, 3 MiB temporary",
+        "  rope, again    2500.0 ms (+- 0 %)     1.250 x rope, 3 MiB temporary",
+    ]
+
+
+def test_gpu_plan(tmp_path, monkeypatch, capsys):
+    """A report that is complete although a part fails and another has no time left."""
+    parts = (
+        gpu.Part("Fails", "benchmarks.attention --backends nothing", 1),
+        gpu.Part("Late", "benchmarks.step", 0),
+    )
+    monkeypatch.setattr(gpu, "DRY", parts)
+    gpu.main(["--dry", "--folder", str(tmp_path)])
+    (path,) = tmp_path.iterdir()
+    assert path.name.endswith("-cpu-dry.md")
+    text = path.read_text()
+    assert "unknown attention implementation 'nothing'" in text
+    assert "Failed with exit code 1." in text
+    assert "## Late" in text
+    assert "Not measured: no time left." in text
+
+
+PTXAS = """\
+ptxas info    : (C7515) Potential Performance Loss: wgmma.mma_async instructions are serialized \
+due to non wgmma instructions in the function 'one' in line 7
+ptxas info    : Compiling entry function 'one' for 'sm_90a'
+    16 bytes stack frame, 24 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers
+ptxas info    : Compiling entry function 'two' for 'sm_90a'
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 40 registers, used 0 barriers
+"""
+LAUNCHES = """\
+001: kCustomKernel [source] one grid: [8, 4, 2] threads: [256, 1, 1]  shared_memory: 53248 bytes
+002: kCustomKernel [prev=1] two grid: [8, 1, 1] threads: [16, 2, 1]  shared_memory: 0 bytes
+"""
+
+
+def test_reports_of_ptxas(tmp_path):
+    (tmp_path / "a.ptxas").write_text(PTXAS)
+    (tmp_path / "dump").mkdir()
+    (tmp_path / "dump" / "m.thunk_sequence.txt").write_text(LAUNCHES)
+    assert list(aot.read_kernels(tmp_path)) == [
+        aot.Kernel("one", 255, (24, 12), 53248, 256, True),
+        aot.Kernel("two", 40, (0, 0), 0, 32, False),
+    ]
+
+
+def test_aot_names_what_is_missing(monkeypatch, capsys):
+    monkeypatch.setattr(aot.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        aot.main(["--targets", "sm_80"])
+    assert "jax-cuda13-plugin" in capsys.readouterr().err
