@@ -46,7 +46,7 @@ from benchmarks.table import markdown, mebibytes
 from benchmarks.train_step import PRESETS, TrainingStep, row_config
 from tape_jax.attention import api, pallas_blocks, pallas_triton, vendor
 from tape_jax.attention import attention as attend
-from train.files import write_atomically
+from tape_jax.files import write_atomically
 
 # 9.10, as cuDNN counts: the first that takes values wider than keys.
 CUDNN_VERSION = 91_000

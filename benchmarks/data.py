@@ -9,48 +9,101 @@ step consumes each second, it also says what share of one core the data takes.
 from __future__ import annotations
 
 import argparse
+import itertools
 import platform
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
 
 from train.data.arithmetic import Addition
+from train.data.packing import PACKINGS
+from train.data.text import Text
 
-TARGET = 100_000
+ADDITION_TARGET = 100_000  # examples
+TEXT_TARGET = 5_000_000  # tokens
 
 
-def examples_per_second(produce: Callable[[int], object], size: int, seconds: float) -> float:
-    """Examples made in a second of processor time by ``produce(index)``, ``size`` at a time."""
-    produce(0)
-    index, start = 0, time.process_time()
+class Pipeline(NamedTuple):
+    """What makes batches.
+
+    Attributes:
+      name: for the table.
+      produce: makes a batch.
+      batch_size: examples in it.
+      length: tokens in an example.
+      target: tokens that it should make in a second of one core.
+    """
+
+    name: str
+    produce: Callable[[], object]
+    batch_size: int
+    length: int
+    target: float
+
+
+def additions(batch_size: int) -> Iterator[Pipeline]:
+    """The addition data, as it is computed and as it comes out of grain."""
+    for digits in (5, 20, 40, 100):
+        task = Addition(digits)
+        stream = iter(task.dataset(seed=0, batch_size=batch_size))
+        sizes = batch_size, task.sequence_length, ADDITION_TARGET * task.sequence_length
+        name = f"addition, {digits} digits"
+        numbers = itertools.count()
+        yield Pipeline(f"{name}, numpy", partial(_next_sums, task, numbers, batch_size), *sizes)
+        yield Pipeline(f"{name}, grain", partial(next, stream), *sizes)
+
+
+def _next_sums(task: Addition, numbers: Iterator[int], batch_size: int) -> object:
+    return task.batch(0, next(numbers), batch_size)
+
+
+def texts(tokens_per_batch: int, cache: str) -> Iterator[Pipeline]:
+    """The standard library in bytes, out of the cache and through grain."""
+    for length in (128, 1024):
+        for packing in PACKINGS:
+            task = Text(sequence_length=length, packing=packing, cache=cache)
+            size = max(1, tokens_per_batch // length)
+            stream = iter(task.dataset(seed=0, batch_size=size))
+            name = f"text, {length} bytes, {packing}"
+            yield Pipeline(name, partial(next, stream), size, length, TEXT_TARGET)
+
+
+def examples_per_second(produce: Callable[[], object], size: int, seconds: float) -> float:
+    """Examples made in a second of processor time by ``produce()``, ``size`` at a time."""
+    produce()
+    count, start = 0, time.process_time()
     while time.process_time() - start < seconds:
-        index += 1
-        produce(index)
-    return index * size / (time.process_time() - start)
+        count += 1
+        produce()
+    return count * size / (time.process_time() - start)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batch", type=int, default=512, help="examples in a batch")
+    parser.add_argument("--batch", type=int, default=512, help="examples in a batch of additions")
+    parser.add_argument("--tokens", type=int, default=65_536, help="tokens in a batch of text")
     parser.add_argument("--seconds", type=float, default=2.0, help="duration of each measurement")
     parser.add_argument("--consumes", type=float, help="tokens/s of the model to be trained")
     options = parser.parse_args()
 
-    print(f"{platform.machine()}, one core, batches of {options.batch}")
-    print(f"{'digits':>6} {'source':>7} {'examples/s':>12} {'tokens/s':>14}  at least {TARGET:,}/s")
-    for digits in (5, 20, 40, 100):
-        task = Addition(digits)
-        stream = iter(task.dataset(seed=0, batch_size=options.batch))
-        for source, produce in (
-            ("numpy", lambda index, task=task: task.batch(0, index, options.batch)),
-            ("grain", lambda _, stream=stream: next(stream)),
-        ):
-            rate = examples_per_second(produce, options.batch, options.seconds)
-            tokens = rate * task.sequence_length
-            line = f"{digits:>6} {source:>7} {rate:>12,.0f} {tokens:>14,.0f}"
-            line += f"  {'yes' if rate >= TARGET else 'no'}"
+    print(f"{platform.machine()}, one core, batches of {options.batch} additions")
+    print(f"and of {options.tokens:,} tokens of text")
+    with tempfile.TemporaryDirectory() as cache:
+        start = time.process_time()
+        count = len(Text(cache=cache).training_stream().tokens)
+        rate = count / (time.process_time() - start)
+        print(f"reading the standard library and caching its {count:,} bytes: {rate:,.0f} bytes/s")
+        print(f"{'data':<36} {'examples/s':>12} {'tokens/s':>14}  at least")
+        for pipeline in (*additions(options.batch), *texts(options.tokens, cache)):
+            rate = examples_per_second(pipeline.produce, pipeline.batch_size, options.seconds)
+            tokens = rate * pipeline.length
+            line = f"{pipeline.name:<36} {rate:>12,.0f} {tokens:>14,.0f}"
+            line += f"  {pipeline.target:,.0f}: {'yes' if tokens >= pipeline.target else 'no'}"
             if options.consumes:
                 line += f", {100 * options.consumes / tokens:.2f} % of a core feeds the model"
-            print(line)
+            print(line, flush=True)
 
 
 if __name__ == "__main__":

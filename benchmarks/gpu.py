@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from train.files import write_atomically
+from tape_jax.files import write_atomically
 
 
 @dataclasses.dataclass(frozen=True)

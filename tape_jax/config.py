@@ -93,6 +93,42 @@ class RopeScaling:
         return 0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0
 
 
+PROJECTIONS = ("q", "k", "v", "out", "gate", "up", "down")
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """Low-rank adaptation (Hu et al. 2021): ``x W`` becomes ``x W + (alpha / rank) (x A) B``.
+
+    Attributes:
+      rank: columns of ``A`` and rows of ``B``.
+      alpha: scale of the low-rank term, divided by ``rank``.
+      targets: the projections of a block that have the term: ``q``, ``k``, ``v`` and ``out`` of
+        the attention, ``gate``, ``up`` and ``down`` of the MLP.
+    """
+
+    rank: int = 8
+    alpha: float = 16.0
+    targets: tuple[str, ...] = ("q", "k", "v", "out")
+
+    def __post_init__(self):
+        require(
+            isinstance(self.rank, int) and self.rank > 0,
+            f"lora: rank must be a positive integer; got {self.rank!r}",
+        )
+        require(
+            isinstance(self.targets, tuple) and bool(self.targets),
+            f"lora: targets must be a tuple of names of projections; got {self.targets!r}",
+        )
+        for name in self.targets:
+            choose("lora target", name, PROJECTIONS)
+
+    @property
+    def scale(self) -> float:
+        """Factor on the low-rank term."""
+        return self.alpha / self.rank
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A Llama-style decoder.
@@ -118,6 +154,10 @@ class ModelConfig:
       scan_layers: compile each run of like layers once, as a scan.
       init_scale: standard deviation of the initial projections (residual output projections are
         divided by ``sqrt(2 * num_layers)``); None: ``fan_in ** -0.5``.
+      lora: low-rank terms of projections, or None.
+      shifted_groups: for training on long sequences, attention inside this many groups of the
+        sequence, shifted by half a group in half of the heads (see
+        :func:`tape_jax.layers.shifted_group_attention`); None: full attention.
     """
 
     vocab_size: int
@@ -139,6 +179,8 @@ class ModelConfig:
     remat: str = "none"
     scan_layers: bool = True
     init_scale: float | None = None
+    lora: Lora | None = None
+    shifted_groups: int | None = None
 
     def __post_init__(self):
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads"):
@@ -147,7 +189,8 @@ class ModelConfig:
                 isinstance(value, int) and value > 0,
                 f"model: {name} must be a positive integer; got {value!r}",
             )
-        for name in ("num_kv_heads", "head_dim", "intermediate_size", "max_length", "window"):
+        optional = ("num_kv_heads", "head_dim", "intermediate_size", "max_length", "window")
+        for name in (*optional, "shifted_groups"):
             value = getattr(self, name)
             require(
                 value is None or (isinstance(value, int) and value > 0),
@@ -164,6 +207,15 @@ class ModelConfig:
             f"{self.num_heads}; give head_dim",
         )
         require(self.dim % 2 == 0, f"model: the head dimension must be even; got {self.dim}")
+        require(
+            self.shifted_groups is None or self.kv_heads % 2 == 0,
+            f"model: shifted_groups halves the heads, so their number must be even; got "
+            f"{self.kv_heads} key/value heads",
+        )
+        require(
+            self.lora is None or isinstance(self.lora, Lora),
+            f"model: lora must be a Lora or None; got {self.lora!r}",
+        )
         choose("model dtype", self.dtype, ("float32", "bfloat16", "float16", "float64"))
         choose("model param_dtype", self.param_dtype, ("float32", "bfloat16", "float16", "float64"))
         choose("model state_dtype", self.state_dtype, (None, "float32", "bfloat16", "float64"))

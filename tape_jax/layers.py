@@ -7,6 +7,7 @@ dimension.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 
 from tape_jax import algebra
 from tape_jax.attention import attention
-from tape_jax.config import ModelConfig
+from tape_jax.config import ModelConfig, require
 from tape_jax.positions.protocol import Encoding, Param, State
 
 Array = jax.Array
@@ -28,10 +29,12 @@ Array = jax.Array
 class LayerCache:
     """What one layer keeps of past tokens; slots not yet written are zero.
 
+    Heads come before time: so the products of a single query read it as it is.
+
     Attributes:
-      k: rotated keys ``[B, S, H_kv, D]`` (``M * R`` wide in tensor form).
-      v: values ``[B, S, H_kv, D]``.
-      e: position states, ``[B, S, H_kv, D]`` or ``[B, S, H_kv, M, L, R]``; None unless attended.
+      k: rotated keys ``[B, H_kv, S, D]`` (``M * R`` wide in tensor form).
+      v: values ``[B, H_kv, S, D]``.
+      e: position states, ``[B, H_kv, S, D]`` or ``[B, H_kv, S, M, L, R]``; None unless attended.
     """
 
     k: Array
@@ -73,7 +76,7 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """``x @ kernel`` over the last axis, without bias.
+    """``x @ kernel`` over the last axis, without bias; with a low-rank term where the config asks.
 
     Batch and time are flattened first: a weight gradient contracted over one axis is several times
     faster on a CPU than one contracted over two.
@@ -94,7 +97,21 @@ class Linear(nn.Module):
             "kernel", nn.initializers.normal(std), (fan_in, self.features), c.param_dtype
         )
         flat = x.reshape(-1, fan_in).astype(c.dtype)
-        return (flat @ kernel.astype(c.dtype)).reshape(*x.shape[:-1], self.features)
+        out = flat @ kernel.astype(c.dtype)
+        if c.lora is not None and self.name in c.lora.targets:
+            specs = lora_params(fan_in, self.features, c.lora.rank)
+            factors = declare(self, "lora", specs, c.param_dtype)
+            low = flat @ factors["a"].astype(c.dtype)
+            out = out + (low * c.lora.scale) @ factors["b"].astype(c.dtype)
+        return out.reshape(*x.shape[:-1], self.features)
+
+
+def lora_params(fan_in: int, features: int, rank: int) -> dict[str, Param]:
+    """Low-rank factors of a kernel (Hu et al. 2021, section 4.1): ``A`` normal, ``B`` zero."""
+    return {
+        "a": Param((fan_in, rank), nn.initializers.normal(fan_in**-0.5), (None, None)),
+        "b": Param((rank, features), nn.initializers.zeros, (None, None)),
+    }
 
 
 class MLP(nn.Module):
@@ -112,6 +129,9 @@ class MLP(nn.Module):
 
 class Attention(nn.Module):
     """Multi-head attention over values and, where asked, over position states.
+
+    Given a cache, it returns the new one or, inside a scan over layers, what the new tokens add to
+    it, ``[B, H_kv, T, ...]`` each.
 
     Where the collection ``maps`` is mutable, the attention maps ``[..., T, H, S]`` are sown there.
 
@@ -144,8 +164,12 @@ class Attention(nn.Module):
             if e is not None:
                 k = algebra.rotate(k, e)
                 options = {"keys_rotated": True}
-            cache = _write(cache, context.index, k, v, e)
-            k, v, e = cache.k, cache.v, cache.e
+            new = _entries(cache, k, v, e)
+            seen = _with_entries(cache, new, context.index)
+            # Returned from a scan, the cache would be copied as a whole.
+            cache = new if c.scan_layers else seen
+            seen = jax.tree.map(lambda x: x.swapaxes(1, 2), seen)
+            k, v, e = seen.k, seen.v, seen.e
         options |= {
             "query_state": query_state,
             "query_offset": context.index,
@@ -155,10 +179,19 @@ class Attention(nn.Module):
             "window": c.window,
             "bias": self._bias(params, context.positions),
         }
-        out, attended = attention(
+        attend: Callable[..., tuple[Array, Array | None]] = attention
+        wants_maps = self.is_mutable_collection("maps") and not self.is_initializing()
+        if c.shifted_groups is not None and not self.is_initializing():
+            require(
+                cache is None and not wants_maps,
+                f"shifted_groups = {c.shifted_groups} is for training: caches and attention maps "
+                "need full attention, shifted_groups=None",
+            )
+            attend = functools.partial(shifted_group_attention, groups=c.shifted_groups)
+        out, attended = attend(
             q, k, v, e, attend_state=self.attend_state, implementation=c.attention, **options
         )
-        if self.is_mutable_collection("maps") and not self.is_initializing():
+        if wants_maps:
             # Attention over one-hot values is the attention map itself.
             one_hot = jnp.broadcast_to(
                 jnp.eye(k.shape[-3], dtype=q.dtype)[:, None], (*k.shape[:-1], k.shape[-3])
@@ -176,15 +209,120 @@ class Attention(nn.Module):
         )
 
 
-def _write(cache: LayerCache, index: Array | int, k: Array, v: Array, e: Array | None):
-    """The cache with the slots from ``index`` on overwritten."""
+def shifted_group_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    e: Array | None,
+    *,
+    groups: int,
+    query_state: Array | None = None,
+    segment_ids: Array | None = None,
+    **options: Any,
+) -> tuple[Array, Array | None]:
+    """Attention inside groups of the sequence (shifted sparse attention, LongLoRA, section 3.2).
+
+    The first half of the heads attends inside ``groups`` groups of ``T / groups`` tokens. In the
+    second half the groups begin half a group earlier, so that neighbouring groups overlap. What
+    then sticks out at the beginning, and what is left over at the end, are groups of their own:
+    the published code joins the two, which lets the first tokens see the last.
+
+    Args:
+      q, k, v, e, query_state: as in :func:`tape_jax.attention`, of one length ``T``; states have
+        one head or as many as ``k``.
+      groups: number of groups.
+      segment_ids: integers ``[..., T]``, or None.
+      **options: further keywords of :func:`tape_jax.attention`, except ``mask`` and ``bias``.
+
+    Returns:
+      ``o [..., T, H, Dv]`` and ``a [..., T, H, ...]`` or None, as :func:`tape_jax.attention`.
+
+    Raises:
+      ValueError: if ``T`` is not a multiple of ``2 * groups``, or a mask or bias is given.
+    """
+    time, batch = q.shape[-3], q.ndim - 3
+    require(
+        time % (2 * groups) == 0,
+        f"shifted_groups = {groups} needs a length that is a multiple of {2 * groups}; got {time}",
+    )
+    for name in ("mask", "bias"):
+        require(
+            options.get(name) is None,
+            f"shifted_groups = {groups} needs an encoding and a call without {name}; got one",
+        )
+    half = time // groups // 2
+
+    def grouped(x: Array) -> Array:
+        """``[batch..., T, H, ...]`` to ``[2, batch..., groups, T / groups, H / 2, ...]``."""
+        first, second = (x, x) if x.shape[batch + 1] == 1 else jnp.split(x, 2, axis=batch + 1)
+        x = jnp.stack([first, jnp.roll(second, -half, axis=batch)])
+        return x.reshape(*x.shape[: batch + 1], groups, 2 * half, *x.shape[batch + 2 :])
+
+    def joined(x: Array) -> Array:
+        """Inverse of ``grouped``."""
+        x = x.reshape(*x.shape[: batch + 1], time, *x.shape[batch + 3 :])
+        return jnp.concatenate([x[0], jnp.roll(x[1], half, axis=batch)], axis=batch + 1)
+
+    def with_batch(x: Array, ndim: int) -> Array:
+        return x.reshape((1,) * (ndim - x.ndim) + x.shape)
+
+    def grouped_state(x: Array | None) -> Array | None:
+        if x is None:
+            return None
+        tail = 5 if algebra.is_tensor_form(x, k) else 3
+        return grouped(with_batch(algebra.align_state(x, k), batch + tail))
+
+    ids = jnp.zeros(time, jnp.int32) if segment_ids is None else jnp.asarray(segment_ids)
+    ids = 2 * with_batch(ids.astype(jnp.promote_types(ids.dtype, jnp.int32)), batch + 1)
+    # Rolled around, the first half group shares the last group with tokens that it must not see.
+    ids = jnp.stack([ids, ids + (jnp.arange(time) < half)], axis=-1)
+    out, attended = attention(
+        grouped(q),
+        grouped(k),
+        grouped(v),
+        grouped_state(e),
+        query_state=grouped_state(query_state),
+        segment_ids=grouped(ids)[..., 0],
+        **options,
+    )
+    return joined(out), None if attended is None else joined(attended)
+
+
+def _entries(cache: LayerCache, k: Array, v: Array, e: Array | None) -> LayerCache:
+    """Keys, values and states of new tokens ``[B, T, H, ...]`` in the form of a cache."""
+
+    def like(old: Array, new: Array) -> Array:
+        new = jnp.swapaxes(new, -old.ndim + 1, -old.ndim + 2)
+        shape = (*old.shape[:2], new.shape[-old.ndim + 2], *old.shape[3:])
+        return jnp.broadcast_to(new, shape).astype(old.dtype)
+
+    state = None if cache.e is None or e is None else like(cache.e, e)
+    return LayerCache(k=like(cache.k, k), v=like(cache.v, v), e=state)
+
+
+def _with_entries(cache: LayerCache, new: LayerCache, index: Array | int) -> LayerCache:
+    """The cache of one layer with new tokens in the slots from ``index`` on."""
+    slots, time = cache.k.shape[2], new.k.shape[2]
+    if time > 1:
+        return write_cache(cache, new, index)
+    here = jnp.arange(slots) == index
+
+    def choose_slot(old: Array, new: Array) -> Array:
+        # One pass that can be fused with what comes before, unlike a copy and an update.
+        return jnp.where(here.reshape(-1, *(1,) * (old.ndim - 3)), new, old)
+
+    return jax.tree.map(choose_slot, cache, new)
+
+
+def write_cache(
+    cache: LayerCache, new: LayerCache, index: Array | int, *, axis: int = 2
+) -> LayerCache:
+    """The cache with the slots from ``index`` on, along ``axis``, overwritten by ``new``."""
 
     def put(old: Array, new: Array) -> Array:
-        new = jnp.broadcast_to(new, (old.shape[0], new.shape[-old.ndim + 1], *old.shape[2:]))
-        return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), index, axis=1)
+        return jax.lax.dynamic_update_slice_in_dim(old, new, index, axis=axis)
 
-    state = cache.e if cache.e is None or e is None else put(cache.e, e)
-    return LayerCache(k=put(cache.k, k), v=put(cache.v, v), e=state)
+    return jax.tree.map(put, cache, new)
 
 
 class Block(nn.Module):

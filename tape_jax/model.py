@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax
@@ -12,8 +13,10 @@ import jax.numpy as jnp
 
 from tape_jax import algebra
 from tape_jax import positions as position_encodings
+from tape_jax.attention import BACKENDS, AttentionPlan, recorded_plans
 from tape_jax.config import ModelConfig, choose
 from tape_jax.layers import (
+    Attention,
     Block,
     Context,
     LayerCache,
@@ -23,6 +26,7 @@ from tape_jax.layers import (
     default_positions,
     remat_policy,
     runs,
+    write_cache,
 )
 from tape_jax.positions.protocol import Encoding, State
 
@@ -40,7 +44,8 @@ class Cache:
       tokens: ``[B, S]`` int32.
       positions: ``[B, S]`` int32.
       segment_ids: ``[B, S]`` int32; 0 marks padding.
-      layers: per run a :class:`tape_jax.layers.LayerCache` with a leading axis ``n``.
+      layers: per block (see :attr:`Transformer.blocks`) a :class:`tape_jax.layers.LayerCache` with
+        a leading axis ``n``, the number of its layers.
       key: random key of the encoding's draw, or None for its fixed draw.
     """
 
@@ -91,6 +96,10 @@ class Transformer(nn.Module):
 
     config: ModelConfig
 
+    def __post_init__(self) -> None:
+        choose("attention implementation", self.config.attention, (None, *BACKENDS))
+        super().__post_init__()
+
     @property
     def encoding(self) -> Encoding:
         """The position encoding."""
@@ -103,10 +112,55 @@ class Transformer(nn.Module):
         return runs([self.encoding.updates(i, n) for i in range(n)])
 
     @property
+    def blocks(self) -> list[tuple[int, int, bool]]:
+        """What has parameters of its own, ``layers_<first>``: runs, or layers if not scanned."""
+        if self.config.scan_layers:
+            return self.runs
+        return [(i, i + 1, updates) for a, b, updates in self.runs for i in range(a, b)]
+
+    @property
     def state_dtype(self) -> jnp.dtype:
         """Type of the position states."""
         c = self.config
         return jnp.dtype(c.state_dtype or algebra.at_least_float32(c.dtype))
+
+    @nn.nowrap
+    def attention_plan(
+        self, batch_size: int, length: int, *, causal: bool = True, **inputs: Any
+    ) -> dict[str, AttentionPlan]:
+        """Says which implementation of attention would run in each run of layers, and why.
+
+        Runs of layers may differ: only layers that update the state attend it. Nothing is computed.
+
+        Args:
+          batch_size: number of sequences.
+          length: of each, in tokens.
+          causal: as when called.
+          **inputs: other arrays that the model is called with, or ``jax.ShapeDtypeStruct``.
+
+        Returns:
+          By the name of the run's parameters, such as ``layers_0``.
+
+        Raises:
+          ValueError: if the model cannot be called like this.
+          NotImplementedError: if the named implementation cannot do it here.
+        """
+        plans: dict[str, AttentionPlan] = {}
+
+        def note(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+            if not isinstance(context.module, Attention) or context.method_name != "__call__":
+                return call(*args, **kwargs)
+            with recorded_plans() as found:
+                out = call(*args, **kwargs)
+            plans[context.module.path[0]] = found[0]
+            return out
+
+        inputs["tokens"] = jax.ShapeDtypeStruct((batch_size, length), jnp.int32)
+        key = jax.eval_shape(jax.random.key, 0)
+        variables = jax.eval_shape(functools.partial(self.init, causal=causal), key, **inputs)
+        with nn.intercept_methods(note):
+            jax.eval_shape(functools.partial(self.apply, causal=causal), variables, **inputs)
+        return plans
 
     @nn.compact
     def __call__(
@@ -203,6 +257,7 @@ class Transformer(nn.Module):
             out.append(dataclasses.replace(cache, layers=caches))
         return out[0] if len(out) == 1 else tuple(out)
 
+    @nn.nowrap
     def project(self, variables: Any, hidden: Array) -> Array:
         """The output projection alone: logits ``[..., vocab]`` of ``hidden [..., hidden]``.
 
@@ -211,20 +266,24 @@ class Transformer(nn.Module):
           hidden: what the model returns with ``output="hidden"``, or a part of it.
         """
         c, params = self.config, variables["params"]
-        kernel = params["embedding"].T if c.tie_embeddings else params["head"]["kernel"]
-        logits = hidden.astype(c.dtype) @ kernel.astype(c.dtype)
+        if c.tie_embeddings:
+            logits = hidden @ params["embedding"].T.astype(c.dtype)
+        else:
+            head = Linear(c, c.vocab_size, name="head", parent=None)
+            logits = jnp.asarray(head.apply({"params": params["head"]}, hidden))
         return logits.astype(algebra.at_least_float32(c.dtype))
 
     def _blocks(self, h: Array, state: State, context: Context, cache: Cache | None, record: bool):
         """Runs all layers; returns what leaves them, their caches, and what entered each."""
         c, encoding = self.config, self.encoding
         caches, hidden, states = [], [], []
-        for run, (start, stop, updates) in enumerate(self.runs):
+        for number, (start, stop, updates) in enumerate(self.blocks):
             block: Any = Block
             if c.remat != "none":
                 block = nn.remat(block, policy=remat_policy(c.remat), prevent_cse=not c.scan_layers)
+            name = f"layers_{start}"
             options = {"config": c, "encoding": encoding, "updates": updates, "record": record}
-            layer_cache = None if cache is None else cache.layers[run]
+            own = None if cache is None else cache.layers[number]
             if updates:
                 carry, fixed = (h, encoding.carry(state, h.shape[:-1], c)), None
             else:
@@ -236,18 +295,16 @@ class Transformer(nn.Module):
                     split_rngs={"params": True},
                     in_axes=(nn.broadcast, nn.broadcast, 0),
                     length=stop - start,
-                )(**options, name=f"layers_{start}")
-                carry, (new_cache, entered) = scan(carry, fixed, context, layer_cache)
+                )(**options, name=name)
+                carry, (new, entered) = scan(carry, fixed, context, own)
+                own = None if own is None else write_cache(own, new, context.index, axis=3)
             else:
-                outputs = []
-                for i in range(start, stop):
-                    own = jax.tree.map(lambda x, j=i - start: x[j], layer_cache)
-                    carry, output = block(**options, name=f"layers_{i}")(carry, fixed, context, own)
-                    outputs.append(output)
-                new_cache, entered = jax.tree.map(lambda *x: jnp.stack(x), *outputs)
+                own = jax.tree.map(lambda x: x[0], own)
+                carry, outputs = block(**options, name=name)(carry, fixed, context, own)
+                own, entered = jax.tree.map(lambda x: x[None], outputs)
             h = carry[0]
             state = carry[1] if updates else state
-            caches.append(new_cache)
+            caches.append(own)
             if record:
                 for i in range(stop - start):
                     hidden.append(entered[0][i])
@@ -380,12 +437,16 @@ def init_cache(
     head = jax.ShapeDtypeStruct((batch_size, capacity, c.kv_heads, c.dim), dtype)
     rotated = head if e is None else jax.eval_shape(algebra.rotate, head, e)
 
+    def zeros(n: int, like: jax.ShapeDtypeStruct, dtype: Any) -> Array:
+        batch, slots, heads, *tail = like.shape
+        return jnp.zeros((n, batch, heads, slots, *tail), dtype)
+
     def layer(updates: bool, n: int) -> LayerCache:
         keeps_state = updates and encoding.attends_state and e is not None
         return LayerCache(
-            k=jnp.zeros((n, *rotated.shape), dtype),
-            v=jnp.zeros((n, *head.shape), dtype),
-            e=jnp.zeros((n, *e.shape), e.dtype) if keeps_state else None,
+            k=zeros(n, rotated, dtype),
+            v=zeros(n, head, dtype),
+            e=zeros(n, e, e.dtype) if keeps_state else None,
         )
 
     def slots() -> Array:
@@ -396,6 +457,6 @@ def init_cache(
         tokens=slots(),
         positions=slots(),
         segment_ids=slots(),
-        layers=tuple(layer(updates, stop - start) for start, stop, updates in model.runs),
+        layers=tuple(layer(updates, stop - start) for start, stop, updates in model.blocks),
         key=key,
     )

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from tape_jax import ModelConfig, RopeScaling
-from tape_jax.config import choose, from_mapping, nearest, require
+from tape_jax.config import Lora, choose, from_mapping, nearest, require
 
 
 def test_nearest():
@@ -70,6 +70,25 @@ class TestRopeScaling:
             RopeScaling(**fields)
 
 
+class TestLora:
+    def test_scale(self):
+        assert Lora(rank=4, alpha=6.0).scale == 1.5
+
+    @pytest.mark.parametrize(
+        ("fields", "words"),
+        [
+            ({"rank": 0}, r"rank must be a positive integer; got 0"),
+            ({"rank": 2.0}, r"rank must be a positive integer; got 2\.0"),
+            ({"targets": ()}, r"targets must be a tuple of names of projections; got \(\)"),
+            ({"targets": "q"}, r"targets must be a tuple of names of projections; got 'q'"),
+            ({"targets": ("q", "o_proj")}, r"unknown lora target 'o_proj': expected one of 'q'"),
+        ],
+    )
+    def test_misuse(self, fields, words):
+        with pytest.raises(ValueError, match=words):
+            Lora(**fields)
+
+
 class TestModelConfig:
     def test_derived_sizes(self):
         c = ModelConfig(10, hidden_size=24, num_heads=4)
@@ -115,6 +134,9 @@ class TestModelConfig:
             ({"param_dtype": "int8"}, r"unknown model param_dtype 'int8'"),
             ({"state_dtype": "float16"}, r"unknown model state_dtype 'float16'"),
             ({"remat": "dot"}, r"unknown remat policy 'dot'.*did you mean 'dots'"),
+            ({"shifted_groups": 0}, r"shifted_groups must be a positive integer or None; got 0"),
+            ({"shifted_groups": 4, "num_kv_heads": 1}, r"must be even; got 1 key/value heads"),
+            ({"lora": {"rank": 2}}, r"lora must be a Lora or None; got \{'rank': 2\}"),
         ],
     )
     def test_misuse(self, fields, words):

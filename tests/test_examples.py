@@ -7,7 +7,8 @@ import pytest
 
 FOLDER = Path(__file__).parents[1] / "examples"
 MODELS = ("plain_jax", "flax_nnx", "equinox_module")
-CLASSIFIERS = {"vision": 300, "audio": 100}
+# The slow one learns for longer.
+CLASSIFIERS = [pytest.param("vision", 300, marks=pytest.mark.slow), ("audio", 100)]
 
 
 def run(name, steps, capsys):
@@ -19,9 +20,9 @@ def run(name, steps, capsys):
 @pytest.mark.parametrize("name", MODELS)
 def test_models_learn_to_repeat(name, capsys):
     """Without attention to the right place no loss below log 16 = 2.77 nats is possible."""
-    losses = run(name, 60, capsys)
+    losses = run(name, 40, capsys)
     assert losses[0] > 2.7
-    assert losses[-1] < 1.0
+    assert losses[-1] < 1.5
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -32,15 +33,15 @@ def test_under_ten_lines_differ_from_rope(name):
     assert all(line.endswith("# TAPE") for line in lines if "tape.update(" in line)
 
 
-@pytest.mark.parametrize("name", CLASSIFIERS)
-def test_classifiers_learn_the_relation(name, capsys):
-    before, after = run(name, CLASSIFIERS[name], capsys)
+@pytest.mark.parametrize(("name", "steps"), CLASSIFIERS)
+def test_classifiers_learn_the_relation(name, steps, capsys):
+    before, after = run(name, steps, capsys)
     assert before < 0.7
     assert after > 0.9
 
 
 def test_all_are_listed_and_tested():
     programs = {p.stem for p in FOLDER.glob("*.py") if "__main__" in p.read_text()}
-    assert programs == {*MODELS, *CLASSIFIERS}
+    assert programs == {*MODELS, "vision", "audio"}
     text = (FOLDER / "README.md").read_text()
     assert all(f"`{name}.py`" in text for name in programs)

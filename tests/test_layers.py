@@ -1,6 +1,7 @@
 """The layers against values worked out in numpy."""
 
 import dataclasses
+import functools
 
 import chex
 import jax
@@ -8,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tape_jax import ModelConfig, Transformer, positions
+from tape_jax import ModelConfig, Transformer, init_cache, positions
+from tape_jax.config import Lora
 from tape_jax.layers import (
     MLP,
     Attention,
@@ -20,7 +22,9 @@ from tape_jax.layers import (
     default_positions,
     remat_policy,
     runs,
+    write_cache,
 )
+from tests.models import random_variables, small_model
 
 CONFIG = ModelConfig(
     5, hidden_size=8, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, intermediate_size=12
@@ -79,6 +83,23 @@ def test_the_scale_of_initial_projections(init_scale, residual, expected):
     np.testing.assert_allclose(kernel.std(), expected, rtol=0.01)
 
 
+def test_the_low_rank_term_of_a_projection():
+    config = dataclasses.replace(CONFIG, lora=Lora(rank=2, alpha=6.0, targets=("k",)))
+    x = rng(1).normal(size=(2, 3, 8)).astype(np.float32)
+    linear = Linear(config, 7, name="k")
+    variables = random_params(linear, jnp.asarray(x))
+    p = {name: np.asarray(leaf, np.float64) for name, leaf in variables["params"].items()}
+    assert {name: leaf.shape for name, leaf in p.items()} == {
+        "kernel": (8, 7),
+        "lora_a": (8, 2),
+        "lora_b": (2, 7),
+    }
+    expected = x @ (p["kernel"] + 3.0 * p["lora_a"] @ p["lora_b"])
+    chex.assert_trees_all_close(linear.apply(variables, x), expected.astype(np.float32), atol=1e-4)
+    other = jax.eval_shape(Linear(config, 7, name="q").init, jax.random.key(0), x)
+    assert list(other["params"]) == ["kernel"]
+
+
 def test_mlp():
     x = rng(1).normal(size=(2, 3, 8)).astype(np.float32)
     mlp = MLP(CONFIG)
@@ -131,24 +152,29 @@ def test_attention():
         chex.assert_trees_all_close(actual[0], wanted.astype(np.float32), atol=2e-4, rtol=1e-4)
 
 
-def test_attention_writes_its_cache():
+def test_attention_returns_what_its_cache_gains():
     x, e, context = inputs()
     attention = Attention(CONFIG, positions.Tape(), attend_state=True)
     variables = random_params(attention, x, e, {}, context, None)
-    empty = LayerCache(*(jnp.zeros((1, 9, 2, 6)) for _ in range(3)))
+    empty = LayerCache(*(jnp.zeros((1, 2, 9, 6)) for _ in range(3)))
     context = context.replace(positions=default_positions(9), index=jnp.int32(2))
-    _, _, cache = jax.jit(attention.apply)(variables, x, e, {}, context, empty)
+    _, _, new = jax.jit(attention.apply)(variables, x, e, {}, context, empty)
     kernels = {name: np.asarray(variables["params"][name]["kernel"]) for name in "kv"}
-    chex.assert_trees_all_close(cache.e[:, 2:7], e)
-    chex.assert_trees_all_close(cache.v[:, 2:7], (x @ kernels["v"]).reshape(1, 5, 2, 6), atol=1e-5)
-    turned = (x @ kernels["k"]).reshape(1, 5, 2, 6)
-    turned = (turned[..., :3] + 1j * turned[..., 3:]) * (e[..., :3] + 1j * e[..., 3:])
-    chex.assert_trees_all_close(
-        cache.k[:, 2:7], jnp.concatenate([turned.real, turned.imag], -1), atol=1e-4
-    )
-    for array in (cache.k, cache.v, cache.e):
-        assert not array[:, :2].any()
-        assert not array[:, 7:].any()
+    k, v = ((x @ kernels[name]).reshape(1, 5, 2, 6) for name in "kv")
+    turned = (k[..., :3] + 1j * k[..., 3:]) * (e[..., :3] + 1j * e[..., 3:])
+    expected = LayerCache(jnp.concatenate([turned.real, turned.imag], -1), v, e)
+    expected = jax.tree.map(lambda a: a.swapaxes(1, 2), expected)
+    chex.assert_trees_all_close(new, expected, atol=1e-4)
+
+
+def test_a_cache_is_written_where_the_index_says():
+    empty = LayerCache(*(jnp.zeros((3, 1, 2, 9, 6)) for _ in range(2)), e=None)
+    new = jax.tree.map(lambda a: jnp.ones((3, 1, 2, 5, 6)), empty)
+    cache = jax.jit(functools.partial(write_cache, axis=3))(empty, new, jnp.int32(2))
+    for array in (cache.k, cache.v):
+        np.testing.assert_array_equal(array[0, 0, 0, :, 0], [0, 0, 1, 1, 1, 1, 1, 0, 0])
+        assert array.sum() == 3 * 2 * 5 * 6
+    assert cache.e is None
 
 
 def test_block():
@@ -221,3 +247,88 @@ def test_attention_maps(scan_layers):
     np.testing.assert_allclose(maps.sum(-1), 1, atol=1e-6)
     assert np.all(maps.swapaxes(1, 2)[..., *np.triu_indices(7, 1)] == 0)
     assert np.all(maps.swapaxes(1, 2)[..., *np.tril_indices(7)] > 0)
+
+
+def shifted_mask(time, groups, heads, segments=None):
+    """Visible pairs ``[H, T, T]``, written down token by token."""
+    width = time // groups
+    mask = np.zeros((heads, time, time), bool)
+    for h in range(heads):
+        shift = width // 2 if h >= heads // 2 else 0
+        for i in range(time):
+            for j in range(i + 1):
+                same_group = (i + shift) // width == (j + shift) // width
+                mask[h, i, j] = same_group and (segments is None or segments[i] == segments[j])
+    return mask
+
+
+@pytest.mark.parametrize(
+    ("position", "options", "packed"),
+    [
+        (positions.Tape(), {}, False),
+        (positions.Tape(form="tensor", attention_mix="heads"), {"num_kv_heads": 2}, True),
+        ("xpos", {"window": 3}, False),
+        ("none", {}, True),
+    ],
+)
+def test_shifted_groups_equal_their_mask(position, options, packed):
+    options = {"num_heads": 4, "num_layers": 2, **options}
+    full, shifted = (small_model(position, **options, shifted_groups=n) for n in (None, 3))
+    variables, tokens = random_variables(full), jnp.asarray(rng(3).integers(0, 13, (2, 12)))
+    segments = np.array([-1, -1, -1, -1, -1, 5, 5, 5, 5, 5, 0, 0]) if packed else None
+    mask = shifted_mask(12, 3, 4, segments)
+    expected = jax.jit(full.apply)(variables, tokens, mask=mask)
+    actual = jax.jit(shifted.apply)(variables, tokens, segment_ids=segments)
+    chex.assert_trees_all_close(actual, expected, atol=2e-5 * float(jnp.abs(expected).max()))
+
+
+def test_shifted_groups_attend_the_states_of_their_tokens():
+    x, e, context = inputs(time=8)
+    config = dataclasses.replace(CONFIG, shifted_groups=2)
+    modules = [Attention(c, positions.Tape(), attend_state=True) for c in (CONFIG, config)]
+    variables = random_params(modules[0], x, e, {}, context, None)
+    masked = context.replace(mask=shifted_mask(8, 2, 4))
+    _, expected, _ = jax.jit(modules[0].apply)(variables, x, e, {}, masked, None)
+    _, attended, _ = jax.jit(modules[1].apply)(variables, x, e, {}, context, None)
+    chex.assert_trees_all_close(attended, expected, atol=1e-4)
+
+
+def test_gradients_of_shifted_groups_reach_exactly_the_visible_tokens():
+    """No later token, not even round the end of the sequence, and every token of the group."""
+    x, e, context = inputs(time=12)
+    config = dataclasses.replace(CONFIG, shifted_groups=3)
+    attention = Attention(config, positions.Tape(), attend_state=True)
+    variables = random_params(attention, x, e, {}, context, None)
+
+    def out(x):
+        return attention.apply(variables, x, e, {}, context, None)[0][0].sum(-1)
+
+    def attended(e):
+        return attention.apply(variables, x, e, {}, context, None)[1][0].sum((-2, -1))
+
+    visible = shifted_mask(12, 3, 4).any(0)
+    for function, of in ((out, x), (attended, e)):
+        jacobian = jax.jit(jax.jacrev(function))(of)
+        depends = np.abs(jacobian.reshape(12, 12, -1)).max(-1) > 0
+        np.testing.assert_array_equal(depends, visible)
+
+
+def test_misuse_of_shifted_groups():
+    model = small_model("tape", shifted_groups=2)
+    variables, tokens = random_variables(model), jnp.zeros((1, 6), jnp.int32)
+
+    def trace(model, **options):
+        jax.eval_shape(lambda: model.apply(variables, tokens, **options))
+
+    with pytest.raises(ValueError, match=r"length that is a multiple of 4; got 6"):
+        trace(model)
+    tokens = tokens[:, :4]
+    with pytest.raises(ValueError, match=r"without mask; got one"):
+        trace(model, mask=jnp.ones((4, 4), bool))
+    with pytest.raises(ValueError, match=r"caches and attention maps need full attention"):
+        trace(model, mutable=["maps"])
+    with pytest.raises(ValueError, match=r"caches and attention maps need full attention"):
+        trace(model, cache=init_cache(model, 1, 8))
+    biased = small_model("alibi", shifted_groups=2)
+    with pytest.raises(ValueError, match=r"without bias; got one"):
+        trace(biased)

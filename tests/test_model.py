@@ -286,7 +286,7 @@ def test_only_updating_layers_have_parameters_and_never_the_last(layers, updatin
     assert having == updating
     assert {i for a, b, updates in model.runs if updates for i in range(a, b)} == updating
     cache = jax.eval_shape(lambda: init_cache(model, 1, 3))
-    assert [layer.e is not None for layer in cache.layers] == [u for _, _, u in model.runs]
+    assert [layer.e is not None for layer in cache.layers] == [u for _, _, u in model.blocks]
 
 
 def test_only_updating_layers_change_the_state():
@@ -567,6 +567,7 @@ GRID = positions.Rope(axes=2)
         ),
         (positions.RandomRope(range=4), None, {}, "the limit of the encoding 'random_rope' of 4"),
         (encoding("random_rope"), None, {"length": 65}, "65 positions cannot be drawn"),
+        ("tape", None, {"output": "hiden"}, r"unknown output 'hiden'.*did you mean 'hidden'"),
     ],
 )
 def test_bad_inputs(position, tokens, options, message):
@@ -611,3 +612,32 @@ def test_the_size_of_a_cache():
     states = 2 * (3 * 10 * 2 * 4) * 4
     assert cache.capacity == 10
     assert cache.nbytes == keys_and_values + states + 3 * (3 * 10) * 4
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_attention_plan(scan_layers):
+    """One plan for each run of layers, from shapes alone; the last layer attends no state."""
+    model = small_model("tape", scan_layers=scan_layers)
+    plans = model.attention_plan(2, 7)
+    assert list(plans) == (
+        ["layers_0", "layers_2"] if scan_layers else ["layers_0", "layers_1", "layers_2"]
+    )
+    assert {plan.implementation for plan in plans.values()} == {"reference"}
+    ids = jax.ShapeDtypeStruct((2, 2048), jnp.int32)
+    (plan,) = set(map(str, model.attention_plan(2, 2048, segment_ids=ids).values()))
+    assert "implementation='chunked'" in plan
+
+
+def test_attention_plan_of_a_named_implementation():
+    plans = small_model("fire", attention="chunked").attention_plan(1, 8, causal=False)
+    assert [plan.implementation for plan in plans.values()] == ["chunked"]
+    mask = jax.ShapeDtypeStruct((8, 8), bool)
+    with pytest.raises(NotImplementedError, match="'chunked': mask="):
+        small_model("tape", attention="chunked").attention_plan(1, 8, mask=mask)
+    with pytest.raises(ValueError, match="max_length of 4"):
+        small_model("tape", max_length=4).attention_plan(1, 8)
+
+
+def test_unknown_attention_is_refused_at_once():
+    with pytest.raises(ValueError, match=r"implementation 'chunkd'.*did you mean 'chunked'"):
+        small_model("tape", attention="chunkd")

@@ -24,7 +24,7 @@ import jax
 import orbax.checkpoint.experimental.v1 as ocp
 
 from tape_jax.config import require
-from train.files import sync_folder, write_atomically
+from tape_jax.files import sync, write_atomically
 
 T = TypeVar("T")
 Report = Callable[[str], None]
@@ -164,7 +164,7 @@ class Checkpoints:
         response.result()
         if jax.process_index() != 0:
             return
-        sync_folder(self.folder)
+        sync(self.folder)
         lines = [f"{_sha256(path)}  {name}\n" for name, path in self._files(step).items()]
         write_atomically(self._manifest(step), "".join(lines))
         self._prune()

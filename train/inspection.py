@@ -95,9 +95,10 @@ def look(
     @jax.jit
     def run(variables: Any, tokens: jax.Array) -> Any:
         options: dict[str, Any] = {"return_states": True, "mutable": ["maps"]}
-        (_, recorded), sown = model.apply(variables, tokens, **options)  # type: ignore[misc]
+        (_, recorded), sown = model.apply(variables, tokens, **options)
         entering = [model.encoding.rotation(state)[1] for state in recorded.position]
-        states = None if entering[0] is None else jnp.stack([full(e) for e in entering])
+        given = [e for e in entering if e is not None]
+        states = jnp.stack([full(e) for e in given]) if given else None
         return sown["maps"], states
 
     sown, states = run(variables, jnp.asarray(tokens))
@@ -194,7 +195,7 @@ def drift(inside: Inside) -> Figure:
     """Norms of the states and their angles to the start, layer by layer, over all tokens."""
     angles = inside.phase_drift
     figure = Figure(figsize=(5.2 if angles is None else 14.0, 4.2), layout="constrained")
-    panels = np.atleast_1d(figure.subplots(1, 1 if angles is None else 3))
+    panels = figure.subplots(1, 1 if angles is None else 3, squeeze=False)[0]
     layers = np.arange(1, len(inside.relative_norms) + 1)
     _quantiles(panels[0], layers, inside.relative_norms, "norm relative to the start")
     panels[0].set_title("Norm", fontsize=BODY)

@@ -19,7 +19,7 @@ import jax
 import tensorboardX
 import tqdm
 
-from train.files import write_atomically
+from tape_jax.files import write_atomically
 
 BAR = (
     "{desc}: {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}, {remaining} left{postfix}]"

@@ -17,9 +17,9 @@ import jax
 import scipy.stats
 
 from tape_jax.config import require
+from tape_jax.files import write_atomically
 from train.data import Score, Task
-from train.evaluate import text_table
-from train.files import write_atomically
+from train.grids import text_table
 from train.plots import MARK, loss_curves, require_ours, save
 
 

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import jax
 
 from tape_jax.config import require
+from tape_jax.files import write_atomically
 from tape_jax.model import Transformer
 from train.checkpoint import Checkpoints, Report
 from train.experiment import Experiment, differences, from_mapping, to_json
-from train.files import write_atomically
 
 FORMAT = "tape-jax run, version 1"
 

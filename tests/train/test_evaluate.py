@@ -1,7 +1,6 @@
 """Exact match against token-by-token generation and against counts by hand."""
 
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +11,10 @@ import pytest
 from train.data import Examples
 from train.data.arithmetic import VOCABULARY, Addition
 from train.evaluate import (
-    Grid,
-    Proportion,
     answer,
     exact_match,
     exact_match_grid,
     greedy,
-    length_table,
-    require_same_questions,
 )
 
 WINDOW = 9
@@ -158,55 +153,13 @@ class TestGrid:
                 assert grid.counts[i, j] == cell.sum() == 60
                 assert grid.correct[i, j] == right[cell].sum()
         assert grid.trained == 2
-        assert grid.lengths_a == grid.lengths_b == (1, 2, 3)
+        assert grid.rows == grid.columns == (1, 2, 3)
+        np.testing.assert_array_equal(grid.lengths, [[1, 2, 3], [2, 2, 3], [3, 3, 3]])
         np.testing.assert_array_equal(grid.shared, [[1, 1, 0], [1, 1, 0], [0, 0, 0]])
 
     def test_defaults_to_twice_the_trained_length(self):
         grid = exact_match_grid(uniform, None, Addition(2), samples_per_pair=1)
         assert grid.accuracy.shape == (4, 4)
-
-    def test_averages(self):
-        grid = example_grid()
-        assert grid.inside == Proportion(3 + 2 + 1 + 4, 4 * 5)
-        assert grid.inside_held_out == Proportion(4, 5)
-        assert grid.outside == Proportion(0 + 5 + 0 + 0 + 1, 5 * 5)
-        assert grid.summary() == {"exact_match_inside": 0.5, "exact_match_outside": 0.24}
-        np.testing.assert_allclose(grid.accuracy[0], [0.6, 0.4, 0.0])
-
-    def test_nothing_outside(self):
-        grid = Grid((1,), (1,), [[2]], [[4]], [[True]], trained=1)
-        assert grid.summary() == {"exact_match_inside": 0.5}
-        assert grid.outside.count == 0
-        assert np.isnan(grid.outside.value)
-
-    def test_round_trip(self):
-        grid = example_grid()
-        restored = Grid.from_json(json.loads(json.dumps(grid.to_json())))
-        assert restored.lengths_a == grid.lengths_a == (1, 2, 3)
-        assert restored.lengths_b == grid.lengths_b
-        assert restored.trained == grid.trained
-        for name in ("correct", "counts", "shared"):
-            np.testing.assert_array_equal(getattr(restored, name), getattr(grid, name))
-            assert getattr(restored, name).dtype == getattr(grid, name).dtype
-
-    @pytest.mark.parametrize("record", [None, [], "grid", {}, {"format": "other"}])
-    def test_other_records(self, record):
-        with pytest.raises(ValueError, match="expected a record of format 'tape-jax exact-match"):
-            Grid.from_json(record)
-
-    def test_incomplete_record(self):
-        record = example_grid().to_json()
-        del record["counts"]
-        with pytest.raises(ValueError, match="a grid has the fields"):
-            Grid.from_json(record)
-
-    def test_bad_shapes(self):
-        with pytest.raises(ValueError, match=r"counts has shape \(1, 2\), expected \(1, 1\)"):
-            Grid((1,), (1,), [[0]], [[1, 1]], [[False]], trained=1)
-        with pytest.raises(ValueError, match="between 0 and counts"):
-            Grid((1,), (1,), [[2]], [[1]], [[False]], trained=1)
-        with pytest.raises(ValueError, match=r"lengths_b must ascend; got \(2, 1\)"):
-            Grid((1,), (2, 1), [[1, 1]], [[1, 1]], [[False, False]], trained=1)
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -226,69 +179,6 @@ class TestGrid:
 
 def uniform(variables, tokens):
     return jnp.zeros((*tokens.shape, VOCABULARY.size))
-
-
-def example_grid():
-    return Grid(
-        lengths_a=(1, 2, 3),
-        lengths_b=(1, 2, 3),
-        correct=[[3, 2, 0], [1, 4, 5], [0, 0, 1]],
-        counts=np.full((3, 3), 5),
-        shared=[[1, 1, 0], [1, 0, 0], [0, 0, 0]],
-        trained=2,
-    )
-
-
-class TestProportion:
-    def test_wilson_interval(self):
-        # Newcombe (1998), table I: 81 of 263, 15 of 148, 0 of 20, 1 of 29.
-        for correct, count, low, high in (
-            (81, 263, 0.2553, 0.3662),
-            (15, 148, 0.0624, 0.1605),
-            (0, 20, 0.0000, 0.1611),
-            (1, 29, 0.0061, 0.1718),
-        ):
-            np.testing.assert_allclose(Proportion(correct, count).interval, (low, high), atol=5e-5)
-        assert Proportion(0, 0).interval == (0, 1)
-        assert Proportion(7, 7).interval[1] == 1
-
-    def test_only_exact_shares_are_written_as_exact(self):
-        assert str(Proportion(1, 2)).startswith("50.0 [")
-        assert str(Proportion(99_999, 100_000)).startswith("99.9 [")
-        assert str(Proportion(1, 100_000)).startswith("0.1 [")
-        assert str(Proportion(5, 5)).startswith("100 [")
-        assert str(Proportion(0, 5)).startswith("0 [")
-        assert str(Proportion(0, 0)) == "none asked"
-
-
-class TestTable:
-    def test_rows(self):
-        lines = length_table({"tape": example_grid(), "rope": example_grid()}).splitlines()
-        assert len({len(line) for line in lines[:8]}) == 1
-        cells = [[c.strip() for c in line.strip("|").split("|")] for line in lines[:8]]
-        assert cells[0] == ["digits", "range", "sums", "tape, %", "rope, %"]
-        assert [row[:3] for row in cells[2:]] == [
-            ["1*", "trained", "5"],
-            ["2*", "trained", "15"],
-            ["3", "beyond", "25"],
-            ["all", "trained range", "20"],
-            ["all", "... held out only", "5"],
-            ["all", "beyond it", "25"],
-        ]
-        assert cells[2][3].startswith("60.0 [")
-        assert cells[3][3].startswith("46.7 [")
-        assert cells[7][4].startswith("24.0 [")
-        assert "training and evaluation share them" in lines[-1]
-
-    def test_own_table(self):
-        assert "exact match, %" in example_grid().table()
-
-    def test_different_questions(self):
-        other = Grid((1, 2), (1, 2), np.zeros((2, 2)), np.ones((2, 2)), np.zeros((2, 2)), 2)
-        with pytest.raises(ValueError, match=r"'a' and 'b' were not asked the same: lengths_a"):
-            require_same_questions({"a": example_grid(), "b": other})
-        with pytest.raises(ValueError, match="no grids"):
-            length_table({})
 
 
 class TestGreedy:

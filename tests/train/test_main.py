@@ -102,7 +102,7 @@ def test_eval(own, capsys):
     record = json.loads((own / "evaluation.json").read_text())
     assert record["step"] == 6
     assert record["options"]["longest"] == 2
-    assert record["result"]["lengths_a"] == [1, 2]
+    assert record["result"]["rows"] == [1, 2]
     assert (own / "evaluation.txt").read_text().startswith("step 6\n")
     assert (own / "evaluation_exact_match.png").read_bytes().startswith(b"\x89PNG")
     assert "trained range" in out

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 from matplotlib.patches import Rectangle
 
+from tests.train.grids import sum_grid
 from train import plots
-from train.evaluate import Grid
-from train.plots import MARK, heat_maps, loss_curves, save
+from train.plots import MARK, Series, heat_maps, line_panels, loss_curves, save
 
 
 def make_grid(longest=4, trained=2, correct=0.5):
     lengths = tuple(range(1, longest + 1))
     counts = np.full((longest, longest), 10)
     shared = np.add.outer(lengths, lengths) <= 3
-    return Grid(lengths, lengths, (counts * correct).astype(int), counts, shared, trained)
+    return sum_grid(lengths, lengths, (counts * correct).astype(int), counts, shared, trained)
 
 
 class TestHeatMaps:
@@ -45,7 +45,7 @@ class TestHeatMaps:
         ]
 
     def test_numbers_are_rounded_down(self):
-        grid = Grid((1,), (1, 2), [[999, 0]], [[1000, 0]], [[False, False]], trained=1)
+        grid = sum_grid((1,), (1, 2), [[999, 0]], [[1000, 0]], [[False, False]], trained=1)
         panel = heat_maps({"x": grid}).axes[0]
         assert [text.get_text() for text in panel.texts] == ["99"]
 
@@ -113,3 +113,43 @@ class TestSave:
             save(loss_curves({"a": [([0, 1], [3.0, 1.0])]}), path)
         assert path.read_bytes() == before
         assert [p.name for p in tmp_path.iterdir()] == ["loss.png"]
+
+
+class TestLinePanels:
+    axes = {
+        "title": "Perplexity by window length",
+        "x_label": "tokens of a window",
+        "y_label": "perplexity",
+        "trained": 128,
+    }
+
+    def test_shows_the_lines(self):
+        panels = {
+            "left": {"a": Series([128, 256], [5.0, 50.0], [1.0, 2.0])},
+            "right": {
+                "b": Series([128, 512], [6.0, 7.0], [0.5, np.nan]),
+                "a": Series([512], [900.0], [1.0]),
+            },
+        }
+        figure = line_panels(panels, log=True, **self.axes)
+        left, right = figure.axes
+        assert [panel.get_title() for panel in (left, right)] == ["left", "right"]
+        assert left.get_xscale() == right.get_yscale() == "log"
+        assert [tick.get_text() for tick in right.get_xticklabels()] == ["128", "256", "512"]
+        lines = {line.get_label(): line for line in right.lines}
+        np.testing.assert_array_equal(lines["b"].get_xydata(), [[128, 6], [512, 7]])
+        assert lines["trained length"].get_xdata() == [128, 128]
+        assert lines["a"].get_color() == left.lines[0].get_color() != lines["b"].get_color()
+        band = left.collections[0].get_paths()[0].vertices
+        assert {tuple(v) for v in band} >= {(128, 4), (128, 6), (256, 48), (256, 52)}
+        (legend,) = figure.legends
+        texts = [text.get_text() for text in legend.get_texts()]
+        assert sorted(texts) == ["a", "b", "trained length"]
+        assert left.get_ylabel() == "perplexity"
+        assert right.get_xlabel() == "tokens of a window"
+
+    def test_bad_arguments(self):
+        with pytest.raises(ValueError, match="no panels"):
+            line_panels({}, log=False, **self.axes)
+        with pytest.raises(ValueError, match="line 'a' has 2 x, 1 y and 2 spreads"):
+            line_panels({"": {"a": Series([1, 2], [1.0], [0.0, 0.0])}}, log=False, **self.axes)

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from tests.train.grids import sum_grid
 from train.data import Comparison, Score
 from train.data.arithmetic import Addition
-from train.evaluate import Grid
 from train.report import RunRecord, score_table, verdict, write_report
 
 
@@ -85,7 +85,7 @@ class TestReport:
 
     def test_addition(self, tmp_path):
         lengths, counts = (1, 2, 3), np.full((3, 3), 10)
-        grid = Grid(lengths, lengths, counts - 1, counts, counts < 0, 2)
+        grid = sum_grid(lengths, lengths, counts - 1, counts, counts < 0, 2)
         runs = [make_run("tape", seed, result=grid) for seed in (0, 1)]
         text = write_report(tmp_path, Addition(max_digits=2), runs).read_text()
         assert (tmp_path / "exact_match.png").read_bytes().startswith(b"\x89PNG")

@@ -31,10 +31,10 @@ import jax
 
 from tape_jax import positions
 from tape_jax.config import choose, require
+from tape_jax.files import write_atomically
 from train import experiment, metrics, runs
 from train.commands import eval as evaluation
 from train.experiment import Experiment
-from train.files import write_atomically
 from train.loop import Signals, Stopped
 from train.report import RunRecord, by_name, sample_lines, score_table, verdict, write_report
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from tape_jax.config import require
+from tape_jax.files import write_atomically
 from train import experiment, plots, runs
 from train.data import Result
-from train.files import write_atomically
 from train.metrics import Progress
 
 FORMAT = "tape-jax evaluation, version 1"

@@ -23,7 +23,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -31,7 +30,7 @@ import grain
 import numpy as np
 
 from tape_jax.config import require
-from train.data import Comparison, Examples, Progress, Score
+from train.data import Comparison, Examples, Progress, Score, synthetic
 from train.evaluate import answer, exact_match_grid
 from train.grids import (
     Grid,
@@ -248,7 +247,7 @@ class Addition:
     max_digits: int = 20
 
     def __post_init__(self):
-        _require_positive(max_digits=self.max_digits)
+        synthetic.require_positive("addition", max_digits=self.max_digits)
 
     @property
     def vocab_size(self) -> int:
@@ -272,7 +271,7 @@ class Addition:
           ``inputs`` and ``targets``, int32 [size, T], and ``weights``, float32 [size, T]: 1 where
           the target belongs to the answer (its digits and EOS), else 0.
         """
-        rng = _generator(seed, _TRAINING, index)
+        rng = synthetic.generator(seed, _TRAINING, index)
         lengths = rng.integers(1, self.max_digits + 1, (2, size))
         pairs = draw(rng, lengths, self.max_digits)
         divided = ~undivided(*lengths)
@@ -291,36 +290,9 @@ class Addition:
     def dataset(
         self, seed: int, batch_size: int, process_index: int = 0, process_count: int = 1
     ) -> grain.IterDataset:
-        """The endless stream of training batches (see :meth:`batch`).
-
-        The stream of ``seed`` is a sequence of batches of ``batch_size / process_count`` examples;
-        process p reads batches p, p + ``process_count``, and so on. The iterator's state is the
-        number of batches that it has given.
-
-        Args:
-          seed: 0..2**64 - 1, the same in all processes.
-          batch_size: examples of one training step, of all processes together.
-          process_index, process_count: which share of each step to read.
-
-        Raises:
-          ValueError: a batch that does not divide among the processes, or an argument out of range.
-        """
-        _require_positive(batch_size=batch_size, process_count=process_count)
-        require(
-            0 <= process_index < process_count,
-            f"addition: process_index must be in 0..{process_count - 1}; got {process_index}",
-        )
-        require(
-            batch_size % process_count == 0,
-            f"addition: batch_size = {batch_size} is not a multiple of process_count = "
-            f"{process_count}",
-        )
-        _require_seed(seed)
-        batches = _Batches(self, seed, batch_size // process_count)
-        # One thread ahead of the training step; more would only compete with it for the cores.
-        return grain.MapDataset.source(batches)[process_index::process_count].to_iter_dataset(
-            grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
-        )
+        """The endless stream of training batches: :func:`train.data.synthetic.dataset`."""
+        share = process_index, process_count
+        return synthetic.dataset("addition", self.batch, seed, batch_size, *share)
 
     @property
     def wording(self) -> Wording:
@@ -357,12 +329,12 @@ class Addition:
         Raises:
           ValueError: no lengths, or a length or ``samples_per_pair`` below 1.
         """
-        _require_positive(samples_per_pair=samples_per_pair)
-        _require_seed(seed)
+        synthetic.require_positive("addition", samples_per_pair=samples_per_pair)
+        synthetic.require_seed("addition", seed)
         for name, lengths in (("lengths_a", lengths_a), ("lengths_b", lengths_b)):
             require(len(lengths) > 0, f"addition: {name} is empty")
             for length in lengths:
-                _require_positive(**{name: length})
+                synthetic.require_positive("addition", **{name: length})
 
         width = longest_example(max(*lengths_a, *lengths_b))
         sums = [
@@ -377,7 +349,7 @@ class Addition:
 
     def _questions(self, lengths: tuple[int, int], samples: int, seed: int) -> Pairs:
         """Up to ``samples`` distinct pairs of numbers of these lengths that may be asked."""
-        rng = _generator(seed, _EVALUATION, *lengths)
+        rng = synthetic.generator(seed, _EVALUATION, *lengths)
         width = max(lengths)
         divided = width <= self.max_digits and not undivided(*lengths)
 
@@ -510,31 +482,6 @@ class Addition:
         return VOCABULARY.decode(tokens)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Batches:
-    """The stream as a random-access source, which lets grain restore it from an index."""
-
-    task: Addition
-    seed: int
-    size: int
-
-    def __len__(self) -> int:
-        return sys.maxsize
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return self.task.batch(self.seed, index, self.size)
-
-
-def _generator(seed: int, *stream: int) -> np.random.Generator:
-    """Independent random numbers for each seed and each stream of at most three numbers."""
-    # Philox counts in the low words of its counter; the high words therefore name the stream.
-    counter = np.zeros(4, np.uint64)
-    counter[1 : 1 + len(stream)] = stream
-    return np.random.Generator(
-        np.random.Philox(key=np.array([seed, 0], np.uint64), counter=counter)
-    )
-
-
 def _operands(text: str) -> tuple[str, str]:
     """The two operands of a question, without leading zeros."""
     VOCABULARY.encode(text)
@@ -543,18 +490,3 @@ def _operands(text: str) -> tuple[str, str]:
         raise ValueError(f"expected a sum of two numbers such as '407+85'; got {text!r}")
     a, b = (operand.lstrip("0") or "0" for operand in match.groups())
     return a, b
-
-
-def _require_positive(**values: int) -> None:
-    for name, value in values.items():
-        require(
-            isinstance(value, int | np.integer) and not isinstance(value, bool) and value > 0,
-            f"addition: {name} must be a positive integer; got {value!r}",
-        )
-
-
-def _require_seed(seed: int) -> None:
-    require(
-        isinstance(seed, int) and 0 <= seed < 2**64,
-        f"addition: seed must be an integer from 0 to 2**64 - 1; got {seed!r}",
-    )

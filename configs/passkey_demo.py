@@ -1,0 +1,42 @@
+"""Passkey retrieval in minutes on one core: a key of 3 digits hidden in 64 bytes of filler.
+
+Claim: at the trained length at least 95 % of keys held out of training are found. Measured on 200
+keys: RoPE 100 % and 99.0 % (seeds 0 and 1), TAPE 98.0 % (seed 0). Beyond it the seeds differ, so
+compare several: in 128 and 256 bytes RoPE found 99.0 % and 3.5 % with seed 0, 55.5 % and 2.5 % with
+seed 1; TAPE 1.5 % and 4.5 % with seed 0, and 77.0 % and 30.0 % (100 % at the trained length) with
+--config.model.position.norm=rms.
+Cost: 70 seconds of processor time for a training of RoPE with its evaluation, about twice that for
+TAPE, on one of two cores that other work kept busy.
+Command:
+    python -m train.main compare --config=configs/passkey_demo.py --run=runs/passkey_demo \
+        --encodings=tape,rope --seeds=3
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    """Fields that differ from the defaults of :mod:`train.experiment`."""
+    return ConfigDict(
+        {
+            "name": "passkey demo",
+            "seed": 0,
+            "task": {"name": "passkey", "sequence_length": 64, "digits": 3},
+            "model": {
+                "hidden_size": 64,
+                "num_layers": 3,
+                "num_heads": 4,
+                "intermediate_size": 128,
+                "position": {"kind": "tape"},
+            },
+            "train": {
+                "steps": 1000,
+                "batch_size": 32,
+                "learning_rate": 3e-3,
+                "schedule": "cosine",
+                "warmup": 0.05,
+                "log_every": 50,
+                "save_every": 500,
+            },
+        }
+    )

@@ -1,0 +1,307 @@
+"""Adapter files: round trips, what they refuse, and what they say of themselves."""
+
+import dataclasses
+import json
+import os
+
+import chex
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+
+from tape_jax import RopeScaling, Transformer, adapt, positions
+from tests.models import random_variables, small_model
+
+safetensors = pytest.importorskip("safetensors")
+numpy_files = pytest.importorskip("safetensors.numpy")
+
+KEY = jax.random.key(7)
+BASE = small_model("rope", max_length=64)
+VARIABLES = random_variables(BASE)
+
+
+def trained(method, model=BASE, variables=VARIABLES, **options):
+    """An adapted model whose trainable parameters have moved."""
+    made = adapt.adapt(model, variables, method, key=KEY, **options)
+    mask = adapt.trainable_mask(made.variables["params"], made.rules)
+    generator = np.random.default_rng(3)
+
+    def move(x, trains):
+        noise = generator.normal(size=x.shape) * 0.1
+        return (x + noise).astype(x.dtype) if trains else x
+
+    params = jax.tree.map(move, made.variables["params"], mask)
+    return dataclasses.replace(made, variables={"params": params})
+
+
+def save(path, made):
+    adapt.save_adapter(
+        path, made.model, made.variables, made.rules, base=made.base, method=made.method
+    )
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    made = trained("tape", norms=True, embeddings=False, scaling=RopeScaling("linear", 2.0))
+    path = tmp_path_factory.mktemp("adapter") / "tape.safetensors"
+    save(path, made)
+    return path, made
+
+
+def rewritten(source, path, tensors=lambda x: x, metadata=lambda x: x):
+    """A copy of an adapter with its tensors or metadata changed."""
+    with safetensors.safe_open(source, framework="np") as file:
+        values = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        header = file.metadata()
+    numpy_files.save_file(tensors(values), path, metadata(header))
+    return path
+
+
+@pytest.mark.parametrize("method", adapt.METHODS)
+def test_round_trip(tmp_path, method):
+    made = trained(method)
+    save(tmp_path / "a.safetensors", made)
+    assert os.listdir(tmp_path) == ["a.safetensors"]
+    model, variables = adapt.load_adapter(tmp_path / "a.safetensors", BASE, VARIABLES)
+    assert model == made.model
+    chex.assert_trees_all_equal_shapes_and_dtypes(variables, made.variables)
+    chex.assert_trees_all_equal(variables, made.variables)
+
+
+def test_only_what_was_trained_is_in_the_file(saved):
+    path, _ = saved
+    with safetensors.safe_open(path, framework="np") as file:
+        names = set(file.keys())
+    each = [f"layers_{i}" for i in range(3)]
+    mixes = {
+        f"{layer}/position_{name}" for layer in each[:2] for name in ("mix", "wx", "up", "down")
+    }
+    norms = {f"{layer}/{name}_norm/scale" for layer in each for name in ("attention", "mlp")}
+    assert names == mixes | norms | {"final_norm/scale"}
+    loaded = adapt.load_adapter(path, BASE, VARIABLES)[1]["params"]
+    assert loaded["embedding"] is VARIABLES["params"]["embedding"]
+
+
+def test_types_and_layouts_of_the_loader(tmp_path):
+    """Saved from stacked bfloat16 arrays with a float32 part; loaded layer by layer, in numpy."""
+    base = small_model("rope", param_dtype="bfloat16", num_layers=4)
+    variables = random_variables(base)
+    made = trained("tape", base, variables, dtype="float32", layers=(1, 3), learn_alpha=True)
+    save(tmp_path / "a.safetensors", made)
+    each = Transformer(dataclasses.replace(base.config, scan_layers=False, dtype="bfloat16"))
+    plain = jax.tree.map(np.asarray, adapt.restack(variables["params"], base, each))
+    model, loaded = adapt.load_adapter(tmp_path / "a.safetensors", each, {"params": plain})
+    assert model.encoding == positions.Tape(layers=(1, 3), learn_alpha=True)
+    assert (model.config.scan_layers, model.config.dtype) == (False, "bfloat16")
+    expected = adapt.restack(made.variables["params"], made.model, model)
+    chex.assert_trees_all_equal_shapes_and_dtypes(loaded["params"], expected)
+    chex.assert_trees_all_equal(jax.device_get(loaded["params"]), jax.device_get(expected))
+    flat = flatten_dict(loaded["params"], sep="/")
+    assert flat["layers_0/mlp/up/kernel"] is flatten_dict(plain, sep="/")["layers_0/mlp/up/kernel"]
+    assert flat["layers_0/mlp_norm/scale"].dtype == ml_dtypes.bfloat16
+
+
+def test_trained_parameters_go_where_the_base_is(saved):
+    device = jax.devices()[3]
+    variables = jax.device_put(VARIABLES, device)
+    _, loaded = adapt.load_adapter(saved[0], BASE, variables)
+    for name, x in flatten_dict(loaded["params"], sep="/").items():
+        assert "position" in name or x.devices() == {device}, name
+
+
+def test_loaded_it_computes_the_same(saved):
+    path, made = saved
+    tokens = jnp.arange(8)[None] % 13
+    model, variables = adapt.load_adapter(path, BASE, VARIABLES)
+    chex.assert_trees_all_equal(
+        jax.jit(model.apply)(variables, tokens), jax.jit(made.model.apply)(made.variables, tokens)
+    )
+
+
+class TestFingerprint:
+    def test_is_the_same_in_every_layout(self):
+        each = small_model("rope", scan_layers=False)
+        first = adapt.fingerprint(BASE, VARIABLES)
+        params = adapt.restack(VARIABLES["params"], BASE, each)
+        for variables in ({"params": params}, {"params": jax.tree.map(np.asarray, params)}):
+            assert adapt.fingerprint(each, variables) == first
+
+    def test_sees_every_parameter_of_every_layer(self):
+        first = adapt.fingerprint(BASE, VARIABLES)
+        flat = flatten_dict(VARIABLES["params"])
+        for path, x in flat.items():
+            for layer in range(x.shape[0] if path[0] == "layers_0" else 1):
+                index = layer if path[0] == "layers_0" else 0
+                changed = {**flat, path: x.at[index].add(1e-3)}
+                params = {}
+                for p, y in changed.items():
+                    node = params
+                    for part in p[:-1]:
+                        node = node.setdefault(part, {})
+                    node[p[-1]] = y
+                found = first.differences(adapt.fingerprint(BASE, {"params": params}))
+                name = "/".join(path).replace("layers_0", "layers")
+                assert len(found) == 1, found
+                assert found[0].startswith(f"{name}: float32[")
+
+    def test_reads_little_of_large_arrays(self):
+        model = small_model("rope", hidden_size=128, num_layers=1)
+        variables = jax.tree.map(np.asarray, random_variables(model))
+        kernel = variables["params"]["layers_0"]["attention"]["q"]["kernel"]
+        before = adapt.fingerprint(model, variables)
+        kernel = kernel.copy()
+        kernel[:, 1::8] += 1  # 128 / 16 = 8: every eighth row is read, from row 0
+        variables["params"]["layers_0"]["attention"]["q"]["kernel"] = kernel
+        assert adapt.fingerprint(model, variables) == before
+
+    def test_needs_values(self):
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), VARIABLES)
+        with pytest.raises(ValueError, match="needs the values of parameters"):
+            adapt.fingerprint(BASE, shapes)
+
+
+def another(**changes):
+    model = small_model(**{"position": "rope", "max_length": 64, **changes})
+    return model, random_variables(model)
+
+
+@pytest.mark.parametrize(
+    ("base", "words"),
+    [
+        (another(position=positions.Rope(base=5e5)), r"position: .*10000\.0.* and .*500000\.0"),
+        (another(num_heads=4), r"num_heads: 2 and 4; num_kv_heads: 2 and 4; head_dim: 8 and 4"),
+        (another(norm_eps=1e-6), r"norm_eps: 1e-05 and 1e-06"),
+        (
+            another(hidden_size=20),
+            r"hidden_size: 16 and 20; .*layers/mlp/up/kernel: float32\[3x16x24\] with .* and "
+            r"float32\[3x20x24\]",
+        ),
+        (another(param_dtype="bfloat16"), r"embedding: float32\[13x16\].*bfloat16\[13x16\]"),
+        (another(tie_embeddings=True), r"tie_embeddings: False and True; .*head/kernel.*absent"),
+        ((BASE, random_variables(BASE, seed=1)), r"embedding: float32\[13x16\] with values"),
+    ],
+)
+def test_another_base_is_refused(saved, base, words):
+    with pytest.raises(ValueError, match=rf"belongs to another base.*differ in .*{words}"):
+        adapt.load_adapter(saved[0], *base)
+
+
+class TestDamage:
+    def test_every_truncation_is_noticed(self, saved, tmp_path):
+        content = saved[0].read_bytes()
+        path = tmp_path / "cut.safetensors"
+        for length in (0, 5, 100, len(content) // 2, len(content) - 1):
+            path.write_bytes(content[:length])
+            for read in (adapt.describe_adapter, load):
+                with pytest.raises(ValueError, match="no safetensors file, or damaged"):
+                    read(path)
+
+    def test_every_changed_value_is_noticed(self, saved, tmp_path):
+        content = bytearray(saved[0].read_bytes())
+        path = tmp_path / "changed.safetensors"
+        start = 8 + int.from_bytes(content[:8], "little")
+        for place in (start, (start + len(content)) // 2, len(content) - 1):
+            changed = content.copy()
+            changed[place] ^= 1
+            path.write_bytes(changed)
+            with pytest.raises(ValueError, match=r"is damaged: the values of .* checksum"):
+                load(path)
+
+    def test_lost_and_added_tensors(self, saved, tmp_path):
+        path = tmp_path / "other.safetensors"
+
+        def lose(tensors):
+            return {name: x for name, x in tensors.items() if name != "final_norm/scale"}
+
+        def gain(tensors):
+            return {**tensors, "extra": np.zeros(2)}
+
+        for change, name in ((lose, "final_norm/scale"), (gain, "extra")):
+            rewritten(saved[0], path, tensors=change)
+            with pytest.raises(ValueError, match=rf"is damaged: it lacks, or .*'{name}'"):
+                load(path)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda h: {**h, "version": "2"}, "has version 2 of the format; this code reads 1"),
+            (lambda h: {**h, "format": "peft"}, "is no adapter"),
+            (lambda h: {}, "is no adapter"),
+            (
+                lambda h: {**h, "adapter": h["adapter"].replace("10000", "10001")},
+                "is damaged: its metadata do not have their checksum",
+            ),
+            (
+                lambda h: {k: v for k, v in h.items() if k != "adapter"},
+                "is damaged: its metadata do not have their checksum",
+            ),
+        ],
+    )
+    def test_metadata(self, saved, tmp_path, change, message):
+        path = rewritten(saved[0], tmp_path / "other.safetensors", metadata=change)
+        with pytest.raises(ValueError, match=message):
+            load(path)
+
+    def test_no_file(self, tmp_path):
+        with pytest.raises(ValueError, match="no adapter at"):
+            load(tmp_path / "absent.safetensors")
+
+
+def load(path):
+    return adapt.load_adapter(path, BASE, VARIABLES)
+
+
+def test_a_failed_write_leaves_the_old_file(saved, tmp_path, monkeypatch):
+    path = tmp_path / "a.safetensors"
+    save(path, saved[1])
+    before = path.read_bytes()
+
+    def fail(tensors, filename, metadata):
+        with open(filename, "wb") as file:
+            file.write(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(numpy_files, "save_file", fail)
+    with pytest.raises(OSError, match="no space left"):
+        save(path, trained("lora"))
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["a.safetensors"]
+
+
+def test_a_change_that_no_rule_chooses_is_not_lost_silently(tmp_path):
+    made = trained("tape", embeddings=False)
+    made.variables["params"]["embedding"] += 1
+    with pytest.raises(ValueError, match=r"these differ from the base: embedding$"):
+        save(tmp_path / "a.safetensors", made)
+    made = trained("tape")
+    model = Transformer(dataclasses.replace(made.model.config, norm_eps=1e-6))
+    with pytest.raises(ValueError, match=r"these differ from the base: norm_eps$"):
+        save(tmp_path / "a.safetensors", dataclasses.replace(made, model=model))
+    assert not os.listdir(tmp_path)
+
+
+def test_what_the_base_lacks_is_saved_even_untrained(tmp_path):
+    made = trained("tape")
+    made = dataclasses.replace(made, rules=(adapt.Norms(), adapt.Embeddings()))
+    save(tmp_path / "a.safetensors", made)
+    _, variables = load(tmp_path / "a.safetensors")
+    chex.assert_trees_all_equal(variables, made.variables)
+
+
+def test_without_safetensors(saved, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "safetensors", None)
+    with pytest.raises(NotImplementedError, match="need the package safetensors"):
+        load(saved[0])
+
+
+def test_the_table(saved):
+    path, made = saved
+    lines = adapt.describe_adapter(path).splitlines()
+    assert lines[0] == "method tape, rules position, norms"
+    expected = adapt.describe_trainable(made.variables["params"], made.rules)
+    assert lines[1:] == expected.splitlines()
+    with safetensors.safe_open(path, framework="np") as file:
+        assert json.loads(file.metadata()["adapter"])["rules"] == ["position", "norms"]

@@ -1,0 +1,259 @@
+"""Sources: what they give, and what they say of input that is not as it should be."""
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from train.data import tokenizers
+from train.data.sources import get_source
+
+BYTES = tokenizers.load("bytes")
+
+
+def source(name, field="text"):
+    return get_source(str(name), field, BYTES)
+
+
+def texts(name, field="text"):
+    return [document.content for document in source(name, field).documents()]
+
+
+def lines(*records):
+    return "".join(json.dumps(record) + "\n" for record in records).encode()
+
+
+def zstandard_of(*frames):
+    import zstandard
+
+    return b"".join(zstandard.ZstdCompressor().compress(frame) for frame in frames)
+
+
+def prepare_corpus(folder, splits):
+    """A corpus like those of ``tfds build --file_format=array_record``, without TensorFlow."""
+    import tensorflow_datasets as tfds
+    from array_record.python.array_record_module import ArrayRecordWriter
+    from google.protobuf import json_format
+    from tensorflow_datasets.core.proto import dataset_info_pb2
+
+    version = folder / "tiny" / "en" / "1.0.0"
+    version.mkdir(parents=True)
+    features = tfds.features.FeaturesDict({"text": tfds.features.Text(), "n": np.int64})
+    infos = []
+    for split, contents in splits.items():
+        name = f"tiny-{split}.array_record-00000-of-00001"
+        writer = ArrayRecordWriter(str(version / name), "group_size:1")
+        for number, content in enumerate(contents):
+            writer.write(features.serialize_example({"text": content, "n": number}))
+        writer.close()
+        infos.append(
+            dataset_info_pb2.SplitInfo(
+                name=split,
+                shard_lengths=[len(contents)],
+                num_bytes=1,
+                filepath_template="{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}",
+            )
+        )
+    info = dataset_info_pb2.DatasetInfo(
+        name="tiny", config_name="en", version="1.0.0", file_format="array_record", splits=infos
+    )
+    (version / "dataset_info.json").write_text(json_format.MessageToJson(info))
+    features.save_config(version)
+
+
+class TestStandardLibrary:
+    def test_is_python_in_a_fixed_order(self):
+        documents = list(source("stdlib").documents())
+        keys = [document.key for document in documents]
+        assert keys == sorted(keys)
+        assert {b"argparse.py", b"json/decoder.py", b"collections/__init__.py"} <= set(keys)
+        by_key = dict(zip(keys, documents, strict=True))
+        assert by_key[b"argparse.py"].content == Path(os.__file__).with_name(
+            "argparse.py"
+        ).read_text(encoding="utf-8")
+
+    def test_without_tests_packages_and_tables(self):
+        parts = [document.key.split(b"/") for document in source("stdlib").documents()]
+        folders = {part for path in parts for part in path[:-1]}
+        assert not folders & {b"test", b"tests", b"site-packages", b"encodings", b"pydoc_data"}
+
+
+class TestTextFiles:
+    def test_kinds(self, tmp_path):
+        (tmp_path / "b.txt").write_text("plain Grün")
+        (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"packed"))
+        (tmp_path / "c.jsonl").write_bytes(lines({"text": "one"}, {"text": "zwölf"}) + b"\n")
+        (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(lines({"text": "two\nlines"})))
+        frames = lines({"text": "three"}), lines({"text": "four"})[:5], lines({"text": "four"})[5:]
+        (tmp_path / "e.jsonl.zst").write_bytes(zstandard_of(*frames))
+        assert texts(tmp_path / "*") == [
+            *("packed", "plain Grün"),
+            *("one", "zwölf", "two\nlines", "three", "four"),
+        ]
+        assert texts(tmp_path / "c.jsonl") == ["one", "zwölf"]
+
+    def test_only_the_last_names_count(self, tmp_path):
+        (tmp_path / "a.json.gz").write_bytes(gzip.compress(lines({"text": "one"}, {"text": "two"})))
+        (tmp_path / "b.jsonl.txt").write_text('{"text": "not a line"}')
+        assert texts(tmp_path / "*") == ["one", "two", '{"text": "not a line"}']
+
+    def test_field_and_last_line_without_end(self, tmp_path):
+        (tmp_path / "a.jsonl").write_bytes(b'{"body": "x"}\n{"body": "y", "text": 3}')
+        assert texts(tmp_path / "a.jsonl", "body") == ["x", "y"]
+
+    def test_many_blocks(self, tmp_path):
+        """Lines and frames that span the blocks in which files are read."""
+        records = [{"text": f"{i} " + "ab" * 300_000} for i in range(6)]
+        for name, content in (
+            ("a.jsonl", lines(*records)),
+            ("a.jsonl.gz", gzip.compress(lines(*records), 1)),
+            ("a.jsonl.zst", zstandard_of(lines(*records))),
+        ):
+            (tmp_path / name).write_bytes(content)
+            assert texts(tmp_path / name) == [record["text"] for record in records]
+
+    def test_names_are_relative_to_the_glob(self, tmp_path):
+        for folder in (tmp_path / "here", tmp_path / "there"):
+            (folder / "sub").mkdir(parents=True)
+            (folder / "sub" / "a.txt").write_text("x")
+            keys = [document.key for document in source(folder / "**" / "*.txt").documents()]
+            assert keys == [b"sub/a.txt"]
+
+    def test_lines_are_keyed_by_their_text(self, tmp_path):
+        (tmp_path / "a.jsonl").write_bytes(lines({"text": "x"}, {"text": "y"}, {"text": "x"}))
+        documents = list(source(tmp_path / "a.jsonl").documents())
+        assert [document.key for document in documents] == [b"x", b"y", b"x"]
+
+    def test_description_follows_the_files(self, tmp_path):
+        path = tmp_path / "a.txt"
+        path.write_text("x")
+        seen = [source(path).describe()]
+        path.write_text("xy")
+        seen.append(source(path).describe())
+        os.utime(path, ns=(0, 0))
+        seen.append(source(path).describe())
+        seen.append(source(path, "body").describe())
+        (tmp_path / "b.txt").write_text("x")
+        seen.append(source(tmp_path / "*.txt").describe())
+        assert all(a != b for i, a in enumerate(seen) for b in seen[:i])
+        assert seen[-1] == source(tmp_path / "*.txt").describe()
+
+
+class TestCorpora:
+    @pytest.fixture
+    def prepared(self, tmp_path, monkeypatch):
+        import tensorflow_datasets as tfds
+
+        prepare_corpus(tmp_path, {"train": ["one", "Grün", "three"], "validation": ["four"]})
+        monkeypatch.setattr(tfds.core.constants, "DATA_DIR", str(tmp_path))
+        monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
+
+    def test_splits(self, prepared):
+        assert texts("tfds:tiny/en") == ["one", "Grün", "three"]
+        assert texts("tfds:tiny/en:validation") == ["four"]
+        assert texts("tfds:tiny/en:train[1:]") == ["Grün", "three"]
+
+    def test_description(self, prepared):
+        whole, part = (source(f"tfds:tiny/en:train{s}").describe() for s in ("", "[:1]"))
+        assert whole != part
+        assert json.loads(json.dumps(whole)) == source("tfds:tiny/en").describe()
+
+    def test_unknown_split(self, prepared):
+        with pytest.raises(ValueError, match=r"no split 'vali'.*it has: train, validation"):
+            source("tfds:tiny/en:vali").describe()
+
+    def test_unknown_feature(self, prepared):
+        with pytest.raises(
+            ValueError, match=r"example 0: there is no field 'body'; it has: .*text"
+        ):
+            texts("tfds:tiny/en", "body")
+        with pytest.raises(ValueError, match=r"example 0: expected text in 'n', got"):
+            texts("tfds:tiny/en", "n")
+
+    @pytest.mark.parametrize("name", ["c4/en", "pg19"])
+    def test_not_prepared(self, prepared, name):
+        with pytest.raises(ValueError, match=f"tfds build {name} --file_format=array_record"):
+            source(f"tfds:{name}").describe()
+
+
+class TestTokenFiles:
+    def test_documents_end_at_the_tokens_that_say_so(self, tmp_path):
+        np.array([5, 6, 256, 7, 256, 256, 8], "<u2").tofile(tmp_path / "a.bin")
+        np.array([9], "<u2").tofile(tmp_path / "b.bin")
+        found = [content.tolist() for content in texts(f"tokens:{tmp_path}/*.bin")]
+        assert found == [[5, 6, 256], [7, 256], [256], [8], [9]]
+
+    def test_start_tokens(self, tmp_path):
+        class WithStart(type(BYTES)):
+            bos, eos = 255, None
+
+        np.array([255, 1, 255, 2, 3], "<u4").tofile(tmp_path / "a.bin")
+        documents = get_source(f"tokens32:{tmp_path}/a.bin", "text", WithStart()).documents()
+        assert [d.content.tolist() for d in documents] == [[255, 1], [255, 2, 3]]
+
+    def test_past_the_vocabulary(self, tmp_path):
+        np.array([5, 300, 301], "<u2").tofile(tmp_path / "a.bin")
+        with pytest.raises(ValueError, match=r"a.bin: token 1 is 300, but .*'bytes' has 258"):
+            texts(f"tokens:{tmp_path}/a.bin")
+
+    @pytest.mark.parametrize("content", [b"", b"abc"])
+    def test_bad_size(self, tmp_path, content):
+        (tmp_path / "a.bin").write_bytes(content)
+        with pytest.raises(ValueError, match=rf"has {len(content)} bytes; expected a multiple of"):
+            texts(f"tokens:{tmp_path}/a.bin")
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("absent.txt", "there is no '.*absent.txt'"),
+            ("*.none", r"no file matches '.*\*.none'"),
+            (".", "is a folder; give a glob such as"),
+        ],
+    )
+    @pytest.mark.parametrize("kind", ["", "tokens:"])
+    def test_no_files(self, tmp_path, name, message, kind):
+        with pytest.raises(ValueError, match=message):
+            texts(f"{kind}{tmp_path}/{name}")
+
+    def test_undecodable_text(self, tmp_path):
+        (tmp_path / "a.txt").write_bytes("Grün".encode("latin-1"))
+        with pytest.raises(ValueError, match=r"a.txt: byte 0xfc at offset 2 is not valid UTF-8"):
+            texts(tmp_path / "a.txt")
+
+    def test_undecodable_line(self, tmp_path):
+        first = lines({"text": "x"})
+        (tmp_path / "a.jsonl").write_bytes(first + b'{"text": "\xff"}\n')
+        offset = len(first) + len('{"text": "')
+        with pytest.raises(ValueError, match=f"a.jsonl, line 2: byte 0xff at offset {offset} "):
+            texts(tmp_path / "a.jsonl")
+
+    @pytest.mark.parametrize(
+        ("line", "message"),
+        [
+            (b'{"txt": "x"}', r"line 3: there is no field 'text' \(did you mean 'txt'\?\)"),
+            (b'{"text": 3}', "line 3: expected text in 'text', got 3"),
+            (b'["x"]', "line 3: expected an object with fields, got"),
+            (b'{"text": ', "line 3: not JSON"),
+            (b'{"text": "\\ud800"}', "line 3: 'text' is not valid Unicode"),
+        ],
+    )
+    def test_bad_line(self, tmp_path, line, message):
+        (tmp_path / "a.jsonl").write_bytes(lines({"text": "x"}) + b"\n" + line + b"\n")
+        with pytest.raises(ValueError, match=message):
+            texts(tmp_path / "a.jsonl")
+
+    @pytest.mark.parametrize("suffix", ["gz", "zst"])
+    @pytest.mark.parametrize("damage", ["truncated", "other content"])
+    def test_damaged(self, tmp_path, suffix, damage):
+        rng = np.random.default_rng(0)
+        content = lines(*({"text": rng.bytes(500).hex()} for _ in range(20)))
+        whole = gzip.compress(content) if suffix == "gz" else zstandard_of(content, content)
+        path = tmp_path / f"a.jsonl.{suffix}"
+        path.write_bytes(whole[:-5] if damage == "truncated" else b"plain text\n")
+        with pytest.raises(ValueError, match=f"{path.name} is truncated or damaged: "):
+            texts(path)

@@ -1,0 +1,151 @@
+"""Tokenizers: what goes in comes out, and special tokens only where they are asked for."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.train import tokenizer_files
+from train.data import tokenizers
+
+KINDS = ("bytes", "tokenizer.json", "tokenizer.model")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizers")
+    tokenizer_files.hugging_face(folder / "tokenizer.json")
+    tokenizer_files.sentencepiece_model(folder / "tokenizer.model")
+    return folder
+
+
+@pytest.fixture(params=KINDS)
+def tokenizer(request, folder):
+    return tokenizers.load("bytes" if request.param == "bytes" else str(folder / request.param))
+
+
+class TestAllKinds:
+    @pytest.mark.parametrize(
+        "text", ["", "The fox", "a  b\n\tc ", " lead", "Grün 東京 🦊", "<s>", "x</s><pad><eos>y"]
+    )
+    def test_round_trip(self, tokenizer, text):
+        ids = tokenizer.encode(text)
+        assert all(type(i) is int and 0 <= i < tokenizer.vocab_size for i in ids)
+        assert not set(ids) & set(tokenizer.specials.values())
+        assert tokenizer.decode(ids) == text
+
+    @settings(max_examples=60, deadline=None)
+    @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0▁")))
+    def test_any_text(self, folder, text):
+        for kind in KINDS:
+            name = "bytes" if kind == "bytes" else str(folder / kind)
+            tokenizer = tokenizers.load(name)
+            assert tokenizer.decode(tokenizer.encode(text)) == text
+
+    def test_special_tokens_when_asked(self, tokenizer):
+        for name, i in tokenizer.specials.items():
+            assert tokenizer.encode(name, special=True) == [i]
+            ids = tokenizer.encode(f"a{name}b", special=True)
+            assert ids.count(i) == 1
+            assert tokenizer.decode([i]) == name
+
+    def test_all_at_once(self, tokenizer):
+        texts = ["The fox", "", "jumps <s>"]
+        for ids, text in zip(tokenizer.encode_all(texts), texts, strict=True):
+            assert ids.tolist() == tokenizer.encode(text)
+
+    def test_ids_of_a_wider_model(self, tokenizer):
+        ids = [tokenizer.vocab_size, *tokenizer.encode("fox"), -1]
+        assert tokenizer.decode(np.array(ids)) == "\ufffdfox\ufffd"
+
+    def test_fingerprint(self, tokenizer):
+        assert tokenizers.fingerprint(tokenizer.name) == tokenizer.fingerprint
+        assert len(tokenizer.fingerprint) == 64
+
+    def test_document(self, tokenizer):
+        parts = tokenizer.document(np.array([5, 6], np.uint16))
+        edges = [[i] if i is not None else [] for i in (tokenizer.bos, tokenizer.eos)]
+        assert np.concatenate(parts).tolist() == [*edges[0], 5, 6, *edges[1]]
+
+
+class TestBytes:
+    def test_ids(self):
+        tokenizer = tokenizers.load("bytes")
+        assert tokenizer.encode("aé") == [97, 195, 169]
+        assert (tokenizer.vocab_size, tokenizer.eos, tokenizer.pad) == (258, 256, 257)
+        assert (tokenizer.bos, tokenizer.unk) == (None, None)
+        assert tokenizer.encode("a<eos>", special=True) == [97, 256]
+        assert tokenizer.decode([97, 256, 257]) == "a<eos><pad>"
+
+    def test_half_a_character(self):
+        assert tokenizers.load("bytes").decode([97, 195]) == "a\ufffd"
+
+
+class TestFiles:
+    def test_special_ids(self, folder):
+        assert tokenizers.load(str(folder / "tokenizer.json")).specials == {
+            "<s>": 0,
+            "</s>": 1,
+            "<pad>": 2,
+        }
+        model = tokenizers.load(str(folder / "tokenizer.model"))
+        assert (model.unk, model.bos, model.eos, model.pad) == (0, 1, 2, None)
+
+    def test_a_folder(self, folder):
+        assert tokenizers.load(str(folder)).vocab_size == 300
+
+    def test_shorter_than_bytes(self, folder):
+        """The files really are subword tokenizers, and truncation stored in them is off."""
+        text = tokenizer_files.SENTENCES[0]
+        for name in ("tokenizer.json", "tokenizer.model"):
+            assert 4 < len(tokenizers.load(str(folder / name)).encode(text)) < 0.9 * len(text)
+
+    def test_config_beside(self, tmp_path):
+        path = tokenizer_files.hugging_face(tmp_path / "tokenizer.json", ["<a>", "<b>", "</s>"])
+        alone = tokenizers.load(str(path))
+        assert (alone.bos, alone.eos) == (None, 2)
+        config = {"bos_token": "<a>", "eos_token": {"content": "<b>"}, "pad_token": None}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        named = tokenizers.load(str(path))
+        assert (named.bos, named.eos, named.pad) == (0, 1, None)
+        assert named.fingerprint != alone.fingerprint
+
+    def test_another_content_is_another_tokenizer(self, tmp_path, folder):
+        path = tokenizer_files.hugging_face(tmp_path / "tokenizer.json", vocab_size=280)
+        first = tokenizers.load(str(path))
+        tokenizer_files.hugging_face(path, vocab_size=290)
+        assert (first.vocab_size, tokenizers.load(str(path)).vocab_size) == (280, 290)
+        assert first.fingerprint != tokenizers.fingerprint(str(path))
+
+    def test_same_content_elsewhere_is_the_same(self, tmp_path, folder):
+        copy = tmp_path / "other.json"
+        copy.write_bytes((folder / "tokenizer.json").read_bytes())
+        assert tokenizers.fingerprint(str(copy)) == tokenizers.fingerprint(str(folder))
+
+
+class TestErrors:
+    def test_absent(self, tmp_path):
+        assert tokenizers.fingerprint(str(tmp_path / "x.json")) is None
+        with pytest.raises(ValueError, match=r"there is no tokenizer '.*x.json'"):
+            tokenizers.load(str(tmp_path / "x.json"))
+
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("x.json", "is not a tokenizer.json"),
+            ("x.model", "is not a sentencepiece model"),
+            ("x.txt", r"is not a tokenizer: expected a name that ends in .json or .model"),
+        ],
+    )
+    def test_not_a_tokenizer(self, tmp_path, name, message):
+        (tmp_path / name).write_text("{}")
+        with pytest.raises(ValueError, match=message):
+            tokenizers.load(str(tmp_path / name))
+
+    def test_damaged_config_beside(self, tmp_path):
+        path = tokenizer_files.hugging_face(tmp_path / "tokenizer.json")
+        (tmp_path / "tokenizer_config.json").write_text("{")
+        with pytest.raises(ValueError, match=r"tokenizer_config.json is not JSON"):
+            tokenizers.load(str(path))

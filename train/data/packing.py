@@ -1,0 +1,207 @@
+"""Fixed-length sequences from a stream of documents.
+
+``concatenated``: the stream is cut every T tokens, whatever it holds there; every token but the
+first is a target once. ``documents``: as many whole documents as fit, in the order of the stream;
+longer ones are cut every T tokens. The tokens of a document then see only each other: each has a
+segment id, and positions that start at 0.
+"""
+
+from __future__ import annotations
+
+import array
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import grain
+import numpy as np
+
+from tape_jax.config import choose, require
+from train.data import synthetic
+from train.data.token_cache import TokenStream
+
+PACKINGS = ("concatenated", "documents")
+
+Batch = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Packed:
+    """The sequences of a stream, in order.
+
+    Attributes:
+      stream: the documents.
+      length: T.
+      kind: one of ``PACKINGS``.
+      pad: the token after the last one of a sequence that is not full.
+    """
+
+    stream: TokenStream
+    length: int
+    kind: str
+    pad: int = 0
+    _rows: tuple[np.ndarray, np.ndarray] | None = dataclasses.field(init=False, repr=False)
+
+    def __post_init__(self):
+        choose("packing", self.kind, PACKINGS)
+        by_document = self.kind == "documents"
+        rows = pack(self.stream.offsets, self.length) if by_document else None
+        object.__setattr__(self, "_rows", rows)
+        require(
+            len(self) > 0,
+            f"a text of {len(self.stream.tokens)} tokens is shorter than one sequence of "
+            f"{self.length} tokens and the one after it",
+        )
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        if self._rows is None:
+            return max(0, len(self.stream.tokens) - 1) // self.length
+        return len(self._rows[0])
+
+    def batch(self, rows: np.ndarray) -> Batch:
+        """The sequences ``rows`` [B], in the form of :meth:`train.data.Task.dataset`."""
+        place = np.arange(self.length + 1, dtype=np.int32)
+        if self._rows is None:
+            tokens = self.stream.tokens[(rows * self.length)[:, None] + place].astype(np.int32)
+            weights = np.ones((len(rows), self.length), np.float32)
+            return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
+
+        starts, stops = (ends[rows] for ends in self._rows)
+        sizes = stops - starts
+        last = len(self.stream.tokens) - 1
+        tokens = self.stream.tokens[np.minimum(starts[:, None] + place, last)].astype(np.int32)
+        present = place < sizes[:, None]
+        tokens[~present] = self.pad
+        first = self._document_starts(starts, sizes)
+        segments = np.where(present, 1 + np.cumsum(first, axis=1, dtype=np.int32), 0)
+        begun = np.maximum.accumulate(np.where(first, place, 0), axis=1)
+        positions = np.where(present, place - begun, 0)
+        same = present[:, 1:] & (segments[:, 1:] == segments[:, :-1])
+        return {
+            "inputs": tokens[:, :-1],
+            "targets": tokens[:, 1:],
+            "weights": same.astype(np.float32),
+            "segment_ids": segments[:, :-1],
+            "positions": positions[:, :-1],
+        }
+
+    def _document_starts(self, starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """bool [B, T + 1]: where a document starts inside a row, its first token excepted."""
+        offsets = self.stream.offsets
+        low = np.searchsorted(offsets, starts, side="right")
+        counts = np.searchsorted(offsets, starts + sizes, side="left") - low
+        row = np.repeat(np.arange(len(starts)), counts)
+        index = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+        marks = np.zeros((len(starts), self.length + 1), bool)
+        marks[row, offsets[low[row] + index] - starts[row]] = True
+        return marks
+
+
+def pack(offsets: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where the sequences of packed documents start and stop in the stream.
+
+    A document of more than ``length + 1`` tokens is cut into pieces that begin every ``length``
+    tokens, so that the last token of one, a target, is the first input of the next. A sequence
+    takes pieces, in order, as long as they fit into ``length + 1`` tokens. One without any target,
+    of single tokens, is left out.
+
+    Args:
+      offsets: int64 [documents + 1].
+      length: T.
+
+    Returns:
+      starts and stops, int64 [sequences].
+    """
+    sizes = np.diff(offsets)
+    pieces = np.maximum(1, -(-(sizes - 1) // length))
+    document = np.repeat(np.arange(len(sizes)), pieces)
+    number = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    starts = offsets[document] + number * length
+    stops = np.minimum(starts + length + 1, offsets[document + 1])
+    # Piece i is followed in the next sequence by the first piece that does not fit beside it.
+    following = np.searchsorted(stops, starts + length + 1, side="right")
+    rows, piece = array.array("q"), 0
+    while piece < len(following):
+        rows.append(piece)
+        piece = int(following[piece])
+    first = np.array(rows, np.int64)
+    last = np.append(first[1:], len(starts))[: len(first)]
+    begin, end = starts[first], stops[last - 1]
+    # The first token of a piece is no target.
+    useful = end - begin > last - first
+    return begin[useful], end[useful]
+
+
+def endless_batches(
+    open_text: Callable[[], Packed], shuffle: bool, seed: int, batch_size: int, *share: int
+) -> grain.IterDataset:
+    """The endless stream of batches of a text: :func:`train.data.synthetic.dataset`.
+
+    The sequences come in a pseudo-random order, another one in each pass. The iterator's state
+    holds the digest of the text beside the number of batches given: set on another text, it raises
+    ValueError.
+
+    Args:
+      open_text: gives the sequences; called once, after the other arguments have been checked.
+      shuffle: whether the order is pseudo-random, rather than that of the text.
+      seed: of the order.
+      batch_size: examples of one training step, of all processes together.
+      share: index and number of processes.
+    """
+    packed = functools.cache(open_text)
+
+    def batch(seed: int, index: int, size: int) -> Batch:
+        places = range(index * size, (index + 1) * size)
+        count = len(packed())
+        rows = [shuffled(count, seed, place) if shuffle else place % count for place in places]
+        return packed().batch(np.array(rows, np.int64))
+
+    batches = synthetic.dataset("text", batch, seed, batch_size, *share)
+    return _OfOneText(batches, packed().stream.digest)
+
+
+def shuffled(count: int, seed: int, place: int) -> int:
+    """What comes at ``place`` of an endless stream of passes over 0..count - 1, each reordered."""
+    number, place = divmod(place, count)
+    # Seeds are mixed with the pass, so that pass 1 of seed 0 is not pass 0 of seed 1.
+    return grain.experimental.index_shuffle(
+        place, max_index=count - 1, seed=_mix(seed, number), rounds=4
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def _mix(seed: int, number: int) -> int:
+    return int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
+
+
+class _OfOneText(grain.IterDataset):
+    """A dataset whose iterators know which text they read."""
+
+    def __init__(self, parent: grain.IterDataset, digest: str):
+        super().__init__(parent)
+        self._digest = digest
+
+    def __iter__(self) -> grain.DatasetIterator:
+        return _OfOneTextIterator(iter(self._parent), self._digest)
+
+
+class _OfOneTextIterator(grain.DatasetIterator):
+    def __init__(self, parent: grain.DatasetIterator, digest: str):
+        super().__init__(parent)
+        self._digest = digest
+
+    def __next__(self) -> Batch:
+        return next(self._parent)
+
+    def get_state(self) -> dict[str, Any]:
+        return {"text": self._digest, "batches": self._parent.get_state()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        require(
+            state["text"] == self._digest,
+            "the text has changed since this state was saved: its source or its tokenizer gives "
+            f"other tokens (SHA-256 {state['text'][:12]}... then, {self._digest[:12]}... now)",
+        )
+        self._parent.set_state(state["batches"])

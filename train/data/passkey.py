@@ -1,0 +1,468 @@
+"""Passkey retrieval: a number is hidden in a long text of no interest, and asked for at its end.
+
+The form is that of the context extension of TAPE (arXiv:2501.00712), taken there from
+Mohtashami and Jaggi (arXiv:2305.16300): an announcement, filler sentences, a line that states a key
+of 1..50,000 twice, more filler, and a question that ends where the key must follow. An answer is
+right if its greedy continuation is exactly the tokens of the key.
+
+**Lengths.** A question of length L gives the model exactly L tokens to read, whatever the
+tokenizer: the prompt, and all tokens of the answer but the last. The filler makes up for the rest.
+
+**Depths.** The places where the key may stand are cut into parts of equal size, from the start of
+the filler (0 %) to its end (100 %), and every part has equally many questions, each at a random
+place in it.
+
+:class:`Passkey` is a task of its own, small enough to be learned on a CPU: the same in bytes,
+without the announcement and with one statement of the key, and some keys held out of training.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import grain
+import numpy as np
+
+from tape_jax.config import require
+from tape_jax.generate import generate
+from train.data import Comparison, Examples, Progress, Score, synthetic, tokenizers
+from train.evaluate import AtPlaces, exact_match
+from train.grids import Grid, Wording, averages_table, length_table, pool, tally
+
+if TYPE_CHECKING:
+    from train.runs import Trained
+
+HELD_OUT_ONE_IN = 10
+
+_TRAINING, _EVALUATION = 0, 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How a question is worded.
+
+    Attributes:
+      announcement: the start of the text.
+      filler: sentences that are repeated as often as necessary.
+      statement: states the ``{key}``.
+      question: the end of the prompt.
+      answer: what must follow it.
+    """
+
+    announcement: str
+    filler: str
+    statement: str
+    question: str
+    answer: str
+
+
+FILLER = (
+    "Grass grows on the hill. The sky is wide and clear. The sun shines all day. "
+    "The grass bends in the wind. At night the sky is dark. "
+)
+LONG = Form(
+    announcement="A number that matters is hidden in the text below. Find it and remember it.\n",
+    filler=FILLER,
+    statement="\nThe pass key is {key}. Remember it: {key} is the pass key.\n",
+    question="\nWhat is the pass key? The pass key is",
+    answer=" {key}",
+)
+SHORT = Form(
+    announcement="", filler=FILLER, statement=" <key={key}> ", question=" <key=", answer="{key}>"
+)
+LONG_KEYS = range(1, 50_001)
+
+
+class Pieces(NamedTuple):
+    """The tokens of one question, but for the filler."""
+
+    start: list[int]
+    statement: list[int]
+    question: list[int]
+    answer: list[int]
+
+    @property
+    def size(self) -> int:
+        """Tokens to be read if there were no filler: all but the last one of the answer."""
+        return sum(map(len, self)) - 1
+
+
+def pieces(codec: tokenizers.Tokenizer, form: Form, key: str) -> Pieces:
+    """The tokens of a question with this key."""
+    start = [] if codec.bos is None else [codec.bos]
+    question = codec.encode(form.question)
+    whole = codec.encode(form.question + form.answer.format(key=key))
+    # A tokenizer may join the end of the question to the answer, which then begins there.
+    same = next(
+        (i for i, (a, b) in enumerate(zip(question, whole, strict=False)) if a != b), len(question)
+    )
+    return Pieces(
+        start + codec.encode(form.announcement),
+        codec.encode(form.statement.format(key=key)),
+        whole[:same],
+        whole[same:],
+    )
+
+
+def filler_tokens(codec: tokenizers.Tokenizer, text: str, count: int) -> np.ndarray:
+    """At least ``count`` tokens of the sentences ``text``, repeated: int32."""
+    times = 1
+    while len(tokens := codec.encode(text * times)) < count:
+        times *= 2
+    return np.array(tokens, np.int32)
+
+
+def compose(parts: Pieces, filler: np.ndarray, length: int, place: float) -> np.ndarray:
+    """A question of ``length`` tokens to be read, followed by the last token of its answer.
+
+    Args:
+      parts: all but the filler.
+      filler: tokens, of which as many are taken as are missing.
+      length: tokens that the model reads.
+      place: from 0 to 1, how much of the filler stands before the key.
+
+    Returns:
+      int32 [length + 1]
+
+    Raises:
+      ValueError: a length that is too small for the question.
+    """
+    missing = length - parts.size
+    require(
+        missing >= 0,
+        f"passkey: a length of {length} tokens is too small; without any filler it takes "
+        f"{parts.size}",
+    )
+    before = round(place * missing)
+    return np.concatenate(
+        [
+            parts.start,
+            filler[:before],
+            parts.statement,
+            filler[before:missing],
+            parts.question,
+            parts.answer,
+        ]
+    ).astype(np.int32)
+
+
+def questions(
+    codec: tokenizers.Tokenizer,
+    lengths: Sequence[int],
+    *,
+    depths: int = 10,
+    trials: int = 20,
+    seed: int = 0,
+    form: Form = LONG,
+    keys: Sequence[int] = LONG_KEYS,
+) -> list[Examples]:
+    """Questions of each length, whose cells are depth and length.
+
+    Those of one length do not depend on which other lengths are asked for.
+
+    Args:
+      codec: of the model.
+      lengths: tokens to be read, ascending.
+      depths: number of parts in which the key is hidden in turn.
+      trials: questions for each depth.
+      seed: of keys and places.
+      form: their wording.
+      keys: to choose from.
+
+    Raises:
+      ValueError: an argument out of range, or a length that is too small.
+    """
+    require_options(lengths, depths, trials, seed)
+    filler, asked = filler_tokens(codec, form.filler, lengths[-1]), []
+    for column, length in enumerate(lengths):
+        rng = synthetic.generator(seed, _EVALUATION, length)
+        rows, prompts = [], []
+        cells = [(depth, column) for depth in range(depths) for _ in range(trials)]
+        for depth, _ in cells:
+            parts = pieces(codec, form, str(keys[int(rng.integers(len(keys)))]))
+            rows.append(compose(parts, filler, length, (depth + rng.random()) / depths))
+            prompts.append(length + 1 - len(parts.answer))
+        ends = np.full(len(rows), length + 1)
+        asked.append(Examples(np.stack(rows), np.array(prompts), ends, np.array(cells)))
+    return asked
+
+
+def require_options(lengths: Sequence[int], depths: int, trials: int, seed: int) -> None:
+    """Raises ValueError unless :func:`questions` can be asked so."""
+    synthetic.require_positive("passkey", depths=depths, trials=trials)
+    synthetic.require_seed("passkey", seed)
+    require(
+        len(lengths) > 0 and lengths[0] > 0 and list(lengths) == sorted(set(lengths)),
+        f"passkey: lengths must be positive and ascend; got {tuple(lengths)}",
+    )
+    require(depths <= 50, f"passkey: depths must be at most 50; got {depths}")
+
+
+def retrieve(
+    trained: Trained,
+    asked: Sequence[Examples],
+    *,
+    trained_length: int,
+    batch_tokens: int = 16_384,
+    progress: Progress | None = None,
+) -> Grid:
+    """Exact match by depth (rows) and length (columns).
+
+    Args:
+      trained: the model. It is not asked what is too long for it.
+      asked: of :func:`questions`.
+      trained_length: the longest length that counts as trained, in tokens.
+      batch_tokens: tokens of one pass, if a question has no more.
+      progress: called with the numbers of questions done and to be done.
+    """
+    lengths = [examples.tokens.shape[1] - 1 for examples in asked]
+    limit = trained.max_length
+    able = [e for e, n in zip(asked, lengths, strict=True) if limit is None or n <= limit]
+    total = sum(len(examples) for examples in able)
+    right: list[np.ndarray] = []
+    for examples in able:
+        report = None if progress is None else _moved(progress, sum(x.size for x in right), total)
+        found = exact_match(
+            AtPlaces(trained.model),
+            trained.variables,
+            examples,
+            batch_size=max(1, batch_tokens // (examples.tokens.shape[1] - 1)),
+            shapes=1,
+            progress=report,
+        )
+        right.append(found)
+    depths = 1 + max(int(examples.cells[:, 0].max()) for examples in asked)
+    shape = (depths, len(lengths))
+    none = np.zeros((0, 2), np.int64), np.zeros(0, bool)
+    return Grid(
+        rows=tuple(int(100 * (depth + 0.5) / depths) for depth in range(depths)),
+        columns=tuple(lengths),
+        lengths=np.broadcast_to(lengths, shape),
+        **tally(
+            np.concatenate([none[0], *(examples.cells for examples in able)]),
+            np.concatenate([none[1], *right]),
+            shape,
+        ),
+        shared=np.zeros(shape, bool),
+        trained=trained_length,
+        wording=Wording(
+            title="Passkey retrieval by place and length",
+            rows="place of the key, % of the text",
+            columns="length, tokens",
+            unit="tokens",
+            questions="keys",
+            cells="places and lengths",
+            trained=f"up to {trained_length:,} tokens",
+        ),
+    )
+
+
+def _moved(progress: Progress, before: int, total: int) -> Progress:
+    """Reports a part of the work, ``before`` of the ``total`` being done already."""
+    return lambda done, _: progress(before + done, total)
+
+
+SCORES = (
+    Score("passkey_outside", "passkeys beyond the trained length, %", True, 100),
+    Score("passkey_inside", "passkeys up to the trained length, %", True, 100),
+)
+
+
+def summary(grid: Grid) -> dict[str, float]:
+    """The averages inside and beyond the trained range, under the names of :data:`SCORES`."""
+    return {name.replace("exact_match", "passkey"): value for name, value in grid.summary().items()}
+
+
+def section(grids: Mapping[str, Grid]) -> str:
+    """What a report says of grids, but for their figure."""
+    return (
+        "Percentages of keys found, with their 95 % intervals.\n\n"
+        f"{averages_table(grids)}\n\n![Passkey retrieval](passkey.png)\n\n{length_table(grids)}"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class PasskeyEvaluation:
+    """How passkey retrieval is judged.
+
+    Attributes:
+      factors: lengths in multiples of the trained one, ascending.
+      depths: parts of the text, of equal size, in which the key is hidden in turn.
+      trials: questions for each length and depth.
+      seed: of keys and places.
+      batch_tokens: tokens of one pass, if a question has no more.
+    """
+
+    factors: tuple[int, ...] = (1, 2, 4)
+    depths: int = 10
+    trials: int = 20
+    seed: int = 0
+    batch_tokens: int = 16_384
+
+    def __post_init__(self):
+        require_options(self.factors, self.depths, self.trials, self.seed)
+        synthetic.require_positive("evaluation", batch_tokens=self.batch_tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class Passkey:
+    """Passkey retrieval learned from nothing, in bytes (:data:`SHORT`).
+
+    Every training example is a question of one length, its key at a uniformly random place and its
+    filler cut out at a random byte; the loss counts the answer only. One key in ten is held out of
+    training, by a hash, and only those are asked for.
+
+    Attributes:
+      sequence_length: T, the tokens of every training example.
+      digits: of a key.
+    """
+
+    Evaluation: ClassVar[type] = PasskeyEvaluation
+
+    sequence_length: int = 128
+    digits: int = 3
+
+    def __post_init__(self):
+        synthetic.require_positive("passkey", sequence_length=self.sequence_length)
+        require(2 <= self.digits <= 6, f"passkey: digits must be in 2..6; got {self.digits}")
+        compose(self._pieces(10**self.digits - 1), _filler(), self.sequence_length, 0)
+
+    @property
+    def codec(self) -> tokenizers.Tokenizer:
+        """Bytes."""
+        return tokenizers.load("bytes")
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return self.codec.vocab_size
+
+    @property
+    def digit_ids(self) -> tuple[int, ...]:
+        """Token ids of the digits 0..9, for encodings that count places inside a number."""
+        return tuple(self.codec.encode("0123456789"))
+
+    def keys(self, *, held_out: bool) -> np.ndarray:
+        """The keys that are held out of training, or those that are not: int [K], ascending."""
+        return _keys(self.digits)[held_out]
+
+    def _pieces(self, key: int) -> Pieces:
+        return pieces(self.codec, SHORT, str(key))
+
+    def batch(self, seed: int, index: int, size: int) -> synthetic.Batch:
+        """Batch ``index`` of the stream of ``seed``: a pure function of its arguments.
+
+        Returns:
+          ``inputs`` and ``targets``, int32 [size, T], and ``weights``, float32 [size, T]: 1 where
+          the target belongs to the answer, else 0.
+        """
+        rng = synthetic.generator(seed, _TRAINING, index)
+        keys = rng.choice(self.keys(held_out=False), size)
+        starts, places = rng.integers(len(FILLER), size=size), rng.random(size)
+        filler = _filler(self.sequence_length)
+        parts = [self._pieces(key) for key in keys]
+        rows = [
+            compose(part, filler[start:], self.sequence_length, place)
+            for part, start, place in zip(parts, starts, places, strict=True)
+        ]
+        tokens = np.stack(rows)
+        answers = np.array([len(part.answer) for part in parts])
+        counts = np.arange(self.sequence_length) >= self.sequence_length - answers[:, None]
+        return {
+            "inputs": tokens[:, :-1],
+            "targets": tokens[:, 1:],
+            "weights": counts.astype(np.float32),
+        }
+
+    def dataset(
+        self, seed: int, batch_size: int, process_index: int = 0, process_count: int = 1
+    ) -> grain.IterDataset:
+        """The endless stream of training batches: :func:`train.data.synthetic.dataset`."""
+        share = process_index, process_count
+        return synthetic.dataset("passkey", self.batch, seed, batch_size, *share)
+
+    @property
+    def scores(self) -> tuple[Score, ...]:
+        """Keys found beyond the trained length, and at it."""
+        n = self.sequence_length
+        return (
+            Score("exact_match_outside", f"beyond {n} tokens, %", True, 100),
+            Score("exact_match_inside", f"at {n} tokens, %", True, 100),
+        )
+
+    def evaluate(
+        self, trained: Trained, options: PasskeyEvaluation, progress: Progress | None = None
+    ) -> Grid:
+        """Exact match by place and length."""
+        return retrieve(
+            trained,
+            self._questions(options.factors, options.depths, options.trials, options.seed),
+            trained_length=self.sequence_length,
+            batch_tokens=options.batch_tokens,
+            progress=progress,
+        )
+
+    def _questions(
+        self, factors: Sequence[int], depths: int, trials: int, seed: int
+    ) -> list[Examples]:
+        lengths = [factor * self.sequence_length for factor in factors]
+        keys = self.keys(held_out=True).tolist()
+        return questions(
+            self.codec, lengths, depths=depths, trials=trials, seed=seed, form=SHORT, keys=keys
+        )
+
+    def read_result(self, record: Any) -> Grid:
+        """The grid that ``to_json`` described."""
+        return Grid.from_json(record)
+
+    def compare(self, results: Mapping[str, Sequence[Grid]]) -> Comparison:
+        """Heat maps and exact match by length; the answers of all seeds are counted together."""
+        from train.plots import heat_maps
+
+        grids = {name: pool(list(of_seeds)) for name, of_seeds in results.items()}
+        first = next(iter(grids.values()))
+        lengths = ", ".join(f"{n:,}" for n in first.columns)
+        return Comparison(
+            title="Passkey retrieval beyond the trained length",
+            introduction=(
+                f"Trained to find a key of {self.digits} digits in {self.sequence_length:,} bytes "
+                f"of filler, and asked for keys held out of training in {lengths} bytes. An answer "
+                "is right if it is to the last digit, and ends there."
+            ),
+            sections={"Passkey retrieval": section(grids)},
+            figures={"passkey.png": heat_maps(grids)},
+        )
+
+    def samples(self, trained: Trained, options: PasskeyEvaluation) -> list[str]:
+        """What the model answers to one question of each length."""
+        lines = []
+        for examples in self._questions(options.factors, 1, 1, options.seed + 1):
+            length, start = examples.tokens.shape[1] - 1, int(examples.prompt_lengths[0])
+            if trained.max_length is not None and length > trained.max_length:
+                continue
+            wanted = examples.tokens[0, start:]
+            # The cache has a slot for the last token, though it is not fed back: drop the first.
+            prompt = examples.tokens[:, 1:start]
+            written = generate(trained.model, trained.variables, prompt.tolist(), len(wanted))
+            found, right = map(self.codec.decode, (np.asarray(written)[0, -len(wanted) :], wanted))
+            verdict = "right" if found == right else f"wrong: it is {right!r}"
+            lines.append(f"in {length:,} bytes: {found!r} ({verdict})")
+        return lines
+
+
+@functools.cache
+def _keys(digits: int) -> tuple[np.ndarray, np.ndarray]:
+    """Keys to train on, and keys held out."""
+    keys = np.arange(10 ** (digits - 1), 10**digits)
+    out = np.array([zlib.crc32(str(key).encode()) % HELD_OUT_ONE_IN == 0 for key in keys])
+    return keys[~out], keys[out]
+
+
+@functools.cache
+def _filler(length: int = 0) -> np.ndarray:
+    """Bytes of filler, from any of which on ``length`` follow."""
+    return filler_tokens(tokenizers.load("bytes"), FILLER, len(FILLER) + length)

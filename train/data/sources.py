@@ -1,0 +1,397 @@
+"""Where text comes from: the standard library, local files, prepared corpora, token files.
+
+A source is named by a string:
+
+* ``stdlib``: the Python files of the running interpreter's standard library, without tests and
+  generated files; every machine has them, though another Python version has others.
+* ``tfds:c4/en`` or ``tfds:c4/en:validation``: a prepared TensorFlow Datasets corpus and its split
+  (``train`` unless given; slices such as ``train[:4%]`` work). Reading needs no TensorFlow.
+* ``tokens:books/*.bin``: flat files of little-endian uint16 token ids (``tokens32:`` for uint32),
+  cut into documents at the tokenizer's start and end tokens.
+* anything else: a path or a glob (``**`` crosses folders) of text files. A ``.jsonl`` or ``.json``
+  file has one document a line, any other file is one document; ``.gz`` and ``.zst`` are
+  decompressed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import gzip
+import json
+import os
+import sysconfig
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, Protocol
+
+import numpy as np
+
+from tape_jax.config import nearest, require
+from train.data.tokenizers import Tokenizer
+
+_READ = 1 << 20
+_SKIPPED_FOLDERS = {
+    *("test", "tests", "idle_test"),
+    *("encodings", "pydoc_data"),
+    *("site-packages", "dist-packages", "__pycache__"),
+}
+
+
+class Document(NamedTuple):
+    """One document of a source.
+
+    Attributes:
+      where: for error messages.
+      key: bytes that decide whether it is held out: the file's name relative to its source, or the
+        document itself where a file holds many.
+      content: its text, or its token ids.
+    """
+
+    where: str
+    key: bytes | np.ndarray
+    content: str | np.ndarray
+
+
+class Source(Protocol):
+    """A corpus that can be read from its start, any number of times."""
+
+    def describe(self) -> Any:
+        """What its documents depend on, in JSON types; reads no document."""
+
+    def documents(self) -> Iterator[Document]:
+        """The documents, always in the same order."""
+
+
+def get_source(name: str, text_field: str, tokenizer: Tokenizer) -> Source:
+    """The source called ``name`` (see the module's text).
+
+    Args:
+      name: the source.
+      text_field: field of a jsonl line, or feature of a tfds corpus, that holds the text.
+      tokenizer: gives the tokens at which token files are cut.
+    """
+    if name == "stdlib":
+        return StandardLibrary()
+    kind, colon, rest = name.partition(":")
+    if colon and kind == "tfds":
+        corpus, _, split = rest.partition(":")
+        return TensorFlowDataset(corpus, split or "train", text_field)
+    if colon and kind in ("tokens", "tokens32"):
+        return TokenFiles(rest, "<u2" if kind == "tokens" else "<u4", tokenizer)
+    return TextFiles(name, text_field)
+
+
+@dataclasses.dataclass(frozen=True)
+class StandardLibrary:
+    """The ``*.py`` of the standard library in the order of their names.
+
+    Left out are the tests, which are most of the library and which some systems install apart, and
+    what was generated: tables of characters (``encodings``), the text of the manual
+    (``pydoc_data``), and the settings of the build (``_sysconfigdata*``).
+    """
+
+    @property
+    def root(self) -> Path:
+        return Path(sysconfig.get_paths()["stdlib"])
+
+    def paths(self) -> list[Path]:
+        found = []
+        for folder, subfolders, files in os.walk(self.root):
+            subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
+            found += [
+                Path(folder, name)
+                for name in files
+                if name.endswith(".py") and not name.startswith("_sysconfigdata")
+            ]
+        require(bool(found), f"the standard library in {self.root} has no *.py files")
+        return sorted(found, key=lambda path: path.relative_to(self.root).as_posix())
+
+    def describe(self) -> Any:
+        return ["stdlib", _describe_files(self.paths(), self.root)]
+
+    def documents(self) -> Iterator[Document]:
+        for path in self.paths():
+            yield _whole_file(path, self.root)
+
+
+@dataclasses.dataclass(frozen=True)
+class TextFiles:
+    """Local text files.
+
+    Attributes:
+      pattern: a path or a glob.
+      text_field: of a jsonl line.
+    """
+
+    pattern: str
+    text_field: str
+
+    def describe(self) -> Any:
+        paths, root = _find(self.pattern)
+        return ["files", self.text_field, _describe_files(paths, root)]
+
+    def documents(self) -> Iterator[Document]:
+        paths, root = _find(self.pattern)
+        for path in paths:
+            inner = path.with_suffix("") if path.suffix in _DECOMPRESSED else path
+            if inner.suffix in (".jsonl", ".json"):
+                yield from self._lines(path)
+            else:
+                yield _whole_file(path, root)
+
+    def _lines(self, path: Path) -> Iterator[Document]:
+        offset = 0
+        for number, line in enumerate(_split_lines(_chunks(path)), start=1):
+            if line.strip():
+                where = f"{path}, line {number}"
+                record = _parse(where, _decode(line, where, offset))
+                yield _record(where, record, self.text_field)
+            offset += len(line)
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorFlowDataset:
+    """A corpus that was prepared with ``tfds build`` in the array_record format.
+
+    Attributes:
+      name: such as ``c4/en``.
+      split: such as ``train`` or ``train[:4%]``.
+      text_field: name of the feature that holds the text.
+    """
+
+    name: str
+    split: str
+    text_field: str
+
+    def describe(self) -> Any:
+        builder = self._builder()
+        info = _split_info(builder, self.name, self.split)
+        files = sorted({Path(instruction.filename) for instruction in info.file_instructions})
+        return [
+            *("tfds", builder.info.full_name, self.split, self.text_field, info.num_examples),
+            _describe_files(files, Path(builder.data_dir)),
+        ]
+
+    def documents(self) -> Iterator[Document]:
+        builder = self._builder()
+        _split_info(builder, self.name, self.split)
+        records = builder.as_data_source(split=self.split)
+        for index in range(len(records)):
+            where = f"tfds:{self.name}:{self.split}, example {index}"
+            record = dict(records[index])
+            if isinstance(value := record.get(self.text_field), bytes):
+                record[self.text_field] = _decode(value, where)
+            yield _record(where, record, self.text_field)
+
+    def _builder(self) -> Any:
+        import tensorflow_datasets as tfds
+
+        missing = (
+            f"there is no corpus {self.name!r} in {tfds.core.constants.DATA_DIR} "
+            "(TFDS_DATA_DIR chooses another folder). To prepare one, run\n"
+            f"  tfds build {self.name} --file_format=array_record\n"
+            "where TensorFlow and apache-beam are installed"
+        )
+        try:
+            builder = tfds.builder(self.name, try_gcs=False)
+        except tfds.core.DatasetNotFoundError:
+            # Its message lists every data set there is.
+            raise ValueError(missing) from None
+        except Exception as error:
+            raise ValueError(f"{missing}\n(the library says: {error})") from error
+        require(
+            Path(builder.data_dir).is_dir() and builder.info.file_format.value == "array_record",
+            missing,
+        )
+        return builder
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenFiles:
+    """Flat files of token ids, in which documents end where the tokenizer's tokens say so.
+
+    Attributes:
+      pattern: a path or a glob.
+      dtype: of an id, such as ``<u2``.
+      tokenizer: gives the tokens that start and end a document, and the largest id.
+    """
+
+    pattern: str
+    dtype: str
+    tokenizer: Tokenizer
+
+    def describe(self) -> Any:
+        paths, root = _find(self.pattern)
+        return ["tokens", self.dtype, _describe_files(paths, root)]
+
+    def documents(self) -> Iterator[Document]:
+        size = np.dtype(self.dtype).itemsize
+        for path in _find(self.pattern)[0]:
+            length = path.stat().st_size
+            require(
+                length > 0 and length % size == 0,
+                f"{path} has {length} bytes; expected a multiple of the {size} bytes of a token",
+            )
+            tokens = np.memmap(path, self.dtype, "r")
+            start = 0
+            for stop in self._ends(path, tokens):
+                if stop > start:
+                    part = tokens[start:stop]
+                    yield Document(f"{path}, token {start}", part, part)
+                start = stop
+
+    def _ends(self, path: Path, tokens: np.ndarray) -> Iterator[int]:
+        """Where documents end, in order; the end of the file among them."""
+        vocab_size = self.tokenizer.vocab_size
+        for start in range(0, len(tokens), _READ):
+            block = tokens[start : start + _READ]
+            beyond = np.flatnonzero(block >= vocab_size)
+            if beyond.size:
+                raise ValueError(
+                    f"{path}: token {start + beyond[0]} is {block[beyond[0]]}, but the tokenizer "
+                    f"{self.tokenizer.name!r} has {vocab_size} tokens"
+                )
+            before = np.flatnonzero(block == _or_none(self.tokenizer.bos))
+            after = np.flatnonzero(block == _or_none(self.tokenizer.eos)) + 1
+            yield from (start + np.union1d(before, after)).tolist()
+        yield len(tokens)
+
+
+def _or_none(token: int | None) -> int:
+    """A token, or an id that no file has."""
+    return -1 if token is None else token
+
+
+def _find(pattern: str) -> tuple[list[Path], Path]:
+    """The files that match, sorted, and the folder to which their names are relative."""
+    pattern = os.path.expanduser(pattern)
+    require(
+        not os.path.isdir(pattern), f"{pattern} is a folder; give a glob such as {pattern}/**/*.txt"
+    )
+    paths = sorted(p for p in map(Path, glob.glob(pattern, recursive=True)) if p.is_file())
+    magic = glob.has_magic(pattern)
+    require(bool(paths), f"no file matches {pattern!r}" if magic else f"there is no {pattern!r}")
+    root = Path(pattern)
+    while glob.has_magic(str(root)):
+        root = root.parent
+    return paths, root if magic else root.parent
+
+
+def _describe_files(paths: Sequence[Path], root: Path) -> list[list[Any]]:
+    """Name, size and time of change of each file."""
+    return [
+        [path.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns]
+        for path, stat in ((path, path.stat()) for path in paths)
+    ]
+
+
+def _whole_file(path: Path, root: Path) -> Document:
+    text = _decode(b"".join(_chunks(path)), str(path))
+    return Document(str(path), path.relative_to(root).as_posix().encode(), text)
+
+
+def _decode(content: bytes, where: str, offset: int = 0) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{where}: byte 0x{content[error.start]:02x} at offset {offset + error.start} is not "
+            "valid UTF-8"
+        ) from error
+
+
+def _parse(where: str, line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: not JSON: {error}") from error
+
+
+def _record(where: str, record: Any, field: str) -> Document:
+    """The document in ``record[field]``; its side depends on its text."""
+    require(isinstance(record, dict), f"{where}: expected an object with fields, got {record!r}")
+    require(
+        field in record,
+        f"{where}: there is no field {field!r}{nearest(field, record)}; it has: "
+        f"{', '.join(record)}",
+    )
+    text = record[field]
+    require(isinstance(text, str), f"{where}: expected text in {field!r}, got {text!r}")
+    try:
+        return Document(where, text.encode(), text)
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where}: {field!r} is not valid Unicode: {error}") from error
+
+
+def _split_info(builder: Any, name: str, split: str) -> Any:
+    known = sorted(builder.info.splits)
+    try:
+        return builder.info.splits[split]
+    except (KeyError, ValueError) as error:
+        raise ValueError(
+            f"the corpus {name!r} has no split {split!r}{nearest(split, known)}; it has: "
+            f"{', '.join(known)}"
+        ) from error
+
+
+def _split_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """Lines with their ends."""
+    rest = b""
+    for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        yield from (line + b"\n" for line in lines)
+    if rest:
+        yield rest
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    """The content of a file, decompressed as its name says.
+
+    Raises:
+      ValueError: if it is truncated or damaged.
+    """
+    with open(path, "rb") as file:
+        try:
+            yield from _DECOMPRESSED.get(path.suffix, _blocks)(file)
+        except (EOFError, gzip.BadGzipFile, zlib.error, _DamagedError) as error:
+            raise ValueError(f"{path} is truncated or damaged: {error}") from error
+
+
+def _blocks(file: Any) -> Iterator[bytes]:
+    while block := file.read(_READ):
+        yield block
+
+
+def _gunzip(file: BinaryIO) -> Iterator[bytes]:
+    with gzip.GzipFile(fileobj=file) as content:
+        yield from _blocks(content)
+
+
+class _DamagedError(Exception):
+    """A compressed stream that cannot be read to its end."""
+
+
+def _unzstd(file: BinaryIO) -> Iterator[bytes]:
+    """All frames; the library's own reader takes the end of a truncated file for the end of it."""
+    import zstandard
+
+    def new_frame() -> Any:
+        return zstandard.ZstdDecompressor().decompressobj()
+
+    frame = None
+    for block in _blocks(file):
+        while block:
+            frame = frame or new_frame()
+            try:
+                yield frame.decompress(block)
+            except zstandard.ZstdError as error:
+                raise _DamagedError(str(error)) from error
+            block = frame.unused_data if frame.eof else b""
+            frame = None if frame.eof else frame
+    if frame is not None:
+        raise _DamagedError("it ends inside a frame")
+
+
+_DECOMPRESSED: dict[str, Callable[[BinaryIO], Iterator[bytes]]] = {".gz": _gunzip, ".zst": _unzstd}

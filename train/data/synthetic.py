@@ -1,0 +1,98 @@
+"""Endless streams of batches, each a function of its number: training can resume anywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import grain
+import numpy as np
+
+from tape_jax.config import require
+
+Batch = dict[str, np.ndarray]
+
+
+def generator(seed: int, *stream: int) -> np.random.Generator:
+    """Independent random numbers for each seed and each stream of at most three numbers."""
+    # Philox counts in the low words of its counter; the high words therefore name the stream.
+    counter = np.zeros(4, np.uint64)
+    counter[1 : 1 + len(stream)] = stream
+    return np.random.Generator(
+        np.random.Philox(key=np.array([seed, 0], np.uint64), counter=counter)
+    )
+
+
+def dataset(
+    task: str,
+    batch: Callable[[int, int, int], Batch],
+    seed: int,
+    batch_size: int,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> grain.IterDataset:
+    """The endless stream of batches that ``batch(seed, index, size)``, a pure function, gives.
+
+    The stream of ``seed`` is a sequence of batches of ``batch_size / process_count`` examples;
+    process p reads batches p, p + ``process_count``, and so on. The iterator's state is the number
+    of batches that it has given.
+
+    Args:
+      task: its name, for errors.
+      batch: makes batch ``index``.
+      seed: 0..2**64 - 1, the same in all processes.
+      batch_size: examples of one training step, of all processes together.
+      process_index, process_count: which share of each step to read.
+
+    Raises:
+      ValueError: a batch that does not divide among the processes, or an argument out of range.
+    """
+    require_positive(task, batch_size=batch_size, process_count=process_count)
+    require(
+        0 <= process_index < process_count,
+        f"{task}: process_index must be in 0..{process_count - 1}; got {process_index}",
+    )
+    require(
+        batch_size % process_count == 0,
+        f"{task}: batch_size = {batch_size} is not a multiple of process_count = {process_count}",
+    )
+    require_seed(task, seed)
+    batches = _Batches(batch, seed, batch_size // process_count)
+    # One thread ahead of the training step; more would only compete with it for the cores.
+    return grain.MapDataset.source(batches)[process_index::process_count].to_iter_dataset(
+        grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Batches:
+    """The stream as a random-access source, which lets grain restore it from an index."""
+
+    batch: Callable[[int, int, int], Batch]
+    seed: int
+    size: int
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.batch(self.seed, index, self.size)
+
+
+def require_positive(task: str, **values: Any) -> None:
+    """Raises ValueError unless all values are positive integers."""
+    for name, value in values.items():
+        require(
+            isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value > 0),
+            f"{task}: {name} must be a positive integer; got {value!r}",
+        )
+
+
+def require_seed(task: str, seed: Any) -> None:
+    """Raises ValueError unless ``seed`` is an integer that :func:`generator` takes."""
+    require(
+        isinstance(seed, int) and 0 <= seed < 2**64,
+        f"{task}: seed must be an integer from 0 to 2**64 - 1; got {seed!r}",
+    )

@@ -1,0 +1,180 @@
+"""Text, as an endless stream of packed training sequences and held-out text to be judged by.
+
+Documents come from a source (:mod:`train.data.sources`), become tokens once and are kept on disk
+(:mod:`train.data.token_cache`), and are packed into sequences of one length
+(:mod:`train.data.packing`). What a trained model is asked is in :mod:`train.perplexity`.
+
+**Held-out text.** A hash of each document's name (of its content, where a file holds many) keeps a
+share of the documents out of training. It depends on nothing else, so that all seeds, lengths and
+models share the same held-out documents; alternatively they come from a source of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from tape_jax.config import choose, require
+from train import perplexity
+from train.data import Comparison, Progress, Result, Score, synthetic, token_cache
+from train.data.packing import PACKINGS, Packed, endless_batches
+from train.data.sources import get_source
+from train.data.token_cache import Corpus, TokenStream
+from train.data.tokenized import Tokenized
+from train.data.tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    import grain
+
+    from train.runs import Trained
+
+
+@dataclasses.dataclass(frozen=True)
+class Text(Tokenized):
+    """Language modelling (the module's text describes the data).
+
+    Making one reads neither the source nor the tokenizer's content, so that configs can be checked
+    where neither is.
+
+    Attributes:
+      source: where the text comes from: ``stdlib``, ``tfds:c4/en``, a glob, or ``tokens:`` and a
+        glob (see :mod:`train.data.sources`).
+      text_field: field of a jsonl line, or feature of a tfds corpus, that holds the text.
+      tokenizer, tokenizer_fingerprint, vocab_size: see :class:`train.data.tokenized.Tokenized`.
+      sequence_length: T.
+      packing: ``concatenated`` or ``documents`` (see :mod:`train.data.packing`).
+      held_out: share of the documents that is kept out of training, if ``held_out_source`` is None.
+      held_out_source: another source, all of which is held out.
+      shuffle: visit the training sequences in pseudo-random order rather than in that of the text.
+      cache: folder for the tokens; None: ``tape-jax`` in the user's cache folder.
+    """
+
+    Evaluation: ClassVar[type] = perplexity.Evaluation
+
+    source: str = "stdlib"
+    text_field: str = "text"
+    sequence_length: int = 1024
+    packing: str = "concatenated"
+    held_out: float = 0.05
+    held_out_source: str | None = None
+    shuffle: bool = True
+    cache: str | None = None
+
+    def __post_init__(self):
+        choose("packing", self.packing, PACKINGS)
+        synthetic.require_positive("text", sequence_length=self.sequence_length)
+        require(
+            0 < self.held_out < 1,
+            f"text: held_out must be between 0 and 1; got {self.held_out}",
+        )
+        super().__post_init__()
+
+    @property
+    def codec(self) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+          ValueError: if there is none, it has more tokens than ``vocab_size``, or it marks neither
+            the start nor the end of a document.
+        """
+        codec = super().codec
+        require(
+            codec.bos is not None or codec.eos is not None,
+            f"the tokenizer {self.tokenizer!r} has no token that starts or ends a document; its "
+            f"special tokens are {sorted(codec.specials)}",
+        )
+        return codec
+
+    def training_stream(self) -> TokenStream:
+        """The documents that are trained on."""
+        return self._stream(self.source, "train" if self.held_out_source is None else "all")
+
+    def held_out_stream(self) -> TokenStream:
+        """The documents that are not."""
+        if self.held_out_source is None:
+            return self._stream(self.source, "held_out")
+        return self._stream(self.held_out_source, "all")
+
+    def _stream(self, name: str, side: str) -> TokenStream:
+        codec = self.codec
+        corpus = Corpus(
+            get_source(name, self.text_field, codec),
+            codec,
+            side,
+            self.held_out,
+            label=f"tokenising {name}, {side.replace('_', ' ')}",
+        )
+        folder = Path(self.cache).expanduser() if self.cache else token_cache.default_folder()
+        stream = token_cache.open_stream(corpus, folder)
+        share = {"train": 1 - self.held_out, "held_out": self.held_out, "all": 1}[side]
+        require(
+            len(stream.tokens) > 0,
+            f"no document of {name!r} falls into the {side.replace('_', ' ')} part, a share of "
+            f"{share:g}: give more documents, another held_out, or a held_out_source",
+        )
+        return stream
+
+    def dataset(
+        self, seed: int, batch_size: int, process_index: int = 0, process_count: int = 1
+    ) -> grain.IterDataset:
+        """The endless stream of training batches: :func:`train.data.packing.endless_batches`.
+
+        Raises:
+          ValueError: an argument out of range, or a source that cannot be read.
+        """
+        share = process_index, process_count
+        return endless_batches(self.packed, self.shuffle, seed, batch_size, *share)
+
+    def packed(self) -> Packed:
+        """All training sequences, in order."""
+        codec = self.codec
+        pad = next(i for i in (codec.pad, codec.eos, codec.bos) if i is not None)
+        return Packed(self.training_stream(), self.sequence_length, self.packing, pad)
+
+    def evaluation_documents(self, limit_tokens: int | None = None) -> Iterator[np.ndarray]:
+        """Held-out documents, int32 [N] each, with their start and end tokens.
+
+        They come in an order that has nothing to do with that of the source, always the same one,
+        so that the first of them are a fair sample.
+
+        Args:
+          limit_tokens: how many tokens to give in all: the last document is cut there; None: all.
+        """
+        stream = self.held_out_stream()
+        left = len(stream.tokens) if limit_tokens is None else limit_tokens
+        for index in np.random.default_rng(0).permutation(len(stream.offsets) - 1):
+            if left <= 0:
+                return
+            start, stop = stream.offsets[index : index + 2]
+            document = stream.tokens[start : min(stop, start + left)].astype(np.int32)
+            left -= len(document)
+            yield document
+
+    def evaluation_tokens(self, limit: int | None = None) -> np.ndarray:
+        """The documents of :meth:`evaluation_documents` one after another, int32 [N]."""
+        return np.concatenate(list(self.evaluation_documents(limit)))
+
+    @property
+    def scores(self) -> Sequence[Score]:
+        """Perplexities by length."""
+        return perplexity.scores(self)
+
+    def evaluate(self, trained: Trained, options: Any, progress: Progress | None = None) -> Result:
+        """Perplexity of held-out text by length: :func:`train.perplexity.evaluate`."""
+        return perplexity.evaluate(self, trained, options, progress)
+
+    def read_result(self, record: Any) -> Result:
+        """The result that ``to_json`` described."""
+        return perplexity.read_result(record)
+
+    def compare(self, results: Mapping[str, Sequence[Any]]) -> Comparison:
+        """Perplexities side by side: :func:`train.perplexity.compare`."""
+        return perplexity.compare(self, results)
+
+    def samples(self, trained: Trained, options: Any) -> Sequence[str]:
+        """How the model continues held-out text: :func:`train.perplexity.samples`."""
+        return perplexity.samples(self, trained, options)

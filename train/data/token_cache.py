@@ -1,0 +1,265 @@
+"""Tokenised corpora on disk: built once, checked whenever they are opened, read by memory map.
+
+An entry is a folder with ``tokens`` (the documents one after another, unsigned integers),
+``offsets`` (int64: where each document starts, and the end) and ``entry.json``, which names what it
+was made from and the SHA-256 of both files. It is written beside its place and renamed, under a
+lock: what a killed process leaves is never read, and the next one removes it. The name of the
+folder is a hash of all that the tokens depend on, so a changed source or tokenizer is a new entry.
+Entries that are no longer wanted can be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import tqdm
+
+from tape_jax.config import choose, require
+from tape_jax.files import sync
+from train.data.sources import Document, Source
+from train.data.tokenizers import Tokenizer
+
+FORMAT = "tape-jax tokens, version 1"
+SIDES = ("all", "train", "held_out")
+
+_DOCUMENTS_AT_ONCE = 256
+_CHARACTERS_AT_ONCE = 1 << 20
+_COPIED_AT_ONCE = 1 << 22
+# Shows nothing for small texts, and few lines where the output goes to a file.
+_BAR = {"delay": 5, "mininterval": 5, "dynamic_ncols": True}
+
+
+class TokenStream(NamedTuple):
+    """Documents of token ids, one after another.
+
+    Attributes:
+      tokens: unsigned integers [N].
+      offsets: int64 [documents + 1], where each document starts, and N.
+      digest: SHA-256 of the tokens and the offsets.
+    """
+
+    tokens: np.ndarray
+    offsets: np.ndarray
+    digest: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """One side of a source, in the tokens of a tokenizer.
+
+    Attributes:
+      source: the documents.
+      tokenizer: its start and end tokens are put around every text.
+      side: ``all`` documents, or those that are ``held_out``, or the rest, ``train``.
+      held_out: share of the documents that are held out.
+      label: of the progress bar.
+    """
+
+    source: Source
+    tokenizer: Tokenizer
+    side: str = "all"
+    held_out: float = 0.0
+    label: str = "tokenising"
+
+    def __post_init__(self):
+        choose("side", self.side, SIDES)
+
+    def describe(self) -> Any:
+        """All that the tokens depend on, in JSON types."""
+        return {
+            "format": FORMAT,
+            "source": self.source.describe(),
+            "tokenizer": self.tokenizer.fingerprint,
+            "side": [self.side, self.held_out if self.side != "all" else 0],
+        }
+
+    def documents(self) -> Iterator[Document]:
+        """The documents of this side."""
+        for document in self.source.documents():
+            on_this_side = self.side == "all" or (
+                is_held_out(document.key, self.held_out) == (self.side == "held_out")
+            )
+            if on_this_side and len(document.content):
+                yield document
+
+    def tokens(self) -> Iterator[list[np.ndarray]]:
+        """The tokens of each document, in parts."""
+        for batch in _batches(self.documents()):
+            texts = [document.content for document in batch if isinstance(document.content, str)]
+            encoded = iter(self.tokenizer.encode_all(texts))
+            for document in batch:
+                if isinstance(document.content, str):
+                    yield self.tokenizer.document(next(encoded))
+                else:
+                    yield [document.content]
+
+
+def is_held_out(key: bytes | np.ndarray, share: float) -> bool:
+    """Whether the document of ``key`` is among the ``share`` that is kept out of training.
+
+    It depends on the key alone: not on the order, the number or the other documents.
+    """
+    content = key if isinstance(key, bytes) else key.data
+    number = int.from_bytes(hashlib.sha256(content).digest()[:8], "big")
+    return number < share * 2**64
+
+
+def default_folder() -> Path:
+    """``tape-jax`` in the user's cache folder (``XDG_CACHE_HOME``, else ``~/.cache``)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tape-jax"
+
+
+def open_stream(corpus: Corpus, folder: Path) -> TokenStream:
+    """The tokens of ``corpus`` from the cache in ``folder``, which is filled where they are absent.
+
+    Of several processes that want the same entry, one builds it and the others wait. An entry that
+    does not agree with its checksums is built anew.
+
+    Raises:
+      ValueError: if the source cannot be read.
+    """
+    description = corpus.describe()
+    key = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:32]
+    entry = folder / key
+    stream = _read(entry)
+    if stream is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder / f"{key}.lock"):
+            stream = _read(entry)
+            if stream is None:
+                shutil.rmtree(entry, ignore_errors=True)
+                _build(corpus, description, entry)
+                stream = _read(entry)
+    require(stream is not None, f"{entry} was written and does not read back: check the disk")
+    assert stream is not None
+    return stream
+
+
+def _build(corpus: Corpus, description: Any, entry: Path) -> None:
+    temporary = entry.with_name(f"{entry.name}.partial")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        content = {"description": description, **_write_tokens(corpus, temporary)}
+        with _durable(temporary / "entry.json") as file:
+            file.write(json.dumps(content).encode())
+        sync(temporary)
+        temporary.rename(entry)
+        sync(entry.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write_tokens(corpus: Corpus, folder: Path) -> dict[str, Any]:
+    """Writes both files, a few documents at a time; returns what the entry says of them."""
+    dtype = np.dtype("<u2" if corpus.tokenizer.vocab_size <= 1 << 16 else "<u4")
+    count, documents = 0, 0
+    with (
+        _Hashed(folder / "tokens") as tokens,
+        _Hashed(folder / "offsets") as offsets,
+        tqdm.tqdm(desc=corpus.label, unit=" tokens", unit_scale=True, **_BAR) as bar,
+    ):
+        offsets.write(np.zeros(1, "<i8"))
+        for parts in corpus.tokens():
+            for part in itertools.chain.from_iterable(map(_blocks, parts)):
+                tokens.write(part.astype(dtype))
+                bar.update(len(part))
+                count += len(part)
+            documents += 1
+            offsets.write(np.array([count], "<i8"))
+    return {
+        "dtype": dtype.str,
+        "count": count,
+        "documents": documents,
+        "sha256": {"tokens": tokens.digest, "offsets": offsets.digest},
+    }
+
+
+def _read(entry: Path) -> TokenStream | None:
+    """The entry, or None if it is not there or damaged."""
+    try:
+        content = json.loads((entry / "entry.json").read_text(encoding="utf-8"))
+        digests = content["sha256"]
+        for name, digest in digests.items():
+            with open(entry / name, "rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                    return None
+        return TokenStream(
+            _memory_map(entry / "tokens", content["dtype"], content["count"]),
+            _memory_map(entry / "offsets", "<i8", content["documents"] + 1),
+            hashlib.sha256((digests["tokens"] + digests["offsets"]).encode()).hexdigest(),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _memory_map(path: Path, dtype: str, count: int) -> np.ndarray:
+    # An empty file cannot be mapped.
+    return np.asarray(np.memmap(path, dtype, "r", shape=(count,))) if count else np.empty(0, dtype)
+
+
+def _blocks(array: np.ndarray) -> Iterator[np.ndarray]:
+    return (array[i : i + _COPIED_AT_ONCE] for i in range(0, len(array), _COPIED_AT_ONCE))
+
+
+def _batches(documents: Iterator[Document]) -> Iterator[Sequence[Document]]:
+    """Groups that are worth tokenising at once and small enough to be held."""
+    batch: list[Document] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document.content) if isinstance(document.content, str) else 0
+        if len(batch) == _DOCUMENTS_AT_ONCE or characters >= _CHARACTERS_AT_ONCE:
+            yield batch
+            batch, characters = [], 0
+    yield batch
+
+
+class _Hashed:
+    """A file that is hashed while it is written and is on the disk once closed."""
+
+    def __init__(self, path: Path):
+        self._stack = contextlib.ExitStack()
+        self._path, self._hash = path, hashlib.sha256()
+
+    def __enter__(self) -> _Hashed:
+        self._file = self._stack.enter_context(_durable(self._path))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def write(self, array: np.ndarray) -> None:
+        self._hash.update(array.data)
+        self._file.write(array.data)
+
+    @property
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
+
+@contextlib.contextmanager
+def _durable(path: Path) -> Iterator[Any]:
+    with open(path, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Waits until no other process holds the lock."""
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
