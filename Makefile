@@ -8,10 +8,14 @@ BIN := $(VENV)/bin
 # The tests keep both cores busy: one process each.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-slow test-next lint parity benchmarks wheel clean
+.PHONY: demo compare-demo test test-slow test-next lint parity benchmarks wheel clean
 
 demo: $(VENV)/.ready  ## train TAPE and RoPE on addition, and show what came out
 	$(BIN)/python -m train.main compare --config=configs/addition_demo.py --run=$(RUN) --encodings=tape,rope
+
+compare-demo: $(VENV)/.ready  ## train four encodings on bytes with three seeds each, and say who won
+	$(BIN)/python -m train.main compare --config=configs/bytes_demo.py --run=runs/bytes_demo \
+		--encodings=tape,rope,alibi,sinusoidal --seeds=3
 
 test: $(VENV)/.ready  ## the tests, in under ten minutes on two cores
 	$(PYTEST) -m "not slow"

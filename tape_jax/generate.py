@@ -12,6 +12,7 @@ so a row does not depend on the others.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Sequence
@@ -201,6 +202,60 @@ def extend(model: Transformer, variables: Any, cache: Cache, tokens: Array) -> t
     positions = first + default_positions(tokens.shape[1])
     result: Any = model.apply(variables, tokens, positions=positions, cache=cache)
     return result
+
+
+def grow_cache(model: Transformer, cache: Cache, capacity: int) -> Cache:
+    """The cache with more slots; outside of ``jax.jit``.
+
+    Args:
+      model: the model that uses it.
+      cache: a cache of ``model``.
+      capacity: slots of the new one, at least as many as the old one has.
+
+    Raises:
+      ValueError: if there would be fewer slots, more than the model or its encoding takes, or if
+        the encoding draws positions or scales frequencies for the capacity: what the cache holds
+        would then be for another one.
+    """
+    old = cache.capacity
+    require(capacity >= old, f"a cache of capacity {old} cannot shrink to {capacity}")
+    check_length(model, capacity, what="a cache")
+
+    require(
+        not depends_on_capacity(model, old, capacity, key=cache.key),
+        f"the encoding {model.encoding.kind!r} depends on the capacity, {old}: give the cache its "
+        "final capacity at once",
+    )
+
+    def grow(x: Array, axis: int) -> Array:
+        pads = [(0, capacity - old if i == axis else 0) for i in range(x.ndim)]
+        return jnp.pad(x, pads)
+
+    return dataclasses.replace(
+        cache,
+        tokens=grow(cache.tokens, 1),
+        positions=grow(cache.positions, 1),
+        segment_ids=grow(cache.segment_ids, 1),
+        layers=jax.tree.map(functools.partial(grow, axis=3), cache.layers),
+    )
+
+
+def depends_on_capacity(
+    model: Transformer, old: int, new: int, *, key: Array | None = None
+) -> bool:
+    """Whether tokens have other position states in a cache of ``new`` slots than of ``old``.
+
+    So it is where positions are drawn, or frequencies scaled, for a length.
+    """
+
+    def start(length: int) -> Any:
+        dtype = model.state_dtype
+        return model.encoding.start(
+            jnp.arange(min(old, new)), model.config, key=key, length=length, dtype=dtype
+        )
+
+    same = jax.tree.map(lambda a, b: bool(jnp.array_equal(a, b)), start(old), start(new))
+    return not all(jax.tree.leaves(same))
 
 
 def decode(

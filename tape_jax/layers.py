@@ -225,7 +225,7 @@ def shifted_group_attention(
     The first half of the heads attends inside ``groups`` groups of ``T / groups`` tokens. In the
     second half the groups begin half a group earlier, so that neighbouring groups overlap. What
     then sticks out at the beginning, and what is left over at the end, are groups of their own:
-    the published code joins the two, which lets the first tokens see the last.
+    joined into one, they would let the first tokens see the last.
 
     Args:
       q, k, v, e, query_state: as in :func:`tape_jax.attention`, of one length ``T``; states have

@@ -29,9 +29,10 @@ def encoding(kind: str, **options: Any) -> positions.Encoding:
 def small_model(position: Any = "tape", **options: Any) -> Transformer:
     """Three layers of width 16 with two heads, or what ``options`` say."""
     small = {"hidden_size": 16, "num_layers": 3, "num_heads": 2, "intermediate_size": 24}
+    small["vocab_size"] = VOCAB
     if isinstance(position, str):
         position = encoding(position)
-    return Transformer(ModelConfig(VOCAB, position=position, **{**small, **options}))
+    return Transformer(ModelConfig(position=position, **{**small, **options}))
 
 
 @functools.lru_cache(maxsize=256)

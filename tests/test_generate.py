@@ -14,6 +14,7 @@ from tape_jax.generate import (
     decode,
     extend,
     generate,
+    grow_cache,
     pad_prompts,
     prefill,
     sample_logits,
@@ -416,3 +417,27 @@ def test_coordinates_of_several_axes_cannot_be_cached():
 def test_bad_sampling_options(options):
     with pytest.raises(ValueError, match=f"{next(iter(options))} must be"):
         sample_logits(jnp.zeros(5), jax.random.key(0), **options)
+
+
+def test_a_grown_cache_goes_on_as_a_large_one():
+    model = small_model("tape")
+    variables, tokens = random_variables(model), jnp.array([[3, 1, 4, 1, 5]])
+    _, small = prefill(model, variables, tokens[:, :-1], capacity=5)
+    grown = grow_cache(model, small, 12)
+    _, large = prefill(model, variables, tokens[:, :-1], capacity=12)
+    chex.assert_trees_all_close(grown, large, atol=1e-6)
+    chex.assert_trees_all_equal_shapes(grown, large)
+    one, _ = decode(model, variables, grown, tokens[:, -1], 6)
+    other, _ = decode(model, variables, large, tokens[:, -1], 6)
+    chex.assert_trees_all_equal(one, other)
+
+
+def test_a_cache_that_cannot_grow():
+    model = small_model("random_rope")
+    with pytest.raises(ValueError, match="'random_rope' depends on the capacity, 5"):
+        grow_cache(model, init_cache(model, 1, 5), 9)
+    model = small_model("rope", max_length=8)
+    with pytest.raises(ValueError, match="cannot shrink to 4"):
+        grow_cache(model, init_cache(model, 1, 5), 4)
+    with pytest.raises(ValueError, match="exceeds the model's max_length of 8"):
+        grow_cache(model, init_cache(model, 1, 5), 9)

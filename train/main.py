@@ -21,6 +21,7 @@ COMMANDS = {
     "train": ("train.commands.train", "train a model, or continue training it"),
     "eval": ("train.commands.eval", "evaluate a trained model"),
     "ask": ("train.commands.ask", "ask a trained model a question"),
+    "generate": ("train.commands.generate", "continue prompts"),
     "inspect": ("train.commands.inspect", "draw what goes on inside a trained model"),
     "compare": ("train.commands.compare", "train and evaluate several encodings alike"),
     "score": ("train.commands.score", "judge a file of SCROLLS predictions"),

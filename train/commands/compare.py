@@ -106,7 +106,8 @@ def run(args: argparse.Namespace) -> None:
     report = write_report(args.run, task, records)
     results = {name: [r.result for r in group] for name, group in by_name(records).items()}
     for heading, text in task.compare(results).sections.items():
-        print(f"\n{heading}\n\n{_without_pictures(text)}")
+        if words := _without_pictures(text):
+            print(f"\n{heading}\n\n{words}")
     print(f"\n{verdict(task, records)}\n\n{score_table(task, records)}\n\nreport: {report}\n")
     print("Asked what they have not seen:")
     print(sample_lines(records))
