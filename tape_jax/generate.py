@@ -32,7 +32,7 @@ Array = jax.Array
 def generate(
     model: Transformer,
     variables: Any,
-    prompts: Array | Sequence[Sequence[int]],
+    prompts: Array | Sequence[Sequence[int] | np.ndarray],
     max_new_tokens: int,
     *,
     temperature: float = 0.0,
@@ -111,7 +111,10 @@ def _generate(model, variables, tokens, lengths, max_new_tokens, capacity, **opt
 
 
 def pad_prompts(
-    prompts: Array | Sequence[Sequence[int]], pad_id: int = 0, *, vocab_size: int | None = None
+    prompts: Array | Sequence[Sequence[int] | np.ndarray],
+    pad_id: int = 0,
+    *,
+    vocab_size: int | None = None,
 ) -> tuple[Array, Array]:
     """Prompts as one array, padded on the left.
 
