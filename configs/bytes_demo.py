@@ -2,9 +2,9 @@
 
 Claim: trained on 128 bytes, ALiBi has the lowest perplexity of held-out text at 1,024 bytes; those
 of TAPE and RoPE, lower than its at the trained length, rise beyond it unless attention is limited
-to 128 bytes. After so short a training the seeds do not tell TAPE from RoPE. Measured, mean of three
-seeds at 128 and 1,024 bytes: TAPE 4.47 and 10.4, RoPE 4.50 and 9.9, ALiBi 4.93 and 4.86, sinusoidal
-7.29 and 31.5.
+to 128 bytes. After so short a training the seeds do not tell TAPE from RoPE. Measured, mean of
+three seeds at 128 and 1,024 bytes: TAPE 4.47 and 10.4, RoPE 4.50 and 9.9, ALiBi 4.93 and 4.86,
+sinusoidal 7.29 and 31.5.
 Cost: 10.6 minutes on 2 idle cores for the twelve trainings and evaluations.
 Command: make compare-demo, which is
     python -m train.main compare --config=configs/bytes_demo.py --run=runs/bytes_demo \
