@@ -37,6 +37,8 @@ parity: $(VENV)/.ready  ## compare with the recorded runs of the published code
 benchmarks: $(VENV)/.ready  ## the benchmarks that need nothing but a CPU
 	$(BIN)/python -m benchmarks.step
 	$(BIN)/python -m benchmarks.data
+	$(BIN)/python -m benchmarks.decode
+	$(BIN)/python -m benchmarks.load
 
 wheel: $(VENV)/.ready  ## build the wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
