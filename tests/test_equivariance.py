@@ -200,6 +200,7 @@ def test_layer(layer, seed, shape):
         check_layer(layer, seed, shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", LAYERS[::3], ids=str)
 @given(seed=seeds)
 @few(max_examples=3)
@@ -379,6 +380,7 @@ def test_model(name, seed):
         check_group(build(name, "float64", window=WINDOW.get(name)), seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["heads-rms", "tensor4x5-rms"])
 @given(seed=seeds)
 @few(max_examples=2)

@@ -7,8 +7,7 @@ import pytest
 
 FOLDER = Path(__file__).parents[1] / "examples"
 MODELS = ("plain_jax", "flax_nnx", "equinox_module")
-# The slow one learns for longer.
-CLASSIFIERS = [pytest.param("vision", 300, marks=pytest.mark.slow), ("audio", 100)]
+CLASSIFIERS = {"vision": 300, "audio": 100}
 
 
 def run(name, steps, capsys):
@@ -17,6 +16,7 @@ def run(name, steps, capsys):
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_models_learn_to_repeat(name, capsys):
     """Without attention to the right place no loss below log 16 = 2.77 nats is possible."""
@@ -33,7 +33,8 @@ def test_under_ten_lines_differ_from_rope(name):
     assert all(line.endswith("# TAPE") for line in lines if "tape.update(" in line)
 
 
-@pytest.mark.parametrize(("name", "steps"), CLASSIFIERS)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "steps"), CLASSIFIERS.items())
 def test_classifiers_learn_the_relation(name, steps, capsys):
     before, after = run(name, steps, capsys)
     assert before < 0.7
@@ -42,6 +43,6 @@ def test_classifiers_learn_the_relation(name, steps, capsys):
 
 def test_all_are_listed_and_tested():
     programs = {p.stem for p in FOLDER.glob("*.py") if "__main__" in p.read_text()}
-    assert programs == {*MODELS, "vision", "audio"}
+    assert programs == {*MODELS, *CLASSIFIERS}
     text = (FOLDER / "README.md").read_text()
     assert all(f"`{name}.py`" in text for name in programs)

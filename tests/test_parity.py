@@ -9,6 +9,8 @@ from tape_jax import parity
 
 GOLDEN = Path(__file__).parent / "golden"
 FILES = sorted(path.stem for path in GOLDEN.glob("*.npz"))
+# One of each kind; the others are as long to compile, and wait for the slow tests.
+QUICK = ("adape_scaled", "adape_tiny", "adavector_tiny", "alibi_tiny", "rope_tiny")
 
 
 def test_every_variant_has_a_file():
@@ -16,7 +18,9 @@ def test_every_variant_has_a_file():
     assert variants == set(parity.VARIANTS)
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in FILES]
+)
 def test_matches_reference(name):
     golden = parity.Golden(GOLDEN / f"{name}.npz")
     results = [

@@ -84,6 +84,7 @@ def test_three_calls(kv_heads):
     chex.assert_trees_all_close((o, cos, sin), want, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_attention(capsys):
     """All rows in both directions; ratios agree with one another and with the floors."""
     attention.main(["--lengths", "16", "--head-dim", "8", "--repeats", "1"])
@@ -116,6 +117,7 @@ def test_unknown_backend():
 TINY = ["--lengths", "16", "--tokens", "32", "--repeats", "1"]
 
 
+@pytest.mark.slow
 def test_train_step(capsys):
     train_step.main([*TINY, "--rows", "rope:reference", "rope:cudnn"])
     out = capsys.readouterr().out
@@ -163,6 +165,7 @@ def test_c4_model():
     assert of_tape["layers_0/position_wx"] == 11 * 768 * 48
 
 
+@pytest.mark.slow
 def test_step(capsys, monkeypatch):
     """The lines of the small model, in the form that the documents quote."""
 
@@ -182,6 +185,7 @@ def test_step(capsys, monkeypatch):
     ]
 
 
+@pytest.mark.slow
 def test_gpu_plan(tmp_path, monkeypatch, capsys):
     """A report that is complete although a part fails and another has no time left."""
     parts = (

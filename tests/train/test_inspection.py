@@ -102,6 +102,7 @@ def test_tensor_form_has_no_phases():
     assert len([axes for axes in inspection.drift(inside).axes if axes.get_title()]) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(positions.registry))
 def test_every_encoding(kind):
     _, _, inside = look(kind, kv_heads=4)

@@ -248,6 +248,7 @@ def test_cores_are_divided():
     assert all(len(share) == 1 for share in compare.shares(len(cores) + 1))
 
 
+@pytest.mark.slow
 def test_compare_interrupted_and_continued(config, tmp_path, monkeypatch, capsys):
     """Two trainings side by side are stopped by one signal, saved, and finished by a second."""
     folder, names, steps = tmp_path / "comparison", ("rope", "none"), 800

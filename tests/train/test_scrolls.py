@@ -238,6 +238,7 @@ def get_config():
 """
 
 
+@pytest.mark.slow
 def test_from_training_to_scores(data, tmp_path, capsys):
     """All training answers are "yes", and a model that has learned this is right twice in three."""
     config, folder = tmp_path / "nli.py", tmp_path / "run"
