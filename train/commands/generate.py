@@ -80,13 +80,14 @@ def run(args: argparse.Namespace) -> None:
         )
     texts, cache = [""] * len(prompts), None
     for rows, cache in stream(speaker, prompts, args.new, **sampling):  # noqa: B007
-        new = [_until(speaker.decode(row), args.stop) for row in rows]
+        decoded = [speaker.decode(row) for row in rows]
+        new = [_until(text, args.stop) for text in decoded]
         if len(prompts) == 1:
             whole = new[0].rstrip("\ufffd")
             print(whole[len(texts[0]) :], end="", flush=True)
             new = [whole]
         texts = new
-        if all(any(stop in speaker.decode(row) for stop in args.stop) for row in rows):
+        if all(any(stop in text for stop in args.stop) for text in decoded):
             break
     if len(prompts) == 1:
         print()
