@@ -5,10 +5,13 @@ PYTHON ?= $(firstword $(foreach p,$(CANDIDATES),$(if $(filter True,$(call suppor
 VENV ?= .venv
 RUN ?= runs/addition_demo
 BIN := $(VENV)/bin
+DOCS_VENV ?= .venv-docs
+# Without its advertisement of another program.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs
 # The tests keep both cores busy: one process each.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo compare-demo test test-slow test-next lint parity benchmarks wheel clean
+.PHONY: demo compare-demo test test-slow test-next lint parity benchmarks docs docs-serve wheel clean
 
 demo: $(VENV)/.ready  ## train TAPE and RoPE on addition, and show what came out
 	$(BIN)/python -m train.main compare --config=configs/addition_demo.py --run=$(RUN) --encodings=tape,rope
@@ -40,14 +43,22 @@ benchmarks: $(VENV)/.ready  ## the benchmarks that need nothing but a CPU
 	$(BIN)/python -m benchmarks.decode
 	$(BIN)/python -m benchmarks.load
 
+docs: $(DOCS_VENV)/.ready  ## build the documentation as a site, site/index.html
+	$(MKDOCS) build --quiet --strict
+
+docs-serve: $(DOCS_VENV)/.ready  ## show the site at http://127.0.0.1:8000, and every change at once
+	$(MKDOCS) serve
+
 wheel: $(VENV)/.ready  ## build the wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean:  ## remove environments and caches; runs/ stays
-	rm -rf .venv .venv-next .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-next .venv-docs .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site
 
 $(VENV)/.ready: requirements.txt
+$(DOCS_VENV)/.ready: requirements-docs.txt
+$(VENV)/.ready $(DOCS_VENV)/.ready:
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed; none of these is one: $(CANDIDATES)"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	touch $@

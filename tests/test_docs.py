@@ -1,0 +1,317 @@
+"""The documentation is true: its code runs, its commands parse, what it names is there."""
+
+import contextlib
+import doctest
+import functools
+import importlib
+import inspect
+import io
+import json
+import pkgutil
+import re
+import shutil
+import sys
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+import yaml
+
+import tape_jax
+from tape_jax import positions
+from tape_jax.attention import BACKENDS
+from tests import markdown
+from tests.models import random_variables, small_model
+from train import experiment, main
+from train.data import TASKS
+
+ROOT = Path(__file__).parents[1]
+LLAMA = ROOT / "tests" / "golden" / "hf" / "llama3_gqa"
+PAGES = sorted(
+    path
+    for pattern in ("*.md", "docs/**/*.md", "examples/*.md", "benchmarks/results/*.md")
+    for path in ROOT.glob(pattern)
+)
+# Pages whose code takes more than a few seconds.
+SLOW = {
+    "docs/howto/accelerators.md",
+    "docs/howto/context.md",
+    "docs/howto/encoding.md",
+    "docs/howto/retrofit.md",
+    "docs/howto/train.md",
+    "docs/howto/your_model.md",
+}
+# How many Python blocks a page may leave out, each with its reason.
+NOT_RUN: dict[str, int] = {}
+# Modules whose examples need what no test has at hand.
+UNTESTED_EXAMPLES = {"tape_jax.collectives": "a step that was compiled for several devices"}
+# Folders of runs, models and texts that commands make or read, and that are nobody's files here.
+MADE = ("runs/", "checkpoints/", "books/", "dist/", "site/")
+
+
+def name(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+def read(path):
+    return path.read_text(encoding="utf-8")
+
+
+def python_blocks(path):
+    return [block for block in markdown.blocks(read(path)) if block.language == "python"]
+
+
+WITH_CODE = [path for path in PAGES if python_blocks(path)]
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    """A folder with what the pages take for granted: the configs, and a small Llama folder."""
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    shutil.copytree(LLAMA, tmp_path / "checkpoints" / "llama-2-7b")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def page(monkeypatch):
+    """The module that a page's code is, and may register things of; afterwards they are gone."""
+    registries = (TASKS, positions.registry, BACKENDS)
+    before = [dict(registry) for registry in registries]
+    module = types.ModuleType("page")
+    monkeypatch.setitem(sys.modules, "page", module)
+    yield vars(module)
+    for registry, entries in zip(registries, before, strict=True):
+        registry.clear()
+        registry.update(entries)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=[pytest.mark.slow] if name(path) in SLOW else [])
+        for path in WITH_CODE
+    ],
+    ids=name,
+)
+def test_code_prints_what_the_page_shows(path, workplace, page):
+    for block in python_blocks(path):
+        if block.reason:
+            continue
+        printed = io.StringIO()
+        code = compile("\n" * (block.line - 1) + block.code, str(path), "exec")
+        with contextlib.redirect_stdout(printed):
+            exec(code, page)
+        assert printed.getvalue() == block.output, f"{name(path)}:{block.line}"
+
+
+def test_what_is_not_run_is_counted():
+    left_out = {name(p): sum(bool(b.reason) for b in python_blocks(p)) for p in WITH_CODE}
+    assert {page: count for page, count in left_out.items() if count} == NOT_RUN
+    assert {name(path) for path in WITH_CODE} >= SLOW
+
+
+def public_modules():
+    found = pkgutil.walk_packages(tape_jax.__path__, "tape_jax.")
+    return [tape_jax, *(importlib.import_module(module.name) for module in found)]
+
+
+@pytest.mark.slow
+def test_examples_in_docstrings(workplace):
+    """With the usual modules, a RoPE model, its variables, tokens and a key at hand."""
+    rope = small_model("rope", num_kv_heads=1)
+    given = {
+        "functools": functools,
+        "jax": jax,
+        "jnp": jnp,
+        "tape": tape_jax,
+        "Transformer": tape_jax.Transformer,
+        "config": rope.config,
+        "key": jax.random.key(0),
+        "tokens": jnp.zeros((8, 8), jnp.int32),
+        "model": rope,
+        "variables": random_variables(rope),
+    }
+    finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner()
+    tests = {
+        test.name: test
+        for module in public_modules()
+        for test in finder.find(module, extraglobs=given)
+        if test.examples
+    }
+    assert {*UNTESTED_EXAMPLES, "tape_jax.adapt", "tape_jax.model.Transformer"} <= set(tests)
+    for test in tests.keys() - UNTESTED_EXAMPLES:
+        runner.run(tests[test])
+    assert runner.failures == 0
+
+
+@pytest.fixture
+def llama(tmp_path):
+    """What a config reads of the Llama that it adapts: a folder whose sizes are those of most."""
+    folder = Path(shutil.copytree(LLAMA, tmp_path / "llama"))
+    sizes = {**json.loads(read(folder / "config.json")), "vocab_size": 32_000}
+    (folder / "config.json").write_text(json.dumps(sizes))
+    return folder
+
+
+def check_train(words, llama, monkeypatch):
+    """A command of ``train.main`` passes its own parser, and its config loads."""
+    module = importlib.import_module(main.COMMANDS[words[0]][0])
+    parsed = []
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "run", parsed.append)
+        main._run(words)
+    (args,) = parsed
+    config = getattr(args, "config", None)
+    if config is not None:
+        for chosen in variants(args):
+            options = [*args.overrides, *chosen]
+            if re.search(r"\badapt\b", " ".join([read(ROOT / config), *options])):
+                options.append(f"--config.adapt.base={llama}")
+            experiment.from_file(ROOT / config, options, report=lambda _: None)
+    elif args.overrides:
+        assert any(accepts(path, args.overrides) for path in (ROOT / "configs").glob("[!_]*.py"))
+
+
+def variants(args):
+    """What `compare` makes of a config: options of each variant."""
+    for option, field in (("encodings", "model.position.kind"), ("methods", "adapt.method")):
+        if getattr(args, option, None):
+            return [[f"--config.{field}={value}"] for value in getattr(args, option).split(",")]
+    return [[]]
+
+
+def accepts(path, overrides):
+    try:
+        experiment.change_evaluation(experiment.from_file(path), overrides)
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_commands_exist(path, llama, monkeypatch):
+    targets = set(re.findall(r"^([\w-]+):", read(ROOT / "Makefile"), re.MULTILINE))
+    extras = re.search(r"optional-dependencies\]\n(.*?)\n\[", read(ROOT / "pyproject.toml"), re.S)
+    for words in markdown.commands(read(path)):
+        said = " ".join(words)
+        match words:
+            case ["python", "-m", "train.main", *rest]:
+                if rest not in ([], ["COMMAND"]):
+                    check_train(rest, llama, monkeypatch)
+            case ["python", "-m", module, *_]:
+                assert importlib.util.find_spec(module), said
+            case ["python", "-c", code]:
+                compile(code, said, "exec")
+            case ["python", file, *_]:
+                assert (ROOT / file).is_file(), said
+            case ["make", *given]:
+                wanted = {word for word in given if "=" not in word}
+                assert wanted <= targets, said
+            case ["pip", "install", *what]:
+                for extra in re.findall(r"\[([\w,]+)\]", " ".join(what)):
+                    for one in extra.split(","):
+                        assert re.search(rf"^{one} = ", extras[1], re.MULTILINE), said
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_links_lead_somewhere(path):
+    for link in markdown.links(read(path)):
+        if "://" in link:
+            continue
+        file, _, anchor = link.partition("#")
+        target = path.parent / file if file else path
+        assert target.exists(), link
+        assert not anchor or anchor in markdown.anchors(read(target)), link
+
+
+FILE = re.compile(r"[\w.*-]+(?:/[\w.*-]+)*(?:/|\.(?:py|md|txt|toml|yml|png|npz))")
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_files_that_are_named_exist(path):
+    tops = {p.name for p in ROOT.iterdir() if p.is_dir() and not p.name.startswith(".")}
+    for span in markdown.spans(read(path)):
+        if not FILE.fullmatch(span) or span.startswith(MADE) or "/" not in span:
+            continue
+        folders = [ROOT] if span.split("/")[0] in tops else [ROOT / "tape_jax", path.parent]
+        assert any(list(folder.glob(span.rstrip("/"))) for folder in folders), span
+
+
+def test_every_page_is_in_the_navigation():
+    site = yaml.safe_load(read(ROOT / "mkdocs.yml"))
+
+    def leaves(entry):
+        if isinstance(entry, str):
+            return [entry]
+        return [
+            x for e in (entry.values() if isinstance(entry, dict) else entry) for x in leaves(e)
+        ]
+
+    listed = leaves(site["nav"])
+    assert len(listed) == len(set(listed))
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/**/*.md")}
+    assert pages <= set(listed)
+    assert all((ROOT / "docs" / page).exists() or (ROOT / page).exists() for page in listed)
+
+
+def public_names(module):
+    """``__all__``, or what the module defines."""
+    named = getattr(module, "__all__", None)
+    if named is None:
+        named = [
+            n
+            for n, x in vars(module).items()
+            if not n.startswith("_") and getattr(x, "__module__", None) == module.__name__
+        ]
+    return {n: getattr(module, n) for n in named}
+
+
+def reference_entries():
+    """What has an entry in the reference, by name, and whether its members are shown."""
+    found = {}
+    for page in (ROOT / "docs" / "api").glob("*.md"):
+        entries = re.findall(r"^::: ([\w.]+)\n    options: (.+)$", read(page), re.MULTILINE)
+        for dotted, options in entries:
+            assert dotted not in found, f"{dotted} has two entries"
+            module, _, attribute = dotted.rpartition(".")
+            value = getattr(importlib.import_module(module), attribute)
+            found[dotted] = value, "members: false" not in options
+    return found
+
+
+def test_reference_covers_the_public_names():
+    """Functions and classes have an entry; modules and constants are at least named."""
+    shown = [value for value, _ in reference_entries().values()]
+    pages = (ROOT / "docs" / "api").glob("*.md")
+    named = {span for page in pages for span in markdown.spans(read(page))}
+    contract = ("adapt", "attention", "positions", "pretrained", "testing")
+    for module in [tape_jax, *(importlib.import_module(f"tape_jax.{name}") for name in contract)]:
+        for public, value in public_names(module).items():
+            if inspect.ismodule(value):
+                present = value.__name__ in named
+            else:
+                present = public in named if not callable(value) else any(value is x for x in shown)
+            assert present, f"{module.__name__}.{public} is missing in docs/api/"
+
+
+def test_what_the_reference_shows_is_explained():
+    for dotted, (value, with_members) in reference_entries().items():
+        assert inspect.getdoc(value), dotted
+        for name, member in vars(value).items() if with_members else ():
+            if inspect.isfunction(member) and not name.startswith("_"):
+                assert inspect.getdoc(getattr(value, name)), f"{dotted}.{name}"
+
+
+def test_pictures_are_small():
+    sizes = [path.stat().st_size for path in (ROOT / "docs" / "images").glob("idea_*.png")]
+    assert 0 < sum(sizes) < 300_000
+
+
+@pytest.mark.slow
+def test_pictures_can_be_drawn(tmp_path, capsys):
+    importlib.import_module("docs.figures").main(["--out", str(tmp_path), "--steps", "1"])
+    drawn = {path.name for path in tmp_path.iterdir()}
+    assert drawn == {path.name for path in (ROOT / "docs" / "images").glob("idea_*.png")}
+    assert "nats per token" in capsys.readouterr().out
