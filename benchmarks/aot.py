@@ -2,15 +2,13 @@
 
     python -m benchmarks.aot [--targets sm_80 sm_90a v5e] [--programs WORD ...] [--out FILE.md]
 
-For CUDA this needs ``jax-cuda13-plugin`` and ``jax-cuda13-pjrt`` of jax's own version, and
-``nvidia-cuda-nvcc nvidia-nvvm nvidia-nvjitlink nvidia-cuda-runtime nvidia-cuda-cupti
-nvidia-cuda-crt``, all installed with ``--no-deps``; for TPU ``libtpu``. Programs are attention
+:mod:`train.ahead_of_time` says what must be installed. Programs are attention
 forward and backward by every backend, the position update, and whole training steps. Two tables
 are printed: programs, with the memory that the compiler plans; and kernels, with what ``ptxas``
 reports. It tells neither speed nor whether numbers are right.
 
 The compiler's own counts of operations and bytes take the body of a loop once and know nothing of
-what is inside a kernel, so ``needed`` is what the mathematics needs (:mod:`benchmarks.flops`).
+what is inside a kernel, so ``needed`` is what the mathematics needs (:mod:`train.flops`).
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
-import os
 import re
 import stat
 import sys
@@ -29,137 +26,23 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.extend.backend
 import jax.numpy as jnp
 import numpy as np
 from jax._src.lib import _jax
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 import tape_jax as tape
-from benchmarks.flops import PLAIN, STATE, attention_flops, model_flops
 from benchmarks.memory import Memory
 from benchmarks.table import markdown, mebibytes
 from benchmarks.train_step import PRESETS, TrainingStep, row_config
-from tape_jax.attention import api, pallas_blocks, pallas_triton, vendor
+from tape_jax.attention import api
 from tape_jax.attention import attention as attend
 from tape_jax.files import write_atomically
-
-# 9.10, as cuDNN counts: the first that takes values wider than keys.
-CUDNN_VERSION = 91_000
-CUDA_PACKAGES = (
-    "jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm nvidia-nvjitlink "
-    "nvidia-cuda-runtime nvidia-cuda-cupti nvidia-cuda-crt"
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Cuda:
-    """An NVIDIA GPU as XLA describes one; numbers by the vendor's data sheets.
-
-    Attributes:
-      name: as the driver calls it.
-      capability: compute capability.
-      processors: streaming multiprocessors.
-      shared_memory: of a multiprocessor, in bytes; a block gets 1 KiB less.
-      l2, memory: sizes in bytes.
-      bandwidth: of the memory, in bytes per second.
-      clock: in GHz.
-      fpus: float32 units of a multiprocessor.
-    """
-
-    name: str
-    capability: tuple[int, int]
-    processors: int
-    shared_memory: int
-    l2: int
-    memory: int
-    bandwidth: int
-    clock: float
-    fpus: int
-
-    def device(self) -> Any:
-        """A stand-in for the device, known to the compiler."""
-        try:
-            topology = topologies.get_topology_desc(
-                platform="cuda", target_config=self.description(), topology="1x1x1"
-            )
-            ptxas()
-        except (RuntimeError, NotImplementedError, ImportError) as error:
-            raise NotImplementedError(
-                f"cannot compile for CUDA ({error}); pip install --no-deps {CUDA_PACKAGES}, the "
-                f"first two in version {jax.__version__}"
-            ) from error
-        return topology.devices[0]
-
-    def description(self) -> str:
-        """XLA's description of the target, a text proto."""
-        return f"""
-            platform_name: "CUDA"
-            device_description_str: "{self.name}"
-            runtime_version {{ major: 13 }}
-            gpu_device_info {{
-              cuda_compute_capability {{
-                major: {self.capability[0]} minor: {self.capability[1]}
-              }}
-              core_count: {self.processors}
-              fpus_per_core: {self.fpus}
-              threads_per_block_limit: 1024
-              threads_per_warp: 32
-              threads_per_core_limit: 2048
-              registers_per_core_limit: 65536
-              registers_per_block_limit: 65536
-              shared_memory_per_block: 49152
-              shared_memory_per_core: {self.shared_memory}
-              shared_memory_per_block_optin: {self.shared_memory - 1024}
-              block_dim_limit_x: 2147483647
-              block_dim_limit_y: 65535
-              block_dim_limit_z: 65535
-              memory_bandwidth: {self.bandwidth}
-              device_memory_size: {self.memory}
-              l2_cache_size: {self.l2}
-              clock_rate_ghz: {self.clock}
-            }}"""
-
-
-@dataclasses.dataclass(frozen=True)
-class Tpu:
-    """One TPU chip.
-
-    Attributes:
-      topology: libtpu's name of it.
-    """
-
-    topology: str
-
-    def device(self) -> Any:
-        """A stand-in for the device, known to the compiler."""
-        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-        try:
-            topology = topologies.get_topology_desc(
-                platform="tpu", topology_name=self.topology, chips_per_host_bounds=[1, 1, 1]
-            )
-        except (RuntimeError, NotImplementedError, ImportError) as error:
-            raise NotImplementedError(
-                f"cannot compile for TPU ({error}); pip install libtpu"
-            ) from error
-        return topology.devices[0]
-
-
-TARGETS: Mapping[str, Cuda | Tpu] = {
-    "sm_80": Cuda(
-        "NVIDIA A100-SXM4-80GB", (8, 0), 108, 167_936, 41_943_040, 85_899_345_920,
-        2_039_000_000_000, 1.41, 64,
-    ),
-    "sm_90a": Cuda(
-        "NVIDIA H100 80GB HBM3", (9, 0), 132, 233_472, 52_428_800, 85_899_345_920,
-        3_352_320_000_000, 1.98, 128,
-    ),
-    "v5e": Tpu("v5e:1x1"),
-}  # fmt: skip
+from train.ahead_of_time import TARGETS, Cuda, Tpu, as_if_on, ptxas
+from train.flops import PLAIN, STATE, attention_flops, model_flops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +59,9 @@ class Program:
     build: Callable[[], tuple[Any, Sequence[Any]]]
     needed: float
 
+
+# The names of these targets in the results that are kept.
+CHOSEN = {"sm_80": TARGETS["a100"], "sm_90a": TARGETS["h100"], "v5e": TARGETS["v5e"]}
 
 BATCH, LENGTH, HEADS = 4, 4096, 12
 
@@ -321,13 +207,13 @@ def compile_for(target: str, device: Any, program: Program) -> Result:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stack.enter_context(use_abstract_mesh(mesh.abstract_mesh))
-        stack.enter_context(as_if_on(TARGETS[target], device))
+        stack.enter_context(as_if_on(CHOSEN[target], device))
         try:
             function, shapes = program.build()
             shapes = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes
             )
-            options = cuda_options(folder) if device.platform in ("gpu", "cuda") else {}
+            options = reporting_options(folder) if device.platform in ("gpu", "cuda") else {}
             compiled = function.lower(*shapes).compile(compiler_options=options)
         except Exception as error:
             reason = next(iter(str(error).splitlines()), "") or type(error).__name__
@@ -337,34 +223,6 @@ def compile_for(target: str, device: Any, program: Program) -> Result:
         counted = counts(compiled)
         kernels = tuple(read_kernels(folder))
         return Result(target, program, seconds, "", Memory.of(compiled), counted, kernels)
-
-
-@contextlib.contextmanager
-def as_if_on(target: Cuda | Tpu, device: Any) -> Iterator[None]:
-    """Lets backends, and the libraries beneath, that ask for their device find the target.
-
-    cuDNN is taken to be recent; its own kernels are chosen where they run, and not compiled here.
-    """
-    capability = target.capability if isinstance(target, Cuda) else None
-
-    def at_least(wanted: str) -> bool:
-        return capability is not None and capability >= tuple(map(int, wanted.split(".")))
-
-    answers: list[tuple[Any, str, Any]] = [
-        *(
-            (module, "compute_capability", lambda: capability)
-            for module in (pallas_blocks, pallas_triton, vendor)
-        ),
-        (jax.extend.backend, "get_default_device", lambda: device),
-        (vendor.cudnn_calls, "check_cudnn_version", lambda: CUDNN_VERSION),
-        (vendor.cudnn_calls, "check_compute_capability", at_least),
-    ]
-    if isinstance(target, Tpu):
-        answers.append((vendor.Splash, "check_device", lambda self, interpret: None))
-    with contextlib.ExitStack() as stack:
-        for owner, name, answer in answers:
-            stack.enter_context(mock.patch.object(owner, name, new=answer))
-        yield
 
 
 def counts(compiled: jax.stages.Compiled) -> tuple[float, float] | None:
@@ -378,16 +236,7 @@ def counts(compiled: jax.stages.Compiled) -> tuple[float, float] | None:
     return analysis.get("flops", 0.0), analysis.get("bytes accessed", 0.0)
 
 
-def ptxas() -> Path:
-    """NVIDIA's assembler in the installed packages."""
-    found = importlib.util.find_spec("nvidia.cu13")
-    for folder in (found.submodule_search_locations or []) if found else []:
-        if (path := Path(folder) / "bin" / "ptxas").exists():
-            return path
-    raise ImportError("nvidia-cuda-nvcc is not installed")
-
-
-def cuda_options(folder: Path) -> dict[str, Any]:
+def reporting_options(folder: Path) -> dict[str, Any]:
     """Compiler options that leave ptxas' reports and the launches of kernels in ``folder``.
 
     XLA is pointed at a tool folder whose ``ptxas`` calls the real one and keeps what it says.
@@ -501,7 +350,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Compiles, prints and writes."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.aot", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
+    parser.add_argument("--targets", nargs="+", choices=CHOSEN, default=list(CHOSEN))
     parser.add_argument(
         "--programs", nargs="+", metavar="WORD", help="only programs whose names have all of these"
     )
@@ -513,10 +362,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     text = ""
     for name in options.targets:
         try:
-            device = TARGETS[name].device()
+            device, *_ = CHOSEN[name].devices()
         except NotImplementedError as error:
             parser.error(f"{name}: {error}")
-        for program in programs(TARGETS[name]):
+        for program in programs(CHOSEN[name]):
             if not all(word in program.name for word in options.programs or []):
                 continue
             results.append(compile_for(name, device, program))

@@ -31,7 +31,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.flops import PLAIN, STATE, THREE_CALLS, TWO_CALLS, Products, attention_flops
 from benchmarks.memory import Memory
 from benchmarks.table import markdown, mebibytes
 from benchmarks.timing import Timing, describe_device, take_turns
@@ -39,6 +38,7 @@ from tape_jax import algebra
 from tape_jax.attention import attention
 from tape_jax.attention.api import BACKENDS
 from tape_jax.config import choose
+from train.flops import PLAIN, STATE, THREE_CALLS, TWO_CALLS, Products, attention_flops
 
 Array = jax.Array
 

@@ -16,16 +16,17 @@ from collections.abc import Sequence
 
 import jax
 
-from benchmarks.aot import TARGETS, Cuda, attention_program, compile_for
+from benchmarks.aot import CHOSEN, attention_program, compile_for
 from benchmarks.table import markdown
 from tape_jax.attention.pallas_blocks import Tile, Tiles
+from train.ahead_of_time import Cuda
 
 KERNELS = ("forward", "query_gradients", "key_gradients")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Compiles and prints."""
-    gpus = [name for name, target in TARGETS.items() if isinstance(target, Cuda)]
+    gpus = [name for name, target in CHOSEN.items() if isinstance(target, Cuda)]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tiles", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--targets", nargs="+", choices=gpus, default=gpus)
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     jax.config.update("jax_platforms", "cpu")
     for target, dim, dtype in itertools.product(options.targets, options.dims, options.dtypes):
-        device = TARGETS[target].device()
+        device = CHOSEN[target].devices()[0]
         found: dict[str, list[tuple[Tile, list[object]]]] = {name: [] for name in KERNELS}
         for sizes in itertools.product(options.sizes, options.sizes, options.warps, options.stages):
             tile = Tile(*sizes)

@@ -7,7 +7,7 @@ or ``rope:cudnn``. The step is that of ``train.loop``: loss, gradients, clipping
 AdamW, on random tokens. Rows take turns; ratios are to the first row, run by run, and the first
 row's own second entry shows the noise. Memory is what the compiler plans: ``temporary`` for the
 step alone, ``in all`` with parameters, moments and batch. Model FLOP utilisation is that of
-:func:`benchmarks.flops.model_flops`, where the chip's peak is known.
+:func:`train.flops.model_flops`, where the chip's peak is known.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.flops import model_flops, peak
 from benchmarks.memory import Memory
 from benchmarks.table import markdown, mebibytes, ratio
 from benchmarks.timing import Timing, describe_device, take_turns
 from tape_jax import ModelConfig, Transformer
 from train.experiment import TrainConfig
-from train.loop import State, make_optimizer, make_step
+from train.flops import model_flops, peak
+from train.step import State, make_optimizer, make_step
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,10 +1,11 @@
-"""Arithmetic that a call or a training step has to do, and what chips can do at most."""
+"""Arithmetic that a call or a training step has to do."""
 
 from __future__ import annotations
 
 import dataclasses
 
 from tape_jax import ModelConfig, Transformer
+from train import chips
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,20 +31,11 @@ STATE = Products(3, 7)  # values and states by one set of probabilities, the for
 TWO_CALLS = Products(4, 10)  # values and states by two attentions
 THREE_CALLS = Products(6, 15)  # values, cosines and sines in full width: the published code
 
-# Dense bfloat16 operations per second by the vendor's data sheets, by the start of the device kind.
-PEAKS = {
-    "NVIDIA A100": 312e12,
-    "NVIDIA H100 80GB HBM3": 989.4e12,
-    "NVIDIA H200": 989.4e12,
-}
-
 
 def peak(device_kind: str, dtype: str) -> float | None:
     """Operations per second that a chip can do at most, or None if that is not known."""
-    if dtype != "bfloat16":
-        return None
-    found = [rate for start, rate in PEAKS.items() if device_kind.startswith(start)]
-    return found[0] if found else None
+    chip = chips.find(device_kind)
+    return chip.operations if chip and dtype == "bfloat16" else None
 
 
 def visible_pairs(length: int, *, causal: bool = True, window: int | None = None) -> float:

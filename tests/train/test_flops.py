@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from benchmarks import flops
-from benchmarks.flops import PLAIN, STATE, THREE_CALLS, TWO_CALLS, attention_flops, visible_pairs
 from tape_jax import ModelConfig, positions
+from train import flops
+from train.flops import PLAIN, STATE, THREE_CALLS, TWO_CALLS, attention_flops, visible_pairs
 
 CALL = {"batch": 1, "heads": 1, "head_dim": 4}
 
@@ -67,4 +67,6 @@ def test_peak():
     assert flops.peak("NVIDIA H200", "bfloat16") == 989.4e12
     assert flops.peak("NVIDIA A100-SXM4-80GB", "bfloat16") == 312e12
     assert flops.peak("NVIDIA A100-SXM4-80GB", "float32") is None
+    assert flops.peak("TPU v5 lite", "bfloat16") == 197e12
+    assert flops.peak("TPU v5", "bfloat16") == 459e12
     assert flops.peak("cpu", "bfloat16") is None
