@@ -1,6 +1,7 @@
 """Perplexity of held-out text by length: how well a language model uses, or bears, long inputs.
 
-A model trained on sequences of T tokens is judged at multiples of T, in three ways:
+A model trained on sequences of T tokens is judged at multiples of T, or at other lengths, in three
+ways:
 
 * ``disjoint``: the text is cut into windows one after another, each of which starts without any
   context.
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
 FORMAT = "tape-jax evaluation of text, version 1"
 FACTORS = (1, 2, 4, 8)
+FRACTIONS = (0.5, 0.25, 0.125)
 BINS_PER_TRAINED_LENGTH = 8
 
 
@@ -60,6 +62,9 @@ class TextTask(Protocol):
 
     @property
     def sequence_length(self) -> int: ...
+
+    @property
+    def passkeys_asked(self) -> tuple[passkey.Form, Sequence[int]]: ...
 
     def evaluation_tokens(self, limit: int | None) -> np.ndarray: ...
 
@@ -73,11 +78,13 @@ class Evaluation:
     Attributes:
       factors: lengths of the windows in multiples of the trained one, ascending; each divides the
         last, so that all lengths score the same targets.
+      lengths: lengths in tokens instead, likewise; none: ``factors`` says them.
       protocols: which of :data:`PROTOCOLS`.
       tokens: at most so many held-out tokens are scored, rounded down to whole windows of the
         greatest length.
       stride: tokens by which overlapping windows move on; None: 256, or half the trained length if
         that is less.
+      source: judge by all of this text, a source like the task's, instead of the held-out text.
       documents: whether windows stay inside documents, of which those shorter than the longest
         window are left out, rather than run through the documents joined together.
       batch_tokens: tokens of one pass, if a window has no more.
@@ -89,9 +96,11 @@ class Evaluation:
     """
 
     factors: tuple[int, ...] = FACTORS
+    lengths: tuple[int, ...] = ()
     protocols: tuple[str, ...] = tuple(PROTOCOLS)
     tokens: int = 65_536
     stride: int | None = None
+    source: str | None = None
     documents: bool = False
     batch_tokens: int = 16_384
     passkey_lengths: tuple[int, ...] = ()
@@ -100,14 +109,18 @@ class Evaluation:
     seed: int = 0
 
     def __post_init__(self):
-        factors = self.factors
-        require(
-            bool(factors)
-            and factors[0] >= 1
-            and list(factors) == sorted(set(factors))
-            and all(factors[-1] % f == 0 for f in factors),
-            f"evaluation: factors must be positive, ascend, and divide the last; got {factors}",
-        )
+        require(bool(self.factors), f"evaluation: factors must be given; got {self.factors}")
+        for name in ("factors", "lengths"):
+            values = getattr(self, name)
+            require(
+                not values
+                or (
+                    values[0] >= 1
+                    and list(values) == sorted(set(values))
+                    and all(values[-1] % x == 0 for x in values)
+                ),
+                f"evaluation: {name} must be positive, ascend, and divide the last; got {values}",
+            )
         for name in self.protocols:
             choose("evaluation protocol", name, PROTOCOLS)
         require(
@@ -123,6 +136,10 @@ class Evaluation:
             passkey.require_options(
                 self.passkey_lengths, self.passkey_depths, self.passkey_trials, self.seed
             )
+
+    def lengths_at(self, trained: int) -> tuple[int, ...]:
+        """Tokens of the windows, ascending, for a model of this trained length."""
+        return self.lengths or tuple(factor * trained for factor in self.factors)
 
     def stride_at(self, trained: int) -> int:
         """Tokens by which overlapping windows move on, for a model of this trained length."""
@@ -175,10 +192,11 @@ def read_result(record: Any) -> TextResult:
 
 def scores(task: TextTask | None = None) -> tuple[Score, ...]:
     """What language models are compared by: the longest windows first, then passkey retrieval."""
-    chosen = [("disjoint", f) for f in reversed(FACTORS)]
-    chosen += [(protocol, FACTORS[-1]) for protocol in ("overlapping", "windowed")]
+    chosen = [("disjoint", f) for f in (*reversed(FACTORS), *FRACTIONS)]
+    chosen += [("overlapping", f) for f in (FACTORS[-1], 2, 1, *FRACTIONS)]
+    chosen += [("windowed", FACTORS[-1])]
     perplexities = (
-        Score(score_key(protocol, f), f"perplexity at {f}x, {PROTOCOLS[protocol]}", False)
+        Score(score_key(protocol, f), f"perplexity at {f:g}x, {PROTOCOLS[protocol]}", False)
         for protocol, f in chosen
     )
     return (*perplexities, *passkey.SCORES)
@@ -213,9 +231,12 @@ def evaluate(
     )
     if not options.passkey_lengths:
         return TextResult(measured)
+    form, keys = task.passkeys_asked
     questions = passkey.questions(
         task.codec,
         options.passkey_lengths,
+        form=form,
+        keys=keys,
         depths=options.passkey_depths,
         trials=options.passkey_trials,
         seed=options.seed,
@@ -236,12 +257,12 @@ def held_out(task: TextTask, options: Evaluation) -> list[np.ndarray]:
     Raises:
       ValueError: not even one of the longest windows can be filled.
     """
-    longest = options.factors[-1] * task.sequence_length
+    longest = options.lengths_at(task.sequence_length)[-1]
     blocks = options.tokens // longest
     require(
         blocks > 0,
         f"evaluation: tokens = {options.tokens} is less than the longest window of {longest} "
-        f"({options.factors[-1]} x the trained length)",
+        f"({longest / task.sequence_length:g} x the trained length)",
     )
     sources: Iterable[np.ndarray] = (
         task.evaluation_documents(None)
@@ -259,7 +280,8 @@ def held_out(task: TextTask, options: Evaluation) -> list[np.ndarray]:
     require(
         bool(texts),
         f"the held-out text has no {'document' if options.documents else 'stretch'} of "
-        f"{longest + 1} tokens, which the longest window needs: set smaller evaluation.factors",
+        f"{longest + 1} tokens, which the longest window needs: set smaller evaluation.factors "
+        "or lengths",
     )
     return texts
 
@@ -289,7 +311,8 @@ def measure(
     Raises:
       ValueError: no texts, texts of other lengths, or a stride longer than a window.
     """
-    block = options.factors[-1] * trained
+    lengths = options.lengths_at(trained)
+    block = lengths[-1]
     sizes = [len(text) - 1 for text in texts]
     require(
         bool(sizes) and all(size > 0 and size % block == 0 for size in sizes),
@@ -300,11 +323,9 @@ def measure(
     is_target = np.ones(len(tokens), bool)
     is_target[np.cumsum([len(text) for text in texts]) - 1] = False
     plan = {
-        (protocol, f * trained): windows_of(
-            sizes, f * trained, stride if protocol == "overlapping" else f * trained
-        )
+        (protocol, n): windows_of(sizes, n, stride if protocol == "overlapping" else n)
         for protocol in options.protocols
-        for f in options.factors
+        for n in lengths
     }
     possible = {key for key in plan if max_length is None or key[1] <= max_length}
     total, before = sum(key[1] * len(plan[key][0]) for key in possible), 0

@@ -102,15 +102,15 @@ class Perplexity:
         return loss / math.log(2) * self.targets / self.text_bytes
 
     def summary(self) -> dict[str, float]:
-        """Perplexities by way and multiple of the trained length, where the model takes it.
+        """Perplexities by way and ratio to the trained length, where the model takes the length.
 
         If the bytes of the text are known, also the bits per byte in disjoint windows.
         """
-        taken = [(m, m.length // self.trained) for m in self.measurements if m.blocks]
+        taken = [(m, m.length / self.trained) for m in self.measurements if m.blocks]
         scalars = {score_key(m.protocol, f): math.exp(m.loss) for m, f in taken}
         if self.text_bytes is not None:
             bits = {f: self.bits_per_byte(m.loss) for m, f in taken if m.protocol == "disjoint"}
-            scalars |= {f"bits_per_byte_{f}x": value for f, value in bits.items()}
+            scalars |= {f"bits_per_byte_{f:g}x": value for f, value in bits.items()}
         return scalars
 
     def table(self) -> str:
@@ -205,9 +205,9 @@ def by_position(
     return panels
 
 
-def score_key(protocol: str, factor: int) -> str:
+def score_key(protocol: str, factor: float) -> str:
     """The name of a perplexity in :meth:`Perplexity.summary`."""
-    return f"perplexity_{'' if protocol == 'disjoint' else protocol + '_'}{factor}x"
+    return f"perplexity_{'' if protocol == 'disjoint' else protocol + '_'}{factor:g}x"
 
 
 def _perplexity(result: Perplexity, loss: float) -> float:
@@ -222,7 +222,7 @@ def table(
     rows = [
         [
             f"{length:,}",
-            f"{length // first.trained}x",
+            f"{length / first.trained:g}x",
             *(_cell(group, protocol, length, value) for protocol, group in columns.values()),
         ]
         for length in first.lengths

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import json
 import math
 import os
 import platform
@@ -55,7 +56,7 @@ def write_report(
     *,
     environment: Mapping[str, str] | None = None,
 ) -> Path:
-    """Writes ``report.md`` and its figures.
+    """Writes ``report.md``, its figures, and its numbers as ``report.json``.
 
     Args:
       folder: created if it does not exist.
@@ -79,7 +80,7 @@ def write_report(
     compared = task.compare({name: [run.result for run in group] for name, group in groups.items()})
     curves = {name: [(r.steps, r.losses) for r in group] for name, group in groups.items()}
     figures = {**compared.figures, "loss.png": loss_curves(curves)}
-    for name in ("report.md", *figures):
+    for name in ("report.md", "report.json", *figures):
         require_ours(folder / name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -102,6 +103,16 @@ def write_report(
     parts = [f"<!-- {MARK} -->\n# {compared.title}", compared.introduction]
     parts += [f"## {heading}\n\n{text}" for heading, text in sections.items() if text]
     write_atomically(folder / "report.md", "\n\n".join(parts) + "\n")
+    described = [
+        {
+            **{name: getattr(run, name) for name in ("name", "seed", "command")},
+            "facts": dict(run.facts),
+            "scores": run.result.summary(),
+        }
+        for run in runs
+    ]
+    record = {"format": f"tape-jax report, version 1, {MARK}", "runs": described}
+    write_atomically(folder / "report.json", json.dumps(record, indent=2) + "\n")
     return folder / "report.md"
 
 

@@ -252,6 +252,12 @@ class Method:
     rules: tuple[Rule, ...]
     options: tuple[str, ...] | None
 
+    def trained(self, *, norms: bool = True, embeddings: bool = True) -> tuple[Rule, ...]:
+        """The rules, with those of norms and embeddings unless everything trains anyhow."""
+        if Everything() in self.rules:
+            return self.rules
+        return self.rules + (Norms(),) * norms + (Embeddings(),) * embeddings
+
 
 def _long_lora(model: Transformer, variables: Any, *, key: Array, groups: int = 4, **lora: Any):
     model, variables = add_lora(model, variables, key=key, **lora)
@@ -318,7 +324,5 @@ def adapt(
     if scaling is not None:
         model = with_scaling(model, scaling)
     model, variables = chosen.prepare(model, variables, key=key, **options)
-    rules = chosen.rules
-    if method != "full":
-        rules += (Norms(),) * norms + (Embeddings(),) * embeddings
+    rules = chosen.trained(norms=norms, embeddings=embeddings)
     return Adapted(model, variables, rules, method, base)

@@ -7,7 +7,7 @@ index. Nothing is downloaded, and pickles are never opened.
 >>> save_pretrained("checkpoints/mine", model, variables, like="checkpoints/llama-2-7b")
 """
 
-from tape_jax.pretrained.loading import from_pretrained
+from tape_jax.pretrained.loading import from_pretrained, pretrained_config
 from tape_jax.pretrained.saving import save_pretrained
 
-__all__ = ["from_pretrained", "save_pretrained"]
+__all__ = ["from_pretrained", "pretrained_config", "save_pretrained"]

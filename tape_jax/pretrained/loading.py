@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from tape_jax.config import choose, require
+from tape_jax.config import ModelConfig, choose, require
 from tape_jax.model import Transformer
 from tape_jax.pretrained.folder import DTYPES, Folder, check, dtype_name, read_folder
 from tape_jax.pretrained.llama import (
@@ -66,12 +66,9 @@ def from_pretrained(
         fit.
       NotImplementedError: if safetensors is not installed.
     """
-    for name in options:
-        choose("option of from_pretrained", name, OPTIONS)
     folder = read_folder(path)
-    compute = _most_common_type(folder) if dtype is None else dtype_name(dtype)
-    config = model_config(folder.config, dtype=compute, param_dtype=compute, **options)
-    model = Transformer(config)
+    config = _config(folder, dtype, options)
+    compute, model = config.dtype, Transformer(config)
     wanted = parameters(model)
     check_tensors(folder, wanted, tied=config.tie_embeddings)
     types = {p.path: _stored_type(folder, p) if dtype is None else compute for p in wanted}
@@ -87,6 +84,27 @@ def from_pretrained(
     largest_first = sorted(wanted, key=lambda p: -int(np.prod(p.tensor_shape)))
     params = {p.path: _load(folder, p, types[p.path], places[p.path]) for p in largest_first}
     return model, {"params": unflatten_dict(params, sep="/")}
+
+
+def pretrained_config(path: str | os.PathLike, **options: Any) -> ModelConfig:
+    """The description of the model that :func:`from_pretrained` gives; no tensor is read.
+
+    Args:
+      path: a folder with ``config.json`` and safetensors.
+      **options: those of :func:`from_pretrained`, but ``dtype`` and ``sharding``.
+
+    Raises:
+      ValueError: if the folder is no checkpoint or of another architecture, or an option is
+        unknown.
+    """
+    return _config(read_folder(path), None, options)
+
+
+def _config(folder: Folder, dtype: Any, options: dict[str, Any]) -> ModelConfig:
+    for name in options:
+        choose("option of from_pretrained", name, OPTIONS)
+    compute = _most_common_type(folder) if dtype is None else dtype_name(dtype)
+    return model_config(folder.config, dtype=compute, param_dtype=compute, **options)
 
 
 def check_tensors(folder: Folder, wanted: list[Parameter], *, tied: bool) -> None:

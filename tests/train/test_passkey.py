@@ -147,7 +147,8 @@ class TestRetrieve:
         np.testing.assert_array_equal(grid.counts, [[3, 3], [3, 3]])
         assert (grid.rows, grid.columns, grid.trained) == ((25, 75), (230, 240), 235)
         np.testing.assert_array_equal(grid.is_inside, [[True, False]] * 2)
-        assert passkey.summary(grid) == {"passkey_inside": 0.5, "passkey_outside": 0.5}
+        found = {"passkey_inside": 0.5, "passkey_outside": 0.5}
+        assert passkey.summary(grid) == found | {"passkey_0.978723x": 0.5, "passkey_1.02128x": 0.5}
         assert steps[-1] == (12, 12)
         dense = exact_match(model.apply, model.variables, asked[0], batch_size=2)
         np.testing.assert_array_equal(dense, [True, False] * 3)
@@ -158,7 +159,7 @@ class TestRetrieve:
             model, questions(BYTES, (230, 240), depths=2, trials=2), trained_length=230
         )
         np.testing.assert_array_equal(grid.counts, [[2, 0], [2, 0]])
-        assert list(passkey.summary(grid)) == ["passkey_inside"]
+        assert list(passkey.summary(grid)) == ["passkey_inside", "passkey_1x"]
 
     def test_logits_of_the_prompt_are_never_made(self):
         model = trained()
@@ -203,11 +204,12 @@ class TestTask:
             assert not np.array_equal(first["inputs"], other["inputs"])
 
     def test_processes_share_the_stream(self):
-        whole = iter(self.task.dataset(7, 4))
+        whole = iter(self.task.dataset(7, 8))
         halves = [iter(self.task.dataset(7, 8, process, 2)) for process in range(2)]
         for _ in range(2):
-            for half in halves:
-                np.testing.assert_equal(next(half), next(whole))
+            parts = [next(half) for half in halves]
+            for name, values in next(whole).items():
+                np.testing.assert_array_equal(np.concatenate([p[name] for p in parts]), values)
 
     def test_keys(self):
         kept, out = (self.task.keys(held_out=x) for x in (False, True))

@@ -13,7 +13,7 @@ import pytest
 
 from tests.models import VOCAB, encoding, random_variables, small_model
 from train import perplexity
-from train.data import tokenizers
+from train.data import passkey, tokenizers
 from train.perplexity import Evaluation, TextResult, evaluate, held_out, measure
 from train.perplexity_result import Measurement, Perplexity
 from train.runs import Trained
@@ -186,6 +186,7 @@ class Text:
 
     codec = tokenizers.load("bytes")
     sequence_length = TRAINED
+    passkeys_asked = passkey.FORMS["long"]
 
     def evaluation_tokens(self, limit=None):
         return np.array(self.codec.encode("a" * 40 + "b" * 60))[:limit]
@@ -199,6 +200,12 @@ class TestHeldOut:
     def test_stream(self):
         (text,) = held_out(Text(), Evaluation(factors=(1, 4), tokens=70))
         np.testing.assert_array_equal(text, [97] * 40 + [98] * 25)
+
+    def test_lengths_in_tokens(self):
+        (text,) = held_out(Text(), Evaluation(lengths=(2, 16), tokens=70))
+        assert len(text) == 65
+        assert Evaluation(lengths=(2, 16)).lengths_at(4) == (2, 16)
+        assert Evaluation(factors=(1, 2)).lengths_at(4) == (4, 8)
 
     def test_documents(self):
         options = Evaluation(factors=(1, 2, 4), tokens=50, documents=True)
@@ -228,6 +235,7 @@ class TestHeldOut:
         ({"factors": (2, 1)}, r"must be positive, ascend, and divide the last; got \(2, 1\)"),
         ({"factors": (2, 3)}, r"divide the last; got \(2, 3\)"),
         ({"factors": ()}, r"got \(\)"),
+        ({"lengths": (64, 96)}, r"lengths must be positive, ascend, .* got \(64, 96\)"),
         ({"protocols": ("sliding",)}, "unknown evaluation protocol 'sliding'"),
         ({"protocols": ("disjoint",) * 2}, "each once; got"),
         ({"tokens": 0}, "tokens must be at least 1; got 0"),
@@ -274,11 +282,21 @@ class TestEvaluate:
         assert found.perplexity == alone
         assert found.passkey.columns == (230,)
         assert found.passkey.counts.tolist() == [[1], [1]]
-        assert found.summary() == {**alone.summary(), "passkey_outside": 0.0}
+        assert found.summary() == {
+            **alone.summary(),
+            "passkey_outside": 0.0,
+            "passkey_57.5x": 0.0,
+        }
         assert steps[-1] == (2000, 2000)
         assert [done for done, _ in steps] == sorted(done for done, _ in steps)
         again = perplexity.read_result(json.loads(json.dumps(found.to_json())))
         assert again.table() == found.table()
+
+    def test_shorter_than_trained(self):
+        options = Evaluation(lengths=(2, 4), protocols=("disjoint",), tokens=32)
+        found = evaluate(Text(), trained(), options).perplexity
+        assert set(found.summary()) >= {"perplexity_0.5x", "perplexity_1x"}
+        assert "|      2 |       0.5x |" in found.table()
 
     def test_bytes_of_text_leave_special_tokens_out(self):
         options = Evaluation(factors=(1, 2, 4), tokens=50, documents=True, protocols=("disjoint",))
@@ -329,10 +347,10 @@ class TestCompare:
     def test_scores_are_in_the_summary(self):
         keys = {score.key for score in perplexity.scores()}
         protocols = tuple(perplexity.PROTOCOLS)
-        measurements = [
-            Measurement(p, 4 * f, (1.0,), (1.0,)) for p in protocols for f in (1, 2, 4, 8)
-        ]
-        summary = dataclasses.replace(
-            result(1.0, 1.0, 1.0, 1.0), measurements=tuple(measurements)
-        ).summary()
-        assert keys - summary.keys() == {"passkey_inside", "passkey_outside"}
+        measurements = [Measurement(p, 2**n, (1.0,), (1.0,)) for p in protocols for n in range(7)]
+        found = dataclasses.replace(
+            result(1.0, 1.0, 1.0, 1.0), trained=8, measurements=tuple(measurements)
+        )
+        others = keys - found.summary().keys()
+        assert {key.partition("_")[0] for key in others} == {"passkey"}
+        assert {"perplexity_0.125x", "perplexity_overlapping_0.5x", "passkey_0.25x"} <= keys

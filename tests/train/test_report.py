@@ -1,6 +1,7 @@
 """The report: what it says, whom it declares the winner, and that nothing else is overwritten."""
 
 import dataclasses
+import json
 import re
 
 import numpy as np
@@ -69,7 +70,12 @@ class TestReport:
         runs = [make_run("tape"), make_run("rope", samples=["99+1 = 10 (wrong: it is 100)"])]
         path = write_report(folder, FixedTask(), runs)
         assert path == folder / "report.md"
-        assert sorted(p.name for p in folder.iterdir()) == ["loss.png", "own.png", "report.md"]
+        assert sorted(p.name for p in folder.iterdir()) == [
+            *("loss.png", "own.png", "report.json", "report.md")
+        ]
+        record = json.loads((folder / "report.json").read_text())
+        assert [(r["name"], r["seed"]) for r in record["runs"]] == [("tape", 0), ("rope", 0)]
+        assert record["runs"][0]["scores"] == runs[0].result.summary()
         text = path.read_text()
         for part in (
             "# A title\n\nWhat was asked.",
@@ -103,9 +109,9 @@ class TestReport:
         write_report(tmp_path, FixedTask(), [make_run(command="first")])
         path = write_report(tmp_path, FixedTask(), [make_run(command="second")])
         assert "\nsecond\n" in path.read_text()
-        assert len(list(tmp_path.iterdir())) == 3
+        assert len(list(tmp_path.iterdir())) == 4
 
-    @pytest.mark.parametrize("name", ["report.md", "own.png", "loss.png"])
+    @pytest.mark.parametrize("name", ["report.md", "report.json", "own.png", "loss.png"])
     def test_leaves_other_files_alone(self, tmp_path, name):
         (tmp_path / name).write_text("precious")
         with pytest.raises(ValueError, match=f"{name} exists and was not written by this program"):

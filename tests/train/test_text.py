@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.train import tokenizer_files
-from train import experiment
-from train.data import get_task, tokenizers
+from train import experiment, perplexity
+from train.data import get_task, passkey, tokenizers
 from train.data.text import Text
 from train.data.token_cache import is_held_out
 from train.data.tokenized import Tokenized
@@ -119,6 +119,61 @@ class TestTraining:
             for part in parts:
                 np.testing.assert_equal(next(part), next(whole))
 
+    @pytest.mark.parametrize("packing", ["concatenated", "documents"])
+    def test_passkeys_in_place_of_some_sequences(self, folder, packing):
+        options = {"sequence_length": 32, "packing": packing, "passkey_form": "short"}
+        task = text_task(folder, passkeys=0.5, **options)
+        plain = iter(text_task(folder, **options).dataset(0, 8))
+        stream = iter(task.dataset(0, 8))
+        codec, seen = task.codec, []
+        for batch, other in itertools.islice(zip(stream, plain, strict=True), 4):
+            asked = (batch["inputs"] != other["inputs"]).any(axis=1)
+            for name in batch:
+                np.testing.assert_array_equal(batch[name][~asked], other[name][~asked])
+            for targets, weights in zip(
+                batch["targets"][asked], batch["weights"][asked], strict=True
+            ):
+                answer = codec.decode(targets[weights > 0])
+                assert re.fullmatch(r"\d{3}>", answer)
+                assert f"<key={answer}" in codec.decode(targets)
+                np.testing.assert_allclose(weights.sum(), 32)
+                seen.append(int(answer[:3]))
+        assert 8 <= len(seen) <= 24
+        form, keys = task.passkeys_asked
+        assert form is passkey.SHORT
+        assert not set(seen) & set(keys)
+        assert 50 < len(keys) < 150
+
+        halves = [iter(task.dataset(0, 8, process, 2)) for process in range(2)]
+        whole = next(iter(task.dataset(0, 8)))
+        for name, *parts in zip(whole, *(next(half).values() for half in halves), strict=True):
+            np.testing.assert_array_equal(np.concatenate(parts), whole[name])
+
+        state = stream.get_state()
+        rest = list(itertools.islice(stream, 2))
+        again = iter(task.dataset(0, 8))
+        again.set_state(json.loads(json.dumps(state)))
+        for batch, other in zip(rest, again, strict=False):
+            for name in batch:
+                np.testing.assert_array_equal(batch[name], other[name])
+
+    def test_judged_by_another_text(self, folder, monkeypatch):
+        (folder / "other").mkdir()
+        (folder / "other" / "a.txt").write_text("something else")
+        monkeypatch.setattr(perplexity, "evaluate", lambda task, *_: task)
+        task = text_task(folder)
+        options = perplexity.Evaluation(source=f"{folder}/other/*.txt")
+        judged = task.evaluate(None, options)
+        assert task.decode(judged.evaluation_tokens()) == "something else<eos>"
+        assert task.evaluate(None, perplexity.Evaluation()) is task
+
+    def test_too_short_for_passkeys(self, folder):
+        with pytest.raises(ValueError, match="a length of 16 tokens is too small"):
+            text_task(folder, passkeys=0.5).dataset(0, 4)
+
+    def test_without_passkeys_all_keys_are_asked(self, folder):
+        assert text_task(folder).passkeys_asked == passkey.FORMS["long"]
+
     def test_subwords_and_lines(self, folder):
         """A corpus of records with a trained tokenizer, document starts and ends included."""
         model = str(tokenizer_files.sentencepiece_model(folder / "tokenizer.model"))
@@ -223,6 +278,8 @@ class TestErrors:
             ({"held_out": 0.0}, "held_out must be between 0 and 1; got 0.0"),
             ({"held_out": 1.0}, "held_out must be between 0 and 1; got 1.0"),
             ({"tokenizer": "absent.json"}, r"there is no tokenizer 'absent.json'"),
+            ({"passkeys": 1}, r"passkeys is a share of the sequences in \[0, 1\); got 1"),
+            ({"passkey_form": "shrt"}, "unknown passkey form 'shrt'.*did you mean 'short'"),
             ({"tokenizer_fingerprint": "0"}, r"'bytes' has the fingerprint .*, but 0 was used"),
         ],
     )

@@ -1,10 +1,13 @@
-"""Trains several position encodings with equal steps, data and seeds, and compares them.
+"""Trains several encodings, or adapts a model by several methods, alike, and compares them.
 
   python -m train.main compare --config=configs/addition_demo.py --run=runs/addition_demo \\
       --encodings=tape,rope
+  python -m train.main compare --config=configs/context_extension.py --run=runs/longer \\
+      --methods=base,tape,lora,longlora,theta,full
 
-Each encoding gets a run of its own inside the run folder. Called again, finished runs are kept and
-unfinished ones continued. The report, with heat maps and loss curves, is written beside them.
+Steps, data and seeds are equal. Each training gets a run of its own inside the run folder. Called
+again, finished runs are kept and unfinished ones continued. Beside them are written report.md, with
+pictures, and report.json.
 """
 
 from __future__ import annotations
@@ -14,7 +17,6 @@ import collections
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import re
 import shlex
@@ -23,16 +25,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-import jax
 
 from tape_jax import positions
 from tape_jax.config import choose, require
 from tape_jax.files import write_atomically
-from train import experiment, metrics, runs
+from train import adaptation, experiment, metrics, runs
 from train.commands import eval as evaluation
 from train.experiment import Experiment
 from train.loop import Signals, Stopped
@@ -43,11 +43,30 @@ SECONDS_BETWEEN_LOOKS = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
+class Choice:
+    """What is compared.
+
+    Attributes:
+      what: in words.
+      field: of the config.
+      known: its values.
+    """
+
+    what: str
+    field: str
+    known: Collection[str]
+
+
+ENCODINGS = Choice("position encoding", "model.position.kind", positions.registry)
+METHODS = Choice("adapt method", "adapt.method", adaptation.METHODS)
+
+
+@dataclasses.dataclass(frozen=True)
 class Job:
     """One training of the comparison.
 
     Attributes:
-      name: of the encoding.
+      name: of the encoding or method.
       folder: the run's.
       experiment: what is trained there.
       command: arguments of ``train`` that do it from the start.
@@ -79,7 +98,7 @@ class Job:
         record = evaluation.saved(self.folder)
         return (
             record is not None
-            and record["step"] == self.experiment.train.steps
+            and record["step"] == self.experiment.steps
             and record["options"] == evaluation.options_to_json(self.experiment.evaluation)
         )
 
@@ -88,8 +107,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
     parser.add_argument("--config", type=Path, required=True, help="the config file")
     parser.add_argument("--run", type=Path, required=True, help="the folder of the comparison")
-    parser.add_argument("--encodings", required=True, help="names with commas between them")
-    parser.add_argument("--seeds", type=int, default=1, help="trainings of each encoding (1)")
+    compared = parser.add_mutually_exclusive_group(required=True)
+    compared.add_argument("--encodings", metavar="NAME,...", help="of positions")
+    compared.add_argument("--methods", metavar="NAME,...", help="of adaptation")
+    parser.add_argument("--seeds", type=int, default=1, help="trainings of each (1)")
     parser.add_argument("--jobs", type=int, default=2, help="trainings side by side (2)")
     parser.set_defaults(overrides=())
 
@@ -97,7 +118,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Compares."""
     require(args.jobs >= 1, f"compare: --jobs must be at least 1; got {args.jobs}")
-    jobs = plan(args.config, args.run, args.encodings.split(","), args.seeds, args.overrides)
+    choice, names = (ENCODINGS, args.encodings) if args.encodings else (METHODS, args.methods)
+    jobs = plan(args.config, args.run, choice, names.split(","), args.seeds, args.overrides)
     claim(args.run, jobs)
     train_all([job for job in jobs if not job.finished], args.jobs)
     task = jobs[0].experiment.task
@@ -132,32 +154,35 @@ def _python() -> str:
 
 
 def plan(
-    config: Path, folder: Path, encodings: Sequence[str], seeds: int, overrides: Sequence[str]
+    config: Path,
+    folder: Path,
+    choice: Choice,
+    names: Sequence[str],
+    seeds: int,
+    overrides: Sequence[str],
 ) -> list[Job]:
     """The trainings of a comparison, checked before anything is written.
 
     Raises:
-      ValueError: for an encoding that is unknown or given twice, a config that does not fit, or a
-        run that exists and is of another experiment.
+      ValueError: for a name that is unknown or given twice, a config that does not fit, or a run
+        that exists and is of another experiment.
     """
     require(seeds >= 1, f"compare: --seeds must be at least 1; got {seeds}")
-    for name in encodings:
-        choose("position encoding", name, positions.registry)
-    require(
-        len(set(encodings)) == len(encodings), f"compare: an encoding is given twice: {encodings}"
-    )
+    for name in names:
+        choose(choice.what, name, choice.known)
+    require(len(set(names)) == len(names), f"compare: {choice.what} given twice: {names}")
     first_seed = experiment.from_file(config, overrides, report=lambda _: None).seed
     jobs = []
-    for kind in encodings:
+    for name in names:
         for seed in range(first_seed, first_seed + seeds):
             own = (
                 *overrides,
-                f"--config.model.position.kind={kind}",
+                f"--config.{choice.field}={name}",
                 *([f"--config.seed={seed}"] if seed != first_seed else []),
             )
             job = Job(
-                name=kind,
-                folder=folder / (kind if seed == first_seed else f"{kind}-seed{seed}"),
+                name=name,
+                folder=folder / (name if seed == first_seed else f"{name}-seed{seed}"),
                 experiment=experiment.from_file(config, own),
                 command=(f"--config={config}", *own),
             )
@@ -278,14 +303,12 @@ def _progress(jobs: Sequence[Job]) -> Iterator[Callable[[Job], None]]:
     bars = {}
     for row, job in enumerate(jobs):
         start = lines_of(job)[-1]["step"] if lines_of(job) else 0
-        bars[job] = metrics.Progress(
-            job.experiment.train.steps, start=start, label=job.label, row=row
-        )
+        bars[job] = metrics.Progress(job.experiment.steps, start=start, label=job.label, row=row)
 
     def show(job: Job) -> None:
         if lines := lines_of(job):
             step = lines[-1]["step"]
-            done = step == job.experiment.train.steps
+            done = step == job.experiment.steps
             bars[job].update(step, "evaluating" if done else metrics.describe(lines[-1]))
 
     try:
@@ -301,8 +324,7 @@ def record(job: Job, *, ask: bool) -> RunRecord:
     assert evaluated is not None
     lines = metrics.read(job.folder / "metrics.jsonl")
     speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
-    variables = runs.abstract_variables(job.experiment)
-    parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(variables))
+    parameters, trained = runs.count_parameters(job.experiment)
     train = job.experiment.train
     return RunRecord(
         name=job.name,
@@ -315,10 +337,13 @@ def record(job: Job, *, ask: bool) -> RunRecord:
         ),
         facts={
             "parameters": f"{parameters:,}",
-            "steps": f"{train.steps:,}",
+            "of these trained": f"{trained:,} ({trained / parameters:.2%})",
+            "steps": f"{job.experiment.steps:,}",
             "batch": f"{train.batch_size:,}",
-            "last loss": f"{lines[-1]['loss']:.5f}",
-            "tokens per second, median": f"{sorted(speeds)[len(speeds) // 2]:,.0f}",
+            "last loss": f"{lines[-1]['loss']:.5f}" if lines else "-",
+            "tokens per second, median": (
+                f"{sorted(speeds)[len(speeds) // 2]:,.0f}" if speeds else "-"
+            ),
         },
         samples=job.samples() if ask else (),
     )

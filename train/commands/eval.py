@@ -72,7 +72,7 @@ def evaluate(folder: Path, options: Any) -> Result:
     write_atomically(folder / "evaluation.txt", f"step {trained.step}\n\n{result.table()}\n")
     for name, content in files.items():
         write_atomically(folder / name, content)
-    figures = task.compare({trained.experiment.model.position.kind: [result]}).figures
+    figures = task.compare({trained.experiment.label: [result]}).figures
     for name, figure in figures.items():
         plots.save(figure, folder / f"evaluation_{name}")
     return result

@@ -24,7 +24,6 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-import grain
 import numpy as np
 
 from tape_jax.config import require
@@ -75,6 +74,11 @@ SHORT = Form(
     announcement="", filler=FILLER, statement=" <key={key}> ", question=" <key=", answer="{key}>"
 )
 LONG_KEYS = range(1, 50_001)
+# Forms by name, with the keys that they hide.
+FORMS = {"long": (LONG, LONG_KEYS), "short": (SHORT, range(100, 1000))}
+
+
+FRACTIONS = (8, 4, 2, 1, 0.5, 0.25, 0.125)
 
 
 class Pieces(NamedTuple):
@@ -191,6 +195,55 @@ def questions(
     return asked
 
 
+@functools.cache
+def split_keys(keys: range) -> tuple[np.ndarray, np.ndarray]:
+    """Keys to train on, and keys held out: one in ten, by a hash; int [K] each, ascending."""
+    out = np.array([zlib.crc32(str(key).encode()) % HELD_OUT_ONE_IN == 0 for key in keys])
+    return np.array(keys)[~out], np.array(keys)[out]
+
+
+def training_batch(
+    codec: tokenizers.Tokenizer,
+    form: Form,
+    keys: np.ndarray,
+    length: int,
+    size: int,
+    rng: np.random.Generator,
+) -> synthetic.Batch:
+    """Questions to learn from: the key at any place, the filler cut out anywhere.
+
+    Returns:
+      ``inputs`` and ``targets``, int32 [size, length], and ``weights``, float32 [size, length]: 1
+      where the target belongs to the answer, else 0.
+
+    Raises:
+      ValueError: a length that is too small.
+    """
+    period, filler = _filler(codec, form.filler, length)
+    chosen = rng.choice(keys, size)
+    starts, places = rng.integers(period, size=size), rng.random(size)
+    parts = [pieces(codec, form, str(key)) for key in chosen]
+    rows = [
+        compose(part, filler[start:], length, place)
+        for part, start, place in zip(parts, starts, places, strict=True)
+    ]
+    tokens = np.stack(rows)
+    answers = np.array([len(part.answer) for part in parts])
+    counts = np.arange(length) >= length - answers[:, None]
+    return {
+        "inputs": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "weights": counts.astype(np.float32),
+    }
+
+
+@functools.lru_cache(maxsize=8)
+def _filler(codec: tokenizers.Tokenizer, text: str, length: int) -> tuple[int, np.ndarray]:
+    """Tokens of one repetition of ``text``, and tokens from any of which ``length`` follow."""
+    period = len(codec.encode(text))
+    return period, filler_tokens(codec, text, period + length)
+
+
 def require_options(lengths: Sequence[int], depths: int, trials: int, seed: int) -> None:
     """Raises ValueError unless :func:`questions` can be asked so."""
     synthetic.require_positive("passkey", depths=depths, trials=trials)
@@ -269,12 +322,18 @@ def _moved(progress: Progress, before: int, total: int) -> Progress:
 SCORES = (
     Score("passkey_outside", "passkeys beyond the trained length, %", True, 100),
     Score("passkey_inside", "passkeys up to the trained length, %", True, 100),
+    *(Score(f"passkey_{f:g}x", f"passkeys at {f:g}x, %", True, 100) for f in FRACTIONS),
 )
 
 
 def summary(grid: Grid) -> dict[str, float]:
-    """The averages inside and beyond the trained range, under the names of :data:`SCORES`."""
-    return {name.replace("exact_match", "passkey"): value for name, value in grid.summary().items()}
+    """Averages inside and beyond the trained range and at each length, as in :data:`SCORES`."""
+    averages = {name.replace("exact_match", "passkey"): x for name, x in grid.summary().items()}
+    for length in grid.columns:
+        found = grid.proportion(grid.lengths == length)
+        if found.count:
+            averages[f"passkey_{length / grid.trained:g}x"] = found.value
+    return averages
 
 
 def section(grids: Mapping[str, Grid]) -> str:
@@ -309,7 +368,7 @@ class PasskeyEvaluation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Passkey:
+class Passkey(synthetic.Stream):
     """Passkey retrieval learned from nothing, in bytes (:data:`SHORT`).
 
     Every training example is a question of one length, its key at a uniformly random place and its
@@ -322,6 +381,7 @@ class Passkey:
     """
 
     Evaluation: ClassVar[type] = PasskeyEvaluation
+    kind: ClassVar[str] = "passkey"
 
     sequence_length: int = 128
     digits: int = 3
@@ -329,7 +389,8 @@ class Passkey:
     def __post_init__(self):
         synthetic.require_positive("passkey", sequence_length=self.sequence_length)
         require(2 <= self.digits <= 6, f"passkey: digits must be in 2..6; got {self.digits}")
-        compose(self._pieces(10**self.digits - 1), _filler(), self.sequence_length, 0)
+        parts = pieces(self.codec, SHORT, str(_keys(self.digits)[-1]))
+        compose(parts, filler_tokens(self.codec, FILLER, 1), self.sequence_length, 0)
 
     @property
     def codec(self) -> tokenizers.Tokenizer:
@@ -348,10 +409,7 @@ class Passkey:
 
     def keys(self, *, held_out: bool) -> np.ndarray:
         """The keys that are held out of training, or those that are not: int [K], ascending."""
-        return _keys(self.digits)[held_out]
-
-    def _pieces(self, key: int) -> Pieces:
-        return pieces(self.codec, SHORT, str(key))
+        return split_keys(_keys(self.digits))[held_out]
 
     def batch(self, seed: int, index: int, size: int) -> synthetic.Batch:
         """Batch ``index`` of the stream of ``seed``: a pure function of its arguments.
@@ -361,29 +419,8 @@ class Passkey:
           the target belongs to the answer, else 0.
         """
         rng = synthetic.generator(seed, _TRAINING, index)
-        keys = rng.choice(self.keys(held_out=False), size)
-        starts, places = rng.integers(len(FILLER), size=size), rng.random(size)
-        filler = _filler(self.sequence_length)
-        parts = [self._pieces(key) for key in keys]
-        rows = [
-            compose(part, filler[start:], self.sequence_length, place)
-            for part, start, place in zip(parts, starts, places, strict=True)
-        ]
-        tokens = np.stack(rows)
-        answers = np.array([len(part.answer) for part in parts])
-        counts = np.arange(self.sequence_length) >= self.sequence_length - answers[:, None]
-        return {
-            "inputs": tokens[:, :-1],
-            "targets": tokens[:, 1:],
-            "weights": counts.astype(np.float32),
-        }
-
-    def dataset(
-        self, seed: int, batch_size: int, process_index: int = 0, process_count: int = 1
-    ) -> grain.IterDataset:
-        """The endless stream of training batches: :func:`train.data.synthetic.dataset`."""
-        share = process_index, process_count
-        return synthetic.dataset("passkey", self.batch, seed, batch_size, *share)
+        keys = self.keys(held_out=False)
+        return training_batch(self.codec, SHORT, keys, self.sequence_length, size, rng)
 
     @property
     def scores(self) -> tuple[Score, ...]:
@@ -454,15 +491,5 @@ class Passkey:
         return lines
 
 
-@functools.cache
-def _keys(digits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Keys to train on, and keys held out."""
-    keys = np.arange(10 ** (digits - 1), 10**digits)
-    out = np.array([zlib.crc32(str(key).encode()) % HELD_OUT_ONE_IN == 0 for key in keys])
-    return keys[~out], keys[out]
-
-
-@functools.cache
-def _filler(length: int = 0) -> np.ndarray:
-    """Bytes of filler, from any of which on ``length`` follow."""
-    return filler_tokens(tokenizers.load("bytes"), FILLER, len(FILLER) + length)
+def _keys(digits: int) -> range:
+    return range(10 ** (digits - 1), 10**digits)

@@ -12,6 +12,7 @@ models share the same held-out documents; alternatively they come from a source 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,8 +21,8 @@ import numpy as np
 
 from tape_jax.config import choose, require
 from train import perplexity
-from train.data import Comparison, Progress, Result, Score, synthetic, token_cache
-from train.data.packing import PACKINGS, Packed, endless_batches
+from train.data import Comparison, Progress, Result, Score, passkey, synthetic, token_cache
+from train.data.packing import PACKINGS, Batch, Packed, endless_batches
 from train.data.sources import get_source
 from train.data.token_cache import Corpus, TokenStream
 from train.data.tokenized import Tokenized
@@ -49,6 +50,11 @@ class Text(Tokenized):
       packing: ``concatenated`` or ``documents`` (see :mod:`train.data.packing`).
       held_out: share of the documents that is kept out of training, if ``held_out_source`` is None.
       held_out_source: another source, all of which is held out.
+      passkeys: share of the training sequences that are questions of passkey retrieval in place of
+        text, in [0, 1). Their answers only are learned, and one answer weighs as much as a sequence
+        of text; one key in ten is held out of training, and only those are asked for.
+      passkey_form: how passkeys are worded, in training and evaluation: ``long``, as published, or
+        ``short``, for bytes (see :mod:`train.data.passkey`).
       shuffle: visit the training sequences in pseudo-random order rather than in that of the text.
       cache: folder for the tokens; None: ``tape-jax`` in the user's cache folder.
     """
@@ -61,6 +67,8 @@ class Text(Tokenized):
     packing: str = "concatenated"
     held_out: float = 0.05
     held_out_source: str | None = None
+    passkeys: float = 0.0
+    passkey_form: str = "long"
     shuffle: bool = True
     cache: str | None = None
 
@@ -71,6 +79,11 @@ class Text(Tokenized):
             0 < self.held_out < 1,
             f"text: held_out must be between 0 and 1; got {self.held_out}",
         )
+        require(
+            0 <= self.passkeys < 1,
+            f"text: passkeys is a share of the sequences in [0, 1); got {self.passkeys}",
+        )
+        choose("passkey form", self.passkey_form, passkey.FORMS)
         super().__post_init__()
 
     @property
@@ -124,10 +137,53 @@ class Text(Tokenized):
         """The endless stream of training batches: :func:`train.data.packing.endless_batches`.
 
         Raises:
-          ValueError: an argument out of range, or a source that cannot be read.
+          ValueError: an argument out of range, a source that cannot be read, or sequences too short
+            for passkeys.
         """
         share = process_index, process_count
-        return endless_batches(self.packed, self.shuffle, seed, batch_size, *share)
+        batches = endless_batches(self.packed, self.shuffle, seed, batch_size, *share)
+        if not self.passkeys:
+            return batches
+        self._questions(1, np.random.default_rng(0))  # It says so if the sequences are too short.
+        first = process_index * batch_size // process_count
+        mixed = functools.partial(self._with_passkeys, size=batch_size, first=first)
+        own = np.random.SeedSequence([seed, 0]).generate_state(1)[0]
+        return batches.random_map(mixed, seed=int(own))
+
+    def _questions(self, count: int, rng: np.random.Generator) -> Batch:
+        form, keys = passkey.FORMS[self.passkey_form]
+        trained, _ = passkey.split_keys(keys)
+        length = self.sequence_length
+        own = passkey.training_batch(self.codec, form, trained, length, count, rng)
+        own["weights"] *= length / own["weights"].sum(axis=1, keepdims=True)
+        if self.packing == "documents":
+            own["segment_ids"] = np.ones_like(own["inputs"])
+            own["positions"] = np.cumsum(own["segment_ids"], axis=1, dtype=np.int32) - 1
+        return own
+
+    def _with_passkeys(
+        self, batch: Batch, rng: np.random.Generator, *, size: int, first: int
+    ) -> Batch:
+        """Rows of a batch of ``size``, from ``first`` on, with questions in place of some.
+
+        All processes draw for all rows, so that their number does not matter.
+        """
+        asked = rng.random(size) < self.passkeys
+        if not asked.any():
+            return batch
+        number = np.cumsum(asked) - 1
+        questions = self._questions(int(asked.sum()), rng)
+        rows = slice(first, first + len(batch["inputs"]))
+        return {
+            name: np.where(asked[rows, None], questions[name][number[rows]], values)
+            for name, values in batch.items()
+        }
+
+    @property
+    def passkeys_asked(self) -> tuple[passkey.Form, Sequence[int]]:
+        """How the evaluation words passkeys, and which keys it hides."""
+        form, keys = passkey.FORMS[self.passkey_form]
+        return form, passkey.split_keys(keys)[1].tolist() if self.passkeys else keys
 
     def packed(self) -> Packed:
         """All training sequences, in order."""
@@ -165,7 +221,10 @@ class Text(Tokenized):
 
     def evaluate(self, trained: Trained, options: Any, progress: Progress | None = None) -> Result:
         """Perplexity of held-out text by length: :func:`train.perplexity.evaluate`."""
-        return perplexity.evaluate(self, trained, options, progress)
+        task = self
+        if options.source is not None:
+            task = dataclasses.replace(self, held_out_source=options.source)
+        return perplexity.evaluate(task, trained, options, progress)
 
     def read_result(self, record: Any) -> Result:
         """The result that ``to_json`` described."""

@@ -1,0 +1,34 @@
+"""Writes the newest checkpoint of a run as a Hugging Face Llama folder.
+
+python -m train.main export --run=runs/lora --out=llama-2-7b-longer/
+
+Low-rank terms are added to their kernels. What Llama has no place for, TAPE for one, is an error:
+for that there is adapter.safetensors in the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from tape_jax.adapt import merge_lora
+from tape_jax.pretrained import save_pretrained
+from train import runs
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options."""
+    parser.add_argument("--run", type=Path, required=True, help="the run folder")
+    parser.add_argument("--out", type=Path, required=True, help="the folder, new or empty")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Exports."""
+    trained = runs.restore_model(args.run)
+    model, variables = trained.model, trained.variables
+    if model.config.lora:
+        model, variables = merge_lora(model, variables)
+    section = trained.experiment.adapt
+    like = section.base if section and (Path(section.base) / "config.json").is_file() else None
+    save_pretrained(args.out, model, variables, like=like)
+    print(f"written: {args.out}")
