@@ -7,8 +7,10 @@ dimension.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import flax
@@ -21,8 +23,21 @@ from tape_jax import algebra
 from tape_jax.attention import attention
 from tape_jax.config import ModelConfig, require
 from tape_jax.positions.protocol import Encoding, Param, State
+from tape_jax.sharding import Axes, Sharding, constrain
 
 Array = jax.Array
+
+# Logical axes of the kernel of each projection, by its name.
+KERNEL_AXES: dict[str | None, Axes] = {
+    "q": ("embed", "heads"),
+    "k": ("embed", "kv_heads"),
+    "v": ("embed", "kv_heads"),
+    "out": ("heads", "embed"),
+    "gate": ("embed", "mlp"),
+    "up": ("embed", "mlp"),
+    "down": ("mlp", "embed"),
+    "head": ("embed", "vocab"),
+}
 
 
 @flax.struct.dataclass
@@ -69,7 +84,8 @@ class RMSNorm(nn.Module):
     @nn.compact
     def __call__(self, x: Array) -> Array:
         c = self.config
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), c.param_dtype)
+        spec = Param((x.shape[-1],), nn.initializers.ones, (None,))
+        scale = create(self, "scale", spec, c.param_dtype)
         wide = x.astype(algebra.at_least_float32(x.dtype))
         inverse = jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + c.norm_eps)
         return (wide * inverse * scale.astype(wide.dtype)).astype(c.dtype)
@@ -79,12 +95,16 @@ class Linear(nn.Module):
     """``x @ kernel`` over the last axis, without bias; with a low-rank term where the config asks.
 
     Batch and time are flattened first: a weight gradient contracted over one axis is several times
-    faster on a CPU than one contracted over two.
+    faster on a CPU than one contracted over two. On a mesh they are not, since they may be split
+    over different axes of it.
+
+    A kernel that ``fsdp`` splits is gathered here, and again in the backward pass.
     """
 
     config: ModelConfig
     features: int
     residual: bool = False
+    sharding: Sharding | None = None
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
@@ -93,24 +113,32 @@ class Linear(nn.Module):
         std = fan_in**-0.5 if c.init_scale is None else c.init_scale
         if self.residual:
             std /= (2 * c.num_layers) ** 0.5
-        kernel = self.param(
-            "kernel", nn.initializers.normal(std), (fan_in, self.features), c.param_dtype
-        )
-        flat = x.reshape(-1, fan_in).astype(c.dtype)
-        out = flat @ kernel.astype(c.dtype)
+        axes = KERNEL_AXES.get(self.name, (None, None))
+        spec = Param((fan_in, self.features), nn.initializers.normal(std), axes)
+        kernel = create(self, "kernel", spec, c.param_dtype).astype(c.dtype)
+        flat = (x if self.sharding else x.reshape(-1, fan_in)).astype(c.dtype)
+        if self.sharding is None or self.sharding.shards("embed") == 1:
+            out = flat @ kernel
+        else:
+            out = gathered_product(self.sharding, axes, flat, kernel)
         if c.lora is not None and self.name in c.lora.targets:
-            specs = lora_params(fan_in, self.features, c.lora.rank)
-            factors = declare(self, "lora", specs, c.param_dtype)
+            specs = lora_params(fan_in, self.features, c.lora.rank, axes)
+            factors = declare(self, "lora", specs, c.param_dtype, self.sharding)
             low = flat @ factors["a"].astype(c.dtype)
             out = out + (low * c.lora.scale) @ factors["b"].astype(c.dtype)
         return out.reshape(*x.shape[:-1], self.features)
 
 
-def lora_params(fan_in: int, features: int, rank: int) -> dict[str, Param]:
-    """Low-rank factors of a kernel (Hu et al. 2021, section 4.1): ``A`` normal, ``B`` zero."""
+def lora_params(
+    fan_in: int, features: int, rank: int, axes: Axes = (None, None)
+) -> dict[str, Param]:
+    """Low-rank factors of a kernel (Hu et al. 2021, section 4.1): ``A`` normal, ``B`` zero.
+
+    ``axes`` are the logical axes of the kernel.
+    """
     return {
-        "a": Param((fan_in, rank), nn.initializers.normal(fan_in**-0.5), (None, None)),
-        "b": Param((rank, features), nn.initializers.zeros, (None, None)),
+        "a": Param((fan_in, rank), nn.initializers.normal(fan_in**-0.5), (axes[0], None)),
+        "b": Param((rank, features), nn.initializers.zeros, (None, axes[1])),
     }
 
 
@@ -118,13 +146,16 @@ class MLP(nn.Module):
     """Gated MLP (Shazeer 2020): ``down(silu(gate(x)) * up(x))``."""
 
     config: ModelConfig
+    sharding: Sharding | None = None
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         c = self.config
-        gate = Linear(c, c.mlp_size, name="gate")(x)
-        up = Linear(c, c.mlp_size, name="up")(x)
-        return Linear(c, c.hidden_size, residual=True, name="down")(nn.silu(gate) * up)
+        linear = functools.partial(Linear, c, sharding=self.sharding)
+        gate = linear(c.mlp_size, name="gate")(x)
+        up = linear(c.mlp_size, name="up")(x)
+        wide = constrain(self.sharding, nn.silu(gate) * up, "batch", "sequence", "mlp")
+        return linear(c.hidden_size, residual=True, name="down")(wide)
 
 
 class Attention(nn.Module):
@@ -137,11 +168,14 @@ class Attention(nn.Module):
 
     Attributes:
       attend_state: whether the attended state ``a = A e`` is wanted.
+      sharding: a mesh and rules, or None. Where it splits sequences, tokens come in the order of
+        :func:`tape_jax.attention.zigzag.to_zigzag`.
     """
 
     config: ModelConfig
     encoding: Encoding
     attend_state: bool
+    sharding: Sharding | None = None
 
     @nn.compact
     def __call__(
@@ -153,9 +187,12 @@ class Attention(nn.Module):
         cache: LayerCache | None,
     ) -> tuple[Array, Array | None, LayerCache | None]:
         c = self.config
+        linear = functools.partial(Linear, c, sharding=self.sharding)
 
         def heads(name: str, n: int) -> Array:
-            return Linear(c, n * c.dim, name=name)(x).reshape(*x.shape[:-1], n, c.dim)
+            split = linear(n * c.dim, name=name)(x).reshape(*x.shape[:-1], n, c.dim)
+            axis = "heads" if name == "q" else "kv_heads"
+            return constrain(self.sharding, split, "batch", "sequence", axis)
 
         q, k, v = heads("q", c.num_heads), heads("k", c.kv_heads), heads("v", c.kv_heads)
         query_state, e = self.encoding.rotation(state)
@@ -172,7 +209,8 @@ class Attention(nn.Module):
             k, v, e = seen.k, seen.v, seen.e
         options |= {
             "query_state": query_state,
-            "query_offset": context.index,
+            # Inside of nn.remat the index is no longer known to be 0.
+            "query_offset": 0 if cache is None else context.index,
             "causal": context.causal,
             "segment_ids": context.segment_ids,
             "mask": context.mask,
@@ -188,9 +226,26 @@ class Attention(nn.Module):
                 "need full attention, shifted_groups=None",
             )
             attend = functools.partial(shifted_group_attention, groups=c.shifted_groups)
+        implementation, split = c.attention, {}
+        if splits_sequence(self.sharding):
+            require(
+                cache is None and not wants_maps and c.shifted_groups is None,
+                "a mesh that splits sequences takes full passes: no cache, no attention maps, no "
+                "shifted_groups",
+            )
+            require(
+                implementation in (None, "ring"),
+                f"a mesh that splits sequences needs attention=None or 'ring'; got "
+                f"{implementation!r}",
+            )
+            implementation = "ring"
+            split = {"sharding": self.sharding, "options": {"order": "zigzag"}}
         out, attended = attend(
-            q, k, v, e, attend_state=self.attend_state, implementation=c.attention, **options
-        )
+            q, k, v, e, attend_state=self.attend_state, implementation=implementation,
+            **options, **split,
+        )  # fmt: skip
+        if attended is not None:
+            attended = constrain(self.sharding, attended, "batch", "sequence", "heads")
         if wants_maps:
             # Attention over one-hot values is the attention map itself.
             one_hot = jnp.broadcast_to(
@@ -198,8 +253,9 @@ class Attention(nn.Module):
             )
             options |= {"attend_state": False, "implementation": "reference"}
             self.sow("maps", "probabilities", attention(q, k, one_hot, e, **options)[0])
+        out = constrain(self.sharding, out, "batch", "sequence", "heads")
         out = out.reshape(*x.shape[:-1], c.num_heads * c.dim)
-        return Linear(c, c.hidden_size, residual=True, name="out")(out), attended, cache
+        return linear(c.hidden_size, residual=True, name="out")(out), attended, cache
 
     def _bias(self, params: dict[str, Array], positions: Array) -> Callable | None:
         if not self.encoding.biases:
@@ -331,12 +387,14 @@ class Block(nn.Module):
     Attributes:
       updates: whether this layer updates the state; if not, it hands it on unchanged.
       record: whether the hidden and position states that enter are returned.
+      sharding: a mesh and rules, or None.
     """
 
     config: ModelConfig
     encoding: Encoding
     updates: bool
     record: bool = False
+    sharding: Sharding | None = None
 
     @nn.compact
     def __call__(
@@ -351,27 +409,102 @@ class Block(nn.Module):
         if not self.updates:
             state = fixed_state
         entered = (h, state) if self.record else None
-        params = declare(
-            self, "position", encoding.layer_params(c, updates=self.updates), c.param_dtype
-        )
+        specs = encoding.layer_params(c, updates=self.updates)
+        params = declare(self, "position", specs, c.param_dtype, self.sharding)
+        attends_state = self.updates and encoding.attends_state
         out, attended, cache = Attention(
-            c, encoding, attend_state=self.updates and encoding.attends_state, name="attention"
+            c, encoding, attend_state=attends_state, sharding=self.sharding, name="attention"
         )(RMSNorm(c, name="attention_norm")(h), state, params, context, cache)
-        h = h + out
-        m = MLP(c, name="mlp")(RMSNorm(c, name="mlp_norm")(h))
+        h = self._residual(h + out)
+        m = self._residual(MLP(c, self.sharding, name="mlp")(RMSNorm(c, name="mlp_norm")(h)))
         if self.updates:
-            state = encoding.update(params, state, attended, m)
+            options = {} if self.sharding is None else {"sharding": self.sharding}
+            state = encoding.update(params, state, attended, m, **options)
+            state = constrain_state(self.sharding, state)
         return (h + m, state if self.updates else None), (cache, entered)
+
+    def _residual(self, h: Array) -> Array:
+        return constrain(self.sharding, h, "batch", "sequence", "hidden")
 
 
 def declare(
-    module: nn.Module, prefix: str, params: dict[str, Param], dtype: Any
+    module: nn.Module,
+    prefix: str,
+    params: dict[str, Param],
+    dtype: Any,
+    sharding: Sharding | None = None,
 ) -> dict[str, Array]:
-    """Creates in ``module`` the parameters that an encoding asks for, each ``prefix_name``."""
+    """Creates in ``module`` the parameters that an encoding asks for, each ``prefix_name``.
+
+    They are returned as they are used: what ``fsdp`` splits is gathered.
+    """
     return {
-        name: module.param(f"{prefix}_{name}", spec.init, spec.shape, jnp.dtype(dtype))
+        name: gathered(sharding, create(module, f"{prefix}_{name}", spec, dtype), spec.axes)
         for name, spec in params.items()
     }
+
+
+def create(module: nn.Module, name: str, spec: Param, dtype: Any) -> Array:
+    """Creates a parameter in ``module``; :func:`declared_axes` notes its logical axes."""
+    if (record := _declared.get()) is not None:
+        record["/".join((*module.path, name))] = spec.axes
+    return module.param(name, spec.init, spec.shape, jnp.dtype(dtype))
+
+
+@contextlib.contextmanager
+def declared_axes() -> Iterator[dict[str, Axes]]:
+    """Collects by path the logical axes of all parameters created, or traced, inside."""
+    record: dict[str, Axes] = {}
+    token = _declared.set(record)
+    try:
+        yield record
+    finally:
+        _declared.reset(token)
+
+
+_declared: contextvars.ContextVar[dict[str, Axes] | None] = contextvars.ContextVar(
+    "declared", default=None
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def gathered_product(sharding: Sharding, axes: Axes, x: Array, kernel: Array) -> Array:
+    """``x @ kernel``, of which only the split kernel is kept for the backward pass.
+
+    Left to itself, a scan over layers would keep the gathered kernels of all of them.
+    """
+    return x @ gathered(sharding, kernel, axes)
+
+
+def _gathered_product(sharding: Sharding, axes: Axes, x: Array, kernel: Array) -> tuple[Array, Any]:
+    return gathered_product(sharding, axes, x, kernel), (x, kernel)
+
+
+def _gathered_product_gradient(sharding: Sharding, axes: Axes, saved: Any, d_out: Array) -> Any:
+    # Without the barrier the first gathering would be shared, and its result kept.
+    (x, kernel), d_out = jax.lax.optimization_barrier((saved, d_out))
+    _, pull = jax.vjp(jnp.matmul, x, gathered(sharding, kernel, axes))
+    d_x, d_kernel = pull(d_out)
+    return d_x, constrain(sharding, d_kernel, *axes)
+
+
+gathered_product.defvjp(_gathered_product, _gathered_product_gradient)
+
+
+def gathered(sharding: Sharding | None, x: Array, axes: Axes) -> Array:
+    """A parameter whole along the width of the residual stream, as products need it."""
+    return constrain(sharding, x, *(None if axis == "embed" else axis for axis in axes))
+
+
+def constrain_state(sharding: Sharding | None, state: State) -> State:
+    """Position states ``[B, T, H_kv, ...]`` kept where the rules put them."""
+    keep = functools.partial(constrain, sharding)
+    return jax.tree.map(lambda x: keep(x, "batch", "sequence", "kv_heads"), state)
+
+
+def splits_sequence(sharding: Sharding | None) -> bool:
+    """Whether the mesh splits sequences."""
+    return sharding is not None and sharding.shards("sequence") > 1
 
 
 def remat_policy(name: str) -> Callable | None:

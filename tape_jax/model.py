@@ -10,11 +10,13 @@ import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
 
 from tape_jax import algebra
 from tape_jax import positions as position_encodings
 from tape_jax.attention import BACKENDS, AttentionPlan, recorded_plans
-from tape_jax.config import ModelConfig, choose
+from tape_jax.attention.zigzag import from_zigzag, to_zigzag
+from tape_jax.config import ModelConfig, choose, require
 from tape_jax.layers import (
     Attention,
     Block,
@@ -22,15 +24,23 @@ from tape_jax.layers import (
     LayerCache,
     Linear,
     RMSNorm,
+    constrain_state,
+    create,
     declare,
+    declared_axes,
     default_positions,
+    gathered,
     remat_policy,
     runs,
+    splits_sequence,
     write_cache,
 )
-from tape_jax.positions.protocol import Encoding, State
+from tape_jax.positions.protocol import Encoding, Param, State
+from tape_jax.sharding import Parameter, Sharding, constrain
 
 Array = jax.Array
+
+EMBEDDING_AXES = ("vocab", "embed")
 
 
 @flax.struct.dataclass
@@ -92,9 +102,12 @@ class Transformer(nn.Module):
 
     Attributes:
       config: the description of the model.
+      sharding: a mesh, and rules that say how parameters and activations are split over it; None:
+        nothing is said about where arrays live. Parameters do not depend on it.
     """
 
     config: ModelConfig
+    sharding: Sharding | None = None
 
     def __post_init__(self) -> None:
         choose("attention implementation", self.config.attention, (None, *BACKENDS))
@@ -123,6 +136,27 @@ class Transformer(nn.Module):
         """Type of the position states."""
         c = self.config
         return jnp.dtype(c.state_dtype or algebra.at_least_float32(c.dtype))
+
+    @nn.nowrap
+    def parameters(self) -> dict[str, Parameter]:
+        """Shape, type and logical axes of every parameter by its path; nothing is computed.
+
+        A path is ``layers_0/attention/q/kernel``; stacked layers have a first axis ``layers``.
+        """
+        axes = self.encoding.coordinate_axes
+        tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+        places = None if axes == 1 else jax.ShapeDtypeStruct((1, 1, axes), jnp.int32)
+        key = jax.eval_shape(jax.random.key, 0)
+
+        def shapes(key: Array, tokens: Array, places: Array | None) -> Any:
+            return Transformer(self.config).init(key, tokens, positions=places)["params"]
+
+        with declared_axes() as declared:
+            flat = flatten_dict(jax.eval_shape(shapes, key, tokens, places), sep="/")
+        return {
+            path: Parameter(x, (*["layers"] * (x.ndim - len(declared[path])), *declared[path]))
+            for path, x in flat.items()
+        }
 
     @nn.nowrap
     def attention_plan(
@@ -202,16 +236,27 @@ class Transformer(nn.Module):
           ValueError: if shapes, types or lengths do not fit; the message gives both sides.
         """
         c, encoding = self.config, self.encoding
+        sharding = None if self.is_initializing() else self.sharding
         encoding.check(c)
         choose("output", output, ("logits", "hidden"))
         self._check(tokens, positions, segment_ids, cache)
+        if sharding is not None:
+            _check_sharded(sharding, c, tokens, initial_state, cache)
+        ring = sharding if splits_sequence(sharding) else None
         time = tokens.shape[-1]
         key = self.make_rng("positions") if self.has_rng("positions") else None
         if cache is None:
             if positions is None:
                 positions = default_positions(time)
-            context = Context(positions, segment_ids, mask, 0, causal)
             places = encoding.coordinates(tokens, positions, segment_ids)
+            time_axis = positions.ndim - 1 - (encoding.coordinate_axes > 1)
+            if ring is not None:
+                positions = to_zigzag(ring, positions, time_axis)
+                tokens = to_zigzag(ring, tokens, 1)
+                places = to_zigzag(ring, places, places.ndim - 1)
+                if segment_ids is not None:
+                    segment_ids = to_zigzag(ring, segment_ids, segment_ids.ndim - 1)
+            context = Context(positions, segment_ids, mask, 0, causal)
         else:
             cache = _append(cache, tokens, positions, segment_ids)
             key, length, start = cache.key, length or cache.capacity, cache.index - time
@@ -224,35 +269,43 @@ class Transformer(nn.Module):
             places = recent(encoding.coordinates(cache.tokens, cache.positions, cache.segment_ids))
             positions = recent(cache.positions)
 
-        table = self.param(
-            "embedding",
-            nn.initializers.normal(c.embedding_std),
-            (c.vocab_size, c.hidden_size),
-            jnp.dtype(c.param_dtype),
+        spec = Param(
+            (c.vocab_size, c.hidden_size), nn.initializers.normal(c.embedding_std), EMBEDDING_AXES
         )
+        table = create(self, "embedding", spec, c.param_dtype)
+        table = gathered(sharding, table, EMBEDDING_AXES)
         h = table[tokens].astype(c.dtype)
+        specs = encoding.input_params(c)
         added = encoding.embed(
-            declare(self, "position", encoding.input_params(c), c.param_dtype), places, c, key
+            declare(self, "position", specs, c.param_dtype, sharding), places, c, key
         )
         if added is not None:
             h = h + added.astype(c.dtype)
+        h = constrain(sharding, h, "batch", "sequence", "hidden")
         state = initial_state
         if state is None:
             state = encoding.start(
                 positions, c, key=key, length=length or time, dtype=self.state_dtype
             )
-        h, caches, hidden, states = self._blocks(h, state, context, cache, return_states)
+        state = encoding.locate(state, places)
+        h, caches, hidden, states = self._blocks(h, state, context, cache, return_states, sharding)
         final = RMSNorm(c, name="final_norm")(h)
+        if ring is not None:
+            final = from_zigzag(ring, final, 1)
         logits = None
         if output == "logits" or self.is_initializing():
             if c.tie_embeddings:
                 logits = final @ table.T.astype(c.dtype)
             else:
-                logits = Linear(c, c.vocab_size, name="head")(final)
+                logits = Linear(c, c.vocab_size, sharding=sharding, name="head")(final)
+            logits = constrain(sharding, logits, "batch", "sequence", "vocab")
             logits = logits.astype(algebra.at_least_float32(c.dtype))
         out: list[Any] = [logits if output == "logits" else final]
         if return_states:
-            out.append(States(hidden=(*hidden, h), position=tuple(states), final_norm=final))
+            record = States(hidden=(*hidden, h), position=tuple(states), final_norm=final)
+            if ring is not None:
+                record = self._in_order(record, ring, time_axis)
+            out.append(record)
         if cache is not None:
             out.append(dataclasses.replace(cache, layers=caches))
         return out[0] if len(out) == 1 else tuple(out)
@@ -267,13 +320,48 @@ class Transformer(nn.Module):
         """
         c, params = self.config, variables["params"]
         if c.tie_embeddings:
-            logits = hidden @ params["embedding"].T.astype(c.dtype)
+            table = gathered(self.sharding, params["embedding"], EMBEDDING_AXES)
+            logits = hidden @ table.T.astype(c.dtype)
         else:
-            head = Linear(c, c.vocab_size, name="head", parent=None)
+            head = Linear(c, c.vocab_size, sharding=self.sharding, name="head", parent=None)
             logits = jnp.asarray(head.apply({"params": params["head"]}, hidden))
         return logits.astype(algebra.at_least_float32(c.dtype))
 
-    def _blocks(self, h: Array, state: State, context: Context, cache: Cache | None, record: bool):
+    @nn.nowrap
+    def output_kernel(self, variables: Any) -> Array:
+        """The output projection's kernel ``[hidden, vocab]``, for :mod:`tape_jax.losses`."""
+        params = variables["params"]
+        if self.config.tie_embeddings:
+            return params["embedding"].T
+        return params["head"]["kernel"]
+
+    @nn.nowrap
+    def _in_order(self, record: States, ring: Sharding, start_axis: int) -> States:
+        """What was recorded on a mesh that splits sequences, with its tokens in order.
+
+        ``start_axis`` is the axis of time in states that no layer has updated.
+        """
+
+        def state_in_order(layer: int, state: State) -> State:
+            updated = any(updates and first <= layer for first, _, updates in self.runs)
+            axis = 1 if updated else start_axis
+            return jax.tree.map(lambda x: from_zigzag(ring, x, axis), state)
+
+        return dataclasses.replace(
+            record,
+            hidden=tuple(from_zigzag(ring, x, 1) for x in record.hidden),
+            position=tuple(state_in_order(i, x) for i, x in enumerate(record.position)),
+        )
+
+    def _blocks(
+        self,
+        h: Array,
+        state: State,
+        context: Context,
+        cache: Cache | None,
+        record: bool,
+        sharding: Sharding | None,
+    ):
         """Runs all layers; returns what leaves them, their caches, and what entered each."""
         c, encoding = self.config, self.encoding
         caches, hidden, states = [], [], []
@@ -282,10 +370,17 @@ class Transformer(nn.Module):
             if c.remat != "none":
                 block = nn.remat(block, policy=remat_policy(c.remat), prevent_cse=not c.scan_layers)
             name = f"layers_{start}"
-            options = {"config": c, "encoding": encoding, "updates": updates, "record": record}
+            options = {
+                "config": c,
+                "encoding": encoding,
+                "updates": updates,
+                "record": record,
+                "sharding": sharding,
+            }
             own = None if cache is None else cache.layers[number]
             if updates:
-                carry, fixed = (h, encoding.carry(state, h.shape[:-1], c)), None
+                state = constrain_state(sharding, encoding.carry(state, h.shape[:-1], c))
+                carry, fixed = (h, state), None
             else:
                 carry, fixed = (h, None), state
             if c.scan_layers:
@@ -342,6 +437,18 @@ def check_length(model: Transformer, length: int, *, what: str = "a sequence") -
     ):
         if limit is not None and length > limit:
             raise ValueError(f"{what} of {length} tokens exceeds {whose} of {limit}")
+
+
+def _check_sharded(
+    sharding: Sharding, config: ModelConfig, tokens: Array, initial_state: State, cache: Any
+) -> None:
+    """Raises ValueError unless the mesh can take a call."""
+    require(tokens.ndim == 2, f"on a mesh, tokens must have shape [B, T]; got shape {tokens.shape}")
+    require(
+        not splits_sequence(sharding) or (cache is None and initial_state is None),
+        "a mesh that splits sequences takes neither a cache nor an initial_state",
+    )
+    sharding.check_activations(config, *tokens.shape)
 
 
 def _fits(name: str, x: Array | None, tokens: Array, tail: tuple[int, ...]) -> None:

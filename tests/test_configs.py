@@ -5,7 +5,8 @@ import jax
 import pytest
 
 from tape_jax import positions
-from train import experiment, loop, runs
+from train import experiment, runs
+from train import step as training_step
 
 CONFIGS = sorted(
     path
@@ -18,15 +19,26 @@ def test_there_are_configs():
     assert {"addition.py", "addition_demo.py"} <= {path.name for path in CONFIGS}
 
 
+# Configs that adapt a model, and what stands in for the base that they name.
+ADAPTED = {"context_extension": "c4_pretrain", "context_extension_demo": "bytes_demo"}
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_shipped_config(path):
+def test_shipped_config(path, tmp_path):
     """It parses, says what it is for, and its model and optimiser can be built."""
     header = path.read_text().split('"""')[1]
     for part in ("Claim:", "Cost:", "Command:", f"configs/{path.name}"):
         assert part in header
-    shipped = experiment.from_file(path)
-    optimizer = loop.make_optimizer(shipped.train)
-    state = jax.eval_shape(lambda: loop.init_state(shipped, optimizer))
+    given = []
+    if stand_in := ADAPTED.get(path.stem):
+        rope = ["--config.model.position.kind=rope"]
+        base = experiment.from_file(path.with_stem(stand_in), rope, report=lambda _: None)
+        runs.create(tmp_path / "base", base)
+        given = [f"--config.adapt.base={tmp_path / 'base'}"]
+    shipped = experiment.from_file(path, given)
+    assert bool(shipped.adapt) == bool(given)
+    optimizer = training_step.make_optimizer(shipped.train)
+    state = jax.eval_shape(lambda: training_step.init_state(shipped, optimizer))
     assert sum(math.prod(x.shape) for x in jax.tree.leaves(state.params)) > 0
     assert experiment.from_mapping(experiment.to_json(shipped)) == shipped
 

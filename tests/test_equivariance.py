@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -351,9 +352,20 @@ def state_of(model: tape.Transformer, seed: int):
     )
 
 
-def check_group(model: tape.Transformer, seed: int, tolerance: float | None = None):
-    """One phase per frequency, or O(R): logits stay, the states of all layers go along."""
-    _, tokens, _, variables = inputs_of(model, seed)
+def check_group(
+    model: tape.Transformer,
+    seed: int,
+    tolerance: float | None = None,
+    *,
+    states: Any = True,
+    variables: Any = None,
+):
+    """One phase per frequency, or O(R): logits stay, the states of all layers go along.
+
+    ``states`` says which arrays among the recorded position states these are.
+    """
+    _, tokens, _, random = inputs_of(model, seed)
+    variables = random if variables is None else variables
     check = (
         testing.assert_phase_equivariant
         if model.encoding.form == "rotary"
@@ -363,7 +375,7 @@ def check_group(model: tape.Transformer, seed: int, tolerance: float | None = No
         apply_from(model),
         *(state_of(model, seed), tokens, variables),
         in_states=(True, False, False),
-        out_states=(False, tape.States(hidden=False, position=True, final_norm=False)),
+        out_states=(False, tape.States(hidden=False, position=states, final_norm=False)),
         key=jax.random.key(seed),
         tolerance=tolerance,
     )
@@ -461,6 +473,7 @@ ABLATIONS = {
     "tape_separate_cos_sin": "phase equivariance",
     "tape_mix_head_dim": "orthogonal equivariance",
     "tape_no_equivariance": "orthogonal equivariance",
+    "tape_relaxed_equivariance": "phase equivariance",
 }
 
 
@@ -472,6 +485,33 @@ def test_ablations_break_the_group_and_the_shift_but_not_permutations(x64, name)
         check_group(model, 1)
     with raises(1.0, "shift of positions by 37"):
         check_shift(model, 1)
+
+
+def test_weights_by_place_break_permutations_and_nothing_else(x64):
+    model = build("tape_place_weights", "float64")
+    with raises(1.0, "permutation equivariance"):
+        check_permutations(model, 1)
+    check_shift(model, 1)
+    check_group(model, 1, states=((True, False),) * model.config.num_layers)
+
+
+def test_relaxed_equivariance_is_whole_without_its_mirror_and_broken_by_degrees(x64):
+    model = build("tape_relaxed_equivariance", "float64")
+    variables = inputs_of(model, 1)[-1]
+
+    def shrunk(factor):
+        def shrink(path, x):
+            return x * factor if path[-1].key == "position_mirror" else x
+
+        return jax.tree.map_with_path(shrink, variables)
+
+    check_group(model, 1, variables=shrunk(0.0))
+    broken = []
+    for factor in (1e-3, 1e-4):
+        with pytest.raises(SymmetryError) as caught:
+            check_group(model, 1, variables=shrunk(factor))
+        broken.append(caught.value.difference)
+    assert broken[0] == pytest.approx(10 * broken[1], rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from tape_jax import algebra
 from tape_jax.attention.request import BiasFunction, Request
 from tape_jax.config import choose, require
+from tape_jax.sharding import Sharding
 
 Array = jax.Array
 
@@ -39,6 +40,7 @@ BACKENDS = {
     "cudnn": "tape_jax.attention.vendor:cudnn",
     "cudnn_direct": "tape_jax.attention.vendor:cudnn_direct",
     "splash": "tape_jax.attention.vendor:splash",
+    "ring": "tape_jax.attention.ring",
     "chunked": "tape_jax.attention.chunked",
     "reference": "tape_jax.attention.reference",
 }
@@ -53,7 +55,7 @@ ORDER = {
 
 # Have not run on their hardware yet, so that they are taken if named, never by themselves. A
 # backend leaves this set with its first measurement.
-UNPROVEN = frozenset(BACKENDS) - {"chunked", "reference"}
+UNPROVEN = frozenset(BACKENDS) - {"chunked", "reference", "ring"}
 
 # Up to this many query-key pairs per head ``reference`` is at least as fast as ``chunked``. On a
 # CPU they break even, forward and backward, near T = 192. Elsewhere not measured yet.
@@ -93,6 +95,7 @@ def attention(
     implementation: str | None = None,
     options: Mapping[str, Any] | None = None,
     interpret: bool = False,
+    sharding: Sharding | None = None,
 ) -> tuple[Array, Array | None]:
     """Attends over values and position states with the same probabilities.
 
@@ -130,6 +133,8 @@ def attention(
       implementation: a name in ``BACKENDS``, or None for the fastest that can do this call here.
       options: keywords of the named implementation, such as ``block_q`` of ``chunked``.
       interpret: run kernels, where an implementation has any, in interpreted mode.
+      sharding: a mesh and rules, by which ``ring`` splits the sequence. Others leave the mesh to
+        the compiler.
 
     Returns:
       ``o [batch..., Tq, Hq, Dv]`` in the type of ``v``, and ``a [batch..., Tq, Hq, D]`` or
@@ -142,7 +147,7 @@ def attention(
     request = _normalise(
         q, k, v, e, causal=causal, segment_ids=segment_ids, window=window, scale=scale, bias=bias,
         mask=mask, query_state=query_state, query_offset=query_offset, keys_rotated=keys_rotated,
-        attend_state=attend_state, interpret=interpret,
+        attend_state=attend_state, interpret=interpret, sharding=sharding,
     )  # fmt: skip
     options = _options(implementation, options)
     if (record := _record.get()) is not None:
@@ -213,7 +218,8 @@ def _candidates(request: Request) -> list[str]:
     limit = REFERENCE_PAIRS.get(platform, REFERENCE_PAIRS_ELSEWHERE)
     short = request.query_length * request.key_length <= limit
     names.insert(names.index("chunked") + (not short), "reference")
-    return names
+    split = request.sharding is not None and request.sharding.shards("sequence") > 1
+    return ["ring", *names] if split else names
 
 
 def _backend(name: str) -> Any:
@@ -278,6 +284,7 @@ def _normalise(
     keys_rotated: bool = False,
     attend_state: bool = True,
     interpret: bool = False,
+    sharding: Sharding | None = None,
 ) -> Request:
     """Checks a call and flattens its batch axes."""
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
@@ -312,6 +319,7 @@ def _normalise(
         keys_rotated=keys_rotated,
         attend_state=attend_state,
         interpret=interpret,
+        sharding=sharding,
     )
 
 

@@ -68,7 +68,7 @@ def attend(
     for name, size in (("block_q", block_q), ("block_k", block_k)):
         require(size is None or size >= 1, f"{name} must be at least 1; got {size}")
     default_q, default_k = default_blocks(request)
-    blocks = _Blocks(
+    blocks = Blocks(
         query_length=request.query_length,
         key_length=request.key_length,
         block_q=min(block_q or default_q, request.query_length),
@@ -81,10 +81,10 @@ def attend(
     q, k = request.rotated()
     offset = jnp.asarray(request.query_offset, jnp.int32)
     bias, source = _block_bias(request, blocks, offset)
-    arrays = _Arrays(
-        q=to_rows(_pad(q, blocks.block_q, axis=1), request.kv_heads, blocks.block_q),
-        k=_pad(k.transpose(0, 2, 1, 3), blocks.block_k, axis=2),
-        values=_pad(_values(request), blocks.block_k, axis=2),
+    arrays = Arrays(
+        q=to_rows(pad(q, blocks.block_q, axis=1), request.kv_heads, blocks.block_q),
+        k=pad(k.transpose(0, 2, 1, 3), blocks.block_k, axis=2),
+        values=pad(_values(request), blocks.block_k, axis=2),
         bias=source,
         segments=_padded_segments(request, blocks),
         offset=offset,
@@ -96,20 +96,22 @@ def attend(
 
 
 def default_blocks(request: Request) -> tuple[int, int]:
-    """Queries and keys in a block: as many as ``BLOCK_LOGITS`` allows, in blocks of equal size."""
+    """Queries and keys in a block; see :func:`block_length`."""
+    heads = request.q.shape[0] * request.query_heads
+    return block_length(request.query_length, heads), block_length(request.key_length, heads)
+
+
+def block_length(length: int, heads: int) -> int:
+    """As many as ``BLOCK_LOGITS`` allows with these heads in all, in blocks of equal size."""
     budget = BLOCK_LOGITS.get(jax.default_backend(), BLOCK_LOGITS_ELSEWHERE)
-    side = math.isqrt(budget // (request.q.shape[0] * request.query_heads))
+    side = math.isqrt(budget // heads)
     largest = 2 ** (min(max(side, 64), 256).bit_length() - 1)
-
-    def even(length: int) -> int:
-        count = -(-length // largest)
-        return -(-length // (8 * count)) * 8
-
-    return even(request.query_length), even(request.key_length)
+    count = -(-length // largest)
+    return -(-length // (8 * count)) * 8
 
 
 @dataclasses.dataclass(frozen=True)
-class _Blocks:
+class Blocks:
     """What is known about the blocks at compile time.
 
     Indices of blocks are ``i`` for queries and ``j`` for keys.
@@ -162,7 +164,7 @@ class _Blocks:
         return begin, end
 
 
-class _Arrays(NamedTuple):
+class Arrays(NamedTuple):
     """Inputs in heads-first order, padded to whole blocks (``Tq'``, ``S'``).
 
     Attributes:
@@ -191,7 +193,7 @@ def _values(request: Request) -> Array:
     return jnp.concatenate(parts, axis=-1).transpose(0, 2, 1, 3)
 
 
-def _block_bias(request: Request, blocks: _Blocks, offset: Array) -> tuple[BlockBias | None, Any]:
+def _block_bias(request: Request, blocks: Blocks, offset: Array) -> tuple[BlockBias | None, Any]:
     """The bias and its source."""
     bias = request.bias
     if bias is None:
@@ -207,20 +209,22 @@ def _block_bias(request: Request, blocks: _Blocks, offset: Array) -> tuple[Block
         )
     for axis, size in ((2, blocks.block_q), (3, blocks.block_k)):
         if bias.shape[axis] > 1:
-            bias = _pad(bias, size, axis=axis)
+            bias = pad(bias, size, axis=axis)
     return ArrayBias(blocks.block_q, blocks.block_k), bias
 
 
-def _padded_segments(request: Request, blocks: _Blocks) -> tuple[Array, Array] | None:
+def _padded_segments(request: Request, blocks: Blocks) -> tuple[Array, Array] | None:
     """Segment ids; padding repeats the last id, so that a block's range of ids does not grow."""
     if request.segments is None:
         return None
-    pad = functools.partial(_pad, axis=1, mode="edge")
     queries, keys = request.segments
-    return pad(queries, blocks.block_q), pad(keys, blocks.block_k)
+    return (
+        pad(queries, blocks.block_q, axis=1, mode="edge"),
+        pad(keys, blocks.block_k, axis=1, mode="edge"),
+    )
 
 
-def _pad(x: Array, size: int, *, axis: int, mode: str = "constant") -> Array:
+def pad(x: Array, size: int, *, axis: int, mode: str = "constant") -> Array:
     """Pads ``axis`` to a multiple of ``size``."""
     missing = -x.shape[axis] % size
     if not missing:
@@ -228,7 +232,7 @@ def _pad(x: Array, size: int, *, axis: int, mode: str = "constant") -> Array:
     return jnp.pad(x, [(0, missing if n == axis else 0) for n in range(x.ndim)], mode=mode)
 
 
-def _logits(blocks: _Blocks, bias: BlockBias | None, arrays: _Arrays, i: Array, j: Array) -> Array:
+def _logits(blocks: Blocks, bias: BlockBias | None, arrays: Arrays, i: Array, j: Array) -> Array:
     """Masked logits of one block, ``[B, Hk, G * block_q, block_k]``."""
     q = _take(arrays.q, i, blocks.rows, 2)
     k = _take(arrays.k, j, blocks.block_k, 2)
@@ -254,7 +258,7 @@ def _product(spec: str, x: Array, y: Array) -> Array:
     return jnp.einsum(spec, x, y, preferred_element_type=algebra.at_least_float32(x.dtype))
 
 
-def _segments_meet(blocks: _Blocks, arrays: _Arrays) -> Array | None:
+def _segments_meet(blocks: Blocks, arrays: Arrays) -> Array | None:
     """``[query blocks, key blocks]``: whether the ranges of segment ids of two blocks overlap."""
     if arrays.segments is None:
         return None
@@ -266,20 +270,20 @@ def _segments_meet(blocks: _Blocks, arrays: _Arrays) -> Array | None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(blocks: _Blocks, bias: BlockBias | None, arrays: _Arrays) -> Array:
+def _attend(blocks: Blocks, bias: BlockBias | None, arrays: Arrays) -> Array:
     """Attention over ``values``: ``[B, Hk, G * Tq', Dv + De]`` in the accumulator type."""
-    return _forward(blocks, bias, arrays)[0]
+    return forward(blocks, bias, arrays)[0]
 
 
-class _Saved(NamedTuple):
+class Saved(NamedTuple):
     """What the backward pass needs: the inputs, the output and each row's log-sum-exp."""
 
-    arrays: _Arrays
+    arrays: Arrays
     out: Array
     log_sum: Array
 
 
-def _forward(blocks: _Blocks, bias: BlockBias | None, arrays: _Arrays) -> tuple[Array, _Saved]:
+def forward(blocks: Blocks, bias: BlockBias | None, arrays: Arrays) -> tuple[Array, Saved]:
     """The output, and what the backward pass needs."""
     meet = _segments_meet(blocks, arrays)
     rows = (*arrays.q.shape[:2], blocks.rows)
@@ -314,14 +318,24 @@ def _forward(blocks: _Blocks, bias: BlockBias | None, arrays: _Arrays) -> tuple[
         return out / total, top + jnp.log(total)
 
     out, log_sum = lax.map(query_block, jnp.arange(blocks.query_blocks, dtype=jnp.int32))
-    saved = _Saved(arrays, _join(out), _join(log_sum))
+    saved = Saved(arrays, _join(out), _join(log_sum))
     return saved.out, saved
 
 
-def _backward(
-    blocks: _Blocks, bias: BlockBias | None, saved: _Saved, d_out: Array
-) -> tuple[_Arrays]:
+def _backward(blocks: Blocks, bias: BlockBias | None, saved: Saved, d_out: Array) -> tuple[Arrays]:
     """Cotangents of the arrays."""
+    found = gradients(blocks, bias, saved, d_out)
+    compute = saved.arrays.q.dtype
+    q, k, values = (x.astype(compute) for x in (found.q, found.k, found.values))
+    return (found._replace(q=q, k=k, values=values),)
+
+
+def gradients(blocks: Blocks, bias: BlockBias | None, saved: Saved, d_out: Array) -> Arrays:
+    """Gradients of the arrays; those of q, k and values in the accumulator type.
+
+    Where the keys are only a part of those that the output has seen, the output and its log-sum-exp
+    are still those over all keys, and the gradients of q the part's share.
+    """
     arrays = saved.arrays
     compute, acc = arrays.q.dtype, saved.out.dtype
     delta = jnp.sum(d_out * saved.out, axis=-1, keepdims=True)
@@ -373,18 +387,17 @@ def _backward(
     )
     index = jnp.arange(blocks.query_blocks, dtype=jnp.int32)
     (dk, d_values, d_bias), dq = lax.scan(query_block, start, index)
-    gradients = _Arrays(
-        q=(_join(dq) * blocks.scale).astype(compute),
-        k=(dk * blocks.scale).astype(compute),
-        values=d_values.astype(compute),
+    return Arrays(
+        q=_join(dq) * blocks.scale,
+        k=dk * blocks.scale,
+        values=d_values,
         bias=None if bias is None else bias.finish(arrays.bias, d_bias),
         segments=None,
         offset=None,
     )
-    return (gradients,)
 
 
-_attend.defvjp(_forward, _backward)
+_attend.defvjp(forward, _backward)
 _attend_compiled = jax.jit(_attend, static_argnums=(0, 1))
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from tape_jax import algebra
+from tape_jax.sharding import Sharding
 
 Array = jax.Array
 BiasFunction = Callable[[Array, Array], Array]
@@ -38,7 +39,8 @@ class Request:
       query_offset: what is added to a query's index before it is compared with a key's: an int or
         a scalar int32 array.
       scale: factor on the logits.
-      causal, window, keys_rotated, attend_state, interpret: as in :func:`tape_jax.attention`.
+      causal, window, keys_rotated, attend_state, interpret, sharding: as in
+        :func:`tape_jax.attention`.
     """
 
     q: Array
@@ -56,6 +58,7 @@ class Request:
     keys_rotated: bool
     attend_state: bool
     interpret: bool
+    sharding: Sharding | None = None
 
     @property
     def query_length(self) -> int:

@@ -9,7 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from tape_jax.config import RopeScaling, choose, from_mapping
-from tape_jax.positions.ablations import MixHeadDim, NoEquivariance, SeparateCosSin
+from tape_jax.positions.ablations import (
+    MixHeadDim,
+    NoEquivariance,
+    PlaceWeights,
+    RelaxedEquivariance,
+    SeparateCosSin,
+)
 from tape_jax.positions.additive import Abacus, Learned, Sinusoidal
 from tape_jax.positions.bias import Alibi, Fire, T5Bias
 from tape_jax.positions.protocol import Encoding, Param
@@ -34,6 +40,8 @@ registry: dict[str, type[Encoding]] = {
         SeparateCosSin,
         MixHeadDim,
         NoEquivariance,
+        PlaceWeights,
+        RelaxedEquivariance,
     )
 }
 
@@ -71,7 +79,9 @@ __all__ = [
     "MixHeadDim",
     "NoEquivariance",
     "Param",
+    "PlaceWeights",
     "RandomRope",
+    "RelaxedEquivariance",
     "Rope",
     "SeparateCosSin",
     "Sinusoidal",

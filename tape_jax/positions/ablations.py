@@ -1,20 +1,22 @@
 """TAPE with one of its symmetries broken, each named for what it does instead.
 
-They are the reference's ablations: RoPE-like at the start, trainable, and wrong on purpose. The
-last two treat the cosine and sine tables as separate vectors of ``D`` numbers, which no longer
-stay tied, and therefore use the tensor form with blocks ``E_m = [[c_j, s_j'], [-s_j, c_j']]``,
-``j' = j + D/2``.
+All are RoPE-like at the start, trainable, and wrong on purpose. The first three are the reference's
+ablations. :class:`MixHeadDim` and :class:`NoEquivariance` treat the cosine and sine tables as
+separate vectors of ``D`` numbers, which no longer stay tied, and therefore use the tensor form with
+blocks ``E_m = [[c_j, s_j'], [-s_j, c_j']]``, ``j' = j + D/2``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
+from tape_jax.algebra import at_least_float32
 from tape_jax.config import ModelConfig, require
+from tape_jax.positions.additive import sinusoids
 from tape_jax.positions.protocol import Param, State
 from tape_jax.positions.tape import (
     ACTIVATIONS,
@@ -70,7 +72,7 @@ class SeparateCosSin(Tape):
         shared = super().mixing_params(config)
         return {name: twice(name, spec) for name, spec in shared.items()}
 
-    def update(self, params, state: State, attended, x) -> State:
+    def update(self, params, state: State, attended, x, *, sharding=None) -> State:
         alpha = params.get("alpha", self.alpha)
         parts = []
         for i, part in enumerate(jnp.split(state, 2, axis=-1)):
@@ -146,7 +148,7 @@ class _Untied(Tape):
     def scale_attended(self, attended: Array, mix: Array) -> Array:
         return mix_attended(attended, mix, attended.shape[-2])
 
-    def update(self, params, state: State, attended, x) -> State:
+    def update(self, params, state: State, attended, x, *, sharding=None) -> State:
         tables = split_tables(state)
         attended_tables = (None, None) if attended is None else split_tables(attended)
         updated = [
@@ -196,3 +198,111 @@ class NoEquivariance(_Untied):
 
     def flatten(self, table: Array) -> Array:
         return table.reshape(*table.shape[:-2], 1, -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlaceWeights(Tape):
+    """Weights that depend on a token's place in its segment: breaks permutation equivariance.
+
+    What a layer changes in the state of head ``h`` of the ``i``-th token is multiplied by ``1 +
+    s_h(i)``, where ``s_h`` is a learned sum of sines and cosines of ``i``, zero at initialisation.
+    Places are counted, whatever the positions are: so shifts and phases of states change nothing.
+
+    Attributes:
+      waves: number of frequencies of ``s_h``.
+    """
+
+    kind: ClassVar[str] = "tape_place_weights"
+
+    waves: int = 8
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(self.waves > 0, f"{self.kind}: waves must be positive; got {self.waves}")
+
+    def mixing_params(self, config: ModelConfig) -> dict[str, Param]:
+        places = Param((2 * self.waves, config.kv_heads), zeros, (None, "kv_heads"))
+        return super().mixing_params(config) | {"places": places}
+
+    def coordinates(self, tokens, positions, segment_ids=None) -> Array:
+        index = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
+        if segment_ids is None:
+            return index
+        begins = jnp.diff(segment_ids, axis=-1, prepend=segment_ids[..., :1]) != 0
+        return index - jax.lax.cummax(jnp.where(begins, index, 0), axis=tokens.ndim - 1)
+
+    def locate(self, state: State, coordinates: Array) -> State:
+        return state, coordinates
+
+    def carry(self, state: State, shape: tuple[int, ...], config: ModelConfig) -> State:
+        if not isinstance(state, tuple):
+            return super().carry(state, shape, config)
+        e, places = state
+        if places.ndim <= len(shape):
+            places = jnp.broadcast_to(places[..., None], (*shape, config.kv_heads))
+        return super().carry(e, shape, config), places
+
+    def rotation(self, state: State) -> tuple[Array | None, Array | None]:
+        return super().rotation(state[0] if isinstance(state, tuple) else state)
+
+    def update(self, params, state: State, attended, x, *, sharding=None) -> State:
+        e, places = state
+        wide = at_least_float32(e.dtype)
+        bare = dataclasses.replace(self, norm="none")
+        moved = Tape.update(bare, params, e, attended, x, sharding=sharding)
+        waves = sinusoids(places[..., 0], 2 * self.waves, self.base, wide)
+        scale = (1 + waves @ params["places"].astype(wide)).astype(e.dtype)
+        scale = scale.reshape(*scale.shape, *(1,) * (e.ndim - scale.ndim))
+        e = e + scale * (moved - e)
+        tensor = self.form == "tensor"
+        return normalize(e, self.norm, self.scaling.state_magnitude, tensor=tensor), places
+
+
+@dataclasses.dataclass(frozen=True)
+class RelaxedEquivariance(Tape):
+    """TAPE plus a mirrored state, held back by a penalty: breaks the phase symmetry by degrees.
+
+    After TAPE's own update, ``e <- e + b conj(e)`` with one learned complex number ``b`` per head
+    and frequency. Every real-linear map of a complex number is ``a e + b conj(e)``, and commutes
+    with phases where ``b`` is zero. So it is at initialisation; how far it may grow is for the
+    penalty to say (:meth:`loss`).
+
+    Attributes:
+      penalty: weight of ``sum |b|^2`` in the loss at the first and at the last step of training,
+        linear in between. By default the symmetry is relaxed gradually.
+    """
+
+    kind: ClassVar[str] = "tape_relaxed_equivariance"
+
+    penalty: tuple[float, float] = (1.0, 0.0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(self.form == "rotary", f"{self.kind} exists in rotary form only; got {self.form!r}")
+        require(
+            len(self.penalty) == 2 and min(self.penalty) >= 0,
+            f"{self.kind}: penalty must be two numbers of at least 0; got {self.penalty}",
+        )
+
+    def mixing_params(self, config: ModelConfig) -> dict[str, Param]:
+        mirror = Param((2, config.kv_heads, config.dim // 2), zeros, (None, "kv_heads", None))
+        return super().mixing_params(config) | {"mirror": mirror}
+
+    def update(self, params, state: State, attended, x, *, sharding=None) -> State:
+        bare = dataclasses.replace(self, norm="none")
+        e = Tape.update(bare, params, state, attended, x, sharding=sharding)
+        real, imaginary = params["mirror"].astype(e.dtype)
+        c, s = jnp.split(e, 2, axis=-1)
+        mirrored = [real * c + imaginary * s, imaginary * c - real * s]
+        e = e + jnp.concatenate(mirrored, axis=-1)
+        return normalize(e, self.norm, self.scaling.state_magnitude)
+
+    def loss(self, params: Any, progress: Array | float) -> Array:
+        first, last = self.penalty
+        weight = first + (last - first) * progress
+        mirrors = [
+            jnp.square(x).sum()
+            for path, x in jax.tree.leaves_with_path(params)
+            if getattr(path[-1], "key", None) == "position_mirror"
+        ]
+        return weight * sum(mirrors, jnp.zeros(()))

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from tape_jax.config import ModelConfig, require
+from tape_jax.sharding import Sharding
 
 Array = jax.Array
 State = Any
@@ -115,6 +116,10 @@ class Encoding:
         """
         return None
 
+    def locate(self, state: State, coordinates: Array) -> State:
+        """The state entering the first layer with what :meth:`coordinates` says of its tokens."""
+        return state
+
     def carry(self, state: State, shape: tuple[int, ...], config: ModelConfig) -> State:
         """The start state with all axes that an updating layer gives it, tokens being ``shape``."""
         return state
@@ -139,7 +144,13 @@ class Encoding:
         return False
 
     def update(
-        self, params: dict[str, Array], state: State, attended: Array | None, x: Array
+        self,
+        params: dict[str, Array],
+        state: State,
+        attended: Array | None,
+        x: Array,
+        *,
+        sharding: Sharding | None = None,
     ) -> State:
         """State leaving a layer, from the one entering it.
 
@@ -148,5 +159,16 @@ class Encoding:
           state: the state entering the layer.
           attended: ``a = A e`` of this layer, or None unless ``attends_state``.
           x: the MLP's output before its residual addition, ``[..., T, hidden]``.
+          sharding: given on a mesh: how arrays are split over it, for an encoding that wants to say
+            where its sums are made. The result's arrays ``[B, T, H_kv, ...]`` are split by heads.
         """
         return state
+
+    def loss(self, params: Any, progress: Array | float) -> Array | None:
+        """What a training step adds to its loss, or None.
+
+        Args:
+          params: all parameters of the model.
+          progress: share of the training that is done, in [0, 1].
+        """
+        return None

@@ -301,6 +301,6 @@ class RandomRope(Rope):
     def updates(self, layer: int, num_layers: int) -> bool:
         return self.each_layer
 
-    def update(self, params, state, attended, x):
+    def update(self, params, state, attended, x, *, sharding=None):
         tables, layer = state
         return tables, layer + 1

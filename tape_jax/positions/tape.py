@@ -12,6 +12,8 @@ symmetry group acts on, so the update commutes with :func:`tape_jax.transform`.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -21,6 +23,7 @@ from tape_jax.algebra import at_least_float32
 from tape_jax.config import ModelConfig, RopeScaling, choose, require
 from tape_jax.positions.protocol import Param, State
 from tape_jax.positions.rotary import Rope, angles
+from tape_jax.sharding import Axes, Sharding
 
 Array = jax.Array
 
@@ -128,12 +131,12 @@ def update_params(
     if attention_mix == "head_scale":
         params["mix"] = Param((num_heads,), zeros, ("heads",))
     elif attention_mix == "heads":
-        params["mix"] = Param((heads, num_heads), zeros, ("kv_heads", "heads"))
+        params["mix"] = Param((heads, num_heads), zeros, (None, "heads"))
     if mlp_mix:
         params["wx"] = Param((hidden_size, width), fan_in, ("embed", None))
         params["up"] = Param((width, heads), zeros, (None, "kv_heads"))
         params["down"] = Param(
-            (heads, width), jax.nn.initializers.normal(width**-0.5), ("kv_heads", None)
+            (heads, width), jax.nn.initializers.normal(width**-0.5), (None, None)
         )
     return params
 
@@ -194,6 +197,7 @@ def update(
     magnitude: float = 1.0,
     activation: str = "silu",
     num_kv_heads: int | None = None,
+    sharding: Sharding | None = None,
 ) -> Array:
     """One layer's update of the position states (TAPE, equations 6 to 8).
 
@@ -213,6 +217,7 @@ def update(
       magnitude: scale of the start state (YaRN's), which the norms restore.
       activation: one of ``silu``, ``gelu``, ``relu``, ``tanh``, ``identity``.
       num_kv_heads: state heads, where neither ``e`` nor ``params`` tells.
+      sharding: a mesh and rules; where they split heads, sums over heads are one reduce-scatter.
 
     Returns:
       The new state, ``[..., T, H_kv, D]`` or ``[..., T, H_kv, M, L, R]``, in the type of ``e``.
@@ -231,11 +236,12 @@ def update(
     if mix is not None:
         assert a is not None
         flat_a = a.astype(e.dtype).reshape(*a.shape[: a.ndim - len(block)], -1)
-        flat = flat + mix_attended(flat_a, mix.astype(e.dtype) * alpha, heads)
+        flat = flat + mix_attended(flat_a, mix.astype(e.dtype) * alpha, heads, sharding)
     if up is not None:
         # With the identity in the matrix the states are read once, and not again for a sum.
         matrix = mixing_matrix(x, params, alpha, activation, dtype=at_least_float32(e.dtype))
-        flat = mix_heads((matrix + jnp.eye(heads, dtype=matrix.dtype)).astype(e.dtype), flat)
+        matrix = (matrix + jnp.eye(heads, dtype=matrix.dtype)).astype(e.dtype)
+        flat = mix_heads(matrix, flat, sharding)
     lead = jnp.broadcast_shapes(flat.shape[:-2], x.shape[:-1])
     flat = jnp.broadcast_to(flat, (*lead, heads, flat.shape[-1]))
     return normalize(flat.reshape(*flat.shape[:-1], *block), norm, magnitude, tensor=tensor).astype(
@@ -295,13 +301,14 @@ def _check_update(e, a, x, params, num_kv_heads) -> tuple[bool, int]:
     return tensor, heads
 
 
-def mix_attended(a: Array, mix: Array, heads: int) -> Array:
+def mix_attended(a: Array, mix: Array, heads: int, sharding: Sharding | None = None) -> Array:
     """``Mix(a)``: attended states ``[..., H_q, N]`` to ``[..., H_kv, N]``.
 
     ``mix [H_q]`` scales each query head and sums inside its group; ``mix [H_kv, H_q]`` is a matrix.
     """
     if mix.ndim == 2:
-        return jnp.einsum("hq,...qn->...hn", mix, a)
+        product = functools.partial(jnp.einsum, "hq,...qn->...hn")
+        return _sum_over_heads(product, mix, (None, "heads"), a, sharding)
     *lead, queries, n = a.shape
     scaled = (a * mix[:, None]).reshape(*lead, heads, queries // heads, n)
     return scaled.sum(-2)
@@ -318,19 +325,57 @@ def mixing_matrix(
     """``alpha A(x)``, a heads x heads matrix per token: ``[..., T, H, H]``."""
     gate = ACTIVATIONS[activation](x @ params["wx"].astype(x.dtype)).astype(dtype)
     down, up = params["down"].astype(dtype), params["up"].astype(dtype)
-    width, heads = up.shape
-    outer = (down.T[:, :, None] * up[:, None, :] * alpha).reshape(width, heads * heads)
-    return (gate @ outer).reshape(*x.shape[:-1], heads, heads)
+    outer = down.T[:, :, None] * up[:, None, :] * alpha
+    return jnp.einsum("...p,phk->...hk", gate, outer)
 
 
-def mix_heads(matrix: Array, e: Array) -> Array:
+def mix_heads(matrix: Array, e: Array, sharding: Sharding | None = None) -> Array:
     """Applies per-token matrices ``[..., H, H]`` to states ``[..., H | 1, N]``.
 
     In full precision: by default GPUs and TPUs round operands in float32, the states too.
     """
     if e.shape[-2] == 1:
         return matrix.sum(-1)[..., None] * e
-    return jnp.einsum("...hk,...kn->...hn", matrix, e, precision=jax.lax.Precision.HIGHEST)
+    product = functools.partial(
+        jnp.einsum, "...hk,...kn->...hn", precision=jax.lax.Precision.HIGHEST
+    )
+    axes = ("batch", "sequence", None, "kv_heads")
+    return _sum_over_heads(product, matrix, axes, e, sharding)
+
+
+def _sum_over_heads(
+    product: Callable[[Array, Array], Array],
+    matrix: Array,
+    axes: Axes,
+    states: Array,
+    sharding: Sharding | None,
+) -> Array:
+    """``product(matrix, states)``, the states ``[B, T, H, N]`` being split by heads or not.
+
+    Of the matrix, with logical ``axes``, each device has the columns of its own states. Their
+    product is a part of every head's sum: one reduce-scatter adds the parts up. Backwards one
+    all-gather of the gradient is enough, and no device keeps the states of all heads, as it would
+    had they been gathered for the product.
+    """
+    kind = axes[-1]
+    split = () if sharding is None else sharding.mesh_axes("kv_heads")
+    if sharding is None or sharding.shards("kv_heads") == 1 or states.ndim != 4:
+        return product(matrix, states)
+    if kind is None or sharding.mesh_axes(kind) != split:
+        return product(matrix, states)
+
+    def part(matrix: Array, states: Array) -> Array:
+        return jax.lax.psum_scatter(product(matrix, states), split, scatter_dimension=2, tiled=True)
+
+    states_spec = sharding.spec(("batch", "sequence", kind, None), states.shape, "position states")
+    out_shape = jax.eval_shape(product, matrix, states).shape
+    return jax.shard_map(
+        part,
+        mesh=sharding.mesh,
+        in_specs=(sharding.spec(axes, matrix.shape, "a mixing matrix"), states_spec),
+        out_specs=sharding.spec(("batch", "sequence", "kv_heads", None), out_shape, "states"),
+        check_vma=False,
+    )(matrix, states)
 
 
 def normalize(e: Array, norm: str, magnitude: float = 1.0, *, tensor: bool = False) -> Array:
@@ -513,7 +558,7 @@ class Tape(Rope):
             mlp_mix=self.mlp_mix,
         )
 
-    def update(self, params, state: State, attended, x) -> State:
+    def update(self, params, state: State, attended, x, *, sharding=None) -> State:
         return update(
             state,
             attended,
@@ -524,4 +569,5 @@ class Tape(Rope):
             magnitude=self.scaling.state_magnitude,
             activation=self.activation,
             num_kv_heads=state.shape[-2 if self.form == "rotary" else -4],
+            sharding=sharding,
         )

@@ -195,7 +195,7 @@ def test_order_on_each_platform(monkeypatch, platform):
 
 def test_tables_of_names_agree():
     listed = {name for names in api.ORDER.values() for name in names}
-    assert listed | {"reference", "tokamax"} == set(api.BACKENDS)
+    assert listed | {"reference", "tokamax", "ring"} == set(api.BACKENDS)
     assert set(api.BACKENDS) >= api.UNPROVEN
 
 

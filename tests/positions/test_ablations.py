@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from tape_jax import ModelConfig, rotary_state, rotate
-from tape_jax.positions import MixHeadDim, NoEquivariance, SeparateCosSin, Tape
+from tape_jax.positions import (
+    MixHeadDim,
+    NoEquivariance,
+    PlaceWeights,
+    RelaxedEquivariance,
+    SeparateCosSin,
+    Tape,
+)
 from tape_jax.positions.ablations import join_tables, split_tables
 
 CONFIG = ModelConfig(5, hidden_size=12, num_layers=3, num_heads=3, head_dim=4)
@@ -162,6 +169,12 @@ def test_parts_can_be_left_out(x64, cls, options):
 
 
 def test_misuse():
+    with pytest.raises(ValueError, match=r"tape_place_weights: waves must be positive; got 0"):
+        PlaceWeights(waves=0)
+    with pytest.raises(ValueError, match=r"penalty must be two numbers of at least 0; got \(1, -1"):
+        RelaxedEquivariance(penalty=(1, -1))
+    with pytest.raises(ValueError, match=r"tape_relaxed_equivariance exists in rotary form only"):
+        RelaxedEquivariance(form="tensor")
     with pytest.raises(ValueError, match=r"tape_separate_cos_sin exists in rotary form only"):
         SeparateCosSin(form="tensor")
     for cls in (MixHeadDim, NoEquivariance):
@@ -184,3 +197,75 @@ def test_they_are_tape_otherwise():
         assert issubclass(cls, Tape)
         assert cls().layer_params(CONFIG, updates=False) == {}
         assert [cls(layers=(1, 2)).updates(i, 3) for i in range(3)] == [False, True, False]
+
+
+def tape_update(params, e, a, x, alpha):
+    """``(I + alpha A(x)) (e + alpha Mix(a))`` in numpy, for states ``[T, H, D]``."""
+    e = e + alpha * params["mix"][:, None] * a
+    matrix = np.einsum("hp,tp,pk->thk", params["down"], silu(x @ params["wx"]), params["up"])
+    return e + alpha * np.einsum("thk,tkd->thd", matrix, e)
+
+
+def test_place_weights(x64):
+    encoding = PlaceWeights(alpha=0.6, waves=2, base=100.0)
+    params = params_of(encoding)
+    assert params["places"].shape == (4, HEADS)
+    e, a, x = normal(TIME, HEADS, DIM), normal(TIME, HEADS, DIM, seed=1), normal(TIME, HIDDEN)
+    places = np.array([0, 1, 0, 1, 2])
+    state = encoding.carry((jnp.asarray(e), jnp.asarray(places)), (TIME,), CONFIG)
+    got, kept = encoding.update(params, state, jnp.asarray(a), x)
+    waves = np.stack(
+        [f(places * omega) for omega in (1, 100**-0.5) for f in (np.sin, np.cos)], axis=-1
+    )
+    scale = 1 + waves @ params["places"]
+    want = e + scale[..., None] * (tape_update(params, e, a, x, 0.6) - e)
+    np.testing.assert_allclose(got, want, atol=1e-12)
+    np.testing.assert_array_equal(kept, np.repeat(places[:, None], HEADS, axis=1))
+
+
+def test_places_are_counted_in_segments():
+    encoding, tokens = PlaceWeights(), jnp.zeros((2, 6), int)
+    positions = jnp.array([7, 9, 9, 30, 31, 32])
+    np.testing.assert_array_equal(encoding.coordinates(tokens, positions), [range(6)] * 2)
+    segments = jnp.array([[0, 0, 1, 1, 1, 0], [3, 3, 3, 3, 3, 3]])
+    np.testing.assert_array_equal(
+        encoding.coordinates(tokens, positions, segments), [[0, 1, 0, 1, 2, 0], range(6)]
+    )
+
+
+def test_relaxed_equivariance(x64):
+    encoding = RelaxedEquivariance(alpha=0.6)
+    params = params_of(encoding)
+    assert params["mirror"].shape == (2, HEADS, DIM // 2)
+    e, a, x = normal(TIME, HEADS, DIM), normal(TIME, HEADS, DIM, seed=1), normal(TIME, HIDDEN)
+    got = encoding.update(params, jnp.asarray(e), jnp.asarray(a), x)
+    moved = tape_update(params, e, a, x, 0.6)
+    number = moved[..., : DIM // 2] + 1j * moved[..., DIM // 2 :]
+    number = number + (params["mirror"][0] + 1j * params["mirror"][1]) * number.conj()
+    want = np.concatenate([number.real, number.imag], axis=-1)
+    np.testing.assert_allclose(got, want, atol=1e-12)
+
+
+def test_relaxed_equivariance_is_held_back_by_its_loss():
+    """The schedule of the weight; nothing but the mirrors, in all layers, is pulled to zero."""
+    encoding = RelaxedEquivariance(penalty=(3.0, 1.0))
+    mirrors = jnp.asarray(normal(4, 2, HEADS, 2), jnp.float32)
+    params = {"layers_0": {"position_mirror": mirrors, "position_mix": jnp.ones(3)}}
+    value, slope = jax.value_and_grad(encoding.loss)(params, 0.25)
+    np.testing.assert_allclose(value, 2.5 * np.square(mirrors).sum(), rtol=1e-6)
+    np.testing.assert_allclose(slope["layers_0"]["position_mirror"], 5 * mirrors, rtol=1e-6)
+    np.testing.assert_array_equal(slope["layers_0"]["position_mix"], 0)
+    assert encoding.loss({"embedding": mirrors}, 0.5) == 0
+
+
+@pytest.mark.parametrize("cls", [PlaceWeights, RelaxedEquivariance])
+@pytest.mark.parametrize("norm", ["rms", "unit"])
+def test_broken_updates_are_bounded_like_others(cls, norm):
+    encoding = cls(norm=norm)
+    start = encoding.start(jnp.arange(TIME), CONFIG)
+    state = encoding.carry(encoding.locate(start, jnp.arange(TIME)), (TIME,), CONFIG)
+    attended = jnp.asarray(normal(TIME, HEADS, DIM), jnp.float32)
+    params = params_of(encoding)
+    new = encoding.update(params, state, attended, jnp.asarray(normal(TIME, HIDDEN), jnp.float32))
+    e = encoding.rotation(new)[1]
+    np.testing.assert_allclose(np.square(e).sum(-1), DIM / 2, rtol=1e-5)

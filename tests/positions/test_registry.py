@@ -29,6 +29,8 @@ def test_the_registry_is_complete():
         "tape_separate_cos_sin",
         "tape_mix_head_dim",
         "tape_no_equivariance",
+        "tape_place_weights",
+        "tape_relaxed_equivariance",
     }
     assert set(registry.values()) <= {
         cls for cls in vars(positions).values() if isinstance(cls, type)

@@ -1,5 +1,6 @@
 """The addition data against Python's integers."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -254,11 +255,14 @@ class TestDataset:
 
     def test_processes_share_the_stream(self):
         task = Addition(5)
-        whole = iter(task.dataset(seed=9, batch_size=8))
+        whole = iter(task.dataset(seed=9, batch_size=24))
         parts = [iter(task.dataset(9, 24, process, 3)) for process in range(3)]
-        for _ in range(2):
-            for part in parts:
-                np.testing.assert_equal(next(part), next(whole))
+        for batch in itertools.islice(whole, 2):
+            shares = [next(part) for part in parts]
+            np.testing.assert_equal(
+                {name: np.concatenate([share[name] for share in shares]) for name in batch}, batch
+            )
+        assert len({str(part.get_state()) for part in parts}) == 1
 
     @pytest.mark.parametrize(
         ("options", "message"),

@@ -25,9 +25,11 @@ Progress = Callable[[int, int], None]
 
 TASKS: dict[str, str] = {
     "addition": "train.data.arithmetic:Addition",
+    "algorithm": "train.data.algorithms:Algorithm",
     "passkey": "train.data.passkey:Passkey",
     "scrolls": "train.data.scrolls:Scrolls",
     "text": "train.data.text:Text",
+    "words": "train.data.groups:Words",
 }
 
 

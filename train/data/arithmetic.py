@@ -26,12 +26,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-import grain
 import numpy as np
 
 from tape_jax.config import require
 from train.data import Comparison, Examples, Progress, Score, synthetic
-from train.evaluate import answer, exact_match_grid
+from train.data.questions import EVALUATION, VOCABULARY, DigitQuestions, Options
+from train.evaluate import exact_match_grid
 from train.grids import (
     Grid,
     Wording,
@@ -44,50 +44,8 @@ from train.grids import (
 if TYPE_CHECKING:
     from train.runs import Trained
 
-HELD_OUT_ONE_IN = 10
 SMALLEST_SPLIT = 10_000
 
-_TRAINING, _EVALUATION = 0, 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Vocabulary:
-    """Characters as token ids: PAD 0, UNK 1, BOS 2, EOS 3, then ``characters`` in order."""
-
-    characters: str = "0123456789+-x= "
-
-    SPECIAL = ("<pad>", "<unk>", "<bos>", "<eos>")
-    PAD, UNK, BOS, EOS = range(4)
-
-    @property
-    def size(self) -> int:
-        """Number of token ids."""
-        return len(self.SPECIAL) + len(self.characters)
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``, without BOS and EOS.
-
-        Raises:
-          ValueError: a character outside the vocabulary.
-        """
-        for position, character in enumerate(text):
-            require(
-                character in self.characters,
-                f"character {character!r} at position {position} of {text!r} is not in the "
-                f"vocabulary {self.characters!r}",
-            )
-        return [len(self.SPECIAL) + self.characters.index(c) for c in text]
-
-    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """The text of ``tokens``; special tokens appear by name, such as ``<eos>``.
-
-        An id outside the vocabulary, which a wider model may produce, appears as ``<unk>``.
-        """
-        symbols = dict(enumerate((*self.SPECIAL, *self.characters)))
-        return "".join(symbols.get(int(t), self.SPECIAL[self.UNK]) for t in tokens)
-
-
-VOCABULARY = Vocabulary()
 _ZERO, _PLUS, _EQUALS = VOCABULARY.encode("0+=")
 
 
@@ -101,10 +59,6 @@ class Pairs(NamedTuple):
 
     digits: np.ndarray
     lengths: np.ndarray
-
-    def take(self, rows: np.ndarray) -> Pairs:
-        """The given pairs."""
-        return Pairs(self.digits[:, rows], self.lengths[:, rows])
 
 
 def draw(rng: np.random.Generator, lengths: np.ndarray, width: int) -> Pairs:
@@ -145,17 +99,8 @@ def held_out(pairs: Pairs) -> np.ndarray:
 
     What a pair of numbers gives does not depend on W, nor on the pairs beside it.
     """
-    place = np.arange(1, pairs.digits.shape[-1] + 1, dtype=np.uint64)
-    factors = _mix(place * np.uint64(0x9E3779B97F4A7C15))
-    fingerprints = _mix(pairs.digits.astype(np.uint64) @ factors + np.uint64(1))
-    return _mix(fingerprints[0] + fingerprints[1]) % np.uint64(HELD_OUT_ONE_IN) == 0
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """A bijection of uint64 in which each bit depends on all (the finaliser of SplitMix64)."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    first, second = synthetic.fingerprints(pairs.digits)
+    return synthetic.is_held_out(first + second)
 
 
 def number_of_sums(lengths_a: Any, lengths_b: Any) -> np.ndarray:
@@ -180,25 +125,14 @@ def to_tokens(pairs: Pairs, width: int) -> tuple[np.ndarray, np.ndarray, np.ndar
       tokens uint8 [B, width], padded at the end; tokens [B] up to and including ``=``; and tokens
       [B] up to and including EOS.
     """
-    total, total_lengths = add(pairs)
-    count = len(total)
-
-    def symbol(token: int) -> np.ndarray:
-        return np.full((count, 1), token, np.uint8)
 
     def number(digits: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         present = np.arange(digits.shape[1]) < lengths[:, None]
         return np.where(present, digits + np.uint8(_ZERO), np.uint8(VOCABULARY.PAD))
 
     a, b = map(number, pairs.digits, pairs.lengths)
-    parts = [VOCABULARY.BOS, a, _PLUS, b, _EQUALS, number(total, total_lengths), VOCABULARY.EOS]
-    spread = np.concatenate([symbol(p) if isinstance(p, int) else p for p in parts], axis=1)
-
-    prompt_lengths = pairs.lengths.sum(axis=0) + 3
-    lengths = prompt_lengths + total_lengths + 1
-    tokens = np.full((count, width), VOCABULARY.PAD, np.uint8)
-    tokens[np.arange(width) < lengths[:, None]] = spread[spread != VOCABULARY.PAD]
-    return tokens, prompt_lengths, lengths
+    prompt: list[synthetic.Part] = [VOCABULARY.BOS, a, _PLUS, b, _EQUALS]
+    return synthetic.write(prompt, [number(*add(pairs)), VOCABULARY.EOS], width)
 
 
 def longest_example(digits: int) -> int:
@@ -207,40 +141,28 @@ def longest_example(digits: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class AdditionEvaluation:
+class AdditionEvaluation(Options):
     """How addition is judged; the options of :func:`train.evaluate.exact_match_grid`.
 
     Attributes:
       longest: digits of the longest operands; None: twice the trained length.
       samples_per_pair: questions for each pair of operand lengths.
-      seed: of the choice of questions.
-      batch_size: questions of one pass.
       shapes: how many sequence lengths to compile for.
     """
 
-    longest: int | None = None
     samples_per_pair: int = 100
-    seed: int = 0
-    batch_size: int = 512
     shapes: int = 2
-
-    def __post_init__(self):
-        for name in ("longest", "samples_per_pair", "batch_size", "shapes"):
-            value = getattr(self, name)
-            require(
-                value is None or value >= 1, f"evaluation: {name} must be at least 1; got {value}"
-            )
-        require(self.seed >= 0, f"evaluation: seed must not be negative; got {self.seed}")
 
 
 @dataclasses.dataclass(frozen=True)
-class Addition:
+class Addition(DigitQuestions):
     """The addition task (the module's text describes its form and its held-out pairs).
 
     Attributes:
       max_digits: N; both operands are trained with 1..N digits.
     """
 
+    kind: ClassVar[str] = "addition"
     Evaluation: ClassVar[type] = AdditionEvaluation
     question_example: ClassVar[str] = "407+85"
 
@@ -250,49 +172,20 @@ class Addition:
         synthetic.require_positive("addition", max_digits=self.max_digits)
 
     @property
-    def vocab_size(self) -> int:
-        """Number of token ids."""
-        return VOCABULARY.size
-
-    @property
     def sequence_length(self) -> int:
         """T: tokens of the longest training example, less one for the next-token shift."""
         return longest_example(self.max_digits) - 1
 
-    @property
-    def digit_ids(self) -> tuple[int, ...]:
-        """Token ids of the digits 0..9, for encodings that count places inside a number."""
-        return tuple(VOCABULARY.encode("0123456789"))
-
-    def batch(self, seed: int, index: int, size: int) -> dict[str, np.ndarray]:
-        """Batch ``index`` of the stream of ``seed``: a pure function of its arguments.
-
-        Returns:
-          ``inputs`` and ``targets``, int32 [size, T], and ``weights``, float32 [size, T]: 1 where
-          the target belongs to the answer (its digits and EOS), else 0.
-        """
-        rng = synthetic.generator(seed, _TRAINING, index)
+    def training_examples(
+        self, rng: np.random.Generator, size: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Sums whose pairs of operand lengths are equally likely, none of them held out."""
         lengths = rng.integers(1, self.max_digits + 1, (2, size))
         pairs = draw(rng, lengths, self.max_digits)
         divided = ~undivided(*lengths)
         while (redo := np.flatnonzero(divided & held_out(pairs))).size:
             pairs.digits[:, redo] = draw(rng, lengths[:, redo], self.max_digits).digits
-
-        tokens, prompt_lengths, ends = to_tokens(pairs, self.sequence_length + 1)
-        target = np.arange(1, self.sequence_length + 1)
-        in_answer = (target >= prompt_lengths[:, None]) & (target < ends[:, None])
-        return {
-            "inputs": tokens[:, :-1].astype(np.int32),
-            "targets": tokens[:, 1:].astype(np.int32),
-            "weights": in_answer.astype(np.float32),
-        }
-
-    def dataset(
-        self, seed: int, batch_size: int, process_index: int = 0, process_count: int = 1
-    ) -> grain.IterDataset:
-        """The endless stream of training batches: :func:`train.data.synthetic.dataset`."""
-        share = process_index, process_count
-        return synthetic.dataset("addition", self.batch, seed, batch_size, *share)
+        return to_tokens(pairs, self.sequence_length + 1)
 
     @property
     def wording(self) -> Wording:
@@ -349,28 +242,28 @@ class Addition:
 
     def _questions(self, lengths: tuple[int, int], samples: int, seed: int) -> Pairs:
         """Up to ``samples`` distinct pairs of numbers of these lengths that may be asked."""
-        rng = synthetic.generator(seed, _EVALUATION, *lengths)
+        rng = synthetic.generator(seed, EVALUATION, *lengths)
         width = max(lengths)
         divided = width <= self.max_digits and not undivided(*lengths)
 
-        def select(pairs: Pairs) -> Pairs:
-            _, rows = np.unique(np.hstack([*pairs.digits]), axis=0, return_index=True)
-            rows.sort()
-            if divided:
-                rows = rows[held_out(pairs)[rows]]
-            return pairs.take(rows[:samples])
+        def rows(pairs: Pairs) -> np.ndarray:
+            return np.hstack([*pairs.digits])
 
-        # Random drawing would be slow, or endless, where most of the sums are to be found.
-        if number_of_sums(*lengths) < 2 * HELD_OUT_ONE_IN * samples:
-            pairs = every_pair(lengths)
-            return select(pairs.take(rng.permutation(pairs.lengths.shape[1])))
+        def each(count: int) -> np.ndarray:
+            return np.tile(np.array(lengths)[:, None], count)
 
-        each = np.tile(np.array(lengths)[:, None], samples * (HELD_OUT_ONE_IN if divided else 1))
-        pairs = select(draw(rng, each, width))
-        while pairs.lengths.shape[1] < samples:
-            more = zip(pairs, draw(rng, each, width), strict=True)
-            pairs = select(Pairs(*(np.concatenate(parts, axis=1) for parts in more)))
-        return pairs
+        def pairs(rows: np.ndarray) -> Pairs:
+            return Pairs(rows.reshape(-1, 2, width).swapaxes(0, 1), each(len(rows)))
+
+        chosen = synthetic.choose_questions(
+            rng,
+            samples,
+            number=float(number_of_sums(*lengths)),
+            every=lambda: rows(every_pair(lengths)),
+            draw=lambda count: rows(draw(rng, each(count), width)),
+            held_out=(lambda rows: held_out(pairs(rows))) if divided else None,
+        )
+        return pairs(chosen)
 
     @property
     def scores(self) -> tuple[Score, ...]:
@@ -423,18 +316,15 @@ class Addition:
             figures={"exact_match.png": heat_maps(grids)},
         )
 
-    def samples(self, trained: Trained, options: AdditionEvaluation) -> list[str]:
-        """Three sums that were held out: two of the trained length, and one a digit longer."""
-        lines = []
+    def unseen(self, seed: int) -> list[str]:
+        """Three sums: two of the trained length, and one a digit longer."""
+        texts = []
         for digits, count in ((self.max_digits, 2), (self.max_digits + 1, 1)):
-            sums = self.grid([digits], [digits], count, options.seed + 1)
+            sums = self.grid([digits], [digits], count, seed)
             for tokens, length in zip(sums.tokens, sums.prompt_lengths, strict=True):
                 a, b = self.decode(tokens[1 : length - 1]).split("+")
-                question = f"{a[::-1]}+{b[::-1]}"
-                limit = trained.max_length
-                reply = answer(trained.apply, trained.variables, self, question, max_length=limit)
-                lines.append(str(reply))
-        return lines
+                texts.append(f"{a[::-1]}+{b[::-1]}")
+        return texts
 
     def question(self, text: str) -> np.ndarray:
         """The prompt for a sum in ordinary writing, such as ``"407+85"``.
@@ -451,10 +341,6 @@ class Addition:
         prompt = VOCABULARY.encode(f"{a[::-1]}+{b[::-1]}=")
         return np.array([VOCABULARY.BOS, *prompt], np.int32)
 
-    def encode(self, text: str) -> np.ndarray:
-        """The prompt for a sum: :meth:`question`."""
-        return self.question(text)
-
     def solve(self, text: str) -> str:
         """The right answer to a question, in ordinary writing."""
         a, b = _operands(text)
@@ -465,21 +351,9 @@ class Addition:
         plus = int(np.flatnonzero(np.equal(prompt, _PLUS))[0])
         return max(plus - 1, len(prompt) - plus - 2) + 2
 
-    def read_answer(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """What the tokens after ``=`` say, as a number in ordinary writing.
-
-        Raises:
-          ValueError: not digits followed by EOS.
-        """
-        written = VOCABULARY.decode(tokens)
-        match = re.match(rf"([0-9]+){VOCABULARY.SPECIAL[VOCABULARY.EOS]}", written)
-        if match is None:
-            raise ValueError(f"the answer is not a number followed by <eos>: {written!r}")
-        return match[1][::-1]
-
-    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """The tokens as text, special ones by name."""
-        return VOCABULARY.decode(tokens)
+    def ordinary_answer(self, digits: str) -> str:
+        """A sum with its most significant digit first."""
+        return digits[::-1]
 
 
 def _operands(text: str) -> tuple[str, str]:

@@ -1,0 +1,72 @@
+"""Parts of TAPE left out, replaced or broken, one at a time, on addition with six layers.
+
+Claim: none beforehand; the report says which parts matter to sums longer than those trained on.
+Cost: not measured.
+Command: one variant of VARIANTS, or all of them with three seeds each:
+    python -m train.main compare --config=configs/ablations.py --run=runs/ablations \
+        --variants=tape,attention_only,mlp_only
+    python -m train.main compare --config=configs/ablations.py --run=runs/ablations \
+        --variants=all --seeds=3
+"""
+
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from configs import addition_demo
+
+# By name, the fields in which a variant differs from the base, which is "tape".
+VARIANTS: dict[str, dict[str, Any]] = {
+    "tape": {},
+    # No contextual update: by another encoding, and by TAPE with both parts left out.
+    "rope": {"model.position.kind": "rope"},
+    "no_update": {"model.position.attention_mix": "none", "model.position.mlp_mix": False},
+    # One part of the update.
+    "attention_only": {"model.position.mlp_mix": False},
+    "mlp_only": {"model.position.attention_mix": "none"},
+    # What the published code does against what the paper writes.
+    "heads": {"model.position.attention_mix": "heads"},
+    # One symmetry broken.
+    "separate_cos_sin": {"model.position.kind": "tape_separate_cos_sin"},
+    "mix_head_dim": {"model.position.kind": "tape_mix_head_dim"},
+    "no_equivariance": {"model.position.kind": "tape_no_equivariance"},
+    "place_weights": {"model.position.kind": "tape_place_weights"},
+    # The phase symmetry given up gradually, from the start, and held to the end.
+    "relaxed_gradually": {"model.position.kind": "tape_relaxed_equivariance"},
+    "relaxed_freely": {
+        "model.position.kind": "tape_relaxed_equivariance",
+        "model.position.penalty": (0.0, 0.0),
+    },
+    "relaxed_barely": {
+        "model.position.kind": "tape_relaxed_equivariance",
+        "model.position.penalty": (1.0, 1.0),
+    },
+    # Bounds on the state.
+    "norm_rms": {"model.position.norm": "rms"},
+    "norm_unit": {"model.position.norm": "unit"},
+    # The step size.
+    "alpha_0.1": {"model.position.alpha": 0.1},
+    "alpha_0.3": {"model.position.alpha": 0.3},
+    "alpha_learned": {"model.position.learn_alpha": True},
+    # The layers that update; the sixth never does.
+    "early": {"model.position.layers": (0, 2)},
+    "middle": {"model.position.layers": (2, 4)},
+    "late": {"model.position.layers": (3, 5)},
+    # The width P of the update, 16 by default.
+    "width_4": {"model.position.width": 4},
+    "width_64": {"model.position.width": 64},
+    # The form of the state: with blocks as in rotary form, and with more columns.
+    "tensor": {"model.position.form": "tensor"},
+    "tensor_wide": {"model.position.form": "tensor", "model.position.r": 4},
+    # Attention to the last eight tokens only.
+    "window": {"model.window": 8},
+    "window_rope": {"model.window": 8, "model.position.kind": "rope"},
+}
+
+
+def get_config() -> ConfigDict:
+    """Fields that differ from the defaults of :mod:`train.experiment`."""
+    config = addition_demo.get_config()
+    config.name = "ablations"
+    config.model.num_layers = 6
+    return config

@@ -1,0 +1,82 @@
+"""The loss of a language model without its logits."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from tape_jax.algebra import at_least_float32
+from tape_jax.config import require
+from tape_jax.sharding import Sharding, constrain
+
+Array = jax.Array
+
+# Logits, over all rows, in one chunk: 256 MiB in float32.
+CHUNK_LOGITS = 2**26
+
+
+def cross_entropy(
+    hidden: Array,
+    kernel: Array,
+    targets: Array,
+    weights: Array | None = None,
+    *,
+    chunk: int | None = None,
+    sharding: Sharding | None = None,
+) -> Array:
+    """Cross entropy of the logits ``hidden @ kernel``, of which only a chunk exists at a time.
+
+    The backward pass computes each chunk's logits again: a third more operations in this layer for
+    memory that does not grow with the vocabulary times the number of tokens.
+
+    Args:
+      hidden: what enters the output projection, ``[..., T, D]``
+        (``Transformer(...)(tokens, output="hidden")``).
+      kernel: of the output projection, ``[D, V]`` (``Transformer.output_kernel``).
+      targets: integers ``[..., T]``.
+      weights: of the tokens, ``[..., T]``; None: 1 each.
+      chunk: tokens of each sequence in a chunk; None: as many as ``CHUNK_LOGITS`` allows.
+      sharding: a mesh and rules; ``hidden`` is then ``[B, T, D]``.
+
+    Returns:
+      The weighted sum over all tokens, in nats, a scalar in at least float32.
+
+    Raises:
+      ValueError: if shapes disagree, or ``chunk`` is not positive.
+    """
+    *batch, length, dim = hidden.shape
+    if weights is None:
+        weights = jnp.ones(targets.shape, at_least_float32(hidden.dtype))
+    require(
+        kernel.ndim == 2 and kernel.shape[0] == dim
+        and targets.shape == weights.shape == (*batch, length),
+        f"expected hidden [..., T, D], kernel [D, V], targets and weights [..., T]; got "
+        f"{hidden.shape}, {kernel.shape}, {targets.shape} and {weights.shape}",
+    )  # fmt: skip
+    require(chunk is None or chunk > 0, f"chunk must be positive; got {chunk}")
+    parts = 1 if sharding is None else sharding.shards("sequence")
+    rows = max(targets.size // length, 1) * parts
+    own = length // parts
+    size = min(chunk or max(CHUNK_LOGITS // (rows * kernel.shape[1]), 1), own)
+    count = -(-own // size)
+    kernel = constrain(sharding, kernel, None, "vocab")
+
+    def chunks(x: Array) -> Array:
+        """``[..., T, *]`` to ``[chunks, rows, tokens, *]``, where every device has some of each."""
+        x = x.reshape(-1, parts, own, *x.shape[len(batch) + 1 :])
+        x = jnp.pad(x, [(0, 0), (0, 0), (0, count * size - own), *[(0, 0)] * (x.ndim - 3)])
+        return jnp.moveaxis(x.reshape(*x.shape[:2], count, size, *x.shape[3:]), 2, 0)
+
+    @jax.checkpoint
+    def add(total: Array, part: tuple[Array, Array, Array]) -> tuple[Array, None]:
+        x, targets, weights = part
+        flat = x if sharding is not None else x.reshape(-1, dim)
+        logits = (flat @ kernel.astype(x.dtype)).reshape(*targets.shape, -1)
+        logits = constrain(sharding, logits, "batch", "sequence", None, "vocab")
+        logits = logits.astype(total.dtype)
+        chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        losses = jax.nn.logsumexp(logits, axis=-1) - chosen
+        return total + jnp.sum(losses * weights), None
+
+    start = jnp.zeros((), at_least_float32(hidden.dtype))
+    return jax.lax.scan(add, start, tuple(map(chunks, (hidden, targets, weights))))[0]

@@ -1,0 +1,87 @@
+"""The chunked cross entropy against the plain one."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tape_jax import Transformer
+from tape_jax.losses import cross_entropy
+from tape_jax.sharding import ShardingConfig
+from tests.models import random_variables, small_model
+
+
+def plain(hidden, kernel, targets, weights):
+    log_p = jax.nn.log_softmax((hidden @ kernel).astype(jnp.promote_types(hidden.dtype, "float32")))
+    return -(jnp.take_along_axis(log_p, targets[..., None], -1)[..., 0] * weights).sum()
+
+
+def arrays(batch=(3,), length=11, dim=6, vocab=17, dtype=jnp.float64):
+    rng = np.random.default_rng(0)
+    floats = [(*batch, length, dim), (dim, vocab), (*batch, length)]
+    hidden, kernel, weights = (jnp.asarray(rng.normal(size=s), dtype) for s in floats)
+    return hidden, kernel, jnp.asarray(rng.integers(0, vocab, (*batch, length))), weights
+
+
+@pytest.mark.parametrize(("batch", "chunk"), [((3,), 4), ((), None)])
+@pytest.mark.usefixtures("x64")
+def test_equals_the_plain_one(batch, chunk):
+    """Gradients to the hidden states, the kernel and the weights too; 11 tokens leave a rest."""
+    hidden, kernel, targets, weights = arrays(batch)
+
+    def both(loss):
+        function = jax.value_and_grad(lambda h, k, w: loss(h, k, targets, w), (0, 1, 2))
+        return jax.jit(function)(hidden, kernel, weights)
+
+    found, expected = both(functools.partial(cross_entropy, chunk=chunk)), both(plain)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-12)
+    unweighted = cross_entropy(hidden, kernel, targets, chunk=chunk)
+    np.testing.assert_allclose(unweighted, plain(hidden, kernel, targets, 1), rtol=1e-13)
+
+
+def test_memory_does_not_hold_the_logits():
+    args = arrays((2,), 512, 8, 1024, jnp.float32)
+
+    def temporary(loss):
+        step = jax.jit(jax.grad(loss, (0, 1)))
+        return step.lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+    logits = 2 * 512 * 1024 * 4
+    assert temporary(plain) >= logits
+    assert temporary(functools.partial(cross_entropy, chunk=16)) < logits / 4
+
+
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_with_a_model_on_a_mesh(tied):
+    """The kernel that the model names, tokens split over batch and sequence, and the vocabulary."""
+    model = small_model(vocab_size=16, num_layers=1, tie_embeddings=tied)
+    sharding = ShardingConfig(fsdp=2, sequence=2, tensor=2).build()
+    split = Transformer(model.config, sharding=sharding)
+    variables = random_variables(model)
+    _, _, targets, weights = arrays((2,), 8, vocab=16, dtype=jnp.float32)
+
+    def expected(variables):
+        logits = model.apply(variables, targets)
+        return plain(logits, jnp.eye(16), targets, weights)
+
+    def found(variables):
+        hidden = split.apply(variables, targets, output="hidden")
+        kernel = split.output_kernel(variables)
+        return cross_entropy(hidden, kernel, targets, weights, chunk=3, sharding=sharding)
+
+    x, y = (jax.jit(jax.value_and_grad(f))(variables) for f in (found, expected))
+    for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
+
+
+def test_wrong_calls():
+    hidden, kernel, targets, weights = arrays(dtype=jnp.float32)
+    with pytest.raises(ValueError, match=r"expected hidden .* got \(3, 11, 6\), \(17, 6\)"):
+        cross_entropy(hidden, kernel.T, targets, weights)
+    with pytest.raises(ValueError, match=r"\(3, 11\) and \(3, 10\)"):
+        cross_entropy(hidden, kernel, targets, weights[:, :10])
+    with pytest.raises(ValueError, match="chunk must be positive; got 0"):
+        cross_entropy(hidden, kernel, targets, weights, chunk=0)
