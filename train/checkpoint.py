@@ -13,9 +13,10 @@ This is the only file that knows orbax.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ import orbax.checkpoint.experimental.v1 as ocp
 
 from tape_jax.config import require
 from tape_jax.files import sync, write_atomically
+from train import distributed
 
 T = TypeVar("T")
 Report = Callable[[str], None]
@@ -80,9 +82,9 @@ class Checkpoints:
           data: a grain iterator, whose position is saved; or None.
         """
         self.wait()
-        if step in self.steps():
+        if distributed.agreed(lambda: step in self.steps()):
             return
-        parts = {"state": state} | ({} if data is None else {"data": data})
+        parts = {"state": state} | ({} if data is None else {"data": _Position(data)})
         response = ocp.save_checkpointables_async(self._path(step), parts, overwrite=True)
         self._pending = self._worker.submit(self._commit, step, response)
 
@@ -125,21 +127,29 @@ class Checkpoints:
         Raises:
           ValueError: if there is no intact checkpoint, or it does not fit ``template``.
         """
+        step = distributed.agreed(self._newest_intact)
+        return step, self._load(step, template, data, partial)
+
+    def forget_after(self, step: int) -> None:
+        """Lets the checkpoints later than ``step`` no longer count; their folders stay for now."""
+
+        def forget() -> None:
+            for later in self.steps():
+                if later > step:
+                    manifest = self._manifest(later)
+                    manifest.replace(manifest.with_suffix(".sha256.damaged"))
+
+        distributed.agreed(forget)
+
+    def _newest_intact(self) -> int:
         steps = self.steps()
         require(bool(steps), f"no checkpoint in {self.folder}")
         for step in reversed(steps):
             problems = self.problems(step)
             if not problems:
-                return step, self._load(step, template, data, partial)
+                return step
             self._report(f"checkpoint {self._path(step)} is damaged and not used: {problems[0]}")
         raise ValueError(f"all {len(steps)} checkpoints in {self.folder} are damaged")
-
-    def forget_after(self, step: int) -> None:
-        """Lets the checkpoints later than ``step`` no longer count; their folders stay for now."""
-        for later in self.steps():
-            if later > step and jax.process_index() == 0:
-                manifest = self._manifest(later)
-                manifest.replace(manifest.with_suffix(".sha256.damaged"))
 
     def _load(self, step: int, template: T, data: Any, partial: bool) -> T:
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -149,7 +159,7 @@ class Checkpoints:
             ),
             template,
         )
-        parts = {"state": abstract} | ({} if data is None else {"data": data})
+        parts = {"state": abstract} | ({} if data is None else {"data": _Position(data)})
         context = ocp.Context()
         context.pytree_options.loading.partial_load = partial
         with context:
@@ -161,13 +171,19 @@ class Checkpoints:
                 ) from error
 
     def _commit(self, step: int, response: ocp.AsyncResponse) -> None:
-        response.result()
-        if jax.process_index() != 0:
-            return
-        sync(self.folder)
-        lines = [f"{_sha256(path)}  {name}\n" for name, path in self._files(step).items()]
-        write_atomically(self._manifest(step), "".join(lines))
-        self._prune()
+        try:
+            response.result()
+            if distributed.is_main():
+                sync(self.folder)
+                lines = [f"{_sha256(path)}  {name}\n" for name, path in self._files(step).items()]
+                write_atomically(self._manifest(step), "".join(lines))
+        except (OSError, ValueError) as error:
+            raise OSError(
+                f"the checkpoint {self._path(step)} could not be written, those before it are "
+                f"intact: {error}"
+            ) from error
+        if distributed.is_main():
+            self._prune()
 
     def _prune(self) -> None:
         """Removes all but the newest ``keep`` checkpoints, and what earlier crashes left behind.
@@ -202,6 +218,34 @@ class Checkpoints:
 
     def _manifest(self, step: int) -> Path:
         return self.folder / f"{step:08d}.sha256"
+
+
+class _Position:
+    """The position of a grain iterator, which is the same in all processes.
+
+    Written once, it can be read by any number of processes; grain itself writes a file for each,
+    which only as many can read.
+    """
+
+    def __init__(self, iterator: Any):
+        self._iterator = iterator
+
+    async def save(self, directory: Any) -> Awaitable[None]:
+        text = json.dumps(self._iterator.get_state())
+
+        async def write() -> None:
+            folder = await directory.await_creation()
+            if distributed.is_main():
+                (Path(folder) / "position.json").write_text(text, encoding="utf-8")
+
+        return write()
+
+    async def load(self, directory: Any) -> Awaitable[None]:
+        async def read() -> None:
+            (path,) = Path(directory).glob("*.json")
+            self._iterator.set_state(json.loads(path.read_text(encoding="utf-8")))
+
+        return read()
 
 
 def _entries(folder: Path) -> list[Path]:

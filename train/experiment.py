@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import json
 import runpy
 import types
 import typing
@@ -23,11 +24,15 @@ from ml_collections import ConfigDict, config_dict, config_flags
 
 from tape_jax import positions
 from tape_jax.config import ModelConfig, choose, nearest, require
-from train import schedules
+from tape_jax.pretrained import pretrained_config
+from tape_jax.sharding import ShardingConfig
+from train import adaptation, schedules
+from train.adaptation import Adaptation
 from train.data import TASKS, Task
 
 Report = Callable[[str], None]
 
+FORMAT = "tape-jax run, version 1"
 USUALLY_NOT_DECAYED = ("scale", "bias", "embedding", "position_table")
 
 
@@ -122,6 +127,9 @@ class Experiment:
       task: what is trained and judged.
       train: how it is trained.
       evaluation: how it is judged: an instance of the task's ``Evaluation``.
+      adapt: the trained model that is adapted, from which ``model`` follows; None: everything is
+        trained, from random parameters or those of ``train.initial``.
+      sharding: the mesh, and rules that say what it splits; None: one device.
     """
 
     name: str
@@ -130,6 +138,8 @@ class Experiment:
     task: Task
     train: TrainConfig
     evaluation: Any
+    adapt: Adaptation | None = None
+    sharding: ShardingConfig | None = None
 
     def __post_init__(self):
         wanted = type(self.task).Evaluation
@@ -144,7 +154,22 @@ class Experiment:
             f"model.vocab_size = {self.model.vocab_size} is too small for the task, which has "
             f"{self.task.vocab_size} tokens",
         )
+        require(
+            self.adapt is None or self.train.initial is None,
+            f"adapt.base = {self.adapt and self.adapt.base!r} and train.initial = "
+            f"{self.train.initial!r} both say what to start from: give one of them",
+        )
         self.model.position.check(self.model)
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps in all: ``train.steps``, or none if nothing trains."""
+        return self.train.steps if self.adapt is None or self.adapt.trains else 0
+
+    @property
+    def label(self) -> str:
+        """What it is called beside others: its method of adaptation, or its encoding."""
+        return self.model.position.kind if self.adapt is None else self.adapt.method
 
 
 def from_file(
@@ -155,7 +180,7 @@ def from_file(
     An option that the file sets for one encoding is dropped, and ``report`` is told, if another
     encoding is chosen on the command line and does not have it (or has one of the same name that
     means something else). Given on the command line itself, an option that the encoding lacks is an
-    error.
+    error. Methods of adaptation and their options are treated alike.
 
     Args:
       path: a Python file with a function ``get_config()``.
@@ -170,19 +195,46 @@ def from_file(
     template = _template(task)
     _check_names(values, template)
     given = _parse(overrides, template)
-    position = _position(values["model"].get("position", {}))
-    kind = given.get("model.position.kind", position["kind"])
-    if kind != position["kind"]:
-        dropped = _foreign_options(position, kind)
-        if dropped:
-            report(
-                f"set in {path} for the encoding {position['kind']!r} and not carried over to "
-                f"{kind!r}: {', '.join(dropped)}"
-            )
-        values["model"]["position"] = {k: v for k, v in position.items() if k not in dropped}
+    if "adapt" in values:
+        kind, old, dropped = _choose_method(values, given)
+    else:
+        kind, old, dropped = _choose_encoding(values, given)
+    if dropped:
+        what = "method" if "adapt" in values else "encoding"
+        report(
+            f"set in {path} for the {what} {old!r} and not carried over to {kind!r}: "
+            f"{', '.join(dropped)}"
+        )
     for name, value in given.items():
         _set(values, name, value)
     return from_mapping(values)
+
+
+def _choose_encoding(values: dict[str, Any], given: Mapping[str, Any]) -> tuple[str, str, list]:
+    """Removes the file's options of another encoding than the one given: new, old, and which."""
+    position = _position(values["model"].get("position", {}))
+    old, kind = position["kind"], given.get("model.position.kind", position["kind"])
+    if kind == old:
+        return kind, old, []
+    dropped = _foreign_options(position, kind)
+    values["model"]["position"] = {k: v for k, v in position.items() if k not in dropped}
+    return kind, old, dropped
+
+
+def _choose_method(values: dict[str, Any], given: Mapping[str, Any]) -> tuple[str, str, list]:
+    """The same of methods of adaptation: their own options, and TAPE's, which are the model's."""
+    section = values["adapt"]
+    old = section.get("method", Adaptation.method)
+    method = given.get("adapt.method", old)
+    choose("adapt method", method, adaptation.METHODS)
+    if method == old:
+        return method, old, []
+    options = section.get("options", {})
+    dropped = [name for name in options if name not in adaptation.option_names(method)]
+    section["options"] = {k: v for k, v in options.items() if k not in dropped}
+    if method != "tape" and "position" in values["model"]:
+        dropped += [k for k in values["model"].pop("position") if k != "kind"]
+    return method, old, dropped
 
 
 def change_evaluation(experiment: Experiment, overrides: Sequence[str]) -> Any:
@@ -214,34 +266,105 @@ def from_mapping(values: Mapping[str, Any]) -> Experiment:
     Raises:
       ValueError: for an unknown, missing or unfitting field.
     """
-    values = {"seed": 0, "evaluation": {}, **values}
+    values = {"seed": 0, "evaluation": {}, "adapt": None, "sharding": None, **values}
     for name in values:
         choose("field", name, [f.name for f in dataclasses.fields(Experiment)])
     for name in ("name", "model", "task", "train"):
         require(name in values, f"the config lacks {name!r}")
     options = dict(values["task"])
     task = _build(_task_type(options.pop("name", "addition")), options, "task")
-    model = dict(values["model"])
-    model["position"] = _encoding(model.get("position", {}), task)
+    adapt = None
+    if values["adapt"] is not None:
+        adapt = _build(Adaptation, values["adapt"], "adapt")
     return Experiment(
         name=_convert(values["name"], str, "name"),
         seed=_convert(values["seed"], int, "seed"),
-        model=_build(ModelConfig, {"vocab_size": task.vocab_size, **model}, "model"),
+        model=_adapted(values["model"], adapt) if adapt else _model(values["model"], task),
         task=task,
         train=_build(TrainConfig, values["train"], "train"),
         evaluation=_build(type(task).Evaluation, values["evaluation"], "evaluation"),
+        adapt=adapt,
+        sharding=None
+        if values["sharding"] is None
+        else _build(ShardingConfig, values["sharding"], "sharding"),
     )
+
+
+def _model(values: Mapping[str, Any], task: Task) -> ModelConfig:
+    """The model of a config; its vocabulary is the task's if it says nothing of it."""
+    encoding = _encoding(values.get("position", {}), task)
+    fields = {"vocab_size": task.vocab_size, **values, "position": encoding}
+    return _build(ModelConfig, fields, "model")
+
+
+def _adapted(values: Mapping[str, Any], adapt: Adaptation) -> ModelConfig:
+    """The model that follows from the base and the method; what a config states must agree."""
+    hints = _hints(ModelConfig)
+    for name in values:
+        _require_known(name, hints, "model")
+    position = values.get("position", {})
+    position = {"kind": position} if isinstance(position, str) else dict(position)
+    tape = None
+    if adapt.method == "tape":
+        own = {k: v for k, v in position.items() if k not in ("kind", *adaptation.OF_THE_BASE)}
+        tape = _build(positions.Tape, own, "model.position", "the encoding 'tape'")
+    computed = {
+        name: _convert(values[name], hints[name], f"model.{name}")
+        for name in adaptation.COMPUTED
+        if name in values
+    }
+    base = dataclasses.replace(_base(adapt.base), **computed)
+    model = adaptation.describe(adapt, base, tape).model.config
+    for name in position:
+        known = ("kind", *_hints(type(model.position)))
+        _require_known(name, known, f"the encoding {model.position.kind!r}")
+    found = _flatten(_model_to_json(model))
+    found |= {"num_kv_heads": model.kv_heads, "head_dim": model.dim}
+    found |= {"intermediate_size": model.mlp_size}
+    for name, value in _flatten({**values, "position": position}).items():
+        value = tuple(value) if isinstance(value, list) else value
+        require(
+            value is None or name in adaptation.COMPUTED or value == found.get(name),
+            f"model.{name} = {value!r} does not agree with the base {adapt.base} and the method "
+            f"{adapt.method!r}, from which {found.get(name)!r} follows; it may be left out",
+        )
+    return model
+
+
+def _base(name: str) -> ModelConfig:
+    """The description of what is adapted."""
+    folder = Path(name)
+    if record := read_record(folder):
+        config = from_mapping(record["experiment"]).model
+        return dataclasses.replace(config, shifted_groups=None)
+    require(
+        (folder / "config.json").is_file(),
+        f"adapt.base: {name} is neither a run nor a Hugging Face Llama folder"
+        + ("" if folder.exists() else ": there is nothing there"),
+    )
+    return pretrained_config(folder)
+
+
+def read_record(folder: Path) -> dict[str, Any] | None:
+    """What ``experiment.json`` of a run folder holds; None if the folder is no run."""
+    try:
+        record = json.loads((folder / "experiment.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) and record.get("format") == FORMAT else None
 
 
 def to_json(experiment: Experiment) -> dict[str, Any]:
     """Nested dicts of JSON types from which :func:`from_mapping` makes the same experiment."""
     values = dataclasses.asdict(experiment)
-    values["model"]["position"] = {
-        "kind": experiment.model.position.kind,
-        **values["model"]["position"],
-    }
+    values["model"] = _model_to_json(experiment.model)
     values["task"] = {"name": task_name(experiment.task), **values["task"]}
     return values
+
+
+def _model_to_json(model: ModelConfig) -> dict[str, Any]:
+    values = dataclasses.asdict(model)
+    return {**values, "position": {"kind": model.position.kind, **values["position"]}}
 
 
 def differences(first: Experiment, second: Experiment) -> list[str]:
@@ -346,8 +469,7 @@ def _build(cls: type, values: Mapping[str, Any], path: str, what: str | None = N
 
 def _convert(value: Any, hint: Any, path: str) -> Any:
     """``value`` as the type ``hint``: lists become tuples, whole numbers int or float as wanted."""
-    if isinstance(value, list):
-        value = tuple(value)
+    value = _tuples(value)
     if _matches(value, hint):
         return value
     if type(value) is int and _matches(float(value), hint):
@@ -356,6 +478,11 @@ def _convert(value: Any, hint: Any, path: str) -> Any:
         return int(value)
     wanted = hint.__name__ if isinstance(hint, type) else str(hint)
     raise ValueError(f"{path}: expected {wanted}, got {value!r}")
+
+
+def _tuples(value: Any) -> Any:
+    """Lists, and lists in them, as tuples."""
+    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def _matches(value: Any, hint: Any) -> bool:
@@ -395,6 +522,8 @@ def _template(task: str) -> ConfigDict:
             },
             "train": _placeholders(_hints(TrainConfig)),
             "evaluation": _placeholders(_hints(_task_type(task).Evaluation)),
+            "adapt": _placeholders(_hints(Adaptation)),
+            "sharding": _placeholders(_hints(ShardingConfig)),
         }
     )
 
@@ -460,8 +589,12 @@ def _load_file(path: Path) -> dict[str, Any]:
     for group in ("model", "task", "train", "evaluation"):
         fields = values.setdefault(group, {})
         require(isinstance(fields, Mapping), f"config.{group}: expected fields, got {fields!r}")
-    if "position" in values["model"]:
-        values["model"]["position"] = _position(values["model"]["position"])
+    fields = values.get("adapt", {})
+    require(isinstance(fields, Mapping), f"config.adapt: expected fields, got {fields!r}")
+    position = values["model"].get("position")
+    # Where a base decides which encoding it is, none is taken for granted.
+    if "position" in values["model"] and not ("adapt" in values and isinstance(position, Mapping)):
+        values["model"]["position"] = _position(position)
     return values
 
 

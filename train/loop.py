@@ -1,51 +1,37 @@
-"""The training loop: one for all experiments.
-
-Names of arrays end in their axes: B examples, T tokens, V vocabulary.
-"""
+"""The training loop: one for all experiments."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
-import flax.linen as nn
 import jax
-import jax.numpy as jnp
-import optax
 
-from tape_jax.algebra import at_least_float32
 from tape_jax.attention import AttentionPlan, recorded_plans
 from tape_jax.config import require
 from tape_jax.model import Transformer
-from train import runs
+from tape_jax.sharding import Sharding
+from train import distributed, runs
 from train.checkpoint import Report
-from train.experiment import USUALLY_NOT_DECAYED, Experiment, TrainConfig
-from train.metrics import Metrics, NonFiniteError
+from train.experiment import Experiment
+from train.flops import peak
+from train.metrics import Metrics, NonFiniteError, Trace, Work
+from train.step import (
+    all_finite,
+    init_state,
+    make_optimizer,
+    make_step,
+    placed,
+    places_of,
+    step_flops,
+)
 
-Array = jax.Array
-Batch = dict[str, Array]
 NON_FINITE_EXIT_CODE = 3
-
-
-class State(NamedTuple):
-    """Everything that a step changes, and the random key.
-
-    Attributes:
-      params: of the model.
-      opt_state: of the optimiser.
-      step: optimiser steps taken, int32.
-      key: raw random key, uint32; each step folds its number into it.
-    """
-
-    params: Any
-    opt_state: Any
-    step: Array
-    key: Array
 
 
 class Stopped(Exception):
@@ -61,57 +47,95 @@ class Stopped(Exception):
 
 
 def train(
-    experiment: Experiment, folder: Path, *, resume: bool = False, report: Report = print
+    experiment: Experiment,
+    folder: Path,
+    *,
+    resume: bool = False,
+    profile: range | None = None,
+    report: Report = print,
 ) -> None:
     """Trains in a run folder until the last step.
 
+    Several processes, joined by :func:`train.distributed.initialize`, call it alike; the first
+    writes what only one may write.
+
     Args:
       experiment: what to train.
-      folder: a new run folder; with ``resume`` one made by the same experiment.
-      resume: continue from its newest intact checkpoint, bit for bit.
+      folder: a new run folder; with ``resume`` also one made by the same experiment.
+      resume: continue from its newest intact checkpoint, bit for bit; start where there is none.
+      profile: steps of which a trace is written to the folder ``profile``.
       report: called with a sentence about each notable event.
 
     Raises:
       Stopped: on SIGINT, SIGTERM or SIGHUP, after saving; or when the loss is not finite.
-      ValueError: if the folder is not as it should be.
+      ValueError: if the folder is not as it should be, or the mesh does not fit.
     """
-    config = experiment.train
-    if resume:
-        runs.check_same(folder, experiment)
+    config, last = experiment.train, experiment.steps
+    sharding = build_sharding(experiment, report)
+    continued = resume and distributed.agreed(lambda: runs.exists(folder))
+    if continued:
+        distributed.agreed(lambda: runs.check_same(folder, experiment))
     optimizer = make_optimizer(config)
-    initial = jax.jit(lambda params=None: init_state(experiment, optimizer, params))
-    template = jax.eval_shape(initial)
-    params = runs.initial_params(experiment, report) if config.initial and not resume else None
-    step_fn = make_step(Transformer(experiment.model), optimizer, config)
+    begin = runs.start(experiment, folder if continued else None, report, sharding)
+    template = jax.eval_shape(
+        lambda params: init_state(experiment, optimizer, params), begin.params
+    )
+    model, places = Transformer(experiment.model), None
+    if sharding is not None:
+        model = Transformer(experiment.model, sharding=sharding)
+        places = places_of(sharding, model, template)
+        template = placed(template, places)
+    initial = jax.jit(
+        lambda params: init_state(experiment, optimizer, params), out_shardings=places
+    )
+    step_fn = make_step(model, optimizer, config, places)
     share = jax.process_index(), jax.process_count()
     data = iter(experiment.task.dataset(experiment.seed, config.batch_size, *share))
 
     with contextlib.ExitStack() as stack:
-        signals = stack.enter_context(Signals())
-        if not resume:
-            runs.create(folder, experiment)
-        stack.enter_context(runs.guarded(folder))
+        # Several processes must stop after the same step: distributed.preempted sees to that.
+        alone = jax.process_count() == 1
+        signals = stack.enter_context(Signals()) if alone else Signals()
+        if not continued:
+            made = begin.adapted.base if begin.adapted else None
+            distributed.agreed(lambda: runs.create(folder, experiment, made))
+            if begin.adapted:
+                report(begin.describe())
+        distributed.agreed(lambda: stack.enter_context(runs.guarded(folder)))
         checkpoints = stack.enter_context(runs.checkpoints(folder, keep=config.keep, report=report))
-        if resume:
+        if continued and distributed.agreed(lambda: runs.has_trained(folder)):
             start, state = checkpoints.restore(template, data)
             checkpoints.forget_after(start)
-            report(f"continuing {folder} from step {start} of {config.steps}")
+            report(f"continuing {folder} from step {start} of {last}")
         else:
-            start, state = 0, initial(params)
+            start, state = 0, initial(begin.params)
             checkpoints.save(0, state, data)
-        tokens_per_step = config.batch_size * experiment.task.sequence_length
+            checkpoints.wait()  # From here on a run without checkpoints has lost them.
+        begin = begin._replace(params=None)  # Else the first parameters would stay in memory.
         metrics = stack.enter_context(
-            Metrics(folder, config.steps, start, tokens_per_step, config.log_every)
+            Metrics(
+                folder,
+                last,
+                start,
+                describe_work(experiment),
+                config.log_every,
+                write=distributed.is_main(),
+            )
         )
+        trace = stack.enter_context(Trace(folder / "profile", profile))
         try:
-            for step in range(start + 1, config.steps + 1):
+            for step in range(start + 1, last + 1):
+                trace.before(step, state)
+                batch = next(data)
+                if sharding is not None:
+                    batch = sharding.place(batch)
                 with recorded_plans() as plans:
-                    state, values = step_fn(state, next(data))
+                    state, values = step_fn(state, batch, begin.frozen)
                 if step == start + 1:
                     report(describe_attention(plans))
                 metrics.record(step, values)
-                stop = signals.received
-                if stop or step % config.save_every == 0 or step == config.steps:
+                stop = signals.received or (signal.SIGTERM if distributed.preempted(step) else 0)
+                if stop or step % config.save_every == 0 or step == last:
                     metrics.flush()
                     if not all_finite(state):
                         raise NonFiniteError(step, "a parameter or its moments")
@@ -134,6 +158,48 @@ def train(
                 "--config.model.position.norm=rms",
                 NON_FINITE_EXIT_CODE,
             ) from error
+        if experiment.adapt and experiment.adapt.trains:
+            checkpoints.wait()
+            try:
+                report(f"written: {runs.write_adapter(folder, begin, state.params)}")
+            except NotImplementedError as reason:
+                report(f"no adapter file: {reason}")
+
+
+def build_sharding(experiment: Experiment, report: Report) -> Sharding | None:
+    """The mesh of an experiment on the devices that are here; None: one device.
+
+    Raises:
+      ValueError: if it does not fit the devices, the model or the batch.
+    """
+    config, count = experiment.train, jax.device_count()
+    if experiment.sharding is None:
+        require(
+            jax.process_count() == 1,
+            f"{jax.process_count()} processes need a mesh: give --config.sharding.data=-1, "
+            "--config.sharding.fsdp=-1 or another",
+        )
+        if count > 1 and jax.default_backend() != "cpu":
+            report(f"{count} devices are here and 1 is used: --config.sharding.data=-1 uses all")
+        return None
+    sharding = experiment.sharding.build()
+    sharding.check(
+        Transformer(experiment.model),
+        batch_size=config.batch_size // config.accumulate,
+        length=experiment.task.sequence_length,
+    )
+    return sharding
+
+
+def describe_work(experiment: Experiment) -> Work:
+    """What a step does, and what the devices that train can do."""
+    rate = peak(jax.devices()[0].device_kind, experiment.model.dtype)
+    count = jax.device_count() if experiment.sharding else 1
+    return Work(
+        experiment.train.batch_size * experiment.task.sequence_length,
+        step_flops(experiment),
+        rate and rate * count,
+    )
 
 
 def describe_attention(plans: Sequence[AttentionPlan]) -> str:
@@ -143,119 +209,6 @@ def describe_attention(plans: Sequence[AttentionPlan]) -> str:
     reasons = {name: why for others in rejected.values() for name, why in others.items()}
     lines += [f"  not {name}: {why}" for name, why in reasons.items() if name not in rejected]
     return "\n".join(lines)
-
-
-def init_state(
-    experiment: Experiment, optimizer: optax.GradientTransformation, params: Any = None
-) -> State:
-    """The state before the first step; to be traced by ``jax.jit``.
-
-    Args:
-      experiment: what is trained.
-      optimizer: of :func:`make_optimizer`.
-      params: to start from; None: random ones.
-    """
-    if params is None:
-        params = runs.init_variables(experiment)["params"]
-    key = jax.random.key_data(jax.random.fold_in(jax.random.key(experiment.seed), 1))
-    return State(params, optimizer.init(params), jnp.int32(0), key)
-
-
-def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW after clipping, with the schedule of ``config``."""
-    adamw = optax.adamw(
-        config.learning_rates,
-        b1=config.beta1,
-        b2=config.beta2,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        mask=lambda params: decay_mask(params, config.no_decay),
-    )
-    if config.clip is None:
-        return adamw
-    return optax.chain(optax.clip_by_global_norm(config.clip), adamw)
-
-
-def decay_mask(params: Any, no_decay: tuple[str, ...]) -> Any:
-    """For each parameter whether weight decay applies.
-
-    Args:
-      params: pytree of parameters.
-      no_decay: whole components of the paths of those to which it does not.
-
-    Raises:
-      ValueError: for an entry that matches nothing, unless it is one of the usual ones.
-    """
-    paths = [
-        {str(getattr(entry, "key", entry)) for entry in path}
-        for path, _ in jax.tree.leaves_with_path(params)
-    ]
-    for name in set(no_decay) - set(USUALLY_NOT_DECAYED):
-        require(
-            any(name in path for path in paths),
-            f"train.no_decay: no parameter's path has the component {name!r}; components: "
-            f"{', '.join(sorted(set().union(*paths)))}",
-        )
-    mask = [path.isdisjoint(no_decay) for path in paths]
-    return jax.tree.unflatten(jax.tree.structure(params), mask)
-
-
-def make_step(
-    model: nn.Module, optimizer: optax.GradientTransformation, config: TrainConfig
-) -> Callable[[State, Batch], tuple[State, dict[str, Array]]]:
-    """One compiled optimiser step; its state argument is donated.
-
-    The batch is computed in ``config.accumulate`` parts, one after another, whose gradients are
-    summed in at least float32; the result is that of the whole batch.
-    """
-
-    def loss_fn(params: Any, part: Batch, key: Array) -> Array:
-        logits: Any = model.apply(
-            {"params": params},
-            part["inputs"],
-            positions=part.get("positions"),
-            segment_ids=part.get("segment_ids"),
-            rngs={"positions": key},
-        )
-        return weighted_loss(logits, part["targets"], part["weights"])
-
-    def step(state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
-        parts = jax.tree.map(lambda x: jnp.reshape(x, (config.accumulate, -1, *x.shape[1:])), batch)
-        step_key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-        keys = jax.random.split(step_key, config.accumulate)
-
-        def add(sums: Any, part: tuple[Batch, Array]) -> tuple[Any, None]:
-            value = jax.value_and_grad(loss_fn)(state.params, *part)
-            return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, value), None
-
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, at_least_float32(x.dtype)), state.params)
-        (loss, grads), _ = jax.lax.scan(add, (jnp.float32(0), zeros), (parts, keys))
-        weight = jnp.maximum(batch["weights"].sum(), 1e-9)
-        loss, grads = jax.tree.map(lambda x: x / weight, (loss, grads))
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        metrics = {
-            "loss": loss,
-            "gradient_norm": optax.tree.norm(grads),
-            "learning_rate": config.learning_rates(state.step),
-        }
-        params = optax.apply_updates(state.params, updates)
-        return State(params, opt_state, state.step + 1, state.key), metrics
-
-    return jax.jit(step, donate_argnums=0)
-
-
-def weighted_loss(logits_BxTxV: Array, targets_BxT: Array, weights_BxT: Array) -> Array:
-    """Cross entropy in nats, weighted and summed, in float32."""
-    log_p_BxTxV = jax.nn.log_softmax(logits_BxTxV.astype(jnp.float32))
-    log_p_BxT = jnp.take_along_axis(log_p_BxTxV, targets_BxT[..., None], axis=-1)[..., 0]
-    return -(log_p_BxT * weights_BxT).sum()
-
-
-@jax.jit
-def all_finite(tree: Any) -> Array:
-    """Whether every floating-point number of a pytree is finite."""
-    floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
-    return jnp.all(jnp.array([jnp.isfinite(x).all() for x in floats]))
 
 
 class Signals:

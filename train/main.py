@@ -9,11 +9,17 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
+from typing import Any
+
+import jax
 
 from tape_jax.config import choose
+from train import distributed
 from train.allocator import keep_freed_memory
 from train.loop import Stopped
 
@@ -22,12 +28,16 @@ COMMANDS = {
     "eval": ("train.commands.eval", "evaluate a trained model"),
     "ask": ("train.commands.ask", "ask a trained model a question"),
     "generate": ("train.commands.generate", "continue prompts"),
+    "export": ("train.commands.export", "write a model as a Hugging Face Llama folder"),
     "inspect": ("train.commands.inspect", "draw what goes on inside a trained model"),
     "compare": ("train.commands.compare", "train and evaluate several encodings alike"),
+    "stability": ("train.commands.stability", "measure growth through depth, and divergence"),
+    "plan": ("train.commands.plan", "say what a step would take on a machine that is not here"),
     "score": ("train.commands.score", "judge a file of SCROLLS predictions"),
 }
 
 USER_ERROR = 2
+PEER_LOST = 4
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,11 +47,18 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: the arguments after the program's name; None: those of this process.
 
     Returns:
-      The exit code: 0, 2 for a wrong call, 3 for a loss that is not finite, 130 and 143 for a run
-      that was interrupted and saved.
+      The exit code: 0, 2 for a wrong call, 3 for a loss that is not finite, 4 if another process
+      of the same training has died, 130 and 143 for a run that was interrupted and saved.
     """
     keep_freed_memory()
     argv = list(sys.argv[1:] if argv is None else argv)
+    code = _exit_code(argv)
+    if code and distributed.is_one_of_several():
+        distributed.leave(code)
+    return code
+
+
+def _exit_code(argv: list[str]) -> int:
     debug = "--debug" in argv
     try:
         return _run(argv)
@@ -51,6 +68,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except jax.errors.JaxRuntimeError as error:
+        if not distributed.is_one_of_several():
+            raise
+        print(
+            f"error: another process has died or cannot be reached ({_first_line(error)}). What "
+            "was saved is intact: start all processes again with --resume",
+            file=sys.stderr,
+            flush=True,
+        )
+        return PEER_LOST
     except (ValueError, NotImplementedError, OSError) as error:
         if debug:
             traceback.print_exc()
@@ -80,6 +107,21 @@ def _run(argv: list[str]) -> int:
     return module.run(args) or 0
 
 
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """Lets libraries log that something failed, but not where: the error will be reported."""
+    record.exc_info = record.exc_text = None
+    return True
+
+
+def _one_line(failure: Any) -> None:
+    """Says what went wrong in a thread of a library, or while the program ends."""
+    print(f"error beside another: {failure.exc_value}", file=sys.stderr)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)[:300]
+
+
 def _overview() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {summary}" for name, (_, summary) in COMMANDS.items()]
@@ -88,4 +130,7 @@ def _overview() -> str:
 
 
 if __name__ == "__main__":
+    if "--debug" not in sys.argv:
+        logging.getLogger("absl").addFilter(_without_traceback)
+        threading.excepthook = sys.unraisablehook = _one_line
     sys.exit(main())

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import jax
 import tensorboardX
@@ -100,6 +100,68 @@ class NonFiniteError(Exception):
         super().__init__(f"{what} is not finite at step {step}")
 
 
+class Work(NamedTuple):
+    """What a step does.
+
+    Attributes:
+      tokens: of a batch: its size times the length of its sequences.
+      operations: that the mathematics of a step needs (:func:`train.step.step_flops`).
+      peak: operations per second that all devices together can do at most; None: not known.
+    """
+
+    tokens: int
+    operations: float = 0.0
+    peak: float | None = None
+
+    def rates(self, steps_per_second: float) -> dict[str, float]:
+        """Speed in tokens per second, and as a share of the peak."""
+        rates = {"tokens_per_second": steps_per_second * self.tokens}
+        if self.peak:
+            rates["model_flop_utilisation"] = steps_per_second * self.operations / self.peak
+        return rates
+
+
+def memory_in_use() -> dict[str, float]:
+    """The most memory that the first device has had in use, where it tells."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    peak = stats.get("peak_bytes_in_use")
+    return {} if peak is None else {"peak_memory_gb": peak / 1e9}
+
+
+class Trace:
+    """Writes a trace of some steps, for TensorBoard's profiler or Perfetto."""
+
+    def __init__(self, folder: Path, steps: range | None):
+        """
+        Args:
+          folder: where it goes.
+          steps: which steps; None: none.
+        """
+        self._folder, self._steps, self._running = folder, steps or range(0), False
+
+    def __enter__(self) -> Trace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def before(self, step: int, state: Any) -> None:
+        """To be called before each step, with what the step before gave."""
+        inside = step in self._steps
+        if inside != self._running:
+            jax.block_until_ready(state)
+            if inside:
+                jax.profiler.start_trace(str(self._folder))
+                self._running = True
+            else:
+                self._stop()
+
+    def _stop(self) -> None:
+        if self._running:
+            jax.profiler.stop_trace()
+            self._running = False
+
+
 class Metrics:
     """Means over ``log_every`` steps, written to all outputs.
 
@@ -107,23 +169,27 @@ class Metrics:
     that nobody waits for the step that has just been dispatched.
     """
 
-    def __init__(self, folder: Path, total: int, start: int, tokens_per_step: int, log_every: int):
+    def __init__(
+        self,
+        folder: Path,
+        total: int,
+        start: int,
+        work: Work,
+        log_every: int,
+        *,
+        write: bool = True,
+    ):
         """
         Args:
           folder: the run's.
           total: steps of the whole run.
           start: steps taken before; what the files say of later ones is removed.
-          tokens_per_step: batch size times sequence length.
+          work: what a step does.
           log_every: steps between two lines.
+          write: whether anything is written and shown; if not, numbers are checked only.
         """
-        path = folder / "metrics.jsonl"
-        cut(path, start)
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
-        self._board = tensorboardX.SummaryWriter(
-            str(folder / "tensorboard"), purge_step=start + 1 if start else None
-        )
-        self._progress = Progress(total, start=start, label=folder.name)
-        self._total, self._tokens, self._log_every = total, tokens_per_step, log_every
+        self._total, self._work, self._log_every = total, work, log_every
+        self._outputs = _Outputs(folder, total, start) if write else None
         self._pending: tuple[int, Mapping[str, jax.Array]] | None = None
         self._sums: dict[str, float] = {}
         self._steps = 0
@@ -134,9 +200,8 @@ class Metrics:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._progress.close()
-        self._file.close()
-        self._board.close()
+        if self._outputs:
+            self._outputs.close()
 
     def record(self, step: int, values: Mapping[str, jax.Array]) -> None:
         """Takes the numbers of one step, still on the device, and deals with those before them.
@@ -174,13 +239,37 @@ class Metrics:
         means = {name: value / self._steps for name, value in self._sums.items()}
         now = time.monotonic()
         if self._timed and now > self._clock:
-            means["tokens_per_second"] = self._timed * self._tokens / (now - self._clock)
-        self._file.write(json.dumps({"step": step, "time": time.time(), **means}) + "\n")
-        self._file.flush()
-        for name, value in means.items():
-            self._board.add_scalar(name, value, step)
-        self._progress.update(step, describe(means))
+            means |= self._work.rates(self._timed / (now - self._clock))
+        if self._outputs:
+            self._outputs.write(step, means | memory_in_use())
         self._sums, self._steps, self._timed, self._clock = {}, 0, 0, now
+
+
+class _Outputs:
+    """The file, TensorBoard and the terminal."""
+
+    def __init__(self, folder: Path, total: int, start: int):
+        path = folder / "metrics.jsonl"
+        cut(path, start)
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        self._board = tensorboardX.SummaryWriter(
+            str(folder / "tensorboard"), purge_step=start + 1 if start else None
+        )
+        self._progress = Progress(total, start=start, label=folder.name)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._file.write(json.dumps({"step": step, "time": time.time(), **values}) + "\n")
+        self._file.flush()
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
+        self._progress.update(step, describe(values))
+
+    def close(self) -> None:
+        self._progress.close()
+        # Every line has been written out already; what fails here would hide an earlier error.
+        for output in (self._file, self._board):
+            with contextlib.suppress(OSError):
+                output.close()
 
 
 def describe(values: Mapping[str, float]) -> str:

@@ -1,42 +1,81 @@
 """Run folders: how one is made, recognised, guarded and read back.
 
 A run holds ``experiment.json`` (what was asked for), ``checkpoints/``, ``metrics.jsonl``,
-``tensorboard/`` and, once evaluated, ``evaluation.*``. Only ``experiment.json`` with its format
-marker makes a folder a run; everything else is left alone.
+``tensorboard/`` and, once evaluated, ``evaluation.*``. One that adapts a trained model holds what
+was trained only, at its end also as ``adapter.safetensors``, and the base's fingerprint. Only
+``experiment.json`` with its format marker makes a folder a run; everything else is left alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import json
+import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from jax.experimental import multihost_utils
 
+import tape_jax as tape
+from tape_jax.adapt import (
+    Adapted,
+    Fingerprint,
+    describe_trainable,
+    full_attention,
+    merge,
+    save_adapter,
+)
 from tape_jax.config import require
 from tape_jax.files import write_atomically
 from tape_jax.model import Transformer
+from tape_jax.pretrained import pretrained_config
+from tape_jax.sharding import Sharding
+from train import adaptation
 from train.checkpoint import Checkpoints, Report
-from train.experiment import Experiment, differences, from_mapping, to_json
+from train.experiment import FORMAT, Experiment, differences, from_mapping, read_record, to_json
 
-FORMAT = "tape-jax run, version 1"
+ADAPTER = "adapter.safetensors"
+ONE_TOKEN = jax.ShapeDtypeStruct((1, 1), "int32")
 
 
-def create(folder: Path, experiment: Experiment) -> None:
+def create(folder: Path, experiment: Experiment, base: Fingerprint | None = None) -> None:
     """Makes a run folder.
+
+    Args:
+      folder: the run's.
+      experiment: what is trained.
+      base: the fingerprint of what is adapted, if anything is.
 
     Raises:
       ValueError: if ``folder`` exists and is not empty.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        advice = "continue it with --resume, or " if _is_run(folder) else ""
+    left_over = re.compile(r"\.experiment\.json\.\d+\.tmp")
+    if folder.exists() and not (
+        folder.is_dir() and all(left_over.fullmatch(path.name) for path in folder.iterdir())
+    ):
+        advice = "continue it with --resume, or " if read_record(folder) else ""
         raise ValueError(f"{folder} exists already: {advice}choose another --run")
     folder.mkdir(parents=True, exist_ok=True)
     record = {"format": FORMAT, "experiment": to_json(experiment)}
+    if base is not None:
+        record["base"] = dataclasses.asdict(base)
     write_atomically(folder / "experiment.json", json.dumps(record, indent=2) + "\n")
+
+
+def exists(folder: Path) -> bool:
+    """Whether there is a run in a folder."""
+    return read_record(folder) is not None
+
+
+def has_trained(folder: Path) -> bool:
+    """Whether a run has come so far that it must have a checkpoint."""
+    with checkpoints(folder) as saved:
+        return (folder / "metrics.jsonl").exists() or bool(saved.steps())
 
 
 def load(folder: Path) -> Experiment:
@@ -45,22 +84,18 @@ def load(folder: Path) -> Experiment:
     Raises:
       ValueError: if there is no such folder, or it is not a run.
     """
-    require(folder.is_dir(), f"there is no run folder {folder}")
-    record = _record(folder)
-    require(record is not None, f"{folder} is not a run: it has no experiment.json of this project")
-    assert record is not None
-    return from_mapping(record["experiment"])
+    return from_mapping(_record(folder)["experiment"])
 
 
 def check_same(folder: Path, experiment: Experiment) -> None:
     """Raises ValueError, naming the fields, unless ``folder`` holds a run of ``experiment``.
 
-    How the run is to be evaluated may differ.
+    How the run is to be evaluated, and on which mesh it is trained, may differ.
     """
     different = [
         difference
         for difference in differences(load(folder), experiment)
-        if not difference.startswith("evaluation.")
+        if not difference.startswith(("evaluation.", "sharding"))
     ]
     require(
         not different,
@@ -118,15 +153,157 @@ class Trained(NamedTuple):
 
 
 def restore_model(folder: Path, report: Report = print) -> Trained:
-    """The model of a run's newest intact checkpoint.
+    """The model of a run's newest intact checkpoint; with its base, if the run adapts one.
 
     Raises:
-      ValueError: if ``folder`` is not a run or has no intact checkpoint.
+      ValueError: if ``folder`` is not a run, has no intact checkpoint, or its base is not there or
+        has changed.
     """
     experiment = load(folder)
+    template, frozen = abstract_variables(experiment), None
+    if experiment.adapt:
+        trainable, frozen = adaptation.split(adapted(experiment, folder, report))
+        template = {"params": trainable}
     with checkpoints(folder, report=report) as saved:
-        step, variables = saved.restore(abstract_variables(experiment), partial=True)
-    return Trained(experiment, step, Transformer(experiment.model), variables)
+        step, variables = saved.restore(template, partial=True)
+    if frozen is not None:
+        variables = {"params": merge(variables["params"], frozen)}
+    return Trained(experiment, step, full_attention(Transformer(experiment.model)), variables)
+
+
+class Start(NamedTuple):
+    """What a training starts from.
+
+    Attributes:
+      params: those that train, with None in place of the others; None: random ones, all of which
+        train.
+      frozen: the others, with None in place of those that train; None: there are none.
+      adapted: the base as it was adapted, without values; None: nothing is adapted.
+    """
+
+    params: Any = None
+    frozen: Any = None
+    adapted: Adapted | None = None
+
+    def describe(self) -> str:
+        """Which parameters of an adapted model train: their numbers and shares, as a table."""
+        made = self.adapted
+        assert made is not None
+        if not made.rules:
+            return f"method {made.method}: nothing trains"
+        params = merge(self.params, self.frozen)
+        return f"method {made.method}, which trains\n{describe_trainable(params, made.rules)}"
+
+
+def start(
+    experiment: Experiment,
+    folder: Path | None = None,
+    report: Report = print,
+    sharding: Sharding | None = None,
+) -> Start:
+    """What the training of an experiment starts from.
+
+    Args:
+      experiment: what is trained.
+      folder: the run that is to be continued; None: a new one.
+      report: called with a sentence about each notable event.
+      sharding: where parameters go; None: the first device.
+
+    Raises:
+      ValueError: if the base or the run that the experiment names is not there, does not fit or,
+        if a run is continued, has changed.
+    """
+    if experiment.adapt is None:
+        wanted = experiment.train.initial and folder is None
+        params = initial_params(experiment, report) if wanted else None
+        return Start(_put(params, experiment, sharding))
+    abstract_variables(experiment)  # It says so if the sequences do not fit the model.
+    made = adapted(experiment, folder, report, sharding)
+    trainable, frozen = (_put(x, experiment, sharding) for x in adaptation.split(made))
+    return Start(trainable, frozen, dataclasses.replace(made, variables=None))
+
+
+def _put(params: Any, experiment: Experiment, sharding: Sharding | None) -> Any:
+    """Parameters of an experiment's model, where they belong."""
+    if sharding is None or params is None:
+        return params
+    return jax.device_put(params, sharding.of(Transformer(experiment.model), params))
+
+
+def adapted(
+    experiment: Experiment,
+    folder: Path | None = None,
+    report: Report = print,
+    sharding: Sharding | None = None,
+) -> Adapted:
+    """The base of an experiment, adapted as at the start of training.
+
+    Args:
+      experiment: has the section ``adapt``.
+      folder: the experiment's run, whose record the base must agree with; None: there is none yet.
+      report: called with a sentence about each notable event.
+      sharding: where the tensors of a Llama folder go; None: the first device.
+
+    Raises:
+      ValueError: if the base does not fit, or has changed since the run was started.
+    """
+    section = experiment.adapt
+    assert section is not None
+    path = Path(section.base)
+    if read_record(path):
+        trained = restore_model(path, report)
+        require(
+            _same_tokenizer(trained.experiment, experiment),
+            f"adapt.base: the run {path} has another tokenizer than the task",
+        )
+        model, variables = trained.model, trained.variables
+    else:
+        places = None
+        if sharding is not None:
+            base = Transformer(pretrained_config(path))
+            places = sharding.of(base, jax.eval_shape(base.init, jax.random.key(0), ONE_TOKEN))
+        model, variables = tape.from_pretrained(path, sharding=places)
+    position = experiment.model.position
+    made = adaptation.apply(
+        section,
+        *adaptation.computed_as(model, variables, experiment.model),
+        key=jax.random.fold_in(jax.random.key(experiment.seed), 2),
+        position=adaptation.tape_options(position) if section.method == "tape" else None,
+    )
+    if folder is not None:
+        recorded, found = Fingerprint(**_record(folder)["base"]), made.base
+        assert found is not None
+        different = recorded.differences(found)
+        require(
+            not different,
+            f"{path}, the base of {folder}, is not what it was when the run was started; recorded "
+            f"then, and found now: {'; '.join(different)}",
+        )
+    return made
+
+
+def write_adapter(folder: Path, start: Start, params: Any) -> Path:
+    """Writes what an adapted run trained, for :func:`tape_jax.adapt.load_adapter`.
+
+    Args:
+      folder: the run's.
+      start: what its training started from.
+      params: as trained, with None in place of those that did not.
+
+    Raises:
+      NotImplementedError: if safetensors is not installed.
+    """
+    made = start.adapted
+    assert made is not None
+    assert made.base is not None
+    if jax.process_count() > 1:
+        params = multihost_utils.process_allgather(params, tiled=True)
+    if jax.process_index() == 0:
+        variables = {"params": merge(params, start.frozen)}
+        save_adapter(
+            folder / ADAPTER, made.model, variables, made.rules, base=made.base, method=made.method
+        )
+    return folder / ADAPTER
 
 
 def initial_params(experiment: Experiment, report: Report = print) -> Any:
@@ -144,8 +321,7 @@ def initial_params(experiment: Experiment, report: Report = print) -> Any:
         for name in dict.fromkeys([*there, *here])
         if there.get(name) != here.get(name)
     ]
-    tokenizers = {getattr(e.task, "tokenizer_fingerprint", None) for e in (other, experiment)}
-    if len(tokenizers - {None}) > 1:
+    if not _same_tokenizer(other, experiment):
         different.append("the tokenizer: another one there than here")
     require(
         not different,
@@ -154,6 +330,12 @@ def initial_params(experiment: Experiment, report: Report = print) -> Any:
     params = restore_model(folder, report).variables["params"]
     wanted = abstract_variables(experiment)["params"]
     return jax.tree.map(lambda x, like: x.astype(like.dtype), params, wanted)
+
+
+def _same_tokenizer(first: Experiment, second: Experiment) -> bool:
+    """Whether the tokenizers of two tasks are the same, as far as both are known."""
+    found = {getattr(e.task, "tokenizer_fingerprint", None) for e in (first, second)}
+    return len(found - {None}) <= 1
 
 
 def _shapes(params: Any) -> dict[str, tuple[int, ...]]:
@@ -167,6 +349,27 @@ def abstract_variables(experiment: Experiment) -> dict[str, Any]:
     return jax.eval_shape(lambda: init_variables(experiment))
 
 
+def abstract_params(experiment: Experiment) -> tuple[Any, Any]:
+    """Shapes and types of the parameters that train, and of the others, as training has them.
+
+    None stands for what the other has; without an adapted base the second is None.
+    """
+    params = abstract_variables(experiment)["params"]
+    if experiment.adapt is None:
+        return params, None
+    rules = experiment.adapt.trained
+    return jax.eval_shape(lambda params: adaptation.split_params(params, rules), params)
+
+
+def count_parameters(experiment: Experiment) -> tuple[int, int]:
+    """The numbers of the model's parameters, and of those that train."""
+    trained, frozen = (
+        sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
+        for tree in abstract_params(experiment)
+    )
+    return trained + frozen, trained
+
+
 def init_variables(experiment: Experiment) -> dict[str, Any]:
     """The model's variables at the start of training; to be traced by ``jax.jit``."""
     params_key, positions_key = jax.random.split(jax.random.key(experiment.seed))
@@ -175,13 +378,10 @@ def init_variables(experiment: Experiment) -> dict[str, Any]:
     return dict(Transformer(experiment.model).init(rngs, tokens))
 
 
-def _is_run(folder: Path) -> bool:
-    return folder.is_dir() and _record(folder) is not None
-
-
-def _record(folder: Path) -> dict[str, Any] | None:
-    try:
-        record = json.loads((folder / "experiment.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return record if isinstance(record, dict) and record.get("format") == FORMAT else None
+def _record(folder: Path) -> dict[str, Any]:
+    """What a run's ``experiment.json`` holds."""
+    require(folder.is_dir(), f"there is no run folder {folder}")
+    record = read_record(folder)
+    require(record is not None, f"{folder} is not a run: it has no experiment.json of this project")
+    assert record is not None
+    return record

@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from train import experiment, loop, runs
+from train import step as training_step
 
 
 def an_experiment(initial=None, *, task=None, position="rope", **model):
@@ -24,7 +25,9 @@ def an_experiment(initial=None, *, task=None, position="rope", **model):
 
 
 def state_of(folder, wanted):
-    template = jax.eval_shape(lambda: loop.init_state(wanted, loop.make_optimizer(wanted.train)))
+    template = jax.eval_shape(
+        lambda: training_step.init_state(wanted, training_step.make_optimizer(wanted.train))
+    )
     with runs.checkpoints(folder) as checkpoints:
         return checkpoints.restore(template)
 
@@ -57,7 +60,7 @@ def test_starts_from_the_last_parameters_with_a_new_optimiser(first, tmp_path, m
     assert step == state.step == 0
     last = state_of(first, an_experiment())[1].params
     chex.assert_trees_all_equal(state.params, last)
-    fresh = loop.make_optimizer(wanted.train).init(last)
+    fresh = training_step.make_optimizer(wanted.train).init(last)
     chex.assert_trees_all_equal(state.opt_state, fresh)
 
     # To resume, the other run is not needed.

@@ -13,6 +13,7 @@ import pytest
 
 from tape_jax.config import ModelConfig
 from train import experiment, loop, metrics, runs
+from train import step as training_step
 from train.experiment import TrainConfig
 
 
@@ -30,15 +31,17 @@ class Tiny(nn.Module):
 
 
 @functools.cache
-def compiled_once(model, config, make_step=loop.make_step):
-    return make_step(model, loop.make_optimizer(config), config)
+def compiled_once(model, config, make_step=training_step.make_step):
+    return make_step(model, training_step.make_optimizer(config), config)
 
 
 @pytest.fixture
 def tiny(monkeypatch):
     monkeypatch.setattr(loop, "Transformer", Tiny)
     monkeypatch.setattr(runs, "Transformer", Tiny)
-    monkeypatch.setattr(loop, "make_step", lambda model, _, config: compiled_once(model, config))
+    monkeypatch.setattr(
+        loop, "make_step", lambda model, _, config, places: compiled_once(model, config)
+    )
 
 
 def an_experiment(**train):
@@ -67,10 +70,10 @@ class Watched:
             step = make_step(*args)
             before = step._cache_size()
 
-            def watched(state, batch):
+            def watched(state, batch, frozen):
                 self.batches.append(batch)
                 number = int(state.step) + 1
-                state, values = step(state, batch)
+                state, values = step(state, batch, frozen)
                 self.compilations = step._cache_size() - before
                 return action(state, values) if number == after else (state, values)
 
@@ -81,7 +84,9 @@ class Watched:
 
 def final_state(folder: Path, of=None):
     wanted = of or runs.load(folder)
-    template = jax.eval_shape(lambda: loop.init_state(wanted, loop.make_optimizer(wanted.train)))
+    template = jax.eval_shape(
+        lambda: training_step.init_state(wanted, training_step.make_optimizer(wanted.train))
+    )
     with runs.checkpoints(folder) as checkpoints:
         return checkpoints.restore(template)
 
@@ -220,18 +225,19 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch():
     for accumulate in (1, 3):
         config = TrainConfig(steps=5, batch_size=12, learning_rate=1.0, accumulate=accumulate)
         quiet = Quiet(model.config)
-        state = loop.State(
+        state = training_step.State(
             params, plain.init(params), jnp.int32(0), jax.random.key_data(jax.random.key(0))
         )
         step = loop.make_step(quiet, plain, config)
-        results.append(step(jax.tree.map(jnp.copy, state), batch))
+        results.append(step(jax.tree.map(jnp.copy, state), batch, None))
     chex.assert_trees_all_close(results[0][0].params, results[1][0].params, atol=1e-6)
     chex.assert_trees_all_close(results[0][1], results[1][1], rtol=1e-6)
 
     def mean_loss(params):
         logits = quiet.apply({"params": params}, batch["inputs"])
         return (
-            loop.weighted_loss(logits, batch["targets"], batch["weights"]) / batch["weights"].sum()
+            training_step.weighted_loss(logits, batch["targets"], batch["weights"])
+            / batch["weights"].sum()
         )
 
     loss, grads = jax.jit(jax.value_and_grad(mean_loss))(params)
@@ -255,7 +261,7 @@ def test_weighted_loss_against_float64():
     shifted = logits - logits.max(-1, keepdims=True)
     log_p = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
     expected = -(np.take_along_axis(log_p, targets[..., None], -1)[..., 0] * weights).sum()
-    loss = loop.weighted_loss(jnp.array(logits, jnp.float32), targets, weights)
+    loss = training_step.weighted_loss(jnp.array(logits, jnp.float32), targets, weights)
     assert loss.dtype == jnp.float32
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
 
@@ -269,7 +275,7 @@ def test_optimizer_against_the_equations_of_adamw(clip):
     params = {"dense": {"kernel": np.array([1.0, -2.0])}, "norm": {"scale": np.array([3.0])}}
     grads = [{"dense": {"kernel": np.array(k)}, "norm": {"scale": np.array(s)}} for k, s in GRADS]
 
-    optimizer = loop.make_optimizer(config)
+    optimizer = training_step.make_optimizer(config)
     state, got = optimizer.init(params), params
     for gradient in grads:
         updates, state = jax.jit(optimizer.update)(gradient, state, got)
@@ -294,20 +300,22 @@ GRADS = [([0.3, -0.1], [0.2]), ([4.0, 2.0], [-1.0]), ([-0.2, 0.1], [0.0])]
 
 def test_decay_mask_matches_whole_components():
     params = {"block": {"scale": 1, "rescale": 2, "dense": {"kernel": 3}}, "embedding": 4}
-    assert loop.decay_mask(params, ("scale", "embedding", "bias")) == {
+    assert training_step.decay_mask(params, ("scale", "embedding", "bias")) == {
         "block": {"scale": False, "rescale": True, "dense": {"kernel": True}},
         "embedding": False,
     }
-    assert not any(jax.tree.leaves(loop.decay_mask(params["block"], ("dense", "scale", "rescale"))))
+    assert not any(
+        jax.tree.leaves(training_step.decay_mask(params["block"], ("dense", "scale", "rescale")))
+    )
     with pytest.raises(ValueError, match="no parameter's path has the component 'kernl'"):
-        loop.decay_mask(params, ("kernl",))
+        training_step.decay_mask(params, ("kernl",))
 
 
 def test_all_finite():
     tree = {"a": jnp.ones(3), "b": jnp.ones(2, jnp.bfloat16), "n": jnp.int32(1)}
-    assert loop.all_finite(tree)
+    assert training_step.all_finite(tree)
     for name in "ab":
-        assert not loop.all_finite(tree | {name: tree[name].at[1].set(jnp.inf)})
+        assert not training_step.all_finite(tree | {name: tree[name].at[1].set(jnp.inf)})
 
 
 class TestSignals:

@@ -13,6 +13,7 @@ import pytest
 
 from train import experiment, loop, metrics, runs
 from train import main as program
+from train import step as training_step
 from train.commands import compare
 from train.main import main
 
@@ -56,7 +57,9 @@ def content(folder):
 
 def state_of(folder):
     wanted = runs.load(folder)
-    template = jax.eval_shape(lambda: loop.init_state(wanted, loop.make_optimizer(wanted.train)))
+    template = jax.eval_shape(
+        lambda: training_step.init_state(wanted, training_step.make_optimizer(wanted.train))
+    )
     with runs.checkpoints(folder) as checkpoints:
         return checkpoints.restore(template)
 
@@ -179,7 +182,8 @@ def test_wrong_calls_say_why_and_change_nothing(
     (places["other"] / "thesis.txt").write_text("mine")
     places["file"].write_text("mine")
     places["bare"].mkdir()
-    shutil.copy(trained / "experiment.json", places["bare"])
+    for name in ("experiment.json", "metrics.jsonl"):
+        shutil.copy(trained / name, places["bare"])
     before = {folder: content(folder) for folder in (trained, tmp_path)}
 
     call = [a.format(run=trained, config=config, **places) for a in arguments]
@@ -226,7 +230,9 @@ def test_a_training_that_fails_is_reported(trained, tmp_path):
 
 
 def test_a_plan_of_several_seeds(config, tmp_path):
-    jobs = compare.plan(config, tmp_path, ["tape", "none"], 2, ["--config.seed=7"])
+    jobs = compare.plan(
+        config, tmp_path, compare.ENCODINGS, ["tape", "none"], 2, ["--config.seed=7"]
+    )
     assert [job.label for job in jobs] == [
         "tape, seed 7",
         "tape, seed 8",

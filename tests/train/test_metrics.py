@@ -34,7 +34,7 @@ def scalars(folder):
 
 
 def run(folder, start, stop, total=10, log_every=4):
-    with Metrics(folder, total, start, tokens_per_step=32, log_every=log_every) as log:
+    with Metrics(folder, total, start, work=metrics.Work(32), log_every=log_every) as log:
         for step in range(start + 1, stop + 1):
             log.record(step, values(step))
         log.flush()
@@ -71,7 +71,7 @@ def test_numbers_are_fetched_one_step_late(tmp_path, monkeypatch):
     fetched = []
     get = metrics.jax.device_get
     monkeypatch.setattr(metrics.jax, "device_get", lambda v: fetched.append(v["loss"]) or get(v))
-    with Metrics(tmp_path, 3, 0, tokens_per_step=1, log_every=1) as log:
+    with Metrics(tmp_path, 3, 0, work=metrics.Work(1), log_every=1) as log:
         log.record(1, values(1))
         assert fetched == []
         log.record(2, values(2))
@@ -83,7 +83,7 @@ def test_numbers_are_fetched_one_step_late(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("name", "bad"), [("loss", np.nan), ("gradient_norm", np.inf)])
 def test_non_finite_numbers_raise(tmp_path, name, bad):
-    with Metrics(tmp_path, 3, 0, tokens_per_step=1, log_every=1) as log:
+    with Metrics(tmp_path, 3, 0, work=metrics.Work(1), log_every=1) as log:
         log.record(1, values(1) | {name: jnp.float32(bad)})
         with pytest.raises(NonFiniteError, match=f"the {name.replace('_', ' ')} is not .* step 1"):
             log.record(2, values(2))

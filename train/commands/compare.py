@@ -4,10 +4,13 @@
       --encodings=tape,rope
   python -m train.main compare --config=configs/context_extension.py --run=runs/longer \\
       --methods=base,tape,lora,longlora,theta,full
+  python -m train.main compare --config=configs/ablations.py --run=runs/ablations --variants=all \\
+      --sweep train.learning_rate=1e-3,3e-3
 
 Steps, data and seeds are equal. Each training gets a run of its own inside the run folder. Called
 again, finished runs are kept and unfinished ones continued. Beside them are written report.md, with
-pictures, and report.json.
+pictures, and report.json. With --sweep, every value is tried with the first seed, and each rival is
+compared with the one that is best in a validation apart from the test.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import functools
+import itertools
 import json
 import os
 import re
@@ -25,18 +30,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tape_jax import positions
 from tape_jax.config import choose, require
 from tape_jax.files import write_atomically
-from train import adaptation, experiment, metrics, runs
+from train import adaptation, experiment, metrics, runs, sweep
 from train.commands import eval as evaluation
+from train.data import Result
 from train.experiment import Experiment
 from train.loop import Signals, Stopped
 from train.report import RunRecord, by_name, sample_lines, score_table, verdict, write_report
+from train.sweep import Setting
 
 FORMAT = "tape-jax comparison, version 1"
 SECONDS_BETWEEN_LOOKS = 0.5
@@ -48,17 +55,20 @@ class Choice:
 
     Attributes:
       what: in words.
-      field: of the config.
-      known: its values.
+      known: by name the ``--config.a.b=value`` options that make it.
     """
 
     what: str
-    field: str
-    known: Collection[str]
+    known: Mapping[str, Sequence[str]]
+
+    @classmethod
+    def of_field(cls, what: str, field: str, values: Iterable[str]) -> Choice:
+        """The choice among values of one field of the config."""
+        return cls(what, {value: (f"--config.{field}={value}",) for value in values})
 
 
-ENCODINGS = Choice("position encoding", "model.position.kind", positions.registry)
-METHODS = Choice("adapt method", "adapt.method", adaptation.METHODS)
+ENCODINGS = Choice.of_field("position encoding", "model.position.kind", positions.registry)
+METHODS = Choice.of_field("adapt method", "adapt.method", adaptation.METHODS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,13 +76,15 @@ class Job:
     """One training of the comparison.
 
     Attributes:
-      name: of the encoding or method.
+      name: of the encoding, method or variant.
+      setting: of the sweep.
       folder: the run's.
       experiment: what is trained there.
       command: arguments of ``train`` that do it from the start.
     """
 
     name: str
+    setting: Setting
     folder: Path
     experiment: Experiment
     command: tuple[str, ...]
@@ -80,7 +92,7 @@ class Job:
     @property
     def label(self) -> str:
         """Short and unique."""
-        return f"{self.name}, seed {self.experiment.seed}"
+        return f"{self.setting.folder(self.name)}, seed {self.experiment.seed}"
 
     @property
     def log(self) -> Path:
@@ -110,6 +122,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     compared = parser.add_mutually_exclusive_group(required=True)
     compared.add_argument("--encodings", metavar="NAME,...", help="of positions")
     compared.add_argument("--methods", metavar="NAME,...", help="of adaptation")
+    compared.add_argument("--variants", metavar="NAME,...", help="of the config; all: every one")
+    parser.add_argument(
+        "--sweep", action="append", default=[], metavar="FIELD=VALUE,...", help="choose the best"
+    )
     parser.add_argument("--seeds", type=int, default=1, help="trainings of each (1)")
     parser.add_argument("--jobs", type=int, default=2, help="trainings side by side (2)")
     parser.set_defaults(overrides=())
@@ -118,8 +134,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Compares."""
     require(args.jobs >= 1, f"compare: --jobs must be at least 1; got {args.jobs}")
-    choice, names = (ENCODINGS, args.encodings) if args.encodings else (METHODS, args.methods)
-    jobs = plan(args.config, args.run, choice, names.split(","), args.seeds, args.overrides)
+    choice, names = chosen(args)
+    plan_for = functools.partial(plan, args.config, args.run, choice)
+    if args.sweep:
+        trials = plan_for(names, 1, args.overrides, sweep.settings(args.sweep))
+        best = tune(args.run, trials, args.jobs)
+        by_rival = [plan_for([name], args.seeds, args.overrides, [best[name]]) for name in names]
+        jobs = [job for planned in by_rival for job in planned]
+    else:
+        jobs = plan_for(names, args.seeds, args.overrides)
     claim(args.run, jobs)
     train_all([job for job in jobs if not job.finished], args.jobs)
     task = jobs[0].experiment.task
@@ -137,6 +160,36 @@ def run(args: argparse.Namespace) -> None:
         print("ask it another:")
         example = shlex.quote(example)
         print(f"  {_python()} -m train.main ask --run={shlex.quote(str(jobs[0].folder))} {example}")
+
+
+def chosen(args: argparse.Namespace) -> tuple[Choice, list[str]]:
+    """What is compared, and the names that were given."""
+    if not args.variants:
+        choice, names = (ENCODINGS, args.encodings) if args.encodings else (METHODS, args.methods)
+        return choice, names.split(",")
+    choice = Choice(f"variant of {args.config}", dict(sweep.variants(args.config)))
+    return choice, [*choice.known] if args.variants == "all" else args.variants.split(",")
+
+
+def tune(folder: Path, trials: Sequence[Job], side_by_side: int) -> dict[str, Setting]:
+    """Trains every setting, and chooses one for each name by validation.
+
+    Raises:
+      ValueError: before anything is trained, if the task has no validation apart from its test.
+    """
+    task = trials[0].experiment.task
+    sweep.validation_options(task, trials[0].experiment.evaluation)
+    claim(folder, trials)
+    train_all([job for job in trials if not job.finished], side_by_side)
+    results: dict[str, dict[Setting, list[Result]]] = {}
+    for job in trials:
+        with metrics.Progress.of(f"validating {job.folder.name}") as progress:
+            result = sweep.validate(job.folder, progress)
+        results.setdefault(job.name, {})[job.setting] = [result]
+    table = sweep.table(task, results)
+    write_atomically(folder / "sweep.txt", table + "\n")
+    print(f"Validation of the sweep\n\n{table}")
+    return {name: sweep.best(task, by_setting) for name, by_setting in results.items()}
 
 
 def _without_pictures(text: str) -> str:
@@ -160,8 +213,11 @@ def plan(
     names: Sequence[str],
     seeds: int,
     overrides: Sequence[str],
+    settings: Sequence[Setting] = (Setting(),),
 ) -> list[Job]:
     """The trainings of a comparison, checked before anything is written.
+
+    Each name is trained with every one of the settings.
 
     Raises:
       ValueError: for a name that is unknown or given twice, a config that does not fit, or a run
@@ -173,22 +229,25 @@ def plan(
     require(len(set(names)) == len(names), f"compare: {choice.what} given twice: {names}")
     first_seed = experiment.from_file(config, overrides, report=lambda _: None).seed
     jobs = []
-    for name in names:
-        for seed in range(first_seed, first_seed + seeds):
-            own = (
-                *overrides,
-                f"--config.{choice.field}={name}",
-                *([f"--config.seed={seed}"] if seed != first_seed else []),
-            )
-            job = Job(
-                name=name,
-                folder=folder / (name if seed == first_seed else f"{name}-seed{seed}"),
-                experiment=experiment.from_file(config, own),
-                command=(f"--config={config}", *own),
-            )
-            if job.folder.exists():
-                runs.check_same(job.folder, job.experiment)
-            jobs.append(job)
+    seeds_of_each = range(first_seed, first_seed + seeds)
+    for name, setting, seed in itertools.product(names, settings, seeds_of_each):
+        another = seed != first_seed
+        own = (
+            *overrides,
+            *choice.known[name],
+            *setting.overrides,
+            *([f"--config.seed={seed}"] if another else []),
+        )
+        job = Job(
+            name=name,
+            setting=setting,
+            folder=folder / (setting.folder(name) + (f"-seed{seed}" if another else "")),
+            experiment=experiment.from_file(config, own),
+            command=(f"--config={config}", *own),
+        )
+        if job.folder.exists():
+            runs.check_same(job.folder, job.experiment)
+        jobs.append(job)
     return jobs
 
 
@@ -336,6 +395,7 @@ def record(job: Job, *, ask: bool) -> RunRecord:
             ["python", "-m", "train.main", "train", f"--run={job.folder}", *job.command]
         ),
         facts={
+            **({"setting": job.setting.name} if job.setting.name else {}),
             "parameters": f"{parameters:,}",
             "of these trained": f"{trained:,} ({trained / parameters:.2%})",
             "steps": f"{job.experiment.steps:,}",

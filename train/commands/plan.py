@@ -1,0 +1,73 @@
+"""Says what a training step would take on a machine that is not here, and which mesh fits best.
+
+  python -m train.main plan --config=configs/c4_pretrain.py --topology=v5e:8x8
+  python -m train.main plan --config=configs/c4_pretrain.py --topology=h100:4x8 \\
+      --mesh fsdp=8,data=4 --mesh fsdp=32
+
+The real step is compiled for that machine: needs libtpu, or the CUDA plugin (see
+train/ahead_of_time.py). Memory and collectives are the compiler's; times are what the chips'
+data sheets allow at best. Nothing is run. Topologies: v4, v5e, v5p, v6e with the shape of a slice;
+a100, h100, h200 with GPUs of one host, or hosts x GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from tape_jax.config import choose, require
+from tape_jax.files import write_atomically
+from tape_jax.sharding import MESH_AXES, ShardingConfig
+from train import ahead_of_time, experiment, plan
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options."""
+    parser.add_argument("--config", type=Path, required=True, help="the config file")
+    parser.add_argument("--topology", required=True, help="such as v5e:8x8 or h100:4x8")
+    parser.add_argument(
+        "--mesh",
+        action="append",
+        default=[],
+        help="such as fsdp=8,tensor=4; may be repeated; without it several are tried",
+    )
+    parser.add_argument("--json", type=Path, help="where the numbers are written too")
+    parser.set_defaults(overrides=())
+
+
+def run(args: argparse.Namespace) -> None:
+    """Plans."""
+    jax.config.update("jax_platforms", "cpu")
+    wanted = experiment.from_file(args.config, args.overrides)
+    machine = ahead_of_time.machine(args.topology)
+    given = [parse_mesh(text) for text in args.mesh]
+    chosen = given or ([wanted.sharding] if wanted.sharding else [])
+    found = []
+    for one in plan.plans(wanted, machine, chosen):
+        found.append(one)
+        print(f"{one.name}: {one.error or f'compiled in {one.seconds:.0f} s'}", flush=True)
+    print(f"\n{wanted.name} on {args.topology}\n\n{plan.summary(found)}\n")
+    if args.json:
+        write_atomically(args.json, json.dumps([plan.to_json(one) for one in found], indent=2))
+    best = plan.best(found)
+    require(best is not None, f"no mesh of these fits {args.topology}")
+    assert best is not None
+    print(f"best: {plan.details(best)}")
+
+
+def parse_mesh(text: str) -> ShardingConfig:
+    """A mesh such as ``fsdp=8,tensor=4``."""
+    sizes: dict[str, Any] = {}
+    for part in text.split(","):
+        name, equals, size = part.partition("=")
+        require(
+            bool(equals) and size.removeprefix("-").isdecimal(),
+            f"--mesh: expected such as fsdp=8,tensor=4; got {text!r}",
+        )
+        choose("mesh axis", name, MESH_AXES)
+        sizes[name] = int(size)
+    return ShardingConfig(**sizes)

@@ -1,0 +1,246 @@
+"""The compiled training step: the state, the optimiser, the loss and one update.
+
+Names of arrays end in their axes: B examples, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax.traverse_util import flatten_dict
+
+from tape_jax.adapt import merge
+from tape_jax.algebra import at_least_float32
+from tape_jax.config import require
+from tape_jax.losses import CHUNK_LOGITS, cross_entropy
+from tape_jax.model import Transformer
+from tape_jax.sharding import Sharding
+from train import runs
+from train.experiment import USUALLY_NOT_DECAYED, Experiment, TrainConfig
+from train.flops import model_flops
+
+Array = jax.Array
+Batch = dict[str, Array]
+
+
+class State(NamedTuple):
+    """Everything that a step changes, and the random key.
+
+    Attributes:
+      params: those that train; where a base is adapted, with None in place of the others.
+      opt_state: of the optimiser.
+      step: optimiser steps taken, int32.
+      key: raw random key, uint32; each step folds its number into it.
+    """
+
+    params: Any
+    opt_state: Any
+    step: Array
+    key: Array
+
+
+def init_state(
+    experiment: Experiment, optimizer: optax.GradientTransformation, params: Any = None
+) -> State:
+    """The state before the first step; to be traced by ``jax.jit``.
+
+    Args:
+      experiment: what is trained.
+      optimizer: of :func:`make_optimizer`.
+      params: to start from, with None in place of what does not train; None: random ones.
+    """
+    if params is None:
+        params = runs.init_variables(experiment)["params"]
+    key = jax.random.key_data(jax.random.fold_in(jax.random.key(experiment.seed), 1))
+    return State(params, optimizer.init(params), jnp.int32(0), key)
+
+
+def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """AdamW after clipping, with the schedule of ``config``."""
+    adamw = optax.adamw(
+        config.learning_rates,
+        b1=config.beta1,
+        b2=config.beta2,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        mask=lambda params: decay_mask(params, config.no_decay),
+    )
+    if config.clip is None:
+        return adamw
+    return optax.chain(optax.clip_by_global_norm(config.clip), adamw)
+
+
+def decay_mask(params: Any, no_decay: tuple[str, ...]) -> Any:
+    """For each parameter whether weight decay applies.
+
+    Args:
+      params: pytree of parameters.
+      no_decay: whole components of the paths of those to which it does not.
+
+    Raises:
+      ValueError: for an entry that matches nothing, unless it is one of the usual ones.
+    """
+    paths = [
+        {str(getattr(entry, "key", entry)) for entry in path}
+        for path, _ in jax.tree.leaves_with_path(params)
+    ]
+    for name in set(no_decay) - set(USUALLY_NOT_DECAYED):
+        require(
+            any(name in path for path in paths),
+            f"train.no_decay: no parameter's path has the component {name!r}; components: "
+            f"{', '.join(sorted(set().union(*paths)))}",
+        )
+    mask = [path.isdisjoint(no_decay) for path in paths]
+    return jax.tree.unflatten(jax.tree.structure(params), mask)
+
+
+def make_step(
+    model: Transformer,
+    optimizer: optax.GradientTransformation,
+    config: TrainConfig,
+    places: Any = None,
+) -> Callable[..., tuple[State, dict[str, Array]]]:
+    """One compiled optimiser step ``(state, batch, frozen=None)``; its state argument is donated.
+
+    ``frozen`` holds the parameters that do not train (see :class:`train.runs.Start`), or is None.
+    They are neither differentiated nor copied. The batch is computed in ``config.accumulate``
+    parts, one after another, whose gradients are summed in at least float32; the result is that of
+    the whole batch. Where the logits of a part would be large, they are computed in chunks
+    (:func:`tape_jax.losses.cross_entropy`).
+
+    Args:
+      model: to train.
+      optimizer: of :func:`make_optimizer`.
+      config: how to train.
+      places: a :class:`State` of shardings (:func:`places_of`), or None.
+    """
+
+    def loss_fn(params: Any, frozen: Any, part: Batch, key: Array) -> Array:
+        variables = {"params": params if frozen is None else merge(params, frozen)}
+        options: dict[str, Any] = {
+            "positions": part.get("positions"),
+            "segment_ids": part.get("segment_ids"),
+            "rngs": {"positions": key},
+        }
+        if part["targets"].size * model.config.vocab_size <= CHUNK_LOGITS:
+            logits: Any = model.apply(variables, part["inputs"], **options)
+            return weighted_loss(logits, part["targets"], part["weights"])
+        hidden: Any = model.apply(variables, part["inputs"], output="hidden", **options)
+        kernel = model.output_kernel(variables)
+        wanted = part["targets"], part["weights"]
+        return cross_entropy(hidden, kernel, *wanted, sharding=model.sharding)
+
+    def added_loss(params: Any, step: Array) -> Array | None:
+        """What the encoding adds to the loss, if anything."""
+        encoding = getattr(model, "encoding", None)
+        return encoding and encoding.loss(params, step / config.steps)
+
+    def parts_of(batch: Batch) -> Batch:
+        def split(x: Array) -> Array:
+            # Every part takes rows from all devices, so that none has to send its rows away.
+            return jnp.moveaxis(x.reshape(-1, config.accumulate, *x.shape[1:]), 1, 0)
+
+        return jax.tree.map(split, batch)
+
+    def zeros_like(params: Any) -> Any:
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, at_least_float32(x.dtype)), params)
+        return zeros if places is None else jax.lax.with_sharding_constraint(zeros, places.params)
+
+    def step(state: State, batch: Batch, frozen: Any = None) -> tuple[State, dict[str, Array]]:
+        step_key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+        keys = jax.random.split(step_key, config.accumulate)
+
+        def add(sums: Any, part: tuple[Batch, Array]) -> tuple[Any, None]:
+            value = jax.value_and_grad(loss_fn)(state.params, frozen, *part)
+            return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, value), None
+
+        start = jnp.float32(0), zeros_like(state.params)
+        (loss, grads), _ = jax.lax.scan(add, start, (parts_of(batch), keys))
+        weight = jnp.maximum(batch["weights"].sum(), 1e-9)
+        loss, grads = jax.tree.map(lambda x: x / weight, (loss, grads))
+        if added_loss(state.params, state.step) is not None:
+            slopes = jax.grad(added_loss)(state.params, state.step)
+            grads = jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, slopes)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        metrics = {
+            "loss": loss,
+            "gradient_norm": optax.tree.norm(grads),
+            "learning_rate": config.learning_rates(state.step),
+        }
+        params = optax.apply_updates(state.params, updates)
+        return State(params, opt_state, state.step + 1, state.key), metrics
+
+    return jax.jit(step, donate_argnums=0, out_shardings=None if places is None else (places, None))
+
+
+def places_of(sharding: Sharding, model: Transformer, state: State) -> State:
+    """Where everything in a state goes: optimiser moments where their parameters go."""
+    return sharding.of(model, state)
+
+
+def placed(shapes: Any, places: Any) -> Any:
+    """Shapes and types with their places."""
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places
+    )
+
+
+def abstract_step(experiment: Experiment, sharding: Sharding) -> tuple[Any, tuple[State, Any, Any]]:
+    """The step of an experiment on a mesh, and its arguments without values.
+
+    Returns:
+      The jitted step, and (state, batch, frozen) of ``jax.ShapeDtypeStruct``.
+
+    Raises:
+      ValueError: if the mesh does not divide what it splits.
+    """
+    config, length = experiment.train, experiment.task.sequence_length
+    model = Transformer(experiment.model, sharding=sharding)
+    sharding.check(model, batch_size=config.batch_size // config.accumulate, length=length)
+    optimizer = make_optimizer(config)
+    params, frozen = runs.abstract_params(experiment)
+    state = jax.eval_shape(lambda params: init_state(experiment, optimizer, params), params)
+    places = places_of(sharding, model, state)
+    frozen = placed(frozen, sharding.of(model, frozen))
+    shape = config.batch_size, length
+    place = sharding.named(("batch", "sequence"), shape, "the batch")
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=place)
+    batch = {
+        "inputs": tokens,
+        "targets": tokens,
+        "weights": jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place),
+    }
+    step = make_step(model, optimizer, config, places)
+    return step, (placed(state, places), batch, frozen)
+
+
+def step_flops(experiment: Experiment) -> float:
+    """Operations of a step: :func:`train.flops.model_flops`, without gradients of frozen kernels.
+
+    The low-rank terms of adapters are not counted.
+    """
+    config, length = experiment.train, experiment.task.sequence_length
+    count = model_flops(experiment.model, config.batch_size, length)
+    frozen = flatten_dict(runs.abstract_params(experiment)[1] or {})
+    kernels = [x for path, x in frozen.items() if x is not None and path[-1] == "kernel"]
+    tokens = config.batch_size * length
+    return count - sum(2.0 * tokens * math.prod(kernel.shape) for kernel in kernels)
+
+
+def weighted_loss(logits_BxTxV: Array, targets_BxT: Array, weights_BxT: Array) -> Array:
+    """Cross entropy in nats, weighted and summed, in float32."""
+    log_p_BxTxV = jax.nn.log_softmax(logits_BxTxV.astype(jnp.float32))
+    log_p_BxT = jnp.take_along_axis(log_p_BxTxV, targets_BxT[..., None], axis=-1)[..., 0]
+    return -(log_p_BxT * weights_BxT).sum()
+
+
+@jax.jit
+def all_finite(tree: Any) -> Array:
+    """Whether every floating-point number of a pytree is finite."""
+    floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return jnp.all(jnp.array([jnp.isfinite(x).all() for x in floats]))
