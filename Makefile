@@ -11,7 +11,8 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs
 # The tests keep both cores busy: one process each.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo compare-demo test test-slow test-next lint parity benchmarks docs docs-serve wheel clean
+.PHONY: demo compare-demo extend-demo test test-slow test-next faults lint parity benchmarks docs \
+	docs-serve lock audit wheel clean
 
 demo: $(VENV)/.ready  ## train TAPE and RoPE on addition, and show what came out
 	$(BIN)/python -m train.main compare --config=configs/addition_demo.py --run=$(RUN) --encodings=tape,rope
@@ -19,6 +20,14 @@ demo: $(VENV)/.ready  ## train TAPE and RoPE on addition, and show what came out
 compare-demo: $(VENV)/.ready  ## train four encodings on bytes with three seeds each, and say who won
 	$(BIN)/python -m train.main compare --config=configs/bytes_demo.py --run=runs/bytes_demo \
 		--encodings=tape,rope,alibi,sinusoidal --seeds=3
+
+extend-demo: $(VENV)/.ready  ## train a small model on 64 bytes, adapt it to 128 by every method
+	$(BIN)/python -m train.main train --config=configs/bytes_demo.py --run=runs/short --resume \
+		 --config.model.position.kind=rope --config.task.sequence_length=64 \
+		--config.task.passkeys=0.5 --config.task.passkey_form=short \
+		--config.train.steps=1200 --config.train.batch_size=32
+	$(BIN)/python -m train.main compare --config=configs/context_extension_demo.py \
+		--run=runs/longer_demo --methods=base,scaled,tape,lora,longlora,theta,full --seeds=3
 
 test: $(VENV)/.ready  ## the tests, in under ten minutes on two cores
 	$(PYTEST) -m "not slow"
@@ -28,6 +37,9 @@ test-slow: $(VENV)/.ready  ## the tests that take longer
 
 test-next:  ## the tests under Python 3.12 and the newer jax that it gets
 	$(MAKE) test VENV=.venv-next PYTHON=python3.12
+
+faults: $(VENV)/.ready  ## break training in many ways, and count what is lost
+	$(BIN)/python -m tests.faults
 
 lint: $(VENV)/.ready  ## style and types
 	$(BIN)/ruff check .
@@ -49,11 +61,21 @@ docs: $(DOCS_VENV)/.ready  ## build the documentation as a site, site/index.html
 docs-serve: $(DOCS_VENV)/.ready  ## show the site at http://127.0.0.1:8000, and every change at once
 	$(MKDOCS) serve
 
+lock: $(VENV)/.ready  ## write down the versions that are installed for both supported Pythons
+	$(MAKE) .venv-next/.ready VENV=.venv-next PYTHON=python3.12
+	$(BIN)/python .ci/lock.py $(VENV) .venv-next > requirements.lock.new
+	mv requirements.lock.new requirements.lock
+
+audit: $(VENV)/.ready  ## look the locked versions up among known vulnerabilities; needs the internet
+	$(PYTHON) -m venv .venv-audit
+	.venv-audit/bin/python -m pip install --quiet pip-audit
+	.venv-audit/bin/pip-audit --requirement requirements.lock --no-deps --disable-pip
+
 wheel: $(VENV)/.ready  ## build the wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean:  ## remove environments and caches; runs/ stays
-	rm -rf .venv .venv-next .venv-docs .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site
+	rm -rf .venv .venv-next .venv-docs .venv-audit .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site
 
 $(VENV)/.ready: requirements.txt
 $(DOCS_VENV)/.ready: requirements-docs.txt

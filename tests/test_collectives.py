@@ -90,11 +90,11 @@ def test_loops_whose_length_only_their_condition_tells(condition, times):
   %n = s32[]{{:T(128)}} constant(7)
   ROOT %lt = pred[]{{:T(512)}} {condition}
 }}
-%body (c: (s32[])) -> (s32[]) {{
+%inside (c: (s32[])) -> (s32[]) {{
   %g = f32[8] all-gather(%x), replica_groups=[2,4]<=[8]
 }}
 ENTRY %main (x: f32[2]) -> f32[8] {{
-  %w = (s32[]) while(%c), condition=%until, body=%body
+  %w = (s32[]) while(%c), condition=%until, body=%inside
 }}"""
     (found,) = collectives(text, MESH)
     assert found.times == times

@@ -1,6 +1,8 @@
 """The examples run, learn what they claim to, and change as few lines as they claim to."""
 
 import importlib
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,36 @@ def test_classifiers_learn_the_relation(name, steps, capsys):
 
 def test_all_are_listed_and_tested():
     programs = {p.stem for p in FOLDER.glob("*.py") if "__main__" in p.read_text()}
-    assert programs == {*MODELS, *CLASSIFIERS}
+    assert programs == {*MODELS, *CLASSIFIERS, "ray_train"}
     text = (FOLDER / "README.md").read_text()
     assert all(f"`{name}.py`" in text for name in programs)
+
+
+def test_ray_train_hands_on_what_it_does_not_know(monkeypatch):
+    """With a stand-in for Ray, which is not installed here."""
+    seen = {}
+
+    class JaxTrainer:
+        def __init__(self, work, **options):
+            seen.update(options, work=work)
+
+        def fit(self):
+            seen["work"](seen["train_loop_config"])
+
+    ray_train = types.SimpleNamespace(FailureConfig=dict, RunConfig=dict, ScalingConfig=dict)
+    for name, module in {
+        "ray": types.SimpleNamespace(train=ray_train),
+        "ray.train": ray_train,
+        "ray.train.v2": types.SimpleNamespace(),
+        "ray.train.v2.jax": types.SimpleNamespace(JaxTrainer=JaxTrainer),
+    }.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    program = importlib.import_module("examples.ray_train")
+    given = ["--topology=4x4", "--accelerator=TPU-V6E", "--hosts=4", "train", "--run=nowhere"]
+    monkeypatch.setattr(sys, "argv", ["ray_train", *given])
+    with pytest.raises(RuntimeError, match="exit code 2"):
+        program.main()
+    assert seen["scaling_config"] == {
+        "use_tpu": True, "num_workers": 4, "topology": "4x4", "accelerator_type": "TPU-V6E",
+    }  # fmt: skip
+    assert seen["train_loop_config"] == {"arguments": ["train", "--run=nowhere"]}

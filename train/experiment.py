@@ -54,6 +54,11 @@ class TrainConfig:
       no_decay: parameters that are not decayed: each entry is a whole component of their path, such
         as ``scale`` (norms), ``embedding`` or ``attention_norm``.
       clip: largest global norm of the gradient; None: no clipping.
+      skip: how many bad steps in a row are left out, parameters and moments staying as they were,
+        before training stops; 0: the first stops it. A step is bad if its loss or its gradient is
+        not finite.
+      spike: with ``skip`` a step is also bad if its gradient's norm, before clipping, is so many
+        times the mean of the steps before; None: however large.
       log_every: steps between two lines of metrics.
       save_every: steps between two checkpoints; the last step is always saved.
       keep: how many of the newest checkpoints are kept.
@@ -75,6 +80,8 @@ class TrainConfig:
     weight_decay: float = 0.01
     no_decay: tuple[str, ...] = USUALLY_NOT_DECAYED
     clip: float | None = 1.0
+    skip: int = 0
+    spike: float | None = None
     log_every: int = 10
     save_every: int = 1000
     keep: int = 3
@@ -100,6 +107,12 @@ class TrainConfig:
         require(
             self.clip is None or self.clip > 0,
             f"train: clip must be positive or None; got {self.clip}",
+        )
+        require(self.skip >= 0, f"train: skip must not be negative; got {self.skip}")
+        require(
+            self.spike is None or (self.spike > 1 and self.skip > 0),
+            f"train: spike must exceed 1 and needs skip; got spike = {self.spike}, skip = "
+            f"{self.skip}",
         )
         _ = self.learning_rates
 

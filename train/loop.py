@@ -120,6 +120,7 @@ def train(
                 describe_work(experiment),
                 config.log_every,
                 write=distributed.is_main(),
+                patience=config.skip,
             )
         )
         trace = stack.enter_context(Trace(folder / "profile", profile))
@@ -154,8 +155,8 @@ def train(
                 f"{error}. The last good checkpoint of {folder} is that of step "
                 f"{checkpoints.steps()[-1]}. Try a new run with a smaller "
                 "--config.train.learning_rate, a longer --config.train.warmup, a smaller "
-                "--config.train.clip, --config.model.dtype=float32 or, with TAPE, "
-                "--config.model.position.norm=rms",
+                "--config.train.clip, --config.train.skip=10 to leave out bad steps, "
+                "--config.model.dtype=float32 or, with TAPE, --config.model.position.norm=rms",
                 NON_FINITE_EXIT_CODE,
             ) from error
         if experiment.adapt and experiment.adapt.trains:

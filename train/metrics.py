@@ -96,8 +96,8 @@ class Progress:
 class NonFiniteError(Exception):
     """A number that must be finite is not."""
 
-    def __init__(self, step: int, what: str):
-        super().__init__(f"{what} is not finite at step {step}")
+    def __init__(self, step: int, what: str, how: str = "is not finite"):
+        super().__init__(f"{what} {how} at step {step}")
 
 
 class Work(NamedTuple):
@@ -178,6 +178,7 @@ class Metrics:
         log_every: int,
         *,
         write: bool = True,
+        patience: int = 0,
     ):
         """
         Args:
@@ -187,6 +188,7 @@ class Metrics:
           work: what a step does.
           log_every: steps between two lines.
           write: whether anything is written and shown; if not, numbers are checked only.
+          patience: how many steps in a row may be skipped.
         """
         self._total, self._work, self._log_every = total, work, log_every
         self._outputs = _Outputs(folder, total, start) if write else None
@@ -194,6 +196,9 @@ class Metrics:
         self._sums: dict[str, float] = {}
         self._steps = 0
         self._timed = 0
+        self._skipped = 0
+        self._in_a_row = 0
+        self._patience = patience
         self._clock: float | None = None
 
     def __enter__(self) -> Metrics:
@@ -223,26 +228,46 @@ class Metrics:
         step, values = self._pending
         self._pending = None
         values = jax.device_get(values)
-        for name, value in values.items():
-            if not math.isfinite(value):
-                raise NonFiniteError(step, f"the {name.replace('_', ' ')}")
-            self._sums[name] = self._sums.get(name, 0.0) + float(value)
-        self._steps += 1
+        if values.get("skipped", False):
+            self._skip(step)
+        else:
+            self._add(step, values)
         self._timed += self._clock is not None
         if self._clock is None:  # The first step is mostly compilation and says nothing of speed.
             self._clock = time.monotonic()
         if step % self._log_every == 0 or step == self._total:
             self._write(step)
 
+    def _add(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            if not math.isfinite(value):
+                raise NonFiniteError(step, f"the {name.replace('_', ' ')}")
+            self._sums[name] = self._sums.get(name, 0.0) + float(value)
+        self._steps += 1
+        self._in_a_row = 0
+
+    def _skip(self, step: int) -> None:
+        self._skipped += 1
+        self._in_a_row += 1
+        if self._in_a_row > self._patience:
+            raise NonFiniteError(
+                step,
+                f"the loss or its gradient, for the {self._in_a_row}th step in a row,",
+                "is not finite or far larger than usual",
+            )
+
     def _write(self, step: int) -> None:
         assert self._clock is not None
         means = {name: value / self._steps for name, value in self._sums.items()}
+        if "skipped" in means or self._skipped:
+            means["skipped"] = float(self._skipped)
         now = time.monotonic()
         if self._timed and now > self._clock:
             means |= self._work.rates(self._timed / (now - self._clock))
         if self._outputs:
             self._outputs.write(step, means | memory_in_use())
         self._sums, self._steps, self._timed, self._clock = {}, 0, 0, now
+        self._skipped = 0
 
 
 class _Outputs:
@@ -274,7 +299,9 @@ class _Outputs:
 
 def describe(values: Mapping[str, float]) -> str:
     """Loss and speed in a few words."""
-    words = [f"loss {values['loss']:.4f}"]
+    words = [f"loss {values['loss']:.4f}"] if "loss" in values else []
+    if values.get("skipped"):
+        words.append(f"{values['skipped']:.0f} steps skipped")
     if "tokens_per_second" in values:
         words.append(f"{values['tokens_per_second']:,.0f} tokens/s")
     return ", ".join(words)

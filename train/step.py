@@ -27,6 +27,10 @@ from train.flops import model_flops
 Array = jax.Array
 Batch = dict[str, Array]
 
+# Of the running mean of gradient norms: what a step leaves of it, and the weight from which it is
+# believed, that of about 20 steps.
+MEMORY, KNOWN = 0.99, 0.2
+
 
 class State(NamedTuple):
     """Everything that a step changes, and the random key.
@@ -36,12 +40,15 @@ class State(NamedTuple):
       opt_state: of the optimiser.
       step: optimiser steps taken, int32.
       key: raw random key, uint32; each step folds its number into it.
+      usual_norm: mean norm of the gradients so far, exponentially weighted, and the sum of its
+        weights; None unless ``train.spike`` is given.
     """
 
     params: Any
     opt_state: Any
     step: Array
     key: Array
+    usual_norm: tuple[Array, Array] | None = None
 
 
 def init_state(
@@ -57,7 +64,8 @@ def init_state(
     if params is None:
         params = runs.init_variables(experiment)["params"]
     key = jax.random.key_data(jax.random.fold_in(jax.random.key(experiment.seed), 1))
-    return State(params, optimizer.init(params), jnp.int32(0), key)
+    usual = None if experiment.train.spike is None else (jnp.float32(0), jnp.float32(0))
+    return State(params, optimizer.init(params), jnp.int32(0), key, usual)
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
@@ -167,15 +175,42 @@ def make_step(
             slopes = jax.grad(added_loss)(state.params, state.step)
             grads = jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, slopes)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        norm = optax.tree.norm(grads)
         metrics = {
             "loss": loss,
-            "gradient_norm": optax.tree.norm(grads),
+            "gradient_norm": norm,
             "learning_rate": config.learning_rates(state.step),
         }
         params = optax.apply_updates(state.params, updates)
-        return State(params, opt_state, state.step + 1, state.key), metrics
+        new = State(params, opt_state, state.step + 1, state.key, state.usual_norm)
+        if config.skip:
+            bad = is_bad(loss, norm, state.usual_norm, config.spike)
+            metrics["skipped"] = bad
+            if state.usual_norm is not None:
+                new = new._replace(usual_norm=add_to_mean(state.usual_norm, norm))
+            kept = jax.tree.map(lambda a, b: jnp.where(bad, a, b), state, new)
+            new = kept._replace(step=new.step)
+        return new, metrics
 
     return jax.jit(step, donate_argnums=0, out_shardings=None if places is None else (places, None))
+
+
+def is_bad(
+    loss: Array, norm: Array, usual_norm: tuple[Array, Array] | None, spike: float | None
+) -> Array:
+    """Whether a step is to be left out: see ``train.skip`` and ``train.spike``."""
+    bad = ~(jnp.isfinite(loss) & jnp.isfinite(norm))
+    if usual_norm is None or spike is None:
+        return bad
+    total, weight = usual_norm
+    # Until the mean has seen a few tens of steps it says little.
+    return bad | ((weight > KNOWN) & (norm * weight > spike * total))
+
+
+def add_to_mean(mean: tuple[Array, Array], x: Array) -> tuple[Array, Array]:
+    """An exponentially weighted sum, and the sum of its weights, with one number more."""
+    total, weight = mean
+    return MEMORY * total + (1 - MEMORY) * x, MEMORY * weight + (1 - MEMORY)
 
 
 def places_of(sharding: Sharding, model: Transformer, state: State) -> State:

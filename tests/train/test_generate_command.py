@@ -45,6 +45,7 @@ def test_one_prompt_is_continued_greedily(run, capsys):
     assert "cache: keys, values and position states of 47 tokens in float32" in note
 
 
+@pytest.mark.slow
 def test_a_small_cache_grows(run, monkeypatch):
     """Several tokens at a time, in a cache that has to grow twice, give what one call gives."""
     monkeypatch.setattr(command, "TOKENS_AT_ONCE", 5)
@@ -57,6 +58,7 @@ def test_a_small_cache_grows(run, monkeypatch):
     assert cache.capacity == longest + 60
 
 
+@pytest.mark.slow
 def test_draws_depend_on_the_seed_alone(run, capsys):
     def said(seed):
         call = ["generate", f"--model={run}", "--prompt=1+2", "--new=20", "--temperature=2"]

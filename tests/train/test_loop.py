@@ -193,6 +193,75 @@ def test_non_finite_numbers_stop_and_are_never_saved(
     assert final_state(tmp_path / "run")[0] == 4
 
 
+def poison(when):
+    """An action that makes the loss of the steps ``when`` not finite."""
+    return lambda step, batch: {
+        **batch, "weights": batch["weights"] * (np.nan if step in when else 1)
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("when", "skip", "lost"), [((3, 7, 8), 2, 3), ((5, 6, 7), 2, None)])
+def test_bad_steps_are_skipped_and_counted(tiny, tmp_path, monkeypatch, when, skip, lost):
+    """Parameters and moments stay as they were; too many in a row stop the training."""
+    dataset = type(an_experiment().task).dataset
+    change = poison(when)
+
+    def poisoned(self, *args):
+        return dataset(self, *args).map(Numbered(change))
+
+    monkeypatch.setattr(type(an_experiment().task), "dataset", poisoned)
+    wanted = an_experiment(skip=skip, log_every=1)
+    if lost is None:
+        with pytest.raises(loop.Stopped, match="for the 3th step in a row, is not finite"):
+            loop.train(wanted, tmp_path / "run")
+        return
+    loop.train(wanted, tmp_path / "run")
+    _, state = final_state(tmp_path / "run")
+    assert training_step.all_finite(state)
+    lines = metrics.read(tmp_path / "run" / "metrics.jsonl")
+    assert sum(line["skipped"] for line in lines) == lost
+    assert [line["step"] for line in lines if "loss" not in line] == list(when)
+    # The optimiser has seen the good steps only.
+    counts = [x for x in jax.tree.leaves(state.opt_state) if x.shape == () and x.dtype == "int32"]
+    assert int(counts[0]) == wanted.train.steps - lost
+
+
+class Numbered:
+    """Calls a function with the number of the batch, from 1, and the batch."""
+
+    def __init__(self, function):
+        self._function, self._number = function, 0
+
+    def __call__(self, batch):
+        self._number += 1
+        return self._function(self._number, batch)
+
+
+def test_a_spike_is_many_times_the_usual_norm():
+    mean = jnp.float32(0), jnp.float32(0)
+    for _ in range(10):
+        mean = training_step.add_to_mean(mean, jnp.float32(2))
+
+    def bad(loss, norm, mean):
+        return bool(training_step.is_bad(jnp.float32(loss), jnp.float32(norm), mean, spike=5.0))
+
+    assert not bad(1, 100, mean)  # Ten steps tell too little.
+    for _ in range(20):
+        mean = training_step.add_to_mean(mean, jnp.float32(2))
+    assert not bad(1, 9.9, mean)
+    assert bad(1, 10.1, mean)
+    assert bad(np.nan, 1, mean)
+    assert bad(1, np.inf, None)
+    assert not bad(1, 1e9, None)
+    with pytest.raises(ValueError, match=r"spike must exceed 1 and needs skip; got spike = 3"):
+        an_experiment(spike=3.0)
+
+
+def test_a_trace_of_some_steps(tiny, tmp_path):
+    loop.train(an_experiment(), tmp_path / "run", profile=range(3, 5))
+    assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
+
+
 def test_a_finished_run_is_left_as_it_is(tiny, tmp_path):
     loop.train(an_experiment(steps=2), tmp_path / "run")
     before = final_state(tmp_path / "run")

@@ -16,6 +16,7 @@ from train import main as program
 from train import step as training_step
 from train.commands import compare
 from train.main import main
+from train.sweep import Setting
 
 CONFIG = """
 from ml_collections import ConfigDict
@@ -220,7 +221,7 @@ def test_compare_refuses_a_run_of_another_experiment(own, config, tmp_path, caps
 
 def test_a_training_that_fails_is_reported(trained, tmp_path):
     job = compare.Job(
-        "tape", tmp_path / "tape", runs.load(trained), command=("--config=nowhere.py",)
+        "tape", Setting(), tmp_path / "tape", runs.load(trained), command=("--config=nowhere.py",)
     )
     with pytest.raises(
         loop.Stopped, match=r"tape, seed 0 failed(.|\n)*no config file nowhere"

@@ -103,6 +103,7 @@ def test_profiles_that_are_not_finite():
     assert Profile((), (0.0, 2.0, 0.5)).spread == 4
 
 
+@pytest.mark.slow
 def test_traces(measured, config):
     _, traces = measured
     assert [(t.variant, t.depth) for t in traces] == [("tape", 3), ("rope", 2)]
@@ -150,6 +151,7 @@ def test_divergence(config, monkeypatch, losses, norms, step):
     json.dumps(dataclasses.asdict(t), allow_nan=False)
 
 
+@pytest.mark.slow
 def test_what_is_measured_is_kept(measured, config, monkeypatch, tmp_path):
     folder, traces = measured
     path = folder / "stability.json"
@@ -170,6 +172,7 @@ def test_what_is_measured_is_kept(measured, config, monkeypatch, tmp_path):
         stability.measure(config, settings, [], tmp_path)
 
 
+@pytest.mark.slow
 def test_table_and_pictures(measured):
     _, traces = measured
     deep = dataclasses.replace(traces[0], depth=6)

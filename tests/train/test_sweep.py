@@ -208,6 +208,7 @@ class TestValidation:
         with pytest.raises(ValueError, match="'passkey' has no validation apart from its test"):
             sweep.validation_options(task, None)
 
+    @pytest.mark.slow
     def test_a_run_is_validated_once(self, config, tmp_path, monkeypatch):
         folder, e = tmp_path / "run", experiment.from_file(config)
         runs.create(folder, e)
