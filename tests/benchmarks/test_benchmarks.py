@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import aot, attention, gpu, step, timing, train_step
+from benchmarks import aot, attention, gpu, scaling, step, timing, train_step
 from benchmarks.memory import Memory
 from benchmarks.table import markdown
 from benchmarks.timing import Timing, take_turns
@@ -234,3 +234,17 @@ def test_aot_names_what_is_missing(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         aot.main(["--targets", "sm_80"])
     assert "jax-cuda13-plugin" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_scaling_prints_a_table_for_each_size(monkeypatch, capsys):
+    mesh = scaling.ShardingConfig(fsdp=2)
+    small = {"length": 64, "layers": 2, "width": 64}
+    cases = {"1": scaling.Case(**small), "2": scaling.Case(**small, batch=2, mesh=mesh)}
+    monkeypatch.setattr(scaling, "CASES", {"devices": cases})
+    scaling.main([])
+    rows = capsys.readouterr().out.strip().splitlines()[-2:]
+    alone, split = ([float(x) for x in row.strip("| ").split("|")] for row in rows)
+    assert alone[4:] == [0, 0]
+    assert split[4] >= split[5] > 0
+    assert alone[1] > alone[2] > 0
