@@ -1,6 +1,6 @@
 """Writes requirements.lock: what both supported Pythons have installed, to the last version.
 
-    python .ci/lock.py .venv .venv-next > requirements.lock
+python .ci/lock.py .venv .venv-next > requirements.lock
 """
 
 import re
