@@ -89,7 +89,7 @@ def train(
         lambda params: init_state(experiment, optimizer, params), out_shardings=places
     )
     step_fn = make_step(model, optimizer, config, places)
-    share = jax.process_index(), jax.process_count()
+    share = (0, 1) if sharding is None else sharding.share()
     data = iter(experiment.task.dataset(experiment.seed, config.batch_size, *share))
 
     with contextlib.ExitStack() as stack:

@@ -301,3 +301,23 @@ def test_compare_interrupted_and_continued(config, tmp_path, monkeypatch, capsys
     before = content(folder / "none")
     assert main(call) == 0
     assert content(folder / "none") == before
+
+
+@pytest.mark.slow
+def test_a_sweep_compares_what_validated_best(config, tmp_path, capsys):
+    """Each value has a run of its own, which is kept; the report compares one for each rival."""
+    folder = tmp_path / "sweep"
+    call = ["compare", f"--config={config}", f"--run={folder}", "--encodings=rope,none"]
+    call += ["--sweep=train.learning_rate=0.01,0.001", "--config.train.steps=4"]
+    assert main(call) == 0
+    made = {path.parent.name for path in folder.rglob("experiment.json")}
+    assert len(made) == 4
+    rates = {runs.load(folder / name).train.learning_rate for name in made}
+    assert rates == {0.01, 0.001}
+    report = (folder / "report.md").read_text()
+    assert "learning_rate" in report
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*.sha256")}
+    assert main(call) == 0
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.sha256")} == before
+    assert main([*call[:-2], "--sweep=train.learning_rat=1"]) == program.USER_ERROR
+    assert "learning_rat" in capsys.readouterr().err

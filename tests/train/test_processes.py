@@ -32,8 +32,9 @@ OPTIONS = {
 class Cluster:
     """Processes that train one run."""
 
-    def __init__(self, run: Path, processes: int, devices: int, steps: int = STEPS):
-        options = [f"--config.{name}={value}" for name, value in OPTIONS.items()]
+    def __init__(self, run: Path, processes: int, devices: int, steps: int = STEPS, **changes):
+        changed = {**OPTIONS, **{name.replace("__", "."): x for name, x in changes.items()}}
+        options = [f"--config.{name}={value}" for name, value in changed.items()]
         options += [f"--config.train.steps={steps}", f"--run={run}", "--resume"]
         command = [sys.executable, "-m", "train.main", "train"]
         command += [f"--config={ROOT / 'configs/addition_demo.py'}", *options]
@@ -100,6 +101,18 @@ def test_two_processes_are_one(tmp_path):
         printed = Cluster(run, processes, devices).finish()
         assert f"continuing {run} from step 8 of 12" in printed[0]
         np.testing.assert_allclose(losses(run), losses(one), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_processes_may_share_sequences(tmp_path):
+    """Where an axis other than the batch's spans processes, all of them read the same rows."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    mesh = {"sharding__data": 1, "sharding__fsdp": 1, "sharding__sequence": 2}
+    options = {**mesh, "task__max_digits": 4, "model__max_length": 64}
+    Cluster(one, 1, 2, **options).finish()
+    Cluster(two, 2, 1, **options).finish()
+    assert len(losses(one)) == STEPS
+    np.testing.assert_allclose(losses(two), losses(one), rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ import jax
 
 from tape_jax.config import choose, require
 from tape_jax.files import write_atomically
+from tape_jax.model import Transformer
 from tape_jax.sharding import MESH_AXES, ShardingConfig
 from train import ahead_of_time, experiment, plan
 
@@ -34,6 +35,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         help="such as fsdp=8,tensor=4; may be repeated; without it several are tried",
+    )
+    parser.add_argument(
+        "--table", action="store_true", help="show where every parameter goes on the best mesh"
     )
     parser.add_argument("--json", type=Path, help="where the numbers are written too")
     parser.set_defaults(overrides=())
@@ -57,6 +61,10 @@ def run(args: argparse.Namespace) -> None:
     require(best is not None, f"no mesh of these fits {args.topology}")
     assert best is not None
     print(f"best: {plan.details(best)}")
+    if args.table:
+        sizes: dict[str, Any] = dict(best.mesh)
+        sharding = ShardingConfig(**sizes).build(len(machine.devices))
+        print(f"\n{sharding.table(Transformer(wanted.model))}")
 
 
 def parse_mesh(text: str) -> ShardingConfig:
