@@ -70,6 +70,12 @@ def is_one_of_several() -> bool:
     return jax.distributed.is_initialized() and jax.process_count() > 1
 
 
+def is_peer_lost(error: Exception) -> bool:
+    """Whether an error says that another process is gone: in a step, or in writing a checkpoint."""
+    told = isinstance(error, jax.errors.JaxRuntimeError) or "CoordinationService" in str(error)
+    return told and is_one_of_several()
+
+
 def is_main() -> bool:
     """Whether this process writes what only one may write."""
     return jax.process_index() == 0

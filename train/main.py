@@ -68,17 +68,17 @@ def _exit_code(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except jax.errors.JaxRuntimeError as error:
-        if not distributed.is_one_of_several():
+    except (ValueError, NotImplementedError, OSError, jax.errors.JaxRuntimeError) as error:
+        if distributed.is_peer_lost(error):
+            print(
+                f"error: another process has died or cannot be reached ({_first_line(error)}). "
+                "What was saved is intact: start all processes again with --resume",
+                file=sys.stderr,
+                flush=True,
+            )
+            return PEER_LOST
+        if isinstance(error, jax.errors.JaxRuntimeError):
             raise
-        print(
-            f"error: another process has died or cannot be reached ({_first_line(error)}). What "
-            "was saved is intact: start all processes again with --resume",
-            file=sys.stderr,
-            flush=True,
-        )
-        return PEER_LOST
-    except (ValueError, NotImplementedError, OSError) as error:
         if debug:
             traceback.print_exc()
         else:
