@@ -25,7 +25,7 @@ from tape_jax import ModelConfig, Transformer
 from tape_jax.collectives import collectives
 from tape_jax.sharding import ShardingConfig
 from train.experiment import TrainConfig
-from train.step import State, make_optimizer, make_step, placed, places_of
+from train.step import State, make_optimizer, make_step, placed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Case:
             return State(params, optimizer.init(params), jnp.int32(0), key)
 
         state = jax.eval_shape(initial)
-        places = places_of(sharding, model, state)
+        places = sharding.of(model, state)
         batch = {"inputs": tokens, "targets": tokens, "weights": weights}
         step = make_step(model, optimizer, training, places)
         compiled = step.lower(placed(state, places), batch).compile()

@@ -1,4 +1,4 @@
-"""Several processes that train one model: how they find and wait for one another.
+"""Several processes that train one model: how they find one another and agree.
 
 What ``jax.distributed`` offers, with errors and words of our own. With one process every function
 here does nothing.
@@ -85,11 +85,6 @@ def report(message: str) -> None:
     """Prints a sentence, once for all processes."""
     if is_main():
         print(message, flush=True)
-
-
-def wait(name: str) -> None:
-    """Returns once all processes are here."""
-    multihost_utils.sync_global_devices(name)
 
 
 def agreed(value: Callable[[], T]) -> T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import signal
 import threading
 from collections.abc import Sequence
@@ -27,7 +28,6 @@ from train.step import (
     make_optimizer,
     make_step,
     placed,
-    places_of,
     step_flops,
 )
 
@@ -77,17 +77,13 @@ def train(
         distributed.agreed(lambda: runs.check_same(folder, experiment))
     optimizer = make_optimizer(config)
     begin = runs.start(experiment, folder if continued else None, report, sharding)
-    template = jax.eval_shape(
-        lambda params: init_state(experiment, optimizer, params), begin.params
-    )
+    initial = functools.partial(init_state, experiment, optimizer)
+    template = jax.eval_shape(initial, begin.params)
     model, places = Transformer(experiment.model), None
     if sharding is not None:
         model = Transformer(experiment.model, sharding=sharding)
-        places = places_of(sharding, model, template)
+        places = sharding.of(model, template)
         template = placed(template, places)
-    initial = jax.jit(
-        lambda params: init_state(experiment, optimizer, params), out_shardings=places
-    )
     step_fn = make_step(model, optimizer, config, places)
     share = (0, 1) if sharding is None else sharding.share()
     data = iter(experiment.task.dataset(experiment.seed, config.batch_size, *share))
@@ -108,7 +104,7 @@ def train(
             checkpoints.forget_after(start)
             report(f"continuing {folder} from step {start} of {last}")
         else:
-            start, state = 0, initial(begin.params)
+            start, state = 0, jax.jit(initial, out_shardings=places)(begin.params)
             checkpoints.save(0, state, data)
             checkpoints.wait()  # From here on a run without checkpoints has lost them.
         begin = begin._replace(params=None)  # Else the first parameters would stay in memory.

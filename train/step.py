@@ -125,7 +125,7 @@ def make_step(
       model: to train.
       optimizer: of :func:`make_optimizer`.
       config: how to train.
-      places: a :class:`State` of shardings (:func:`places_of`), or None.
+      places: a :class:`State` of shardings (:meth:`Sharding.of` its shapes), or None.
     """
 
     def loss_fn(params: Any, frozen: Any, part: Batch, key: Array) -> Array:
@@ -213,11 +213,6 @@ def add_to_mean(mean: tuple[Array, Array], x: Array) -> tuple[Array, Array]:
     return MEMORY * total + (1 - MEMORY) * x, MEMORY * weight + (1 - MEMORY)
 
 
-def places_of(sharding: Sharding, model: Transformer, state: State) -> State:
-    """Where everything in a state goes: optimiser moments where their parameters go."""
-    return sharding.of(model, state)
-
-
 def placed(shapes: Any, places: Any) -> Any:
     """Shapes and types with their places."""
     return jax.tree.map(
@@ -240,7 +235,7 @@ def abstract_step(experiment: Experiment, sharding: Sharding) -> tuple[Any, tupl
     optimizer = make_optimizer(config)
     params, frozen = runs.abstract_params(experiment)
     state = jax.eval_shape(lambda params: init_state(experiment, optimizer, params), params)
-    places = places_of(sharding, model, state)
+    places = sharding.of(model, state)
     frozen = placed(frozen, sharding.of(model, frozen))
     shape = config.batch_size, length
     place = sharding.named(("batch", "sequence"), shape, "the batch")
