@@ -33,6 +33,8 @@ from train.data import TASKS, Task
 Report = Callable[[str], None]
 
 FORMAT = "tape-jax run, version 1"
+# The scale of a config file as it is; its SCALES name others.
+THIS_SCALE = "cpu"
 USUALLY_NOT_DECAYED = ("scale", "bias", "embedding", "position_table")
 
 
@@ -195,6 +197,9 @@ def from_file(
     means something else). Given on the command line itself, an option that the encoding lacks is an
     error. Methods of adaptation and their options are treated alike.
 
+    ``--config.scale=NAME`` changes the fields that the file's mapping ``SCALES`` has under that
+    name, before anything else that the command line says.
+
     Args:
       path: a Python file with a function ``get_config()``.
       overrides: ``--config.a.b=value`` each.
@@ -203,7 +208,8 @@ def from_file(
     Raises:
       ValueError: for a file that does not load, or an unknown or unfitting field.
     """
-    values = {"name": Path(path).stem, **_load_file(Path(path))}
+    scale, overrides = _take_scale(overrides)
+    values = {"name": Path(path).stem, **_load_file(Path(path), scale)}
     task = _named(overrides, "task.name") or values["task"].get("name", "addition")
     template = _template(task)
     _check_names(values, template)
@@ -586,10 +592,18 @@ def _named(overrides: Sequence[str], name: str) -> str | None:
     return next((o.removeprefix(start) for o in reversed(overrides) if o.startswith(start)), None)
 
 
-def _load_file(path: Path) -> dict[str, Any]:
+def _take_scale(overrides: Sequence[str]) -> tuple[str, list[str]]:
+    """The scale that the command line asks for, and what else it says."""
+    start = "--config.scale="
+    others = [override for override in overrides if not override.startswith(start)]
+    return _named(overrides, "scale") or THIS_SCALE, others
+
+
+def _load_file(path: Path, scale: str = THIS_SCALE) -> dict[str, Any]:
     require(path.is_file(), f"there is no config file {path}")
     try:
-        config = runpy.run_path(str(path))["get_config"]()
+        module = runpy.run_path(str(path))
+        config = module["get_config"]()
     except Exception as error:
         raise ValueError(
             f"the config file {path} does not load: {type(error).__name__}: {error}"
@@ -599,6 +613,10 @@ def _load_file(path: Path) -> dict[str, Any]:
         f"get_config() of {path} must return an ml_collections.ConfigDict; got {type(config)}",
     )
     values = config.to_dict()
+    scales = {THIS_SCALE: {}, **module.get("SCALES", {})}
+    choose(f"scale of {path}", scale, scales)
+    for name, value in scales[scale].items():
+        _set(values, name, value)
     for group in ("model", "task", "train", "evaluation"):
         fields = values.setdefault(group, {})
         require(isinstance(fields, Mapping), f"config.{group}: expected fields, got {fields!r}")

@@ -32,6 +32,7 @@ COMMANDS = {
     "inspect": ("train.commands.inspect", "draw what goes on inside a trained model"),
     "compare": ("train.commands.compare", "train and evaluate several encodings alike"),
     "stability": ("train.commands.stability", "measure growth through depth, and divergence"),
+    "evidence": ("train.commands.evidence", "test what is claimed of TAPE, and write it down"),
     "plan": ("train.commands.plan", "say what a step would take on a machine that is not here"),
     "score": ("train.commands.score", "judge a file of SCROLLS predictions"),
 }

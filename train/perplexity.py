@@ -66,7 +66,9 @@ class TextTask(Protocol):
     @property
     def passkeys_asked(self) -> tuple[passkey.Form, Sequence[int]]: ...
 
-    def evaluation_tokens(self, limit: int | None) -> np.ndarray: ...
+    def evaluation_tokens(
+        self, limit: int | None, *, validation: bool = False
+    ) -> np.ndarray: ...
 
     def evaluation_documents(self, limit_tokens: int | None) -> Iterator[np.ndarray]: ...
 
@@ -93,6 +95,7 @@ class Evaluation:
       passkey_depths: parts of the text, of equal size, in which the key is hidden in turn.
       passkey_trials: questions for each length and depth.
       seed: of keys and places in passkey retrieval.
+      validation: judge by other held-out documents than the test does.
     """
 
     factors: tuple[int, ...] = FACTORS
@@ -107,6 +110,7 @@ class Evaluation:
     passkey_depths: int = 10
     passkey_trials: int = 20
     seed: int = 0
+    validation: bool = False
 
     def __post_init__(self):
         require(bool(self.factors), f"evaluation: factors must be given; got {self.factors}")
@@ -132,6 +136,10 @@ class Evaluation:
             require(
                 value is None or value >= 1, f"evaluation: {name} must be at least 1; got {value}"
             )
+        require(
+            not self.validation or (self.source is None and not self.documents),
+            "evaluation: source and documents leave no text for a validation apart from the test",
+        )
         if self.passkey_lengths:
             passkey.require_options(
                 self.passkey_lengths, self.passkey_depths, self.passkey_trials, self.seed
@@ -267,7 +275,7 @@ def held_out(task: TextTask, options: Evaluation) -> list[np.ndarray]:
     sources: Iterable[np.ndarray] = (
         task.evaluation_documents(None)
         if options.documents
-        else [task.evaluation_tokens(blocks * longest + 1)]
+        else [task.evaluation_tokens(blocks * longest + 1, validation=options.validation)]
     )
     texts: list[np.ndarray] = []
     for source in sources:

@@ -12,7 +12,7 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import scipy.stats
@@ -135,7 +135,7 @@ def score_table(task: Task, runs: Sequence[RunRecord]) -> str:
     columns = [s for s in task.scores if any(s.key in r.result.summary() for r in runs)]
     rows = []
     for name, group in groups.items():
-        cells = [_mean_and_spread(_values(group, score)) for score in columns]
+        cells = [mean_and_spread(_values(group, score)) for score in columns]
         rows.append([name, str(len(group)), *cells])
     note = "mean ± standard deviation over seeds" if len(runs) > len(groups) else "one seed each"
     header = ["", "seeds", *(score.label for score in columns)]
@@ -153,12 +153,10 @@ def _verdict(score: Score, groups: Mapping[str, Sequence[RunRecord]]) -> str:
 
     A difference counts if the 95 % interval of Student's t around its mean leaves out zero.
     """
-    values = {
-        name: by_seed for name, group in groups.items() if (by_seed := _by_seed(group, score))
-    }
+    values = {name: found for name, group in groups.items() if (found := by_seed(group, score))}
     if len(values) < 2:
         return ""
-    means = {name: statistics.fmean(by_seed.values()) for name, by_seed in values.items()}
+    means = {name: statistics.fmean(found.values()) for name, found in values.items()}
     ranking = sorted(means, key=lambda name: means[name], reverse=score.higher_is_better)
     best, *others = ranking
     intro = f"**{score.label}**: "
@@ -167,7 +165,9 @@ def _verdict(score: Score, groups: Mapping[str, Sequence[RunRecord]]) -> str:
         return f"{intro}all equal, {_number(means[best])}."
     if min(map(len, values.values())) < 2:
         return f"{intro}best is {best} ({numbers}); one seed each cannot tell it from chance."
-    unclear = [name for name in others if not _differ(values[best], values[name])]
+    unclear = [
+        name for name in others if not paired_difference(values[best], values[name]).is_clear
+    ]
     if unclear:
         return (
             f"{intro}no clear winner. Best on average is {best} ({numbers}); the seeds do not tell "
@@ -176,26 +176,44 @@ def _verdict(score: Score, groups: Mapping[str, Sequence[RunRecord]]) -> str:
     return f"{intro}{best} wins ({numbers}; every difference is beyond the spread of the seeds)."
 
 
-def _differ(first: Mapping[int, float], second: Mapping[int, float]) -> bool:
-    """Whether the mean paired difference is significant (two-sided, 5 %)."""
-    differences = [first[seed] - second[seed] for seed in first.keys() & second.keys()]
-    if len(differences) < 2:
-        return False
-    spread = statistics.stdev(differences) / math.sqrt(len(differences))
-    reach = scipy.stats.t.ppf(0.975, len(differences) - 1) * spread
-    return bool(abs(statistics.fmean(differences)) > reach)
+class Difference(NamedTuple):
+    """The mean of paired differences, and its 95 % interval of Student's t."""
+
+    mean: float
+    low: float
+    high: float
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the interval leaves out zero."""
+        return self.low > 0 or self.high < 0
 
 
-def _by_seed(group: Sequence[RunRecord], score: Score) -> dict[int, float]:
+def paired_difference(first: Mapping[int, float], second: Mapping[int, float]) -> Difference:
+    """By how much the first exceeds the second, from their values by seed.
+
+    Seeds that only one of them has do not count; of fewer than two the interval is everything.
+    """
+    found = [first[seed] - second[seed] for seed in first.keys() & second.keys()]
+    if len(found) < 2:
+        return Difference(found[0] if found else math.nan, -math.inf, math.inf)
+    mean, spread = statistics.fmean(found), statistics.stdev(found) / math.sqrt(len(found))
+    reach = float(scipy.stats.t.ppf(0.975, len(found) - 1)) * spread
+    return Difference(mean, mean - reach, mean + reach)
+
+
+def by_seed(group: Sequence[RunRecord], score: Score) -> dict[int, float]:
+    """A score, as it is shown, of the runs of one name; seeds without it are left out."""
     summaries = {run.seed: run.result.summary() for run in group}
     return {s: score.factor * x[score.key] for s, x in summaries.items() if score.key in x}
 
 
 def _values(group: Sequence[RunRecord], score: Score) -> list[float]:
-    return list(_by_seed(group, score).values())
+    return list(by_seed(group, score).values())
 
 
-def _mean_and_spread(values: Sequence[float]) -> str:
+def mean_and_spread(values: Sequence[float]) -> str:
+    """The mean and, of several, their standard deviation; a dash of none."""
     if not values:
         return "-"
     mean = statistics.fmean(values)

@@ -188,7 +188,7 @@ class Text:
     sequence_length = TRAINED
     passkeys_asked = passkey.FORMS["long"]
 
-    def evaluation_tokens(self, limit=None):
+    def evaluation_tokens(self, limit=None, *, validation=False):
         return np.array(self.codec.encode("a" * 40 + "b" * 60))[:limit]
 
     def evaluation_documents(self, limit_tokens=None):

@@ -30,9 +30,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tape_jax import positions
 from tape_jax.config import choose, require
@@ -180,7 +180,7 @@ def tune(folder: Path, trials: Sequence[Job], side_by_side: int) -> dict[str, Se
     task = trials[0].experiment.task
     sweep.validation_options(task, trials[0].experiment.evaluation)
     claim(folder, trials)
-    train_all([job for job in trials if not job.finished], side_by_side)
+    train_all([job for job in trials if not job.finished], side_by_side, validate=True)
     results: dict[str, dict[Setting, list[Result]]] = {}
     for job in trials:
         with metrics.Progress.of(f"validating {job.folder.name}") as progress:
@@ -214,6 +214,7 @@ def plan(
     seeds: int,
     overrides: Sequence[str],
     settings: Sequence[Setting] = (Setting(),),
+    report: Callable[[str], None] = print,
 ) -> list[Job]:
     """The trainings of a comparison, checked before anything is written.
 
@@ -242,7 +243,7 @@ def plan(
             name=name,
             setting=setting,
             folder=folder / (setting.folder(name) + (f"-seed{seed}" if another else "")),
-            experiment=experiment.from_file(config, own),
+            experiment=experiment.from_file(config, own, report),
             command=(f"--config={config}", *own),
         )
         if job.folder.exists():
@@ -269,8 +270,22 @@ def claim(folder: Path, jobs: Sequence[Job]) -> None:
     write_atomically(marker, json.dumps(content, indent=2) + "\n")
 
 
-def train_all(jobs: Sequence[Job], side_by_side: int) -> None:
+def train_all(
+    jobs: Sequence[Job],
+    side_by_side: int,
+    *,
+    validate: bool = False,
+    finished: Callable[[Ended], None] = lambda ended: None,
+    accepted: Container[int] = (0,),
+) -> None:
     """Trains and evaluates in processes of their own, ``side_by_side`` at a time.
+
+    Args:
+      jobs: what is to be trained; runs that were begun are continued.
+      side_by_side: number of processes.
+      validate: whether they also validate, as a sweep does.
+      finished: called whenever one has ended in an accepted way.
+      accepted: exit codes; any other is a failure, which stops the rest.
 
     Raises:
       Stopped: if a training fails, or on SIGINT, SIGTERM or SIGHUP, after all have saved.
@@ -280,11 +295,12 @@ def train_all(jobs: Sequence[Job], side_by_side: int) -> None:
     free = collections.deque(shares(side_by_side))
     running: dict[Job, tuple[subprocess.Popen, list[int]]] = {}
     failed: list[tuple[Job, int]] = []
-    with Signals() as signals, _progress(jobs) as show:
+    with Signals() as signals, _progress() as show:
         while running or waiting:
             while waiting and free and not failed and not signals.received:
                 job, share = waiting.popleft(), free.popleft()
-                running[job] = (_start(job, share, alone=side_by_side == 1), share)
+                process = _start(job, share, alone=side_by_side == 1, validate=validate)
+                running[job] = (process, share)
             if failed or signals.received:
                 waiting.clear()
                 for process, _ in running.values():
@@ -293,11 +309,13 @@ def train_all(jobs: Sequence[Job], side_by_side: int) -> None:
                     process.wait()
             for job, (process, share) in list(running.items()):
                 show(job)
-                if process.poll() is not None:
+                if (ended := _ended(job, process)) is not None:
                     del running[job]
                     free.append(share)
-                    if process.returncode and not signals.received:
-                        failed.append((job, process.returncode))
+                    if ended.code in accepted:
+                        finished(ended)
+                    elif not signals.received:
+                        failed.append((job, ended.code))
             time.sleep(SECONDS_BETWEEN_LOOKS if running else 0)
     if signals.received:
         raise Stopped(
@@ -314,9 +332,37 @@ def train_all(jobs: Sequence[Job], side_by_side: int) -> None:
         )
 
 
-def _start(job: Job, cores: list[int], *, alone: bool) -> subprocess.Popen:
+class Ended(NamedTuple):
+    """How a training went.
+
+    Attributes:
+      job: what was trained.
+      code: the exit code of its process.
+      seconds: of processor time that the process took.
+    """
+
+    job: Job
+    code: int
+    seconds: float
+
+
+def _ended(job: Job, process: subprocess.Popen) -> Ended | None:
+    """How a training went; None while it goes on."""
+    seconds = 0.0
+    if process.returncode is None:
+        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+        if not pid:
+            return None
+        process.returncode = os.waitstatus_to_exitcode(status)
+        seconds = usage.ru_utime + usage.ru_stime
+    return Ended(job, process.returncode, seconds)
+
+
+def _start(job: Job, cores: list[int], *, alone: bool, validate: bool) -> subprocess.Popen:
     """Starts a training on the given cores, in a session of its own."""
-    arguments = ["--resume"] if job.folder.exists() else []
+    arguments = ["--evaluate"]
+    arguments += ["--resume"] if job.folder.exists() else []
+    arguments += ["--validate"] if validate else []
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(len(cores))}
     if len(cores) == 1:
         flags = os.environ.get("XLA_FLAGS", "")
@@ -328,7 +374,7 @@ def _start(job: Job, cores: list[int], *, alone: bool) -> subprocess.Popen:
         process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "train.main", "train", f"--run={job.folder}"),
-                *(*job.command, *arguments, "--evaluate"),
+                *(*job.command, *arguments),
             ],
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -353,21 +399,20 @@ def shares(count: int) -> list[list[int]]:
 
 
 @contextlib.contextmanager
-def _progress(jobs: Sequence[Job]) -> Iterator[Callable[[Job], None]]:
-    """A function that shows how far a job is, one bar each."""
+def _progress() -> Iterator[Callable[[Job], None]]:
+    """A function that shows how far a job is, one bar for each that has begun."""
 
     def lines_of(job: Job) -> list[dict[str, Any]]:
         return metrics.read(job.folder / "metrics.jsonl")
 
-    bars = {}
-    for row, job in enumerate(jobs):
-        start = lines_of(job)[-1]["step"] if lines_of(job) else 0
-        bars[job] = metrics.Progress(job.experiment.steps, start=start, label=job.label, row=row)
+    bars: dict[Job, metrics.Progress] = {}
 
     def show(job: Job) -> None:
         if lines := lines_of(job):
-            step = lines[-1]["step"]
-            done = step == job.experiment.steps
+            step, steps = lines[-1]["step"], job.experiment.steps
+            if job not in bars:
+                bars[job] = metrics.Progress(steps, start=step, label=job.label, row=len(bars))
+            done = step == steps
             bars[job].update(step, "evaluating" if done else metrics.describe(lines[-1]))
 
     try:

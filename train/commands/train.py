@@ -21,7 +21,7 @@ import re
 from pathlib import Path
 
 from tape_jax.config import require
-from train import distributed, experiment, loop, runs
+from train import distributed, experiment, loop, metrics, runs, sweep
 from train.commands import eval as evaluation
 
 
@@ -33,6 +33,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--resume", action="store_true", help="continue from the newest intact checkpoint"
     )
     parser.add_argument("--evaluate", action="store_true", help="evaluate when training is done")
+    parser.add_argument(
+        "--validate", action="store_true", help="validate when training is done, as a sweep does"
+    )
     parser.add_argument(
         "--distributed",
         nargs="?",
@@ -68,6 +71,9 @@ def run(args: argparse.Namespace) -> None:
     distributed.report(f"{args.run}: {wanted.steps} steps done")
     if args.evaluate and distributed.is_main():
         evaluation.evaluate(args.run, wanted.evaluation)
+    if args.validate and distributed.is_main():
+        with metrics.Progress.of(f"validating {args.run.name}") as progress:
+            sweep.validate(args.run, progress)
 
 
 def parse_steps(text: str | None) -> range | None:

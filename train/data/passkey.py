@@ -29,6 +29,7 @@ import numpy as np
 from tape_jax.config import require
 from tape_jax.generate import generate
 from train.data import Comparison, Examples, Progress, Score, synthetic, tokenizers
+from train.data.questions import VALIDATION_SEED
 from train.evaluate import AtPlaces, exact_match
 from train.grids import Grid, Wording, averages_table, length_table, pool, tally
 
@@ -442,6 +443,10 @@ class Passkey(synthetic.Stream):
             batch_tokens=options.batch_tokens,
             progress=progress,
         )
+
+    def validation(self, options: PasskeyEvaluation) -> PasskeyEvaluation:
+        """Options of an evaluation whose questions are drawn anew."""
+        return dataclasses.replace(options, seed=options.seed + VALIDATION_SEED)
 
     def _questions(
         self, factors: Sequence[int], depths: int, trials: int, seed: int

@@ -23,6 +23,7 @@ from tape_jax.config import choose, require
 from train import perplexity
 from train.data import Comparison, Progress, Result, Score, passkey, synthetic, token_cache
 from train.data.packing import PACKINGS, Batch, Packed, endless_batches
+from train.data.questions import VALIDATION_SEED
 from train.data.sources import get_source
 from train.data.token_cache import Corpus, TokenStream
 from train.data.tokenized import Tokenized
@@ -191,7 +192,9 @@ class Text(Tokenized):
         pad = next(i for i in (codec.pad, codec.eos, codec.bos) if i is not None)
         return Packed(self.training_stream(), self.sequence_length, self.packing, pad)
 
-    def evaluation_documents(self, limit_tokens: int | None = None) -> Iterator[np.ndarray]:
+    def evaluation_documents(
+        self, limit_tokens: int | None = None, *, validation: bool = False
+    ) -> Iterator[np.ndarray]:
         """Held-out documents, int32 [N] each, with their start and end tokens.
 
         They come in an order that has nothing to do with that of the source, always the same one,
@@ -199,10 +202,24 @@ class Text(Tokenized):
 
         Args:
           limit_tokens: how many tokens to give in all: the last document is cut there; None: all.
+          validation: begin at the other end of that order.
+
+        Raises:
+          ValueError: a validation that would reach what the test may ask for.
         """
         stream = self.held_out_stream()
         left = len(stream.tokens) if limit_tokens is None else limit_tokens
-        for index in np.random.default_rng(0).permutation(len(stream.offsets) - 1):
+        order = np.random.default_rng(0).permutation(len(stream.offsets) - 1)
+        if validation:
+            sizes = np.diff(stream.offsets)[order[::-1]].cumsum()
+            count = int(np.searchsorted(sizes, left))
+            require(
+                count < len(order) and sizes[count] + left <= len(stream.tokens),
+                f"the held-out text of {len(stream.tokens):,} tokens is too short for a test and a "
+                f"validation of {left:,} each",
+            )
+            order = order[::-1]
+        for index in order:
             if left <= 0:
                 return
             start, stop = stream.offsets[index : index + 2]
@@ -210,9 +227,20 @@ class Text(Tokenized):
             left -= len(document)
             yield document
 
-    def evaluation_tokens(self, limit: int | None = None) -> np.ndarray:
+    def evaluation_tokens(
+        self, limit: int | None = None, *, validation: bool = False
+    ) -> np.ndarray:
         """The documents of :meth:`evaluation_documents` one after another, int32 [N]."""
-        return np.concatenate(list(self.evaluation_documents(limit)))
+        return np.concatenate(list(self.evaluation_documents(limit, validation=validation)))
+
+    def validation(self, options: Any) -> Any:
+        """Options of an evaluation by other held-out documents, and by other passkeys.
+
+        Raises:
+          ValueError: the test takes all of a text.
+        """
+        seed = options.seed + VALIDATION_SEED
+        return dataclasses.replace(options, validation=True, seed=seed)
 
     @property
     def scores(self) -> Sequence[Score]:

@@ -1,0 +1,114 @@
+"""What one encoding costs beside another: time and memory of a step, parameters, operations."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.train_step import again, measure
+from train import experiment, runs
+from train.evidence.records import Item
+from train.evidence.studies import Fields, Measurements, Place, options
+from train.flops import model_flops
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Training steps of two encodings, in turns in one process, several times.
+
+    Attributes:
+      name: a word, fit for a folder.
+      section: of the page.
+      config: the config file.
+      fields: by scale, the fields in which the models differ from it.
+      lengths: by scale, of the sequences.
+      tokens: by scale, in a batch.
+      encoding: whose cost it is.
+      reference: beside which it is measured.
+      measurements: of each length, as many as seeds elsewhere.
+      repeats: timed steps of a measurement.
+    """
+
+    name: str
+    section: str
+    config: Path
+    fields: Mapping[str, Fields]
+    lengths: Mapping[str, Sequence[int]]
+    tokens: Mapping[str, int]
+    encoding: str = "tape"
+    reference: str = "rope"
+    measurements: int = 3
+    repeats: int = 20
+
+    def at(self, place: Place) -> PlannedCost:
+        """The study at a place."""
+        return PlannedCost(self, place)
+
+
+class PlannedCost(Measurements):
+    """A study of cost at a place."""
+
+    def __init__(self, design: Cost, place: Place):
+        self.name, self.section = design.name, design.section
+        self.design, self.place = design, place
+        self.items = [
+            Item(self.name, f"{length}-{number}", design.encoding, self._experiment(length, number))
+            for length in design.lengths[place.scale]
+            for number in range(design.measurements)
+        ]
+
+    def _experiment(
+        self, length: int, seed: int, encoding: str | None = None
+    ) -> experiment.Experiment:
+        design, scale = self.design, self.place.scale
+        fields = {
+            **design.fields.get(scale, {}),
+            "model.position.kind": encoding or design.encoding,
+            "task.sequence_length": length,
+            "train.batch_size": max(1, design.tokens[scale] // length),
+            "seed": seed,
+        }
+        given = (*self.place.overrides, *options(fields))
+        return experiment.from_file(design.config, given, lambda _: None)
+
+    @property
+    def budget(self) -> str:
+        """The size of its runs, in words."""
+        return (
+            f"`{self.design.config}`: {self.design.measurements} measurements of "
+            f"{self.design.repeats} steps in turns, at each length"
+        )
+
+    def measure(self, item: Item) -> dict[str, Any]:
+        """Ratios of the encoding to the reference, and of the reference to itself."""
+        mine, (length, batch) = item.experiment, self._shape(item)
+        theirs = self._experiment(length, mine.seed, self.design.reference)
+        models = {self.design.reference: theirs.model, self.design.encoding: mine.model}
+        found, _ = measure(models, batch, length, repeats=self.design.repeats)
+        first, second = found[self.design.reference], found[self.design.encoding]
+        noise = found[again(self.design.reference)].timing.ratio(first.timing)
+        ratios = {
+            "length": length,
+            "milliseconds": 1e3 * second.timing.median,
+            "time": second.timing.ratio(first.timing),
+            "noise": noise,
+            "parameters": runs.count_parameters(mine)[0] / runs.count_parameters(theirs)[0],
+            "operations": model_flops(mine.model, batch, length)
+            / model_flops(theirs.model, batch, length),
+        }
+        if first.memory is not None and second.memory is not None:
+            ratios["memory"] = second.memory.total / first.memory.total
+        return ratios
+
+    def _shape(self, item: Item) -> tuple[int, int]:
+        return item.experiment.task.sequence_length, item.experiment.train.batch_size
+
+    def measured(self) -> dict[int, list[Mapping[str, float]]]:
+        """What has been measured, by length."""
+        found: dict[int, list[Mapping[str, float]]] = {}
+        for item in self.items:
+            if record := self.place.store.get(item):
+                found.setdefault(int(record.found["length"]), []).append(record.found)
+        return found

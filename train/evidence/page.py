@@ -1,0 +1,262 @@
+"""The page that says what came out, made from the results files and from nothing else."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from tape_jax.files import write_atomically
+from train import stability
+from train.data import algorithms, groups
+from train.evidence.claims import CLAIMS
+from train.evidence.figures import dots
+from train.evidence.overhead import PlannedCost
+from train.evidence.records import Record
+from train.evidence.stability import PlannedGrowth
+from train.evidence.studies import Diverged, Place, PlannedTrainings, State, Study
+from train.evidence.suite import SECTIONS, STUDIES
+from train.evidence.verdicts import Kind
+from train.grids import text_table
+from train.plots import MARK, require_ours, save
+from train.report import RunRecord, by_seed, mean_and_spread
+
+MOST_NAMES = 8
+
+Studies = Mapping[str, Any]
+
+
+def studies_at(place: Place) -> dict[str, Any]:
+    """Every study of the suite at a place, by name."""
+    return {design.name: design.at(place) for design in STUDIES}
+
+
+def write(studies: Studies, page: Path, *, changed: Study | None = None) -> None:
+    """Writes the page, and its pictures into ``images/evidence`` beside it.
+
+    Args:
+      studies: of :func:`studies_at`.
+      page: the Markdown file.
+      changed: the only study whose pictures are drawn again; None: all.
+
+    Raises:
+      ValueError: a results file that does not belong, or a file in the way that is not ours.
+    """
+    require_ours(page)
+    folder = page.parent / "images" / page.stem
+    folder.mkdir(parents=True, exist_ok=True)
+    for study in studies.values() if changed is None else [changed]:
+        for name, figure in figures(study).items():
+            save(figure, folder / name)
+    write_atomically(page, markdown(studies, f"images/{page.stem}"))
+
+
+def markdown(studies: Studies, images: str) -> str:
+    """The page.
+
+    Args:
+      studies: of :func:`studies_at`.
+      images: the folder of the pictures, as the page names it.
+    """
+    states = {name: study.state for name, study in studies.items()}
+    parts = [f"<!-- {MARK} -->\n# Does TAPE do what is claimed?", _introduction(states)]
+    parts += ["## Verdicts", _verdicts(studies)]
+    for section in SECTIONS:
+        parts.append(f"## {section[0].upper()}{section[1:]}")
+        own = [study for study in studies.values() if study.section == section]
+        parts += _overview(section, own)
+        for study in own:
+            parts += [f"### {study.name}", *_study(study, states[study.name], images)]
+    records = [record for state in states.values() for record in state.finished]
+    parts += ["## Versions and hardware", _environments(records)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def figures(study: Study) -> dict[str, Figure]:
+    """The pictures of a study by file name; none before anything is finished."""
+    if isinstance(study, PlannedTrainings):
+        results = study.results()
+        if any(results.values()):
+            return {f"{study.name}.png": dots(study.name, results, study.scores)}
+    if isinstance(study, PlannedGrowth) and (traces := study.traces(seed=0)):
+        return {
+            f"{study.name}_depth.png": stability.depth_figure(traces),
+            f"{study.name}_layers.png": stability.layer_figure(traces),
+        }
+    return {}
+
+
+def _introduction(states: Mapping[str, State]) -> str:
+    done = sum(len(state.finished) for state in states.values())
+    total = sum(state.total for state in states.values())
+    spent = sum(record.seconds for state in states.values() for record in state.finished)
+    return (
+        "Every claim that the paper makes of TAPE, or others make of it, tested by experiments "
+        "that fit on two CPU cores. They are small: a verdict holds at the size that was trained, "
+        "and each names the larger test that would settle it. Learning rates are chosen for every "
+        "rival by a validation apart from the test. ± is the standard deviation over seeds. One "
+        "encoding is called better than another where the 95 % interval of the paired differences "
+        "between equal seeds leaves out zero; three seeds show large differences only.\n\n"
+        "`make evidence` makes what is missing, and writes this page after every run, from the "
+        f"files in `benchmarks/results/evidence`. Finished: **{done} of {total} runs**, which took "
+        f"{spent / 3600:.1f} hours of processor time."
+    )
+
+
+def _verdicts(studies: Studies) -> str:
+    rows = []
+    for claim in CLAIMS:
+        verdict = claim.judge(studies)
+        why = verdict.because
+        if verdict.kind is not Kind.CONFIRMED:
+            why += f" What it would take: {claim.needs}."
+        where = ", ".join(f"[{name}](#{name})" for name in claim.studies)
+        rows.append([f"**{claim.title}**", claim.test, f"**{verdict.kind.value}**", why, where])
+    header = ["claim", "test", "verdict", "numbers", "runs"]
+    lines = [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
+    return "\n".join(lines)
+
+
+def _overview(section: str, studies: Sequence[Any]) -> Iterator[str]:
+    """What is said of all studies of a section together, once they are complete."""
+    complete = [study for study in studies if not study.state.unfinished]
+    if section == "length suite" and len(complete) > 1:
+        yield "Exact match in per cent with its 95 % interval, the answers of all seeds together."
+        yield algorithms.suite_table(
+            {
+                study.name.removeprefix("length-"): {
+                    name: [run.result for run in runs] for name, runs in study.results().items()
+                }
+                for study in complete
+            }
+        )
+    if section == "word problems":
+        for study in complete:
+            yield f"Layers that follow 90 % of the words of `{study.name.removeprefix('words-')}`:"
+            yield groups.smallest_depths(_by_depth(study.results()))
+
+
+def _by_depth(results: Mapping[str, Sequence[RunRecord]]) -> dict[str, dict[int, list[Any]]]:
+    found: dict[str, dict[int, list[Any]]] = {}
+    for rival, runs in results.items():
+        name, _, depth = rival.rpartition("-")
+        found.setdefault(name, {})[int(depth)] = [run.result for run in runs]
+    return found
+
+
+def _study(study: Study, state: State, images: str) -> Iterator[str]:
+    yield _budget(study, state)
+    if state.unfinished:
+        names = ", ".join(f"`{name}`" for name in state.unfinished[:MOST_NAMES])
+        more = len(state.unfinished) - MOST_NAMES
+        yield (
+            f"**Unfinished: {len(state.unfinished)} of {state.total} runs**, which count nowhere: "
+            f"{names}{f' and {more} more' if more > 0 else ''}."
+        )
+    if isinstance(study, PlannedTrainings):
+        if any(study.results().values()):
+            yield _scores(study)
+            yield _settings(study)
+    elif isinstance(study, PlannedCost):
+        yield _costs(study)
+    elif isinstance(study, PlannedGrowth) and state.finished:
+        yield _growth(study)
+    for name in figures_of(study, state):
+        yield f"![{study.name}]({images}/{name})"
+
+
+def figures_of(study: Study, state: State) -> list[str]:
+    """The names of a study's pictures, without drawing them."""
+    if isinstance(study, PlannedTrainings) and any(study.results().values()):
+        return [f"{study.name}.png"]
+    if isinstance(study, PlannedGrowth) and study.traces(seed=0):
+        return [f"{study.name}_depth.png", f"{study.name}_layers.png"]
+    return []
+
+
+def _budget(study: Study, state: State) -> str:
+    parts = [study.budget]
+    if state.finished:
+        minutes = statistics.fmean(record.seconds for record in state.finished) / 60
+        parts.append(f"{minutes:.1f} minutes of processor time for a run")
+    command = f"`python -m train.main evidence --only={study.name}`"
+    return f"{', '.join(parts)}. {command}"
+
+
+def _scores(study: PlannedTrainings) -> str:
+    rows = []
+    for name, runs in study.results().items():
+        lost = [run for run in runs if isinstance(run.result, Diverged)]
+        seeds = f"{len(runs)} of {study.design.seeds}" + (
+            f", {len(lost)} diverged at step " + ", ".join(f"{run.result.step:,}" for run in lost)
+            if lost
+            else ""
+        )
+        cells = [mean_and_spread([*by_seed(runs, score).values()]) for score in study.scores]
+        rows.append([name, seeds, *cells])
+    return text_table(["", "seeds", *(score.label for score in study.scores)], rows)
+
+
+def _settings(study: PlannedTrainings) -> str:
+    """What the sweep chose."""
+    if len(study.settings) < 2:
+        return ""
+    chosen = {
+        rival: jobs[0].setting.name
+        for rival in study.design.rivals
+        if (jobs := study.finals(rival)) is not None
+    }
+    return "Chosen: " + ", ".join(f"{name} {setting}" for name, setting in chosen.items()) + "."
+
+
+def _costs(study: PlannedCost) -> str:
+    rows = []
+    for length, found in study.measured().items():
+        keys = ("time", "noise", "memory", "parameters", "operations")
+        cells = [mean_and_spread([x[key] for x in found if key in x]) for key in keys]
+        rows.append([f"{length:,}", str(len(found)), *cells])
+    if not rows:
+        return ""
+    header = ["tokens", "measurements", "time of a step", "RoPE against itself"]
+    table = text_table([*header, "memory of a step", "parameters", "operations"], rows)
+    return f"{study.design.encoding} as a multiple of {study.design.reference}:\n\n{table}"
+
+
+def _growth(study: PlannedGrowth) -> str:
+    rows = []
+    for variant in study.design.variants:
+        for depth in study.design.depths:
+            found = [t for t in study.traces() if (t.variant, t.depth) == (variant, depth)]
+            if not found:
+                continue
+            cells = []
+            for what in ("growth", "spread"):
+                for moment in stability.MOMENTS:
+                    worst = max(getattr(getattr(t, moment), what) for t in found)
+                    cells.append(f"{worst:.3g}")
+            diverged = [str(t.diverged) for t in found if t.diverged is not None]
+            bad = f"{len(diverged)}, at step {', '.join(diverged)}" if diverged else "none"
+            rows.append([variant, str(depth), str(len(found)), *cells, bad])
+    moments = stability.MOMENTS
+    header = ["variant", "layers", "seeds", *(f"state, {m}" for m in moments)]
+    header += [*(f"gradients, {m}" for m in moments), "diverged"]
+    note = (
+        "State: the largest norm that enters a layer, relative to the start. Gradients: the "
+        "largest of a layer over the smallest. The worst of all seeds."
+    )
+    return f"{note}\n\n{text_table(header, rows)}"
+
+
+def _environments(records: Sequence[Record]) -> str:
+    if not records:
+        return "Nothing has been run."
+    counts = Counter(tuple(sorted(record.environment.items())) for record in records)
+    lines = []
+    for environment, count in counts.most_common():
+        described = ", ".join(f"{name} {value}" for name, value in environment)
+        lines.append(f"* {count} runs: {described}")
+    return "\n".join(lines)

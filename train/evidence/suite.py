@@ -1,0 +1,166 @@
+"""The studies of the suite, in the order in which they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from configs.ablations import VARIANTS
+from train.evidence.overhead import Cost
+from train.evidence.stability import Growth
+from train.evidence.studies import Base, Design, Fields, Trainings
+
+SECTIONS = ("claims", "ablations", "length suite", "word problems", "stability")
+
+CONFIGS = Path("configs")
+RATES = {"cpu": ("train.learning_rate=1e-3,3e-3",), "gpu": ("train.learning_rate=1e-4,3e-4,1e-3",)}
+BEYOND, INSIDE = "exact_match_outside", "exact_match_inside"
+PROBLEMS = ("multiply", "copy", "reverse", "sort", "parity", "majority", "modular_sum")
+GROUPS = ("Z60", "A4xZ5", "A5", "S5")
+DEPTHS = (1, 2, 4)
+# TAPE with a norm on its states, beside TAPE as it is by default.
+WITH_NORM = "tape_rms"
+
+
+def encodings(*names: str) -> dict[str, dict[str, Any]]:
+    """Rivals by the names of their encodings."""
+    own = {WITH_NORM: {"model.position.kind": "tape", "model.position.norm": "rms"}}
+    return {name: own.get(name, {"model.position.kind": name}) for name in names}
+
+
+def methods(*names: str) -> dict[str, Fields]:
+    """Rivals by the names of methods of adaptation."""
+    return {name: {"adapt.method": name} for name in names}
+
+
+def by_depth(rivals: Mapping[str, Fields]) -> dict[str, Fields]:
+    """Each rival at each depth."""
+    return {
+        f"{name}-{depth}": {**fields, "model.num_layers": depth}
+        for depth in DEPTHS
+        for name, fields in rivals.items()
+    }
+
+
+STUDIES: tuple[Design, ...] = (
+    Trainings(
+        name="text",
+        section="claims",
+        config=CONFIGS / "bytes_demo.py",
+        rivals=encodings("tape", WITH_NORM, "rope", "alibi", "sinusoidal", "learned"),
+        fields={"train.steps": 1000},
+        sweep=RATES,
+        scores=("perplexity_1x", "perplexity_2x", "perplexity_8x", "perplexity_windowed_8x"),
+    ),
+    Trainings(
+        name="addition",
+        section="claims",
+        config=CONFIGS / "addition_demo.py",
+        rivals=encodings(
+            *("tape", WITH_NORM, "rope", "alibi", "sinusoidal", "none", "fire", "random_rope")
+        ),
+        sweep=RATES,
+        scores=(BEYOND, INSIDE),
+        quick=("tape", "rope"),
+    ),
+    Trainings(
+        name="passkey",
+        section="claims",
+        config=CONFIGS / "passkey_demo.py",
+        rivals=encodings("tape", WITH_NORM, "rope", "alibi", "sinusoidal", "none"),
+        sweep=RATES,
+        scores=(BEYOND, INSIDE),
+    ),
+    Trainings(
+        name="context",
+        section="claims",
+        config=CONFIGS / "context_extension_demo.py",
+        rivals=methods("tape", "lora", "longlora", "theta", "full"),
+        sweep=RATES,
+        scores=(
+            "perplexity_overlapping_1x",
+            "passkey_1x",
+            "perplexity_overlapping_2x",
+            "passkey_2x",
+            "perplexity_overlapping_0.5x",
+        ),
+        base=Base(
+            CONFIGS / "bytes_demo.py",
+            {
+                "model.position.kind": "rope",
+                "task.sequence_length": 64,
+                "task.passkeys": 0.5,
+                "task.passkey_form": "short",
+                "train.steps": 1200,
+                "train.batch_size": 32,
+            },
+        ),
+    ),
+    Cost(
+        name="overhead",
+        section="claims",
+        config=CONFIGS / "bytes_demo.py",
+        fields={
+            "cpu": {
+                "model.hidden_size": 256,
+                "model.num_layers": 6,
+                "model.intermediate_size": 1024,
+            }
+        },
+        lengths={"cpu": (256, 1024), "gpu": (1024, 8192)},
+        tokens={"cpu": 2048, "gpu": 65_536},
+    ),
+    Trainings(
+        name="ablations",
+        section="ablations",
+        config=CONFIGS / "ablations.py",
+        rivals=VARIANTS,
+        scores=(BEYOND, INSIDE),
+    ),
+    Trainings(
+        name="ablations-text",
+        section="ablations",
+        config=CONFIGS / "bytes_demo.py",
+        rivals={
+            **VARIANTS,
+            "window": {"model.window": 32},
+            "window_rope": {"model.window": 32, "model.position.kind": "rope"},
+        },
+        fields={"model.num_layers": 6},
+        scores=("perplexity_1x", "perplexity_2x", "perplexity_8x"),
+    ),
+    *(
+        Trainings(
+            name=f"length-{problem}",
+            section="length suite",
+            config=CONFIGS / "length_suite.py",
+            rivals=encodings("tape", WITH_NORM, "rope", "alibi", "fire", "none"),
+            fields={"task.problem": problem},
+            sweep=RATES,
+            scores=(BEYOND, INSIDE),
+        )
+        for problem in PROBLEMS
+    ),
+    *(
+        Trainings(
+            name=f"words-{group}",
+            section="word problems",
+            config=CONFIGS / "word_problems.py",
+            rivals=by_depth(encodings("tape", "rope", "none")),
+            fields={"task.group": group},
+        )
+        for group in GROUPS
+    ),
+    Growth(
+        name="stability",
+        section="stability",
+        config=CONFIGS / "ablations.py",
+        variants=(
+            *("tape", "rope", "norm_rms", "norm_unit", "heads", "separate_cos_sin"),
+            *("mix_head_dim", "no_equivariance", "place_weights", "relaxed_freely"),
+        ),
+        depths=(4, 12, 24, 48),
+        steps=60,
+    ),
+)
