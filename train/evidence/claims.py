@@ -44,12 +44,12 @@ class Claim(NamedTuple):
 
 
 def _ablation(variant: str, *, name: str = "tape") -> Callable[[Studies], Verdict]:
-    """Whether a variant is clearly worse than another, on sums and on text."""
+    """Whether a variant is clearly worse than another, at sorting longer words and on text."""
 
     def judge(studies: Studies) -> Verdict:
-        sums = wins(studies["ablations"], BEYOND, [variant], name=name)
+        words = wins(studies["ablations"], BEYOND, [variant], name=name)
         text = wins(studies["ablations-text"], "perplexity_1x", [variant], name=name)
-        return every(sums, text)
+        return every(words, text)
 
     return judge
 
@@ -193,8 +193,8 @@ CLAIMS = (
     ),
     Claim(
         "Contextual updates matter",
-        "TAPE with both parts of the update left out (`no_update`); clearly worse on longer sums "
-        "and on text.",
+        "TAPE with both parts of the update left out (`no_update`); clearly worse at sorting "
+        "longer words, and on text.",
         GPU,
         ("ablations", "ablations-text"),
         _ablation("no_update"),
@@ -202,7 +202,7 @@ CLAIMS = (
     Claim(
         "Permutation equivariance matters",
         "Weights of the update that depend on the absolute position (`place_weights`); clearly "
-        "worse on longer sums and on text.",
+        "worse at sorting longer words, and on text.",
         GPU,
         ("ablations", "ablations-text"),
         _ablation("place_weights"),
@@ -217,8 +217,8 @@ CLAIMS = (
     ),
     Claim(
         "Updates in later layers matter more",
-        "Updates in the last layers only (`late`); clearly better on longer sums and on text than "
-        "in the first only (`early`).",
+        "Updates in the last layers only (`late`); clearly better at sorting longer words, and on "
+        "text, than in the first only (`early`).",
         GPU,
         ("ablations", "ablations-text"),
         _ablation("early", name="late"),

@@ -19,6 +19,11 @@ BEYOND, INSIDE = "exact_match_outside", "exact_match_inside"
 PROBLEMS = ("multiply", "copy", "reverse", "sort", "parity", "majority", "modular_sum")
 GROUPS = ("Z60", "A4xZ5", "A5", "S5")
 DEPTHS = (1, 2, 4)
+# Variants of the ablations that are also trained on text.
+ON_TEXT = (
+    *("tape", "rope", "no_update", "attention_only", "mlp_only", "heads", "no_equivariance"),
+    *("place_weights", "norm_rms", "norm_unit", "early", "late"),
+)
 # TAPE with a norm on its states, beside TAPE as it is by default.
 WITH_NORM = "tape_rms"
 
@@ -123,7 +128,7 @@ STUDIES: tuple[Design, ...] = (
         section="ablations",
         config=CONFIGS / "bytes_demo.py",
         rivals={
-            **VARIANTS,
+            **{name: VARIANTS[name] for name in ON_TEXT},
             "window": {"model.window": 32},
             "window_rope": {"model.window": 32, "model.position.kind": "rope"},
         },
