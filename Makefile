@@ -11,8 +11,8 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs
 # The tests keep both cores busy: one process each.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo compare-demo extend-demo test test-slow test-next faults lint parity benchmarks docs \
-	docs-serve lock audit wheel clean
+.PHONY: demo compare-demo extend-demo evidence evidence-quick test test-slow test-next faults lint \
+	parity benchmarks docs docs-serve lock audit wheel clean
 
 demo: $(VENV)/.ready  ## train TAPE and RoPE on addition, and show what came out
 	$(BIN)/python -m train.main compare --config=configs/addition_demo.py --run=$(RUN) --encodings=tape,rope
@@ -28,6 +28,12 @@ extend-demo: $(VENV)/.ready  ## train a small model on 64 bytes, adapt it to 128
 		--config.train.steps=1200 --config.train.batch_size=32
 	$(BIN)/python -m train.main compare --config=configs/context_extension_demo.py \
 		--run=runs/longer_demo --methods=base,scaled,tape,lora,longlora,theta,full --seeds=3
+
+evidence: $(VENV)/.ready  ## test what is claimed of TAPE, hours; continues where it was stopped
+	$(BIN)/python -m train.main evidence
+
+evidence-quick: $(VENV)/.ready  ## make a few of these runs again, in minutes
+	$(BIN)/python -m train.main evidence --quick
 
 test: $(VENV)/.ready  ## the tests, in under ten minutes on two cores
 	$(PYTEST) -m "not slow"

@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 
 from configs import length_suite
 
+SCALES = length_suite.SCALES
 # By name, the fields in which a variant differs from the base, which is "tape".
 VARIANTS: dict[str, dict[str, Any]] = {
     "tape": {},

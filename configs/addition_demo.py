@@ -9,7 +9,24 @@ Command: make demo, which is
         --encodings=tape,rope
 """
 
+from typing import Any
+
 from ml_collections import ConfigDict
+
+# The size of configs/addition.py.
+SCALES: dict[str, dict[str, Any]] = {
+    "gpu": {
+        "task.max_digits": 40,
+        "model.hidden_size": 1024,
+        "model.num_layers": 16,
+        "model.num_heads": 16,
+        "model.intermediate_size": 2048,
+        "model.dtype": "bfloat16",
+        "train.steps": 20_000,
+        "train.batch_size": 512,
+        "train.save_every": 1000,
+    }
+}
 
 
 def get_config() -> ConfigDict:

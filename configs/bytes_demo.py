@@ -13,7 +13,24 @@ The text is the Python standard library of the interpreter that runs it; any oth
     --config.task.source='books/**/*.txt'
 """
 
+from typing import Any
+
 from ml_collections import ConfigDict
+
+SCALES: dict[str, dict[str, Any]] = {
+    "gpu": {
+        "task.sequence_length": 1024,
+        "model.hidden_size": 768,
+        "model.num_layers": 12,
+        "model.num_heads": 12,
+        "model.intermediate_size": 3072,
+        "model.dtype": "bfloat16",
+        "train.steps": 10_000,
+        "train.batch_size": 64,
+        "train.save_every": 1000,
+        "evaluation.tokens": 262_144,
+    }
+}
 
 
 def get_config() -> ConfigDict:

@@ -17,9 +17,25 @@ and then
         --methods=base,scaled,tape,lora,longlora,theta,full --seeds=3
 """
 
+from typing import Any
+
 from ml_collections import ConfigDict
 
 from configs import context_extension
+
+# From 512 to 1,024 bytes.
+SCALES: dict[str, dict[str, Any]] = {
+    "gpu": {
+        "task.sequence_length": 1024,
+        "train.steps": 1000,
+        "train.batch_size": 64,
+        "train.save_every": 250,
+        "evaluation.lengths": (512, 1024, 2048),
+        "evaluation.stride": 256,
+        "evaluation.tokens": 262_144,
+        "evaluation.passkey_lengths": (512, 1024, 2048),
+    }
+}
 
 
 def get_config() -> ConfigDict:

@@ -20,7 +20,23 @@ and then one table of all:
         print(table(Path('runs/length_suite')))"
 """
 
+from typing import Any
+
 from ml_collections import ConfigDict
+
+SCALES: dict[str, dict[str, Any]] = {
+    "gpu": {
+        "task.max_length": 40,
+        "model.hidden_size": 512,
+        "model.num_layers": 6,
+        "model.num_heads": 8,
+        "model.intermediate_size": 2048,
+        "model.dtype": "bfloat16",
+        "train.steps": 20_000,
+        "train.batch_size": 512,
+        "train.save_every": 1000,
+    }
+}
 
 
 def get_config() -> ConfigDict:

@@ -12,7 +12,25 @@ Command:
         --encodings=tape,rope --seeds=3
 """
 
+from typing import Any
+
 from ml_collections import ConfigDict
+
+SCALES: dict[str, dict[str, Any]] = {
+    "gpu": {
+        "task.sequence_length": 1024,
+        "task.digits": 5,
+        "model.hidden_size": 512,
+        "model.num_layers": 8,
+        "model.num_heads": 8,
+        "model.intermediate_size": 2048,
+        "model.dtype": "bfloat16",
+        "train.steps": 10_000,
+        "train.batch_size": 128,
+        "train.save_every": 1000,
+        "evaluation.factors": (1, 2, 4, 8),
+    }
+}
 
 
 def get_config() -> ConfigDict:

@@ -64,7 +64,7 @@ def markdown(studies: Studies, images: str) -> str:
     """
     states = {name: study.state for name, study in studies.items()}
     parts = [f"<!-- {MARK} -->\n# Does TAPE do what is claimed?", _introduction(states)]
-    parts += ["## Verdicts", _verdicts(studies)]
+    parts += ["## Verdicts", *_verdicts(studies)]
     for section in SECTIONS:
         parts.append(f"## {section[0].upper()}{section[1:]}")
         own = [study for study in studies.values() if study.section == section]
@@ -107,18 +107,20 @@ def _introduction(states: Mapping[str, State]) -> str:
     )
 
 
-def _verdicts(studies: Studies) -> str:
-    rows = []
-    for claim in CLAIMS:
-        verdict = claim.judge(studies)
-        why = verdict.because
-        if verdict.kind is not Kind.CONFIRMED:
-            why += f" What it would take: {claim.needs}."
+def _verdicts(studies: Studies) -> Iterator[str]:
+    found = [(claim, claim.judge(studies)) for claim in CLAIMS]
+    rows = [
+        f"| {number} | {claim.title} | **{verdict.kind.value}** |"
+        for number, (claim, verdict) in enumerate(found, 1)
+    ]
+    yield "\n".join(["| | claim | verdict |", "|--:|---|---|", *rows])
+    for number, (claim, verdict) in enumerate(found, 1):
         where = ", ".join(f"[{name}](#{name})" for name in claim.studies)
-        rows.append([f"**{claim.title}**", claim.test, f"**{verdict.kind.value}**", why, where])
-    header = ["claim", "test", "verdict", "numbers", "runs"]
-    lines = [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
-    return "\n".join(lines)
+        lines = [f"* Test: {claim.test}", f"* Found: {verdict.because}", f"* Runs: {where}."]
+        if verdict.kind is not Kind.CONFIRMED:
+            lines.append(f"* To settle it: {claim.needs}.")
+        lines_of = "\n".join(lines)
+        yield f"**{number}. {claim.title}: {verdict.kind.value}.**\n\n{lines_of}"
 
 
 def _overview(section: str, studies: Sequence[Any]) -> Iterator[str]:

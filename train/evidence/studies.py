@@ -173,10 +173,16 @@ class Base(NamedTuple):
     Attributes:
       config: its config file.
       fields: in which it differs from the file.
+      by_scale: further ones, by scale.
     """
 
     config: Path
     fields: Fields
+    by_scale: Mapping[str, Fields]
+
+    def options(self, place: Place) -> tuple[str, ...]:
+        """Its command line at a place."""
+        return (*place.overrides, *options({**self.fields, **self.by_scale[place.scale]}))
 
 
 class Design(Protocol):
@@ -202,6 +208,7 @@ class Trainings:
       config: the config file.
       rivals: by name, the fields of the config in which each differs.
       fields: those in which all of them differ from the file.
+      by_scale: further ones, by scale.
       sweep: by scale, what is swept, ``train.learning_rate=1e-3,3e-3`` each.
       scores: keys of the scores that are shown, the one that counts first; none: all of the task.
       seeds: number of them.
@@ -214,6 +221,7 @@ class Trainings:
     config: Path
     rivals: Mapping[str, Fields]
     fields: Fields = dataclasses.field(default_factory=dict)
+    by_scale: Mapping[str, Fields] = dataclasses.field(default_factory=dict)
     sweep: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     scores: Sequence[str] = ()
     seeds: int = 3
@@ -239,7 +247,7 @@ class PlannedTrainings(Study):
         self.name, self.section = design.name, design.section
         self.design, self.place = design, place
         self.folder = place.runs / design.name
-        shared = dict(design.fields)
+        shared = {**design.fields, **design.by_scale.get(place.scale, {})}
         if design.base is not None:
             shared["adapt.base"] = str(self._base.folder)
             if not self._base.folder.exists():
@@ -307,7 +315,7 @@ class PlannedTrainings(Study):
 
     def record(self, job: Job) -> Record | None:
         """The results of a run; None if it is not finished."""
-        return self.place.store.get(self._item(job))
+        return self.place.store.get(self.item(job))
 
     def results(self) -> dict[str, list[RunRecord]]:
         """The finished runs that count, by rival."""
@@ -342,7 +350,7 @@ class PlannedTrainings(Study):
         where = self.design.config, self.folder, self._choice
         return compare.plan(*where, names, seeds, self._overrides, settings, _silent)
 
-    def _item(self, job: Job) -> Item:
+    def item(self, job: Job) -> Item:
         return Item(self.name, job.folder.name, job.name, job.experiment)
 
     def _describe(self, record: Record) -> RunRecord:
@@ -367,7 +375,7 @@ class PlannedTrainings(Study):
         environment, validate = describe_environment(), len(self.settings) > 1
 
         def write(ended: Ended) -> None:
-            item = self._item(ended.job)
+            item = self.item(ended.job)
             self.place.store.put(item, _found(ended, validate), environment, ended.seconds)
             finished(item)
 
@@ -383,7 +391,7 @@ class PlannedTrainings(Study):
     def _base(self) -> Job:
         base = self.design.base
         assert base is not None
-        given = (*self.place.overrides, *options(base.fields))
+        given = base.options(self.place)
         return Job(
             name="base",
             setting=Setting(),

@@ -54,7 +54,7 @@ STUDIES: tuple[Design, ...] = (
         section="claims",
         config=CONFIGS / "bytes_demo.py",
         rivals=encodings("tape", WITH_NORM, "rope", "alibi", "sinusoidal", "learned"),
-        fields={"train.steps": 1000},
+        by_scale={"cpu": {"train.steps": 1000}},
         sweep=RATES,
         scores=("perplexity_1x", "perplexity_2x", "perplexity_8x", "perplexity_windowed_8x"),
     ),
@@ -92,13 +92,18 @@ STUDIES: tuple[Design, ...] = (
         ),
         base=Base(
             CONFIGS / "bytes_demo.py",
-            {
+            fields={
                 "model.position.kind": "rope",
-                "task.sequence_length": 64,
                 "task.passkeys": 0.5,
                 "task.passkey_form": "short",
-                "train.steps": 1200,
-                "train.batch_size": 32,
+            },
+            by_scale={
+                "cpu": {
+                    "task.sequence_length": 64,
+                    "train.steps": 1200,
+                    "train.batch_size": 32,
+                },
+                "gpu": {"task.sequence_length": 512},
             },
         ),
     ),
@@ -132,7 +137,7 @@ STUDIES: tuple[Design, ...] = (
             "window": {"model.window": 32},
             "window_rope": {"model.window": 32, "model.position.kind": "rope"},
         },
-        fields={"model.num_layers": 6},
+        by_scale={"cpu": {"model.num_layers": 6}},
         scores=("perplexity_1x", "perplexity_2x", "perplexity_8x"),
     ),
     *(

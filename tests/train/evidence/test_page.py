@@ -1,0 +1,148 @@
+"""The page: complete at every moment, and made of nothing but the results."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.train.evidence.results import diverge, finish, finish_all
+from train.commands import evidence as command
+from train.evidence import claims, page, suite
+from train.evidence.records import Store
+from train.evidence.studies import Place
+from train.evidence.verdicts import Kind, wins
+from train.main import main
+
+
+@pytest.fixture
+def small(design, monkeypatch):
+    """The suite and the claims with one study."""
+    monkeypatch.setattr(page, "STUDIES", (design,))
+    claim = claims.CLAIMS[0]._replace(
+        studies=("copying",),
+        judge=lambda s: wins(s["copying"], "exact_match_outside", ["rope", "none"]),
+    )
+    monkeypatch.setattr(page, "CLAIMS", (claim,))
+    return design
+
+
+def text_of(studies, folder) -> str:
+    path = folder / "docs" / "evidence.md"
+    path.parent.mkdir(exist_ok=True)
+    page.write(studies, path)
+    text = path.read_text()
+    for picture in re.findall(r"!\[.*\]\((.*)\)", text):
+        assert (path.parent / picture).read_bytes().startswith(b"\x89PNG")
+    return text
+
+
+def test_from_nothing_to_the_end(small, place, tmp_path):
+    studies = page.studies_at(place)
+    text = text_of(studies, tmp_path)
+    assert "**0 of 12 runs**" in text
+    assert "**unfinished**" in text
+    assert "Nothing has been run." in text
+
+    planned = studies["copying"]
+    finish(planned, planned.trials[0], 0.25)
+    text = text_of(studies, tmp_path)
+    assert "Unfinished: 11 of 12 runs" in text
+    assert "25.00" not in text, "a setting is not chosen yet"
+
+    finish_all(planned, {"tape": 0.6, "rope": 0.3, "none": 0.2})
+    diverge(planned, planned.finals("none")[2])
+    text = text_of(studies, tmp_path)
+    assert "**12 of 12 runs**, which took 0.2 hours" in text
+    assert "**confirmed**" in text
+    assert re.search(r"\| tape +\| +3 of 3 +\| +61\.00 ± 1\.00 +\| +100\.0 ± 0\.0 \|", text)
+    assert re.search(r"\| none \| +3 of 3, 1 diverged at step 7 \|", text)
+    assert "Chosen: tape learning_rate=3e-3" in text
+    assert "1.0 minutes of processor time for a run" in text
+    assert "* 12 runs: devices 1 x none, python 3" in text
+
+
+def test_a_file_that_does_not_belong_is_named(small, place, tmp_path):
+    studies = page.studies_at(place)
+    finish(studies["copying"], studies["copying"].trials[0], 0.25)
+    changed = dataclasses.replace(small, fields={"train.batch_size": 8}).at(place._replace(
+        runs=tmp_path / "others"
+    ))  # fmt: skip
+    with pytest.raises(ValueError, match=r"1e-3\.json holds the results of another.*batch_size"):
+        page.markdown({"copying": changed}, "images")
+
+
+def test_a_page_of_another_hand_is_left_alone(small, place, tmp_path):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "evidence.md").write_text("mine")
+    with pytest.raises(ValueError, match="was not written by this program"):
+        text_of(page.studies_at(place), tmp_path)
+
+
+class TestCommand:
+    def call(self, tmp_path, *arguments):
+        return main(
+            [
+                "evidence",
+                f"--results={tmp_path / 'results'}",
+                f"--runs={tmp_path / 'runs'}",
+                f"--out={tmp_path / 'docs' / 'evidence.md'}",
+                *arguments,
+            ]
+        )
+
+    def test_page(self, small, place, tmp_path, capsys):
+        assert self.call(tmp_path, "--page") == 0
+        assert "evidence.md" in capsys.readouterr().out
+        assert not place.store.folder.exists()
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--only=copyin"], "unknown study 'copyin'.*did you mean 'copying'"),
+            (["--config.train.steps=1"], "evidence does not take --config.train.steps=1"),
+            (["--config.scale=tpu"], "unknown scale of .*'tpu'"),
+            (["--jobs=0"], "--jobs must be at least 1; got 0"),
+        ],
+    )
+    def test_misuse(self, small, tmp_path, capsys, arguments, message):
+        assert self.call(tmp_path, *arguments) == 2
+        assert re.search(message, capsys.readouterr().err)
+        assert not (tmp_path / "docs").exists()
+
+    def test_beside_what_is_on_record(self, small, place, tmp_path):
+        here, recorded = small.at(place._replace(store=Store(tmp_path / "here"))), small.at(place)
+        job = here.trials[0]
+        finish(here, job, 0.25)
+        finish(recorded, job, 0.5)
+        table = command.compared({"copying": here}, {"copying": recorded})
+        assert re.search(r"copying/tape-learning_rate=1e-3 \| beyond.* \| +25 \| +50 \|", table)
+        assert "none" not in table
+
+
+class TestSuite:
+    """The suite itself."""
+
+    def test_every_claim_names_studies_that_exist(self):
+        names = [design.name for design in suite.STUDIES]
+        assert len(set(names)) == len(names)
+        assert {name for claim in claims.CLAIMS for name in claim.studies} <= set(names)
+        assert {design.section for design in suite.STUDIES} == set(suite.SECTIONS)
+        sections = [suite.SECTIONS.index(design.section) for design in suite.STUDIES]
+        assert sections == sorted(sections)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("scale", ["cpu", "gpu"])
+    def test_all_is_planned_and_judged(self, tmp_path, scale):
+        """Every experiment of the suite can be made, and every claim judged, before any has run."""
+        studies = page.studies_at(Place(Store(tmp_path), tmp_path / "runs", scale=scale))
+        assert {claim.judge(studies).kind for claim in claims.CLAIMS} == {Kind.UNFINISHED}
+        text = page.markdown(studies, "images")
+        assert all(f"### {name}\n" in text for name in studies)
+
+    @pytest.mark.slow
+    def test_the_committed_page_is_that_of_the_committed_results(self):
+        studies = page.studies_at(
+            Place(Store(Path("benchmarks/results/evidence")), Path("runs/evidence"))
+        )
+        assert Path("docs/evidence.md").read_text() == page.markdown(studies, "images/evidence")

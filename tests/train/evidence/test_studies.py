@@ -1,0 +1,238 @@
+"""Studies: what is planned, what is missing, which setting counts, what a run leaves behind."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.train.evidence.results import diverge, finish, finish_all
+from train.commands import compare
+from train.commands.compare import Ended
+from train.evidence import studies
+from train.evidence.overhead import Cost
+from train.evidence.stability import Growth
+from train.evidence.studies import Base, Diverged
+from train.loop import NON_FINITE_EXIT_CODE, Stopped
+
+
+def names(jobs):
+    return [job.folder.name for job in jobs]
+
+
+class TestTrainings:
+    def test_plan(self, design, place):
+        planned = design.at(place)
+        assert names(planned.trials) == [
+            f"{kind}-learning_rate={rate}"
+            for kind in ("tape", "rope", "none")
+            for rate in ("1e-3", "3e-3")
+        ]
+        state = planned.state
+        assert (state.total, len(state.finished), len(state.unfinished)) == (12, 0, 12)
+        assert state.unfinished[-1] == "none, seed 3 of 3"
+        assert planned.finals("tape") is None
+        assert planned.results() == {"tape": [], "rope": [], "none": []}
+
+    def test_the_best_setting_counts(self, design, place):
+        planned = design.at(place)
+        first, second = (job for job in planned.trials if job.name == "tape")
+        finish(planned, first, right=0.9, validated=0.2)
+        assert planned.finals("tape") is None
+        finish(planned, second, right=0.1, validated=0.6)
+        finals = planned.finals("tape")
+        assert names(finals) == [
+            f"tape-learning_rate=3e-3{end}" for end in ("", "-seed1", "-seed2")
+        ]
+        assert finals[0] == second
+        (run,) = planned.results()["tape"]
+        assert (run.seed, run.result.summary()["exact_match_outside"]) == (0, 0.1)
+        state = planned.state
+        assert (state.total, len(state.finished)) == (12, 2)
+        assert "tape-learning_rate=3e-3-seed1" in state.unfinished
+
+    def test_finished(self, design, place):
+        planned = design.at(place)
+        finish_all(planned, {"tape": 0.5, "rope": 0.3, "none": 0.2})
+        assert planned.state.unfinished == []
+        assert [run.seed for run in planned.results()["rope"]] == [0, 1, 2]
+
+    def test_diverged(self, design, place):
+        """It is a result: a setting at which training diverged is the worst."""
+        planned = design.at(place)
+        bad, good = (job for job in planned.trials if job.name == "tape")
+        diverge(planned, bad)
+        finish(planned, good, right=0.1, validated=0.0)
+        assert planned.finals("tape")[0] == good
+        assert planned.read(planned.record(bad)) == Diverged(7, "the loss is nan")
+
+    def test_without_a_sweep(self, design, place):
+        planned = dataclasses.replace(design, sweep={}).at(place)
+        assert names(planned.trials) == ["tape", "rope", "none"]
+        assert names(planned.finals("tape")) == ["tape", "tape-seed1", "tape-seed2"]
+
+    def test_scale(self, design, place):
+        planned = design.at(place._replace(scale="gpu"))
+        assert {job.experiment.task.max_length for job in planned.trials} == {6}
+        assert all("--config.scale=gpu" in job.command for job in planned.trials)
+        with pytest.raises(ValueError, match=r"unknown scale of .*small\.py 'tpu'"):
+            design.at(place._replace(scale="tpu"))
+
+    def test_another_config_is_refused(self, design, place):
+        planned = design.at(place)
+        finish(planned, planned.trials[0], 0.5)
+        changed = dataclasses.replace(design, fields={"train.steps": 9}).at(place)
+        with pytest.raises(
+            ValueError, match=r"learning_rate=1e-3\.json .* train\.steps|train\.steps"
+        ):
+            _ = changed.state
+
+
+class TestRunning:
+    @pytest.fixture
+    def trained(self, monkeypatch):
+        """Stands for the processes that train: names of the runs, in order."""
+        calls: list[list[str]] = []
+
+        def train_all(jobs, side_by_side, *, validate, finished, accepted):
+            assert accepted == (0, NON_FINITE_EXIT_CODE)
+            calls.append(names(jobs))
+            for job in jobs:
+                finished(Ended(job, 0, 60.0))
+
+        monkeypatch.setattr(compare, "train_all", train_all)
+        return calls
+
+    def test_order(self, design, place, trained, monkeypatch):
+        """First the sweep, then the other seeds of what it chose, seed by seed; then nothing."""
+        planned = design.at(place)
+        monkeypatch.setattr(studies, "_found", lambda ended, _: result_of(ended.job))
+        seen: list[str] = []
+        planned.run(lambda item: seen.append(item.name))
+        assert trained[0] == names(planned.trials)
+        assert trained[1] == [
+            f"{kind}-learning_rate=1e-3-seed{seed}"
+            for seed in (1, 2)
+            for kind in ("tape", "rope", "none")
+        ]
+        assert seen == trained[0] + trained[1]
+        assert planned.state.unfinished == []
+        planned.run(lambda item: seen.append(item.name))
+        assert len(trained) == 2
+
+    def test_quick(self, design, place, trained, monkeypatch):
+        planned = design.at(place)
+        monkeypatch.setattr(studies, "_found", lambda ended, _: result_of(ended.job))
+        planned.run(lambda item: None, quick=True)
+        assert trained == [["tape-learning_rate=1e-3"]]
+
+    def test_stopped(self, design, place, monkeypatch):
+        """What had ended before is kept."""
+        planned = design.at(place)
+
+        def train_all(jobs, side_by_side, *, finished, **_):
+            finished(Ended(jobs[0], 0, 60.0))
+            raise Stopped("stopped", 143)
+
+        monkeypatch.setattr(compare, "train_all", train_all)
+        monkeypatch.setattr(studies, "_found", lambda ended, _: result_of(ended.job))
+        with pytest.raises(Stopped):
+            planned.run(lambda item: None)
+        assert len(design.at(place).state.finished) == 1
+
+    def test_a_training_that_diverged(self, design, place):
+        job = design.at(place).trials[0]
+        job.folder.mkdir(parents=True)
+        lines = [json.dumps({"step": step, "loss": 1.0}) for step in range(1, 121)]
+        (job.folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        job.log.write_text("step 1\nthe loss is nan\n")
+        found = studies._found(Ended(job, NON_FINITE_EXIT_CODE, 1.0), validated=True)
+        assert found["diverged"] == {"step": 120, "message": "the loss is nan"}
+        assert len(found["losses"]) == 40
+        assert found["losses"][-1] == [120, 1.0]
+
+    @pytest.mark.slow
+    def test_trainings(self, design, place):
+        """Real ones, in processes of their own, resumed by another call."""
+        small = dataclasses.replace(design, rivals={"tape": design.rivals["tape"]}, seeds=2)
+        seen: list[str] = []
+        small.at(place).run(lambda item: seen.append(item.name))
+        assert len(seen) == 3
+        state = small.at(place).state
+        assert (state.total, state.unfinished) == (3, [])
+        record = state.finished[0]
+        assert record.found["validation"] != record.found["result"]
+        assert record.seconds > 0
+        (run, other) = small.at(place).results()["tape"]
+        assert run.losses != other.losses
+
+
+def result_of(job):
+    from tests.train.evidence.results import grid
+
+    validated = grid(job, 0.5 if "1e-3" in job.folder.name else 0.1)
+    return {"result": grid(job, 0.3), "validation": validated, "diverged": None, "losses": []}
+
+
+def test_base(design, place):
+    """What is adapted is known before it is trained, and is not made twice."""
+    sizes = {"model.hidden_size": 8, "model.num_heads": 1, "model.position.kind": "rope"}
+    adapted = dataclasses.replace(
+        design,
+        rivals={name: {"adapt.method": name} for name in ("lora", "tape")},
+        base=Base(Path("configs/bytes_demo.py"), sizes, {"cpu": {"train.steps": 4}}),
+        config=Path("configs/context_extension_demo.py"),
+        sweep={},
+        scores=(),
+    )
+    folder = place.runs / "copying/base"
+    for _ in range(2):
+        planned = adapted.at(place)
+        assert [job.experiment.adapt.method for job in planned.trials] == ["lora", "tape"]
+        assert {job.experiment.adapt.base for job in planned.trials} == {str(folder)}
+        assert [job.experiment.model.hidden_size for job in planned.trials] == [8, 8]
+        assert json.loads((folder / "experiment.json").read_text())["experiment"]["seed"] == 0
+        assert planned.state.total == 6
+
+
+class TestMeasurements:
+    def test_growth(self, place, monkeypatch):
+        from train.stability import Profile, Trace
+
+        still = Profile((1.0,), (1.0,))
+        monkeypatch.setattr(
+            "train.stability.trace",
+            lambda e, variant, noise: Trace(
+                variant, e.model.num_layers, still, still, still, (1.0,), (1.0,), None
+            ),
+        )
+        design = Growth(
+            "growth", "stability", Path("configs/ablations.py"), ["tape", "rope"], [2, 3], steps=1,
+            seeds=2,
+        )  # fmt: skip
+        planned = design.at(place)
+        assert [item.name for item in planned.items[:3]] == [
+            "tape-2-seed0", "rope-2-seed0", "tape-3-seed0"
+        ]  # fmt: skip
+        planned.run(lambda item: None, quick=True)
+        assert len(planned.state.finished) == 1
+        planned.run(lambda item: None)
+        assert planned.state.unfinished == []
+        assert [t.depth for t in planned.traces(seed=1)] == [2, 2, 3, 3]
+        assert len(planned.traces()) == 8
+
+    @pytest.mark.slow
+    def test_cost(self, place, config):
+        sizes = {"model.hidden_size": 8, "model.num_heads": 1, "model.num_layers": 1}
+        design = Cost(
+            "cost", "claims", Path("configs/bytes_demo.py"), {"cpu": sizes}, {"cpu": (16,)},
+            {"cpu": 32}, measurements=1, repeats=2,
+        )  # fmt: skip
+        planned = design.at(place)
+        planned.run(lambda item: None, quick=True)
+        assert planned.state.finished == []
+        planned.run(lambda item: None)
+        (found,) = planned.measured()[16]
+        assert found["parameters"] > 1
+        assert found["operations"] > 1
+        assert found["memory"] > 1
