@@ -70,22 +70,27 @@ def length_suite(folder: Path) -> str:
 
 
 def smallest_depths(folder: Path, *, solved: float = 0.9) -> str:
-    """For each group the smallest depths (:func:`train.data.groups.smallest_depths`).
+    """For each word problem the smallest depths (:func:`train.data.groups.smallest_depths`).
 
     Args:
-      folder: holds the runs, which differ in group, encoding, depth and seed.
+      folder: holds the runs, which differ in task (the group, say), encoding, depth and seed.
       solved: share of words that must be right.
 
     Raises:
       ValueError: no such runs, or runs that cannot be compared.
     """
     found = _of_task(folder, groups.Words)
+    order = list(groups.GROUPS)
+
+    def place(task: groups.Words) -> tuple[int, int, int]:
+        return order.index(task.group), task.generators or 0, task.max_length
+
     tables = []
-    for name in groups.GROUPS:
-        own = [run for run in found if run.experiment.task.group == name]
-        if own:
-            by_label = grouped(own, lambda e: e.label, lambda e: e.model.num_layers)
-            tables.append(f"{name}\n\n{groups.smallest_depths(by_label, solved=solved)}")
+    for task in sorted({run.experiment.task for run in found}, key=place):
+        own = [run for run in found if run.experiment.task == task]
+        by_label = grouped(own, lambda e: e.label, lambda e: e.model.num_layers)
+        table = groups.smallest_depths(dict(sorted(by_label.items())), solved=solved)
+        tables.append(f"{task.title}, trained on words of {task.max_length}\n\n{table}")
     return "\n\n".join(tables)
 
 

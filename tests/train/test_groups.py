@@ -84,6 +84,15 @@ class TestGroups:
         table = multiplication_table("Z60")
         assert any(len(generated(table, {g})) == 60 for g in range(60))
 
+    @groups
+    def test_generators(self, name):
+        """Two of them, or three, give all elements; runs know them by their numbers."""
+        symbols = Words(name, 4, 3).symbols.tolist()
+        fixed = {"Z60": [1, 5, 12], "A4xZ5": [21, 5, 15], "A5": [16, 15, 13], "S5": [33, 24, 3]}
+        assert symbols == fixed[name]
+        assert Words(name, 4, 2).symbols.tolist() == symbols[:2]
+        assert len(generated(multiplication_table(name), symbols[:2])) == ORDERS[name]
+
     def test_unknown(self):
         with pytest.raises(ValueError, match="unknown group 'A6'"):
             multiplication_table("A6")
@@ -113,6 +122,30 @@ class TestWords:
         iterator = iter(task.dataset(seed=1, batch_size=8))
         np.testing.assert_array_equal([next(iterator)["inputs"] for _ in range(3)][2], first)
 
+    def test_fixed_questions(self):
+        """What older runs were asked."""
+        words = Words("A5", 4).words(4, 3, 0)
+        assert words.tolist() == [[57, 17, 16, 24], [24, 53, 59, 56], [6, 41, 40, 37]]
+
+    def test_words_of_generators(self):
+        task = get_task("words", group="S5", max_length=12, generators=3)
+        assert [Words("S5", 12, g).hashed for g in (None, 3, 2)] == [3, 9, 14]
+        assert (task.vocab_size, task.sequence_length) == (121, 13)
+        batch, asked = task.batch(0, 0, 2000), task.words(14, 2000, 0)
+        trained = batch["inputs"][:, 1:]
+        images = np.array(sorted(itertools.permutations(range(5))))
+        np.testing.assert_array_equal(images[task.symbols], GROUPS["S5"][:3])
+        for words in (trained, asked):
+            assert words.dtype == np.int32
+            share = (words[..., None] == task.symbols).mean(axis=(0, 1))
+            np.testing.assert_allclose(share, 1 / 3, atol=0.01)
+        assert np.unique(batch["targets"][:, 1:]).size == 120
+        beginnings = [{tuple(w) for w in words[:, :9].tolist()} for words in (trained, asked)]
+        assert not beginnings[0] & beginnings[1]
+        every = np.array(list(itertools.product(task.symbols, repeat=9)))
+        assert abs(held_out(every, 9).mean() - 0.1) < 0.01
+        assert len({tuple(w[:8]) for w in task.words(8, 2000, 0).tolist()}) > 1500
+
     def test_held_out(self):
         task = Words("A5", 4)
         trained = task.batch(0, 0, 5000)["inputs"][:, 1:]
@@ -140,7 +173,20 @@ class TestWords:
             ):
                 task.question(text)
 
+    def test_ordinary_writing_of_generators(self):
+        task = Words("A5", 4, 3)
+        np.testing.assert_array_equal(task.question("13 16 16"), [60, 13, 16, 16])
+        assert task.solve("16 15") == str(task.table[16, 15])
+        assert task.solve(task.question_example)
+        with pytest.raises(
+            ValueError, match=r"expected the numbers 16, 15, 13 of generators of A5, .*got '16 1'"
+        ):
+            task.question("16 1")
+
     def test_misuse(self):
+        for count in (0, 1, 4, True):
+            with pytest.raises(ValueError, match=f"generators must be 2 or 3.*got {count}"):
+                Words("A5", 4, count)
         with pytest.raises(ValueError, match="unknown group 'B5'"):
             Words("B5")
         with pytest.raises(ValueError, match="words: max_length must be a positive integer; got 0"):
@@ -196,6 +242,16 @@ class TestEvaluation:
         compared = task.compare({"tape": [result, read], "rope": [read, read]})
         assert "Whole words" in compared.sections
         assert len(compared.figures["accuracy.png"].axes) == 2
+
+    def test_shared_lengths(self):
+        """Those of the trained range at which no word is held out."""
+        for n, marked in ((4, 4), (12, 8)):
+            task = Words("A5", n, 3)
+            result = task.evaluate(Model(knowing(task, 5)), WordEvaluation(samples=2))
+            np.testing.assert_array_equal(result.words.shared[0], np.arange(1, 4 * n + 1) <= marked)
+        compared = task.compare({"rope": [result]})
+        assert compared.title.startswith("The word problem of A5 with 3 generators")
+        assert "12 generators of A5" in compared.introduction
 
     def test_one_wrong_product_spoils_the_word_only_from_there(self):
         task = Words("A5", 2)
@@ -254,6 +310,19 @@ def test_smallest_depths():
         ["2", "beyond", "2", "1"],
         ["3", "beyond", "more than 2", "1"],
     ]
+    results = {
+        "rope": {2: [result(10, 8, 8)], 3: [result(10, 9, 8)]},
+        "tape": {1: [result(9, 0, 0)]},
+    }
+    lines = [line.split("|")[1:-1] for line in smallest_depths(results).splitlines()]
+    assert [[c.strip() for c in line[2:]] for line in lines[2:]] == [
+        ["at most 2", "1"],
+        ["3", "more than 1"],
+        ["more than 3", "more than 1"],
+    ]
+    unsolved = {"rope": {1: [result(8, 0, 0)], 2: [result(8, 0, 0)]}}
+    (line,) = smallest_depths(unsolved).splitlines()[2:]
+    assert line.split("|")[3].strip() == "more than 2"
     with pytest.raises(ValueError, match=r"solved must be in \(0, 1\]; got 0"):
         smallest_depths(results, solved=0)
     with pytest.raises(ValueError, match="no grids to compare"):

@@ -78,3 +78,21 @@ def test_smallest_depths(tmp_path):
     assert cells(second)[1:] == [["1", "trained", "1"], ["2", "beyond", "more"]]
     loose = results.smallest_depths(tmp_path, solved=0.8)
     assert "more than" not in loose
+
+
+def test_smallest_depths_of_different_words(tmp_path):
+    """Words of generators, and of another length, are other problems: each has its own table."""
+    for number, options in enumerate(({}, {"generators": 3}, {"generators": 2})):
+        task = {"name": "words", "group": "A5", "max_length": 1, **options}
+        finish(tmp_path / str(number), task, layers=number + 1)
+    finish(tmp_path / "longer", {"name": "words", "group": "A5", "max_length": 2})
+    tables = results.smallest_depths(tmp_path)
+    headings = [line for line in tables.splitlines() if line.startswith("A5")]
+    assert headings == [
+        "A5, trained on words of 1",
+        "A5, trained on words of 2",
+        "A5 with 2 generators, trained on words of 1",
+        "A5 with 3 generators, trained on words of 1",
+    ]
+    first = [row[2] for row in cells(tables) if row[0] == "1"]
+    assert first == ["1", "1", "at", "at"]

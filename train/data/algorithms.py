@@ -22,13 +22,20 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from tape_jax.config import choose, require
 from train.data import Comparison, Examples, Progress, Score, synthetic
-from train.data.questions import EVALUATION, VOCABULARY, DigitQuestions, Options, length_curves
+from train.data.questions import (
+    EVALUATION,
+    VOCABULARY,
+    DigitQuestions,
+    Options,
+    length_curves,
+    scores_by_range,
+)
 from train.evaluate import exact_match
 from train.grids import (
     Grid,
@@ -224,11 +231,6 @@ class Algorithm(DigitQuestions):
         """T: tokens of the longest training example, less one for the next-token shift."""
         return self.width(self.max_length) - 1
 
-    @property
-    def question_example(self) -> str:
-        """A question in ordinary writing."""
-        return self.unseen(0)[0]
-
     def is_shared(self, length: int) -> bool:
         """Whether words of this length may be both trained on and asked in evaluation."""
         few = self.definition.number_of_words(length) < SMALLEST_SPLIT
@@ -293,11 +295,7 @@ class Algorithm(DigitQuestions):
     @property
     def scores(self) -> tuple[Score, ...]:
         """Exact match beyond the trained range, and inside it."""
-        n = self.max_length
-        return (
-            Score("exact_match_outside", f"beyond length {n}, %", True, 100),
-            Score("exact_match_inside", f"up to length {n}, %", True, 100),
-        )
+        return scores_by_range({"exact_match": ""}, f"length {self.max_length}")
 
     @property
     def wording(self) -> Wording:
@@ -341,10 +339,6 @@ class Algorithm(DigitQuestions):
             trained=self.max_length,
             wording=self.wording,
         )
-
-    def read_result(self, record: Any) -> Grid:
-        """The grid that ``to_json`` described."""
-        return Grid.from_json(record)
 
     def compare(self, results: Mapping[str, Sequence[Grid]]) -> Comparison:
         """Curves and exact match by length; the words of all seeds are counted together."""

@@ -30,7 +30,7 @@ import numpy as np
 
 from tape_jax.config import require
 from train.data import Comparison, Examples, Progress, Score, synthetic
-from train.data.questions import EVALUATION, VOCABULARY, DigitQuestions, Options
+from train.data.questions import EVALUATION, VOCABULARY, DigitQuestions, Options, scores_by_range
 from train.evaluate import exact_match_grid
 from train.grids import (
     Grid,
@@ -268,11 +268,7 @@ class Addition(DigitQuestions):
     @property
     def scores(self) -> tuple[Score, ...]:
         """Exact match beyond the trained range, and inside it."""
-        n = self.max_digits
-        return (
-            Score("exact_match_outside", f"beyond {n} digits, %", True, 100),
-            Score("exact_match_inside", f"up to {n} digits, %", True, 100),
-        )
+        return scores_by_range({"exact_match": ""}, f"{self.max_digits} digits")
 
     def evaluate(
         self, trained: Trained, options: AdditionEvaluation, progress: Progress | None = None
@@ -286,10 +282,6 @@ class Addition(DigitQuestions):
             progress=progress,
             **dataclasses.asdict(options),
         )
-
-    def read_result(self, record: Any) -> Grid:
-        """The grid that ``to_json`` described."""
-        return Grid.from_json(record)
 
     def compare(self, results: Mapping[str, Sequence[Grid]]) -> Comparison:
         """Heat maps, and exact match by length; the sums of all seeds are counted together."""

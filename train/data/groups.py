@@ -12,17 +12,25 @@ ones too. Elements are numbered; 0 is the identity. Without the start symbol, a 
 positions out of the embeddings could not tell ``g g`` from ``g``: attention over equal values is
 their value, however it weighs them.
 
-**Held-out words.** A hash of the first ``HASHED`` elements keeps one word in ten out of training,
-the same ones for every seed, length and model. Evaluation asks for these only, so that all words of
-``HASHED`` elements and more are new to the model; shorter ones are too few to be divided.
+**Generators.** Words may also be of two or three fixed elements that generate the group, in place
+of all its elements. Their word problem stays as hard: each element is a product of generators, so
+words of all elements become words of generators that are longer by a constant factor. Yet a single
+step is one of 60 times 3 products, not of 60 times 60, and is soon learned.
+
+**Held-out words.** A hash of a word's beginning keeps one word in ten out of training, the same
+ones for every seed, length and model. The beginning has as many elements, ``HASHED`` at least, as
+give it ``SMALLEST_SPLIT`` forms: 3 of all elements, 9 of three generators, 14 of two. Evaluation
+asks for these words only, so that all words of that many elements and more are new to the model;
+shorter ones are too few to be divided.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
@@ -31,7 +39,14 @@ import numpy as np
 
 from tape_jax.config import choose, require
 from train.data import Comparison, Progress, Score, synthetic
-from train.data.questions import EVALUATION, TRAINING, Options, Questions, length_curves
+from train.data.questions import (
+    EVALUATION,
+    TRAINING,
+    Options,
+    Questions,
+    length_curves,
+    scores_by_range,
+)
 from train.grids import (
     Grid,
     Wording,
@@ -47,24 +62,33 @@ if TYPE_CHECKING:
     from train.evaluate import Apply
     from train.runs import Trained
 
-HASHED = 3
+HASHED, SMALLEST_SPLIT = 3, 10_000
 FORMAT = "tape-jax word problem, version 1"
 
 Permutation = tuple[int, ...]
 
 
-def cycle(size: int, *points: int) -> Permutation:
-    """The permutation of 0..size - 1 that sends each of the points to the next one."""
-    image = dict(zip(points, (*points[1:], points[0]), strict=True))
+def permutation(size: int, *cycles: Sequence[int]) -> Permutation:
+    """The permutation of 0..size - 1 that sends each point of a cycle to the next one."""
+    image = {a: b for cycle in cycles for a, b in itertools.pairwise((*cycle, cycle[0]))}
     return tuple(image.get(i, i) for i in range(size))
 
 
-# Each group by permutations that generate it.
+# Each group by permutations, the first two of which generate it: of orders 60 and 12, 15 and 3, 5
+# and 3, 5 and 2.
 GROUPS: dict[str, tuple[Permutation, ...]] = {
-    "Z60": (cycle(60, *range(60)),),
-    "A4xZ5": (cycle(9, 0, 1, 2), cycle(9, 1, 2, 3), cycle(9, *range(4, 9))),
-    "A5": (cycle(5, 0, 1, 2), cycle(5, *range(5))),
-    "S5": (cycle(5, 0, 1), cycle(5, *range(5))),
+    "Z60": tuple(tuple((i + step) % 60 for i in range(60)) for step in (1, 5, 12)),
+    "A4xZ5": (
+        permutation(9, (0, 1, 2), range(4, 9)),
+        permutation(9, (1, 2, 3)),
+        permutation(9, (0, 1), (2, 3)),
+    ),
+    "A5": (
+        permutation(5, range(5)),
+        permutation(5, (0, 1, 2)),
+        permutation(5, (0, 1), (2, 3)),
+    ),
+    "S5": (permutation(5, range(5)), permutation(5, (0, 1)), permutation(5, (2, 3, 4))),
 }
 
 
@@ -78,6 +102,16 @@ def multiplication_table(name: str) -> np.ndarray:
     Raises:
       ValueError: an unknown group.
     """
+    number = _numbers(name)
+    images = np.array(list(number))
+    table = np.array([[number[tuple(row)] for row in a[images].tolist()] for a in images])
+    table.flags.writeable = False
+    return table
+
+
+@functools.cache
+def _numbers(name: str) -> dict[Permutation, int]:
+    """The numbers of the elements of a group, ascending; ValueError for an unknown one."""
     choose("group", name, GROUPS)
     generators = [np.array(g) for g in GROUPS[name]]
     elements = fresh = {tuple(range(len(generators[0])))}
@@ -85,12 +119,7 @@ def multiplication_table(name: str) -> np.ndarray:
         products = {tuple(g[list(element)].tolist()) for element in fresh for g in generators}
         fresh = products - elements
         elements = elements | fresh
-    ordered = sorted(elements)
-    number = {element: i for i, element in enumerate(ordered)}
-    images = np.array(ordered)
-    table = np.array([[number[tuple(row)] for row in a[images].tolist()] for a in images])
-    table.flags.writeable = False
-    return table
+    return {element: i for i, element in enumerate(sorted(elements))}
 
 
 def running_products(table: np.ndarray, words: np.ndarray) -> np.ndarray:
@@ -161,6 +190,8 @@ class Words(Questions):
     Attributes:
       group: one of ``GROUPS``.
       max_length: n; words of n elements are trained, and their beginnings with them.
+      generators: words are of the first two or three permutations of ``GROUPS``; None: of all
+        elements. Products are any elements all the same.
     """
 
     kind: ClassVar[str] = "words"
@@ -168,10 +199,22 @@ class Words(Questions):
 
     group: str = "A5"
     max_length: int = 16
+    generators: int | None = None
 
     def __post_init__(self):
         choose("group", self.group, GROUPS)
         synthetic.require_positive(self.kind, max_length=self.max_length)
+        require(
+            self.generators in (None, 2, 3),
+            f"{self.kind}: generators must be 2 or 3, or None for words of all elements; got "
+            f"{self.generators!r}",
+        )
+
+    @property
+    def title(self) -> str:
+        """The group and what its words are of."""
+        count = self.generators
+        return self.group if count is None else f"{self.group} with {count} generators"
 
     @property
     def table(self) -> np.ndarray:
@@ -184,6 +227,28 @@ class Words(Questions):
         return len(self.table)
 
     @property
+    def symbols(self) -> np.ndarray:
+        """The elements that words are made of, integers [S]."""
+        if self.generators is None:
+            return np.arange(self.order)
+        numbers = _numbers(self.group)
+        return np.array([numbers[g] for g in GROUPS[self.group][: self.generators]])
+
+    @property
+    def alphabet(self) -> str:
+        """What words are made of, in words."""
+        what = "elements" if self.generators is None else "generators"
+        return f"{what} of {self.group}"
+
+    @property
+    def hashed(self) -> int:
+        """How many of its first elements decide whether a word is held out of training."""
+        symbols, length = len(self.symbols), HASHED
+        while symbols**length < SMALLEST_SPLIT:
+            length += 1
+        return length
+
+    @property
     def vocab_size(self) -> int:
         """Number of token ids: the elements, and the start symbol after them."""
         return self.order + 1
@@ -193,22 +258,18 @@ class Words(Questions):
         """T: elements of a training word, and the start symbol."""
         return self.max_length + 1
 
-    @property
-    def question_example(self) -> str:
-        """A question in ordinary writing."""
-        return self.unseen(0)[0]
-
     def draw(
         self, rng: np.random.Generator, count: int, length: int, *, to_ask: bool
     ) -> np.ndarray:
         """Random words, all of them held out of training or none: int32 [count, length].
 
-        Words shorter than ``HASHED`` are not divided.
+        Words shorter than :attr:`hashed` are not divided.
         """
-        words = rng.integers(self.order, size=(count, length), dtype=np.int32)
-        if length >= HASHED:
-            while (redo := np.flatnonzero(held_out(words) != to_ask)).size:
-                words[redo, :HASHED] = rng.integers(self.order, size=(redo.size, HASHED))
+        symbols, hashed = self.symbols.astype(np.int32), self.hashed
+        words = symbols[rng.integers(len(symbols), size=(count, length), dtype=np.int32)]
+        if length >= hashed:
+            while (redo := np.flatnonzero(held_out(words, hashed) != to_ask)).size:
+                words[redo, :hashed] = symbols[rng.integers(len(symbols), size=(redo.size, hashed))]
         return words
 
     def batch(self, seed: int, index: int, size: int) -> synthetic.Batch:
@@ -242,18 +303,14 @@ class Words(Questions):
     @property
     def scores(self) -> tuple[Score, ...]:
         """Whole words and single products, beyond the trained range and inside it."""
-        n = self.max_length
-        return tuple(
-            Score(f"{key}_{where}", f"{label} {range} {n}, %", True, 100)
-            for where, range in (("outside", "beyond"), ("inside", "up to"))
-            for key, label in (("words", "whole words"), ("products", "products"))
-        )
+        measures = {"words": "whole words ", "products": "products "}
+        return scores_by_range(measures, str(self.max_length))
 
     @property
     def wording(self) -> Wording:
         """What tables and figures call the words."""
         return Wording(
-            title=f"Word problem of {self.group}",
+            title=f"Word problem of {self.title}",
             rows="",
             columns="elements of the word",
             unit="elements",
@@ -301,7 +358,7 @@ class Words(Questions):
                 lengths=lengths[None],
                 correct=correct[row : row + 1],
                 counts=counts,
-                shared=(lengths < HASHED)[None],
+                shared=(lengths <= min(n, self.hashed - 1))[None],
                 trained=n,
                 wording=self.wording,
             )
@@ -320,10 +377,10 @@ class Words(Questions):
         )
         first = next(iter(words.values()))
         return Comparison(
-            title=f"The word problem of {self.group} beyond the trained length",
+            title=f"The word problem of {self.title} beyond the trained length",
             introduction=(
-                f"Trained on words of {first.trained} elements of {self.group}, with the product "
-                f"so far as the target at every place, and asked for words of up to "
+                f"Trained on words of {first.trained} {self.alphabet}, with the product so far as "
+                f"the target at every place, and asked for words of up to "
                 f"{first.columns[-1]}. A word is right if all its products are; a guessed product "
                 f"is right in {100 / self.order:.1f} % of cases. The words asked were held out of "
                 f"training; where * stands, there are too few to hold any out."
@@ -358,14 +415,18 @@ class Words(Questions):
         Raises:
           ValueError: not numbers of elements.
         """
-        order = self.order
+        symbols = self.symbols.tolist()
         numbers = [int(x) for x in text.split()] if re.fullmatch(r"[0-9 ]+", text) else []
+        if self.generators is None:
+            expected = f"numbers from 0 to {symbols[-1]}"
+        else:
+            expected = f"the numbers {', '.join(map(str, symbols))}"
         require(
-            bool(numbers) and max(numbers) < order,
-            f"expected numbers from 0 to {order - 1} of elements of {self.group}, such as "
-            f"'17 3 {order - 2}'; got {text!r}",
+            bool(numbers) and set(numbers) <= set(symbols),
+            f"expected {expected} of {self.alphabet}, such as '{symbols[1]} {symbols[0]}'; got "
+            f"{text!r}",
         )
-        return np.array([order, *numbers], np.int32)
+        return np.array([self.order, *numbers], np.int32)
 
     def solve(self, text: str) -> str:
         """The number of the product of a word."""
@@ -384,9 +445,9 @@ class Words(Questions):
         return " ".join("<bos>" if t == self.order else str(int(t)) for t in tokens)
 
 
-def held_out(words: np.ndarray) -> np.ndarray:
-    """bool [B]: whether a word [B, T >= HASHED] is in the tenth kept out of training."""
-    return synthetic.is_held_out(synthetic.fingerprints(words[:, :HASHED]))
+def held_out(words: np.ndarray, hashed: int = HASHED) -> np.ndarray:
+    """bool [B]: whether a word [B, T >= hashed] is in the tenth kept out of training."""
+    return synthetic.is_held_out(synthetic.fingerprints(words[:, :hashed]))
 
 
 def _right(
@@ -427,7 +488,8 @@ def smallest_depths(
     """A table of the smallest depth that solves each length, a column for each name.
 
     What counts is whether a depth can do it at all: it solves a length if with its best seed at
-    least the share ``solved`` of words is right to the last product.
+    least the share ``solved`` of words is right to the last product. The table ends with the first
+    length from which on no depth solves any.
 
     Args:
       results: for each name (the encoding's) the results by number of layers, one for each seed.
@@ -445,21 +507,32 @@ def smallest_depths(
     }
     first = require_same_questions(grids)
 
-    def smallest(by_depth: Mapping[int, Sequence[WordResult]], column: int) -> str:
+    def smallest(by_depth: Mapping[int, Sequence[WordResult]], column: int) -> int | None:
         able = (
             depth
             for depth, seeds in by_depth.items()
             if max((r.words.accuracy[0, column] for r in seeds), default=0.0) >= solved
         )
-        depth = min(able, default=None)
-        return f"more than {max(by_depth)}" if depth is None else str(depth)
+        return min(able, default=None)
+
+    depths = [
+        [smallest(by_depth, column) for by_depth in results.values()]
+        for column in range(len(first.columns))
+    ]
+    while len(depths) > 1 and not any(depths[-1] + depths[-2]):
+        depths.pop()
+
+    def say(depth: int | None, tried: Iterable[int]) -> str:
+        if depth is None:
+            return f"more than {max(tried)}"
+        return f"at most {depth}" if depth == min(tried) > 1 else str(depth)
 
     rows = [
         [
             str(length),
             "trained" if length <= first.trained else "beyond",
-            *(smallest(by_depth, column) for by_depth in results.values()),
+            *map(say, row, results.values()),
         ]
-        for column, length in enumerate(first.columns)
+        for length, row in zip(first.columns, depths, strict=False)
     ]
     return text_table([first.wording.unit, "range", *(f"{name}, layers" for name in results)], rows)

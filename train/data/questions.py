@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tape_jax.config import require
-from train.data import synthetic
+from train.data import Score, synthetic
 from train.evaluate import answer
 from train.grids import Grid, require_same_questions
 
@@ -114,6 +114,11 @@ class Questions(synthetic.Stream):
         """A few questions in ordinary writing that were held out of training."""
         raise NotImplementedError
 
+    @property
+    def question_example(self) -> str:
+        """A question in ordinary writing."""
+        return self.unseen(0)[0]
+
     def encode(self, text: str) -> np.ndarray:
         """The prompt for a question in ordinary writing: :meth:`question`."""
         return self.question(text)
@@ -137,7 +142,10 @@ class Questions(synthetic.Stream):
 
 
 class DigitQuestions(Questions):
-    """Questions and answers in the characters of :data:`VOCABULARY`; only the answers count."""
+    """Questions and answers in the characters of :data:`VOCABULARY`; only the answers count.
+
+    The result of an evaluation is a :class:`Grid`.
+    """
 
     @property
     def vocab_size(self) -> int:
@@ -184,6 +192,24 @@ class DigitQuestions(Questions):
         """
         rng = synthetic.generator(seed, TRAINING, index)
         return synthetic.answers_counted(*self.training_examples(rng, size))
+
+    def read_result(self, record: Any) -> Grid:
+        """The grid that ``to_json`` described."""
+        return Grid.from_json(record)
+
+
+def scores_by_range(measures: Mapping[str, str], trained: str) -> tuple[Score, ...]:
+    """Accuracies beyond the trained range, then those inside it.
+
+    Args:
+      measures: by the beginning of their keys, what stands in front of the range in a label.
+      trained: the end of the range.
+    """
+    return tuple(
+        Score(f"{key}_{where}", f"{label}{range} {trained}, %", True, 100)
+        for where, range in (("outside", "beyond"), ("inside", "up to"))
+        for key, label in measures.items()
+    )
 
 
 def length_curves(grids: Mapping[str, Mapping[str, Grid]], *, title: str, y_label: str) -> Figure:
