@@ -60,6 +60,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     # The form of the state: with blocks as in rotary form, and with more columns.
     "tensor": {"model.position.form": "tensor"},
     "tensor_wide": {"model.position.form": "tensor", "model.position.r": 4},
+    # Half of the dimensions of a head do not rotate.
+    "partial": {"model.position.partial_rotary_factor": 0.5},
+    "partial_rope": {"model.position.kind": "rope", "model.position.partial_rotary_factor": 0.5},
     # Attention to the last eight tokens only.
     "window": {"model.window": 8},
     "window_rope": {"model.window": 8, "model.position.kind": "rope"},

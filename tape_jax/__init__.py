@@ -4,7 +4,7 @@ from tape_jax import adapt, positions
 from tape_jax.adapt import add_tape
 from tape_jax.algebra import rotate, transform
 from tape_jax.attention import attention, attention_plan
-from tape_jax.config import ModelConfig, RopeScaling
+from tape_jax.config import Experts, ModelConfig, RopeScaling
 from tape_jax.generate import generate
 from tape_jax.model import Cache, States, Transformer, init_cache
 from tape_jax.positions import init_update, rotary_state, tensor_state, update
@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Cache",
+    "Experts",
     "ModelConfig",
     "RopeScaling",
     "States",

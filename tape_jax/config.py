@@ -93,7 +93,8 @@ class RopeScaling:
         return 0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0
 
 
-PROJECTIONS = ("q", "k", "v", "out", "gate", "up", "down")
+MLP_PROJECTIONS = ("gate", "up", "down")
+PROJECTIONS = ("q", "k", "v", "out", *MLP_PROJECTIONS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +131,46 @@ class Lora:
 
 
 @dataclasses.dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of each block's MLP; see :mod:`tape_jax.experts`.
+
+    Attributes:
+      count: experts of a layer, each as wide as the MLP would be.
+      per_token: how many a token takes.
+      balance: weight of each layer's balance loss in training (Fedus et al. 2021, equation 4).
+      z: weight of each layer's router z-loss in training (Zoph et al. 2022, equation 5).
+      normalize: whether the weights of a token's experts sum to one, as in Mixtral; if not they are
+        the router's probabilities.
+    """
+
+    count: int
+    per_token: int = 2
+    balance: float = 0.01
+    z: float = 0.0
+    normalize: bool = True
+
+    def __post_init__(self):
+        for name in ("count", "per_token"):
+            value = getattr(self, name)
+            require(
+                isinstance(value, int) and value > 0,
+                f"experts: {name} must be a positive integer; got {value!r}",
+            )
+        require(
+            self.per_token <= self.count,
+            f"experts: per_token = {self.per_token} exceeds count = {self.count}",
+        )
+        require(
+            self.per_token > 1 or not self.normalize,
+            "experts: with per_token = 1 a normalised weight is always 1, from which the router "
+            "learns nothing; give normalize=False",
+        )
+        for name in ("balance", "z"):
+            value = getattr(self, name)
+            require(value >= 0, f"experts: {name} must not be negative; got {value!r}")
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A Llama-style decoder.
 
@@ -155,6 +196,7 @@ class ModelConfig:
       init_scale: standard deviation of the initial projections (residual output projections are
         divided by ``sqrt(2 * num_layers)``); None: ``fan_in ** -0.5``.
       lora: low-rank terms of projections, or None.
+      experts: a mixture of experts in place of the MLP, or None.
       shifted_groups: for training on long sequences, attention inside this many groups of the
         sequence, shifted by half a group in half of the heads (see
         :func:`tape_jax.layers.shifted_group_attention`); None: full attention.
@@ -181,6 +223,7 @@ class ModelConfig:
     init_scale: float | None = None
     lora: Lora | None = None
     shifted_groups: int | None = None
+    experts: Experts | None = None
 
     def __post_init__(self):
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads"):
@@ -215,6 +258,16 @@ class ModelConfig:
         require(
             self.lora is None or isinstance(self.lora, Lora),
             f"model: lora must be a Lora or None; got {self.lora!r}",
+        )
+        require(
+            self.experts is None or isinstance(self.experts, Experts),
+            f"model: experts must be an Experts or None; got {self.experts!r}",
+        )
+        targets = set(self.lora.targets if self.lora and self.experts else ())
+        require(
+            targets.isdisjoint(MLP_PROJECTIONS),
+            "model: low-rank terms are for projections that all tokens share, not for those of "
+            f"experts; got lora.targets = {self.lora and self.lora.targets}",
         )
         choose("model dtype", self.dtype, ("float32", "bfloat16", "float16", "float64"))
         choose("model param_dtype", self.param_dtype, ("float32", "bfloat16", "float16", "float64"))

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tape_jax import algebra
+from tape_jax import algebra, experts
 from tape_jax.attention import attention
 from tape_jax.config import ModelConfig, require
 from tape_jax.positions.protocol import Encoding, Param, State
@@ -110,9 +110,7 @@ class Linear(nn.Module):
     def __call__(self, x: Array) -> Array:
         c = self.config
         fan_in = x.shape[-1]
-        std = fan_in**-0.5 if c.init_scale is None else c.init_scale
-        if self.residual:
-            std /= (2 * c.num_layers) ** 0.5
+        std = kernel_std(c, fan_in, residual=self.residual)
         axes = KERNEL_AXES.get(self.name, (None, None))
         spec = Param((fan_in, self.features), nn.initializers.normal(std), axes)
         kernel = create(self, "kernel", spec, c.param_dtype).astype(c.dtype)
@@ -127,6 +125,12 @@ class Linear(nn.Module):
             low = flat @ factors["a"].astype(c.dtype)
             out = out + (low * c.lora.scale) @ factors["b"].astype(c.dtype)
         return out.reshape(*x.shape[:-1], self.features)
+
+
+def kernel_std(config: ModelConfig, fan_in: int, *, residual: bool = False) -> float:
+    """Standard deviation of an initial kernel; ``residual``: what it gives is added to a stream."""
+    std = fan_in**-0.5 if config.init_scale is None else config.init_scale
+    return std / (2 * config.num_layers) ** 0.5 if residual else std
 
 
 def lora_params(
@@ -156,6 +160,51 @@ class MLP(nn.Module):
         up = linear(c.mlp_size, name="up")(x)
         wide = constrain(self.sharding, nn.silu(gate) * up, "batch", "sequence", "mlp")
         return linear(c.hidden_size, residual=True, name="down")(wide)
+
+
+class Kernel(nn.Module):
+    """A kernel by itself, ``[..., fan_in, features]``."""
+
+    config: ModelConfig
+    spec: Param
+
+    @nn.compact
+    def __call__(self) -> Array:
+        return create(self, "kernel", self.spec, self.config.param_dtype)
+
+
+class ExpertMLP(nn.Module):
+    """A mixture of gated MLPs, ``config.experts`` (see :mod:`tape_jax.experts`).
+
+    Where the collection ``losses`` is mutable, the router's losses are sown there.
+    """
+
+    config: ModelConfig
+    sharding: Sharding | None = None
+
+    @nn.compact
+    def __call__(self, x: Array, segment_ids: Array | None = None) -> Array:
+        c = self.config
+        assert c.experts is not None
+
+        def kernel(name: str, fan_in: int, features: int, *stack: int) -> Array:
+            std = kernel_std(c, fan_in, residual=name == "down")
+            shape, axes = (*stack, fan_in, features), experts.KERNEL_AXES[name]
+            return Kernel(c, Param(shape, nn.initializers.normal(std), axes), name=name)()
+
+        count, width, inner = c.experts.count, x.shape[-1], c.mlp_size
+        logits = experts.router_logits(x, kernel("router", width, count), self.sharding)
+        kernels = {
+            "gate": kernel("gate", width, inner, count).astype(c.dtype),
+            "up": kernel("up", width, inner, count).astype(c.dtype),
+            "down": kernel("down", inner, width, count).astype(c.dtype),
+        }
+        out, chosen = experts.mixture(x, logits, kernels, c.experts, self.sharding)
+        if self.is_mutable_collection("losses") and not self.is_initializing():
+            losses = experts.router_losses(logits, chosen, segment_ids)
+            for name, value in losses.items():
+                self.sow("losses", name, value)
+        return out
 
 
 class Attention(nn.Module):
@@ -381,6 +430,36 @@ def write_cache(
     return jax.tree.map(put, cache, new)
 
 
+@flax.struct.dataclass
+class PackedState:
+    """A position state between two layers, where ``remat`` keeps it for the backward pass.
+
+    A TPU fills up the last two axes of an array to tiles of 8 x 128, which for 12 heads of 64
+    numbers takes 2.7 times the memory. So the axes behind time are one.
+
+    Attributes:
+      flat: the state with arrays ``[B, T, N]``.
+      tails: of each array the axes that became one.
+    """
+
+    flat: State
+    tails: tuple[tuple[int, ...], ...] = flax.struct.field(pytree_node=False)
+
+    def unpack(self) -> State:
+        """The state with arrays ``[B, T, H, ...]``."""
+        arrays, tree = jax.tree.flatten(self.flat)
+        pairs = zip(arrays, self.tails, strict=True)
+        heads = [x.reshape(*x.shape[:-1], *tail) if tail else x for x, tail in pairs]
+        return jax.tree.unflatten(tree, heads)
+
+
+def pack_state(state: State, axes: int) -> PackedState:
+    """Packs a state, of whose arrays the first ``axes`` axes are left as they are."""
+    arrays, tree = jax.tree.flatten(state)
+    flat = [x.reshape(*x.shape[:axes], -1) if x.ndim > axes else x for x in arrays]
+    return PackedState(jax.tree.unflatten(tree, flat), tuple(x.shape[axes:] for x in arrays))
+
+
 class Block(nn.Module):
     """One decoder block: attention, MLP, and the update of the position state between them.
 
@@ -406,6 +485,9 @@ class Block(nn.Module):
     ) -> tuple[tuple[Array, State], tuple[LayerCache | None, Any]]:
         c, encoding = self.config, self.encoding
         h, state = carry
+        packed = isinstance(state, PackedState)
+        if packed:
+            state = state.unpack()
         if not self.updates:
             state = fixed_state
         entered = (h, state) if self.record else None
@@ -416,12 +498,21 @@ class Block(nn.Module):
             c, encoding, attend_state=attends_state, sharding=self.sharding, name="attention"
         )(RMSNorm(c, name="attention_norm")(h), state, params, context, cache)
         h = self._residual(h + out)
-        m = self._residual(MLP(c, self.sharding, name="mlp")(RMSNorm(c, name="mlp_norm")(h)))
+        m = self._residual(self._mlp(RMSNorm(c, name="mlp_norm")(h), context))
         if self.updates:
             options = {} if self.sharding is None else {"sharding": self.sharding}
             state = encoding.update(params, state, attended, m, **options)
+            state = pack_state(state, m.ndim - 1) if packed else state
             state = constrain_state(self.sharding, state)
         return (h + m, state if self.updates else None), (cache, entered)
+
+    @nn.nowrap
+    def _mlp(self, x: Array, context: Context) -> Array:
+        if self.config.experts is None:
+            return MLP(self.config, self.sharding, name="mlp")(x)
+        ids = context.segment_ids
+        ids = ids[0] if isinstance(ids, tuple) else ids
+        return ExpertMLP(self.config, self.sharding, name="mlp")(x, ids)
 
     def _residual(self, h: Array) -> Array:
         return constrain(self.sharding, h, "batch", "sequence", "hidden")
@@ -510,7 +601,11 @@ def splits_sequence(sharding: Sharding | None) -> bool:
 def remat_policy(name: str) -> Callable | None:
     """The policy of ``jax.checkpoint`` that ``ModelConfig.remat`` names."""
     policies = jax.checkpoint_policies
-    return {"dots": policies.dots_with_no_batch_dims_saveable, "full": None}[name]
+    dots = policies.save_from_both_policies(
+        policies.dots_with_no_batch_dims_saveable,
+        policies.save_only_these_names(experts.PRODUCT),
+    )
+    return {"dots": dots, "full": None}[name]
 
 
 def runs(flags: Sequence[Any]) -> list[tuple[int, int, Any]]:

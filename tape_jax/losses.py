@@ -1,12 +1,15 @@
-"""The loss of a language model without its logits."""
+"""The loss of a language model without its logits, and what its routers add."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
 
 from tape_jax.algebra import at_least_float32
-from tape_jax.config import require
+from tape_jax.config import Experts, require
 from tape_jax.sharding import Sharding, constrain
 
 Array = jax.Array
@@ -80,3 +83,23 @@ def cross_entropy(
 
     start = jnp.zeros((), at_least_float32(hidden.dtype))
     return jax.lax.scan(add, start, tuple(map(chunks, (hidden, targets, weights))))[0]
+
+
+def added_by_routers(sown: Any, experts: Experts) -> tuple[Array, dict[str, Array]]:
+    """What the routers of a mixture of experts add to the loss of a training step.
+
+    Args:
+      sown: the variables that ``model.apply(..., mutable=["losses"])`` returns beside its output.
+      experts: of the model.
+
+    Returns:
+      The sum over layers of all losses times their weights, and by its name (``balance_loss``,
+      ``z_loss``) the mean over layers of each without its weight; see
+      :func:`tape_jax.experts.router_losses`.
+    """
+    layers: dict[str, list[Array]] = {}
+    for path, values in flatten_dict(sown["losses"]).items():
+        layers.setdefault(path[-1], []).extend(jnp.ravel(x) for x in values)
+    every = {name: jnp.concatenate(values) for name, values in layers.items()}
+    added = sum(getattr(experts, name) * x.sum() for name, x in every.items())
+    return jnp.asarray(added), {f"{name}_loss": x.mean() for name, x in every.items()}

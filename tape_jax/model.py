@@ -30,6 +30,7 @@ from tape_jax.layers import (
     declared_axes,
     default_positions,
     gathered,
+    pack_state,
     remat_policy,
     runs,
     splits_sequence,
@@ -379,26 +380,29 @@ class Transformer(nn.Module):
             }
             own = None if cache is None else cache.layers[number]
             if updates:
-                state = constrain_state(sharding, encoding.carry(state, h.shape[:-1], c))
-                carry, fixed = (h, state), None
+                state = encoding.carry(state, h.shape[:-1], c)
+                packed = constrain_state(sharding, pack_state(state, h.ndim - 1))
+                carry, fixed = (h, packed), None
             else:
                 carry, fixed = (h, None), state
             if c.scan_layers:
-                scan = nn.scan(
+                block = nn.scan(
                     block,
-                    variable_axes={"params": 0, "maps": 0},
+                    variable_axes={"params": 0, "maps": 0, "losses": 0},
                     split_rngs={"params": True},
                     in_axes=(nn.broadcast, nn.broadcast, 0),
                     length=stop - start,
-                )(**options, name=name)
-                carry, (new, entered) = scan(carry, fixed, context, own)
+                )
+                if c.remat != "none" and stop - start == 1 and not self.is_initializing():
+                    block, carry = _gradients_at_once(block, self.variables["params"][name], carry)
+                carry, (new, entered) = block(**options, name=name)(carry, fixed, context, own)
                 own = None if own is None else write_cache(own, new, context.index, axis=3)
             else:
                 own = jax.tree.map(lambda x: x[0], own)
                 carry, outputs = block(**options, name=name)(carry, fixed, context, own)
                 own, entered = jax.tree.map(lambda x: x[None], outputs)
             h = carry[0]
-            state = carry[1] if updates else state
+            state = carry[1].unpack() if updates else state
             caches.append(own)
             if record:
                 for i in range(stop - start):
@@ -426,6 +430,16 @@ class Transformer(nn.Module):
         _fits("segment_ids", segment_ids, tokens, ())
         if segment_ids is not None and not jnp.issubdtype(segment_ids.dtype, jnp.integer):
             raise ValueError(f"segment_ids must be integers; got {segment_ids.dtype}")
+
+
+def _gradients_at_once(block: Any, params: Any, carry: Any) -> tuple[Any, Any]:
+    """A block, and what enters it, such that all its gradients are made before they leave it.
+
+    A loop sees to that for its layers. The gradients of parameters of a single layer may be left
+    for later, and its activations would have to be kept until then.
+    """
+    params, carry = jax.lax.optimization_barrier((params, carry))
+    return nn.map_variables(block, "params", trans_in_fn=lambda _: {"params": params}), carry
 
 
 def check_length(model: Transformer, length: int, *, what: str = "a sequence") -> None:

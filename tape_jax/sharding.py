@@ -8,7 +8,7 @@ can hold, say which of them are split over which axes of a mesh of devices:
 | ``data`` | the batch; parameters are copied |
 | ``fsdp`` | the batch, and the parameters, which are gathered where they are used |
 | ``sequence`` | time: keys, values and position states travel around a ring |
-| ``tensor`` | heads, the width of the MLP and the vocabulary |
+| ``tensor`` | heads, the width of the MLP or of each expert, and the vocabulary |
 
 >>> sharding = ShardingConfig(fsdp=-1).build()
 >>> model = Transformer(config, sharding=sharding)
@@ -53,8 +53,10 @@ RULES: tuple[Rule, ...] = (
     ("kv_heads", "tensor"),
     ("mlp", "tensor"),
     ("vocab", "tensor"),
-    # of parameters: the residual stream's width, and the stack of layers of a scan
+    # of parameters: the residual stream's width, experts (each is split along ``mlp``), and the
+    # stack of layers of a scan
     ("embed", "fsdp"),
+    ("experts", None),
     ("layers", None),
 )
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from tape_jax import ModelConfig, RopeScaling
+from tape_jax import Experts, ModelConfig, RopeScaling
 from tape_jax.config import Lora, choose, from_mapping, nearest, require
 
 
@@ -89,6 +89,24 @@ class TestLora:
             Lora(**fields)
 
 
+class TestExperts:
+    @pytest.mark.parametrize(
+        ("fields", "words"),
+        [
+            ({"count": 0}, r"count must be a positive integer; got 0"),
+            ({"count": 4.0}, r"count must be a positive integer; got 4\.0"),
+            ({"count": 4, "per_token": 0}, r"per_token must be a positive integer; got 0"),
+            ({"count": 4, "per_token": 5}, r"per_token = 5 exceeds count = 4"),
+            ({"count": 4, "per_token": 1}, r"learns nothing; give normalize=False"),
+            ({"count": 4, "balance": -0.1}, r"balance must not be negative; got -0\.1"),
+            ({"count": 4, "z": -1}, r"z must not be negative; got -1"),
+        ],
+    )
+    def test_misuse(self, fields, words):
+        with pytest.raises(ValueError, match=words):
+            Experts(**fields)
+
+
 class TestModelConfig:
     def test_derived_sizes(self):
         c = ModelConfig(10, hidden_size=24, num_heads=4)
@@ -136,6 +154,11 @@ class TestModelConfig:
             ({"remat": "dot"}, r"unknown remat policy 'dot'.*did you mean 'dots'"),
             ({"shifted_groups": 0}, r"shifted_groups must be a positive integer or None; got 0"),
             ({"shifted_groups": 4, "num_kv_heads": 1}, r"must be even; got 1 key/value heads"),
+            ({"experts": {"count": 2}}, r"experts must be an Experts or None; got \{'count': 2\}"),
+            (
+                {"experts": Experts(4), "lora": Lora(targets=("q", "down"))},
+                r"low-rank terms are for projections that .* got lora.targets = \('q', 'down'\)",
+            ),
             ({"lora": {"rank": 2}}, r"lora must be a Lora or None; got \{'rank': 2\}"),
         ],
     )

@@ -20,6 +20,7 @@ from tape_jax.layers import (
     Linear,
     RMSNorm,
     default_positions,
+    pack_state,
     remat_policy,
     runs,
     write_cache,
@@ -200,6 +201,28 @@ def test_block():
     for actual, wanted in ((h, middle + m), (state, e2)):
         allowed = 1e-5 * np.abs(wanted).max()
         chex.assert_trees_all_close(actual[0], wanted.astype(np.float32), atol=allowed, rtol=0)
+
+
+def test_a_packed_state():
+    e = jnp.arange(2 * 5 * 3 * 4).reshape(2, 5, 3, 4)
+    state = {"rotary": e, "tensor": e[..., None, None] * jnp.ones((2, 2)), "places": e[..., 0, 0]}
+    state |= {"layer": jnp.int32(3)}
+    packed = pack_state(state, 2)
+    shapes = jax.tree.map(jnp.shape, packed.flat)
+    assert shapes == {"rotary": (2, 5, 12), "tensor": (2, 5, 48), "places": (2, 5), "layer": ()}
+    chex.assert_trees_all_equal(packed.unpack(), state)
+
+
+def test_a_packed_state_leaves_a_block_packed():
+    x, e, context = inputs()
+    block = Block(CONFIG, positions.Tape(), updates=True, record=True)
+    variables = random_params(block, (x, e), None, context, None)
+    apply = jax.jit(block.apply)
+    (h, state), (_, entered) = apply(variables, (x, e), None, context, None)
+    packed = apply(variables, (x, pack_state(e, 2)), None, context, None)
+    assert packed[0][1].flat.shape == (*e.shape[:2], e[0, 0].size)
+    chex.assert_trees_all_equal((packed[0][0], packed[0][1].unpack()), (h, state))
+    chex.assert_trees_all_equal(packed[1][1], entered)
 
 
 def test_a_block_that_does_not_update_hands_the_state_on():

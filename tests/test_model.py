@@ -165,6 +165,48 @@ def test_full_remat_saves_only_what_enters_the_layers():
     assert saved("full") < saved("dots") < saved("none")
 
 
+@pytest.mark.parametrize("position", ["tape", positions.Tape(form="tensor")])
+def test_remat_keeps_a_state_with_its_heads_in_one_axis(position):
+    """A TPU would fill up a last axis of one head."""
+    model, tokens = small_model(position, num_layers=4, remat="full"), random_tokens(2, 8)
+    variables, c = random_variables(model), model.config
+    e = jax.eval_shape(lambda v: model.apply(v, tokens, return_states=True), variables)[1]
+    numbers = e.position[1].size // (2 * 8)
+    _, residuals = jax.eval_shape(
+        lambda v: jax.vjp(lambda v: model.apply(v, tokens).sum(), v), variables
+    )
+    shapes = [x.shape for x in jax.tree.leaves(residuals)]
+    assert (3, 2, 8, numbers) in shapes
+    assert (3, 2, 8, c.hidden_size) in shapes
+    assert not [shape for shape in shapes if shape[:3] == (3, 2, 8) and len(shape) > 4]
+
+
+def test_a_single_layer_makes_its_gradients_at_once():
+    """They leave one barrier, which keeps none that nobody wants."""
+    tokens = random_tokens(1, 8)
+
+    def program(remat, frozen=()):
+        model = small_model("rope", num_layers=1, remat=remat)
+        params = dict(random_variables(model)["params"])
+        layer = dict(params.pop("layers_0"))
+        fixed = {name: layer.pop(name) for name in frozen}
+
+        def loss(params, layer):
+            return model.apply({"params": params | {"layers_0": layer | fixed}}, tokens).sum()
+
+        lowered = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(params, layer)
+        return lowered, len(jax.tree.leaves(layer))
+
+    lowered, leaves = program("full")
+    barriers = [line for line in lowered.as_text().splitlines() if "optimization_barrier" in line]
+    assert all(line.split("optimization_barrier")[1].count("%") > leaves for line in barriers)
+    assert len(barriers) == 2
+    assert "optimization_barrier" not in program("none")[0].as_text()
+    fewer = program("full", frozen=("attention", "mlp"))[0]
+    flops, flops_fewer = (x.compile().cost_analysis()["flops"] for x in (lowered, fewer))
+    assert flops_fewer < 0.9 * flops
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("position", ["tape", positions.Tape(form="tensor"), "fire"])
 def test_half_precision_is_near_float32(position, dtype):

@@ -658,6 +658,13 @@ class TestSaving:
         with pytest.raises(ValueError, match=next(iter(option))):
             tape.save_pretrained(tmp_path / "new", model, random_variables(model))
 
+    def test_experts_are_refused(self, tmp_path):
+        model = small_model("rope", experts=tape.Experts(4))
+        with pytest.raises(
+            ValueError, match=r"no place for a mixture of experts, Experts\(count=4"
+        ):
+            tape.save_pretrained(tmp_path / "new", model, random_variables(model))
+
     def test_wrong_variables_are_refused(self, tmp_path):
         model = small_model("rope")
         variables = random_variables(model)

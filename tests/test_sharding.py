@@ -11,8 +11,9 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from tape_jax import ModelConfig, Transformer, init_cache, positions
+from tape_jax import Experts, ModelConfig, Transformer, init_cache, positions
 from tape_jax.collectives import collectives
+from tape_jax.losses import added_by_routers
 from tape_jax.sharding import (
     MESH_AXES,
     PRESETS,
@@ -47,13 +48,15 @@ TOKENS = np.random.default_rng(0).integers(0, VOCAB, (B, T))
 
 
 def loss_and_gradients(model):
-    """Loss on a fixed choice of targets; without gathers over the vocabulary."""
+    """Loss on a fixed choice of targets, with routers'; without gathers over the vocabulary."""
     targets = np.eye(VOCAB, dtype=np.float32)[np.roll(TOKENS, -1, axis=1)]
+    experts = model.config.experts
 
     def loss(variables, tokens, targets):
-        logits = model.apply(variables, tokens)
+        logits, sown = model.apply(variables, tokens, mutable=["losses"])
         chosen = jnp.sum(logits * targets, axis=-1)
-        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen)
+        added = added_by_routers(sown, experts)[0] if experts else 0
+        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen) + added
 
     return jax.value_and_grad(loss), targets
 
@@ -86,7 +89,8 @@ def unexpected(found, model, sharding):
 
     Parameters are gathered over ``fsdp`` and their gradients summed over all axes of tokens; the
     blocks' sums over ``tensor``, and one position state in each mixing over heads, are of one
-    device's tokens; keys, values and states hop along ``sequence``.
+    device's tokens; keys, values and states hop along ``sequence``. Experts add the gradients of
+    tokens' weights, and sums over tokens that their losses need.
     """
     shards = {axis: sharding.shards(axis) for axis in ("batch", "sequence", "heads")}
     tokens = (B // shards["batch"], T // shards["sequence"])
@@ -94,11 +98,15 @@ def unexpected(found, model, sharding):
     width = 4 * KV_HEADS
     activations = [(), tokens, (*tokens, 1), (*tokens, HIDDEN), (*tokens, width)]
 
+    experts = model.config.experts
+    if experts:
+        activations.append((*tokens, experts.per_token))
+
     def squeezed(shape):
         return tuple(sorted(n for n in shape if n > 1))
 
     # Parameters as a device has them: whole along the width of the residual stream, or not.
-    parameters = {()}
+    parameters = {()} | ({(experts.count,)} if experts else set())
     for x, axes in model.parameters().values():
         for width_shards in (1, sharding.shards("embed")):
             split = [1 if a is None else sharding.shards(a) for a in axes]
@@ -138,6 +146,15 @@ CASES = {
         {"mix": "head_scale", "scan_layers": False, "attention": "chunked"},
     ),
     "recomputed": ({"fsdp": 2, "sequence": 4}, {"mix": "head_scale", "remat": "full"}),
+    "experts": (
+        {"data": 2, "fsdp": 2, "tensor": 2},
+        {"experts": Experts(3, balance=0.1, z=0.1), "remat": "dots"},
+    ),
+    "experts_fsdp": ({"fsdp": 8}, {"experts": Experts(3, per_token=1, normalize=False)}),
+    "experts_unscanned": (
+        {"fsdp": 2, "sequence": 2, "tensor": 2},
+        {"experts": Experts(3, balance=0.1, z=0.1), "scan_layers": False},
+    ),
     "tensor_and_sequence": ({"sequence": 2, "tensor": 4}, {"tie_embeddings": True}),
 }
 QUICK = ("fsdp_and_tensor",)

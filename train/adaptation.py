@@ -22,6 +22,7 @@ from tape_jax.config import ModelConfig, RopeScaling, choose, require
 from tape_jax.layout import by_path, replaced, restack
 from tape_jax.model import Transformer
 from tape_jax.positions import Tape
+from tape_jax.positions.rotary import START_FIELDS
 
 Array = jax.Array
 
@@ -33,7 +34,7 @@ METHODS = (*UNTRAINED, *adapt.METHODS)
 COMPUTED = ("dtype", "attention", "remat", "scan_layers", "state_dtype")
 
 # Options of TAPE that the base decides.
-OF_THE_BASE = ("base", "scaling", "axes")
+OF_THE_BASE = START_FIELDS
 
 
 @dataclasses.dataclass(frozen=True)

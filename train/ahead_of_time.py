@@ -217,7 +217,9 @@ def as_if_on(target: Cuda | Tpu, device: Any) -> Iterator[None]:
     def at_least(wanted: str) -> bool:
         return capability is not None and capability >= tuple(map(int, wanted.split(".")))
 
+    platform = "gpu" if isinstance(target, Cuda) else "tpu"
     answers: list[tuple[Any, str, Any]] = [
+        (jax, "default_backend", lambda: platform),
         *(
             (module, "compute_capability", lambda: capability)
             for module in (pallas_blocks, pallas_triton, vendor)

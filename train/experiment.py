@@ -52,6 +52,9 @@ class TrainConfig:
       final: the last learning rate as a share of the largest.
       power: exponent of the polynomial schedule.
       beta1, beta2, eps: of AdamW (Loshchilov and Hutter 2019).
+      moment_dtype: type in which AdamW's first moment is kept, such as ``bfloat16``; None: that of
+        the parameters. The second is always kept in theirs: its running mean changes by too little
+        in a step for a shorter type.
       weight_decay: decoupled, multiplied by the learning rate.
       no_decay: parameters that are not decayed: each entry is a whole component of their path, such
         as ``scale`` (norms), ``embedding`` or ``attention_norm``.
@@ -79,6 +82,7 @@ class TrainConfig:
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
+    moment_dtype: str | None = None
     weight_decay: float = 0.01
     no_decay: tuple[str, ...] = USUALLY_NOT_DECAYED
     clip: float | None = 1.0
@@ -101,6 +105,7 @@ class TrainConfig:
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
             require(0 <= value < 1, f"train: {name} must be in [0, 1); got {value}")
+        choose("train moment_dtype", self.moment_dtype, (None, "float32", "bfloat16"))
         require(self.eps > 0, f"train: eps must be positive; got {self.eps}")
         require(
             self.weight_decay >= 0,

@@ -64,7 +64,8 @@ def model_flops(config: ModelConfig, batch: int, length: int) -> float:
     """Operations of a training step: three times those of the forward pass's matrix products.
 
     Nothing that the backward pass computes again is counted, nor are norms, activations, rotations
-    or the look-up of embeddings (the convention of PaLM, appendix B, with causal pairs halved).
+    or the look-up of embeddings (the convention of PaLM, appendix B, with causal pairs halved), nor
+    experts that a token does not take.
     """
     c, encoding = config, Transformer(config).encoding
     per_token = c.hidden_size * c.vocab_size
@@ -72,7 +73,7 @@ def model_flops(config: ModelConfig, batch: int, length: int) -> float:
     for layer in range(c.num_layers):
         updates = encoding.updates(layer, c.num_layers)
         per_token += 2 * c.hidden_size * c.dim * (c.num_heads + c.kv_heads)
-        per_token += 3 * c.hidden_size * c.mlp_size
+        per_token += _mlp_products(config)
         if updates:
             per_token += _update_products(config)
         attends = updates and encoding.attends_state
@@ -85,6 +86,14 @@ def model_flops(config: ModelConfig, batch: int, length: int) -> float:
             window=c.window,
         )
     return 3 * (2 * per_token * batch * length + attention)
+
+
+def _mlp_products(config: ModelConfig) -> int:
+    """Multiplications of one token's MLP, or of its experts and the router."""
+    mlp, experts = 3 * config.hidden_size * config.mlp_size, config.experts
+    if experts is None:
+        return mlp
+    return experts.per_token * mlp + config.hidden_size * experts.count
 
 
 def _update_products(config: ModelConfig) -> int:

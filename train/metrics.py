@@ -300,6 +300,8 @@ class _Outputs:
 def describe(values: Mapping[str, float]) -> str:
     """Loss and speed in a few words."""
     words = [f"loss {values['loss']:.4f}"] if "loss" in values else []
+    if "balance_loss" in values:
+        words.append(f"balance {values['balance_loss']:.3f}")
     if values.get("skipped"):
         words.append(f"{values['skipped']:.0f} steps skipped")
     if "tokens_per_second" in values:

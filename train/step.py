@@ -16,8 +16,9 @@ from flax.traverse_util import flatten_dict
 
 from tape_jax.adapt import merge
 from tape_jax.algebra import at_least_float32
-from tape_jax.config import require
-from tape_jax.losses import CHUNK_LOGITS, cross_entropy
+from tape_jax.config import MLP_PROJECTIONS, require
+from tape_jax.experts import ROUTER_LOSSES
+from tape_jax.losses import CHUNK_LOGITS, added_by_routers, cross_entropy
 from tape_jax.model import Transformer
 from tape_jax.sharding import Sharding
 from train import runs
@@ -75,6 +76,7 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
         b1=config.beta1,
         b2=config.beta2,
         eps=config.eps,
+        mu_dtype=config.moment_dtype,
         weight_decay=config.weight_decay,
         mask=lambda params: decay_mask(params, config.no_decay),
     )
@@ -118,8 +120,9 @@ def make_step(
     ``frozen`` holds the parameters that do not train (see :class:`train.runs.Start`), or is None.
     They are neither differentiated nor copied. The batch is computed in ``config.accumulate``
     parts, one after another, whose gradients are summed in at least float32; the result is that of
-    the whole batch. Where the logits of a part would be large, they are computed in chunks
-    (:func:`tape_jax.losses.cross_entropy`).
+    the whole batch, but that routers of experts balance each part by itself. Where the logits of a
+    part would be large, they are computed in chunks (:func:`tape_jax.losses.cross_entropy`). What
+    routers add is not in the reported ``loss`` (see :func:`tape_jax.losses.added_by_routers`).
 
     Args:
       model: to train.
@@ -128,20 +131,34 @@ def make_step(
       places: a :class:`State` of shardings (:meth:`Sharding.of` its shapes), or None.
     """
 
-    def loss_fn(params: Any, frozen: Any, part: Batch, key: Array) -> Array:
+    experts = model.config.experts
+    names = ("loss", *(f"{name}_loss" for name in ROUTER_LOSSES if experts))
+
+    def loss_fn(
+        params: Any, frozen: Any, part: Batch, key: Array, share: Array
+    ) -> tuple[Array, dict[str, Array]]:
+        """What is minimised, and the losses that are reported; ``share`` is a part's weight."""
         variables = {"params": params if frozen is None else merge(params, frozen)}
         options: dict[str, Any] = {
             "positions": part.get("positions"),
             "segment_ids": part.get("segment_ids"),
             "rngs": {"positions": key},
         }
-        if part["targets"].size * model.config.vocab_size <= CHUNK_LOGITS:
-            logits: Any = model.apply(variables, part["inputs"], **options)
-            return weighted_loss(logits, part["targets"], part["weights"])
-        hidden: Any = model.apply(variables, part["inputs"], output="hidden", **options)
-        kernel = model.output_kernel(variables)
+        whole = part["targets"].size * model.config.vocab_size <= CHUNK_LOGITS
+        options["output"] = "logits" if whole else "hidden"
+        options["mutable"] = ["losses"] if experts else False
+        result: Any = model.apply(variables, part["inputs"], **options)
+        out, sown = result if experts else (result, None)
         wanted = part["targets"], part["weights"]
-        return cross_entropy(hidden, kernel, *wanted, sharding=model.sharding)
+        if whole:
+            loss = weighted_loss(out, *wanted)
+        else:
+            kernel = model.output_kernel(variables)
+            loss = cross_entropy(out, kernel, *wanted, sharding=model.sharding)
+        if experts is None:
+            return loss, {"loss": loss}
+        added, means = added_by_routers(sown, experts)
+        return loss + share * added, {"loss": loss} | {k: share * x for k, x in means.items()}
 
     def added_loss(params: Any, step: Array) -> Array | None:
         """What the encoding adds to the loss, if anything."""
@@ -162,22 +179,26 @@ def make_step(
     def step(state: State, batch: Batch, frozen: Any = None) -> tuple[State, dict[str, Array]]:
         step_key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         keys = jax.random.split(step_key, config.accumulate)
+        weight = jnp.maximum(batch["weights"].sum(), 1e-9)
+        share = weight / config.accumulate
 
         def add(sums: Any, part: tuple[Batch, Array]) -> tuple[Any, None]:
-            value = jax.value_and_grad(loss_fn)(state.params, frozen, *part)
-            return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, value), None
+            function = jax.value_and_grad(loss_fn, has_aux=True)
+            (_, losses), grads = function(state.params, frozen, *part, share)
+            added = jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, (losses, grads))
+            return added, None
 
-        start = jnp.float32(0), zeros_like(state.params)
-        (loss, grads), _ = jax.lax.scan(add, start, (parts_of(batch), keys))
-        weight = jnp.maximum(batch["weights"].sum(), 1e-9)
-        loss, grads = jax.tree.map(lambda x: x / weight, (loss, grads))
+        start = dict.fromkeys(names, jnp.float32(0)), zeros_like(state.params)
+        (losses, grads), _ = jax.lax.scan(add, start, (parts_of(batch), keys))
+        losses, grads = jax.tree.map(lambda x: x / weight, (losses, grads))
+        loss = losses["loss"]
         if added_loss(state.params, state.step) is not None:
             slopes = jax.grad(added_loss)(state.params, state.step)
             grads = jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, slopes)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         norm = optax.tree.norm(grads)
         metrics = {
-            "loss": loss,
+            **losses,
             "gradient_norm": norm,
             "learning_rate": config.learning_rates(state.step),
         }
@@ -257,9 +278,14 @@ def step_flops(experiment: Experiment) -> float:
     config, length = experiment.train, experiment.task.sequence_length
     count = model_flops(experiment.model, config.batch_size, length)
     frozen = flatten_dict(runs.abstract_params(experiment)[1] or {})
-    kernels = [x for path, x in frozen.items() if x is not None and path[-1] == "kernel"]
-    tokens = config.batch_size * length
-    return count - sum(2.0 * tokens * math.prod(kernel.shape) for kernel in kernels)
+    kernels = {p: x for p, x in frozen.items() if x is not None and p[-1] == "kernel"}
+    tokens, experts = config.batch_size * length, experiment.model.experts
+
+    def share(path: tuple[str, ...]) -> float:
+        """Of a kernel's entries, those that a token meets."""
+        return experts.per_token / experts.count if experts and path[-2] in MLP_PROJECTIONS else 1.0
+
+    return count - sum(2.0 * tokens * share(p) * math.prod(x.shape) for p, x in kernels.items())
 
 
 def weighted_loss(logits_BxTxV: Array, targets_BxT: Array, weights_BxT: Array) -> Array:

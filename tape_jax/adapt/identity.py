@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tape_jax import positions
 from tape_jax.config import require
 from tape_jax.layout import OUTSIDE, by_path
 from tape_jax.model import Transformer
@@ -43,7 +44,9 @@ class Fingerprint:
 
     def _entries(self):
         for name, value in self.architecture.items():
-            yield name, value
+            # Fields that an encoding has got since then have their defaults.
+            again = encoding_to_json(positions.create(value)) if name == "position" else value
+            yield name, again
         for name, tensor in self.tensors.items():
             shape = "x".join(map(str, tensor["shape"]))
             yield name, f"{tensor['dtype']}[{shape}] with values {tensor['sha256'][:12]}"
@@ -72,6 +75,7 @@ def fingerprint(model: Transformer, variables: Any) -> Fingerprint:
         "norm_eps": c.norm_eps,
         "tie_embeddings": c.tie_embeddings,
         "position": encoding_to_json(model.encoding),
+        **({"experts": dataclasses.asdict(c.experts)} if c.experts else {}),
     }
     tensors = {}
     for path, leaves in sorted(by_path(variables["params"]).items()):

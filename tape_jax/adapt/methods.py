@@ -19,6 +19,7 @@ from tape_jax.layers import lora_params
 from tape_jax.layout import replaced, restack
 from tape_jax.model import Transformer
 from tape_jax.positions.protocol import Param
+from tape_jax.positions.rotary import START_FIELDS
 
 Array = jax.Array
 
@@ -40,8 +41,8 @@ def add_tape(
       key: random key for the new parameters, of which ``mix`` and ``up`` start at zero.
       dtype: type of the new parameters; None: the model's ``param_dtype``.
       donate: whether the arrays of ``variables`` may be deleted; see :func:`restack`.
-      **options: of :class:`tape_jax.positions.Tape`, except ``base``, ``scaling`` and ``axes``,
-        which are the model's.
+      **options: of :class:`tape_jax.positions.Tape`, except those of the start state (``base``,
+        ``scaling``, ``axes``, ``partial_rotary_factor``), which are the model's.
 
     Returns:
       The model with the encoding ``tape``, and its variables. Existing arrays keep their type and
@@ -51,7 +52,7 @@ def add_tape(
       ValueError: if the model has another encoding, or an option is unknown or does not fit.
     """
     rope = _rope(model)
-    fixed = {name: getattr(rope, name) for name in ("base", "scaling", "axes")}
+    fixed = {name: getattr(rope, name) for name in START_FIELDS}
     for name in options:
         require(
             name not in fixed,

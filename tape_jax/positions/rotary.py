@@ -16,12 +16,16 @@ from tape_jax.positions.protocol import Encoding, State, check_indices
 
 Array = jax.Array
 
+# Fields of :class:`Rope` that say where a rotary state starts.
+START_FIELDS = ("base", "scaling", "axes", "partial_rotary_factor")
+
 
 def frequencies(
     head_dim: int,
     base: float = 10_000.0,
     scaling: RopeScaling | None = None,
     length: int | None = None,
+    partial_rotary_factor: float = 1.0,
 ) -> np.ndarray:
     """Angular frequencies of RoPE (RoFormer, section 3.2.2), adapted by ``scaling``.
 
@@ -31,10 +35,16 @@ def frequencies(
       scaling: linear (Chen et al. 2023), NTK and dynamic NTK (bloc97 2023), YaRN (Peng et al.
         2023, section 3.2) or llama3 (Llama 3, section 3.2).
       length: sequence length in tokens; read by ``dynamic`` alone.
+      partial_rotary_factor: share of the dimensions that rotate (Black et al. 2022, section 2.1.1);
+        the frequencies of the others, which come last, are zero.
 
     Returns:
       Frequencies in radians per token, float64 ``[D/2]``.
     """
+    if partial_rotary_factor < 1:
+        turning = 2 * int(head_dim * partial_rotary_factor / 2)
+        moving = frequencies(turning, base, scaling, length) if turning else np.zeros(0)
+        return np.pad(moving, (0, (head_dim - turning) // 2))
     scaling = scaling or RopeScaling()
     exponent = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
     stretch = scaling.factor
@@ -81,6 +91,7 @@ def angles(
     scaling: RopeScaling | None = None,
     axes: int = 1,
     length: int | None = None,
+    partial_rotary_factor: float = 1.0,
     dtype: Any = None,
 ) -> Array:
     """Angles ``[..., T, D/2]`` in radians, at least float32.
@@ -120,7 +131,7 @@ def angles(
     counts = [len(part) for part in np.array_split(np.arange(head_dim // 2), axes)]
     parts = []
     for axis, count in enumerate(counts):
-        omega = frequencies(2 * count, base, scaling, length)
+        omega = frequencies(2 * count, base, scaling, length, partial_rotary_factor)
         t = positions[..., axis] if axes > 1 else positions
         parts.append(t.astype(compute)[..., None] * jnp.asarray(omega, compute))
     return jnp.concatenate(parts, axis=-1)
@@ -134,6 +145,7 @@ def rotary_state(
     scaling: RopeScaling | None = None,
     axes: int = 1,
     length: int | None = None,
+    partial_rotary_factor: float = 1.0,
     dtype: Any = None,
 ) -> Array:
     """The rotary start state, RoPE's table (TAPE, section 3.2; RoFormer, equation 15).
@@ -145,6 +157,7 @@ def rotary_state(
       scaling: a :class:`tape_jax.RopeScaling`, or None.
       axes: coordinates per token.
       length: sequence length in tokens, for dynamic scaling; None: ``T``.
+      partial_rotary_factor: share of the dimensions of a head that rotate.
       dtype: type of the result; None: jax's default float. Angles are always computed in at least
         float32, so that positions beyond 256 stay apart.
 
@@ -155,7 +168,14 @@ def rotary_state(
       ValueError: if the head dimension is odd or the shapes do not fit.
     """
     theta = angles(
-        positions, head_dim, base, scaling=scaling, axes=axes, length=length, dtype=dtype
+        positions,
+        head_dim,
+        base,
+        scaling=scaling,
+        axes=axes,
+        length=length,
+        partial_rotary_factor=partial_rotary_factor,
+        dtype=dtype,
     )
     e = jnp.concatenate([jnp.cos(theta), jnp.sin(theta)], axis=-1)
     e = e * (scaling or RopeScaling()).state_magnitude
@@ -170,6 +190,8 @@ class Rope(Encoding):
       base: the rotary base.
       scaling: adaptation of the frequencies to longer sequences.
       axes: coordinates per token.
+      partial_rotary_factor: share of the dimensions of a head that rotate (Black et al. 2022); the
+        others carry content only, whatever the distance.
     """
 
     kind: ClassVar[str] = "rope"
@@ -177,10 +199,16 @@ class Rope(Encoding):
     base: float = 10_000.0
     scaling: RopeScaling = RopeScaling()
     axes: int = 1
+    partial_rotary_factor: float = 1.0
 
     def __post_init__(self):
         require(self.base > 1, f"{self.kind}: the rotary base must exceed 1; got {self.base}")
         require(self.axes >= 1, f"{self.kind}: axes must be positive; got {self.axes}")
+        require(
+            0 <= self.partial_rotary_factor <= 1,
+            f"{self.kind}: partial_rotary_factor is a share from 0 to 1; got "
+            f"{self.partial_rotary_factor}",
+        )
         require(
             isinstance(self.scaling, RopeScaling),
             f"{self.kind}: scaling must be a RopeScaling; got {self.scaling!r}",
@@ -198,6 +226,7 @@ class Rope(Encoding):
             scaling=self.scaling,
             axes=self.axes,
             length=length,
+            partial_rotary_factor=self.partial_rotary_factor,
             dtype=dtype,
         )
 

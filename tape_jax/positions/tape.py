@@ -53,6 +53,7 @@ def tensor_state(
     scaling: RopeScaling | None = None,
     axes: int = 1,
     length: int | None = None,
+    partial_rotary_factor: float = 1.0,
     start: Array | None = None,
     dtype: Any = None,
 ) -> Array:
@@ -66,7 +67,8 @@ def tensor_state(
       head_dim: ``D = M * L``.
       l: rows of a block.
       r: columns of a block.
-      base, scaling, axes, length, dtype: as in :func:`tape_jax.rotary_state`.
+      base, scaling, axes, length, partial_rotary_factor, dtype: as in
+        :func:`tape_jax.rotary_state`.
       start: a start of one's own, broadcastable to the result; needed where none exists, for odd
         ``l`` or ``r < l``.
 
@@ -97,7 +99,14 @@ def tensor_state(
             f"(broadcastable to [..., T, 1, {blocks}, {l}, {r}])"
         )
     theta = angles(
-        positions, head_dim, base, scaling=scaling, axes=axes, length=length, dtype=dtype
+        positions,
+        head_dim,
+        base,
+        scaling=scaling,
+        axes=axes,
+        length=length,
+        partial_rotary_factor=partial_rotary_factor,
+        dtype=dtype,
     )
     magnitude = (scaling or RopeScaling()).state_magnitude
     c, s = jnp.cos(theta) * magnitude, jnp.sin(theta) * magnitude
@@ -336,11 +345,24 @@ def mix_heads(matrix: Array, e: Array, sharding: Sharding | None = None) -> Arra
     """
     if e.shape[-2] == 1:
         return matrix.sum(-1)[..., None] * e
-    product = functools.partial(
-        jnp.einsum, "...hk,...kn->...hn", precision=jax.lax.Precision.HIGHEST
-    )
+    product = sum_of_products if jax.default_backend() == "tpu" else precise_product
     axes = ("batch", "sequence", None, "kv_heads")
     return _sum_over_heads(product, matrix, axes, e, sharding)
+
+
+def precise_product(matrix: Array, e: Array) -> Array:
+    """``matrix @ e`` with whole operands."""
+    return jnp.einsum("...hk,...kn->...hn", matrix, e, precision=jax.lax.Precision.HIGHEST)
+
+
+def sum_of_products(matrix: Array, e: Array) -> Array:
+    """``matrix @ e`` of small matrices without a matrix unit, which a TPU has to feed by tiles.
+
+    For a product of 12 heads its compiler makes padded copies of both operands; this it fuses.
+    """
+    wide = at_least_float32(e.dtype)
+    products = matrix.astype(wide)[..., None] * e.astype(wide)[..., None, :, :]
+    return products.sum(-2).astype(e.dtype)
 
 
 def _sum_over_heads(
@@ -436,7 +458,7 @@ class Tape(Rope):
     """TAPE as the model's position encoding.
 
     Attributes:
-      base, scaling, axes: of the start state, as in RoPE.
+      base, scaling, axes, partial_rotary_factor: of the start state, as in RoPE.
       form: ``rotary`` (one complex number per pair, the fast path) or ``tensor``.
       l, r: rows and columns of a block in tensor form.
       attention_mix: ``none``, ``head_scale`` (the published code) or ``heads`` (the paper).
@@ -523,6 +545,7 @@ class Tape(Rope):
             scaling=self.scaling,
             axes=self.axes,
             length=length,
+            partial_rotary_factor=self.partial_rotary_factor,
             dtype=dtype,
         )
 

@@ -233,13 +233,20 @@ def check_plain(model: Transformer) -> None:
     advice = "save what was trained with tape_jax.adapt.save_adapter instead"
     c, encoding = model.config, model.encoding
     require(
-        type(encoding) in (positions.Rope, positions.Yarn) and encoding.coordinate_axes == 1,
+        isinstance(encoding, positions.Rope)
+        and type(encoding) in (positions.Rope, positions.Yarn)
+        and (encoding.axes, encoding.partial_rotary_factor) == (1, 1),
         f"a Llama checkpoint has no place for the position encoding {encoding!r}: {advice}",
     )
     require(
         c.lora is None,
         "a Llama checkpoint has no place for low-rank terms: merge them into the kernels "
         f"(tape_jax.adapt.merge_lora), or {advice}",
+    )
+    require(
+        c.experts is None,
+        f"a Llama checkpoint has no place for a mixture of experts, {c.experts}: keep the run, or "
+        "the variables as they are",
     )
     for name in ("window", "shifted_groups"):
         value = getattr(c, name)

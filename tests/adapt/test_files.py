@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 
-from tape_jax import RopeScaling, Transformer, adapt, positions
+from tape_jax import Experts, RopeScaling, Transformer, adapt, positions
 from tests.models import random_variables, small_model
 
 safetensors = pytest.importorskip("safetensors")
@@ -146,6 +146,22 @@ class TestFingerprint:
                 name = "/".join(path).replace("layers_0", "layers")
                 assert len(found) == 1, found
                 assert found[0].startswith(f"{name}: float32[")
+
+    def test_from_before_an_encoding_had_got_a_field(self):
+        now = adapt.fingerprint(BASE, VARIABLES)
+        position = dict(now.architecture["position"])
+        del position["partial_rotary_factor"]
+        before = dataclasses.replace(now, architecture={**now.architecture, "position": position})
+        assert before.differences(now) == now.differences(before) == []
+        position["base"] = 5.0
+        assert len(before.differences(now)) == 1
+
+    def test_knows_how_tokens_take_experts(self):
+        one, two = (
+            adapt.fingerprint(small_model("rope", experts=Experts(4, k)), VARIABLES) for k in (2, 3)
+        )
+        (found,) = one.differences(two)
+        assert found.startswith("experts: ")
 
     def test_reads_little_of_large_arrays(self):
         model = small_model("rope", hidden_size=128, num_layers=1)

@@ -45,6 +45,17 @@ class TestFrequencies:
         np.testing.assert_allclose(got, plain(12, 500.0 * 3 ** (12 / 10)), rtol=1e-13)
         assert frequencies(2, 500.0, RopeScaling("ntk", 3.0)) == [1.0]
 
+    def test_partial_rotary(self):
+        """The first dimensions rotate as a smaller head would, the others not at all."""
+        np.testing.assert_allclose(
+            frequencies(16, 500.0, partial_rotary_factor=0.5), [*plain(8, 500.0), 0, 0, 0, 0]
+        )
+        np.testing.assert_array_equal(frequencies(16, partial_rotary_factor=1.0), frequencies(16))
+        np.testing.assert_array_equal(frequencies(16, partial_rotary_factor=0.0), np.zeros(8))
+        e = rotary_state(jnp.arange(5), 16, partial_rotary_factor=0.5)
+        np.testing.assert_array_equal(e[:, 4:8], jnp.ones((5, 4)))
+        np.testing.assert_array_equal(e[:, 12:], jnp.zeros((5, 4)))
+
     @pytest.mark.parametrize(("length", "stretch"), [(None, 1), (10, 1), (16, 1), (40, 4), (64, 7)])
     def test_dynamic_follows_the_length(self, length, stretch):
         """Factor 2, trained on 16: the stretch is 2 length / 16 - 1 past the trained length."""

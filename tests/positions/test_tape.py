@@ -12,7 +12,14 @@ from jax.test_util import check_grads
 from tape_jax import ModelConfig, RopeScaling, init_update, rotary_state, rotate, tensor_state
 from tape_jax import update as jax_update
 from tape_jax.positions import Tape
-from tape_jax.positions.tape import normalize, polar_factor, update_params
+from tape_jax.positions.tape import (
+    mix_heads,
+    normalize,
+    polar_factor,
+    precise_product,
+    sum_of_products,
+    update_params,
+)
 
 # Compiled, because hundreds of small operations one by one are slow.
 update = jax.jit(jax_update, static_argnames=("norm", "activation", "num_kv_heads"))
@@ -547,6 +554,21 @@ def test_states_are_mixed_in_full_precision():
     products = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
     (mixing,) = [eqn for eqn in products if math.prod(eqn.outvars[0].aval.shape) == e.size]
     assert mixing.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2
+
+
+def test_states_are_mixed_without_a_matrix_unit_on_a_tpu(monkeypatch):
+    matrix, e = (jnp.asarray(normal(2, 5, 3, n, seed=n), "float32") for n in (3, 6))
+    exact = np.float64(matrix) @ np.float64(e)
+    for dtype in ("float32", "bfloat16"):
+        narrow = matrix.astype(dtype), e.astype(dtype)
+        got, want = (jax.jit(f)(*narrow) for f in (sum_of_products, precise_product))
+        assert got.dtype == want.dtype == dtype
+        for actual in (got, want):
+            np.testing.assert_allclose(np.float64(actual), exact, atol=12 * jnp.finfo(dtype).eps)
+    products = str(jax.make_jaxpr(mix_heads)(matrix, e)).count("dot_general")
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert products == 1
+    assert "dot_general" not in str(jax.make_jaxpr(lambda *args: mix_heads(*args))(matrix, e))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

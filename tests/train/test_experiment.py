@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tape_jax import positions
-from tape_jax.config import ModelConfig, RopeScaling
+from tape_jax.config import Experts, ModelConfig, RopeScaling
 from train import experiment
 from train.data.arithmetic import AdditionEvaluation
 from train.experiment import TrainConfig, from_file, from_mapping, to_json
@@ -105,7 +105,7 @@ def test_every_field_of_every_group_can_be_given(file):
         f"--config.{group}.{field.name}={getattr(values, field.name)}"
         for group, values in groups.items()
         for field in dataclasses.fields(values)
-        if field.name not in ("position", "lora")  # groups of fields
+        if field.name not in ("position", "lora", "experts")  # groups of fields
     ]
     assert from_file(file, given) == e
 
@@ -162,6 +162,24 @@ def test_nested_options_start_from_the_default_of_the_encoding(file):
     given = ["--config.model.position.kind=yarn", "--config.model.position.scaling.factor=4"]
     e = from_file(file, given, report=lambda _: None)
     assert e.model.position.scaling == RopeScaling(kind="yarn", factor=4.0)
+
+
+def test_experts_are_a_group_of_their_own(file, tmp_path):
+    """From the command line, a file and a record; one of before there were any has none."""
+    given = ["--config.model.experts.count=8", "--config.model.experts.balance=1"]
+    e = from_file(file, given)
+    assert e.model.experts == Experts(8, balance=1.0)
+    assert from_mapping(json.loads(json.dumps(to_json(e)))) == e
+    text = FILE.replace('"hidden_size"', '"experts": {"count": 4, "per_token": 3}, "hidden_size"')
+    found = from_file(written(tmp_path, text), ["--config.model.experts.z=0.1"])
+    assert found.model.experts == Experts(4, per_token=3, z=0.1)
+    old = to_json(from_file(file))
+    assert old["model"].pop("experts") is None
+    assert from_mapping(old) == from_file(file)
+    with pytest.raises(ValueError, match=r"model\.experts lacks count"):
+        from_file(file, ["--config.model.experts.per_token=2"])
+    with pytest.raises(ValueError, match="did you mean 'per_token'"):
+        from_file(file, ["--config.model.experts.per_tokens=2"])
 
 
 def test_digits_come_from_the_task(file):

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from tape_jax import ModelConfig, positions
+from tape_jax import Experts, ModelConfig, positions
 from train import flops
 from train.flops import PLAIN, STATE, THREE_CALLS, TWO_CALLS, attention_flops, visible_pairs
 
@@ -61,6 +61,15 @@ def test_model_with_tape():
     assert tape - rope == 3 * (2 * 2 * (gate + matrix + mixing) + 2 * 2 * 2)
     bare = positions.Tape(attention_mix="none", mlp_mix=False)
     assert flops.model_flops(dataclasses.replace(TINY, position=bare), 1, 2) == rope
+
+
+def test_experts():
+    """Of eight experts a token takes three, and its router has eight outputs."""
+    dense = dataclasses.replace(TINY, position="rope")
+    experts = dataclasses.replace(dense, experts=Experts(8, per_token=3))
+    more = 2 * (2 * 48 + 2 * 8)
+    found = flops.model_flops(experts, 1, 2) - flops.model_flops(dense, 1, 2)
+    assert found == 3 * 2 * 2 * more
 
 
 def test_peak():

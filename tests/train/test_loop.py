@@ -11,7 +11,9 @@ import numpy as np
 import optax
 import pytest
 
-from tape_jax.config import ModelConfig
+from tape_jax.config import Experts, ModelConfig
+from tape_jax.losses import added_by_routers
+from tests.models import random_variables, small_model
 from train import experiment, loop, metrics, runs
 from train import step as training_step
 from train.experiment import TrainConfig
@@ -283,6 +285,23 @@ def test_a_config_that_does_not_fit_leaves_no_folder(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_the_first_moment_has_a_type_of_its_own(tiny, tmp_path):
+    """It is stored so, resumed so, and leaves what is learned nearly as it was."""
+    steps = []
+    for name, options in (("float32", {}), ("bfloat16", {"moment_dtype": "bfloat16"})):
+        loop.train(an_experiment(**options), tmp_path / name)
+        _, state = final_state(tmp_path / name)
+        moments = {
+            field: {x.dtype.name for x in jax.tree.leaves(optax.tree.get(state.opt_state, field))}
+            for field in ("mu", "nu")
+        }
+        assert moments == {"mu": {name}, "nu": {"float32"}}
+        start = runs.init_variables(runs.load(tmp_path / name))["params"]
+        steps.append(jax.tree.map(jnp.subtract, state.params, start))
+    difference = optax.tree.norm(jax.tree.map(jnp.subtract, *steps))
+    assert 0 < difference < 0.05 * optax.tree.norm(steps[0])
+
+
 def test_accumulation_gives_the_gradient_of_the_whole_batch():
     model = Tiny(ModelConfig(vocab_size=19, hidden_size=8, num_heads=2))
     task = an_experiment().task
@@ -313,6 +332,42 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch():
     expected = jax.tree.map(lambda p, g: p - g, params, grads)
     chex.assert_trees_all_close(results[1][0].params, expected, atol=1e-6)
     np.testing.assert_allclose(results[1][1]["loss"], loss, rtol=1e-6)
+
+
+@pytest.mark.parametrize("chunked", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_routers_add_their_losses_to_what_is_minimised(monkeypatch, chunked):
+    """To the gradient, not to the reported loss; every part of a batch is balanced by itself."""
+    experts = Experts(3, balance=0.5, z=0.25)
+    model = small_model("rope", num_layers=1, vocab_size=19, experts=experts)
+    batch = next(iter(an_experiment().task.dataset(0, 4)))
+    params = random_variables(model)["params"]
+    plain = optax.sgd(1.0)
+    config = TrainConfig(steps=5, batch_size=4, learning_rate=1.0, accumulate=2)
+
+    def wanted(params):
+        total, numbers = 0.0, []
+        for rows in (slice(0, None, 2), slice(1, None, 2)):
+            part = {name: x[rows] for name, x in batch.items()}
+            logits, sown = model.apply({"params": params}, part["inputs"], mutable=["losses"])
+            added, means = added_by_routers(sown, experts)
+            loss = training_step.weighted_loss(logits, part["targets"], part["weights"])
+            loss /= batch["weights"].sum()
+            total += loss + added / 2
+            numbers.append({"loss": loss} | {name: x / 2 for name, x in means.items()})
+        return total, jax.tree.map(jnp.add, *numbers)
+
+    grads, numbers = jax.jit(jax.grad(wanted, has_aux=True))(params)
+    expected = jax.tree.map(lambda p, g: p - g, params, grads)
+    assert set(numbers) == {"loss", "balance_loss", "z_loss"}
+    if chunked:
+        monkeypatch.setattr(training_step, "CHUNK_LOGITS", 0)
+    state = training_step.State(
+        params, plain.init(params), jnp.int32(0), jax.random.key_data(jax.random.key(0))
+    )
+    step = training_step.make_step(model, plain, config)
+    new, found = step(jax.tree.map(jnp.copy, state), batch, None)
+    chex.assert_trees_all_close(new.params, expected, atol=1e-5)
+    chex.assert_trees_all_close({name: found[name] for name in numbers}, numbers, rtol=1e-5)
 
 
 class Quiet(Tiny):

@@ -3,6 +3,7 @@
 import dataclasses
 import types
 
+import jax
 import pytest
 
 from tape_jax.collectives import Collective
@@ -44,6 +45,14 @@ def test_compilers_that_are_not_there(monkeypatch):
         ahead_of_time.machine("v5e:2x2")
     with pytest.raises(NotImplementedError, match="jax-cuda13-plugin"):
         ahead_of_time.machine("h100:8")
+
+
+def test_code_that_asks_for_its_platform_finds_the_target():
+    here = jax.default_backend()
+    for name, platform in (("v5e", "tpu"), ("h100", "gpu")):
+        with ahead_of_time.as_if_on(TARGETS[name], None):
+            assert jax.default_backend() == platform
+    assert jax.default_backend() == here
 
 
 def test_traffic_inside_a_host_and_between_hosts():

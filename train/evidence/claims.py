@@ -120,7 +120,7 @@ def _algorithms(studies: Studies) -> Verdict:
         values = {
             rival: by_seed(runs, score)
             for rival, runs in study.results().items()
-            if rival != suite.WITH_NORM
+            if rival not in suite.CANDIDATES
         }
         standing = compare(values, "tape", score)
         if len(standing.worse) == len(values) - 1:

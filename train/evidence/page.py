@@ -19,8 +19,8 @@ from train.evidence.overhead import PlannedCost
 from train.evidence.records import Record
 from train.evidence.stability import PlannedGrowth
 from train.evidence.studies import Diverged, Place, PlannedTrainings, State, Study
-from train.evidence.suite import SECTIONS, STUDIES
-from train.evidence.verdicts import Kind
+from train.evidence.suite import CANDIDATES, SECTIONS, STUDIES
+from train.evidence.verdicts import Kind, compare, unfinished
 from train.grids import text_table
 from train.plots import MARK, require_ours, save
 from train.report import RunRecord, by_seed, mean_and_spread
@@ -71,6 +71,7 @@ def markdown(studies: Studies, images: str) -> str:
         parts += _overview(section, own)
         for study in own:
             parts += [f"### {study.name}", *_study(study, states[study.name], images)]
+    parts += ["## Improvement", *_improvement(studies)]
     records = [record for state in states.values() for record in state.finished]
     parts += ["## Versions and hardware", _environments(records)]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -121,6 +122,31 @@ def _verdicts(studies: Studies) -> Iterator[str]:
             lines.append(f"* To settle it: {claim.needs}.")
         lines_of = "\n".join(lines)
         yield f"**{number}. {claim.title}: {verdict.kind.value}.**\n\n{lines_of}"
+
+
+def _improvement(studies: Studies) -> Iterator[str]:
+    """Where options of TAPE are clearly better than its defaults, and where worse."""
+    yield (
+        "Options of TAPE beside its defaults, by the first score of every study that has both "
+        "complete. An option is worth recommending where it is better on studies that it was not "
+        "chosen by, and worse on none."
+    )
+    for name, fields in CANDIDATES.items():
+        options = ", ".join(f"`--config.{field}={value}`" for field, value in fields.items())
+        rows = []
+        for study in studies.values():
+            if not isinstance(study, PlannedTrainings) or name not in study.design.rivals:
+                continue
+            if unfinished(study, rivals=["tape", name]):
+                continue
+            score, results = study.scores[0], study.results()
+            values = {rival: by_seed(results[rival], score) for rival in ("tape", name)}
+            standing = compare(values, name, score)
+            said = "better" if standing.worse else "worse" if standing.better else "not told"
+            cells = [mean_and_spread([*found.values()]) for found in values.values()]
+            rows.append([study.name, score.label, *cells, said])
+        yield f"`{name}`: {options}"
+        yield text_table(["study", "score", "tape", name, ""], rows) if rows else "Unfinished."
 
 
 def _overview(section: str, studies: Sequence[Any]) -> Iterator[str]:

@@ -24,14 +24,19 @@ ON_TEXT = (
     *("tape", "rope", "no_update", "attention_only", "mlp_only", "heads", "no_equivariance"),
     *("place_weights", "norm_rms", "norm_unit", "early", "late"),
 )
-# TAPE with a norm on its states, beside TAPE as it is by default.
-WITH_NORM = "tape_rms"
+# Options of TAPE that may mend what it lacks, as rivals of its defaults.
+CANDIDATES: dict[str, dict[str, Any]] = {
+    "tape_rms": {"model.position.kind": "tape", "model.position.norm": "rms"},
+    "tape_partial": {
+        "model.position.kind": "tape",
+        "model.position.partial_rotary_factor": 0.5,
+    },
+}
 
 
 def encodings(*names: str) -> dict[str, dict[str, Any]]:
-    """Rivals by the names of their encodings."""
-    own = {WITH_NORM: {"model.position.kind": "tape", "model.position.norm": "rms"}}
-    return {name: own.get(name, {"model.position.kind": name}) for name in names}
+    """Rivals by the names of their encodings, or of candidates."""
+    return {name: CANDIDATES.get(name, {"model.position.kind": name}) for name in names}
 
 
 def methods(*names: str) -> dict[str, Fields]:
@@ -53,7 +58,7 @@ STUDIES: tuple[Design, ...] = (
         name="text",
         section="claims",
         config=CONFIGS / "bytes_demo.py",
-        rivals=encodings("tape", WITH_NORM, "rope", "alibi", "sinusoidal", "learned"),
+        rivals=encodings("tape", "tape_rms", "rope", "alibi", "sinusoidal", "learned"),
         by_scale={"cpu": {"train.steps": 1000}},
         sweep=RATES,
         scores=("perplexity_1x", "perplexity_2x", "perplexity_8x", "perplexity_windowed_8x"),
@@ -63,7 +68,7 @@ STUDIES: tuple[Design, ...] = (
         section="claims",
         config=CONFIGS / "addition_demo.py",
         rivals=encodings(
-            *("tape", WITH_NORM, "rope", "alibi", "sinusoidal", "none", "fire", "random_rope")
+            *("tape", "tape_rms", "rope", "alibi", "sinusoidal", "none", "fire", "random_rope")
         ),
         sweep=RATES,
         scores=(BEYOND, INSIDE),
@@ -73,7 +78,7 @@ STUDIES: tuple[Design, ...] = (
         name="passkey",
         section="claims",
         config=CONFIGS / "passkey_demo.py",
-        rivals=encodings("tape", WITH_NORM, "rope", "alibi", "sinusoidal", "none"),
+        rivals=encodings("tape", "tape_rms", "rope", "alibi", "sinusoidal", "none"),
         sweep=RATES,
         scores=(BEYOND, INSIDE),
     ),
@@ -145,7 +150,7 @@ STUDIES: tuple[Design, ...] = (
             name=f"length-{problem}",
             section="length suite",
             config=CONFIGS / "length_suite.py",
-            rivals=encodings("tape", WITH_NORM, "rope", "alibi", "fire", "none"),
+            rivals=encodings(*("tape", *CANDIDATES, "rope", "alibi", "fire", "none")),
             fields={"task.problem": problem},
             sweep=RATES,
             scores=(BEYOND, INSIDE),
