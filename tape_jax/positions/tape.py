@@ -345,7 +345,10 @@ def mix_heads(matrix: Array, e: Array, sharding: Sharding | None = None) -> Arra
     """
     if e.shape[-2] == 1:
         return matrix.sum(-1)[..., None] * e
-    product = sum_of_products if jax.default_backend() == "tpu" else precise_product
+    split = sharding is not None and sharding.shards("kv_heads") > 1
+    on_tpu = jax.default_backend() == "tpu"
+    # For sums over devices TPUs want the layout that a product leaves, or they send twice as much.
+    product = sum_of_products if on_tpu and not split else precise_product
     axes = ("batch", "sequence", None, "kv_heads")
     return _sum_over_heads(product, matrix, axes, e, sharding)
 
