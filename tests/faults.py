@@ -6,6 +6,20 @@ Every trial runs the real command line in processes of its own and starts it aga
 command, as a scheduler would. A trial is survived if in the end the parameters, and the losses of
 all steps, are bit for bit those of a run that nobody disturbed. The exit code is 1 if one is lost.
 
+  kill        SIGKILL at random moments
+  terminate   SIGTERM: saves and leaves in time
+  full-disk   no room for a checkpoint
+  read-only   a run folder that cannot be written
+  damage      a checkpoint with flipped bits, or with truncated or missing files
+  devices     SIGKILL, then continued on another number of simulated devices; survived if no step is
+              lost or repeated, and parameters and losses are those of a run on one mesh to 1e-5
+              (devices sum in another order, so that bits differ)
+  processes   SIGKILL to one of two processes: the other must end by itself, with exit code 4 and a
+              message; both continue when they are started again
+  non-finite  batches with a loss that is not finite, or with a gradient far too large: training
+              stops with exit code 3 and a good checkpoint, from which it continues once the data
+              are mended, or leaves as many steps out as train.skip allows, and counts them
+
 Mounting a small disk or one that cannot be written needs ``unshare`` (Linux); without it these
 trials are left out, and the table says so.
 """
@@ -16,26 +30,33 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import functools
+import itertools
 import json
+import math
 import os
 import random
 import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-import chex
+import jax
 import numpy as np
 
-from train import metrics, runs
+from train import distributed, metrics, runs
+from train.loop import NON_FINITE_EXIT_CODE
 
 ROOT = Path(__file__).parents[1]
+CONFIG = ROOT / "configs/addition_demo.py"
 STEPS = 120
 OPTIONS = {
     "task.max_digits": 2,
@@ -50,6 +71,38 @@ OPTIONS = {
 # Seconds after SIGTERM that Kubernetes gives by default, and the shortest that clouds give.
 GRACE = 30.0
 LIMIT = 300.0
+ALL_DEVICES = "--config.sharding.fsdp=-1"
+# How far apart trainings on different numbers of devices may be, which sum in another order.
+TOLERANCE = 1e-5
+# Seconds in which a process must notice that another is dead.
+PEER_LIMIT = distributed.HEARTBEAT + 30.0
+SKIP, SPIKE = 3, 20
+# The same experiment, but some of its batches are not what they should be.
+SPOILED = """
+import runpy
+
+import numpy as np
+
+from train.data.arithmetic import Addition
+
+get_config = runpy.run_path({config!r})["get_config"]
+good_batch = Addition.batch
+
+
+def batch(self, seed, index, size):
+    made = good_batch(self, seed, index, size)
+    weights = made["weights"]
+    if index + 1 in {steps!r}:
+        if {how!r} == "nan":
+            weights = weights * np.float32("nan")
+        else:  # The loss is divided by the sum of the weights, which almost cancel.
+            weights = weights.copy()
+            weights[-1] *= (1e-4 - weights[:-1].sum()) / weights[-1].sum()
+    return made | {{"weights": weights}}
+
+
+Addition.batch = batch
+"""
 
 
 class Lost(Exception):
@@ -73,8 +126,45 @@ class Outcome:
     note: str = ""
 
 
+class Process(subprocess.Popen):
+    """A process in the background, its output in a file."""
+
+    def __init__(self, command: Sequence[str], log: Path, **environment: str):
+        self._log = log
+        with open(log, "w", encoding="utf-8") as file:
+            super().__init__(
+                command,
+                cwd=ROOT,
+                env={**os.environ, **environment},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def output(self) -> str:
+        """What it has printed."""
+        return self._log.read_text(encoding="utf-8", errors="replace")
+
+    def finish(self, expected: int = 0, limit: float = LIMIT) -> str:
+        """Waits for its end, checks its exit code, and returns what it has printed."""
+        try:
+            code = self.wait(limit)
+        except subprocess.TimeoutExpired:
+            self.destroy()
+            raise Lost(f"hung for {limit:.0f} s: {last_line(self.output())}") from None
+        if code != expected:
+            raise Lost(f"exit code {code}, not {expected}: {last_line(self.output())}")
+        return self.output()
+
+    def destroy(self) -> None:
+        """SIGKILL to it and to all that it has started."""
+        if self.poll() is None:
+            os.killpg(self.pid, signal.SIGKILL)
+            self.wait()
+
+
 class Bench:
-    """A folder with an undisturbed run, and a way to start others like it.
+    """A folder for runs, and a way to start runs that are alike.
 
     Attributes:
       folder: for all runs.
@@ -86,67 +176,58 @@ class Bench:
         self.folder = folder
         self.kills = kills
         self.random = random.Random(seed)
-        self._log = folder / "output.txt"
-        self._reference = self.run("undisturbed")
+        self._numbers = itertools.count()
 
-    def command(self, run: Path) -> list[str]:
-        """Starts a run, or continues it."""
+    @functools.cached_property
+    def undisturbed(self) -> Path:
+        """The run on one device to which nothing happens."""
+        self.run("undisturbed")
+        return self.folder / "undisturbed"
+
+    def command(self, run: Path, *options: str) -> list[str]:
+        """Starts a run, or continues it. Of an option given twice the last counts."""
         config = [f"--config.{name}={value}" for name, value in OPTIONS.items()]
         start = [sys.executable, "-m", "train.main", "train", "--resume", f"--run={run}"]
-        return [*start, f"--config={ROOT / 'configs/addition_demo.py'}", *config]
+        return [*start, f"--config={CONFIG}", *config, *options]
 
-    def start(self, command: Sequence[str], **environment: str) -> subprocess.Popen:
-        """A process in the background, its output in a file."""
-        cache = {
-            "JAX_PLATFORMS": "cpu",
-            "JAX_COMPILATION_CACHE_DIR": str(self.folder / "compiled"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        }
-        with open(self._log, "w", encoding="utf-8") as log:
-            return subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env={**os.environ, **cache, **environment},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+    def start(self, command: Sequence[str], devices: int = 1) -> Process:
+        """A process with so many simulated devices."""
+        return Process(
+            command,
+            self.folder / f"output_{next(self._numbers)}.txt",
+            JAX_PLATFORMS="cpu",
+            JAX_COMPILATION_CACHE_DIR=str(self.folder / "compiled"),
+            JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+            XLA_FLAGS=f"--xla_force_host_platform_device_count={devices}",
+        )
 
-    def output(self) -> str:
-        """What the last process has printed."""
-        return self._log.read_text(encoding="utf-8", errors="replace")
+    def run(self, name: str, *options: str, devices: int = 1, expected: int = 0) -> str:
+        """Starts or continues the run ``name``, to its end; returns what it has printed."""
+        command = self.command(self.folder / name, *options)
+        return self.start(command, devices).finish(expected)
 
-    def finish(self, process: subprocess.Popen, expected: int = 0) -> None:
-        """Waits for a process and checks its exit code."""
-        try:
-            code = process.wait(LIMIT)
-        except subprocess.TimeoutExpired:
-            kill(process)
-            raise Lost(f"hung for {LIMIT:.0f} s: {last_line(self.output())}") from None
-        if code != expected:
-            raise Lost(f"exit code {code}, not {expected}: {last_line(self.output())}")
+    def compare(self, run: Path, other: Path | None = None, tolerance: float = 0) -> float:
+        """How far a finished run is from one that nobody disturbed.
 
-    def run(self, name: str, **environment: str) -> Path:
-        """Starts or continues the run ``name``, to its end."""
-        run = self.folder / name
-        self.finish(self.start(self.command(run), **environment))
-        return run
+        Args:
+          run: the run.
+          other: that which nobody disturbed; None: that on one device.
+          tolerance: what is allowed; 0: nothing.
 
-    def compare(self, run: Path) -> None:
-        """Raises :class:`Lost` unless a finished run is that which nobody disturbed."""
-        with tempfile.TemporaryDirectory() as scratch:
-            # A copy, so that nothing depends on what else the folder is used for.
-            copy = Path(shutil.copytree(run, Path(scratch) / "run"))
-            ours, theirs = (runs.restore_model(path) for path in (copy, self._reference))
-        if (ours.step, theirs.step) != (STEPS, STEPS):
-            raise Lost(f"the last step is {ours.step}, not {STEPS}")
-        try:
-            chex.assert_trees_all_equal(ours.variables, theirs.variables)
-        except AssertionError as error:
-            raise Lost(f"other parameters: {last_line(str(error))}") from None
-        ours, theirs = (losses(path) for path in (run, self._reference))
-        if ours != theirs:
-            raise Lost("metrics.jsonl differs from that of the undisturbed run")
+        Returns:
+          The largest :func:`difference` of parameters and of losses.
+
+        Raises:
+          Lost: if it is larger than the tolerance, or if other steps were done or skipped.
+        """
+        ours, theirs = map(recorded, (run, other or self.undisturbed))
+        if ours["losses"].keys() != theirs["losses"].keys():
+            raise Lost("other steps were skipped")
+        apart = jax.tree.map(difference, ours, theirs)
+        where, largest = max(jax.tree.leaves_with_path(apart), key=lambda leaf: leaf[1])
+        if largest > tolerance:
+            raise Lost(f"differs by {largest:.1e} in {jax.tree_util.keystr(where)}")
+        return largest
 
     def half_done(self, name: str) -> Path:
         """A run that was interrupted by SIGTERM after some steps, and saved."""
@@ -154,7 +235,7 @@ class Bench:
         process = self.start(self.command(run))
         wait_until(lambda: saved(run) >= STEPS // 3, process)
         process.terminate()
-        self.finish(process, 128 + signal.SIGTERM)
+        process.finish(128 + signal.SIGTERM)
         return run
 
 
@@ -162,8 +243,8 @@ def sigkill(bench: Bench) -> Outcome:
     """SIGKILL at random moments: while starting, training, and writing a checkpoint."""
     outcome = Outcome("SIGKILL at a random moment, restart")
     found: collections.Counter[str] = collections.Counter()
-    span = seconds(lambda: bench.finish(bench.start(bench.command(bench.folder / "timed"))))
-    moments: list[Callable[[Path], bool]] = [is_writing, is_unsealed]
+    bench.compare(bench.undisturbed)  # Compiles, which the others need not.
+    span = seconds(lambda: bench.run("timed"))
     number = 0
     while outcome.tried < bench.kills:
         run = bench.folder / f"killed_{number}"
@@ -173,29 +254,16 @@ def sigkill(bench: Bench) -> Outcome:
             while outcome.tried + killed < bench.kills:
                 process = bench.start(bench.command(run))
                 if bench.random.random() < 0.5:
-                    moment = bench.random.choice(moments)
-                    # Not the first such moment, lest the run never gets on.
-                    after = saved(run) + bench.random.randint(1, 8)
-                    wait_until(
-                        lambda run=run, after=after, moment=moment: (
-                            saved(run) >= after and moment(run)
-                        ),
-                        process,
-                        patience=span * 2,
-                    )
+                    lie_in_wait(bench, run, process, steps=8)
                 else:
                     time.sleep(bench.random.uniform(0, span))
-                if process.poll() is not None:
-                    bench.finish(process)
+                if not kill(process, run, found):
                     break
-                kill(process)
                 killed += 1
-                found[describe(run)] += 1
             bench.run(run.name)
             bench.compare(run)
         outcome.tried += killed
-    outcome.note = ", ".join(f"{count} {what}" for what, count in found.most_common())
-    outcome.note += f"; {number} runs"
+    outcome.note = f"{summary(found)}; {number} runs"
     return outcome
 
 
@@ -210,7 +278,7 @@ def sigterm(bench: Bench) -> Outcome:
             wait_until(lambda before=before: saved(run) > before, process)
             time.sleep(bench.random.uniform(0, 0.5))
             process.terminate()
-            slowest = max(slowest, seconds(lambda p=process: bench.finish(p, 143)))
+            slowest = max(slowest, seconds(lambda p=process: p.finish(143)))
             outcome.tried += 1
             if slowest > GRACE:
                 raise Lost(f"took {slowest:.1f} s")
@@ -237,8 +305,8 @@ def full_disk(bench: Bench) -> Outcome:
                 code=$?
                 if [ -d {quoted(there)} ]; then cp -a {quoted(there)} {quoted(run)}; fi
                 exit $code"""
-            bench.finish(bench.start(["unshare", "-rm", "sh", "-c", script]), 2)
-            expect(r"No space left|Disk quota|ENOSPC", bench.output())
+            printed = bench.start(["unshare", "-rm", "sh", "-c", script]).finish(2)
+            expect(r"No space left|Disk quota|ENOSPC", printed)
             bench.run(run.name)
             bench.compare(run)
     return outcome
@@ -257,8 +325,7 @@ def read_only(bench: Bench) -> Outcome:
             mount --bind {quoted(run)} {quoted(run)}
             mount -o remount,ro,bind {quoted(run)}
             exec {shlex.join(bench.command(run))}"""
-        bench.finish(bench.start(["unshare", "-rm", "sh", "-c", script]), 2)
-        expect("Read-only", bench.output())
+        expect("Read-only", bench.start(["unshare", "-rm", "sh", "-c", script]).finish(2))
         if content(run) != before:
             raise Lost("the folder has changed")
         bench.run(run.name)
@@ -286,11 +353,146 @@ def damage(bench: Bench) -> Outcome:
         with trial(outcome):
             run = Path(shutil.copytree(original, bench.folder / f"damaged_{i}"))
             harm(run / path.relative_to(original))
-            bench.run(run.name)
-            expect("damaged and not used", bench.output())
+            expect("damaged and not used", bench.run(run.name))
             bench.compare(run)
     outcome.note = ", ".join(name for name, _, _ in cases)
     return outcome
+
+
+def devices(bench: Bench) -> Outcome:
+    """SIGKILL at a random moment, restart on more devices or on fewer."""
+    outcome = Outcome("SIGKILL, restart on another number of devices")
+    bench.run("on_four", ALL_DEVICES, devices=4)
+    found: collections.Counter[str] = collections.Counter()
+    largest = 0.0
+    for counts in ((4, 2, 8), (8, 1, 4)):
+        run = bench.folder / f"on_{'_'.join(map(str, counts))}"
+        with trial(outcome, count=False):
+            for count in counts[:-1]:
+                process = bench.start(bench.command(run, ALL_DEVICES), count)
+                lie_in_wait(bench, run, process, steps=STEPS // 3)
+                outcome.tried += kill(process, run, found)
+            bench.run(run.name, ALL_DEVICES, devices=counts[-1])
+            apart = bench.compare(run, bench.folder / "on_four", TOLERANCE)
+            largest = max(largest, apart)
+    outcome.note = (
+        f"to {TOLERANCE:.0e} of a run on 4 devices, not bit for bit: {largest:.1e} at most; "
+        f"{summary(found)}"
+    )
+    return outcome
+
+
+def processes(bench: Bench) -> Outcome:
+    """One of two processes dies: the other ends by itself, and both continue."""
+    outcome = Outcome("SIGKILL to one of two processes, restart of both")
+    undisturbed = bench.folder / "two_undisturbed"
+    run_both(bench, undisturbed, free_port())
+    found: collections.Counter[str] = collections.Counter()
+    slowest = 0.0
+    for i in range(4):
+        run, port = bench.folder / f"two_{i}", free_port()
+        with trial(outcome):
+            with two_processes(bench, run, port) as both:
+                killed, other = both[i % 2], both[1 - i % 2]
+                lie_in_wait(bench, run, killed, steps=STEPS // 2)
+                kill(killed, run, found)
+                start = time.monotonic()
+                expect("another process has died", other.finish(distributed.PEER_LOST, PEER_LIMIT))
+                slowest = max(slowest, time.monotonic() - start)
+            run_both(bench, run, port)
+            bench.compare(run, undisturbed)
+    outcome.note = f"the other ended within {slowest:.1f} s; {summary(found)}"
+    return outcome
+
+
+def non_finite(bench: Bench) -> Outcome:
+    """Some batches give a loss that is not finite, or a gradient far too large."""
+    outcome = Outcome("NaN or a spike in the loss: stop, or skip")
+    skip = f"--config.train.skip={SKIP}"
+    spike = f"--config.train.spike={SPIKE}"
+    # Not among the first steps, which say too little of what is usual.
+    first = bench.random.randint(STEPS // 3, STEPS // 2)
+    row = list(range(first, first + SKIP))
+    bad = row + sorted(bench.random.sample(range(first + 2 * SKIP, STEPS, 2), 2))
+    with trial(outcome):
+        stops(bench, "nan", "nan", row[:1])
+        bench.run("nan")
+        bench.compare(bench.folder / "nan")
+    with trial(outcome):
+        stops(bench, "nan_too_often", "nan", [*row, first + SKIP], skip)
+    with trial(outcome):
+        skips(bench, "nan_skipped", "nan", bad, skip)
+    with trial(outcome):
+        skips(bench, "spike_skipped", "spike", bad, skip, spike)
+    outcome.note = (
+        f"1 NaN: stopped, data mended, continued; {SKIP + 1} in a row: stopped; {len(bad)} NaN, "
+        f"{len(bad)} spikes, with a SIGKILL in between: skipped and counted"
+    )
+    return outcome
+
+
+def stops(bench: Bench, name: str, how: str, steps: Sequence[int], *options: str) -> None:
+    """A run with spoiled batches ends in the last of these steps; what was saved is good."""
+    printed = bench.run(
+        name, spoiled(bench, name, how, steps), *options, expected=NON_FINITE_EXIT_CODE
+    )
+    every = int(OPTIONS["train.save_every"])
+    good = (steps[-1] - 1) // every * every
+    expect(rf"last good checkpoint of \S+ is that of step {good}\.", printed)
+    if (step := restored(bench.folder / name).step) != good:
+        raise Lost(f"the last checkpoint is that of step {step}, not {good}")
+
+
+def skips(bench: Bench, name: str, how: str, steps: Sequence[int], *options: str) -> None:
+    """A run leaves just the spoiled batches out; also one that was killed and continued."""
+    config = spoiled(bench, name, how, steps)
+    undisturbed, run = bench.folder / name, bench.folder / f"{name}_killed"
+    bench.run(name, config, *options)
+    lines = metrics.read(undisturbed / "metrics.jsonl")
+    skipped = {line["step"]: line["skipped"] for line in lines if line["skipped"]}
+    if skipped != dict.fromkeys(steps, 1):
+        raise Lost(f"of the steps {steps} metrics.jsonl has these as skipped: {skipped}")
+    process = bench.start(bench.command(run, config, *options))
+    lie_in_wait(bench, run, process, steps=STEPS // 2)
+    if not kill(process, run, collections.Counter()):
+        raise Lost("ended before it could be killed")
+    bench.run(run.name, config, *options)
+    bench.compare(run, undisturbed)
+
+
+def spoiled(bench: Bench, name: str, how: str, steps: Sequence[int]) -> str:
+    """The option for a config with spoiled batches: ``nan``, or ``spike``."""
+    path = bench.folder / f"{name}.py"
+    path.write_text(SPOILED.format(config=str(CONFIG), how=how, steps=tuple(steps)))
+    return f"--config={path}"
+
+
+@contextlib.contextmanager
+def two_processes(bench: Bench, run: Path, port: int) -> Iterator[list[Process]]:
+    """Two processes that start a run together, or continue it; none is left in the end."""
+    both = [
+        bench.start(bench.command(run, ALL_DEVICES, f"--distributed=localhost:{port},2,{index}"))
+        for index in range(2)
+    ]
+    try:
+        yield both
+    finally:
+        for process in both:
+            process.destroy()
+
+
+def run_both(bench: Bench, run: Path, port: int) -> None:
+    """Two processes start a run, or continue it, to its end."""
+    with two_processes(bench, run, port) as both:
+        for process in both:
+            process.finish()
+
+
+def free_port() -> int:
+    """A port on which nobody listens."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
 
 
 FAULTS: dict[str, Callable[[Bench], Outcome]] = {
@@ -299,6 +501,9 @@ FAULTS: dict[str, Callable[[Bench], Outcome]] = {
     "full-disk": full_disk,
     "read-only": read_only,
     "damage": damage,
+    "devices": devices,
+    "processes": processes,
+    "non-finite": non_finite,
 }
 
 
@@ -310,6 +515,36 @@ def trial(outcome: Outcome, count: bool = True) -> Iterator[None]:
         yield
     except (Lost, ValueError) as error:
         outcome.lost.append(str(error))
+
+
+def lie_in_wait(bench: Bench, run: Path, process: Process, steps: int) -> None:
+    """Waits for a random moment: in one of the next steps, maybe while a checkpoint is written."""
+    moment = bench.random.choice((is_writing, is_unsealed, is_there))
+    # Not the first such moment, lest the run never gets on; and not too late.
+    after, late = saved(run) + bench.random.randint(1, steps), STEPS - 20
+
+    def has_come() -> bool:
+        now = saved(run)
+        return now >= after and (moment(run) or now >= late)
+
+    wait_until(has_come, process)
+    if moment is is_there:
+        time.sleep(bench.random.uniform(0, 0.1))
+
+
+def kill(process: Process, run: Path, found: collections.Counter[str]) -> bool:
+    """SIGKILL, if the process is still there; counts what the kill left behind."""
+    if process.poll() is not None:
+        process.finish()
+        return False
+    process.destroy()
+    found[describe(run)] += 1
+    return True
+
+
+def summary(found: collections.Counter[str]) -> str:
+    """What kills have left behind, and how often."""
+    return ", ".join(f"{count} {what}" for what, count in found.most_common())
 
 
 def saved(run: Path) -> int:
@@ -335,9 +570,14 @@ def is_unsealed(run: Path) -> bool:
     return any(re.fullmatch(r"\d{8}", name) and f"{name}.sha256" not in names for name in names)
 
 
+def is_there(run: Path) -> bool:
+    """Whether the run was made."""
+    return (run / "experiment.json").exists()
+
+
 def describe(run: Path) -> str:
     """What a kill left behind."""
-    if not (run / "experiment.json").exists():
+    if not is_there(run):
         return "before the run was made"
     if is_writing(run):
         return "with a checkpoint half written"
@@ -354,9 +594,37 @@ def checkpoint_entries(run: Path) -> list[str]:
         return []
 
 
-def losses(run: Path) -> list[tuple[int, float]]:
-    """Step and loss of every line of metrics."""
-    return [(line["step"], line["loss"]) for line in metrics.read(run / "metrics.jsonl")]
+def restored(run: Path) -> runs.Trained:
+    """The newest checkpoint of a run, which must be intact and finite."""
+    damaged: list[str] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        # A copy, so that nothing depends on what else the folder is used for.
+        copy = Path(shutil.copytree(run, Path(scratch) / "run"))
+        trained = runs.restore_model(copy, damaged.append)
+    if damaged:
+        raise Lost(damaged[0])
+    if not all(np.isfinite(x).all() for x in jax.tree.leaves(trained.variables)):
+        raise Lost(f"a parameter of step {trained.step} is not finite")
+    return trained
+
+
+def recorded(run: Path) -> dict[str, Any]:
+    """What is compared of a finished run: its parameters, and the losses of all steps."""
+    trained = restored(run)
+    if trained.step != STEPS:
+        raise Lost(f"the last step is {trained.step}, not {STEPS}")
+    lines = metrics.read(run / "metrics.jsonl")
+    if [line["step"] for line in lines] != list(range(1, STEPS + 1)):
+        raise Lost("metrics.jsonl does not have each step once")
+    losses = {line["step"]: line["loss"] for line in lines if not line.get("skipped")}
+    return {"parameters": trained.variables["params"], "losses": losses}
+
+
+def difference(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """The largest difference of two arrays, relative to the largest number of the second."""
+    ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+    apart = np.abs(ours - theirs).max()
+    return float(apart / (np.abs(theirs).max() or 1)) if np.isfinite(apart) else math.inf
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -372,19 +640,11 @@ def flip(path: Path, draw: random.Random) -> None:
     data.tofile(path)
 
 
-def wait_until(
-    condition: Callable[[], bool], process: subprocess.Popen, patience: float = LIMIT
-) -> None:
-    """Waits until something is true, the process has ended, or patience has."""
-    end = time.monotonic() + patience
+def wait_until(condition: Callable[[], bool], process: Process) -> None:
+    """Waits until something is true, or the process has ended, but not forever."""
+    end = time.monotonic() + LIMIT
     while not condition() and process.poll() is None and time.monotonic() < end:
         time.sleep(0.0005)
-
-
-def kill(process: subprocess.Popen) -> None:
-    """SIGKILL to a process and to all that it has started."""
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def seconds(action: Callable[[], object]) -> float:
@@ -433,7 +693,11 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--kills", type=int, default=50, help="how often to kill (50)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (0)")
     parser.add_argument("--only", nargs="+", choices=FAULTS, default=list(FAULTS))
@@ -461,7 +725,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         bench = Bench(folder, args.kills, args.seed)
         outcomes = []
         for name in args.only:
-            outcomes.append(FAULTS[name](bench))
+            try:
+                outcomes.append(FAULTS[name](bench))
+            except Lost as error:  # Already the run that nobody disturbs.
+                outcomes.append(Outcome(name, 1, [str(error)]))
             latest = outcomes[-1]
             print(
                 f"{time.monotonic() - start:6.0f} s  {latest.fault}: {latest.tried} tried, "

@@ -59,7 +59,11 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
+        if isinstance(error, Exception) and distributed.is_peer_lost(error):
+            # What is being written waits for the other process, and never becomes complete.
+            self._worker.shutdown(wait=False)
+            return
         try:
             self.wait()
         finally:

@@ -6,10 +6,14 @@ here does nothing.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
+import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -25,6 +29,10 @@ T = TypeVar("T")
 HEARTBEAT = 60
 # Seconds for all processes to appear: a pod's hosts do not start together.
 APPEARANCE = 600
+# Seconds for the main thread to say what it knows of the loss of another process, before it ends.
+PATIENCE = 5
+# The exit code for that.
+PEER_LOST = 4
 
 
 def initialize(where: str) -> None:
@@ -63,6 +71,24 @@ def initialize(where: str) -> None:
             f"--distributed={where}: {error} Nothing in the environment tells of SLURM, Open MPI, "
             "Kubernetes or a TPU pod: give HOST:PORT,PROCESSES,INDEX"
         ) from error
+    ctypes.CDLL(None).signal(ctypes.c_int(signal.SIGABRT), _end_aborted)
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int)
+def _end_aborted(_: int) -> None:
+    """Answers SIGABRT, by which a thread of jax ends this process once another is gone.
+
+    A handler of Python's would wait for the main thread, which may wait for the other process. An
+    abort in the main thread itself is none of jax's, and takes its course.
+    """
+    if threading.get_ident() != threading.main_thread().ident:
+        time.sleep(PATIENCE)
+        print(
+            "error: jax ends this process, most likely since another process has died (see above). "
+            "What was saved is intact: start all processes again with --resume",
+            file=sys.stderr,
+        )
+        leave(PEER_LOST)
 
 
 def is_one_of_several() -> bool:
@@ -72,8 +98,9 @@ def is_one_of_several() -> bool:
 
 def is_peer_lost(error: Exception) -> bool:
     """Whether an error says that another process is gone: in a step, or in writing a checkpoint."""
-    told = isinstance(error, jax.errors.JaxRuntimeError) or "CoordinationService" in str(error)
-    return told and is_one_of_several()
+    # Not all that jax raises is a JaxRuntimeError.
+    told = re.search("CoordinationService|Gloo .* failed", str(error))
+    return bool(told or isinstance(error, jax.errors.JaxRuntimeError)) and is_one_of_several()
 
 
 def is_main() -> bool:

@@ -38,7 +38,6 @@ COMMANDS = {
 }
 
 USER_ERROR = 2
-PEER_LOST = 4
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,7 +76,7 @@ def _exit_code(argv: list[str]) -> int:
                 file=sys.stderr,
                 flush=True,
             )
-            return PEER_LOST
+            return distributed.PEER_LOST
         if isinstance(error, jax.errors.JaxRuntimeError):
             raise
         if debug:
