@@ -44,7 +44,7 @@ def test_variants_are_what_they_are_named_for():
         )
         updating = [model.position.updates(i, 6) for i in range(6)]
         expected = {
-            **{other: [] for other in ("rope", "no_update", "window_rope")},
+            **{other: [] for other in ("rope", "no_update", "partial_rope", "window_rope")},
             "early": [0, 1],
             "middle": [2, 3],
             "late": [3, 4],

@@ -25,6 +25,7 @@ from tape_jax.attention import BACKENDS
 from tests import markdown
 from tests.models import random_variables, small_model
 from train import experiment, main
+from train.commands import evidence
 from train.data import TASKS
 
 ROOT = Path(__file__).parents[1]
@@ -170,6 +171,9 @@ def check_train(words, llama, monkeypatch):
             if re.search(r"\badapt\b", " ".join([read(ROOT / config), *options])):
                 options.append(f"--config.adapt.base={llama}")
             experiment.from_file(ROOT / config, options, report=lambda _: None)
+    elif words[0] == "evidence":
+        scale = f"--config.scale={evidence.scale_of(args.overrides)}"
+        experiment.from_file(ROOT / "configs/bytes_demo.py", [scale])
     elif args.overrides:
         assert any(accepts(path, args.overrides) for path in (ROOT / "configs").glob("[!_]*.py"))
 

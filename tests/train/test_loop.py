@@ -443,6 +443,19 @@ def test_all_finite():
 
 
 class TestSignals:
+    @pytest.fixture(autouse=True)
+    def heeded(self):
+        """Signals that the tests themselves may have been started without."""
+        usual = {
+            signal.SIGINT: signal.default_int_handler,
+            signal.SIGTERM: signal.SIG_DFL,
+            signal.SIGHUP: signal.SIG_DFL,
+        }
+        before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+        yield
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
     def test_the_first_is_remembered_and_the_second_acts(self):
         with loop.Signals() as signals:
             assert signals.received == 0
