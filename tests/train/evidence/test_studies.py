@@ -223,7 +223,7 @@ class TestMeasurements:
 
     @pytest.mark.slow
     def test_cost(self, place, config):
-        sizes = {"model.hidden_size": 8, "model.num_heads": 1, "model.num_layers": 1}
+        sizes = {"model.hidden_size": 8, "model.num_heads": 1, "model.num_layers": 2}
         design = Cost(
             "cost", "claims", Path("configs/bytes_demo.py"), {"cpu": sizes}, {"cpu": (16,)},
             {"cpu": 32}, measurements=1, repeats=2,
