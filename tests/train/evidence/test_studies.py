@@ -235,4 +235,4 @@ class TestMeasurements:
         (found,) = planned.measured()[16]
         assert found["parameters"] > 1
         assert found["operations"] > 1
-        assert found["memory"] > 1
+        assert min(found[name] for name in ("time", "noise", "memory", "milliseconds")) > 0
