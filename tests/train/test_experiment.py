@@ -56,6 +56,22 @@ def test_from_a_file(file):
     hash(e)
 
 
+def test_scales(file, tmp_path):
+    """Fields of another scale come after the file's and before the command line's."""
+    scales = 'SCALES = {"gpu": {"train.steps": 99, "model.hidden_size": 32}}\n'
+    path = written(tmp_path, FILE + scales)
+    assert from_file(path) == from_file(path, ["--config.scale=cpu"])
+    large = from_file(path, ["--config.train.steps=7", "--config.scale=gpu"])
+    assert (large.train.steps, large.model.hidden_size, large.task.max_digits) == (7, 32, 4)
+    with pytest.raises(ValueError, match=r"unknown scale of .*other\.py 'gpus'.*mean 'gpu'"):
+        from_file(path, ["--config.scale=gpus"])
+    with pytest.raises(ValueError, match=r"unknown scale of .*small\.py 'gpu'.*one of 'cpu'"):
+        from_file(file, ["--config.scale=gpu"])
+    path = written(tmp_path, FILE + 'SCALES = {"gpu": {"train.step": 1}}\n')
+    with pytest.raises(ValueError, match="unknown field 'step'"):
+        from_file(path, ["--config.scale=gpu"])
+
+
 def test_round_trip_through_json(file):
     for kind in positions.registry:
         e = from_file(file, [f"--config.model.position.kind={kind}"], report=lambda _: None)

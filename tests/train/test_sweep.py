@@ -12,6 +12,7 @@ from train import experiment, runs, sweep
 from train.data.algorithms import Algorithm
 from train.data.arithmetic import Addition, AdditionEvaluation
 from train.data.groups import WordEvaluation, Words
+from train.data.passkey import Passkey, PasskeyEvaluation
 from train.sweep import Setting, Sweep
 
 CONFIG = """
@@ -192,6 +193,7 @@ class TestValidation:
         for task, options in (
             (Addition(3), AdditionEvaluation(seed=5)),
             (Words("A5", 3), WordEvaluation()),
+            (Passkey(), PasskeyEvaluation()),
         ):
             changed = sweep.validation_options(task, options)
             assert changed.seed != options.seed

@@ -11,6 +11,7 @@ import pytest
 from tests.train import tokenizer_files
 from train import experiment, perplexity
 from train.data import get_task, passkey, tokenizers
+from train.data.questions import VALIDATION_SEED
 from train.data.text import Text
 from train.data.token_cache import is_held_out
 from train.data.tokenized import Tokenized
@@ -209,6 +210,24 @@ class TestHeldOut:
             assert all(len(document) for document in cut)
             np.testing.assert_array_equal(np.concatenate(cut), stream[:limit])
             np.testing.assert_array_equal(task.evaluation_tokens(limit), stream[:limit])
+
+    def test_validation_reads_other_documents(self, folder):
+        task = text_task(folder)
+        documents = [document.tobytes() for document in task.evaluation_documents()]
+        limit = sum(len(d) for d in task.evaluation_documents()) // 2 - 20
+        test = {d.tobytes() for d in task.evaluation_documents(limit)}
+        other = list(task.evaluation_documents(limit, validation=True))
+        assert sum(map(len, other)) == limit
+        assert [d.tobytes() for d in other[:-1]] == documents[: -len(other) : -1]
+        assert not test & {d.tobytes() for d in other}
+        options = perplexity.Evaluation(tokens=limit, seed=3)
+        validation = task.validation(options)
+        assert validation == dataclasses.replace(options, validation=True, seed=3 + VALIDATION_SEED)
+        for tokens in (2 * limit, None):
+            with pytest.raises(ValueError, match="too short for a test and a validation of"):
+                task.evaluation_tokens(tokens, validation=True)
+        with pytest.raises(ValueError, match="leave no text for a validation"):
+            task.validation(perplexity.Evaluation(source="stdlib"))
 
     def test_not_in_the_order_of_the_source_and_always_the_same(self, folder):
         tokens = text_task(folder).evaluation_tokens()
