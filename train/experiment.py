@@ -213,7 +213,7 @@ def from_file(
     Raises:
       ValueError: for a file that does not load, or an unknown or unfitting field.
     """
-    scale, overrides = _take_scale(overrides)
+    scale, overrides = take_scale(overrides)
     values = {"name": Path(path).stem, **_load_file(Path(path), scale)}
     task = _named(overrides, "task.name") or values["task"].get("name", "addition")
     template = _template(task)
@@ -597,7 +597,7 @@ def _named(overrides: Sequence[str], name: str) -> str | None:
     return next((o.removeprefix(start) for o in reversed(overrides) if o.startswith(start)), None)
 
 
-def _take_scale(overrides: Sequence[str]) -> tuple[str, list[str]]:
+def take_scale(overrides: Sequence[str]) -> tuple[str, list[str]]:
     """The scale that the command line asks for, and what else it says."""
     start = "--config.scale="
     others = [override for override in overrides if not override.startswith(start)]

@@ -72,14 +72,13 @@ def scale_of(overrides: Sequence[str]) -> str:
     Raises:
       ValueError: it asks for anything else.
     """
-    start = "--config.scale="
-    others = [override for override in overrides if not override.startswith(start)]
+    scale, others = experiment.take_scale(overrides)
     require(
         not others,
         f"evidence does not take {' '.join(others)}: the configs of the suite are fixed, but for "
-        f"{start}NAME",
+        "--config.scale=NAME",
     )
-    return overrides[-1].removeprefix(start) if overrides else experiment.THIS_SCALE
+    return scale
 
 
 def make(studies: dict[str, Any], name: str, out: Path, *, quick: bool) -> None:

@@ -193,11 +193,11 @@ def _study(study: Study, state: State, images: str) -> Iterator[str]:
         yield _costs(study)
     elif isinstance(study, PlannedGrowth) and state.finished:
         yield _growth(study)
-    for name in figures_of(study, state):
+    for name in figures_of(study):
         yield f"![{study.name}]({images}/{name})"
 
 
-def figures_of(study: Study, state: State) -> list[str]:
+def figures_of(study: Study) -> list[str]:
     """The names of a study's pictures, without drawing them."""
     if isinstance(study, PlannedTrainings) and any(study.results().values()):
         return [f"{study.name}.png"]
