@@ -248,6 +248,18 @@ def test_a_plan_of_several_seeds(config, tmp_path):
         assert experiment.from_file(file.partition("=")[2], own) == job.experiment
 
 
+@pytest.mark.slow
+def test_seeds_share_compiled_programs(config, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setattr(compare, "_compiled", lambda: str(tmp_path / "compiled"))
+    jobs = compare.plan(config, tmp_path / "runs", compare.ENCODINGS, ["rope", "none"], 2, [])
+    (tmp_path / "runs").mkdir()
+    compare.train_all(jobs, 1)
+    assert all(job.finished for job in jobs)
+    assert len(list((tmp_path / "compiled").glob("jit_step-*-cache"))) == 2
+
+
 def test_cores_are_divided():
     cores = sorted(os.sched_getaffinity(0))
     assert compare.shares(1) == [cores]
@@ -262,7 +274,8 @@ def test_compare_interrupted_and_continued(config, tmp_path, monkeypatch, capsys
     call = ["compare", f"--config={config}", f"--run={folder}", "--encodings=rope,none"]
     call += [f"--config.train.steps={steps}", "--config.train.save_every=250"]
     call += ["--config.model.num_layers=1"]
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "compiled"))
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setattr(compare, "_compiled", lambda: str(tmp_path / "compiled"))
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
     def interrupt_once_both_train():

@@ -16,6 +16,7 @@ compared with the one that is best in a validation apart from the test.
 from __future__ import annotations
 
 import argparse
+import atexit
 import collections
 import contextlib
 import dataclasses
@@ -29,6 +30,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -358,12 +360,21 @@ def _ended(job: Job, process: subprocess.Popen) -> Ended | None:
     return Ended(job, process.returncode, seconds)
 
 
+@functools.cache
+def _compiled() -> str:
+    """A folder of compiled programs, which trainings of this process share, and end with it."""
+    folder = tempfile.TemporaryDirectory(prefix="tape-jax-compiled-", ignore_cleanup_errors=True)
+    atexit.register(folder.cleanup)
+    return folder.name
+
+
 def _start(job: Job, cores: list[int], *, alone: bool, validate: bool) -> subprocess.Popen:
     """Starts a training on the given cores, in a session of its own."""
     arguments = ["--evaluate"]
     arguments += ["--resume"] if job.folder.exists() else []
     arguments += ["--validate"] if validate else []
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(len(cores))}
+    environment.setdefault("JAX_COMPILATION_CACHE_DIR", _compiled())
     if len(cores) == 1:
         flags = os.environ.get("XLA_FLAGS", "")
         environment["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()

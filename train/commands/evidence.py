@@ -19,8 +19,9 @@ from typing import Any
 
 from tape_jax.config import choose, require
 from train import experiment
+from train.data import Score
 from train.evidence import page
-from train.evidence.records import Item, Store
+from train.evidence.records import Item, Record, Store
 from train.evidence.studies import Place, PlannedTrainings, Study
 from train.grids import text_table
 
@@ -108,11 +109,14 @@ def compared(here: dict[str, Any], recorded: dict[str, Any]) -> str:
             if mine is None:
                 continue
             for score in study.scores:
-                values = [
-                    "-"
-                    if record is None
-                    else f"{score.factor * study.read(record).summary()[score.key]:.4g}"
-                    for record in (mine, theirs)
-                ]
+                values = [_shown(study, score, record) for record in (mine, theirs)]
                 rows.append([f"{name}/{job.folder.name}", score.label, *values])
     return text_table(["run", "score", "here", "on record"], rows)
+
+
+def _shown(study: PlannedTrainings, score: Score, record: Record | None) -> str:
+    """A score of a run, in a table."""
+    if record is None:
+        return "-"
+    value = study.read(record).summary().get(score.key)
+    return "diverged" if value is None else f"{score.factor * value:.4g}"

@@ -112,11 +112,13 @@ class TestCommand:
 
     def test_beside_what_is_on_record(self, small, place, tmp_path):
         here, recorded = small.at(place._replace(store=Store(tmp_path / "here"))), small.at(place)
-        job = here.trials[0]
-        finish(here, job, 0.25)
-        finish(recorded, job, 0.5)
+        first, second = here.trials[:2]
+        finish(here, first, 0.25)
+        finish(recorded, first, 0.5)
+        diverge(here, second)
         table = command.compared({"copying": here}, {"copying": recorded})
-        assert re.search(r"copying/tape-learning_rate=1e-3 \| beyond.* \| +25 \| +50 \|", table)
+        assert re.search(r"copying/tape-learning_rate=1e-3 \| beyond.* \| +25 +\| +50 \|", table)
+        assert re.search(r"copying/tape-learning_rate=3e-3 \| beyond.* \| diverged \| +- \|", table)
         assert "none" not in table
 
 
