@@ -24,8 +24,9 @@ from benchmarks.table import markdown, mebibytes, ratio
 from tape_jax import ModelConfig, Transformer
 from tape_jax.collectives import collectives
 from tape_jax.sharding import ShardingConfig
+from train import runs
 from train.experiment import TrainConfig
-from train.step import State, make_optimizer, make_step, placed
+from train.step import State, make_optimizer, make_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Case:
         places = sharding.of(model, state)
         batch = {"inputs": tokens, "targets": tokens, "weights": weights}
         step = make_step(model, optimizer, training, places)
-        compiled = step.lower(placed(state, places), batch).compile()
+        compiled = step.lower(runs.placed(state, places), batch).compile()
         found = collectives(compiled.as_text(), sharding.mesh)
         sent = sum((c.times or 1) * c.traffic for c in found)
         return compiled.memory_analysis().temp_size_in_bytes, sent

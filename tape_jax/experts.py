@@ -10,6 +10,7 @@ that devices have equal work wherever tokens go.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -111,15 +112,22 @@ def mixture(
             f"sharding: the rule for {axis!r} names {', '.join(foreign)}, along which devices hold "
             "the same tokens: let 'mlp' be split there, which splits every expert",
         )
+    rows = len(x)
+    if not sharding.strict:
+        # Each device computes its own rows, so that there must be some for each.
+        missing = -rows % sharding.shards("batch")
+        x, logits = (jnp.pad(array, ((0, missing), (0, 0), (0, 0))) for array in (x, logits))
+        sharding = dataclasses.replace(sharding, strict=True)
     tokens = sharding.spec((*TOKEN_AXES, None), x.shape, "the tokens of experts")
     specs = {name: sharding.spec(KERNEL_AXES[name], k.shape, name) for name, k in kernels.items()}
     on_device = functools.partial(_on_device, experts=experts, sharding=sharding)
-    return jax.shard_map(
+    out, chosen = jax.shard_map(
         on_device,
         mesh=sharding.mesh,
         in_specs=(tokens, tokens, specs),
         out_specs=(tokens, tokens),
     )(x, logits, kernels)
+    return out[:rows], chosen[:rows]
 
 
 def _on_device(

@@ -21,7 +21,7 @@ OUTSIDE = -1
 
 def replaced(model: Transformer, **changes: Any) -> Transformer:
     """The model with fields of its configuration changed."""
-    return Transformer(dataclasses.replace(model.config, **changes))
+    return Transformer(dataclasses.replace(model.config, **changes), sharding=model.sharding)
 
 
 def restack(

@@ -179,10 +179,13 @@ class Sharding:
     Attributes:
       mesh: of devices, or abstract; a rule's axes that it lacks split nothing.
       rules: complete; the first that names a logical axis counts.
+      strict: whether it is an error if the mesh does not divide a dimension; otherwise that
+        dimension of that array is not split, as evaluation of odd batches wants it.
     """
 
     mesh: Mesh | AbstractMesh
     rules: tuple[Rule, ...] = RULES
+    strict: bool = True
 
     def mesh_axes(self, axis: str) -> tuple[str, ...]:
         """Axes of the mesh that split a logical axis.
@@ -214,7 +217,7 @@ class Sharding:
 
         Raises:
           ValueError: if two of its axes would share an axis of the mesh, no rule names one, or the
-            mesh does not divide a dimension.
+            mesh does not divide a dimension (if ``strict``).
         """
         require(
             len(axes) == len(shape),
@@ -225,6 +228,9 @@ class Sharding:
         parts: list[tuple[str, ...] | str | None] = []
         for axis, size in zip(axes, shape, strict=True):
             names = () if axis is None else self.mesh_axes(axis)
+            shards = math.prod(self.mesh.shape[name] for name in names)
+            if size % shards and not self.strict:
+                names, shards = (), 1
             for name in names:
                 require(
                     name not in owners,
@@ -233,7 +239,6 @@ class Sharding:
                     "of them another rule",
                 )
                 owners[name] = str(axis)
-            shards = math.prod(self.mesh.shape[name] for name in names)
             require(
                 size % shards == 0,
                 f"sharding: {what} of shape {tuple(shape)} and axes {axes}: the mesh splits "
@@ -268,7 +273,12 @@ class Sharding:
             self.spec(parameter.axes, parameter.shape.shape, path)
 
     def check_activations(self, config: Any, batch_size: int, length: int) -> None:
-        """Raises ValueError unless the mesh divides batch, length and heads; see :meth:`check`."""
+        """Raises ValueError unless the mesh divides batch, length and heads; see :meth:`check`.
+
+        One that is not ``strict`` takes any.
+        """
+        if not self.strict:
+            return
         sizes = {
             "batch": batch_size,
             "sequence": length,

@@ -1,5 +1,6 @@
 """Rules, meshes, and the model split over simulated devices against the model on one."""
 
+import dataclasses
 import functools
 import math
 
@@ -290,6 +291,24 @@ def test_table_of_parameters():
     assert "-, fsdp, tensor" in by_path["layers_0/mlp/up/kernel"]
     total = sum(int(line.split()[-1].replace(",", "")) for line in lines[2:-1])
     assert lines[-1].split() == ["all", f"{total:,}"]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"experts": Experts(4, 2)}], ids=["dense", "mixture of experts"]
+)
+def test_a_lenient_mesh_takes_what_it_does_not_divide(options):
+    model = model_of(**options)
+    variables, tokens = random_variables(model), TOKENS[:3, :7]
+    expected = jax.jit(model.apply)(variables, tokens)
+    strict = built(fsdp=2, tensor=4)
+    with pytest.raises(ValueError, match="batch = 3 is not a multiple of 2"):
+        model_of(sharding=strict, **options).apply(variables, tokens)
+    lenient = dataclasses.replace(strict, strict=False)
+    split = model_of(sharding=lenient, **options)
+    placed = jax.device_put(variables, lenient.of(split, variables))
+    found = jax.jit(split.apply)(placed, tokens)
+    np.testing.assert_allclose(found, expected, atol=1e-5 * float(jnp.max(jnp.abs(expected))))
+    assert lenient.spec(("batch", "heads"), (3, 8)) == P(None, "tensor")
 
 
 def test_presets_and_meshes():

@@ -261,24 +261,34 @@ def _choose_method(values: dict[str, Any], given: Mapping[str, Any]) -> tuple[st
     return method, old, dropped
 
 
-def change_evaluation(experiment: Experiment, overrides: Sequence[str]) -> Any:
-    """How to evaluate, with ``--config.evaluation.name=value`` options applied.
+def change_evaluation(
+    experiment: Experiment, overrides: Sequence[str]
+) -> tuple[Any, ShardingConfig | None]:
+    """How to evaluate, with ``--config.evaluation.name=value`` options applied, and where.
 
     Returns:
-      An instance of the task's ``Evaluation``.
+      An instance of the task's ``Evaluation``, and the mesh of ``--config.sharding.name=value``
+      options; None if there are none.
 
     Raises:
-      ValueError: for an unknown or unfitting field, or one outside ``evaluation``.
+      ValueError: for an unknown or unfitting field, or one of another section.
     """
     given = _parse(overrides, _template(task_name(experiment.task)))
     for name in given:
         require(
-            name.startswith("evaluation."),
-            f"config.{name} cannot be changed after training; only config.evaluation.* can",
+            name.startswith(("evaluation.", "sharding.")),
+            f"config.{name} cannot be changed after training; only config.evaluation.* and "
+            "config.sharding.* can",
         )
-    options = {name.removeprefix("evaluation."): value for name, value in given.items()}
+    options, mesh = (
+        {name.removeprefix(prefix): x for name, x in given.items() if name.startswith(prefix)}
+        for prefix in ("evaluation.", "sharding.")
+    )
     chosen = {**_shallow(experiment.evaluation), **options}
-    return _build(type(experiment.evaluation), chosen, "evaluation")
+    return (
+        _build(type(experiment.evaluation), chosen, "evaluation"),
+        _build(ShardingConfig, mesh, "sharding") if mesh else None,
+    )
 
 
 def from_mapping(values: Mapping[str, Any]) -> Experiment:

@@ -27,7 +27,6 @@ from train.step import (
     init_state,
     make_optimizer,
     make_step,
-    placed,
     step_flops,
 )
 
@@ -83,7 +82,7 @@ def train(
     if sharding is not None:
         model = Transformer(experiment.model, sharding=sharding)
         places = sharding.of(model, template)
-        template = placed(template, places)
+        template = runs.placed(template, places)
     step_fn = make_step(model, optimizer, config, places)
     share = (0, 1) if sharding is None else sharding.share()
     data = iter(experiment.task.dataset(experiment.seed, config.batch_size, *share))

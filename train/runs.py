@@ -34,7 +34,7 @@ from tape_jax.config import require
 from tape_jax.files import write_atomically
 from tape_jax.model import Transformer
 from tape_jax.pretrained import pretrained_config
-from tape_jax.sharding import Sharding
+from tape_jax.sharding import Sharding, ShardingConfig
 from train import adaptation
 from train.checkpoint import Checkpoints, Report
 from train.experiment import FORMAT, Experiment, differences, from_mapping, read_record, to_json
@@ -152,8 +152,41 @@ class Trained(NamedTuple):
         return min((limit for limit in limits if limit is not None), default=None)
 
 
-def restore_model(folder: Path, report: Report = print) -> Trained:
+def evaluation_sharding(
+    experiment: Experiment, given: ShardingConfig | None = None
+) -> Sharding | None:
+    """A mesh of the devices of this process, for the evaluation of a run; None: the first device.
+
+    Time is not split, nor what the mesh does not divide.
+
+    Args:
+      experiment: of the run; its own mesh is taken if the devices here fit it.
+      given: the mesh to take instead.
+
+    Raises:
+      ValueError: if the devices do not fit ``given``.
+    """
+    config = given or experiment.sharding
+    if config is None:
+        return None
+    whole = dataclasses.replace(config, rules=(("sequence", None), *config.rules))
+    try:
+        return dataclasses.replace(whole.build(jax.local_devices()), strict=False)
+    except ValueError:
+        if given:
+            raise
+        return None
+
+
+def restore_model(
+    folder: Path, report: Report = print, sharding: Sharding | None = None
+) -> Trained:
     """The model of a run's newest intact checkpoint; with its base, if the run adapts one.
+
+    Args:
+      folder: the run's.
+      report: called with a sentence about each notable event.
+      sharding: of :func:`evaluation_sharding`; None: the first device.
 
     Raises:
       ValueError: if ``folder`` is not a run, has no intact checkpoint, or its base is not there or
@@ -162,13 +195,24 @@ def restore_model(folder: Path, report: Report = print) -> Trained:
     experiment = load(folder)
     template, frozen = abstract_variables(experiment), None
     if experiment.adapt:
-        trainable, frozen = adaptation.split(adapted(experiment, folder, report))
+        trainable, frozen = adaptation.split(adapted(experiment, folder, report, sharding))
+        frozen = _put(frozen, experiment, sharding)
         template = {"params": trainable}
+    model = full_attention(Transformer(experiment.model, sharding=sharding))
+    if sharding is not None:
+        template = placed(template, sharding.of(model, template))
     with checkpoints(folder, report=report) as saved:
         step, variables = saved.restore(template, partial=True)
     if frozen is not None:
         variables = {"params": merge(variables["params"], frozen)}
-    return Trained(experiment, step, full_attention(Transformer(experiment.model)), variables)
+    return Trained(experiment, step, model, variables)
+
+
+def placed(shapes: Any, places: Any) -> Any:
+    """Shapes and types with their places."""
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places
+    )
 
 
 class Start(NamedTuple):
@@ -215,7 +259,7 @@ def start(
     """
     if experiment.adapt is None:
         wanted = experiment.train.initial and folder is None
-        params = initial_params(experiment, report) if wanted else None
+        params = initial_params(experiment, report, sharding) if wanted else None
         return Start(_put(params, experiment, sharding))
     abstract_variables(experiment)  # It says so if the sequences do not fit the model.
     made = adapted(experiment, folder, report, sharding)
@@ -251,12 +295,12 @@ def adapted(
     assert section is not None
     path = Path(section.base)
     if read_record(path):
-        trained = restore_model(path, report)
+        trained = restore_model(path, report, sharding)
         require(
             _same_tokenizer(trained.experiment, experiment),
             f"adapt.base: the run {path} has another tokenizer than the task",
         )
-        model, variables = trained.model, trained.variables
+        model, variables = Transformer(trained.model.config), trained.variables
     else:
         places = None
         if sharding is not None:
@@ -306,7 +350,9 @@ def write_adapter(folder: Path, start: Start, params: Any) -> Path:
     return folder / ADAPTER
 
 
-def initial_params(experiment: Experiment, report: Report = print) -> Any:
+def initial_params(
+    experiment: Experiment, report: Report = print, sharding: Sharding | None = None
+) -> Any:
     """The parameters that ``train.initial`` names: those of that run's newest intact checkpoint.
 
     Raises:
@@ -327,7 +373,7 @@ def initial_params(experiment: Experiment, report: Report = print) -> Any:
         not different,
         f"the parameters of {folder} do not fit this model:\n  " + "\n  ".join(different),
     )
-    params = restore_model(folder, report).variables["params"]
+    params = restore_model(folder, report, sharding).variables["params"]
     wanted = abstract_variables(experiment)["params"]
     return jax.tree.map(lambda x, like: x.astype(like.dtype), params, wanted)
 

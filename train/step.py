@@ -234,13 +234,6 @@ def add_to_mean(mean: tuple[Array, Array], x: Array) -> tuple[Array, Array]:
     return MEMORY * total + (1 - MEMORY) * x, MEMORY * weight + (1 - MEMORY)
 
 
-def placed(shapes: Any, places: Any) -> Any:
-    """Shapes and types with their places."""
-    return jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places
-    )
-
-
 def abstract_step(experiment: Experiment, sharding: Sharding) -> tuple[Any, tuple[State, Any, Any]]:
     """The step of an experiment on a mesh, and its arguments without values.
 
@@ -257,7 +250,7 @@ def abstract_step(experiment: Experiment, sharding: Sharding) -> tuple[Any, tupl
     params, frozen = runs.abstract_params(experiment)
     state = jax.eval_shape(lambda params: init_state(experiment, optimizer, params), params)
     places = sharding.of(model, state)
-    frozen = placed(frozen, sharding.of(model, frozen))
+    frozen = runs.placed(frozen, sharding.of(model, frozen))
     shape = config.batch_size, length
     place = sharding.named(("batch", "sequence"), shape, "the batch")
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=place)
@@ -267,7 +260,7 @@ def abstract_step(experiment: Experiment, sharding: Sharding) -> tuple[Any, tupl
         "weights": jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place),
     }
     step = make_step(model, optimizer, config, places)
-    return step, (placed(state, places), batch, frozen)
+    return step, (runs.placed(state, places), batch, frozen)
 
 
 def step_flops(experiment: Experiment) -> float:

@@ -6,6 +6,7 @@ import pytest
 
 from tape_jax import positions
 from tape_jax.config import Experts, ModelConfig, RopeScaling
+from tape_jax.sharding import ShardingConfig
 from train import experiment
 from train.data.arithmetic import AdditionEvaluation
 from train.experiment import TrainConfig, from_file, from_mapping, to_json
@@ -293,7 +294,10 @@ def test_differences_name_the_fields(file):
 
 def test_only_the_evaluation_can_change_afterwards(file):
     e = from_file(file)
-    changed = experiment.change_evaluation(e, ["--config.evaluation.samples_per_pair=7"])
+    given = ["--config.evaluation.samples_per_pair=7", "--config.sharding.fsdp=-1"]
+    changed, mesh = experiment.change_evaluation(e, given)
     assert changed == AdditionEvaluation(longest=6, samples_per_pair=7)
+    assert mesh == ShardingConfig(fsdp=-1)
+    assert experiment.change_evaluation(e, []) == (e.evaluation, None)
     with pytest.raises(ValueError, match=r"config.train.steps cannot be changed after training"):
         experiment.change_evaluation(e, ["--config.train.steps=7"])

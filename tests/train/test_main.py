@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import chex
 import jax
 import pytest
 
+from tape_jax.sharding import ShardingConfig
 from train import experiment, loop, metrics, runs
 from train import main as program
 from train import step as training_step
@@ -113,6 +115,28 @@ def test_eval(own, capsys):
     assert str(own / "evaluation_exact_match.png") in out
 
 
+def test_eval_on_a_mesh(own):
+    """By request, or because the run was trained on one that fits the devices here."""
+    evaluation = own / "evaluation.json"
+    assert main(["eval", f"--run={own}"]) == 0
+    alone = evaluation.read_bytes()
+    evaluation.unlink()
+    assert (
+        main(["eval", f"--run={own}", "--config.sharding.fsdp=4", "--config.sharding.data=2"]) == 0
+    )
+    assert evaluation.read_bytes() == alone
+
+    def devices(**sizes):
+        wanted = dataclasses.replace(runs.load(own), sharding=ShardingConfig(**sizes))
+        trained = runs.restore_model(own, sharding=runs.evaluation_sharding(wanted))
+        kernel = trained.variables["params"]["layers_0"]["mlp"]["up"]["kernel"]
+        return len(kernel.devices()), kernel.addressable_shards[0].data.size / kernel.size
+
+    assert devices(fsdp=-1, tensor=2) == (8, 1 / 8)
+    assert devices(sequence=2, data=4) == (8, 1)
+    assert devices(fsdp=3) == (1, 1)
+
+
 def test_eval_does_not_replace_what_it_did_not_write(own, capsys):
     (own / "evaluation.json").write_text("{}")
     before = content(own)
@@ -155,6 +179,7 @@ def test_ask(trained, capsys):
         (["eval", "--run={run}", "--config.train.steps=9"], "cannot be changed after training"),
         (["eval", "--run={run}", "--config.evaluation.longest=20"], "needs .* tokens.* at most 30"),
         (["eval", "--run={run}", "--config.evaluation.longest=0"], "longest must be at least 1"),
+        (["eval", "--run={run}", "--config.sharding.data=3"], "needs 3 devices; got 8"),
         (["ask", "--run={other}", "1+2"], "is not a run"),
         (["ask", "--run={bare}", "1+2"], "no checkpoint in .*bare"),
         (["ask", "--run={run}", "1+x"], "expected a sum of two numbers"),

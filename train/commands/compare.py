@@ -103,7 +103,8 @@ class Job:
 
     def samples(self) -> Sequence[str]:
         """What the trained model does when it is asked something unseen."""
-        trained = runs.restore_model(self.folder)
+        sharding = runs.evaluation_sharding(self.experiment)
+        trained = runs.restore_model(self.folder, sharding=sharding)
         return self.experiment.task.samples(trained, self.experiment.evaluation)
 
     @property

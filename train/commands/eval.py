@@ -3,6 +3,9 @@
 Files: evaluation.json, evaluation.txt, and the figures and files of the task.
 
 python -m train.main eval --run=runs/x --config.evaluation.longest=12
+
+It runs on the mesh of the run, as far as the devices of this machine fit it, else on the first of
+them. Another mesh: --config.sharding.data=-1 or --config.sharding.fsdp=-1. Sequences are not split.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import Any
 
 from tape_jax.config import require
 from tape_jax.files import write_atomically
+from tape_jax.sharding import ShardingConfig
 from train import experiment, plots, runs
 from train.data import Result
 from train.metrics import Progress
@@ -30,21 +34,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Evaluates."""
-    options = experiment.change_evaluation(runs.load(args.run), args.overrides)
-    result = evaluate(args.run, options)
+    options, mesh = experiment.change_evaluation(runs.load(args.run), args.overrides)
+    result = evaluate(args.run, options, mesh)
     print(result.table())
     print(f"\nwritten: {', '.join(str(p) for p in sorted(args.run.glob('evaluation*')))}")
 
 
-def evaluate(folder: Path, options: Any) -> Result:
+def evaluate(folder: Path, options: Any, mesh: ShardingConfig | None = None) -> Result:
     """Evaluates a run and writes the result into its folder.
 
     Args:
       folder: of the run.
       options: an instance of the task's ``Evaluation``.
+      mesh: on which; None: the run's own, if the devices here fit it, else the first of them.
 
     Raises:
-      ValueError: if the folder is not a run, or a file there is not of this program.
+      ValueError: if the folder is not a run, a file there is not of this program, or the devices do
+        not fit ``mesh``.
     """
     path = folder / "evaluation.json"
     again = saved(folder) is not None
@@ -52,7 +58,8 @@ def evaluate(folder: Path, options: Any) -> Result:
         again or not path.exists(),
         f"{path} is not an evaluation written by this program: it is not replaced",
     )
-    trained = runs.restore_model(folder)
+    sharding = runs.evaluation_sharding(runs.load(folder), mesh)
+    trained = runs.restore_model(folder, sharding=sharding)
     task = trained.experiment.task
     with Progress.of(f"evaluating {folder.name}") as progress:
         result = task.evaluate(trained, options, progress)
