@@ -654,10 +654,9 @@ def _check_names(values: Mapping[str, Any], template: ConfigDict, where: str = "
 
 def _require_known(name: str, known: Iterable[str], where: str) -> None:
     known = list(known)
-    require(
-        name in known,
-        f"unknown field {name!r} of {where}{nearest(name, known)}; it has: {', '.join(known)}",
-    )
+    if name not in known:
+        hint = nearest(name, known)
+        raise ValueError(f"unknown field {name!r} of {where}{hint}; it has: {', '.join(known)}")
 
 
 def _set(values: dict[str, Any], path: str, value: Any) -> None:

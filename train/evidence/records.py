@@ -83,8 +83,8 @@ class Store:
         path = self.path(item)
         if not path.exists():
             return None
-        record = _read(path, path.stat().st_mtime_ns)
-        there = experiment.differences(experiment.from_mapping(record.experiment), item.experiment)
+        record, made = _read(path, path.stat().st_mtime_ns)
+        there = experiment.differences(made, item.experiment) if made != item.experiment else []
         names = ("study", "name", "rival")
         there += [
             f"{name}: {getattr(record, name)!r} there, {getattr(item, name)!r} here"
@@ -113,8 +113,9 @@ class Store:
 
 
 @functools.lru_cache(maxsize=4096)
-def _read(path: Path, modified: int) -> Record:
-    return read(path)
+def _read(path: Path, modified: int) -> tuple[Record, Experiment]:
+    record = read(path)
+    return record, experiment.from_mapping(record.experiment)
 
 
 def read(path: Path) -> Record:
