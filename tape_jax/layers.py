@@ -568,7 +568,8 @@ def gathered_product(sharding: Sharding, axes: Axes, x: Array, kernel: Array) ->
 
 
 def _gathered_product(sharding: Sharding, axes: Axes, x: Array, kernel: Array) -> tuple[Array, Any]:
-    return gathered_product(sharding, axes, x, kernel), (x, kernel)
+    # Not by calling gathered_product, inside of which a remat policy sees no product.
+    return x @ gathered(sharding, kernel, axes), (x, kernel)
 
 
 def _gathered_product_gradient(sharding: Sharding, axes: Axes, saved: Any, d_out: Array) -> Any:

@@ -19,6 +19,7 @@ from tape_jax import (
     tensor_state,
 )
 from tape_jax.config import from_mapping
+from tape_jax.sharding import ShardingConfig
 from tests.models import DIGITS, VOCAB, encoding, random_variables, small_model
 
 # Tests compile much and compute little.
@@ -149,12 +150,15 @@ def test_remat_changes_neither_loss_nor_gradients(scan_layers):
         chex.assert_trees_all_close(actual, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_full_remat_saves_only_what_enters_the_layers():
-    tokens = random_tokens(1, 8)
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_full_remat_saves_only_what_enters_the_layers_and_dots_also_products(scan_layers):
+    """On a mesh that gathers parameters the same is kept: what was gathered is not."""
+    tokens = random_tokens(2, 8)
 
-    def saved(policy):
-        model = small_model("tape", remat=policy, scan_layers=False)
+    def saved(policy, sharding=None):
+        model = small_model("tape", remat=policy, scan_layers=scan_layers)
         variables = random_variables(model)
+        model = Transformer(model.config, sharding=sharding)
 
         def loss(variables):
             return model.apply(variables, tokens).sum()
@@ -162,7 +166,10 @@ def test_full_remat_saves_only_what_enters_the_layers():
         _, residuals = jax.eval_shape(lambda v: jax.vjp(loss, v), variables)
         return sum(x.size for x in jax.tree.leaves(residuals))
 
-    assert saved("full") < saved("dots") < saved("none")
+    full, dots, none = map(saved, ("full", "dots", "none"))
+    assert full < dots < none
+    mesh = ShardingConfig(fsdp=2).build(jax.devices()[:2])
+    assert [saved("full", mesh), saved("dots", mesh)] == [full, dots]
 
 
 @pytest.mark.parametrize("position", ["tape", positions.Tape(form="tensor")])
