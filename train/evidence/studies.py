@@ -206,7 +206,7 @@ class Trainings:
       name: a word, fit for a folder.
       section: of the page.
       config: the config file.
-      rivals: by name, the fields of the config in which each differs.
+      rivals: by name, the fields of the config in which each differs; the first are made first.
       fields: those in which all of them differ from the file.
       by_scale: further ones, by scale.
       sweep: by scale, what is swept, ``train.learning_rate=1e-3,3e-3`` each.
@@ -309,9 +309,11 @@ class PlannedTrainings(Study):
             firsts = {job.name: job for job in reversed(self.trials)}
             self._train([firsts[name] for name in self.design.quick], finished)
             return
-        self._train(self.trials, finished)
+        if len(self.settings) > 1:
+            self._train(self.trials, finished)
+        # One rival after another, so that those which come first are soon complete.
         rest = [job for rival in self.design.rivals for job in self.finals(rival) or ()]
-        self._train(sorted(rest, key=lambda job: job.experiment.seed), finished)
+        self._train(rest, finished)
 
     def record(self, job: Job) -> Record | None:
         """The results of a run; None if it is not finished."""

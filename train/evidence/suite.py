@@ -19,10 +19,11 @@ BEYOND, INSIDE = "exact_match_outside", "exact_match_inside"
 PROBLEMS = ("multiply", "copy", "reverse", "sort", "parity", "majority", "modular_sum")
 GROUPS = ("Z60", "A4xZ5", "A5", "S5")
 DEPTHS = (1, 2, 4)
-# Variants of the ablations that are also trained on text.
+# Variants of the ablations that claims are about, and those that are also trained on text.
+CLAIMED = ("tape", "rope", "no_update", "place_weights", "early", "late")
 ON_TEXT = (
-    *("tape", "rope", "no_update", "attention_only", "mlp_only", "heads", "no_equivariance"),
-    *("place_weights", "norm_rms", "norm_unit", "early", "late"),
+    *CLAIMED,
+    *("attention_only", "mlp_only", "heads", "no_equivariance", "norm_rms", "norm_unit"),
 )
 # Options of TAPE that may mend what it lacks, as rivals of its defaults.
 CANDIDATES: dict[str, dict[str, Any]] = {
@@ -131,7 +132,7 @@ STUDIES: tuple[Design, ...] = (
         name="ablations",
         section="ablations",
         config=CONFIGS / "ablations.py",
-        rivals=VARIANTS,
+        rivals={name: VARIANTS[name] for name in (*CLAIMED, *VARIANTS)},
         scores=(BEYOND, INSIDE),
     ),
     Trainings(

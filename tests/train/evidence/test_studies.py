@@ -104,7 +104,7 @@ class TestRunning:
         return calls
 
     def test_order(self, design, place, trained, monkeypatch):
-        """First the sweep, then the other seeds of what it chose, seed by seed; then nothing."""
+        """First the sweep, then the other seeds of what it chose, by rivals; then nothing."""
         planned = design.at(place)
         monkeypatch.setattr(studies, "_found", lambda ended, _: result_of(ended.job))
         seen: list[str] = []
@@ -112,13 +112,31 @@ class TestRunning:
         assert trained[0] == names(planned.trials)
         assert trained[1] == [
             f"{kind}-learning_rate=1e-3-seed{seed}"
-            for seed in (1, 2)
             for kind in ("tape", "rope", "none")
+            for seed in (1, 2)
         ]
         assert seen == trained[0] + trained[1]
         assert planned.state.unfinished == []
         planned.run(lambda item: seen.append(item.name))
         assert len(trained) == 2
+
+    def test_order_without_a_sweep(self, design, place, trained, monkeypatch):
+        """One rival after another."""
+        monkeypatch.setattr(studies, "_found", lambda ended, _: result_of(ended.job))
+        dataclasses.replace(design, sweep={}).at(place).run(lambda item: None)
+        assert trained == [
+            [
+                "tape",
+                "tape-seed1",
+                "tape-seed2",
+                "rope",
+                "rope-seed1",
+                "rope-seed2",
+                "none",
+                "none-seed1",
+                "none-seed2",
+            ]
+        ]
 
     def test_quick(self, design, place, trained, monkeypatch):
         planned = design.at(place)
