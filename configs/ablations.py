@@ -50,6 +50,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "alpha_0.1": {"model.position.alpha": 0.1},
     "alpha_0.3": {"model.position.alpha": 0.3},
     "alpha_learned": {"model.position.learn_alpha": True},
+    "alpha_per_head": {
+        "model.position.learn_alpha": True,
+        "model.position.alpha_per_head": True,
+    },
+    # The base of the start state.
+    "learned_base": {"model.position.learn_base": True},
     # The layers that update; the sixth never does.
     "early": {"model.position.layers": (0, 2)},
     "middle": {"model.position.layers": (2, 4)},

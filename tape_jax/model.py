@@ -277,16 +277,20 @@ class Transformer(nn.Module):
         table = gathered(sharding, table, EMBEDDING_AXES)
         h = table[tokens].astype(c.dtype)
         specs = encoding.input_params(c)
-        added = encoding.embed(
-            declare(self, "position", specs, c.param_dtype, sharding), places, c, key
-        )
+        params = declare(self, "position", specs, c.param_dtype, sharding)
+        added = encoding.embed(params, places, c, key)
         if added is not None:
             h = h + added.astype(c.dtype)
         h = constrain(sharding, h, "batch", "sequence", "hidden")
         state = initial_state
         if state is None:
             state = encoding.start(
-                positions, c, key=key, length=length or time, dtype=self.state_dtype
+                positions,
+                c,
+                key=key,
+                length=length or time,
+                dtype=self.state_dtype,
+                params=params,
             )
         state = encoding.locate(state, places)
         h, caches, hidden, states = self._blocks(h, state, context, cache, return_states, sharding)

@@ -43,6 +43,7 @@ VARIANTS = {
         "num_kv_heads": 1,
     },
     "MLP alone": {"position": tape(attention_mix="none", learn_alpha=True)},
+    "learned base": {"position": tape(learn_base=True, learn_alpha=True, alpha_per_head=True)},
     "attention alone": {"position": tape(mlp_mix=False, learn_alpha=True)},
     "a range of layers": {"position": tape(layers=(1, 3)), "num_layers": 5},
     "not scanned": {"position": tape(layers=(1, 2)), "scan_layers": False, "tie_embeddings": True},

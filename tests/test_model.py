@@ -78,6 +78,7 @@ def without_position(variables):
 def with_initial_position(model, variables):
     """Variables in which the parameters of the encoding have their initial values."""
     updating = model.encoding.layer_params(model.config, updates=True)
+    updating |= model.encoding.input_params(model.config)
 
     def reset(path, x):
         name = path[-1].key.removeprefix("position_")
@@ -105,6 +106,7 @@ YARN = RopeScaling("yarn", factor=2.0, original_length=16)
         {"norm": "unit", "scaling": YARN},
         {"form": "tensor", "l": 4, "r": 5, "norm": "rms", "scaling": YARN},
         {"form": "tensor", "norm": "unit", "learn_alpha": True},
+        {"learn_base": True, "learn_alpha": True, "alpha_per_head": True},
     ],
 )
 def test_untrained_tape_is_rope(options):
@@ -135,6 +137,35 @@ def test_scanned_layers_equal_unrolled_ones(options):
     expected, expected_states = run(unrolled, other, tokens, return_states=True)
     close(logits, expected)
     chex.assert_trees_all_close(states, expected_states, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("attention", ["reference", "chunked"])
+@pytest.mark.parametrize(
+    "position",
+    [
+        positions.Rope(learn_base=True),
+        positions.Xpos(learn_base=True),
+        positions.Tape(learn_base=True),
+        positions.Tape(learn_base=True, form="tensor", l=4, r=5),
+    ],
+    ids=["rope", "xpos", "rotary tape", "tensor tape"],
+)
+def test_the_base_learns(position, attention):
+    wide = {"dtype": "float64", "param_dtype": "float64"}
+    model = small_model(position, num_layers=2, attention=attention, **wide)
+    with jax.enable_x64(True):
+        variables, tokens = random_variables(model), random_tokens(2, 9)
+        stretched = variables["params"]["position_log_stretch"]
+
+        @jax.jit
+        def loss(stretch):
+            params = {**variables["params"], "position_log_stretch": stretch}
+            return jnp.square(model.apply({"params": params}, tokens)).mean()
+
+        step = 1e-5
+        slope = (loss(stretched + step) - loss(stretched - step)) / (2 * step)
+        assert abs(slope) > 1e-6
+        np.testing.assert_allclose(jax.grad(loss)(stretched), slope, rtol=1e-5)
 
 
 @pytest.mark.parametrize("scan_layers", [True, False])

@@ -42,7 +42,7 @@ def add_tape(
       dtype: type of the new parameters; None: the model's ``param_dtype``.
       donate: whether the arrays of ``variables`` may be deleted; see :func:`restack`.
       **options: of :class:`tape_jax.positions.Tape`, except those of the start state (``base``,
-        ``scaling``, ``axes``, ``partial_rotary_factor``), which are the model's.
+        ``scaling``, ``axes``, ``partial_rotary_factor``, ``learn_base``), which are the model's.
 
     Returns:
       The model with the encoding ``tape``, and its variables. Existing arrays keep their type and

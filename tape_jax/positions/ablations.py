@@ -21,10 +21,12 @@ from tape_jax.positions.protocol import Param, State
 from tape_jax.positions.tape import (
     ACTIVATIONS,
     Tape,
+    by_rows,
     mix_attended,
     mix_heads,
     mixing_matrix,
     normalize,
+    scaled_mix,
 )
 
 Array = jax.Array
@@ -79,7 +81,7 @@ class SeparateCosSin(Tape):
             own = {k: v[i] for k, v in params.items() if k in ("mix", "up", "down")}
             if "mix" in own:
                 a = jnp.split(attended, 2, axis=-1)[i].astype(state.dtype)
-                part = part + mix_attended(a, own["mix"] * alpha, part.shape[-2])
+                part = part + mix_attended(a, scaled_mix(own["mix"], alpha), part.shape[-2])
             if "up" in own:
                 own["wx"] = params["wx"]
                 matrix = mixing_matrix(x, own, alpha, self.activation, dtype=state.dtype)
@@ -132,7 +134,7 @@ class _Untied(Tape):
 
     def mix_table(self, params, table: Array, attended: Array | None, x: Array) -> Array:
         """Updates one table ``[..., T, H, D]``."""
-        alpha = params.get("alpha", self.alpha)
+        alpha = by_rows(params.get("alpha", self.alpha))
         if attended is not None and "mix" in params:
             table = table + alpha * self.scale_attended(attended, params["mix"].astype(table.dtype))
         if "up" in params:

@@ -72,7 +72,7 @@ class Encoding:
         return None
 
     def input_params(self, config: ModelConfig) -> dict[str, Param]:
-        """Parameters used once, at the embeddings."""
+        """Parameters used once, at the embeddings or for the start state."""
         return {}
 
     def layer_params(self, config: ModelConfig, *, updates: bool) -> dict[str, Param]:
@@ -103,6 +103,7 @@ class Encoding:
         key: Array | None = None,
         length: int | None = None,
         dtype: Any = jnp.float32,
+        params: dict[str, Array] | None = None,
     ) -> State:
         """State entering the first layer, or None.
 
@@ -113,6 +114,7 @@ class Encoding:
           length: the sequence length, in tokens, for which a draw or a dynamic scaling is made
             (the cache's capacity in cached decoding); None: that of ``positions``.
           dtype: type of the state.
+          params: of :meth:`input_params`; None: those of an untrained model.
         """
         return None
 

@@ -12,12 +12,12 @@ import numpy as np
 
 from tape_jax import algebra
 from tape_jax.config import ModelConfig, RopeScaling, require
-from tape_jax.positions.protocol import Encoding, State, check_indices
+from tape_jax.positions.protocol import Encoding, Param, State, check_indices
 
 Array = jax.Array
 
 # Fields of :class:`Rope` that say where a rotary state starts.
-START_FIELDS = ("base", "scaling", "axes", "partial_rotary_factor")
+START_FIELDS = ("base", "scaling", "axes", "partial_rotary_factor", "learn_base")
 
 
 def frequencies(
@@ -92,6 +92,7 @@ def angles(
     axes: int = 1,
     length: int | None = None,
     partial_rotary_factor: float = 1.0,
+    log_stretch: Array | None = None,
     dtype: Any = None,
 ) -> Array:
     """Angles ``[..., T, D/2]`` in radians, at least float32.
@@ -133,7 +134,12 @@ def angles(
     for axis, count in enumerate(counts):
         omega = frequencies(2 * count, base, scaling, length, partial_rotary_factor)
         t = positions[..., axis] if axes > 1 else positions
-        parts.append(t.astype(compute)[..., None] * jnp.asarray(omega, compute))
+        turns = jnp.asarray(omega, compute)
+        if log_stretch is not None:
+            unit = frequencies(2 * count, math.e, None, None, partial_rotary_factor)
+            powers = np.log(unit, out=np.zeros_like(unit), where=unit > 0)
+            turns *= jnp.exp(jnp.asarray(log_stretch, compute) * jnp.asarray(powers, compute))
+        parts.append(t.astype(compute)[..., None] * turns)
     return jnp.concatenate(parts, axis=-1)
 
 
@@ -146,6 +152,7 @@ def rotary_state(
     axes: int = 1,
     length: int | None = None,
     partial_rotary_factor: float = 1.0,
+    log_stretch: Array | None = None,
     dtype: Any = None,
 ) -> Array:
     """The rotary start state, RoPE's table (TAPE, section 3.2; RoFormer, equation 15).
@@ -158,6 +165,8 @@ def rotary_state(
       axes: coordinates per token.
       length: sequence length in tokens, for dynamic scaling; None: ``T``.
       partial_rotary_factor: share of the dimensions of a head that rotate.
+      log_stretch: a scalar array ``s``, which may be learned: the base is multiplied by ``exp(s)``,
+        after scaling; None: as 0.
       dtype: type of the result; None: jax's default float. Angles are always computed in at least
         float32, so that positions beyond 256 stay apart.
 
@@ -175,6 +184,7 @@ def rotary_state(
         axes=axes,
         length=length,
         partial_rotary_factor=partial_rotary_factor,
+        log_stretch=log_stretch,
         dtype=dtype,
     )
     e = jnp.concatenate([jnp.cos(theta), jnp.sin(theta)], axis=-1)
@@ -192,6 +202,7 @@ class Rope(Encoding):
       axes: coordinates per token.
       partial_rotary_factor: share of the dimensions of a head that rotate (Black et al. 2022); the
         others carry content only, whatever the distance.
+      learn_base: the base is learned, one for the model, from ``base``.
     """
 
     kind: ClassVar[str] = "rope"
@@ -200,6 +211,7 @@ class Rope(Encoding):
     scaling: RopeScaling = RopeScaling()
     axes: int = 1
     partial_rotary_factor: float = 1.0
+    learn_base: bool = False
 
     def __post_init__(self):
         require(self.base > 1, f"{self.kind}: the rotary base must exceed 1; got {self.base}")
@@ -218,7 +230,12 @@ class Rope(Encoding):
     def coordinate_axes(self) -> int:
         return self.axes
 
-    def start(self, positions, config: ModelConfig, *, key=None, length=None, dtype=jnp.float32):
+    def input_params(self, config: ModelConfig):
+        if not self.learn_base:
+            return {}
+        return {"log_stretch": Param((), jax.nn.initializers.zeros, ())}
+
+    def start(self, positions, config, *, key=None, length=None, dtype=jnp.float32, params=None):
         return rotary_state(
             positions,
             config.dim,
@@ -227,6 +244,7 @@ class Rope(Encoding):
             axes=self.axes,
             length=length,
             partial_rotary_factor=self.partial_rotary_factor,
+            log_stretch=(params or {}).get("log_stretch"),
             dtype=dtype,
         )
 
@@ -265,8 +283,8 @@ class Xpos(Rope):
 
     scale_base: float = 2048.0
 
-    def start(self, positions, config: ModelConfig, *, key=None, length=None, dtype=jnp.float32):
-        e = super().start(positions, config, key=key, length=length, dtype=dtype)
+    def start(self, positions, config, *, key=None, length=None, dtype=jnp.float32, params=None):
+        e = super().start(positions, config, key=key, length=length, dtype=dtype, params=params)
         scale = (np.arange(0, config.dim, 2) + 0.4 * config.dim) / (1.4 * config.dim)
         compute = algebra.at_least_float32(dtype)
         t = jnp.asarray(positions)
@@ -303,7 +321,7 @@ class RandomRope(Rope):
     def max_length(self) -> int:
         return self.range
 
-    def start(self, positions, config: ModelConfig, *, key=None, length=None, dtype=jnp.float32):
+    def start(self, positions, config, *, key=None, length=None, dtype=jnp.float32, params=None):
         if length is None:
             length = jnp.shape(positions)[-1]
         if length > self.range:
@@ -318,7 +336,10 @@ class RandomRope(Rope):
             for k in (jax.random.split(key, config.num_layers) if self.each_layer else [key])
         ]
         start = super().start
-        states = [start(draw[positions], config, length=length, dtype=dtype) for draw in draws]
+        states = [
+            start(draw[positions], config, length=length, dtype=dtype, params=params)
+            for draw in draws
+        ]
         return (jnp.stack(states), jnp.int32(0)) if self.each_layer else states[0]
 
     def rotation(self, state: State):

@@ -54,6 +54,7 @@ def tensor_state(
     axes: int = 1,
     length: int | None = None,
     partial_rotary_factor: float = 1.0,
+    log_stretch: Array | None = None,
     start: Array | None = None,
     dtype: Any = None,
 ) -> Array:
@@ -67,7 +68,7 @@ def tensor_state(
       head_dim: ``D = M * L``.
       l: rows of a block.
       r: columns of a block.
-      base, scaling, axes, length, partial_rotary_factor, dtype: as in
+      base, scaling, axes, length, partial_rotary_factor, log_stretch, dtype: as in
         :func:`tape_jax.rotary_state`.
       start: a start of one's own, broadcastable to the result; needed where none exists, for odd
         ``l`` or ``r < l``.
@@ -106,6 +107,7 @@ def tensor_state(
         axes=axes,
         length=length,
         partial_rotary_factor=partial_rotary_factor,
+        log_stretch=log_stretch,
         dtype=dtype,
     )
     magnitude = (scaling or RopeScaling()).state_magnitude
@@ -220,7 +222,7 @@ def update(
         has no ``mix``.
       x: the MLP's output before its residual addition ``[..., T, hidden]``.
       params: from :func:`init_update`; absent entries leave their part out.
-      alpha: step size, a number or a scalar array.
+      alpha: step size, a number, a scalar array or one for each state head ``[H_kv]``.
       norm: ``none``; ``rms``, which divides by the root mean square over the blocks of a head;
         ``unit``, which takes each block's polar factor.
       magnitude: scale of the start state (YaRN's), which the norms restore.
@@ -245,7 +247,7 @@ def update(
     if mix is not None:
         assert a is not None
         flat_a = a.astype(e.dtype).reshape(*a.shape[: a.ndim - len(block)], -1)
-        flat = flat + mix_attended(flat_a, mix.astype(e.dtype) * alpha, heads, sharding)
+        flat = flat + mix_attended(flat_a, scaled_mix(mix.astype(e.dtype), alpha), heads, sharding)
     if up is not None:
         # With the identity in the matrix the states are read once, and not again for a sum.
         matrix = mixing_matrix(x, params, alpha, activation, dtype=at_least_float32(e.dtype))
@@ -256,6 +258,20 @@ def update(
     return normalize(flat.reshape(*flat.shape[:-1], *block), norm, magnitude, tensor=tensor).astype(
         e.dtype
     )
+
+
+def scaled_mix(mix: Array, alpha: float | Array) -> Array:
+    """``mix [H_q]`` or ``[H_kv, H_q]`` times ``alpha``, a scalar or ``[H_kv]``."""
+    if mix.ndim == 2:
+        return mix * by_rows(alpha)
+    if jnp.ndim(alpha):
+        alpha = jnp.repeat(alpha, mix.shape[0] // jnp.size(alpha))
+    return mix * alpha
+
+
+def by_rows(alpha: float | Array) -> float | Array:
+    """``alpha``, a scalar or ``[H]``, to be multiplied with ``[..., H, *]``."""
+    return jnp.expand_dims(alpha, -1) if jnp.ndim(alpha) else alpha
 
 
 def _check_update(e, a, x, params, num_kv_heads) -> tuple[bool, int]:
@@ -331,10 +347,13 @@ def mixing_matrix(
     *,
     dtype: Any = jnp.float32,
 ) -> Array:
-    """``alpha A(x)``, a heads x heads matrix per token: ``[..., T, H, H]``."""
+    """``alpha A(x)``, a heads x heads matrix per token: ``[..., T, H, H]``.
+
+    ``alpha`` is a scalar or has one number for each row ``[H]``.
+    """
     gate = ACTIVATIONS[activation](x @ params["wx"].astype(x.dtype)).astype(dtype)
     down, up = params["down"].astype(dtype), params["up"].astype(dtype)
-    outer = down.T[:, :, None] * up[:, None, :] * alpha
+    outer = down.T[:, :, None] * up[:, None, :] * by_rows(alpha)
     return jnp.einsum("...p,phk->...hk", gate, outer)
 
 
@@ -461,7 +480,7 @@ class Tape(Rope):
     """TAPE as the model's position encoding.
 
     Attributes:
-      base, scaling, axes, partial_rotary_factor: of the start state, as in RoPE.
+      base, scaling, axes, partial_rotary_factor, learn_base: of the start state, as in RoPE.
       form: ``rotary`` (one complex number per pair, the fast path) or ``tensor``.
       l, r: rows and columns of a block in tensor form.
       attention_mix: ``none``, ``head_scale`` (the published code) or ``heads`` (the paper).
@@ -470,6 +489,7 @@ class Tape(Rope):
       activation: of the gate.
       alpha: step size, or its start if ``learn_alpha``.
       learn_alpha: one learned step size per layer.
+      alpha_per_head: one for each state head of a layer instead, if ``learn_alpha``.
       norm: ``none``, ``rms`` or ``unit``.
       layers: ``all`` or ``(start, stop)``: the layers that update the state, ``stop`` exclusive.
         The last layer of a model never does, for nobody would read the result.
@@ -486,6 +506,7 @@ class Tape(Rope):
     activation: str = "silu"
     alpha: float = 1.0
     learn_alpha: bool = False
+    alpha_per_head: bool = False
     norm: str = "none"
     layers: str | tuple[int, int] = "all"
 
@@ -495,6 +516,10 @@ class Tape(Rope):
         choose(f"{self.kind} attention_mix", self.attention_mix, ATTENTION_MIXES)
         choose(f"{self.kind} activation", self.activation, ACTIVATIONS)
         choose(f"{self.kind} norm", self.norm, NORMS)
+        require(
+            self.learn_alpha or not self.alpha_per_head,
+            f"{self.kind}: alpha_per_head needs learn_alpha=True; a fixed alpha is one number",
+        )
         require(
             self.l >= 1 and self.r >= 1,
             f"{self.kind}: l and r must be positive; got l={self.l}, r={self.r}",
@@ -536,9 +561,11 @@ class Tape(Rope):
             return False
         return self.layers == "all" or self.layers[0] <= layer < self.layers[1]  # type: ignore[operator]
 
-    def start(self, positions, config: ModelConfig, *, key=None, length=None, dtype=jnp.float32):
+    def start(self, positions, config, *, key=None, length=None, dtype=jnp.float32, params=None):
         if self.form == "rotary":
-            return super().start(positions, config, key=key, length=length, dtype=dtype)
+            return super().start(
+                positions, config, key=key, length=length, dtype=dtype, params=params
+            )
         return tensor_state(
             positions,
             config.dim,
@@ -549,6 +576,7 @@ class Tape(Rope):
             axes=self.axes,
             length=length,
             partial_rotary_factor=self.partial_rotary_factor,
+            log_stretch=(params or {}).get("log_stretch"),
             dtype=dtype,
         )
 
@@ -570,7 +598,8 @@ class Tape(Rope):
             return {}
         params = self.mixing_params(config)
         if self.learn_alpha:
-            params["alpha"] = Param((), jax.nn.initializers.constant(self.alpha), ())
+            shape, axes = ((config.kv_heads,), (None,)) if self.alpha_per_head else ((), ())
+            params["alpha"] = Param(shape, jax.nn.initializers.constant(self.alpha), axes)
         return params
 
     def mixing_params(self, config: ModelConfig) -> dict[str, Param]:

@@ -235,7 +235,8 @@ def check_plain(model: Transformer) -> None:
     require(
         isinstance(encoding, positions.Rope)
         and type(encoding) in (positions.Rope, positions.Yarn)
-        and (encoding.axes, encoding.partial_rotary_factor) == (1, 1),
+        and (encoding.axes, encoding.partial_rotary_factor) == (1, 1)
+        and not encoding.learn_base,
         f"a Llama checkpoint has no place for the position encoding {encoding!r}: {advice}",
     )
     require(

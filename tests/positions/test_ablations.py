@@ -145,7 +145,13 @@ def test_they_start_as_rope_and_stay_so_untrained(cls, norm):
 
 @pytest.mark.parametrize("cls", KINDS)
 @pytest.mark.parametrize(
-    "options", [{"mlp_mix": False}, {"attention_mix": "none"}, {"learn_alpha": True}]
+    "options",
+    [
+        {"mlp_mix": False},
+        {"attention_mix": "none"},
+        {"learn_alpha": True},
+        {"learn_alpha": True, "alpha_per_head": True},
+    ],
 )
 def test_parts_can_be_left_out(x64, cls, options):
     """Leaving a part out is the same as zeros in its place; a learned step is its value."""
@@ -157,7 +163,7 @@ def test_parts_can_be_left_out(x64, cls, options):
     if not encoding.attends_state:
         full["mix"] = 0 * full["mix"]
     if encoding.learn_alpha:
-        params["alpha"] = np.array(0.3)
+        params["alpha"] = jnp.full(params["alpha"].shape, 0.3)
     else:
         whole = cls(alpha=1.0)
     full.pop("alpha", None)

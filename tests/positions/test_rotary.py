@@ -221,6 +221,20 @@ class TestRope:
         assert not rope.updates(0, 3)
         assert Rope(axes=2).coordinate_axes == 2
 
+    @pytest.mark.parametrize("factor", [1.0, 0.5])
+    def test_a_learned_base(self, x64, factor):
+        rope = Rope(base=100.0, partial_rotary_factor=factor, learn_base=True)
+        (spec,) = rope.input_params(CONFIG).values()
+        untrained = {"log_stretch": spec.init(jax.random.key(0), spec.shape, jnp.float64)}
+        trained = {"log_stretch": jnp.log(3.0)}
+        for params, base in ((None, 100.0), (untrained, 100.0), (trained, 300.0)):
+            got = rope.start(jnp.arange(50), CONFIG, dtype=jnp.float64, params=params)
+            want = rotary_state(
+                np.arange(50), 8, base, partial_rotary_factor=factor, dtype=jnp.float64
+            )
+            np.testing.assert_allclose(got, want, atol=1e-12)
+        assert Rope().input_params(CONFIG) == {}
+
     def test_length_reaches_dynamic_scaling(self):
         rope = Rope(scaling=RopeScaling("dynamic", 2.0, original_length=4))
         got = rope.start(jnp.arange(5), CONFIG, length=12)

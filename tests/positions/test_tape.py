@@ -43,18 +43,19 @@ def oracle(e, a, x, params, alpha, activation="silu"):
     ``e [T, H_kv, N]``, ``a [T, H_q, N]``, ``x [T, hidden]``.
     """
     out = np.empty_like(e)
+    alpha = np.broadcast_to(alpha, e.shape[1])
     for t in range(len(e)):
         state = e[t].copy()
         if "mix" in params and params["mix"].ndim == 2:
-            state += alpha * params["mix"] @ a[t]
+            state += alpha[:, None] * (params["mix"] @ a[t])
         elif "mix" in params:
             group = a.shape[1] // e.shape[1]
             for query, scale in enumerate(params["mix"]):
-                state[query // group] += alpha * scale * a[t, query]
+                state[query // group] += alpha[query // group] * scale * a[t, query]
         if "up" in params:
             gate = ACTIVATION[activation](x[t] @ params["wx"])
             projected = gate[:, None] * (params["up"] @ state)
-            state = state + alpha * params["down"] @ projected
+            state = state + alpha[:, None] * (params["down"] @ projected)
         out[t] = state
     return out
 
@@ -89,6 +90,14 @@ class TestUpdate:
             e.reshape(6, kv_heads, n), a.reshape(6, 4, n), x.reshape(6, 5), params, alpha=0.7
         )
         np.testing.assert_allclose(got, want.reshape(e.shape), atol=1e-12)
+
+    @pytest.mark.parametrize("mix", ["head_scale", "heads"])
+    def test_a_step_size_for_each_head(self, x64, mix):
+        params = random_update(4, 2, attention_mix=mix)
+        e, a, x = normal(3, 2, 8), normal(3, 4, 8, seed=1), normal(3, 5, seed=2)
+        alpha = np.array([0.7, -0.2])
+        got = update(e, a, x, params, alpha)
+        np.testing.assert_allclose(got, oracle(e, a, x, params, alpha), atol=1e-12)
 
     @pytest.mark.parametrize("activation", ACTIVATION)
     def test_activations(self, x64, activation):
@@ -454,6 +463,8 @@ class TestEncoding:
             "alpha": (),
         }
         assert float(specs["alpha"].init(jax.random.key(0), (), jnp.float32)) == 0.5
+        each = Tape(learn_alpha=True, alpha_per_head=True).layer_params(CONFIG, updates=True)
+        assert each["alpha"].shape == (2,)
         assert Tape().layer_params(CONFIG, updates=False) == {}
         assert set(Tape(mlp_mix=False).layer_params(CONFIG, updates=True)) == {"mix"}
 
