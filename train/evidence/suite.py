@@ -89,7 +89,7 @@ STUDIES: tuple[Design, ...] = (
         section="claims",
         config=CONFIGS / "context_extension_demo.py",
         rivals=methods("tape", "lora", "longlora", "theta", "full", "base"),
-        sweep={**RATES, "cpu": ("train.learning_rate=1e-3,3e-3,1e-2",)},
+        sweep={**RATES, "cpu": ("train.learning_rate=3e-4,1e-3,3e-3,1e-2",)},
         scores=(
             "perplexity_overlapping_1x",
             "passkey_1x",
