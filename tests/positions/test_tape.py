@@ -1,6 +1,7 @@
 """TAPE's pure functions against float64 oracles in numpy, written from the equations."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -20,6 +21,7 @@ from tape_jax.positions.tape import (
     sum_of_products,
     update_params,
 )
+from tape_jax.sharding import ShardingConfig
 
 # Compiled, because hundreds of small operations one by one are slow.
 update = jax.jit(jax_update, static_argnames=("norm", "activation", "num_kv_heads"))
@@ -568,7 +570,7 @@ def test_states_are_mixed_in_full_precision():
 
 
 def test_states_are_mixed_without_a_matrix_unit_on_a_tpu(monkeypatch):
-    matrix, e = (jnp.asarray(normal(2, 5, 3, n, seed=n), "float32") for n in (3, 6))
+    matrix, e = (jnp.asarray(normal(2, 5, 4, n, seed=n), "float32") for n in (4, 6))
     exact = np.float64(matrix) @ np.float64(e)
     for dtype in ("float32", "bfloat16"):
         narrow = matrix.astype(dtype), e.astype(dtype)
@@ -580,6 +582,13 @@ def test_states_are_mixed_without_a_matrix_unit_on_a_tpu(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     assert products == 1
     assert "dot_general" not in str(jax.make_jaxpr(lambda *args: mix_heads(*args))(matrix, e))
+    whole, split = (
+        ShardingConfig(**sizes).build(jax.devices()[:2]) for sizes in ({"fsdp": 2}, {"tensor": 2})
+    )
+    for sharding, wanted in ((whole, 0), (split, 1)):
+        mix = functools.partial(mix_heads, sharding=sharding)
+        found = str(jax.make_jaxpr(mix)(matrix, e))
+        assert found.count("dot_general") == wanted
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
