@@ -215,7 +215,7 @@ class TestValidation:
         folder, e = tmp_path / "run", experiment.from_file(config)
         runs.create(folder, e)
         trained = runs.Trained(e, 1, Transformer(e.model), runs.init_variables(e))
-        monkeypatch.setattr(runs, "restore_model", lambda folder: trained)
+        monkeypatch.setattr(runs, "restore_model", lambda folder, **_: trained)
         with pytest.raises(ValueError, match="is at step 1 of 2: finish it first"):
             sweep.validate(folder)
         trained = trained._replace(step=2)
