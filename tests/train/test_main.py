@@ -6,6 +6,7 @@ import shutil
 import signal
 import threading
 import time
+import types
 from pathlib import Path
 
 import chex
@@ -283,6 +284,21 @@ def test_seeds_share_compiled_programs(config, tmp_path, monkeypatch):
     compare.train_all(jobs, 1)
     assert all(job.finished for job in jobs)
     assert len(list((tmp_path / "compiled").glob("jit_step-*-cache"))) == 2
+
+
+@pytest.mark.parametrize("own", [None, "glibc.malloc.arena_max=2"])
+def test_trainings_ask_for_large_pages_unless_told_otherwise(config, tmp_path, monkeypatch, own):
+    started = []
+    process = types.SimpleNamespace(pid=os.getpid())
+    monkeypatch.setattr(
+        compare.subprocess, "Popen", lambda *a, **given: started.append(given["env"]) or process
+    )
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    if own:
+        monkeypatch.setenv("GLIBC_TUNABLES", own)
+    [job] = compare.plan(config, tmp_path, compare.ENCODINGS, ["rope"], 1, [])
+    compare._start(job, sorted(os.sched_getaffinity(0)), alone=True, validate=False)
+    assert started[0]["GLIBC_TUNABLES"] == (own or "glibc.malloc.hugetlb=1")
 
 
 def test_cores_are_divided():

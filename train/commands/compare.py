@@ -40,6 +40,7 @@ from tape_jax import positions
 from tape_jax.config import choose, require
 from tape_jax.files import write_atomically
 from train import adaptation, experiment, metrics, runs, sweep
+from train.allocator import HUGE_PAGES
 from train.commands import eval as evaluation
 from train.data import Result
 from train.experiment import Experiment
@@ -363,7 +364,7 @@ def _ended(job: Job, process: subprocess.Popen) -> Ended | None:
 
 @functools.cache
 def _compiled() -> str:
-    """A folder of compiled programs, which trainings of this process share, and end with it."""
+    """A folder of compiled programs for the trainings that this process starts; it goes with it."""
     folder = tempfile.TemporaryDirectory(prefix="tape-jax-compiled-", ignore_cleanup_errors=True)
     atexit.register(folder.cleanup)
     return folder.name
@@ -374,8 +375,10 @@ def _start(job: Job, cores: list[int], *, alone: bool, validate: bool) -> subpro
     arguments = ["--evaluate"]
     arguments += ["--resume"] if job.folder.exists() else []
     arguments += ["--validate"] if validate else []
-    environment = os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(len(cores))}
-    environment.setdefault("JAX_COMPILATION_CACHE_DIR", _compiled())
+    environment = HUGE_PAGES | os.environ
+    environment |= {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(len(cores))}
+    if "JAX_COMPILATION_CACHE_DIR" not in environment:
+        environment["JAX_COMPILATION_CACHE_DIR"] = _compiled()
     if len(cores) == 1:
         flags = os.environ.get("XLA_FLAGS", "")
         environment["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
