@@ -24,6 +24,25 @@ def replaced(model: Transformer, **changes: Any) -> Transformer:
     return Transformer(dataclasses.replace(model.config, **changes), sharding=model.sharding)
 
 
+def is_of_encoding(path: tuple[Any, ...]) -> bool:
+    """Whether a parameter, by its path of jax's keys or of names, is one of the encoding."""
+    return str(getattr(path[-1], "key", path[-1])).startswith("position_")
+
+
+def with_encoding(params: Any, other: Any) -> dict[str, Any]:
+    """Parameters of a model, with those of its position encoding taken from ``other``.
+
+    Args:
+      params: nested dict of arrays.
+      other: a dict of the same structure.
+    """
+
+    def pick(path: Any, ours: Any, theirs: Any) -> Any:
+        return theirs if is_of_encoding(path) else ours
+
+    return jax.tree.map_with_path(pick, params, other)
+
+
 def restack(
     params: Any, old: Transformer, new: Transformer, *, donate: bool = False
 ) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from tape_jax import algebra
+from tape_jax.layout import is_of_encoding, with_encoding
 from tape_jax.model import Transformer
 from train.grids import text_table
 from train.plots import BODY, COLOURS, SMALL, TINY, TITLE
+from train.step import Batch, weighted_loss
 
 MOST_PANELS = 8
 MOST_TOKENS = 64
@@ -110,6 +113,68 @@ def look(
         np.concatenate(maps).astype(np.float32),
         None if states is None else np.asarray(states, np.float32),
     )
+
+
+class Reliance(NamedTuple):
+    """What a trained model does on a batch, and without what its position encoding has learned.
+
+    Attributes:
+      loss: the mean over the tokens that count, in nats.
+      accuracy: the share of them that is the model's first guess.
+      untrained_loss: the same with the parameters of the encoding as before training; TAPE's states
+        then stay at their start.
+      untrained_accuracy: of the same.
+    """
+
+    loss: float
+    accuracy: float
+    untrained_loss: float
+    untrained_accuracy: float
+
+    def __str__(self) -> str:
+        return text_table(
+            ["position encoding", "loss", "right, %"],
+            [
+                ["as trained", f"{self.loss:.4f}", f"{100 * self.accuracy:.2f}"],
+                [
+                    "as before training",
+                    f"{self.untrained_loss:.4f}",
+                    f"{100 * self.untrained_accuracy:.2f}",
+                ],
+            ],
+        )
+
+
+def reliance(model: Transformer, variables: Any, batch: Batch) -> Reliance | None:
+    """Measures how much a trained model relies on what its position encoding has learned.
+
+    A model may need what it was trained with without being the better for it: that is for a
+    comparison of trainings to say.
+
+    Args:
+      model: with any encoding.
+      variables: of the model.
+      batch: of its task, with ``inputs``, ``targets`` and ``weights`` [B, T].
+
+    Returns:
+      The measurement; None if the encoding has no parameters.
+    """
+
+    def untrained(params: Any) -> Any:
+        return with_encoding(params, model.init(jax.random.key(0), batch["inputs"])["params"])
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def measure(params: Any, as_trained: bool) -> tuple[jax.Array, jax.Array]:
+        params = params if as_trained else untrained(params)
+        out: Any = model.apply({**variables, "params": params}, batch["inputs"])
+        total = batch["weights"].sum()
+        right = ((out.argmax(-1) == batch["targets"]) * batch["weights"]).sum()
+        return weighted_loss(out, batch["targets"], batch["weights"]) / total, right / total
+
+    params = variables["params"]
+    if not any(map(is_of_encoding, dict(jax.tree.leaves_with_path(params)))):
+        return None
+    return Reliance(*(float(x) for trained in (True, False) for x in measure(params, trained)))
 
 
 def figures(inside: Inside) -> dict[str, Figure]:

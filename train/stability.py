@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from tape_jax import algebra, testing
 from tape_jax.config import require
 from tape_jax.files import write_atomically
-from tape_jax.layout import replaced, restack
+from tape_jax.layout import replaced, restack, with_encoding
 from tape_jax.model import Transformer
 from train import experiment
 from train import step as training_step
@@ -165,12 +165,7 @@ def finite(values: Any) -> Values:
 
 def disturb(params: Any, noise: float) -> Any:
     """Parameters with normal noise of this standard deviation added to those of the encoding."""
-    moved = testing.random_params(None, params, std=noise)
-
-    def pick(path: Any, old: jax.Array, new: jax.Array) -> jax.Array:
-        return new if str(path[-1].key).startswith("position_") else old
-
-    return jax.tree.map_with_path(pick, params, moved)
+    return with_encoding(params, testing.random_params(None, params, std=noise))
 
 
 def trace(e: Experiment, variant: str, *, noise: float) -> Trace:

@@ -12,7 +12,7 @@ import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from tape_jax.config import choose, require
-from tape_jax.layout import by_path
+from tape_jax.layout import by_path, is_of_encoding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Position(Rule):
     kind: ClassVar[str] = "position"
 
     def matches(self, path: tuple[str, ...]) -> bool:
-        return path[-1].startswith("position_")
+        return is_of_encoding(path)
 
 
 @dataclasses.dataclass(frozen=True)

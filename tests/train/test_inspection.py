@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tape_jax import positions
+from tape_jax.layout import restack
 from tests.models import encoding, random_variables, small_model
 from train import inspection
 from train.main import main
@@ -102,6 +103,45 @@ def test_tensor_form_has_no_phases():
     assert len([axes for axes in inspection.drift(inside).axes if axes.get_title()]) == 1
 
 
+def batch_of(tokens):
+    """Each token is to name the next; the last of a row does not count."""
+    weights = np.ones(tokens.shape, np.float32)
+    weights[:, -1] = 0
+    return {"inputs": tokens, "targets": np.roll(tokens, -1, axis=1), "weights": weights}
+
+
+def test_reliance_on_what_the_encoding_learned():
+    """Without its learned update TAPE is RoPE with the same weights."""
+    model, variables, _ = look()
+    found = inspection.reliance(model, variables, batch_of(TOKENS))
+    rope = small_model(encoding("rope"), num_heads=4, num_kv_heads=2, hidden_size=16)
+    rest = restack(without_encoding(variables["params"]), model, rope)
+    logits = [
+        np.asarray(m.apply(v, TOKENS))[:, :-1]
+        for m, v in ((model, variables), (rope, {"params": rest}))
+    ]
+    targets = TOKENS[:, 1:]
+    for out, loss, accuracy in zip(logits, found[::2], found[1::2], strict=True):
+        log_p = out - np.log(np.exp(out).sum(-1, keepdims=True))
+        expected = -np.take_along_axis(log_p, targets[..., None], -1).mean()
+        np.testing.assert_allclose(loss, expected, rtol=1e-4)
+        np.testing.assert_allclose(accuracy, (out.argmax(-1) == targets).mean(), rtol=1e-6)
+    assert found.loss != pytest.approx(found.untrained_loss, rel=1e-3)
+
+
+def without_encoding(params):
+    return {
+        name: without_encoding(value) if isinstance(value, dict) else value
+        for name, value in params.items()
+        if not name.startswith("position_")
+    }
+
+
+def test_nothing_to_rely_on_without_parameters():
+    model, variables, _ = look("rope")
+    assert inspection.reliance(model, variables, batch_of(TOKENS)) is None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(positions.registry))
 def test_every_encoding(kind):
@@ -126,6 +166,7 @@ def test_command(run, tmp_path, capsys):
     assert sorted(p.name for p in (tmp_path / "inside").iterdir()) == names
     assert all(MARK.encode() in p.read_bytes()[:1000] for p in (tmp_path / "inside").iterdir())
     assert "mean distance moved" in out
+    assert "as before training" in out
     assert main(["inspect", f"--run={run}", "--prompt=12+30", f"--out={tmp_path / 'b'}"]) == 0
 
 

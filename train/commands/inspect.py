@@ -1,5 +1,8 @@
 """Draws what goes on inside a trained model, and lists the tokens that move their states most.
 
+Without a prompt it also says how much the model relies on its position encoding: the loss as
+trained, and with the parameters of the encoding as before training.
+
   python -m train.main inspect --run=runs/x [--prompt "407+85"]
 
 Pictures, in the folder inside/ of the run unless --out says otherwise:
@@ -13,12 +16,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from tape_jax.config import require
 from train import inspection, plots, runs
+from train.experiment import Experiment
+from train.step import Batch
 
 UNSEEN_SEED = 2**31
 
@@ -36,7 +40,8 @@ def run(args: argparse.Namespace) -> None:
     """Looks inside."""
     require(args.examples >= 1, f"inspect: --examples must be at least 1; got {args.examples}")
     trained = runs.restore_model(args.run)
-    tokens = sequences(trained.experiment, args.prompt, args.examples)
+    batch = None if args.prompt is not None else examples(trained.experiment, args.examples)
+    tokens = np.asarray(batch["inputs"]) if batch else prompted(trained.experiment, args.prompt)
     if args.length is not None:
         require(
             2 <= args.length <= tokens.shape[1],
@@ -58,14 +63,18 @@ def run(args: argparse.Namespace) -> None:
         print(f"the encoding {kind!r} keeps no position state: attention maps only")
     else:
         print(inspection.movers(inside))
+    if batch and (found := inspection.reliance(trained.model, trained.variables, batch)):
+        print(f"\n{found}")
     print(f"\nwritten: {', '.join(str(folder / name) for name in pictures)}")
 
 
-def sequences(experiment: Any, prompt: str | None, examples: int) -> np.ndarray:
-    """Tokens [B, T] of a prompt, or of examples that were drawn with a seed of their own."""
-    if prompt is None:
-        dataset = experiment.task.dataset((experiment.seed + UNSEEN_SEED) % 2**32, examples)
-        return np.asarray(next(iter(dataset))["inputs"])
+def examples(experiment: Experiment, count: int) -> Batch:
+    """Examples of the task, drawn with a seed of their own."""
+    return next(iter(experiment.task.dataset((experiment.seed + UNSEEN_SEED) % 2**32, count)))
+
+
+def prompted(experiment: Experiment, prompt: str) -> np.ndarray:
+    """The tokens [1, T] of a prompt."""
     tokens = np.asarray(experiment.task.encode(prompt))
     require(len(tokens) >= 2, f"inspect: --prompt must have at least 2 tokens; got {prompt!r}")
     return tokens[None]

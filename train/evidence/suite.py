@@ -30,6 +30,7 @@ ON_TEXT = (
 # Options of TAPE that may mend what it lacks, as rivals of its defaults.
 CANDIDATES: dict[str, dict[str, Any]] = {
     "tape_rms": {"model.position.kind": "tape", "model.position.norm": "rms"},
+    "tape_alpha": {"model.position.kind": "tape", "model.position.alpha": 10.0},
     "tape_partial": {
         "model.position.kind": "tape",
         "model.position.partial_rotary_factor": 0.5,
