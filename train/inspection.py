@@ -63,6 +63,16 @@ class Inside:
         return np.linalg.norm(np.diff(self.flat_states, axis=0), axis=-1) / start
 
     @property
+    def moved(self) -> np.ndarray:
+        """How far the states that enter each layer are from their start, over its norm: [layers].
+
+        The root mean square over tokens and heads.
+        """
+        away = self.flat_states - self.flat_states[0]
+        squares = np.square(away).sum(axis=(1, 2, 3, 4))
+        return np.sqrt(squares / np.square(self.flat_states[0]).sum())
+
+    @property
     def phase_drift(self) -> np.ndarray | None:
         """Angle between a state and its start, by frequency: [layers, B, T, H, D/2] in radians.
 

@@ -84,6 +84,7 @@ def test_moves_norms_and_phases():
     )
     np.testing.assert_allclose(inside.moves[:, 0, :, 0], [[1, 0], [0, 2**0.5]], rtol=1e-6)
     np.testing.assert_allclose(inside.relative_norms[:, 0, :, 0], [[1, 1], [2, 1], [2, 1]])
+    np.testing.assert_allclose(inside.moved, [0, 0.5**0.5, 1.5**0.5], rtol=1e-6)
     np.testing.assert_allclose(inside.phase_drift[1], 0, atol=1e-6)
     np.testing.assert_allclose(inside.phase_drift[2, 0, 1, 0], np.pi / 2, rtol=1e-6)
     rows = [line.strip("| ").split("|") for line in inspection.movers(inside).split("\n")[2:]]
@@ -167,6 +168,7 @@ def test_command(run, tmp_path, capsys):
     assert all(MARK.encode() in p.read_bytes()[:1000] for p in (tmp_path / "inside").iterdir())
     assert "mean distance moved" in out
     assert "as before training" in out
+    assert "% of their norm: 0.0, " in out
     assert main(["inspect", f"--run={run}", "--prompt=12+30", f"--out={tmp_path / 'b'}"]) == 0
 
 

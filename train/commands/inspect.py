@@ -63,6 +63,8 @@ def run(args: argparse.Namespace) -> None:
         print(f"the encoding {kind!r} keeps no position state: attention maps only")
     else:
         print(inspection.movers(inside))
+        moved = ", ".join(f"{100 * x:.1f}" for x in inside.moved)
+        print(f"\nmoved from their start, entering each layer, % of their norm: {moved}")
     if batch and (found := inspection.reliance(trained.model, trained.variables, batch)):
         print(f"\n{found}")
     print(f"\nwritten: {', '.join(str(folder / name) for name in pictures)}")

@@ -131,8 +131,9 @@ def _improvement(studies: Studies) -> Iterator[str]:
         "complete. An option is worth recommending where it is better on studies that it was not "
         "chosen by, and worse on none."
     )
-    for name, fields in CANDIDATES.items():
-        options = ", ".join(f"`--config.{field}={value}`" for field, value in fields.items())
+    for name, candidate in CANDIDATES.items():
+        fields = candidate.fields.items()
+        options = ", ".join(f"`--config.{field}={value}`" for field, value in fields)
         rows = []
         for study in studies.values():
             if not isinstance(study, PlannedTrainings) or name not in study.design.rivals:
@@ -143,9 +144,10 @@ def _improvement(studies: Studies) -> Iterator[str]:
             values = {rival: by_seed(results[rival], score) for rival in ("tape", name)}
             standing = compare(values, name, score)
             said = "better" if standing.worse else "worse" if standing.better else "not told"
+            said += ", but chosen by it" if study.name in candidate.chosen_by else ""
             cells = [mean_and_spread([*found.values()]) for found in values.values()]
             rows.append([study.name, score.label, *cells, said])
-        yield f"`{name}`: {options}"
+        yield f"`{name}`: {options}. Why: {candidate.reason}."
         yield text_table(["study", "score", "tape", name, ""], rows) if rows else "Unfinished."
 
 

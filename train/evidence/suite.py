@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from configs.ablations import VARIANTS
 from train.evidence.overhead import Cost
@@ -27,20 +27,45 @@ ON_TEXT = (
     *CLAIMED,
     *("attention_only", "mlp_only", "heads", "no_equivariance", "norm_rms", "norm_unit"),
 )
-# Options of TAPE that may mend what it lacks, as rivals of its defaults.
-CANDIDATES: dict[str, dict[str, Any]] = {
-    "tape_rms": {"model.position.kind": "tape", "model.position.norm": "rms"},
-    "tape_alpha": {"model.position.kind": "tape", "model.position.alpha": 10.0},
-    "tape_partial": {
-        "model.position.kind": "tape",
-        "model.position.partial_rotary_factor": 0.5,
-    },
+
+
+class Candidate(NamedTuple):
+    """An option of TAPE that may mend what it lacks, as a rival of its defaults.
+
+    Attributes:
+      fields: of the config.
+      reason: why it was thought to help.
+      chosen_by: studies whose scores it was chosen by, and which therefore cannot recommend it.
+    """
+
+    fields: dict[str, Any]
+    reason: str
+    chosen_by: tuple[str, ...] = ()
+
+
+CANDIDATES = {
+    "tape_rms": Candidate(
+        {"model.position.kind": "tape", "model.position.norm": "rms"},
+        "states that grow with the layers are kept at their norm",
+    ),
+    "tape_alpha": Candidate(
+        {"model.position.kind": "tape", "model.position.alpha": 10.0},
+        "on text the default moves a state by a few per cent of its norm only",
+        chosen_by=("text",),
+    ),
+    "tape_partial": Candidate(
+        {"model.position.kind": "tape", "model.position.partial_rotary_factor": 0.5},
+        "half of a head's dimensions compare content whatever the distance",
+    ),
 }
 
 
 def encodings(*names: str) -> dict[str, dict[str, Any]]:
     """Rivals by the names of their encodings, or of candidates."""
-    return {name: CANDIDATES.get(name, {"model.position.kind": name}) for name in names}
+    return {
+        name: CANDIDATES[name].fields if name in CANDIDATES else {"model.position.kind": name}
+        for name in names
+    }
 
 
 def methods(*names: str) -> dict[str, Fields]:
