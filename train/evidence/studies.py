@@ -305,12 +305,13 @@ class PlannedTrainings(Study):
 
     def run(self, finished: Finished, *, quick: bool = False) -> None:
         """Makes what is missing, or one run of each rival that the quick part has."""
+        swept = len(self.settings) > 1
         if quick:
             firsts = {job.name: job for job in reversed(self.trials)}
-            self._train([firsts[name] for name in self.design.quick], finished)
+            self._train([firsts[name] for name in self.design.quick], finished, validate=swept)
             return
-        if len(self.settings) > 1:
-            self._train(self.trials, finished)
+        if swept:
+            self._train(self.trials, finished, validate=True)
         # One rival after another, so that those which come first are soon complete.
         rest = [job for rival in self.design.rivals for job in self.finals(rival) or ()]
         self._train(rest, finished)
@@ -367,14 +368,14 @@ class PlannedTrainings(Study):
             return Diverged(**record.found["diverged"])
         return self.task.read_result(record.found[name])
 
-    def _train(self, jobs: Sequence[Job], finished: Finished) -> None:
+    def _train(self, jobs: Sequence[Job], finished: Finished, *, validate: bool = False) -> None:
         missing = [job for job in jobs if not self.record(job)]
         if not missing:
             return
         if self.design.base is not None and not self._base.finished:
             compare.train_all([self._base], 1)
         self.folder.mkdir(parents=True, exist_ok=True)
-        environment, validate = describe_environment(), len(self.settings) > 1
+        environment = describe_environment()
 
         def write(ended: Ended) -> None:
             item = self.item(ended.job)

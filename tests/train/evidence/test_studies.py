@@ -96,6 +96,10 @@ class TestRunning:
 
         def train_all(jobs, side_by_side, *, validate, finished, accepted):
             assert accepted == (0, NON_FINITE_EXIT_CODE)
+            # Only what is chosen among is validated.
+            assert validate == all(
+                job.setting.overrides and job.experiment.seed == 0 for job in jobs
+            )
             calls.append(names(jobs))
             for job in jobs:
                 finished(Ended(job, 0, 60.0))
