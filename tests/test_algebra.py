@@ -7,10 +7,7 @@ import pytest
 
 from tape_jax import algebra, rotate, transform
 from tape_jax.testing import random_orthogonal, random_phases, random_state
-
-
-def normal(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape)
+from tests.arrays import normal
 
 
 def as_complex(x) -> np.ndarray:

@@ -208,6 +208,19 @@ def restore_model(
     return Trained(experiment, step, model, variables)
 
 
+def restore_for_evaluation(folder: Path, mesh: ShardingConfig | None = None) -> Trained:
+    """The model of a run, where it is to be evaluated.
+
+    Args:
+      folder: the run's.
+      mesh: see :func:`evaluation_sharding`.
+
+    Raises:
+      ValueError: as :func:`evaluation_sharding` and :func:`restore_model` do.
+    """
+    return restore_model(folder, sharding=evaluation_sharding(load(folder), mesh))
+
+
 def placed(shapes: Any, places: Any) -> Any:
     """Shapes and types with their places."""
     return jax.tree.map(

@@ -190,7 +190,7 @@ def validate(folder: Path, progress: Progress | None = None) -> Result:
     )
     if record and (record["step"], record["options"]) == (experiment.steps, described):
         return task.read_result(record["result"])
-    trained = runs.restore_model(folder, sharding=runs.evaluation_sharding(experiment))
+    trained = runs.restore_for_evaluation(folder)
     require(
         trained.step == experiment.steps,
         f"the run {folder} is at step {trained.step} of {experiment.steps}: finish it first",

@@ -17,17 +17,17 @@ import jax.numpy as jnp
 from tape_jax.algebra import at_least_float32
 from tape_jax.config import ModelConfig, require
 from tape_jax.positions.additive import sinusoids
-from tape_jax.positions.protocol import Param, State
-from tape_jax.positions.tape import (
+from tape_jax.positions.mixing import (
     ACTIVATIONS,
-    Tape,
     by_rows,
     mix_attended,
     mix_heads,
     mixing_matrix,
-    normalize,
     scaled_mix,
 )
+from tape_jax.positions.norms import normalize
+from tape_jax.positions.protocol import Param, State
+from tape_jax.positions.tape import Tape
 
 Array = jax.Array
 zeros = jax.nn.initializers.zeros

@@ -12,8 +12,6 @@ symmetry group acts on, so the update commutes with :func:`tape_jax.transform`.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -21,26 +19,22 @@ import jax.numpy as jnp
 
 from tape_jax.algebra import at_least_float32
 from tape_jax.config import ModelConfig, RopeScaling, choose, require
+from tape_jax.positions.mixing import (
+    ACTIVATIONS,
+    mix_attended,
+    mix_heads,
+    mixing_matrix,
+    scaled_mix,
+)
+from tape_jax.positions.norms import NORMS, normalize
 from tape_jax.positions.protocol import Param, State
 from tape_jax.positions.rotary import Rope, angles
-from tape_jax.sharding import Axes, Sharding
+from tape_jax.sharding import Sharding
 
 Array = jax.Array
 
 ATTENTION_MIXES = ("none", "head_scale", "heads")
-NORMS = ("none", "rms", "unit")
 FORMS = ("rotary", "tensor")
-ACTIVATIONS = {
-    "silu": jax.nn.silu,
-    "gelu": jax.nn.gelu,
-    "relu": jax.nn.relu,
-    "tanh": jnp.tanh,
-    "identity": lambda x: x,
-}
-
-# Squared norms below this are treated as zero by the norms of states, whose scale is 1.
-TINY = 1e-12
-NEWTON_SCHULZ_STEPS = 24
 
 
 def tensor_state(
@@ -260,20 +254,6 @@ def update(
     )
 
 
-def scaled_mix(mix: Array, alpha: float | Array) -> Array:
-    """``mix [H_q]`` or ``[H_kv, H_q]`` times ``alpha``, a scalar or ``[H_kv]``."""
-    if mix.ndim == 2:
-        return mix * by_rows(alpha)
-    if jnp.ndim(alpha):
-        alpha = jnp.repeat(alpha, mix.shape[0] // jnp.size(alpha))
-    return mix * alpha
-
-
-def by_rows(alpha: float | Array) -> float | Array:
-    """``alpha``, a scalar or ``[H]``, to be multiplied with ``[..., H, *]``."""
-    return jnp.expand_dims(alpha, -1) if jnp.ndim(alpha) else alpha
-
-
 def _check_update(e, a, x, params, num_kv_heads) -> tuple[bool, int]:
     """Whether the state has tensor form, and the number of its heads; ValueError on misfits."""
     mix, up = params.get("mix"), params.get("up")
@@ -324,155 +304,6 @@ def _check_update(e, a, x, params, num_kv_heads) -> tuple[bool, int]:
                 f"{wx.shape}, {up.shape}, {down.shape}"
             )
     return tensor, heads
-
-
-def mix_attended(a: Array, mix: Array, heads: int, sharding: Sharding | None = None) -> Array:
-    """``Mix(a)``: attended states ``[..., H_q, N]`` to ``[..., H_kv, N]``.
-
-    ``mix [H_q]`` scales each query head and sums inside its group; ``mix [H_kv, H_q]`` is a matrix.
-    """
-    if mix.ndim == 2:
-        product = functools.partial(jnp.einsum, "hq,...qn->...hn")
-        return _sum_over_heads(product, mix, (None, "heads"), a, sharding)
-    *lead, queries, n = a.shape
-    scaled = (a * mix[:, None]).reshape(*lead, heads, queries // heads, n)
-    return scaled.sum(-2)
-
-
-def mixing_matrix(
-    x: Array,
-    params: dict[str, Array],
-    alpha: float | Array = 1.0,
-    activation: str = "silu",
-    *,
-    dtype: Any = jnp.float32,
-) -> Array:
-    """``alpha A(x)``, a heads x heads matrix per token: ``[..., T, H, H]``.
-
-    ``alpha`` is a scalar or has one number for each row ``[H]``.
-    """
-    gate = ACTIVATIONS[activation](x @ params["wx"].astype(x.dtype)).astype(dtype)
-    down, up = params["down"].astype(dtype), params["up"].astype(dtype)
-    outer = down.T[:, :, None] * up[:, None, :] * by_rows(alpha)
-    return jnp.einsum("...p,phk->...hk", gate, outer)
-
-
-def mix_heads(matrix: Array, e: Array, sharding: Sharding | None = None) -> Array:
-    """Applies per-token matrices ``[..., H, H]`` to states ``[..., H | 1, N]``.
-
-    In full precision: by default GPUs and TPUs round operands in float32, the states too.
-    """
-    if e.shape[-2] == 1:
-        return matrix.sum(-1)[..., None] * e
-    split = sharding is not None and sharding.shards("kv_heads") > 1
-    on_tpu = jax.default_backend() == "tpu"
-    # For sums over devices TPUs want the layout that a product leaves, or they send twice as much.
-    product = sum_of_products if on_tpu and not split else precise_product
-    axes = ("batch", "sequence", None, "kv_heads")
-    return _sum_over_heads(product, matrix, axes, e, sharding)
-
-
-def precise_product(matrix: Array, e: Array) -> Array:
-    """``matrix @ e`` with whole operands."""
-    return jnp.einsum("...hk,...kn->...hn", matrix, e, precision=jax.lax.Precision.HIGHEST)
-
-
-def sum_of_products(matrix: Array, e: Array) -> Array:
-    """``matrix @ e`` of small matrices without a matrix unit, which a TPU has to feed by tiles.
-
-    For a product of 12 heads its compiler makes padded copies of both operands; this it fuses.
-    """
-    wide = at_least_float32(e.dtype)
-    products = matrix.astype(wide)[..., None] * e.astype(wide)[..., None, :, :]
-    return products.sum(-2).astype(e.dtype)
-
-
-def _sum_over_heads(
-    product: Callable[[Array, Array], Array],
-    matrix: Array,
-    axes: Axes,
-    states: Array,
-    sharding: Sharding | None,
-) -> Array:
-    """``product(matrix, states)``, the states ``[B, T, H, N]`` being split by heads or not.
-
-    Of the matrix, with logical ``axes``, each device has the columns of its own states. Their
-    product is a part of every head's sum: one reduce-scatter adds the parts up. Backwards one
-    all-gather of the gradient is enough, and no device keeps the states of all heads, as it would
-    had they been gathered for the product.
-    """
-    kind = axes[-1]
-    split = () if sharding is None else sharding.mesh_axes("kv_heads")
-    if sharding is None or sharding.shards("kv_heads") == 1 or states.ndim != 4:
-        return product(matrix, states)
-    if kind is None or sharding.mesh_axes(kind) != split:
-        return product(matrix, states)
-
-    def part(matrix: Array, states: Array) -> Array:
-        return jax.lax.psum_scatter(product(matrix, states), split, scatter_dimension=2, tiled=True)
-
-    states_spec = sharding.spec(("batch", "sequence", kind, None), states.shape, "position states")
-    out_shape = jax.eval_shape(product, matrix, states).shape
-    return jax.shard_map(
-        part,
-        mesh=sharding.mesh,
-        in_specs=(sharding.spec(axes, matrix.shape, "a mixing matrix"), states_spec),
-        out_specs=sharding.spec(("batch", "sequence", "kv_heads", None), out_shape, "states"),
-        check_vma=False,
-    )(matrix, states)
-
-
-def normalize(e: Array, norm: str, magnitude: float = 1.0, *, tensor: bool = False) -> Array:
-    """Bounds a state without breaking its equivariance; the start state is left as it is.
-
-    ``rms`` divides by ``sqrt(mean_m |E_m|_F^2 / min(L, R))``; ``unit`` replaces each block by its
-    polar factor. Zero states stay zero. Computed in at least float32; the type of ``e`` is kept.
-    """
-    if norm == "none":
-        return e
-    wide = e.astype(at_least_float32(e.dtype))
-    if norm == "unit":
-        unit = polar_factor(wide) if tensor else _unit_complex(wide)
-        return (magnitude * unit).astype(e.dtype)
-    if tensor:
-        square = jnp.square(wide).sum((-2, -1), keepdims=True).mean(-3, keepdims=True)
-        square = square / min(e.shape[-2:])
-    else:
-        square = 2 * jnp.square(wide).mean(-1, keepdims=True)
-    return (wide * (magnitude * jax.lax.rsqrt(jnp.maximum(square, TINY)))).astype(e.dtype)
-
-
-def _unit_complex(e: Array) -> Array:
-    half = e.shape[-1] // 2
-    square = jnp.square(e[..., :half]) + jnp.square(e[..., half:])
-    scale = jax.lax.rsqrt(jnp.maximum(square, TINY))
-    return e * jnp.concatenate([scale, scale], axis=-1)
-
-
-def polar_factor(e: Array) -> Array:
-    """Orthogonal polar factor ``U V^T`` of every ``L x R`` block ``U S V^T``.
-
-    In closed form for 2 x 2 blocks, by Newton-Schulz iteration otherwise; never through the
-    gradient of a singular value decomposition, which is undefined at a rotation.
-    """
-    square = jnp.square(e).sum((-2, -1), keepdims=True)
-    if e.shape[-2:] == (2, 2):
-        a, b, c, d = e[..., 0, 0], e[..., 0, 1], e[..., 1, 0], e[..., 1, 1]
-        det = (a * d - b * c)[..., None, None]
-        cofactor = jnp.stack([jnp.stack([d, -c], -1), jnp.stack([-b, a], -1)], -2)
-        scale = jax.lax.rsqrt(jnp.maximum(square + 2 * jnp.abs(det), TINY))
-        return (e + jnp.sign(det) * cofactor) * scale
-    x = e * jax.lax.rsqrt(jnp.maximum(square, TINY))
-    wide = e.shape[-2] <= e.shape[-1]
-
-    def step(_, x: Array) -> Array:
-        if wide:
-            gram = jnp.einsum("...lr,...kr->...lk", x, x)
-            return 1.5 * x - 0.5 * jnp.einsum("...lk,...kr->...lr", gram, x)
-        gram = jnp.einsum("...lr,...ls->...rs", x, x)
-        return 1.5 * x - 0.5 * jnp.einsum("...lr,...rs->...ls", x, gram)
-
-    return jax.lax.fori_loop(0, NEWTON_SCHULZ_STEPS, step, x)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,13 +15,10 @@ from tape_jax.positions import (
     Tape,
 )
 from tape_jax.positions.ablations import join_tables, split_tables
+from tests.arrays import normal
 
 CONFIG = ModelConfig(5, hidden_size=12, num_layers=3, num_heads=3, head_dim=4)
 HEADS, DIM, HIDDEN, WIDTH, TIME = 3, 4, 12, 12, 5
-
-
-def normal(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape)
 
 
 def silu(x):

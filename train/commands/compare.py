@@ -104,8 +104,7 @@ class Job:
 
     def samples(self) -> Sequence[str]:
         """What the trained model does when it is asked something unseen."""
-        sharding = runs.evaluation_sharding(self.experiment)
-        trained = runs.restore_model(self.folder, sharding=sharding)
+        trained = runs.restore_for_evaluation(self.folder)
         return self.experiment.task.samples(trained, self.experiment.evaluation)
 
     @property

@@ -58,8 +58,7 @@ def evaluate(folder: Path, options: Any, mesh: ShardingConfig | None = None) -> 
         again or not path.exists(),
         f"{path} is not an evaluation written by this program: it is not replaced",
     )
-    sharding = runs.evaluation_sharding(runs.load(folder), mesh)
-    trained = runs.restore_model(folder, sharding=sharding)
+    trained = runs.restore_for_evaluation(folder, mesh)
     task = trained.experiment.task
     with Progress.of(f"evaluating {folder.name}") as progress:
         result = task.evaluate(trained, options, progress)
