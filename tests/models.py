@@ -58,3 +58,16 @@ def random_variables(model: Transformer, seed: int = 0, *, std: float = 0.2) -> 
         return jnp.asarray(generator.normal(centre, std, x.shape), model.config.param_dtype)
 
     return jax.tree.map_with_path(draw, _shapes(Transformer(plain)))
+
+
+def without_position(variables):
+    """Variables without the parameters of the encoding."""
+
+    def keep(tree):
+        return {
+            name: keep(value) if isinstance(value, dict) else value
+            for name, value in tree.items()
+            if not name.startswith("position_")
+        }
+
+    return keep(variables)

@@ -20,7 +20,14 @@ from tape_jax import (
 )
 from tape_jax.config import from_mapping
 from tape_jax.sharding import ShardingConfig
-from tests.models import DIGITS, VOCAB, encoding, random_variables, small_model
+from tests.models import (
+    DIGITS,
+    VOCAB,
+    encoding,
+    random_variables,
+    small_model,
+    without_position,
+)
 
 # Tests compile much and compute little.
 FAST_COMPILATION = {
@@ -60,19 +67,6 @@ def unstacked(model, variables):
         for i in range(start, stop):
             params[f"layers_{i}"] = jax.tree.map(lambda x, j=i - start: x[j], stacked)
     return {"params": params}
-
-
-def without_position(variables):
-    """Variables without the parameters of the encoding."""
-
-    def keep(tree):
-        return {
-            name: keep(value) if isinstance(value, dict) else value
-            for name, value in tree.items()
-            if not name.startswith("position_")
-        }
-
-    return keep(variables)
 
 
 def with_initial_position(model, variables):

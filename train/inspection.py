@@ -182,7 +182,7 @@ def reliance(model: Transformer, variables: Any, batch: Batch) -> Reliance | Non
         return weighted_loss(out, batch["targets"], batch["weights"]) / total, right / total
 
     params = variables["params"]
-    if not any(map(is_of_encoding, dict(jax.tree.leaves_with_path(params)))):
+    if not any(is_of_encoding(path) for path, _ in jax.tree.leaves_with_path(params)):
         return None
     return Reliance(*(float(x) for trained in (True, False) for x in measure(params, trained)))
 

@@ -8,7 +8,7 @@ import pytest
 
 from tape_jax import positions
 from tape_jax.layout import restack
-from tests.models import encoding, random_variables, small_model
+from tests.models import encoding, random_variables, small_model, without_position
 from train import inspection
 from train.main import main
 from train.plots import MARK
@@ -116,7 +116,7 @@ def test_reliance_on_what_the_encoding_learned():
     model, variables, _ = look()
     found = inspection.reliance(model, variables, batch_of(TOKENS))
     rope = small_model(encoding("rope"), num_heads=4, num_kv_heads=2, hidden_size=16)
-    rest = restack(without_encoding(variables["params"]), model, rope)
+    rest = restack(without_position(variables["params"]), model, rope)
     logits = [
         np.asarray(m.apply(v, TOKENS))[:, :-1]
         for m, v in ((model, variables), (rope, {"params": rest}))
@@ -128,14 +128,6 @@ def test_reliance_on_what_the_encoding_learned():
         np.testing.assert_allclose(loss, expected, rtol=1e-4)
         np.testing.assert_allclose(accuracy, (out.argmax(-1) == targets).mean(), rtol=1e-6)
     assert found.loss != pytest.approx(found.untrained_loss, rel=1e-3)
-
-
-def without_encoding(params):
-    return {
-        name: without_encoding(value) if isinstance(value, dict) else value
-        for name, value in params.items()
-        if not name.startswith("position_")
-    }
 
 
 def test_nothing_to_rely_on_without_parameters():
