@@ -273,3 +273,10 @@ class TestTask:
             Passkey.Evaluation(factors=(4, 2))
         with pytest.raises(ValueError, match="batch_tokens must be a positive integer; got 0"):
             Passkey.Evaluation(batch_tokens=0)
+
+
+def test_the_task_from_scratch_speaks_bytes():
+    task = Passkey(sequence_length=40, digits=2)
+    tokens = task.encode("key 17")
+    assert tokens == list(task.codec.encode("key 17"))
+    assert task.decode(tokens) == "key 17"

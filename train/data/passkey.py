@@ -457,6 +457,14 @@ class Passkey(synthetic.Stream):
             self.codec, lengths, depths=depths, trials=trials, seed=seed, form=SHORT, keys=keys
         )
 
+    def encode(self, text: str) -> list[int]:
+        """The bytes of a text as tokens."""
+        return list(self.codec.encode(text))
+
+    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
+        """The tokens as text."""
+        return self.codec.decode(tokens)
+
     def read_result(self, record: Any) -> Grid:
         """The grid that ``to_json`` described."""
         return Grid.from_json(record)
