@@ -104,7 +104,7 @@ def compared(here: dict[str, Any], recorded: dict[str, Any]) -> str:
         if not isinstance(study, PlannedTrainings):
             continue
         before: PlannedTrainings = recorded[name]
-        for job, there in zip(study.trials, before.trials, strict=True):
+        for job, there in zip(study.quick, before.quick, strict=True):
             mine, theirs = study.record(job), before.record(there)
             if mine is None:
                 continue

@@ -233,15 +233,22 @@ def _scores(study: PlannedTrainings) -> str:
 
 
 def _settings(study: PlannedTrainings) -> str:
-    """What the sweep chose."""
+    """What the sweep chose, and for whom something better may lie beyond it."""
     if len(study.settings) < 2:
         return ""
-    chosen = {
-        rival: jobs[0].setting.name
-        for rival in study.design.rivals
-        if (jobs := study.finals(rival)) is not None
-    }
-    return "Chosen: " + ", ".join(f"{name} {setting}" for name, setting in chosen.items()) + "."
+    chosen, at_an_end = {}, []
+    for rival in study.design.rivals:
+        if (jobs := study.finals(rival)) is None:
+            continue
+        chosen[rival] = setting = jobs[0].setting
+        tried = sorted({job.setting for job in study.trials(rival)}, key=study.ladder.index)
+        if setting in (tried[0], tried[-1]):
+            at_an_end.append(rival)
+    if not chosen:
+        return ""
+    settings = ", ".join(f"{rival} {setting.name}" for rival, setting in chosen.items())
+    ends = f" At an end of what was tried: {', '.join(at_an_end)}." if at_an_end else ""
+    return f"Chosen: {settings}.{ends}"
 
 
 def _costs(study: PlannedCost) -> str:

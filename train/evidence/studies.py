@@ -10,10 +10,11 @@ import abc
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from tape_jax.config import require
 from train import experiment, metrics, runs, sweep
 from train.commands import compare
 from train.commands import eval as evaluation
@@ -199,8 +200,9 @@ class Design(Protocol):
 class Trainings:
     """Rivals that are trained alike and judged by the scores of their task.
 
-    Every rival is trained with the first seed at every setting of the sweep. The setting that is
-    best in a validation apart from the test is then trained with the other seeds.
+    Every rival is trained with the first seeds at every setting of the sweep, and on, a neighbour
+    at a time, where the best of them is the last on its side. The setting that is best in a
+    validation apart from the test is then trained with the other seeds.
 
     Attributes:
       name: a word, fit for a folder.
@@ -210,6 +212,9 @@ class Trainings:
       fields: those in which all of them differ from the file.
       by_scale: further ones, by scale.
       sweep: by scale, what is swept, ``train.learning_rate=1e-3,3e-3`` each.
+      wider: by scale, the same field with further values on both sides, in order; none: the sweep
+        does not go on.
+      choosing: number of seeds by whose mean the setting is chosen.
       scores: keys of the scores that are shown, the one that counts first; none: all of the task.
       seeds: number of them.
       base: what is adapted, in the folder ``base`` beside the runs; None: nothing.
@@ -223,6 +228,8 @@ class Trainings:
     fields: Fields = dataclasses.field(default_factory=dict)
     by_scale: Mapping[str, Fields] = dataclasses.field(default_factory=dict)
     sweep: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    wider: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    choosing: int = 1
     scores: Sequence[str] = ()
     seeds: int = 3
     base: Base | None = None
@@ -239,8 +246,8 @@ class PlannedTrainings(Study):
     Attributes:
       design: the study.
       place: where.
-      settings: of the sweep.
-      trials: the runs of the first seed, one for each rival and setting.
+      settings: with which every rival is trained.
+      ladder: the settings to which a sweep may go on, in order.
     """
 
     def __init__(self, design: Trainings, place: Place):
@@ -256,15 +263,17 @@ class PlannedTrainings(Study):
         known = {name: options(fields) for name, fields in design.rivals.items()}
         self._choice = Choice(f"rival of the study {design.name!r}", known)
         self.settings = sweep.settings(design.sweep.get(place.scale, ()))
-        self.trials = self._jobs(list(design.rivals), 1, self.settings)
-        self._finals = functools.cache(
-            lambda rival, setting: self._jobs([rival], design.seeds, [setting])
-        )
+        wider = design.wider.get(place.scale)
+        self.ladder = sweep.settings([wider]) if wider else self.settings
+        missing = [setting.name for setting in self.settings if setting not in self.ladder]
+        require(not missing, f"{wider} lacks {', '.join(missing)}, with which the sweep begins")
+        self._runs = functools.cache(self._jobs)
+        self._first = self._runs(next(iter(design.rivals)), self.settings[0])[0].experiment
 
     @property
     def task(self) -> Task:
         """What the rivals are trained on."""
-        return self.trials[0].experiment.task
+        return self._first.task
 
     @property
     def scores(self) -> list[Score]:
@@ -275,12 +284,13 @@ class PlannedTrainings(Study):
     @property
     def state(self) -> State:
         """How far it is."""
-        jobs: dict[Job, None] = dict.fromkeys(self.trials)
+        jobs: dict[Job, None] = {}
         unknown = []
         for rival in self.design.rivals:
+            jobs |= dict.fromkeys(self.trials(rival))
             finals = self.finals(rival)
             if finals is None:
-                seeds = range(2, self.design.seeds + 1)
+                seeds = range(self.design.choosing + 1, self.design.seeds + 1)
                 unknown += [f"{rival}, seed {n} of {self.design.seeds}" for n in seeds]
             jobs |= dict.fromkeys(finals or ())
         records = {job: self.record(job) for job in jobs}
@@ -293,7 +303,7 @@ class PlannedTrainings(Study):
     @property
     def budget(self) -> str:
         """The size of its runs, in words."""
-        e, design = self.trials[0].experiment, self.design
+        e, design = self._first, self.design
         parts = [
             f"`{design.config}`: {len(design.rivals)} rivals, {design.seeds} seeds",
             f"{e.model.num_layers} layers of width {e.model.hidden_size}",
@@ -301,20 +311,26 @@ class PlannedTrainings(Study):
         ]
         if len(self.settings) > 1:
             parts.append(f"settings tried: {'; '.join(setting.name for setting in self.settings)}")
+            if self.ladder != self.settings:
+                ends = f"{self.ladder[0].name} or {self.ladder[-1].name}"
+                parts.append(f"and on towards {ends} while the best is the last")
+            if design.choosing > 1:
+                parts.append(f"chosen by {design.choosing} seeds")
         return ", ".join(parts)
 
     def run(self, finished: Finished, *, quick: bool = False) -> None:
         """Makes what is missing, or one run of each rival that the quick part has."""
         swept = len(self.settings) > 1
         if quick:
-            firsts = {job.name: job for job in reversed(self.trials)}
-            self._train([firsts[name] for name in self.design.quick], finished, validate=swept)
+            missing = [job for job in self.quick if not self.record(job)]
+            self._train(missing, finished, validate=swept)
             return
-        if swept:
-            self._train(self.trials, finished, validate=True)
+        rivals = self.design.rivals
+        while swept and (missing := self._unvalidated(rivals)):
+            self._train(missing, finished, validate=True)
         # One rival after another, so that those which come first are soon complete.
-        rest = [job for rival in self.design.rivals for job in self.finals(rival) or ()]
-        self._train(rest, finished)
+        finals = [job for rival in rivals for job in self.finals(rival) or ()]
+        self._train([job for job in finals if not self.record(job)], finished)
 
     def record(self, job: Job) -> Record | None:
         """The results of a run; None if it is not finished."""
@@ -328,30 +344,52 @@ class PlannedTrainings(Study):
             found[rival] = [self._describe(record) for record in records if record]
         return found
 
-    def validated(self, rival: str) -> dict[Setting, list[Any]] | None:
-        """The validation of every setting of a rival; None while one is missing."""
-        found = {}
-        for job in self.trials:
-            if job.name == rival:
-                record = self.record(job)
-                if record is None:
-                    return None
-                found[job.setting] = [self.read(record, "validation")]
-        return found
+    @property
+    def quick(self) -> list[Job]:
+        """The quick part: one run of each rival that has one."""
+        return [self.trials(rival)[0] for rival in self.design.quick]
+
+    def trials(self, rival: str) -> list[Job]:
+        """The runs that choose the setting of a rival, as far as it is known what must be tried."""
+        return [job for jobs in self._tried(rival)[0].values() for job in jobs]
 
     def finals(self, rival: str) -> list[Job] | None:
         """The runs of a rival that count, one for each seed; None while they are not known."""
-        setting = self.settings[0]
-        if len(self.settings) > 1:
-            validated = self.validated(rival)
-            if validated is None:
-                return None
-            setting = sweep.best(self.task, validated)
-        return self._finals(rival, setting)
+        chosen = self._tried(rival)[1]
+        return None if chosen is None else self._runs(rival, chosen)
 
-    def _jobs(self, names: Sequence[str], seeds: int, settings: Sequence[Setting]) -> list[Job]:
+    def _tried(self, rival: str) -> tuple[dict[Setting, list[Job]], Setting | None]:
+        """What a rival is tried with, and what was chosen; None while that is not known."""
+        count = self.design.choosing
+        tried = {setting: self._runs(rival, setting)[:count] for setting in self.settings}
+        if len(self.settings) == 1:
+            return tried, self.settings[0]
+        while True:
+            results: dict[Setting, list[Any]] = {}
+            for setting in sorted(tried, key=self.ladder.index):
+                found = [self._validated(job) for job in tried[setting]]
+                if not all(found):
+                    return tried, None
+                results[setting] = found
+            further = sweep.neighbour(self.task, self.ladder, results)
+            if further is None:
+                return tried, sweep.best(self.task, results)
+            tried[further] = self._runs(rival, further)[:count]
+
+    def _unvalidated(self, rivals: Iterable[str]) -> list[Job]:
+        """The runs that are missing for the choice of the settings, as far as they are known."""
+        return [job for rival in rivals for job in self.trials(rival) if not self._validated(job)]
+
+    def _validated(self, job: Job) -> Result | Diverged | None:
+        """What came out of the validation of a run; None if it is missing."""
+        record = self.record(job)
+        if record is None or not (record.found["validation"] or record.found["diverged"]):
+            return None
+        return self.read(record, "validation")
+
+    def _jobs(self, rival: str, setting: Setting) -> list[Job]:
         where = self.design.config, self.folder, self._choice
-        return compare.plan(*where, names, seeds, self._overrides, settings, _silent)
+        return compare.plan(*where, [rival], self.design.seeds, self._overrides, [setting], _silent)
 
     def item(self, job: Job) -> Item:
         return Item(self.name, job.folder.name, job.name, job.experiment)
@@ -369,8 +407,7 @@ class PlannedTrainings(Study):
         return self.task.read_result(record.found[name])
 
     def _train(self, jobs: Sequence[Job], finished: Finished, *, validate: bool = False) -> None:
-        missing = [job for job in jobs if not self.record(job)]
-        if not missing:
+        if not jobs:
             return
         if self.design.base is not None and not self._base.finished:
             compare.train_all([self._base], 1)
@@ -383,7 +420,7 @@ class PlannedTrainings(Study):
             finished(item)
 
         compare.train_all(
-            missing,
+            jobs,
             self.place.side_by_side,
             validate=validate,
             finished=write,

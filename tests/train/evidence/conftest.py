@@ -39,7 +39,7 @@ def design(config):
         rivals={name: {"model.position.kind": name} for name in ("tape", "rope", "none")},
         sweep={"cpu": ("train.learning_rate=1e-3,3e-3",)},
         scores=(BEYOND, INSIDE),
-        quick=("tape",),
+        quick=("tape", "rope"),
     )
 
 

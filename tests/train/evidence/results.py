@@ -45,10 +45,15 @@ def diverge(planned: PlannedTrainings, job) -> None:
     planned.place.store.put(planned.item(job), found, ENVIRONMENT, 60.0)
 
 
+def all_trials(planned: PlannedTrainings) -> list:
+    """The runs that choose the settings, as far as they are known."""
+    return [job for rival in planned.design.rivals for job in planned.trials(rival)]
+
+
 def finish_all(planned: PlannedTrainings, right: dict[str, float]) -> None:
     """Finishes every run; the last setting is the best, and seeds differ by a hundredth."""
-    for job in planned.trials:
-        best = job.setting is planned.settings[-1]
+    for job in all_trials(planned):
+        best = job.setting == planned.settings[-1]
         finish(planned, job, right[job.name] if best else 0.0, 0.5 if best else 0.1)
     for rival, share in right.items():
         for job in planned.finals(rival):

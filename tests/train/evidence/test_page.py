@@ -45,7 +45,7 @@ def test_from_nothing_to_the_end(small, place, tmp_path):
     assert "Nothing has been run." in text
 
     planned = studies["copying"]
-    finish(planned, planned.trials[0], 0.25)
+    finish(planned, planned.trials("tape")[0], 0.25)
     text = text_of(studies, tmp_path)
     assert "Unfinished: 11 of 12 runs" in text
     assert "25.00" not in text, "a setting is not chosen yet"
@@ -58,13 +58,14 @@ def test_from_nothing_to_the_end(small, place, tmp_path):
     assert re.search(r"\| tape +\| +3 of 3 +\| +61\.00 ± 1\.00 +\| +100\.0 ± 0\.0 \|", text)
     assert re.search(r"\| none \| +3 of 3, 1 diverged at step 7 \|", text)
     assert "Chosen: tape learning_rate=3e-3" in text
+    assert "At an end of what was tried: tape, rope, none." in text
     assert "1.0 minutes of processor time for a run" in text
     assert "* 12 runs: devices 1 x none, python 3" in text
 
 
 def test_a_file_that_does_not_belong_is_named(small, place, tmp_path):
     studies = page.studies_at(place)
-    finish(studies["copying"], studies["copying"].trials[0], 0.25)
+    finish(studies["copying"], studies["copying"].trials("tape")[0], 0.25)
     changed = dataclasses.replace(small, fields={"train.batch_size": 8}).at(place._replace(
         runs=tmp_path / "others"
     ))  # fmt: skip
@@ -112,13 +113,13 @@ class TestCommand:
 
     def test_beside_what_is_on_record(self, small, place, tmp_path):
         here, recorded = small.at(place._replace(store=Store(tmp_path / "here"))), small.at(place)
-        first, second = here.trials[:2]
+        first, second = here.quick
         finish(here, first, 0.25)
         finish(recorded, first, 0.5)
         diverge(here, second)
         table = command.compared({"copying": here}, {"copying": recorded})
         assert re.search(r"copying/tape-learning_rate=1e-3 \| beyond.* \| +25 +\| +50 \|", table)
-        assert re.search(r"copying/tape-learning_rate=3e-3 \| beyond.* \| diverged \| +- \|", table)
+        assert re.search(r"copying/rope-learning_rate=1e-3 \| beyond.* \| diverged \| +- \|", table)
         assert "none" not in table
 
 

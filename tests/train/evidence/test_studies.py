@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.evidence.results import diverge, finish, finish_all
+from tests.train.evidence.results import all_trials, diverge, finish, finish_all
 from train.commands import compare
 from train.commands.compare import Ended
 from train.evidence import studies
@@ -23,7 +23,7 @@ def names(jobs):
 class TestTrainings:
     def test_plan(self, design, place):
         planned = design.at(place)
-        assert names(planned.trials) == [
+        assert names(all_trials(planned)) == [
             f"{kind}-learning_rate={rate}"
             for kind in ("tape", "rope", "none")
             for rate in ("1e-3", "3e-3")
@@ -36,7 +36,7 @@ class TestTrainings:
 
     def test_the_best_setting_counts(self, design, place):
         planned = design.at(place)
-        first, second = (job for job in planned.trials if job.name == "tape")
+        first, second = planned.trials("tape")
         finish(planned, first, right=0.9, validated=0.2)
         assert planned.finals("tape") is None
         finish(planned, second, right=0.1, validated=0.6)
@@ -60,7 +60,7 @@ class TestTrainings:
     def test_diverged(self, design, place):
         """It is a result: a setting at which training diverged is the worst."""
         planned = design.at(place)
-        bad, good = (job for job in planned.trials if job.name == "tape")
+        bad, good = planned.trials("tape")
         diverge(planned, bad)
         finish(planned, good, right=0.1, validated=0.0)
         assert planned.finals("tape")[0] == good
@@ -68,19 +68,73 @@ class TestTrainings:
 
     def test_without_a_sweep(self, design, place):
         planned = dataclasses.replace(design, sweep={}).at(place)
-        assert names(planned.trials) == ["tape", "rope", "none"]
+        assert names(all_trials(planned)) == ["tape", "rope", "none"]
         assert names(planned.finals("tape")) == ["tape", "tape-seed1", "tape-seed2"]
+
+    def test_a_sweep_goes_on_where_its_last_is_the_best(self, design, place):
+        wide = {"cpu": "train.learning_rate=1e-4,3e-4,1e-3,3e-3,1e-2"}
+        planned = dataclasses.replace(design, wider=wide).at(place)
+
+        def rates(rival):
+            return [job.setting.name.partition("=")[2] for job in planned.trials(rival)]
+
+        def validate(validated):
+            for job in planned.trials("tape"):
+                value = validated.get(job.setting.name.partition("=")[2])
+                if value is not None:
+                    finish(planned, job, right=0.3, validated=value)
+
+        assert rates("tape") == ["1e-3", "3e-3"]
+        validated = {"1e-3": 0.4, "3e-3": 0.2, "3e-4": 0.6, "1e-4": 0.5}
+        for tried in (["3e-4"], ["3e-4", "1e-4"]):
+            validate(validated)
+            assert rates("tape") == ["1e-3", "3e-3", *tried]
+            assert planned.finals("tape") is None
+            assert planned.state.total == 12 + len(tried)
+        validate(validated)
+        assert {job.setting.name for job in planned.finals("tape")} == {"learning_rate=3e-4"}
+        assert rates("rope") == ["1e-3", "3e-3"]
+
+    def test_a_sweep_ends_where_the_ladder_does(self, design, place):
+        planned = dataclasses.replace(
+            design, wider={"cpu": "train.learning_rate=3e-4,1e-3,3e-3"}
+        ).at(place)
+        for job, value in zip(planned.trials("tape"), (0.1, 0.2), strict=True):
+            finish(planned, job, right=0.3, validated=value)
+        assert planned.finals("tape")[0] == planned.trials("tape")[1]
+
+    def test_a_ladder_without_the_first_settings(self, design, place):
+        wide = {"cpu": "train.learning_rate=3e-4,1e-3"}
+        with pytest.raises(ValueError, match=r"=3e-4,1e-3 lacks learning_rate=3e-3, with which"):
+            dataclasses.replace(design, wider=wide).at(place)
+
+    def test_several_seeds_choose(self, design, place):
+        """What one seed learns by luck is not chosen, and no seed counts unless it validated."""
+        planned = dataclasses.replace(design, choosing=3).at(place)
+        slow, fast = planned.trials("tape")[:3], planned.trials("tape")[3:]
+        assert names(fast) == [f"tape-learning_rate=3e-3{end}" for end in ("", "-seed1", "-seed2")]
+        assert (planned.state.total, len(planned.state.unfinished)) == (18, 18)
+        for job in slow:
+            finish(planned, job, right=0.3, validated=0.6)
+        for job, value in zip(fast, (0.9, 0.1, 0.1), strict=True):
+            finish(planned, job, right=0.3, validated=value)
+        assert planned.finals("tape") == slow
+        record = planned.record(fast[2])
+        planned.place.store.put(
+            planned.item(fast[2]), {**record.found, "validation": None}, {}, 1.0
+        )
+        assert planned.finals("tape") is None
 
     def test_scale(self, design, place):
         planned = design.at(place._replace(scale="gpu"))
-        assert {job.experiment.task.max_length for job in planned.trials} == {6}
-        assert all("--config.scale=gpu" in job.command for job in planned.trials)
+        assert {job.experiment.task.max_length for job in all_trials(planned)} == {6}
+        assert all("--config.scale=gpu" in job.command for job in all_trials(planned))
         with pytest.raises(ValueError, match=r"unknown scale of .*small\.py 'tpu'"):
             design.at(place._replace(scale="tpu"))
 
     def test_another_config_is_refused(self, design, place):
         planned = design.at(place)
-        finish(planned, planned.trials[0], 0.5)
+        finish(planned, planned.trials("tape")[0], 0.5)
         changed = dataclasses.replace(design, fields={"train.steps": 9}).at(place)
         with pytest.raises(
             ValueError, match=r"learning_rate=1e-3\.json .* train\.steps|train\.steps"
@@ -113,7 +167,7 @@ class TestRunning:
         monkeypatch.setattr(studies, "_found", lambda ended, _: result_of(ended.job))
         seen: list[str] = []
         planned.run(lambda item: seen.append(item.name))
-        assert trained[0] == names(planned.trials)
+        assert trained[0] == names(all_trials(planned))
         assert trained[1] == [
             f"{kind}-learning_rate=1e-3-seed{seed}"
             for kind in ("tape", "rope", "none")
@@ -123,6 +177,16 @@ class TestRunning:
         assert planned.state.unfinished == []
         planned.run(lambda item: seen.append(item.name))
         assert len(trained) == 2
+
+    def test_order_of_a_sweep_that_goes_on(self, design, place, trained, monkeypatch):
+        """What the last settings call for follows until nothing does."""
+        wide = {"cpu": "train.learning_rate=3e-4,1e-3,3e-3"}
+        planned = dataclasses.replace(design, wider=wide).at(place)
+        monkeypatch.setattr(studies, "_found", lambda ended, _: result_of(ended.job))
+        planned.run(lambda item: None)
+        assert trained[1] == [f"{kind}-learning_rate=3e-4" for kind in ("tape", "rope", "none")]
+        assert len(trained) == 3
+        assert planned.state.unfinished == []
 
     def test_order_without_a_sweep(self, design, place, trained, monkeypatch):
         """One rival after another."""
@@ -146,7 +210,7 @@ class TestRunning:
         planned = design.at(place)
         monkeypatch.setattr(studies, "_found", lambda ended, _: result_of(ended.job))
         planned.run(lambda item: None, quick=True)
-        assert trained == [["tape-learning_rate=1e-3"]]
+        assert trained == [["tape-learning_rate=1e-3", "rope-learning_rate=1e-3"]]
 
     def test_stopped(self, design, place, monkeypatch):
         """What had ended before is kept."""
@@ -163,7 +227,7 @@ class TestRunning:
         assert len(design.at(place).state.finished) == 1
 
     def test_a_training_that_diverged(self, design, place):
-        job = design.at(place).trials[0]
+        job = design.at(place).trials("tape")[0]
         job.folder.mkdir(parents=True)
         lines = [json.dumps({"step": step, "loss": 1.0}) for step in range(1, 121)]
         (job.folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
@@ -210,9 +274,9 @@ def test_base(design, place):
     folder = place.runs / "copying/base"
     for _ in range(2):
         planned = adapted.at(place)
-        assert [job.experiment.adapt.method for job in planned.trials] == ["lora", "tape"]
-        assert {job.experiment.adapt.base for job in planned.trials} == {str(folder)}
-        assert [job.experiment.model.hidden_size for job in planned.trials] == [8, 8]
+        assert [job.experiment.adapt.method for job in all_trials(planned)] == ["lora", "tape"]
+        assert {job.experiment.adapt.base for job in all_trials(planned)} == {str(folder)}
+        assert [job.experiment.model.hidden_size for job in all_trials(planned)] == [8, 8]
         assert json.loads((folder / "experiment.json").read_text())["experiment"]["seed"] == 0
         assert planned.state.total == 6
 

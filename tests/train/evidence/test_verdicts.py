@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.train.evidence.results import BEYOND, INSIDE, diverge, finish, finish_all
+from tests.train.evidence.results import BEYOND, INSIDE, all_trials, diverge, finish, finish_all
 from train.evidence.verdicts import Kind, Verdict, compare, every, keeps, unfinished, wins
 
 RIVALS = ("rope", "none")
@@ -17,7 +17,7 @@ def test_unfinished_runs_count_nowhere(planned):
     found = wins(planned, BEYOND, RIVALS)
     assert found.kind is Kind.UNFINISHED
     assert found.because == "copying: tape 0 of 3, rope 0 of 3, none 0 of 3 seeds."
-    for job in planned.trials:
+    for job in all_trials(planned):
         finish(planned, job, {"tape": 0.9}.get(job.name, 0.1))
     assert wins(planned, BEYOND, RIVALS).kind is Kind.UNFINISHED
     assert unfinished(planned).kind is Kind.UNFINISHED
