@@ -284,20 +284,21 @@ class PlannedTrainings(Study):
     @property
     def state(self) -> State:
         """How far it is."""
-        jobs: dict[Job, None] = {}
+        records: dict[Job, Record | None] = {}
         unknown = []
         for rival in self.design.rivals:
-            jobs |= dict.fromkeys(self.trials(rival))
+            for job in self.trials(rival):
+                lacking = len(self.settings) > 1 and self._validated(job) is None
+                records[job] = None if lacking else self.record(job)
             finals = self.finals(rival)
             if finals is None:
                 seeds = range(self.design.choosing + 1, self.design.seeds + 1)
                 unknown += [f"{rival}, seed {n} of {self.design.seeds}" for n in seeds]
-            jobs |= dict.fromkeys(finals or ())
-        records = {job: self.record(job) for job in jobs}
+            records |= {job: self.record(job) for job in finals or ()}
         return State(
-            total=len(jobs) + len(unknown),
+            total=len(records) + len(unknown),
             finished=[record for record in records.values() if record],
-            unfinished=[job.folder.name for job in jobs if not records[job]] + unknown,
+            unfinished=[job.folder.name for job in records if not records[job]] + unknown,
         )
 
     @property
@@ -415,8 +416,9 @@ class PlannedTrainings(Study):
         environment = describe_environment()
 
         def write(ended: Ended) -> None:
-            item = self.item(ended.job)
-            self.place.store.put(item, _found(ended, validate), environment, ended.seconds)
+            item, before = self.item(ended.job), self.record(ended.job)
+            seconds = ended.seconds + (before.seconds if before else 0)
+            self.place.store.put(item, _found(ended, validate), environment, seconds)
             finished(item)
 
         compare.train_all(

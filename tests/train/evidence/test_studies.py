@@ -119,11 +119,6 @@ class TestTrainings:
         for job, value in zip(fast, (0.9, 0.1, 0.1), strict=True):
             finish(planned, job, right=0.3, validated=value)
         assert planned.finals("tape") == slow
-        record = planned.record(fast[2])
-        planned.place.store.put(
-            planned.item(fast[2]), {**record.found, "validation": None}, {}, 1.0
-        )
-        assert planned.finals("tape") is None
 
     def test_scale(self, design, place):
         planned = design.at(place._replace(scale="gpu"))
@@ -186,6 +181,26 @@ class TestRunning:
         planned.run(lambda item: None)
         assert trained[1] == [f"{kind}-learning_rate=3e-4" for kind in ("tape", "rope", "none")]
         assert len(trained) == 3
+        assert planned.state.unfinished == []
+
+    def test_a_result_without_its_validation(self, design, place, monkeypatch):
+        """It does not count until it is validated, and the time that it had taken is kept."""
+        planned = dataclasses.replace(design, choosing=2).at(place)
+        finish_all(planned, {"tape": 0.5, "rope": 0.3, "none": 0.2})
+        job = planned.trials("tape")[1]
+        found = {**planned.record(job).found, "validation": None}
+        planned.place.store.put(planned.item(job), found, {}, 30.0)
+        assert planned.finals("tape") is None
+        assert planned.state.unfinished == [job.folder.name, "tape, seed 3 of 3"]
+
+        def train_all(jobs, side_by_side, *, validate, finished, accepted):
+            assert (jobs, validate) == ([job], True)
+            finished(Ended(job, 0, 5.0))
+
+        monkeypatch.setattr(compare, "train_all", train_all)
+        monkeypatch.setattr(studies, "_found", lambda ended, _: result_of(ended.job))
+        planned.run(lambda item: None)
+        assert planned.record(job).seconds == 35.0
         assert planned.state.unfinished == []
 
     def test_order_without_a_sweep(self, design, place, trained, monkeypatch):
