@@ -230,7 +230,8 @@ def best(task: Task, results: Mapping[Setting, Sequence[Result]]) -> Setting:
     require(len(results) > 0, "a sweep without results")
     standings = np.array([[_standing(s, group) for s in task.scores] for group in results.values()])
     ranks = scipy.stats.rankdata(-standings, axis=0).mean(axis=1)
-    return min(zip(ranks, (-standings).tolist(), results, strict=True))[-1]
+    orders = dict(zip(results, zip(ranks, (-standings).tolist(), strict=True), strict=True))
+    return min(orders, key=orders.__getitem__)
 
 
 def neighbour(

@@ -149,6 +149,10 @@ class TestBest:
         results = {self.a: [scored(0, 0.8)], self.b: [scored(0, 0.9)], self.c: [scored(0, 0.1)]}
         assert sweep.best(self.task, results) == self.b
 
+    def test_the_first_breaks_ties(self):
+        same = [scored(0.2, 0.9)]
+        assert sweep.best(self.task, {self.b: same, self.a: same}) == self.b
+
     def test_chance_in_one_score_does_not_choose(self):
         task: Any = types.SimpleNamespace(
             scores=[self.task.scores[0]._replace(key=key) for key in ("far", "near", "next")]

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from tape_jax.files import write_atomically
 from train import stability
 from train.data import algorithms, groups
+from train.data.questions import depth_curves
 from train.evidence.claims import CLAIMS
 from train.evidence.figures import dots
 from train.evidence.overhead import PlannedCost
@@ -26,6 +27,7 @@ from train.plots import MARK, require_ours, save
 from train.report import RunRecord, by_seed, mean_and_spread
 
 MOST_NAMES = 8
+WORDS = "word problems"
 
 Studies = Mapping[str, Any]
 
@@ -82,7 +84,20 @@ def figures(study: Study) -> dict[str, Figure]:
     if isinstance(study, PlannedTrainings):
         results = study.results()
         if any(results.values()):
-            return {f"{study.name}.png": dots(study.name, results, study.scores)}
+            by_depth = _by_depth(results) if study.section == WORDS else {}
+            drawn = (
+                depth_curves(
+                    {
+                        name: {depth: [r.words for r in seeds] for depth, seeds in found.items()}
+                        for name, found in by_depth.items()
+                    },
+                    title=study.name,
+                    y_label="whole words right, %",
+                )
+                if by_depth
+                else dots(study.name, results, study.scores)
+            )
+            return {f"{study.name}.png": drawn}
     if isinstance(study, PlannedGrowth) and (traces := study.traces(seed=0)):
         return {
             f"{study.name}_depth.png": stability.depth_figure(traces),
@@ -165,17 +180,20 @@ def _overview(section: str, studies: Sequence[Any]) -> Iterator[str]:
                 for study in complete
             }
         )
-    if section == "word problems":
+    if section == WORDS:
         for study in complete:
             yield f"Layers that follow 90 % of the words of `{study.name.removeprefix('words-')}`:"
             yield groups.smallest_depths(_by_depth(study.results()))
 
 
 def _by_depth(results: Mapping[str, Sequence[RunRecord]]) -> dict[str, dict[int, list[Any]]]:
+    """Results of rivals such as ``tape-2`` by name and number of layers, without the diverged."""
     found: dict[str, dict[int, list[Any]]] = {}
     for rival, runs in results.items():
         name, _, depth = rival.rpartition("-")
-        found.setdefault(name, {})[int(depth)] = [run.result for run in runs]
+        kept = [run.result for run in runs if not isinstance(run.result, Diverged)]
+        if kept:
+            found.setdefault(name, {})[int(depth)] = kept
     return found
 
 

@@ -305,9 +305,13 @@ class PlannedTrainings(Study):
     def budget(self) -> str:
         """The size of its runs, in words."""
         e, design = self._first, self.design
+        models = [
+            self._runs(rival, self.settings[0])[0].experiment.model for rival in design.rivals
+        ]
+        layers = sorted({model.num_layers for model in models})
         parts = [
             f"`{design.config}`: {len(design.rivals)} rivals, {design.seeds} seeds",
-            f"{e.model.num_layers} layers of width {e.model.hidden_size}",
+            f"{' or '.join(map(str, layers))} layers of width {e.model.hidden_size}",
             f"{e.train.steps:,} steps of {e.train.batch_size} sequences",
         ]
         if len(self.settings) > 1:

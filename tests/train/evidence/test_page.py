@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.evidence.results import diverge, finish, finish_all
+from tests.train.evidence.results import diverge, finish, finish_all, grid
 from train.commands import evidence as command
+from train.data.groups import WordResult
 from train.evidence import claims, page, suite
 from train.evidence.records import Store
 from train.evidence.studies import Place
 from train.evidence.verdicts import Kind, wins
+from train.grids import Grid
 from train.main import main
 
 
@@ -61,6 +63,43 @@ def test_from_nothing_to_the_end(small, place, tmp_path):
     assert "At an end of what was tried: tape, rope, none." in text
     assert "1.0 minutes of processor time for a run" in text
     assert "* 12 runs: devices 1 x none, python 3" in text
+
+
+def test_depths(small, place, config, tmp_path, monkeypatch):
+    """Rivals at several depths are shown by depth, without trainings that diverged."""
+    words = '"name": "words", "group": "A5", "max_length": 3, "generators": 3'
+    text = config.read_text().replace(
+        '"name": "algorithm", "problem": "copy", "max_length": 3', words
+    )
+    config.write_text(text.replace("samples_per_length", "samples"))
+    rivals = {
+        f"{name}-{depth}": {"model.position.kind": name, "model.num_layers": depth}
+        for name in ("tape", "rope")
+        for depth in (1, 2)
+    }
+    changed = {"section": page.WORDS, "rivals": rivals, "sweep": {}, "scores": (), "quick": ()}
+    design = dataclasses.replace(small, **changed)
+    monkeypatch.setattr(page, "STUDIES", (design,))
+    monkeypatch.setattr(page, "CLAIMS", ())
+    planned = page.studies_at(place)["copying"]
+    for rival in rivals:
+        for job in planned.finals(rival):
+            part = Grid.from_json(grid(job, 0.5))
+            found = {"result": WordResult(part, part).to_json(), "validation": None}
+            found |= {"diverged": None, "losses": [[1, 2.0]]}
+            planned.place.store.put(planned.item(job), found, {}, 60.0)
+    diverge(planned, planned.finals("rope-2")[0])
+    text = text_of({"copying": planned}, tmp_path)
+    assert "1 or 2 layers of width 8" in text
+    assert re.search(
+        r"\| +3 +\| trained +\| at most 1 +\| at most 1 +\||\| +3 \| trained \| 1", text
+    )
+    (figure,) = page.figures(planned).values()
+    assert [panel.get_title() for panel in figure.axes] == ["1 layer", "2 layers"]
+    for rival in ("tape-1", "tape-2", "rope-1", "rope-2"):
+        for job in planned.finals(rival):
+            diverge(planned, job)
+    assert page.figures(planned)
 
 
 def test_a_file_that_does_not_belong_is_named(small, place, tmp_path):
