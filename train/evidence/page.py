@@ -27,7 +27,7 @@ from train.plots import MARK, require_ours, save
 from train.report import RunRecord, by_seed, mean_and_spread
 
 MOST_NAMES = 8
-WORDS = "word problems"
+LENGTHS, WORDS = SECTIONS[2:4]
 
 Studies = Mapping[str, Any]
 
@@ -70,7 +70,7 @@ def markdown(studies: Studies, images: str) -> str:
     for section in SECTIONS:
         parts.append(f"## {section[0].upper()}{section[1:]}")
         own = [study for study in studies.values() if study.section == section]
-        parts += _overview(section, own)
+        parts += _overview(section, own, studies)
         for study in own:
             parts += [f"### {study.name}", *_study(study, states[study.name], images)]
     parts += ["## Improvement", *_improvement(studies)]
@@ -167,23 +167,28 @@ def _improvement(studies: Studies) -> Iterator[str]:
         yield text_table(["study", "score", "tape", name, ""], rows) if rows else "Unfinished."
 
 
-def _overview(section: str, studies: Sequence[Any]) -> Iterator[str]:
+def _overview(section: str, own: Sequence[Any], studies: Studies) -> Iterator[str]:
     """What is said of all studies of a section together, once they are complete."""
-    complete = [study for study in studies if not study.state.unfinished]
-    if section == "length suite" and len(complete) > 1:
+    complete = [study for study in own if not study.state.unfinished]
+    if section == LENGTHS and len(complete) > 1:
         yield "Exact match in per cent with its 95 % interval, the answers of all seeds together."
-        yield algorithms.suite_table(
-            {
-                study.name.removeprefix("length-"): {
-                    name: [run.result for run in runs] for name, runs in study.results().items()
-                }
-                for study in complete
-            }
-        )
+        yield _length_table(complete, studies["addition"])
     if section == WORDS:
         for study in complete:
             yield f"Layers that follow 90 % of the words of `{study.name.removeprefix('words-')}`:"
             yield groups.smallest_depths(_by_depth(study.results()))
+
+
+def _length_table(complete: Sequence[PlannedTrainings], sums: PlannedTrainings) -> str:
+    """Sums and the problems of the length suite, but for those where a training diverged."""
+    names = list(complete[0].design.rivals)
+    found = {}
+    for study in complete if unfinished(sums, rivals=names) else [sums, *complete]:
+        results = study.results()
+        by_name = {name: [run.result for run in results[name]] for name in names}
+        if not any(isinstance(one, Diverged) for seeds in by_name.values() for one in seeds):
+            found[study.name.removeprefix("length-")] = by_name
+    return algorithms.suite_table(found) if found else ""
 
 
 def _by_depth(results: Mapping[str, Sequence[RunRecord]]) -> dict[str, dict[int, list[Any]]]:

@@ -15,6 +15,11 @@ SECTIONS = ("claims", "ablations", "length suite", "word problems", "stability")
 
 CONFIGS = Path("configs")
 RATES = {"cpu": ("train.learning_rate=1e-3,3e-3",), "gpu": ("train.learning_rate=1e-4,3e-4,1e-3",)}
+# How far the rates of a rival go on where the best of them is the last.
+FURTHER = {
+    "cpu": "train.learning_rate=1e-4,3e-4,1e-3,3e-3,1e-2,3e-2",
+    "gpu": "train.learning_rate=1e-5,3e-5,1e-4,3e-4,1e-3,3e-3,1e-2",
+}
 BEYOND, INSIDE = "exact_match_outside", "exact_match_inside"
 PROBLEMS = ("multiply", "copy", "reverse", "sort", "parity", "majority", "modular_sum")
 GROUPS = ("Z60", "A4xZ5", "A5", "S5")
@@ -118,6 +123,7 @@ STUDIES: tuple[Design, ...] = (
         config=CONFIGS / "context_extension_demo.py",
         rivals=methods("tape", "lora", "longlora", "theta", "full", "base"),
         sweep={**RATES, "cpu": ("train.learning_rate=3e-4,1e-3,3e-3,1e-2",)},
+        wider=FURTHER,
         scores=(
             "perplexity_overlapping_1x",
             "passkey_1x",

@@ -65,6 +65,31 @@ def test_from_nothing_to_the_end(small, place, tmp_path):
     assert "* 12 runs: devices 1 x none, python 3" in text
 
 
+def test_lengths(design, place, monkeypatch):
+    """Sums stand in the table of the length suite, for its rivals; what diverged does not."""
+    named = {"name": "addition", "rivals": {**design.rivals, "t5": {"model.position.kind": "t5"}}}
+    problems = [
+        dataclasses.replace(design, name=f"length-{problem}", section=page.LENGTHS)
+        for problem in ("copy", "sort")
+    ]
+    monkeypatch.setattr(page, "STUDIES", (dataclasses.replace(design, **named), *problems))
+    monkeypatch.setattr(page, "CLAIMS", ())
+    studies = page.studies_at(place)
+
+    def rows():
+        text = page.markdown(studies, "images")
+        found = re.findall(r"^\| (\w+) +\| (?:1 to|beyond) 3", text, re.MULTILINE)
+        return found[::2]
+
+    assert rows() == []
+    for planned in studies.values():
+        finish_all(planned, dict.fromkeys(planned.design.rivals, 0.5))
+        if planned.name == "length-sort":
+            assert rows() == ["addition", "copy", "sort"]
+            diverge(planned, planned.finals("rope")[1])
+    assert rows() == ["addition", "copy"]
+
+
 def test_depths(small, place, config, tmp_path, monkeypatch):
     """Rivals at several depths are shown by depth, without trainings that diverged."""
     words = '"name": "words", "group": "A5", "max_length": 3, "generators": 3'
