@@ -116,9 +116,7 @@ def test_depths(small, place, config, tmp_path, monkeypatch):
     diverge(planned, planned.finals("rope-2")[0])
     text = text_of({"copying": planned}, tmp_path)
     assert "1 or 2 layers of width 8" in text
-    assert re.search(
-        r"\| +3 +\| trained +\| at most 1 +\| at most 1 +\||\| +3 \| trained \| 1", text
-    )
+    assert re.search(r"\| +3 \| trained \| 1 +\| 1 +\|\n\| +4 \| beyond +\| more than 2", text)
     (figure,) = page.figures(planned).values()
     assert [panel.get_title() for panel in figure.axes] == ["1 layer", "2 layers"]
     for rival in ("tape-1", "tape-2", "rope-1", "rope-2"):
