@@ -2,13 +2,13 @@
 
     python -m benchmarks.aot [--targets sm_80 sm_90a v5e] [--programs WORD ...] [--out FILE.md]
 
-:mod:`train.ahead_of_time` says what must be installed. Programs are attention
+:mod:`train.analysis.ahead_of_time` says what must be installed. Programs are attention
 forward and backward by every backend, the position update, and whole training steps. Two tables
 are printed: programs, with the memory that the compiler plans; and kernels, with what ``ptxas``
 reports. It tells neither speed nor whether numbers are right.
 
 The compiler's own counts of operations and bytes take the body of a loop once and know nothing of
-what is inside a kernel, so ``needed`` is what the mathematics needs (:mod:`train.flops`).
+what is inside a kernel, so ``needed`` is what the mathematics needs (:mod:`train.training.flops`).
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ from jax._src.lib import _jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 import tape_jax as tape
-from benchmarks.memory import Memory
 from benchmarks.table import markdown, mebibytes
-from benchmarks.train_step import PRESETS, TrainingStep, row_config
-from tape_jax.attention import api
-from tape_jax.attention import attention as attend
-from tape_jax.files import write_atomically
-from train.ahead_of_time import TARGETS, Cuda, Tpu, as_if_on, ptxas
-from train.flops import PLAIN, STATE, attention_flops, model_flops
+from benchmarks.train_step import PRESETS, row_config
+from tape_jax._src.attention import api
+from tape_jax._src.attention import attention as attend
+from tape_jax._src.files import write_atomically
+from train.analysis.ahead_of_time import TARGETS, Cuda, Tpu, as_if_on, ptxas
+from train.analysis.memory import Memory
+from train.analysis.step_cost import TrainingStep
+from train.training.flops import PLAIN, STATE, attention_flops, model_flops
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class AotProgram:
     """What is compiled.
 
     Attributes:
@@ -73,13 +74,14 @@ def attention_program(
     *,
     state: bool = True,
     options: Mapping[str, Any] | None = None,
-) -> Program:
+) -> AotProgram:
     """Attention, causal, forward and backward, by one backend and its ``options``."""
 
     def loss(q, k, v, e):
         o, a = attend(
-            q, k, v, e, causal=True, attend_state=state, implementation=backend, options=options
-        )
+            q, k, v, state=e, attend_state=state, is_causal=True, implementation=backend,
+            options=options,
+        )  # fmt: skip
         return sum(jnp.sum(x.astype(jnp.float32)) for x in (o, a) if x is not None)
 
     def build():
@@ -91,10 +93,10 @@ def attention_program(
     needed = attention_flops(products, LENGTH, batch=BATCH, heads=HEADS, head_dim=dim)
     what = "" if state else " (RoPE)"
     name = f"attention{what} {backend} D {dim} {dtype}"
-    return Program(name, build, needed)
+    return AotProgram(name, build, needed)
 
 
-def update_program(dtype: str, *, backward: bool) -> Program:
+def update_program(dtype: str, *, backward: bool) -> AotProgram:
     """The position update of the C4 model, forward or forward and backward."""
     config = PRESETS["c4"].model
     heads, dim, hidden = config.num_heads, config.dim, config.hidden_size
@@ -116,10 +118,10 @@ def update_program(dtype: str, *, backward: bool) -> Program:
     per_token = hidden * width + width * heads**2 + heads**2 * dim
     needed = 2 * per_token * shape[0] * shape[1] * (3 if backward else 1)
     name = f"position update {dtype}, {'forward and backward' if backward else 'forward'}"
-    return Program(name, build, needed)
+    return AotProgram(name, build, needed)
 
 
-def step_program(row: str, length: int, tokens: int) -> Program:
+def step_program(row: str, length: int, tokens: int) -> AotProgram:
     """A training step of the C4 model."""
     config, batch = row_config(PRESETS["c4"].model, row), tokens // length
 
@@ -128,10 +130,10 @@ def step_program(row: str, length: int, tokens: int) -> Program:
         return step.function, step.shapes()
 
     name = f"step c4 {row} T {length}, {tokens} tokens"
-    return Program(name, build, model_flops(config, batch, length))
+    return AotProgram(name, build, model_flops(config, batch, length))
 
 
-def programs(target: Cuda | Tpu) -> list[Program]:
+def programs(target: Cuda | Tpu) -> list[AotProgram]:
     """What is compiled for a target."""
     if isinstance(target, Tpu):
         kernels, plain = [name for name in ("splash",) if name in api.BACKENDS], "splash"
@@ -157,7 +159,7 @@ def programs(target: Cuda | Tpu) -> list[Program]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel:
+class KernelReport:
     """What ``ptxas`` reports of a kernel, and how it is launched.
 
     Attributes:
@@ -178,7 +180,7 @@ class Kernel:
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class Compilation:
     """A program that compiled, or the error.
 
     Attributes:
@@ -191,15 +193,15 @@ class Result:
     """
 
     target: str
-    program: Program
+    program: AotProgram
     seconds: float
     error: str = ""
     memory: Memory | None = None
     counted: tuple[float, float] | None = None
-    kernels: tuple[Kernel, ...] = ()
+    kernels: tuple[KernelReport, ...] = ()
 
 
-def compile_for(target: str, device: Any, program: Program) -> Result:
+def compile_for(target: str, device: Any, program: AotProgram) -> Compilation:
     """Compiles a program for a device that need not be here; every error is a result."""
     mesh = Mesh(np.array([device]), ("device",))
     place = NamedSharding(mesh, PartitionSpec())
@@ -218,11 +220,11 @@ def compile_for(target: str, device: Any, program: Program) -> Result:
         except Exception as error:
             reason = next(iter(str(error).splitlines()), "") or type(error).__name__
             reason = f"{type(error).__name__}: {reason}"
-            return Result(target, program, time.perf_counter() - start, reason)
+            return Compilation(target, program, time.perf_counter() - start, reason)
         seconds = time.perf_counter() - start
         counted = counts(compiled)
         kernels = tuple(read_kernels(folder))
-        return Result(target, program, seconds, "", Memory.of(compiled), counted, kernels)
+        return Compilation(target, program, seconds, "", Memory.of(compiled), counted, kernels)
 
 
 def counts(compiled: jax.stages.Compiled) -> tuple[float, float] | None:
@@ -261,7 +263,7 @@ REGISTERS = re.compile(r"Used (\d+) registers")
 LAUNCH = re.compile(r"\] (\S+) grid: .* threads: \[(\d+), (\d+), (\d+)\]\s+shared_memory: (\d+)")
 
 
-def read_kernels(folder: Path) -> Iterator[Kernel]:
+def read_kernels(folder: Path) -> Iterator[KernelReport]:
     """Kernels that the reports in ``folder`` describe and that the program launches."""
     launches = {}
     for path in sorted((folder / "dump").glob("*thunk_sequence.txt")):
@@ -279,10 +281,10 @@ def read_kernels(folder: Path) -> Iterator[Kernel]:
                 reports[name] = int(registers[1]), spilled, name in serialized
     for name, (threads, shared) in launches.items():
         if name in reports:
-            yield Kernel(name, *reports[name][:2], shared, threads, reports[name][2])
+            yield KernelReport(name, *reports[name][:2], shared, threads, reports[name][2])
 
 
-def program_table(results: Sequence[Result]) -> str:
+def program_table(results: Sequence[Compilation]) -> str:
     """One line for each program."""
     header = (
         "program", "target", "compiled", "kernels", "that spill", "arguments MiB", "outputs MiB",
@@ -313,7 +315,7 @@ def program_table(results: Sequence[Result]) -> str:
     return markdown(header, rows)
 
 
-def kernel_table(results: Sequence[Result]) -> str:
+def kernel_table(results: Sequence[Compilation]) -> str:
     """One line for each kernel of attention, and for every other that spills."""
     header = ("kernel", "program", "target", "threads", "registers", "spilled bytes", "shared KiB")
     rows = []
@@ -357,7 +359,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="also write Markdown to this file")
     options = parser.parse_args(argv)
     jax.config.update("jax_platforms", "cpu")
-    results: list[Result] = []
+    results: list[Compilation] = []
     command = " ".join(["python -m benchmarks.aot", *(sys.argv[1:] if argv is None else argv)])
     text = ""
     for name in options.targets:

@@ -31,14 +31,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.memory import Memory
 from benchmarks.table import markdown, mebibytes
-from benchmarks.timing import Timing, describe_device, take_turns
-from tape_jax import algebra
-from tape_jax.attention import attention
-from tape_jax.attention.api import BACKENDS
-from tape_jax.config import choose
-from train.flops import PLAIN, STATE, THREE_CALLS, TWO_CALLS, Products, attention_flops
+from tape_jax._src import algebra
+from tape_jax._src.attention import attention
+from tape_jax._src.attention.api import BACKENDS
+from tape_jax._src.checks import choose
+from train.analysis.memory import Memory
+from train.analysis.timing import Timing, describe_device, take_turns
+from train.training.flops import PLAIN, STATE, THREE_CALLS, TWO_CALLS, Products, attention_flops
 
 Array = jax.Array
 
@@ -73,7 +73,7 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class Measurement:
+class CallMeasurement:
     """One row in one direction; memory is None outside of jax."""
 
     timing: Timing
@@ -155,11 +155,11 @@ def three_calls(
 def rows(options: argparse.Namespace, dim: int, length: int) -> dict[str, Row]:
     """All ways to be measured with jax."""
     q, k, v, e = inputs = tuple(arrays(options, dim, length))
-    call = {"causal": not options.bidirectional, "window": options.window}
+    call = {"is_causal": not options.bidirectional, "local_window_size": options.window}
 
     def by(backend: str | None, attends: bool) -> Callable[..., Any]:
         return lambda q, k, v, e: attention(
-            q, k, v, e, attend_state=attends, implementation=backend, **call
+            q, k, v, state=e, attend_state=attends, implementation=backend, **call
         )
 
     attends = not options.no_state
@@ -212,7 +212,7 @@ def both_ways(forward: Callable[..., Any], inputs: Sequence[Array]) -> dict[str,
 
 def measure(
     options: argparse.Namespace, dim: int, length: int
-) -> tuple[dict[str, dict[str, Measurement]], dict[str, str]]:
+) -> tuple[dict[str, dict[str, CallMeasurement]], dict[str, str]]:
     """Measurements by direction and row, and why rows were left out."""
     ways = rows(options, dim, length)
     programs, skipped = {}, {}
@@ -234,7 +234,7 @@ def measure(
             programs[name] = compiled
     rivals = torch_calls(options, dim, length)
     batch = batch_size(options, length)
-    results: dict[str, dict[str, Measurement]] = {}
+    results: dict[str, dict[str, CallMeasurement]] = {}
     for direction in DIRECTIONS:
         calls: dict[str, Callable[[], Any]] = {
             name: (lambda program, args: lambda: program(*args))(*compiled[direction])
@@ -255,10 +255,10 @@ def measure(
                 batch=batch,
                 heads=options.heads,
                 head_dim=dim,
-                causal=not options.bidirectional,
-                window=options.window,
+                is_causal=not options.bidirectional,
+                local_window_size=options.window,
             )
-            results[direction][name] = Measurement(timing, memory, flops)
+            results[direction][name] = CallMeasurement(timing, memory, flops)
     return results, skipped
 
 
@@ -313,7 +313,7 @@ def torch_calls(
     }
 
 
-def report(found: dict[str, Measurement], floor: float) -> str:
+def report(found: dict[str, CallMeasurement], floor: float) -> str:
     """The table of one direction at one length."""
     plain, three = found.get("plain"), found.get("three calls")
     lines = []

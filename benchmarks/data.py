@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
-from train.data.arithmetic import Addition
 from train.data.packing import PACKINGS
-from train.data.text import Text
+from train.tasks.arithmetic import Addition
+from train.tasks.text import Text
 
 ADDITION_TARGET = 100_000  # examples
 TEXT_TARGET = 5_000_000  # tokens

@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tape_jax.files import write_atomically
+from tape_jax._src.files import write_atomically
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ DRY = (
     ),
 )
 # Started in a process of its own: it would keep the GPU's memory from the others.
-DESCRIBE = "from benchmarks.timing import describe_device as d; print(d())"
+DESCRIBE = "from train.analysis.timing import describe_device as d; print(d())"
 
 
 def run(part: Part, limit: float) -> tuple[str, float]:

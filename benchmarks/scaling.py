@@ -22,11 +22,11 @@ import jax.numpy as jnp
 
 from benchmarks.table import markdown, mebibytes, ratio
 from tape_jax import ModelConfig, Transformer
-from tape_jax.collectives import collectives
 from tape_jax.sharding import ShardingConfig
-from train import runs
+from train.analysis.collectives import collectives
 from train.experiment import TrainConfig
-from train.step import State, make_optimizer, make_step
+from train.training import runs
+from train.training.step import TrainState, make_optimizer, make_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Case:
             scan_layers=True,
             remat=remat,
             # A split sequence has one implementation, the ring.
-            attention=attention if self.mesh.sequence == 1 else None,
+            attention_implementation=attention if self.mesh.sequence == 1 else None,
         )
         count = self.mesh.data * self.mesh.fsdp * self.mesh.sequence * self.mesh.tensor
         sharding = self.mesh.build(jax.devices()[:count])
@@ -69,10 +69,10 @@ class Case:
         tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=place)
         weights = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)
 
-        def initial() -> State:
+        def initial() -> TrainState:
             params = model.init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
             key = jax.random.key_data(jax.random.key(1))
-            return State(params, optimizer.init(params), jnp.int32(0), key)
+            return TrainState(params, optimizer.init(params), jnp.int32(0), key)
 
         state = jax.eval_shape(initial)
         places = sharding.of(model, state)

@@ -17,8 +17,9 @@ import dataclasses
 from collections.abc import Sequence
 
 from benchmarks import attention
-from benchmarks.timing import describe_device
-from benchmarks.train_step import PRESETS, measure
+from benchmarks.train_step import PRESETS
+from train.analysis.step_cost import measure
+from train.analysis.timing import describe_device
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             num_layers=args.layers,
             num_heads=args.heads,
             position=kind,
-            attention=args.implementation,
+            attention_implementation=args.implementation,
             dtype=args.dtype,
         )
         for kind in args.encodings

@@ -18,8 +18,8 @@ import jax
 
 from benchmarks.aot import CHOSEN, attention_program, compile_for
 from benchmarks.table import markdown
-from tape_jax.attention.pallas_blocks import Tile, Tiles
-from train.ahead_of_time import Cuda
+from tape_jax._src.attention.pallas_blocks import Tile, Tiles
+from train.analysis.ahead_of_time import Cuda
 
 KERNELS = ("forward", "query_gradients", "key_gradients")
 

@@ -3,11 +3,11 @@
     python -m benchmarks.train_step [--model tiny|small|c4] [--lengths T ...] [--rows NAME ...]
 
 A row is an encoding, or ``encoding:backend`` to name its attention backend, such as ``tape:pallas``
-or ``rope:cudnn``. The step is that of ``train.loop``: loss, gradients, clipping and an update by
-AdamW, on random tokens. Rows take turns; ratios are to the first row, run by run, and the first
-row's own second entry shows the noise. Memory is what the compiler plans: ``temporary`` for the
-step alone, ``in all`` with parameters, moments and batch. Model FLOP utilisation is that of
-:func:`train.flops.model_flops`, where the chip's peak is known.
+or ``rope:cudnn``. The step is that of ``train.training.loop``: loss, gradients, clipping and an
+update by AdamW, on random tokens. Rows take turns; ratios are to the first row, run by run, and the
+first row's own second entry shows the noise. Memory is what the compiler plans: ``temporary`` for
+the step alone, ``in all`` with parameters, moments and batch. Model FLOP utilisation is that of
+:func:`train.training.flops.model_flops`, where the chip's peak is known.
 """
 
 from __future__ import annotations
@@ -15,18 +15,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from benchmarks.memory import Memory
 from benchmarks.table import markdown, mebibytes, ratio
-from benchmarks.timing import Timing, describe_device, take_turns
-from tape_jax import ModelConfig, Transformer
-from train.experiment import TrainConfig
-from train.flops import model_flops, peak
-from train.step import State, make_optimizer, make_step
+from tape_jax import ModelConfig
+from train.analysis.step_cost import StepMeasurement, measure
+from train.analysis.timing import describe_device
+from train.training.flops import model_flops, peak
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,116 +58,16 @@ PRESETS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class TrainingStep:
-    """A training step of a model on batches of one shape.
-
-    Attributes:
-      config: of the model.
-      batch, length: shape of the batch, in sequences and tokens.
-    """
-
-    config: ModelConfig
-    batch: int
-    length: int
-
-    @property
-    def function(self) -> Any:
-        """The step, jitted: ``(state, batch) -> (state, metrics)``; the state is donated."""
-        return make_step(Transformer(self.config), make_optimizer(self._training), self._training)
-
-    @property
-    def _training(self) -> TrainConfig:
-        return TrainConfig(steps=10_000, batch_size=self.batch, learning_rate=1e-4, warmup=0.02)
-
-    def inputs(self) -> tuple[State, dict[str, jax.Array]]:
-        """A fresh state and a batch of random tokens."""
-        return jax.jit(self._inputs)()
-
-    def shapes(self) -> tuple[State, dict[str, jax.ShapeDtypeStruct]]:
-        """Shapes and types of :meth:`inputs`; nothing is computed."""
-        return jax.eval_shape(self._inputs)
-
-    def _inputs(self) -> tuple[State, dict[str, jax.Array]]:
-        keys = jax.random.split(jax.random.key(0), 3)
-        shape = (self.batch, self.length + 1)
-        tokens = jax.random.randint(keys[0], shape, 0, self.config.vocab_size, jnp.int32)
-        batch = {
-            "inputs": tokens[:, :-1],
-            "targets": tokens[:, 1:],
-            "weights": jnp.ones((self.batch, self.length), jnp.float32),
-        }
-        params = Transformer(self.config).init(keys[1], batch["inputs"])["params"]
-        moments = make_optimizer(self._training).init(params)
-        return State(params, moments, jnp.int32(0), jax.random.key_data(keys[2])), batch
-
-
-class Runner:
-    """A compiled :class:`TrainingStep` that goes on training each time that it is called."""
-
-    def __init__(self, step: TrainingStep):
-        self._state, self._batch = step.inputs()
-        self._program = step.function.lower(self._state, self._batch).compile()
-        self.memory = Memory.of(self._program)
-
-    def __call__(self) -> Any:
-        """One step; returns its metrics."""
-        self._state, metrics = self._program(self._state, self._batch)
-        return metrics
-
-
-@dataclasses.dataclass(frozen=True)
-class Measurement:
-    """One row at one length."""
-
-    timing: Timing
-    memory: Memory | None
-
-
-def again(name: str) -> str:
-    """The name under which a row is measured a second time."""
-    return f"{name}, again"
-
-
-def measure(
-    configs: dict[str, ModelConfig], batch: int, length: int, *, repeats: int
-) -> tuple[dict[str, Measurement], dict[str, str]]:
-    """Times the steps of models in turns.
-
-    Args:
-      configs: the models by the names of their rows.
-      batch, length: shape of the batch.
-      repeats: timed steps of each.
-
-    Returns:
-      Measurements by row, those of the first row a second time as :func:`again`; and the reasons
-      why other rows cannot be measured here.
-    """
-    runners: dict[str, Runner] = {}
-    skipped = {}
-    for name, config in configs.items():
-        try:
-            runners[name] = Runner(TrainingStep(config, batch, length))
-        except NotImplementedError as error:
-            skipped[name] = str(error)
-    if runners:
-        first = next(iter(runners))
-        runners[again(first)] = runners[first]
-    timings = take_turns(runners, repeats=repeats)
-    found = {name: Measurement(timings[name], runner.memory) for name, runner in runners.items()}
-    return found, skipped
-
-
 def row_config(model: ModelConfig, row: str) -> ModelConfig:
     """The model of a row: ``encoding`` or ``encoding:backend``."""
     encoding, _, backend = row.partition(":")
     return dataclasses.replace(
-        model, position=encoding, attention=backend or model.attention
+        model, position=encoding, attention_implementation=backend or model.attention_implementation
     )  # fmt: skip
 
 
 def report(
-    configs: dict[str, ModelConfig], found: dict[str, Measurement], batch: int, length: int
+    configs: dict[str, ModelConfig], found: dict[str, StepMeasurement], batch: int, length: int
 ) -> str:
     """The table of one length."""
     device, rows = jax.devices()[0].device_kind, []

@@ -7,10 +7,11 @@ Cost: not measured; the recipe has not been run here.
 Command:
     python -m train.main compare --config=configs/context_extension.py --run=runs/longer \
         --methods=base,tape,lora,longlora,theta --config.adapt.base=llama-2-7b \
-        --config.task.tokenizer=llama-2-7b --config.task.source='redpajama/**/*.jsonl' \
+        --config.task.source='redpajama/**/*.jsonl' \
         --config.task.held_out_source='tokens:pg19_test.bin'
-The base is a Hugging Face folder of Llama or a run; sizes are read from it. The texts are yours:
-RedPajama to train on, PG19 to be judged by; a run is judged by another text, such as proof-pile, by
+The base is a Hugging Face folder of Llama or a run; sizes and tokenizer are read from it. The texts
+are yours: RedPajama to train on, PG19 to be judged by; a run is judged by another text, such as
+proof-pile, by
     python -m train.main eval --run=runs/longer/tape \
         --config.evaluation.source='tokens:proof_pile_test.bin'
 The same in minutes on a CPU: configs/context_extension_demo.py.
@@ -34,8 +35,6 @@ def get_config() -> ConfigDict:
                 "name": "text",
                 "source": "redpajama/**/*.jsonl",
                 "held_out_source": "tokens:pg19_test.bin",
-                "tokenizer": "llama-2-7b",
-                "vocab_size": 32_000,
                 "sequence_length": 8192,
             },
             "model": {"dtype": "bfloat16", "remat": "full"},

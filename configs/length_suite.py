@@ -15,9 +15,9 @@ busy.
 Command: for each problem (multiply, copy, reverse, sort, parity, majority, modular_sum)
     python -m train.main compare --config=configs/length_suite.py --run=runs/length_suite/copy \
         --encodings=tape,rope --seeds=3 --config.task.problem=copy
-and then one table of all:
-    python -c "from pathlib import Path; from train.results import length_suite as table; \
-        print(table(Path('runs/length_suite')))"
+All problems with more encodings, two learning rates and one table are a part of the evidence
+(docs/evidence.md), a study each:
+    python -m train.main evidence --only=length-copy,length-sort
 """
 
 from typing import Any

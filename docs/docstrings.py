@@ -13,8 +13,6 @@ import griffe
 ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):`([\w.]+)`")
 # "  base, scaling: as in RoPE" with its continuation lines.
 SHARED = re.compile(r"^( +)(\w+(?:, \w+)+): (.*(?:\n\1 +.*)*)", re.MULTILINE)
-# Functions that have the name of their module, which griffe would take for them.
-OF_THEIR_MODULE = ("tape_jax.attention", "tape_jax.generate")
 
 
 class Docstrings(griffe.Extension):
@@ -39,6 +37,4 @@ def _link(obj: griffe.Object, name: str) -> str:
         target = name if name.split(".")[0] in ("jax", "tape_jax") else obj.resolve(name)
     except griffe.NameResolutionError:
         target = name
-    if target in OF_THEIR_MODULE:
-        target += "." + target.rpartition(".")[2]
     return f'<autoref identifier="{target}" optional><code>{name}</code></autoref>'

@@ -21,8 +21,8 @@ from matplotlib.patches import Circle, FancyBboxPatch
 
 import tape_jax as tape
 from examples.data import next_token_loss, repeated_halves
-from tape_jax.files import write_atomically
-from train import flops
+from tape_jax._src.files import write_atomically
+from train.training import flops
 
 CONFIG = tape.ModelConfig(
     vocab_size=16, hidden_size=64, num_layers=4, num_heads=4, intermediate_size=128
@@ -138,9 +138,9 @@ def draw_layer() -> Figure:
     arrow((5.26, 2.15), (6.04, 1.25), INK)
     arrow((2.86, 3.575), (6.04, 3.575), CONTENT, "v")
     arrow((2.86, 0.8), (6.04, 0.8), POSITION, "e")
-    arrow((8.06, 3.575), (10.9, 3.575), CONTENT, "h + o + m")
+    arrow((8.06, 3.575), (10.9, 3.575), CONTENT, "h + W o + x")
     arrow((8.06, 3.3), (8.95, 2.71), CONTENT)
-    axes.text(8.72, 3.08, "m", color=CONTENT, fontsize=10, ha="left", va="center")
+    axes.text(8.72, 3.08, "x", color=CONTENT, fontsize=10, ha="left", va="center")
     arrow((8.06, 1.1), (8.95, 1.84), POSITION)
     axes.text(8.72, 1.35, "a, e", color=POSITION, fontsize=10, ha="left", va="center")
     arrow((10.31, 2.15), (10.9, 1.2), POSITION)

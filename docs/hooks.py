@@ -17,6 +17,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = ("CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md", "benchmarks/results/*.md")
+PRIVATE_HINT = re.compile(r' title="[^"]*tape_jax\._src[^"]*"')
 LINK = re.compile(r"\[([^][]+)\]\(([^()#\s]+)(#[^()\s]*)?\)")
 
 
@@ -44,3 +45,8 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         return f"[{text}]({posixpath.relpath(uri, posixpath.dirname(here) or '.')}{anchor})"
 
     return LINK.sub(on_site, markdown)
+
+
+def on_post_page(output: str, *, page: Page, config: MkDocsConfig) -> str:
+    """Leaves out hints that would show where in the package a public name is defined."""
+    return PRIVATE_HINT.sub("", output)

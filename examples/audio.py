@@ -30,7 +30,7 @@ def apply(params, sounds):
     milliseconds = jnp.arange(SAMPLES // FRAME) * (1000 * FRAME / RATE)
     e = tape.rotary_state(milliseconds, WIDTH // HEADS)
     for layer in params["layers"]:
-        h, e = block(layer, h, e, causal=False)
+        h, e = block(layer, h, e, is_causal=False)
     return norm(h).mean(axis=1) @ params["head"]
 
 

@@ -37,10 +37,10 @@ class Block(eqx.Module):
         q, k, v = jnp.moveaxis(qkv.reshape(h.shape[0], 3, HEADS, -1), 1, 0)
         # With RoPE: q, k = tape.rotate(q, e), tape.rotate(k, e)
         # With RoPE: o = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        o, a = tape.attention(q, k, v, e, causal=True)  # TAPE
+        o, a = tape.attention(q, k, v, state=e, is_causal=True)  # TAPE
         h = h + jax.vmap(self.out)(o.reshape(h.shape))
-        m = jax.vmap(lambda x: self.down(jax.nn.gelu(self.up(self.mlp_norm(x)))))(h)
-        return h + m, tape.update(e, a, m, self.position)  # TAPE
+        x = jax.vmap(lambda y: self.down(jax.nn.gelu(self.up(self.mlp_norm(y)))))(h)
+        return h + x, tape.update_state(self.position, e, a, x)  # TAPE
 
 
 class Decoder(eqx.Module):

@@ -29,11 +29,11 @@ class Block(nnx.Module):
         q, k, v = jnp.moveaxis(self.qkv(self.attention_norm(h)), -3, 0)
         # With RoPE: q, k = tape.rotate(q, e), tape.rotate(k, e)
         # With RoPE: o = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        o, a = tape.attention(q, k, v, e, causal=True)  # TAPE
+        o, a = tape.attention(q, k, v, state=e, is_causal=True)  # TAPE
         h = h + self.out(o)
-        m = self.down(nnx.gelu(self.up(self.mlp_norm(h))))
+        x = self.down(nnx.gelu(self.up(self.mlp_norm(h))))
         params = {name: param[...] for name, param in self.position.items()}  # TAPE
-        return h + m, tape.update(e, a, m, params)  # TAPE
+        return h + x, tape.update_state(params, e, a, x)  # TAPE
 
 
 class Decoder(nnx.Module):

@@ -35,15 +35,15 @@ def norm(x):
     return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-5)
 
 
-def block(params, h, e, causal=True):
+def block(params, h, e, is_causal=True):
     q, k, v = jnp.split((norm(h) @ params["qkv"]).reshape(*h.shape[:-1], 3 * HEADS, -1), 3, -2)
     # With RoPE: q, k = tape.rotate(q, e), tape.rotate(k, e)
-    # With RoPE: o = jax.nn.dot_product_attention(q, k, v, is_causal=causal)
-    o, a = tape.attention(q, k, v, e, causal=causal)  # TAPE
+    # With RoPE: o = jax.nn.dot_product_attention(q, k, v, is_causal=is_causal)
+    o, a = tape.attention(q, k, v, state=e, is_causal=is_causal)  # TAPE
     h = h + o.reshape(h.shape) @ params["out"]
-    m = jax.nn.gelu(norm(h) @ params["up"]) @ params["down"]
-    e = tape.update(e, a, m, params["position"])  # TAPE
-    return h + m, e  # TAPE
+    x = jax.nn.gelu(norm(h) @ params["up"]) @ params["down"]
+    e = tape.update_state(params["position"], e, a, x)  # TAPE
+    return h + x, e  # TAPE
 
 
 def apply(params, tokens):

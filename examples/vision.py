@@ -31,7 +31,7 @@ def apply(params, images):
     coordinates = jnp.stack(jnp.meshgrid(jnp.arange(side), jnp.arange(side), indexing="ij"), -1)
     e = tape.rotary_state(coordinates.reshape(-1, 2), WIDTH // HEADS, base=100.0, axes=2)
     for layer in params["layers"]:
-        h, e = block(layer, h, e, causal=False)
+        h, e = block(layer, h, e, is_causal=False)
     return norm(h).mean(axis=1) @ params["head"]
 
 

@@ -1,37 +1,61 @@
-"""TAPE, contextualized equivariant positional encoding (Zhu et al., ICML 2025), for JAX."""
+"""TAPE, contextualized equivariant positional encoding (Zhu et al., ICML 2025), for JAX.
 
-from tape_jax import adapt, positions
-from tape_jax.adapt import add_tape
-from tape_jax.algebra import rotate, transform
-from tape_jax.attention import attention, attention_plan
-from tape_jax.config import Experts, ModelConfig, RopeScaling
-from tape_jax.generate import generate
-from tape_jax.model import Cache, States, Transformer, init_cache
-from tape_jax.positions import init_update, rotary_state, tensor_state, update
-from tape_jax.pretrained import from_pretrained, save_pretrained
+What is public is here and in the modules beside this file; ``_src`` may change at any time.
+"""
 
-__version__ = "0.1.0"
+from tape_jax import adapt, losses, positions, sharding
+from tape_jax._src.adapt.methods import add_tape
+from tape_jax._src.algebra import rotate, transform
+from tape_jax._src.attention import AttentionPlan, attention, attention_plan
+from tape_jax._src.cache import Cache, grow_cache, init_cache
+from tape_jax._src.config import Experts, Lora, ModelConfig, RopeScaling
+from tape_jax._src.generate import (
+    decode,
+    extend,
+    generate,
+    pad_prompts,
+    prefill,
+    sample_logits,
+)
+from tape_jax._src.linen import UpdateState
+from tape_jax._src.model import States, Transformer
+from tape_jax._src.positions import init_update, rotary_state, tensor_state, update_state
+from tape_jax._src.pretrained.loading import from_pretrained
+from tape_jax._src.pretrained.saving import save_pretrained
+
+__version__ = "0.2.0.dev0"
 
 __all__ = [
+    "AttentionPlan",
     "Cache",
     "Experts",
+    "Lora",
     "ModelConfig",
     "RopeScaling",
     "States",
     "Transformer",
+    "UpdateState",
     "adapt",
     "add_tape",
     "attention",
     "attention_plan",
+    "decode",
+    "extend",
     "from_pretrained",
     "generate",
+    "grow_cache",
     "init_cache",
     "init_update",
+    "losses",
+    "pad_prompts",
     "positions",
+    "prefill",
     "rotary_state",
     "rotate",
+    "sample_logits",
     "save_pretrained",
+    "sharding",
     "tensor_state",
     "transform",
-    "update",
+    "update_state",
 ]

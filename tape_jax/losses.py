@@ -8,9 +8,12 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 
-from tape_jax.algebra import at_least_float32
-from tape_jax.config import Experts, require
-from tape_jax.sharding import Sharding, constrain
+from tape_jax._src.algebra import at_least_float32
+from tape_jax._src.checks import require
+from tape_jax._src.config import Experts
+from tape_jax._src.sharding import Sharding, constrain
+
+__all__ = ["CHUNK_LOGITS", "added_by_routers", "cross_entropy"]
 
 Array = jax.Array
 
@@ -36,7 +39,8 @@ def cross_entropy(
       hidden: what enters the output projection, ``[..., T, D]``
         (``Transformer(...)(tokens, output="hidden")``).
       kernel: of the output projection, ``[D, V]`` (``Transformer.output_kernel``).
-      targets: integers ``[..., T]``.
+      targets: integers ``[..., T]`` in 0 .. V - 1 or, where the weight is 0, any (such as -100);
+        elsewhere others make the loss and its gradients NaN.
       weights: of the tokens, ``[..., T]``; None: 1 each.
       chunk: tokens of each sequence in a chunk; None: as many as ``CHUNK_LOGITS`` allows.
       sharding: a mesh and rules; ``hidden`` is then ``[B, T, D]``.
@@ -52,9 +56,10 @@ def cross_entropy(
         weights = jnp.ones(targets.shape, at_least_float32(hidden.dtype))
     require(
         kernel.ndim == 2 and kernel.shape[0] == dim
-        and targets.shape == weights.shape == (*batch, length),
-        f"expected hidden [..., T, D], kernel [D, V], targets and weights [..., T]; got "
-        f"{hidden.shape}, {kernel.shape}, {targets.shape} and {weights.shape}",
+        and targets.shape == weights.shape == (*batch, length)
+        and jnp.issubdtype(targets.dtype, jnp.integer),
+        f"expected hidden [..., T, D], kernel [D, V], integer targets and weights [..., T]; got "
+        f"{hidden.shape}, {kernel.shape}, {targets.dtype} {targets.shape} and {weights.shape}",
     )  # fmt: skip
     require(chunk is None or chunk > 0, f"chunk must be positive; got {chunk}")
     parts = 1 if sharding is None else sharding.shards("sequence")
@@ -77,9 +82,12 @@ def cross_entropy(
         logits = (flat @ kernel.astype(x.dtype)).reshape(*targets.shape, -1)
         logits = constrain(sharding, logits, "batch", "sequence", None, "vocab")
         logits = logits.astype(total.dtype)
-        chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        known = (targets >= 0) & (targets < kernel.shape[1])
+        index = jnp.where(known, targets, 0)[..., None]
+        chosen = jnp.take_along_axis(logits, index, axis=-1)[..., 0]
         losses = jax.nn.logsumexp(logits, axis=-1) - chosen
-        return total + jnp.sum(losses * weights), None
+        unknown = jnp.where(weights == 0, 0, jnp.nan).astype(losses.dtype)
+        return total + jnp.sum(losses * jnp.where(known, 1, unknown) * weights), None
 
     start = jnp.zeros((), at_least_float32(hidden.dtype))
     return jax.lax.scan(add, start, tuple(map(chunks, (hidden, targets, weights))))[0]
@@ -93,9 +101,10 @@ def added_by_routers(sown: Any, experts: Experts) -> tuple[Array, dict[str, Arra
       experts: of the model.
 
     Returns:
-      The sum over layers of all losses times their weights, and by its name (``balance_loss``,
-      ``z_loss``) the mean over layers of each without its weight; see
-      :func:`tape_jax.experts.router_losses`.
+      The sum over layers of all losses times their weights, and by its name the mean over layers of
+      each without its weight. ``balance_loss`` is 1 if all experts get the same, more if some get
+      more (Fedus et al. 2021, equations 4 to 6); ``z_loss`` is the mean squared log-sum-exp of the
+      routers' logits (Zoph et al. 2022, equation 5).
     """
     layers: dict[str, list[Array]] = {}
     for path, values in flatten_dict(sown["losses"]).items():

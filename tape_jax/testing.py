@@ -5,7 +5,7 @@ They are for anyone with an update, an attention, an encoding or a model of thei
     from tape_jax import testing
 
     def layer(q, k, v, e, x):
-        o, a = tape.attention(q, k, v, e)
+        o, a = tape.attention(q, k, v, state=e)
         return o, my_update(e, a, x)
 
     inputs = (q, k, v, e, x)
@@ -22,23 +22,43 @@ they must be traceable; whatever they close over takes no part in the transforma
 
 ``in_axes``, ``out_axes``, ``in_states`` and ``out_states`` describe arguments and results as
 ``in_axes`` of :func:`jax.vmap` does: one value for all, or a tree of them (a tuple for several
-arguments) that may end early. Fresh parameters make TAPE equal to RoPE and test little: use
-:func:`random_params`.
-
-The draws are made by numpy from the key, so that they do not depend on ``jax_enable_x64``.
+arguments) that may end early. Fresh parameters make TAPE equal to RoPE: use :func:`random_params`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tape_jax import algebra
+from tape_jax._src import algebra
+from tape_jax._src.draws import (
+    generator_of,
+    random_orthogonal,
+    random_params,
+    random_permutation,
+    random_phases,
+    random_state,
+)
+
+__all__ = [
+    "TOLERANCE",
+    "SymmetryError",
+    "assert_causal",
+    "assert_orthogonal_equivariant",
+    "assert_permutation_equivariant",
+    "assert_phase_equivariant",
+    "assert_shift_invariant",
+    "random_orthogonal",
+    "random_params",
+    "random_permutation",
+    "random_phases",
+    "random_state",
+]
 
 Array = jax.Array
 Tree = Any
@@ -68,90 +88,6 @@ class SymmetryError(AssertionError):
             f"{symmetry} does not hold: {where} is off by {difference:.3g} at index {index}; "
             f"{allowed:.3g} is allowed"
         )
-
-
-def _generator(key: Array | None) -> np.random.Generator:
-    """A numpy generator that follows a random key of either style; None: a fixed one."""
-    return np.random.default_rng(0 if key is None else np.asarray(jax.random.key_data(key)).ravel())
-
-
-def random_permutation(key: Array | None, n: int) -> np.ndarray:
-    """A permutation of ``0 .. n - 1`` that moves something, ``[n]``.
-
-    Raises:
-      ValueError: if ``n < 2``, so that there is none.
-    """
-    if n < 2:
-        raise ValueError(f"a permutation that moves something needs n >= 2; got {n}")
-    permutation = _generator(key).permutation(n)
-    return np.roll(permutation, int(np.all(permutation == np.arange(n))))
-
-
-def random_orthogonal(
-    key: Array | None, r: int, *, reflection: bool | None = None, dtype: Any = None
-) -> Array:
-    """An element ``[r, r]`` of O(r), uniformly distributed.
-
-    Args:
-      key: random key; None: a fixed one.
-      r: its size.
-      reflection: True: determinant -1; False: +1; None: either.
-      dtype: its type; None: jax's default float.
-    """
-    q, triangle = np.linalg.qr(_generator(key).standard_normal((r, r)))
-    q = q * np.sign(np.diag(triangle))
-    if reflection is not None and (np.linalg.det(q) < 0) != reflection:
-        q[:, 0] = -q[:, 0]
-    return jnp.asarray(q, dtype)
-
-
-def random_phases(key: Array | None, n: int, *, dtype: Any = None) -> Array:
-    """Phases ``[n]`` in radians, uniform in ``[-pi, pi)``."""
-    return jnp.asarray(_generator(key).uniform(-np.pi, np.pi, n), dtype)
-
-
-def random_state(
-    key: Array | None,
-    shape: Sequence[int],
-    *,
-    l: int | None = None,
-    r: int | None = None,
-    dtype: Any = None,
-) -> Array:
-    """A state of standard normal numbers: nothing like a rotation, as states are after training.
-
-    Args:
-      key: random key; None: a fixed one.
-      shape: ``[..., T, H, D]``, the shape of the keys that it belongs to.
-      l: rows of a block, for the tensor form; None: the rotary form.
-      r: columns of a block; None: ``l``.
-      dtype: its type; None: jax's default float.
-
-    Returns:
-      ``[..., T, H, D]``, in tensor form ``[..., T, H, D / l, l, r]``.
-
-    Raises:
-      ValueError: if ``l`` does not divide ``D``, or ``D`` is odd in rotary form.
-    """
-    *lead, dim = shape
-    if l is None and (r is not None or dim % 2):
-        raise ValueError(f"the rotary form has an even D and no r; got shape {shape}, r={r}")
-    if l is not None and dim % l:
-        raise ValueError(f"l={l} does not divide the head dimension of shape {tuple(shape)}")
-    full = (*lead, dim) if l is None else (*lead, dim // l, l, l if r is None else r)
-    return jnp.asarray(_generator(key).standard_normal(full), dtype)
-
-
-def random_params(key: Array | None, params: Tree, *, std: float = 0.2) -> Tree:
-    """``params`` with normal noise of standard deviation ``std`` added to every float array."""
-    generator = _generator(key)
-
-    def moved(x: Array) -> Array:
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            return x
-        return x + jnp.asarray(std * generator.standard_normal(x.shape), x.dtype)
-
-    return jax.tree.map(moved, params)
 
 
 def assert_permutation_equivariant(
@@ -340,7 +276,7 @@ def assert_causal(
     axes = _specs("in_axes", in_axes, args)
     if any(isinstance(axis, set | frozenset) for axis in axes):
         raise ValueError("in_axes: causality is checked along one axis of an argument, not a set")
-    time, generator = _time(args, in_axes), _generator(key)
+    time, generator = _time(args, in_axes), generator_of(key)
 
     def timed(out: Tree) -> dict[str, tuple[Any, int]]:
         """The results that have a time axis, with that axis."""

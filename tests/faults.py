@@ -52,8 +52,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from train import distributed, metrics, runs
-from train.loop import NON_FINITE_EXIT_CODE
+from train.training import distributed, metrics, runs
+from train.training.signals import NON_FINITE_EXIT_CODE
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs/addition_demo.py"
@@ -83,7 +83,7 @@ import runpy
 
 import numpy as np
 
-from train.data.arithmetic import Addition
+from train.tasks.arithmetic import Addition
 
 get_config = runpy.run_path({config!r})["get_config"]
 good_batch = Addition.batch
@@ -594,7 +594,7 @@ def checkpoint_entries(run: Path) -> list[str]:
         return []
 
 
-def restored(run: Path) -> runs.Trained:
+def restored(run: Path) -> runs.TrainedRun:
     """The newest checkpoint of a run, which must be intact and finite."""
     damaged: list[str] = []
     with tempfile.TemporaryDirectory() as scratch:

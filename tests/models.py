@@ -60,14 +60,14 @@ def random_variables(model: Transformer, seed: int = 0, *, std: float = 0.2) -> 
     return jax.tree.map_with_path(draw, _shapes(Transformer(plain)))
 
 
-def without_position(variables):
-    """Variables without the parameters of the encoding."""
+def without(variables, prefix):
+    """Variables without those whose names, at any depth, begin with ``prefix``."""
 
     def keep(tree):
         return {
             name: keep(value) if isinstance(value, dict) else value
             for name, value in tree.items()
-            if not name.startswith("position_")
+            if not name.startswith(prefix)
         }
 
     return keep(variables)

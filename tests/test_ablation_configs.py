@@ -9,8 +9,9 @@ import pytest
 
 from configs import ablations
 from tape_jax import Transformer
-from train import experiment, sweep
-from train import step as training_step
+from train import experiment
+from train.comparison import sweep
+from train.training import step as training_step
 
 PATH = Path(ablations.__file__)
 VARIANTS = sweep.variants(PATH)
@@ -39,8 +40,8 @@ def test_variants_are_what_they_are_named_for():
             for field in dataclasses.fields(model)
             if getattr(model, field.name) != getattr(base, field.name)
         ]
-        assert different == {"tape": [], "window": ["window"]}.get(
-            name, ["position", "window"] if name == "window_rope" else ["position"]
+        assert different == {"tape": [], "window": ["local_window_size"]}.get(
+            name, ["position", "local_window_size"] if name == "window_rope" else ["position"]
         )
         updating = [model.position.updates(i, 6) for i in range(6)]
         expected = {

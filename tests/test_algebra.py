@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tape_jax import algebra, rotate, transform
+from tape_jax import rotate, transform
+from tape_jax._src import algebra
 from tape_jax.testing import random_orthogonal, random_phases, random_state
 from tests.arrays import normal
 
@@ -36,19 +37,11 @@ def blocks_of(q: np.ndarray, l: int) -> np.ndarray:
 
 class TestRotate:
     @pytest.mark.parametrize(
-        ("state", "heads_axis"),
-        [
-            ((5, 8), False),
-            ((2, 5, 8), False),
-            ((1, 5, 8), False),
-            ((2, 5, 1, 8), True),
-            ((1, 5, 4, 8), True),
-            ((2, 5, 2, 8), True),
-        ],
+        "state", [(5, 8), (2, 5, 1, 8), (1, 5, 4, 8), (2, 5, 2, 8), (1, 5, 1, 8)]
     )
-    def test_is_complex_multiplication(self, x64, state, heads_axis):
+    def test_is_complex_multiplication(self, x64, state):
         q, e = normal(2, 5, 4, 8), normal(*state, seed=1)
-        full = e if heads_axis else e[..., None, :]
+        full = e if e.ndim == 4 else e[:, None]
         full = np.repeat(full, 4 // full.shape[-2], axis=-2)
         want = as_real(as_complex(q) * as_complex(full))
         np.testing.assert_allclose(rotate(q, e), want, atol=1e-14)
@@ -57,11 +50,11 @@ class TestRotate:
     def test_logits_are_products_of_transformed_blocks(self, x64, l, r):
         """``sum_m (E_i^T q_m) . (E_j^T k_m)``, with two query heads on one state head."""
         q, k = normal(2, 5, 4, 12), normal(2, 5, 4, 12, seed=1)
-        e = normal(5, 2, 12 // l, l, r, seed=2)
+        e = normal(1, 5, 2, 12 // l, l, r, seed=2)
         rotated = [rotate(x, e) for x in (q, k)]
         assert all(x.shape == (2, 5, 4, 12 // l * r) for x in rotated)
         got = np.einsum("bihd,bjhd->bhij", *rotated)
-        per_head = np.repeat(e, 2, axis=1)
+        per_head = np.repeat(e[0], 2, axis=1)
         vectors = [np.einsum("bthml,thmlr->bthmr", blocks_of(x, l), per_head) for x in (q, k)]
         want = np.einsum("bihmr,bjhmr->bhij", *vectors)
         np.testing.assert_allclose(got, want, atol=1e-12)
@@ -74,7 +67,7 @@ class TestRotate:
         np.testing.assert_allclose(rotate(q, tensor), rotate(q, as_real(z)), atol=1e-14)
 
     @pytest.mark.parametrize("batch", [(2,), (2, 3), (1, 2, 3)])
-    def test_a_tensor_state_may_lack_batch_axes(self, x64, batch):
+    def test_a_tensor_state_may_lack_the_batch(self, x64, batch):
         q, e = normal(*batch, 5, 2, 8), normal(5, 1, 2, 4, 6, seed=1)
         want = rotate(q, np.broadcast_to(e, (*batch, 5, 1, 2, 4, 6)))
         np.testing.assert_array_equal(rotate(q, e), want)
@@ -92,20 +85,48 @@ class TestRotate:
         [
             ((5, 8), (5, 8), r"q must have shape \[\.\.\., T, H, D\]; got \(5, 8\)"),
             ((5, 2, 7), (5, 7), r"even.*head dimension 7"),
-            ((5, 2, 8), (4, 8), r"e of shape \(4, 8\) does not fit q of shape \(5, 2, 8\)"),
-            ((5, 2, 8), (5, 6), r"e of shape \(5, 6\)"),
-            ((5, 2, 8), (5, 3, 8), r"expected \[\.\.\., 5, 8\] or \[\.\.\., 5, 2"),
-            ((5, 2, 8), (8,), r"e of shape \(8,\)"),
-            ((3, 5, 2, 8), (2, 5, 2, 8), r"e of shape \(2, 5, 2, 8\)"),
+            ((5, 2, 8), (4, 8), r"state of shape \(4, 8\) does not fit q of shape \(5, 2, 8\)"),
+            ((5, 2, 8), (5, 6), r"state of shape \(5, 6\)"),
+            ((5, 2, 8), (5, 3, 8), r"expected \(5, 8\) or \(5, h, 8\), .*h = 1, 2$"),
+            ((5, 2, 8), (5, 0, 8), r"h = 1, 2$"),
+            ((5, 2, 8), (8,), r"state of shape \(8,\)"),
+            ((5, 2, 8), (), r"state of shape \(\)"),
+            ((3, 5, 2, 8), (2, 5, 2, 8), r"state of shape \(2, 5, 2, 8\)"),
             ((5, 2, 8), (5, 1, 3, 2, 2), r"M \* L = 8"),
             ((5, 2, 8), (4, 1, 4, 2, 2), r"M \* L = 8"),
-            ((3, 5, 2, 8), (2, 5, 1, 4, 2, 2), r"e of shape \(2, 5, 1, 4, 2, 2\)"),
-            ((5, 2, 8), (6, 5, 1, 4, 2, 2), r"e of shape \(6, 5"),
+            (
+                (3, 5, 2, 8),
+                (2, 5, 1, 4, 2, 2),
+                r"expected \(5, 1, M, L, R\) or \(3, 5, h, M, L, R\)",
+            ),
+            ((5, 2, 8), (6, 5, 1, 4, 2, 2), r"state of shape \(6, 5"),
         ],
     )
     def test_misfits(self, q, e, words):
         with pytest.raises(ValueError, match=words):
             rotate(jnp.zeros(q), jnp.zeros(e))
+
+    @pytest.mark.parametrize("q", [(3, 5, 2, 8), (5, 5, 5, 8), (2, 3, 5, 2, 8)])
+    @pytest.mark.parametrize("block", [(8,), (4, 2, 2)], ids=["rotary", "tensor"])
+    def test_nothing_between_the_two_forms_is_guessed(self, q, block):
+        """Whatever axes a state lacks, and though all sizes agree: it has no batch, or all axes."""
+        *batch, time, heads, _ = q
+        forms = {
+            (*batch, time, heads),
+            (*batch, time, 1),
+            (time,) if len(block) == 1 else (time, 1),
+        }
+        lacking = {(*batch[n:], time, *tail) for n in range(len(q) - 2) for tail in ((), (heads,))}
+        assert lacking - forms
+        for shape in lacking - forms:
+            with pytest.raises(ValueError, match="expected"):
+                rotate(jnp.zeros(q), jnp.zeros((*shape, *block)))
+        for shape in forms:
+            assert rotate(jnp.zeros(q), jnp.zeros((*shape, *block))).shape == q
+
+    def test_a_state_without_heads_is_told_how_to_get_them(self):
+        with pytest.raises(ValueError, match=r"state\[\.\.\., None, :\] has an axis of heads"):
+            rotate(jnp.zeros((3, 5, 2, 8)), jnp.zeros((3, 5, 8)))
 
     def test_integer_states_are_refused(self):
         with pytest.raises(ValueError, match="floating-point array; got int32"):
@@ -179,9 +200,13 @@ def test_forms_are_told_apart():
     def is_tensor(*shape: int) -> bool:
         return algebra.is_tensor_form(jax.ShapeDtypeStruct(shape, jnp.float32), q)
 
-    assert not any([is_tensor(5, 8), is_tensor(3, 5, 8), is_tensor(2, 3, 5, 4, 8)])
-    assert all(
-        [is_tensor(5, 1, 4, 2, 2), is_tensor(3, 5, 1, 4, 2, 2), is_tensor(2, 3, 5, 4, 2, 4, 4)]
-    )
-    # Both 1 x 5 x 1 states of 8 numbers and rotary ones of 5 heads end in 8: rotary, as written.
-    assert not is_tensor(2, 3, 5, 1, 8)
+    assert not any([is_tensor(5, 8), is_tensor(2, 3, 5, 4, 8), is_tensor(2, 3, 5, 1, 8)])
+    assert all([is_tensor(5, 1, 4, 2, 2), is_tensor(2, 3, 5, 4, 2, 4, 4)])
+
+
+def test_with_heads():
+    shapes = {(5, 8): (5, 8), (2, 5, 8): (2, 5, 1, 8), (2, 3, 5, 8): (2, 3, 5, 1, 8)}
+    for lacking, full in shapes.items():
+        state = algebra.with_heads(jnp.zeros(lacking))
+        assert state.shape == full
+        rotate(jnp.zeros((*lacking[:-1], 4, 8)), state)

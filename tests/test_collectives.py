@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tape_jax.collectives import collectives
+from train.analysis.collectives import collectives
 
 MESH = AbstractMesh((2, 4), ("data", "tensor"), (AxisType.Auto,) * 2)
 

@@ -3,10 +3,21 @@
 import dataclasses
 import math
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tape_jax import Experts, ModelConfig, RopeScaling
-from tape_jax.config import Lora, choose, from_mapping, nearest, require
+from tape_jax._src.checks import choose, from_mapping, nearest, require
+from tape_jax._src.config import Lora
+from tape_jax.positions import Rope, Tape
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutable(Rope):
+    """An encoding that cannot be a key."""
+
+    extra: list = dataclasses.field(default_factory=list)
 
 
 def test_nearest():
@@ -80,6 +91,7 @@ class TestLora:
             ({"rank": 0}, r"rank must be a positive integer; got 0"),
             ({"rank": 2.0}, r"rank must be a positive integer; got 2\.0"),
             ({"targets": ()}, r"targets must be a tuple of names of projections; got \(\)"),
+            ({"rank": True}, r"rank must be a positive integer; got True"),
             ({"targets": "q"}, r"targets must be a tuple of names of projections; got 'q'"),
             ({"targets": ("q", "o_proj")}, r"unknown lora target 'o_proj': expected one of 'q'"),
         ],
@@ -127,13 +139,49 @@ class TestModelConfig:
         a, b = ModelConfig(10), ModelConfig(10)
         assert a == b
         assert hash(a) == hash(b)
-        assert hash(dataclasses.replace(a, position=RopeScaling())) != hash(a)
+        assert hash(dataclasses.replace(a, position="rope")) != hash(a)
         with pytest.raises(dataclasses.FrozenInstanceError):
             a.vocab_size = 3
+
+    def test_is_kept_in_one_form(self):
+        want = ModelConfig(
+            10, num_layers=2, head_dim=8, dtype="bfloat16", param_dtype="float16",
+            state_dtype="float32", position=Tape(norm="rms", layers=(0, 1)),
+            attention_implementation=("chunked", "reference"), lora=Lora(rank=2, targets=("q",)),
+        )  # fmt: skip
+        mapping = {"norm": "rms", "layers": [0, 1]}
+        for position in (mapping, {"kind": "tape", **mapping}, Tape(norm="rms", layers=[0, 1])):
+            found = ModelConfig(
+                np.int64(10), num_layers=np.int32(2), head_dim=np.array(8), dtype=jnp.bfloat16,
+                param_dtype=np.float16, state_dtype=jnp.dtype("float32"), position=position,
+                attention_implementation=["chunked", "reference"],
+                lora=Lora(rank=np.int8(2), targets=["q"]),
+            )  # fmt: skip
+            assert found == want
+            assert hash(found) == hash(want)
+            assert repr(found) == repr(want)
+        assert ModelConfig(10).position == Tape()
+        assert ModelConfig(10, position="rope").position == Rope()
+        again = dataclasses.replace(found, dtype=jnp.float32)
+        assert (again.dtype, again.position) == ("float32", want.position)
 
     @pytest.mark.parametrize(
         ("fields", "words"),
         [
+            ({"position": "tpae"}, r"unknown position encoding 'tpae'.*did you mean 'tape'"),
+            ({"position": {"kind": "tape", "nrom": "rms"}}, r"unknown field 'nrom'.*'norm'"),
+            ({"position": RopeScaling()}, r"unknown position encoding RopeScaling"),
+            ({"position": Mutable(extra=[1])}, r"an encoding must be hashable; Mutable\("),
+            ({"attention_implementation": "chunkd"}, r"'chunkd'.*did you mean 'chunked'"),
+            (
+                {"attention_implementation": ("chunked", "refrence")},
+                r"'refrence'.*did you mean 'reference'",
+            ),
+            ({"attention_implementation": ()}, r"must be a name, names or None; got \(\)"),
+            ({"attention_implementation": 3}, r"must be a name, names or None; got 3"),
+            ({"dtype": None}, r"unknown model dtype None"),
+            ({"dtype": jnp.int32}, r"unknown model dtype 'int32'"),
+            ({"vocab_size": True}, r"vocab_size must be a positive integer; got True"),
             ({"vocab_size": 0}, r"vocab_size must be a positive integer; got 0"),
             ({"hidden_size": 16.0}, r"hidden_size must be a positive integer; got 16\.0"),
             ({"num_layers": -1}, r"num_layers must be a positive integer; got -1"),
@@ -142,7 +190,10 @@ class TestModelConfig:
             ({"head_dim": 0}, r"head_dim must be a positive integer or None; got 0"),
             ({"intermediate_size": 1.5}, r"intermediate_size must be .* got 1\.5"),
             ({"max_length": 0}, r"max_length must be a positive integer or None; got 0"),
-            ({"window": 0}, r"window must be a positive integer or None; got 0"),
+            (
+                {"local_window_size": 0},
+                r"local_window_size must be a positive integer.*; got 0",
+            ),
             ({"num_kv_heads": 3}, r"num_heads = 4 is not a multiple of num_kv_heads = 3"),
             ({"num_kv_heads": 8}, r"num_heads = 4 is not a multiple of num_kv_heads = 8"),
             ({"hidden_size": 18}, r"hidden_size = 18 is not a multiple of num_heads = 4; give he"),

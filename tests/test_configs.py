@@ -5,8 +5,9 @@ import jax
 import pytest
 
 from tape_jax import positions
-from train import experiment, runs
-from train import step as training_step
+from train import experiment
+from train.training import runs
+from train.training import step as training_step
 
 CONFIGS = sorted(
     path
@@ -20,7 +21,11 @@ def test_there_are_configs():
 
 
 # Configs that adapt a model, and what stands in for the base that they name.
-ADAPTED = {"context_extension": "c4_pretrain", "context_extension_demo": "bytes_demo"}
+ADAPTED = {
+    "context_extension": "c4_pretrain",
+    "context_extension_demo": "bytes_demo",
+    "retrofit": "c4_pretrain",
+}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

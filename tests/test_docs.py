@@ -7,7 +7,6 @@ import importlib
 import inspect
 import io
 import json
-import pkgutil
 import re
 import shutil
 import sys
@@ -21,12 +20,13 @@ import yaml
 
 import tape_jax
 from tape_jax import positions
-from tape_jax.attention import BACKENDS
+from tape_jax._src.attention import BACKENDS
 from tests import markdown
 from tests.models import random_variables, small_model
+from tests.modules import all_modules, public_modules
 from train import experiment, main
 from train.commands import evidence
-from train.data import TASKS
+from train.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
 LLAMA = ROOT / "tests" / "golden" / "hf" / "llama3_gqa"
@@ -46,8 +46,14 @@ SLOW = {
 }
 # How many Python blocks a page may leave out, each with its reason.
 NOT_RUN: dict[str, int] = {}
-# Modules whose examples need what no test has at hand.
-UNTESTED_EXAMPLES = {"tape_jax.collectives": "a step that was compiled for several devices"}
+# Pages for contributors, and those about what the package does inside.
+FOR_CONTRIBUTORS = {
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "docs/decisions.md",
+    "docs/howto/backend.md",
+    "docs/kernels.md",
+}
 # Folders of runs, models and texts that commands make or read, and that are nobody's files here.
 MADE = ("runs/", "checkpoints/", "books/", "dist/", "site/")
 
@@ -113,11 +119,6 @@ def test_what_is_not_run_is_counted():
     assert {name(path) for path in WITH_CODE} >= SLOW
 
 
-def public_modules():
-    found = pkgutil.walk_packages(tape_jax.__path__, "tape_jax.")
-    return [tape_jax, *(importlib.import_module(module.name) for module in found)]
-
-
 @pytest.mark.slow
 def test_examples_in_docstrings(workplace):
     """With the usual modules, a RoPE model, its variables, tokens and a key at hand."""
@@ -137,13 +138,13 @@ def test_examples_in_docstrings(workplace):
     finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner()
     tests = {
         test.name: test
-        for module in public_modules()
+        for module in all_modules()
         for test in finder.find(module, extraglobs=given)
         if test.examples
     }
-    assert {*UNTESTED_EXAMPLES, "tape_jax.adapt", "tape_jax.model.Transformer"} <= set(tests)
-    for test in tests.keys() - UNTESTED_EXAMPLES:
-        runner.run(tests[test])
+    assert {"tape_jax.adapt", "tape_jax._src.model.Transformer"} <= set(tests)
+    for test in tests.values():
+        runner.run(test)
     assert runner.failures == 0
 
 
@@ -151,7 +152,9 @@ def test_examples_in_docstrings(workplace):
 def llama(tmp_path):
     """What a config reads of the Llama that it adapts: a folder whose sizes are those of most."""
     folder = Path(shutil.copytree(LLAMA, tmp_path / "llama"))
-    sizes = {**json.loads(read(folder / "config.json")), "vocab_size": 32_000}
+    plain = {"rope_theta": 10_000.0, "rope_type": "default"}
+    changed = {"vocab_size": 32_000, "rope_parameters": plain}
+    sizes = {**json.loads(read(folder / "config.json")), **changed}
     (folder / "config.json").write_text(json.dumps(sizes))
     return folder
 
@@ -175,7 +178,9 @@ def check_train(words, llama, monkeypatch):
         scale = f"--config.scale={evidence.scale_of(args.overrides)}"
         experiment.from_file(ROOT / "configs/bytes_demo.py", [scale])
     elif args.overrides:
-        assert any(accepts(path, args.overrides) for path in (ROOT / "configs").glob("[!_]*.py"))
+        change = experiment.change if words[0] == "train" else experiment.change_evaluation
+        configs = (ROOT / "configs").glob("[!_]*.py")
+        assert any(accepts(path, change, args.overrides) for path in configs)
 
 
 def variants(args):
@@ -186,9 +191,10 @@ def variants(args):
     return [[]]
 
 
-def accepts(path, overrides):
+def accepts(path, change, overrides):
+    """Whether a run of a config takes these options once it is there."""
     try:
-        experiment.change_evaluation(experiment.from_file(path), overrides)
+        change(experiment.from_file(path), overrides)
     except ValueError:
         return False
     return True
@@ -196,7 +202,8 @@ def accepts(path, overrides):
 
 @pytest.mark.parametrize("path", PAGES, ids=name)
 def test_commands_exist(path, llama, monkeypatch):
-    targets = set(re.findall(r"^([\w-]+):", read(ROOT / "Makefile"), re.MULTILINE))
+    makefile = read(ROOT / "Makefile").replace("$(VENV)", ".venv")
+    targets = set(re.findall(r"^([\w./-]+):", makefile, re.MULTILINE))
     extras = re.search(r"optional-dependencies\]\n(.*?)\n\[", read(ROOT / "pyproject.toml"), re.S)
     for words in markdown.commands(read(path)):
         said = " ".join(words)
@@ -236,10 +243,11 @@ FILE = re.compile(r"[\w.*-]+(?:/[\w.*-]+)*(?:/|\.(?:py|md|txt|toml|yml|png|npz))
 @pytest.mark.parametrize("path", PAGES, ids=name)
 def test_files_that_are_named_exist(path):
     tops = {p.name for p in ROOT.iterdir() if p.is_dir() and not p.name.startswith(".")}
+    elsewhere = [ROOT / "tape_jax" / "_src", path.parent]
     for span in markdown.spans(read(path)):
         if not FILE.fullmatch(span) or span.startswith(MADE) or "/" not in span:
             continue
-        folders = [ROOT] if span.split("/")[0] in tops else [ROOT / "tape_jax", path.parent]
+        folders = [ROOT] if span.split("/")[0] in tops else elsewhere
         assert any(list(folder.glob(span.rstrip("/"))) for folder in folders), span
 
 
@@ -260,18 +268,6 @@ def test_every_page_is_in_the_navigation():
     assert all((ROOT / "docs" / page).exists() or (ROOT / page).exists() for page in listed)
 
 
-def public_names(module):
-    """``__all__``, or what the module defines."""
-    named = getattr(module, "__all__", None)
-    if named is None:
-        named = [
-            n
-            for n, x in vars(module).items()
-            if not n.startswith("_") and getattr(x, "__module__", None) == module.__name__
-        ]
-    return {n: getattr(module, n) for n in named}
-
-
 def reference_entries():
     """What has an entry in the reference, by name, and whether its members are shown."""
     found = {}
@@ -285,24 +281,63 @@ def reference_entries():
     return found
 
 
-def test_reference_covers_the_public_names():
-    """Functions and classes have an entry; modules and constants are at least named."""
-    shown = [value for value, _ in reference_entries().values()]
-    pages = (ROOT / "docs" / "api").glob("*.md")
-    named = {span for page in pages for span in markdown.spans(read(page))}
-    contract = ("adapt", "attention", "positions", "pretrained", "testing")
-    for module in [tape_jax, *(importlib.import_module(f"tape_jax.{name}") for name in contract)]:
-        for public, value in public_names(module).items():
-            if inspect.ismodule(value):
-                present = value.__name__ in named
+def test_reference_is_exactly_what_is_public():
+    """Functions and classes have one entry each; modules and constants are at least named."""
+    entries = reference_entries()
+    public = {module.__name__: module for module in public_modules()}
+    for dotted in entries:
+        module, _, name = dotted.rpartition(".")
+        assert module in public, dotted
+        assert name in public[module].__all__, dotted
+    pages = {path.stem: read(path) for path in (ROOT / "docs" / "api").glob("*.md")}
+    assert set(pages) == {name.removeprefix("tape_jax.") for name in public}
+    for dotted, module in public.items():
+        named = set(markdown.spans(pages[dotted.removeprefix("tape_jax.")]))
+        for name in module.__all__:
+            value = getattr(module, name)
+            if callable(value):
+                count = sum(shown is value for shown, _ in entries.values())
+                assert count == 1, f"{dotted}.{name} has {count} entries in docs/api/"
             else:
-                present = public in named if not callable(value) else any(value is x for x in shown)
-            assert present, f"{module.__name__}.{public} is missing in docs/api/"
+                assert name in named, f"{dotted}.{name} is not named on its page of docs/api/"
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in PAGES if name(path) not in FOR_CONTRIBUTORS], ids=name
+)
+def test_pages_for_users_name_nothing_private(path):
+    assert "_src" not in read(path)
+
+
+def described(text, section):
+    """The names that a section of a docstring describes."""
+    found = re.search(
+        rf"^{section}:\n((?:  .*\n|\n)+)", inspect.cleandoc(text) + "\n", re.MULTILINE
+    )
+    lines = re.findall(r"^  (\*{0,2}\w[\w, *]*):", found[1] if found else "", re.MULTILINE)
+    return [name.strip("* ") for line in lines for name in line.split(",")]
+
+
+def test_what_is_described_has_that_name():
+    """Arguments of functions, and fields of classes that declare them."""
+    for dotted, (value, with_members) in reference_entries().items():
+        functions = {dotted: value} if inspect.isfunction(value) else {}
+        if inspect.isclass(value):
+            own = {n: f for n, f in vars(value).items() if inspect.isfunction(f)}
+            functions |= {f"{dotted}.{n}": f for n, f in own.items()} if with_members else {}
+        if inspect.isclass(value) and inspect.get_annotations(value):
+            there = {n for c in value.__mro__ for n in (*vars(c), *inspect.get_annotations(c))}
+            assert set(described(value.__doc__, "Attributes")) <= there, dotted
+        for name, function in functions.items():
+            names = described(inspect.getdoc(function) or "", "Args")
+            taken = set(inspect.signature(function).parameters) - {"self"}
+            assert not names or set(names) == taken, f"{name}: {taken.symmetric_difference(names)}"
 
 
 def test_what_the_reference_shows_is_explained():
     for dotted, (value, with_members) in reference_entries().items():
         assert inspect.getdoc(value), dotted
+        assert "_src" not in inspect.getdoc(value), dotted
         for name, member in vars(value).items() if with_members else ():
             if inspect.isfunction(member) and not name.startswith("_"):
                 assert inspect.getdoc(getattr(value, name)), f"{dotted}.{name}"

@@ -17,7 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tape_jax as tape
-from tape_jax import parity, positions, testing
+from tape_jax import positions, testing
+from tape_jax._src import parity
 from tape_jax.testing import SymmetryError
 from tests import models
 
@@ -61,7 +62,7 @@ class Layer:
     mix: str = "head_scale"
     mlp: bool = True
     norm: str = "none"
-    window: int | None = None
+    local_window_size: int | None = None
     implementation: str = "reference"
 
     def __str__(self):
@@ -107,7 +108,7 @@ class Layer:
 
 
 @functools.cache
-def run(layer: Layer, causal: bool):
+def run(layer: Layer, is_causal: bool):
     """The layer as a function of ``Layer.inputs``; the same object for the same layer."""
 
     def logits(q, k, e):
@@ -118,22 +119,22 @@ def run(layer: Layer, causal: bool):
     def fn(inputs):
         q, k, e, params = (inputs[name] for name in ("q", "k", "e", "params"))
         options = {"segment_ids": inputs["segments"], "implementation": layer.implementation}
-        if causal:
-            options |= {"causal": True, "window": layer.window}
+        if is_causal:
+            options |= {"is_causal": True, "local_window_size": layer.local_window_size}
         elif layer.implementation == "reference":
             options["mask"] = inputs["mask"]
-        o, a = tape.attention(q, k, inputs["v"], e, **options)
-        new = tape.update(
+        o, a = tape.attention(q, k, inputs["v"], state=e, **options)
+        new = tape.update_state(
+            params,
             e,
             a,
             inputs["x"],
-            params,
             params["alpha"],
             norm=layer.norm,
             num_kv_heads=layer.kv_heads,
         )
         out = {"o": o, "a": a, "e": new}
-        if not causal:
+        if not is_causal:
             out |= {"logits": logits(q, k, e), "next logits": logits(q, k, new)}
         return out
 
@@ -142,13 +143,13 @@ def run(layer: Layer, causal: bool):
 
 LAYERS = [
     Layer(),
-    Layer(kv_heads=2, mix="heads", norm="rms", window=3),
+    Layer(kv_heads=2, mix="heads", norm="rms", local_window_size=3),
     Layer(kv_heads=1, mix="none", norm="unit"),
     Layer(kv_heads=2, mlp=False, norm="rms", implementation="chunked"),
-    Layer(mix="heads", mlp=False, norm="unit", window=2, implementation="chunked"),
+    Layer(mix="heads", mlp=False, norm="unit", local_window_size=2, implementation="chunked"),
     Layer(mix="none", mlp=False, norm="rms"),
     Layer(2, 2, kv_heads=2, implementation="chunked"),
-    Layer(2, 2, mix="heads", norm="unit", window=2),
+    Layer(2, 2, mix="heads", norm="unit", local_window_size=2),
     Layer(2, 4, norm="rms"),
     Layer(4, 4, mix="none", norm="rms"),
     Layer(4, 5, kv_heads=2, mix="heads", norm="unit"),
@@ -161,7 +162,7 @@ layers = pytest.mark.parametrize("layer", LAYERS, ids=str)
 
 def check_layer(layer: Layer, seed: int, shape: tuple[int, ...], tolerance: float | None = None):
     """Permutations of the tokens, and the symmetry group of the layer's form."""
-    inputs, fn = layer.inputs(seed, shape), run(layer, causal=False)
+    inputs, fn = layer.inputs(seed, shape), run(layer, is_causal=False)
     key = jax.random.key(seed)
     axes = dict.fromkeys("qkv", -3) | {"x": -2, "e": layer.state_axes, "segments": -1}
     testing.assert_permutation_equivariant(
@@ -218,7 +219,7 @@ def test_layer_is_causal(layer, seed):
     with precision("float64"):
         axes = dict.fromkeys("qkv", -3) | {"x": -2, "e": layer.state_axes, "segments": -1}
         testing.assert_causal(
-            run(layer, causal=True),
+            run(layer, is_causal=True),
             layer.inputs(seed, SHAPES[0]),
             in_axes=(axes | {"mask": None, "params": None},),
             out_axes={"o": -3, "a": layer.state_axes, "e": layer.state_axes},
@@ -229,7 +230,7 @@ def test_layer_that_is_not_causal_is_caught(x64):
     layer = Layer(mix="none")
     with raises(0.1, "causality"):
         testing.assert_causal(
-            run(layer, causal=False),
+            run(layer, is_causal=False),
             layer.inputs(0, SHAPES[0]),
             in_axes=(dict.fromkeys(layer.inputs(0, SHAPES[0])) | {"v": -3},),
             out_axes={"o": -3, "a": -3, "e": -3, "logits": None, "next logits": None},
@@ -260,7 +261,7 @@ OTHERS = {"fire": {"threshold": 2.0}, "learned": {"size": 64}}
 
 
 @functools.cache
-def build(name: str, dtype: str, *, window: int | None = None):
+def build(name: str, dtype: str, *, local_window_size: int | None = None):
     """A model: one of ``TAPE``, or with an encoding of the registry."""
     if name in TAPE:
         encoding = positions.create("tape", **TAPE[name])
@@ -270,8 +271,8 @@ def build(name: str, dtype: str, *, window: int | None = None):
         encoding,
         dtype=dtype,
         param_dtype=dtype,
-        attention="reference",
-        window=window,
+        attention_implementation="reference",
+        local_window_size=local_window_size,
         **MODEL.get(name, {}),
     )
 
@@ -281,7 +282,7 @@ def apply(model: tape.Transformer):
     """Logits as a function of positions, tokens, segment ids, mask and variables."""
 
     def fn(places, tokens, segment_ids, mask, variables):
-        options = {"segment_ids": segment_ids, "mask": mask, "causal": False}
+        options = {"segment_ids": segment_ids, "mask": mask, "is_causal": False}
         return model.apply(variables, tokens, positions=places, **options)
 
     return fn
@@ -302,7 +303,7 @@ def inputs_of(model: tape.Transformer, seed: int):
     rng = np.random.default_rng(seed)
     places = np.sort(rng.choice(20, TIME, replace=False))
     tokens = rng.permutation(models.VOCAB)[: BATCH * TIME].reshape(BATCH, TIME)
-    segment_ids = np.sort(rng.integers(0, 2, (BATCH, TIME)), axis=-1)
+    segment_ids = np.sort(rng.integers(1, 3, (BATCH, TIME)), axis=-1)
     if model.encoding.kind == "random_rope":  # Positions index the draw.
         places = np.arange(TIME)
     return (
@@ -389,7 +390,7 @@ def test_model(name, seed):
         model = build(name, "float64")
         check_permutations(model, seed)
         check_shift(model, seed)
-        check_group(build(name, "float64", window=WINDOW.get(name)), seed)
+        check_group(build(name, "float64", local_window_size=WINDOW.get(name)), seed)
 
 
 @pytest.mark.slow
@@ -405,11 +406,11 @@ def test_model_in_float32(name, seed):
 
 
 @pytest.mark.parametrize(
-    ("name", "window"), [("default", 3), ("tensor2x4-heads-range", None), ("t5", None)]
+    ("name", "local_window_size"), [("default", 3), ("tensor2x4-heads-range", None), ("t5", None)]
 )
-def test_model_is_causal(x64, name, window):
+def test_model_is_causal(x64, name, local_window_size):
     """In its first states and in the embedding of every token: each token id occurs once."""
-    model = build(name, "float64", window=window)
+    model = build(name, "float64", local_window_size=local_window_size)
     tokens = jnp.arange(BATCH * TIME).reshape(BATCH, TIME)
     variables = models.random_variables(model)
 

@@ -1,14 +1,19 @@
 """The examples run, learn what they claim to, and change as few lines as they claim to."""
 
 import importlib
+import re
 import sys
 import types
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from tape_jax import testing
+
 FOLDER = Path(__file__).parents[1] / "examples"
-MODELS = ("plain_jax", "flax_nnx", "equinox_module")
+MODELS = ("plain_jax", "flax_linen", "flax_nnx", "equinox_module")
 CLASSIFIERS = {"vision": 300, "audio": 100}
 
 
@@ -32,7 +37,23 @@ def test_under_ten_lines_differ_from_rope(name):
     lines = (FOLDER / f"{name}.py").read_text().splitlines()
     assert 0 < sum(line.endswith("# TAPE") for line in lines) < 10
     assert any("# With RoPE: q, k = tape.rotate" in line for line in lines)
-    assert all(line.endswith("# TAPE") for line in lines if "tape.update(" in line)
+    updates = [line for line in lines if re.search(r"tape\.(update_state|UpdateState)\(", line)]
+    assert updates
+    assert all(line.endswith("# TAPE") for line in updates)
+
+
+def test_the_linen_decoder_sees_no_future():
+    """By value and by gradient. Each token occurs once, so a row of the table is one place."""
+    decoder = importlib.import_module("examples.flax_linen").Decoder()
+    tokens = jnp.arange(16)[None]
+    params = testing.random_params(None, jax.jit(decoder.init)(jax.random.key(0), tokens)["params"])
+
+    def logits(table):
+        embedding = {"embedding": {"embedding": table}}
+        return decoder.apply({"params": params | embedding}, tokens)
+
+    table = params["embedding"]["embedding"]
+    testing.assert_causal(logits, table, in_axes=0, out_axes=1)
 
 
 @pytest.mark.slow

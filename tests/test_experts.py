@@ -12,8 +12,8 @@ import pytest
 from jax.test_util import check_grads
 
 from tape_jax import Experts, Transformer, init_cache, testing
-from tape_jax.experts import KERNEL_AXES, mixture, route, router_logits, router_losses
-from tape_jax.layout import restack
+from tape_jax._src.experts import KERNEL_AXES, mixture, route, router_logits, router_losses
+from tape_jax._src.layout import restack
 from tape_jax.losses import added_by_routers
 from tape_jax.sharding import ShardingConfig
 from tests.models import VOCAB, random_variables, small_model

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from tape_jax import ModelConfig, RopeScaling, Transformer, init_cache, positions
-from tape_jax.generate import (
+from tape_jax._src.cache import (
+    grow_cache,
+)
+from tape_jax._src.generate import (
     _generate,
     decode,
     extend,
     generate,
-    grow_cache,
     pad_prompts,
     prefill,
     sample_logits,
@@ -47,8 +49,8 @@ VARIANTS = {
     "attention alone": {"position": tape(mlp_mix=False, learn_alpha=True)},
     "a range of layers": {"position": tape(layers=(1, 3)), "num_layers": 5},
     "not scanned": {"position": tape(layers=(1, 2)), "scan_layers": False, "tie_embeddings": True},
-    "window": {"position": tape(), "window": 3},
-    "window, bias": {"position": positions.Alibi(), "window": 4},
+    "window": {"position": tape(), "local_window_size": 3},
+    "window, bias": {"position": positions.Alibi(), "local_window_size": 4},
     "a draw for each layer": {"position": positions.RandomRope(range=64, each_layer=True)},
 }
 CASES = {**{kind: {"position": kind} for kind in positions.registry}, **VARIANTS}
@@ -155,6 +157,39 @@ def test_greedy_generation_is_the_argmax_of_full_passes_of_each_row_alone(name):
     for i, prompt in enumerate(prompts):
         n = len(prompt)
         np.testing.assert_array_equal(alone[i, n : n + NEW], best[i, n - 1 : n + NEW - 1])
+
+
+@pytest.mark.parametrize("kind", ["random_rope", "dynamic"])
+def test_generation_does_not_depend_on_the_other_prompts(kind):
+    """Though the capacity does: draws and dynamic scaling are for each row's own tokens."""
+    dynamic = positions.Rope(scaling=RopeScaling("dynamic", 8.0, original_length=2))
+    model = small_model(dynamic if kind == "dynamic" else kind, num_layers=2)
+    variables = random_variables(model, std=0.7, seed=3)
+    prompts = [[4, 7, 7, 1, 5, 2, 2, 9], [6, 1], [2, 9, 8, 1, 1]]
+    together = generate(model, variables, prompts, 12)
+    alone = [generate(model, variables, [prompt], 12)[0, -12:] for prompt in prompts]
+    chex.assert_trees_all_equal(together[:, -12:], jnp.stack(alone))
+    other = generate(model, variables, prompts, 12, capacity=64)
+    assert (other[:, -12:] != together[:, -12:]).any(), "the test would not notice other lengths"
+
+
+@pytest.mark.parametrize("kind", ["random_rope", "dynamic"])
+def test_a_cache_for_given_lengths(kind):
+    """Equals the full pass that is given the same, whatever its capacity, and can grow."""
+    dynamic = positions.Rope(scaling=RopeScaling("dynamic", 2.0, original_length=4))
+    model = small_model(dynamic if kind == "dynamic" else kind, num_layers=2)
+    variables, length = random_variables(model), jnp.array([6, 30])
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, 6)), jnp.int32)
+    full = model.apply(variables, tokens, length=length)
+    first, cache = prefill(model, variables, tokens[:, :3], capacity=3, length=length)
+    rest, _ = extend(model, variables, grow_cache(model, cache, 9), tokens[:, 3:])
+    assert_near(jnp.concatenate([first, rest], axis=1), full, 1e-5)
+    with pytest.raises(ValueError, match=r"the cache's: give init_cache length=9"):
+        model.apply(variables, tokens, cache=cache, length=9)
+    with pytest.raises(
+        ValueError, match=r"broadcast to the batch \(2,\); got int32 of shape \(3,\)"
+    ):
+        init_cache(model, 2, 9, length=jnp.ones(3, int))
 
 
 PROMPTS = [[1, 2, 3], [4], [5, 6]]
@@ -434,11 +469,126 @@ def test_a_grown_cache_goes_on_as_a_large_one():
 
 
 def test_a_cache_that_cannot_grow():
-    model = small_model("random_rope")
-    with pytest.raises(ValueError, match="'random_rope' depends on the capacity, 5"):
-        grow_cache(model, init_cache(model, 1, 5), 9)
+    for kind in ("random_rope", "xpos"):
+        model = small_model(kind)
+        with pytest.raises(ValueError, match=f"'{kind}' depends on the capacity, 5"):
+            grow_cache(model, init_cache(model, 1, 5), 9)
     model = small_model("rope", max_length=8)
     with pytest.raises(ValueError, match="cannot shrink to 4"):
         grow_cache(model, init_cache(model, 1, 5), 4)
     with pytest.raises(ValueError, match="exceeds the model's max_length of 8"):
         grow_cache(model, init_cache(model, 1, 5), 9)
+
+
+def test_what_follows_a_cache_goes_on_with_its_last_token():
+    """With the id of each row's last real token, and its position plus one."""
+    model = small_model("learned")
+    variables = random_variables(model)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (4, 8)), jnp.int32)
+    ids = jnp.array([[1, 1, 2, 2], [5, 5, 5, 5], [0, 0, 3, 3], [3, 3, 0, 0]])
+    _, cache = model.apply(variables, tokens[:, :4], segment_ids=ids, cache=init_cache(model, 4, 8))
+    followed = [extend(model, variables, cache, tokens[:, 4:])]
+    followed.append(model.apply(variables, tokens[:, 4:], cache=cache))
+    rest, positions = [2, 5, 3, 3], [2, 4, 2, 2]
+    for logits, after in followed:
+        np.testing.assert_array_equal(after.segment_ids[:, 4:], np.tile(rest, (4, 1)).T)
+        np.testing.assert_array_equal(after.positions[:, 4:], np.add.outer(positions, range(4)))
+        for i, own in enumerate(ids):
+            row = jnp.concatenate([tokens[i, :4][own == rest[i]], tokens[i, 4:]])
+            assert_near(logits[i], model.apply(variables, row)[-4:], 1e-5)
+
+
+def test_new_tokens_may_name_their_segment():
+    """Their positions go on behind the last token of that segment, wherever it is."""
+    model = small_model("learned", num_layers=2)
+    variables = random_variables(model)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (1, 9)), jnp.int32)
+    ids = jnp.array([[1, 1, 2, 0, 2, 1, 3, 1, 0]])
+    full = model.apply(variables, tokens, segment_ids=ids)
+    _, cache = prefill(model, variables, tokens[:, :3], segment_ids=ids[:, :3], capacity=9)
+    rest, cache = extend(model, variables, cache, tokens[:, 3:], segment_ids=ids[:, 3:])
+    np.testing.assert_array_equal(cache.positions[ids != 0], [0, 1, 0, 1, 2, 0, 3])
+    real = ids[:, 3:] != 0
+    assert_near(rest[real], full[:, 3:][real], 1e-5)
+    for segment in (1, 2, 3):
+        own = ids == segment
+        assert_near(full[own], model.apply(variables, tokens[own]), 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["none", "rope", "tape", "xpos", "alibi", "fire", "sinusoidal"])
+def test_fractional_positions_are_kept(kind):
+    model = small_model(kind, num_layers=2)
+    variables = random_variables(model)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, 8)), jnp.int32)
+    at = jnp.array([[0.5], [3.75]]) + jnp.concatenate([jnp.arange(5) * 0.25, 2.0 + jnp.arange(3)])
+    full = model.apply(variables, tokens, positions=at)
+    cut = model.apply(variables, tokens, positions=at.astype(int))
+    assert kind == "none" or jnp.abs(full - cut).max() > 1e-3
+    first, cache = prefill(model, variables, tokens[:, :4], positions=at[:, :4], capacity=8)
+    second, cache = extend(model, variables, cache, tokens[:, 4:6], positions=at[:, 4:6])
+    third, cache = extend(model, variables, cache, tokens[:, 6:])
+    np.testing.assert_array_equal(cache.positions, at)
+    assert_near(jnp.concatenate([first, second, third], axis=1), full, 1e-5)
+
+
+def test_fractional_positions_that_cannot_be_kept():
+    model = small_model("rope", num_layers=1)
+    tokens, at = jnp.ones((1, 3), int), jnp.arange(3) * 0.5
+    with pytest.raises(ValueError, match="float32 would be cut to the int32 of the cache: give"):
+        extend(model, random_variables(model), init_cache(model, 1, 3), tokens, positions=at)
+    with pytest.raises(ValueError, match=r"unknown position_dtype 'bfloat16': expected one of"):
+        init_cache(model, 1, 3, position_dtype=jnp.bfloat16)
+    for kind in ("learned", "random_rope", "t5"):
+        model = small_model(kind, num_layers=1)
+        for call in (model.apply, functools.partial(prefill, model, capacity=3)):
+            with pytest.raises(ValueError, match=f"{kind}: positions must be integers, since"):
+                call(random_variables(model), tokens, positions=at)
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_a_cache_written_past_its_capacity_gives_nan_for_ever(chunk):
+    model = small_model("tape", num_layers=2)
+    variables = random_variables(model)
+    step = jax.jit(functools.partial(extend, model, variables))
+    cache, tokens = init_cache(model, 2, 7), jnp.ones((2, chunk), int)
+    for start in range(0, 15, chunk):
+        logits, cache = step(cache, tokens)
+        assert jnp.isfinite(logits).all() if start + chunk <= 7 else jnp.isnan(logits).all()
+    hidden, _ = jax.jit(functools.partial(model.apply, output="hidden"))(
+        variables, tokens, cache=cache
+    )
+    assert jnp.isnan(hidden).all()
+    with pytest.raises(ValueError, match=f"{chunk} tokens do not fit into a cache of capacity 7"):
+        extend(model, variables, cache, tokens)
+
+
+def test_decoding_past_the_capacity():
+    """No token is made up: those that nobody can know are -1."""
+    model = small_model("rope", num_layers=1)
+    variables, cache = random_variables(model), init_cache(model, 2, 3)
+    token = jnp.array([1, 2])
+    with pytest.raises(ValueError, match="5 tokens do not fit into a cache of capacity 3 with 0"):
+        decode(model, variables, cache, token, 5)
+    for key in (None, jax.random.key(0)):
+        go = jax.jit(lambda c, key=key: decode(model, variables, c, token, 5, key=key, top_k=3))
+        out, _ = go(cache)
+        np.testing.assert_array_equal(out == -1, [[False] * 3 + [True] * 2] * 2)
+
+
+def test_a_cache_of_another_model():
+    model, tokens = small_model("tape"), jnp.ones((2, 1), int)
+    variables = random_variables(model)
+    for other in (
+        small_model("rope"),
+        small_model("tape", num_layers=4),
+        small_model("tape", scan_layers=False),
+        small_model(tape(form="tensor", r=3)),
+        small_model("tape", num_kv_heads=1),
+    ):
+        cache = init_cache(other, 2, 5)
+        with pytest.raises(ValueError, match=r"cache is of another model: its layers are .*one's"):
+            extend(model, variables, cache, tokens)
+    cache = init_cache(model, 2, 5, dtype=jnp.bfloat16)
+    assert jnp.isfinite(extend(model, variables, cache, tokens)[0]).all()
+    with pytest.raises(ValueError, match=r"key of a draw is the cache's: give init_cache key="):
+        model.apply(variables, tokens, cache=cache, rngs={"positions": jax.random.key(0)})

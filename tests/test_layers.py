@@ -10,20 +10,24 @@ import numpy as np
 import pytest
 
 from tape_jax import ModelConfig, Transformer, init_cache, positions
-from tape_jax.config import Lora
-from tape_jax.layers import (
+from tape_jax._src.cache import (
+    LayerCache,
+    write_cache,
+)
+from tape_jax._src.config import Lora
+from tape_jax._src.layers import (
     MLP,
     Attention,
     Block,
     Context,
-    LayerCache,
     Linear,
     RMSNorm,
-    default_positions,
     pack_state,
     remat_policy,
     runs,
-    write_cache,
+)
+from tape_jax._src.positions.protocol import (
+    default_positions,
 )
 from tests.models import random_variables, small_model
 
@@ -138,7 +142,7 @@ def inputs(time=5):
     generator = rng(2)
     x = jnp.asarray(generator.normal(size=(1, time, 8)), jnp.float32)
     e = jnp.asarray(generator.normal(size=(1, time, 2, 6)), jnp.float32)
-    return x, e, Context(default_positions(time), None, None, 0, causal=True)
+    return x, e, Context(default_positions(time), None, None, 0, is_causal=True)
 
 
 def test_attention():
@@ -290,7 +294,7 @@ def shifted_mask(time, groups, heads, segments=None):
     [
         (positions.Tape(), {}, False),
         (positions.Tape(form="tensor", attention_mix="heads"), {"num_kv_heads": 2}, True),
-        ("xpos", {"window": 3}, False),
+        ("xpos", {"local_window_size": 3}, False),
         ("none", {}, True),
     ],
 )
@@ -298,7 +302,7 @@ def test_shifted_groups_equal_their_mask(position, options, packed):
     options = {"num_heads": 4, "num_layers": 2, **options}
     full, shifted = (small_model(position, **options, shifted_groups=n) for n in (None, 3))
     variables, tokens = random_variables(full), jnp.asarray(rng(3).integers(0, 13, (2, 12)))
-    segments = np.array([-1, -1, -1, -1, -1, 5, 5, 5, 5, 5, 0, 0]) if packed else None
+    segments = np.array([-1, -1, -1, -1, -1, 5, 5, 5, 5, 5, 2, 2]) if packed else None
     mask = shifted_mask(12, 3, 4, segments)
     expected = jax.jit(full.apply)(variables, tokens, mask=mask)
     actual = jax.jit(shifted.apply)(variables, tokens, segment_ids=segments)

@@ -10,15 +10,17 @@ import numpy as np
 import pytest
 
 from tape_jax import (
+    Experts,
     ModelConfig,
     RopeScaling,
     Transformer,
     init_cache,
+    init_update,
     positions,
     rotary_state,
     tensor_state,
 )
-from tape_jax.config import from_mapping
+from tape_jax._src.checks import from_mapping
 from tape_jax.sharding import ShardingConfig
 from tests.models import (
     DIGITS,
@@ -26,7 +28,7 @@ from tests.models import (
     encoding,
     random_variables,
     small_model,
-    without_position,
+    without,
 )
 
 # Tests compile much and compute little.
@@ -39,7 +41,7 @@ FAST_COMPILATION = {
 @functools.partial(
     jax.jit,
     static_argnums=0,
-    static_argnames=("causal", "length", "output", "return_states"),
+    static_argnames=("is_causal", "length", "output", "return_states"),
     compiler_options=FAST_COMPILATION,
 )
 def run(model, variables, tokens, **options):
@@ -109,7 +111,7 @@ def test_untrained_tape_is_rope(options):
     tape = small_model(positions.Tape(**options), **shape)
     rope = small_model(positions.Rope(scaling=scaling), **shape)
     variables, tokens = random_variables(tape), random_tokens(2, 9)
-    expected = run(rope, without_position(variables), tokens)
+    expected = run(rope, without(variables, "position_"), tokens)
     assert jnp.abs(run(tape, variables, tokens) - expected).max() > 1e-3
     close(run(tape, with_initial_position(tape, variables), tokens), expected, 1e-6)
 
@@ -146,7 +148,7 @@ def test_scanned_layers_equal_unrolled_ones(options):
 )
 def test_the_base_learns(position, attention):
     wide = {"dtype": "float64", "param_dtype": "float64"}
-    model = small_model(position, num_layers=2, attention=attention, **wide)
+    model = small_model(position, num_layers=2, attention_implementation=attention, **wide)
     with jax.enable_x64(True):
         variables, tokens = random_variables(model), random_tokens(2, 9)
         stretched = variables["params"]["position_log_stretch"]
@@ -399,29 +401,29 @@ def test_the_number_of_parameters():
     assert (expected - (layers - 1) * update) == 8_030_261_248, "Llama 3 8B"
 
 
-def banded(time, window):
+def banded(time, local_window_size):
     i, j = np.arange(time)[:, None], np.arange(time)
-    return (j <= i) & (j > i - window)
+    return (j <= i) & (j > i - local_window_size)
 
 
 def test_window_equals_its_mask():
     variables, tokens = random_variables(small_model("tape")), random_tokens(2, 9)
     expected = run(small_model("tape"), variables, tokens, mask=banded(9, 3))
-    close(run(small_model("tape", window=3), variables, tokens), expected)
+    close(run(small_model("tape", local_window_size=3), variables, tokens), expected)
 
 
 def test_a_causal_mask_equals_causal():
     model = small_model("tape")
     variables, tokens = random_variables(model), random_tokens(2, 5)
     mask = jnp.tril(jnp.ones((5, 5), bool))
-    close(run(model, variables, tokens, mask=mask, causal=False), run(model, variables, tokens))
+    close(run(model, variables, tokens, mask=mask, is_causal=False), run(model, variables, tokens))
 
 
 def test_without_causality_every_token_is_seen():
     model = small_model("tape")
     variables, tokens = random_variables(model), random_tokens(1, 6)
     changed = tokens.at[0, -1].add(1)
-    both = [run(model, variables, t, causal=False) for t in (tokens, changed)]
+    both = [run(model, variables, t, is_causal=False) for t in (tokens, changed)]
     assert jnp.abs(both[0] - both[1]).max(-1).min() > 1e-4
 
 
@@ -431,17 +433,80 @@ def test_packed_segments_equal_separate_sequences(kind):
     generator = np.random.default_rng(0)
     first, second = generator.integers(0, VOCAB, 4), generator.integers(0, VOCAB, 5)
     first[-1] = second[0] = DIGITS[4]  # one number ends where the next begins
-    packed = np.concatenate([first, second])
     filler = generator.integers(0, VOCAB, 5)
-    tokens = np.stack(
-        [packed, np.concatenate([first, filler]), np.concatenate([second, filler[:4]])]
+    rows = [(first, second), (first, filler), (second, filler[:4])]
+    tokens = jnp.asarray([np.concatenate(row) for row in rows])
+    segments = jnp.asarray(
+        [
+            np.repeat(ids, [len(x) for x in row])
+            for ids, row in zip([(7, 3), (1, 1), (2, 2)], rows, strict=True)
+        ]
     )
-    ramp = np.arange(9)
-    places = np.stack([np.concatenate([ramp[:4], ramp[:5]]), ramp, ramp])
-    segments = np.stack([np.repeat([7, 3], [4, 5]), ramp * 0 + 1, ramp * 0 + 1])
-    logits = run(model, random_variables(model), tokens, positions=places, segment_ids=segments)
+    logits = run(model, random_variables(model), tokens, segment_ids=segments)
     close(logits[0, :4], logits[1, :4])
     close(logits[0, 4:], logits[2, :5])
+
+
+@pytest.mark.parametrize("kind", positions.registry)
+def test_padding_is_not_read_and_not_seen(kind):
+    """Padded on either side, with ids and positions that no token has, a row stays what it is."""
+    model, length = small_model(kind), 5
+    variables, row = random_variables(model), random_tokens(length)
+    tokens = jnp.full((3, 8), 10_000).at[0, :5].set(row).at[1, 3:].set(row).at[2, 1:6].set(row)
+    ids = (tokens < VOCAB).astype(jnp.int32) * 4
+    places = jnp.where(ids == 0, -9000, jnp.cumsum(ids // 4, axis=1) - 1)
+    expected = run(model, variables, row, length=length)
+    for given in ({}, {"positions": places}):
+        logits = run(model, variables, tokens, segment_ids=ids, length=length, **given)
+        assert jnp.isfinite(logits).all()
+        close(logits[ids != 0].reshape(3, length, VOCAB), jnp.stack([expected] * 3))
+
+
+DYNAMIC = RopeScaling("dynamic", 2.0, original_length=4)
+
+
+@pytest.mark.parametrize(
+    "position",
+    [
+        encoding("random_rope"),
+        encoding("random_rope", each_layer=True),
+        positions.Rope(scaling=DYNAMIC),
+        positions.Tape(scaling=DYNAMIC, form="tensor"),
+    ],
+    ids=["random_rope", "each layer", "rope", "tape"],
+)
+def test_the_width_of_a_batch_is_no_length(position):
+    """Draws and dynamic scaling are for what each row really has, or for the length it is given."""
+    model = small_model(position, num_layers=2)
+    variables, row = random_variables(model), random_tokens(7)
+    expected = run(model, variables, row)
+    for width in (8, 14):
+        left, right = jnp.zeros((2, width), int), jnp.zeros((2, width), int)
+        ids = left.at[0, -7:].set(1).at[1, -3:].set(1)
+        left = left.at[0, -7:].set(row).at[1, -3:].set(row[:3])
+        close(run(model, variables, left, segment_ids=ids)[0, -7:], expected)
+        right = right.at[0, :7].set(row).at[1, :3].set(row[:3])
+        close(run(model, variables, right, segment_ids=ids[:, ::-1])[0, :7], expected)
+    told = model.apply(variables, jnp.stack([row, row]), length=jnp.array([7, 14]))
+    close(told[0], expected)
+    close(told[1], run(model, variables, row, length=14))
+    assert jnp.abs(run(model, variables, row, length=14) - expected).max() > 1e-2
+
+
+def test_nothing_but_padding():
+    tokens, ids = jnp.ones((2, 3), int), jnp.zeros((2, 3), int)
+    model = small_model("rope", experts=Experts(3))
+    variables = random_variables(model)
+    with pytest.raises(ValueError, match="all segment_ids are 0, which is padding"):
+        model.apply(variables, tokens, segment_ids=ids)
+
+    @jax.jit
+    def balance(ids):
+        _, sown = model.apply(variables, tokens, segment_ids=ids, mutable=["losses"])
+        return sown["losses"]["layers_0"]["mlp"]["balance"][0]
+
+    np.testing.assert_array_equal(balance(ids), 0)
+    assert (balance(ids.at[0].set(3)) > 0).all()
 
 
 @pytest.mark.parametrize(
@@ -451,7 +516,7 @@ def test_any_batch_axes(position):
     model = small_model(position)
     variables, tokens = random_variables(model), random_tokens(2, 3, 5)
     places = jnp.asarray(np.random.default_rng(1).integers(0, 9, (2, 3, 5)))
-    segments = jnp.asarray([0, 0, 1, 1, 1])
+    segments = jnp.asarray([2, 2, 1, 1, 1])
     options = {"positions": places, "segment_ids": segments}
     whole = run(model, variables, tokens, **options)
     chex.assert_shape(whole, (2, 3, 5, VOCAB))
@@ -476,6 +541,43 @@ def test_positions_broadcast(shape):
     close(run(model, variables, tokens, positions=places), run(model, variables, tokens))
 
 
+def test_indices_beyond_a_table_are_refused_or_give_nan():
+    """For token ids and every encoding with a table, never the row of a neighbour."""
+    tokens, zeros = jnp.array([[3, 4, 5, 6]]), jnp.zeros(4, int)
+    for kind, size, what in (
+        ("none", VOCAB, "token ids"),
+        ("learned", 40, "learned: positions"),
+        ("random_rope", 4, "random_rope: positions"),
+    ):
+        model = small_model(kind, num_layers=1)
+        variables = random_variables(model)
+        apply = functools.partial(model.apply, variables)
+        for wrong in (size, -1):
+            given = {"tokens": tokens, "positions": zeros}
+            name = "tokens" if kind == "none" else "positions"
+            given[name] = given[name].at[..., 2].set(wrong)
+            with pytest.raises(ValueError, match=rf"{what} must lie in 0 \.\. {size - 1}; got"):
+                apply(**given)
+            logits = jax.jit(apply)(**given)
+            assert jnp.isnan(logits[0, 2:]).all()
+            cache = init_cache(model, 1, 4)
+            with pytest.raises(ValueError, match=rf"{what} must lie in 0 \.\. {size - 1}; got"):
+                apply(**given, cache=cache)
+            assert jnp.isnan(jax.jit(apply)(**given, cache=cache)[0][0, 2:]).all()
+
+
+@pytest.mark.parametrize("kind", ["alibi", "fire", "t5", "abacus"])
+def test_narrow_integers_do_not_overflow(kind):
+    """Unsigned differences would wrap around, and sums of small types too."""
+    model = small_model(kind, num_layers=1)
+    variables, tokens = random_variables(model), random_tokens(1, 6)
+    at = np.array([0, 3, 60, 61, 100, 127])
+    expected = run(model, variables, tokens, positions=at, is_causal=False)
+    for dtype in (np.uint8, np.int8, np.uint32):
+        found = run(model, variables, tokens, positions=at.astype(dtype), is_causal=False)
+        close(found, expected)
+
+
 @pytest.mark.parametrize(
     "position",
     [
@@ -495,6 +597,15 @@ def test_coordinates_of_two_axes(position):
         moved = places.copy()
         moved[0, axis] += 1
         assert jnp.abs(run(model, variables, tokens, positions=moved) - expected).max() > 1e-3
+
+
+@pytest.mark.parametrize("position", ["rope", positions.Tape(form="tensor", layers=(0, 0))])
+def test_positions_may_lack_batch_axes(position):
+    model = small_model(position)
+    variables, tokens = random_variables(model), random_tokens(2, 3, 5)
+    places = jnp.asarray(np.random.default_rng(1).integers(0, 9, (3, 5)))
+    whole = run(model, variables, tokens, positions=jnp.broadcast_to(places, tokens.shape))
+    close(run(model, variables, tokens, positions=places), whole)
 
 
 def test_an_initial_state_replaces_the_start():
@@ -530,7 +641,7 @@ def test_encodings_that_draw_follow_the_random_stream(kind):
 def test_backends_agree():
     variables, tokens = random_variables(small_model("tape")), random_tokens(2, 9)
     results = [
-        run(small_model("tape", attention=name), variables, tokens)
+        run(small_model("tape", attention_implementation=name), variables, tokens)
         for name in ("reference", "chunked")
     ]
     close(*results)
@@ -549,7 +660,7 @@ def test_equal_models_are_one_key():
         ({"num_layers": 0}, "num_layers must be a positive integer; got 0"),
         ({"hidden_size": 16.0}, "hidden_size must be a positive integer; got 16.0"),
         ({"max_length": 0}, "max_length must be a positive integer or None; got 0"),
-        ({"window": -1}, "window must be a positive integer or None; got -1"),
+        ({"local_window_size": -1}, "local_window_size must be a positive integer or None; got -1"),
         ({"head_dim": 7}, "head dimension must be even; got 7"),
         ({"hidden_size": 20, "num_heads": 4}, "head dimension must be even; got 5"),
         ({"hidden_size": 18, "num_heads": 4}, "hidden_size = 18 is not a multiple of num_heads"),
@@ -595,7 +706,7 @@ def trace(model, tokens=None, **options):
             {"num_kv_heads": 1},
             "one state per query head; got num_heads = 2",
         ),
-        ("tape", {"attention": "chunky"}, r"'chunky'.*did you mean 'chunked'"),
+        ("tape", {"attention_implementation": "chunky"}, r"'chunky'.*did you mean 'chunked'"),
     ],
 )
 def test_bad_encodings_and_backends(position, options, message):
@@ -618,6 +729,7 @@ GRID = positions.Rope(axes=2)
         ("tape", None, {"positions": jnp.zeros((3, 5))}, r"positions of shape \(3, 5\)"),
         ("tape", None, {"positions": jnp.zeros((1, 2, 5))}, r"positions of shape \(1, 2, 5\)"),
         ("tape", None, {"positions": jnp.int32(3)}, r"positions of shape \(\)"),
+        ("alibi", None, {"positions": jnp.ones(5, bool)}, "positions must be integers or floats"),
         ("tape", None, {"positions": jnp.zeros((2, 5, 2))}, r"positions of shape \(2, 5, 2\)"),
         (GRID, None, {}, r"axes=2: give positions= of shape \(2, 5, 2\)"),
         (GRID, None, {"positions": jnp.zeros((2, 5))}, r"expected \(2, 5, 2\)"),
@@ -641,6 +753,9 @@ GRID = positions.Rope(axes=2)
         ),
         (positions.RandomRope(range=4), None, {}, "the limit of the encoding 'random_rope' of 4"),
         (encoding("random_rope"), None, {"length": 65}, "65 positions cannot be drawn"),
+        ("tape", None, {"length": 0}, "length must be positive; got 0"),
+        ("tape", None, {"length": 5.0}, r"length must be an integer or .* got float32 of shape"),
+        ("tape", None, {"length": jnp.ones(3, int)}, r"broadcast to the batch \(2,\); got .* \(3,"),
         ("tape", None, {"output": "hiden"}, r"unknown output 'hiden'.*did you mean 'hidden'"),
     ],
 )
@@ -649,9 +764,9 @@ def test_bad_inputs(position, tokens, options, message):
         trace(small_model(position, max_length=8), tokens, **options)
 
 
-def test_a_mask_needs_the_reference():
-    with pytest.raises(NotImplementedError, match="mask"):
-        trace(small_model("tape", attention="chunked"), mask=jnp.ones((5, 5), bool))
+def test_a_named_implementation_never_falls_back():
+    with pytest.raises(NotImplementedError, match="'splash': needs a TPU"):
+        trace(small_model("tape", attention_implementation="splash"))
 
 
 @pytest.mark.parametrize(
@@ -703,15 +818,46 @@ def test_attention_plan(scan_layers):
 
 
 def test_attention_plan_of_a_named_implementation():
-    plans = small_model("fire", attention="chunked").attention_plan(1, 8, causal=False)
+    plans = small_model("fire", attention_implementation="chunked").attention_plan(
+        1, 8, is_causal=False
+    )
     assert [plan.implementation for plan in plans.values()] == ["chunked"]
-    mask = jax.ShapeDtypeStruct((8, 8), bool)
-    with pytest.raises(NotImplementedError, match="'chunked': mask="):
-        small_model("tape", attention="chunked").attention_plan(1, 8, mask=mask)
+    with pytest.raises(NotImplementedError, match="'splash': needs a TPU"):
+        small_model("tape", attention_implementation="splash").attention_plan(1, 8)
     with pytest.raises(ValueError, match="max_length of 4"):
         small_model("tape", max_length=4).attention_plan(1, 8)
 
 
 def test_unknown_attention_is_refused_at_once():
     with pytest.raises(ValueError, match=r"implementation 'chunkd'.*did you mean 'chunked'"):
-        small_model("tape", attention="chunkd")
+        small_model("tape", attention_implementation="chunkd")
+
+
+@pytest.mark.parametrize("field", ["dtype", "param_dtype", "state_dtype"])
+def test_64_bits_are_refused_where_they_are_disabled(field):
+    """A model may be described and made; what would be computed in float32 is not."""
+    model, tokens = small_model("tape", num_layers=1, **{field: "float64"}), jnp.ones((1, 2), int)
+    words = f"{field} = float64 needs 64-bit types.*jax_enable_x64"
+    with pytest.raises(ValueError, match=words):
+        model.init(jax.random.key(0), tokens)
+    with pytest.raises(ValueError, match=words):
+        model.apply(random_variables(small_model("tape", num_layers=1)), tokens)
+    if field != "param_dtype":
+        with pytest.raises(ValueError, match=words):
+            init_cache(model, 1, 3)
+    with jax.enable_x64(True):
+        params = model.init(jax.random.key(0), tokens)["params"]
+        assert (params["embedding"].dtype == jnp.float64) == (field == "param_dtype")
+
+
+def test_functions_refuse_64_bits_too():
+    for call in (
+        lambda **options: rotary_state(jnp.arange(3), 8, **options),
+        lambda **options: tensor_state(jnp.arange(3), 8, **options),
+        lambda **options: init_update(jax.random.key(0), 8, 2, **options),
+        lambda **options: init_cache(small_model("rope"), 1, 3, **options),
+    ):
+        with pytest.raises(ValueError, match="dtype = float64 needs 64-bit types"):
+            call(dtype=jnp.float64)
+    with pytest.raises(ValueError, match="position_dtype = float64 needs 64-bit types"):
+        init_cache(small_model("rope"), 1, 3, position_dtype=np.float64)

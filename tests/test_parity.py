@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tape_jax import parity
+from tape_jax._src import parity
 
 GOLDEN = Path(__file__).parent / "golden"
 FILES = sorted(path.stem for path in GOLDEN.glob("*.npz"))
@@ -26,7 +26,7 @@ def test_matches_reference(name):
     results = [
         result for precision in parity.TOLERANCE for result in parity.compare(golden, precision)
     ]
-    comparisons = [r for r in results if isinstance(r, parity.Comparison)]
+    comparisons = [r for r in results if isinstance(r, parity.Deviation)]
     assert len(comparisons) == len(results), "something was not recorded"
     quantities = {(r.precision, r.quantity.split(" (")[0]) for r in comparisons}
     for precision in ("float32", "float64"):

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from tape_jax import Experts, ModelConfig, Transformer, init_cache, positions
-from tape_jax.collectives import collectives
+from tape_jax._src.sharding import process_share
 from tape_jax.losses import added_by_routers
 from tape_jax.sharding import (
     MESH_AXES,
@@ -23,9 +23,9 @@ from tape_jax.sharding import (
     ShardingConfig,
     constrain,
     preset,
-    process_share,
 )
 from tests.models import random_variables, small_model
+from train.analysis.collectives import collectives
 
 B, T, VOCAB = 8, 16, 16
 HIDDEN, HEADS, KV_HEADS, WIDTH = 32, 8, 4, 48
@@ -144,7 +144,7 @@ CASES = {
     "mixed_deeper": ({"fsdp": 2, "sequence": 2, "tensor": 2}, {"layers": 4}),
     "mixed_unscanned": (
         {"data": 2, "fsdp": 2, "tensor": 2},
-        {"mix": "head_scale", "scan_layers": False, "attention": "chunked"},
+        {"mix": "head_scale", "scan_layers": False, "attention_implementation": "chunked"},
     ),
     "recomputed": ({"fsdp": 2, "sequence": 4}, {"mix": "head_scale", "remat": "full"}),
     "experts": (
@@ -399,8 +399,10 @@ def test_wrong_calls_on_a_mesh():
         trace(model, (T,))
     with pytest.raises(ValueError, match="neither a cache nor an initial_state"):
         trace(model, (B, 4), cache=init_cache(model, B, 8))
-    with pytest.raises(ValueError, match="needs attention=None or 'ring'; got 'chunked'"):
-        trace(model_of(sharding=sharding, attention="chunked"), (B, T))
+    with pytest.raises(
+        ValueError, match="needs attention_implementation=None or 'ring'; got 'chunked'"
+    ):
+        trace(model_of(sharding=sharding, attention_implementation="chunked"), (B, T))
     with pytest.raises(ValueError, match="no attention maps"):
         trace(model, (B, T), mutable=["maps"])
     with pytest.raises(ValueError, match="the mesh splits 'batch' into 2 parts"):

@@ -18,6 +18,9 @@ SOURCES = ("pyproject.toml", "README.md", "tape_jax")
 USE = """
 import importlib, importlib.metadata, importlib.util, pathlib, pkgutil, sys
 import tape_jax as tape
+public = [m.name for m in pkgutil.walk_packages(tape.__path__, "tape_jax.") if "._" not in m.name]
+for module in (tape, *map(importlib.import_module, public)):
+    [getattr(module, name) for name in module.__all__]
 optional = "safetensors tokamax optax orbax.checkpoint chex grain matplotlib transformers"
 print("loaded:", [name for name in optional.split() if name in sys.modules])
 assert "site-packages" in tape.__file__, tape.__file__
@@ -30,8 +33,8 @@ import jax, jax.numpy as jnp
 q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 6, 2, 4))
 x = jax.random.normal(jax.random.key(1), (1, 6, 8))
 e = tape.rotary_state(jnp.arange(6), 4)
-o, a = tape.attention(q, k, v, e, causal=True)
-e = tape.update(e, a, x, tape.init_update(jax.random.key(2), 8, 2))
+o, a = tape.attention(q, k, v, state=e, is_causal=True)
+e = tape.update_state(tape.init_update(jax.random.key(2), 8, 2), e, a, x)
 print("functions:", o.shape, e.shape)
 
 size = dict(vocab_size=11, hidden_size=8, num_layers=2, num_heads=2)

@@ -1,8 +1,9 @@
 """The command line: ``python -m train.main COMMAND ...``.
 
 A command is a module with a docstring and two functions, ``configure(parser)`` and ``run(args)``,
-and one line in ``COMMANDS``. A command that calls ``parser.set_defaults(overrides=())`` also takes
-``--config.a.b=value`` options, which it finds in ``args.overrides``.
+and one line in ``COMMANDS``. It imports what takes long, such as jax, in ``run``: whatever is wrong
+with the arguments is said before. A command that calls ``parser.set_defaults(overrides=())`` also
+takes ``--config.a.b=value`` options, which it finds in ``args.overrides``.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-import jax
-
-from tape_jax.config import choose
-from train import distributed
-from train.allocator import keep_freed_memory
-from train.loop import Stopped
+# Nothing that takes long to load: it waits until the arguments are right.
+from train import outline
+from train.training import compiled
+from train.training.allocator import keep_freed_memory
+from train.training.signals import Stopped
 
 COMMANDS = {
     "train": ("train.commands.train", "train a model, or continue training it"),
@@ -53,8 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     keep_freed_memory()
     argv = list(sys.argv[1:] if argv is None else argv)
     code = _exit_code(argv)
-    if code and distributed.is_one_of_several():
-        distributed.leave(code)
+    if code and "jax" in sys.modules:
+        from train.training import distributed
+
+        if distributed.is_one_of_several():
+            distributed.leave(code)
     return code
 
 
@@ -68,29 +72,63 @@ def _exit_code(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except (ValueError, NotImplementedError, OSError, jax.errors.JaxRuntimeError) as error:
-        if distributed.is_peer_lost(error):
-            print(
-                f"error: another process has died or cannot be reached ({_first_line(error)}). "
-                "What was saved is intact: start all processes again with --resume",
-                file=sys.stderr,
-                flush=True,
-            )
-            return distributed.PEER_LOST
-        if isinstance(error, jax.errors.JaxRuntimeError):
-            raise
-        if debug:
-            traceback.print_exc()
-        else:
-            print(f"error: {error}", file=sys.stderr)
+    except ModuleNotFoundError as error:
+        _report(without_environment(error), debug)
         return USER_ERROR
+    except (ValueError, OSError, RuntimeError) as error:
+        if (code := _peer_lost(error)) is not None:
+            return code
+        if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError):
+            raise
+        _report(error, debug)
+        return USER_ERROR
+
+
+def _peer_lost(error: Exception) -> int | None:
+    """The exit code if an error means that another process of a training is gone; says so."""
+    if "jax" not in sys.modules:
+        return None
+    from train.training import distributed
+
+    if not distributed.is_peer_lost(error):
+        return None
+    print(
+        f"error: another process has died or cannot be reached ({_first_line(error)}). "
+        "What was saved is intact: start all processes again with --resume",
+        file=sys.stderr,
+        flush=True,
+    )
+    return distributed.PEER_LOST
+
+
+def _report(error: Exception | str, debug: bool) -> None:
+    if debug:
+        traceback.print_exc()
+    else:
+        print(f"error: {error}", file=sys.stderr)
+
+
+def without_environment(error: ModuleNotFoundError) -> str:
+    """What to do where a module is missing, in one line."""
+    made = ".venv/.ready"
+    if not Path(made).exists():
+        advice = f"`make {made}` sets up an environment that has it; then call .venv/bin/python"
+    elif Path(sys.prefix).resolve() != Path(".venv").resolve():
+        advice = "call .venv/bin/python, or first `source .venv/bin/activate`"
+    else:
+        advice = f"`make -B {made}` installs what requirements.txt lists"
+    return f"{error} in this Python, {sys.executable}: {advice}"
 
 
 def _run(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(_overview())
         return 0 if argv else USER_ERROR
-    choose("command", argv[0], COMMANDS)
+    if argv[0] not in COMMANDS:
+        raise ValueError(
+            f"unknown command {argv[0]!r}: expected one of {', '.join(map(repr, COMMANDS))}"
+            f"{outline.nearest(argv[0], COMMANDS)}"
+        )
     module = importlib.import_module(COMMANDS[argv[0]][0])
     parser = argparse.ArgumentParser(
         prog=f"python -m train.main {argv[0]}",
@@ -103,7 +141,10 @@ def _run(argv: list[str]) -> int:
     args, rest = parser.parse_known_args(argv[1:])
     if rest and not hasattr(args, "overrides"):
         raise ValueError(f"{argv[0]} does not take {' '.join(rest)}; see --help")
+    if hasattr(args, "overrides"):
+        outline.check(getattr(args, "config", None), getattr(args, "run", None), rest)
     args.overrides = rest
+    compiled.keep()
     return module.run(args) or 0
 
 

@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import tape_jax as tape
 from tape_jax import RopeScaling, adapt, positions
-from tape_jax.config import Lora
-from tests.models import random_variables, small_model
+from tape_jax._src.config import Lora
+from tests.models import random_variables, small_model, without
 
 KEY = jax.random.key(7)
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 13, (2, 9)))
@@ -163,7 +163,7 @@ class TestLora:
         assert merged == old
         assert described(plain) == wanted(old)
         assert difference(logits(merged, plain), logits(new, variables)) < 1e-5
-        assert difference(logits(merged, plain), logits(old, without_lora(variables))) > 0.01
+        assert difference(logits(merged, plain), logits(old, without(variables, "lora_"))) > 0.01
 
     def test_merging_rounds_once(self):
         new = small_model("rope", lora=Lora(2, 3.0, ("k",)), param_dtype="bfloat16")
@@ -184,17 +184,6 @@ class TestLora:
             adapt.merge_lora(plain, random_variables(plain))
         with pytest.raises(ValueError, match=r"unknown lora target 'o'"):
             adapt.add_lora(plain, random_variables(plain), key=KEY, targets=("q", "o"))
-
-
-def without_lora(variables):
-    def keep(tree):
-        return {
-            name: keep(x) if isinstance(x, dict) else x
-            for name, x in tree.items()
-            if not name.startswith("lora_")
-        }
-
-    return keep(variables)
 
 
 class TestRotation:

@@ -10,7 +10,7 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 from tape_jax import adapt
-from tape_jax.config import Lora
+from tape_jax._src.config import Lora
 from tests.models import random_variables, small_model
 
 MODEL = small_model("tape", lora=Lora(rank=2, targets=("q", "up")))

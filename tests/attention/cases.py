@@ -22,7 +22,8 @@ class Case:
       bias: None, ``array``, ``row`` (an array [keys]), or ``function`` (closes over float and
         integer arrays).
       segments: None, ``same`` (one array) or ``pair``.
-      mask: a random mask with a fully masked row.
+      mask: None, or the axes of a random mask: ``full`` [batch, 1, Tq, S] and ``heads`` [heads, Tq,
+        S], with a row that sees no key, ``keys`` [batch, 1, 1, S], or ``queries`` [Tq, 1].
     """
 
     name: str
@@ -37,12 +38,12 @@ class Case:
     state_heads: int = 2
     state_batch: bool = True
     query_state: bool = False
-    causal: bool = True
-    window: int | None = None
+    is_causal: bool = True
+    local_window_size: int | None = None
     scale: float | None = None
     bias: str | None = None
     segments: str | None = None
-    mask: bool = False
+    mask: str | None = None
     query_offset: int = 0
     keys_rotated: bool = False
     attend_state: bool = True
@@ -66,19 +67,27 @@ CASES = [
     Case("one_token", queries=1),
     Case("shared_state", state_heads=1, state_batch=False),
     Case("grouped_heads", heads=6, kv_heads=2, bias="array", segments="same"),
-    Case("grouped_heads_shared_state", heads=4, kv_heads=2, state_heads=1, window=7),
+    Case("grouped_heads_shared_state", heads=4, kv_heads=2, state_heads=1, local_window_size=7),
     Case("multi_query", heads=4, kv_heads=1, state_heads=1, bias="function"),
-    Case("window", window=5, queries=33),
-    Case("window_bidirectional", window=5, queries=33, causal=False),
-    Case("window_one", window=1),
-    Case("segments", segments="same", queries=33, causal=False),
-    Case("bias_row", bias="row", causal=False),
+    Case("window", local_window_size=5, queries=33),
+    Case("window_bidirectional", local_window_size=5, queries=33, is_causal=False),
+    Case("window_one", local_window_size=1),
+    Case("segments", segments="same", queries=33, is_causal=False),
+    Case("bias_row", bias="row", is_causal=False),
     Case("bias_function", bias="function", queries=21, segments="same"),
-    Case("cross", queries=7, keys=21, causal=False, segments="pair"),
+    Case("cross", queries=7, keys=21, is_causal=False, segments="pair"),
     Case("suffix", queries=5, keys=21, query_offset=16, bias="function"),
     Case("before_the_keys", queries=12, keys=20, query_offset=-5),
-    Case("window_passed", queries=12, keys=9, query_offset=3, window=4),
-    Case("cache", queries=3, keys=21, query_offset=18, keys_rotated=True, heads=4, window=9),
+    Case("window_passed", queries=12, keys=9, query_offset=3, local_window_size=4),
+    Case(
+        "cache",
+        queries=3,
+        keys=21,
+        query_offset=18,
+        keys_rotated=True,
+        heads=4,
+        local_window_size=9,
+    ),
     Case("cache_without_state", queries=3, keys=11, form=None, query_offset=8),
     Case("tensor", form="tensor"),
     Case("tensor_cache", form="tensor", queries=3, keys=11, query_offset=8, keys_rotated=True),
@@ -88,8 +97,11 @@ CASES = [
     Case("no_state", form=None, value_dim=8, scale=0.3),
 ]
 MASKED = [
-    Case("mask", mask=True, causal=False),
-    Case("mask_grouped", mask=True, heads=4, bias="array"),
+    Case("mask", mask="full", is_causal=False),
+    Case("mask_grouped", mask="full", heads=4, bias="array"),
+    Case("mask_heads", mask="heads", heads=4, local_window_size=9, segments="same"),
+    Case("mask_keys", mask="keys", heads=4, batch=(2, 3), queries=9),
+    Case("mask_queries", mask="queries", is_causal=False),
 ]
 BY_NAME = {case.name: case for case in CASES + MASKED}
 
@@ -119,7 +131,7 @@ def inputs(case: Case, seed: int = 0) -> tuple[dict[str, np.ndarray], dict[str, 
         "v": rng.normal(size=(*b, s, case.kv_heads, case.value_dim)),
     }
     if case.form is not None:
-        floats["e"] = state(s, case.state_heads)
+        floats["state"] = state(s, case.state_heads)
         if case.needs_query_state:
             floats["query_state"] = state(tq, case.heads)
     if case.bias == "array":
@@ -137,9 +149,16 @@ def inputs(case: Case, seed: int = 0) -> tuple[dict[str, np.ndarray], dict[str, 
         ids = rng.integers(0, 3, size=(*b, tq))
         ids[..., 0] = 7
         fixed["segment_ids"] = (ids, rng.integers(0, 3, size=(s,)))
-    if case.mask:
-        fixed["mask"] = rng.random(size=(*b, 1, tq, s)) < 0.6
-        fixed["mask"][..., 4, :] = False
+    if case.mask is not None:
+        shapes = {
+            "full": (*b, 1, tq, s),
+            "heads": (case.heads, tq, s),
+            "keys": (*b, 1, 1, s),
+            "queries": (tq, 1),
+        }
+        fixed["mask"] = rng.random(size=shapes[case.mask]) < 0.6
+        if case.mask in ("full", "heads"):
+            fixed["mask"][..., 4, :] = False
     return floats, fixed
 
 
@@ -162,10 +181,11 @@ def call(attention: Any, case: Case, floats: dict[str, Any], fixed: dict[str, An
     if case.bias == "function":
         bias = bias_function(floats["bias"], floats["phase"], fixed["rank"])
     return attention(
-        *(floats.get(name) for name in "qkve"),
-        causal=case.causal,
+        *(floats[name] for name in "qkv"),
+        state=floats.get("state"),
+        is_causal=case.is_causal,
         segment_ids=fixed.get("segment_ids"),
-        window=case.window,
+        local_window_size=case.local_window_size,
         scale=case.scale,
         bias=bias,
         mask=fixed.get("mask"),
@@ -182,7 +202,8 @@ def oracle(case: Case, floats: dict[str, np.ndarray], fixed: dict[str, Any]):
     b, tq, s = case.batch, case.queries, case.key_length
     group = case.heads // case.kv_heads
     scale = case.scale if case.scale is not None else 1 / np.sqrt(case.dim)
-    e, query_state = floats.get("e"), floats.get("query_state", floats.get("e"))
+    e = floats.get("state")
+    query_state = floats.get("query_state", e)
     o = np.zeros((*b, tq, case.heads, case.value_dim))
     a = None
     if e is not None and case.attend_state:
@@ -201,7 +222,7 @@ def oracle(case: Case, floats: dict[str, np.ndarray], fixed: dict[str, Any]):
                 if query_state is not None:
                     own = _of_head(query_state, row, _state_head(query_state, h, case), case)
                     query = _rotated(query, own[i])
-                visible = [j for j in range(s) if _visible(case, fixed, row, i, j)]
+                visible = [j for j in range(s) if _visible(case, fixed, row, h, i, j)]
                 if not visible:
                     continue
                 logits = np.array([scale * np.dot(query, keys[j]) for j in visible])
@@ -241,16 +262,24 @@ def _rotated(x: np.ndarray, state: np.ndarray) -> np.ndarray:
     return np.concatenate(blocks)
 
 
-def _visible(case: Case, fixed: dict[str, Any], row: tuple[int, ...], i: int, j: int) -> bool:
+def _visible(
+    case: Case, fixed: dict[str, Any], row: tuple[int, ...], h: int, i: int, j: int
+) -> bool:
     at = i + case.query_offset
-    if case.causal and j > at:
+    if case.is_causal and j > at:
         return False
-    if case.window is not None and not at - case.window < j:
+    if case.local_window_size is not None and not at - case.local_window_size < j:
         return False
-    if case.window is not None and not case.causal and not j < at + case.window:
+    if (
+        case.local_window_size is not None
+        and not case.is_causal
+        and not j < at + case.local_window_size
+    ):
         return False
-    if "mask" in fixed and not fixed["mask"][row][0, i, j]:
-        return False
+    if "mask" in fixed:
+        full = (*case.batch, case.heads, case.queries, case.key_length)
+        if not np.broadcast_to(fixed["mask"], full)[row][h, i, j]:
+            return False
     if "segment_ids" in fixed:
         ids = fixed["segment_ids"]
         queries, keys = ids if isinstance(ids, tuple) else (ids, ids)

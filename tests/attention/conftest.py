@@ -2,13 +2,19 @@
 
 import pytest
 
-from tape_jax.attention import pallas_triton, vendor
+from tape_jax._src.attention import (
+    pallas_blocks,
+    pallas_triton,
+    vendor_cudnn,
+    vendor_splash,
+    vendor_tokamax,
+)
 
 
 @pytest.fixture
 def any_device(monkeypatch):
     """Takes the checks of the device out of the way: for what needs no device."""
     monkeypatch.setattr(pallas_triton, "_check_device", lambda interpret: None)
-    monkeypatch.setattr(vendor, "compute_capability", lambda: (9, 0))
-    for backend in (vendor.Splash, vendor.Cudnn, vendor.CudnnDirect, vendor.Tokamax):
+    monkeypatch.setattr(pallas_blocks, "compute_capability", lambda: (9, 0))
+    for backend in (vendor_splash.Splash, vendor_cudnn.Cudnn, vendor_tokamax.Tokamax):
         monkeypatch.setattr(backend, "check_device", lambda self, interpret: None)

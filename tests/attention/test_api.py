@@ -11,14 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tape_jax.attention import api, attention, attention_plan
+from tape_jax._src.attention import api, attention, attention_plan
+from tape_jax._src.attention.normalise import normalise
 
 T, H, D = 6, 4, 8
 
 
 def arrays(**shapes):
-    """Float arrays of the given shapes; q, k, v and e have defaults, None leaves one out."""
-    defaults = {"q": (2, T, H, D), "k": (2, T, 2, D), "v": (2, T, 2, D), "e": (2, T, 2, D)}
+    """Float arrays of the given shapes; q, k, v and state have defaults, None leaves one out."""
+    defaults = {"q": (2, T, H, D), "k": (2, T, 2, D), "v": (2, T, 2, D), "state": (2, T, 2, D)}
     shapes = {**defaults, **shapes}
     return {name: jnp.ones(shape) for name, shape in shapes.items() if shape is not None}
 
@@ -37,12 +38,12 @@ WRONG = {
     "k_v_heads": (arrays(v=(2, T, 1, D)), "k and v must agree"),
     "empty": (arrays(k=(2, 0, 2, D), v=(2, 0, 2, D)), "must not be empty"),
     "heads_not_divisible": (
-        arrays(k=(2, T, 3, D), v=(2, T, 3, D), e=None),
+        arrays(k=(2, T, 3, D), v=(2, T, 3, D), state=None),
         "multiple of key/value heads.*4 query heads, 3 key/value heads",
     ),
     "integer_q": ({**arrays(), "q": jnp.ones((2, T, H, D), int)}, "q must be floating.*int"),
     "odd_head_dim": (
-        arrays(q=(2, T, H, 7), k=(2, T, 2, 7), e=(2, T, 2, 7)),
+        arrays(q=(2, T, H, 7), k=(2, T, 2, 7), state=(2, T, 2, 7)),
         "even.*head dimension 7",
     ),
     "key_width": (arrays(k=(2, T, 2, 6)), r"head dimension 8; .*k \(2, 6, 2, 6\)"),
@@ -51,15 +52,42 @@ WRONG = {
         r"head dimension 8 \(rotated\)",
     ),
     "tensor_rotated_key_width": (
-        arrays(e=(2, T, 2, 4, 2, 3), query_state=(2, T, 2, 4, 2, 3)) | {"keys_rotated": True},
+        arrays(state=(2, T, 2, 4, 2, 3), query_state=(2, T, 2, 4, 2, 3)) | {"keys_rotated": True},
         r"head dimension 12 \(rotated\)",
     ),
-    "e_length": (arrays(e=(2, 5, 2, D)), r"e of shape \(2, 5, 2, 8\).*k of shape \(2, 6, 2, 8\)"),
-    "e_heads": (arrays(e=(2, T, 4, D)), "e of shape.*does not fit"),
-    "e_dim": (arrays(e=(2, T, 2, 6)), "e of shape.*does not fit"),
-    "e_batch": (arrays(e=(3, T, 2, D)), "e of shape.*does not fit"),
-    "e_integer": (arrays() | {"e": jnp.ones((2, T, 2, D), int)}, "e must be a floating"),
-    "tensor_e_blocks": (arrays(e=(2, T, 2, 3, 2, 2)), r"M \* L = 8"),
+    "state_length": (
+        arrays(state=(2, 5, 2, D)),
+        r"state of shape \(2, 5, 2, 8\).*k of shape \(2, 6, 2, 8\)",
+    ),
+    "state_heads": (arrays(state=(2, T, 4, D)), "state of shape.*does not fit"),
+    "state_heads_divide": (
+        arrays(q=(2, T, 4, D), k=(2, T, 4, D), v=(2, T, 4, D), state=(2, T, 2, D)),
+        r"state of shape .*does not fit k .*h = 1, 4",
+    ),
+    "state_without_batch": (
+        arrays(state=(T, 2, D)),
+        r"state of shape \(6, 2, 8\) does not fit k of shape \(2, 6, 2, 8\): expected \(6, 8\) or "
+        r"\(2, 6, h, 8\), batch axes full or 1, h = 1, 2",
+    ),
+    "state_without_heads": (
+        arrays(state=(2, T, D)),
+        r"state\[\.\.\., None, :\] has an axis of heads",
+    ),
+    "tensor_state_without_batch": (
+        arrays(state=(T, 2, 4, 2, 3)),
+        r"expected \(6, 1, M, L, R\) or \(2, 6, h, M, L, R\)",
+    ),
+    "query_state_without_batch": (
+        arrays(query_state=(T, H, D)),
+        r"query_state of shape \(6, 4, 8\).*expected \(6, 8\) or \(2, 6, h, 8\), .*h = 1, 2, 4",
+    ),
+    "state_dim": (arrays(state=(2, T, 2, 6)), "state of shape.*does not fit"),
+    "state_batch": (arrays(state=(3, T, 2, D)), "state of shape.*does not fit"),
+    "state_integer": (
+        arrays() | {"state": jnp.ones((2, T, 2, D), int)},
+        "state must be a floating",
+    ),
+    "tensor_state_blocks": (arrays(state=(2, T, 2, 3, 2, 2)), r"M \* L = 8"),
     "query_state_length": (
         arrays(query_state=(2, 5, 2, D)),
         r"query_state of shape \(2, 5, 2, 8\).*q of shape",
@@ -67,7 +95,10 @@ WRONG = {
     "query_state_heads": (arrays(query_state=(2, T, 3, D)), "query_state of shape.*does not fit"),
     "query_state_form": (arrays(query_state=(2, T, 2, 4, 2, 2)), "one form"),
     "query_state_missing": (arrays(q=(2, 3, H, D)), "query_state is required.*differ in length"),
-    "query_state_alone": (arrays(e=None, query_state=(2, T, 2, D)), "query_state without e"),
+    "query_state_alone": (
+        arrays(state=None, query_state=(2, T, 2, D)),
+        "query_state without state",
+    ),
     "keys_rotated_alone": (arrays() | {"keys_rotated": True}, "keys_rotated=True needs"),
     "segments_float": (arrays() | {"segment_ids": jnp.ones((2, T))}, "must be integers.*float32"),
     "segments_bool": (arrays() | {"segment_ids": INTS > 0}, "must be integers.*bool"),
@@ -80,7 +111,7 @@ WRONG = {
         arrays(q=(2, 3, H, D), query_state=(2, 3, 2, D)) | {"segment_ids": INTS},
         "tuple.*3 queries, 6 keys",
     ),
-    "window": (arrays() | {"window": 0}, "window must be at least 1; got 0"),
+    "window": (arrays() | {"local_window_size": 0}, "local_window_size must be at least 1; got 0"),
     "bias_shape": (
         arrays() | {"bias": jnp.ones((3, T, T))},
         r"bias must broadcast to .*\(2, 4, 6, 6\); got \(3, 6, 6\)",
@@ -92,8 +123,16 @@ WRONG = {
     ),
     "mask_type": (arrays() | {"mask": jnp.ones((T, T))}, "mask must be boolean"),
     "mask_shape": (arrays() | {"mask": jnp.ones((5, T), bool)}, "mask must broadcast"),
-    "offset_type": (arrays() | {"query_offset": 1.5}, "query_offset must be an integer scalar"),
-    "offset_shape": (arrays() | {"query_offset": INTS}, "query_offset must be an integer scalar"),
+    "mask_of_keys": (
+        arrays() | {"mask": jnp.ones((2, T), bool)},
+        r"got \(2, 6\): .* mask\[:, None, None, :\] .*; segment_ids= hides padding",
+    ),
+    "offset_type": (arrays() | {"query_offset": 1.5}, "query_offset must be an integer .*float32"),
+    "offset_shape": (
+        arrays() | {"query_offset": INTS},
+        r"or one a row, \(2,\); got shape \(2, 6\)",
+    ),
+    "offset_rows": (arrays() | {"query_offset": INTS[:, 0][[0, 1, 1]]}, r"got shape \(3,\)"),
     "index_range": (
         arrays() | {"query_offset": 2**31 - 12},
         "together must be below 2\\*\\*31; got 6, 6 and 2147483636",
@@ -103,7 +142,19 @@ WRONG = {
         arrays() | {"implementation": "chunked", "options": {"block": 4}},
         "unknown option .*'chunked' 'block'.*did you mean",
     ),
-    "options_of_none": (arrays() | {"options": {"block_q": 4}}, "need implementation="),
+    "options_of_none": (
+        arrays() | {"options": {"block_q": 4}},
+        "keywords of one implementation; got implementation=None",
+    ),
+    "options_of_several": (
+        arrays() | {"options": {"block_q": 4}, "implementation": ("chunked", "reference")},
+        "keywords of one implementation",
+    ),
+    "unknown_among_names": (
+        arrays() | {"implementation": ["pallas", "chunky"]},
+        "did you mean 'chunked'",
+    ),
+    "no_names": (arrays() | {"implementation": ()}, "implementation must hold a name"),
 }
 
 
@@ -121,12 +172,20 @@ def test_empty_block():
 
 
 def test_named_implementation_never_falls_back():
-    mask = jnp.ones((T, T), bool)
-    with pytest.raises(NotImplementedError, match="'chunked': mask="):
-        attention(**arrays(), mask=mask, implementation="chunked")
-    plan = attention_plan(**arrays(), mask=mask, implementation="chunked")
+    call = arrays() | {"mask": jnp.ones((T, T), bool), "implementation": "splash"}
+    with pytest.raises(NotImplementedError, match="'splash': mask="):
+        attention(**call, interpret=True)
+    plan = attention_plan(**call, interpret=True)
     assert plan.implementation is None
-    assert list(plan.rejected) == ["chunked"]
+    assert list(plan.rejected) == ["splash"]
+
+
+def test_a_function_as_bias_has_the_same_queries_in_all_rows():
+    call = arrays() | {"bias": lambda i, j: 0.1 * (i[:, None] - j)}
+    for offset in (3, jnp.array(3), jnp.array([3])):
+        attention(**call, query_offset=offset)
+    with pytest.raises(NotImplementedError, match=r"with one query_offset a row .* jax\.vmap"):
+        attention(**call, query_offset=jnp.array([3, 4]))
 
 
 def plan_at(length, **keywords):
@@ -134,25 +193,46 @@ def plan_at(length, **keywords):
     return attention_plan(x, x, x, **keywords)
 
 
+def test_choice_counts_all_heads_and_rows():
+    """Pairs of one head and bytes of all logits: both must be few for ``reference``."""
+
+    def choice(batch, length, heads, dtype="float32", keys=None):
+        q = jax.ShapeDtypeStruct((batch, length, heads, 64), dtype)
+        k = jax.ShapeDtypeStruct((batch, keys or length, 1, 64), dtype)
+        return attention_plan(q, k, k).implementation
+
+    assert choice(8, 128, 32) == "reference"
+    assert choice(64, 128, 32) == choice(8, 128, 256) == choice(64, 64, 32, keys=256) == "chunked"
+    assert choice(16, 128, 16, "bfloat16") == choice(16, 128, 16) == "reference"
+    assert choice(64, 1, 32, keys=512) == "reference"
+    assert choice(1, 256, 1) == "chunked"
+
+
+def test_choice_elsewhere(monkeypatch):
+    """8 GiB of logits are not made, though every head has few pairs for a GPU."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    x = jax.ShapeDtypeStruct((64, 1024, 32, 64), "bfloat16")
+    plan = attention_plan(x, x, x)
+    assert plan.implementation == "chunked"
+    x = jax.ShapeDtypeStruct((2, 1024, 32, 64), "bfloat16")
+    assert attention_plan(x, x, x).implementation == "reference"
+
+
 def test_choice_by_length():
     assert plan_at(64).implementation == "reference"
     plan = plan_at(1024)
     assert plan.implementation == "chunked"
-    assert plan.rejected["reference"] == "can do this call, but 'chunked' is expected to be faster"
+    assert plan.rejected["reference"] == "can do this call, but 'chunked' is tried first"
     assert plan_at(1024, implementation="reference").implementation == "reference"
-
-
-def test_falls_back_if_the_fastest_cannot():
-    plan = plan_at(1024, mask=jnp.ones((1, 1024), bool))
-    assert plan.implementation == "reference"
-    assert plan.rejected["chunked"].startswith("mask=")
 
 
 def abstract(tree):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
-@pytest.mark.parametrize("name", ["e_heads", "query_state_form", "segments_triple", "mask_shape"])
+@pytest.mark.parametrize(
+    "name", ["state_heads", "query_state_form", "segments_triple", "mask_shape"]
+)
 def test_plan_checks_shapes_without_arrays(name):
     keywords, message = WRONG[name]
     with pytest.raises(ValueError, match=message):
@@ -164,8 +244,8 @@ def test_plan_of_shapes_is_that_of_arrays():
     keywords = arrays() | {"mask": jnp.ones((T, T), bool)}
     assert attention_plan(**abstract(keywords)) == attention_plan(**keywords)
     x = jax.ShapeDtypeStruct((8, 2**20, 32, 128), "bfloat16")
-    assert attention_plan(x, x, x, x, causal=True).implementation == "chunked"
-    splash = {"implementation": "splash", "interpret": True, "causal": True}
+    assert attention_plan(x, x, x, state=x, is_causal=True).implementation == "chunked"
+    splash = {"implementation": "splash", "interpret": True, "is_causal": True}
     assert attention_plan(x, x, x, query_offset=3, **splash).implementation == "splash"
     traced = jax.ShapeDtypeStruct((), "int32")
     assert attention_plan(x, x, x, query_offset=traced, **splash).implementation is None
@@ -179,7 +259,7 @@ def test_order_on_each_platform(monkeypatch, platform):
     x = jax.ShapeDtypeStruct((1, 2048, 2, 64), "bfloat16")
     order = [*api.ORDER[platform], "reference"]
 
-    plan = attention_plan(x, x, x, x, causal=True)
+    plan = attention_plan(x, x, x, state=x, is_causal=True)
     assert plan.implementation == "chunked"
     assert list(plan.rejected) == [name for name in order if name != "chunked"]
     unproven = "has never run on its hardware: name it to try it"
@@ -187,10 +267,10 @@ def test_order_on_each_platform(monkeypatch, platform):
         name for name in order if name in api.UNPROVEN
     }
     monkeypatch.setattr(api, "UNPROVEN", frozenset())
-    assert attention_plan(x, x, x, x, causal=True).implementation == order[0]
+    assert attention_plan(x, x, x, state=x, is_causal=True).implementation == order[0]
     # What the first cannot is left to the next that can.
     mask = jax.ShapeDtypeStruct((2048, 2048), "bool")
-    assert attention_plan(x, x, x, x, mask=mask).implementation == "reference"
+    assert attention_plan(x, x, x, state=x, mask=mask).implementation == "chunked"
 
 
 def test_tables_of_names_agree():
@@ -203,7 +283,7 @@ def test_tables_of_names_agree():
 def test_states_of_queries_are_not_repeated(heads):
     """Backends broadcast a state over the query heads that share it."""
     state = jnp.ones((2, T, heads, D))
-    request = api._normalise(**arrays(), query_state=state)
+    request = normalise(**arrays(), query_state=state)
     assert request.query_state.shape == state.shape
 
 
@@ -246,6 +326,63 @@ def test_a_backend_that_cannot_is_skipped(registered):
         attention(**arrays(), implementation="extra")
 
 
+def test_names_are_tried_in_order(registered):
+    """The first that can is taken; only NotImplementedError leads on to the next."""
+    registered(check=refuse, attend=None)
+    plan = attention_plan(**arrays(), implementation=("extra", "chunked", "reference"))
+    assert plan.implementation == "chunked"
+    assert plan.rejected == {
+        "extra": "not on this device",
+        "reference": "can do this call, but 'chunked' is tried first",
+    }
+    with api.recorded_plans() as plans:
+        attention(**arrays(), implementation=["extra", "chunked", "reference"])
+    assert plans == [plan]
+    with pytest.raises(NotImplementedError, match=r"'extra': not on .*; .*'pallas': needs a CUDA"):
+        attention(**arrays(), implementation=("extra", "pallas"))
+
+
+def test_what_is_refused_while_running_is_tried_elsewhere(registered):
+    def attend(request):
+        raise NotImplementedError("only seen while tracing")
+
+    registered(check=lambda request: None, attend=attend)
+    with api.recorded_plans() as plans:
+        attention(**arrays())
+    assert plans[0].implementation == "reference"
+    assert plans[0].rejected["extra"] == "only seen while tracing"
+    with pytest.raises(NotImplementedError, match="'extra': only seen while tracing"):
+        attention(**arrays(), implementation="extra")
+
+
+@pytest.mark.parametrize("error", [ImportError, AttributeError, RuntimeError])
+def test_what_cannot_be_imported_is_a_reason(monkeypatch, tmp_path, error):
+    """As with a library of another version: an automatic choice goes on, a name says why."""
+    (tmp_path / "broken_backend.py").write_text(f"raise {error.__name__}('moved in jax 9')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(api.BACKENDS, "extra", "broken_backend")
+    monkeypatch.setitem(api.ORDER, "cpu", ("extra", *api.ORDER["cpu"]))
+    reason = f"cannot be imported here: {error.__name__}: moved in jax 9"
+    attention(**arrays())
+    assert attention_plan(**arrays()).rejected["extra"] == reason
+    assert attention_plan(**arrays(), implementation="extra").rejected == {"extra": reason}
+    for options in (None, {"block_q": 4}):
+        with pytest.raises(NotImplementedError, match=reason) as raised:
+            attention(**arrays(), implementation="extra", options=options)
+        assert isinstance(raised.value.__cause__.__cause__, error)
+
+
+def test_what_is_unproven_is_not_imported(monkeypatch):
+    """Not even looked for: the module does not exist."""
+    monkeypatch.setitem(api.BACKENDS, "extra", "no.such.module")
+    monkeypatch.setitem(api.ORDER, "cpu", ("extra", *api.ORDER["cpu"]))
+    monkeypatch.setattr(api, "UNPROVEN", frozenset({"extra"}))
+    attention(**arrays())
+    assert attention_plan(**arrays()).rejected["extra"].startswith("has never run")
+    with pytest.raises(NotImplementedError, match="cannot be imported here: ModuleNotFoundError"):
+        attention(**arrays(), implementation="extra")
+
+
 def test_an_error_in_a_backend_is_not_swallowed(registered):
     def attend(request):
         raise TypeError("a bug")
@@ -257,8 +394,8 @@ def test_an_error_in_a_backend_is_not_swallowed(registered):
 
 def test_backends_are_imported_when_needed():
     code = (
-        "import sys, tape_jax.attention; "
-        "print([m for m in sys.modules if m.startswith('tape_jax.attention.')])"
+        "import sys, tape_jax; "
+        "print([m for m in sys.modules if m.startswith('tape_jax._src.attention.')])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "chunked" not in out.stdout
@@ -273,7 +410,7 @@ def test_shapes(batch, tensor):
         "q": (*batch, T, H, D),
         "k": (*batch, T, 2, D),
         "v": (*batch, T, 2, 5),
-        "e": (*batch, T, 1, *tail),
+        "state": (*batch, T, 1, *tail),
     }
     floats = {n: jax.ShapeDtypeStruct(shape, jnp.float32) for n, shape in shapes.items()}
     o, a = jax.eval_shape(lambda x: attention(**x), floats)
@@ -283,7 +420,7 @@ def test_shapes(batch, tensor):
 
 
 def test_unattended_state_costs_nothing():
-    """attend_state=False multiplies values of width D only, as e=None does."""
+    """attend_state=False multiplies values of width D only, as state=None does."""
 
     def flops(**keywords):
         x = jnp.zeros((1, 64, 1, 64))
@@ -292,5 +429,5 @@ def test_unattended_state_costs_nothing():
 
     state = jnp.zeros((64, 64))
     products = 2 * 64**3
-    plain, unattended = flops(), flops(e=state, attend_state=False)
+    plain, unattended = flops(), flops(state=state, attend_state=False)
     assert unattended - plain < products / 4

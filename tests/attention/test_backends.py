@@ -20,8 +20,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.test_util import check_grads
 
 from tape_jax import testing
-from tape_jax.attention import api, attention, attention_plan
-from tape_jax.attention.pallas_blocks import Tiles
+from tape_jax._src.attention import api, attention, attention_plan, chunked
+from tape_jax._src.attention.pallas_blocks import Tiles
 from tests.attention.cases import BY_NAME, CASES, MASKED, bias_function, call, inputs, oracle
 
 # Keywords of attention. Blocks are small, so that cases span several; those of splash cannot be.
@@ -35,7 +35,7 @@ BACKENDS = {
     },
     "splash": {"implementation": "splash", "interpret": True},
 }
-GPU_BACKENDS = ("pallas", "tokamax_mosaic", "tokamax_triton", "cudnn", "cudnn_direct")
+GPU_BACKENDS = ("pallas", "tokamax_mosaic", "tokamax_triton", "cudnn")
 COMPILED = {f"{name}_compiled": {"implementation": name} for name in GPU_BACKENDS}
 # Cases of CASES for interpreters too slow for all: each kind of mask, state and shape once. Rows
 # without keys have tests of their own.
@@ -56,24 +56,22 @@ WITH_MASK = {case.name for case in MASKED}
 WITH_BIAS = {case.name for case in CASES if case.bias is not None}
 TENSOR = {case.name for case in CASES if case.form == "tensor"}
 WITH_SEGMENTS = {case.name for case in CASES if case.segments is not None}
+WITH_WINDOW = {case.name for case in CASES if case.local_window_size is not None}
 KEYLESS_ROWS = {"before_the_keys", "window_passed"}
 OFFSET = {case.name for case in CASES if case.query_offset}
 VENDOR = WITH_MASK | WITH_BIAS
 REFUSED = {
     "reference": set(),
-    "chunked": WITH_MASK,
+    "chunked": set(),
     "pallas": WITH_MASK | WITH_BIAS | TENSOR,
     "splash": VENDOR,
     # All of them, having no mesh; with one, test_ring.py has its tests.
     "ring": {case.name for case in CASES + MASKED},
-    **dict.fromkeys(
-        ("tokamax", "tokamax_mosaic", "tokamax_triton"), VENDOR | WITH_SEGMENTS | KEYLESS_ROWS
-    ),
-    **dict.fromkeys(
-        ("cudnn", "cudnn_direct"),
-        VENDOR | WITH_SEGMENTS | KEYLESS_ROWS | OFFSET | {"window_bidirectional"},
-    ),
+    **dict.fromkeys(("tokamax", "tokamax_mosaic"), VENDOR | WITH_SEGMENTS | KEYLESS_ROWS | OFFSET),
+    "tokamax_triton": VENDOR | WITH_SEGMENTS | KEYLESS_ROWS | OFFSET | WITH_WINDOW,
+    "cudnn": VENDOR | WITH_SEGMENTS | KEYLESS_ROWS | OFFSET | {"window_bidirectional"},
 }
+ARRAYS = ("q", "k", "v", "state")
 # Largest error relative to the largest value, against float64.
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
 
@@ -111,17 +109,22 @@ def normal(seed, *shape, dtype=jnp.float32):
 
 
 def qkve(length, heads=2, kv_heads=2, dim=16, batch=2, dtype=jnp.float32):
-    """Random q, k, v in ``dtype`` and e in float32."""
+    """Random q, k, v in ``dtype`` and a state in float32."""
     shapes = [(batch, length, h, dim) for h in (heads, kv_heads, kv_heads, kv_heads)]
     arrays = [normal(seed, *shape) for seed, shape in enumerate(shapes)]
     return [x.astype(dtype) for x in arrays[:3]] + arrays[3:]
+
+
+def attend(q, k, v, state, **keywords):
+    """attention with the state by position, for lists of arrays."""
+    return attention(q, k, v, state=state, **keywords)
 
 
 def outputs_and_gradients(*args, **keywords):
     """``(o, a)`` and the gradients of a scalar of them to the first four arguments, in float32."""
 
     def loss(*args):
-        o, a = attention(*args, **keywords)
+        o, a = attend(*args, **keywords)
         weights = [jnp.sin(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape) for x in (o, a)]
         return jnp.sum(o * weights[0]) + jnp.sum(a * weights[1]), (o, a)
 
@@ -199,7 +202,7 @@ PAIRS = [
     pytest.param(name, case, id=f"{name}-{case}")
     for name in BACKENDS
     if name != "reference"
-    for case in CASES
+    for case in CASES + MASKED
     if case.name in SUBSET.get(name, BY_NAME) and case.name not in REFUSED[name]
 ]
 
@@ -241,10 +244,10 @@ def test_64_bit_types_enabled(backend, keywords):
 
 @each(compiled=True)
 def test_mixed_types(backend, keywords):
-    """o is in the type of v, a in the type of e; both are as exact as the type of q allows."""
+    """o has the type of v, a that of the state; both are as exact as the type of q allows."""
     case = BY_NAME["causal"]
     floats, fixed = inputs(case)
-    types = {"q": jnp.bfloat16, "k": jnp.bfloat16, "v": jnp.float16, "e": jnp.float32}
+    types = {"q": jnp.bfloat16, "k": jnp.bfloat16, "v": jnp.float16, "state": jnp.float32}
     floats = {name: jnp.asarray(x, types[name]) for name, x in floats.items()}
     o, a = jit(lambda floats: call(attention, case, floats, fixed, **keywords))(floats)
     assert (o.dtype, a.dtype) == (jnp.float16, jnp.float32)
@@ -283,7 +286,7 @@ def test_no_row_sees_a_key(backend, keywords):
     """Exact zeros where the causal rule hides every key."""
     q, k, v, e = qkve(5)
     f = functools.partial(
-        outputs_and_gradients, causal=True, query_state=e, query_offset=-7, **keywords
+        outputs_and_gradients, is_causal=True, query_state=e, query_offset=-7, **keywords
     )
     out = jit(f)(q, k, v, e)
     chex.assert_trees_all_equal(out, jax.tree.map(jnp.zeros_like, out))
@@ -298,7 +301,7 @@ def test_symmetries(backend, keywords):
 
     @jax.jit
     def f(q, k, v, e, ids):
-        return attention(q, k, v, e, segment_ids=ids, **keywords)
+        return attention(q, k, v, state=e, segment_ids=ids, **keywords)
 
     # Rotations by another phase round differently in bfloat16.
     tolerance = 5e-2 if ids is None else None
@@ -322,8 +325,9 @@ def test_bias_closures(transform):
 
     def f(floats, rank):
         bias = bias_function(jnp.tanh(floats["bias"]), floats["phase"], rank + 1)
-        qkve = [floats[name] for name in "qkve"]
-        o, a = attention(*qkve, causal=True, bias=bias, **BACKENDS["chunked"])
+        o, a = attend(
+            *(floats[name] for name in ARRAYS), is_causal=True, bias=bias, **BACKENDS["chunked"]
+        )
         return jnp.sum(jnp.sin(o)) + jnp.sum(a**2)
 
     def by_row(floats, rank):
@@ -371,8 +375,12 @@ def closure_gradients():
 
     def f(floats):
         bias = bias_function(jnp.tanh(floats["bias"]), floats["phase"], fixed["rank"] + 1)
-        qkve = [floats[name] for name in "qkve"]
-        o, a = attention(*qkve, causal=True, bias=bias(index, index), implementation="reference")
+        o, a = attend(
+            *(floats[name] for name in ARRAYS),
+            is_causal=True,
+            bias=bias(index, index),
+            implementation="reference",
+        )
         return jnp.sum(jnp.sin(o)) + jnp.sum(a**2)
 
     with jax.enable_x64(True):
@@ -385,7 +393,7 @@ def test_transformations(backend, keywords):
     q, k, v, e = qkve(19)
 
     def loss(k, q, v, e, **implementation):
-        o, a = attention(q, k, v, e, causal=True, **implementation)
+        o, a = attention(q, k, v, state=e, is_causal=True, **implementation)
         return jnp.sum(jnp.sin(o)) + jnp.sum(a**2)
 
     def scanned(k, q, v, e):
@@ -410,7 +418,7 @@ def test_sharded_over_batch_and_heads(backend, keywords, kv_heads):
     ids = jnp.sort(jnp.asarray(np.random.default_rng(0).integers(0, 3, (2, 19))))
 
     def f(ids, *args, **implementation):
-        return outputs_and_gradients(*args, causal=True, segment_ids=ids, **implementation)
+        return outputs_and_gradients(*args, is_causal=True, segment_ids=ids, **implementation)
 
     assert_sharded_alone(functools.partial(f, **keywords), f, ids, *args)
 
@@ -442,8 +450,8 @@ def test_sharded_time_is_gathered(backend, keywords):
     """A sharded axis over which the kernels cannot be split gives the right result too."""
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
     args = qkve(20, heads=2, kv_heads=1)
-    want = jit(functools.partial(attention, causal=True, implementation="reference"))(*args)
-    f = jit(functools.partial(attention, causal=True, **keywords))
+    want = jit(functools.partial(attend, is_causal=True, implementation="reference"))(*args)
+    f = jit(functools.partial(attend, is_causal=True, **keywords))
     got = f(*jax.device_put(args, NamedSharding(mesh, PartitionSpec("data", "model"))))
     chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), atol=1e-6)
 
@@ -458,27 +466,50 @@ def test_traced_offset(backend, keywords):
     @functools.partial(jax.vmap, in_axes=(0, None, 0))
     def f(q, rest, offset):
         return attention(
-            q, *rest, causal=True, window=case.window, keys_rotated=True, query_offset=offset,
-            query_state=floats["query_state"], **keywords,
+            q, *rest[:2], state=rest[2], is_causal=True, local_window_size=case.local_window_size,
+            keys_rotated=True, query_offset=offset, query_state=floats["query_state"], **keywords,
         )  # fmt: skip
 
     offsets = [18, 3, -2]
     q = jnp.stack([floats["q"]] * 3)
-    got = f(q, [floats[name] for name in "kve"], jnp.asarray(offsets))
+    got = f(q, [floats[name] for name in ARRAYS[1:]], jnp.asarray(offsets))
     for n, offset in enumerate(offsets):
         want = oracle(dataclasses.replace(case, query_offset=offset), *inputs(case))
         assert_close(jax.tree.map(lambda x, n=n: np.asarray(x[n], np.float64), got), want, 1e-5)
+
+
+@each()
+def test_one_offset_for_each_row(backend, keywords):
+    """Outputs and gradients are those of the rows, each by itself with its own offset."""
+    case = BY_NAME["cache"]
+    floats = {name: jnp.asarray(x, jnp.float32) for name, x in inputs(case)[0].items()}
+    fixed = {"is_causal": True, "local_window_size": 9, "keys_rotated": True, **keywords}
+
+    def loss(floats, offset):
+        o, a = attention(**floats, query_offset=offset, **fixed)
+        return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.cos(a)), (o, a)
+
+    gradients = jax.grad(loss, has_aux=True)
+    got = jit(gradients)(floats, jnp.array([18, 5]))
+    both = zip(*(jnp.split(x, 2) for x in floats.values()), strict=True)
+    rows = [
+        gradients(dict(zip(floats, row, strict=True)), n)
+        for row, n in zip(both, (18, 5), strict=True)
+    ]
+    chex.assert_trees_all_close(got, jax.tree.map(lambda *x: jnp.concatenate(x), *rows), atol=1e-5)
 
 
 @each("chunked", "pallas")
 @pytest.mark.parametrize(
     ("options", "rows", "unseen"),
     [
-        ({"causal": True}, slice(0, 32), slice(32, 64)),
-        ({"window": 9}, slice(32, 64), slice(0, 16)),
+        ({"is_causal": True}, slice(0, 32), slice(32, 64)),
+        ({"local_window_size": 9}, slice(32, 64), slice(0, 16)),
         ({"segment_ids": np.repeat([3, -1], 32)}, slice(0, 32), slice(32, 64)),
+        ({"mask": np.repeat([True, False], 32)}, slice(0, 64), slice(32, 64)),
+        ({"mask": np.kron([[1, 1], [1, 0]], np.ones((32, 32))) > 0}, slice(32, 64), slice(32, 64)),
     ],
-    ids=["causal", "window", "segments"],
+    ids=["causal", "window", "segments", "mask of keys", "mask"],
 )
 def test_hidden_blocks_are_not_read(backend, keywords, options, rows, unseen):
     """NaN there reaches no output and no gradient of rows that do not see them."""
@@ -487,7 +518,7 @@ def test_hidden_blocks_are_not_read(backend, keywords, options, rows, unseen):
     @jit
     def f(k, v, e):
         def loss(q):
-            o, a = attention(q, k, v, e, query_state=e * 0 + 1, **options, **keywords)
+            o, a = attention(q, k, v, state=e, query_state=e * 0 + 1, **options, **keywords)
             return jnp.sum(o[:, rows]) + jnp.sum(a[:, rows])
 
         return jax.value_and_grad(loss)(q)
@@ -503,21 +534,25 @@ def temporary_bytes(backend, length, **shapes):
     """Temporary memory of forward and backward with [v | e], one head of 64, in bytes."""
     x = jax.ShapeDtypeStruct((1, length, 1, 64), jnp.float32)
 
-    def loss(*qkve):
-        o, a = attention(*qkve, causal=True, implementation=backend, **shapes)
+    def loss(*args, **shapes):
+        o, a = attend(*args, is_causal=True, implementation=backend, **shapes)
         return jnp.sum(o**2) + jnp.sum(a**2)
 
-    compiled = jit(jax.value_and_grad(loss, (0, 1, 2, 3))).lower(x, x, x, x).compile()
+    compiled = jit(jax.value_and_grad(loss, (0, 1, 2, 3))).lower(x, x, x, x, **shapes).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
 
 def test_chunked_memory_is_linear():
-    growth = {
-        name: temporary_bytes(name, 4096) / temporary_bytes(name, 2048)
-        for name in ("reference", "chunked")
-    }
-    assert growth["reference"] > 3.5
-    assert growth["chunked"] < 2.2
+    def growth(backend, padding):
+        def needed(length):
+            mask = jax.ShapeDtypeStruct((1, 1, 1, length), bool)
+            return temporary_bytes(backend, length, **({"mask": mask} if padding else {}))
+
+        return needed(4096) / needed(2048)
+
+    assert growth("reference", False) > 3.5
+    assert growth("chunked", False) < 2.2
+    assert growth("chunked", True) < 2.2
 
 
 def test_chunked_fits_16k_tokens_in_2_gib():
@@ -525,12 +560,12 @@ def test_chunked_fits_16k_tokens_in_2_gib():
 
 
 GPU_CASES = {
-    **{f"causal_{t}": (t, {"causal": True}) for t in (1, 2, 63, 128, 1000, 4095, 4096)},
+    **{f"causal_{t}": (t, {"is_causal": True}) for t in (1, 2, 63, 128, 1000, 4095, 4096)},
     "bidirectional": (333, {}),
-    "window": (1025, {"causal": True, "window": 100}),
-    "window_bidirectional": (515, {"window": 64}),
-    "segments": (777, {"causal": True, "segment_ids": np.arange(777) // 100}),
-    "grouped_heads": (257, {"causal": True, "heads": 8}),
+    "window": (1025, {"is_causal": True, "local_window_size": 100}),
+    "window_bidirectional": (515, {"local_window_size": 64}),
+    "segments": (777, {"is_causal": True, "segment_ids": np.arange(777) // 100}),
+    "grouped_heads": (257, {"is_causal": True, "heads": 8}),
 }
 
 
@@ -561,3 +596,41 @@ def test_compiled(name, backend, dim, dtype):
     tolerance = {"bfloat16": 2e-2, "float16": 5e-3, "float32": 1e-5}[dtype]
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert jnp.linalg.norm(x - y) <= tolerance * jnp.linalg.norm(y) + 1e-6
+
+
+def test_an_equal_bias_function_is_not_compiled_anew():
+    """Nor is another one taken for it, be it a constant or an array that differs."""
+    q, k, v, e = qkve(19)
+    table = jnp.arange(19.0)
+
+    def attend(slope, table):
+        def bias(i, j):
+            return slope * table[jnp.abs(i[:, None] - j)]
+
+        return attention(q, k, v, state=e, is_causal=True, bias=bias, implementation="chunked")[0]
+
+    first, compiled = attend(0.25, table), chunked._attend_compiled._cache_size()
+    chex.assert_trees_all_equal(attend(0.25, table), first)
+    other_table = attend(0.25, -table)
+    assert chunked._attend_compiled._cache_size() == compiled
+    other_slope = attend(-0.25, table)
+    chex.assert_trees_all_close(other_slope, other_table, atol=1e-6)
+    assert jnp.abs(other_slope - first).max() > 1e-2
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.vmap], ids=["", "jit", "vmap"])
+def test_chunked_names_who_has_second_derivatives(transform):
+    q, k, v, e = qkve(19)
+
+    def loss(q, implementation):
+        options = {"state": e, "is_causal": True, "implementation": implementation}
+        return jnp.sum(attention(q, k, v, **options)[0] ** 2)
+
+    def squared(q, implementation):
+        return jnp.sum(jax.grad(loss)(q, implementation) ** 2)
+
+    given = q[None] if transform is jax.vmap else q
+    second = transform(jax.grad(functools.partial(squared, implementation="reference")))(given)
+    assert jnp.isfinite(second).all()
+    with pytest.raises(NotImplementedError, match="second order: name implementation='reference'"):
+        transform(jax.grad(functools.partial(squared, implementation="chunked")))(given)

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tape_jax.attention import attention, attention_plan, pallas_blocks, pallas_triton
-from tape_jax.attention.pallas_blocks import Tile, Tiles
+from tape_jax._src.attention import attention, attention_plan, pallas_blocks
+from tape_jax._src.attention.pallas_blocks import Tile, Tiles
 from tests.attention.cases import BY_NAME
 from tests.attention.lowering import lowered
-from tests.attention.test_backends import assert_close, expected, run
+from tests.attention.test_backends import assert_close, attend, expected, run
 
 INTERPRETED = {"implementation": "pallas", "interpret": True}
 # Tiles that are not square, and unlike in each kernel.
@@ -43,7 +43,7 @@ def test_tensor_float_lowers_to_cuda():
 
     def kernel(allow_tf32):
         options = {"allow_tf32": allow_tf32}
-        f = functools.partial(attention, implementation="pallas", options=options)
+        f = functools.partial(attend, implementation="pallas", options=options)
         return lowered("cuda", f, x, x, x, x)
 
     assert kernel(True) != kernel(False)
@@ -62,7 +62,9 @@ def test_lowers_to_cuda(dim, dtype, x64):
         ids = jax.ShapeDtypeStruct((2, 200), "int32")
 
         def forward(q, k, v, e, ids):
-            return attention(q, k, v, e, window=70, segment_ids=ids, implementation="pallas")
+            return attention(
+                q, k, v, state=e, local_window_size=70, segment_ids=ids, implementation="pallas"
+            )
 
         def backward(q, k, v, e, ids):
             loss = lambda *args: sum(jnp.sum(x) for x in forward(*args, ids))  # noqa: E731
@@ -85,9 +87,9 @@ def test_state_that_is_not_attended_costs_nothing():
         return [text.count(f"{op}[") for op in ("dot_general", "masked_load", "masked_swap")]
 
     state = jnp.ones((1, 32, 2, 16))
-    plain, rotary = kernels(), kernels(e=state, attend_state=False)
-    assert plain[0] == rotary[0] < kernels(e=state)[0]
-    cached = {"e": state, "query_state": state, "keys_rotated": True}
+    plain, rotary = kernels(), kernels(state=state, attend_state=False)
+    assert plain[0] == rotary[0] < kernels(state=state)[0]
+    cached = {"state": state, "query_state": state, "keys_rotated": True}
     without = kernels(query_state=state, keys_rotated=True)
     assert kernels(attend_state=False, **cached) == without
 
@@ -97,12 +99,12 @@ REFUSED = {
     "bias": ({"bias": np.ones((4, 4), np.float32)}, "bias="),
     "bias_function": ({"bias": lambda i, j: 0.1 * (i[:, None] - j)}, "bias="),
     "mask": ({"mask": np.ones((4, 4), bool)}, "mask="),
-    "tensor": ({"e": np.ones((1, 4, 2, 8, 2, 2), np.float32)}, "rotary form"),
-    "odd": (dict.fromkeys("qkv", X[..., :15]) | {"e": None}, "even; got 15"),
-    "wide": (dict.fromkeys("qkv", X.repeat(9, -1)) | {"e": None}, "at most 128; got 144"),
+    "tensor": ({"state": np.ones((1, 4, 2, 8, 2, 2), np.float32)}, "rotary form"),
+    "odd": (dict.fromkeys("qkv", X[..., :15]) | {"state": None}, "even; got 15"),
+    "wide": (dict.fromkeys("qkv", X.repeat(9, -1)) | {"state": None}, "at most 128; got 144"),
     "wide_values": ({"v": X.repeat(9, -1)}, "at most 128; got 16 and, of values, 144"),
-    "long": ({"window": 2**30}, "at most 536870912"),
-    "far": ({"query_offset": 2**30}, "at most 536870912"),
+    "long": ({"local_window_size": 2**30}, "at most 536870912: "),
+    "far": ({"query_offset": 2**30}, "at most 536870912: "),
 }
 
 
@@ -110,27 +112,27 @@ REFUSED = {
 def test_refused(name):
     keywords, message = REFUSED[name]
     with pytest.raises(NotImplementedError, match=message):
-        attention(**dict.fromkeys("qkve", X) | keywords, **INTERPRETED)
+        attention(**dict.fromkeys(("q", "k", "v", "state"), X) | keywords, **INTERPRETED)
 
 
 def test_float64_is_refused(x64):
     with pytest.raises(NotImplementedError, match="got float64"):
-        attention(X, X, X, X.astype(np.float64), **INTERPRETED)
+        attention(X, X, X, state=X.astype(np.float64), **INTERPRETED)
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="what a machine without a GPU does")
 def test_needs_a_gpu_unless_interpreted():
     with pytest.raises(NotImplementedError, match="needs a CUDA GPU, but jax runs on 'cpu'"):
-        attention(X, X, X, X, implementation="pallas")
-    plan = attention_plan(X, X, X, X, implementation="pallas")
+        attention(X, X, X, state=X, implementation="pallas")
+    plan = attention_plan(X, X, X, state=X, implementation="pallas")
     assert plan.implementation is None
     assert plan.rejected["pallas"].startswith("needs a CUDA GPU")
 
 
 def test_old_gpus_are_refused(monkeypatch):
-    monkeypatch.setattr(pallas_triton, "compute_capability", lambda: (7, 5))
+    monkeypatch.setattr(pallas_blocks, "compute_capability", lambda: (7, 5))
     with pytest.raises(NotImplementedError, match=r"8\.0 \(Ampere\) or later; .* \(7, 5\)"):
-        attention(X, X, X, X, implementation="pallas")
+        attention(X, X, X, state=X, implementation="pallas")
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from tape_jax.attention import attention, attention_plan, chunked, ring, zigzag
-from tape_jax.collectives import collectives
+from tape_jax._src.attention import attention, attention_plan, chunked, ring, zigzag
 from tape_jax.sharding import ShardingConfig
+from train.analysis.collectives import collectives
 
 B, T, D, DV = 2, 48, 8, 6
 
@@ -19,10 +19,10 @@ def mesh_of(**sizes):
 
 
 def inputs(heads=2, kv_heads=2, state=(2, D), query_state=False, length=T):
-    """Float64 arrays that get gradients, by name; ``state`` is the tail of e, or None."""
+    """Float64 arrays that get gradients, by name; ``state`` is the tail of the state, or None."""
     rng = np.random.default_rng(0)
     shapes = {"q": (heads, D), "k": (kv_heads, D), "v": (kv_heads, DV)}
-    shapes |= {} if state is None else {"e": state}
+    shapes |= {} if state is None else {"state": state}
     shapes |= {"query_state": (heads, D)} if query_state else {}
     return {name: rng.normal(size=(B, length, *tail)) for name, tail in shapes.items()}
 
@@ -58,14 +58,14 @@ CASES = {
     # mesh, shapes, keywords
     "grouped_segments_one_headed": (
         {"sequence": 2},
-        {"heads": 4, "state": (D,), "query_state": True},
+        {"heads": 4, "state": (1, D), "query_state": True},
         {"segment_ids": SEGMENTS},
     ),
-    "window": ({"sequence": 4}, {}, {"window": 7}),
+    "window": ({"sequence": 4}, {}, {"local_window_size": 7}),
     "bidirectional": (
         {"sequence": 8},
         {"state": (1, D)},
-        {"causal": False, "segment_ids": (SEGMENTS, SEGMENTS[:1])},
+        {"is_causal": False, "segment_ids": (SEGMENTS, SEGMENTS[:1])},
     ),
     "multi_query": (
         {"sequence": 4, "tensor": 2},
@@ -82,7 +82,7 @@ CASES = {
 @pytest.mark.usefixtures("x64")
 def test_equals_one_device(name):
     sizes, shapes, call = CASES[name]
-    arrays, call = inputs(**shapes), {"causal": True, **call}
+    arrays, call = inputs(**shapes), {"is_causal": True, **call}
     expected = outputs_and_gradients(arrays, implementation="reference", **call)
     if name == "window":
         # Asked for by name, in a context of jax's own.
@@ -98,11 +98,13 @@ def test_zigzag_order_tensor_states_and_other_axes_in_float32():
     """Inputs that come in zigzag order; batch and heads are split too."""
     sharding = mesh_of(data=2, sequence=2, tensor=2)
     arrays = inputs(heads=4, state=(2, D // 2, 2, 3))
-    expected = outputs_and_gradients(arrays, jnp.float32, causal=True, implementation="reference")
+    expected = outputs_and_gradients(
+        arrays, jnp.float32, is_causal=True, implementation="reference"
+    )
     found = outputs_and_gradients(
         arrays,
         jnp.float32,
-        causal=True,
+        is_causal=True,
         implementation="ring",
         sharding=sharding,
         options={"order": "zigzag", "block_q": 8, "block_k": 5},
@@ -125,7 +127,7 @@ def test_zigzag_gives_each_device_both_ends(devices):
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_causal_work_is_equal_at_every_step(devices):
     """Of the pairs of chunks that meet at a step, as many are visible on every device."""
-    blocks = chunked.Blocks(4, 4, 4, 4, causal=True, window=None, groups=1, scale=1.0)
+    blocks = chunked.Blocks(4, 4, 4, 4, is_causal=True, local_window_size=None, groups=1, scale=1.0)
     found = ring._Ring(("sequence",), devices, zigzag=True, exchange=False, blocks=blocks)
     for hop in range(devices):
         visible = [
@@ -148,7 +150,7 @@ def test_memory_falls_with_devices_and_only_permutations_are_needed():
             # Small blocks, so that what is kept of the sequence dominates.
             options = {"order": "zigzag", "block_q": 16, "block_k": 16}
             o, a = attention(
-                **arrays, causal=True, implementation="ring", sharding=sharding, options=options
+                **arrays, is_causal=True, implementation="ring", sharding=sharding, options=options
             )
             return jnp.sum(o**2) + jnp.sum(a**2)
 
@@ -196,9 +198,9 @@ def test_refusals():
 def test_is_chosen_where_the_sequence_is_split():
     x = jax.ShapeDtypeStruct((B, T, 2, D), jnp.float32)
     sharding = mesh_of(sequence=2)
-    assert attention_plan(x, x, x, x, sharding=sharding).implementation == "ring"
+    assert attention_plan(x, x, x, state=x, sharding=sharding).implementation == "ring"
     mask = jax.ShapeDtypeStruct((T, T), jnp.bool_)
-    plan = attention_plan(x, x, x, x, mask=mask, sharding=sharding)
+    plan = attention_plan(x, x, x, state=x, mask=mask, sharding=sharding)
     assert plan.implementation == "reference"
     assert "different devices" in plan.rejected["ring"]
-    assert "ring" not in attention_plan(x, x, x, x, sharding=mesh_of(data=2)).rejected
+    assert "ring" not in attention_plan(x, x, x, state=x, sharding=mesh_of(data=2)).rejected

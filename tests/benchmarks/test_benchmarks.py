@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import aot, attention, gpu, scaling, step, timing, train_step
-from benchmarks.memory import Memory
+from benchmarks import aot, attention, gpu, scaling, step, train_step
 from benchmarks.table import markdown
-from benchmarks.timing import Timing, take_turns
 from tape_jax import rotary_state
-from tape_jax.attention import attention as attend
+from tape_jax._src.attention import attention as attend
+from train.analysis.memory import Memory
+from train.analysis.step_cost import Runner, StepMeasurement, TrainingStep
+from train.analysis.timing import Timing
 
 
 def tables(text):
@@ -39,46 +40,15 @@ def test_tables():
     assert tables(f"{text}\n\n{text}") == [{"a": "x y", "long": "1"}, {"a": "z", "long": "22"}] * 2
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock that each call of the returned function moves on by a second."""
-    now = [0.0]
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
-
-    def call(seconds=1.0):
-        now[0] += seconds
-
-    return call
-
-
-def test_take_turns(clock):
-    got = take_turns({"slow": lambda: clock(3), "fast": clock}, repeats=4)
-    assert {name: timing.seconds for name, timing in got.items()} == {
-        "slow": (3.0,) * 4,
-        "fast": (1.0,) * 4,
-    }
-    assert got["slow"].ratio(got["fast"]) == 3
-
-
-def test_fast_functions_are_called_more_often(clock):
-    calls = []
-    got = take_turns({"f": lambda: (clock(), calls.append(1))[0]}, repeats=2, least=2.5)
-    assert (got["f"].seconds, len(calls)) == ((1.0, 1.0), 1 + 2 * 3)
-
-
-def test_spread():
-    assert Timing((1.0, 2.0, 3.0, 4.0, 5.0)).spread == 0.5
-
-
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_three_calls(kv_heads):
     """The published way gives the same outputs, and the attended state with duplicated halves."""
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(1, 9, h, 8)), "float32") for h in (2, *[kv_heads] * 2))
     e = jnp.broadcast_to(rotary_state(jnp.arange(9), 8)[:, None], k.shape) * 1.5
-    call = {"causal": True, "implementation": "reference"}
+    call = {"is_causal": True, "implementation": "reference"}
     o, cos, sin = attention.three_calls(q, k, v, *attention.duplicated(e), **call)
-    want_o, want_a = attend(q, k, v, e, **call)
+    want_o, want_a = attend(q, k, v, state=e, **call)
     want_cos, want_sin = jnp.split(want_a, 2, -1)
     want = (want_o, jnp.tile(want_cos, 2), jnp.tile(want_sin, 2))
     chex.assert_trees_all_close((o, cos, sin), want, atol=1e-5)
@@ -135,7 +105,7 @@ def test_ratios_of_steps():
     names = ("rope", "tape:chunked")
     configs = {name: train_step.row_config(model, name) for name in names}
     found = {
-        name: train_step.Measurement(Timing((seconds,) * 3), Memory(size, size, size, 0))
+        name: StepMeasurement(Timing((seconds,) * 3), Memory(size, size, size, 0))
         for name, seconds, size in zip(names, (2.0, 3.0), (100, 150), strict=True)
     }
     _, row = tables(train_step.report(configs, found, 2, 16))
@@ -146,7 +116,7 @@ def test_ratios_of_steps():
 def test_step_learns():
     """What is timed is training: the loss of a batch seen again and again falls."""
     config = dataclasses.replace(train_step.PRESETS["tiny"].model, position="tape")
-    run = train_step.Runner(train_step.TrainingStep(config, 2, 16))
+    run = Runner(TrainingStep(config, 2, 16))
     losses = [float(run()["loss"]) for _ in range(12)]
     assert losses[0] == pytest.approx(np.log(config.vocab_size), rel=0.3)
     assert losses[-1] < losses[0]
@@ -155,7 +125,7 @@ def test_step_learns():
 def test_c4_model():
     """The published size: 162 M parameters with RoPE, and TAPE's P = 48."""
     preset = train_step.PRESETS["c4"].model
-    shapes = train_step.TrainingStep(train_step.row_config(preset, "tape"), 1, 8).shapes()
+    shapes = TrainingStep(train_step.row_config(preset, "tape"), 1, 8).shapes()
     sizes = {
         "/".join(str(k.key) for k in path): leaf.size
         for path, leaf in jax.tree.leaves_with_path(shapes[0].params)
@@ -173,7 +143,7 @@ def test_step(capsys, monkeypatch):
         assert (list(configs), batch, length, repeats) == (["rope", "tape"], 2, 16, 1)
         memory = Memory(0, 0, 0, 3 << 20)
         found = {"rope": Timing((2.0,)), "tape": Timing((3.0,)), "rope, again": Timing((2.5,))}
-        return {name: train_step.Measurement(got, memory) for name, got in found.items()}, {}
+        return {name: StepMeasurement(got, memory) for name, got in found.items()}, {}
 
     monkeypatch.setattr(step, "measure", measure)
     step.main([*TINY, "--step-only"])
@@ -224,8 +194,8 @@ def test_reports_of_ptxas(tmp_path):
     (tmp_path / "dump").mkdir()
     (tmp_path / "dump" / "m.thunk_sequence.txt").write_text(LAUNCHES)
     assert list(aot.read_kernels(tmp_path)) == [
-        aot.Kernel("one", 255, (24, 12), 53248, 256, True),
-        aot.Kernel("two", 40, (0, 0), 0, 32, False),
+        aot.KernelReport("one", 255, (24, 12), 53248, 256, True),
+        aot.KernelReport("two", 40, (0, 0), 0, 32, False),
     ]
 
 

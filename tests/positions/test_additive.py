@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tape_jax import ModelConfig
+from tape_jax._src.positions.additive import sinusoids
 from tape_jax.positions import Abacus, Learned, Sinusoidal
-from tape_jax.positions.additive import sinusoids
 from tests import models
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -117,13 +117,38 @@ class TestAbacus:
         fixed = abacus.embed({"table": self.TABLE}, coordinates, CONFIG, None)
         np.testing.assert_array_equal(fixed[..., 0], coordinates)
 
-    def test_places_beyond_the_table_share_its_last_vector(self):
-        abacus = Abacus(size=20, digits=(4,), max_offset=3)
-        got = abacus.embed({"table": self.TABLE}, jnp.array([18, 19, 20, 500]), CONFIG, None)
-        np.testing.assert_array_equal(got[:, 0], [18, 19, 19, 19])
+    def test_places_beyond_the_table(self):
+        """Refused or, where they are traced, NaN, whatever the offset is."""
+        abacus, places = Abacus(size=20, digits=(4,), max_offset=3), jnp.array([0, 16, 17, 19, 20])
+
+        def embed(places, key):
+            return abacus.embed({"table": self.TABLE}, places, CONFIG, key)[:, 0]
+
+        np.testing.assert_array_equal(embed(places[:-1], None), [0, 16, 17, 19])
+        np.testing.assert_array_equal(jax.jit(embed)(places, None), [0, 16, 17, 19, np.nan])
+        with pytest.raises(ValueError, match=r"abacus: places .* must lie in 0 \.\. 19; got 20"):
+            embed(places, None)
+        for seed in range(5):
+            key = jax.random.key(seed)
+            got = jax.jit(embed)(places, key)
+            np.testing.assert_array_equal(jnp.isnan(got), [False, False, True, True, True])
+            np.testing.assert_array_equal(embed(places[:2], key), got[:2])
+            with pytest.raises(ValueError, match=r"must lie in 0 \.\. 16; got 17"):
+                embed(places[:3], key)
         assert abacus.max_length() is None
 
+    def test_digits_are_kept_as_a_tuple_of_integers(self):
+        for digits in ([4, 5], np.array([4, 5]), range(4, 6)):
+            abacus = Abacus(digits=digits)
+            assert hash(abacus) == hash(Abacus(digits=(4, 5)))
+            assert [type(digit) for digit in abacus.digits] == [int, int]
+
     def test_misuse(self):
+        with pytest.raises(ValueError, match=r"abacus: digits must be token ids; got '45'"):
+            Abacus(digits="45")
+        for digits in ((4, 20), (-1, 3)):
+            with pytest.raises(ValueError, match=r"digits must be token ids in 0 \.\. 19; got \("):
+                Abacus(digits=digits).check(CONFIG)
         with pytest.raises(ValueError, match=r"abacus: digits, the token ids"):
             Abacus().check(CONFIG)
         with pytest.raises(ValueError, match=r"size = 20 must exceed max_offset = 20"):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tape_jax import ModelConfig
+from tape_jax._src.positions.bias import alibi_slopes
 from tape_jax.positions import Alibi, Fire, Rope, T5Bias
-from tape_jax.positions.bias import alibi_slopes
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

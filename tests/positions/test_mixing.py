@@ -5,10 +5,45 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxprs_in_params
 
-from tape_jax.positions.mixing import mix_heads, precise_product, sum_of_products
+from tape_jax import ModelConfig, tensor_state, update_state
+from tape_jax._src.positions.mixing import mix_heads, precise_product, sum_of_products
+from tape_jax._src.positions.norms import polar_factor
+from tape_jax.positions import MixHeadDim, NoEquivariance
 from tape_jax.sharding import ShardingConfig
 from tests.arrays import normal
+
+
+def precisions(function, *args):
+    """Of all matrix products in a function."""
+    found = []
+
+    def collect(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "dot_general":
+                found.append(equation.params["precision"])
+            for inner in jaxprs_in_params(equation.params):
+                collect(inner)
+
+    collect(jax.make_jaxpr(function)(*args).jaxpr)
+    return found
+
+
+def test_products_of_states_are_in_full_precision():
+    highest = (jax.lax.Precision.HIGHEST,) * 2
+    e, a = jnp.ones((3, 2, 8)), jnp.ones((3, 4, 8))
+    update = {"mix": jnp.ones((2, 4))}
+    assert precisions(update_state, update, e, a, jnp.ones((3, 5))) == [highest]
+    assert precisions(polar_factor, jnp.ones((3, 2, 4, 3))) == [highest] * 2
+    assert precisions(polar_factor, jnp.ones((3, 2, 3, 4))) == [highest] * 2
+    assert precisions(functools.partial(tensor_state, head_dim=8, l=4, r=4), jnp.arange(3)) == []
+    for cls in (MixHeadDim, NoEquivariance):
+        config, table = ModelConfig(5, hidden_size=16, num_heads=2), jnp.ones((3, 2, 8))
+        params = {name: jnp.ones(spec.shape) for name, spec in cls().mixing_params(config).items()}
+        gate, *products = precisions(cls().mix_table, params, table, None, jnp.ones((3, 16)))
+        assert gate is None
+        assert products == [highest] * 2
 
 
 def test_states_are_mixed_without_a_matrix_unit_on_a_tpu(monkeypatch):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from tape_jax import RopeScaling, rotary_state, tensor_state, update
-from tape_jax.positions.norms import normalize, polar_factor
+from tape_jax import RopeScaling, rotary_state, tensor_state, update_state
+from tape_jax._src.positions.norms import normalize, polar_factor
 from tests.arrays import normal
 
 
@@ -122,7 +122,9 @@ def test_the_start_state_is_left_as_it_is(x64, kind, norm, l, r):
         start = rotary_state(jnp.arange(20), 8, scaling=scaling)[:, None]
     else:
         start = tensor_state(jnp.arange(20), 8, l, r, scaling=scaling)
-    moved = update(start, None, jnp.ones((20, 3)), {}, norm=norm, magnitude=scaling.state_magnitude)
+    moved = update_state(
+        {}, start, None, jnp.ones((20, 3)), norm=norm, magnitude=scaling.state_magnitude
+    )
     np.testing.assert_allclose(moved, start, atol=1e-12)
 
 

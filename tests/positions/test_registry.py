@@ -1,13 +1,17 @@
 """Names, options and defaults of encodings."""
 
 import dataclasses
+import functools
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tape_jax import ModelConfig, RopeScaling, positions
+from tape_jax._src.positions import ALIASES
+from tape_jax._src.positions.protocol import check_indices, table_rows
 from tape_jax.positions import Encoding, Rope, Tape, create, registry
-from tape_jax.positions.protocol import check_indices
 
 CONFIG = ModelConfig(13, hidden_size=16, num_layers=2, num_heads=2)
 
@@ -107,12 +111,43 @@ def test_no_encoding_does_nothing():
     assert not none.updates(0, 2)
     state = object()
     assert none.carry(state, (3,), CONFIG) is state
-    assert none.update({}, state, None, jnp.zeros((3, 16))) is state
+    assert none.update_state({}, state, None, jnp.zeros((3, 16))) is state
 
 
 def test_tables_are_indexed_by_integers():
-    check_indices("learned", jnp.arange(3, dtype=jnp.uint8))
-    with pytest.raises(ValueError, match=r"learned: positions must be integers.*got float32"):
-        check_indices("learned", jnp.arange(3.0))
+    check_indices("places", jnp.arange(3, dtype=jnp.uint8), 3)
+    with pytest.raises(ValueError, match=r"places must be integers.*got float32"):
+        check_indices("places", jnp.arange(3.0))
     with pytest.raises(ValueError, match=r"got bool"):
-        check_indices("learned", jnp.ones(3, bool))
+        check_indices("places", jnp.ones(3, bool))
+
+
+def test_tables_give_no_neighbours():
+    table, index = jnp.arange(6.0).reshape(3, 2), jnp.array([[2, 3], [-1, 0]])
+    for value, wrong in ((3, [[2, 3]]), (-1, [[0], [-1]])):
+        with pytest.raises(ValueError, match=rf"places must lie in 0 \.\. 2; got {value}"):
+            table_rows("places", table, jnp.array(wrong))
+    np.testing.assert_array_equal(
+        jax.jit(functools.partial(table_rows, "places"))(table, index),
+        [[[4, 5], [np.nan] * 2], [[np.nan] * 2, [0, 1]]],
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("rotary", "rope"),
+        ("nope", "none"),
+        ("NoPE", "none"),
+        ("sinusoid", "sinusoidal"),
+        ("T5", "t5"),
+    ],
+)
+def test_what_people_call_encodings_gets_a_suggestion(given, meant):
+    with pytest.raises(ValueError, match=rf"did you mean '{meant}'\?"):
+        create(given)
+
+
+def test_what_they_are_called_besides_are_encodings():
+    assert set(ALIASES.values()) <= set(registry)
+    assert not set(ALIASES) & set(registry)

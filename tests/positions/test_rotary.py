@@ -1,5 +1,7 @@
 """Rotary tables against recorded ones, and frequencies against formulas one at a time."""
 
+import dataclasses
+import functools
 import math
 from pathlib import Path
 
@@ -8,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tape_jax import ModelConfig, RopeScaling, rotary_state
+from tape_jax import ModelConfig, RopeScaling, rotary_state, rotate
+from tape_jax._src.positions.rotary import frequencies
 from tape_jax.positions import RandomRope, Rope, Xpos, Yarn
-from tape_jax.positions.rotary import frequencies
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -188,6 +190,19 @@ class TestRotaryState:
             np.testing.assert_array_equal(got, want)
             assert not np.allclose(got, rotary_state(positions, 8, axes=axes))
 
+    @pytest.mark.parametrize("options", [{}, {"axes": 3}, {"partial_rotary_factor": 0.75}])
+    def test_dynamic_scaling_by_row(self, x64, options):
+        """As if each row were alone, below the trained length and above, traced or not."""
+        scaling = RopeScaling("dynamic", 2.0, original_length=4)
+        options = {"scaling": scaling, "log_stretch": jnp.asarray(0.3), **options}
+        lengths = jnp.array([[2, 4, 9]])
+        positions = jnp.arange(6.0)[:, None] * jnp.arange(1, 4) if "axes" in options else range(6)
+        state = functools.partial(rotary_state, jnp.asarray(positions), 8, **options)
+        want = jnp.stack([state(length=n) for n in (2, 4, 9)])[None]
+        assert jnp.abs(want[0, 2] - want[0, 1]).max() > 0.02
+        for call in (state, jax.jit(state)):
+            np.testing.assert_allclose(call(length=lengths), want, atol=1e-13)
+
     @pytest.mark.parametrize(
         ("positions", "dim", "axes", "words"),
         [
@@ -220,6 +235,16 @@ class TestRope:
         assert keys is start
         assert not rope.updates(0, 3)
         assert Rope(axes=2).coordinate_axes == 2
+
+    @pytest.mark.parametrize("kind", [Rope, Xpos])
+    def test_where_positions_have_a_batch_states_have_heads(self, kind):
+        places = jnp.arange(5)
+        alone, batched = (
+            kind().start(x, CONFIG) for x in (places, jnp.stack([places + 7, places]))
+        )
+        for one, two in zip(jax.tree.leaves(alone), jax.tree.leaves(batched), strict=True):
+            assert (one.shape, two.shape) == ((5, 8), (2, 5, 1, 8))
+            np.testing.assert_array_equal(two[1, :, 0], one)
 
     @pytest.mark.parametrize("factor", [1.0, 0.5])
     def test_a_learned_base(self, x64, factor):
@@ -254,7 +279,7 @@ class TestRope:
 
 class TestXpos:
     def test_recorded_tables(self, x64):
-        """The reference's decay starts in the middle of its longest sequence; ours at 0."""
+        """The reference's scales are 1 in the middle of its longest sequence, ours of this one."""
         file = recorded("xpos")
         queries, keys = Xpos().start(jnp.arange(17), CONFIG, dtype=jnp.float64)
         q, k = (np.asarray(x[:, :4]) + 1j * np.asarray(x[:, 4:]) for x in (queries, keys))
@@ -262,8 +287,9 @@ class TestXpos:
         freqs = file["f64/xpos_freqs"][:, :4]
         np.testing.assert_allclose(np.angle(q * np.exp(-1j * freqs)), 0, atol=1e-12)
         scale = file["f64/xpos_scale"][:, :4]
-        np.testing.assert_allclose(np.abs(q), scale / scale[0], rtol=1e-12)
-        np.testing.assert_allclose(np.abs(k), scale[0] / scale, rtol=1e-12)
+        middle = np.sqrt(scale[8] * scale[9])
+        np.testing.assert_allclose(np.abs(q), scale / middle, rtol=1e-12)
+        np.testing.assert_allclose(np.abs(k), middle / scale, rtol=1e-12)
 
     def test_logits_decay_with_distance(self, x64):
         """The fastest frequency by ``(0.4 / 1.4)^(n / 512)`` over n tokens."""
@@ -272,6 +298,31 @@ class TestXpos:
         )
         product = np.hypot(queries[:, 0], queries[:, 4]) * np.hypot(keys[0, 0], keys[0, 4])
         np.testing.assert_allclose(product, [1, 0.4 / 1.4, (0.4 / 1.4) ** 2], rtol=1e-12)
+
+    @pytest.mark.parametrize(
+        ("dtype", "length"), [("float16", 22_000), ("bfloat16", 270_000), ("float32", 270_000)]
+    )
+    def test_scales_are_numbers_at_every_length(self, dtype, length):
+        """Products of near tokens are what they are anywhere else; where they cannot be, no number.
+
+        The scale of a key would be exp(1.25 / 2048 t) from a middle at 0, which overflows float16
+        at 18,000 tokens and float32 at 145,000.
+        """
+        config = dataclasses.replace(CONFIG, dtype=dtype)
+        start = functools.partial(Xpos().start, config=config, length=length)
+        ones = jnp.ones((4, 1, 8), dtype)
+        for first in (0, length // 2, length - 4):
+            states = start(first + jnp.arange(4))
+            q, k = (np.asarray(rotate(ones, e), np.float64)[:, 0] for e in states)
+            # |q_i| |k_i| of each frequency: 1, since both rotations have the same angle.
+            q, k = (np.hypot(x[:, :4], x[:, 4:]) for x in (q, k))
+            np.testing.assert_allclose(q * k, 2, rtol=1e-2)
+            slow = 0.4 / 1.4
+            np.testing.assert_allclose(q[3, 0] * k[0, 0], 2 * slow ** (3 / 2048), rtol=1e-2)
+        far = jnp.array([2 * length])
+        assert all(jnp.isnan(e).all() for e in jax.jit(start)(far))
+        with pytest.raises(ValueError, match=rf"xpos: in {dtype}, positions may lie up to \d+ tok"):
+            start(far)
 
     def test_coordinates_decay_with_their_mean(self, x64):
         plain = Xpos().start(jnp.array([3.0]), CONFIG, dtype=jnp.float64)[0]
@@ -316,7 +367,28 @@ class TestRandomRope:
         encoding = RandomRope(range=300)
         all_of_them = encoding.start(jnp.arange(8), self.CONFIG, length=8)
         some = encoding.start(jnp.array([[2, 5], [7, 0]]), self.CONFIG, length=8)
-        np.testing.assert_array_equal(some, np.asarray(all_of_them)[[[2, 5], [7, 0]]])
+        np.testing.assert_array_equal(some[:, :, 0], np.asarray(all_of_them)[[[2, 5], [7, 0]]])
+
+    @pytest.mark.parametrize("each_layer", [False, True])
+    def test_rows_draw_for_their_own_length(self, each_layer):
+        """As if each were alone; what is beyond it is refused or, if not known yet, NaN."""
+        encoding = RandomRope(range=300, each_layer=each_layer)
+
+        def start(positions, length):
+            state = encoding.start(positions, self.CONFIG, length=length, key=jax.random.key(3))
+            return state[0] if each_layer else state
+
+        lengths = jnp.array([4, 1, 300, 301])
+        batch = jnp.squeeze(jax.jit(start)(jnp.arange(4), lengths), -2)
+        for i, length in enumerate((4, 1, 300)):
+            alone = start(jnp.arange(min(length, 4)), length)
+            np.testing.assert_array_equal(batch[..., i, : alone.shape[-2], :], alone)
+        assert jnp.isnan(batch[..., 1, 1:, :]).all()
+        assert jnp.isnan(batch[..., 3, :, :]).all()
+        with pytest.raises(ValueError, match=r"positions must lie in 0 \.\. 0; got 1"):
+            start(jnp.arange(4), lengths[:2])
+        with pytest.raises(ValueError, match=r"301 positions cannot be drawn"):
+            start(jnp.arange(4), lengths)
 
     def test_one_draw_per_layer(self):
         tables, layer = self.draw(20, jax.random.key(0), each_layer=True)
@@ -331,7 +403,7 @@ class TestRandomRope:
             queries, keys = encoding.rotation(state)
             np.testing.assert_array_equal(queries, tables[i])
             np.testing.assert_array_equal(keys, tables[i])
-            state = encoding.update({}, state, None, jnp.zeros((20, 4)))
+            state = encoding.update_state({}, state, None, jnp.zeros((20, 4)))
 
     def test_one_draw_serves_all_layers_otherwise(self):
         assert not RandomRope().updates(0, 3)
@@ -344,3 +416,7 @@ class TestRandomRope:
             RandomRope(range=300).start(jnp.arange(5), self.CONFIG, length=301)
         with pytest.raises(ValueError, match=r"random_rope: positions must be integers"):
             RandomRope().start(jnp.arange(5.0), self.CONFIG)
+        with pytest.raises(ValueError, match=r"one coordinate is drawn per token; got 2"):
+            RandomRope(axes=2)
+        with pytest.raises(ValueError, match=r"range must be positive; got 0"):
+            RandomRope(range=0)

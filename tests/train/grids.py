@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from train.data.arithmetic import Addition
-from train.grids import Grid
+from train.evaluation.grids import Grid
+from train.tasks.arithmetic import Addition
 
 
 def sum_grid(rows, columns, correct, counts, shared, trained) -> Grid:

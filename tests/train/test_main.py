@@ -6,7 +6,6 @@ import shutil
 import signal
 import threading
 import time
-import types
 from pathlib import Path
 
 import chex
@@ -14,31 +13,10 @@ import jax
 import pytest
 
 from tape_jax.sharding import ShardingConfig
-from train import experiment, loop, metrics, runs
 from train import main as program
-from train import step as training_step
-from train.commands import compare
 from train.main import main
-from train.sweep import Setting
-
-CONFIG = """
-from ml_collections import ConfigDict
-
-def get_config():
-    return ConfigDict({
-        "task": {"name": "addition", "max_digits": 2},
-        "model": {"hidden_size": 8, "num_heads": 2, "num_layers": 2, "max_length": 30},
-        "train": {"steps": 6, "batch_size": 4, "learning_rate": 1e-3, "save_every": 3},
-        "evaluation": {"longest": 3, "samples_per_pair": 2},
-    })
-"""
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    path = tmp_path_factory.mktemp("configs") / "small.py"
-    path.write_text(CONFIG)
-    return path
+from train.training import metrics, runs
+from train.training import step as training_step
 
 
 @pytest.fixture(scope="module")
@@ -169,16 +147,22 @@ def test_ask(trained, capsys):
         (["train", "--run={new}", "--resume"], "there is no run folder"),
         (["train", "--run={other}", "--resume"], "is not a run"),
         (["train", "--run={bare}", "--resume"], "no checkpoint in .*bare"),
-        (["train", "--run={run}", "--resume", "--config.train.steps=9"], "needs --config"),
         (
-            ["train", "--run={run}", "--resume", "--config={config}", "--config.train.steps=9"],
-            "another experiment .train.steps: 6 there, 9 here",
+            ["train", "--run={run}", "--resume", "--config.train.batch_size=8"],
+            r"another experiment .train.batch_size: 4 there, 8 here\)\. .*train\.steps may change",
+        ),
+        (
+            ["train", "--run={run}", "--resume", "--config={config}", "--config.seed=9"],
+            "another experiment .seed: 0 there, 9 here",
+        ),
+        (
+            ["train", "--run={run}", "--resume", "--config.train.steps=5"],
+            "train.steps = 5: the run has already taken 6 steps",
         ),
         (["eval", "--run={new}"], "there is no run folder"),
         (["eval", "--run={other}"], "is not a run"),
         (["eval", "--run={bare}"], "no checkpoint in .*bare"),
         (["eval", "--run={run}", "--config.train.steps=9"], "cannot be changed after training"),
-        (["eval", "--run={run}", "--config.evaluation.longest=20"], "needs .* tokens.* at most 30"),
         (["eval", "--run={run}", "--config.evaluation.longest=0"], "longest must be at least 1"),
         (["eval", "--run={run}", "--config.sharding.data=3"], "needs 3 devices; got 8"),
         (["ask", "--run={other}", "1+2"], "is not a run"),
@@ -245,69 +229,6 @@ def test_compare_refuses_a_run_of_another_experiment(own, config, tmp_path, caps
     assert content(folder) == before
 
 
-def test_a_training_that_fails_is_reported(trained, tmp_path):
-    job = compare.Job(
-        "tape", Setting(), tmp_path / "tape", runs.load(trained), command=("--config=nowhere.py",)
-    )
-    with pytest.raises(
-        loop.Stopped, match=r"tape, seed 0 failed(.|\n)*no config file nowhere"
-    ) as stopped:
-        compare.train_all([job], 1)
-    assert stopped.value.exit_code == program.USER_ERROR
-
-
-def test_a_plan_of_several_seeds(config, tmp_path):
-    jobs = compare.plan(
-        config, tmp_path, compare.ENCODINGS, ["tape", "none"], 2, ["--config.seed=7"]
-    )
-    assert [job.label for job in jobs] == [
-        "tape, seed 7",
-        "tape, seed 8",
-        "none, seed 7",
-        "none, seed 8",
-    ]
-    assert [job.folder.name for job in jobs] == ["tape", "tape-seed8", "none", "none-seed8"]
-    assert [job.experiment.seed for job in jobs] == [7, 8, 7, 8]
-    assert [job.experiment.model.position.kind for job in jobs[1:3]] == ["tape", "none"]
-    for job in jobs:
-        file, *own = job.command
-        assert experiment.from_file(file.partition("=")[2], own) == job.experiment
-
-
-@pytest.mark.slow
-def test_seeds_share_compiled_programs(config, tmp_path, monkeypatch):
-    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-    monkeypatch.setattr(compare, "_compiled", lambda: str(tmp_path / "compiled"))
-    jobs = compare.plan(config, tmp_path / "runs", compare.ENCODINGS, ["rope", "none"], 2, [])
-    (tmp_path / "runs").mkdir()
-    compare.train_all(jobs, 1)
-    assert all(job.finished for job in jobs)
-    assert len(list((tmp_path / "compiled").glob("jit_step-*-cache"))) == 2
-
-
-@pytest.mark.parametrize("own", [None, "glibc.malloc.arena_max=2"])
-def test_trainings_ask_for_large_pages_unless_told_otherwise(config, tmp_path, monkeypatch, own):
-    started = []
-    process = types.SimpleNamespace(pid=os.getpid())
-    monkeypatch.setattr(
-        compare.subprocess, "Popen", lambda *a, **given: started.append(given["env"]) or process
-    )
-    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    if own:
-        monkeypatch.setenv("GLIBC_TUNABLES", own)
-    [job] = compare.plan(config, tmp_path, compare.ENCODINGS, ["rope"], 1, [])
-    compare._start(job, sorted(os.sched_getaffinity(0)), alone=True, validate=False)
-    assert started[0]["GLIBC_TUNABLES"] == (own or "glibc.malloc.hugetlb=1")
-
-
-def test_cores_are_divided():
-    cores = sorted(os.sched_getaffinity(0))
-    assert compare.shares(1) == [cores]
-    assert compare.shares(len(cores)) == [[core] for core in cores]
-    assert all(len(share) == 1 for share in compare.shares(len(cores) + 1))
-
-
 @pytest.mark.slow
 def test_compare_interrupted_and_continued(config, tmp_path, monkeypatch, capsys):
     """Two trainings side by side are stopped by one signal, saved, and finished by a second."""
@@ -316,7 +237,7 @@ def test_compare_interrupted_and_continued(config, tmp_path, monkeypatch, capsys
     call += [f"--config.train.steps={steps}", "--config.train.save_every=250"]
     call += ["--config.model.num_layers=1"]
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-    monkeypatch.setattr(compare, "_compiled", lambda: str(tmp_path / "compiled"))
+    monkeypatch.setenv("TAPE_JAX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
     def interrupt_once_both_train():

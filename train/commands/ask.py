@@ -6,13 +6,8 @@ python -m train.main ask --run=runs/x "407+85"
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
-
-from tape_jax.config import require
-from train import runs
-from train.evaluate import Answer, answer
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -23,20 +18,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Asks."""
-    for reply in ask(args.run, args.questions):
-        print(reply)
+    from tape_jax._src.checks import require
+    from train.evaluation.exact_match import answer
+    from train.training import messages, runs
 
-
-def ask(folder: Path, questions: Iterable[str]) -> Iterator[Answer]:
-    """The answers of a run's newest intact checkpoint.
-
-    Raises:
-      ValueError: if the folder is not a run or has no checkpoint, or a question is none.
-    """
-    trained = runs.restore_model(folder)
-    task: Any = trained.experiment.task
-    require(hasattr(task, "question"), f"the task of {folder} takes no questions")
-    for question in questions:
-        yield answer(
-            trained.apply, trained.variables, task, question, max_length=trained.max_length
-        )
+    task: Any = runs.load(args.run).task
+    require(
+        hasattr(task, "question"),
+        f"the task of {args.run} takes no questions; to have a prompt continued:\n"
+        f"  {messages.generate(args.run, args.questions[0])}",
+    )
+    trained = runs.restore_model(args.run)
+    limit = trained.max_length
+    for question in args.questions:
+        print(answer(trained.apply, trained.variables, task, question, max_length=limit))

@@ -11,10 +11,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tape_jax.adapt import merge_lora
-from tape_jax.pretrained import save_pretrained
-from train import runs
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
@@ -24,11 +20,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Exports."""
+    from tape_jax._src.checks import require
+    from tape_jax.adapt import merge_lora
+    from tape_jax.pretrained import save_pretrained
+    from train.training import messages, runs
+
+    wanted, adapter = runs.load(args.run), args.run / runs.ADAPTER
+    kind = wanted.model.position.kind
+    use = f"it stays a run, {messages.generate(args.run, 'Once upon a time')}"
+    if wanted.adapt and adapter.exists():
+        call = f"generate --model={wanted.adapt.base} --adapter={adapter}"
+        use = f"what was trained is in {adapter}, as {call} takes it"
+    require(
+        kind in ("rope", "yarn"),
+        f"a Llama folder has no place for the position encoding {kind!r}: {use}",
+    )
     trained = runs.restore_model(args.run)
     model, variables = trained.model, trained.variables
     if model.config.lora:
         model, variables = merge_lora(model, variables)
-    section = trained.experiment.adapt
+    section = wanted.adapt
     like = section.base if section and (Path(section.base) / "config.json").is_file() else None
     save_pretrained(args.out, model, variables, like=like)
     print(f"written: {args.out}")

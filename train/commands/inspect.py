@@ -17,15 +17,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import numpy as np
-
-from tape_jax.config import require
-from train import inspection, plots, runs
-from train.experiment import Experiment
-from train.step import Batch
-
-UNSEEN_SEED = 2**31
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
@@ -38,10 +29,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Looks inside."""
+    import numpy as np
+
+    from tape_jax._src.checks import require
+    from train.analysis import inspection
+    from train.comparison import plots
+    from train.training import runs
+
     require(args.examples >= 1, f"inspect: --examples must be at least 1; got {args.examples}")
     trained = runs.restore_model(args.run)
-    batch = None if args.prompt is not None else examples(trained.experiment, args.examples)
-    tokens = np.asarray(batch["inputs"]) if batch else prompted(trained.experiment, args.prompt)
+    if args.prompt is None:
+        batch = inspection.examples(trained.experiment, args.examples)
+        tokens = np.asarray(batch["inputs"])
+    else:
+        batch, tokens = None, inspection.prompted(trained.experiment, args.prompt)
     if args.length is not None:
         require(
             2 <= args.length <= tokens.shape[1],
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
         )
         tokens = tokens[:, : args.length]
     task = trained.experiment.task
-    labels = [[_printable(task.decode([token])) for token in row] for row in tokens]
+    labels = [[inspection.printable(task.decode([token])) for token in row] for row in tokens]
     inside = inspection.look(trained.model, trained.variables, tokens, labels)
     folder = args.out or args.run / "inside"
     pictures = inspection.figures(inside)
@@ -68,20 +69,3 @@ def run(args: argparse.Namespace) -> None:
     if batch and (found := inspection.reliance(trained.model, trained.variables, batch)):
         print(f"\n{found}")
     print(f"\nwritten: {', '.join(str(folder / name) for name in pictures)}")
-
-
-def examples(experiment: Experiment, count: int) -> Batch:
-    """Examples of the task, drawn with a seed of their own."""
-    return next(iter(experiment.task.dataset((experiment.seed + UNSEEN_SEED) % 2**32, count)))
-
-
-def prompted(experiment: Experiment, prompt: str) -> np.ndarray:
-    """The tokens [1, T] of a prompt."""
-    tokens = np.asarray(experiment.task.encode(prompt))
-    require(len(tokens) >= 2, f"inspect: --prompt must have at least 2 tokens; got {prompt!r}")
-    return tokens[None]
-
-
-def _printable(text: str) -> str:
-    """A token's text as a label that shows spaces and line ends."""
-    return text.replace(" ", "\u2423").replace("\n", "\u21b5").replace("\t", "\u2192") or "\u2205"

@@ -5,9 +5,9 @@
       --mesh fsdp=8,data=4 --mesh fsdp=32
 
 The real step is compiled for that machine: needs libtpu, or the CUDA plugin (see
-train/ahead_of_time.py). Memory and collectives are the compiler's; times are what the chips'
-data sheets allow at best. Nothing is run. Topologies: v4, v5e, v5p, v6e with the shape of a slice;
-a100, h100, h200 with GPUs of one host, or hosts x GPUs.
+train/analysis/ahead_of_time.py). Memory and collectives are the compiler's; times are what the
+chips' data sheets allow at best. Nothing is run. Topologies: v4, v5e, v5p, v6e with the shape of a
+slice; a100, h100, h200 with GPUs of one host, or hosts x GPUs.
 """
 
 from __future__ import annotations
@@ -15,15 +15,10 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
-
-from tape_jax.config import choose, require
-from tape_jax.files import write_atomically
-from tape_jax.model import Transformer
-from tape_jax.sharding import MESH_AXES, ShardingConfig
-from train import ahead_of_time, experiment, plan
+if TYPE_CHECKING:
+    from tape_jax.sharding import ShardingConfig
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +40,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Plans."""
+    import jax
+
+    from tape_jax._src.checks import require
+    from tape_jax._src.files import write_atomically
+    from tape_jax._src.model import Transformer
+    from tape_jax.sharding import ShardingConfig
+    from train import experiment
+    from train.analysis import ahead_of_time, plan
+
     jax.config.update("jax_platforms", "cpu")
     wanted = experiment.from_file(args.config, args.overrides)
     machine = ahead_of_time.machine(args.topology)
@@ -69,6 +73,9 @@ def run(args: argparse.Namespace) -> None:
 
 def parse_mesh(text: str) -> ShardingConfig:
     """A mesh such as ``fsdp=8,tensor=4``."""
+    from tape_jax._src.checks import choose, require
+    from tape_jax.sharding import MESH_AXES, ShardingConfig
+
     sizes: dict[str, Any] = {}
     for part in text.split(","):
         name, equals, size = part.partition("=")

@@ -8,22 +8,22 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from train.data.scrolls_files import SPLITS, SUBSETS, read
-from train.scrolls_metrics import Outcome, outputs_by_id, read_predictions, score
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
     parser.add_argument("--data", type=Path, required=True, help="the benchmark, or one archive")
-    parser.add_argument("--subset", required=True, metavar="NAME", help=", ".join(SUBSETS))
+    parser.add_argument("--subset", required=True, metavar="NAME", help="such as qasper")
     parser.add_argument(
-        "--split", default="validation", metavar="NAME", help=f"{', '.join(SPLITS)} (validation)"
+        "--split", default="validation", metavar="NAME", help="validation, train or test"
     )
     parser.add_argument("--predictions", type=Path, required=True, metavar="FILE")
 
 
 def run(args: argparse.Namespace) -> None:
     """Judges."""
+    from train.tasks.scrolls_files import read
+    from train.tasks.scrolls_metrics import Outcome, outputs_by_id, read_predictions, score
+
     outputs = outputs_by_id(read(args.data, args.subset, args.split))
     predictions = read_predictions(args.predictions)
     scores = score(args.subset, predictions, outputs)

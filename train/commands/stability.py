@@ -12,10 +12,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tape_jax.config import require
-from train import plots, stability, sweep
-from train.metrics import Progress
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
@@ -30,6 +26,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Measures."""
+    from tape_jax._src.checks import require
+    from train.analysis import stability
+    from train.comparison import plots, sweep
+    from train.training.metrics import Progress
+
     require(
         all(depth.isdigit() and int(depth) for depth in args.depths.split(",")),
         f"stability: --depths must be numbers such as 4,8,16; got {args.depths}",

@@ -1,12 +1,12 @@
 """Trains a model in a new run folder, or continues a run that was interrupted.
 
   python -m train.main train --config=configs/addition_demo.py --run=runs/x
-  python -m train.main train --run=runs/x --resume
+  python -m train.main train --run=runs/x --resume [--config.train.steps=6000]
 
---config with --resume starts the run if it is not there yet: one command for a scheduler that
-starts it again and again. Any field of the config can be changed: --config.train.steps=100
---config.model.position.kind=rope. With --config.adapt.base=FOLDER a trained model is adapted, by
-the method of --config.adapt.method. Ctrl-C or SIGTERM saves before leaving.
+--config with --resume starts the run if it is not there yet: one command for a scheduler. Any field
+of the config can be changed: --config.model.position.kind=rope; with --resume, those on which
+nothing depends that is trained. With --config.adapt.base=FOLDER a trained model is adapted, by the
+method of --config.adapt.method. Ctrl-C or SIGTERM saves before leaving, a second Ctrl-C does not.
 
 All devices: --config.sharding.data=-1 (each has all parameters) or --config.sharding.fsdp=-1 (each
 has its part); also tensor and sequence. Several hosts: the same command on each, with --distributed
@@ -18,11 +18,8 @@ from __future__ import annotations
 
 import argparse
 import re
+import time
 from pathlib import Path
-
-from tape_jax.config import require
-from train import distributed, experiment, loop, metrics, runs, sweep
-from train.commands import eval as evaluation
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -55,25 +52,39 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Trains."""
+    begun = time.monotonic()  # What is imported below takes its time, too.
+    if args.config is None and not args.resume:
+        raise ValueError("train: give --config=FILE, or --resume a run")
     steps = parse_steps(args.profile)
+
+    from train import experiment
+    from train.training import distributed, loop, messages, metrics, runs
+    from train.training.clock import Clock
+
     if args.distributed:
         distributed.initialize(args.distributed)
-    require(args.config is not None or args.resume, "train: give --config=FILE, or --resume a run")
     if args.config is None:
-        require(
-            not args.overrides,
-            f"train: {' '.join(args.overrides)} needs --config; a run is resumed as it was started",
-        )
-        wanted = runs.load(args.run)
+        wanted = experiment.change(runs.load(args.run), args.overrides)
     else:
         wanted = experiment.from_file(args.config, args.overrides)
-    loop.train(wanted, args.run, resume=args.resume, profile=steps, report=distributed.report)
-    distributed.report(f"{args.run}: {wanted.steps} steps done")
+    loop.train(
+        wanted,
+        args.run,
+        resume=args.resume,
+        profile=steps,
+        report=distributed.report,
+        clock=Clock(begun),
+    )
     if args.evaluate and distributed.is_main():
-        evaluation.evaluate(args.run, wanted.evaluation)
+        from train.comparison.evaluations import evaluate
+
+        evaluate(args.run, wanted.evaluation)
     if args.validate and distributed.is_main():
+        from train.comparison import sweep
+
         with metrics.Progress.of(f"validating {args.run.name}") as progress:
             sweep.validate(args.run, progress)
+    distributed.report(messages.next_commands(args.run, wanted, evaluated=args.evaluate))
 
 
 def parse_steps(text: str | None) -> range | None:
@@ -81,9 +92,6 @@ def parse_steps(text: str | None) -> range | None:
     if text is None:
         return None
     match = re.fullmatch(r"(\d+):(\d+)", text)
-    require(
-        match is not None and 1 <= int(match[1]) < int(match[2]),
-        f"--profile: expected FIRST:STOP, such as 10:13; got {text!r}",
-    )
-    assert match is not None
+    if match is None or not 1 <= int(match[1]) < int(match[2]):
+        raise ValueError(f"--profile: expected FIRST:STOP, such as 10:13; got {text!r}")
     return range(int(match[1]), int(match[2]))

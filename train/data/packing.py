@@ -17,7 +17,7 @@ from typing import Any
 import grain
 import numpy as np
 
-from tape_jax.config import choose, require
+from tape_jax._src.checks import choose, require
 from train.data import synthetic
 from train.data.token_cache import TokenStream
 
@@ -61,7 +61,7 @@ class Packed:
         return len(self._rows[0])
 
     def batch(self, rows: np.ndarray) -> Batch:
-        """The sequences ``rows`` [B], in the form of :meth:`train.data.Task.dataset`."""
+        """The sequences ``rows`` [B], in the form of :meth:`train.tasks.Task.dataset`."""
         place = np.arange(self.length + 1, dtype=np.int32)
         if self._rows is None:
             tokens = self.stream.tokens[(rows * self.length)[:, None] + place].astype(np.int32)

@@ -28,7 +28,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 
-from tape_jax.config import nearest, require
+from tape_jax._src.checks import nearest, require
 from train.data.tokenizers import Tokenizer
 
 _READ = 1 << 20
@@ -130,7 +130,7 @@ class TextFiles:
 
     def describe(self) -> Any:
         paths, root = _find(self.pattern)
-        return ["files", self.text_field, _describe_files(paths, root)]
+        return [_kind("files", paths), self.text_field, _describe_files(paths, root)]
 
     def documents(self) -> Iterator[Document]:
         paths, root = _find(self.pattern)
@@ -224,7 +224,7 @@ class TokenFiles:
 
     def describe(self) -> Any:
         paths, root = _find(self.pattern)
-        return ["tokens", self.dtype, _describe_files(paths, root)]
+        return [_kind("tokens", paths), self.dtype, _describe_files(paths, root)]
 
     def documents(self) -> Iterator[Document]:
         size = np.dtype(self.dtype).itemsize
@@ -277,6 +277,11 @@ def _find(pattern: str) -> tuple[list[Path], Path]:
     while glob.has_magic(str(root)):
         root = root.parent
     return paths, root if magic else root.parent
+
+
+def _kind(what: str, paths: Sequence[Path]) -> str:
+    """A single file may be a single document, which was not cut in two before."""
+    return f"{what}, one" if len(paths) == 1 else what
 
 
 def _describe_files(paths: Sequence[Path], root: Path) -> list[list[Any]]:

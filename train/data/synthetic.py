@@ -1,25 +1,18 @@
-"""Endless streams of batches, each a function of its number: training can resume anywhere.
-
-Also what tasks share whose questions are rows of symbols: which of them are held out of training,
-which are asked in evaluation, and how they are written down as tokens.
-"""
+"""Endless streams of batches, each a function of its number: training can resume anywhere."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import grain
 import numpy as np
 
-from tape_jax.config import require
+from tape_jax._src.checks import require
 
 Batch = dict[str, np.ndarray]
-
-HELD_OUT_ONE_IN = 10
-PAD = 0
 
 
 def generator(seed: int, *stream: int) -> np.random.Generator:
@@ -120,101 +113,6 @@ class Stream:
             return {name: x[process * size : (process + 1) * size] for name, x in batch.items()}
 
         return dataset(self.kind, rows, seed, batch_size, process_index, process_count)
-
-
-def mix(x: np.ndarray) -> np.ndarray:
-    """A bijection of uint64 in which each bit depends on all (the finaliser of SplitMix64)."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def fingerprints(symbols: np.ndarray) -> np.ndarray:
-    """uint64 [...]: a hash of each row of ``symbols`` [..., W]. Zeros at its end do not matter."""
-    place = np.arange(1, symbols.shape[-1] + 1, dtype=np.uint64)
-    factors = mix(place * np.uint64(0x9E3779B97F4A7C15))
-    return mix(symbols.astype(np.uint64) @ factors + np.uint64(1))
-
-
-def is_held_out(fingerprint: np.ndarray) -> np.ndarray:
-    """bool [...]: whether what has this fingerprint is in the tenth kept out of training."""
-    return mix(fingerprint) % np.uint64(HELD_OUT_ONE_IN) == 0
-
-
-def choose_questions(
-    rng: np.random.Generator,
-    samples: int,
-    *,
-    number: float,
-    every: Callable[[], np.ndarray],
-    draw: Callable[[int], np.ndarray],
-    held_out: Callable[[np.ndarray], np.ndarray] | None,
-) -> np.ndarray:
-    """Up to ``samples`` distinct questions, or all if there are fewer, in random order.
-
-    Args:
-      rng: random numbers.
-      samples: how many are wanted.
-      number: how many questions there are.
-      every: makes all of them, [number, W].
-      draw: makes so many random ones, [count, W].
-      held_out: tells for rows [N, W] which may be asked; None: all.
-    """
-    share = 1 if held_out is None else HELD_OUT_ONE_IN
-
-    def select(rows: np.ndarray) -> np.ndarray:
-        _, first = np.unique(rows, axis=0, return_index=True)
-        rows = rows[np.sort(first)]
-        return (rows if held_out is None else rows[held_out(rows)])[:samples]
-
-    # Random drawing would be slow, or endless, where most of the questions are to be found.
-    if number < 2 * HELD_OUT_ONE_IN * samples:
-        rows = every()
-        return select(rows[rng.permutation(len(rows))])
-    rows = select(draw(samples * share))
-    while len(rows) < samples:
-        rows = select(np.concatenate([rows, draw(samples * share)]))
-    return rows
-
-
-Part = int | np.ndarray
-
-
-def write(
-    prompt: Sequence[Part], answer: Sequence[Part], width: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Joins the parts of prompts and their answers.
-
-    Args:
-      prompt: tokens [B, W], each row of which may hold ``PAD`` in between; or one token for all.
-      answer: likewise.
-      width: tokens of a row of the result.
-
-    Returns:
-      tokens uint8 [B, width], padded at the end; tokens [B] of each prompt; and of prompt and
-      answer together.
-    """
-    parts = [*prompt, *answer]
-    count = next(len(part) for part in parts if not isinstance(part, int))
-    columns = [np.full((count, 1), p, np.uint8) if isinstance(p, int) else p for p in parts]
-    spread = np.concatenate(columns, axis=1)
-    prompt_width = sum(column.shape[1] for column in columns[: len(prompt)])
-    present = spread != PAD
-    lengths = present.sum(axis=1)
-    tokens = np.full((count, width), PAD, np.uint8)
-    tokens[np.arange(width) < lengths[:, None]] = spread[present]
-    return tokens, present[:, :prompt_width].sum(axis=1), lengths
-
-
-def answers_counted(tokens: np.ndarray, prompt_lengths: np.ndarray, lengths: np.ndarray) -> Batch:
-    """Training examples of which only the answers count; the arguments are those of `write`."""
-    target = np.arange(1, tokens.shape[1])
-    in_answer = (target >= prompt_lengths[:, None]) & (target < lengths[:, None])
-    return {
-        "inputs": tokens[:, :-1].astype(np.int32),
-        "targets": tokens[:, 1:].astype(np.int32),
-        "weights": in_answer.astype(np.float32),
-    }
 
 
 def require_positive(task: str, **values: Any) -> None:

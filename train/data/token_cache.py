@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import tqdm
 
-from tape_jax.config import choose, require
-from tape_jax.files import sync
+from tape_jax._src.checks import choose, require
+from tape_jax._src.files import sync
+from train.data import held_out
 from train.data.sources import Document, Source
 from train.data.tokenizers import Tokenizer
 
@@ -61,7 +62,8 @@ class Corpus:
     Attributes:
       source: the documents.
       tokenizer: its start and end tokens are put around every text.
-      side: ``all`` documents, or those that are ``held_out``, or the rest, ``train``.
+      side: ``all`` documents, or those that are ``held_out``, or the rest, ``train``. Where there
+        is a single document, its end is held out.
       held_out: share of the documents that are held out.
       label: of the progress bar.
     """
@@ -86,12 +88,24 @@ class Corpus:
 
     def documents(self) -> Iterator[Document]:
         """The documents of this side."""
-        for document in self.source.documents():
-            on_this_side = self.side == "all" or (
-                is_held_out(document.key, self.held_out) == (self.side == "held_out")
-            )
-            if on_this_side and len(document.content):
+        found = self.source.documents()
+        own = found if self.side == "all" else self._own(found)
+        return (document for document in own if len(document.content))
+
+    def _own(self, documents: Iterator[Document]) -> Iterator[Document]:
+        wanted = self.side == "held_out"
+        first = list(itertools.islice(documents, 2))
+        if len(first) == 1:
+            yield split(first[0], self.held_out)[wanted]
+            return
+        for document in itertools.chain(first, documents):
+            if held_out.document(document.key, self.held_out) == wanted:
                 yield document
+
+    @property
+    def is_one_document(self) -> bool:
+        """Whether the source has a single document."""
+        return len(list(itertools.islice(self.source.documents(), 2))) == 1
 
     def tokens(self) -> Iterator[list[np.ndarray]]:
         """The tokens of each document, in parts."""
@@ -105,19 +119,16 @@ class Corpus:
                     yield [document.content]
 
 
-def is_held_out(key: bytes | np.ndarray, share: float) -> bool:
-    """Whether the document of ``key`` is among the ``share`` that is kept out of training.
+def split(document: Document, share: float) -> tuple[Document, Document]:
+    """A document without its end, and its end, about this share of it.
 
-    It depends on the key alone: not on the order, the number or the other documents.
+    Texts are cut at the end of a line, if there is one near.
     """
-    content = key if isinstance(key, bytes) else key.data
-    number = int.from_bytes(hashlib.sha256(content).digest()[:8], "big")
-    return number < share * 2**64
-
-
-def default_folder() -> Path:
-    """``tape-jax`` in the user's cache folder (``XDG_CACHE_HOME``, else ``~/.cache``)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tape-jax"
+    content = document.content
+    cut = round((1 - share) * len(content))
+    if isinstance(content, str):
+        cut = content.find("\n", cut, (cut + len(content)) // 2) + 1 or cut
+    return document._replace(content=content[:cut]), document._replace(content=content[cut:])
 
 
 def open_stream(corpus: Corpus, folder: Path) -> TokenStream:

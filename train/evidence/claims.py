@@ -6,13 +6,13 @@ import statistics
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from train.comparison.report import by_seed
 from train.evidence import suite
 from train.evidence.overhead import PlannedCost
 from train.evidence.stability import PlannedGrowth
-from train.evidence.studies import PlannedTrainings
 from train.evidence.suite import BEYOND, INSIDE
+from train.evidence.trainings import PlannedTrainings
 from train.evidence.verdicts import Kind, Verdict, compare, every, keeps, unfinished, wins
-from train.report import by_seed
 
 Studies = Mapping[str, Any]
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from train.data import Score
-from train.plots import BODY, SMALL, TITLE
-from train.report import RunRecord, by_seed
+from train.comparison.plots import BODY, SMALL, TITLE
+from train.comparison.report import RunRecord, by_seed
+from train.tasks import Score
 
 MOST_PANELS = 3
 

@@ -7,11 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.train_step import again, measure
-from train import experiment, runs
-from train.evidence.records import Item
+from tape_jax._src.checks import require
+from train import experiment
+from train.analysis.step_cost import again, measure
+from train.evidence.records import Item, Record
 from train.evidence.studies import Fields, Measurements, Place, options
-from train.flops import model_flops
+from train.training import runs
+from train.training.flops import model_flops
+
+# What every measurement has; memory only where the compiler says it.
+MEASURED = ("length", "milliseconds", "time", "noise", "parameters", "operations")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +59,13 @@ class PlannedCost(Measurements):
         self.name, self.section = design.name, design.section
         self.design, self.place = design, place
         self.items = [
-            Item(self.name, f"{length}-{number}", design.encoding, self._experiment(length, number))
+            Item(
+                self.name,
+                f"{length}-{number}",
+                design.encoding,
+                self._experiment(length, number),
+                protocol={"reference": design.reference, "repeats": design.repeats},
+            )
             for length in design.lengths[place.scale]
             for number in range(design.measurements)
         ]
@@ -105,10 +116,15 @@ class PlannedCost(Measurements):
     def _shape(self, item: Item) -> tuple[int, int]:
         return item.experiment.task.sequence_length, item.experiment.train.batch_size
 
+    def check(self, record: Record) -> None:
+        """Raises ValueError if it is no measurement of cost."""
+        missing = [name for name in MEASURED if name not in record.found]
+        require(not missing, f"a measurement without {', '.join(missing)}")
+
     def measured(self) -> dict[int, list[Mapping[str, float]]]:
         """What has been measured, by length."""
         found: dict[int, list[Mapping[str, float]]] = {}
         for item in self.items:
-            if record := self.place.store.get(item):
+            if record := self.recorded(item):
                 found.setdefault(int(record.found["length"]), []).append(record.found)
         return found

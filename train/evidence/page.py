@@ -10,21 +10,21 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from tape_jax.files import write_atomically
-from train import stability
-from train.data import algorithms, groups
-from train.data.questions import depth_curves
+from tape_jax._src.files import write_atomically
+from train.analysis import stability
+from train.comparison.plots import MARK, depth_curves, require_ours, save
+from train.comparison.report import RunRecord, by_seed, mean_and_spread
+from train.comparison.tasks import algorithms, words
+from train.evaluation.grids import text_table
 from train.evidence.claims import CLAIMS
 from train.evidence.figures import dots
 from train.evidence.overhead import PlannedCost
 from train.evidence.records import Record
 from train.evidence.stability import PlannedGrowth
-from train.evidence.studies import Diverged, Place, PlannedTrainings, State, Study
+from train.evidence.studies import Place, State, Study
 from train.evidence.suite import CANDIDATES, SECTIONS, STUDIES
+from train.evidence.trainings import Diverged, PlannedTrainings
 from train.evidence.verdicts import Kind, compare, unfinished
-from train.grids import text_table
-from train.plots import MARK, require_ours, save
-from train.report import RunRecord, by_seed, mean_and_spread
 
 MOST_NAMES = 8
 LENGTHS, WORDS = SECTIONS[2:4]
@@ -176,7 +176,7 @@ def _overview(section: str, own: Sequence[Any], studies: Studies) -> Iterator[st
     if section == WORDS:
         for study in complete:
             yield f"Layers that follow 90 % of the words of `{study.name.removeprefix('words-')}`:"
-            yield groups.smallest_depths(_by_depth(study.results()))
+            yield words.smallest_depths(_by_depth(study.results()))
 
 
 def _length_table(complete: Sequence[PlannedTrainings], sums: PlannedTrainings) -> str:

@@ -1,21 +1,37 @@
-"""Results files: one for each finished run, written at once, refused if it is of anything else."""
+"""What came out of each run of a study, a file for each study (:mod:`train.evidence.lines`).
+
+A record that is of another experiment than the study's is left out, and :meth:`Store.misfit` says
+why. Numbers that were measured are kept with six digits. Titles and labels are no part of a result:
+they are in the code.
+
+``code`` of a record has the commit and the hash of :mod:`train.evidence.source`. Those that were
+made before this was kept have the commit that added them, and no hash.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tape_jax.config import require
-from tape_jax.files import write_atomically
+from tape_jax._src.checks import require
 from train import experiment
+from train.evaluation.grids import read_record
+from train.evidence import lines
 from train.experiment import Experiment
-from train.grids import read_record
+from train.experiment.adaptation import Adaptation
+from train.experiment.fields import build, flatten
 
-FORMAT = "tape-jax evidence, version 1"
+FORMAT = "tape-jax evidence, version 2"
+DIGITS = 6
+# What a base is called, wherever the runs are.
+BASE = "base"
+# Fields of a record of which runs have much in common, and those that are known beforehand.
+SHARED = ("experiment", "base", "protocol", "environment", "code", "found")
+KNOWN = SHARED[:-1]
 
 
 class Item(NamedTuple):
@@ -25,34 +41,44 @@ class Item(NamedTuple):
       study: its name.
       name: of the run, unique in the study, fit for a file.
       rival: what is compared.
-      experiment: what is run, seed included.
+      experiment: what is run, seed included; what it adapts is called ``BASE``.
+      base: what it adapts, if anything.
+      protocol: what else decides what comes out, in JSON types.
     """
 
     study: str
     name: str
     rival: str
     experiment: Experiment
+    base: Experiment | None = None
+    protocol: Mapping[str, Any] = {}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Record:
-    """What a results file holds.
+    """What is kept of a run.
 
     Attributes:
-      study, name, rival: of the :class:`Item`.
-      experiment: in JSON types.
+      name, rival, protocol: of the :class:`Item`.
+      experiment, base: in JSON types.
       found: what came out, in JSON types; its form is the study's.
       environment: versions and hardware.
+      code: by which it was made.
       seconds: of processor time that the last process of the run took.
+      same_as: the name of the run that this one would repeat step for step, and whose results are
+        its own; None: it was made.
     """
 
-    study: str
     name: str
     rival: str
     experiment: Mapping[str, Any]
+    base: Mapping[str, Any] | None
+    protocol: Mapping[str, Any]
     found: Mapping[str, Any]
     environment: Mapping[str, str]
+    code: Mapping[str, Any]
     seconds: float
+    same_as: str | None = None
 
     @property
     def seed(self) -> int:
@@ -60,9 +86,24 @@ class Record:
         return self.experiment["seed"]
 
 
+class Made(NamedTuple):
+    """How a record came about: fields of :class:`Record`."""
+
+    environment: Mapping[str, str]
+    code: Mapping[str, Any]
+    seconds: float
+
+
+class _Study(NamedTuple):
+    """The records of a study by name, and what cannot be read."""
+
+    records: Mapping[str, Record]
+    problems: Sequence[str]
+
+
 @dataclasses.dataclass(frozen=True)
 class Store:
-    """The results files in a folder, one folder for each study.
+    """The records in a folder, a file for each study.
 
     Attributes:
       folder: is made when the first is written.
@@ -70,71 +111,167 @@ class Store:
 
     folder: Path
 
-    def path(self, item: Item) -> Path:
-        """Where the results of a run are."""
-        return self.folder / item.study / f"{item.name}.json"
+    def path(self, study: str) -> Path:
+        """Where the records of a study are."""
+        return self.folder / f"{study}.jsonl"
 
     def get(self, item: Item) -> Record | None:
-        """The results of a run; None if there are none yet.
+        """The record of a run; None if there is none that fits."""
+        record = self._study(item.study).records.get(item.name)
+        return None if record is None or _differences(record, item) else record
+
+    def misfit(self, item: Item) -> str | None:
+        """In what the record of this name differs from the run; None if in nothing, or of none."""
+        record = self._study(item.study).records.get(item.name)
+        return None if record is None else "; ".join(_differences(record, item)) or None
+
+    def names(self, study: str) -> list[str]:
+        """The runs of a study that have records, whether they fit or not."""
+        return list(self._study(study).records)
+
+    def problems(self, study: str) -> Sequence[str]:
+        """What cannot be read of a study's file, and is left out."""
+        return self._study(study).problems
+
+    def put(self, item: Item, found: Mapping[str, Any], made: Made) -> None:
+        """Writes the record of a run, after which it counts in place of any before."""
+        self._append(item, made, {"found": rounded(found)})
+
+    def refer(self, item: Item, other: str, made: Made) -> None:
+        """Writes that a run is, step for step, the other of this name.
 
         Raises:
-          ValueError: the file is of another version, another experiment, or none of ours.
+          ValueError: the other has no record.
         """
-        path = self.path(item)
-        if not path.exists():
-            return None
-        record, made = _read(path, path.stat().st_mtime_ns)
-        there = experiment.differences(made, item.experiment) if made != item.experiment else []
-        names = ("study", "name", "rival")
-        there += [
-            f"{name}: {getattr(record, name)!r} there, {getattr(item, name)!r} here"
-            for name in names
-            if getattr(record, name) != getattr(item, name)
-        ]
         require(
-            not there,
-            f"{path} holds the results of another experiment ({'; '.join(there)}): remove it, and "
-            "the run is made again",
+            other in self.names(item.study),
+            f"{self.path(item.study)}: {item.name} cannot be the same as {other!r}, which has no "
+            "record there",
         )
-        return record
+        self._append(item, made, {"found": None, "same_as": other})
 
-    def put(
-        self, item: Item, found: Mapping[str, Any], environment: Mapping[str, str], seconds: float
-    ) -> None:
-        """Writes the results of a run, all at once."""
-        path = self.path(item)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        described = experiment.to_json(item.experiment)
-        record = Record(
-            item.study, item.name, item.rival, described, found, environment, round(seconds, 1)
+    def tidy(self, study: str) -> None:
+        """Writes a study's file anew, with all that its runs share in its first line."""
+        lines.rewrite(self.path(study), FORMAT, SHARED)
+
+    def _append(self, item: Item, made: Made, fields: Mapping[str, Any]) -> None:
+        record = {
+            "name": item.name,
+            "rival": item.rival,
+            "experiment": _in_json(item.experiment),
+            "base": None if item.base is None else _in_json(item.base),
+            "protocol": dict(item.protocol),
+            "environment": dict(made.environment),
+            "code": dict(made.code),
+            "seconds": round(made.seconds, 1),
+            **fields,
+        }
+        lines.append(self.path(item.study), FORMAT, record, KNOWN)
+        # A run whose record does not fit would be made again and again.
+        why = self.misfit(item) or "; ".join(self.problems(item.study))
+        require(
+            self.get(item) is not None,
+            f"{self.path(item.study)}: {item.name} was written and cannot be read back: {why}",
         )
-        text = json.dumps({"format": FORMAT, **dataclasses.asdict(record)}, allow_nan=False)
-        write_atomically(path, text + "\n")
+
+    def _study(self, study: str) -> _Study:
+        path = self.path(study)
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            return _Study({}, [])
+        return _read(path, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def rounded(value: Any) -> Any:
+    """JSON types with every number that is not whole rounded to ``DIGITS`` digits."""
+    if isinstance(value, Mapping):
+        return {key: rounded(x) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(x) for x in value]
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+
+
+def portable(e: Experiment) -> Experiment:
+    """An experiment that does not say where the run is that it adapts."""
+    if e.adapt is None:
+        return e
+    return dataclasses.replace(e, adapt=dataclasses.replace(e.adapt, base=BASE))
+
+
+@functools.lru_cache(maxsize=256)
+def _read(path: Path, *version: int) -> _Study:
+    """The records of a file, in this version of it."""
+    contents = lines.read(path, FORMAT)
+    records, problems = {}, list(contents.problems)
+    for name, fields in contents.records.items():
+        try:
+            records[name] = _record(fields, contents.records)
+        except ValueError as error:
+            problems.append(f"{path}: {name}: {error}")
+    return _Study(records, problems)
+
+
+def _record(fields: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]]) -> Record:
+    """A record from its fields, and the others of its study; ValueError if they are not."""
+    fields = {"same_as": None, **fields}
+    if (other := fields["same_as"]) is not None:
+        found = others.get(other, {}).get("found")
+        require(found is not None, f"same_as names {other!r}, of which there are no results")
+        fields["found"] = found
+    for name in ("experiment", "protocol", "found", "environment", "code"):
+        value = fields.get(name, {})
+        require(isinstance(value, dict), f"{name}: expected fields, got {value!r}")
+    return Record(**read_record(fields, Record))
+
+
+def _differences(record: Record, item: Item) -> list[str]:
+    """In what a record and a run differ, with both values."""
+    there, here = _plain(record), _plain(item)
+    found = [
+        f"{name}: {there.get(name)!r} there, {here.get(name)!r} here"
+        for name in dict.fromkeys([*there, *here])
+        if there.get(name) != here.get(name)
+    ]
+    return [*found, *_of_experiments(record, item.experiment, item.base)]
+
+
+def _plain(described: Record | Item) -> dict[str, Any]:
+    """What a record and a run say beside their experiments."""
+    return {"rival": described.rival, **flatten(described.protocol, "protocol.")}
 
 
 @functools.lru_cache(maxsize=4096)
-def _read(path: Path, modified: int) -> tuple[Record, Experiment]:
-    record = read(path)
-    return record, experiment.from_mapping(record.experiment)
+def _of_experiments(record: Record, e: Experiment, base: Experiment | None) -> list[str]:
+    """In what the experiments of a record differ from these."""
+    if (record.base is None) != (base is None):
+        return ["only one of them adapts a base"]
+    pairs = [("", record.experiment, e)]
+    if record.base is not None and base is not None:
+        pairs.append(("base.", record.base, base))
+    found = []
+    for prefix, there, here in pairs:
+        # Mostly they are equal to the letter, which is soon seen.
+        if there == _in_json(here):
+            continue
+        try:
+            found += [prefix + x for x in experiment.differences(_experiment(there), here)]
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            found.append(f"{prefix}experiment: {type(error).__name__}: {error}")
+    return found
 
 
-def read(path: Path) -> Record:
-    """The content of a results file.
+@functools.lru_cache(maxsize=4096)
+def _in_json(e: Experiment) -> dict[str, Any]:
+    return json.loads(json.dumps(experiment.to_json(e)))
 
-    Raises:
-      ValueError: it is of another version, damaged, or none of ours.
+
+def _experiment(values: Mapping[str, Any]) -> Experiment:
+    """The experiment of a record. It describes the whole model, so that no base is looked up.
+
+    A field that had not been added then has its default, which is what was run.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is not a results file: {error}") from error
-    version = content.get("format") if isinstance(content, dict) else None
-    require(
-        version == FORMAT,
-        f"{path} is not a results file of this version: its format is {version!r}, expected "
-        f"{FORMAT!r}; remove it, and the run is made again",
-    )
-    try:
-        return Record(**read_record(content, Record, FORMAT))
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
+    made = experiment.from_mapping({**values, "adapt": None})
+    if values["adapt"] is None:
+        return made
+    return dataclasses.replace(made, adapt=build(Adaptation, values["adapt"], "adapt"))

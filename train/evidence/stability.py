@@ -8,15 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from train import experiment, stability, sweep
-from train.evidence.records import Item
+from train import experiment
+from train.analysis import stability
+from train.analysis.stability import Trace
+from train.comparison import sweep
+from train.evidence.records import Item, Record
 from train.evidence.studies import Measurements, Place
-from train.stability import Trace
 
 
 @dataclasses.dataclass(frozen=True)
 class Growth:
-    """Variants of a config at several depths (:mod:`train.stability`).
+    """Variants of a config at several depths (:mod:`train.analysis.stability`).
 
     Attributes:
       name: a word, fit for a folder.
@@ -63,7 +65,8 @@ class PlannedGrowth(Measurements):
             )
             planned = experiment.from_file(design.config, options, lambda _: None)
             name = f"{setting.name}-{depth}-seed{seed}"
-            self.items.append(Item(self.name, name, setting.name, planned))
+            protocol = {"noise": design.noise}
+            self.items.append(Item(self.name, name, setting.name, planned, protocol=protocol))
 
     @property
     def budget(self) -> str:
@@ -79,8 +82,12 @@ class PlannedGrowth(Measurements):
         found = stability.trace(item.experiment, item.rival, noise=self.design.noise)
         return dataclasses.asdict(found)
 
+    def check(self, record: Record) -> None:
+        """Raises ValueError if it is no trace."""
+        Trace.from_json(record.found)
+
     def traces(self, seed: int | None = None) -> list[Trace]:
         """What has been measured, with one seed or all."""
-        records = [self.place.store.get(item) for item in self.items]
+        records = [self.recorded(item) for item in self.items]
         wanted = [r for r in records if r and seed in (None, r.seed)]
         return [Trace.from_json(record.found) for record in wanted]

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from configs.ablations import VARIANTS
 from train.evidence.overhead import Cost
 from train.evidence.stability import Growth
-from train.evidence.studies import Base, Design, Fields, Trainings
+from train.evidence.studies import Design, Fields
+from train.evidence.trainings import Base, Trainings
 
 SECTIONS = ("claims", "ablations", "length suite", "word problems", "stability")
 
@@ -28,6 +29,8 @@ DEPTHS = (1, 2, 4)
 SHALLOW = {"cpu": {"model.scan_layers": False}}
 # Variants of the ablations that claims are about, and those that are also trained on text.
 CLAIMED = ("tape", "rope", "no_update", "place_weights", "early", "late")
+# TAPE that updates nothing is RoPE.
+WITHOUT_UPDATES = {"no_update": "rope"}
 ON_TEXT = (
     *CLAIMED,
     *("attention_only", "mlp_only", "heads", "no_equivariance", "norm_rms", "norm_unit"),
@@ -167,6 +170,7 @@ STUDIES: tuple[Design, ...] = (
         section="ablations",
         config=CONFIGS / "ablations.py",
         rivals={name: VARIANTS[name] for name in (*CLAIMED, *VARIANTS)},
+        same=WITHOUT_UPDATES,
         scores=(BEYOND, INSIDE),
     ),
     Trainings(
@@ -175,6 +179,7 @@ STUDIES: tuple[Design, ...] = (
         config=CONFIGS / "bytes_demo.py",
         rivals={name: VARIANTS[name] for name in ON_TEXT},
         by_scale={"cpu": {"model.num_layers": 6}},
+        same=WITHOUT_UPDATES,
         scores=("perplexity_1x", "perplexity_2x", "perplexity_8x"),
     ),
     *(
@@ -200,6 +205,8 @@ STUDIES: tuple[Design, ...] = (
             rivals=by_depth(encodings("tape", "rope", "none")),
             fields={"task.group": group},
             by_scale=SHALLOW,
+            # The last layer never updates.
+            same={"tape-1": "rope-1"},
         )
         for group in GROUPS
     ),

@@ -12,9 +12,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from train.data import Score
-from train.evidence.studies import PlannedTrainings
-from train.report import RunRecord, by_seed, mean_and_spread, paired_difference
+from train.comparison.report import RunRecord, by_seed, mean_and_spread, paired_difference
+from train.evidence.trainings import PlannedTrainings
+from train.tasks import Score
 
 # Where every mean lies below the first or above the second, in per cent, nothing is told apart.
 FLOOR, CEILING = 5.0, 95.0

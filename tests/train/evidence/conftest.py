@@ -4,7 +4,8 @@ import pytest
 
 from tests.train.evidence.results import BEYOND, INSIDE
 from train.evidence.records import Store
-from train.evidence.studies import Place, Trainings
+from train.evidence.studies import Place
+from train.evidence.trainings import Trainings
 
 CONFIG = """
 from ml_collections import ConfigDict

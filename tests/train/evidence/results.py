@@ -2,11 +2,16 @@
 
 import numpy as np
 
-from train.evidence.studies import PlannedTrainings
-from train.grids import Grid, Wording
+from train.evaluation.grids import Grid
+from train.evidence.records import Made
+from train.evidence.trainings import PlannedTrainings
 
 BEYOND, INSIDE = "exact_match_outside", "exact_match_inside"
-ENVIRONMENT = {"python": "3", "devices": "1 x none"}
+MADE = Made(
+    environment={"python": "3", "devices": "1 x none"},
+    code={"commit": "0" * 40, "dirty": False, "modules": "0" * 16},
+    seconds=60.0,
+)
 
 
 def grid(job, right: float) -> dict:
@@ -23,7 +28,7 @@ def grid(job, right: float) -> dict:
         counts=counts,
         shared=counts < 0,
         trained=e.task.max_length,
-        wording=Wording("title", "rows", "columns", "symbols", "words", "lengths", "up to 3"),
+        wording=e.task.wording,
     ).to_json()
 
 
@@ -35,14 +40,13 @@ def finish(planned: PlannedTrainings, job, right: float, validated: float = 0.5)
         "diverged": None,
         "losses": [[1, 2.0], [2, 1.0]],
     }
-    planned.place.store.put(planned.item(job), found, ENVIRONMENT, 60.0)
+    planned.place.store.put(planned.item(job), found, MADE)
 
 
 def diverge(planned: PlannedTrainings, job) -> None:
     """Writes what a training that diverged would have."""
-    diverged = {"step": 7, "message": "the loss is nan"}
-    found = {"result": None, "validation": None, "diverged": diverged, "losses": [[1, 2.0]]}
-    planned.place.store.put(planned.item(job), found, ENVIRONMENT, 60.0)
+    found = {"result": None, "validation": None, "diverged": {"step": 7}, "losses": [[1, 2.0]]}
+    planned.place.store.put(planned.item(job), found, MADE)
 
 
 def all_trials(planned: PlannedTrainings) -> list:

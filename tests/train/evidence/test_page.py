@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.evidence.results import diverge, finish, finish_all, grid
-from train.commands import evidence as command
-from train.data.groups import WordResult
-from train.evidence import claims, page, suite
+from tests.train.evidence.results import MADE, diverge, finish, finish_all, grid
+from train.evaluation.grids import Grid
+from train.evidence import claims, making, page, suite
 from train.evidence.records import Store
 from train.evidence.studies import Place
+from train.evidence.trainings import PlannedTrainings
 from train.evidence.verdicts import Kind, wins
-from train.grids import Grid
 from train.main import main
+from train.tasks.words import WordResult
 
 
 @pytest.fixture
@@ -109,10 +109,10 @@ def test_depths(small, place, config, tmp_path, monkeypatch):
     planned = page.studies_at(place)["copying"]
     for rival in rivals:
         for job in planned.finals(rival):
-            part = Grid.from_json(grid(job, 0.5))
+            part = Grid.from_json(grid(job, 0.5), job.experiment.task.wording)
             found = {"result": WordResult(part, part).to_json(), "validation": None}
             found |= {"diverged": None, "losses": [[1, 2.0]]}
-            planned.place.store.put(planned.item(job), found, {}, 60.0)
+            planned.place.store.put(planned.item(job), found, MADE)
     diverge(planned, planned.finals("rope-2")[0])
     text = text_of({"copying": planned}, tmp_path)
     assert "1 or 2 layers of width 8" in text
@@ -123,16 +123,6 @@ def test_depths(small, place, config, tmp_path, monkeypatch):
         for job in planned.finals(rival):
             diverge(planned, job)
     assert page.figures(planned)
-
-
-def test_a_file_that_does_not_belong_is_named(small, place, tmp_path):
-    studies = page.studies_at(place)
-    finish(studies["copying"], studies["copying"].trials("tape")[0], 0.25)
-    changed = dataclasses.replace(small, fields={"train.batch_size": 8}).at(place._replace(
-        runs=tmp_path / "others"
-    ))  # fmt: skip
-    with pytest.raises(ValueError, match=r"1e-3\.json holds the results of another.*batch_size"):
-        page.markdown({"copying": changed}, "images")
 
 
 def test_a_page_of_another_hand_is_left_alone(small, place, tmp_path):
@@ -158,6 +148,46 @@ class TestCommand:
         assert self.call(tmp_path, "--page") == 0
         assert "evidence.md" in capsys.readouterr().out
         assert not place.store.folder.exists()
+        assert not place.runs.exists()
+
+    def test_what_is_left_out_and_what_is_not_used_is_said(
+        self, small, place, tmp_path, monkeypatch, capsys
+    ):
+        planned = small.at(place)
+        finish_all(planned, {"tape": 0.5, "rope": 0.3, "none": 0.2})
+        place.store.path("copying").rename(place.store.path("other"))
+        finish(planned, planned.trials("tape")[0], 0.25)
+        changed = dataclasses.replace(small, fields={"train.batch_size": 8})
+        monkeypatch.setattr(page, "STUDIES", (changed,))
+        assert self.call(tmp_path, "--page") == 0
+        first, second = capsys.readouterr().err.splitlines()
+        assert first == (
+            f"left out: {place.store.path('copying')}: tape-learning_rate=1e-3: "
+            "train.batch_size: 4 there, 8 here"
+        )
+        assert second == f"not used by any study: {place.store.path('other')}"
+        assert "**0 of 12 runs**" in (tmp_path / "docs" / "evidence.md").read_text()
+
+    def test_runs_elsewhere(self, small, place, tmp_path, capsys):
+        """What is on record needs no runs, wherever they are said to be."""
+        planned = small.at(place)
+        finish_all(planned, {"tape": 0.5, "rope": 0.3, "none": 0.2})
+        assert self.call(tmp_path, f"--runs={tmp_path / 'elsewhere'}") == 0
+        assert "**12 of 12 runs**" in (tmp_path / "docs" / "evidence.md").read_text()
+        assert not (tmp_path / "elsewhere").exists()
+
+    def test_what_was_made_is_tidied(self, small, place, tmp_path, monkeypatch):
+        """In the end the first line has what all runs share."""
+
+        def run(study, finished, *, quick):
+            finish_all(study, {"tape": 0.5, "rope": 0.3, "none": 0.2})
+            finished(study.items[0])
+
+        monkeypatch.setattr(PlannedTrainings, "run", run)
+        assert self.call(tmp_path) == 0
+        text = place.store.path("copying").read_text()
+        assert text.count('"counts"') == 2, "of the test and the validation, in the first line"
+        assert small.at(place).state.unfinished == []
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -179,7 +209,7 @@ class TestCommand:
         finish(here, first, 0.25)
         finish(recorded, first, 0.5)
         diverge(here, second)
-        table = command.compared({"copying": here}, {"copying": recorded})
+        table = making.compared({"copying": here}, {"copying": recorded})
         assert re.search(r"copying/tape-learning_rate=1e-3 \| beyond.* \| +25 +\| +50 \|", table)
         assert re.search(r"copying/rope-learning_rate=1e-3 \| beyond.* \| diverged \| +- \|", table)
         assert "none" not in table
@@ -206,8 +236,6 @@ class TestSuite:
         assert all(f"### {name}\n" in text for name in studies)
 
     @pytest.mark.slow
-    def test_the_committed_page_is_that_of_the_committed_results(self):
-        studies = page.studies_at(
-            Place(Store(Path("benchmarks/results/evidence")), Path("runs/evidence"))
-        )
+    def test_the_committed_page_is_that_of_the_committed_results(self, tmp_path):
+        studies = page.studies_at(Place(Store(Path("benchmarks/results/evidence")), tmp_path))
         assert Path("docs/evidence.md").read_text() == page.markdown(studies, "images/evidence")

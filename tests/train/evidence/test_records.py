@@ -1,73 +1,211 @@
-"""Results files: read back as written, refused if they are of anything else."""
+"""Records: read back as written, left out and named where they are of anything else."""
 
+import dataclasses
 import json
+import time
+from pathlib import Path
 
 import pytest
 
-from tests.train.evidence.results import ENVIRONMENT
+from tests.train.evidence.results import MADE
 from train import experiment
-from train.evidence.records import Item, read
+from train.evidence.records import FORMAT, Item, Store, portable, rounded
+from train.experiment.adaptation import Adaptation
 
 
 @pytest.fixture
 def item(config):
-    return Item("copying", "tape-seed1", "tape", experiment.from_file(config, ["--config.seed=1"]))
+    return Item(
+        "copying",
+        "tape-seed1",
+        "tape",
+        experiment.from_file(config, ["--config.seed=1"]),
+        protocol={"repeats": 20},
+    )
+
+
+def change(place, edit):
+    """Changes the file of the records: ``edit`` takes its first line and the last."""
+    path = place.store.path("copying")
+    values = [json.loads(line) for line in path.read_text().splitlines()]
+    edit(values[0]["shared"], values[-1])
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
 
 
 def test_round_trip(place, item):
     assert place.store.get(item) is None
-    place.store.put(item, {"result": [1]}, ENVIRONMENT, 12.34)
+    assert place.store.misfit(item) is None
+    place.store.put(item, {"result": [1]}, MADE._replace(seconds=12.34))
     record = place.store.get(item)
     assert (record.name, record.rival, record.seed) == ("tape-seed1", "tape", 1)
     assert (record.found, record.seconds) == ({"result": [1]}, 12.3)
-    assert [path.name for path in place.store.path(item).parent.iterdir()] == ["tape-seed1.json"]
+    assert (record.environment, record.code) == (MADE.environment, MADE.code)
+    assert (record.base, record.protocol, record.same_as) == (None, {"repeats": 20}, None)
+    assert place.store.misfit(item) is None
+    assert place.store.names("copying") == ["tape-seed1"]
+    assert place.store.problems("copying") == []
+
+
+def test_the_newer_record_counts(place, item):
+    place.store.put(item, {"result": [1]}, MADE)
+    assert place.store.get(item).found == {"result": [1]}
+    place.store.put(item, {"result": [2]}, MADE)
+    assert place.store.get(item).found == {"result": [2]}
+    place.store.tidy("copying")
+    assert place.store.get(item).found == {"result": [2]}
+
+
+def test_six_digits():
+    found = {"a": [1234567.0, 0.12345678, (1e-9,)], "b": 12345678, "c": True, "d": None, "e": "1.0"}
+    assert rounded(found) == {
+        "a": [1234570.0, 0.123457, [1e-9]],
+        "b": 12345678,
+        "c": True,
+        "d": None,
+        "e": "1.0",
+    }
+
+
+def test_only_results_are_rounded(place, item):
+    """What was run is kept to the last digit, or it would not be known again."""
+    train = dataclasses.replace(item.experiment.train, learning_rate=0.00123456789)
+    item = item._replace(experiment=dataclasses.replace(item.experiment, train=train))
+    place.store.put(item, {"loss": 0.00123456789}, MADE)
+    record = place.store.get(item)
+    assert record.experiment["train"]["learning_rate"] == 0.00123456789
+    assert record.found == {"loss": 0.00123457}
 
 
 def test_a_record_from_before_a_field_had_been_added(place, item):
     """A new field of a config has a default, which is what was run then."""
-    place.store.put(item, {}, ENVIRONMENT, 0)
-    path = place.store.path(item)
-    content = json.loads(path.read_text())
-    del content["experiment"]["train"]["spike"]
-    path.write_text(json.dumps(content))
+    place.store.put(item, {}, MADE)
+    change(place, lambda shared, _: shared["experiment"]["train"].pop("spike"))
     assert place.store.get(item) is not None
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("edit", "message"),
     [
         (
-            lambda record: record["experiment"]["train"].update(steps=3),
-            r"tape-seed1\.json holds the results of another experiment \(train\.steps: 3 there, 2 "
-            r"here\): remove it",
+            lambda shared, _: shared["experiment"]["train"].update(steps=3),
+            "train.steps: 3 there, 2 here",
         ),
-        (lambda record: record.update(rival="rope"), "rival: 'rope' there, 'tape' here"),
+        (lambda _, line: line.update(rival="rope"), "rival: 'rope' there, 'tape' here"),
         (
-            lambda record: record.update(format="tape-jax evidence, version 0"),
-            r"tape-seed1\.json is not a results file of this version: its format is '.*version 0'",
+            lambda shared, _: shared["protocol"].update(repeats=9),
+            "protocol.repeats: 9 there, 20 here",
         ),
-        (lambda record: record.pop("found"), r"tape-seed1\.json is damaged: .*got"),
-        (lambda record: record.clear(), "its format is None"),
+        (
+            lambda shared, _: shared.update(base=shared["experiment"]),
+            "only one of them adapts a base",
+        ),
+        (
+            lambda shared, _: shared["experiment"]["model"].update(window=8),
+            "experiment: ValueError: unknown field 'window' of model",
+        ),
+        (lambda shared, _: shared["experiment"].pop("adapt"), "experiment: KeyError: 'adapt'"),
     ],
 )
-def test_refused(place, item, change, message):
-    place.store.put(item, {}, ENVIRONMENT, 0)
-    path = place.store.path(item)
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=message):
-        place.store.get(item)
-
-
-def test_half_a_file(tmp_path):
-    path = tmp_path / "x.json"
-    path.write_text('{"format":')
-    with pytest.raises(ValueError, match=r"x\.json is not a results file: "):
-        read(path)
-
-
-def test_a_number_that_is_none_is_not_written(place, item):
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        place.store.put(item, {"loss": float("nan")}, ENVIRONMENT, 0)
+def test_of_another_run(place, item, edit, message):
+    """It is left out, it is said in what it differs, and the run can be made again."""
+    place.store.put(item, {}, MADE)
+    change(place, edit)
     assert place.store.get(item) is None
+    assert place.store.misfit(item).startswith(message)
+    assert place.store.names("copying") == ["tape-seed1"]
+    place.store.put(item, {"result": 1}, MADE)
+    assert place.store.get(item).found == {"result": 1}
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda _, line: line.pop("rival"), "tape-seed1: a Record has the fields .* got"),
+        (lambda shared, _: shared.pop("code"), "a Record has the fields .* got"),
+        (lambda shared, _: shared.update(protocol=3), "protocol: expected fields, got 3"),
+        (lambda shared, _: shared.pop("experiment"), "tape-seed1: a Record has the fields"),
+    ],
+)
+def test_unreadable(place, item, edit, message):
+    place.store.put(item, {}, MADE)
+    change(place, edit)
+    assert place.store.get(item) is None
+    (problem,) = place.store.problems("copying")
+    assert problem.startswith(f"{place.store.path('copying')}: tape-seed1: ")
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(problem)
+
+
+def test_files_of_the_version_before(place, item):
+    path = place.store.path("copying")
+    path.parent.mkdir()
+    path.write_text('{"format": "tape-jax evidence, version 1"}\n')
+    assert place.store.get(item) is None
+    (problem,) = place.store.problems("copying")
+    assert f"expected the format {FORMAT!r}" in problem
+
+
+class TestReferences:
+    def test_results_of_the_other(self, place, item):
+        other = item._replace(name="rope-seed1", rival="rope")
+        place.store.put(other, {"result": [1, 2]}, MADE)
+        place.store.refer(item, "rope-seed1", MADE)
+        record = place.store.get(item)
+        assert (record.found, record.same_as) == ({"result": [1, 2]}, "rope-seed1")
+        place.store.tidy("copying")
+        assert place.store.get(item).found == place.store.get(other).found == {"result": [1, 2]}
+        assert place.store.path("copying").read_text().count('"result"') == 1
+
+    def test_of_nothing(self, place, item):
+        with pytest.raises(ValueError, match="cannot be the same as 'rope-seed1', which has no"):
+            place.store.refer(item, "rope-seed1", MADE)
+        assert not place.store.path("copying").exists()
+
+    def test_of_what_is_lost(self, place, item):
+        place.store.put(item._replace(name="rope-seed1", rival="rope"), {}, MADE)
+        place.store.refer(item, "rope-seed1", MADE)
+        path = place.store.path("copying")
+        header, _, reference = path.read_text().splitlines()
+        path.write_text(f"{header}\n{reference}\n")
+        assert place.store.get(item) is None
+        assert place.store.problems("copying") == [
+            f"{path}: tape-seed1: same_as names 'rope-seed1', of which there are no results"
+        ]
+
+
+def test_wherever_the_base_is(place, item):
+    """Runs can be moved; which run is adapted, and how, cannot."""
+
+    def adapted(folder, method="lora", seed=1):
+        e = dataclasses.replace(item.experiment, adapt=Adaptation(folder, method))
+        base = dataclasses.replace(item.experiment, seed=seed)
+        return item._replace(experiment=portable(e), base=base)
+
+    place.store.put(adapted("runs/base"), {}, MADE)
+    assert place.store.get(adapted("/elsewhere/base")) is not None
+    assert place.store.misfit(adapted("runs/base", seed=2)) == "base.seed: 1 there, 2 here"
+    assert "adapt.method: 'lora' there" in place.store.misfit(adapted("runs/base", "full"))
+
+
+class TestCommitted:
+    """The records in the repository."""
+
+    store = Store(Path("benchmarks/results/evidence"))
+    studies = tuple(sorted(path.stem for path in store.folder.iterdir()))
+
+    def test_all_are_read_at_once(self):
+        start = time.process_time()
+        assert sum(len(self.store.names(study)) for study in self.studies) >= 641
+        assert time.process_time() - start < 1
+        assert [self.store.problems(study) for study in self.studies] == [[]] * len(self.studies)
+
+    def test_form(self):
+        """No wording, six digits, and the code that made it, or the commit that added it."""
+        for study in self.studies:
+            text = self.store.path(study).read_text()
+            assert '"wording"' not in text
+            for line in text.splitlines()[1:]:
+                record = json.loads(line)
+                assert all(rounded(v) == v for k, v in record.items() if k.startswith("found"))
+            header = json.loads(text[: text.index("\n")])
+            assert header["shared"]["experiment"]["task"]

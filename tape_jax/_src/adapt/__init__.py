@@ -1,0 +1,1 @@
+"""Retrofitting: the parts of :mod:`tape_jax.adapt`."""

@@ -1,0 +1,236 @@
+"""Adapter files: what was trained, and the fingerprint of the model that it belongs to."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from tape_jax._src import positions
+from tape_jax._src.adapt.identity import Fingerprint, digest, encoding_to_json, fingerprint
+from tape_jax._src.adapt.rules import Rule, parse_rule, table, trainable_mask
+from tape_jax._src.checks import from_mapping, require
+from tape_jax._src.config import Lora
+from tape_jax._src.files import write_atomically
+from tape_jax._src.layout import block_name, by_path, replaced, restack
+from tape_jax._src.model import (
+    Transformer,
+)
+
+FORMAT = "tape-jax adapter"
+VERSION = 1
+# Fields of the configuration that an adapter brings along; the others are those of its base.
+ADAPTED_FIELDS = ("position", "lora", "shifted_groups", "max_length", "local_window_size")
+
+
+def save_adapter(
+    path: str | os.PathLike,
+    model: Transformer,
+    variables: Any,
+    rules: Iterable[Rule | str],
+    *,
+    base: Fingerprint,
+    method: str | None = None,
+) -> None:
+    """Writes what was trained as one safetensors file, all at once or not at all.
+
+    The file holds the parameters that the rules choose and those that the base does not have, one
+    tensor per layer; in its metadata how to make the model from the base, and the base's
+    fingerprint.
+
+    Args:
+      path: the file; one that exists is replaced.
+      model: the adapted model.
+      variables: its trained variables.
+      rules: which parameters were trained.
+      base: the fingerprint of what was adapted: ``Adapted.base``, or :func:`fingerprint`.
+      method: name of the method, for :func:`describe_adapter`.
+
+    Raises:
+      ValueError: if a parameter that no rule chooses, or the size of the model, is not that of the
+        base, as far as the fingerprint tells.
+      NotImplementedError: if safetensors is not installed.
+    """
+    safetensors = _safetensors()
+    params = variables["params"]
+    rules = [parse_rule(rule) for rule in rules]
+    chosen = by_path(trainable_mask(params, rules))
+    own = fingerprint(model, variables)
+    changed = [
+        name
+        for name, value in base.architecture.items()
+        if own.architecture[name] != value and name not in ADAPTED_FIELDS
+    ]
+    changed += [
+        name
+        for name, tensor in base.tensors.items()
+        if own.tensors.get(name) != tensor and not any(chosen.get(name, {}).values())
+    ]
+    require(
+        not changed,
+        f"an adapter does not hold what no rule chooses, but these differ from the base: "
+        f"{', '.join(changed)}",
+    )
+    kept = {
+        block_name(first, name): np.asarray(x)
+        for name, leaves in by_path(params).items()
+        for first, x in leaves.items()
+        if chosen[name][first] or name not in base.tensors
+    }
+    unrolled = restack(unflatten_dict(kept, sep="/"), model, replaced(model, scan_layers=False))
+    tensors = {
+        name: np.asarray(x, order="C") for name, x in flatten_dict(unrolled, sep="/").items()
+    }
+    changes = {name: getattr(model.config, name) for name in ADAPTED_FIELDS}
+    changes["position"] = encoding_to_json(model.encoding)
+    changes["lora"] = changes["lora"] and dataclasses.asdict(changes["lora"])
+    adapter = {
+        "method": method,
+        "rules": [str(rule) for rule in rules],
+        "changes": changes,
+        "base": dataclasses.asdict(base),
+        "sha256": {name: digest(x) for name, x in tensors.items()},
+    }
+    text = json.dumps(adapter)
+    metadata = {
+        "format": FORMAT,
+        "version": str(VERSION),
+        "adapter": text,
+        "sha256": _text_digest(text),
+    }
+
+    def write(temporary: Path) -> None:
+        safetensors.numpy.save_file(tensors, temporary, metadata)
+
+    write_atomically(Path(path), write)
+
+
+def load_adapter(
+    path: str | os.PathLike, base_model: Transformer, base_variables: Any
+) -> tuple[Transformer, dict[str, Any]]:
+    """The adapted model of a file of :func:`save_adapter`, made from its base.
+
+    Args:
+      path: the file.
+      base_model: what was adapted; its layout, compute type and backend are kept.
+      base_variables: its variables.
+
+    Returns:
+      The model and its variables. Trained parameters take the place of the base's, on their
+      devices; all others are the base's own.
+
+    Raises:
+      ValueError: if the file is no adapter, of another version, or damaged, or if it belongs to
+        another base (the message names what differs).
+      NotImplementedError: if safetensors is not installed.
+    """
+    header, tensors = _read_adapter(path)
+    recorded = Fingerprint(**header["base"])
+    found = recorded.differences(fingerprint(base_model, base_variables))
+    require(
+        not found,
+        f"{path} belongs to another base; the adapter's, and the one given, differ in "
+        f"{'; '.join(found)}",
+    )
+    for name, x in tensors.items():
+        require(
+            digest(x) == header["sha256"].get(name),
+            f"{path} is damaged: the values of {name} do not have their checksum",
+        )
+    changes = dict(header["changes"])
+    changes["position"] = positions.create(changes["position"])
+    if changes["lora"] is not None:
+        lora = {**changes["lora"], "targets": tuple(changes["lora"]["targets"])}
+        changes["lora"] = from_mapping(Lora, lora, what="lora")
+    model = replaced(base_model, **changes)
+    trained = unflatten_dict(tensors, sep="/")
+    trained = restack(trained, replaced(model, scan_layers=False), model)
+    flat = flatten_dict(restack(base_variables["params"], base_model, model), sep="/")
+    for name, x in flatten_dict(trained, sep="/").items():
+        flat[name] = _like(x, flat.get(name))
+    return model, {**base_variables, "params": unflatten_dict(flat, sep="/")}
+
+
+def _like(x: np.ndarray, old: Any) -> Any:
+    """``x`` where ``old`` is: on its devices, or a numpy array too."""
+    if isinstance(old, np.ndarray):
+        return x
+    placed = isinstance(old, jax.Array) and old.committed
+    return jax.device_put(x, old.sharding) if placed else jnp.asarray(x)
+
+
+def describe_adapter(path: str | os.PathLike) -> str:
+    """What a file of :func:`save_adapter` holds, as a table; values are not read.
+
+    Raises:
+      ValueError: if the file is no adapter, of another version, or truncated.
+      NotImplementedError: if safetensors is not installed.
+    """
+    header, shapes = _read_adapter(path, values=False)
+    in_base = {name: tensor["shape"] for name, tensor in header["base"]["tensors"].items()}
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    nested = by_path(unflatten_dict(sizes, sep="/"))
+    trained = {name: list(leaves.values()) for name, leaves in nested.items()}
+    total = sum(math.prod(shape) for shape in in_base.values())
+    total += sum(sum(counts) for name, counts in trained.items() if name not in in_base)
+    title = f"method {header['method'] or 'unnamed'}, rules {', '.join(header['rules'])}"
+    return f"{title}\n{table(trained, total)}"
+
+
+def _read_adapter(
+    path: str | os.PathLike, *, values: bool = True
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The header of an adapter, and its tensors, or their shapes only."""
+    safetensors = _safetensors()
+    require(Path(path).is_file(), f"no adapter at {path}: expected a safetensors file")
+    try:
+        with safetensors.safe_open(path, framework="np") as file:
+            metadata = file.metadata() or {}
+            read = file.get_tensor if values else lambda name: file.get_slice(name).get_shape()
+            tensors = {name: read(name) for name in file.keys()}  # noqa: SIM118
+    except (safetensors.SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is no safetensors file, or damaged: {error}") from error
+    require(
+        metadata.get("format") == FORMAT,
+        f"{path} is no adapter: its metadata lack the format {FORMAT!r}",
+    )
+    require(
+        metadata.get("version") == str(VERSION),
+        f"{path} has version {metadata.get('version')} of the format; this code reads {VERSION}",
+    )
+    text = metadata.get("adapter", "")
+    require(
+        _text_digest(text) == metadata.get("sha256"),
+        f"{path} is damaged: its metadata do not have their checksum",
+    )
+    header = json.loads(text)
+    names = set(header["sha256"]) ^ set(tensors)
+    require(not names, f"{path} is damaged: it lacks, or should not have, {sorted(names)}")
+    return header, tensors
+
+
+def _text_digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _safetensors() -> Any:
+    """The optional package, with its numpy part."""
+    try:
+        import safetensors
+        import safetensors.numpy
+    except ImportError as error:
+        raise NotImplementedError(
+            "adapter files need the package safetensors: pip install 'tape-jax[pretrained]' "
+            f"({error})"
+        ) from error
+    return safetensors

@@ -1,0 +1,115 @@
+"""What a model is recognised by, so that an adapter is never put on to another base."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from typing import Any
+
+import jax
+import numpy as np
+
+from tape_jax._src import positions
+from tape_jax._src.checks import require
+from tape_jax._src.layout import OUTSIDE, by_path
+from tape_jax._src.model import (
+    Transformer,
+)
+from tape_jax._src.positions.protocol import Encoding
+
+# Entries per axis of a parameter's matrix, at least, that enter the fingerprint.
+SAMPLES = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Fingerprint:
+    """What a model is recognised by, whatever its layout: its shape and samples of its parameters.
+
+    Attributes:
+      architecture: fields of the configuration, position encoding included, as JSON values.
+      tensors: of each parameter, by its path without the number of a layer: ``shape`` (layers
+        first), ``dtype`` and ``sha256`` of a strided sample of its bytes.
+    """
+
+    architecture: dict[str, Any]
+    tensors: dict[str, dict[str, Any]]
+
+    def differences(self, other: Fingerprint) -> list[str]:
+        """What differs, with both values: those of ``self`` first."""
+        mine, others = dict(self._entries()), dict(other._entries())
+        return [
+            f"{name}: {mine.get(name, 'absent')} and {others.get(name, 'absent')}"
+            for name in dict.fromkeys([*mine, *others])
+            if mine.get(name) != others.get(name)
+        ]
+
+    def _entries(self):
+        for name, value in self.architecture.items():
+            # Fields that an encoding has got since then have their defaults.
+            again = encoding_to_json(positions.create(value)) if name == "position" else value
+            yield name, again
+        for name, tensor in self.tensors.items():
+            shape = "x".join(map(str, tensor["shape"]))
+            yield name, f"{tensor['dtype']}[{shape}] with values {tensor['sha256'][:12]}"
+
+
+def fingerprint(model: Transformer, variables: Any) -> Fingerprint:
+    """The fingerprint of a model with its parameters.
+
+    Of every matrix of every layer some 16 x 16 entries are read, evenly strided, so that a model of
+    billions of parameters takes hardly longer than a small one.
+
+    Raises:
+      ValueError: if the variables have no values.
+    """
+    c = model.config
+    abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(variables))
+    require(not abstract, "a fingerprint needs the values of parameters; got ShapeDtypeStructs")
+    architecture = {
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.hidden_size,
+        "num_layers": c.num_layers,
+        "num_heads": c.num_heads,
+        "num_kv_heads": c.kv_heads,
+        "head_dim": c.dim,
+        "intermediate_size": c.mlp_size,
+        "norm_eps": c.norm_eps,
+        "tie_embeddings": c.tie_embeddings,
+        "position": encoding_to_json(model.encoding),
+        **({"experts": dataclasses.asdict(c.experts)} if c.experts else {}),
+    }
+    tensors = {}
+    for path, leaves in sorted(by_path(variables["params"]).items()):
+        stacked = c.scan_layers and OUTSIDE not in leaves
+        rows = np.concatenate([_sample(x, stacked) for _, x in sorted(leaves.items())])
+        first = next(iter(leaves.values()))
+        shape = first.shape[1:] if stacked else first.shape
+        tensors[path] = {
+            "shape": list(shape) if OUTSIDE in leaves else [len(rows), *shape],
+            "dtype": str(first.dtype),
+            "sha256": digest(rows),
+        }
+    return Fingerprint(_json_copy(architecture), tensors)
+
+
+def _sample(x: Any, stacked: bool) -> np.ndarray:
+    """Evenly strided entries of each layer of ``x``: ``[layers or 1, ...]``."""
+    shape = x.shape[1:] if stacked else x.shape
+    strides = tuple(slice(None, None, max(n // SAMPLES, 1)) for n in shape)
+    return np.asarray(x[(slice(None), *strides)] if stacked else x[strides][None])
+
+
+def digest(x: np.ndarray) -> str:
+    """SHA-256 of the bytes of an array, in hexadecimal digits."""
+    return hashlib.sha256(x.tobytes()).hexdigest()
+
+
+def encoding_to_json(encoding: Encoding) -> dict[str, Any]:
+    """An encoding as JSON values from which ``positions.create`` makes it again."""
+    return _json_copy({"kind": encoding.kind, **dataclasses.asdict(encoding)})
+
+
+def _json_copy(values: dict[str, Any]) -> dict[str, Any]:
+    """What JSON makes of ``values``, so that they compare equal to what is read from a file."""
+    return json.loads(json.dumps(values))

@@ -1,0 +1,334 @@
+"""What is put into a trained model: TAPE, and the methods that it is compared with."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from tape_jax._src import positions
+from tape_jax._src.adapt.identity import Fingerprint, fingerprint
+from tape_jax._src.adapt.rules import Embeddings, Everything, LoraFactors, Norms, Position, Rule
+from tape_jax._src.algebra import at_least_float32
+from tape_jax._src.checks import choose, require
+from tape_jax._src.config import Lora, RopeScaling
+from tape_jax._src.layout import replaced, restack
+from tape_jax._src.model import (
+    Transformer,
+)
+from tape_jax._src.parameters import (
+    lora_params,
+)
+from tape_jax._src.positions.protocol import Param
+from tape_jax._src.positions.rotary import START_FIELDS
+
+Array = jax.Array
+
+
+def add_tape(
+    model: Transformer,
+    variables: Any,
+    *,
+    key: Array,
+    dtype: Any = None,
+    donate: bool = False,
+    **options: Any,
+) -> tuple[Transformer, dict[str, Any]]:
+    """TAPE put into a RoPE model (Zhu et al. 2025); at first the logits stay as they are.
+
+    Args:
+      model: a model with the encoding ``rope`` or ``yarn``, of any base, scaling and axes.
+      variables: its variables; arrays or ShapeDtypeStructs.
+      key: random key for the new parameters, of which ``mix`` and ``up`` start at zero.
+      dtype: type of the new parameters; None: the model's ``param_dtype``.
+      donate: whether the arrays of ``variables`` may be deleted; see :func:`restack`.
+      **options: of :class:`tape_jax.positions.Tape`, except those of the start state (``base``,
+        ``scaling``, ``axes``, ``partial_rotary_factor``, ``learn_base``), which are the model's.
+
+    Returns:
+      The model with the encoding ``tape``, and its variables. Existing arrays keep their type and
+      sharding.
+
+    Raises:
+      ValueError: if the model has another encoding, or an option is unknown or does not fit.
+    """
+    rope = _rope(model)
+    fixed = {name: getattr(rope, name) for name in START_FIELDS}
+    for name in options:
+        require(
+            name not in fixed,
+            f"add_tape: {name} is the model's own, {fixed.get(name)!r}: change it there first "
+            "(tape_jax.adapt.scale_theta, tape_jax.adapt.with_scaling)",
+        )
+    tape = positions.create("tape", **fixed, **options)
+    new = replaced(model, position=tape)
+    tape.check(new.config)
+    flat = flatten_dict(restack(variables["params"], model, new, donate=donate), sep="/")
+    dtype = jnp.dtype(dtype or new.config.param_dtype)
+    like = next(iter(flat.values()))
+    for start, stop, _ in new.blocks:
+        updates = tape.updates(start, new.config.num_layers)
+        specs = {
+            f"layers_{start}/position_{name}": spec
+            for name, spec in tape.layer_params(new.config, updates=updates).items()
+        }
+        layers = stop - start if new.config.scan_layers else None
+        flat |= _initial(specs, jax.random.fold_in(key, start), layers, dtype, like)
+    return new, {**variables, "params": unflatten_dict(flat, sep="/")}
+
+
+def add_lora(
+    model: Transformer,
+    variables: Any,
+    *,
+    key: Array,
+    rank: int = 8,
+    alpha: float = 16.0,
+    targets: Sequence[str] = ("q", "k", "v", "out"),
+    dtype: Any = None,
+) -> tuple[Transformer, dict[str, Any]]:
+    """Low-rank terms for projections (Hu et al. 2021); at first the logits stay as they are.
+
+    Args:
+      model: a model without low-rank terms.
+      variables: its variables; arrays or ShapeDtypeStructs.
+      key: random key for the factors ``A``; the factors ``B`` start at zero.
+      rank, alpha, targets: as in ``Lora``.
+      dtype: type of the factors; None: the model's ``param_dtype``.
+
+    Returns:
+      The model and its variables, with ``lora_a [in, rank]`` and ``lora_b [rank, out]`` beside each
+      target's ``kernel`` (behind an axis of layers, where there is one).
+
+    Raises:
+      ValueError: if the model has low-rank terms already, or an option does not fit.
+    """
+    require(
+        model.config.lora is None,
+        f"add_lora: the model has low-rank terms already, {model.config.lora}: merge_lora first",
+    )
+    new = replaced(model, lora=Lora(rank, alpha, tuple(targets)))
+    wanted = [[target, "kernel"] for target in targets]
+    flat = flatten_dict(variables["params"], sep="/")
+    dtype = jnp.dtype(dtype or new.config.param_dtype)
+    for i, (name, kernel) in enumerate(sorted(flat.items())):
+        if name.split("/")[-2:] not in wanted:
+            continue
+        *stack, fan_in, features = kernel.shape
+        specs = {
+            f"{name.removesuffix('kernel')}lora_{factor}": spec
+            for factor, spec in lora_params(fan_in, features, rank).items()
+        }
+        layers = stack[0] if stack else None
+        flat |= _initial(specs, jax.random.fold_in(key, i), layers, dtype, kernel)
+    return new, {**variables, "params": unflatten_dict(flat, sep="/")}
+
+
+def merge_lora(model: Transformer, variables: Any) -> tuple[Transformer, dict[str, Any]]:
+    """The low-rank terms added to their kernels: a plain model again, with full attention.
+
+    The sum is computed in at least float32 and rounded to the type of the kernel.
+
+    Raises:
+      ValueError: if the model has no low-rank terms.
+    """
+    lora = model.config.lora
+    if lora is None:
+        raise ValueError("merge_lora: the model has no low-rank terms (config.lora is None)")
+    scale = lora.scale
+    flat = flatten_dict(variables["params"], sep="/")
+
+    @jax.jit
+    def add(kernel: Array, a: Array, b: Array) -> Array:
+        wide = at_least_float32(jnp.result_type(kernel, a, b))
+        a, b = a.astype(wide), b.astype(wide)
+        product = jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+        return (kernel.astype(wide) + scale * product).astype(kernel.dtype)
+
+    for name in [n.removesuffix("lora_a") for n in flat if n.endswith("/lora_a")]:
+        factors = flat.pop(f"{name}lora_a"), flat.pop(f"{name}lora_b")
+        flat[f"{name}kernel"] = add(flat[f"{name}kernel"], *factors)
+    merged = replaced(model, lora=None, shifted_groups=None)
+    return merged, {**variables, "params": unflatten_dict(flat, sep="/")}
+
+
+def scale_theta(model: Transformer, variables: Any, base: float = 1e6) -> tuple[Transformer, Any]:
+    """The model with another rotary base (Xiong et al. 2023); parameters unchanged.
+
+    Raises:
+      ValueError: if the encoding is not a rotary one, or the base does not exceed 1.
+    """
+    return _with_rotation(model, base=float(base)), variables
+
+
+def with_scaling(
+    model: Transformer, scaling: RopeScaling, *, max_length: int | None = None
+) -> Transformer:
+    """The model with its rotary frequencies adapted by ``scaling``.
+
+    Args:
+      model: a model with a rotary encoding: ``rope``, ``yarn``, ``tape`` ...
+      scaling: such as ``RopeScaling("linear", 2.0)``.
+      max_length: the new longest sequence, in tokens; None: the model's.
+
+    Raises:
+      ValueError: if the encoding is not a rotary one.
+    """
+    model = _with_rotation(model, scaling=scaling)
+    return model if max_length is None else replaced(model, max_length=max_length)
+
+
+def full_attention(model: Transformer) -> Transformer:
+    """The model without shifted groups, as it is to be evaluated and to generate."""
+    return replaced(model, shifted_groups=None)
+
+
+def _initial(
+    specs: Mapping[str, Param], key: Array, layers: int | None, dtype: Any, like: Any
+) -> dict[str, Any]:
+    """New parameters, each layer's drawn on its own; without values if ``like`` has none."""
+
+    def draw() -> dict[str, Array]:
+        keys = jax.random.split(key, max(len(specs), 1))
+        return {
+            name: spec.init(k, spec.shape, dtype)
+            if layers is None
+            else jax.vmap(lambda k, s=spec: s.init(k, s.shape, dtype))(jax.random.split(k, layers))
+            for k, (name, spec) in zip(keys, specs.items(), strict=False)
+        }
+
+    return jax.eval_shape(draw) if isinstance(like, jax.ShapeDtypeStruct) else draw()
+
+
+def _rope(model: Transformer) -> positions.Rope:
+    """The encoding of a RoPE model."""
+    encoding = model.encoding
+    # Other encodings derive from Rope too, but start or rotate otherwise.
+    if not isinstance(encoding, positions.Rope) or encoding.kind not in ("rope", "yarn"):
+        raise ValueError(
+            f"expected a model with the encoding 'rope' or 'yarn'; this one has {encoding.kind!r}"
+        )
+    return encoding
+
+
+def _with_rotation(model: Transformer, **changes: Any) -> Transformer:
+    """The model with fields of its rotary encoding changed."""
+    encoding = model.encoding
+    if not isinstance(encoding, positions.Rope):
+        raise ValueError(f"expected a model with a rotary encoding; got {encoding.kind!r}")
+    if isinstance(encoding, positions.Yarn):
+        encoding = positions.Rope(**vars(encoding))
+    return replaced(model, position=dataclasses.replace(encoding, **changes))
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """What :func:`adapt` makes.
+
+    Attributes:
+      model: the adapted model.
+      variables: its variables.
+      rules: which parameters train.
+      method: name of the method.
+      base: fingerprint of what was adapted, for :func:`save_adapter`; None without values.
+    """
+
+    model: Transformer
+    variables: Any
+    rules: tuple[Rule, ...]
+    method: str
+    base: Fingerprint | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A way to adapt a model.
+
+    Attributes:
+      prepare: ``(model, variables, *, key, **options)`` to the adapted model and its variables.
+      rules: which parameters train, beside norms and embeddings.
+      options: names of the options; None: those of :class:`tape_jax.positions.Tape`.
+    """
+
+    prepare: Callable[..., tuple[Transformer, Any]]
+    rules: tuple[Rule, ...]
+    options: tuple[str, ...] | None
+
+    def trained(self, *, norms: bool = True, embeddings: bool = True) -> tuple[Rule, ...]:
+        """The rules, with those of norms and embeddings unless everything trains anyhow."""
+        if Everything() in self.rules:
+            return self.rules
+        return self.rules + (Norms(),) * norms + (Embeddings(),) * embeddings
+
+
+def _long_lora(model: Transformer, variables: Any, *, key: Array, groups: int = 4, **lora: Any):
+    model, variables = add_lora(model, variables, key=key, **lora)
+    return replaced(model, shifted_groups=groups), variables
+
+
+def _theta(model: Transformer, variables: Any, *, key: Array, base: float = 1e6, **lora: Any):
+    return add_lora(*scale_theta(model, variables, base), key=key, **lora)
+
+
+def _unchanged(model: Transformer, variables: Any, *, key: Array | None):
+    return model, variables
+
+
+_LORA_OPTIONS = ("rank", "alpha", "targets", "dtype")
+
+# The methods that the paper compares for longer contexts, and full fine-tuning.
+METHODS = {
+    "tape": Method(add_tape, (Position(),), None),
+    "lora": Method(add_lora, (LoraFactors(),), _LORA_OPTIONS),
+    "longlora": Method(_long_lora, (LoraFactors(),), ("groups", *_LORA_OPTIONS)),
+    "theta": Method(_theta, (LoraFactors(),), ("base", *_LORA_OPTIONS)),
+    "full": Method(_unchanged, (Everything(),), ()),
+}
+
+
+def adapt(
+    model: Transformer,
+    variables: Any,
+    method: str,
+    *,
+    key: Array | None = None,
+    norms: bool = True,
+    embeddings: bool = True,
+    scaling: RopeScaling | None = None,
+    **options: Any,
+) -> Adapted:
+    """Prepares a trained model for one method of context extension.
+
+    Args:
+      model: the base, with the encoding ``rope`` or ``yarn`` where the method is ``tape``.
+      variables: its variables; arrays or ShapeDtypeStructs.
+      method: ``tape``; ``lora``; ``longlora``, which trains on shifted groups and is evaluated with
+        :func:`full_attention`; ``theta``, LoRA with another rotary base; ``full``, everything.
+      key: random key for new parameters; ``full`` needs none.
+      norms, embeddings: whether the norms, and the embeddings with the output projection, train
+        too; ``full`` trains them in any case.
+      scaling: first adapts the rotary frequencies, as :func:`with_scaling`.
+      **options: ``tape``: those of :func:`add_tape`; else ``rank``, ``alpha``, ``targets`` and
+        ``dtype`` of :func:`add_lora`, ``groups`` (longlora) and ``base`` (theta).
+
+    Raises:
+      ValueError: for an unknown method or option, a missing key, or a model that does not fit.
+    """
+    choose("method", method, METHODS)
+    chosen = METHODS[method]
+    if chosen.options is not None:
+        for name in options:
+            choose(f"option of the method {method!r}", name, chosen.options)
+    needs_key = chosen.prepare is not _unchanged
+    require(key is not None or not needs_key, f"the method {method!r} needs a random key; got None")
+    abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(variables))
+    base = None if abstract else fingerprint(model, variables)
+    if scaling is not None:
+        model = with_scaling(model, scaling)
+    model, variables = chosen.prepare(model, variables, key=key, **options)
+    rules = chosen.trained(norms=norms, embeddings=embeddings)
+    return Adapted(model, variables, rules, method, base)

@@ -1,0 +1,171 @@
+"""Which parameters train: rules, masks, and the two parts that they make of a tree."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+import jax
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from tape_jax._src.checks import choose, require
+from tape_jax._src.layout import by_path, is_of_encoding
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Chooses parameters by their path, such as ``("layers_0", "mlp", "up", "kernel")``."""
+
+    kind: ClassVar[str]
+
+    def matches(self, path: tuple[str, ...]) -> bool:
+        """Whether the parameter trains."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return self.kind
+
+
+@dataclasses.dataclass(frozen=True)
+class Position(Rule):
+    """Parameters of the position encoding."""
+
+    kind: ClassVar[str] = "position"
+
+    def matches(self, path: tuple[str, ...]) -> bool:
+        return is_of_encoding(path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Norms(Rule):
+    """Scales of all norms."""
+
+    kind: ClassVar[str] = "norms"
+
+    def matches(self, path: tuple[str, ...]) -> bool:
+        return path[-1] == "scale"
+
+
+@dataclasses.dataclass(frozen=True)
+class Embeddings(Rule):
+    """The embeddings of the tokens and the output projection."""
+
+    kind: ClassVar[str] = "embeddings"
+
+    def matches(self, path: tuple[str, ...]) -> bool:
+        return path in (("embedding",), ("head", "kernel"))
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraFactors(Rule):
+    """The factors of low-rank terms."""
+
+    kind: ClassVar[str] = "lora"
+
+    def matches(self, path: tuple[str, ...]) -> bool:
+        return path[-1] in ("lora_a", "lora_b")
+
+
+@dataclasses.dataclass(frozen=True)
+class Everything(Rule):
+    """Every parameter."""
+
+    kind: ClassVar[str] = "all"
+
+    def matches(self, path: tuple[str, ...]) -> bool:
+        return True
+
+
+@dataclasses.dataclass(frozen=True)
+class Path(Rule):
+    """Parameters whose path matches a pattern, level by level: ``layers_*/attention/q/kernel``."""
+
+    kind: ClassVar[str] = "path"
+
+    pattern: str
+
+    def matches(self, path: tuple[str, ...]) -> bool:
+        levels = self.pattern.split("/")
+        return len(levels) == len(path) and all(map(fnmatch.fnmatchcase, path, levels))
+
+    def __str__(self) -> str:
+        return f"path:{self.pattern}"
+
+
+RULES: dict[str, type[Rule]] = {
+    cls.kind: cls for cls in (Position, Norms, Embeddings, LoraFactors, Everything)
+}
+
+
+def parse_rule(rule: Rule | str) -> Rule:
+    """A rule from its text: a name in :data:`RULES`, or ``path:<pattern>``.
+
+    Raises:
+      ValueError: for an unknown name.
+    """
+    if isinstance(rule, Rule):
+        return rule
+    name, colon, pattern = str(rule).partition(":")
+    if name == Path.kind and colon and pattern:
+        return Path(pattern)
+    choose("rule", rule, (*RULES, "path:<pattern>"))
+    return RULES[rule]()
+
+
+def trainable_mask(params: Any, rules: Iterable[Rule | str]) -> dict[str, Any]:
+    """Which parameters the rules choose: a tree of bools like ``params``.
+
+    Raises:
+      ValueError: if there is no rule, or one chooses nothing.
+    """
+    rules = [rules] if isinstance(rules, str | Rule) else rules
+    parsed = [parse_rule(rule) for rule in rules]
+    require(bool(parsed), "at least one rule is needed, or nothing trains")
+    flat = flatten_dict(params)
+    for rule in parsed:
+        if not any(rule.matches(path) for path in flat):
+            names = sorted({path.replace("layers/", "layers_*/") for path in by_path(params)})
+            raise ValueError(f"the rule {str(rule)!r} chooses none of {', '.join(names)}")
+    return unflatten_dict({path: any(r.matches(path) for r in parsed) for path in flat})
+
+
+def partition(params: Any, mask: Any) -> tuple[Any, Any]:
+    """``(trainable, frozen)``: trees like ``params`` with None in place of the other's leaves.
+
+    None is no leaf, so ``jax.grad`` and an optimiser see the trainable parameters alone.
+    """
+    return (
+        jax.tree.map(lambda x, chosen: x if chosen else None, params, mask),
+        jax.tree.map(lambda x, chosen: None if chosen else x, params, mask),
+    )
+
+
+def merge(trainable: Any, frozen: Any) -> Any:
+    """Inverse of :func:`partition`."""
+
+    def pick(x: Any, y: Any) -> Any:
+        return y if x is None else x
+
+    return jax.tree.map(pick, trainable, frozen, is_leaf=lambda x: x is None)
+
+
+def describe_trainable(params: Any, rules: Iterable[Rule | str]) -> str:
+    """The parameters that the rules choose, with their numbers and shares, as a table."""
+    mask = flatten_dict(trainable_mask(params, rules), sep="/")
+    sizes = {name: math.prod(x.shape) for name, x in flatten_dict(params, sep="/").items()}
+    chosen = by_path(unflatten_dict({n: s for n, s in sizes.items() if mask[n]}, sep="/"))
+    rows = {name: list(leaves.values()) for name, leaves in chosen.items()}
+    return table(rows, sum(sizes.values()))
+
+
+def table(counts: Mapping[str, list[int]], total: int) -> str:
+    """Parameters, their numbers, and their shares of ``total``."""
+    rows = [(name, sum(sizes)) for name, sizes in sorted(counts.items())]
+    rows.append(("in all", sum(count for _, count in rows)))
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{'parameter':<{width}}  {'number':>14}  share of {total:,}"]
+    lines += [f"{name:<{width}}  {count:>14,}  {count / total:8.4%}" for name, count in rows]
+    return "\n".join(lines)

@@ -1,0 +1,216 @@
+"""The algebra of position states: what positions and attention both stand on.
+
+A position state has one of two forms.
+
+* **Rotary** ``e[..., T, H, D]``: per head ``D/2`` complex numbers ``c + i s``, stored as one real
+  array ``[cos half | sin half]``. Frequency ``j`` acts on the dimensions ``j`` and ``j + D/2``.
+* **Tensor** ``E[..., T, H, M, L, R]``: per head ``M = D / L`` blocks of ``L x R`` numbers. Block
+  ``m`` sends the ``L`` query dimensions that it owns to the ``R``-vector ``E_m^T q_m``.
+
+A state of queries or keys ``[batch..., T, H, D]`` has either all their axes, where batch axes may
+be 1 and so may the heads, or neither batch nor heads: ``[T, D]``, in tensor form
+``[T, 1, M, L, R]``. Nothing in between is guessed (:func:`check_state`).
+
+Both are acted on from the right by an orthogonal group (:func:`transform`), and the attention
+logits ``<rotate(q_i, e_i), rotate(k_j, e_j)>`` do not change under it (TAPE, section 3).
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+Shaped = Array | jax.ShapeDtypeStruct
+
+
+def at_least_float32(dtype) -> jnp.dtype:
+    """The type in which angles, states and softmaxes of inputs of ``dtype`` are computed."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def is_tensor_form(state: Array, q: Shaped) -> bool:
+    """Whether a state of ``q [batch..., T, H, D]`` has tensor form, which its axes tell.
+
+    Five may be ``[T, 1, M, L, R]`` or all those of ``q``: rotary if the last is ``D``.
+    """
+    if state.ndim == q.ndim == 5:
+        return state.shape[-1] != q.shape[-1]
+    return state.ndim in (5, q.ndim + 2)
+
+
+def with_heads(state: Array) -> Array:
+    """Rotary states ``[batch..., T, D]`` of any batch as :func:`check_state` wants them.
+
+    That is ``[batch..., T, 1, D]``, but ``[T, D]`` as it is: where a batch is, heads have an axis.
+    """
+    return state if state.ndim == 2 else jnp.expand_dims(state, -2)
+
+
+def align_state(state: Array) -> Array:
+    """A state with an axis of heads: ``[T, D]`` gets one. Batch axes are left to broadcasting."""
+    return jnp.expand_dims(state, -2) if state.ndim == 2 else state
+
+
+def split_blocks(x: Array, size: int) -> Array:
+    """``[..., M * size]`` to blocks ``[..., M, size]``.
+
+    An even ``size`` keeps the rotary pairing: row ``2p`` of block ``m`` is dimension
+    ``j = m * size/2 + p`` and row ``2p + 1`` is dimension ``j + D/2``. An odd ``size`` cuts
+    consecutive dimensions.
+    """
+    *lead, d = x.shape
+    if size % 2:
+        return x.reshape(*lead, d // size, size)
+    x = x.reshape(*lead, 2, d // size, size // 2)
+    return jnp.moveaxis(x, -3, -1).reshape(*lead, d // size, size)
+
+
+def merge_blocks(x: Array) -> Array:
+    """Inverse of :func:`split_blocks`: ``[..., M, size]`` to ``[..., M * size]``."""
+    *lead, m, size = x.shape
+    if size % 2:
+        return x.reshape(*lead, m * size)
+    x = x.reshape(*lead, m, size // 2, 2)
+    return jnp.moveaxis(x, -1, -3).reshape(*lead, m * size)
+
+
+def complex_multiply(x: Array, y: Array) -> Array:
+    """Product of two arrays ``[..., D]`` read as ``D/2`` complex numbers ``[real | imaginary]``."""
+    half = x.shape[-1] // 2
+    xr, xi = x[..., :half], x[..., half:]
+    yr, yi = y[..., :half], y[..., half:]
+    return jnp.concatenate([xr * yr - xi * yi, xr * yi + xi * yr], axis=-1)
+
+
+def rotate(q: Array, state: Array) -> Array:
+    """Applies position states to queries or keys.
+
+    Rotary form: multiplies the ``D/2`` complex numbers of each head of ``q`` by those of the state
+    ``e``; ``|e|`` need not be 1. Tensor form: ``E_m^T q_m`` for each block (TAPE, equation 5).
+
+    Args:
+      q: queries or keys ``[batch..., T, H, D]``, ``D`` even.
+      state: rotary ``[T, D]`` or ``[batch..., T, h, D]``, or tensor ``[T, 1, M, L, R]`` or
+        ``[batch..., T, h, M, L, R]`` with ``M * L == D``. Its batch axes may be 1; ``H`` is a
+        multiple of ``h`` (grouped-query attention).
+
+    Returns:
+      ``[batch..., T, H, D]``, in tensor form ``[batch..., T, H, M * R]``, in the type of ``q``. The
+      product is computed in at least float32.
+
+    Raises:
+      ValueError: if the shapes do not fit.
+    """
+    check_state(state, q, name="state", of="q")
+    tensor = is_tensor_form(state, q)
+    state = repeat_heads(align_state(state), q.shape[-2], tensor=tensor)
+    compute = jnp.promote_types(at_least_float32(q.dtype), state.dtype)
+    wide = q.astype(compute)
+    if tensor:
+        blocks = split_blocks(wide, state.shape[-2])
+        out = merge_blocks(jnp.einsum("...ml,...mlr->...mr", blocks, state.astype(compute)))
+    else:
+        out = complex_multiply(wide, state.astype(compute))
+    return out.astype(q.dtype)
+
+
+def repeat_heads(x: Array, heads: int, *, tensor: bool = False) -> Array:
+    """Repeats the heads axis of a state or of keys to ``heads`` entries, unless it has just one."""
+    axis = x.ndim - (4 if tensor else 2)
+    have = x.shape[axis]
+    return x if have in (1, heads) else jnp.repeat(x, heads // have, axis=axis)
+
+
+def transform(state: Array, omega: Array) -> Array:
+    """Right action of the symmetry group on a state.
+
+    Args:
+      state: rotary ``[..., D]`` or tensor ``[..., M, L, R]``.
+      omega: for the tensor form an ``[R, R]`` matrix of O(R), reflections included; for the rotary
+        form one phase (radians) per frequency ``[D/2]``, or a scalar phase for all.
+
+    Returns:
+      The state in which every block is ``E_m @ omega``, or ``e_j * exp(i omega_j)``.
+
+    Raises:
+      ValueError: if ``omega`` fits neither form.
+    """
+    omega = jnp.asarray(omega)
+    if omega.ndim >= 2:
+        if state.ndim < 3 or omega.shape[-2:] != (state.shape[-1], state.shape[-1]):
+            raise ValueError(
+                f"transform: a matrix omega of shape {omega.shape} acts on a tensor state "
+                f"[..., M, L, R] with R = {omega.shape[-1]}; the state has shape {state.shape}"
+            )
+        return jnp.einsum("...lr,rs->...ls", state, omega.astype(state.dtype))
+    half = state.shape[-1] // 2
+    if state.shape[-1] % 2:
+        raise ValueError(
+            f"transform: phases act on a rotary state [..., D] with D even; got {state.shape}"
+        )
+    if omega.ndim == 1 and omega.shape[0] not in (1, half):
+        raise ValueError(
+            f"transform: expected one phase per frequency, shape ({half},), for a rotary state of "
+            f"shape {state.shape}; got omega of shape {omega.shape}"
+        )
+    phase = jnp.broadcast_to(omega, (half,)).astype(state.dtype)
+    return complex_multiply(state, jnp.concatenate([jnp.cos(phase), jnp.sin(phase)]))
+
+
+def check_state(
+    state: Array, q: Shaped, *, name: str, of: str, heads: tuple[int, ...] | None = None
+) -> None:
+    """Raises ValueError unless ``state`` is a state of ``q [batch..., T, H, D]``.
+
+    It has one of two shapes, where ``h`` is a number of heads:
+
+    * ``[T, D]``, in tensor form ``[T, 1, M, L, R]``: the same for the whole batch and all heads;
+    * all axes of ``q``, ``[batch..., T, h, D]``, in tensor form ``[batch..., T, h, M, L, R]``; a
+      batch axis may be 1.
+
+    Args:
+      state: the state.
+      q: the queries or keys, or anything with their shape.
+      name, of: what the message calls the two.
+      heads: what ``h`` may be; None: what divides ``H``.
+    """
+    if q.ndim < 3:
+        raise ValueError(f"{of} must have shape [..., T, H, D]; got {q.shape}")
+    *batch, time, own_heads, dim = q.shape
+    if dim % 2:
+        raise ValueError(
+            f"the head dimension must be even, so that dimensions pair up; {of} has shape "
+            f"{q.shape}, head dimension {dim}"
+        )
+    if heads is None:
+        heads = tuple(n for n in range(1, own_heads + 1) if own_heads % n == 0)
+    tensor = is_tensor_form(state, q)
+    tail = 3 if tensor else 1
+    lead, block = state.shape[:-tail], state.shape[-tail:]
+    bare = (time, 1) if tensor else (time,)
+    has_all_axes = (
+        len(lead) == q.ndim - 1
+        and all(n in (1, full) for n, full in zip(lead, batch, strict=False))
+        and lead[-2] == time
+        and lead[-1] in heads
+    )
+    fits_head = math.prod(block[:2]) == dim if tensor else block == (dim,)
+    if not fits_head or not (lead == bare or has_all_axes):
+        letters = ("M", "L", "R") if tensor else (dim,)
+        hint = ""
+        if state.ndim == q.ndim - 1 and state.shape[-2:] == (time, dim):
+            hint = f"; {name}[..., None, :] has an axis of heads"
+        raise ValueError(
+            f"{name} of shape {state.shape} does not fit {of} of shape {q.shape}: expected "
+            f"{_shape(*bare, *letters)} or {_shape(*batch, time, 'h', *letters)}, batch axes full "
+            f"or 1, h = {', '.join(map(str, heads))}{f', M * L = {dim}' if tensor else ''}{hint}"
+        )
+    if not jnp.issubdtype(state.dtype, jnp.floating):
+        raise ValueError(f"{name} must be a floating-point array; got {state.dtype}")
+
+
+def _shape(*sizes: int | str) -> str:
+    return f"({', '.join(map(str, sizes))})"

@@ -1,0 +1,11 @@
+"""Attention over values and position states, with interchangeable implementations."""
+
+from tape_jax._src.attention.api import (
+    BACKENDS,
+    AttentionPlan,
+    attention,
+    attention_plan,
+    recorded_plans,
+)
+
+__all__ = ["BACKENDS", "AttentionPlan", "attention", "attention_plan", "recorded_plans"]

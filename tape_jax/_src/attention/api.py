@@ -1,0 +1,307 @@
+"""The public attention call: checks, normalisation, choice of a backend, errors.
+
+A backend is a module, or an object in one, with two functions:
+
+* ``check(request)`` raises NotImplementedError with the reason if it cannot do this call here;
+* ``attend(request, **options)`` returns ``o [B, Tq, Hq, Dv]`` and ``a [B, Tq, Hq, De]`` or None.
+
+To add one, write the module and add its line to :data:`BACKENDS`; for it to be taken by itself,
+also to :data:`ORDER`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tape_jax._src.attention.normalise import normalise
+from tape_jax._src.attention.request import BiasFunction, Request
+from tape_jax._src.checks import choose, require
+from tape_jax._src.sharding import Sharding
+
+Array = jax.Array
+
+# Name to module, or to "module:object". A module is imported when it may be taken, or is named.
+BACKENDS = {
+    "pallas": "tape_jax._src.attention.pallas_triton",
+    "tokamax": "tape_jax._src.attention.vendor_tokamax:tokamax",
+    "tokamax_mosaic": "tape_jax._src.attention.vendor_tokamax:tokamax_mosaic",
+    "tokamax_triton": "tape_jax._src.attention.vendor_tokamax:tokamax_triton",
+    "cudnn": "tape_jax._src.attention.vendor_cudnn:cudnn",
+    "splash": "tape_jax._src.attention.vendor_splash:splash",
+    "ring": "tape_jax._src.attention.ring",
+    "chunked": "tape_jax._src.attention.chunked",
+    "reference": "tape_jax._src.attention.reference",
+}
+
+# What ``implementation=None`` tries on each platform of jax, the one expected to be fastest first;
+# ``reference`` comes before ``chunked`` in short calls.
+ORDER = {
+    "gpu": ("pallas", "tokamax_mosaic", "cudnn", "tokamax_triton", "chunked"),
+    "tpu": ("splash", "chunked"),
+    "cpu": ("chunked",),
+}
+
+# Have not run on their hardware yet, so that they are taken if named, never by themselves. A
+# backend leaves this set with its first measurement.
+UNPROVEN = frozenset(BACKENDS) - {"chunked", "reference", "ring"}
+
+# ``reference`` comes before ``chunked`` where a head has at most so many query-key pairs, and the
+# logits of all heads and rows take at most so many bytes. On a CPU, forward and backward, from 1 to
+# 2048 heads in all and T 32 to 512, it is then 0.9 to 1.4 times as fast; beyond either limit
+# ``chunked`` is 0.9 to 4 times as fast. Elsewhere not measured yet.
+REFERENCE_LIMITS = {"cpu": (2**15, 2**24)}
+REFERENCE_LIMITS_ELSEWHERE = (2**20, 2**28)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionPlan:
+    """Which implementation a call would take.
+
+    Attributes:
+      implementation: the name of the one that would run; None if a named one cannot.
+      rejected: for every other candidate the reason why it would not run.
+    """
+
+    implementation: str | None
+    rejected: dict[str, str]
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    state: Array | None = None,
+    is_causal: bool = False,
+    local_window_size: int | None = None,
+    mask: Array | None = None,
+    bias: Array | BiasFunction | None = None,
+    scale: float | None = None,
+    query_state: Array | None = None,
+    query_offset: int | Array = 0,
+    keys_rotated: bool = False,
+    segment_ids: Array | tuple[Array, Array] | None = None,
+    attend_state: bool = True,
+    implementation: str | Sequence[str] | None = None,
+    options: Mapping[str, Any] | None = None,
+    interpret: bool = False,
+    sharding: Sharding | None = None,
+) -> tuple[Array, Array | None]:
+    """Attends over values and position states with the same probabilities.
+
+    Queries and keys are rotated by their states, ``P`` is the softmax over visible keys of the
+    scaled (and biased) logits, and ``o = P v``, ``a = P e`` (TAPE, section 3.2). A query that sees
+    no key gets zeros, with zero gradients.
+
+    Products take operands in the type of ``q``; logits, softmax and sums are kept in at least
+    float32.
+
+    Args:
+      q: queries ``[batch..., Tq, Hq, D]``.
+      k: keys ``[batch..., S, Hk, D]``, ``Hq`` a multiple of ``Hk``: query head ``h`` reads the
+        key/value head ``h // (Hq / Hk)``.
+      v: values ``[batch..., S, Hk, Dv]``.
+      state: of the keys, ``e``. Rotary ``[S, D]`` or ``[batch..., S, 1 | Hk, D]``, or tensor
+        ``[S, 1, M, L, R]`` or ``[batch..., S, 1 | Hk, M, L, R]`` with ``M * L == D``. A batch axis
+        may be 1; nothing between the two is guessed. None: nothing is rotated or attended but the
+        values.
+      is_causal: key ``j`` is visible to query ``i`` only if ``j <= i + query_offset``.
+      local_window_size: positive, ``w``; key ``j`` is visible only if ``i + query_offset - w < j``,
+        and unless causal ``j < i + query_offset + w``: the query's own place counts, so that
+        ``jax.nn.dot_product_attention`` calls the same window ``w - 1``.
+      mask: boolean, broadcasts to ``[..., Hq, Tq, S]``, True where visible.
+      bias: added to the scaled logits: an array that broadcasts to ``[..., Hq, Tq, S]``, or a
+        function of query indices ``[Q]`` (``query_offset`` included) and key indices ``[K]``, both
+        int32, to what broadcasts to ``[..., Hq, Q, K]``. Gradients reach what it closes over.
+      scale: factor on the logits; None: ``1 / sqrt(D)``.
+      query_state: state of the queries, in the form of ``state``, but its number of heads is any
+        that divides ``Hq``. None: ``state``, which must then have the queries' length.
+      query_offset: index of the first query among the keys: an integer, or an integer array, of
+        one number for all or one a row ``[batch...]``.
+      keys_rotated: ``k`` is rotated already (a cache; in tensor form it is ``M * R`` wide); needs
+        ``query_state``.
+      segment_ids: integers ``[..., T]``; a key is visible to queries of the same id only. A tuple
+        ``(queries' [..., Tq], keys' [..., S])`` if they differ. No id is special.
+      attend_state: False: ``a`` is None, and nothing is paid for it.
+      implementation: a name in ``BACKENDS``; several, of which the first that can do this call
+        here is taken; or None for the fastest that can.
+      options: keywords of the named implementation, such as ``block_q`` of ``chunked``.
+      interpret: run kernels, where an implementation has any, in interpreted mode.
+      sharding: a mesh and rules, by which ``ring`` splits the sequence. Others leave the mesh to
+        the compiler.
+
+    Returns:
+      ``o [batch..., Tq, Hq, Dv]`` in the type of ``v``, and ``a [batch..., Tq, Hq, D]`` or
+      ``[batch..., Tq, Hq, M, L, R]`` in the type of ``state``, or None without a state to attend.
+
+    Derivatives of second order, and in forward mode, are those of ``reference`` alone; the others
+    raise an error.
+
+    Raises:
+      ValueError: if the call is wrong: shapes, types or names.
+      NotImplementedError: if no named implementation can do this call here; the message says why.
+    """
+    request = normalise(
+        q, k, v, state=state, is_causal=is_causal, local_window_size=local_window_size, mask=mask,
+        bias=bias, scale=scale, query_state=query_state, query_offset=query_offset,
+        keys_rotated=keys_rotated, segment_ids=segment_ids, attend_state=attend_state,
+        interpret=interpret, sharding=sharding,
+    )  # fmt: skip
+    names = _names(implementation, options)
+    o, a = _attend(request, names, options or {})
+    lead = jnp.shape(q)[:-1]
+    o = o.reshape(*lead, o.shape[-1]).astype(request.v.dtype)
+    if a is None or request.state is None:
+        return o, None
+    return o, a.reshape(*lead, *request.state.shape[3:]).astype(request.state.dtype)
+
+
+def attention_plan(
+    *args: Any,
+    implementation: str | Sequence[str] | None = None,
+    options: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> AttentionPlan:
+    """Says which implementation :func:`attention` would run for the same arguments, and why.
+
+    Nothing is computed; arguments are checked as there. In place of an array a
+    ``jax.ShapeDtypeStruct`` does.
+
+    Raises:
+      ValueError: if the call is wrong.
+    """
+    names = _names(implementation, options)
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    arrays = {n: x for n, x in enumerate(leaves) if hasattr(x, "dtype")}
+    plans = []
+
+    def decide(arrays: dict[int, Array]) -> None:
+        args, kwargs = jax.tree.unflatten(tree, [arrays.get(n, x) for n, x in enumerate(leaves)])
+        plans.append(_plan(_verdicts(normalise(*args, **kwargs), names, options or {})))
+
+    jax.eval_shape(decide, arrays)
+    return plans[0]
+
+
+@contextlib.contextmanager
+def recorded_plans() -> Iterator[list[AttentionPlan]]:
+    """Collects the plans of all calls of :func:`attention` made, or traced, inside."""
+    record: list[AttentionPlan] = []
+    token = _record.set(record)
+    try:
+        yield record
+    finally:
+        _record.reset(token)
+
+
+_record: contextvars.ContextVar[list[AttentionPlan] | None] = contextvars.ContextVar(
+    "record", default=None
+)
+
+
+def _plan(named: Iterable[tuple[str, NotImplementedError | None]]) -> AttentionPlan:
+    """The plan that verdicts on all candidates make."""
+    verdicts = dict(named)
+    chosen = next((name for name, refusal in verdicts.items() if refusal is None), None)
+    slower = f"can do this call, but {chosen!r} is tried first"
+    reasons = {name: str(refusal or slower) for name, refusal in verdicts.items()}
+    return AttentionPlan(chosen, {n: why for n, why in reasons.items() if n != chosen})
+
+
+def _candidates(request: Request) -> list[str]:
+    """What to try, the one expected to be fastest first. Depends on static shapes only."""
+    platform = jax.default_backend()
+    names = list(ORDER.get(platform, ORDER["cpu"]))
+    most_pairs, most_bytes = REFERENCE_LIMITS.get(platform, REFERENCE_LIMITS_ELSEWHERE)
+    pairs = request.query_length * request.key_length
+    heads = request.q.shape[0] * request.query_heads
+    few = pairs <= most_pairs and pairs * heads * request.accumulator_dtype.itemsize <= most_bytes
+    names.insert(names.index("chunked") + (not few), "reference")
+    split = request.sharding is not None and request.sharding.shards("sequence") > 1
+    return ["ring", *names] if split else names
+
+
+def _names(
+    implementation: str | Sequence[str] | None, options: Mapping[str, Any] | None
+) -> tuple[str, ...] | None:
+    """The names to try, checked; None for an automatic choice."""
+    names = (implementation,) if isinstance(implementation, str) else implementation
+    for name in names or ():
+        choose("attention implementation", name, BACKENDS)
+    require(names is None or len(names) > 0, "implementation must hold a name; got an empty one")
+    require(
+        not options or (names is not None and len(names) == 1),
+        f"options {options} are keywords of one implementation; got implementation="
+        f"{implementation!r}",
+    )
+    return None if names is None else tuple(names)
+
+
+def _backend(name: str) -> Any:
+    """The backend of a name; NotImplementedError if it cannot be imported."""
+    module, _, attribute = BACKENDS[name].partition(":")
+    try:
+        found = importlib.import_module(module)
+    except Exception as error:  # What a library of another version may raise.
+        kind = type(error).__name__
+        raise NotImplementedError(f"cannot be imported here: {kind}: {error}") from error
+    return getattr(found, attribute) if attribute else found
+
+
+def _check(name: str, request: Request, options: Mapping[str, Any]) -> None:
+    """Raises NotImplementedError if a backend cannot do a call, ValueError for unknown options."""
+    backend = _backend(name)
+    for option in options:
+        _, *known = inspect.signature(backend.attend).parameters
+        choose(f"option of attention implementation {name!r}", option, known)
+    backend.check(request)
+
+
+def _verdicts(
+    request: Request, names: Sequence[str] | None, options: Mapping[str, Any]
+) -> Iterator[tuple[str, NotImplementedError | None]]:
+    """Candidates, each with the reason why it cannot do this call, or None if it can.
+
+    One at a time: what comes after the one that is taken is not imported.
+    """
+    for name in _candidates(request) if names is None else names:
+        if names is None and name in UNPROVEN:
+            why = "has never run on its hardware: name it to try it"
+            yield name, NotImplementedError(why)
+            continue
+        try:
+            _check(name, request, options)
+        except NotImplementedError as refusal:
+            yield name, refusal
+        else:
+            yield name, None
+
+
+def _attend(
+    request: Request, names: Sequence[str] | None, options: Mapping[str, Any]
+) -> tuple[Array, Array | None]:
+    """Runs the first candidate that can do this call."""
+    refused: dict[str, NotImplementedError] = {}
+    for name, refusal in _verdicts(request, names, options):
+        if refusal is None:
+            try:
+                out = _backend(name).attend(request, **options)
+            except NotImplementedError as error:
+                refusal = error
+            else:
+                if (record := _record.get()) is not None:
+                    verdicts = dict(_verdicts(request, names, options))
+                    record.append(_plan({**verdicts, **refused}.items()))
+                return out
+        refused[name] = refusal
+    reasons = [f"attention implementation {name!r}: {why}" for name, why in refused.items()]
+    raise NotImplementedError("; ".join(reasons)) from refused[name]

@@ -1,0 +1,139 @@
+"""Additive biases seen one block at a time, with gradients to what they are made of.
+
+A blockwise computation with its own derivative cannot differentiate through a closure, so a bias is
+split in two: a hashable description that knows how to take a block, and the arrays that it takes it
+from (``source``), which travel as ordinary arguments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tape_jax._src.attention.request import BiasFunction
+
+Array = jax.Array
+
+
+class BlockBias(Protocol):
+    """What a blockwise backend needs of a bias. ``i`` and ``j`` number the blocks."""
+
+    def block(self, source: Any, i: Array, j: Array) -> Array:
+        """The bias of query block ``i`` and key block ``j``, ``[B|1, Hq|1, Q|1, K|1]``."""
+
+    def zero_gradient(self, source: Any) -> Any:
+        """Where the gradients of all blocks are summed, in at least float32."""
+
+    def block_gradient(self, source: Any, i: Array, j: Array, gradient: Array) -> Any:
+        """What one block adds, given the gradient ``[B, Hq, Q, K]`` of its logits."""
+
+    def add(self, total: Any, part: Any, i: Array, j: Array) -> Any:
+        """Adds the result of :meth:`block_gradient` to the sum."""
+
+    def finish(self, source: Any, total: Any) -> Any:
+        """The sum as a cotangent of ``source``."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayBias:
+    """A bias, or a mask, given as an array ``[B|1, Hq|1, Tq|1, S|1]``, padded to whole blocks."""
+
+    block_q: int
+    block_k: int
+
+    def _window(self, source: Array, i: Array, j: Array) -> tuple[list[Any], tuple[int, ...]]:
+        """Start and size of a block."""
+        full_q, full_k = source.shape[2] > 1, source.shape[3] > 1
+        zero = jnp.int32(0)
+        start = [zero, zero, i * self.block_q if full_q else zero]
+        start.append(j * self.block_k if full_k else zero)
+        size = (self.block_q if full_q else 1, self.block_k if full_k else 1)
+        return start, (*source.shape[:2], *size)
+
+    def block(self, source: Array, i: Array, j: Array) -> Array:
+        return lax.dynamic_slice(source, *self._window(source, i, j))
+
+    def zero_gradient(self, source: Array) -> Array:
+        return jnp.zeros(source.shape, jnp.promote_types(source.dtype, jnp.float32))
+
+    def block_gradient(self, source: Array, i: Array, j: Array, gradient: Array) -> Array:
+        size = self._window(source, i, j)[1]
+        axes = [axis for axis in range(4) if size[axis] == 1]
+        return jnp.sum(gradient, axis=axes, keepdims=True)
+
+    def add(self, total: Array, part: Array, i: Array, j: Array) -> Array:
+        start, size = self._window(total, i, j)
+        return lax.dynamic_update_slice(total, lax.dynamic_slice(total, start, size) + part, start)
+
+    def finish(self, source: Array, total: Array) -> Array:
+        return total.astype(source.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class FunctionBias:
+    """A bias given as a function of query and key indices.
+
+    ``source`` is what the function closes over: floating-point arrays, which get gradients; other
+    arrays; and the number that is added to query indices.
+
+    Functions that compute the same are equal, so that a call with a new one is not compiled anew.
+
+    Attributes:
+      text: what is computed, in words of jax; unique where these name an object by its address.
+      jaxpr: what is computed.
+      is_float: of each array that it closes over.
+      query_length, key_length, block_q, block_k: as in ``chunked.Blocks``.
+    """
+
+    text: Any
+    jaxpr: Any = dataclasses.field(compare=False)
+    is_float: tuple[bool, ...]
+    query_length: int
+    key_length: int
+    block_q: int
+    block_k: int
+
+    @classmethod
+    def trace(cls, function: BiasFunction, offset: Array, **sizes: int) -> tuple[FunctionBias, Any]:
+        """Splits ``function`` into a description and its source."""
+        indices = [jax.ShapeDtypeStruct((sizes[n],), jnp.int32) for n in ("block_q", "block_k")]
+        closed = jax.make_jaxpr(function)(*indices)
+        is_float = tuple(jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in closed.consts)
+        floats = [x for x, f in zip(closed.consts, is_float, strict=True) if f]
+        others = [x for x, f in zip(closed.consts, is_float, strict=True) if not f]
+        text: Any = str(closed.jaxpr)
+        # An address may be that of another object by the time of the next call.
+        text = object() if "0x" in text else text
+        return cls(text, closed.jaxpr, is_float, **sizes), (floats, others, offset)
+
+    def _value(self, floats: list[Array], others: list[Array], offset: Array, i: Array, j: Array):
+        """Evaluates one block. Padding takes the last index: it is masked, but must be finite."""
+        query = jnp.minimum(i * self.block_q + jnp.arange(self.block_q), self.query_length - 1)
+        key = jnp.minimum(j * self.block_k + jnp.arange(self.block_k), self.key_length - 1)
+        query, key = query.astype(jnp.int32) + offset, key.astype(jnp.int32)
+        rest = {True: iter(floats), False: iter(others)}
+        consts = [next(rest[f]) for f in self.is_float]
+        return jax.core.eval_jaxpr(self.jaxpr, consts, query, key)[0]
+
+    def block(self, source: Any, i: Array, j: Array) -> Array:
+        floats, others, offset = source
+        return self._value(floats, others, offset, i, j)
+
+    def zero_gradient(self, source: Any) -> list[Array]:
+        return [jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in source[0]]
+
+    def block_gradient(self, source: Any, i: Array, j: Array, gradient: Array) -> list[Array]:
+        floats, others, offset = source
+        value, pull = jax.vjp(lambda floats: self._value(floats, others, offset, i, j), floats)
+        axes = [axis for axis in range(4) if value.shape[axis] == 1]
+        return pull(jnp.sum(gradient, axis=axes, keepdims=True).astype(value.dtype))[0]
+
+    def add(self, total: list[Array], part: list[Array], i: Array, j: Array) -> list[Array]:
+        return [t + p for t, p in zip(total, part, strict=True)]
+
+    def finish(self, source: Any, total: list[Array]) -> Any:
+        return [t.astype(x.dtype) for t, x in zip(total, source[0], strict=True)], None, None

@@ -1,0 +1,109 @@
+"""Block sizes of the fused attention kernels: by kind of device, head dimension and type.
+
+The sizes for Ampere and Hopper are among those that compile without spilling registers, as
+``python -m benchmarks.tiles`` lists them; those for other chips are estimates. None was timed yet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from tape_jax._src.checks import require
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """The blocks of one kernel and how Triton is to compile it.
+
+    Attributes:
+      queries, keys: queries and keys in a block: powers of two, at least 16.
+      warps: warps of one program.
+      stages: depth of the software pipeline.
+
+    Raises:
+      ValueError: if a size is not allowed.
+    """
+
+    queries: int
+    keys: int
+    warps: int = 4
+    stages: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("queries", "keys"):
+            size = getattr(self, name)
+            require(
+                size >= 16 and size.bit_count() == 1,
+                f"Tile: {name} must be a power of two, at least 16; got {size}",
+            )
+        require(
+            self.warps in (1, 2, 4, 8, 16),
+            f"Tile: warps must be 1, 2, 4, 8 or 16; got {self.warps}",
+        )
+        require(self.stages >= 1, f"Tile: stages must be at least 1; got {self.stages}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """The blocks of the three kernels: :meth:`same` gives all of them the same."""
+
+    forward: Tile
+    query_gradients: Tile
+    key_gradients: Tile
+
+    @classmethod
+    def same(cls, queries: int, keys: int, warps: int = 4, stages: int = 2) -> Tiles:
+        """One size of blocks for every kernel."""
+        return cls(*[Tile(queries, keys, warps, stages)] * 3)
+
+
+# By generation and by (bytes of an operand, head dimension up to). A multiprocessor of compute
+# capability 8.0 has as much shared memory as one of Hopper's, nearly, but its matrix products take
+# their operands from registers.
+TABLE: Mapping[str, Mapping[tuple[int, int], Tiles]] = {
+    "hopper": {
+        (2, 64): Tiles(Tile(128, 64, 8), Tile(64, 64, 4), Tile(64, 64, 8)),
+        (2, 128): Tiles(Tile(128, 32, 8), Tile(64, 32, 8), Tile(32, 64, 8, stages=3)),
+        (4, 64): Tiles(Tile(64, 32, 8), Tile(32, 32, 4), Tile(32, 32, 8)),
+        (4, 128): Tiles(Tile(32, 32, 8), Tile(32, 16, 4), Tile(16, 32, 8)),
+    },
+    "ampere": {
+        (2, 64): Tiles(Tile(128, 32, 8), Tile(64, 32, 8), Tile(16, 64, 8)),
+        (2, 128): Tiles(Tile(32, 64, 8), Tile(32, 64, 8), Tile(64, 32, 8)),
+        (4, 64): Tiles(Tile(64, 32, 8), Tile(32, 32, 4), Tile(32, 32, 8)),
+        (4, 128): Tiles(Tile(32, 32, 8), Tile(32, 16, 4), Tile(16, 32, 8)),
+    },
+    "small": {
+        (2, 64): Tiles(Tile(64, 32, 4), Tile(32, 32, 4), Tile(32, 32, 4)),
+        (2, 128): Tiles(Tile(32, 32, 4), Tile(32, 16, 4), Tile(16, 32, 4)),
+        (4, 64): Tiles(Tile(32, 16, 4), Tile(16, 16, 4), Tile(16, 16, 4)),
+        (4, 128): Tiles.same(16, 16, warps=4, stages=1),
+    },
+}
+# Generations with at least 160 KiB of shared memory for a program; the others are small.
+GENERATIONS = {(8, 0): "ampere", (9, 0): "hopper", (10, 0): "hopper", (10, 3): "hopper"}
+
+
+def compute_capability() -> tuple[int, int] | None:
+    """Compute capability of this process's first GPU, or None if it has no CUDA GPU."""
+    if jax.default_backend() != "gpu":
+        return None
+    device = jax.local_devices()[0]
+    if not device.device_kind.startswith("NVIDIA"):
+        return None
+    major, minor = str(device.compute_capability).split(".")
+    return int(major), int(minor)
+
+
+def default_tiles(dtype: jnp.dtype, width: int) -> Tiles:
+    """Blocks for operands of a type and the larger of head dimension and value width.
+
+    Without a GPU (interpreted, or compiled for another machine) those of Hopper.
+    """
+    capability = compute_capability()
+    table = TABLE["hopper" if capability is None else GENERATIONS.get(capability, "small")]
+    return table[jnp.dtype(dtype).itemsize, 64 if width <= 64 else 128]

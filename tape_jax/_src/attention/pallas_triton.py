@@ -1,0 +1,313 @@
+"""Fused TAPE attention for NVIDIA GPUs from Ampere on: Pallas kernels for its Triton backend.
+
+Queries and keys are rotated inside the kernels. A tile of the state ``e`` is read once, to rotate
+the keys and as a value; two accumulators collect ``o`` and ``a`` under one online softmax, and the
+log-sum-exp of each row is kept (FlashAttention; Dao et al., 2022; Dao, 2023). Blocks that the
+causal rule, the window or disjoint ranges of segment ids hide are not visited. The body of each
+kernel is in ``pallas_kernels``, block sizes are in ``pallas_blocks``.
+
+The backward pass is two kernels, one over blocks of queries (dq and the queries' state), one over
+blocks of keys (dk, dv, de); both compute the probabilities again, and the products of complex
+numbers are differentiated inside. In units of one T x T x D product, with the state attended, they
+cost 4 and 6, where one pass would cost 7: it would share the logits (1) and the gradient of the
+probabilities (2), but would have to add dq up across programs. Gradients are of first order only.
+
+Pallas' Triton backend is deprecated since jax 0.11, which warns when a kernel is compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from tape_jax._src.attention import pallas_blocks
+from tape_jax._src.attention import pallas_kernels as kernels
+from tape_jax._src.attention.pallas_blocks import Tile, Tiles, default_tiles
+from tape_jax._src.attention.pallas_kernels import KernelCall
+from tape_jax._src.attention.partition import Named, batch_size, over_batch_and_heads
+from tape_jax._src.attention.request import Request, refuse, refuse_large_indices
+
+Array = jax.Array
+
+TYPES = ("float32", "bfloat16", "float16")
+MAX_WIDTH = 128
+
+# Axes of all arrays: b batch, h query heads, k key/value heads; what is not sharded: t queries,
+# s keys, c real and imaginary half, d numbers. States are [b|1, ., ., c, d], heads full or shared.
+AXES = {
+    **dict.fromkeys(("q", "query_state", "d_q", "d_query_state", "a", "d_a"), "bthcd"),
+    **dict.fromkeys(("k", "e", "d_k", "d_e"), "bskcd"),
+    **dict.fromkeys(("o", "d_o"), "bthd"),
+    **dict.fromkeys(("v", "d_v"), "bskd"),
+    **dict.fromkeys(("log_sum", "delta"), "bht"),
+    "query_ids": "bt",
+    "key_ids": "bs",
+    "offset": "b",
+}
+
+
+def check(request: Request) -> None:
+    """Raises NotImplementedError unless the kernels can do this call on this machine."""
+    _check_device(request.interpret)
+    _check_call(request)
+
+
+def _check_device(interpret: bool) -> None:
+    if interpret:
+        return
+    capability = pallas_blocks.compute_capability()
+    if capability is None:
+        raise NotImplementedError(
+            f"needs a CUDA GPU, but jax runs on {jax.default_backend()!r}; interpret=True runs "
+            "the kernels slowly anywhere"
+        )
+    if capability < (8, 0):
+        raise NotImplementedError(
+            f"needs a GPU of compute capability 8.0 (Ampere) or later; this one has {capability}"
+        )
+
+
+def _check_call(request: Request) -> None:
+    states = [x for x in (request.state, request.query_state) if x is not None]
+    dim, value_dim = request.q.shape[-1], request.v.shape[-1]
+    refuse(request.bias is not None, "bias= is not in the kernels")
+    refuse(request.mask is not None, "mask= is not in the kernels; segment_ids= hides padding too")
+    refuse(any(x.ndim != 4 for x in states), "only the rotary form of the state is in the kernels")
+    refuse(dim % 2 == 1, f"the head dimension must be even; got {dim}")
+    refuse(
+        max(dim, value_dim) > MAX_WIDTH,
+        f"head dimensions are at most {MAX_WIDTH}; got {dim} and, of values, {value_dim}",
+    )
+    for x in (request.q, request.k, request.v, *states):
+        refuse(x.dtype.name not in TYPES, f"types are {', '.join(TYPES)}; got {x.dtype}")
+    refuse_large_indices(request)
+
+
+def attend(
+    request: Request, *, tiles: Tiles | None = None, allow_tf32: bool = False
+) -> tuple[Array, Array | None]:
+    """Computes attention by fused kernels.
+
+    Args:
+      request: the call.
+      tiles: block sizes, warps and pipeline stages of each kernel; None: from the table.
+      allow_tf32: multiply float32 operands as TensorFloat-32 (10 bits of mantissa), which is
+        faster; has no effect on other types, nor in interpreted mode.
+
+    Returns:
+      ``o [B, Tq, Hq, Dv]`` in the type of ``v`` and ``a [B, Tq, Hq, D]`` in the type of ``e``
+      (None if no state is attended).
+
+    Raises:
+      NotImplementedError: if the call has what the kernels have not.
+    """
+    _check_call(request)
+    dim, value_dim = request.q.shape[-1], request.v.shape[-1]
+    call = KernelCall(
+        scale=request.scale,
+        lowest=None if request.local_window_size is None else 1 - request.local_window_size,
+        highest=0
+        if request.is_causal
+        else None
+        if request.local_window_size is None
+        else request.local_window_size - 1,
+        rotate_keys=request.state is not None and not request.keys_rotated,
+        attend_state=request.state is not None and request.attend_state,
+        compute=jnp.dtype(request.compute_dtype),
+        precision=lax.Precision.HIGH if allow_tf32 else lax.Precision.HIGHEST,
+        tiles=tiles or default_tiles(request.q.dtype, max(dim, value_dim)),
+        interpret=request.interpret,
+    )
+    o, a = _attend_compiled(call, _arrays(request, call))
+    return o[..., :value_dim], None if a is None else _joined(a, dim)
+
+
+def _arrays(request: Request, call: KernelCall) -> Named:
+    """The inputs of the kernels, in place unless the head dimension must be padded."""
+    arrays = {
+        "q": _halves(request.q),
+        "k": _halves(request.k),
+        "v": _pad_last(request.v),
+        "offset": jnp.asarray(request.query_offset, jnp.int32).reshape(-1),
+    }
+    if request.state is not None and (call.rotate_keys or call.attend_state):
+        arrays["e"] = _halves(request.state)
+    if request.query_state is not None:
+        state, heads = request.query_state, (1, request.kv_heads, request.query_heads)
+        if state.shape[2] not in heads:
+            state = jnp.repeat(state, request.query_heads // state.shape[2], axis=2)
+        arrays["query_state"] = _halves(state)
+    if request.segments is not None:
+        common = jnp.promote_types(jnp.result_type(*request.segments), jnp.int32)
+        arrays["query_ids"], arrays["key_ids"] = (x.astype(common) for x in request.segments)
+    return arrays
+
+
+def _halves(x: Array) -> Array:
+    """``[..., D]`` to real and imaginary halves ``[..., 2, D']``, padded with zeros."""
+    return _pad_last(x.reshape(*x.shape[:-1], 2, x.shape[-1] // 2))
+
+
+def _joined(x: Array, dim: int) -> Array:
+    """Inverse of :func:`_halves`."""
+    return x[..., : dim // 2].reshape(*x.shape[:-2], dim)
+
+
+def _pad_last(x: Array) -> Array:
+    """Pads the last axis to a power of two that products of tiles allow: 16 or more."""
+    missing = max(16, 1 << (x.shape[-1] - 1).bit_length()) - x.shape[-1]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(call: KernelCall, inputs: Named) -> tuple[Array, Array | None]:
+    """``o [B, Tq, Hq, Dv']`` and ``a [B, Tq, Hq, 2, D']`` or None."""
+    return _forward(call, inputs)[0]
+
+
+def _forward(call: KernelCall, inputs: Named) -> tuple[tuple[Array, Array | None], Any]:
+    out = over_batch_and_heads(functools.partial(_forward_kernel, call), inputs, AXES)
+    return (out["o"], out.get("a")), (inputs, out)
+
+
+def _backward(call: KernelCall, saved: Any, cotangents: tuple[Array, Array | None]) -> tuple[Named]:
+    inputs, out = saved
+    given = {**inputs, "log_sum": out["log_sum"], "delta": jnp.float32(0)}
+    for name, cotangent in zip("oa", cotangents, strict=True):
+        if cotangent is not None:
+            given["delta"] += _row_products(cotangent, out[name])
+            given[f"d_{name}"] = cotangent.astype(call.compute)
+    gradients: dict[str, Any] = dict.fromkeys(inputs)
+    for kernel in (_query_kernel, _key_kernel):
+        found = over_batch_and_heads(functools.partial(kernel, call), given, AXES)
+        for name, x in found.items():
+            name = name.removeprefix("d_")
+            gradients[name] = _sum_shared(x, inputs[name])
+    return (gradients,)
+
+
+_attend.defvjp(_forward, _backward)
+_attend_compiled = jax.jit(_attend, static_argnums=0)
+
+
+def _row_products(x: Array, y: Array) -> Array:
+    """Sum of products over the numbers of a head, ``[B, H, T]`` in float32."""
+    axes = tuple(range(3, x.ndim))
+    sums = jnp.sum(x.astype(jnp.float32) * y.astype(jnp.float32), axis=axes)
+    return sums.transpose(0, 2, 1)
+
+
+def _sum_shared(x: Array, like: Array) -> Array:
+    """Sums a gradient over the batch and the heads that share one entry of ``like``."""
+    if like.shape[0] == 1:
+        x = jnp.sum(x, axis=0, keepdims=True)
+    heads = like.shape[2]
+    x = jnp.sum(x.reshape(*x.shape[:2], heads, -1, *x.shape[3:]), axis=3)
+    return x.astype(like.dtype)
+
+
+def _forward_kernel(call: KernelCall, inputs: Named) -> Named:
+    b, (_, t, heads, *half) = batch_size(inputs), inputs["q"].shape
+    out = {
+        "o": jax.ShapeDtypeStruct((b, t, heads, inputs["v"].shape[-1]), inputs["v"].dtype),
+        "log_sum": jax.ShapeDtypeStruct((b, heads, t), jnp.float32),
+    }
+    if call.attend_state:
+        out["a"] = jax.ShapeDtypeStruct((b, t, heads, *half), inputs["e"].dtype)
+    return _launch(kernels.forward, call, call.tiles.forward, inputs, out, by_queries=True)
+
+
+def _query_kernel(call: KernelCall, inputs: Named) -> Named:
+    out = {"d_q": _gradient(inputs, "q", "q")}
+    if "query_state" in inputs:
+        out["d_query_state"] = _gradient(inputs, "query_state", "q")
+    tile = call.tiles.query_gradients
+    return _launch(kernels.query_gradients, call, tile, inputs, out, by_queries=True)
+
+
+def _key_kernel(call: KernelCall, inputs: Named) -> Named:
+    out = {"d_k": _gradient(inputs, "k", "k"), "d_v": _gradient(inputs, "v", "k")}
+    if "e" in inputs:
+        out["d_e"] = _gradient(inputs, "e", "k")
+    tile = call.tiles.key_gradients
+    return _launch(kernels.key_gradients, call, tile, inputs, out, by_queries=False)
+
+
+def _gradient(inputs: Named, name: str, of: str) -> jax.ShapeDtypeStruct:
+    """A gradient with all rows and heads of ``of``; float32 if it is to be summed over some."""
+    x = inputs[name]
+    batch, heads = batch_size(inputs), inputs[of].shape[2]
+    full = (batch, x.shape[1], heads, *x.shape[3:])
+    return jax.ShapeDtypeStruct(full, x.dtype if x.shape == full else jnp.float32)
+
+
+def _launch(
+    kernel: Callable[..., None],
+    call: KernelCall,
+    tile: Tile,
+    inputs: Named,
+    out: dict[str, jax.ShapeDtypeStruct],
+    *,
+    by_queries: bool,
+) -> Named:
+    """Runs a kernel with one program for each block (of queries or of keys), head and row."""
+    of = inputs["q" if by_queries else "k"]
+    blocks = pl.cdiv(of.shape[1], tile.queries if by_queries else tile.keys)
+    inputs = {**inputs, "bounds": _bounds(call, tile, inputs, by_queries=by_queries)}
+    return pl.pallas_call(
+        functools.partial(kernel, call),
+        out_shape=out,
+        grid=(blocks, of.shape[2], batch_size(inputs)),
+        compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        interpret=call.interpret,
+        name=f"tape_attention_{kernel.__name__}",
+    )(inputs)
+
+
+def _bounds(call: KernelCall, tile: Tile, inputs: Named, *, by_queries: bool) -> Array:
+    """For each block the first block of the other side that it meets, and one past the last.
+
+    Returns:
+      ``[B|1, blocks, 2]``, int32.
+    """
+    sides = [("q", "query_ids", tile.queries), ("k", "key_ids", tile.keys)]
+    (own, own_ids, size), (other, other_ids, other_size) = sides if by_queries else sides[::-1]
+    length, other_length = inputs[own].shape[1], inputs[other].shape[1]
+    count = pl.cdiv(other_length, other_size)
+    # Distances from an index of this side to visible ones of the other, and indices of this side
+    # as the other counts them.
+    low, high, shift = call.lowest, call.highest, inputs["offset"][:, None]
+    if not by_queries:
+        low, high = (None if x is None else -x for x in (high, low))
+        shift = -shift
+    first = jnp.arange(0, length, size, dtype=jnp.int32)
+    last = jnp.minimum(first + size, length) - 1
+    begin, end = jnp.zeros_like(first + shift), jnp.full_like(first + shift, count)
+    if low is not None:
+        begin = jnp.clip((first + shift + low) // other_size, 0, count)
+    if high is not None:
+        end = jnp.clip((last + shift + high) // other_size + 1, 0, count)
+    if own_ids in inputs:
+        mine = _id_ranges(inputs[own_ids], size)
+        theirs = _id_ranges(inputs[other_ids], other_size)
+        meet = jnp.maximum(mine[0][..., None], theirs[0][:, None]) <= jnp.minimum(
+            mine[1][..., None], theirs[1][:, None]
+        )
+        met = jnp.any(meet, axis=-1)
+        begin = jnp.maximum(begin, jnp.argmax(meet, axis=-1))
+        end = jnp.where(met, jnp.minimum(end, count - jnp.argmax(meet[..., ::-1], axis=-1)), 0)
+    return jnp.stack(jnp.broadcast_arrays(begin, end), axis=-1).astype(jnp.int32)
+
+
+def _id_ranges(ids: Array, size: int) -> tuple[Array, Array]:
+    """Smallest and largest id of each block, ``[B|1, blocks]``."""
+    ids = jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % size)), mode="edge")
+    ids = ids.reshape(ids.shape[0], -1, size)
+    return ids.min(axis=-1), ids.max(axis=-1)

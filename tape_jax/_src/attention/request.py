@@ -1,0 +1,220 @@
+"""What every attention backend is given: one validated, normalised call."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tape_jax._src import algebra
+from tape_jax._src.sharding import Sharding
+
+Array = jax.Array
+BiasFunction = Callable[[Array, Array], Array]
+
+# The largest index that a kernel takes: sums of a few of them are 32-bit integers.
+MAX_INDEX = 2**29
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One call of :func:`tape_jax.attention`, checked, with its batch axes flattened to one.
+
+    An axis written ``B|1`` (and the like) is either full or 1, to be broadcast.
+
+    Attributes:
+      q: queries ``[B, Tq, Hq, D]``, not yet rotated.
+      k: keys ``[B, S, Hk, D]``; rotated already if ``keys_rotated`` (then ``M * R`` wide in tensor
+        form).
+      v: values ``[B, S, Hk, Dv]``.
+      state: of the keys, ``e``: rotary ``[B|1, S, Hk|1, D]`` or tensor
+        ``[B|1, S, Hk|1, M, L, R]``, or None.
+      query_state: state of the queries ``[B|1, Tq, He, ...]``, ``He`` a divisor of ``Hq``; None:
+        nothing is rotated.
+      segments: integer ids of queries ``[B|1, Tq]`` and of keys ``[B|1, S]``, or None.
+      bias: ``[B|1, Hq|1, Tq|1, S|1]``, or a function of query indices ``[Q]`` (offset included) and
+        key indices ``[K]`` to ``[B|1, Hq|1, Q|1, K|1]``, or None.
+      mask: boolean ``[B|1, Hq|1, Tq|1, S|1]``, True where visible, or None.
+      query_offset: what is added to a query's index before it is compared with a key's: an int,
+        or int32, a scalar or one a row ``[B]``.
+      scale: factor on the logits.
+      is_causal, local_window_size, keys_rotated, attend_state, interpret, sharding: as in
+        :func:`tape_jax.attention`.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    state: Array | None
+    query_state: Array | None
+    segments: tuple[Array, Array] | None
+    bias: Array | BiasFunction | None
+    mask: Array | None
+    query_offset: int | Array
+    scale: float
+    is_causal: bool
+    local_window_size: int | None
+    keys_rotated: bool
+    attend_state: bool
+    interpret: bool
+    sharding: Sharding | None = None
+
+    @property
+    def query_length(self) -> int:
+        """Number of queries, ``Tq``."""
+        return self.q.shape[1]
+
+    @property
+    def key_length(self) -> int:
+        """Number of keys, ``S``."""
+        return self.k.shape[1]
+
+    @property
+    def query_heads(self) -> int:
+        """Number of query heads, ``Hq``."""
+        return self.q.shape[2]
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key/value heads, ``Hk``."""
+        return self.k.shape[2]
+
+    @property
+    def groups(self) -> int:
+        """Query heads for each key/value head, ``G``."""
+        return self.query_heads // self.kv_heads
+
+    @property
+    def compute_dtype(self) -> jnp.dtype:
+        """Type of the operands of all products: that of the queries."""
+        return self.q.dtype
+
+    @property
+    def accumulator_dtype(self) -> jnp.dtype:
+        """Type of logits, softmax and sums: at least float32."""
+        return algebra.at_least_float32(self.q.dtype)
+
+    def rotated(self) -> tuple[Array, Array]:
+        """Queries ``[B, Tq, Hq, D']`` and keys ``[B, S, Hk, D']``, rotated, in the compute type.
+
+        ``D'`` is ``D``, or ``M * R`` in tensor form.
+        """
+        q, k = self.q, self.k.astype(self.compute_dtype)
+        if self.query_state is not None:
+            q = algebra.rotate(q, self.query_state)
+        if self.state is not None and not self.keys_rotated:
+            k = algebra.rotate(k, self.state)
+        return q, k
+
+    def attended_state(self) -> Array | None:
+        """The state as values ``[B|1, S, Hk|1, De]`` in the compute type, or None.
+
+        ``De`` is ``D``, or ``M * L * R`` in tensor form.
+        """
+        if self.state is None or not self.attend_state:
+            return None
+        return self.state.reshape(*self.state.shape[:3], -1).astype(self.compute_dtype)
+
+
+def refuse(when: bool, reason: str) -> None:
+    """Raises ``NotImplementedError(reason)`` if ``when`` holds."""
+    if when:
+        raise NotImplementedError(reason)
+
+
+def refuse_large_indices(request: Request) -> None:
+    """Raises NotImplementedError where a kernel's indices would leave 32-bit integers."""
+    offset = request.query_offset if isinstance(request.query_offset, int) else 0
+    sizes = {
+        "queries": request.query_length,
+        "keys": request.key_length,
+        "query_offset": abs(offset),
+        "local_window_size": request.local_window_size or 0,
+    }
+    given = ", ".join(f"{name} = {size}" for name, size in sizes.items())
+    refuse(max(sizes.values()) > MAX_INDEX, f"each of these is at most {MAX_INDEX}: {given}")
+
+
+def to_rows(x: Array, kv_heads: int, block: int) -> Array:
+    """Puts the ``G`` query heads that share a key/value head below one another.
+
+    Args:
+      x: ``[B, T, Hq, D]``, ``T`` a multiple of ``block``.
+      kv_heads: ``Hk``.
+      block: number of times that stay together: the rows of a block are its first head's times,
+        then those of the second head, ...
+
+    Returns:
+      ``[B, Hk, T * G, D]``: keys and values of a head meet all its queries in one product.
+    """
+    b, t, heads, d = x.shape
+    x = x.reshape(b, t // block, block, kv_heads, heads // kv_heads, d)
+    return x.transpose(0, 3, 1, 4, 2, 5).reshape(b, kv_heads, -1, d)
+
+
+def from_rows(x: Array, query_heads: int, block: int) -> Array:
+    """Inverse of :func:`to_rows`: ``[B, Hk, T * G, D]`` to ``[B, T, Hq, D]``."""
+    b, kv_heads, _, d = x.shape
+    x = x.reshape(b, kv_heads, -1, query_heads // kv_heads, block, d)
+    return x.transpose(0, 2, 4, 1, 3, 5).reshape(b, -1, query_heads, d)
+
+
+def pairs_to_rows(x: Array, kv_heads: int, groups: int, block: int) -> Array:
+    """Biases or masks of one block of queries, ``[B|1, Hq|1, block|1, K|1]``, by rows.
+
+    Returns:
+      ``[B|1, Hk|1, G * block|1, K|1]``.
+    """
+    b, heads, queries, keys = x.shape
+    if groups == 1 or (heads == 1 and queries == 1):
+        return x
+    x = x.reshape(b, *((1, 1) if heads == 1 else (kv_heads, groups)), queries, keys)
+    x = jnp.broadcast_to(x, (b, x.shape[1], groups, block, keys))
+    return x.reshape(b, x.shape[1], groups * block, keys)
+
+
+def add_offset(index: Array, offset: Any) -> Array:
+    """Indices ``[Q]`` of queries as places among the keys, ``[B, Q]`` if rows have their own."""
+    return index + (offset[:, None] if jnp.ndim(offset) else offset)
+
+
+def visible_positions(
+    query_index: Array, key_index: Array, *, is_causal: bool, local_window_size: int | None
+) -> Array | None:
+    """Which keys the causal rule and the window let a query see.
+
+    Args:
+      query_index: integers ``[Q]`` or ``[B, Q]``, offset included.
+      key_index: integers ``[K]``.
+      is_causal: key ``j`` is visible to query ``i`` only if ``j <= i``.
+      local_window_size: ``w``: only if ``i - w < j``, and unless causal ``j < i + w``.
+
+    Returns:
+      Booleans ``[Q, K]`` or ``[B, 1, Q, K]``, or None if all are visible.
+    """
+    i, j = query_index[..., None], key_index
+    i = i if query_index.ndim == 1 else i[:, None]
+    rules = []
+    if is_causal:
+        rules.append(j <= i)
+    if local_window_size is not None:
+        rules.append(j > i - local_window_size)
+    if local_window_size is not None and not is_causal:
+        rules.append(j < i + local_window_size)
+    return functools.reduce(operator.and_, rules) if rules else None
+
+
+def same_segment(query_ids: Array, key_ids: Array) -> Array:
+    """Booleans ``[B|1, 1, Q, K]``: whether ids ``[B|1, Q]`` and ``[B|1, K]`` are equal."""
+    return query_ids[:, None, :, None] == key_ids[:, None, None, :]
+
+
+def hide(logits: Array, rules: Sequence[Array | None]) -> Array:
+    """Puts -inf where any of the boolean ``rules`` (None: all visible) says not visible."""
+    given = [rule for rule in rules if rule is not None]
+    return jnp.where(functools.reduce(operator.and_, given), logits, -jnp.inf) if given else logits

@@ -1,0 +1,414 @@
+"""Attention over sequences that are split over devices: keys, values and states go round a ring.
+
+Every device keeps its queries and passes keys, values and position states on to its neighbour,
+until each has seen all (ring attention; Liu et al., 2023). A visiting part is attended by the
+blockwise computation of ``chunked``, and merged with what came before
+by its log-sum-exp. The backward pass computes probabilities again; the gradients of keys, values
+and states travel along with them, in the accumulator type. Memory is O(T / devices), and the only
+collectives are permutations.
+
+Under the causal rule a device with early tokens would have little to do. So tokens are held in
+zigzag order (``zigzag``): at every step two of the four pairs of chunks that
+meet on a device are visible, on all devices alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tape_jax._src.attention import chunked
+from tape_jax._src.attention.request import Request, from_rows, refuse, to_rows
+from tape_jax._src.attention.zigzag import CHUNKS, check_chunks, exchange, on_devices
+from tape_jax._src.checks import choose, require
+from tape_jax._src.sharding import Axes, Sharding
+
+Array = jax.Array
+
+ORDERS = ("natural", "zigzag")
+
+
+def check(request: Request) -> None:
+    """Raises NotImplementedError for calls without a mesh, and for those that need all pairs."""
+    found = _sharding(request)
+    if found is None or not found.mesh_axes("sequence"):
+        raise NotImplementedError(
+            "needs a mesh that splits sequences: give sharding=, or call it under jax.set_mesh "
+            "with a mesh that has an axis 'sequence'"
+        )
+    for name in ("mask", "bias"):
+        refuse(
+            getattr(request, name) is not None,
+            f"{name}= speaks of pairs of tokens on different devices; segment_ids= hides padding",
+        )
+    own_offset = isinstance(request.query_offset, int) and request.query_offset == 0
+    if not own_offset or request.query_length != request.key_length or request.keys_rotated:
+        raise NotImplementedError(
+            "takes queries and keys of the same tokens; got "
+            f"{request.query_length} queries, {request.key_length} keys, query_offset = "
+            f"{request.query_offset}, keys_rotated = {request.keys_rotated}"
+        )
+
+
+def attend(
+    request: Request,
+    *,
+    order: str = "natural",
+    block_q: int | None = None,
+    block_k: int | None = None,
+) -> tuple[Array, Array | None]:
+    """Computes attention around the ring.
+
+    Args:
+      request: the call.
+      order: of the tokens, in the inputs and in the result: ``natural``, or ``zigzag`` as
+        ``zigzag.to_zigzag`` makes it, which saves exchanging all arrays.
+      block_q, block_k: as in ``chunked.attend``, inside of a chunk.
+
+    Returns:
+      ``o [B, T, Hq, Dv]`` and ``a [B, T, Hq, De]`` (None if no state is attended), in the
+      accumulator type.
+
+    Raises:
+      ValueError: if the mesh does not divide batch, heads, or the length into two chunks for each
+        device, or splits query heads and key/value heads differently.
+      NotImplementedError: if there is no mesh, or :func:`check` refuses the call.
+    """
+    check(request)
+    choose("order of ring attention", order, ORDERS)
+    sharding = _sharding(request)
+    assert sharding is not None
+    names = sharding.mesh_axes("sequence")
+    count = sharding.shards("sequence")
+    batch, length = request.q.shape[:2]
+    check_chunks(length, count, names)
+    shared = request.kv_heads == 1
+    require(
+        shared or sharding.mesh_axes("heads") == sharding.mesh_axes("kv_heads"),
+        "ring attention needs query heads and key/value heads split alike; the rules put heads on "
+        f"{sharding.mesh_axes('heads')} and kv_heads on {sharding.mesh_axes('kv_heads')}",
+    )
+    chunk = length // (CHUNKS * count)
+    heads = request.query_heads // sharding.shards("heads")
+    rows = batch // sharding.shards("batch")
+    default = chunked.block_length(chunk, max(rows * heads, 1))
+    ring = _Ring(
+        names=names,
+        count=count,
+        # Where nothing depends on the order, any will do.
+        zigzag=order == "zigzag" or request.is_causal or request.local_window_size is not None,
+        exchange=order == "natural"
+        and (request.is_causal or request.local_window_size is not None),
+        blocks=chunked.Blocks(
+            query_length=chunk,
+            key_length=chunk,
+            block_q=min(block_q or default, chunk),
+            block_k=min(block_k or default, chunk),
+            is_causal=request.is_causal,
+            local_window_size=request.local_window_size,
+            groups=heads if shared else request.groups,
+            scale=request.scale,
+        ),
+    )
+    q, k = request.rotated()
+    state = request.attended_state()
+    if state is not None:
+        state = jnp.broadcast_to(state, (batch, *state.shape[1:]))
+    segments = None if request.segments is None else tuple(request.segments)
+    v = request.v.astype(request.compute_dtype)
+    inputs = _Inputs(q, k, v, state, segments)
+    out = _attend_compiled(ring, sharding, _specs(sharding, inputs), inputs)
+    width = request.v.shape[-1]
+    return out[..., :width], None if state is None else out[..., width:]
+
+
+def _sharding(request: Request) -> Sharding | None:
+    """The call's mesh and rules, or those of jax's own context."""
+    if request.sharding is not None:
+        return request.sharding
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty else Sharding(mesh)
+
+
+class _Inputs(NamedTuple):
+    """Arrays of a call: of all devices, or those of one.
+
+    Attributes:
+      q: rotated queries ``[B, T, Hq, D']``.
+      k: rotated keys ``[B, T, Hk, D']``.
+      v: values ``[B, T, Hk, Dv]``.
+      e: states as values ``[B, T, Hk|1, De]``, or None.
+      segments: ids of queries and of keys, ``[B|1, T]`` each, or None.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    e: Array | None
+    segments: tuple[Array, ...] | None
+
+
+class _Visitor(NamedTuple):
+    """What travels, cut into chunks: ``C'`` keys, padded to whole blocks.
+
+    Attributes:
+      k: rotated keys ``[2, B, Hk, C', D']``.
+      v: values ``[2, B, Hk, C', Dv]``.
+      e: states ``[2, B, Hk|1, C', De]``, or None.
+      ids: segment ids ``[2, B|1, C']``, or None.
+    """
+
+    k: Array
+    v: Array
+    e: Array | None
+    ids: Array | None
+
+    def values(self) -> Array:
+        """``[v | e]``; of one chunk."""
+        if self.e is None:
+            return self.v
+        e = jnp.broadcast_to(self.e, (*self.v.shape[:-1], self.e.shape[-1]))
+        return jnp.concatenate([self.v, e], axis=-1)
+
+
+class _Host(NamedTuple):
+    """What stays: queries by rows ``[2, B, Hk, G * C', D']``, segment ids ``[2, B|1, C']``."""
+
+    q: Array
+    ids: Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ring:
+    """What is known at compile time.
+
+    Attributes:
+      names: axes of the mesh that split the sequence.
+      count: of the devices along them.
+      zigzag: whether device ``d`` holds chunks ``d`` and ``2n - 1 - d``, or ``2d`` and ``2d + 1``.
+      exchange: whether the arrays come, and the result goes, in natural order.
+      blocks: of one chunk against another.
+    """
+
+    names: tuple[str, ...]
+    count: int
+    zigzag: bool
+    exchange: bool
+    blocks: chunked.Blocks
+
+    def chunk(self, device: Array, slot: Array) -> Array:
+        """Number of the chunk that a device holds in slot 0 or 1."""
+        if self.zigzag:
+            return jnp.where(slot == 0, device, CHUNKS * self.count - 1 - device)
+        return CHUNKS * device + slot
+
+    def pairs(self) -> Array:
+        """Slots of queries and keys ``[pairs, 2]`` that may see one another."""
+        every = [(1, 0), (0, 0), (1, 1), (0, 1)]
+        # No chunk of the first half of a sequence sees one of the second.
+        return jnp.array(every[:3] if self.blocks.is_causal and self.zigzag else every, jnp.int32)
+
+    def passed_on(self, x: Any) -> Any:
+        """What the neighbour has sent."""
+        hops = [(d, (d + 1) % self.count) for d in range(self.count)]
+        return jax.tree.map(lambda x: lax.ppermute(x, self.names, hops), x)
+
+    def go_round(
+        self,
+        visit: Callable[[Any, _Visitor, Array], Any],
+        carry: Any,
+        visitor: _Visitor,
+        after: Callable[[Any], Any] = lambda carry: carry,
+    ) -> Any:
+        """Calls ``carry = visit(carry, visitor, device)`` for all devices' visitors, own first.
+
+        ``after`` is applied to the carry after each, so that parts of it can travel too.
+        """
+        here = lax.axis_index(self.names)
+
+        def step(hop: Array, carry: tuple[Any, _Visitor]) -> tuple[Any, _Visitor]:
+            carry, visitor = carry
+            # Sent before it is used, so that the two can overlap.
+            upcoming = self.passed_on(visitor)
+            return after(visit(carry, visitor, (here - hop) % self.count)), upcoming
+
+        last = self.count - 1
+        carry, visitor = lax.fori_loop(0, last, step, (carry, visitor))
+        return after(visit(carry, visitor, (here - last) % self.count))
+
+
+def _specs(sharding: Sharding, inputs: _Inputs) -> Any:
+    """Where the inputs go: :class:`_Inputs` of PartitionSpecs."""
+
+    def spec(x: Array | None, *axes: str) -> Any:
+        if x is None:
+            return None
+        named: Axes = tuple(axis if n > 1 else None for n, axis in zip(x.shape, axes, strict=False))
+        named = (*named, *[None] * (x.ndim - len(named)))
+        return sharding.spec(named, x.shape, "an input of ring attention")
+
+    tokens, heads = ("batch", "sequence"), ("batch", "sequence", "kv_heads")
+    ids = inputs.segments
+    return _Inputs(
+        q=spec(inputs.q, *tokens, "heads"),
+        k=spec(inputs.k, *heads),
+        v=spec(inputs.v, *heads),
+        e=spec(inputs.e, *heads),
+        segments=None if ids is None else tuple(spec(x, *tokens) for x in ids),
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _attend_compiled(ring: _Ring, sharding: Sharding, specs: Any, inputs: _Inputs) -> Array:
+    """``[o | a]`` ``[B, T, Hq, Dv + De]`` of all devices."""
+    run = functools.partial(_on_device, ring)
+    return on_devices(run, sharding, (specs,), specs.q)(inputs)
+
+
+def _on_device(ring: _Ring, inputs: _Inputs) -> Array:
+    """``[o | a]`` for the queries of one device."""
+    if ring.exchange:
+        swap = functools.partial(exchange, names=ring.names, count=ring.count, axis=1)
+        inputs = jax.tree.map(swap, inputs)
+    kv_heads, query_heads = inputs.k.shape[2], inputs.q.shape[2]
+    block_q, block_k = ring.blocks.block_q, ring.blocks.block_k
+
+    def chunks(x: Array, block: int, mode: str = "constant") -> Array:
+        """``[B, 2C, ...]`` to ``[2, B, C', ...]``."""
+        x = jnp.moveaxis(x.reshape(x.shape[0], CHUNKS, -1, *x.shape[2:]), 1, 0)
+        return chunked.pad(x, block, axis=2, mode=mode)
+
+    def heads_first(x: Array) -> Array:
+        return chunks(x, block_k).swapaxes(2, 3)
+
+    query_ids, key_ids = inputs.segments or (None, None)
+    host = _Host(
+        q=jax.vmap(lambda x: to_rows(x, kv_heads, block_q))(chunks(inputs.q, block_q)),
+        ids=None if query_ids is None else chunks(query_ids, block_q, "edge"),
+    )
+    visitor = _Visitor(
+        k=heads_first(inputs.k),
+        v=heads_first(inputs.v),
+        e=None if inputs.e is None else heads_first(inputs.e),
+        ids=None if key_ids is None else chunks(key_ids, block_k, "edge"),
+    )
+    out = _attend(ring, host, visitor)
+    out = jax.vmap(lambda x: from_rows(x, query_heads, block_q))(out)
+    out = out[:, :, : ring.blocks.query_length]
+    out = jnp.moveaxis(out, 0, 1).reshape(out.shape[1], -1, *out.shape[3:])
+    if ring.exchange:
+        out = swap(out, back=True)
+    return out
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(ring: _Ring, host: _Host, visitor: _Visitor) -> Array:
+    """Attention on one device, ``[2, B, Hk, G * C', Dv + De]`` in the accumulator type."""
+    return _forward(ring, host, visitor)[0]
+
+
+class _Saved(NamedTuple):
+    """What the backward pass needs: inputs, output and the log-sum-exp of each row."""
+
+    host: _Host
+    visitor: _Visitor
+    out: Array
+    log_sum: Array
+
+
+def _forward(ring: _Ring, host: _Host, visitor: _Visitor) -> tuple[Array, _Saved]:
+    here = lax.axis_index(ring.names)
+
+    def visit(carry: tuple[Array, Array], visitor: _Visitor, device: Array) -> tuple[Array, Array]:
+        def one(carry: tuple[Array, Array], pair: Array) -> tuple[tuple[Array, Array], None]:
+            arrays = _arrays(ring, host, visitor, pair, here, device)
+            out, saved = chunked.forward(ring.blocks, None, arrays)
+            old = jax.tree.map(lambda x: x[pair[0]], carry)
+            merged = _merge(old, (out, saved.log_sum))
+            return jax.tree.map(lambda all, x: all.at[pair[0]].set(x), carry, merged), None
+
+        return lax.scan(one, carry, ring.pairs())[0]
+
+    shape = jax.eval_shape(
+        functools.partial(chunked.forward, ring.blocks, None),
+        _arrays(ring, host, visitor, jnp.zeros(2, jnp.int32), here, here),
+    )[1]
+    acc = shape.out.dtype
+    start = (
+        jnp.zeros((CHUNKS, *shape.out.shape), acc),
+        jnp.full((CHUNKS, *shape.log_sum.shape), jnp.finfo(acc).min, acc),
+    )
+    out, log_sum = ring.go_round(visit, start, visitor)
+    return out, _Saved(host, visitor, out, log_sum)
+
+
+def _backward(ring: _Ring, saved: _Saved, d_out: Array) -> tuple[_Host, _Visitor]:
+    host, here, acc = saved.host, lax.axis_index(ring.names), saved.out.dtype
+    floats = saved.visitor._replace(ids=None)
+
+    def visit(carry: tuple[Array, _Visitor], visitor: _Visitor, device: Array) -> Any:
+        def one(carry: tuple[Array, _Visitor], pair: Array) -> tuple[tuple[Array, _Visitor], None]:
+            query, key = pair
+            arrays = _arrays(ring, host, visitor, pair, here, device)
+            part = chunked.Saved(arrays, saved.out[query], saved.log_sum[query])
+            found = chunked.gradients(ring.blocks, None, part, d_out[query])
+            dq, sums = carry
+            d_visitor = _split_gradients(floats, found)
+            sums = jax.tree.map(lambda all, x: all.at[key].add(x), sums, d_visitor)
+            return (dq.at[query].add(found.q), sums), None
+
+        return lax.scan(one, carry, ring.pairs())[0]
+
+    # After as many hops as there are devices, the sums are back where their keys are.
+    start = jax.tree.map(lambda x: jnp.zeros(x.shape, acc), (host.q, floats))
+    dq, sums = ring.go_round(
+        visit, start, saved.visitor, lambda carry: (carry[0], ring.passed_on(carry[1]))
+    )
+    like = jax.tree.map(lambda total, x: total.astype(x.dtype), sums, floats)
+    return _Host(dq.astype(host.q.dtype), None), like
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _arrays(
+    ring: _Ring, host: _Host, visitor: _Visitor, pair: Array, here: Array, device: Array
+) -> chunked.Arrays:
+    """Queries of slot ``pair[0]`` here against keys of slot ``pair[1]`` from ``device``."""
+    query, key = pair
+    chunk = jax.tree.map(lambda x: x[key], visitor)
+    ids = None if host.ids is None else (host.ids[query], chunk.ids)
+    distance = ring.chunk(here, query) - ring.chunk(device, key)
+    return chunked.Arrays(
+        q=host.q[query],
+        k=chunk.k,
+        values=chunk.values(),
+        bias=None,
+        segments=ids,
+        mask=None,
+        offset=(distance * ring.blocks.key_length).astype(jnp.int32),
+    )
+
+
+def _split_gradients(visitor: _Visitor, found: chunked.Arrays) -> _Visitor:
+    """Gradients of one chunk in the form of a visitor."""
+    width = visitor.v.shape[-1]
+    d_e = None
+    if visitor.e is not None:
+        d_e = found.values[..., width:]
+        if visitor.e.shape[2] == 1:
+            d_e = d_e.sum(1, keepdims=True)
+    return _Visitor(found.k, found.values[..., :width], d_e, None)
+
+
+def _merge(x: tuple[Array, Array], y: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Attention over two sets of keys, from ``(output, log-sum-exp)`` over each."""
+    log_sum = jnp.logaddexp(x[1], y[1])
+    out = x[0] * jnp.exp(x[1] - log_sum) + y[0] * jnp.exp(y[1] - log_sum)
+    return out, log_sum

@@ -1,0 +1,100 @@
+"""Attention inside shifted groups of the sequence, for training on long ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tape_jax._src import algebra
+from tape_jax._src.attention.api import attention
+from tape_jax._src.checks import require
+
+Array = jax.Array
+
+
+def shifted_group_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    groups: int,
+    state: Array | None = None,
+    query_state: Array | None = None,
+    segment_ids: Array | None = None,
+    **options: Any,
+) -> tuple[Array, Array | None]:
+    """Attention inside groups of the sequence (shifted sparse attention, LongLoRA, section 3.2).
+
+    The first half of the heads attends inside ``groups`` groups of ``T / groups`` tokens. In the
+    second half the groups begin half a group earlier, so that neighbouring groups overlap. What
+    then sticks out at the beginning, and what is left over at the end, are groups of their own:
+    joined into one, they would let the first tokens see the last.
+
+    Args:
+      q, k, v, state, query_state: as in :func:`tape_jax.attention`, of one length ``T``; states
+        have one head or as many as ``k``. Heads are even in number; those of ``k`` may be 1.
+      groups: number of groups.
+      segment_ids: integers ``[..., T]``, or None.
+      **options: further keywords of :func:`tape_jax.attention`, except ``mask`` and ``bias``.
+
+    Returns:
+      ``o [..., T, H, Dv]`` and ``a [..., T, H, ...]`` or None, as :func:`tape_jax.attention`.
+
+    Raises:
+      ValueError: if ``T`` is not a multiple of ``2 * groups``, heads cannot be halved, a state does
+        not fit, or a mask or bias is given.
+    """
+    time, batch = q.shape[-3], q.ndim - 3
+    require(
+        time % (2 * groups) == 0,
+        f"shifted_groups = {groups} needs a length that is a multiple of {2 * groups}; got {time}",
+    )
+    for name in ("mask", "bias"):
+        require(
+            options.get(name) is None,
+            f"shifted_groups = {groups} needs an encoding and a call without {name}; got one",
+        )
+    heads = k.shape[-2]
+    require(
+        q.shape[-2] % 2 == 0 and (heads == 1 or heads % 2 == 0),
+        f"shifted_groups = {groups} shifts half of the heads; got q {q.shape}, k {k.shape}",
+    )
+    half = time // groups // 2
+
+    def grouped(x: Array) -> Array:
+        """``[batch..., T, H, ...]`` to ``[2, batch..., groups, T / groups, H / 2, ...]``."""
+        first, second = (x, x) if x.shape[batch + 1] == 1 else jnp.split(x, 2, axis=batch + 1)
+        x = jnp.stack([first, jnp.roll(second, -half, axis=batch)])
+        return x.reshape(*x.shape[: batch + 1], groups, 2 * half, *x.shape[batch + 2 :])
+
+    def joined(x: Array) -> Array:
+        """Inverse of ``grouped``."""
+        x = x.reshape(*x.shape[: batch + 1], time, *x.shape[batch + 3 :])
+        return jnp.concatenate([x[0], jnp.roll(x[1], half, axis=batch)], axis=batch + 1)
+
+    def with_batch(x: Array, ndim: int) -> Array:
+        return x.reshape((1,) * (ndim - x.ndim) + x.shape)
+
+    def grouped_state(name: str, x: Array | None) -> Array | None:
+        if x is None:
+            return None
+        algebra.check_state(x, k, name=name, of="k", heads=(1, heads))
+        tail = 5 if algebra.is_tensor_form(x, k) else 3
+        return grouped(with_batch(algebra.align_state(x), batch + tail))
+
+    ids = jnp.zeros(time, jnp.int32) if segment_ids is None else jnp.asarray(segment_ids)
+    ids = 2 * with_batch(ids.astype(jnp.promote_types(ids.dtype, jnp.int32)), batch + 1)
+    # Rolled around, the first half group shares the last group with tokens that it must not see.
+    ids = jnp.stack([ids, ids + (jnp.arange(time) < half)], axis=-1)
+    out, attended = attention(
+        grouped(q),
+        grouped(k),
+        grouped(v),
+        state=grouped_state("state", state),
+        query_state=grouped_state("query_state", query_state),
+        segment_ids=grouped(ids)[..., 0],
+        **options,
+    )
+    return joined(out), None if attended is None else joined(attended)

@@ -1,0 +1,259 @@
+"""Attention by kernels of other libraries, with the value ``[v | e]``: what all of them need.
+
+Attention over values and over states shares its probabilities, so a kernel that takes values of
+another width than its keys computes both at once, from queries and keys rotated before. What can be
+had around a kernel (rotation, padding, rows that see no key, batching, sharding) is done here; what
+the kernel has not is refused, with the reason.
+
+Each backend is an instance of a :class:`Vendor` in a module ``vendor_<library>``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tape_jax._src.attention import pallas_blocks
+from tape_jax._src.attention.partition import Named, differentiable_over_batch_and_heads
+from tape_jax._src.attention.request import (
+    Request,
+    from_rows,
+    refuse,
+    refuse_large_indices,
+    same_segment,
+    to_rows,
+    visible_positions,
+)
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class VendorCall:
+    """What a kernel knows of a call beside its arrays.
+
+    Attributes:
+      scale: factor on the logits.
+      is_causal, local_window_size: as in :func:`tape_jax.attention`.
+      offset: index of the first query among the keys.
+      queries, keys: how many there are.
+      widths: of the values, and of the state as a value (0: not attended).
+      same_ids: whether segment ids, if there are any, are those of queries and keys alike.
+      interpret: run by XLA operations, on any device.
+    """
+
+    scale: float
+    is_causal: bool
+    local_window_size: int | None
+    offset: int
+    queries: int
+    keys: int
+    widths: tuple[int, int]
+    same_ids: bool
+    interpret: bool
+
+    @classmethod
+    def of(cls, request: Request) -> VendorCall:
+        """Raises NotImplementedError for what no kernel here takes."""
+        offset = request.query_offset
+        if not isinstance(offset, int):
+            raise NotImplementedError(
+                "query_offset= must be known when the call is compiled, and one for all rows"
+            )
+        refuse_large_indices(request)
+        state = request.state if request.attend_state else None
+        return cls(
+            scale=request.scale,
+            is_causal=request.is_causal,
+            local_window_size=request.local_window_size,
+            offset=offset,
+            queries=request.query_length,
+            keys=request.key_length,
+            widths=(request.v.shape[-1], 0 if state is None else math.prod(state.shape[3:])),
+            same_ids=request.segments is not None and request.segments[0] is request.segments[1],
+            interpret=request.interpret,
+        )
+
+    def key_ranges(self) -> tuple[np.ndarray, np.ndarray]:
+        """For each query the first key that position lets it see, and one past the last.
+
+        Both may lie outside the keys that there are. Integers ``[Tq]``, int32.
+        """
+        at = np.arange(self.queries, dtype=np.int32) + np.int32(self.offset)
+        first = (
+            np.full_like(at, 0)
+            if self.local_window_size is None
+            else at - np.int32(self.local_window_size - 1)
+        )
+        if self.is_causal:
+            return first, at + 1
+        return first, np.full_like(
+            at, self.keys
+        ) if self.local_window_size is None else at + self.local_window_size
+
+    def rows_that_see(self) -> np.ndarray:
+        """Booleans ``[Tq]``: whether position lets a query see any key."""
+        first, last = self.key_ranges()
+        return np.maximum(first, 0) < np.minimum(last, self.keys)
+
+
+class Vendor:
+    """A backend: what a library's kernel is and what it takes.
+
+    Attributes:
+      types: of the operands of the kernel.
+      segments: whether it takes segment ids.
+      hidden_rows: whether it stays finite, forward and backward, for queries that see no key.
+    """
+
+    types: tuple[str, ...]
+    segments = False
+    hidden_rows = False
+
+    def check_device(self, interpret: bool) -> None:
+        """Raises NotImplementedError unless the kernel runs on this machine."""
+        raise NotImplementedError
+
+    def check_call(self, call: VendorCall, request: Request) -> None:
+        """Raises NotImplementedError for calls that this kernel cannot do, beside the common."""
+
+    def kernel(self, call: VendorCall, args: Named) -> Array:
+        """Attention of one row and one key/value head, ``[G, Tq, Dv + De]``; differentiable.
+
+        Args:
+          call: what is known beside the arrays.
+          args: ``q [G, Tq, D]``, ``k [S, D]``, ``values [S, Dv + De]``, what :meth:`fixed` gives,
+            and maybe ``query_ids [Tq]`` and ``key_ids [S]``.
+        """
+        raise NotImplementedError
+
+    def fixed(self, call: VendorCall, groups: int) -> Named:
+        """Arrays that the kernel needs beside, the same for all rows and heads."""
+        return {}
+
+    def everywhere(self, call: VendorCall, args: Named) -> Array:
+        """The kernel for all rows and heads, ``[B, Tq, Hq, Dv + De]``.
+
+        Args:
+          call: what is known beside the arrays.
+          args: ``q [B, Tq, Hq, D]``, ``k [B, S, Hk, D]``, ``values [B, S, Hk, Dv + De]``, and maybe
+            ``query_ids [B|1, Tq]`` and ``key_ids [B|1, S]``.
+        """
+        rows, queries, heads, width = args["q"].shape
+        kv_heads = args["k"].shape[2]
+        given = {name: args[name].swapaxes(1, 2) for name in ("k", "values")}
+        q = to_rows(args["q"], kv_heads, queries)
+        given["q"] = q.reshape(rows, kv_heads, -1, queries, width)
+        ids = {name: args[name] for name in ("query_ids", "key_ids") if name in args}
+        given |= {name: jnp.broadcast_to(x, (rows, x.shape[1])) for name, x in ids.items()}
+        fixed = self.fixed(call, heads // kv_heads)
+        axes = dict.fromkeys(("q", "k", "values"), "bk")
+        axes |= dict.fromkeys(ids, "b") | dict.fromkeys(fixed, "")
+        kernel = functools.partial(self.kernel, call)
+        out = differentiable_over_batch_and_heads(kernel, {**given, **fixed}, axes)
+        return from_rows(out.reshape(rows, kv_heads, -1, out.shape[-1]), heads, queries)
+
+    def check(self, request: Request) -> None:
+        """Raises NotImplementedError unless the kernel can do this call on this machine."""
+        self.check_device(request.interpret)
+        self._checked(request)
+
+    def _checked(self, request: Request) -> VendorCall:
+        refuse(request.bias is not None, "bias= is not in the kernel")
+        refuse(
+            request.mask is not None, "mask= is not in the kernel; segment_ids= hides padding too"
+        )
+        refuse(
+            request.segments is not None and not self.segments,
+            "segment_ids= would need a mask as large as the logits",
+        )
+        name = request.compute_dtype.name
+        refuse(name not in self.types, f"types of q are {', '.join(self.types)}; got {name}")
+        call = VendorCall.of(request)
+        refuse(
+            not self.hidden_rows and not call.rows_that_see().all(),
+            "the kernel does not define what a query gives that sees no key",
+        )
+        self.check_call(call, request)
+        return call
+
+    def attend(self, request: Request) -> tuple[Array, Array | None]:
+        """Computes attention by the library's kernel.
+
+        Returns:
+          ``o [B, Tq, Hq, Dv]`` and ``a [B, Tq, Hq, De]`` (None if no state is attended), in the
+          type of the queries.
+
+        Raises:
+          NotImplementedError: if the call has what the kernel has not.
+        """
+        call = self._checked(request)
+        q, k = request.rotated()
+        values, state = request.v.astype(request.compute_dtype), request.attended_state()
+        if state is not None:
+            state = jnp.broadcast_to(state, (*values.shape[:-1], state.shape[-1]))
+            values = jnp.concatenate([values, state], axis=-1)
+        args = {"q": q, "k": k, "values": values}
+        if request.segments is not None:
+            args["query_ids"], args["key_ids"] = request.segments
+        out = _attend_compiled(self, call, args)
+        width = call.widths[0]
+        return out[..., :width], None if state is None else out[..., width:]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _attend_compiled(vendor: Vendor, call: VendorCall, args: Named) -> Array:
+    out = vendor.everywhere(call, args)
+    seen = _rows_that_see(call, args)
+    return out if seen is None else jnp.where(seen[..., None, None], out, 0)
+
+
+def _rows_that_see(call: VendorCall, args: Named) -> Array | None:
+    """Booleans ``[B|1, Tq]``: whether a query sees any key; None if all do."""
+    if "query_ids" not in args:
+        seen = call.rows_that_see()
+        return None if seen.all() else jnp.asarray(seen)[None]
+    if call.same_ids and call.offset == 0:
+        return None  # Every query sees its own key.
+    i = jnp.arange(call.queries, dtype=jnp.int32) + call.offset
+    j = jnp.arange(call.keys, dtype=jnp.int32)
+    near = visible_positions(
+        i, j, is_causal=call.is_causal, local_window_size=call.local_window_size
+    )
+    same = same_segment(args["query_ids"], args["key_ids"])[:, 0]
+    return jnp.any(same if near is None else same & near, axis=-1)
+
+
+def check_gpu(interpret: bool, oldest: tuple[int, int], architecture: str) -> None:
+    """Raises NotImplementedError unless this machine has such a GPU."""
+    refuse(interpret, "the kernel has no interpreted mode")
+    capability = pallas_blocks.compute_capability()
+    if capability is None:
+        raise NotImplementedError(f"needs a CUDA GPU, but jax runs on {jax.default_backend()!r}")
+    refuse(
+        capability < oldest,
+        f"needs a GPU of compute capability {oldest[0]}.{oldest[1]} ({architecture}) or later; "
+        f"this one has {capability[0]}.{capability[1]}",
+    )
+
+
+def wide_types_enabled() -> bool:
+    """Whether jax has 64-bit types."""
+    return jax.dtypes.canonicalize_dtype(np.int64) == np.int64
+
+
+def pad_to(x: Array, size: int, axis: int) -> Array:
+    """Pads ``axis`` to ``size`` with zeros."""
+    missing = size - x.shape[axis]
+    pads = [(0, missing if n == axis % x.ndim else 0) for n in range(x.ndim)]
+    return jnp.pad(x, pads) if missing else x
+
+
+def round_up(n: int, size: int) -> int:
+    """The next multiple of ``size``."""
+    return -(-n // size) * size

@@ -1,0 +1,80 @@
+"""Attention by cuDNN, by way of jax's public function."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from tape_jax._src.attention import pallas_blocks
+from tape_jax._src.attention.partition import Named, first_derivative_only
+from tape_jax._src.attention.request import Request, refuse
+from tape_jax._src.attention.vendor import Vendor, VendorCall, check_gpu, pad_to, round_up
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Cudnn(Vendor):
+    """One call of cuDNN for values and one for states, since it wants values as wide as keys.
+
+    jax's function passes batching and sharding on by itself.
+
+    Attributes:
+      implementation: of ``jax.nn.dot_product_attention``.
+    """
+
+    implementation: Literal["cudnn", "xla"] = "cudnn"
+    types = ("bfloat16", "float16")
+
+    def check_device(self, interpret: bool) -> None:
+        check_gpu(interpret, (8, 0), "Ampere")
+        x = jax.ShapeDtypeStruct((1, 8, 1, 8), jnp.bfloat16)
+        try:
+            jax.eval_shape(
+                lambda x: jax.nn.dot_product_attention(x, x, x, implementation="cudnn"), x
+            )
+        except RuntimeError as error:  # jax finds no cuDNN.
+            raise NotImplementedError(str(error)) from error
+
+    def check_call(self, call: VendorCall, request: Request) -> None:
+        refuse(
+            call.offset != 0 and (call.is_causal or call.local_window_size is not None),
+            "query_offset= is not in the kernel",
+        )
+        refuse(
+            call.local_window_size is not None and not call.is_causal,
+            "local_window_size= needs is_causal=True in the kernel",
+        )
+        capability = pallas_blocks.compute_capability()
+        widest = 256 if capability is not None and capability >= (9, 0) else 128
+        width = self._width(request.k.shape[-1], call)
+        refuse(width > widest, f"head dimensions are at most {widest} here; got {width}")
+
+    def everywhere(self, call: VendorCall, args: Named) -> Array:
+        return first_derivative_only(functools.partial(self._values_and_states, call), args)
+
+    def _values_and_states(self, call: VendorCall, args: Named) -> Array:
+        width = self._width(args["q"].shape[-1], call)
+        q, k = (pad_to(args[name], width, -1) for name in "qk")
+        window = call.local_window_size
+        attend = functools.partial(
+            jax.nn.dot_product_attention,
+            scale=call.scale,
+            is_causal=call.is_causal,
+            local_window_size=None if window is None else (window - 1, 0),
+            implementation=self.implementation,
+        )
+        parts = jnp.split(args["values"], call.widths[:1], axis=-1)
+        outs = [attend(q, k, pad_to(x, width, -1))[..., : x.shape[-1]] for x in parts if x.size]
+        return jnp.concatenate(outs, axis=-1)
+
+    def _width(self, dim: int, call: VendorCall) -> int:
+        """The one width of queries, keys and values."""
+        return round_up(max(dim, *call.widths), 8)
+
+
+cudnn = Cudnn()

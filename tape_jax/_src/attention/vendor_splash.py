@@ -1,0 +1,146 @@
+"""Attention by jax's splash kernels for TPUs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel,
+    splash_attention_mask,
+)
+
+from tape_jax._src.attention.partition import Named
+from tape_jax._src.attention.request import Request, refuse
+from tape_jax._src.attention.vendor import Vendor, VendorCall, pad_to, round_up, wide_types_enabled
+from tape_jax._src.checks import require
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Splash(Vendor):
+    """TPU splash attention, of jax.
+
+    Attributes:
+      block: queries and keys in a block, a multiple of 128; None: chosen by length.
+    """
+
+    block: int | None = None
+    types = ("float32", "bfloat16")
+    segments = True
+    hidden_rows = True
+
+    LANES = 128
+    # Not timed yet.
+    LARGEST_BLOCK = 512
+
+    def check_device(self, interpret: bool) -> None:
+        refuse(
+            not interpret and jax.default_backend() != "tpu",
+            f"needs a TPU, but jax runs on {jax.default_backend()!r}; interpret=True runs the "
+            "kernel slowly anywhere",
+        )
+
+    def check_call(self, call: VendorCall, request: Request) -> None:
+        refuse(
+            wide_types_enabled() and not call.interpret,
+            "the kernel does not compile with 64-bit types enabled",
+        )
+
+    def attend(self, request: Request, *, block: int | None = None) -> tuple[Array, Array | None]:
+        """Computes attention by splash kernels.
+
+        Args:
+          request: the call.
+          block: queries and keys in a block, a multiple of 128; None: chosen by length.
+
+        Returns:
+          As :meth:`Vendor.attend`.
+
+        Raises:
+          ValueError: if ``block`` is not allowed.
+          NotImplementedError: if the call has what the kernel has not.
+        """
+        require(
+            block is None or (block > 0 and block % self.LANES == 0),
+            f"block must be a positive multiple of {self.LANES}; got {block}",
+        )
+        return Vendor.attend(dataclasses.replace(self, block=block), request)
+
+    def fixed(self, call: VendorCall, groups: int) -> Named:
+        (rows, block_q), (columns, block_k) = map(self._blocks, (call.queries, call.keys))
+        masks = [_splash_mask(call, (rows, columns))] * groups
+        kernel = splash_attention_kernel.make_splash_mqa(
+            splash_attention_mask.MultiHeadMask(masks),
+            block_sizes=splash_attention_kernel.BlockSizes(
+                block_q=block_q,
+                block_kv=block_k,
+                block_q_dkv=block_q,
+                block_kv_dkv=block_k,
+                block_q_dq=block_q,
+                block_kv_dq=block_k,
+            ),
+            head_shards=1,
+            q_seq_shards=1,
+            interpret=call.interpret,
+        )
+        return {"kernel": kernel}
+
+    def kernel(self, call: VendorCall, args: Named) -> Array:
+        (rows, _), (columns, _) = map(self._blocks, (call.queries, call.keys))
+        # The kernel has no factor on the logits.
+        q = (args["q"].astype(jnp.float32) * call.scale).astype(args["q"].dtype)
+        ids = None
+        if "query_ids" in args:
+            padded = (pad_to(args["query_ids"], rows, 0), pad_to(args["key_ids"], columns, 0))
+            common = jnp.promote_types(jnp.result_type(*padded), jnp.int32)
+            ids = splash_attention_kernel.SegmentIds(*(x.astype(common) for x in padded))
+        k, values = (pad_to(args[name], columns, 0) for name in ("k", "values"))
+        return args["kernel"](pad_to(q, rows, 1), k, values, ids)[:, : call.queries]
+
+    def _blocks(self, length: int) -> tuple[int, int]:
+        """Length to pad to, and a size of blocks that divides it."""
+        block = self.block
+        if block is None:
+            count = -(-length // self.LARGEST_BLOCK)
+            block = round_up(-(-length // count), self.LANES)
+        return round_up(length, block), block
+
+
+@dataclasses.dataclass(frozen=True)
+class _KeysBelow(splash_attention_mask.Mask):
+    """Hides keys from ``limit`` on."""
+
+    lengths: tuple[int, int]
+    limit: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.lengths
+
+    def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
+        rows, columns = (np.arange(n)[x] for n, x in zip(self.lengths, index, strict=True))
+        return np.broadcast_to(columns < self.limit, (rows.size, columns.size))
+
+
+def _splash_mask(call: VendorCall, padded: tuple[int, int]) -> splash_attention_mask.Mask:
+    """What position hides, and the keys that are padding if a query could see them."""
+    masks = splash_attention_mask
+    if call.local_window_size is not None:
+        reach = (call.local_window_size - 1, 0 if call.is_causal else call.local_window_size - 1)
+        mask: Any = masks.LocalMask(padded, reach, call.offset)
+    elif call.is_causal:
+        mask = masks.CausalMask(padded, call.offset)
+    else:
+        mask = masks.FullMask(padded)
+    unbounded = not call.is_causal and call.local_window_size is None
+    if padded[1] > call.keys and (unbounded or call.key_ranges()[1].max() > call.keys):
+        mask = mask & _KeysBelow(padded, call.keys)
+    return mask
+
+
+splash = Splash()

@@ -1,0 +1,103 @@
+"""Attention by tokamax's kernels for GPUs, by way of its public function."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import sys
+
+import jax
+import jax.numpy as jnp
+
+from tape_jax._src.attention import pallas_blocks
+from tape_jax._src.attention.partition import Named
+from tape_jax._src.attention.request import Request, refuse
+from tape_jax._src.attention.vendor import Vendor, VendorCall, pad_to, round_up, wide_types_enabled
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokamax(Vendor):
+    """Kernels of tokamax.
+
+    Attributes:
+      kernels: their names there; the first that runs on this machine is taken.
+    """
+
+    kernels: tuple[str, ...]
+    types = ("bfloat16", "float16")
+
+    # Compute capabilities from the first on, before the second.
+    CAPABILITIES = {
+        "mosaic_gpu": ((9, 0), (11, 0), "Hopper or Blackwell"),
+        "triton": ((8, 0), (99, 0), "Ampere or later"),
+    }
+    # Lengths are padded to a multiple: of 64 for Mosaic's tiles, of 128 where there is a window.
+    MULTIPLE = 128
+
+    def check_device(self, interpret: bool) -> None:
+        refuse(interpret, "the kernel has no interpreted mode")
+        if importlib.util.find_spec("tokamax") is None:
+            raise NotImplementedError("needs tokamax: pip install tape-jax[tokamax]")
+        self.here()
+
+    def here(self) -> str:
+        """The first kernel that runs on this machine."""
+        capability = pallas_blocks.compute_capability()
+        if capability is None:
+            raise NotImplementedError(
+                f"needs a CUDA GPU, but jax runs on {jax.default_backend()!r}"
+            )
+        for name in self.kernels:
+            first, last, _ = self.CAPABILITIES[name]
+            if first <= capability < last:
+                return name
+        kinds = " or of ".join(self.CAPABILITIES[name][2] for name in self.kernels)
+        major, minor = capability
+        raise NotImplementedError(f"needs a GPU of {kinds}; this one has {major}.{minor}")
+
+    def check_call(self, call: VendorCall, request: Request) -> None:
+        refuse(wide_types_enabled(), "the kernel does not compile with 64-bit types enabled")
+        window = call.local_window_size is not None
+        refuse(
+            call.offset != 0 and (call.is_causal or window),
+            "tokamax's function takes no query_offset=",
+        )
+        refuse(
+            window and call.queries != call.keys,
+            "tokamax's local_window_size= needs as many queries as keys",
+        )
+        # Release 0.0.17; before, it had no such mask.
+        refuse(
+            window and self.here() == "triton",
+            "tokamax's Triton kernel takes a window as a mask as large as the logits",
+        )
+
+    def kernel(self, call: VendorCall, args: Named) -> Array:
+        import tokamax
+        from absl import flags
+
+        if not flags.FLAGS.is_parsed():
+            # tokamax 0.0.12 would parse the arguments of the program that it runs in.
+            flags.FLAGS(sys.argv[:1])
+        rows, columns = (round_up(n, self.MULTIPLE) for n in (call.queries, call.keys))
+        # The padding is visible unless the causal rule hides it anyway.
+        hide = columns > call.keys and not (call.is_causal and call.queries <= call.keys)
+        reach = None if call.local_window_size is None else call.local_window_size - 1
+        out = tokamax.dot_product_attention(
+            pad_to(args["q"], rows, 1).swapaxes(0, 1)[None],
+            pad_to(args["k"], columns, 0)[None, :, None],
+            pad_to(args["values"], columns, 0)[None, :, None],
+            scale=call.scale,
+            is_causal=call.is_causal,
+            local_window_size=None if reach is None else (reach, 0 if call.is_causal else reach),
+            key_value_seq_lengths=jnp.full((1,), call.keys, jnp.int32) if hide else None,
+            implementation=self.here(),
+        )
+        return out[0].swapaxes(0, 1)[:, : call.queries]
+
+
+tokamax_mosaic = Tokamax(("mosaic_gpu",))
+tokamax_triton = Tokamax(("triton",))
+tokamax = Tokamax(("mosaic_gpu", "triton"))

@@ -1,0 +1,355 @@
+"""The cache of decoding: what is kept of past tokens, and how new ones are written into it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+import flax
+import jax
+import jax.numpy as jnp
+
+from tape_jax._src import algebra
+from tape_jax._src.checks import choose, require, require_x64
+from tape_jax._src.config import ModelConfig
+from tape_jax._src.positions.protocol import as_length, default_positions
+from tape_jax._src.segments import PADDING, places, without_padding
+
+if TYPE_CHECKING:
+    from tape_jax._src.model import (
+        Transformer,
+    )
+
+Array = jax.Array
+
+
+@flax.struct.dataclass
+class LayerCache:
+    """What one layer keeps of past tokens; slots not yet written are zero.
+
+    Heads come before time: so the products of a single query read it as it is.
+
+    Attributes:
+      k: rotated keys ``[B, H_kv, S, D]`` (``M * R`` wide in tensor form).
+      v: values ``[B, H_kv, S, D]``.
+      e: position states, ``[B, H_kv, S, D]`` or ``[B, H_kv, S, M, L, R]``; None unless attended.
+    """
+
+    k: Array
+    v: Array
+    e: Array | None
+
+
+@flax.struct.dataclass
+class Cache:
+    """Everything that cached decoding keeps of the tokens it has seen; see :func:`init_cache`.
+
+    ``S`` is the capacity in tokens, ``n`` the number of layers of a run of like layers.
+
+    Attributes:
+      index: number of slots written, int32.
+      tokens: ``[B, S]`` int32.
+      positions: ``[B, S]`` int32 or, if :func:`init_cache` was told so, of a floating type.
+      segment_ids: ``[B, S]`` int32; 0 is padding, and what is not yet written.
+      layers: per block (see :attr:`Transformer.blocks`) a ``LayerCache`` with
+        a leading axis ``n``, the number of its layers.
+      key: random key of the encoding's draw, or None for its fixed draw.
+      length: int32 ``[B]``, for how many tokens of each sequence random positions are drawn and
+        dynamic scaling is fixed, or None for the capacity.
+    """
+
+    index: Array
+    tokens: Array
+    positions: Array
+    segment_ids: Array
+    layers: tuple[LayerCache, ...]
+    key: Array | None = None
+    length: Array | None = None
+
+    @property
+    def capacity(self) -> int:
+        """Number of slots."""
+        return self.tokens.shape[-1]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of everything that grows with the capacity, in bytes."""
+        arrays = (self.tokens, self.positions, self.segment_ids, self.layers)
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
+
+
+def init_cache(
+    model: Transformer,
+    batch_size: int,
+    capacity: int,
+    *,
+    dtype: Any = None,
+    key: Array | None = None,
+    length: int | Array | None = None,
+    position_dtype: Any = jnp.int32,
+) -> Cache:
+    """An empty cache for decoding ``batch_size`` sequences of up to ``capacity`` tokens.
+
+    Args:
+      model: the model that will use it.
+      batch_size: number of sequences ``B``.
+      capacity: number of slots ``S``.
+      dtype: type of keys and values; None: the model's compute type.
+      key: random key for encodings that draw; None: their fixed draw.
+      length: for how many tokens random positions are drawn and dynamic scaling is fixed, an
+        integer or one for each sequence ``[B]``; None: the capacity. Results agree with a full pass
+        that is given the same ``length``.
+      position_dtype: type of the positions, float32 or float64 for fractional ones.
+
+    Raises:
+      ValueError: if a size is not positive, the capacity is more than the model or its encoding
+        takes, the encoding has n-dimensional coordinates, or positions cannot have the given type.
+    """
+    c, encoding = model.config, model.encoding
+    if batch_size < 1 or capacity < 1:
+        raise ValueError(
+            f"batch_size and capacity must be positive; got {batch_size} and {capacity}"
+        )
+    require_x64(dtype=dtype or c.dtype, state_dtype=c.state_dtype, position_dtype=position_dtype)
+    check_length(model, capacity, what="a cache")
+    if encoding.coordinate_axes > 1:
+        raise ValueError(
+            f"a cache holds one coordinate per token; {encoding.kind!r} has "
+            f"axes={encoding.coordinate_axes}"
+        )
+    choose("position_dtype", jnp.dtype(position_dtype).name, ("int32", "float32", "float64"))
+    if length is not None:
+        length = jnp.broadcast_to(jnp.int32(as_length(length, (batch_size,))), (batch_size,))
+    layers = _layers(model, batch_size, capacity, jnp.dtype(dtype or c.dtype).name)
+
+    def slots(dtype: Any = jnp.int32) -> Array:
+        return jnp.zeros((batch_size, capacity), dtype)
+
+    return Cache(
+        index=jnp.int32(0),
+        tokens=slots(),
+        positions=slots(position_dtype),
+        segment_ids=slots(),
+        layers=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), layers),
+        key=key,
+        length=length,
+    )
+
+
+def check_cache(model: Transformer, cache: Cache) -> None:
+    """Raises ValueError unless the cache could be one of the model, by the shapes of its layers."""
+
+    def shapes(layers: Any) -> str:
+        names = jax.tree_util.tree_leaves_with_path(layers)
+        return ", ".join(f"{jax.tree_util.keystr(path)} {x.shape}" for path, x in names)
+
+    given = shapes(cache.layers)
+    expected = shapes(_layers(model, len(cache.tokens), cache.capacity, model.config.dtype))
+    require(
+        given == expected,
+        f"the cache is of another model: its layers are {given}; this one's are {expected}",
+    )
+
+
+def _layers(
+    model: Transformer, batch_size: int, capacity: int, dtype: str
+) -> tuple[LayerCache, ...]:
+    """What the layers of a cache are: ShapeDtypeStructs in place of arrays."""
+    blocks = tuple(model.blocks)
+    return _layers_of(model.config, blocks, model.state_dtype.name, batch_size, capacity, dtype)
+
+
+@functools.lru_cache(maxsize=128)
+def _layers_of(
+    config: ModelConfig,
+    blocks: tuple[tuple[int, int, bool], ...],
+    state_dtype: str,
+    batch_size: int,
+    capacity: int,
+    dtype: str,
+) -> tuple[LayerCache, ...]:
+    encoding = config.position
+
+    def key_state(p: Array) -> Array | None:
+        start = encoding.start(p, config, length=capacity, dtype=jnp.dtype(state_dtype))
+        return encoding.rotation(encoding.carry(start, p.shape, config))[1]
+
+    e = jax.eval_shape(key_state, jax.ShapeDtypeStruct((batch_size, capacity), jnp.int32))
+    head = jax.ShapeDtypeStruct((batch_size, capacity, config.kv_heads, config.dim), dtype)
+    rotated = head if e is None else jax.eval_shape(algebra.rotate, head, e)
+
+    def stack(n: int, like: jax.ShapeDtypeStruct, dtype: Any) -> Any:
+        batch, slots, heads, *tail = like.shape
+        return jax.ShapeDtypeStruct((n, batch, heads, slots, *tail), dtype)
+
+    def layer(updates: bool, n: int) -> LayerCache:
+        keeps_state = updates and encoding.attends_state and e is not None
+        return LayerCache(
+            k=stack(n, rotated, dtype),
+            v=stack(n, head, dtype),
+            e=stack(n, e, e.dtype) if keeps_state else None,
+        )
+
+    return tuple(layer(updates, stop - start) for start, stop, updates in blocks)
+
+
+def grow_cache(model: Transformer, cache: Cache, capacity: int) -> Cache:
+    """The cache with more slots; outside of ``jax.jit``.
+
+    Args:
+      model: the model that uses it.
+      cache: a cache of ``model``.
+      capacity: slots of the new one, at least as many as the old one has.
+
+    Raises:
+      ValueError: if there would be fewer slots, more than the model or its encoding takes, or if
+        the encoding draws positions or scales frequencies for the capacity, no ``length`` having
+        been given: what the cache holds would then be for another one.
+    """
+    old = cache.capacity
+    require(capacity >= old, f"a cache of capacity {old} cannot shrink to {capacity}")
+    check_length(model, capacity, what="a cache")
+
+    require(
+        cache.length is not None or not depends_on_capacity(model, old, capacity, key=cache.key),
+        f"the encoding {model.encoding.kind!r} depends on the capacity, {old}: give init_cache the "
+        "final capacity at once, or a length",
+    )
+
+    def grow(x: Array, axis: int) -> Array:
+        pads = [(0, capacity - old if i == axis else 0) for i in range(x.ndim)]
+        return jnp.pad(x, pads)
+
+    return dataclasses.replace(
+        cache,
+        tokens=grow(cache.tokens, 1),
+        positions=grow(cache.positions, 1),
+        segment_ids=grow(cache.segment_ids, 1),
+        layers=jax.tree.map(functools.partial(grow, axis=3), cache.layers),
+    )
+
+
+def depends_on_capacity(
+    model: Transformer, old: int, new: int, *, key: Array | None = None
+) -> bool:
+    """Whether tokens have other position states in a cache of ``new`` slots than of ``old``.
+
+    So it is where positions are drawn, or frequencies scaled, for a length.
+    """
+
+    def start(length: int) -> Any:
+        dtype = model.state_dtype
+        return model.encoding.start(
+            jnp.arange(min(old, new)), model.config, key=key, length=length, dtype=dtype
+        )
+
+    same = jax.tree.map(lambda a, b: bool(jnp.array_equal(a, b)), start(old), start(new))
+    return not all(jax.tree.leaves(same))
+
+
+def check_length(model: Transformer, length: int, *, what: str = "a sequence") -> None:
+    """Raises ValueError if ``length`` tokens are more than the model or its encoding takes."""
+    encoding = model.encoding
+    for limit, whose in (
+        (model.config.max_length, "the model's max_length"),
+        (encoding.max_length(), f"the limit of the encoding {encoding.kind!r}"),
+    ):
+        if limit is not None and length > limit:
+            raise ValueError(f"{what} of {length} tokens exceeds {whose} of {limit}")
+
+
+def append(
+    cache: Cache, tokens: Array, positions: Array | None, segment_ids: Array | None
+) -> Cache:
+    """The cache with the new tokens, their positions and segments written behind the old ones.
+
+    Without segment ids they belong to the segment of their row's last real token, without positions
+    they follow the last of their segment.
+    """
+    if tokens.ndim != 2 or tokens.shape[0] != cache.tokens.shape[0]:
+        raise ValueError(
+            f"with a cache for {cache.tokens.shape[0]} sequences, tokens must have shape "
+            f"({cache.tokens.shape[0]}, T); got {tokens.shape}"
+        )
+    time = tokens.shape[1]
+    used = 0 if isinstance(cache.index, jax.core.Tracer) else int(cache.index)
+    if used + time > cache.capacity:
+        raise ValueError(
+            f"{time} tokens do not fit into a cache of capacity {cache.capacity} with {used} in use"
+        )
+    if segment_ids is None:
+        last, found = _last(cache.segment_ids, cache.segment_ids != PADDING)
+        segment_ids, place = jnp.where(found, last, 1)[:, None], default_positions(time)
+    else:
+        segment_ids = jnp.broadcast_to(segment_ids, tokens.shape)
+        place = places(segment_ids)
+    if positions is None:
+        same = cache.segment_ids[:, None] == segment_ids[..., None]
+        last, found = _last(cache.positions[:, None], same)
+        positions = jnp.where(found, last + 1, 0) + place
+    kept = cache.positions.dtype
+    require(
+        jnp.issubdtype(kept, jnp.floating) or not jnp.issubdtype(positions.dtype, jnp.floating),
+        f"positions of type {positions.dtype} would be cut to the {kept} of the cache: give "
+        "init_cache position_dtype='float32'",
+    )
+
+    def put(old: Array, new: Array) -> Array:
+        new = jnp.broadcast_to(without_padding(new, segment_ids), tokens.shape).astype(old.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(old, new, cache.index, axis=1)
+
+    return dataclasses.replace(
+        cache,
+        index=cache.index + time,
+        tokens=put(cache.tokens, tokens),
+        positions=put(cache.positions, positions),
+        segment_ids=put(cache.segment_ids, segment_ids),
+    )
+
+
+def _last(x: Array, chosen: Array) -> tuple[Array, Array]:
+    """Of the chosen entries along the last axis the last one; and whether there is one.
+
+    ``x`` broadcasts to ``chosen [..., S]``; both results are ``[...]``.
+    """
+    slot = jnp.where(chosen, jnp.arange(chosen.shape[-1]), -1).max(-1, keepdims=True)
+    last = jnp.take_along_axis(jnp.broadcast_to(x, chosen.shape), jnp.maximum(slot, 0), axis=-1)
+    return last[..., 0], slot[..., 0] >= 0
+
+
+def entries(cache: LayerCache, k: Array, v: Array, e: Array | None) -> LayerCache:
+    """Keys, values and states of new tokens ``[B, T, H, ...]`` in the form of a cache."""
+
+    def like(old: Array, new: Array) -> Array:
+        new = jnp.swapaxes(new, -old.ndim + 1, -old.ndim + 2)
+        shape = (*old.shape[:2], new.shape[-old.ndim + 2], *old.shape[3:])
+        return jnp.broadcast_to(new, shape).astype(old.dtype)
+
+    state = None if cache.e is None or e is None else like(cache.e, e)
+    return LayerCache(k=like(cache.k, k), v=like(cache.v, v), e=state)
+
+
+def with_entries(cache: LayerCache, new: LayerCache, index: Array | int) -> LayerCache:
+    """The cache of one layer with new tokens in the slots from ``index`` on."""
+    slots, time = cache.k.shape[2], new.k.shape[2]
+    if time > 1:
+        return write_cache(cache, new, index)
+    here = jnp.arange(slots) == index
+
+    def choose_slot(old: Array, new: Array) -> Array:
+        # One pass that can be fused with what comes before, unlike a copy and an update.
+        return jnp.where(here.reshape(-1, *(1,) * (old.ndim - 3)), new, old)
+
+    return jax.tree.map(choose_slot, cache, new)
+
+
+def write_cache(
+    cache: LayerCache, new: LayerCache, index: Array | int, *, axis: int = 2
+) -> LayerCache:
+    """The cache with the slots from ``index`` on, along ``axis``, overwritten by ``new``."""
+
+    def put(old: Array, new: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(old, new, index, axis=axis)
+
+    return jax.tree.map(put, cache, new)

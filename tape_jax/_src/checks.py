@@ -1,0 +1,110 @@
+"""Errors that say what was given and what was expected."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def nearest(name: str, known: Iterable[str], aliases: Mapping[str, str] | None = None) -> str:
+    """``" (did you mean 'x'?)"`` for the known name nearest to ``name``, or an empty string.
+
+    Args:
+      name: what was given.
+      known: names to choose from; capital letters do not count.
+      aliases: known names by what else people call them, in small letters.
+    """
+    given = str(name).lower()
+    called = {str(k).lower(): str(k) for k in known} | dict(aliases or {})
+    near = difflib.get_close_matches(given, called, n=1, cutoff=0.5)
+    return f" (did you mean {called[near[0]]!r}?)" if near else ""
+
+
+def choose(
+    what: str, value: Any, allowed: Iterable[Any], aliases: Mapping[str, str] | None = None
+) -> None:
+    """Raises ValueError unless ``value`` is one of ``allowed``; of ``aliases``, :func:`nearest`."""
+    allowed = tuple(allowed)
+    if value not in allowed:
+        names = ", ".join(repr(a) for a in allowed)
+        hint = nearest(value, allowed, aliases)
+        raise ValueError(f"unknown {what} {value!r}: expected one of {names}{hint}")
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises ``ValueError(message)`` unless ``condition`` holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def positive(what: str, value: Any, *, optional: bool = False) -> Any:
+    """A positive integer as Python's ``int``, with ``optional`` also None; ValueError if not."""
+    if optional and value is None:
+        return None
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = 0
+    require(
+        number > 0 and not isinstance(value, bool),
+        f"{what} must be a positive integer{' or None' if optional else ''}; got {value!r}",
+    )
+    return number
+
+
+def type_name(what: str, value: Any, allowed: Iterable[Any]) -> Any:
+    """The name of a type, given as ``"bfloat16"``, ``jnp.bfloat16`` or a numpy dtype.
+
+    Raises:
+      ValueError: if it is not one of ``allowed``, names and perhaps None.
+    """
+    try:
+        name = None if value is None else np.dtype(value).name
+    except TypeError:
+        name = value
+    choose(what, name, allowed)
+    return name
+
+
+def set_field(value: Any, name: str, to: Any) -> None:
+    """Sets a field of a frozen dataclass while it is made."""
+    object.__setattr__(value, name, to)
+
+
+def concrete(x: Any) -> np.ndarray | None:
+    """The values of an array; None where they are not known here: traced, or on other processes."""
+    if isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+        return None
+    return np.asarray(x)
+
+
+def require_x64(hint: str = "", **types: Any) -> None:
+    """Raises ValueError if one of these types, by its name, has 64 bits and such are disabled.
+
+    Without this jax would compute in 32 bits. ``hint`` ends the message.
+    """
+    for name, dtype in types.items():
+        wanted = None if dtype is None else np.dtype(dtype)
+        require(
+            wanted is None or jax.dtypes.canonicalize_dtype(wanted) == wanted,
+            f"{name} = {wanted} needs 64-bit types, which are disabled: set JAX_ENABLE_X64=1 or "
+            f"jax.config.update('jax_enable_x64', True){hint}",
+        )
+
+
+def from_mapping(cls: type, values: dict[str, Any], *, what: str) -> Any:
+    """Builds the dataclass ``cls``; an unknown field is an error that names the nearest one."""
+    fields = [f.name for f in dataclasses.fields(cls) if f.init]
+    for name in values:
+        if name not in fields:
+            raise ValueError(
+                f"unknown field {name!r} of {what}{nearest(name, fields)}; fields: "
+                f"{', '.join(fields)}"
+            )
+    return cls(**values)

@@ -1,0 +1,282 @@
+"""Frozen, validated, hashable descriptions of what is computed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from tape_jax._src.checks import choose, positive, require, set_field, type_name
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are adapted to sequences longer than those trained on.
+
+    Attributes:
+      kind: ``none``; ``linear`` (positions divided by ``factor``); ``ntk`` (base multiplied by
+        ``factor ** (D / (D - 2))``); ``dynamic`` (NTK with a factor that follows the sequence
+        length); ``yarn`` (frequencies blended by wavelength, states scaled by a magnitude);
+        ``llama3``.
+      factor: ratio of the wanted length to the trained one.
+      original_length: the trained length, in tokens (dynamic, yarn, llama3).
+      beta_fast, beta_slow: yarn; rotations over ``original_length`` above which a frequency is
+        kept, and below which it is fully interpolated.
+      low_freq_factor, high_freq_factor: llama3; the corresponding bounds.
+      magnitude: yarn; factor on the states. None: ``0.1 ln(factor) + 1``.
+      truncate: yarn; round the blending range outwards to whole dimensions, as published.
+    """
+
+    kind: str = "none"
+    factor: float = 1.0
+    original_length: int = 2048
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    magnitude: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self):
+        choose("rope scaling", self.kind, ("none", "linear", "ntk", "dynamic", "yarn", "llama3"))
+        require(self.factor > 0, f"rope scaling: factor must be positive; got {self.factor}")
+        require(
+            self.original_length > 0,
+            f"rope scaling: original_length must be positive; got {self.original_length}",
+        )
+        require(
+            self.high_freq_factor > self.low_freq_factor,
+            f"rope scaling: high_freq_factor {self.high_freq_factor} must exceed "
+            f"low_freq_factor {self.low_freq_factor}",
+        )
+
+    @property
+    def state_magnitude(self) -> float:
+        """Factor on the start state: ``magnitude`` or ``0.1 ln(factor) + 1`` for yarn, else 1."""
+        if self.kind != "yarn":
+            return 1.0
+        if self.magnitude is not None:
+            return self.magnitude
+        return 0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0
+
+
+MLP_PROJECTIONS = ("gate", "up", "down")
+PROJECTIONS = ("q", "k", "v", "out", *MLP_PROJECTIONS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """Low-rank adaptation (Hu et al. 2021): ``x W`` becomes ``x W + (alpha / rank) (x A) B``.
+
+    Attributes:
+      rank: columns of ``A`` and rows of ``B``.
+      alpha: scale of the low-rank term, divided by ``rank``.
+      targets: the projections of a block that have the term: ``q``, ``k``, ``v`` and ``out`` of
+        the attention, ``gate``, ``up`` and ``down`` of the MLP.
+    """
+
+    rank: int = 8
+    alpha: float = 16.0
+    targets: tuple[str, ...] = ("q", "k", "v", "out")
+
+    def __post_init__(self):
+        set_field(self, "rank", positive("lora: rank", self.rank))
+        if isinstance(self.targets, list):
+            set_field(self, "targets", tuple(self.targets))
+        require(
+            isinstance(self.targets, tuple) and bool(self.targets),
+            f"lora: targets must be a tuple of names of projections; got {self.targets!r}",
+        )
+        for name in self.targets:
+            choose("lora target", name, PROJECTIONS)
+
+    @property
+    def scale(self) -> float:
+        """Factor on the low-rank term."""
+        return self.alpha / self.rank
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of each block's MLP; see ``experts``.
+
+    Attributes:
+      count: experts of a layer, each as wide as the MLP would be.
+      per_token: how many a token takes.
+      balance: weight of each layer's balance loss in training (Fedus et al. 2021, equation 4).
+      z: weight of each layer's router z-loss in training (Zoph et al. 2022, equation 5).
+      normalize: whether the weights of a token's experts sum to one, as in Mixtral; if not they are
+        the router's probabilities.
+    """
+
+    count: int
+    per_token: int = 2
+    balance: float = 0.01
+    z: float = 0.0
+    normalize: bool = True
+
+    def __post_init__(self):
+        for name in ("count", "per_token"):
+            set_field(self, name, positive(f"experts: {name}", getattr(self, name)))
+        require(
+            self.per_token <= self.count,
+            f"experts: per_token = {self.per_token} exceeds count = {self.count}",
+        )
+        require(
+            self.per_token > 1 or not self.normalize,
+            "experts: with per_token = 1 a normalised weight is always 1, from which the router "
+            "learns nothing; give normalize=False",
+        )
+        for name in ("balance", "z"):
+            value = getattr(self, name)
+            require(value >= 0, f"experts: {name} must not be negative; got {value!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A Llama-style decoder.
+
+    Fields are kept in one form, so that equal descriptions are equal: integers of numpy as ``int``,
+    types by their names, encodings as values, sequences as tuples.
+
+    Attributes:
+      vocab_size: number of token ids.
+      hidden_size: width of the residual stream.
+      num_layers: number of blocks.
+      num_heads: query heads.
+      num_kv_heads: key/value heads, a divisor of ``num_heads``; None: ``num_heads``.
+      head_dim: numbers per head, even; None: ``hidden_size // num_heads``.
+      intermediate_size: width of the gated MLP; None: ``4 * hidden_size``.
+      position: the position encoding: a name in ``tape_jax.positions.registry``, an encoding such
+        as ``tape_jax.positions.Tape(norm="rms")``, or a mapping with the name, ``kind``, and
+        options.
+      norm_eps: epsilon of every RMSNorm.
+      tie_embeddings: the output projection is the transposed embedding.
+      max_length: longest sequence that the model accepts, in tokens; None: no limit of its own.
+      dtype: compute type; parameters are kept in ``param_dtype``, position states in
+        ``state_dtype`` (None: at least float32). float64 needs ``jax_enable_x64`` where the model
+        is used.
+      attention_implementation: as ``implementation`` of :func:`tape_jax.attention`: a name, names
+        in order of preference, or None for the fastest that can.
+      local_window_size: width of a sliding window in tokens, or None.
+      remat: what the backward pass recomputes: ``none``, ``dots`` (keep matrix products), ``full``.
+      scan_layers: compile each run of like layers once, as a scan.
+      init_scale: standard deviation of the initial projections (residual output projections are
+        divided by ``sqrt(2 * num_layers)``); None: ``fan_in ** -0.5``.
+      lora: low-rank terms of projections, or None.
+      experts: a mixture of experts in place of the MLP, or None.
+      shifted_groups: for training on long sequences, attention inside this many groups of the
+        sequence, shifted by half a group in half of the heads (see
+        ``layers.shifted_group_attention``); None: full attention.
+    """
+
+    vocab_size: int
+    hidden_size: int = 256
+    num_layers: int = 6
+    num_heads: int = 4
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    position: Any = "tape"
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+    max_length: int | None = None
+    dtype: str = "float32"
+    param_dtype: str = "float32"
+    state_dtype: str | None = None
+    attention_implementation: str | tuple[str, ...] | None = None
+    local_window_size: int | None = None
+    remat: str = "none"
+    scan_layers: bool = True
+    init_scale: float | None = None
+    lora: Lora | None = None
+    shifted_groups: int | None = None
+    experts: Experts | None = None
+
+    def __post_init__(self):
+        # Encodings and implementations say of themselves what they are called, and build on this
+        # file: it cannot import them before they have imported it.
+        from tape_jax._src.attention import BACKENDS
+        from tape_jax._src.positions import create
+
+        set_field(self, "position", create(self.position))
+        names = self.attention_implementation
+        if names is not None and not isinstance(names, str):
+            require(
+                isinstance(names, Sequence) and len(names) > 0,
+                f"model: attention_implementation must be a name, names or None; got {names!r}",
+            )
+            set_field(self, "attention_implementation", tuple(names))
+        for name in (names,) if isinstance(names, str) else names or ():
+            choose("attention implementation", name, BACKENDS)
+        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads"):
+            set_field(self, name, positive(f"model: {name}", getattr(self, name)))
+        optional = (
+            "num_kv_heads",
+            "head_dim",
+            "intermediate_size",
+            "max_length",
+            "local_window_size",
+        )
+        for name in (*optional, "shifted_groups"):
+            set_field(self, name, positive(f"model: {name}", getattr(self, name), optional=True))
+        require(
+            self.num_heads % self.kv_heads == 0,
+            f"model: num_heads = {self.num_heads} is not a multiple of num_kv_heads = "
+            f"{self.kv_heads}",
+        )
+        require(
+            self.head_dim is not None or self.hidden_size % self.num_heads == 0,
+            f"model: hidden_size = {self.hidden_size} is not a multiple of num_heads = "
+            f"{self.num_heads}; give head_dim",
+        )
+        require(self.dim % 2 == 0, f"model: the head dimension must be even; got {self.dim}")
+        require(
+            self.shifted_groups is None or self.kv_heads % 2 == 0,
+            f"model: shifted_groups halves the heads, so their number must be even; got "
+            f"{self.kv_heads} key/value heads",
+        )
+        require(
+            self.lora is None or isinstance(self.lora, Lora),
+            f"model: lora must be a Lora or None; got {self.lora!r}",
+        )
+        require(
+            self.experts is None or isinstance(self.experts, Experts),
+            f"model: experts must be an Experts or None; got {self.experts!r}",
+        )
+        targets = set(self.lora.targets if self.lora and self.experts else ())
+        require(
+            targets.isdisjoint(MLP_PROJECTIONS),
+            "model: low-rank terms are for projections that all tokens share, not for those of "
+            f"experts; got lora.targets = {self.lora and self.lora.targets}",
+        )
+        computed = ("float32", "bfloat16", "float16", "float64")
+        allowed = {
+            "dtype": computed,
+            "param_dtype": computed,
+            "state_dtype": (None, "float32", "bfloat16", "float64"),
+        }
+        for field, types in allowed.items():
+            set_field(self, field, type_name(f"model {field}", getattr(self, field), types))
+        choose("remat policy", self.remat, ("none", "dots", "full"))
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key/value heads."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def dim(self) -> int:
+        """Head dimension."""
+        return self.head_dim or self.hidden_size // self.num_heads
+
+    @property
+    def mlp_size(self) -> int:
+        """Width of the gated MLP."""
+        return self.intermediate_size or 4 * self.hidden_size
+
+    @property
+    def embedding_std(self) -> float:
+        """Standard deviation of initial embeddings."""
+        return self.hidden_size**-0.5 if self.init_scale is None else self.init_scale

@@ -1,0 +1,100 @@
+"""Random inputs of numerical checks.
+
+They are drawn by numpy from the key, so that they do not depend on ``jax_enable_x64``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Array = jax.Array
+Tree = Any
+
+
+def generator_of(key: Array | None) -> np.random.Generator:
+    """A numpy generator that follows a random key of either style; None: a fixed one."""
+    return np.random.default_rng(0 if key is None else np.asarray(jax.random.key_data(key)).ravel())
+
+
+def random_permutation(key: Array | None, n: int) -> np.ndarray:
+    """A permutation of ``0 .. n - 1`` that moves something, ``[n]``.
+
+    Raises:
+      ValueError: if ``n < 2``, so that there is none.
+    """
+    if n < 2:
+        raise ValueError(f"a permutation that moves something needs n >= 2; got {n}")
+    permutation = generator_of(key).permutation(n)
+    return np.roll(permutation, int(np.all(permutation == np.arange(n))))
+
+
+def random_orthogonal(
+    key: Array | None, r: int, *, reflection: bool | None = None, dtype: Any = None
+) -> Array:
+    """An element ``[r, r]`` of O(r), uniformly distributed.
+
+    Args:
+      key: random key; None: a fixed one.
+      r: its size.
+      reflection: True: determinant -1; False: +1; None: either.
+      dtype: its type; None: jax's default float.
+    """
+    q, triangle = np.linalg.qr(generator_of(key).standard_normal((r, r)))
+    q = q * np.sign(np.diag(triangle))
+    if reflection is not None and (np.linalg.det(q) < 0) != reflection:
+        q[:, 0] = -q[:, 0]
+    return jnp.asarray(q, dtype)
+
+
+def random_phases(key: Array | None, n: int, *, dtype: Any = None) -> Array:
+    """Phases ``[n]`` in radians, uniform in ``[-pi, pi)``."""
+    return jnp.asarray(generator_of(key).uniform(-np.pi, np.pi, n), dtype)
+
+
+def random_state(
+    key: Array | None,
+    shape: Sequence[int],
+    *,
+    l: int | None = None,
+    r: int | None = None,
+    dtype: Any = None,
+) -> Array:
+    """A state of standard normal numbers: nothing like a rotation, as states are after training.
+
+    Args:
+      key: random key; None: a fixed one.
+      shape: ``[..., T, H, D]``, the shape of the keys that it belongs to.
+      l: rows of a block, for the tensor form; None: the rotary form.
+      r: columns of a block; None: ``l``.
+      dtype: its type; None: jax's default float.
+
+    Returns:
+      ``[..., T, H, D]``, in tensor form ``[..., T, H, D / l, l, r]``.
+
+    Raises:
+      ValueError: if ``l`` does not divide ``D``, or ``D`` is odd in rotary form.
+    """
+    *lead, dim = shape
+    if l is None and (r is not None or dim % 2):
+        raise ValueError(f"the rotary form has an even D and no r; got shape {shape}, r={r}")
+    if l is not None and dim % l:
+        raise ValueError(f"l={l} does not divide the head dimension of shape {tuple(shape)}")
+    full = (*lead, dim) if l is None else (*lead, dim // l, l, l if r is None else r)
+    return jnp.asarray(generator_of(key).standard_normal(full), dtype)
+
+
+def random_params(key: Array | None, params: Tree, *, std: float = 0.2) -> Tree:
+    """``params`` with normal noise of standard deviation ``std`` added to every float array."""
+    generator = generator_of(key)
+
+    def moved(x: Array) -> Array:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        return x + jnp.asarray(std * generator.standard_normal(x.shape), x.dtype)
+
+    return jax.tree.map(moved, params)

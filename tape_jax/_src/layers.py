@@ -1,0 +1,395 @@
+"""The layers of a Llama-style decoder block, as Flax Linen modules.
+
+Modules create parameters and call pure functions; what a position encoding does is its own affair.
+Shapes: ``B`` stands for any batch axes, ``T`` for time, ``H`` for heads, ``D`` for the head
+dimension.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from tape_jax._src import algebra, experts
+from tape_jax._src.attention import attention
+from tape_jax._src.attention.shifted_groups import shifted_group_attention
+from tape_jax._src.cache import LayerCache, entries, with_entries
+from tape_jax._src.checks import require
+from tape_jax._src.config import ModelConfig
+from tape_jax._src.parameters import create, declare, gathered_product, kernel_std, lora_params
+from tape_jax._src.positions.protocol import Encoding, Param, State
+from tape_jax._src.sharding import Axes, Sharding, constrain
+
+Array = jax.Array
+
+# Logical axes of the kernel of each projection, by its name.
+KERNEL_AXES: dict[str | None, Axes] = {
+    "q": ("embed", "heads"),
+    "k": ("embed", "kv_heads"),
+    "v": ("embed", "kv_heads"),
+    "out": ("heads", "embed"),
+    "gate": ("embed", "mlp"),
+    "up": ("embed", "mlp"),
+    "down": ("mlp", "embed"),
+    "head": ("embed", "vocab"),
+}
+
+
+@flax.struct.dataclass
+class Context:
+    """What all layers of one call share.
+
+    Attributes:
+      positions: of the keys, ``[..., S]`` or ``[..., S, n]``.
+      segment_ids: integers ``[..., T]``, a pair (queries', keys'), or None.
+      mask: booleans that broadcast to ``[..., H, T, S]``, or None.
+      index: index of the first query among the keys.
+      is_causal: whether queries see earlier keys only.
+    """
+
+    positions: Array
+    segment_ids: Any
+    mask: Array | None
+    index: Array | int
+    is_causal: bool = flax.struct.field(pytree_node=False)
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm (Zhang and Sennrich 2019), computed in at least float32."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        c = self.config
+        spec = Param((x.shape[-1],), nn.initializers.ones, (None,))
+        scale = create(self, "scale", spec, c.param_dtype)
+        wide = x.astype(algebra.at_least_float32(x.dtype))
+        inverse = jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + c.norm_eps)
+        return (wide * inverse * scale.astype(wide.dtype)).astype(c.dtype)
+
+
+class Linear(nn.Module):
+    """``x @ kernel`` over the last axis, without bias; with a low-rank term where the config asks.
+
+    Batch and time are flattened first: a weight gradient contracted over one axis is several times
+    faster on a CPU than one contracted over two. On a mesh they are not, since they may be split
+    over different axes of it.
+
+    A kernel that ``fsdp`` splits is gathered here, and again in the backward pass.
+    """
+
+    config: ModelConfig
+    features: int
+    residual: bool = False
+    sharding: Sharding | None = None
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        c = self.config
+        fan_in = x.shape[-1]
+        std = kernel_std(c, fan_in, residual=self.residual)
+        axes = KERNEL_AXES.get(self.name, (None, None))
+        spec = Param((fan_in, self.features), nn.initializers.normal(std), axes)
+        kernel = create(self, "kernel", spec, c.param_dtype).astype(c.dtype)
+        flat = (x if self.sharding else x.reshape(-1, fan_in)).astype(c.dtype)
+        if self.sharding is None or self.sharding.shards("embed") == 1:
+            out = flat @ kernel
+        else:
+            out = gathered_product(self.sharding, axes, flat, kernel)
+        if c.lora is not None and self.name in c.lora.targets:
+            specs = lora_params(fan_in, self.features, c.lora.rank, axes)
+            factors = declare(self, "lora", specs, c.param_dtype, self.sharding)
+            low = flat @ factors["a"].astype(c.dtype)
+            out = out + (low * c.lora.scale) @ factors["b"].astype(c.dtype)
+        return out.reshape(*x.shape[:-1], self.features)
+
+
+class MLP(nn.Module):
+    """Gated MLP (Shazeer 2020): ``down(silu(gate(x)) * up(x))``."""
+
+    config: ModelConfig
+    sharding: Sharding | None = None
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        c = self.config
+        linear = functools.partial(Linear, c, sharding=self.sharding)
+        gate = linear(c.mlp_size, name="gate")(x)
+        up = linear(c.mlp_size, name="up")(x)
+        wide = constrain(self.sharding, nn.silu(gate) * up, "batch", "sequence", "mlp")
+        return linear(c.hidden_size, residual=True, name="down")(wide)
+
+
+class Kernel(nn.Module):
+    """A kernel by itself, ``[..., fan_in, features]``."""
+
+    config: ModelConfig
+    spec: Param
+
+    @nn.compact
+    def __call__(self) -> Array:
+        return create(self, "kernel", self.spec, self.config.param_dtype)
+
+
+class ExpertMLP(nn.Module):
+    """A mixture of gated MLPs, ``config.experts`` (see ``experts``).
+
+    Where the collection ``losses`` is mutable, the router's losses are sown there.
+    """
+
+    config: ModelConfig
+    sharding: Sharding | None = None
+
+    @nn.compact
+    def __call__(self, x: Array, segment_ids: Array | None = None) -> Array:
+        c = self.config
+        assert c.experts is not None
+
+        def kernel(name: str, fan_in: int, features: int, *stack: int) -> Array:
+            std = kernel_std(c, fan_in, residual=name == "down")
+            shape, axes = (*stack, fan_in, features), experts.KERNEL_AXES[name]
+            return Kernel(c, Param(shape, nn.initializers.normal(std), axes), name=name)()
+
+        count, width, inner = c.experts.count, x.shape[-1], c.mlp_size
+        logits = experts.router_logits(x, kernel("router", width, count), self.sharding)
+        kernels = {
+            "gate": kernel("gate", width, inner, count).astype(c.dtype),
+            "up": kernel("up", width, inner, count).astype(c.dtype),
+            "down": kernel("down", inner, width, count).astype(c.dtype),
+        }
+        out, chosen = experts.mixture(x, logits, kernels, c.experts, self.sharding)
+        if self.is_mutable_collection("losses") and not self.is_initializing():
+            losses = experts.router_losses(logits, chosen, segment_ids)
+            for name, value in losses.items():
+                self.sow("losses", name, value)
+        return out
+
+
+class Attention(nn.Module):
+    """Multi-head attention over values and, where asked, over position states.
+
+    Given a cache, it returns the new one or, inside a scan over layers, what the new tokens add to
+    it, ``[B, H_kv, T, ...]`` each.
+
+    Where the collection ``maps`` is mutable, the attention maps ``[..., T, H, S]`` are sown there.
+
+    Attributes:
+      attend_state: whether the attended state ``a = A e`` is wanted.
+      sharding: a mesh and rules, or None. Where it splits sequences, tokens come in the order of
+        ``zigzag.to_zigzag``.
+    """
+
+    config: ModelConfig
+    encoding: Encoding
+    attend_state: bool
+    sharding: Sharding | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Array,
+        state: State,
+        params: dict[str, Array],
+        context: Context,
+        cache: LayerCache | None,
+    ) -> tuple[Array, Array | None, LayerCache | None]:
+        c = self.config
+        linear = functools.partial(Linear, c, sharding=self.sharding)
+
+        def heads(name: str, n: int) -> Array:
+            split = linear(n * c.dim, name=name)(x).reshape(*x.shape[:-1], n, c.dim)
+            axis = "heads" if name == "q" else "kv_heads"
+            return constrain(self.sharding, split, "batch", "sequence", axis)
+
+        q, k, v = heads("q", c.num_heads), heads("k", c.kv_heads), heads("v", c.kv_heads)
+        query_state, e = self.encoding.rotation(state)
+        options: dict[str, Any] = {}
+        if cache is not None:
+            if e is not None:
+                k = algebra.rotate(k, e)
+                options = {"keys_rotated": True}
+            new = entries(cache, k, v, e)
+            seen = with_entries(cache, new, context.index)
+            # Returned from a scan, the cache would be copied as a whole.
+            cache = new if c.scan_layers else seen
+            seen = jax.tree.map(lambda x: x.swapaxes(1, 2), seen)
+            k, v, e = seen.k, seen.v, seen.e
+        options |= {
+            "query_state": query_state,
+            # Inside of nn.remat the index is no longer known to be 0.
+            "query_offset": 0 if cache is None else context.index,
+            "is_causal": context.is_causal,
+            "segment_ids": context.segment_ids,
+            "mask": context.mask,
+            "local_window_size": c.local_window_size,
+            "bias": self._bias(params, context.positions),
+        }
+        attend: Callable[..., tuple[Array, Array | None]] = attention
+        wants_maps = self.is_mutable_collection("maps") and not self.is_initializing()
+        if c.shifted_groups is not None and not self.is_initializing():
+            require(
+                cache is None and not wants_maps,
+                f"shifted_groups = {c.shifted_groups} is for training: caches and attention maps "
+                "need full attention, shifted_groups=None",
+            )
+            attend = functools.partial(shifted_group_attention, groups=c.shifted_groups)
+        implementation, split = c.attention_implementation, {}
+        if splits_sequence(self.sharding):
+            require(
+                cache is None and not wants_maps and c.shifted_groups is None,
+                "a mesh that splits sequences takes full passes: no cache, no attention maps, no "
+                "shifted_groups",
+            )
+            names = implementation if isinstance(implementation, tuple) else (implementation,)
+            require(
+                None in names or "ring" in names,
+                f"a mesh that splits sequences needs attention_implementation=None or 'ring'; got "
+                f"{implementation!r}",
+            )
+            implementation = "ring"
+            split = {"sharding": self.sharding, "options": {"order": "zigzag"}}
+        out, attended = attend(
+            q, k, v, state=e, attend_state=self.attend_state, implementation=implementation,
+            **options, **split,
+        )  # fmt: skip
+        if attended is not None:
+            attended = constrain(self.sharding, attended, "batch", "sequence", "heads")
+        if wants_maps:
+            # Attention over one-hot values is the attention map itself.
+            one_hot = jnp.broadcast_to(
+                jnp.eye(k.shape[-3], dtype=q.dtype)[:, None], (*k.shape[:-1], k.shape[-3])
+            )
+            options |= {"attend_state": False, "implementation": "reference"}
+            self.sow("maps", "probabilities", attention(q, k, one_hot, state=e, **options)[0])
+        out = constrain(self.sharding, out, "batch", "sequence", "heads")
+        out = out.reshape(*x.shape[:-1], c.num_heads * c.dim)
+        return linear(c.hidden_size, residual=True, name="out")(out), attended, cache
+
+    def _bias(self, params: dict[str, Array], positions: Array) -> Callable | None:
+        if not self.encoding.biases:
+            return None
+        return lambda i, j: self.encoding.pair_bias(
+            params, positions[..., i], positions[..., j], self.config
+        )
+
+
+@flax.struct.dataclass
+class PackedState:
+    """A position state between two layers, where ``remat`` keeps it for the backward pass.
+
+    A TPU fills up the last two axes of an array to tiles of 8 x 128, which for 12 heads of 64
+    numbers takes 2.7 times the memory. So the axes behind time are one.
+
+    Attributes:
+      flat: the state with arrays ``[B, T, N]``.
+      tails: of each array the axes that became one.
+    """
+
+    flat: State
+    tails: tuple[tuple[int, ...], ...] = flax.struct.field(pytree_node=False)
+
+    def unpack(self) -> State:
+        """The state with arrays ``[B, T, H, ...]``."""
+        arrays, tree = jax.tree.flatten(self.flat)
+        pairs = zip(arrays, self.tails, strict=True)
+        heads = [x.reshape(*x.shape[:-1], *tail) if tail else x for x, tail in pairs]
+        return jax.tree.unflatten(tree, heads)
+
+
+def pack_state(state: State, axes: int) -> PackedState:
+    """Packs a state, of whose arrays the first ``axes`` axes are left as they are."""
+    arrays, tree = jax.tree.flatten(state)
+    flat = [x.reshape(*x.shape[:axes], -1) if x.ndim > axes else x for x in arrays]
+    return PackedState(jax.tree.unflatten(tree, flat), tuple(x.shape[axes:] for x in arrays))
+
+
+class Block(nn.Module):
+    """One decoder block: attention, MLP, and the update of the position state between them.
+
+    Attributes:
+      updates: whether this layer updates the state; if not, it hands it on unchanged.
+      record: whether the hidden and position states that enter are returned.
+      sharding: a mesh and rules, or None.
+    """
+
+    config: ModelConfig
+    encoding: Encoding
+    updates: bool
+    record: bool = False
+    sharding: Sharding | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        carry: tuple[Array, State],
+        fixed_state: State,
+        context: Context,
+        cache: LayerCache | None,
+    ) -> tuple[tuple[Array, State], tuple[LayerCache | None, Any]]:
+        c, encoding = self.config, self.encoding
+        h, state = carry
+        packed = isinstance(state, PackedState)
+        if packed:
+            state = state.unpack()
+        if not self.updates:
+            state = fixed_state
+        entered = (h, state) if self.record else None
+        specs = encoding.layer_params(c, updates=self.updates)
+        params = declare(self, "position", specs, c.param_dtype, self.sharding)
+        attends_state = self.updates and encoding.attends_state
+        out, attended, cache = Attention(
+            c, encoding, attend_state=attends_state, sharding=self.sharding, name="attention"
+        )(RMSNorm(c, name="attention_norm")(h), state, params, context, cache)
+        h = self._residual(h + out)
+        m = self._residual(self._mlp(RMSNorm(c, name="mlp_norm")(h), context))
+        if self.updates:
+            options = {} if self.sharding is None else {"sharding": self.sharding}
+            state = encoding.update_state(params, state, attended, m, **options)
+            state = pack_state(state, m.ndim - 1) if packed else state
+            state = constrain_state(self.sharding, state)
+        return (h + m, state if self.updates else None), (cache, entered)
+
+    @nn.nowrap
+    def _mlp(self, x: Array, context: Context) -> Array:
+        if self.config.experts is None:
+            return MLP(self.config, self.sharding, name="mlp")(x)
+        ids = context.segment_ids
+        ids = ids[0] if isinstance(ids, tuple) else ids
+        return ExpertMLP(self.config, self.sharding, name="mlp")(x, ids)
+
+    def _residual(self, h: Array) -> Array:
+        return constrain(self.sharding, h, "batch", "sequence", "hidden")
+
+
+def constrain_state(sharding: Sharding | None, state: State) -> State:
+    """Position states ``[B, T, H_kv, ...]`` kept where the rules put them."""
+    keep = functools.partial(constrain, sharding)
+    return jax.tree.map(lambda x: keep(x, "batch", "sequence", "kv_heads"), state)
+
+
+def splits_sequence(sharding: Sharding | None) -> bool:
+    """Whether the mesh splits sequences."""
+    return sharding is not None and sharding.shards("sequence") > 1
+
+
+def remat_policy(name: str) -> Callable | None:
+    """The policy of ``jax.checkpoint`` that ``ModelConfig.remat`` names."""
+    policies = jax.checkpoint_policies
+    dots = policies.save_from_both_policies(
+        policies.dots_with_no_batch_dims_saveable,
+        policies.save_only_these_names(experts.PRODUCT),
+    )
+    return {"dots": dots, "full": None}[name]
+
+
+def runs(flags: Sequence[Any]) -> list[tuple[int, int, Any]]:
+    """Maximal runs ``(start, stop, flag)`` of equal neighbours: one scan each."""
+    edges = [i for i in range(len(flags)) if i == 0 or flags[i] != flags[i - 1]]
+    return [(a, b, flags[a]) for a, b in zip(edges, [*edges[1:], len(flags)], strict=True)]

@@ -1,0 +1,141 @@
+"""Encodings added to the token embeddings: sinusoidal, learned, Abacus."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tape_jax._src import algebra
+from tape_jax._src.checks import require, set_field
+from tape_jax._src.config import ModelConfig
+from tape_jax._src.positions.protocol import Encoding, Param, check_indices, table_rows
+
+Array = jax.Array
+
+
+def sinusoids(positions: Array, width: int, base: float = 10_000.0, dtype=jnp.float32) -> Array:
+    """Sinusoids ``[..., T, width]``, sines in even, cosines in odd columns (Vaswani et al.)."""
+    omega = jnp.asarray(base ** (-np.arange(0, width, 2) / width), dtype)
+    angle = positions.astype(dtype)[..., None] * omega
+    pairs = jnp.stack([jnp.sin(angle), jnp.cos(angle)], axis=-1)
+    return pairs.reshape(*positions.shape, -1)[..., :width]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sinusoidal(Encoding):
+    """Fixed sinusoids (Vaswani et al. 2017, section 3.5).
+
+    Attributes:
+      base: ratio of the longest to the shortest wavelength.
+    """
+
+    kind: ClassVar[str] = "sinusoidal"
+
+    base: float = 10_000.0
+
+    def embed(self, params, coordinates, config: ModelConfig, key):
+        compute = algebra.at_least_float32(config.dtype)
+        return sinusoids(coordinates, config.hidden_size, self.base, compute)
+
+
+@dataclasses.dataclass(frozen=True)
+class Learned(Encoding):
+    """A learned vector per absolute position.
+
+    Attributes:
+      size: number of positions in the table; longer sequences and positions beyond it are refused
+        or, where they are not known yet, traced ones, give NaN.
+    """
+
+    kind: ClassVar[str] = "learned"
+
+    size: int = 2048
+
+    def __post_init__(self):
+        require(self.size > 0, f"{self.kind}: size must be positive; got {self.size}")
+
+    def max_length(self) -> int | None:
+        return self.size
+
+    def input_params(self, config: ModelConfig):
+        init = jax.nn.initializers.normal(config.embedding_std)
+        return {"table": Param((self.size, config.hidden_size), init, (None, "embed"))}
+
+    def embed(self, params, coordinates, config: ModelConfig, key):
+        return table_rows(f"{self.kind}: positions", params["table"], coordinates)
+
+
+@dataclasses.dataclass(frozen=True)
+class Abacus(Learned):
+    """Abacus embeddings (McLeish et al. 2024): a learned vector per place within a number.
+
+    Each digit of a run of digits gets the index 1, 2, ... in reading order, every other token 0. A
+    run ends where its segment does.
+    While the model has a random stream ``"positions"``, one offset in ``0 .. max_offset`` is added
+    to all digits, so that indices past the trained lengths are trained too.
+
+    Numbers of ``size`` digits or more, of ``size - max_offset`` or more with the random stream, are
+    refused or, where tokens are not known yet, traced ones, give NaN.
+
+    Attributes:
+      size: size of the table.
+      digits: token ids of the digits.
+      max_offset: largest random offset.
+    """
+
+    kind: ClassVar[str] = "abacus"
+
+    size: int = 256
+    digits: tuple[int, ...] = ()
+    max_offset: int = 100
+
+    def __post_init__(self):
+        super().__post_init__()
+        try:
+            set_field(self, "digits", tuple(operator.index(digit) for digit in self.digits))
+        except TypeError:
+            raise ValueError(f"abacus: digits must be token ids; got {self.digits!r}") from None
+
+    def check(self, config: ModelConfig) -> None:
+        require(bool(self.digits), "abacus: digits, the token ids of the digits, must be given")
+        require(
+            min(self.digits) >= 0 and max(self.digits) < config.vocab_size,
+            f"abacus: digits must be token ids in 0 .. {config.vocab_size - 1}; got {self.digits}",
+        )
+        require(
+            self.size > self.max_offset,
+            f"abacus: size = {self.size} must exceed max_offset = {self.max_offset}",
+        )
+
+    def max_length(self) -> int | None:
+        return None
+
+    def coordinates(self, tokens: Array, positions: Array, segment_ids: Array | None = None):
+        is_digit = jnp.isin(tokens, jnp.asarray(self.digits))
+        index = jnp.arange(tokens.shape[-1])
+        begins = is_digit & ~_previous(is_digit, False)
+        if segment_ids is not None:
+            begins |= segment_ids != _previous(segment_ids, 0)
+        first = jax.lax.cummax(jnp.where(begins, index, 0), axis=tokens.ndim - 1)
+        return jnp.where(is_digit, index - first + 1, 0)
+
+    def embed(self, params, coordinates, config: ModelConfig, key):
+        what = f"{self.kind}: places within a number"
+        if key is not None:
+            # Whether a number is too long must not depend on the draw.
+            size = self.size - self.max_offset
+            check_indices(what, coordinates, size)
+            offset = jax.random.randint(key, (), 0, self.max_offset + 1)
+            moved = jnp.where(coordinates > 0, coordinates + offset, 0)
+            coordinates = jnp.where(coordinates < size, moved, self.size)
+        return table_rows(what, params["table"], coordinates)
+
+
+def _previous(x: Array, first: Any) -> Array:
+    """Each element's predecessor along the last axis of ``[..., T]``; ``first`` has none."""
+    return jnp.concatenate([jnp.full_like(x[..., :1], first), x[..., :-1]], axis=-1)

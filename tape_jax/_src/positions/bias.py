@@ -1,0 +1,134 @@
+"""Encodings that bias the attention logits: ALiBi, FIRE, T5."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tape_jax._src import algebra
+from tape_jax._src.checks import require
+from tape_jax._src.config import ModelConfig
+from tape_jax._src.positions.protocol import Encoding, Param, check_indices
+
+zeros = jax.nn.initializers.zeros
+ones = jax.nn.initializers.ones
+
+
+def alibi_slopes(num_heads: int) -> np.ndarray:
+    """ALiBi's slopes ``[H]`` (Press et al. 2022, section 3).
+
+    ``2^(-8 (i + 1) / H)`` for a power of two; otherwise those of the next lower power of two,
+    followed by every second slope of twice that.
+    """
+    lower = 2 ** int(math.log2(num_heads))
+    slopes = 2.0 ** (-8.0 * np.arange(1, lower + 1) / lower)
+    between = 2.0 ** (-8.0 * np.arange(1, 2 * lower + 1, 2) / (2 * lower))
+    return np.concatenate([slopes, between])[:num_heads]
+
+
+@dataclasses.dataclass(frozen=True)
+class Alibi(Encoding):
+    """Attention with linear biases (Press et al. 2022): ``-slope_h |i - j|``."""
+
+    kind: ClassVar[str] = "alibi"
+
+    def pair_bias(self, params, query, key, config: ModelConfig):
+        compute = algebra.at_least_float32(config.dtype)
+        distance = jnp.abs(query[..., :, None] - key[..., None, :]).astype(compute)
+        slopes = jnp.asarray(alibi_slopes(config.num_heads), compute)
+        return -slopes[:, None, None] * distance[..., None, :, :]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fire(Encoding):
+    """FIRE (Li et al. 2024, equation 4): an MLP of log distance over log query position.
+
+    ``bias_h(i, j) = MLP(log(|c (i - j)| + 1) / (log(|c max(i, L)| + 1) + eps))_h`` with a learned
+    threshold ``L = |multiplier * threshold|``.
+
+    Attributes:
+      width: hidden units of the MLP.
+      threshold: initial threshold in tokens.
+      c: initial scale of the logarithm.
+      eps: guards the division.
+    """
+
+    kind: ClassVar[str] = "fire"
+
+    width: int = 32
+    threshold: float = 512.0
+    c: float = 0.1
+    eps: float = 1e-6
+
+    def __post_init__(self):
+        require(self.width > 0, f"fire: width must be positive; got {self.width}")
+
+    def layer_params(self, config: ModelConfig, *, updates: bool):
+        normal = jax.nn.initializers.lecun_normal()
+        constant = jax.nn.initializers.constant
+        return {
+            "w1": Param((1, self.width), normal, (None, None)),
+            "b1": Param((self.width,), zeros, (None,)),
+            "w2": Param((self.width, config.num_heads), normal, (None, "heads")),
+            "b2": Param((config.num_heads,), zeros, ("heads",)),
+            "c": Param((), constant(self.c), ()),
+            "multiplier": Param((), ones, ()),
+        }
+
+    def pair_bias(self, params, query, key, config: ModelConfig):
+        compute = algebra.at_least_float32(config.dtype)
+        p = {name: value.astype(compute) for name, value in params.items()}
+        query, key = query.astype(compute), key.astype(compute)
+        distance = query[..., :, None] - key[..., None, :]
+        threshold = jnp.abs(p["multiplier"] * self.threshold)
+        near = jnp.log(jnp.abs(p["c"] * distance) + 1)
+        far = jnp.log(jnp.abs(p["c"] * jnp.maximum(query, threshold)) + 1) + self.eps
+        x = (near / far[..., :, None])[..., None]
+        hidden = jax.nn.relu(x * p["w1"][0] + p["b1"])
+        return jnp.moveaxis(hidden @ p["w2"] + p["b2"], -1, -3)
+
+
+@dataclasses.dataclass(frozen=True)
+class T5Bias(Encoding):
+    """T5's relative position bias (Raffel et al. 2020): a learned scalar per head and bucket.
+
+    Attributes:
+      buckets: number of buckets; the first half are exact distances, the rest logarithmic.
+      max_distance: distance in tokens from which on all share the last bucket.
+    """
+
+    kind: ClassVar[str] = "t5"
+
+    buckets: int = 32
+    max_distance: int = 128
+
+    def __post_init__(self):
+        require(
+            self.buckets >= 2 and self.max_distance > self.buckets // 2,
+            f"t5: expected buckets >= 2 and max_distance > buckets // 2; got buckets = "
+            f"{self.buckets}, max_distance = {self.max_distance}",
+        )
+
+    def layer_params(self, config: ModelConfig, *, updates: bool):
+        normal = jax.nn.initializers.normal(0.02)
+        return {"table": Param((self.buckets, config.num_heads), normal, (None, "heads"))}
+
+    def bucket(self, distance: jax.Array) -> jax.Array:
+        """Bucket of each distance (query position minus key position), in tokens."""
+        exact = self.buckets // 2
+        distance = jnp.maximum(distance, 0)
+        ratio = jnp.log(jnp.maximum(distance, 1) / exact) / math.log(self.max_distance / exact)
+        coarse = exact + (ratio * (self.buckets - exact)).astype(jnp.int32)
+        return jnp.where(distance < exact, distance, jnp.minimum(coarse, self.buckets - 1))
+
+    def pair_bias(self, params, query, key, config: ModelConfig):
+        for positions in (query, key):
+            check_indices(f"{self.kind}: positions", positions)
+        bucket = self.bucket(query[..., :, None] - key[..., None, :])
+        table = params["table"].astype(algebra.at_least_float32(config.dtype))
+        return jnp.moveaxis(table[bucket.astype(jnp.int32)], -1, -3)

@@ -1,0 +1,254 @@
+"""What a position encoding is to the model: one small frozen value with a handful of methods.
+
+The model never asks which encoding it has. An encoding may act in any of four places, each of
+which is absent by default: it adds to the embeddings (:meth:`Encoding.embed`), rotates queries and
+keys by a state (:meth:`Encoding.start`, :meth:`Encoding.rotation`), biases the logits
+(:meth:`Encoding.pair_bias`), and updates its state layer by layer (:meth:`Encoding.update_state`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tape_jax._src.algebra import at_least_float32
+from tape_jax._src.checks import concrete, require
+from tape_jax._src.config import ModelConfig
+from tape_jax._src.sharding import Sharding
+
+Array = jax.Array
+State = Any
+
+
+class Param(NamedTuple):
+    """A parameter that an encoding asks the model to create.
+
+    Attributes:
+      shape: its shape.
+      init: initialiser ``(key, shape, dtype) -> array``.
+      axes: one logical axis name (or None) per dimension, for sharding.
+    """
+
+    shape: tuple[int, ...]
+    init: Callable[..., Array]
+    axes: tuple[str | None, ...]
+
+
+def check_indices(what: str, index: Array, size: Array | int | None = None) -> None:
+    """Raises ValueError unless ``index``, of entries of a table, holds integers in 0 .. size - 1.
+
+    Values that are not known yet, traced ones, are let pass: what is read by them has to be NaN
+    where they are out of range.
+
+    Args:
+      what: they are, for the message.
+      index: any shape.
+      size: of the table, broadcastable to ``index``; None: any.
+    """
+    require(
+        jnp.issubdtype(index.dtype, jnp.integer),
+        f"{what} must be integers, since they index a table; got {index.dtype}",
+    )
+    values, sizes = (None, None) if size is None else (concrete(index), concrete(size))
+    if values is None or sizes is None or not values.size:
+        return
+    outside = (values < 0) | (values >= sizes)
+    if outside.any():
+        first = np.unravel_index(np.argmax(outside), outside.shape)
+        value, limit = (int(np.broadcast_to(x, outside.shape)[first]) for x in (values, sizes))
+        raise ValueError(f"{what} must lie in 0 .. {limit - 1}; got {value}")
+
+
+def table_rows(what: str, table: Array, index: Array) -> Array:
+    """Rows ``[..., N]`` of a table ``[size, N]``, NaN where an index is out of range.
+
+    Raises:
+      ValueError: as :func:`check_indices` says, where the index is known.
+    """
+    size = table.shape[0]
+    check_indices(what, index, size)
+    inside = (index >= 0) & (index < size)
+    return jnp.where(inside[..., None], table[jnp.where(inside, index, 0)], jnp.nan)
+
+
+def as_positions(positions: Any) -> Array:
+    """Positions of a type in which their differences can be computed: int32, float32 or wider.
+
+    Raises:
+      ValueError: if they are neither integers nor floats.
+    """
+    positions = jnp.asarray(positions)
+    if jnp.issubdtype(positions.dtype, jnp.floating):
+        return positions.astype(at_least_float32(positions.dtype))
+    require(
+        jnp.issubdtype(positions.dtype, jnp.integer),
+        f"positions must be integers or floats; got {positions.dtype}",
+    )
+    narrow = jnp.issubdtype(positions.dtype, jnp.unsignedinteger) or positions.dtype.itemsize < 4
+    return positions.astype(jnp.int32) if narrow else positions
+
+
+def as_length(length: Any, batch: tuple[int, ...]) -> int | Array:
+    """A length in tokens, or one for each sequence of a batch of this shape.
+
+    Raises:
+      ValueError: if it is neither a positive integer nor integers that fit the batch.
+    """
+    try:
+        number = operator.index(length)
+    except TypeError:
+        array = jnp.asarray(length)
+        fits = len(batch) >= array.ndim and all(
+            n in (1, m) for n, m in zip(array.shape[::-1], batch[::-1], strict=False)
+        )
+        require(
+            jnp.issubdtype(array.dtype, jnp.integer) and fits,
+            f"length must be an integer or integers that broadcast to the batch {batch}; got "
+            f"{array.dtype} of shape {array.shape}",
+        )
+        return array.astype(jnp.int32)
+    require(number > 0, f"length must be positive; got {number}")
+    return number
+
+
+def default_positions(length: int) -> Array:
+    """``0 .. length - 1``."""
+    return jnp.asarray(np.arange(length, dtype=np.int32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoding:
+    """No position encoding at all; the base of every other one.
+
+    Shapes: ``positions`` are ``[..., T]`` (``[..., T, n]`` for n-dimensional coordinates), token
+    ids ``[..., T]``. A state is any pytree of arrays.
+    """
+
+    kind: ClassVar[str] = "none"
+
+    @property
+    def coordinate_axes(self) -> int:
+        """Coordinates per token."""
+        return 1
+
+    @property
+    def attends_state(self) -> bool:
+        """Whether :meth:`update_state` wants the attended state ``a = A e``."""
+        return False
+
+    def check(self, config: ModelConfig) -> None:
+        """Raises ValueError if the encoding does not fit the model."""
+
+    def max_length(self) -> int | None:
+        """Longest sequence that the encoding can address, in tokens; None: any."""
+        return None
+
+    def input_params(self, config: ModelConfig) -> dict[str, Param]:
+        """Parameters used once, at the embeddings or for the start state."""
+        return {}
+
+    def layer_params(self, config: ModelConfig, *, updates: bool) -> dict[str, Param]:
+        """Parameters of one layer; ``updates`` says whether it updates the state."""
+        return {}
+
+    def coordinates(
+        self, tokens: Array, positions: Array, segment_ids: Array | None = None
+    ) -> Array:
+        """Index ``[..., T]`` of each token that :meth:`embed` reads; the positions by default.
+
+        Called with every token from the start of the sequence, in cached decoding too, and with
+        their segment ids ``[..., T]``, if there are any.
+        """
+        return positions
+
+    def embed(
+        self, params: dict[str, Array], coordinates: Array, config: ModelConfig, key: Array | None
+    ) -> Array | None:
+        """Vectors ``[..., T, hidden]`` added to the token embeddings, or None."""
+        return None
+
+    def start(
+        self,
+        positions: Array,
+        config: ModelConfig,
+        *,
+        key: Array | None = None,
+        length: int | Array | None = None,
+        dtype: Any = jnp.float32,
+        params: dict[str, Array] | None = None,
+    ) -> State:
+        """State entering the first layer, or None.
+
+        Args:
+          positions: ``[..., T]`` or ``[..., T, n]``.
+          config: the model's.
+          key: random key for encodings that draw; None: their fixed draw.
+          length: the sequence length, in tokens, for which a draw or a dynamic scaling is made, an
+            integer or one for each sequence ``[...]``; None: that of ``positions``.
+          dtype: type of the state.
+          params: of :meth:`input_params`; None: those of an untrained model.
+        """
+        return None
+
+    def locate(self, state: State, coordinates: Array) -> State:
+        """The state entering the first layer with what :meth:`coordinates` says of its tokens."""
+        return state
+
+    def carry(self, state: State, shape: tuple[int, ...], config: ModelConfig) -> State:
+        """The start state with all axes that an updating layer gives it, tokens being ``shape``."""
+        return state
+
+    def rotation(self, state: State) -> tuple[Array | None, Array | None]:
+        """The states ``e`` by which queries and keys are rotated; ``(None, None)``: not at all."""
+        return None, None
+
+    def pair_bias(
+        self, params: dict[str, Array], query: Array, key: Array, config: ModelConfig
+    ) -> Array:
+        """Bias ``[..., H, Q, K]`` of the logits at positions ``[..., Q]`` and ``[..., K]``."""
+        raise NotImplementedError(f"the encoding {self.kind!r} does not bias the logits")
+
+    @property
+    def biases(self) -> bool:
+        """Whether :meth:`pair_bias` is to be added to the logits."""
+        return type(self).pair_bias is not Encoding.pair_bias
+
+    def updates(self, layer: int, num_layers: int) -> bool:
+        """Whether layer ``layer`` (from 0) of ``num_layers`` updates the state."""
+        return False
+
+    def update_state(
+        self,
+        params: dict[str, Array],
+        state: State,
+        attended: Array | None,
+        x: Array,
+        *,
+        sharding: Sharding | None = None,
+    ) -> State:
+        """State leaving a layer, from the one entering it.
+
+        Args:
+          params: this layer's, as :meth:`layer_params` describes them.
+          state: the state entering the layer.
+          attended: ``a = A e`` of this layer, or None unless ``attends_state``.
+          x: the MLP's output before its residual addition, ``[..., T, hidden]``.
+          sharding: given on a mesh: how arrays are split over it, for an encoding that wants to say
+            where its sums are made. The result's arrays ``[B, T, H_kv, ...]`` are split by heads.
+        """
+        return state
+
+    def loss(self, params: Any, progress: Array | float) -> Array | None:
+        """What a training step adds to its loss, or None.
+
+        Args:
+          params: all parameters of the model.
+          progress: share of the training that is done, in [0, 1].
+        """
+        return None

@@ -1,0 +1,467 @@
+"""TAPE: position states that evolve with the content (Zhu et al., ICML 2025).
+
+Pure functions on arrays, and the encoding that the model uses. One layer computes
+
+    e' = norm((I + alpha A(x)) (e + alpha Mix(a))),   A(x) = W_down diag(act(x W_x)) W_up,
+
+where ``a = A e`` is the state averaged by the attention probabilities and ``A(x)`` is one
+heads x heads matrix per token. Both factors act on the heads axis alone, never on what the
+symmetry group acts on, so the update commutes with :func:`tape_jax.transform`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tape_jax._src.algebra import align_state, at_least_float32, check_state
+from tape_jax._src.checks import choose, require, require_x64, set_field
+from tape_jax._src.config import ModelConfig, RopeScaling
+from tape_jax._src.positions.mixing import (
+    ACTIVATIONS,
+    mix_attended,
+    mix_heads,
+    mixing_matrix,
+    scaled_mix,
+)
+from tape_jax._src.positions.norms import NORMS, normalize
+from tape_jax._src.positions.protocol import Param, State
+from tape_jax._src.positions.rotary import Rope, angles
+from tape_jax._src.sharding import Sharding
+
+Array = jax.Array
+
+ATTENTION_MIXES = ("none", "head_scale", "heads")
+FORMS = ("rotary", "tensor")
+
+
+def tensor_state(
+    positions: Array,
+    head_dim: int,
+    l: int = 2,
+    r: int = 2,
+    *,
+    base: float = 10_000.0,
+    scaling: RopeScaling | None = None,
+    axes: int = 1,
+    length: int | Array | None = None,
+    partial_rotary_factor: float = 1.0,
+    log_stretch: Array | None = None,
+    start: Array | None = None,
+    dtype: Any = None,
+) -> Array:
+    """The start state in tensor form (TAPE, section 3.2): rotations on the diagonals of blocks.
+
+    Block ``m`` has ``L/2`` rotations by the frequencies ``m L/2 ..``, followed by ``R - L`` zero
+    columns, so that an unchanged state gives exactly the logits of RoPE for every even ``L``.
+
+    Args:
+      positions: ``[..., T]`` (``[..., T, n]`` for ``axes=n > 1``).
+      head_dim: ``D = M * L``.
+      l: rows of a block.
+      r: columns of a block.
+      base, scaling, axes, length, partial_rotary_factor, log_stretch, dtype: as in
+        :func:`tape_jax.rotary_state`.
+      start: a start of one's own, broadcastable to the result; needed where none exists, for odd
+        ``l`` or ``r < l``.
+
+    Returns:
+      ``[..., T, 1, M, L, R]``.
+
+    Raises:
+      ValueError: if ``l`` does not divide ``head_dim``, or no start exists and none is given.
+    """
+    if l < 1 or r < 1 or head_dim % l:
+        raise ValueError(f"l must divide the head dimension: got l={l}, r={r}, head_dim={head_dim}")
+    blocks = head_dim // l
+    if dtype is None:
+        dtype = jnp.zeros(()).dtype
+    if start is not None:
+        time = jnp.shape(positions) if axes == 1 else jnp.shape(positions)[:-1]
+        shape = (*time, 1, blocks, l, r)
+        start = jnp.asarray(start)
+        try:
+            return jnp.broadcast_to(start, shape).astype(dtype)
+        except ValueError:
+            raise ValueError(
+                f"start of shape {start.shape} does not broadcast to {shape}, [..., T, 1, M, L, R]"
+            ) from None
+    if l % 2 or r < l:
+        raise ValueError(
+            f"a start state exists for even l and r >= l; got l={l}, r={r}: give start= "
+            f"(broadcastable to [..., T, 1, {blocks}, {l}, {r}])"
+        )
+    theta = angles(
+        positions,
+        head_dim,
+        base,
+        scaling=scaling,
+        axes=axes,
+        length=length,
+        partial_rotary_factor=partial_rotary_factor,
+        log_stretch=log_stretch,
+        dtype=dtype,
+    )
+    magnitude = (scaling or RopeScaling()).state_magnitude
+    c, s = jnp.cos(theta) * magnitude, jnp.sin(theta) * magnitude
+    rotation = jnp.stack([jnp.stack([c, s], -1), jnp.stack([-s, c], -1)], -2)
+    rotation = rotation.reshape(*theta.shape[:-1], blocks, l // 2, 2, 2)
+    # Not by an einsum, whose operands some machines round.
+    diagonal = np.eye(l // 2, dtype=theta.dtype)[:, None, :, None]
+    state = rotation[..., None, :] * diagonal
+    state = state.reshape(*theta.shape[:-1], 1, blocks, l, l)
+    padding = [(0, 0)] * (state.ndim - 1) + [(0, r - l)]
+    return jnp.pad(state, padding).astype(dtype)
+
+
+def update_params(
+    hidden_size: int,
+    num_heads: int,
+    *,
+    num_kv_heads: int | None = None,
+    width: int | None = None,
+    attention_mix: str = "head_scale",
+    mlp_mix: bool = True,
+) -> dict[str, Param]:
+    """Shapes and initialisers of one layer's update; see :func:`init_update`."""
+    choose("attention_mix", attention_mix, ATTENTION_MIXES)
+    heads = num_kv_heads or num_heads
+    if num_heads < 1 or num_heads % heads:
+        raise ValueError(f"num_heads = {num_heads} is not a multiple of num_kv_heads = {heads}")
+    width = 4 * heads if width is None else width
+    require(width > 0, f"the update's width must be positive; got {width}")
+    zeros = jax.nn.initializers.zeros
+    fan_in = jax.nn.initializers.lecun_normal()
+    params = {}
+    if attention_mix == "head_scale":
+        params["mix"] = Param((num_heads,), zeros, ("heads",))
+    elif attention_mix == "heads":
+        params["mix"] = Param((heads, num_heads), zeros, (None, "heads"))
+    if mlp_mix:
+        params["wx"] = Param((hidden_size, width), fan_in, ("embed", None))
+        params["up"] = Param((width, heads), zeros, (None, "kv_heads"))
+        params["down"] = Param(
+            (heads, width), jax.nn.initializers.normal(width**-0.5), (None, None)
+        )
+    return params
+
+
+def init_update(
+    key: Array,
+    hidden_size: int,
+    num_heads: int,
+    *,
+    num_kv_heads: int | None = None,
+    width: int | None = None,
+    attention_mix: str = "head_scale",
+    mlp_mix: bool = True,
+    dtype: Any = jnp.float32,
+) -> dict[str, Array]:
+    """Parameters of :func:`update` for one layer.
+
+    ``mix`` and ``up`` are zero, so that an untrained update changes nothing: TAPE starts as RoPE.
+
+    Args:
+      key: random key.
+      hidden_size: width of ``x``.
+      num_heads: query heads ``H_q``.
+      num_kv_heads: state heads ``H_kv``; None: ``num_heads``.
+      width: ``P``; None: ``4 * H_kv``.
+      attention_mix: ``none``; ``head_scale``, one scalar per query head (the published code);
+        ``heads``, a matrix over heads (the paper).
+      mlp_mix: whether the MLP's output mixes the states.
+      dtype: type of the parameters.
+
+    Returns:
+      ``mix [H_q]`` or ``[H_kv, H_q]``, ``wx [hidden, P]``, ``up [P, H_kv]``, ``down [H_kv, P]``;
+      those that the options leave out are absent.
+    """
+    require_x64(dtype=dtype)
+    specs = update_params(
+        hidden_size,
+        num_heads,
+        num_kv_heads=num_kv_heads,
+        width=width,
+        attention_mix=attention_mix,
+        mlp_mix=mlp_mix,
+    )
+    keys = jax.random.split(key, max(len(specs), 1))
+    return {
+        name: spec.init(k, spec.shape, dtype)
+        for k, (name, spec) in zip(keys, specs.items(), strict=False)
+    }
+
+
+def update_state(
+    params: dict[str, Array],
+    state: Array,
+    attended: Array | None,
+    x: Array,
+    alpha: float | Array = 1.0,
+    *,
+    norm: str = "none",
+    magnitude: float = 1.0,
+    activation: str = "silu",
+    num_kv_heads: int | None = None,
+    sharding: Sharding | None = None,
+) -> Array:
+    """One layer's update of the position states (TAPE, equations 6 to 8).
+
+    ``(I + alpha A(x)) (e + alpha Mix(a))``, then the norm. ``A(x)`` is contracted to a heads x
+    heads matrix per token first, which costs a fraction of projecting the states up to width ``P``.
+
+    Args:
+      params: from :func:`tape_jax.init_update`; absent entries leave their part out.
+      state: ``e``, ``[T, D]`` or ``[batch..., T, H_kv | 1, D]``, in tensor form ``[T, 1, M, L, R]``
+        or ``[batch..., T, H_kv | 1, M, L, R]``; batch axes may be 1.
+      attended: ``a``, with query heads ``H_q`` and the rest as ``state``; may be None if ``params``
+        has no ``mix``.
+      x: the MLP's output before its residual addition ``[..., T, hidden]``.
+      alpha: step size, a number, a scalar array or one for each state head ``[H_kv]``.
+      norm: ``none``; ``rms``, which divides by the root mean square over the blocks of a head;
+        ``unit``, which takes each block's polar factor.
+      magnitude: scale of the start state (YaRN's), which the norms restore.
+      activation: one of ``silu``, ``gelu``, ``relu``, ``tanh``, ``identity``.
+      num_kv_heads: state heads, where neither ``state`` nor ``params`` tells.
+      sharding: a mesh and rules; where they split heads, sums over heads are one reduce-scatter.
+
+    Returns:
+      The new state, ``[..., T, H_kv, D]`` or ``[..., T, H_kv, M, L, R]``, in the type of ``state``.
+
+    Raises:
+      ValueError: if shapes disagree or an option is unknown.
+    """
+    e, a = state, attended
+    choose("norm", norm, NORMS)
+    choose("activation", activation, ACTIVATIONS)
+    mix, up = params.get("mix"), params.get("up")
+    tensor, heads = _check_update(e, a, x, params, num_kv_heads)
+    e = e if tensor else align_state(e)
+    block = e.shape[-3:] if tensor else e.shape[-1:]
+    flat = e.reshape(*e.shape[: e.ndim - len(block)], -1)
+    if mix is not None:
+        assert a is not None
+        flat_a = a.astype(e.dtype).reshape(*a.shape[: a.ndim - len(block)], -1)
+        flat = flat + mix_attended(flat_a, scaled_mix(mix.astype(e.dtype), alpha), heads, sharding)
+    if up is not None:
+        # With the identity in the matrix the states are read once, and not again for a sum.
+        matrix = mixing_matrix(x, params, alpha, activation, dtype=at_least_float32(e.dtype))
+        matrix = (matrix + jnp.eye(heads, dtype=matrix.dtype)).astype(e.dtype)
+        flat = mix_heads(matrix, flat, sharding)
+    lead = jnp.broadcast_shapes(flat.shape[:-2], x.shape[:-1])
+    flat = jnp.broadcast_to(flat, (*lead, heads, flat.shape[-1]))
+    return normalize(flat.reshape(*flat.shape[:-1], *block), norm, magnitude, tensor=tensor).astype(
+        e.dtype
+    )
+
+
+def _check_update(e, a, x, params, num_kv_heads) -> tuple[bool, int]:
+    """Whether the state has tensor form, and the number of its heads; ValueError on misfits."""
+    mix, up = params.get("mix"), params.get("up")
+    if x.ndim < 2:
+        raise ValueError(f"x must have shape [..., T, hidden]; got {x.shape}")
+    present = [name for name in ("wx", "up", "down") if name in params]
+    if present and len(present) < 3:
+        raise ValueError(f"params must have all of wx, up and down, or none; got {present}")
+    if mix is not None and a is None:
+        raise ValueError("params has a mix, so attended, the attended state, is needed; got None")
+    require(e.ndim >= 2, f"state must have shape [T, D] or more axes; got {e.shape}")
+    like = e if a is None else a
+    # Five axes may be [T, 1, M, L, R], or all those of a rotary state.
+    tensor = like.ndim == x.ndim + 3 or (a is None and e.ndim == 5 != x.ndim + 1)
+    width = math.prod(e.shape[-3:-1]) if tensor else e.shape[-1]
+    have = e.shape[-4 if tensor else -2] if e.ndim > 2 else 1
+    heads = num_kv_heads or (up.shape[-1] if up is not None else None)
+    if heads is None and mix is not None and mix.ndim == 2:
+        heads = mix.shape[0]
+    if heads is None:
+        heads = have if have > 1 or mix is None else mix.shape[-1]
+    if have not in (1, heads):
+        raise ValueError(
+            f"state of shape {e.shape} has {have} heads; the parameters expect {heads}"
+        )
+    keys = jax.ShapeDtypeStruct((*x.shape[:-1], heads, width), e.dtype)
+    check_state(e, keys, name="state", of=f"x of shape {x.shape}, keys", heads=(1, heads))
+    if mix is not None:
+        assert a is not None
+        queries = a.shape[a.ndim - (4 if tensor else 2)]
+        if mix.shape not in ((queries,), (heads, queries)) or queries % heads:
+            raise ValueError(
+                f"mix of shape {mix.shape} fits neither ({queries},) nor ({heads}, {queries}): "
+                f"attended has shape {a.shape}, the state {heads} heads"
+            )
+        block = e.shape[-3:] if tensor else e.shape[-1:]
+        if a.shape[a.ndim - len(block) :] != block or a.shape[: x.ndim - 1] != x.shape[:-1]:
+            raise ValueError(
+                f"attended must have shape {(*x.shape[:-1], queries, *block)} to fit state of "
+                f"shape {e.shape} and x of shape {x.shape}; got {a.shape}"
+            )
+    if up is not None:
+        wx, down = params["wx"], params["down"]
+        width = wx.shape[-1]
+        if wx.shape[0] != x.shape[-1] or up.shape != (width, heads) or down.shape != (heads, width):
+            raise ValueError(
+                f"expected wx [{x.shape[-1]}, P], up [P, {heads}], down [{heads}, P]; got "
+                f"{wx.shape}, {up.shape}, {down.shape}"
+            )
+    return tensor, heads
+
+
+@dataclasses.dataclass(frozen=True)
+class Tape(Rope):
+    """TAPE as the model's position encoding.
+
+    Attributes:
+      base, scaling, axes, partial_rotary_factor, learn_base: of the start state, as in RoPE.
+      form: ``rotary`` (one complex number per pair, the fast path) or ``tensor``.
+      l, r: rows and columns of a block in tensor form.
+      attention_mix: ``none``, ``head_scale`` (the published code) or ``heads`` (the paper).
+      mlp_mix: whether the MLP's output mixes the states.
+      width: ``P``; None: four times the state heads.
+      activation: of the gate.
+      alpha: step size, or its start if ``learn_alpha``.
+      learn_alpha: one learned step size per layer.
+      alpha_per_head: one for each state head of a layer instead, if ``learn_alpha``.
+      norm: ``none``, ``rms`` or ``unit``.
+      layers: ``all`` or ``(start, stop)``: the layers that update the state, ``stop`` exclusive.
+        The last layer of a model never does, for nobody would read the result.
+    """
+
+    kind: ClassVar[str] = "tape"
+
+    form: str = "rotary"
+    l: int = 2
+    r: int = 2
+    attention_mix: str = "head_scale"
+    mlp_mix: bool = True
+    width: int | None = None
+    activation: str = "silu"
+    alpha: float = 1.0
+    learn_alpha: bool = False
+    alpha_per_head: bool = False
+    norm: str = "none"
+    layers: str | tuple[int, int] = "all"
+
+    def __post_init__(self):
+        super().__post_init__()
+        choose(f"{self.kind} form", self.form, FORMS)
+        choose(f"{self.kind} attention_mix", self.attention_mix, ATTENTION_MIXES)
+        choose(f"{self.kind} activation", self.activation, ACTIVATIONS)
+        choose(f"{self.kind} norm", self.norm, NORMS)
+        require(
+            self.learn_alpha or not self.alpha_per_head,
+            f"{self.kind}: alpha_per_head needs learn_alpha=True; a fixed alpha is one number",
+        )
+        require(
+            self.l >= 1 and self.r >= 1,
+            f"{self.kind}: l and r must be positive; got l={self.l}, r={self.r}",
+        )
+        require(
+            self.width is None or self.width > 0,
+            f"{self.kind}: width must be positive or None; got {self.width}",
+        )
+        if isinstance(self.layers, list):
+            set_field(self, "layers", tuple(self.layers))
+        if self.layers != "all":
+            valid = (
+                isinstance(self.layers, tuple)
+                and len(self.layers) == 2
+                and all(isinstance(n, int) for n in self.layers)
+                and 0 <= self.layers[0] <= self.layers[1]
+            )
+            require(
+                valid,
+                f"{self.kind}: layers must be 'all' or (start, stop) with 0 <= start <= stop; got "
+                f"{self.layers!r}",
+            )
+
+    @property
+    def attends_state(self) -> bool:
+        return self.attention_mix != "none"
+
+    def check(self, config: ModelConfig) -> None:
+        if self.form == "tensor" and config.dim % self.l:
+            raise ValueError(
+                f"{self.kind}: l = {self.l} does not divide the head dimension {config.dim}"
+            )
+        if self.layers != "all" and int(self.layers[1]) > config.num_layers:
+            raise ValueError(
+                f"{self.kind}: layers = {self.layers} goes past the model's {config.num_layers} "
+                "layers"
+            )
+
+    def updates(self, layer: int, num_layers: int) -> bool:
+        if layer == num_layers - 1 or not (self.mlp_mix or self.attends_state):
+            return False
+        return self.layers == "all" or self.layers[0] <= layer < self.layers[1]  # type: ignore[operator]
+
+    def start(self, positions, config, *, key=None, length=None, dtype=jnp.float32, params=None):
+        if self.form == "rotary":
+            return super().start(
+                positions, config, key=key, length=length, dtype=dtype, params=params
+            )
+        return tensor_state(
+            positions,
+            config.dim,
+            self.l,
+            self.r,
+            base=self.base,
+            scaling=self.scaling,
+            axes=self.axes,
+            length=length,
+            partial_rotary_factor=self.partial_rotary_factor,
+            log_stretch=(params or {}).get("log_stretch"),
+            dtype=dtype,
+        )
+
+    def carry(self, state: State, shape: tuple[int, ...], config: ModelConfig) -> State:
+        tail, given = 1 if self.form == "rotary" else 3, state.shape
+        if state.ndim < len(shape) + 1 + tail and tail == 1:
+            state = jnp.expand_dims(state, -2)
+        full = (*shape, config.kv_heads, *state.shape[state.ndim - tail :])
+        try:
+            return jnp.broadcast_to(state, full)
+        except ValueError:
+            raise ValueError(
+                f"a position state of shape {given} does not fit tokens of shape {shape}: it must "
+                f"broadcast to {full}"
+            ) from None
+
+    def layer_params(self, config: ModelConfig, *, updates: bool) -> dict[str, Param]:
+        if not updates:
+            return {}
+        params = self.mixing_params(config)
+        if self.learn_alpha:
+            shape, axes = ((config.kv_heads,), (None,)) if self.alpha_per_head else ((), ())
+            params["alpha"] = Param(shape, jax.nn.initializers.constant(self.alpha), axes)
+        return params
+
+    def mixing_params(self, config: ModelConfig) -> dict[str, Param]:
+        """The parameters of the two mixings."""
+        return update_params(
+            config.hidden_size,
+            config.num_heads,
+            num_kv_heads=config.kv_heads,
+            width=self.width,
+            attention_mix=self.attention_mix,
+            mlp_mix=self.mlp_mix,
+        )
+
+    def update_state(self, params, state: State, attended, x, *, sharding=None) -> State:
+        return update_state(
+            params,
+            state,
+            attended,
+            x,
+            params.get("alpha", self.alpha),
+            norm=self.norm,
+            magnitude=self.scaling.state_magnitude,
+            activation=self.activation,
+            num_kv_heads=state.shape[-2 if self.form == "rotary" else -4],
+            sharding=sharding,
+        )

@@ -1,0 +1,1 @@
+"""Llama checkpoints: the parts of :mod:`tape_jax.pretrained`."""

@@ -1,0 +1,345 @@
+"""Folders of safetensors: what is in them, checked before anything is read, and writing them.
+
+The safetensors package checks each file. Values are then read, and files written, tensor by tensor:
+a mapped file would stay in memory as far as it was read, and the package writes from a dict that
+holds all of a file.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from tape_jax._src.checks import choose, require
+from tape_jax._src.files import sync
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
+
+# Names of types in safetensors.
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+DTYPE_NAMES = {ours: theirs for theirs, ours in DTYPES.items()}
+
+
+def dtype_name(dtype: Any) -> str:
+    """The name of a type that checkpoints have, such as ``bfloat16``; ValueError for others."""
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = str(dtype)
+    choose("dtype", name, DTYPE_NAMES)
+    return name
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor of a safetensors file.
+
+    Attributes:
+      dtype: its type, as safetensors names it.
+      shape: its shape.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes; the type must be one of ``DTYPES``."""
+        return math.prod(self.shape) * jnp.dtype(DTYPES[self.dtype]).itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class File:
+    """A safetensors file.
+
+    Attributes:
+      path: where it is.
+      header: its first bytes, up to the values.
+      metadata: strings by name.
+      tensors: by name, in the order of their values.
+      spans: first byte of each tensor's values in the file, and one past the last.
+    """
+
+    path: Path
+    header: bytes
+    metadata: dict[str, str]
+    tensors: dict[str, Tensor]
+    spans: dict[str, tuple[int, int]]
+
+    def read(self, name: str) -> np.ndarray:
+        """The values of a tensor."""
+        tensor = self.tensors[name]
+        dtype = jnp.dtype(DTYPES[tensor.dtype])
+        count = math.prod(tensor.shape)
+        values = np.fromfile(self.path, dtype, count, offset=self.spans[name][0])
+        require(values.size == count, f"{self.path} became shorter while it was read")
+        return values.reshape(tensor.shape)
+
+    def read_bytes(self, name: str) -> np.ndarray:
+        """The values of a tensor of any type, as bytes."""
+        start, stop = self.spans[name]
+        return np.fromfile(self.path, np.uint8, stop - start, offset=start)
+
+
+@dataclasses.dataclass(frozen=True)
+class Folder:
+    """A checkpoint.
+
+    Attributes:
+      path: the folder.
+      config: what ``config.json`` says.
+      files: its safetensors files.
+      index: what the index says; None where there is one file and no index.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    files: tuple[File, ...]
+    index: dict[str, Any] | None
+
+    @property
+    def where(self) -> dict[str, File]:
+        """The file of each tensor."""
+        return {name: file for file in self.files for name in file.tensors}
+
+
+def read_folder(path: str | os.PathLike) -> Folder:
+    """What a folder holds; values are not read.
+
+    Raises:
+      ValueError: if it is no checkpoint, lacks a file, or has a damaged one; if its index leads out
+        of it, or disagrees with the files.
+      NotImplementedError: if safetensors is not installed.
+    """
+    folder = Path(path)
+    require(folder.is_dir(), f"{folder} is no folder; a checkpoint must be on this machine")
+    require(
+        (folder / CONFIG).exists(),
+        f"{folder} is no checkpoint: it has no {CONFIG}",
+    )
+    config = read_json(inside(folder, CONFIG))
+    single, index = folder / SINGLE, folder / INDEX
+    require(
+        not (single.exists() and index.exists()),
+        f"{folder} has both {SINGLE} and {INDEX}: its tensors are there twice; remove one",
+    )
+    if single.exists():
+        return Folder(folder, config, (read_header(inside(folder, SINGLE)),), None)
+    if index.exists():
+        content = read_json(inside(folder, INDEX))
+        return Folder(folder, config, _read_shards(folder, content), content)
+    pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
+    require(
+        not pickles,
+        f"{folder} has its tensors in pickles only ({', '.join(pickles)}): reading a pickle runs "
+        "whatever code is in it; convert them to safetensors where they are trusted",
+    )
+    raise ValueError(f"{folder} is no checkpoint: it has neither {SINGLE} nor {INDEX}")
+
+
+def _read_shards(folder: Path, index: dict[str, Any]) -> tuple[File, ...]:
+    """The files that an index lists, each with just the tensors that it promises."""
+    mapping = index.get("weight_map")
+    require(
+        isinstance(mapping, dict)
+        and bool(mapping)
+        and all(isinstance(file, str) for file in mapping.values()),
+        f"{folder / INDEX}: weight_map must give the file of each tensor",
+    )
+    assert isinstance(mapping, dict)
+    names = sorted(set(mapping.values()))
+    paths = [inside(folder, name) for name in names]
+    missing = [name for name, file in zip(names, paths, strict=True) if not file.is_file()]
+    require(not missing, f"{folder} lacks {', '.join(missing)}, which {INDEX} lists")
+    files, problems = [], []
+    for name, path in zip(names, paths, strict=True):
+        file = read_header(path)
+        files.append(file)
+        promised = {tensor for tensor, at in mapping.items() if at == name}
+        problems += [f"{name} lacks {tensor}" for tensor in sorted(promised - set(file.tensors))]
+        for tensor in sorted(set(file.tensors) - promised):
+            other = mapping.get(tensor)
+            problems.append(
+                f"{name} has {tensor}, which the index "
+                + ("does not list" if other is None else f"says to be in {other}")
+            )
+    require(not problems, f"{folder}: {INDEX} and the files disagree: {'; '.join(problems)}")
+    return tuple(files)
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The file of that name in the folder.
+
+    Raises:
+      ValueError: if that is not a plain name, or a link out of the folder. The download cache of
+        huggingface_hub is let pass, where ``snapshots/*/NAME`` links to ``blobs/*``.
+    """
+    require(
+        Path(name).name == name and name not in ("", ".", "..") and "\0" not in name,
+        f"{folder}: files of a checkpoint must be in its folder; got {name!r}",
+    )
+    roots = [folder]
+    if folder.absolute().parent.name == "snapshots":
+        roots.append(folder.absolute().parents[1] / "blobs")
+    target = Path(os.path.realpath(folder / name))
+    require(
+        any(target.is_relative_to(os.path.realpath(root)) for root in roots),
+        f"{folder}: files of a checkpoint must be in its folder; {name} is a link out of it",
+    )
+    return folder / name
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+      ValueError: if it is no object, or a name is in it twice.
+    """
+    try:
+        return _parse(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON object: {error}") from error
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        counts = collections.Counter(name for name, _ in pairs)
+        twice = [repr(name) for name, count in counts.items() if count > 1]
+        require(not twice, f"it has {', '.join(twice)} twice")
+        return dict(pairs)
+
+    content = json.loads(text, object_pairs_hook=unique)
+    require(isinstance(content, dict), f"got {type(content).__name__}")
+    return content
+
+
+def read_header(path: Path) -> File:
+    """What a safetensors file holds; values are not read.
+
+    Raises:
+      ValueError: if it is no safetensors file, is damaged, or has a tensor twice.
+      NotImplementedError: if safetensors is not installed.
+    """
+    try:
+        import safetensors
+    except ImportError as error:
+        raise NotImplementedError(
+            "checkpoints need the package safetensors: pip install 'tape-jax[pretrained]' "
+            f"({error})"
+        ) from error
+    try:
+        with safetensors.safe_open(path, framework="np"), open(path, "rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            text = file.read(size)
+        content = _parse(text)
+    except (safetensors.SafetensorError, OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no safetensors file, or damaged: {error}") from error
+    metadata = content.pop("__metadata__", None) or {}
+    entries = sorted(content.items(), key=lambda entry: entry[1]["data_offsets"])
+    return File(
+        path=path,
+        header=size.to_bytes(8, "little") + text,
+        metadata=metadata,
+        tensors={name: Tensor(x["dtype"], tuple(x["shape"])) for name, x in entries},
+        spans={
+            name: (8 + size + x["data_offsets"][0], 8 + size + x["data_offsets"][1])
+            for name, x in entries
+        },
+    )
+
+
+def make_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """The header of a safetensors file with the values in the order of ``tensors``."""
+    content: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    start = 0
+    for name, tensor in tensors.items():
+        stop = start + tensor.nbytes
+        offsets = [start, stop]
+        content[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": offsets}
+        start = stop
+    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_file(path: Path, chunks: Iterable[bytes | np.ndarray]) -> None:
+    """Writes bytes and arrays one after the other; on the disk before this returns."""
+    with open(path, "xb") as file:
+        for chunk in chunks:
+            if isinstance(chunk, bytes):
+                file.write(chunk)
+            else:
+                # Not every type of numpy's extensions has the buffer protocol; bytes have.
+                file.write(np.ascontiguousarray(chunk).reshape(-1).view(np.uint8).data)
+            # Freed before the next one is made.
+            del chunk
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to be filled, which takes the name ``path`` when the block ends without an error.
+
+    Raises:
+      ValueError: if ``path`` exists and is no empty folder.
+    """
+    free = not os.path.lexists(path) or (
+        path.is_dir() and not path.is_symlink() and not any(path.iterdir())
+    )
+    require(free, f"{path} exists and is no empty folder; nothing is overwritten")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.mkdir()
+    try:
+        yield temporary
+        sync(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        _remove(temporary)
+        raise
+    sync(path.parent)
+
+
+def _remove(folder: Path) -> None:
+    for file in folder.iterdir():
+        file.unlink()
+    folder.rmdir()
+
+
+def check(folder: Folder, wanted: Mapping[str, tuple[int, ...]], known: Callable[[str], bool]):
+    """Raises ValueError, with all that is wrong, unless the folder holds the wanted tensors.
+
+    Args:
+      folder: the checkpoint.
+      wanted: shapes by name.
+      known: whether a tensor that is not wanted may be there.
+    """
+    where = folder.where
+    problems = []
+    missing = [name for name in wanted if name not in where]
+    if missing:
+        problems.append(f"missing: {', '.join(missing)}")
+    unknown = [name for name in where if name not in wanted and not known(name)]
+    if unknown:
+        problems.append(f"unknown: {', '.join(unknown)}")
+    for name, file in where.items():
+        tensor = file.tensors[name]
+        if name in wanted and tensor.shape != wanted[name]:
+            problems.append(f"{name} has shape {tensor.shape}, expected {wanted[name]}")
+        if tensor.dtype not in DTYPES:
+            problems.append(f"{name} has type {tensor.dtype}, expected one of {', '.join(DTYPES)}")
+    require(not problems, f"{folder.path} does not fit its {CONFIG}: {'; '.join(problems)}")

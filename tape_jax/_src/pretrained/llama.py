@@ -1,0 +1,319 @@
+"""How a Llama of Hugging Face describes itself, in the terms of this library."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tape_jax._src import positions
+from tape_jax._src.checks import choose, require
+from tape_jax._src.config import ModelConfig, RopeScaling
+from tape_jax._src.layout import OUTSIDE, block_name, by_path, replaced
+from tape_jax._src.model import (
+    Transformer,
+)
+
+ARCHITECTURE = "LlamaForCausalLM"
+
+# This library's parameters, and the tensors of a checkpoint that hold them. Kernels are stored
+# transposed, ``[out, in]``.
+NAMES = {
+    "embedding": "model.embed_tokens.weight",
+    "layers/attention_norm/scale": "model.layers.{}.input_layernorm.weight",
+    "layers/attention/q/kernel": "model.layers.{}.self_attn.q_proj.weight",
+    "layers/attention/k/kernel": "model.layers.{}.self_attn.k_proj.weight",
+    "layers/attention/v/kernel": "model.layers.{}.self_attn.v_proj.weight",
+    "layers/attention/out/kernel": "model.layers.{}.self_attn.o_proj.weight",
+    "layers/mlp_norm/scale": "model.layers.{}.post_attention_layernorm.weight",
+    "layers/mlp/gate/kernel": "model.layers.{}.mlp.gate_proj.weight",
+    "layers/mlp/up/kernel": "model.layers.{}.mlp.up_proj.weight",
+    "layers/mlp/down/kernel": "model.layers.{}.mlp.down_proj.weight",
+    "final_norm/scale": "model.norm.weight",
+    "head/kernel": "lm_head.weight",
+}
+EMBEDDING, HEAD = NAMES["embedding"], NAMES["head/kernel"]
+
+# Fields of config.json without which there is no model, and this library's names for them.
+SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+}
+
+# Fields that must have one value, which is also the one that they have where they lack.
+FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+
+ROPE_KINDS = {
+    "default": "none",
+    "linear": "linear",
+    "dynamic": "dynamic",
+    "yarn": "yarn",
+    "llama3": "llama3",
+}
+ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta")
+
+# What transformers takes where config.json says nothing.
+DEFAULT_LENGTH = 2048
+DEFAULT_BASE = 10_000.0
+DEFAULT_EPS = 1e-6
+
+
+def is_buffer(name: str) -> bool:
+    """Whether a tensor holds rotary frequencies: old files have them, and nobody reads them."""
+    return re.fullmatch(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", name) is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredParameter:
+    """A parameter of the model, and the tensors of a checkpoint that make it.
+
+    Attributes:
+      path: in the parameters, such as ``layers_0/mlp/up/kernel``.
+      shape: of the parameter.
+      tensors: names of its tensors, one for each layer.
+      stacked: whether the parameter has a leading axis of layers.
+      transposed: whether the tensors are ``[out, in]``, and the parameter ``[..., in, out]``.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    tensors: tuple[str, ...]
+    stacked: bool
+    transposed: bool
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        """Shape of each of the tensors."""
+        shape = self.shape[1:] if self.stacked else self.shape
+        return shape[::-1] if self.transposed else shape
+
+
+def parameters(model: Transformer) -> list[StoredParameter]:
+    """The parameters of a model that has Llama's alone, in the order of ``NAMES``."""
+    # Types play no part in shapes, and 64-bit ones may be disabled.
+    plain = replaced(model, dtype="float32", param_dtype="float32", state_dtype=None)
+    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    key = jax.eval_shape(functools.partial(jax.random.key, 0))
+    shapes = by_path(jax.eval_shape(plain.init, key, tokens)["params"])
+    stops, found = {start: stop for start, stop, _ in model.blocks}, []
+    for path in filter(shapes.__contains__, NAMES):
+        for first, leaf in shapes[path].items():
+            layers = (first,) if first == OUTSIDE else range(first, stops[first])
+            found.append(
+                StoredParameter(
+                    path=block_name(first, path),
+                    shape=leaf.shape,
+                    tensors=tuple(NAMES[path].format(layer) for layer in layers),
+                    stacked=first != OUTSIDE and model.config.scan_layers,
+                    transposed=path.endswith("/kernel"),
+                )
+            )
+    return found
+
+
+def model_config(config: Mapping[str, Any], **fields: Any) -> ModelConfig:
+    """The model that a ``config.json`` describes.
+
+    Args:
+      config: its content; rotary parameters in the form of transformers 5 (``rope_parameters``) or
+        of the versions before (``rope_theta`` and ``rope_scaling``).
+      **fields: of :class:`tape_jax.ModelConfig`, about which config.json says nothing.
+
+    Raises:
+      ValueError: if it describes something else than a Llama with SwiGLU and without biases, lacks
+        a size, or has a rotary scaling that is not known.
+    """
+    found = config.get("architectures") or []
+    kind = config.get("model_type", "llama")
+    require(
+        found in ([], [ARCHITECTURE])
+        and kind == "llama"
+        and (bool(found) or "model_type" in config),
+        f"config.json describes architectures {found!r} of model_type "
+        f"{config.get('model_type')!r}; only {ARCHITECTURE} of model_type 'llama' is known",
+    )
+    for name, value in FIXED.items():
+        given = config.get(name, value)
+        require(given == value, f"config.json: {name} must be {value!r}; got {given!r}")
+    require(
+        not config.get("quantization_config"),
+        "config.json: the checkpoint is quantised (quantization_config); give one in floating "
+        "point",
+    )
+    missing = [name for name in SIZES if config.get(name) is None]
+    require(not missing, f"config.json lacks {', '.join(missing)}")
+    return ModelConfig(
+        **{ours: config[theirs] for theirs, ours in SIZES.items()},
+        num_kv_heads=config.get("num_key_value_heads"),
+        head_dim=config.get("head_dim"),
+        norm_eps=_number(config, "rms_norm_eps", DEFAULT_EPS),
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        position=_rope(config),
+        **fields,
+    )
+
+
+def _rope(config: Mapping[str, Any]) -> positions.Rope:
+    """The encoding; which field wins over which is as in transformers 5."""
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    require(
+        isinstance(given, dict),
+        f"config.json: rotary parameters must be an object; got {given!r}",
+    )
+    given = {name: value for name, value in given.items() if value is not None}
+    part = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    require(
+        part in (None, 1),
+        f"config.json: partial_rotary_factor must be 1, heads rotate as a whole; got {part!r}",
+    )
+    kind = given.get("rope_type", given.get("type", "default"))
+    choose("rope_type in config.json", kind, ROPE_KINDS)
+    fallback = _number(config, "rope_theta", DEFAULT_BASE)
+    base = _number(given, "rope_theta", fallback)
+    return positions.Rope(base=base, scaling=_scaling(ROPE_KINDS[kind], given, config))
+
+
+def _scaling(kind: str, given: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling:
+    if kind == "none":
+        return RopeScaling()
+    if kind == "linear":
+        return RopeScaling(kind, factor=_number(given, "factor"))
+    length = int(_number(config, "max_position_embeddings", DEFAULT_LENGTH))
+    if kind == "dynamic":
+        return RopeScaling(kind, factor=_number(given, "factor"), original_length=length)
+    inner = _number(given, "original_max_position_embeddings", length)
+    original = int(_number(config, "original_max_position_embeddings", inner))
+    if kind == "llama3":
+        return RopeScaling(
+            kind,
+            factor=_number(given, "factor"),
+            original_length=original,
+            low_freq_factor=_number(given, "low_freq_factor"),
+            high_freq_factor=_number(given, "high_freq_factor"),
+        )
+    factor = _number(given, "factor", length / original)
+    return RopeScaling(
+        kind,
+        factor=factor,
+        original_length=original,
+        beta_fast=_number(given, "beta_fast", 0.0) or 32.0,
+        beta_slow=_number(given, "beta_slow", 0.0) or 1.0,
+        magnitude=_yarn_magnitude(factor, given),
+        truncate=bool(given.get("truncate", True)),
+    )
+
+
+def _yarn_magnitude(factor: float, given: Mapping[str, Any]) -> float | None:
+    """Factor on the states where it is not YaRN's own, else None."""
+    if "attention_factor" in given:
+        return _number(given, "attention_factor")
+    above, below = given.get("mscale"), given.get("mscale_all_dim")
+    if not (above and below):
+        return None
+    growth = 0.1 * math.log(max(factor, 1.0))
+    return (above * growth + 1) / (below * growth + 1)
+
+
+def _number(given: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    value = given.get(name)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"config.json: {name} must be a number; got {value!r}")
+    return float(value)
+
+
+def check_plain(model: Transformer) -> None:
+    """Raises ValueError unless a Llama checkpoint can say all that the model is."""
+    advice = "save what was trained with tape_jax.adapt.save_adapter instead"
+    c, encoding = model.config, model.encoding
+    require(
+        isinstance(encoding, positions.Rope)
+        and type(encoding) in (positions.Rope, positions.Yarn)
+        and (encoding.axes, encoding.partial_rotary_factor) == (1, 1)
+        and not encoding.learn_base,
+        f"a Llama checkpoint has no place for the position encoding {encoding!r}: {advice}",
+    )
+    require(
+        c.lora is None,
+        "a Llama checkpoint has no place for low-rank terms: merge them into the kernels "
+        f"(tape_jax.adapt.merge_lora), or {advice}",
+    )
+    require(
+        c.experts is None,
+        f"a Llama checkpoint has no place for a mixture of experts, {c.experts}: keep the run, or "
+        "the variables as they are",
+    )
+    for name in ("local_window_size", "shifted_groups"):
+        value = getattr(c, name)
+        require(
+            value is None,
+            f"a Llama checkpoint has full attention, the model has {name} = {value!r}: save the "
+            f"model with {name}=None, or {advice}",
+        )
+
+
+def to_json(model: Transformer) -> dict[str, Any]:
+    """The ``config.json`` of a model, in the form that every version of transformers reads.
+
+    The length that a model was trained for is known where its scaling or ``max_length`` says it;
+    elsewhere it is the default of transformers.
+    """
+    check_plain(model)
+    c, encoding = model.config, model.encoding
+    assert isinstance(encoding, positions.Rope)
+    base, scaling = encoding.base, encoding.scaling
+    if scaling.kind == "ntk":
+        # A larger base, which needs no name of its own.
+        base, scaling = base * scaling.factor ** (c.dim / (c.dim - 2)), RopeScaling()
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": "llama",
+        **{theirs: getattr(c, ours) for theirs, ours in SIZES.items()},
+        "intermediate_size": c.mlp_size,
+        "num_key_value_heads": c.kv_heads,
+        "head_dim": c.dim,
+        **FIXED,
+        "rms_norm_eps": c.norm_eps,
+        "tie_word_embeddings": c.tie_embeddings,
+        "max_position_embeddings": _length(c, scaling),
+        "rope_theta": base,
+        "rope_scaling": _scaling_to_json(scaling),
+    }
+
+
+def _length(config: ModelConfig, scaling: RopeScaling) -> int:
+    """``max_position_embeddings``, from which transformers takes parts of the scalings."""
+    if scaling.kind == "dynamic":
+        return scaling.original_length
+    if scaling.kind == "yarn":
+        return round(scaling.original_length * scaling.factor)
+    if config.max_length is not None:
+        return config.max_length
+    if scaling.kind == "llama3":
+        return round(scaling.original_length * scaling.factor)
+    return DEFAULT_LENGTH
+
+
+def _scaling_to_json(scaling: RopeScaling) -> dict[str, Any] | None:
+    if scaling.kind == "none":
+        return None
+    names = {
+        "llama3": ("low_freq_factor", "high_freq_factor"),
+        "yarn": ("beta_fast", "beta_slow", "truncate"),
+    }.get(scaling.kind, ())
+    fields: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    fields |= {name: getattr(scaling, name) for name in names}
+    if scaling.kind in ("yarn", "llama3"):
+        fields["original_max_position_embeddings"] = scaling.original_length
+    if scaling.kind == "yarn" and scaling.magnitude is not None:
+        fields["attention_factor"] = scaling.magnitude
+    return fields

@@ -1,0 +1,76 @@
+"""Retrofitting a trained RoPE model: TAPE, the rival methods, and files of what was trained.
+
+A method of :data:`METHODS` turns a model and its variables into an adapted model, whose outputs
+are at first the same, and the rules that say which parameters train:
+
+>>> adapted = adapt(model, variables, "tape", key=key)
+>>> mask = trainable_mask(adapted.variables["params"], adapted.rules)
+>>> trainable, frozen = partition(adapted.variables["params"], mask)
+
+Gradients and an optimiser's state are then made for ``trainable`` alone, and :func:`merge` puts the
+two together for the model. :func:`save_adapter` writes what was trained, with a fingerprint of the
+model that it belongs to.
+"""
+
+from tape_jax._src.adapt.files import describe_adapter, load_adapter, save_adapter
+from tape_jax._src.adapt.identity import Fingerprint, fingerprint
+from tape_jax._src.adapt.methods import (
+    METHODS,
+    Adapted,
+    Method,
+    adapt,
+    add_lora,
+    add_tape,
+    full_attention,
+    merge_lora,
+    scale_theta,
+    with_scaling,
+)
+from tape_jax._src.adapt.rules import (
+    RULES,
+    Embeddings,
+    Everything,
+    LoraFactors,
+    Norms,
+    Path,
+    Position,
+    Rule,
+    describe_trainable,
+    merge,
+    parse_rule,
+    partition,
+    trainable_mask,
+)
+from tape_jax._src.layout import restack
+
+__all__ = [
+    "METHODS",
+    "RULES",
+    "Adapted",
+    "Embeddings",
+    "Everything",
+    "Fingerprint",
+    "LoraFactors",
+    "Method",
+    "Norms",
+    "Path",
+    "Position",
+    "Rule",
+    "adapt",
+    "add_lora",
+    "add_tape",
+    "describe_adapter",
+    "describe_trainable",
+    "fingerprint",
+    "full_attention",
+    "load_adapter",
+    "merge",
+    "merge_lora",
+    "parse_rule",
+    "partition",
+    "restack",
+    "save_adapter",
+    "scale_theta",
+    "trainable_mask",
+    "with_scaling",
+]

@@ -1,0 +1,58 @@
+"""Position encodings: one protocol, one registry.
+
+A new encoding is one file with a subclass of :class:`Encoding` and one line in ``registry``.
+"""
+
+from tape_jax._src.positions import (
+    Abacus,
+    Alibi,
+    Encoding,
+    Fire,
+    Learned,
+    MixHeadDim,
+    NoEquivariance,
+    Param,
+    PlaceWeights,
+    RandomRope,
+    RelaxedEquivariance,
+    Rope,
+    SeparateCosSin,
+    Sinusoidal,
+    T5Bias,
+    Tape,
+    Xpos,
+    Yarn,
+    create,
+    init_update,
+    registry,
+    rotary_state,
+    tensor_state,
+    update_state,
+)
+
+__all__ = [
+    "Abacus",
+    "Alibi",
+    "Encoding",
+    "Fire",
+    "Learned",
+    "MixHeadDim",
+    "NoEquivariance",
+    "Param",
+    "PlaceWeights",
+    "RandomRope",
+    "RelaxedEquivariance",
+    "Rope",
+    "SeparateCosSin",
+    "Sinusoidal",
+    "T5Bias",
+    "Tape",
+    "Xpos",
+    "Yarn",
+    "create",
+    "init_update",
+    "registry",
+    "rotary_state",
+    "tensor_state",
+    "update_state",
+]

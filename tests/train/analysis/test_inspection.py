@@ -1,0 +1,185 @@
+"""What is said of a model's inside, against values worked out by hand."""
+
+import functools
+
+import chex
+import numpy as np
+import pytest
+
+from tape_jax import positions
+from tape_jax._src.layout import restack
+from tests.models import encoding, random_variables, small_model, without
+from train.analysis import inspection
+from train.comparison.plots import MARK
+from train.main import main
+
+CONFIG = """
+from ml_collections import ConfigDict
+
+def get_config():
+    return ConfigDict({
+        "task": {"name": "addition", "max_digits": 2},
+        "model": {"hidden_size": 8, "num_heads": 2, "num_layers": 3},
+        "train": {"steps": 2, "batch_size": 4, "learning_rate": 1e-3},
+    })
+"""
+TOKENS = np.arange(12).reshape(2, 6) % 7
+LABELS = [["a", "b", "c", "d", "e", "f"], ["g", "a", "b", "c", "d", "e"]]
+
+
+@functools.cache
+def look(kind="tape", kv_heads=2, **position):
+    """A small model with random parameters, looked into."""
+    model = small_model(
+        encoding(kind, **position), num_heads=4, num_kv_heads=kv_heads, hidden_size=16
+    )
+    variables = random_variables(model, std=0.3)
+    return model, variables, inspection.look(model, variables, TOKENS, LABELS)
+
+
+def test_what_enters_each_layer():
+    model, variables, inside = look()
+    chex.assert_shape(inside.maps, (3, 2, 6, 4, 6))
+    chex.assert_shape(inside.states, (3, 2, 6, 2, 4))
+    np.testing.assert_allclose(inside.maps.sum(-1), 1, atol=1e-5)
+    _, states = model.apply(variables, TOKENS, return_states=True)
+    np.testing.assert_allclose(inside.states[2], states.position[2], rtol=1e-4, atol=1e-5)
+    assert np.abs(inside.states[2] - inside.states[0]).max() > 0.1
+
+
+def test_rope_never_moves():
+    _, _, inside = look("rope")
+    chex.assert_shape(inside.states, (3, 2, 6, 2, 4))
+    np.testing.assert_array_equal(inside.moves, np.zeros((2, 2, 6, 2)))
+    np.testing.assert_allclose(inside.relative_norms, 1)
+    np.testing.assert_allclose(inside.phase_drift, np.zeros((3, 2, 6, 2, 2)), atol=1e-3)
+
+
+def test_patterns_start_as_rope():
+    """The dot product of RoPE's states at distance d is the mean cosine of d w."""
+    _, _, inside = look()
+    figure = inspection.patterns(inside)
+    shown = figure.axes[0].images[0].get_array()
+    distance = np.subtract.outer(np.arange(6), np.arange(6))
+    expected = (np.cos(distance) + np.cos(distance / 100)) / 2
+    np.testing.assert_allclose(shown, expected, atol=1e-5)
+    assert [axes.get_title() for axes in figure.axes[:3]] == [
+        "start",
+        "entering layer 2",
+        "entering layer 3",
+    ]
+
+
+def test_moves_norms_and_phases():
+    """Layer 1 doubles the state of one token, layer 2 turns that of another by 90 degrees."""
+    start = np.zeros((1, 2, 1, 4), np.float32)
+    start[..., 0] = 3
+    start[..., 1] = 4
+    doubled, turned = start.copy(), start.copy()
+    doubled[0, 0] *= 2
+    turned[0, 0] *= 2
+    turned[0, 1] = [[0, 0, 3, 4]]
+    inside = inspection.Inside(
+        [["x", "y"]], np.ones((3, 1, 2, 1, 2)), np.stack([start, doubled, turned])
+    )
+    np.testing.assert_allclose(inside.moves[:, 0, :, 0], [[1, 0], [0, 2**0.5]], rtol=1e-6)
+    np.testing.assert_allclose(inside.relative_norms[:, 0, :, 0], [[1, 1], [2, 1], [2, 1]])
+    np.testing.assert_allclose(inside.moved, [0, 0.5**0.5, 1.5**0.5], rtol=1e-6)
+    np.testing.assert_allclose(inside.phase_drift[1], 0, atol=1e-6)
+    np.testing.assert_allclose(inside.phase_drift[2, 0, 1, 0], np.pi / 2, rtol=1e-6)
+    rows = [line.strip("| ").split("|") for line in inspection.movers(inside).split("\n")[2:]]
+    assert [[cell.strip() for cell in row] for row in rows] == [
+        ["'y'", "1", "1.414"],
+        ["'x'", "1", "1.000"],
+    ]
+    shown = inspection.token_moves(inside).axes[0]
+    np.testing.assert_allclose(shown.images[0].get_array(), [[1, 0], [0, 2**0.5]], rtol=1e-6)
+    assert [label.get_text() for label in shown.get_xticklabels()] == ["x", "y"]
+
+
+def test_tensor_form_has_no_phases():
+    _, _, inside = look(form="tensor", l=2, r=2)
+    chex.assert_shape(inside.states, (3, 2, 6, 2, 2, 2, 2))
+    assert inside.phase_drift is None
+    assert len([axes for axes in inspection.drift(inside).axes if axes.get_title()]) == 1
+
+
+def batch_of(tokens):
+    """Each token is to name the next; the last of a row does not count."""
+    weights = np.ones(tokens.shape, np.float32)
+    weights[:, -1] = 0
+    return {"inputs": tokens, "targets": np.roll(tokens, -1, axis=1), "weights": weights}
+
+
+def test_reliance_on_what_the_encoding_learned():
+    """Without its learned update TAPE is RoPE with the same weights."""
+    model, variables, _ = look()
+    found = inspection.reliance(model, variables, batch_of(TOKENS))
+    rope = small_model(encoding("rope"), num_heads=4, num_kv_heads=2, hidden_size=16)
+    rest = restack(without(variables["params"], "position_"), model, rope)
+    logits = [
+        np.asarray(m.apply(v, TOKENS))[:, :-1]
+        for m, v in ((model, variables), (rope, {"params": rest}))
+    ]
+    targets = TOKENS[:, 1:]
+    for out, loss, accuracy in zip(logits, found[::2], found[1::2], strict=True):
+        log_p = out - np.log(np.exp(out).sum(-1, keepdims=True))
+        expected = -np.take_along_axis(log_p, targets[..., None], -1).mean()
+        np.testing.assert_allclose(loss, expected, rtol=1e-4)
+        np.testing.assert_allclose(accuracy, (out.argmax(-1) == targets).mean(), rtol=1e-6)
+    assert found.loss != pytest.approx(found.untrained_loss, rel=1e-3)
+
+
+def test_nothing_to_rely_on_without_parameters():
+    model, variables, _ = look("rope")
+    assert inspection.reliance(model, variables, batch_of(TOKENS)) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(positions.registry))
+def test_every_encoding(kind):
+    _, _, inside = look(kind, kv_heads=4)
+    pictures = inspection.figures(inside)
+    assert ("patterns.png" in pictures) == (inside.states is not None)
+    assert "attention.png" in pictures
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inside")
+    (folder / "small.py").write_text(CONFIG)
+    assert main(["train", f"--config={folder / 'small.py'}", f"--run={folder / 'run'}"]) == 0
+    return folder / "run"
+
+
+def test_command(run, tmp_path, capsys):
+    assert main(["inspect", f"--run={run}", f"--out={tmp_path / 'inside'}"]) == 0
+    out = capsys.readouterr().out
+    names = ["attention.png", "drift.png", "moves.png", "patterns.png"]
+    assert sorted(p.name for p in (tmp_path / "inside").iterdir()) == names
+    assert all(MARK.encode() in p.read_bytes()[:1000] for p in (tmp_path / "inside").iterdir())
+    assert "mean distance moved" in out
+    assert "as before training" in out
+    assert "% of their norm: 0.0, " in out
+    assert main(["inspect", f"--run={run}", "--prompt=12+30", f"--out={tmp_path / 'b'}"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--length=1"], "--length must be from 2 to"),
+        (["--examples=0"], "--examples must be at least 1"),
+        (["--prompt=1+x+"], "sum of two numbers"),
+    ],
+)
+def test_bad_arguments(run, tmp_path, capsys, arguments, message):
+    assert main(["inspect", f"--run={run}", f"--out={tmp_path / 'no'}", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "no").exists()
+
+
+def test_other_files_are_left_alone(run, tmp_path, capsys):
+    (tmp_path / "patterns.png").write_text("precious")
+    assert main(["inspect", f"--run={run}", f"--out={tmp_path}"]) == 2
+    assert "was not written by this program" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["patterns.png"]

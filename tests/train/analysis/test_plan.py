@@ -1,0 +1,114 @@
+"""Plans: what can be tested without the compilers of other machines."""
+
+import dataclasses
+import types
+
+import jax
+import pytest
+
+from tape_jax.sharding import ShardingConfig
+from train.analysis import ahead_of_time, plan
+from train.analysis.ahead_of_time import TARGETS, Machine
+from train.analysis.collectives import Collective
+from train.commands.plan import parse_mesh
+from train.main import main
+from train.training import chips
+
+
+def device(process, platform="cuda"):
+    return types.SimpleNamespace(process_index=process, platform=platform)
+
+
+def machine(kind="h100", hosts=2, each=2):
+    platform = "tpu" if kind.startswith("v") else "cuda"
+    devices = tuple(device(host, platform) for host in range(hosts) for _ in range(each))
+    return Machine(f"{kind}:{hosts}x{each}", TARGETS[kind], devices)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("v5e", "expected a chip and a layout"),
+        ("v9:2x2", "unknown chip of the topology 'v9'"),
+        ("v5e:2-2", "shape of a slice"),
+        ("h100:9", "up to 8, or hosts x GPUs"),
+        ("h100:0x8", "up to 8, or hosts x GPUs"),
+    ],
+)
+def test_a_topology_that_does_not_exist(name, message):
+    with pytest.raises(ValueError, match=message):
+        ahead_of_time.machine(name)
+
+
+def test_compilers_that_are_not_there(monkeypatch):
+    monkeypatch.setattr(ahead_of_time.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(NotImplementedError, match="pip install libtpu"):
+        ahead_of_time.machine("v5e:2x2")
+    with pytest.raises(NotImplementedError, match="jax-cuda13-plugin"):
+        ahead_of_time.machine("h100:8")
+
+
+def test_code_that_asks_for_its_platform_finds_the_target():
+    here = jax.default_backend()
+    for name, platform in (("v5e", "tpu"), ("h100", "gpu")):
+        with ahead_of_time.as_if_on(TARGETS[name], None):
+            assert jax.default_backend() == platform
+    assert jax.default_backend() == here
+
+
+def test_traffic_inside_a_host_and_between_hosts():
+    shapes = (("f32", (1000,)),)
+    inside = Collective("all-gather", shapes, ((0, 1), (2, 3)), ("fsdp",), 3, "")
+    between = Collective("all-reduce", shapes, ((0, 2), (1, 3)), ("data",), 1, "")
+    links, network = sorted(
+        plan.traffic([inside, between, inside], machine().devices), key=lambda t: t.hosts
+    )
+    assert (links.count, links.bytes, links.hosts) == (6, 6 * 2000, False)
+    assert (network.count, network.bytes, network.hosts) == (1, 4000, True)
+    # All chips of a slice are joined by links.
+    assert not any(t.hosts for t in plan.traffic([between], machine("v5e").devices))
+
+
+def a_plan(memory, operations=1e12, traffic=(), **mesh):
+    sizes = {"data": 1, "fsdp": 1, "sequence": 1, "tensor": 1, **mesh}
+    return plan.Plan(sizes, machine(), "", {"in between": memory}, operations, traffic, tokens=10)
+
+
+def test_the_best_fits_and_may_be_fastest():
+    chip = chips.CHIPS["h100"]
+    slow = a_plan(10**9, 2e15, fsdp=4)
+    fast = a_plan(2 * 10**9, 1e15, fsdp=2, tensor=2)
+    large = a_plan(chip.memory, 1e12, data=4)
+    impossible = dataclasses.replace(large, error="heads = 3 is not a multiple of 4")
+    found = [slow, impossible, fast, large]
+    assert plan.best(found) is fast
+    assert plan.best([large, impossible]) is None
+    assert fast.times["compute"] == pytest.approx(1e15 / chip.operations)
+    assert fast.times["memory"] == pytest.approx(4e9 / chip.bandwidth)
+    text = plan.summary(found)
+    assert "| fsdp=2, tensor=2 | 2.00 | yes |" in text
+    assert "no, 80 GB there" in text
+    assert "not possible: heads = 3" in text
+    assert "2.000 GB  in all" in plan.details(fast)
+    assert plan.to_json(fast)["fits"] is True
+
+
+def test_meshes_worth_trying_fit_and_differ():
+    found = list(plan.meshes(32, together=8))
+    assert len(set(found)) == len(found)
+    for mesh in found:
+        assert mesh.mesh_shape(32)
+        assert mesh.tensor * mesh.sequence <= 8
+    assert ShardingConfig(fsdp=32) in found
+    assert ShardingConfig(data=4, fsdp=8) in found
+
+
+def test_a_mesh_on_the_command_line(capsys, tmp_path):
+    assert parse_mesh("fsdp=8,tensor=-1") == ShardingConfig(fsdp=8, tensor=-1)
+    with pytest.raises(ValueError, match="expected such as fsdp=8,tensor=4; got 'fsdp'"):
+        parse_mesh("fsdp")
+    with pytest.raises(ValueError, match="unknown mesh axis 'model'"):
+        parse_mesh("model=2")
+    call = ["plan", "--config=configs/addition_demo.py", "--topology=v5e"]
+    assert main(call) == 2
+    assert "expected a chip and a layout" in capsys.readouterr().err

@@ -1,0 +1,39 @@
+"""What has no place in a Llama folder is said in a line, with what can be done instead."""
+
+from pathlib import Path
+
+import pytest
+
+from train import experiment
+from train.main import main
+from train.training import runs
+
+ROOT = Path(__file__).parents[3]
+LLAMA = ROOT / "tests/golden/hf/llama3_gqa"
+
+
+@pytest.mark.parametrize("adapter", [True, False])
+def test_a_run_of_tape(tmp_path, capsys, adapter):
+    small = {"hidden_size": 16, "num_heads": 2, "num_layers": 2}
+    wanted = experiment.from_mapping(
+        {
+            "name": "test",
+            "task": {"name": "addition", "max_digits": 2},
+            "model": {} if adapter else small,
+            "adapt": {"base": str(LLAMA), "method": "tape"} if adapter else None,
+            "train": {"steps": 1, "batch_size": 4, "learning_rate": 0.01},
+        }
+    )
+    runs.create(tmp_path / "run", wanted)
+    file = tmp_path / "run" / "adapter.safetensors"
+    if adapter:
+        file.touch()
+    assert main(["export", f"--run={tmp_path / 'run'}", f"--out={tmp_path / 'out'}"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: a Llama folder has no place for the position encoding 'tape': ")
+    assert len(said.splitlines()) == 1
+    if adapter:
+        assert f"generate --model={LLAMA} --adapter={file}" in said
+    else:
+        assert f"generate --run={tmp_path / 'run'}" in said
+    assert not (tmp_path / "out").exists()

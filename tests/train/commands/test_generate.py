@@ -1,0 +1,148 @@
+"""Generation from the command line: it says what greedy generation says, and grows its cache."""
+
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import tape_jax as tape
+from tests.models import random_variables, small_model
+from train import experiment
+from train.main import main
+from train.training import generation, runs
+
+ROOT = Path(__file__).parents[3]
+HF = ROOT / "tests" / "golden" / "hf" / "llama3_gqa"
+CONFIG = """
+from ml_collections import ConfigDict
+
+def get_config():
+    return ConfigDict({
+        "task": {"name": "addition", "max_digits": 2},
+        "model": {"hidden_size": 8, "num_heads": 2, "num_layers": 2},
+        "train": {"steps": 3, "batch_size": 4, "learning_rate": 1e-2},
+    })
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("generate")
+    (folder / "small.py").write_text(CONFIG)
+    assert main(["train", f"--config={folder / 'small.py'}", f"--run={folder / 'run'}"]) == 0
+    return folder / "run"
+
+
+def test_one_prompt_is_continued_greedily(run, capsys):
+    trained = runs.restore_model(run)
+    task = trained.experiment.task
+    prompt = task.encode("12+30")
+    expected = np.asarray(tape.generate(trained.model, trained.variables, [prompt], 40))
+    assert main(["generate", f"--run={run}", "--prompt=12+30", "--new=40"]) == 0
+    text, note = capsys.readouterr().out.strip().split("\n")
+    assert text == "12+30" + task.decode(expected[0, len(prompt) :])
+    assert "cache: keys, values and position states of 47 tokens in float32" in note
+
+
+@pytest.mark.slow
+def test_a_small_cache_grows(run, monkeypatch):
+    """Several tokens at a time, in a cache that has to grow twice, give what one call gives."""
+    monkeypatch.setattr(generation, "TOKENS_AT_ONCE", 5)
+    speaker = generation.load(run)
+    prompts = [speaker.encode("1+2"), speaker.encode("31+45")]
+    *_, (rows, cache) = generation.stream(speaker, prompts, 60)
+    longest = max(map(len, prompts))
+    whole = np.asarray(tape.generate(speaker.model, speaker.variables, prompts, 60))
+    np.testing.assert_array_equal(rows, whole[:, longest:])
+    assert cache.capacity == longest + 60
+
+
+@pytest.mark.slow
+def test_draws_depend_on_the_seed_alone(run, capsys):
+    def said(seed):
+        call = ["generate", f"--run={run}", "--prompt=1+2", "--new=20", "--temperature=2"]
+        assert main([*call, f"--seed={seed}", "--top-k=9"]) == 0
+        return capsys.readouterr().out.rpartition("[cache")[0]
+
+    assert said(1) == said(1)
+    assert said(1) != said(2)
+
+
+def test_several_prompts_and_a_stop(run, capsys):
+    call = ["generate", f"--run={run}", "--prompt=1+2", "--prompt=12+30", "--new=6"]
+    assert main(call) == 0
+    first = capsys.readouterr().out
+    assert "--- 1+2\n" in first
+    assert "--- 12+30\n" in first
+    texts = first.split("\n")
+    stop = texts[1][0]
+    assert main([*call, f"--stop={stop}"]) == 0
+    stopped = capsys.readouterr().out.split("\n")
+    assert stopped[1] == ""
+
+
+def test_a_llama_folder(tmp_path, capsys):
+    folder = tmp_path / "llama"
+    shutil.copytree(HF, folder)
+    expected = np.load(HF / "expected.npz")
+    model, variables = tape.from_pretrained(folder)
+    speaker = generation.Speaker(model, variables, list, list, None)
+    *_, (rows, _) = generation.stream(speaker, list(expected["prompt"]), 16)
+    np.testing.assert_array_equal(rows, expected["greedy"])
+    assert main(["generate", f"--model={folder}", "--prompt=x"]) == 2
+    assert "tokenizer" in capsys.readouterr().err
+
+
+def test_an_adapter_on_a_folder(tmp_path, capsys):
+    folder, adapter = tmp_path / "llama", tmp_path / "tape.safetensors"
+    model = small_model("rope", vocab_size=258)
+    tape.save_pretrained(folder, model, random_variables(model))
+    adapted = tape.adapt.adapt(*tape.from_pretrained(folder), "tape", key=jax.random.key(0))
+    tape.adapt.save_adapter(
+        adapter, adapted.model, adapted.variables, adapted.rules, base=adapted.base
+    )
+    call = ["generate", f"--model={folder}", "--tokenizer=bytes", "--prompt=ab", "--new=9"]
+    assert main(call) == 0
+    plain, note = capsys.readouterr().out.strip().rsplit("\n", 1)
+    assert "cache: keys and values of 11 tokens" in note
+    assert main([*call, f"--adapter={adapter}"]) == 0
+    adapted_text, note = capsys.readouterr().out.strip().rsplit("\n", 1)
+    assert "position states" in note
+    assert adapted_text == plain
+
+
+def test_a_tokenizer_that_is_too_large(capsys):
+    assert main(["generate", f"--model={HF}", "--tokenizer=bytes", "--prompt=ab"]) == 2
+    assert "the tokenizer 'bytes' has 258 tokens, the model 192" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt="], "a --prompt is empty"),
+        (["--prompt=1+2", "--new=0"], "--new must be at least 1"),
+        (["--prompt=1+2", "--top-k=3"], "need a positive --temperature"),
+        (["--prompt=1+2", "--adapter=x"], "go with a Llama folder"),
+        (["--prompt=one"], "is not in the"),
+    ],
+)
+def test_bad_arguments(run, capsys, arguments, message):
+    assert main(["generate", f"--run={run}", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_of_text_takes_no_questions_and_is_pointed_to_generate(tmp_path, capsys):
+    runs.create(tmp_path / "run", experiment.from_file(ROOT / "configs/bytes_demo.py"))
+    assert main(["ask", f"--run={tmp_path / 'run'}", "def main("]) == 2
+    said = capsys.readouterr().err
+    assert f"generate --run={tmp_path / 'run'} --prompt 'def main('" in said
+
+
+def test_the_model_is_a_run_or_a_folder(run, capsys):
+    for which in ([], [f"--run={run}", f"--model={HF}"]):
+        with pytest.raises(SystemExit) as left:
+            main(["generate", *which, "--prompt=1+2"])
+        assert left.value.code == 2
+        assert "--model" in capsys.readouterr().err

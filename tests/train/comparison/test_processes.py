@@ -1,0 +1,110 @@
+"""Trainings in processes of their own: their cores, their environment, and how they fail."""
+
+import os
+import subprocess
+import sys
+import time
+import types
+
+import pytest
+
+from train import experiment
+from train import main as program
+from train.comparison import processes
+from train.comparison.jobs import ENCODINGS, Job, plan
+from train.comparison.sweep import Setting
+from train.training.signals import Stopped
+
+
+def test_a_training_that_fails_is_reported(config, tmp_path):
+    wanted = experiment.from_file(config)
+    job = Job("tape", Setting(), tmp_path / "tape", wanted, command=("--config=nowhere.py",))
+    with pytest.raises(
+        Stopped, match=r"tape, seed 0 failed(.|\n)*no config file nowhere"
+    ) as stopped:
+        processes.train_all([job], 1)
+    assert stopped.value.exit_code == program.USER_ERROR
+
+
+CHILD = """
+import pathlib, signal, sys, time
+def save(*_):
+    pathlib.Path(sys.argv[1], "saved").touch()
+    sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+pathlib.Path(sys.argv[1], "began").touch()
+time.sleep(60 if sys.argv[2] == "waits" else 0)
+"""
+
+
+@pytest.fixture
+def children(config, tmp_path, monkeypatch):
+    """Two jobs: ``rope`` ends at once, once ``none`` has begun, which goes on until it is told."""
+    jobs = plan(config, tmp_path, ENCODINGS, ["none", "rope"], 1, [])
+    started = {}
+
+    def start(job, *_, **__):
+        job.folder.mkdir()
+        what = "waits" if job.name == "none" else "ends"
+        if what == "ends":
+            while not (tmp_path / "none" / "began").exists():
+                time.sleep(0.01)
+        call = [sys.executable, "-c", CHILD, str(job.folder), what]
+        started[job.name] = subprocess.Popen(call)
+        return started[job.name]
+
+    monkeypatch.setattr(processes, "_start", start)
+    monkeypatch.setattr(processes, "SECONDS_BETWEEN_LOOKS", 0.01)
+    yield jobs, started
+    for process in started.values():
+        process.kill()
+
+
+@pytest.mark.parametrize("error", [OSError("no room"), KeyboardInterrupt()])
+def test_an_exception_leaves_nothing_running(children, tmp_path, error):
+    """What runs beside has saved and ended before the exception goes on."""
+    jobs, started = children
+
+    def finished(ended):
+        assert ended.job.name == "rope"
+        raise error
+
+    expected = Stopped if isinstance(error, KeyboardInterrupt) else OSError
+    with pytest.raises(expected):
+        processes.train_all(jobs, 2, finished=finished)
+    assert started["none"].returncode == 143
+    assert (tmp_path / "none" / "saved").exists()
+
+
+@pytest.mark.slow
+def test_seeds_share_compiled_programs(config, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TAPE_JAX_CACHE", str(tmp_path))
+    jobs = plan(config, tmp_path / "runs", ENCODINGS, ["rope", "none"], 2, [])
+    (tmp_path / "runs").mkdir()
+    processes.train_all(jobs, 1)
+    assert all(job.finished for job in jobs)
+    assert len(list((tmp_path / "compiled").glob("jit_step-*-cache"))) == 2
+
+
+@pytest.mark.parametrize("own", [None, "glibc.malloc.arena_max=2"])
+def test_trainings_ask_for_large_pages_unless_told_otherwise(config, tmp_path, monkeypatch, own):
+    started = []
+    process = types.SimpleNamespace(pid=os.getpid())
+    monkeypatch.setattr(
+        processes.subprocess, "Popen", lambda *a, **given: started.append(given["env"]) or process
+    )
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    if own:
+        monkeypatch.setenv("GLIBC_TUNABLES", own)
+    [job] = plan(config, tmp_path, ENCODINGS, ["rope"], 1, [])
+    processes._start(job, sorted(os.sched_getaffinity(0)), alone=True, validate=False)
+    assert started[0]["GLIBC_TUNABLES"] == (own or "glibc.malloc.hugetlb=1")
+
+
+def test_cores_are_divided():
+    cores = sorted(os.sched_getaffinity(0))
+    assert processes.shares(1) == [cores]
+    assert processes.shares(len(cores)) == [[core] for core in cores]
+    assert all(len(share) == 1 for share in processes.shares(len(cores) + 1))

@@ -1,0 +1,287 @@
+"""The cache of tokens: never half made, never stale, built once."""
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from train.data import held_out, tokenizers
+from train.data.cache_folder import cache_folder
+from train.data.sources import Document, TextFiles, get_source
+from train.data.token_cache import Corpus, open_stream
+
+BYTES = tokenizers.load("bytes")
+
+
+@dataclasses.dataclass
+class Numbers:
+    """Documents "0", "1", ...; counts how often they are read, and may fail on the way."""
+
+    count: int
+    fails_at: int | None = None
+    size: int = 1
+    reads: int = 0
+
+    def describe(self):
+        return ["numbers", self.count]
+
+    def documents(self):
+        self.reads += 1
+        for i in range(self.count):
+            if i == self.fails_at:
+                raise ValueError(f"document {i} cannot be read")
+            text = str(i) * self.size
+            yield Document(str(i), text.encode(), text)
+
+
+def documents_of(stream):
+    parts = np.split(stream.tokens, stream.offsets[1:-1])
+    assert stream.offsets[0] == 0
+    assert stream.offsets[-1] == len(stream.tokens)
+    return [BYTES.decode(part) for part in parts]
+
+
+def entries(folder):
+    return sorted(path.name for path in folder.iterdir() if path.suffix != ".lock")
+
+
+def test_documents_with_their_end_tokens(tmp_path):
+    stream = open_stream(Corpus(Numbers(12), BYTES), tmp_path)
+    assert documents_of(stream) == [f"{i}<eos>" for i in range(12)]
+    assert stream.tokens.dtype == np.uint16
+
+
+@pytest.mark.parametrize(
+    ("text", "front", "end"),
+    [
+        ("0123456789", "0123456", "789"),
+        ("0123456\n89", "0123456\n", "89"),
+        ("01234567\n9", "0123456", "7\n9"),
+    ],
+)
+def test_a_single_document_holds_out_its_end(tmp_path, text, front, end):
+    """At the end of a line, where there is one."""
+    (tmp_path / "a.txt").write_text(text)
+    source = get_source(f"{tmp_path}/a.txt", "text", BYTES)
+    sides = [Corpus(source, BYTES, side, 0.3) for side in ("train", "held_out")]
+    found = [documents_of(open_stream(side, tmp_path / "cache")) for side in sides]
+    assert found == [[f"{front}<eos>"], [f"{end}<eos>"]]
+    assert all(side.is_one_document for side in sides)
+    whole = documents_of(open_stream(Corpus(source, BYTES), tmp_path / "cache"))
+    assert whole == [f"{text}<eos>"]
+
+
+def test_the_end_of_a_single_document_of_tokens(tmp_path):
+    np.arange(10, dtype="<u2").tofile(tmp_path / "a.bin")
+    source = get_source(f"tokens:{tmp_path}/a.bin", "text", BYTES)
+    found = [
+        open_stream(Corpus(source, BYTES, side, 0.2), tmp_path / "cache").tokens.tolist()
+        for side in ("train", "held_out")
+    ]
+    assert found == [list(range(8)), [8, 9]]
+
+
+def test_of_several_documents_each_is_on_one_side(tmp_path):
+    sides = [Corpus(Numbers(40), BYTES, side, 0.3) for side in ("train", "held_out")]
+    train, out = (documents_of(open_stream(side, tmp_path)) for side in sides)
+    assert sorted([*train, *out]) == sorted(f"{i}<eos>" for i in range(40))
+    assert out == [f"{i}<eos>" for i in range(40) if held_out.document(str(i).encode(), 0.3)]
+    assert not sides[0].is_one_document
+
+
+def test_built_once(tmp_path):
+    source = Numbers(5)
+    first = open_stream(Corpus(source, BYTES), tmp_path)
+    second = open_stream(Corpus(source, BYTES), tmp_path)
+    assert source.reads == 1
+    np.testing.assert_array_equal(first.tokens, second.tokens)
+    assert first.digest == second.digest
+
+
+def test_a_wide_vocabulary(tmp_path):
+    class Wide(type(BYTES)):
+        vocab_size = 70_000
+
+        def encode_all(self, texts):
+            return [np.full(2, 66_000, np.uint32) for _ in texts]
+
+    stream = open_stream(Corpus(Numbers(2), Wide()), tmp_path)
+    assert stream.tokens.dtype == np.uint32
+    assert stream.tokens.tolist() == [66_000, 66_000, 256] * 2
+
+
+def test_token_files_are_copied_as_they_are(tmp_path):
+    np.array([5, 256, 7, 8], "<u2").tofile(tmp_path / "a.bin")
+    corpus = Corpus(get_source(f"tokens:{tmp_path}/a.bin", "text", BYTES), BYTES)
+    stream = open_stream(corpus, tmp_path / "cache")
+    assert stream.tokens.tolist() == [5, 256, 7, 8]
+    assert stream.offsets.tolist() == [0, 2, 4]
+
+
+def test_rebuilt_when_the_source_changes(tmp_path):
+    path, cache = tmp_path / "a.txt", tmp_path / "cache"
+    for text in ("one", "two", "three"):
+        path.write_text(text)
+        stream = open_stream(Corpus(TextFiles(str(path), "text"), BYTES), cache)
+        assert documents_of(stream) == [f"{text}<eos>"]
+
+
+def test_rebuilt_when_the_tokenizer_changes(tmp_path):
+    class Other(type(BYTES)):
+        fingerprint = "another"
+        eos = 257
+
+    source = Numbers(1)
+    first = open_stream(Corpus(source, BYTES), tmp_path)
+    second = open_stream(Corpus(source, Other()), tmp_path)
+    assert (first.tokens.tolist(), second.tokens.tolist()) == ([48, 256], [48, 257])
+    assert first.digest != second.digest
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "entry"])
+@pytest.mark.parametrize("name", ["tokens", "offsets"])
+def test_a_damaged_entry_is_rebuilt(tmp_path, name, damage):
+    source = Numbers(9)
+    whole = documents_of(open_stream(Corpus(source, BYTES), tmp_path))
+    (entry,) = entries(tmp_path)
+    path = tmp_path / entry / name
+    content = bytearray(path.read_bytes())
+    if damage == "flip":
+        content[5] ^= 1
+        path.write_bytes(content)
+    elif damage == "truncate":
+        path.write_bytes(content[:-1])
+    elif damage == "remove":
+        path.unlink()
+    else:
+        (tmp_path / entry / "entry.json").write_text('{"dtype": "<u2"}')
+    assert documents_of(open_stream(Corpus(source, BYTES), tmp_path)) == whole
+    assert source.reads == 2
+
+
+def test_a_failed_build_leaves_nothing(tmp_path):
+    with pytest.raises(ValueError, match="document 700 cannot be read"):
+        open_stream(Corpus(Numbers(1000, fails_at=700), BYTES), tmp_path)
+    assert entries(tmp_path) == []
+    assert len(open_stream(Corpus(Numbers(1000), BYTES), tmp_path).offsets) == 1001
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from tests.train.data.test_token_cache import BYTES, Numbers
+from train.data.token_cache import Corpus, open_stream
+
+class Slow(Numbers):
+    def documents(self):
+        for i, document in enumerate(super().documents()):
+            if i == 600:
+                print("half way", flush=True)
+                time.sleep(60)
+            yield document
+
+open_stream(Corpus(Slow(1000), BYTES), Path(sys.argv[1]))
+"""
+
+
+def test_a_killed_build_leaves_nothing_that_counts(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE
+    )
+    assert process.stdout.readline() == b"half way\n"
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    (left,) = entries(tmp_path)
+    assert left.endswith(".partial")
+    assert (tmp_path / left / "tokens").exists()
+    stream = open_stream(Corpus(Numbers(1000), BYTES), tmp_path)
+    assert documents_of(stream) == [f"{i}<eos>" for i in range(1000)]
+    assert entries(tmp_path) == [left.removesuffix(".partial")]
+
+
+TWO_AT_ONCE = """
+import os, sys, time
+from pathlib import Path
+from tests.train.data.test_token_cache import BYTES, Numbers
+from train.data.token_cache import Corpus, open_stream
+
+class Slow(Numbers):
+    def documents(self):
+        Path(sys.argv[1], f"built-by-{os.getpid()}").touch()
+        time.sleep(1)
+        yield from super().documents()
+
+folder = Path(sys.argv[1])
+Path(folder, f"ready-{os.getpid()}").touch()
+while len(list(folder.glob("ready-*"))) < 2:
+    time.sleep(0.01)
+print(open_stream(Corpus(Slow(300), BYTES), folder / "cache").digest)
+"""
+
+
+def test_two_processes_at_once(tmp_path):
+    command = [sys.executable, "-c", TWO_AT_ONCE, str(tmp_path)]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
+    digests = {process.communicate()[0] for process in processes}
+    expected = open_stream(Corpus(Numbers(300), BYTES), tmp_path / "cache").digest
+    assert digests == {f"{expected}\n".encode()}
+    assert len(list(tmp_path.glob("built-by-*"))) == 1
+
+
+def test_building_streams(tmp_path):
+    """Far less than the text is ever held."""
+    corpus = Corpus(Numbers(300, size=50_000), BYTES)
+    tracemalloc.start()
+    stream = open_stream(corpus, tmp_path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert stream.tokens.nbytes > 60e6
+    assert peak < 15e6
+
+
+def test_reading_maps_memory(tmp_path):
+    stream = open_stream(Corpus(Numbers(3), BYTES), tmp_path)
+    for array in stream[:2]:
+        assert isinstance(array.base, np.memmap)
+        assert not array.flags.writeable
+
+
+class TestHeldOut:
+    def test_sides(self, tmp_path):
+        train, out, both = (
+            documents_of(open_stream(Corpus(Numbers(400), BYTES, side, 0.1), tmp_path))
+            for side in ("train", "held_out", "all")
+        )
+        assert sorted(train + out) == sorted(both)
+        assert len(both) == 400
+        assert out == [f"{i}<eos>" for i in range(400) if held_out.document(str(i).encode(), 0.1)]
+
+
+def test_the_entry_says_what_it_was_made_from(tmp_path):
+    corpus = Corpus(Numbers(3), BYTES, "train", 0.5)
+    open_stream(corpus, tmp_path)
+    (entry,) = entries(tmp_path)
+    record = json.loads((tmp_path / entry / "entry.json").read_text())
+    assert record["description"] == corpus.describe()
+    assert record["description"]["tokenizer"] == BYTES.fingerprint
+
+
+def test_unknown_side():
+    with pytest.raises(ValueError, match="unknown side 'test'"):
+        Corpus(Numbers(1), BYTES, "test")
+
+
+def test_cache_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("XDG_CACHE_HOME", "TAPE_JAX_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    assert cache_folder() == tmp_path / ".cache" / "tape-jax"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder() == tmp_path / "xdg" / "tape-jax"
+    monkeypatch.setenv("TAPE_JAX_CACHE", "~/own")
+    assert cache_folder() == tmp_path / "own"

@@ -1,0 +1,219 @@
+"""Exact match against token-by-token generation and against counts by hand."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from train.evaluation.exact_match import Examples, answer, exact_match, greedy
+from train.tasks.arithmetic import Addition, AdditionEvaluation
+from train.tasks.digits import VOCABULARY
+
+WINDOW = 9
+
+
+class Model(NamedTuple):
+    """What evaluation needs of a trained model."""
+
+    apply: Callable
+    variables: Any
+    max_length: int | None = None
+
+
+def window_mlp(variables, tokens):
+    """A small causal model: each place sees the last ``WINDOW`` tokens; [B, T] -> [B, T, V]."""
+    padded = jnp.pad(tokens, ((0, 0), (WINDOW - 1, 0)))
+    seen = jnp.stack([padded[:, i : i + tokens.shape[1]] for i in range(WINDOW)], axis=-1)
+    x = variables["embed"][seen].reshape(*tokens.shape, -1)
+    return jax.nn.relu(x @ variables["w1"] + variables["b1"]) @ variables["w2"]
+
+
+@functools.cache
+def half_trained():
+    """Variables of ``window_mlp`` after a few steps on sums up to 2 digits: not always right."""
+    task, sizes = Addition(2), (8, 96, VOCABULARY.size)
+    keys = jax.random.split(jax.random.key(0), 3)
+    variables = {
+        "embed": jax.random.normal(keys[0], (VOCABULARY.size, sizes[0])),
+        "w1": jax.random.normal(keys[1], (WINDOW * sizes[0], sizes[1])) / 8,
+        "b1": jnp.zeros(sizes[1]),
+        "w2": jax.random.normal(keys[2], sizes[1:]) / 10,
+    }
+    optimizer = optax.adam(1e-2)
+
+    def loss(variables, batch):
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            window_mlp(variables, batch["inputs"]), batch["targets"]
+        )
+        return jnp.sum(losses * batch["weights"]) / jnp.sum(batch["weights"])
+
+    @jax.jit
+    def train(variables, batches):
+        def step(carry, batch):
+            variables, state = carry
+            updates, state = optimizer.update(jax.grad(loss)(variables, batch), state)
+            return (optax.apply_updates(variables, updates), state), None
+
+        return jax.lax.scan(step, (variables, optimizer.init(variables)), batches)[0][0]
+
+    batches = [task.batch(0, index, 256) for index in range(300)]
+    return train(variables, jax.tree.map(lambda *x: np.stack(x), *batches))
+
+
+def generated_right(variables, examples):
+    """Exact match by generation, compared token by token in numpy."""
+    places = np.arange(examples.tokens.shape[1])
+    prompts = np.where(places < examples.prompt_lengths[:, None], examples.tokens, 0)
+    out = greedy(window_mlp, variables, prompts.astype(np.int32), examples.prompt_lengths)
+    same = np.asarray(out) == examples.tokens
+    return np.all(same | (places >= examples.lengths[:, None]), axis=1)
+
+
+class TestExactMatch:
+    def test_equals_greedy_generation(self):
+        variables = half_trained()
+        examples = Addition(2).examples(range(1, 4), range(1, 4), samples=60)
+        right = exact_match(window_mlp, variables, examples, batch_size=128)
+        np.testing.assert_array_equal(right, generated_right(variables, examples))
+        assert 0.15 < right.mean() < 0.85, "the model must be right and wrong for this to mean much"
+
+    @pytest.mark.parametrize(("batch_size", "shapes"), [(7, 1), (50, 3), (1000, 2)])
+    def test_batches_do_not_matter(self, batch_size, shapes):
+        variables = half_trained()
+        examples = Addition(2).examples([1, 2], [1, 2], samples=15)
+        expected = exact_match(window_mlp, variables, examples, batch_size=60, shapes=1)
+        progress = []
+        right = exact_match(
+            window_mlp,
+            variables,
+            examples,
+            batch_size=batch_size,
+            shapes=shapes,
+            progress=lambda *done: progress.append(done),
+        )
+        np.testing.assert_array_equal(right, expected)
+        assert progress[-1] == (60, 60)
+
+    def test_every_answer_token_counts_and_no_other(self):
+        # Prompt of 2 tokens, answer of 2, padding; the logits are given as the variables.
+        tokens = np.array([[5, 6, 7, 3, 0]])
+        examples = Examples(tokens, np.array([2]), np.array([4]), np.zeros((1, 2), int))
+
+        def right(*predicted):
+            logits = jax.nn.one_hot(jnp.array([predicted]), 10)
+            return exact_match(given_logits, logits, examples)[0]
+
+        assert right(6, 7, 3)
+        assert right(9, 7, 3)
+        assert not right(6, 8, 3)
+        assert not right(6, 7, 4)
+        assert not exact_match(given_logits, jnp.full((1, 3, 10), jnp.nan), examples)[0]
+
+    def test_compiles_once_for_each_shape(self):
+        shapes = []
+
+        def apply(variables, tokens):
+            shapes.append(tokens.shape)
+            return jnp.zeros((*tokens.shape, VOCABULARY.size))
+
+        examples = Addition(3).examples(range(1, 7), range(1, 7), samples=3)
+        for _ in range(2):
+            exact_match(apply, None, examples, batch_size=16, shapes=3)
+        assert len(shapes) == len(set(shapes)) == 3
+        assert {rows for rows, _ in shapes} == {16}
+        assert max(width for _, width in shapes) == examples.lengths.max() - 1
+
+    @pytest.mark.parametrize(
+        ("rows", "options", "message"),
+        [
+            (0, {}, "no examples"),
+            (2, {"batch_size": 0}, "batch_size must be at least 1; got 0"),
+            (2, {"shapes": 0}, "shapes must be at least 1; got 0"),
+        ],
+    )
+    def test_bad_arguments(self, rows, options, message):
+        examples = Addition(2).examples([1], [1], samples=2).take(np.arange(rows), 8)
+        with pytest.raises(ValueError, match=message):
+            exact_match(window_mlp, {}, examples, **options)
+
+
+def given_logits(variables, tokens):
+    return variables[:, : tokens.shape[1]]
+
+
+def uniform(variables, tokens):
+    return jnp.zeros((*tokens.shape, VOCABULARY.size))
+
+
+class TestGrid:
+    def test_counts(self):
+        task, variables = Addition(2), half_trained()
+        options = AdditionEvaluation(samples_per_pair=60, longest=3)
+        grid = task.evaluate(Model(window_mlp, variables), options)
+        examples = task.examples([1, 2, 3], [1, 2, 3], samples=60)
+        right = generated_right(variables, examples)
+        for i in range(3):
+            for j in range(3):
+                cell = (examples.cells == [i, j]).all(axis=1)
+                assert grid.counts[i, j] == cell.sum() == 60
+                assert grid.correct[i, j] == right[cell].sum()
+        assert grid.trained == 2
+        assert grid.rows == grid.columns == (1, 2, 3)
+        np.testing.assert_array_equal(grid.lengths, [[1, 2, 3], [2, 2, 3], [3, 3, 3]])
+        np.testing.assert_array_equal(grid.shared, [[1, 1, 0], [1, 1, 0], [0, 0, 0]])
+
+
+class TestGreedy:
+    def test_ragged_prompts(self):
+        # The model counts upwards.
+        def successor(variables, tokens):
+            return jax.nn.one_hot(tokens + 1, 50)
+
+        tokens = jnp.array([[3, 4, 0, 0, 0, 0], [9, 8, 7, 6, 0, 0]])
+        np.testing.assert_array_equal(
+            greedy(successor, None, tokens, jnp.array([2, 4])),
+            [[3, 4, 5, 6, 7, 8], [9, 8, 7, 6, 7, 8]],
+        )
+
+    def test_answers_agree_with_exact_match(self):
+        task, variables = Addition(2), half_trained()
+        examples = task.examples([1, 2], [1, 2], samples=5)
+        right = exact_match(window_mlp, variables, examples)
+        verdicts = []
+        for tokens, prompt in zip(examples.tokens, examples.prompt_lengths, strict=True):
+            a, b = VOCABULARY.decode(tokens[1 : prompt - 1]).split("+")
+            found = answer(window_mlp, variables, task, f"{a[::-1]}+{b[::-1]}")
+            assert found.solution == str(int(a[::-1]) + int(b[::-1]))
+            verdicts.append(found.right)
+        np.testing.assert_array_equal(verdicts, right)
+
+    def test_answer_in_words(self):
+        def digit_five(variables, tokens):
+            # Answers 5 to everything: "5" after "=", the end after "5".
+            five = jnp.where(tokens == VOCABULARY.encode("=")[0], VOCABULARY.encode("5")[0], 3)
+            return jax.nn.one_hot(five, VOCABULARY.size)
+
+        task = Addition(3)
+        assert str(answer(digit_five, None, task, "2+3")) == "2+3 = 5 (right)"
+        assert str(answer(digit_five, None, task, "2+4")) == "2+4 = 5 (wrong: it is 6)"
+        nonsense = answer(uniform, None, task, "2+4")
+        assert nonsense.text == "<pad>" * 3
+        assert not nonsense.right
+
+    def test_limit(self):
+        task = Addition(3)
+        # 8 tokens of prompt, then at most 4 digits and the end, which is not fed back.
+        assert answer(uniform, None, task, "407+85", max_length=12).solution == "492"
+        with pytest.raises(
+            ValueError, match=r"'407\+85' with its answer needs 12 tokens.*at most 11"
+        ):
+            answer(uniform, None, task, "407+85", max_length=11)
+
+    def test_letters(self):
+        with pytest.raises(ValueError, match="character 'l' at position 2"):
+            answer(uniform, None, Addition(3), "40l+85")

@@ -1,0 +1,138 @@
+"""Perplexity by length against a token-by-token calculation, and its tables."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.models import VOCAB, encoding, random_variables, small_model
+from tests.train.perplexities import result
+from train.evaluation.perplexity import PROTOCOLS, measure
+
+TRAINED = 4
+
+
+def draw(count, seed=0):
+    return np.random.default_rng(seed).integers(0, VOCAB, count).astype(np.int32)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def apply(model, variables, tokens, mask):
+    return model.apply(variables, tokens[None], mask=mask)[0]
+
+
+def expected_losses(model, variables, text, protocol, length, stride):
+    """Loss of each target, from the definition: which tokens each target may see."""
+    losses = []
+    for target in range(len(text) - 1):
+        if protocol != "overlapping" or target < length:
+            start = target // length * length
+        else:
+            start = (target - length) // stride * stride + stride
+        seen = text[start : target + 1]
+        i = np.arange(8)
+        mask = i[:, None] < i + (TRAINED if protocol == "windowed" else 8)
+        padded = np.pad(seen, (0, 8 - len(seen)))
+        logits = np.asarray(apply(model, variables, padded, mask), np.float64)[len(seen) - 1]
+        losses.append(np.log(np.exp(logits).sum()) - logits[text[target + 1]])
+    return np.array(losses)
+
+
+class TestMeasure:
+    @pytest.mark.parametrize("kind", ["tape", "alibi"])
+    def test_from_the_definition(self, kind):
+        model = small_model(kind, num_layers=2)
+        variables, texts = random_variables(model, std=0.5), [draw(17), draw(9, seed=1)]
+        steps = []
+        found = measure(
+            model,
+            variables,
+            texts,
+            trained=TRAINED,
+            lengths=(4, 8),
+            stride=2,
+            batch_tokens=20,
+            progress=lambda *step: steps.append(step),
+        )
+        assert found.targets == 24
+        assert [(m.protocol, m.length) for m in found.measurements] == [
+            (protocol, length) for protocol in PROTOCOLS for length in (4, 8)
+        ]
+        for m in found.measurements:
+            losses = [
+                expected_losses(model, variables, t, m.protocol, m.length, found.stride)
+                for t in texts
+            ]
+            blocks = np.concatenate(losses).reshape(3, 8).mean(axis=1)
+            np.testing.assert_allclose(m.blocks, blocks, rtol=1e-5)
+            np.testing.assert_allclose(m.loss, blocks.mean(), rtol=1e-5)
+            np.testing.assert_allclose(m.error, blocks.std(ddof=1) / 3**0.5, rtol=1e-4)
+            if m.protocol != "overlapping":
+                places = np.concatenate(losses).reshape(-1, m.length).mean(axis=0)
+                np.testing.assert_allclose(m.by_position, places, rtol=1e-5)
+        np.testing.assert_equal(np.isnan(found.at("overlapping", 8).by_position), [False] * 8)
+        assert steps[-1][0] == steps[-1][1]
+
+    def test_same_text_has_the_same_perplexity_without_context(self):
+        # Only the last norm and the head are not zero: every token has the same distribution.
+        model = small_model("rope", num_layers=1)
+        variables = jax.tree.map(jnp.zeros_like, random_variables(model))
+        found = measure(model, variables, [draw(17)], trained=4, lengths=(4, 16), stride=2)
+        for value in found.summary().values():
+            assert value == pytest.approx(VOCAB, rel=1e-5)
+        assert {m.error for m in found.measurements if m.length == 16} != {0.0}, "one block only"
+
+    def test_lengths_that_the_model_does_not_take(self):
+        model = small_model(encoding("learned", size=8), num_layers=1)
+        found = measure(
+            model,
+            random_variables(model),
+            [draw(17)],
+            trained=4,
+            lengths=(4, 8, 16),
+            protocols=("disjoint",),
+            stride=2,
+            max_length=8,
+        )
+        assert list(found.summary()) == ["perplexity_1x", "perplexity_2x"]
+        assert found.at("disjoint", 16).blocks == ()
+        last = found.table().splitlines()[6]
+        assert [c.strip() for c in last.strip("|").split("|")] == ["16", "4x", "-"]
+        assert "A dash: the model does not take the length." in found.table()
+
+    @pytest.mark.parametrize("sizes", [[], [8], [9, 10]])
+    def test_texts_of_other_lengths(self, sizes):
+        with pytest.raises(ValueError, match=r"expected texts of n x 8 \+ 1 tokens; got \["):
+            measure(None, None, [draw(n) for n in sizes], trained=4, lengths=(4, 8), stride=2)
+
+
+class TestResult:
+    def test_summary(self):
+        found = result(1.0, 2.0, 1.0, math.log(3), text_bytes=32)
+        assert found.summary() == pytest.approx(
+            {
+                "perplexity_1x": math.e,
+                "perplexity_2x": math.e**2,
+                "perplexity_windowed_1x": math.e,
+                "perplexity_windowed_2x": 3,
+                "bits_per_byte_1x": 1 / math.log(2) / 2,
+                "bits_per_byte_2x": 2 / math.log(2) / 2,
+            }
+        )
+
+    def test_table(self):
+        lines = result(1.0, 5.0, 1.0, math.log(3)).table().splitlines()
+        rows = [[c.strip() for c in line.strip("|").split("|")] for line in lines[2:6]]
+        assert rows[0] == ["tokens", "of trained", "disjoint windows", "sliding attention window"]
+        # exp(1) sinh(0.1) = 0.272, exp(5) sinh(0.1) = 14.9, 3 sinh(0.1) = 0.301
+        assert rows[2] == ["4", "1x", "2.718 ± 0.272", "2.718 ± 0.272"]
+        assert rows[3] == ["8", "2x", "148.4 ± 14.9", "3.000 ± 0.301"]
+
+    def test_bits_per_byte(self):
+        table = result(1.0, 2.0, 1.0, 2.0, text_bytes=8).table()
+        # Two tokens for each byte: 2 / ln 2 = 2.885 and 4 / ln 2 = 5.771, and 0.2 / ln 2 = 0.289.
+        assert table.index("Perplexity") < table.index("Bits per byte")
+        assert table.count("2.885 ± 0.289") == table.count("5.771 ± 0.289") == 2

@@ -1,0 +1,303 @@
+import dataclasses
+import json
+import re
+
+import pytest
+
+from tape_jax import positions
+from tape_jax._src.config import Experts, ModelConfig, RopeScaling
+from tape_jax.sharding import ShardingConfig
+from train import experiment
+from train.experiment import TrainConfig, from_file, from_mapping, to_json
+from train.tasks.arithmetic import AdditionEvaluation
+
+FILE = """
+from ml_collections import ConfigDict
+
+def get_config():
+    return ConfigDict({
+        "seed": 3,
+        "task": {"name": "addition", "max_digits": 4},
+        "model": {
+            "hidden_size": 16, "num_heads": 2, "tie_embeddings": True,
+            "position": {"kind": "tape", "base": 500.0, "width": 8, "norm": "rms"},
+        },
+        "train": {"steps": 10, "batch_size": 8, "learning_rate": 1e-3, "clip": None},
+        "evaluation": {"longest": 6},
+    })
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "small.py"
+    path.write_text(FILE)
+    return path
+
+
+def written(tmp_path, text):
+    path = tmp_path / "other.py"
+    path.write_text(text)
+    return path
+
+
+def test_from_a_file(file):
+    e = from_file(file)
+    assert (e.name, e.seed) == ("small", 3)
+    assert (e.task.max_digits, e.evaluation.longest) == (4, 6)
+    assert e.model.vocab_size == e.task.vocab_size
+    assert e.model == ModelConfig(
+        vocab_size=e.task.vocab_size,
+        hidden_size=16,
+        num_heads=2,
+        tie_embeddings=True,
+        position=positions.create("tape", base=500.0, width=8, norm="rms"),
+    )
+    assert e.train == TrainConfig(steps=10, batch_size=8, learning_rate=1e-3, clip=None)
+    hash(e)
+
+
+def test_scales(file, tmp_path):
+    """Fields of another scale come after the file's and before the command line's."""
+    scales = 'SCALES = {"gpu": {"train.steps": 99, "model.hidden_size": 32}}\n'
+    path = written(tmp_path, FILE + scales)
+    assert from_file(path) == from_file(path, ["--config.scale=cpu"])
+    large = from_file(path, ["--config.train.steps=7", "--config.scale=gpu"])
+    assert (large.train.steps, large.model.hidden_size, large.task.max_digits) == (7, 32, 4)
+    with pytest.raises(ValueError, match=r"unknown scale of .*other\.py 'gpus'.*mean 'gpu'"):
+        from_file(path, ["--config.scale=gpus"])
+    with pytest.raises(ValueError, match=r"unknown scale of .*small\.py 'gpu'.*one of 'cpu'"):
+        from_file(file, ["--config.scale=gpu"])
+    path = written(tmp_path, FILE + 'SCALES = {"gpu": {"train.step": 1}}\n')
+    with pytest.raises(ValueError, match="unknown field 'step'"):
+        from_file(path, ["--config.scale=gpu"])
+
+
+def test_round_trip_through_json(file):
+    for kind in positions.registry:
+        e = from_file(file, [f"--config.model.position.kind={kind}"], report=lambda _: None)
+        assert e.model.position.kind == kind
+        assert from_mapping(json.loads(json.dumps(to_json(e)))) == e
+
+
+@pytest.mark.parametrize(
+    ("option", "field", "value"),
+    [
+        ("name=7", "name", "7"),
+        ("seed=5", "seed", 5),
+        ("model.hidden_size=32", "model.hidden_size", 32),
+        ("model.num_kv_heads=1", "model.num_kv_heads", 1),
+        ("model.num_kv_heads=None", "model.num_kv_heads", None),
+        ("model.tie_embeddings=false", "model.tie_embeddings", False),
+        ("model.dtype=bfloat16", "model.dtype", "bfloat16"),
+        ("model.attention_implementation=chunked", "model.attention_implementation", "chunked"),
+        ("model.attention_implementation=None", "model.attention_implementation", None),
+        ("model.remat=none", "model.remat", "none"),
+        ("model.position.norm=none", "model.position.norm", "none"),
+        ("model.position.base=100", "model.position.base", 100.0),
+        ("model.position.width=None", "model.position.width", None),
+        ("model.position.layers=(1, 3)", "model.position.layers", (1, 3)),
+        ("model.position.layers=all", "model.position.layers", "all"),
+        ("model.position.learn_alpha=True", "model.position.learn_alpha", True),
+        ("model.position.scaling.factor=3", "model.position.scaling.factor", 3.0),
+        ("task.max_digits=2", "task.max_digits", 2),
+        ("train.steps=1e4", "train.steps", 10_000),
+        ("train.clip=2", "train.clip", 2.0),
+        ("train.no_decay=('scale',)", "train.no_decay", ("scale",)),
+        ("evaluation.longest=None", "evaluation.longest", None),
+    ],
+)
+def test_overrides(file, option, field, value):
+    found = from_file(file, [f"--config.{option}"])
+    for name in field.split("."):
+        found = getattr(found, name)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_every_field_of_every_group_can_be_given(file):
+    e = from_file(file)
+    groups = {"model": e.model, "task": e.task, "train": e.train, "evaluation": e.evaluation}
+    given = [
+        f"--config.{group}.{field.name}={getattr(values, field.name)}"
+        for group, values in groups.items()
+        for field in dataclasses.fields(values)
+        if field.name not in ("position", "lora", "experts")  # groups of fields
+    ]
+    assert from_file(file, given) == e
+
+
+@pytest.mark.parametrize("kind", positions.registry)
+def test_every_option_of_every_encoding_can_be_given(file, kind):
+    digits = {"digits": (4, 5)} if kind == "abacus" else {}
+    encoding = positions.create(kind, **digits)
+    given = [f"--config.model.position.kind={kind}"]
+    for field in dataclasses.fields(encoding):
+        value = getattr(encoding, field.name)
+        if isinstance(value, RopeScaling):
+            given += [
+                f"--config.model.position.{field.name}.{inner.name}={getattr(value, inner.name)}"
+                for inner in dataclasses.fields(value)
+            ]
+        else:
+            given.append(f"--config.model.position.{field.name}={value}")
+    assert from_file(file, given, report=lambda _: None).model.position == encoding
+
+
+def test_choosing_another_encoding_is_one_option(file):
+    notes = []
+    e = from_file(file, ["--config.model.position.kind=alibi"], notes.append)
+    assert e.model.position == positions.create("alibi")
+    assert len(notes) == 1
+    assert "'tape' and not carried over to 'alibi': base, norm, width" in notes[0]
+
+
+def test_shared_options_are_kept_and_namesakes_are_not(file):
+    notes = []
+    rope = from_file(file, ["--config.model.position.kind=rope"], notes.append)
+    assert rope.model.position == positions.create("rope", base=500.0)
+    # `width` is the number of mixing units in TAPE and of hidden units in FIRE.
+    fire = from_file(file, ["--config.model.position.kind=fire"], notes.append)
+    assert fire.model.position == positions.create("fire")
+    assert [note.rpartition(": ")[2] for note in notes] == ["norm, width", "base, norm, width"]
+
+
+def test_naming_the_encoding_of_the_file_changes_nothing(file):
+    notes = []
+    e = from_file(file, ["--config.model.position.kind=tape"], notes.append)
+    assert e == from_file(file)
+    assert notes == []
+
+
+def test_an_option_given_for_an_encoding_without_it_is_an_error(file):
+    given = ["--config.model.position.kind=alibi", "--config.model.position.norm=rms"]
+    with pytest.raises(ValueError, match="unknown field 'norm' of the encoding 'alibi'"):
+        from_file(file, given, report=lambda _: None)
+
+
+def test_nested_options_start_from_the_default_of_the_encoding(file):
+    given = ["--config.model.position.kind=yarn", "--config.model.position.scaling.factor=4"]
+    e = from_file(file, given, report=lambda _: None)
+    assert e.model.position.scaling == RopeScaling(kind="yarn", factor=4.0)
+
+
+def test_experts_are_a_group_of_their_own(file, tmp_path):
+    """From the command line, a file and a record; one of before there were any has none."""
+    given = ["--config.model.experts.count=8", "--config.model.experts.balance=1"]
+    e = from_file(file, given)
+    assert e.model.experts == Experts(8, balance=1.0)
+    assert from_mapping(json.loads(json.dumps(to_json(e)))) == e
+    text = FILE.replace('"hidden_size"', '"experts": {"count": 4, "per_token": 3}, "hidden_size"')
+    found = from_file(written(tmp_path, text), ["--config.model.experts.z=0.1"])
+    assert found.model.experts == Experts(4, per_token=3, z=0.1)
+    old = to_json(from_file(file))
+    assert old["model"].pop("experts") is None
+    assert from_mapping(old) == from_file(file)
+    with pytest.raises(ValueError, match=r"model\.experts lacks count"):
+        from_file(file, ["--config.model.experts.per_token=2"])
+    with pytest.raises(ValueError, match="did you mean 'per_token'"):
+        from_file(file, ["--config.model.experts.per_tokens=2"])
+
+
+def test_digits_come_from_the_task(file):
+    e = from_file(file, ["--config.model.position.kind=abacus"], report=lambda _: None)
+    assert e.model.position.digits == e.task.digit_ids
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--config.trian.steps=3", "unknown field 'trian' of config (did you mean 'train'?)"),
+        ("--config.train.stesp=3", "unknown field 'stesp' of config.train (did you mean 'steps'?)"),
+        ("--config.model.postion.kind=x", "did you mean 'position'?"),
+        ("--config.model.position.kind=ropee", "did you mean 'rope'?"),
+        ("--config.model.position.scaling.factr=2", "did you mean 'factor'?"),
+        ("--config.model.position=rope", "config.model.position is a group"),
+        ("--config.train.steps.more=3", "config.train.steps is a single value"),
+        ("--config.train.steps=abc", "train.steps: expected int, got 'abc'"),
+        ("--config.train.steps=1.5", "train.steps: expected int, got 1.5"),
+        ("--config.train.steps=None", "train.steps: expected int, got None"),
+        ("--config.train.steps=True", "train.steps: expected int, got True"),
+        ("--config.train.steps=0", "steps must be at least 1; got 0"),
+        ("--config.train.no_decay=scale", "train.no_decay: expected tuple[str, ...], got 'scale'"),
+        ("--config.train.accumulate=3", "batch_size = 8 is not a multiple of accumulate = 3"),
+        ("--config.train.learning_rate=-1", "learning rate must be positive"),
+        ("--config.train.schedule=cosin", "did you mean 'cosine'?"),
+        ("--config.train.warmup=1", "warmup is a share of the steps"),
+        ("--config.train.clip=0", "clip must be positive or None"),
+        ("--config.train.beta2=1", "beta2 must be in [0, 1)"),
+        ("--config.train.eps=0", "eps must be positive"),
+        ("--config.train.weight_decay=-1", "weight_decay must not be negative"),
+        ("--config.model.num_heads=3", "hidden_size = 16 is not a multiple of num_heads = 3"),
+        ("--config.model.num_kv_heads=3", "not a multiple of num_kv_heads = 3"),
+        ("--config.model.head_dim=3", "must be even; got 3"),
+        ("--config.model.vocab_size=5", "vocab_size = 5 is too small for the task"),
+        ("--config.model.tie_embeddings=1", "expected bool, got 1"),
+        ("--config.task.name=adition", "did you mean 'addition'?"),
+        ("--config.task.max_digits=0", "max_digits must be a positive integer; got 0"),
+        ("--config.evaluation.longest=0", "evaluation: longest must be at least 1; got 0"),
+        ("--config.evaluation.seed=-1", "evaluation: seed must not be negative; got -1"),
+        ("--config.model.position.layers=(1,)", "expected str | tuple[int, int], got (1,)"),
+        ("--config.seed=-1", "seed must be in [0, 2**32); got -1"),
+        ("--config.seed", "expected --config.field=value"),
+        ("--confg.seed=3", "unknown option '--confg.seed=3'"),
+    ],
+)
+def test_bad_options(file, option, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        from_file(file, [option], report=lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import nothing_of_this_name", "does not load: ModuleNotFoundError: No module named"),
+        ("def get_config(:", "does not load: SyntaxError"),
+        ("x = 1", "does not load: KeyError: 'get_config'"),
+        ("def get_config(): return {}", "must return an ml_collections.ConfigDict"),
+        (FILE.replace('"steps"', '"stesp"'), "unknown field 'stesp' of config.train"),
+        (FILE.replace('"width"', '"widht"'), "unknown field 'widht' of config.model.position"),
+        (FILE.replace('"steps": 10,', ""), "train lacks steps"),
+        (FILE.replace('{"name": "addition", "max_digits": 4}', "'addition'"), "config.task: expec"),
+        (FILE.replace('{"longest": 6}', "6"), "config.evaluation: expected fields, got 6"),
+        (FILE.replace('"small"', "7").replace('"seed": 3', '"seed": "3"'), "seed: expected int"),
+    ],
+)
+def test_bad_files(tmp_path, text, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        from_file(written(tmp_path, text))
+
+
+def test_a_missing_file(tmp_path):
+    with pytest.raises(ValueError, match=r"there is no config file .*nowhere.py"):
+        from_file(tmp_path / "nowhere.py")
+
+
+def test_a_position_may_be_a_name(tmp_path):
+    text = FILE.replace(
+        '{"kind": "tape", "base": 500.0, "width": 8, "norm": "rms"}', '"random_rope"'
+    )
+    assert from_file(written(tmp_path, text)).model.position == positions.create("random_rope")
+    with pytest.raises(ValueError, match="expected an encoding's name or its fields, got 5"):
+        from_file(written(tmp_path, text.replace('"random_rope"', "5")))
+
+
+def test_differences_name_the_fields(file):
+    changed = ["--config.train.steps=20", "--config.model.position.kind=rope"]
+    found = experiment.differences(from_file(file), from_file(file, changed, lambda _: None))
+    assert "train.steps: 10 there, 20 here" in found
+    assert "model.position.kind: 'tape' there, 'rope' here" in found
+    assert "model.position.norm: 'rms' there, '(absent)' here" in found
+    assert not any("learning_rate" in difference for difference in found)
+    assert experiment.differences(from_file(file), from_file(file)) == []
+
+
+def test_only_the_evaluation_can_change_afterwards(file):
+    e = from_file(file)
+    given = ["--config.evaluation.samples_per_pair=7", "--config.sharding.fsdp=-1"]
+    changed, mesh = experiment.change_evaluation(e, given)
+    assert changed == AdditionEvaluation(longest=6, samples_per_pair=7)
+    assert mesh == ShardingConfig(fsdp=-1)
+    assert experiment.change_evaluation(e, []) == (e.evaluation, None)
+    with pytest.raises(ValueError, match=r"config.train.steps cannot be changed after training"):
+        experiment.change_evaluation(e, ["--config.train.steps=7"])

@@ -1,0 +1,401 @@
+"""The addition data against Python's integers."""
+
+import itertools
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from train.evaluation.exact_match import Examples
+from train.tasks import TASKS, get_task
+from train.tasks.arithmetic import Addition, add
+from train.tasks.digits import VOCABULARY
+from train.tasks.questions import Questions
+
+TASK = Addition(3)
+
+
+def pairs_of(values, width):
+    """Pairs of the given (a, b)."""
+    digits = np.zeros((2, len(values), width), np.uint8)
+    lengths = np.zeros((2, len(values)), np.int64)
+    for row, pair in enumerate(values):
+        for side, value in enumerate(pair):
+            text = str(value)[::-1]
+            digits[side, row, : len(text)] = [int(c) for c in text]
+            lengths[side, row] = len(text)
+    return Questions(digits, lengths)
+
+
+def values_of(pairs):
+    """The (a, b) of pairs as Python integers."""
+    return [
+        tuple(int("".join(map(str, d[:n][::-1]))) for d, n in zip(ds, ns, strict=True))
+        for ds, ns in zip(
+            pairs.symbols.transpose(1, 0, 2).tolist(), pairs.lengths.T.tolist(), strict=True
+        )
+    ]
+
+
+def sums_of(batch):
+    """(a, b, answer) of each example of a training batch, as text in ordinary writing."""
+    rows = []
+    for inputs, target in zip(batch["inputs"], batch["targets"][:, -1], strict=True):
+        text = VOCABULARY.decode([*inputs, target])
+        body = text.removeprefix("<bos>").replace("<pad>", "")
+        assert body.endswith("<eos>")
+        a, _, rest = body.removesuffix("<eos>").partition("+")
+        b, _, answer = rest.partition("=")
+        rows.append((a[::-1], b[::-1], answer[::-1]))
+    return rows
+
+
+class TestNumbers:
+    @settings(max_examples=50, deadline=None)
+    @given(
+        st.lists(
+            st.tuples(st.integers(0, 10**130 - 1), st.integers(0, 10**130 - 1)),
+            min_size=1,
+            max_size=5,
+        )
+    )
+    def test_add(self, values):
+        digits, lengths = add(pairs_of(values, 130))
+        for (a, b), row, length in zip(values, digits.tolist(), lengths, strict=True):
+            assert row[:length] == [int(c) for c in str(a + b)[::-1]]
+            assert not any(row[length:])
+
+    @pytest.mark.parametrize("value", [(0, 0), (9, 1), (999, 1), (10**100 - 1, 10**100 - 1)])
+    def test_carries(self, value):
+        digits, lengths = add(pairs_of([value], 100))
+        assert digits[0, : lengths[0]].tolist() == [int(c) for c in str(sum(value))[::-1]]
+
+    def test_draw_is_uniform_without_leading_zeros(self):
+        lengths = np.repeat([[1, 2, 7], [3, 1, 2]], 20_000, axis=1)
+        pairs = TASK.draw(np.random.default_rng(0), lengths, 8)
+        for side in range(2):
+            for length in np.unique(lengths[side]):
+                digits = pairs.symbols[side][lengths[side] == length]
+                assert not digits[:, length:].any()
+                for place in range(length):
+                    counts = np.bincount(digits[:, place], minlength=10)
+                    lowest = 1 if place == length - 1 > 0 else 0
+                    assert counts[:lowest].sum() == 0
+                    expected = len(digits) / (10 - lowest)
+                    assert np.all(np.abs(counts[lowest:] - expected) < 5 * np.sqrt(expected))
+
+    @pytest.mark.parametrize("lengths", [(1, 1), (2, 1), (1, 3)])
+    def test_every_pair(self, lengths):
+        def numbers(n):
+            return range(10 ** (n - 1) if n > 1 else 0, 10**n)
+
+        found = values_of(TASK.every(*lengths))
+        assert found == [(a, b) for a in numbers(lengths[0]) for b in numbers(lengths[1])]
+        assert len(found) == TASK.number(*lengths)
+
+    def test_too_few_sums(self):
+        lengths = np.arange(1, 6)
+        few = ~TASK.is_divided(lengths[:, None], lengths)
+        assert np.argwhere(few).tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [2, 0]]
+        assert TASK.number(1, 3) == 9000 < TASK.smallest_split
+        assert np.isfinite(TASK.number(1000, 1000))
+
+
+class TestHeldOut:
+    def test_a_tenth(self):
+        pairs = TASK.draw(np.random.default_rng(0), np.full((2, 100_000), 12), 12)
+        assert abs(TASK.is_held_out(pairs).mean() - 0.1) < 5 * np.sqrt(0.09 / 100_000)
+
+    def test_order_and_width_do_not_matter(self):
+        values = [(x * 7919 % 10_000, x * x) for x in range(500)]
+        swapped = [(b, a) for a, b in values]
+        assert 20 < TASK.is_held_out(pairs_of(values, 6)).sum() < 80
+        np.testing.assert_array_equal(
+            TASK.is_held_out(pairs_of(values, 6)), TASK.is_held_out(pairs_of(swapped, 120))
+        )
+
+    def test_every_digit_matters(self):
+        # If a digit were ignored, the pairs that differ in it would all agree.
+        rng = np.random.default_rng(0)
+        pairs = TASK.draw(rng, np.full((2, 400), 30), 30)
+        before = TASK.is_held_out(pairs)
+        for place in range(30):
+            pairs.symbols[0, :, place] = (pairs.symbols[0, :, place] + 1) % 10
+            assert np.mean(TASK.is_held_out(pairs) != before) > 0.05
+            before = TASK.is_held_out(pairs)
+
+    def test_fixed(self):
+        # The held-out pairs define the task: changing the hash invalidates every stored result.
+        values = [(a, b) for a in range(1000, 1010) for b in range(2000, 2010)]
+        assert np.flatnonzero(TASK.is_held_out(pairs_of(values, 4))).tolist() == [
+            22,
+            29,
+            31,
+            54,
+            55,
+            69,
+            88,
+            89,
+            93,
+        ]
+
+    def test_training_and_evaluation_are_disjoint(self):
+        task = Addition(3)
+        trained = set()
+        for index in range(60):
+            for a, b, _ in sums_of(task.batch(seed=5, index=index, size=512)):
+                trained |= {(a, b), (b, a)}
+        grid = task.examples(range(1, 4), range(1, 4), samples=10_000)
+        asked = {}
+        for row, (i, j) in zip(grid.tokens, grid.cells.tolist(), strict=True):
+            a, b = VOCABULARY.decode(row).removeprefix("<bos>").split("=")[0].split("+")
+            asked.setdefault((i + 1, j + 1), set()).add((a[::-1], b[::-1]))
+        assert len(trained) > 30_000
+        for lengths, sums in asked.items():
+            if task.is_shared(*lengths):
+                assert len(sums) == TASK.number(*lengths)
+                assert sums & trained
+            else:
+                assert len(sums) == 10_000 or abs(len(sums) / TASK.number(*lengths) - 0.1) < 0.01
+                assert not sums & trained
+
+
+class TestTokens:
+    def test_form(self):
+        tokens, prompt, length = TASK.write(pairs_of([(407, 85), (0, 9), (99, 1)], 5), 16)
+        assert [VOCABULARY.decode(row).replace("<pad>", "") for row in tokens] == [
+            "<bos>704+58=294<eos>",
+            "<bos>0+9=9<eos>",
+            "<bos>99+1=001<eos>",
+        ]
+        assert prompt.tolist() == [8, 5, 6]
+        assert length.tolist() == [12, 7, 10]
+        assert not tokens[0, 12:].any()
+
+
+class TestTraining:
+    @pytest.mark.parametrize("max_digits", [1, 5, 110])
+    def test_sums_are_right(self, max_digits):
+        task = Addition(max_digits)
+        batch = task.batch(seed=0, index=0, size=64)
+        for name, dtype in (("inputs", np.int32), ("targets", np.int32), ("weights", np.float32)):
+            assert batch[name].shape == (64, task.sequence_length)
+            assert batch[name].dtype == dtype
+        np.testing.assert_array_equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
+        sums = sums_of(batch)
+        for a, b, answer in sums:
+            assert str(int(a) + int(b)) == answer
+            assert str(int(a)) == a
+            assert max(len(a), len(b)) <= max_digits
+        for row, (*_, answer) in enumerate(sums):
+            weighed = batch["targets"][row][batch["weights"][row] > 0]
+            assert VOCABULARY.decode(weighed) == answer[::-1] + "<eos>"
+            assert set(batch["weights"][row].tolist()) <= {0.0, 1.0}
+
+    def test_longest_sum_fits_exactly(self):
+        assert Addition(3).sequence_length == len("B999+999=8991E") - 1
+
+    def test_length_pairs_are_equally_likely(self):
+        task, size = Addition(4), 4096
+        counts = np.zeros((4, 4))
+        for index in range(4):
+            for a, b, _ in sums_of(task.batch(seed=1, index=index, size=size)):
+                counts[len(a) - 1, len(b) - 1] += 1
+        expected = 4 * size / 16
+        assert np.all(np.abs(counts - expected) < 5 * np.sqrt(expected))
+
+    def test_pure_function_of_seed_and_index(self):
+        task = Addition(6)
+        first = task.batch(3, 7, 32)
+        for name, value in task.batch(3, 7, 32).items():
+            np.testing.assert_array_equal(value, first[name])
+        for other in ((4, 7), (3, 8)):
+            assert np.any(task.batch(*other, 32)["inputs"] != first["inputs"])
+
+
+class TestDataset:
+    def test_restores_bit_for_bit(self):
+        dataset = Addition(5).dataset(seed=2**64 - 1, batch_size=16)
+        iterator = iter(dataset)
+        for _ in range(3):
+            next(iterator)
+        state = json.loads(json.dumps(iterator.get_state()))
+        ahead = [next(iterator) for _ in range(3)]
+        resumed = iter(dataset)
+        resumed.set_state(state)
+        for expected in ahead:
+            np.testing.assert_equal(next(resumed), expected)
+        iterator.set_state(state)
+        np.testing.assert_equal(next(iterator), ahead[0])
+
+    def test_processes_share_the_stream(self):
+        task = Addition(5)
+        whole = iter(task.dataset(seed=9, batch_size=24))
+        parts = [iter(task.dataset(9, 24, process, 3)) for process in range(3)]
+        for batch in itertools.islice(whole, 2):
+            shares = [next(part) for part in parts]
+            np.testing.assert_equal(
+                {name: np.concatenate([share[name] for share in shares]) for name in batch}, batch
+            )
+        assert len({str(part.get_state()) for part in parts}) == 1
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"batch_size": 0}, "batch_size must be a positive integer; got 0"),
+            ({"batch_size": 9, "process_count": 2}, "9 is not a multiple of process_count = 2"),
+            ({"batch_size": 4, "process_index": 1}, r"process_index must be in 0\.\.0; got 1"),
+            ({"batch_size": 4, "seed": -1}, "seed must be an integer from 0"),
+            ({"batch_size": 4, "seed": 0.5}, "seed must be an integer from 0"),
+        ],
+    )
+    def test_bad_arguments(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            Addition(3).dataset(**{"seed": 0, **options})
+
+
+class TestGrid:
+    def test_cells(self):
+        task = Addition(2)
+        grid = task.examples([1, 3], [2, 12, 4], samples=20, seed=4)
+        assert isinstance(grid, Examples)
+        assert len(grid) == 6 * 20
+        seen = set()
+        for tokens, prompt, length, (i, j) in zip(
+            grid.tokens, grid.prompt_lengths, grid.lengths, grid.cells, strict=True
+        ):
+            question = VOCABULARY.decode(tokens[1 : prompt - 1])
+            a, b = (x[::-1] for x in question.split("+"))
+            assert (len(a), len(b)) == ([1, 3][i], [2, 12, 4][j])
+            answer = VOCABULARY.decode(tokens[prompt:length])
+            assert answer == str(int(a) + int(b))[::-1] + "<eos>"
+            assert not tokens[length:].any()
+            seen.add(question)
+        assert len(seen) == len(grid)
+
+    def test_small_spaces_are_exhausted(self):
+        grid = Addition(1).examples([1], [1, 2], samples=250)
+        assert np.bincount(grid.cells[:, 1]).tolist() == [100, 250]
+        assert len({tuple(row) for row in grid.tokens.tolist()}) == 350
+
+    def test_only_held_out_sums_are_asked_where_they_are_divided(self):
+        task = Addition(4)
+        # 4 + 1 digits: 90,000 sums, of which more than a tenth cannot be asked.
+        grid = task.examples([4], [1], samples=50_000)
+        assert 8_500 < len(grid) < 9_500
+        assert not task.is_shared(4, 1)
+
+    def test_independent_of_the_other_lengths(self):
+        task = Addition(3)
+        alone = task.examples([3], [2], samples=10, seed=1)
+        beside = task.examples([1, 3], [2, 30], samples=10, seed=1)
+        rows = np.flatnonzero((beside.cells == [1, 0]).all(axis=1))
+        np.testing.assert_array_equal(alone.tokens, beside.tokens[rows, : alone.tokens.shape[1]])
+        assert not beside.tokens[rows, alone.tokens.shape[1] :].any()
+
+    def test_seed_changes_the_sums(self):
+        first, second = (Addition(3).examples([6], [6], samples=10, seed=s).tokens for s in (0, 1))
+        assert np.any(first != second)
+
+    def test_shared_only_inside_the_trained_range(self):
+        assert Addition(2).is_shared(2, 2)
+        assert not Addition(2).is_shared(1, 3)
+        assert Addition(3).is_shared(1, 3)
+        assert not Addition(9).is_shared(2, 3)
+
+
+class TestQuestions:
+    @pytest.mark.parametrize("text", ["407+85", " 407 + 85 = ", "0407+085"])
+    def test_prompt(self, text):
+        task = Addition(3)
+        prompt = task.question(text)
+        assert prompt.dtype == np.int32
+        assert VOCABULARY.decode(prompt) == "<bos>704+58="
+        assert task.solve(text) == "492"
+        assert task.longest_answer(text) == len("2940E")
+
+    def test_large(self):
+        a, b = "9" * 300, "1"
+        assert Addition(3).solve(f"{a}+{b}") == "1" + "0" * 300
+
+    def test_zero(self):
+        assert VOCABULARY.decode(Addition(3).question("000+0")) == "<bos>0+0="
+
+    def test_same_form_as_in_training(self):
+        task = Addition(3)
+        tokens, prompt, _ = TASK.write(pairs_of([(407, 85)], 3), 14)
+        np.testing.assert_array_equal(task.question("407+85"), tokens[0, : prompt[0]])
+
+    def test_read_answer(self):
+        assert Addition(3).read_answer([*VOCABULARY.encode("294"), 3, 7, 0]) == "492"
+        assert Addition(3).read_answer([*VOCABULARY.encode("290"), 3]) == "092"
+
+    @pytest.mark.parametrize("tokens", [[3], [4, 5], [4, 17, 3], [0, 3]])
+    def test_malformed_answer(self, tokens):
+        with pytest.raises(ValueError, match="not a number followed by <eos>"):
+            Addition(3).read_answer(tokens)
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("4o7+85", "character 'o' at position 1 of '4o7\\+85' is not in the vocabulary"),
+            ("٤+1", "is not in the vocabulary"),
+            ("407+", "expected a sum of two numbers such as '407\\+85'; got '407\\+'"),
+            ("+85", "expected a sum"),
+            ("407", "expected a sum"),
+            ("1+2+3", "expected a sum"),
+            ("-1+2", "expected a sum"),
+            ("4 7+85", "expected a sum"),
+            ("", "expected a sum"),
+        ],
+    )
+    def test_bad_questions(self, text, message):
+        with pytest.raises(ValueError, match=message):
+            Addition(3).question(text)
+
+
+class TestRegistry:
+    def test_all_tasks_load(self):
+        for name in TASKS:
+            task = get_task(name)
+            assert task.vocab_size > 0
+            assert task.sequence_length > 0
+
+    def test_options(self):
+        task = get_task("addition", max_digits=7)
+        assert task == Addition(7)
+        assert hash(task) == hash(Addition(7))
+        assert [VOCABULARY.decode([i]) for i in task.digit_ids] == list("0123456789")
+
+    @pytest.mark.parametrize("max_digits", [0, -1, 2.0, "5", True])
+    def test_bad_lengths(self, max_digits):
+        with pytest.raises(ValueError, match="max_digits must be a positive integer"):
+            get_task("addition", max_digits=max_digits)
+
+    def test_unknown_task(self):
+        with pytest.raises(ValueError, match=r"unknown task 'additon'.*did you mean 'addition'"):
+            get_task("additon")
+
+    def test_unknown_option(self):
+        with pytest.raises(ValueError, match=r"'max_digit' of task.*did you mean 'max_digits'"):
+            get_task("addition", max_digit=3)
+
+    def test_loaded_lazily(self):
+        code = "import sys, train.tasks; print('grain' in sys.modules)"
+        out = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        )
+        assert out.stdout.strip() == "False"
+
+
+class TestExamples:
+    def test_shapes_are_checked(self):
+        tokens, ones, twos = np.zeros((2, 4), int), np.ones(2, int), np.full(2, 2)
+        with pytest.raises(ValueError, match=r"shapes .*expected"):
+            Examples(tokens, ones, twos, np.zeros((3, 2), int))
+        with pytest.raises(ValueError, match="prompt_lengths < lengths <= 4"):
+            Examples(tokens, twos, ones, np.zeros((2, 2), int))

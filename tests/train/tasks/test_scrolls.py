@@ -1,0 +1,284 @@
+import collections
+import dataclasses
+import json
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+import tape_jax as tape
+from tests.train import tokenizer_files
+from tests.train.tasks.scrolls_archives import HARBOUR, RECORDS, qa, record, write
+from train import experiment
+from train.comparison.tasks import compare
+from train.data import tokenizers
+from train.main import main
+from train.tasks import get_task
+from train.tasks.scrolls import Scrolls, ScrollsEvaluation, continuations
+from train.tasks.scrolls_files import SUBSETS
+from train.tasks.scrolls_metrics import Outcome
+
+EOS, PAD = 256, 257
+
+
+@pytest.fixture
+def data(tmp_path):
+    return write(tmp_path / "scrolls")
+
+
+def a_task(data, **options):
+    return get_task("scrolls", data=str(data), **{"answer_length": 12, **options})
+
+
+def text(row):
+    """Tokens of a training example without padding."""
+    return tokenizers.load("bytes").decode([t for t in row if t != PAD])
+
+
+class TestPrompts:
+    def test_the_answer_follows_the_question(self, data):
+        question = a_task(data, sequence_length=200).questions("validation")["c"]
+        wanted = f"{HARBOUR}\n\nWhat do fishermen mend?\nAnswer:\n"
+        assert tokenizers.load("bytes").decode(question.prompt) == wanted
+        assert question.outputs == ["nets", "old nets"]
+
+    def test_the_end_of_the_document_is_cut_off(self, data):
+        ending = "\n\nWhat do fishermen mend?\nAnswer:\n"
+        for left in (0, 1, 17, len(HARBOUR) - 1, len(HARBOUR)):
+            task = a_task(data, sequence_length=len(ending) + 12 + left)
+            prompt = task.questions("validation")["c"].prompt
+            assert len(prompt) + 12 == task.sequence_length
+            assert text(prompt) == HARBOUR[:left] + ending
+
+    def test_a_question_that_does_not_fit(self, data):
+        task = a_task(data, sequence_length=len("\n\nWhat do fishermen mend?\nAnswer:\n") + 11)
+        with pytest.raises(ValueError, match=r"line 1: the question of example 'c' takes 34 token"):
+            task.questions("validation")
+        with pytest.raises(ValueError, match=r"line 1: the question of example 'a' takes 34 token"):
+            task.dataset(0, 2)
+
+    def test_summaries(self, tmp_path):
+        records = {"gov_report": {"train": [record("g", "A report.\n\nIts end.", "Short.")]}}
+        task = a_task(write(tmp_path, records=records), subset="gov_report", sequence_length=60)
+        batch = next(iter(task.dataset(0, 1)))
+        assert text(batch["inputs"][0]) == "A report.\n\nIts end.\n\nSummary:\nShort.<eos>"
+
+    def test_subwords(self, data, tmp_path):
+        """A document is cut at a token, and of a long one not more is read than necessary."""
+        path = tokenizer_files.hugging_face(tmp_path / "tokenizer.json")
+        codec = tokenizers.load(str(path))
+        records = {"qasper": {"test": [qa("x", None), qa("y", None)]}}
+        records["qasper"]["test"][1]["input"] += HARBOUR * 100
+        folder = write(tmp_path / "long", records=records)
+        task = a_task(folder, tokenizer=str(path), sequence_length=96)
+        short, long = (question.prompt for question in task.questions("test").values())
+        ending = codec.encode("\n\nWhat do fishermen mend?\nAnswer:\n")
+        room = 96 - 12 - 1 - len(ending)
+        assert long.tolist() == [codec.bos, *codec.encode(HARBOUR * 9)[:room], *ending]
+        assert short.tolist() == [codec.bos, *codec.encode(HARBOUR)[:room], *ending]
+
+
+class TestTraining:
+    def test_the_loss_counts_the_answer_only(self, data):
+        batch = next(iter(a_task(data, sequence_length=128).dataset(3, 3)))
+        assert {name: (x.shape, x.dtype) for name, x in batch.items()} == {
+            "inputs": ((3, 128), np.int32),
+            "targets": ((3, 128), np.int32),
+            "weights": ((3, 128), np.float32),
+        }
+        np.testing.assert_array_equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
+        counted = [text(t[w == 1]) for t, w in zip(batch["targets"], batch["weights"], strict=True)]
+        assert sorted(counted) == ["nets<eos>", "the pier<eos>", "their nets<eos>"]
+        assert set(np.unique(batch["weights"])) == {0, 1}
+        for inputs, answer in zip(batch["inputs"], counted, strict=True):
+            assert text(inputs) == f"{HARBOUR}\n\nWhat do fishermen mend?\nAnswer:\n{answer}"
+
+    def test_a_long_answer_loses_its_end(self, data):
+        batch = next(iter(a_task(data, sequence_length=128, answer_length=4).dataset(0, 3)))
+        counted = [text(t[w == 1]) for t, w in zip(batch["targets"], batch["weights"], strict=True)]
+        assert sorted(counted) == ["nets", "the ", "thei"]
+
+    def test_every_pass_visits_all_in_another_order(self, tmp_path):
+        records = [qa(f"{i}", f"{i:02}") for i in range(12)]
+        folder = write(tmp_path / "many", records={"qasper": {"train": records}})
+
+        def answers(seed, batches):
+            stream = iter(a_task(folder, sequence_length=128).dataset(seed, 4))
+            found = [next(stream) for _ in range(batches)]
+            return [text(x["targets"][i][x["weights"][i] == 1]) for x in found for i in range(4)]
+
+        two = answers(5, 6)
+        assert answers(5, 6) == two
+        assert collections.Counter(two[:12]) == collections.Counter(two[12:])
+        assert len(set(two)) == 12
+        assert two[:12] != two[12:]
+        assert answers(6, 3) != two[:12]
+
+    def test_restores_bit_for_bit(self, data):
+        task = a_task(data, sequence_length=96)
+        stream = iter(task.dataset(1, 2))
+        for _ in range(3):
+            next(stream)
+        state = stream.get_state()
+        rest = [next(stream) for _ in range(4)]
+        again = iter(task.dataset(1, 2))
+        again.set_state(json.loads(json.dumps(state)))
+        chex.assert_trees_all_equal([next(again) for _ in range(4)], rest)
+
+    def test_processes_share_the_stream(self, data):
+        task = a_task(data, sequence_length=96)
+        half = iter(task.dataset(1, 2))
+        parts = [iter(task.dataset(1, 4, p, 2)) for p in range(2)]
+        for _ in range(3):
+            chex.assert_trees_all_equal([next(p) for p in parts], [next(half), next(half)])
+
+    def test_wrong_calls(self, data):
+        with pytest.raises(ValueError, match="batch_size = 3 is not a multiple of process_count"):
+            a_task(data).dataset(0, 3, 0, 2)
+        with pytest.raises(ValueError, match=r"there is neither .* nor "):
+            a_task(data / "none").dataset(0, 2)
+        (data / "contract_nli" / "train.jsonl").write_text("\n")
+        with pytest.raises(ValueError, match="the training split of contract_nli is empty"):
+            a_task(data, subset="contract_nli").dataset(0, 2)
+
+
+class TestOptions:
+    def test_defaults(self):
+        task = get_task("scrolls")
+        assert (task.sequence_length, task.vocab_size, task.longest_answer) == (1024, 258, 64)
+        assert {get_task("scrolls", subset=s).scores[0].key for s in SUBSETS} == {
+            *("f1", "exact_match", "rouge")
+        }
+        assert task.encode("ab") == [97, 98]
+        assert task.decode([97, EOS]) == "a<eos>"
+
+    def test_nothing_is_read_until_it_is_needed(self):
+        task = get_task("scrolls", data="gone", tokenizer="gone.model", vocab_size=32_000)
+        assert (task.vocab_size, task.tokenizer_fingerprint) == (32_000, None)
+        with pytest.raises(ValueError, match=r"there is no tokenizer 'gone\.model'"):
+            _ = task.codec
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"subset": "quasper"}, "did you mean 'qasper'"),
+            ({"sequence_length": 0}, "sequence_length must be a positive integer"),
+            ({"answer_length": 0}, "answer_length must be a positive integer"),
+            ({"sequence_length": 64}, "an answer of 64 tokens leaves no room"),
+            ({"tokenizer": "gone.json"}, "there is no tokenizer 'gone.json'"),
+            ({"tokenizer_fingerprint": "0"}, "but 0 was used: it is another tokenizer"),
+            ({"vocab_size": 100}, "vocab_size = 100 is too small for the tokenizer 'bytes'"),
+        ],
+    )
+    def test_out_of_range(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            _ = get_task("scrolls", **options).codec
+
+    def test_a_tokenizer_without_an_end(self, tmp_path):
+        path = tokenizer_files.hugging_face(tmp_path / "tokenizer.json", specials=("<s>",))
+        with pytest.raises(ValueError, match=r"no token that ends a text; .* \['<s>'\]"):
+            get_task("scrolls", tokenizer=str(path))
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [({"split": "dev"}, "unknown split"), ({"limit": 0}, "limit must be at least 1")],
+    )
+    def test_of_evaluation(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            ScrollsEvaluation(**options)
+
+
+class TestContinuations:
+    def test_are_those_of_all_at_once(self):
+        config = tape.ModelConfig(vocab_size=20, hidden_size=8, num_layers=2, num_heads=2)
+        model = tape.Transformer(config)
+        variables = jax.jit(model.init)(jax.random.key(0), np.zeros((1, 4), np.int32))
+        rng = np.random.default_rng(0)
+        prompts = [rng.integers(0, 18, n).astype(np.int32) for n in (3, 9, 2, 9, 5)]
+        # The token that one of them writes second ends a continuation.
+        lists = [prompt.tolist() for prompt in prompts]
+        alone = np.asarray(tape.generate(model, variables, lists, 6))[:, -6:]
+        stop = int(alone[1][1])
+        wanted = [a[: [*a.tolist(), stop].index(stop)].tolist() for a in alone]
+        calls = []
+        found = continuations(
+            *(model, variables, prompts, 6),
+            **{"stop": stop, "pad": 19, "batch_size": 2, "shapes": 2},
+            progress=lambda *call: calls.append(call),
+        )
+        assert [answer.tolist() for answer in found] == wanted
+        assert min(map(len, wanted)) < max(map(len, wanted))
+        assert calls == [(2, 5), (4, 5), (5, 5)]
+
+
+def test_compare(data):
+    task = a_task(data)
+    of_seeds = [Outcome("qasper", "validation", {"c": "nets"}, {"f1": f}) for f in (0.25, 0.75)]
+    comparison = compare(task, {"tape": of_seeds, "rope": of_seeds[:1]})
+    assert "| tape | 50.00 |" in comparison.sections["Scores"]
+    assert "| rope | 25.00 |" in comparison.sections["Scores"]
+    assert "1 examples of qasper, validation" in comparison.introduction
+
+
+CONFIG = """
+from ml_collections import ConfigDict
+
+def get_config():
+    return ConfigDict({
+        "task": {
+            "name": "scrolls", "subset": "contract_nli", "data": %r,
+            "sequence_length": 40, "answer_length": 6,
+        },
+        "model": {
+            "hidden_size": 16, "num_heads": 2, "num_layers": 1, "max_length": 40,
+            "position": {"kind": "rope"},
+        },
+        "train": {"steps": 40, "batch_size": 4, "learning_rate": 0.02, "save_every": 40},
+        "evaluation": {"batch_size": 2, "shapes": 1},
+    })
+"""
+
+
+@pytest.mark.slow
+def test_from_training_to_scores(data, tmp_path, capsys):
+    """All training answers are "yes", and a model that has learned this is right twice in three."""
+    config, folder = tmp_path / "nli.py", tmp_path / "run"
+    config.write_text(CONFIG % str(data))
+    assert main(["train", f"--config={config}", f"--run={folder}", "--evaluate"]) == 0
+    wanted = {"v1": "yes", "v2": "yes", "v3": "yes"}
+    assert json.loads((folder / "predictions.json").read_text()) == wanted
+    result = json.loads((folder / "evaluation.json").read_text())["result"]
+    assert result["predictions"] == wanted
+    assert result["scores"] == {"exact_match": pytest.approx(2 / 3)}
+    assert "| contract_nli |          66.67 |" in (folder / "evaluation.txt").read_text()
+
+    task = experiment.from_file(config).task
+    assert task.read_result(result).summary() == {"exact_match": pytest.approx(2 / 3)}
+    capsys.readouterr()
+    score = ["score", f"--data={data}", "--subset=contract_nli"]
+    assert main([*score, f"--predictions={folder / 'predictions.json'}"]) == 0
+    out = capsys.readouterr().out
+    assert "66.67" in out
+    assert "3 examples of contract_nli, validation." in out
+
+    options = ["--config.evaluation.split=test", "--config.evaluation.limit=1"]
+    assert main(["eval", f"--run={folder}", *options]) == 0
+    assert "not published" in capsys.readouterr().out
+    assert json.loads((folder / "predictions.json").read_text()) == {"s1": "yes"}
+    assert main([*score, f"--predictions={folder / 'predictions.json'}"]) == 2
+    message = "missing: 'v1', 'v2', 'v3'; unknown: 's1'"
+    assert message in capsys.readouterr().err
+
+    (folder / "evaluation.json").unlink()
+    (folder / "predictions.json").write_text("mine")
+    assert main(["eval", f"--run={folder}"]) == 2
+    assert "it is not replaced" in capsys.readouterr().err
+    assert (folder / "predictions.json").read_text() == "mine"
+
+
+def test_options_are_documented():
+    for cls in (Scrolls, ScrollsEvaluation):
+        for field in dataclasses.fields(cls):
+            assert any(f"{field.name}:" in (base.__doc__ or "") for base in cls.__mro__)
+    assert RECORDS.keys() <= SUBSETS.keys()

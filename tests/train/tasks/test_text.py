@@ -1,0 +1,403 @@
+"""The text task: from files to batches, and what it says when something does not fit."""
+
+import dataclasses
+import itertools
+import json
+import re
+
+import numpy as np
+import pytest
+
+from tests.train import tokenizer_files
+from train import experiment
+from train.data import held_out, tokenizers
+from train.tasks import get_task, retrieval, text_evaluation
+from train.tasks.questions import VALIDATION_SEED
+from train.tasks.text import Text
+from train.tasks.tokenized import Tokenized
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """40 text files, whose words say which file they are from."""
+    for i in range(40):
+        (tmp_path / f"{i:02}.txt").write_text(f"file{i:02} " * (3 + i % 7))
+    return tmp_path
+
+
+def text_task(folder, **options):
+    options = {"source": f"{folder}/*.txt", "cache": f"{folder}/cache", "held_out": 0.3, **options}
+    return Text(**{"sequence_length": 16, **options})
+
+
+def held_out_files(share=0.3):
+    return {i for i in range(40) if held_out.document(f"{i:02}.txt".encode(), share)}
+
+
+def files_in(texts):
+    return {
+        int(word.removeprefix("file")) for text in texts for word in text.split() if len(word) == 6
+    }
+
+
+def one_epoch(task, size=4, seed=0):
+    """Batches that see every sequence at least once."""
+    stream = iter(task.dataset(seed, size))
+    count = len(task.training_stream().tokens) // task.sequence_length
+    return list(itertools.islice(stream, -(-2 * count // size)))
+
+
+class TestTraining:
+    @pytest.mark.parametrize("packing", ["concatenated", "documents"])
+    def test_batches(self, folder, packing):
+        task = text_task(folder, packing=packing)
+        expected = {"inputs": np.int32, "targets": np.int32, "weights": np.float32}
+        if packing == "documents":
+            expected |= {"segment_ids": np.int32, "positions": np.int32}
+        batch = next(iter(task.dataset(0, 6)))
+        assert {name: value.dtype for name, value in batch.items()} == expected
+        assert {value.shape for value in batch.values()} == {(6, 16)}
+        weighed = batch["weights"][:, :-1] > 0
+        np.testing.assert_array_equal(
+            batch["inputs"][:, 1:][weighed], batch["targets"][:, :-1][weighed]
+        )
+
+    @pytest.mark.parametrize("packing", ["concatenated", "documents"])
+    def test_trains_on_all_but_the_held_out_files(self, folder, packing):
+        task = text_task(folder, packing=packing)
+        texts = [task.codec.decode(row) for b in one_epoch(task) for row in b["inputs"]]
+        words = [text.replace("<pad>", " ").replace("<eos>", " ") for text in texts]
+        assert files_in(words) == set(range(40)) - held_out_files()
+
+    def test_documents_end_with_the_end_token(self, folder):
+        task = text_task(folder)
+        parts = task.codec.decode(task.training_stream().tokens).split("<eos>")
+        assert parts.pop() == ""
+        files = [i for i in range(40) if i not in held_out_files()]
+        assert parts == [f"file{i:02} " * (3 + i % 7) for i in files]
+
+    def test_order(self, folder):
+        in_order = next(iter(text_task(folder, shuffle=False).dataset(0, 8)))["inputs"]
+        stream = text_task(folder).training_stream().tokens
+        np.testing.assert_array_equal(in_order.reshape(-1), stream[: 8 * 16])
+        first, second = (next(iter(text_task(folder).dataset(s, 8)))["inputs"] for s in (0, 1))
+        assert np.any(first != second)
+        assert np.any(first != in_order)
+
+    def test_padding(self, folder):
+        """Tokenizers without a padding token pad with one that starts or ends documents."""
+        name = str(tokenizer_files.hugging_face(folder / "tokenizer.json", ["</s>", "<other>"]))
+        task = text_task(folder, tokenizer=name, packing="documents", sequence_length=24)
+        batch = next(iter(task.dataset(0, 32)))
+        padding = batch["segment_ids"] == 0
+        assert padding.any()
+        assert set(batch["inputs"][padding].tolist()) == {tokenizers.load(name).eos}
+
+    def test_restores_bit_for_bit(self, folder):
+        task = text_task(folder, packing="documents")
+        stream = iter(task.dataset(3, 4))
+        for _ in range(9):
+            next(stream)
+        state = json.loads(json.dumps(stream.get_state()))
+        resumed = iter(task.dataset(3, 4))
+        resumed.set_state(state)
+        for _ in range(3):
+            np.testing.assert_equal(next(resumed), next(stream))
+
+    def test_changed_files_are_noticed_when_resuming(self, folder):
+        state = iter(text_task(folder).dataset(0, 4)).get_state()
+        for path in folder.glob("*.txt"):
+            path.write_text(path.read_text().upper())
+        changed = iter(text_task(folder).dataset(0, 4))
+        with pytest.raises(ValueError, match="the text has changed"):
+            changed.set_state(state)
+
+    def test_processes_share_the_stream(self, folder):
+        task = text_task(folder)
+        whole = iter(task.dataset(0, 2))
+        parts = [iter(task.dataset(0, 6, process, 3)) for process in range(3)]
+        for _ in range(3):
+            for part in parts:
+                np.testing.assert_equal(next(part), next(whole))
+
+    @pytest.mark.parametrize("packing", ["concatenated", "documents"])
+    def test_passkeys_in_place_of_some_sequences(self, folder, packing):
+        options = {"sequence_length": 32, "packing": packing, "passkey_form": "short"}
+        task = text_task(folder, passkeys=0.5, **options)
+        plain = iter(text_task(folder, **options).dataset(0, 8))
+        stream = iter(task.dataset(0, 8))
+        codec, seen = task.codec, []
+        for batch, other in itertools.islice(zip(stream, plain, strict=True), 4):
+            asked = (batch["inputs"] != other["inputs"]).any(axis=1)
+            for name in batch:
+                np.testing.assert_array_equal(batch[name][~asked], other[name][~asked])
+            for targets, weights in zip(
+                batch["targets"][asked], batch["weights"][asked], strict=True
+            ):
+                answer = codec.decode(targets[weights > 0])
+                assert re.fullmatch(r"\d{3}>", answer)
+                assert f"<key={answer}" in codec.decode(targets)
+                np.testing.assert_allclose(weights.sum(), 32)
+                seen.append(int(answer[:3]))
+        assert 8 <= len(seen) <= 24
+        form, keys = task.passkeys_asked
+        assert form is retrieval.SHORT
+        assert not set(seen) & set(keys)
+        assert 50 < len(keys) < 150
+
+        halves = [iter(task.dataset(0, 8, process, 2)) for process in range(2)]
+        whole = next(iter(task.dataset(0, 8)))
+        for name, *parts in zip(whole, *(next(half).values() for half in halves), strict=True):
+            np.testing.assert_array_equal(np.concatenate(parts), whole[name])
+
+        state = stream.get_state()
+        rest = list(itertools.islice(stream, 2))
+        again = iter(task.dataset(0, 8))
+        again.set_state(json.loads(json.dumps(state)))
+        for batch, other in zip(rest, again, strict=False):
+            for name in batch:
+                np.testing.assert_array_equal(batch[name], other[name])
+
+    def test_judged_by_another_text(self, folder, monkeypatch):
+        (folder / "other").mkdir()
+        (folder / "other" / "a.txt").write_text("something else")
+        monkeypatch.setattr(text_evaluation, "evaluate", lambda task, *_: task)
+        task = text_task(folder)
+        options = text_evaluation.Evaluation(source=f"{folder}/other/*.txt")
+        judged = task.evaluate(None, options)
+        assert task.decode(judged.evaluation_tokens()) == "something else<eos>"
+        assert task.evaluate(None, text_evaluation.Evaluation()) is task
+
+    def test_too_short_for_passkeys(self, folder):
+        with pytest.raises(ValueError, match="a length of 16 tokens is too small"):
+            text_task(folder, passkeys=0.5).dataset(0, 4)
+
+    def test_without_passkeys_all_keys_are_asked(self, folder):
+        assert text_task(folder).passkeys_asked == retrieval.FORMS["long"]
+
+    def test_subwords_and_lines(self, folder):
+        """A corpus of records with a trained tokenizer, document starts and ends included."""
+        model = str(tokenizer_files.sentencepiece_model(folder / "tokenizer.model"))
+        lines = [json.dumps({"body": f"Position states {i}"}) for i in range(60)]
+        (folder / "a.jsonl").write_text("\n".join(lines))
+        task = text_task(folder, source=f"{folder}/a.jsonl", text_field="body", tokenizer=model)
+        assert task.vocab_size == 320
+        codec = task.codec
+        texts = {codec.decode(document) for document in task.evaluation_documents()}
+        records = [f"Position states {i}" for i in range(60)]
+        expected = {f"<s>{r}</s>" for r in records if held_out.document(r.encode(), 0.3)}
+        assert texts == expected
+        assert 5 < len(texts) < 35
+
+
+class TestHeldOut:
+    def test_documents(self, folder):
+        task = text_task(folder)
+        documents = list(task.evaluation_documents())
+        assert all(d.dtype == np.int32 and type(d) is np.ndarray for d in documents)
+        texts = [task.codec.decode(document) for document in documents]
+        expected = {f"file{i:02} " * (3 + i % 7) + "<eos>" for i in held_out_files()}
+        assert len(texts) == len(expected)
+        assert set(texts) == expected
+
+    def test_limit(self, folder):
+        task = text_task(folder)
+        documents = list(task.evaluation_documents())
+        stream = np.concatenate(documents)
+        np.testing.assert_array_equal(task.evaluation_tokens(), stream)
+        for limit in (1, 40, len(documents[0]), len(stream), len(stream) + 1):
+            cut = list(task.evaluation_documents(limit))
+            assert all(len(document) for document in cut)
+            np.testing.assert_array_equal(np.concatenate(cut), stream[:limit])
+            np.testing.assert_array_equal(task.evaluation_tokens(limit), stream[:limit])
+
+    def test_validation_reads_other_documents(self, folder):
+        task = text_task(folder)
+        documents = [document.tobytes() for document in task.evaluation_documents()]
+        limit = sum(len(d) for d in task.evaluation_documents()) // 2 - 20
+        test = {d.tobytes() for d in task.evaluation_documents(limit)}
+        other = list(task.evaluation_documents(limit, validation=True))
+        assert sum(map(len, other)) == limit
+        assert [d.tobytes() for d in other[:-1]] == documents[: -len(other) : -1]
+        assert not test & {d.tobytes() for d in other}
+        options = text_evaluation.Evaluation(tokens=limit, seed=3)
+        validation = task.validation(options)
+        assert validation == dataclasses.replace(options, validation=True, seed=3 + VALIDATION_SEED)
+        for tokens in (2 * limit, None):
+            with pytest.raises(ValueError, match="too short for a test and a validation of"):
+                task.evaluation_tokens(tokens, validation=True)
+        with pytest.raises(ValueError, match="leave no text for a validation"):
+            task.validation(text_evaluation.Evaluation(source="stdlib"))
+
+    def test_not_in_the_order_of_the_source_and_always_the_same(self, folder):
+        tokens = text_task(folder).evaluation_tokens()
+        assert np.any(tokens != text_task(folder).held_out_stream().tokens)
+        other = text_task(folder, sequence_length=5, packing="documents", shuffle=False)
+        np.testing.assert_array_equal(other.evaluation_tokens(), tokens)
+
+    def test_another_source(self, folder):
+        (folder / "apart.text").write_text("kept apart")
+        task = text_task(folder, held_out_source=f"{folder}/apart.text")
+        assert task.codec.decode(task.evaluation_tokens()) == "kept apart<eos>"
+        assert len(task.training_stream().offsets) == 41
+
+
+class TestPrepare:
+    """What a training reads is there before it begins."""
+
+    OPTIONS = text_evaluation.Evaluation(factors=(1, 2), tokens=64)
+
+    def test_it_says_how_much_there_is(self, folder):
+        task = text_task(folder)
+        trained, held_out = task.training_stream(), task.held_out_stream()
+        assert task.prepare(self.OPTIONS) == (
+            f"{folder}/*.txt: {len(trained.tokens):,} tokens to train on; held out: "
+            f"{len(held_out.tokens)}"
+        )
+
+    def test_a_single_file_holds_out_its_end(self, folder):
+        (folder / "book.txt").write_text("All is said once.\n" * 50)
+        task = text_task(folder, source=f"{folder}/book.txt", held_out=0.2)
+        assert task.prepare(self.OPTIONS) == (
+            f"{folder}/book.txt: 739 tokens to train on; held out: 163, the end of its one document"
+        )
+        assert not task.prepare(dataclasses.replace(self.OPTIONS, source=task.source)).endswith(
+            "one document"
+        )
+
+    def test_the_text_to_judge_by_may_be_another(self, folder):
+        (folder / "other").mkdir()
+        (folder / "other" / "test.txt").write_text("x" * 99)
+        options = dataclasses.replace(self.OPTIONS, source=f"{folder}/other/test.txt")
+        none_held_out = text_task(folder, held_out=1e-9)
+        with pytest.raises(ValueError, match=r"falls into the held out part.*evaluation\.source"):
+            none_held_out.prepare(self.OPTIONS)
+        assert none_held_out.prepare(options).endswith(f"held out: 100 of {options.source}")
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            (
+                {"factors": (1, 9999), "tokens": 999_999},
+                r"has no stretch of 159,985 tokens.*source",
+            ),
+            ({"tokens": 31}, "tokens = 31 is less than the longest window"),
+            ({"passkey_lengths": (9,)}, "passkey: a length of 9 tokens is too small"),
+        ],
+    )
+    def test_what_evaluation_lacks_is_said(self, folder, changes, message):
+        with pytest.raises(ValueError, match=message):
+            text_task(folder).prepare(dataclasses.replace(self.OPTIONS, **changes))
+
+
+class TestExperiment:
+    def values(self, **task):
+        return {
+            "name": "x",
+            "model": {"hidden_size": 8, "num_layers": 1, "num_heads": 1},
+            "task": {"name": "text", **task},
+            "train": {"steps": 1, "batch_size": 1, "learning_rate": 1.0},
+        }
+
+    def test_defaults(self):
+        task = get_task("text")
+        assert task == Text()
+        assert (task.source, task.tokenizer, task.vocab_size) == ("stdlib", "bytes", 258)
+        assert hash(task) == hash(Text())
+        assert isinstance(task.Evaluation(), Text.Evaluation)
+
+    def test_records_the_tokenizer(self):
+        made = experiment.from_mapping(self.values())
+        record = json.loads(json.dumps(experiment.to_json(made)))
+        fingerprint = tokenizers.load("bytes").fingerprint
+        assert record["task"]["tokenizer_fingerprint"] == fingerprint
+        assert record["model"]["vocab_size"] == 258
+        assert experiment.from_mapping(record) == made
+
+    def test_another_tokenizer_is_an_error_that_names_both(self, tmp_path):
+        path = tokenizer_files.hugging_face(tmp_path / "tokenizer.json", vocab_size=290)
+        record = experiment.to_json(experiment.from_mapping(self.values(tokenizer=str(path))))
+        before = tokenizers.fingerprint(str(path))
+        tokenizer_files.hugging_face(path, vocab_size=280)
+        after = tokenizers.fingerprint(str(path))
+        with pytest.raises(
+            ValueError, match=rf"has the fingerprint {after}, but {before} was used"
+        ):
+            experiment.from_mapping(record)
+
+    def test_nothing_is_read_until_it_is_needed(self, tmp_path):
+        absent = self.values(source="absent/*.txt", tokenizer="absent.model", vocab_size=32_000)
+        task = experiment.from_mapping(absent).task
+        assert (task.vocab_size, task.tokenizer_fingerprint) == (32_000, None)
+        with pytest.raises(ValueError, match=r"there is no tokenizer 'absent.model'"):
+            task.dataset(0, 1)
+
+    def test_a_padded_vocabulary(self):
+        assert Text(vocab_size=300).codec.vocab_size == 258
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"packing": "document"}, r"unknown packing 'document'.*did you mean 'documents'"),
+            ({"sequence_length": 0}, "sequence_length must be a positive integer; got 0"),
+            ({"held_out": 0.0}, "held_out must be between 0 and 1; got 0.0"),
+            ({"held_out": 1.0}, "held_out must be between 0 and 1; got 1.0"),
+            ({"tokenizer": "absent.json"}, r"there is no tokenizer 'absent.json'"),
+            ({"passkeys": 1}, r"passkeys is a share of the sequences in \[0, 1\); got 1"),
+            ({"passkey_form": "shrt"}, "unknown passkey form 'shrt'.*did you mean 'short'"),
+            ({"tokenizer_fingerprint": "0"}, r"'bytes' has the fingerprint .*, but 0 was used"),
+        ],
+    )
+    def test_options(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            Text(**options)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"batch_size": 0}, "batch_size must be a positive integer; got 0"),
+            ({"batch_size": 9, "process_count": 2}, "9 is not a multiple of process_count = 2"),
+            ({"batch_size": 4, "process_index": 1}, r"process_index must be in 0\.\.0; got 1"),
+            ({"batch_size": 4, "seed": -1}, "seed must be an integer from 0"),
+            ({"batch_size": 4, "seed": 0.5}, "seed must be an integer from 0"),
+        ],
+    )
+    def test_dataset_arguments(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            Text().dataset(**{"seed": 0, **options})
+
+    def test_shorter_than_a_sequence(self, folder):
+        with pytest.raises(ValueError, match="shorter than one sequence of 5000 tokens"):
+            text_task(folder, sequence_length=5000).dataset(0, 1)
+
+    def test_past_the_vocabulary(self, folder):
+        np.array([7, 258], "<u2").tofile(folder / "a.bin")
+        with pytest.raises(ValueError, match="token 1 is 258"):
+            text_task(folder, source=f"tokens:{folder}/a.bin").dataset(0, 1)
+
+    def test_a_vocabulary_too_small(self, folder):
+        with pytest.raises(ValueError, match=r"vocab_size = 100 is too small .* has 258 tokens"):
+            text_task(folder, vocab_size=100).dataset(0, 1)
+
+    def test_nothing_to_separate_documents(self, folder):
+        name = str(tokenizer_files.hugging_face(folder / "tokenizer.json", ["<other>"]))
+        with pytest.raises(ValueError, match=r"no token that starts or ends a document.*<other>"):
+            text_task(folder, tokenizer=name)
+
+    @pytest.mark.parametrize(("share", "side"), [(1e-9, "held out"), (1 - 1e-9, "train")])
+    def test_an_empty_side(self, folder, share, side):
+        task = text_task(folder, held_out=share)
+        with pytest.raises(ValueError, match=f"no document of .* falls into the {side} part"):
+            task.evaluation_tokens() if side == "held out" else task.dataset(0, 1)
+
+    def test_no_files(self, folder):
+        task = text_task(folder, source=f"{folder}/*.none")
+        with pytest.raises(ValueError, match="no file matches"):
+            task.dataset(0, 1)
+
+
+def test_options_are_documented():
+    for field in dataclasses.fields(Text):
+        assert re.search(rf"\b{field.name}[:,]", Text.__doc__ + Tokenized.__doc__), field.name

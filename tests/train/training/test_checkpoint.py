@@ -1,0 +1,248 @@
+import hashlib
+import threading
+import time
+
+import chex
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from train.training import checkpoint
+from train.training.checkpoint import Checkpoints
+from train.training.metrics import Sums
+
+
+def a_state(value: float = 1.0) -> dict:
+    """Arrays of the kinds that training saves."""
+    return {
+        "params": {
+            "w": jnp.full((3, 5), value),
+            "b": jnp.arange(4, dtype=jnp.bfloat16) * value,
+        },
+        "step": jnp.int32(value),
+        "key": jax.random.key_data(jax.random.key(int(value))),
+    }
+
+
+def a_dataset():
+    return iter(
+        grain.MapDataset.range(1000)
+        .shuffle(seed=1)
+        .to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4))
+    )
+
+
+@pytest.fixture
+def notes():
+    return []
+
+
+@pytest.fixture
+def saved(tmp_path, notes):
+    """Checkpoints of the steps 1, 2 and 3."""
+    with Checkpoints(tmp_path, report=notes.append) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, a_state(step))
+        checkpoints.wait()
+        yield checkpoints
+
+
+def array_files(folder):
+    """The files that hold array bytes: the largest of each data folder."""
+    return sorted((p for p in folder.rglob("d/*") if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+def test_round_trip_with_the_position_of_the_data(tmp_path):
+    data = a_dataset()
+    for _ in range(5):
+        next(data)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(7, a_state(7), data)
+        upcoming = [next(data) for _ in range(6)]
+    other = a_dataset()
+    with Checkpoints(tmp_path) as checkpoints:
+        step, state = checkpoints.restore(a_state(0), other)
+    assert step == 7
+    chex.assert_trees_all_equal(state, a_state(7))
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, a_state(7))
+    assert [next(other) for _ in range(6)] == upcoming
+
+
+def test_sums_beside_the_state_and_checkpoints_without_them(tmp_path, saved):
+    sums = Sums(since=4, steps=2, totals={"loss": 0.1 + 0.2})
+    with Checkpoints(tmp_path / "new") as checkpoints:
+        checkpoints.save(6, a_state(6), sums=sums)
+        sums.start_anew(8)
+        restored = Sums()
+        checkpoints.wait()
+        checkpoints.restore(a_state(0), sums=restored)
+    assert restored == Sums(since=4, steps=2, totals={"loss": 0.1 + 0.2})
+    untouched = Sums()
+    assert saved.restore(a_state(0), sums=untouched)[0] == 3
+    assert untouched == Sums()
+
+
+def test_restores_from_shapes_alone_and_in_part(saved):
+    template = jax.eval_shape(lambda: {"params": a_state()["params"]})
+    step, state = saved.restore(template, partial=True)
+    assert step == 3
+    chex.assert_trees_all_equal(state, {"params": a_state(3)["params"]})
+
+
+def test_saving_is_asynchronous_and_survives_donation(tmp_path, monkeypatch):
+    committed = threading.Event()
+    commit = Checkpoints._commit
+
+    def slow_commit(self, step, response):
+        response.result()
+        time.sleep(0.3)
+        committed.set()
+        commit(self, step, response)
+
+    monkeypatch.setattr(Checkpoints, "_commit", slow_commit)
+    advance = jax.jit(lambda x: jax.tree.map(lambda a: a + 1, x), donate_argnums=0)
+    state = {"w": jnp.zeros((512, 512))}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        for _ in range(5):
+            state = advance(state)
+        assert not committed.is_set()
+        assert checkpoints.steps() == []
+        checkpoints.wait()
+        assert checkpoints.steps() == [1]
+        _, restored = checkpoints.restore(state)
+    chex.assert_trees_all_equal(restored, {"w": np.zeros((512, 512))})
+
+
+def test_manifest_has_the_format_of_sha256sum(saved):
+    lines = (saved.folder / "00000003.sha256").read_text().splitlines()
+    listed = dict(reversed(line.split("  ")) for line in lines)
+    files = {
+        p.relative_to(saved.folder).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in (saved.folder / "00000003").rglob("*")
+        if p.is_file()
+    }
+    assert listed == files
+
+
+def test_without_manifest_a_checkpoint_does_not_count(saved):
+    (saved.folder / "00000003.sha256").unlink()
+    assert saved.steps() == [1, 2]
+    step, state = saved.restore(a_state())
+    assert step == 2
+    chex.assert_trees_all_equal(state, a_state(2))
+
+
+def test_one_flipped_bit_in_an_array_is_noticed(saved, notes):
+    path = array_files(saved.folder / "00000003")[-1]
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    step, state = saved.restore(a_state())
+    assert step == 2
+    chex.assert_trees_all_equal(state, a_state(2))
+    assert len(notes) == 1
+    assert str(saved.folder / "00000003") in notes[0]
+    assert f"{path.name} has changed" in notes[0]
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "unknown", "manifest", "empty"])
+def test_other_damage_is_noticed(saved, notes, damage):
+    path = array_files(saved.folder / "00000003")[-1]
+    manifest = saved.folder / "00000003.sha256"
+    match damage:
+        case "missing":
+            path.unlink()
+        case "truncated":
+            path.write_bytes(path.read_bytes()[:-1])
+        case "unknown":
+            path.with_name("more").write_bytes(b"")
+        case "manifest":
+            manifest.write_bytes(manifest.read_bytes()[:-70] + b"\xff\n")
+        case "empty":
+            manifest.write_text("")
+    assert saved.restore(a_state())[0] == 2
+    assert "00000003" in notes[0]
+
+
+def test_nothing_to_restore(tmp_path, saved):
+    for path in saved.folder.glob("*.sha256"):
+        path.write_text("")
+    with pytest.raises(ValueError, match=r"all 3 checkpoints in .* are damaged"):
+        saved.restore(a_state())
+    with (
+        pytest.raises(ValueError, match=r"no checkpoint in .*elsewhere"),
+        Checkpoints(tmp_path / "elsewhere") as checkpoints,
+    ):
+        checkpoints.restore(a_state())
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_state_of_another_model(saved):
+    template = a_state()
+    template["params"]["more"] = jnp.zeros(3)
+    with pytest.raises(ValueError, match="00000003 does not fit this model"):
+        saved.restore(template)
+
+
+def test_keeps_the_newest_and_never_fewer(tmp_path, monkeypatch):
+    whole = []
+    write = checkpoint.write_atomically
+
+    def spy(path, text):
+        with Checkpoints(tmp_path) as reader:
+            whole.append([s for s in reader.steps() if not reader.problems(s)])
+        write(path, text)
+
+    monkeypatch.setattr(checkpoint, "write_atomically", spy)
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        for step in range(1, 6):
+            checkpoints.save(step, {"w": jnp.ones(step)})
+    # What was intact at the moment when the manifest of step 1, 2, ... was written.
+    assert whole == [[], [1], [1, 2], [2, 3], [3, 4]]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["00000004", "00000004.sha256", "00000005", "00000005.sha256"]
+
+
+def test_what_a_crash_left_behind_is_removed_later(tmp_path):
+    leftovers = ["00000001", "00000001.orbax-checkpoint-tmp-7"]
+    for name in leftovers:
+        (tmp_path / name).mkdir()
+    (tmp_path / "notes").mkdir()
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.steps() == []
+        checkpoints.save(2, a_state())
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["00000002", "00000002.sha256", "notes"]
+
+
+def test_a_failed_save_is_raised_and_costs_nothing(saved, monkeypatch):
+    def fail(path, text):
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write_atomically", fail)
+        saved.save(4, a_state(4))
+        with pytest.raises(OSError, match="no space left"):
+            saved.wait()
+    assert saved.steps() == [1, 2, 3]
+    saved.save(4, a_state(4))
+    saved.wait()
+    assert saved.restore(a_state())[0] == 4
+
+
+def test_after_going_back_later_steps_are_written_anew(saved):
+    saved.forget_after(1)
+    assert saved.steps() == [1]
+    assert (saved.folder / "00000003").exists()
+    saved.save(2, a_state(20))
+    saved.wait()
+    assert saved.steps() == [1, 2]
+    chex.assert_trees_all_equal(saved.restore(a_state())[1], a_state(20))
+
+
+def test_keep_must_be_positive(tmp_path):
+    with pytest.raises(ValueError, match="keep must be at least 1; got 0"):
+        Checkpoints(tmp_path, keep=0)

@@ -1,0 +1,131 @@
+"""Training that starts from the parameters of another run."""
+
+import shutil
+
+import chex
+import jax
+import pytest
+
+from train import experiment
+from train.training import loop, runs
+from train.training import step as training_step
+
+
+def an_experiment(initial=None, *, task=None, position="rope", **model):
+    return experiment.from_mapping(
+        {
+            "name": "test",
+            "task": task or {"name": "addition", "max_digits": 2},
+            "model": {
+                **{"hidden_size": 8, "num_heads": 2, "num_layers": 1, "position": position},
+                **model,
+            },
+            "train": {"steps": 2, "batch_size": 4, "learning_rate": 0.01, "initial": initial},
+        }
+    )
+
+
+def state_of(folder, wanted):
+    template = jax.eval_shape(
+        lambda: training_step.init_state(wanted, training_step.make_optimizer(wanted.train))
+    )
+    with runs.checkpoints(folder) as checkpoints:
+        return checkpoints.restore(template)
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """A finished run, not to be changed."""
+    folder = tmp_path_factory.mktemp("runs") / "rope"
+    loop.train(an_experiment(), folder)
+    return folder
+
+
+class Crash(Exception):
+    pass
+
+
+def test_starts_from_the_last_parameters_with_a_new_optimiser(first, tmp_path, monkeypatch):
+    source = shutil.copytree(first, tmp_path / "rope")
+    # The name of the encoding completes the folder's.
+    wanted = an_experiment(f"{tmp_path}/{{encoding}}")
+
+    def crash(*_):
+        raise Crash
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "make_step", lambda *_: crash)
+        with pytest.raises(Crash):
+            loop.train(wanted, tmp_path / "second")
+    step, state = state_of(tmp_path / "second", wanted)
+    assert step == state.step == 0
+    last = state_of(first, an_experiment())[1].params
+    chex.assert_trees_all_equal(state.params, last)
+    fresh = training_step.make_optimizer(wanted.train).init(last)
+    chex.assert_trees_all_equal(state.opt_state, fresh)
+
+    # To resume, the other run is not needed.
+    shutil.rmtree(source)
+    loop.train(wanted, tmp_path / "second", resume=True)
+    assert state_of(tmp_path / "second", wanted)[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "listed"),
+    [
+        (
+            {"vocab_size": 30, "intermediate_size": 20},
+            [
+                "embedding: (19, 8) there, (30, 8) here",
+                "head/kernel: (8, 19) there, (8, 30) here",
+                "layers_0/mlp/down/kernel: (1, 32, 8) there, (1, 20, 8) here",
+                "layers_0/mlp/gate/kernel: (1, 8, 32) there, (1, 8, 20) here",
+                "layers_0/mlp/up/kernel: (1, 8, 32) there, (1, 8, 20) here",
+            ],
+        ),
+        ({"tie_embeddings": True}, ["head/kernel: (8, 19) there, absent here"]),
+        (
+            {"position": {"kind": "learned", "size": 16}},
+            ["position_table: absent there, (16, 8) here"],
+        ),
+    ],
+)
+def test_all_that_does_not_fit_is_listed(first, tmp_path, model, listed):
+    with pytest.raises(ValueError) as error:
+        loop.train(an_experiment(str(first), **model), tmp_path / "new")
+    heading, *lines = str(error.value).splitlines()
+    assert heading == f"the parameters of {first} do not fit this model:"
+    assert [line.strip() for line in lines] == listed
+    assert not (tmp_path / "new").exists()
+
+
+def test_another_tokenizer(tmp_path):
+    def task(fingerprint):
+        return {
+            **{"name": "scrolls", "tokenizer": "gone.model", "vocab_size": 300},
+            "tokenizer_fingerprint": fingerprint,
+        }
+
+    runs.create(tmp_path / "first", an_experiment(task=task("1" * 64)))
+    with pytest.raises(ValueError, match="do not fit this model:\n  the tokenizer: another one"):
+        runs.initial_params(an_experiment(str(tmp_path / "first"), task=task("2" * 64)))
+
+
+def test_no_such_run(tmp_path):
+    with pytest.raises(ValueError, match="there is no run folder"):
+        loop.train(an_experiment(str(tmp_path / "none")), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_on_the_command_line(tmp_path):
+    path = tmp_path / "small.py"
+    path.write_text(
+        "from ml_collections import ConfigDict\n"
+        "def get_config():\n"
+        "    return ConfigDict({'task': {'name': 'addition'}, 'model': {},\n"
+        "        'train': {'steps': 1, 'batch_size': 1, 'learning_rate': 1.0}})\n"
+    )
+    assert experiment.from_file(path).train.initial is None
+    for given in ("runs/c4", "runs/c4/{encoding}"):
+        chosen = experiment.from_file(path, [f"--config.train.initial={given}"])
+        assert chosen.train.initial == given

@@ -1,0 +1,96 @@
+"""Signals that ask a training to end."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from train.training.signals import Signals
+
+ROOT = Path(__file__).parents[3]
+
+
+class TestSignals:
+    @pytest.fixture(autouse=True)
+    def heeded(self):
+        """Signals that the tests themselves may have been started without."""
+        usual = {
+            signal.SIGINT: signal.default_int_handler,
+            signal.SIGTERM: signal.SIG_DFL,
+            signal.SIGHUP: signal.SIG_DFL,
+        }
+        before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+        yield
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def test_the_first_is_remembered_and_the_second_acts(self):
+        with Signals() as signals:
+            assert signals.received == 0
+            signal.raise_signal(signal.SIGINT)
+            assert signals.received == signal.SIGINT
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+
+    def test_handlers_are_put_back(self):
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = [signal.getsignal(n) for n in numbers]
+        with Signals():
+            assert all(signal.getsignal(n) not in before for n in numbers)
+        assert [signal.getsignal(n) for n in numbers] == before
+
+    def test_ignored_ones_stay_ignored(self):
+        before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        try:
+            with Signals() as signals:
+                signal.raise_signal(signal.SIGHUP)
+                assert signals.received == 0
+        finally:
+            signal.signal(signal.SIGHUP, before)
+
+    def test_what_is_said(self, capsys):
+        with Signals(lambda: "saving", lambda: "gone") as signals:
+            signal.raise_signal(signal.SIGTERM)
+            said = ""
+            while not said:
+                said = capsys.readouterr().err
+            assert said == "saving\n"
+            assert signals.received == signal.SIGTERM
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        assert "gone" not in capsys.readouterr().err
+
+
+BUSY = """
+import hashlib
+import signal
+from train.training import signals
+# A shell ignores SIGINT for what it runs in the background.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signals.PATIENCE = 0.2
+with signals.Signals(lambda: "saving", lambda: "abandoned"):
+    print("ready", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 1 << 30)
+"""
+
+
+def test_a_process_inside_a_call_of_c_answers_at_once():
+    """No handler of Python's is called while the main thread is in there."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", BUSY],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.readline() == "saving\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.readline() == "abandoned\n"
+        assert process.wait(30) == 128 + signal.SIGINT
+    finally:
+        process.kill()

@@ -1,0 +1,363 @@
+"""What goes on inside a trained model: its position states and attention maps, as pictures."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from tape_jax._src import algebra
+from tape_jax._src.checks import require
+from tape_jax._src.layout import is_of_encoding, with_encoding
+from tape_jax._src.model import Transformer
+from train.comparison.plots import BODY, COLOURS, SMALL, TINY, TITLE
+from train.evaluation.grids import text_table
+from train.experiment import Experiment
+from train.training.step import Batch, weighted_loss
+
+MOST_PANELS = 8
+MOST_TOKENS = 64
+UNSEEN_SEED = 2**31
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Inside:
+    """What a model did with one batch.
+
+    Attributes:
+      labels: [B][T] the tokens as text.
+      maps: [layers, B, T, H, T] attention probabilities.
+      states: [layers, B, T, H_kv, D] (rotary) or [layers, B, T, H_kv, M, L, R] (tensor): the
+        position state entering each layer, the first of which is the start; None for encodings
+        without a state.
+    """
+
+    labels: Sequence[Sequence[str]]
+    maps: np.ndarray
+    states: np.ndarray | None
+
+    @property
+    def flat_states(self) -> np.ndarray:
+        """The states with blocks flattened: [layers, B, T, H, D]."""
+        assert self.states is not None
+        return self.states.reshape(*self.states.shape[:4], -1)
+
+    @property
+    def relative_norms(self) -> np.ndarray:
+        """|e| / |start|: [layers, B, T, H]."""
+        norms = np.linalg.norm(self.flat_states, axis=-1)
+        return norms / norms[0]
+
+    @property
+    def moves(self) -> np.ndarray:
+        """How far each layer moved a state, |e_after - e_before| / |start|: [layers - 1, B, T, H].
+
+        The last layer moves none: nobody reads what leaves it.
+        """
+        start = np.linalg.norm(self.flat_states[0], axis=-1)
+        return np.linalg.norm(np.diff(self.flat_states, axis=0), axis=-1) / start
+
+    @property
+    def moved(self) -> np.ndarray:
+        """How far the states that enter each layer are from their start, over its norm: [layers].
+
+        The root mean square over tokens and heads.
+        """
+        away = self.flat_states - self.flat_states[0]
+        squares = np.square(away).sum(axis=(1, 2, 3, 4))
+        return np.sqrt(squares / np.square(self.flat_states[0]).sum())
+
+    @property
+    def phase_drift(self) -> np.ndarray | None:
+        """Angle between a state and its start, by frequency: [layers, B, T, H, D/2] in radians.
+
+        None in tensor form, whose blocks are no complex numbers.
+        """
+        if self.states is None or self.states.ndim != 5:
+            return None
+        half = self.states.shape[-1] // 2
+        e = self.states[..., :half] + 1j * self.states[..., half:]
+        return np.abs(np.angle(e * e[0].conj()))
+
+
+def look(
+    model: Transformer, variables: Any, tokens: np.ndarray, labels: Sequence[Sequence[str]]
+) -> Inside:
+    """Runs a model on ``tokens`` [B, T] and keeps what happens inside.
+
+    Args:
+      model: with any encoding.
+      variables: of the model.
+      tokens: integers [B, T].
+      labels: [B][T] the tokens as text.
+    """
+    config = model.config
+    batch, length = tokens.shape
+    keys = jax.ShapeDtypeStruct((batch, length, config.kv_heads, config.dim), jnp.float32)
+
+    def full(e: jax.Array) -> jax.Array:
+        e = algebra.align_state(e)
+        tail = e.shape[-3:] if algebra.is_tensor_form(e, keys) else e.shape[-1:]
+        return jnp.broadcast_to(e, (*keys.shape[:-1], *tail))
+
+    @jax.jit
+    def run(variables: Any, tokens: jax.Array) -> Any:
+        options: dict[str, Any] = {"return_states": True, "mutable": ["maps"]}
+        (_, recorded), sown = model.apply(variables, tokens, **options)
+        entering = [model.encoding.rotation(state)[1] for state in recorded.position]
+        given = [e for e in entering if e is not None]
+        states = jnp.stack([full(e) for e in given]) if given else None
+        return sown["maps"], states
+
+    sown, states = run(variables, jnp.asarray(tokens))
+    in_order = sorted(sown, key=lambda name: int(name.removeprefix("layers_")))
+    shape = (-1, batch, length, config.num_heads, length)
+    maps = [np.reshape(jax.tree.leaves(sown[name])[0], shape) for name in in_order]
+    return Inside(
+        labels,
+        np.concatenate(maps).astype(np.float32),
+        None if states is None else np.asarray(states, np.float32),
+    )
+
+
+class Reliance(NamedTuple):
+    """What a trained model does on a batch, and without what its position encoding has learned.
+
+    Attributes:
+      loss: the mean over the tokens that count, in nats.
+      accuracy: the share of them that is the model's first guess.
+      untrained_loss: the same with the parameters of the encoding as before training; TAPE's states
+        then stay at their start.
+      untrained_accuracy: of the same.
+    """
+
+    loss: float
+    accuracy: float
+    untrained_loss: float
+    untrained_accuracy: float
+
+    def __str__(self) -> str:
+        return text_table(
+            ["position encoding", "loss", "right, %"],
+            [
+                ["as trained", f"{self.loss:.4f}", f"{100 * self.accuracy:.2f}"],
+                [
+                    "as before training",
+                    f"{self.untrained_loss:.4f}",
+                    f"{100 * self.untrained_accuracy:.2f}",
+                ],
+            ],
+        )
+
+
+def reliance(model: Transformer, variables: Any, batch: Batch) -> Reliance | None:
+    """Measures how much a trained model relies on what its position encoding has learned.
+
+    A model may need what it was trained with without being the better for it: that is for a
+    comparison of trainings to say.
+
+    Args:
+      model: with any encoding.
+      variables: of the model.
+      batch: of its task, with ``inputs``, ``targets`` and ``weights`` [B, T].
+
+    Returns:
+      The measurement; None if the encoding has no parameters.
+    """
+
+    def untrained(params: Any) -> Any:
+        return with_encoding(params, model.init(jax.random.key(0), batch["inputs"])["params"])
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def measure(params: Any, as_trained: bool) -> tuple[jax.Array, jax.Array]:
+        params = params if as_trained else untrained(params)
+        out: Any = model.apply({**variables, "params": params}, batch["inputs"])
+        total = batch["weights"].sum()
+        right = ((out.argmax(-1) == batch["targets"]) * batch["weights"]).sum()
+        return weighted_loss(out, batch["targets"], batch["weights"]) / total, right / total
+
+    params = variables["params"]
+    if not any(is_of_encoding(path) for path, _ in jax.tree.leaves_with_path(params)):
+        return None
+    return Reliance(*(float(x) for trained in (True, False) for x in measure(params, trained)))
+
+
+def figures(inside: Inside) -> dict[str, Figure]:
+    """All pictures of the first sequence, by file name; those of states where there are any."""
+    pictures = {"attention.png": attention_maps(inside)}
+    if inside.states is not None:
+        pictures["patterns.png"] = patterns(inside)
+        pictures["drift.png"] = drift(inside)
+        pictures["moves.png"] = token_moves(inside)
+    return pictures
+
+
+def patterns(inside: Inside) -> Figure:
+    """The dot products of the first sequence's states, by head and layer (TAPE, figure 4).
+
+    Entry (i, j) is ``<e_i, e_j>`` over the mean ``|e|^2`` of the start, which for RoPE is the mean
+    of the cosines of all frequencies at distance ``i - j``. The first column is the start: what
+    RoPE has in all layers.
+    """
+    e = inside.flat_states[:, 0].transpose(0, 2, 1, 3)
+    products = np.einsum("lhid,lhjd->lhij", e, e) / np.square(e[0]).sum(-1).mean()
+    reach = max(1.0, float(np.quantile(np.abs(products), 0.99)))
+    figure = _panels(
+        products,
+        ["start", *(f"entering layer {i + 1}" for i in range(1, len(e)))],
+        "key",
+        "query",
+        "dot product of states",
+        limits=(-reach, reach),
+        colours="RdBu_r",
+    )
+    figure.suptitle("Position states: dot products by head and layer", fontsize=TITLE)
+    return figure
+
+
+def attention_maps(inside: Inside) -> Figure:
+    """Attention probabilities of the first sequence, by head and layer, colours by square root."""
+    maps = np.sqrt(inside.maps[:, 0].transpose(0, 2, 1, 3))
+    names = [f"layer {i + 1}" for i in range(len(maps))]
+    figure = _panels(
+        maps, names, "key", "query", "square root of the probability", limits=(0.0, 1.0)
+    )
+    figure.suptitle("Attention maps by head and layer", fontsize=TITLE)
+    return figure
+
+
+def _panels(
+    grids: np.ndarray,
+    columns: Sequence[str],
+    x_label: str,
+    y_label: str,
+    bar_label: str,
+    *,
+    limits: tuple[float, float],
+    colours: str = COLOURS,
+) -> Figure:
+    """Images [layers, heads, T, T]: a column for each layer, a row for each head."""
+    layers, heads = _spread(grids.shape[0]), _spread(grids.shape[1])
+    size = (1.6 + 1.9 * len(layers), 1.0 + 1.9 * len(heads))
+    figure = Figure(figsize=size, layout="compressed")
+    axes = figure.subplots(len(heads), len(layers), squeeze=False, sharex=True, sharey=True)
+    for row, head in enumerate(heads):
+        for column, layer in enumerate(layers):
+            panel: Axes = axes[row, column]
+            image = panel.imshow(
+                grids[layer, head], vmin=limits[0], vmax=limits[1], cmap=colours, rasterized=True
+            )
+            panel.tick_params(labelsize=TINY)
+            for axis in (panel.xaxis, panel.yaxis):
+                axis.set_major_locator(MaxNLocator(5, integer=True))
+            if row == 0:
+                panel.set_title(columns[layer], fontsize=SMALL)
+            if row == len(heads) - 1:
+                panel.set_xlabel(x_label, fontsize=SMALL)
+        axes[row, 0].set_ylabel(f"head {head + 1}\n{y_label}", fontsize=SMALL)
+    bar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02)
+    bar.set_label(bar_label, fontsize=SMALL)
+    bar.ax.tick_params(labelsize=TINY)
+    return figure
+
+
+def drift(inside: Inside) -> Figure:
+    """Norms of the states and their angles to the start, layer by layer, over all tokens."""
+    angles = inside.phase_drift
+    figure = Figure(figsize=(5.2 if angles is None else 14.0, 4.2), layout="constrained")
+    panels = figure.subplots(1, 1 if angles is None else 3, squeeze=False)[0]
+    layers = np.arange(1, len(inside.relative_norms) + 1)
+    _quantiles(panels[0], layers, inside.relative_norms, "norm relative to the start")
+    panels[0].set_title("Norm", fontsize=BODY)
+    if angles is not None:
+        degrees = np.degrees(angles)
+        _quantiles(panels[1], layers, degrees, "angle to the start, degrees")
+        panels[1].set_title("Phase drift", fontsize=BODY)
+        by_frequency = degrees.mean(axis=(1, 2, 3))
+        image = panels[2].imshow(by_frequency.T, aspect="auto", cmap=COLOURS, origin="lower")
+        panels[2].set_xticks(range(len(layers)), layers)
+        panels[2].set_ylabel("frequency, 0 the fastest", fontsize=SMALL)
+        panels[2].set_title("Mean phase drift by frequency", fontsize=BODY)
+        figure.colorbar(image, ax=panels[2]).set_label("degrees", fontsize=SMALL)
+    for panel in panels:
+        panel.set_xlabel("entering layer", fontsize=SMALL)
+        panel.tick_params(labelsize=SMALL)
+    figure.suptitle("Position states by layer", fontsize=TITLE)
+    return figure
+
+
+def _quantiles(panel: Axes, layers: np.ndarray, values: np.ndarray, label: str) -> None:
+    """Median and the central 90 % of everything but the first axis."""
+    low, middle, high = np.quantile(values.reshape(len(values), -1), (0.05, 0.5, 0.95), axis=1)
+    panel.plot(layers, middle, marker="o", markersize=4, label="median")
+    panel.fill_between(layers, low, high, alpha=0.25, label="central 90 %")
+    panel.set_xticks(layers)
+    panel.set_ylabel(label, fontsize=SMALL)
+    panel.grid(alpha=0.25)
+    panel.legend(fontsize=SMALL)
+
+
+def token_moves(inside: Inside) -> Figure:
+    """How far each layer moves the state of each of the first tokens, the mean over heads."""
+    labels = inside.labels[0][:MOST_TOKENS]
+    moves = inside.moves[:, 0, : len(labels)].mean(-1)
+    figure = Figure(
+        figsize=(2.5 + 0.24 * len(labels), 1.8 + 0.35 * len(moves)), layout="constrained"
+    )
+    panel = figure.subplots()
+    image = panel.imshow(moves, aspect="auto", cmap=COLOURS)
+    panel.set_xticks(range(len(labels)), labels, fontsize=TINY, family="monospace")
+    if max(map(len, labels)) > 2:
+        panel.tick_params(axis="x", labelrotation=90)
+    panel.set_yticks(range(len(moves)), [str(i + 1) for i in range(len(moves))], fontsize=SMALL)
+    panel.set_ylabel("layer", fontsize=SMALL)
+    panel.set_xlabel("token", fontsize=SMALL)
+    panel.set_title("How far each layer moves a token's state, relative to its norm", fontsize=BODY)
+    figure.colorbar(image, ax=panel, pad=0.01).ax.tick_params(labelsize=TINY)
+    return figure
+
+
+def movers(inside: Inside, most: int = 10) -> str:
+    """A table of the tokens whose states all layers together move most, on average.
+
+    Tokens that occur once only are left out where others occur more often.
+    """
+    total = inside.moves.sum(axis=0).mean(-1)
+    by_label: dict[str, list[float]] = {}
+    for labels, moved in zip(inside.labels, total, strict=True):
+        for label, distance in zip(labels, moved, strict=True):
+            by_label.setdefault(label, []).append(float(distance))
+    often = {label: d for label, d in by_label.items() if len(d) > 1} or by_label
+    ranking = sorted(often, key=lambda label: -np.mean(often[label]))[:most]
+    rows = [[repr(x), str(len(often[x])), f"{np.mean(often[x]):.3f}"] for x in ranking]
+    return text_table(["token", "occurrences", "mean distance moved"], rows)
+
+
+def _spread(count: int) -> list[int]:
+    """All indices, or ``MOST_PANELS`` evenly chosen ones, the first and the last among them."""
+    return sorted({int(i) for i in np.linspace(0, count - 1, min(count, MOST_PANELS)).round()})
+
+
+def examples(experiment: Experiment, count: int) -> Batch:
+    """Examples of the task, drawn with a seed of their own."""
+    return next(iter(experiment.task.dataset((experiment.seed + UNSEEN_SEED) % 2**32, count)))
+
+
+def prompted(experiment: Experiment, prompt: str) -> np.ndarray:
+    """The tokens [1, T] of a prompt."""
+    tokens = np.asarray(experiment.task.encode(prompt))
+    require(len(tokens) >= 2, f"inspect: --prompt must have at least 2 tokens; got {prompt!r}")
+    return tokens[None]
+
+
+def printable(text: str) -> str:
+    """A token's text as a label that shows spaces and line ends."""
+    return text.replace(" ", "\u2423").replace("\n", "\u21b5").replace("\t", "\u2192") or "\u2205"

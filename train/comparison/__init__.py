@@ -1,0 +1,1 @@
+"""Several trained models side by side: sweeps, reports, tables, figures."""

@@ -1,0 +1,41 @@
+"""What a report says of questions of several lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from train.comparison.plots import heat_maps, length_curves
+from train.comparison.tasks import Comparison
+from train.evaluation.grids import Grid, averages_table, length_table, pool, require_same_questions
+from train.tasks.questions import QuestionTask
+
+
+def compare(task: QuestionTask, results: Mapping[str, Sequence[Grid]]) -> Comparison:
+    """A figure, and exact match by length; the questions of all seeds are counted together.
+
+    The figure has a curve for each name or, with two operands, a heat map.
+    """
+    grids = {name: pool(list(of_seeds)) for name, of_seeds in results.items()}
+    first = require_same_questions(grids)
+    wording = first.wording
+    if task.operands == 1:
+        marks, lengths, by = "*", "length", ""
+        label = f"{wording.questions} answered right, %"
+        figure = length_curves({"": grids}, title=wording.title, y_label=label)
+    else:
+        marks, lengths = "* or \u2022", "operand lengths"
+        by = f", by the {wording.unit} of the longer operand"
+        figure = heat_maps(grids)
+    picture = f"![Exact match by {lengths}](exact_match.png)"
+    return Comparison(
+        title=task.heading,
+        introduction=(
+            f"{task.introduction(first)} Inside the trained range, the {wording.questions} asked "
+            f"were held out of training; where {marks} stands, there are too few to hold any out."
+        ),
+        sections={
+            "Exact match": f"{averages_table(grids)}\n\n{picture}",
+            "By length": f"Percentages with their 95 % intervals{by}.\n\n{length_table(grids)}",
+        },
+        figures={"exact_match.png": figure},
+    )

@@ -1,0 +1,16 @@
+"""Where what can be made again is kept between commands."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """``TAPE_JAX_CACHE``, else ``tape-jax`` in the user's cache folder.
+
+    That is ``XDG_CACHE_HOME``, else ``~/.cache``.
+    """
+    if own := os.environ.get("TAPE_JAX_CACHE"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tape-jax"

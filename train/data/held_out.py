@@ -1,0 +1,49 @@
+"""What is held out of training: a hash decides, of what is asked and of nothing else.
+
+So every seed, length and model shares it. Which hash is part of a task's definition: with another
+one, models on record would be asked what they were trained on. There is therefore one for each kind
+of thing, and no more: rows of symbols, of which millions are drawn; keys of passkeys; documents.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+
+import numpy as np
+
+ONE_IN = 10
+
+
+def symbols(rows: np.ndarray) -> np.ndarray:
+    """bool [B]: whether the rows of symbols [A, B, W] at one place of B are in the held-out tenth.
+
+    Neither the order of the A rows nor zeros at the end of a row matter.
+    """
+    return _mix(_fingerprints(rows).sum(axis=0, dtype=np.uint64)) % np.uint64(ONE_IN) == 0
+
+
+def key(number: int) -> bool:
+    """Whether a number that is hidden in a text is in the tenth that is held out."""
+    return zlib.crc32(str(number).encode()) % ONE_IN == 0
+
+
+def document(name: bytes | np.ndarray, share: float) -> bool:
+    """Whether the document of this name is among the ``share`` that is held out."""
+    content = name if isinstance(name, bytes) else name.data
+    number = int.from_bytes(hashlib.sha256(content).digest()[:8], "big")
+    return number < share * 2**64
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """A bijection of uint64 in which each bit depends on all (the finaliser of SplitMix64)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _fingerprints(rows: np.ndarray) -> np.ndarray:
+    """uint64 [...]: a hash of each row [..., W]."""
+    place = np.arange(1, rows.shape[-1] + 1, dtype=np.uint64)
+    factors = _mix(place * np.uint64(0x9E3779B97F4A7C15))
+    return _mix(rows.astype(np.uint64) @ factors + np.uint64(1))

@@ -1,0 +1,44 @@
+"""How models are measured: exact match over grids of questions, perplexity over windows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from tape_jax._src.model import Transformer
+
+# Called with the numbers of items done and of items to be done.
+Progress = Callable[[int, int], None]
+
+
+class Trained(Protocol):
+    """A trained model that is to be judged, such as :class:`train.training.runs.TrainedRun`.
+
+    Attributes:
+      model: the Flax module.
+      variables: its variables.
+      apply: ``apply(variables, tokens [B, T]) -> logits [B, T, V]``.
+      max_length: the longest sequence, in tokens, that the model accepts; None: any.
+    """
+
+    @property
+    def model(self) -> Transformer: ...
+
+    @property
+    def variables(self) -> dict[str, Any]: ...
+
+    @property
+    def apply(self) -> Callable[..., Any]: ...
+
+    @property
+    def max_length(self) -> int | None: ...
+
+
+def fits(tokens: int, limit: int | None) -> bool:
+    """Whether a model that takes at most ``limit`` tokens (None: any number) takes so many."""
+    return limit is None or tokens <= limit
+
+
+def part_of(progress: Progress | None, before: int, total: int) -> Progress | None:
+    """Reports a part of some work, ``before`` of whose ``total`` items are done already."""
+    return progress and (lambda done, _: progress(before + done, total))

@@ -1,0 +1,277 @@
+"""Evaluation: exact match of whole answers.
+
+An answer that is generated greedily is right exactly when, with the right answer fed to the model
+instead, the most probable token is the right one at every place of it: up to the first wrong token
+both see the same inputs. So one pass over prompt and answer replaces one pass for every token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tape_jax._src.checks import require
+from tape_jax._src.model import Transformer
+from train.evaluation import Progress, fits
+
+Apply = Callable[[Any, jax.Array], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Examples:
+    """Prompts with their answers, ready to be judged by :func:`exact_match`.
+
+    Attributes:
+      tokens: integers [E, L]: a prompt, its answer (end symbol included), then padding.
+      prompt_lengths: [E] tokens of each prompt, at least 1.
+      lengths: [E] tokens of prompt and answer together.
+      cells: [E, 2] row and column of the grid that each example belongs to.
+    """
+
+    tokens: np.ndarray
+    prompt_lengths: np.ndarray
+    lengths: np.ndarray
+    cells: np.ndarray
+
+    def __post_init__(self):
+        shapes = {f.name: np.shape(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        count, width = (*shapes["tokens"], 0, 0)[:2]
+        expected = {
+            "tokens": (count, width),
+            "prompt_lengths": (count,),
+            "lengths": (count,),
+            "cells": (count, 2),
+        }
+        require(shapes == expected, f"examples: shapes {shapes}, expected {expected}")
+        require(
+            bool(
+                np.all(self.prompt_lengths >= 1)
+                and np.all(self.prompt_lengths < self.lengths)
+                and np.all(self.lengths <= width)
+            ),
+            f"examples: need 1 <= prompt_lengths < lengths <= {width} in every row",
+        )
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def take(self, rows: np.ndarray, width: int) -> Examples:
+        """The given rows, cut to ``width`` tokens."""
+        return Examples(
+            self.tokens[rows, :width],
+            self.prompt_lengths[rows],
+            self.lengths[rows],
+            self.cells[rows],
+        )
+
+
+class Askable(Protocol):
+    """A task that can be asked in ordinary writing."""
+
+    def question(self, text: str) -> np.ndarray: ...
+
+    def solve(self, text: str) -> str: ...
+
+    def longest_answer(self, text: str) -> int: ...
+
+    def read_answer(self, tokens: np.ndarray) -> str: ...
+
+    def decode(self, tokens: np.ndarray) -> str: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class AtPlaces:
+    """A model that makes logits at the given places only: memory for [B, A, V], not [B, T, V]."""
+
+    model: Transformer
+
+    def __call__(self, variables: Any, tokens: jax.Array, places: jax.Array) -> jax.Array:
+        """Logits [B, A, V] after ``tokens`` [B, T] at ``places`` [B, A]."""
+        hidden = jnp.asarray(self.model.apply(variables, tokens, output="hidden"))
+        at = jnp.take_along_axis(hidden, places[..., None], axis=1, mode="clip")
+        return self.model.project(variables, at)
+
+
+def exact_match(
+    apply: Apply | AtPlaces,
+    variables: Any,
+    examples: Examples,
+    *,
+    batch_size: int = 512,
+    shapes: int = 2,
+    progress: Progress | None = None,
+) -> np.ndarray:
+    """Whether each answer would be generated greedily to its last token: bool [E].
+
+    Args:
+      apply: ``apply(variables, tokens int32 [B, T]) -> logits [B, T, V]``, causal and hashable
+        (a model's ``apply`` method is), compiled once for each shape; or :class:`AtPlaces` to save
+        memory.
+      variables: of the model.
+      examples: prompts and answers.
+      batch_size: examples of one pass.
+      shapes: how many different sequence lengths to compile for; each example is padded to the
+        next of them. More of them compute less and compile longer.
+      progress: called with the numbers of examples done and to be done.
+
+    Raises:
+      ValueError: no examples, or ``batch_size`` or ``shapes`` below 1.
+    """
+    require(len(examples) > 0, "evaluation: no examples")
+    require(batch_size >= 1, f"evaluation: batch_size must be at least 1; got {batch_size}")
+    require(shapes >= 1, f"evaluation: shapes must be at least 1; got {shapes}")
+    right = np.zeros(len(examples), bool)
+    done = 0
+
+    def fetch(rows: np.ndarray, outcome: jax.Array) -> None:
+        nonlocal done
+        right[rows] = outcome[: len(rows)]
+        done += len(rows)
+        if progress is not None:
+            progress(done, len(examples))
+
+    longest = int((examples.lengths - examples.prompt_lengths).max())
+    waiting: tuple[np.ndarray, jax.Array] | None = None
+    for rows, batch in _batches(examples, min(batch_size, len(examples)), shapes):
+        outcome = _all_right(
+            apply, longest, variables, batch.tokens, batch.prompt_lengths, batch.lengths
+        )
+        if waiting is not None:
+            fetch(*waiting)
+        waiting = rows, outcome
+    assert waiting is not None
+    fetch(*waiting)
+    return right
+
+
+def _batches(
+    examples: Examples, batch_size: int, shapes: int
+) -> Iterator[tuple[np.ndarray, Examples]]:
+    """Row numbers [<= B] and their examples [B], the last one repeated to fill the batch."""
+    quantiles = np.arange(1, shapes + 1) / shapes
+    widths = np.unique(np.quantile(examples.lengths, quantiles, method="higher"))
+    group = np.searchsorted(widths, examples.lengths)
+    for index, width in enumerate(widths):
+        members = np.flatnonzero(group == index)
+        for start in range(0, len(members), batch_size):
+            rows = members[start : start + batch_size]
+            filled = np.pad(rows, (0, batch_size - len(rows)), mode="edge")
+            yield rows, examples.take(filled, int(width))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _all_right(
+    apply: Apply | AtPlaces,
+    answer_length: int,
+    variables: Any,
+    tokens: jax.Array,
+    prompt_lengths: jax.Array,
+    lengths: jax.Array,
+) -> jax.Array:
+    """bool [B]: whether the most probable token is right at every place of the answer.
+
+    No answer has more than ``answer_length`` tokens.
+    """
+    inputs, targets = tokens[:, :-1].astype(jnp.int32), tokens[:, 1:].astype(jnp.int32)
+    places = prompt_lengths[:, None] - 1 + jnp.arange(answer_length)
+    if isinstance(apply, AtPlaces):
+        logits = apply(variables, inputs, places)
+    else:
+        logits = apply(variables, inputs)
+        logits = jnp.take_along_axis(logits, places[..., None], axis=1, mode="clip")
+    wanted = jnp.take_along_axis(targets, places, axis=1, mode="clip")
+    beyond = places + 1 >= lengths[:, None]
+    return jnp.all((jnp.argmax(logits, axis=-1) == wanted) | beyond, axis=-1)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def greedy(apply: Apply, variables: Any, tokens: jax.Array, prompt_lengths: jax.Array) -> jax.Array:
+    """Continues prompts token by token, always with the most probable one, without a cache.
+
+    Args:
+      apply: as for :func:`exact_match`.
+      variables: of the model.
+      tokens: int32 [B, T], of which each row starts with its prompt.
+      prompt_lengths: int32 [B], 1..T.
+
+    Returns:
+      int32 [B, T]: the prompts, each continued to T tokens.
+    """
+    rows = jnp.arange(tokens.shape[0])
+
+    def step(place: jax.Array, tokens: jax.Array) -> jax.Array:
+        predicted = jnp.argmax(apply(variables, tokens[:, :-1])[rows, place - 1], axis=-1)
+        given = place < prompt_lengths
+        return tokens.at[:, place].set(jnp.where(given, tokens[:, place], predicted))
+
+    return jax.lax.fori_loop(jnp.min(prompt_lengths), tokens.shape[1], step, tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What a model answered.
+
+    Attributes:
+      question: as asked.
+      text: the answer in ordinary writing or, if it is not well formed, the tokens as they are.
+      solution: the right answer.
+    """
+
+    question: str
+    text: str
+    solution: str
+
+    @property
+    def right(self) -> bool:
+        """Whether the model is right."""
+        return self.text == self.solution
+
+    def __str__(self) -> str:
+        verdict = "right" if self.right else f"wrong: it is {self.solution}"
+        return f"{self.question} = {self.text} ({verdict})"
+
+
+def answer(
+    apply: Apply,
+    variables: Any,
+    task: Askable,
+    question: str,
+    *,
+    max_length: int | None = None,
+) -> Answer:
+    """Asks the model one question.
+
+    Args:
+      apply: as for :func:`exact_match`.
+      variables: of the model.
+      task: knows how to write the question and read the answer.
+      question: in ordinary writing, such as ``"407+85"``.
+      max_length: tokens that the model accepts; None: no limit.
+
+    Raises:
+      ValueError: a question that is none, or whose answer may be too long for the model.
+    """
+    prompt = task.question(question)
+    start, end = len(prompt), len(prompt) + task.longest_answer(question)
+    require(
+        fits(end - 1, max_length),
+        f"{question!r} with its answer needs {end - 1} tokens, but the model accepts at most "
+        f"{max_length}",
+    )
+    # Rounded up, so that questions of similar length share one compilation.
+    width = -(-end // 16) * 16
+    width = width if max_length is None else min(width, max_length + 1)
+    buffer = np.pad(prompt, (0, width - start))[None]
+    written = np.asarray(greedy(apply, variables, buffer, np.array([start], np.int32)))
+    tokens = written[0, start:end]
+    try:
+        text = task.read_answer(tokens)
+    except ValueError:
+        text = task.decode(tokens)
+    return Answer(question, text, task.solve(question))

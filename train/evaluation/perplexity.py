@@ -1,0 +1,348 @@
+"""Perplexity of held-out text by length: how well a language model uses, or bears, long inputs.
+
+A model trained on sequences of T tokens is judged at multiples of T, or at other lengths, in three
+ways:
+
+* ``disjoint``: the text is cut into windows one after another, each of which starts without any
+  context.
+* ``overlapping``: windows move on by a stride, and only the tokens that are new in a window are
+  scored, so that all but those of the first window have nearly the whole length as context.
+* ``windowed``: disjoint windows again, with the same weights, but no token sees further back than
+  T tokens (a sliding attention window). It tells apart what unseen distances do to a model and
+  what unseen positions do.
+
+Every way at every length scores the same targets: those of the longest disjoint windows (see
+:func:`train.evaluation.window_losses.windows`), and so does every model with the same tokenizer and
+trained length. Logits exist for a few tokens at a time: memory grows with the length as the
+attention's does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tape_jax._src.checks import require
+from tape_jax._src.model import Transformer
+from train.evaluation import Progress, fits
+from train.evaluation.grids import read_record, text_table
+from train.evaluation.window_losses import losses_and_places, windows_of, with_window
+
+FORMAT = "tape-jax perplexity, version 1"
+BINS_PER_TRAINED_LENGTH = 8
+
+# Ways of measuring (the module's text explains them).
+PROTOCOLS = {
+    "disjoint": "disjoint windows",
+    "overlapping": "overlapping windows",
+    "windowed": "sliding attention window",
+}
+
+# What a mean loss in nats for each token comes to.
+Quantity = Callable[["Perplexity", float], float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """Losses of one model, measured in one way at one length.
+
+    Attributes:
+      protocol: of :data:`PROTOCOLS`.
+      length: tokens of a window.
+      blocks: mean loss in nats of each block of targets; empty if the model does not take the
+        length.
+      by_position: mean loss in nats of the targets at each bin of places in the window, NaN where
+        none is scored; empty likewise.
+    """
+
+    protocol: str
+    length: int
+    blocks: tuple[float, ...]
+    by_position: tuple[float, ...]
+
+    @property
+    def loss(self) -> float:
+        """Mean loss in nats for each token; NaN if the model does not take the length."""
+        return statistics.fmean(self.blocks) if self.blocks else math.nan
+
+    @property
+    def error(self) -> float:
+        """Standard error of the mean loss over blocks of text; NaN of fewer than two."""
+        count = len(self.blocks)
+        return statistics.stdev(self.blocks) / math.sqrt(count) if count > 1 else math.nan
+
+
+@dataclasses.dataclass(frozen=True)
+class Perplexity:
+    """Perplexity of a model by length.
+
+    Attributes:
+      trained: T, the trained length in tokens.
+      stride: of overlapping windows, in tokens.
+      bin: places in a window that :attr:`Measurement.by_position` takes together.
+      targets: number of targets scored, the same for every measurement; a block of them is as long
+        as the longest window.
+      fingerprint: equal for results that scored the same targets.
+      text_bytes: number of bytes that the targets stand for; None if unknown.
+      measurements: for each way and length.
+    """
+
+    trained: int
+    stride: int
+    bin: int
+    targets: int
+    fingerprint: str
+    text_bytes: int | None
+    measurements: tuple[Measurement, ...]
+
+    @property
+    def protocols(self) -> tuple[str, ...]:
+        """The ways of measuring."""
+        return tuple(dict.fromkeys(m.protocol for m in self.measurements))
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of the windows, ascending."""
+        return tuple(dict.fromkeys(m.length for m in self.measurements))
+
+    def at(self, protocol: str, length: int) -> Measurement:
+        """The measurement in this way at this length."""
+        return next(m for m in self.measurements if (m.protocol, m.length) == (protocol, length))
+
+    def bits_per_byte(self, loss: float) -> float:
+        """A mean loss in nats for each token, as bits for each byte of text; NaN if unknown."""
+        if self.text_bytes is None:
+            return math.nan
+        return loss / math.log(2) * self.targets / self.text_bytes
+
+    def summary(self) -> dict[str, float]:
+        """Perplexities by way and ratio to the trained length, where the model takes the length.
+
+        If the bytes of the text are known, also the bits per byte in disjoint windows.
+        """
+        taken = [(m, m.length / self.trained) for m in self.measurements if m.blocks]
+        scalars = {score_key(m.protocol, f): math.exp(m.loss) for m, f in taken}
+        if self.text_bytes is not None:
+            bits = {f: self.bits_per_byte(m.loss) for m, f in taken if m.protocol == "disjoint"}
+            scalars |= {f"bits_per_byte_{f:g}x": value for f, value in bits.items()}
+        return scalars
+
+    def table(self) -> str:
+        """Perplexity by length, a column for each way."""
+        columns = {PROTOCOLS[p]: (p, [self]) for p in self.protocols}
+        parts = ["Perplexity", table(columns)]
+        if self.text_bytes is not None:
+            parts += ["Bits per byte", table(columns, Perplexity.bits_per_byte)]
+        return "\n\n".join([*parts, note({"": [self]})])
+
+    def to_json(self) -> dict[str, Any]:
+        """The result in JSON types."""
+        record = dataclasses.asdict(self)
+        for item in record["measurements"]:
+            item["by_position"] = [None if math.isnan(x) else x for x in item["by_position"]]
+        return {"format": FORMAT, **record}
+
+    @classmethod
+    def from_json(cls, record: Any) -> Perplexity:
+        """The result that :meth:`to_json` described.
+
+        Raises:
+          ValueError: ``record`` is something else.
+        """
+        values = read_record(record, cls, FORMAT)
+        measurements = []
+        for item in values.pop("measurements"):
+            fields = read_record(item, Measurement)
+            for name in ("blocks", "by_position"):
+                fields[name] = tuple(math.nan if x is None else x for x in fields[name])
+            measurements.append(Measurement(**fields))
+        return cls(**values, measurements=tuple(measurements))
+
+
+def measure(
+    model: Transformer,
+    variables: Any,
+    texts: Sequence[np.ndarray],
+    *,
+    trained: int,
+    lengths: Sequence[int],
+    protocols: Sequence[str] = tuple(PROTOCOLS),
+    stride: int,
+    batch_tokens: int = 16_384,
+    max_length: int | None = None,
+    text_bytes: int | None = None,
+    progress: Progress | None = None,
+) -> Perplexity:
+    """Perplexity by length.
+
+    Args:
+      model, variables: what is judged.
+      texts: token ids, each n x longest window + 1 of them for some n >= 1.
+      trained: T, the trained length in tokens.
+      lengths: tokens of the windows, ascending; each divides the last.
+      protocols: ways of measuring, of :data:`PROTOCOLS`.
+      stride: tokens by which overlapping windows move on.
+      batch_tokens: tokens of one pass, if a window has no more.
+      max_length: tokens that the model accepts; None: any number.
+      text_bytes: bytes that all targets together stand for, if known.
+      progress: called with the numbers of tokens done and to be done.
+
+    Raises:
+      ValueError: no texts, texts of other lengths, or a stride longer than a window.
+    """
+    block = lengths[-1]
+    sizes = [len(text) - 1 for text in texts]
+    require(
+        bool(sizes) and all(size > 0 and size % block == 0 for size in sizes),
+        f"evaluation: expected texts of n x {block} + 1 tokens; got {[len(t) for t in texts]}",
+    )
+    tokens = np.concatenate(texts).astype(np.int32)
+    is_target = np.ones(len(tokens), bool)
+    is_target[np.cumsum([len(text) for text in texts]) - 1] = False
+    plan = {
+        (protocol, n): windows_of(sizes, n, stride if protocol == "overlapping" else n)
+        for protocol in protocols
+        for n in lengths
+    }
+    possible = {key for key in plan if fits(key[1], max_length)}
+    total, before = sum(key[1] * len(plan[key][0]) for key in possible), 0
+    bin = max(1, trained // BINS_PER_TRAINED_LENGTH)
+
+    def advance(done: int) -> None:
+        if progress is not None:
+            progress(before + done, total)
+
+    measurements = []
+    for (protocol, length), (starts, first) in plan.items():
+        if (protocol, length) not in possible:
+            measurements.append(Measurement(protocol, length, (), ()))
+            continue
+        losses, places = losses_and_places(
+            # A window that spans everything is left out, which saves a compilation.
+            with_window(model, trained) if protocol == "windowed" and length > trained else model,
+            variables,
+            tokens,
+            starts,
+            first,
+            length,
+            batch_tokens,
+            advance,
+        )
+        before += length * len(starts)
+        losses, bins = losses[is_target], places[is_target] // bin
+        blocks = losses.reshape(-1, block).mean(axis=1)
+        sums, counts = (np.bincount(bins, x, -(-length // bin)) for x in (losses, None))
+        means = np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > 0)
+        measurements.append(
+            Measurement(protocol, length, tuple(blocks.tolist()), tuple(means.tolist()))
+        )
+    return Perplexity(
+        trained=trained,
+        stride=stride,
+        bin=bin,
+        targets=sum(sizes),
+        fingerprint=hashlib.sha256(np.array(sizes).tobytes() + tokens.tobytes()).hexdigest()[:16],
+        text_bytes=text_bytes,
+        measurements=tuple(measurements),
+    )
+
+
+def require_same_targets(results: Mapping[str, Sequence[Perplexity]]) -> Perplexity:
+    """The first of the results, which may be compared.
+
+    Raises:
+      ValueError: no results, or results of other targets or measurements.
+    """
+    everything = [(name, result) for name, group in results.items() for result in group]
+    require(len(everything) > 0, "no results to compare")
+    name, first = everything[0]
+    for other, result in everything[1:]:
+        for field in ("trained", "fingerprint", "stride", "protocols", "lengths"):
+            here, there = getattr(first, field), getattr(result, field)
+            require(
+                here == there,
+                f"{name!r} and {other!r} were not judged alike: {field} is {here} and {there}",
+            )
+    return first
+
+
+def score_key(protocol: str, factor: float) -> str:
+    """The name of a perplexity in :meth:`Perplexity.summary`."""
+    return f"perplexity_{'' if protocol == 'disjoint' else protocol + '_'}{factor:g}x"
+
+
+def _perplexity(result: Perplexity, loss: float) -> float:
+    return math.exp(loss)
+
+
+def table(
+    columns: Mapping[str, tuple[str, Sequence[Perplexity]]], value: Quantity = _perplexity
+) -> str:
+    """A quantity by length; a column takes the results of all seeds in one way of measuring."""
+    first = next(iter(columns.values()))[1][0]
+    rows = [
+        [
+            f"{length:,}",
+            f"{length / first.trained:g}x",
+            *(_cell(group, protocol, length, value) for protocol, group in columns.values()),
+        ]
+        for length in first.lengths
+    ]
+    return text_table(["tokens", "of trained", *columns], rows)
+
+
+def _cell(group: Sequence[Perplexity], protocol: str, length: int, value: Quantity) -> str:
+    """Mean and spread as text."""
+    mean, spread = mean_and_spread(group, protocol, length, value)
+    if math.isnan(mean):
+        return "-"
+    decimals = 3 if mean < 10 else 2 if mean < 100 else 1
+    return f"{mean:.{decimals}f}" + ("" if math.isnan(spread) else f" ± {spread:.{decimals}f}")
+
+
+def mean_and_spread(
+    group: Sequence[Perplexity], protocol: str, length: int, value: Quantity = _perplexity
+) -> tuple[float, float]:
+    """Mean and standard deviation over seeds; of one seed the standard error over the text.
+
+    NaN for a mean if no model takes the length, for a spread if there is nothing to tell it by.
+    """
+    taken = [(r, r.at(protocol, length)) for r in group if r.at(protocol, length).blocks]
+    values = [value(result, m.loss) for result, m in taken]
+    if not values:
+        return math.nan, math.nan
+    if len(values) > 1:
+        return statistics.fmean(values), statistics.stdev(values)
+    result, m = taken[0]
+    low, high = (value(result, m.loss + sign * m.error) for sign in (-1, 1))
+    return values[0], (high - low) / 2
+
+
+def note(results: Mapping[str, Sequence[Perplexity]]) -> str:
+    """What the tables of these results mean."""
+    first = require_same_targets(results)
+    blocks = first.targets // first.lengths[-1]
+    lines = [f"Every number is an average over the same {first.targets:,} tokens of held-out text."]
+    if all(len(group) > 1 for group in results.values()):
+        lines.append("± is the standard deviation over seeds.")
+    elif blocks > 1:
+        lines.append(
+            f"± is the standard error over {blocks} blocks of text (over seeds, where there are "
+            "several, the standard deviation). All models are scored on the same text, so a "
+            "difference between two of them is more certain than their ± suggest."
+        )
+    if "overlapping" in first.protocols:
+        lines.append(
+            f"Overlapping windows move on by {first.stride:,} tokens and score only what is new."
+        )
+    if "windowed" in first.protocols:
+        lines.append(f"The sliding attention window spans {first.trained:,} tokens.")
+    if any(not m.blocks for group in results.values() for r in group for m in r.measurements):
+        lines.append("A dash: the model does not take the length.")
+    return " ".join(lines)

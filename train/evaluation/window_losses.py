@@ -1,0 +1,105 @@
+"""Losses of the tokens of a text, window by window."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from tape_jax._src.checks import require
+from tape_jax._src.model import Transformer
+
+# Tokens whose logits are in memory at a time.
+CHUNK = 1024
+
+
+def windows(targets: int, length: int, stride: int) -> tuple[np.ndarray, np.ndarray]:
+    """Windows that together score each of ``targets`` consecutive targets exactly once.
+
+    Target t is the token after token t. A window that starts at s gives the targets s to
+    s + length - 1, of which it scores those that no window before it has. The last one ends where
+    the targets do, and for that moves on by less than ``stride`` if need be.
+
+    Returns:
+      int [W] starts, and int [W] the place in each window from which on it scores.
+
+    Raises:
+      ValueError: unless 1 <= stride <= length <= targets.
+    """
+    require(
+        1 <= stride <= length <= targets,
+        f"evaluation: need 1 <= stride <= window <= targets; got stride = {stride}, window = "
+        f"{length}, targets = {targets}",
+    )
+    starts = np.append(np.arange(0, targets - length, stride), targets - length)
+    return starts, length - np.diff(starts + length, prepend=0)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def token_losses(model: Transformer, variables: Any, tokens: jax.Array) -> jax.Array:
+    """The loss of each token but the first, given those before it.
+
+    Args:
+      model: of which logits are made for :data:`CHUNK` tokens at a time.
+      variables: of the model.
+      tokens: int32 [B, L + 1].
+
+    Returns:
+      float32 [B, L], cross entropy in nats.
+    """
+    hidden = jnp.asarray(model.apply(variables, tokens[:, :-1], output="hidden"))
+
+    def loss(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
+        logits = model.project(variables, pair[0]).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, pair[1])
+
+    flat = hidden.reshape(-1, hidden.shape[-1]), tokens[:, 1:].reshape(-1)
+    return jax.lax.map(loss, flat, batch_size=CHUNK).reshape(tokens.shape[0], -1)
+
+
+def with_window(model: Transformer, window: int) -> Transformer:
+    """The same model, of which tokens see at most ``window`` tokens, themselves included."""
+    own = model.config.local_window_size
+    narrow = window if own is None else min(own, window)
+    return Transformer(dataclasses.replace(model.config, local_window_size=narrow))
+
+
+def windows_of(sizes: Sequence[int], length: int, stride: int) -> tuple[np.ndarray, np.ndarray]:
+    """:func:`windows` of texts that lie one after another, each a token longer than its targets."""
+    own = [windows(size, length, stride) for size in sizes]
+    offsets = np.cumsum([0, *(size + 1 for size in sizes[:-1])])
+    starts = [offset + starts for offset, (starts, _) in zip(offsets, own, strict=True)]
+    return np.concatenate(starts), np.concatenate([first for _, first in own])
+
+
+def losses_and_places(
+    model: Transformer,
+    variables: Any,
+    tokens: np.ndarray,
+    starts: np.ndarray,
+    first: np.ndarray,
+    length: int,
+    batch_tokens: int,
+    advance: Callable[[int], None],
+) -> tuple[np.ndarray, np.ndarray]:
+    """For each of ``tokens`` the loss of its target, and its place in the window that scores it."""
+    losses = np.full(len(tokens), np.nan)
+    places = np.zeros(len(tokens), np.int64)
+    within = np.arange(length + 1)
+    rows = min(max(1, batch_tokens // length), len(starts))
+    for row in range(0, len(starts), rows):
+        chosen = starts[row : row + rows]
+        # The last pass repeats a window: another shape would have to be compiled for.
+        filled = np.pad(chosen, (0, rows - len(chosen)), mode="edge")
+        found = np.asarray(token_losses(model, variables, tokens[filled[:, None] + within]))
+        window, place = np.nonzero(within[:-1] >= first[row : row + rows, None])
+        losses[chosen[window] + place] = found[window, place]
+        places[chosen[window] + place] = place
+        advance((row + len(chosen)) * length)
+    return losses, places

@@ -1,0 +1,41 @@
+"""What an experiment is, and how it is made from a config file, the command line, or JSON.
+
+A config file is a Python file whose ``get_config()`` returns an ``ml_collections.ConfigDict``. It
+is read once, merged with the ``--config.a.b=value`` options of the command line, and turned into
+the frozen dataclass :class:`Experiment`; nothing downstream sees a ConfigDict. A file sets only
+what differs from the defaults, yet every field can be given on the command line.
+"""
+
+from train.experiment.description import USUALLY_NOT_DECAYED, Experiment, TrainConfig
+from train.experiment.files import (
+    THIS_SCALE,
+    change,
+    change_evaluation,
+    from_file,
+    take_scale,
+)
+from train.experiment.records import (
+    FORMAT,
+    changed_fields,
+    differences,
+    from_mapping,
+    read_record,
+    to_json,
+)
+
+__all__ = [
+    "FORMAT",
+    "THIS_SCALE",
+    "USUALLY_NOT_DECAYED",
+    "Experiment",
+    "TrainConfig",
+    "change",
+    "change_evaluation",
+    "changed_fields",
+    "differences",
+    "from_file",
+    "from_mapping",
+    "read_record",
+    "take_scale",
+    "to_json",
+]

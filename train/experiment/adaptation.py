@@ -1,0 +1,225 @@
+"""Training on top of a trained model: what a config says of it, and what follows from that.
+
+The section ``adapt`` of a config names a base and a method of :data:`tape_jax.adapt.METHODS`. The
+model is then the base as the method adapts it; a config that states fields of the model beside
+that must agree. Parameters that train are kept in at least float32, whatever the type of the base;
+all others stay as they are, take part in no gradient, and are in no checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tape_jax import adapt
+from tape_jax._src.algebra import at_least_float32
+from tape_jax._src.checks import choose, require
+from tape_jax._src.config import ModelConfig, RopeScaling
+from tape_jax._src.layout import by_path, replaced, restack
+from tape_jax._src.model import Transformer
+from tape_jax._src.positions.rotary import START_FIELDS
+from tape_jax.adapt import Adapted, Rule
+from tape_jax.positions import Tape
+
+Array = jax.Array
+
+# What methods are compared with: the base as it is, and with its rotary frequencies scaled.
+UNTRAINED = ("base", "scaled")
+METHODS = (*UNTRAINED, *adapt.METHODS)
+
+# Fields of the model that say how it is computed, not what it is: a config may set them.
+COMPUTED = ("dtype", "attention_implementation", "remat", "scan_layers", "state_dtype")
+
+# Options of TAPE that the base decides.
+OF_THE_BASE = START_FIELDS
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaptOptions:
+    """Options of methods, as in :func:`tape_jax.adapt.adapt`; None: the method's default.
+
+    Those of ``tape`` are the model's ``position``.
+
+    Attributes:
+      rank, alpha, targets: of the low-rank terms (lora, longlora, theta).
+      groups: parts of the sequence inside which attention stays (longlora).
+      base: the new rotary base (theta).
+    """
+
+    rank: int | None = None
+    alpha: float | None = None
+    targets: tuple[str, ...] | None = None
+    groups: int | None = None
+    base: float | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Those that are not None."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+def option_names(method: str) -> tuple[str, ...]:
+    """The fields of :class:`AdaptOptions` that concern a method."""
+    known = () if method in UNTRAINED else adapt.METHODS[method].options or ()
+    return tuple(f.name for f in dataclasses.fields(AdaptOptions) if f.name in known)
+
+
+@dataclasses.dataclass(frozen=True)
+class Adaptation:
+    """Which trained model is adapted, and how.
+
+    Attributes:
+      base: a Hugging Face Llama folder, or a run folder.
+      method: a name in :data:`METHODS`. ``base``, the base as it is, and ``scaled``, the base with
+        ``scaling``, train nothing: their runs take no steps, to be judged like the others.
+      options: of the method.
+      norms, embeddings: whether the norms, and the embeddings with the output projection, train
+        beside the method's own parameters.
+      rules: what trains in place of all that: texts for :func:`tape_jax.adapt.parse_rule`, each of
+        which must choose something, and together all parameters that the method adds. None: see
+        above.
+      scaling: adapts the rotary frequencies, whatever the method but ``base``.
+      replace_scaling: whether it may replace a scaling that the base has; else that is an error of
+        a new experiment.
+      max_length: the longest sequence that the model accepts, in tokens; None: the base's.
+    """
+
+    base: str
+    method: str = "tape"
+    options: AdaptOptions = AdaptOptions()
+    norms: bool = True
+    embeddings: bool = True
+    rules: tuple[str, ...] | None = None
+    scaling: RopeScaling | None = None
+    replace_scaling: bool = False
+    max_length: int | None = None
+
+    def __post_init__(self):
+        require(bool(self.base), "adapt: base must name a run or a Hugging Face Llama folder")
+        choose("adapt method", self.method, METHODS)
+        for name in self.options.given:
+            if name not in option_names(self.method):
+                known = ", ".join(option_names(self.method)) or "none"
+                raise ValueError(
+                    f"adapt.options.{name} is no option of the method {self.method!r}; it has "
+                    f"{known}" + (" but those of model.position" * (self.method == "tape"))
+                )
+        for rule in self.rules or ():
+            adapt.parse_rule(rule)
+
+    @property
+    def trains(self) -> bool:
+        """Whether any parameter trains."""
+        return self.method not in UNTRAINED
+
+    @property
+    def trained(self) -> tuple[Rule, ...]:
+        """The rules of what trains."""
+        if not self.trains:
+            return ()
+        if self.rules is not None:
+            return tuple(map(adapt.parse_rule, self.rules))
+        method = adapt.METHODS[self.method]
+        return method.trained(norms=self.norms, embeddings=self.embeddings)
+
+
+def apply(
+    adaptation: Adaptation,
+    model: Transformer,
+    variables: Any,
+    *,
+    key: Array,
+    position: Mapping[str, Any] | None = None,
+) -> Adapted:
+    """The base, adapted; with the rules of what trains, which may be none.
+
+    Args:
+      adaptation: what a config says.
+      model: the base.
+      variables: its variables, whose arrays may be deleted; or ShapeDtypeStructs.
+      key: random key for new parameters.
+      position: options of TAPE, but those that are the base's.
+
+    Raises:
+      ValueError: if the base, an option or a rule does not fit.
+    """
+    method = adaptation.method if adaptation.trains else "full"
+    options = adaptation.options.given
+    if method == "tape":
+        options |= {**(position or {}), "donate": True}
+    if method != "full":
+        # Rounded to fewer digits a new parameter would lose its first small steps.
+        options["dtype"] = at_least_float32(model.config.param_dtype)
+    before = set(by_path(variables["params"]))
+    made = adapt.adapt(
+        adapt.full_attention(model),
+        variables,
+        method,
+        key=key,
+        scaling=None if adaptation.method == "base" else adaptation.scaling,
+        **options,
+    )
+    rules = adaptation.trained
+    if rules:
+        chosen = by_path(adapt.trainable_mask(made.variables["params"], rules))
+        left_out = sorted(p for p in chosen if p not in before and not all(chosen[p].values()))
+        require(
+            not left_out,
+            f"adapt.rules choose not all that the method {method!r} adds: {', '.join(left_out)}",
+        )
+    adapted = made.model
+    if adaptation.max_length is not None:
+        adapted = replaced(adapted, max_length=adaptation.max_length)
+    return dataclasses.replace(made, model=adapted, rules=rules, method=adaptation.method)
+
+
+def describe(adaptation: Adaptation, base: ModelConfig, position: Tape | None = None) -> Adapted:
+    """What :func:`apply` makes of a base of this description, without values.
+
+    Args:
+      adaptation: what a config says.
+      base: the base, its fields of :data:`COMPUTED` as wanted.
+      position: TAPE as wanted, but for what is the base's.
+    """
+    model = Transformer(base)
+    places = None
+    if model.encoding.coordinate_axes > 1:
+        places = jnp.zeros((1, 2, model.encoding.coordinate_axes))
+    variables = jax.eval_shape(
+        lambda: model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32), positions=places)
+    )
+    options = None if position is None else tape_options(position)
+    return apply(adaptation, model, variables, key=jax.random.key(0), position=options)
+
+
+def tape_options(position: Tape) -> dict[str, Any]:
+    """The options of TAPE that are not the base's."""
+    return {name: value for name, value in vars(position).items() if name not in OF_THE_BASE}
+
+
+def computed_as(
+    model: Transformer, variables: Any, wanted: ModelConfig
+) -> tuple[Transformer, dict[str, Any]]:
+    """A model that is computed, and laid out, as ``wanted`` says: its fields of COMPUTED."""
+    new = replaced(model, **{name: getattr(wanted, name) for name in COMPUTED})
+    return new, {**variables, "params": restack(variables["params"], model, new, donate=True)}
+
+
+def split(adapted: Adapted) -> tuple[Any, Any]:
+    """The parameters that train, in at least float32, and the others.
+
+    Both are trees like the parameters, with None in place of the other's leaves.
+    """
+    return split_params(adapted.variables["params"], adapted.rules)
+
+
+def split_params(params: Any, rules: Sequence[Rule | str]) -> tuple[Any, Any]:
+    """As :func:`split`, of parameters of which these rules choose those that train."""
+    if not rules:
+        return jax.tree.map(lambda _: None, params), params
+    trainable, frozen = adapt.partition(params, adapt.trainable_mask(params, rules))
+    return jax.tree.map(lambda x: x.astype(at_least_float32(x.dtype)), trainable), frozen

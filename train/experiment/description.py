@@ -1,0 +1,172 @@
+"""What an experiment is: its model, its task, and how it is trained."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from tape_jax._src.checks import choose, require
+from tape_jax._src.config import ModelConfig
+from tape_jax.sharding import ShardingConfig
+from train.experiment import schedules
+from train.experiment.adaptation import Adaptation
+from train.tasks import Task, task_name
+
+USUALLY_NOT_DECAYED = ("scale", "bias", "embedding", "position_table")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """How a model is trained.
+
+    Attributes:
+      steps: number of optimiser steps.
+      batch_size: examples per optimiser step.
+      accumulate: number of equal parts in which a batch is computed, to save memory.
+      learning_rate: the largest learning rate.
+      schedule: a decay of :mod:`train.experiment.schedules`.
+      warmup: share of the steps in which the learning rate rises linearly.
+      final: the last learning rate as a share of the largest.
+      power: exponent of the polynomial schedule.
+      beta1, beta2, eps: of AdamW (Loshchilov and Hutter 2019).
+      moment_dtype: type in which AdamW's first moment is kept, such as ``bfloat16``; None: that of
+        the parameters. The second is always kept in theirs: its running mean changes by too little
+        in a step for a shorter type.
+      weight_decay: decoupled, multiplied by the learning rate.
+      no_decay: parameters that are not decayed: each entry is a whole component of their path, such
+        as ``scale`` (norms), ``embedding`` or ``attention_norm``.
+      clip: largest global norm of the gradient; None: no clipping.
+      skip: how many bad steps in a row are left out, parameters and moments staying as they were,
+        before training stops; 0: the first stops it. A step is bad if its loss or its gradient is
+        not finite.
+      spike: with ``skip`` a step is also bad if its gradient's norm, before clipping, is so many
+        times the mean of the steps before; None: however large.
+      log_every: steps between two lines of metrics.
+      save_every: steps between two checkpoints; the last step is always saved.
+      keep: how many of the newest checkpoints are kept.
+      initial: a run folder, from whose parameters training starts, the optimiser anew;
+        ``{encoding}`` in it stands for the name of the model's encoding. None: random parameters.
+    """
+
+    steps: int
+    batch_size: int
+    learning_rate: float
+    accumulate: int = 1
+    schedule: str = "cosine"
+    warmup: float = 0.0
+    final: float = 0.0
+    power: float = 1.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    moment_dtype: str | None = None
+    weight_decay: float = 0.01
+    no_decay: tuple[str, ...] = USUALLY_NOT_DECAYED
+    clip: float | None = 1.0
+    skip: int = 0
+    spike: float | None = None
+    log_every: int = 10
+    save_every: int = 1000
+    keep: int = 3
+    initial: str | None = None
+
+    def __post_init__(self):
+        for name in ("steps", "batch_size", "accumulate", "log_every", "save_every", "keep"):
+            value = getattr(self, name)
+            require(value >= 1, f"train: {name} must be at least 1; got {value}")
+        require(
+            self.batch_size % self.accumulate == 0,
+            f"train: batch_size = {self.batch_size} is not a multiple of accumulate = "
+            f"{self.accumulate}",
+        )
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            require(0 <= value < 1, f"train: {name} must be in [0, 1); got {value}")
+        choose("train moment_dtype", self.moment_dtype, (None, "float32", "bfloat16"))
+        require(self.eps > 0, f"train: eps must be positive; got {self.eps}")
+        require(
+            self.weight_decay >= 0,
+            f"train: weight_decay must not be negative; got {self.weight_decay}",
+        )
+        require(
+            self.clip is None or self.clip > 0,
+            f"train: clip must be positive or None; got {self.clip}",
+        )
+        require(self.skip >= 0, f"train: skip must not be negative; got {self.skip}")
+        require(
+            self.spike is None or (self.spike > 1 and self.skip > 0),
+            f"train: spike must exceed 1 and needs skip; got spike = {self.spike}, skip = "
+            f"{self.skip}",
+        )
+        _ = self.learning_rates
+
+    @property
+    def learning_rates(self) -> Callable[[Any], Any]:
+        """The learning rate as a function of the step."""
+        return schedules.create(
+            self.schedule,
+            peak=self.learning_rate,
+            steps=self.steps,
+            warmup=self.warmup,
+            final=self.final,
+            power=self.power,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """Everything that decides what a run computes.
+
+    Attributes:
+      name: for tables and plots.
+      seed: of the parameters, of the data and of encodings that draw.
+      model: its ``position`` is always an encoding, its ``vocab_size`` at least the task's.
+      task: what is trained and judged.
+      train: how it is trained.
+      evaluation: how it is judged: an instance of the task's ``Evaluation``.
+      adapt: the trained model that is adapted, from which ``model`` follows; None: everything is
+        trained, from random parameters or those of ``train.initial``.
+      sharding: the mesh, and rules that say what it splits; None: one device.
+    """
+
+    name: str
+    seed: int
+    model: ModelConfig
+    task: Task
+    train: TrainConfig
+    evaluation: Any
+    adapt: Adaptation | None = None
+    sharding: ShardingConfig | None = None
+
+    def __post_init__(self):
+        wanted = type(self.task).Evaluation
+        require(
+            isinstance(self.evaluation, wanted),
+            f"evaluation: the task {task_name(self.task)!r} takes {wanted.__qualname__}; got "
+            f"{self.evaluation!r}",
+        )
+        tokenizer = getattr(self.task, "tokenizer", None)
+        require(0 <= self.seed < 2**32, f"seed must be in [0, 2**32); got {self.seed}")
+        require(
+            self.model.vocab_size >= self.task.vocab_size,
+            f"model.vocab_size = {self.model.vocab_size} is too small for the task, which has "
+            f"{self.task.vocab_size} tokens"
+            + (f", those of the tokenizer {tokenizer!r}" if tokenizer else ""),
+        )
+        require(
+            self.adapt is None or self.train.initial is None,
+            f"adapt.base = {self.adapt and self.adapt.base!r} and train.initial = "
+            f"{self.train.initial!r} both say what to start from: give one of them",
+        )
+        self.model.position.check(self.model)
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps in all: ``train.steps``, or none if nothing trains."""
+        return self.train.steps if self.adapt is None or self.adapt.trains else 0
+
+    @property
+    def label(self) -> str:
+        """What it is called beside others: its method of adaptation, or its encoding."""
+        return self.model.position.kind if self.adapt is None else self.adapt.method

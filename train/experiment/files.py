@@ -1,0 +1,318 @@
+"""Config files, and what the command line changes of them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+import runpy
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from ml_collections import ConfigDict, config_dict, config_flags
+
+from tape_jax import positions
+from tape_jax._src.checks import choose, require
+from tape_jax._src.config import ModelConfig, RopeScaling
+from tape_jax._src.positions import encoding_type
+from tape_jax.sharding import ShardingConfig
+from train import outline
+from train.data import tokenizers
+from train.experiment import adaptation
+from train.experiment.adaptation import Adaptation
+from train.experiment.description import Experiment, TrainConfig
+from train.experiment.fields import build, hints_of, inner_dataclass, shallow
+from train.experiment.records import (
+    base_model,
+    base_tokenizer,
+    encoding_of,
+    from_mapping,
+    position_fields,
+    to_json,
+)
+from train.tasks import task_name, task_type
+from train.tasks.tokenized import Tokenized
+
+Report = Callable[[str], None]
+
+# The scale of a config file as it is; its SCALES name others.
+THIS_SCALE = "cpu"
+
+
+def from_file(
+    path: str | Path, overrides: Sequence[str] = (), report: Report = print
+) -> Experiment:
+    """The experiment of a config file, as changed by the command line.
+
+    An option that the file sets for one encoding is dropped, and ``report`` is told, if another
+    encoding is chosen on the command line and does not have it (or has one of the same name that
+    means something else). Given on the command line itself, an option that the encoding lacks is an
+    error. Methods of adaptation and their options are treated alike.
+
+    ``--config.scale=NAME`` changes the fields that the file's mapping ``SCALES`` has under that
+    name, before anything else that the command line says.
+
+    Args:
+      path: a Python file with a function ``get_config()``.
+      overrides: ``--config.a.b=value`` each.
+      report: called with a line if options were dropped, and for each change of a base.
+
+    Raises:
+      ValueError: for a file that does not load, or an unknown or unfitting field.
+    """
+    scale, overrides = take_scale(overrides)
+    values = {"name": Path(path).stem, **_load_file(Path(path), scale)}
+    task = _named(overrides, "task.name") or values["task"].get("name", "addition")
+    template = _template(task)
+    outline.check_names(values, template)
+    given = _parse(overrides, template)
+    if "adapt" in values:
+        kind, old, dropped = _choose_method(values, given)
+    else:
+        kind, old, dropped = _choose_encoding(values, given)
+    if dropped:
+        what = "method" if "adapt" in values else "encoding"
+        report(
+            f"set in {path} for the {what} {old!r} and not carried over to {kind!r}: "
+            f"{', '.join(dropped)}"
+        )
+    for name, value in given.items():
+        _set(values, name, value)
+    wanted = from_mapping(values)
+    for note in _changes_of_base(wanted):
+        report(note)
+    return wanted
+
+
+def _changes_of_base(experiment: Experiment) -> list[str]:
+    """What a new experiment does to the base that it adapts before it trains anything.
+
+    Raises:
+      ValueError: if it reads with another tokenizer than the base was trained with, or replaces its
+        rotary scaling without saying so.
+    """
+    section, task = experiment.adapt, experiment.task
+    if section is None:
+        return []
+    notes = []
+    if isinstance(task, Tokenized):
+        theirs = base_tokenizer(section.base)
+        if not theirs:
+            notes.append(
+                f"the base {section.base} has no tokenizer: task.tokenizer = {task.tokenizer!r} is "
+                "taken for its own"
+            )
+        else:
+            found = theirs.get("tokenizer_fingerprint") or tokenizers.fingerprint(section.base)
+            require(
+                found in (None, task.tokenizer_fingerprint)
+                or Path(task.tokenizer).parent == Path(section.base),
+                f"task.tokenizer = {task.tokenizer!r} is not the tokenizer of the base "
+                f"{section.base}, which cannot make sense of its tokens: leave task.tokenizer out",
+            )
+    before, after = (
+        getattr(config.position, "scaling", None) or RopeScaling()
+        for config in (base_model(section.base), experiment.model)
+    )
+    if before != after:
+        change = f"scaling: {_spoken(before)} -> {_spoken(after)}"
+        require(
+            section.replace_scaling or before == RopeScaling(),
+            f"{change}: the base {section.base} has a scaling of its own, and what it computes "
+            "would be another before the first step. Take a config without adapt.scaling, such as "
+            "configs/retrofit.py, or give --config.adapt.replace_scaling=True",
+        )
+        notes.append(change)
+    return notes
+
+
+def _spoken(scaling: RopeScaling) -> str:
+    return "none" if scaling.kind == "none" else f"{scaling.kind} x {scaling.factor:g}"
+
+
+def change(experiment: Experiment, overrides: Sequence[str]) -> Experiment:
+    """An experiment with ``--config.a.b=value`` options applied.
+
+    Raises:
+      ValueError: for an unknown or unfitting field.
+    """
+    values = to_json(experiment)
+    for name, value in _parse(overrides, _template(task_name(experiment.task))).items():
+        _set(values, name, value)
+    return from_mapping(values)
+
+
+def change_evaluation(
+    experiment: Experiment, overrides: Sequence[str]
+) -> tuple[Any, ShardingConfig | None]:
+    """How to evaluate, with ``--config.evaluation.name=value`` options applied, and where.
+
+    Returns:
+      An instance of the task's ``Evaluation``, and the mesh of ``--config.sharding.name=value``
+      options; None if there are none.
+
+    Raises:
+      ValueError: for an unknown or unfitting field, or one of another section.
+    """
+    given = _parse(overrides, _template(task_name(experiment.task)))
+    for name in given:
+        require(
+            name.startswith(("evaluation.", "sharding.")),
+            f"config.{name} cannot be changed after training; only config.evaluation.* and "
+            "config.sharding.* can",
+        )
+    options, mesh = (
+        {name.removeprefix(prefix): x for name, x in given.items() if name.startswith(prefix)}
+        for prefix in ("evaluation.", "sharding.")
+    )
+    chosen = {**shallow(experiment.evaluation), **options}
+    return (
+        build(type(experiment.evaluation), chosen, "evaluation"),
+        build(ShardingConfig, mesh, "sharding") if mesh else None,
+    )
+
+
+def take_scale(overrides: Sequence[str]) -> tuple[str, list[str]]:
+    """The scale that the command line asks for, and what else it says."""
+    start = "--config.scale="
+    others = [override for override in overrides if not override.startswith(start)]
+    return _named(overrides, "scale") or THIS_SCALE, others
+
+
+def _named(overrides: Sequence[str], name: str) -> str | None:
+    """The value that the command line gives to one field, before anything is parsed."""
+    start = f"--config.{name}="
+    return next((o.removeprefix(start) for o in reversed(overrides) if o.startswith(start)), None)
+
+
+def _load_file(path: Path, scale: str = THIS_SCALE) -> dict[str, Any]:
+    require(path.is_file(), f"there is no config file {path}")
+    try:
+        module = runpy.run_path(str(path))
+        config = module["get_config"]()
+    except Exception as error:
+        raise ValueError(
+            f"the config file {path} does not load: {type(error).__name__}: {error}"
+        ) from error
+    require(
+        isinstance(config, ConfigDict),
+        f"get_config() of {path} must return an ml_collections.ConfigDict; got {type(config)}",
+    )
+    values = config.to_dict()
+    scales = {THIS_SCALE: {}, **module.get("SCALES", {})}
+    choose(f"scale of {path}", scale, scales)
+    for name, value in scales[scale].items():
+        _set(values, name, value)
+    for group in ("model", "task", "train", "evaluation"):
+        fields = values.setdefault(group, {})
+        require(isinstance(fields, Mapping), f"config.{group}: expected fields, got {fields!r}")
+    fields = values.get("adapt", {})
+    require(isinstance(fields, Mapping), f"config.adapt: expected fields, got {fields!r}")
+    position = values["model"].get("position")
+    # Where a base decides which encoding it is, none is taken for granted.
+    if "position" in values["model"] and not ("adapt" in values and isinstance(position, Mapping)):
+        values["model"]["position"] = position_fields(position)
+    return values
+
+
+def _template(task: str) -> dict[str, Any]:
+    """Every field that may be given on the command line, with placeholders for values."""
+    encodings = {
+        name: hint for cls in positions.registry.values() for name, hint in hints_of(cls).items()
+    }
+    return {
+        "name": config_dict.placeholder(str),
+        "seed": config_dict.placeholder(object),
+        "model": {
+            **_placeholders(hints_of(ModelConfig)),
+            "position": {"kind": config_dict.placeholder(str), **_placeholders(encodings)},
+        },
+        "task": {
+            "name": config_dict.placeholder(str),
+            **_placeholders(hints_of(task_type(task))),
+        },
+        "train": _placeholders(hints_of(TrainConfig)),
+        "evaluation": _placeholders(hints_of(task_type(task).Evaluation)),
+        "adapt": _placeholders(hints_of(Adaptation)),
+        "sharding": _placeholders(hints_of(ShardingConfig)),
+    }
+
+
+def _placeholders(hints: Mapping[str, Any]) -> dict[str, Any]:
+    """Text is taken as it is; everything else is read as a Python literal, ``None`` included."""
+    result: dict[str, Any] = {}
+    for name, hint in hints.items():
+        inner = inner_dataclass(hint)
+        if inner:
+            result[name] = _placeholders(hints_of(inner))
+        else:
+            result[name] = config_dict.placeholder(str if hint is str else object)
+    return result
+
+
+def _parse(overrides: Sequence[str], template: Mapping[str, Any]) -> dict[str, Any]:
+    """``--config.a.b=value`` options as ``{"a.b": value}``."""
+    outline.check_options(overrides, template)
+    # A flag is described by all of its config: one of the fields that are given is soon made.
+    chosen: dict[str, Any] = {}
+    for override in overrides:
+        name = override.removeprefix("--config.").partition("=")[0]
+        _set(chosen, name, functools.reduce(operator.getitem, name.split("."), template))
+    config = ConfigDict(chosen)
+    arguments = ["", *overrides]
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=arguments)
+    values(arguments)
+    return config_flags.get_override_values(values["config"])
+
+
+def _choose_encoding(values: dict[str, Any], given: Mapping[str, Any]) -> tuple[str, str, list]:
+    """Removes the file's options of another encoding than the one given: new, old, and which."""
+    position = position_fields(values["model"].get("position", {}))
+    old, kind = position["kind"], given.get("model.position.kind", position["kind"])
+    if kind == old:
+        return kind, old, []
+    dropped = _foreign_options(position, kind)
+    values["model"]["position"] = {k: v for k, v in position.items() if k not in dropped}
+    return kind, old, dropped
+
+
+def _foreign_options(position: Mapping[str, Any], kind: str) -> list[str]:
+    """The options of ``position`` that its encoding does not share with the encoding ``kind``.
+
+    Shared is what both inherit from one class: the ``width`` of TAPE is not the ``width`` of FIRE.
+    """
+    old, new = type(encoding_of(position)), encoding_type(kind)
+
+    def origin(name: str) -> type:
+        return next(cls for cls in reversed(old.__mro__) if name in inspect.get_annotations(cls))
+
+    options = [name for name in position if name != "kind"]
+    return [name for name in options if not issubclass(new, origin(name))]
+
+
+def _choose_method(values: dict[str, Any], given: Mapping[str, Any]) -> tuple[str, str, list]:
+    """The same of methods of adaptation: their own options, and TAPE's, which are the model's."""
+    section = values["adapt"]
+    old = section.get("method", Adaptation.method)
+    method = given.get("adapt.method", old)
+    choose("adapt method", method, adaptation.METHODS)
+    if method == old:
+        return method, old, []
+    options = section.get("options", {})
+    dropped = [name for name in options if name not in adaptation.option_names(method)]
+    section["options"] = {k: v for k, v in options.items() if k not in dropped}
+    if method != "tape" and "position" in values["model"]:
+        dropped += [k for k in values["model"].pop("position") if k != "kind"]
+    return method, old, dropped
+
+
+def _set(values: dict[str, Any], path: str, value: Any) -> None:
+    *groups, name = path.split(".")
+    for group in groups:
+        if values.get(group) is None:
+            values[group] = {}
+        values = values[group]
+    values[name] = value

@@ -1,0 +1,189 @@
+"""Experiments as nested mappings of JSON types, and what a run folder holds of one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tape_jax import positions
+from tape_jax._src.checks import choose, require
+from tape_jax._src.config import ModelConfig
+from tape_jax._src.positions import encoding_type
+from tape_jax.pretrained import pretrained_config
+from tape_jax.sharding import ShardingConfig
+from train.data import tokenizers
+from train.experiment import adaptation
+from train.experiment.adaptation import Adaptation
+from train.experiment.description import Experiment, TrainConfig
+from train.experiment.fields import build, convert, flatten, hints_of
+from train.outline import require_known
+from train.tasks import Task, task_name, task_type
+from train.tasks.tokenized import Tokenized
+
+FORMAT = "tape-jax run, version 1"
+ABSENT = "(absent)"
+
+
+def from_mapping(values: Mapping[str, Any]) -> Experiment:
+    """The experiment of nested mappings with the fields of :class:`Experiment`.
+
+    ``model.position`` holds the encoding's ``kind`` and its options (or is the kind), ``task`` the
+    task's ``name`` and its options. ``model.vocab_size`` may be left out, and ``task.tokenizer``
+    where a base is adapted that has one.
+
+    Raises:
+      ValueError: for an unknown, missing or unfitting field.
+    """
+    values = {"seed": 0, "evaluation": {}, "adapt": None, "sharding": None, **values}
+    for name in values:
+        choose("field", name, [f.name for f in dataclasses.fields(Experiment)])
+    for name in ("name", "model", "task", "train"):
+        require(name in values, f"the config lacks {name!r}")
+    adapt = None
+    if values["adapt"] is not None:
+        adapt = build(Adaptation, values["adapt"], "adapt")
+    options = dict(values["task"])
+    kind = task_type(options.pop("name", "addition"))
+    if adapt and "tokenizer" in hints_of(kind) and "tokenizer" not in options:
+        options = base_tokenizer(adapt.base) | options
+    task = build(kind, options, "task")
+    return Experiment(
+        name=convert(values["name"], str, "name"),
+        seed=convert(values["seed"], int, "seed"),
+        model=_adapted(values["model"], adapt) if adapt else _model(values["model"], task),
+        task=task,
+        train=build(TrainConfig, values["train"], "train"),
+        evaluation=build(type(task).Evaluation, values["evaluation"], "evaluation"),
+        adapt=adapt,
+        sharding=None
+        if values["sharding"] is None
+        else build(ShardingConfig, values["sharding"], "sharding"),
+    )
+
+
+def to_json(experiment: Experiment) -> dict[str, Any]:
+    """Nested dicts of JSON types from which :func:`from_mapping` makes the same experiment."""
+    values = dataclasses.asdict(experiment)
+    values["model"] = _model_to_json(experiment.model)
+    values["task"] = {"name": task_name(experiment.task), **values["task"]}
+    return values
+
+
+def _model_to_json(model: ModelConfig) -> dict[str, Any]:
+    values = dataclasses.asdict(model)
+    return {**values, "position": {"kind": model.position.kind, **values["position"]}}
+
+
+def read_record(folder: Path) -> dict[str, Any] | None:
+    """What ``experiment.json`` of a run folder holds; None if the folder is no run."""
+    try:
+        record = json.loads((folder / "experiment.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) and record.get("format") == FORMAT else None
+
+
+def differences(first: Experiment, second: Experiment) -> list[str]:
+    """The fields in which two experiments differ, with both values, in words."""
+    found = changed_fields(first, second)
+    return [f"{name}: {there!r} there, {here!r} here" for name, (there, here) in found.items()]
+
+
+def changed_fields(first: Experiment, second: Experiment) -> dict[str, tuple[Any, Any]]:
+    """The fields in which two experiments differ, with both values."""
+    a, b = flatten(to_json(first)), flatten(to_json(second))
+    pairs = {name: (a.get(name, ABSENT), b.get(name, ABSENT)) for name in [*a, *b]}
+    return {name: (there, here) for name, (there, here) in pairs.items() if there != here}
+
+
+def _model(values: Mapping[str, Any], task: Task) -> ModelConfig:
+    """The model of a config; its vocabulary is the task's if it says nothing of it."""
+    encoding = encoding_of(values.get("position", {}), task)
+    fields = {"vocab_size": task.vocab_size, **values, "position": encoding}
+    return build(ModelConfig, fields, "model")
+
+
+def _adapted(values: Mapping[str, Any], adapt: Adaptation) -> ModelConfig:
+    """The model that follows from the base and the method; what a config states must agree."""
+    hints = hints_of(ModelConfig)
+    for name in values:
+        require_known(name, hints, "model")
+    position = values.get("position", {})
+    position = {"kind": position} if isinstance(position, str) else dict(position)
+    tape = None
+    if adapt.method == "tape":
+        own = {k: v for k, v in position.items() if k not in ("kind", *adaptation.OF_THE_BASE)}
+        tape = build(positions.Tape, own, "model.position", "the encoding 'tape'")
+    computed = {
+        name: convert(values[name], hints[name], f"model.{name}")
+        for name in adaptation.COMPUTED
+        if name in values
+    }
+    base = dataclasses.replace(base_model(adapt.base), **computed)
+    model = _described(adapt, base, tape)
+    for name in position:
+        known = ("kind", *hints_of(type(model.position)))
+        require_known(name, known, f"the encoding {model.position.kind!r}")
+    found = flatten(_model_to_json(model))
+    found |= {"num_kv_heads": model.kv_heads, "head_dim": model.dim}
+    found |= {"intermediate_size": model.mlp_size}
+    for name, value in flatten({**values, "position": position}).items():
+        value = tuple(value) if isinstance(value, list) else value
+        require(
+            value is None or name in adaptation.COMPUTED or value == found.get(name),
+            f"model.{name} = {value!r} does not agree with the base {adapt.base} and the method "
+            f"{adapt.method!r}, from which {found.get(name)!r} follows; it may be left out",
+        )
+    return model
+
+
+@functools.lru_cache(maxsize=256)
+def _described(adapt: Adaptation, base: ModelConfig, tape: positions.Tape | None) -> ModelConfig:
+    """The model that follows, which takes long to find out and is asked for many times."""
+    return adaptation.describe(adapt, base, tape).model.config
+
+
+def base_tokenizer(name: str) -> dict[str, Any]:
+    """The tokenizer of what is adapted, as fields of a task; none if it has none."""
+    if record := read_record(Path(name)):
+        task = record["experiment"]["task"]
+        fields = [f.name for f in dataclasses.fields(Tokenized)]
+        return {field: task[field] for field in fields if field in task}
+    return {} if tokenizers.fingerprint(name) is None else {"tokenizer": name}
+
+
+def base_model(name: str) -> ModelConfig:
+    """The description of what is adapted."""
+    folder = Path(name)
+    if record := read_record(folder):
+        config = from_mapping(record["experiment"]).model
+        return dataclasses.replace(config, shifted_groups=None)
+    require(
+        (folder / "config.json").is_file(),
+        f"adapt.base: {name} is neither a run nor a Hugging Face Llama folder"
+        + ("" if folder.exists() else ": there is nothing there"),
+    )
+    return pretrained_config(folder)
+
+
+def encoding_of(values: Any, task: Task | None = None) -> positions.Encoding:
+    """The encoding of a mapping with ``kind``; the task knows which tokens are digits."""
+    values = position_fields(values)
+    kind = values.pop("kind")
+    cls = encoding_type(kind)
+    if "digits" in hints_of(cls) and (digits := getattr(task, "digit_ids", None)):
+        values.setdefault("digits", digits)
+    return build(cls, values, "model.position", f"the encoding {kind!r}")
+
+
+def position_fields(values: Any) -> dict[str, Any]:
+    """``model.position`` as a new dict with ``kind``."""
+    require(
+        isinstance(values, str | Mapping),
+        f"config.model.position: expected an encoding's name or its fields, got {values!r}",
+    )
+    return {"kind": "tape", **({"kind": values} if isinstance(values, str) else values)}

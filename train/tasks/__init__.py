@@ -1,0 +1,134 @@
+"""Tasks: what a model is trained on and how it is judged.
+
+A task is a frozen dataclass of its options. The training loop and the command line use the
+:class:`Task` protocol only, so a new task is one class and one line in ``TASKS``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+
+import numpy as np
+
+from tape_jax._src.checks import choose, from_mapping
+from train.evaluation import Progress, Trained
+
+if TYPE_CHECKING:
+    import grain
+
+
+TASKS: dict[str, str] = {
+    "addition": "train.tasks.arithmetic:Addition",
+    "algorithm": "train.tasks.algorithms:Algorithm",
+    "passkey": "train.tasks.passkey:Passkey",
+    "scrolls": "train.tasks.scrolls:Scrolls",
+    "text": "train.tasks.text:Text",
+    "words": "train.tasks.words:Words",
+}
+
+
+class Result(Protocol):
+    """The outcome of an evaluation.
+
+    It may also have a method ``files()``, which gives the content of text files that belong into
+    the run folder, by name.
+    """
+
+    def summary(self) -> dict[str, float]:
+        """Scalars worth logging, by name; those of :attr:`Task.scores` among them."""
+
+    def table(self) -> str:
+        """A table to be read by a person."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The whole result in JSON types."""
+
+
+class Score(NamedTuple):
+    """A number of :meth:`Result.summary` by which trained models are compared.
+
+    Attributes:
+      key: its name there; a result may lack it.
+      label: for tables, with the unit.
+      higher_is_better: whether it is an accuracy, say, rather than a perplexity.
+      factor: by which it is multiplied to be shown: 100 for a share in per cent.
+    """
+
+    key: str
+    label: str
+    higher_is_better: bool
+    factor: float = 1.0
+
+
+class Task(Protocol):
+    """What the training loop and the command line need to know about a task.
+
+    It may also have a method ``prepare(options)``, called before training: it raises ValueError if
+    something is missing that training or evaluation will read, and says in a line how much it is.
+
+    Attributes:
+      Evaluation: a frozen dataclass, every field with a default: the options of :meth:`evaluate`,
+        which a config gives as ``evaluation``.
+      scores: what models are compared by, the most telling one first.
+      vocab_size: number of token ids.
+      sequence_length: T, the fixed length of every training sequence in tokens.
+    """
+
+    Evaluation: ClassVar[type]
+
+    @property
+    def scores(self) -> Sequence[Score]: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def sequence_length(self) -> int: ...
+
+    def dataset(
+        self, seed: int, batch_size: int, process_index: int = 0, process_count: int = 1
+    ) -> grain.IterDataset:
+        """Batches ``{"inputs", "targets": int32 [B, T], "weights": float32 [B, T]}``.
+
+        ``targets`` are the inputs moved on by one token; the loss is weighted by ``weights``. Where
+        a sequence holds several documents, also ``"segment_ids"`` and ``"positions"``, int32
+        [B, T]. ``batch_size`` counts the examples of all processes together.
+        """
+
+    def evaluate(self, trained: Trained, options: Any, progress: Progress | None = None) -> Result:
+        """Judges a trained model; ``options`` is an instance of ``Evaluation``."""
+
+    def encode(self, text: str) -> Sequence[int] | np.ndarray:
+        """Tokens of a prompt in ordinary writing; ValueError if it is none."""
+
+    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
+        """The tokens as text."""
+
+    def read_result(self, record: Any) -> Result:
+        """The result that :meth:`Result.to_json` described; ValueError if it is none."""
+
+    def samples(self, trained: Trained, options: Any) -> Sequence[str]:
+        """A few lines that show what a trained model does when it is asked something unseen."""
+
+
+def get_task(name: str, /, **options: Any) -> Task:
+    """The task called ``name`` with the given options.
+
+    Raises:
+      ValueError: an unknown name, an unknown option, or an option out of range.
+    """
+    return from_mapping(task_type(name), options, what=f"task {name!r}")
+
+
+def task_type(name: str) -> Any:
+    """The class of the task called ``name``; ValueError for an unknown name."""
+    choose("task", name, TASKS)
+    module, _, attribute = TASKS[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def task_name(task: Task) -> str:
+    """The name under which a task is registered."""
+    return next(name for name in TASKS if task_type(name) is type(task))

@@ -1,0 +1,404 @@
+"""SCROLLS: questions about long documents, and their summaries, to be answered in writing.
+
+The setting is that of TAPE's fine-tuning (arXiv:2501.00712, Table 5) on the benchmark's subsets and
+splits (:mod:`train.tasks.scrolls_files`), judged by its metrics
+(:mod:`train.tasks.scrolls_metrics`).
+
+**Prompts.** The benchmark writes the question before the document; here, it follows it, so that the
+answer stands beside the question whatever the length of the document::
+
+    DOCUMENT                                DOCUMENT
+
+    QUESTION                                Summary:
+    Answer:                                 SUMMARY<eos>
+    ANSWER<eos>
+
+**Truncation.** A prompt and the longest answer, ``answer_length`` tokens, take at most
+``sequence_length`` tokens together. Where they would take more, the end of the document is cut off,
+as in the benchmark's own baselines; the question never is. A training example keeps the same room,
+so that its prompt is that of evaluation; a longer answer loses its end, and then has no ``<eos>``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tqdm
+
+from tape_jax._src.checks import choose, require
+from tape_jax._src.generate import decode, pad_prompts, prefill
+from tape_jax._src.model import Transformer
+from train.data import synthetic
+from train.data.tokenizers import Tokenizer
+from train.evaluation import Progress, Trained
+from train.tasks import Score
+from train.tasks.scrolls_files import SPLITS, SUBSETS, ScrollsRecord, read
+from train.tasks.scrolls_metrics import SCORES, Outcome, score
+from train.tasks.tokenized import Tokenized
+
+_CHARACTERS_PER_TOKEN = 8
+_SAMPLES = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class ScrollsEvaluation:
+    """How a subset is judged.
+
+    Attributes:
+      split: ``validation``, ``train``, or ``test``, whose right outputs are not published: it gives
+        predictions without scores.
+      limit: only so many examples, the first; None: all, which the benchmark expects.
+      batch_size: examples that are answered at once.
+      shapes: how many lengths of prompts to compile for.
+    """
+
+    split: str = "validation"
+    limit: int | None = None
+    batch_size: int = 32
+    shapes: int = 4
+
+    def __post_init__(self):
+        choose("split of SCROLLS", self.split, SPLITS)
+        for name in ("limit", "batch_size", "shapes"):
+            value = getattr(self, name)
+            require(
+                value is None or value >= 1, f"evaluation: {name} must be at least 1; got {value}"
+            )
+
+
+class Question(NamedTuple):
+    """An example to be answered.
+
+    Attributes:
+      prompt: token ids, int32 [P].
+      outputs: the right answers; none where they are not published.
+    """
+
+    prompt: np.ndarray
+    outputs: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How examples become tokens (the module's text describes it).
+
+    Attributes:
+      codec: the tokenizer, which has ``<eos>``.
+      length: T.
+      longest_answer: tokens, ``<eos>`` included.
+    """
+
+    codec: Tokenizer
+    length: int
+    longest_answer: int
+
+    @property
+    def stop(self) -> int:
+        """The token that ends an answer."""
+        assert self.codec.eos is not None
+        return self.codec.eos
+
+    @property
+    def pad(self) -> int:
+        """The token of padding."""
+        return self.stop if self.codec.pad is None else self.codec.pad
+
+    def prompt(self, record: ScrollsRecord) -> np.ndarray:
+        """The tokens after which the answer must follow, int32 [P].
+
+        Raises:
+          ValueError: if the question alone leaves no room for the answer.
+        """
+        ending = f"{record.question}\nAnswer:\n" if record.question else "Summary:\n"
+        start = [] if self.codec.bos is None else [self.codec.bos]
+        end = self.codec.encode(f"\n\n{ending}")
+        room = self.length - self.longest_answer - len(start) - len(end)
+        require(
+            room >= 0,
+            f"{record.where}: the question of example {record.id!r} takes {len(end)} tokens and "
+            f"its answer up to {self.longest_answer}, which do not fit into sequence_length = "
+            f"{self.length}",
+        )
+        return np.array([*start, *self._first_tokens(record.document, room), *end], np.int32)
+
+    def answer(self, output: str) -> np.ndarray:
+        """The tokens of an answer and ``<eos>``, cut to the longest: int32 [A]."""
+        return np.array([*self.codec.encode(output), self.stop][: self.longest_answer], np.int32)
+
+    def _first_tokens(self, text: str, count: int) -> list[int]:
+        """The first ``count`` tokens of a text, of which not much more is read than necessary."""
+        size = _CHARACTERS_PER_TOKEN * (count + 1)
+        while len(tokens := self.codec.encode(text[:size])) <= count and size < len(text):
+            size *= 2
+        return tokens[:count]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scrolls(Tokenized):
+    """One subset of SCROLLS (the module's text describes prompts and truncation).
+
+    Making one reads no data. Training goes through every pair of input and output of the ``train``
+    split, in a pseudo-random order that is another one in each pass.
+
+    Attributes:
+      subset: one of :data:`train.tasks.scrolls_files.SUBSETS`.
+      data: folder of the benchmark, with ``qasper.zip`` or ``qasper/`` in it and so on; or one
+        archive.
+      sequence_length: T.
+      answer_length: tokens of the longest answer, ``<eos>`` included; None: the subset's.
+    """
+
+    Evaluation: ClassVar[type] = ScrollsEvaluation
+
+    subset: str = "qasper"
+    data: str = "scrolls"
+    sequence_length: int = 1024
+    answer_length: int | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        choose("subset of SCROLLS", self.subset, SUBSETS)
+        synthetic.require_positive("scrolls", sequence_length=self.sequence_length)
+        if self.answer_length is not None:
+            synthetic.require_positive("scrolls", answer_length=self.answer_length)
+        require(
+            self.longest_answer < self.sequence_length,
+            f"scrolls: an answer of {self.longest_answer} tokens leaves no room for a question in "
+            f"sequence_length = {self.sequence_length}; give answer_length",
+        )
+
+    @property
+    def longest_answer(self) -> int:
+        """Tokens of the longest answer, ``<eos>`` included."""
+        return self.answer_length or SUBSETS[self.subset].answer_length
+
+    @property
+    def codec(self) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+          ValueError: if there is none, it has more tokens than ``vocab_size``, or none that ends a
+            text.
+        """
+        codec = super().codec
+        require(
+            codec.eos is not None,
+            f"the tokenizer {self.tokenizer!r} has no token that ends a text; its special tokens "
+            f"are {sorted(codec.specials)}",
+        )
+        return codec
+
+    @property
+    def layout(self) -> Layout:
+        """How examples become tokens."""
+        return Layout(self.codec, self.sequence_length, self.longest_answer)
+
+    def dataset(
+        self, seed: int, batch_size: int, process_index: int = 0, process_count: int = 1
+    ) -> grain.IterDataset:
+        """The endless stream of training batches, whose loss counts the answers only.
+
+        How it is divided among processes and restored: :func:`train.data.synthetic.dataset`.
+
+        Args:
+          seed: 0..2**32 - 1, the same in all processes.
+          batch_size: examples of one training step, of all processes together.
+          process_index, process_count: which share of each step to read.
+
+        Raises:
+          ValueError: a batch that does not divide among the processes, an argument out of range, or
+            data that cannot be read.
+        """
+        layout = self.layout
+        rows = _Rows(list(self._training_pairs(layout)), self.sequence_length, layout.pad)
+        require(len(rows) > 0, f"{self.data}: the training split of {self.subset} is empty")
+        order = grain.MapDataset.source(rows).shuffle(seed=seed).repeat()
+
+        def batch(_: int, index: int, size: int) -> synthetic.Batch:
+            return order.batch(size)[index]
+
+        share = process_index, process_count
+        return synthetic.dataset("scrolls", batch, seed, batch_size, *share)
+
+    def _training_pairs(self, layout: Layout) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        records = read(self.data, self.subset, "train")
+        for record in tqdm.tqdm(
+            records, f"tokenising {self.subset}", unit=" examples", disable=None, delay=2
+        ):
+            assert record.output is not None
+            yield layout.prompt(record), layout.answer(record.output)
+
+    def questions(self, split: str, limit: int | None = None) -> dict[str, Question]:
+        """The first ``limit`` examples of a split, or all, by id; their outputs are put together.
+
+        Raises:
+          ValueError: data that cannot be read, or a question that does not fit.
+        """
+        questions: dict[str, Question] = {}
+        layout = self.layout
+        for record in read(self.data, self.subset, split):
+            if record.id not in questions:
+                if len(questions) == limit:
+                    continue
+                questions[record.id] = Question(layout.prompt(record), [])
+            if record.output is not None:
+                questions[record.id].outputs.append(record.output)
+        require(len(questions) > 0, f"{self.data}: the {split} split of {self.subset} is empty")
+        return questions
+
+    @property
+    def scores(self) -> tuple[Score, ...]:
+        """Those of the subset's metric."""
+        return SCORES[SUBSETS[self.subset].metric]
+
+    def evaluate(
+        self, trained: Trained, options: ScrollsEvaluation, progress: Progress | None = None
+    ) -> Outcome:
+        """Answers the questions of a split greedily and judges the answers."""
+        questions = self.questions(options.split, options.limit)
+        predictions = self._predict(trained, questions, options, progress)
+        outputs = {name: question.outputs for name, question in questions.items()}
+        scores = score(self.subset, predictions, outputs) if any(outputs.values()) else {}
+        return Outcome(self.subset, options.split, predictions, scores)
+
+    def _predict(
+        self,
+        trained: Trained,
+        questions: Mapping[str, Question],
+        options: ScrollsEvaluation,
+        progress: Progress | None = None,
+    ) -> dict[str, str]:
+        """What the model answers, by id."""
+        layout = self.layout
+        answers = continuations(
+            trained.model,
+            trained.variables,
+            [question.prompt for question in questions.values()],
+            layout.longest_answer,
+            stop=layout.stop,
+            pad=layout.pad,
+            batch_size=options.batch_size,
+            shapes=options.shapes,
+            progress=progress,
+        )
+        texts = (layout.codec.decode(answer).strip() for answer in answers)
+        return dict(zip(questions, texts, strict=True))
+
+    def read_result(self, record: Any) -> Outcome:
+        """The outcome that ``to_json`` described."""
+        return Outcome.from_json(record)
+
+    def samples(self, trained: Trained, options: ScrollsEvaluation) -> list[str]:
+        """What the model answers to the first questions, and what is right."""
+        questions = self.questions(options.split, _SAMPLES)
+        predictions = self._predict(trained, questions, options)
+        return [
+            f"{name}: {predictions[name]!r} (right: {' or '.join(map(repr, question.outputs))})"
+            if question.outputs
+            else f"{name}: {predictions[name]!r}"
+            for name, question in questions.items()
+        ]
+
+
+def continuations(
+    model: Transformer,
+    variables: Any,
+    prompts: Sequence[np.ndarray],
+    max_new_tokens: int,
+    *,
+    stop: int,
+    pad: int,
+    batch_size: int,
+    shapes: int = 4,
+    progress: Progress | None = None,
+) -> list[np.ndarray]:
+    """Continues many prompts greedily, those of like length together.
+
+    Args:
+      model: the model.
+      variables: its variables.
+      prompts: token ids [P] each, at least 2.
+      max_new_tokens: N.
+      stop: the token that ends a continuation.
+      pad: the token of padding.
+      batch_size: prompts that are continued at once.
+      shapes: how many different lengths to compile for; each batch is padded to the next of them.
+      progress: called with the numbers of prompts done and to be done.
+
+    Returns:
+      At most N token ids for each prompt, up to ``stop``, which is left out.
+    """
+    lengths = np.array([len(prompt) for prompt in prompts])
+    widths = np.unique(np.quantile(lengths, np.arange(1, shapes + 1) / shapes, method="higher"))
+    order = np.argsort(lengths, kind="stable")
+    size = min(batch_size, len(prompts))
+    answers: list[np.ndarray] = [np.zeros(0, np.int32)] * len(prompts)
+    for start in range(0, len(order), size):
+        rows = order[start : start + size]
+        width = int(widths[np.searchsorted(widths, lengths[rows[-1]])])
+        filled = np.pad(rows, (0, size - len(rows)), mode="edge")
+        tokens, sizes = pad_prompts([prompts[row] for row in filled], pad)
+        margin = width - tokens.shape[1]
+        tokens = jnp.pad(tokens, ((0, 0), (margin, 0)), constant_values=pad)
+        written = _continue(model, variables, tokens, sizes, max_new_tokens, stop, pad)
+        for row, answer in zip(rows, np.asarray(written), strict=False):
+            answers[row] = answer[: [*answer, stop].index(stop)]
+        if progress is not None:
+            progress(start + len(rows), len(prompts))
+    return answers
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4, 5, 6))
+def _continue(
+    model: Transformer,
+    variables: Any,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    max_new_tokens: int,
+    stop: int,
+    pad: int,
+) -> jax.Array:
+    """int32 [B, N]: what follows left-padded prompts [B, P]."""
+    capacity = tokens.shape[1] + max_new_tokens
+    _, cache = prefill(model, variables, tokens[:, :-1], lengths - 1, capacity=capacity)
+    stops = jnp.array([stop])
+    new, _ = decode(model, variables, cache, tokens[:, -1], max_new_tokens, stop=stops, pad_id=pad)
+    return new
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Rows:
+    """Training examples as a random-access source.
+
+    Attributes:
+      pairs: prompt and answer, int32 [P] and [A].
+      length: T.
+      pad: the token behind the answer.
+    """
+
+    pairs: Sequence[tuple[np.ndarray, np.ndarray]]
+    length: int
+    pad: int
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> synthetic.Batch:
+        prompt, answer = self.pairs[index]
+        end = len(prompt) + len(answer)
+        tokens = np.full(self.length + 1, self.pad, np.int32)
+        tokens[:end] = np.concatenate([prompt, answer])
+        target = np.arange(1, self.length + 1)
+        in_answer = (target >= len(prompt)) & (target < end)
+        return {
+            "inputs": tokens[:-1],
+            "targets": tokens[1:],
+            "weights": in_answer.astype(np.float32),
+        }

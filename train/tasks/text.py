@@ -1,0 +1,295 @@
+"""Text, as an endless stream of packed training sequences and held-out text to be judged by.
+
+Documents come from a source (:mod:`train.data.sources`), become tokens once and are kept on disk
+(:mod:`train.data.token_cache`), and are packed into sequences of one length
+(:mod:`train.data.packing`). What a trained model is asked is in :mod:`train.tasks.text_evaluation`.
+
+**Held-out text.** A hash of each document's name (of its content, where a file holds many) keeps a
+share of the documents out of training. It depends on nothing else, so that all seeds, lengths and
+models share the same held-out documents; alternatively they come from a source of their own. Of a
+single document, the end is held out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from tape_jax._src.checks import choose, require
+from train.data import synthetic, token_cache
+from train.data.cache_folder import cache_folder
+from train.data.packing import PACKINGS, Batch, Packed, endless_batches
+from train.data.sources import get_source
+from train.data.token_cache import Corpus, TokenStream
+from train.data.tokenizers import Tokenizer
+from train.evaluation import Progress, Trained
+from train.tasks import Result, Score, retrieval, text_evaluation
+from train.tasks.questions import VALIDATION_SEED
+from train.tasks.tokenized import Tokenized
+
+if TYPE_CHECKING:
+    import grain
+
+
+@dataclasses.dataclass(frozen=True)
+class Text(Tokenized):
+    """Language modelling (the module's text describes the data).
+
+    Making one reads neither the source nor the tokenizer's content, so that configs can be checked
+    where neither is.
+
+    Attributes:
+      source: where the text comes from: ``stdlib``, ``tfds:c4/en``, a glob, or ``tokens:`` and a
+        glob (see :mod:`train.data.sources`).
+      text_field: field of a jsonl line, or feature of a tfds corpus, that holds the text.
+      tokenizer, tokenizer_fingerprint, vocab_size: see :class:`train.tasks.tokenized.Tokenized`.
+      sequence_length: T.
+      packing: ``concatenated`` or ``documents`` (see :mod:`train.data.packing`).
+      held_out: share of the documents that is kept out of training, if ``held_out_source`` is None;
+        of a single document, the share of its end.
+      held_out_source: another source, all of which is held out.
+      passkeys: share of the training sequences that are questions of passkey retrieval in place of
+        text, in [0, 1). Their answers only are learned, and one answer weighs as much as a sequence
+        of text; one key in ten is held out of training, and only those are asked for.
+      passkey_form: how passkeys are worded, in training and evaluation: ``long``, as published, or
+        ``short``, for bytes (see :mod:`train.tasks.retrieval`).
+      shuffle: visit the training sequences in pseudo-random order rather than in that of the text.
+      cache: folder for the tokens; None: ``tape-jax`` in the user's cache folder.
+    """
+
+    Evaluation: ClassVar[type] = text_evaluation.Evaluation
+
+    source: str = "stdlib"
+    text_field: str = "text"
+    sequence_length: int = 1024
+    packing: str = "concatenated"
+    held_out: float = 0.05
+    held_out_source: str | None = None
+    passkeys: float = 0.0
+    passkey_form: str = "long"
+    shuffle: bool = True
+    cache: str | None = None
+
+    def __post_init__(self):
+        choose("packing", self.packing, PACKINGS)
+        synthetic.require_positive("text", sequence_length=self.sequence_length)
+        require(
+            0 < self.held_out < 1,
+            f"text: held_out must be between 0 and 1; got {self.held_out}",
+        )
+        require(
+            0 <= self.passkeys < 1,
+            f"text: passkeys is a share of the sequences in [0, 1); got {self.passkeys}",
+        )
+        choose("passkey form", self.passkey_form, retrieval.FORMS)
+        super().__post_init__()
+
+    @property
+    def codec(self) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+          ValueError: if there is none, it has more tokens than ``vocab_size``, or it marks neither
+            the start nor the end of a document.
+        """
+        codec = super().codec
+        require(
+            codec.bos is not None or codec.eos is not None,
+            f"the tokenizer {self.tokenizer!r} has no token that starts or ends a document; its "
+            f"special tokens are {sorted(codec.specials)}",
+        )
+        return codec
+
+    def training_stream(self) -> TokenStream:
+        """The documents that are trained on."""
+        return self._stream(self.source, "train" if self.held_out_source is None else "all")
+
+    def held_out_stream(self) -> TokenStream:
+        """The documents that are not."""
+        if self.held_out_source is None:
+            return self._stream(self.source, "held_out")
+        return self._stream(self.held_out_source, "all")
+
+    def _corpus(self, name: str, side: str) -> Corpus:
+        codec = self.codec
+        return Corpus(
+            get_source(name, self.text_field, codec),
+            codec,
+            side,
+            self.held_out,
+            label=f"tokenising {name}, {side.replace('_', ' ')}",
+        )
+
+    def _stream(self, name: str, side: str) -> TokenStream:
+        folder = Path(self.cache).expanduser() if self.cache else cache_folder()
+        stream = token_cache.open_stream(self._corpus(name, side), folder)
+        share = {"train": 1 - self.held_out, "held_out": self.held_out, "all": 1}[side]
+        require(
+            len(stream.tokens) > 0,
+            f"no document of {name!r} falls into the {side.replace('_', ' ')} part, a share of "
+            f"{share:g}: give more documents, another task.held_out, or a text to judge by, in "
+            "task.held_out_source or evaluation.source",
+        )
+        return stream
+
+    def dataset(
+        self, seed: int, batch_size: int, process_index: int = 0, process_count: int = 1
+    ) -> grain.IterDataset:
+        """The endless stream of training batches: :func:`train.data.packing.endless_batches`.
+
+        Raises:
+          ValueError: an argument out of range, a source that cannot be read, or sequences too short
+            for passkeys.
+        """
+        share = process_index, process_count
+        batches = endless_batches(self.packed, self.shuffle, seed, batch_size, *share)
+        if not self.passkeys:
+            return batches
+        self._questions(1, np.random.default_rng(0))  # It says so if the sequences are too short.
+        first = process_index * batch_size // process_count
+        mixed = functools.partial(self._with_passkeys, size=batch_size, first=first)
+        own = np.random.SeedSequence([seed, 0]).generate_state(1)[0]
+        return batches.random_map(mixed, seed=int(own))
+
+    def _questions(self, count: int, rng: np.random.Generator) -> Batch:
+        form, keys = retrieval.FORMS[self.passkey_form]
+        trained, _ = retrieval.split_keys(keys)
+        length = self.sequence_length
+        own = retrieval.training_batch(self.codec, form, trained, length, count, rng)
+        own["weights"] *= length / own["weights"].sum(axis=1, keepdims=True)
+        if self.packing == "documents":
+            own["segment_ids"] = np.ones_like(own["inputs"])
+            own["positions"] = np.cumsum(own["segment_ids"], axis=1, dtype=np.int32) - 1
+        return own
+
+    def _with_passkeys(
+        self, batch: Batch, rng: np.random.Generator, *, size: int, first: int
+    ) -> Batch:
+        """Rows of a batch of ``size``, from ``first`` on, with questions in place of some.
+
+        All processes draw for all rows, so that their number does not matter.
+        """
+        asked = rng.random(size) < self.passkeys
+        if not asked.any():
+            return batch
+        number = np.cumsum(asked) - 1
+        questions = self._questions(int(asked.sum()), rng)
+        rows = slice(first, first + len(batch["inputs"]))
+        return {
+            name: np.where(asked[rows, None], questions[name][number[rows]], values)
+            for name, values in batch.items()
+        }
+
+    @property
+    def passkeys_asked(self) -> tuple[retrieval.Form, Sequence[int]]:
+        """How the evaluation words passkeys, and which keys it hides."""
+        form, keys = retrieval.FORMS[self.passkey_form]
+        return form, retrieval.split_keys(keys)[1].tolist() if self.passkeys else keys
+
+    def packed(self) -> Packed:
+        """All training sequences, in order."""
+        codec = self.codec
+        pad = next(i for i in (codec.pad, codec.eos, codec.bos) if i is not None)
+        return Packed(self.training_stream(), self.sequence_length, self.packing, pad)
+
+    def evaluation_documents(
+        self, limit_tokens: int | None = None, *, validation: bool = False
+    ) -> Iterator[np.ndarray]:
+        """Held-out documents, int32 [N] each, with their start and end tokens.
+
+        They come in an order that has nothing to do with that of the source, always the same one,
+        so that the first of them are a fair sample.
+
+        Args:
+          limit_tokens: how many tokens to give in all: the last document is cut there; None: all.
+          validation: begin at the other end of that order.
+
+        Raises:
+          ValueError: a validation that would reach what the test may ask for.
+        """
+        stream = self.held_out_stream()
+        left = len(stream.tokens) if limit_tokens is None else limit_tokens
+        order = np.random.default_rng(0).permutation(len(stream.offsets) - 1)
+        if validation:
+            sizes = np.diff(stream.offsets)[order[::-1]].cumsum()
+            count = int(np.searchsorted(sizes, left))
+            require(
+                count < len(order) and sizes[count] + left <= len(stream.tokens),
+                f"the held-out text of {len(stream.tokens):,} tokens is too short for a test and a "
+                f"validation of {left:,} each",
+            )
+            order = order[::-1]
+        for index in order:
+            if left <= 0:
+                return
+            start, stop = stream.offsets[index : index + 2]
+            document = stream.tokens[start : min(stop, start + left)].astype(np.int32)
+            left -= len(document)
+            yield document
+
+    def evaluation_tokens(
+        self, limit: int | None = None, *, validation: bool = False
+    ) -> np.ndarray:
+        """The documents of :meth:`evaluation_documents` one after another, int32 [N]."""
+        return np.concatenate(list(self.evaluation_documents(limit, validation=validation)))
+
+    def validation(self, options: Any) -> Any:
+        """Options of an evaluation by other held-out documents, and by other passkeys.
+
+        Raises:
+          ValueError: the test takes all of a text.
+        """
+        seed = options.seed + VALIDATION_SEED
+        return dataclasses.replace(options, validation=True, seed=seed)
+
+    @property
+    def scores(self) -> Sequence[Score]:
+        """Perplexities by length."""
+        return text_evaluation.scores(self)
+
+    def evaluate(self, trained: Trained, options: Any, progress: Progress | None = None) -> Result:
+        """Perplexity of held-out text by length: :func:`train.tasks.text_evaluation.evaluate`."""
+        return text_evaluation.evaluate(self._judged_by(options), trained, options, progress)
+
+    def _judged_by(self, options: Any) -> Text:
+        """The task whose held-out text is that of the evaluation."""
+        source = options.source
+        return self if source is None else dataclasses.replace(self, held_out_source=source)
+
+    def prepare(self, options: Any) -> str:
+        """Makes sure of all text that training and evaluation will read.
+
+        Args:
+          options: of the evaluation.
+
+        Returns:
+          How much it is, in a line.
+
+        Raises:
+          ValueError: if some of it is missing, or too short.
+        """
+        judged = self._judged_by(options)
+        text_evaluation.check(judged, options)
+        trained, held_out = self.training_stream(), judged.held_out_stream()
+        where = ""
+        if judged.held_out_source is not None:
+            where = f" of {judged.held_out_source}"
+        elif self._corpus(self.source, "all").is_one_document:
+            where = ", the end of its one document"
+        return (
+            f"{self.source}: {len(trained.tokens):,} tokens to train on; held out: "
+            f"{len(held_out.tokens):,}{where}"
+        )
+
+    def read_result(self, record: Any) -> Result:
+        """The result that ``to_json`` described."""
+        return text_evaluation.read_result(record)
+
+    def samples(self, trained: Trained, options: Any) -> Sequence[str]:
+        """How the model continues held-out text: :func:`train.tasks.text_evaluation.samples`."""
+        return text_evaluation.samples(self._judged_by(options), trained, options)

@@ -1,0 +1,1 @@
+"""Training: the step, the loop, run folders, checkpoints, metrics, processes."""

@@ -1,0 +1,149 @@
+"""Several processes that train one model: how they find one another and agree.
+
+What ``jax.distributed`` offers, with errors and words of our own. With one process every function
+here does nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from tape_jax._src.checks import require
+
+T = TypeVar("T")
+
+# Seconds without a sign of life after which a process counts as dead, and the others end too.
+HEARTBEAT = 60
+# Seconds for all processes to appear: a pod's hosts do not start together.
+APPEARANCE = 600
+# Seconds for the main thread to say what it knows of the loss of another process, before it ends.
+PATIENCE = 5
+# The exit code for that.
+PEER_LOST = 4
+
+
+def initialize(where: str) -> None:
+    """Joins the other processes; to be called before anything else of jax.
+
+    Args:
+      where: ``auto``, for what SLURM, Open MPI, Kubernetes (GKE) and TPU pods say in the
+        environment; or ``HOST:PORT,PROCESSES,INDEX``: where process 0 listens, how many there are,
+        and which this one is.
+
+    Raises:
+      ValueError: if ``where`` is neither, or there is no cluster that jax knows.
+      RuntimeError: if the others do not appear.
+    """
+    options: dict[str, Any] = {}
+    if where != "auto":
+        match = re.fullmatch(r"([^,\s]+:\d+),(\d+),(\d+)", where)
+        require(
+            match is not None and int(match[3]) < int(match[2]),
+            "--distributed: expected auto, or HOST:PORT,PROCESSES,INDEX with INDEX below "
+            f"PROCESSES; got {where!r}",
+        )
+        assert match is not None
+        options = {
+            "coordinator_address": match[1],
+            "num_processes": int(match[2]),
+            "process_id": int(match[3]),
+            "cluster_detection_method": "deactivate",
+        }
+    try:
+        jax.distributed.initialize(
+            **options, heartbeat_timeout_seconds=HEARTBEAT, initialization_timeout=APPEARANCE
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"--distributed={where}: {error} Nothing in the environment tells of SLURM, Open MPI, "
+            "Kubernetes or a TPU pod: give HOST:PORT,PROCESSES,INDEX"
+        ) from error
+    ctypes.CDLL(None).signal(ctypes.c_int(signal.SIGABRT), _end_aborted)
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int)
+def _end_aborted(_: int) -> None:
+    """Answers SIGABRT, by which a thread of jax ends this process once another is gone.
+
+    A handler of Python's would wait for the main thread, which may wait for the other process. An
+    abort in the main thread itself is none of jax's, and takes its course.
+    """
+    if threading.get_ident() != threading.main_thread().ident:
+        time.sleep(PATIENCE)
+        print(
+            "error: jax ends this process, most likely since another process has died (see above). "
+            "What was saved is intact: start all processes again with --resume",
+            file=sys.stderr,
+        )
+        leave(PEER_LOST)
+
+
+def is_one_of_several() -> bool:
+    """Whether this process has joined others."""
+    return jax.distributed.is_initialized() and jax.process_count() > 1
+
+
+def is_peer_lost(error: Exception) -> bool:
+    """Whether an error says that another process is gone: in a step, or in writing a checkpoint."""
+    # Not all that jax raises is a JaxRuntimeError.
+    told = re.search("CoordinationService|Gloo .* failed", str(error))
+    return bool(told or isinstance(error, jax.errors.JaxRuntimeError)) and is_one_of_several()
+
+
+def is_main() -> bool:
+    """Whether this process writes what only one may write."""
+    return jax.process_index() == 0
+
+
+def report(message: str) -> None:
+    """Prints a sentence, once for all processes."""
+    if is_main():
+        print(message, flush=True)
+
+
+def agreed(value: Callable[[], T]) -> T:
+    """What ``value()`` is in process 0, in JSON types; it is not called in others.
+
+    Raises:
+      ValueError: in all processes, if ``value()`` raises ValueError or OSError in process 0.
+    """
+    if jax.process_count() == 1:
+        return value()
+    message: dict[str, Any] = {}
+    if is_main():
+        try:
+            message = {"value": value()}
+        except (ValueError, OSError) as error:
+            message = {"error": str(error)}
+    text = np.frombuffer(json.dumps(message).encode(), np.uint8)
+    length = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
+    padded = np.zeros(length, np.uint8)
+    padded[: len(text)] = text[:length]
+    received = json.loads(bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded))))
+    require("error" not in received, received.get("error", ""))
+    return received["value"]
+
+
+def preempted(step: int) -> bool:
+    """Whether a process has received SIGTERM, and all are to stop after ``step``."""
+    return jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step)
+
+
+def leave(code: int) -> None:
+    """Ends this process at once, without waiting for others that may be dead."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

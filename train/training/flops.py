@@ -1,0 +1,131 @@
+"""Arithmetic that a call or a training step has to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from flax.traverse_util import flatten_dict
+
+from tape_jax import ModelConfig, Transformer
+from tape_jax._src.config import MLP_PROJECTIONS
+from train.experiment import Experiment
+from train.training import chips, runs
+
+
+@dataclasses.dataclass(frozen=True)
+class Products:
+    """Products of attention, in units of one that is queries x keys x head dimension.
+
+    Attributes:
+      forward: of the forward pass.
+      backward: of a backward pass in one kernel, which computes the logits once more.
+    """
+
+    forward: int
+    backward: int
+
+    @property
+    def both(self) -> int:
+        """Forward and backward."""
+        return self.forward + self.backward
+
+
+PLAIN = Products(2, 5)  # values alone: RoPE
+STATE = Products(3, 7)  # values and states by one set of probabilities, the form of this library
+TWO_CALLS = Products(4, 10)  # values and states by two attentions
+THREE_CALLS = Products(6, 15)  # values, cosines and sines in full width: the published code
+
+
+def peak(device_kind: str, dtype: str) -> float | None:
+    """Operations per second that a chip can do at most, or None if that is not known."""
+    chip = chips.find(device_kind)
+    return chip.operations if chip and dtype == "bfloat16" else None
+
+
+def visible_pairs(
+    length: int, *, is_causal: bool = True, local_window_size: int | None = None
+) -> float:
+    """Pairs of a query and a key that it sees; the causal rule leaves half of them.
+
+    Pairs on the edge count half, so that a window as long as the sequence changes nothing.
+    """
+    outside = 0 if local_window_size is None else max(0, length - local_window_size) ** 2
+    return (length**2 - outside) / (2 if is_causal else 1)
+
+
+def attention_flops(
+    products: int, length: int, *, batch: int, heads: int, head_dim: int, is_causal: bool = True,
+    local_window_size: int | None = None,
+) -> float:  # fmt: skip
+    """Operations (a multiplication and an addition are two) of a number of products.
+
+    >>> attention_flops(PLAIN.forward, 2, batch=1, heads=1, head_dim=4)
+    32.0
+    """
+    pairs = visible_pairs(length, is_causal=is_causal, local_window_size=local_window_size)
+    return 2 * products * pairs * head_dim * heads * batch
+
+
+def model_flops(config: ModelConfig, batch: int, length: int) -> float:
+    """Operations of a training step: three times those of the forward pass's matrix products.
+
+    Nothing that the backward pass computes again is counted, nor are norms, activations, rotations
+    or the look-up of embeddings (the convention of PaLM, appendix B, with causal pairs halved), nor
+    experts that a token does not take.
+    """
+    c, encoding = config, Transformer(config).encoding
+    per_token = c.hidden_size * c.vocab_size
+    attention = 0.0
+    for layer in range(c.num_layers):
+        updates = encoding.updates(layer, c.num_layers)
+        per_token += 2 * c.hidden_size * c.dim * (c.num_heads + c.kv_heads)
+        per_token += _mlp_products(config)
+        if updates:
+            per_token += _update_products(config)
+        attends = updates and encoding.attends_state
+        attention += attention_flops(
+            (STATE if attends else PLAIN).forward,
+            length,
+            batch=batch,
+            heads=c.num_heads,
+            head_dim=c.dim,
+            local_window_size=c.local_window_size,
+        )
+    return 3 * (2 * per_token * batch * length + attention)
+
+
+def _mlp_products(config: ModelConfig) -> int:
+    """Multiplications of one token's MLP, or of its experts and the router."""
+    mlp, experts = 3 * config.hidden_size * config.mlp_size, config.experts
+    if experts is None:
+        return mlp
+    return experts.per_token * mlp + config.hidden_size * experts.count
+
+
+def _update_products(config: ModelConfig) -> int:
+    """Multiplications of one token's position update in the rotary form."""
+    params = Transformer(config).encoding.layer_params(config, updates=True)
+    if "wx" not in params:
+        return 0
+    hidden, width = params["wx"].shape
+    heads = config.kv_heads
+    return hidden * width + width * heads**2 + heads**2 * config.dim
+
+
+def step_flops(experiment: Experiment) -> float:
+    """Operations of a step, without gradients of frozen kernels.
+
+    They are those of :func:`model_flops`. The low-rank terms of adapters are not counted.
+    """
+    config, length = experiment.train, experiment.task.sequence_length
+    count = model_flops(experiment.model, config.batch_size, length)
+    frozen = flatten_dict(runs.abstract_params(experiment)[1] or {})
+    kernels = {p: x for p, x in frozen.items() if x is not None and p[-1] == "kernel"}
+    tokens, experts = config.batch_size * length, experiment.model.experts
+
+    def share(path: tuple[str, ...]) -> float:
+        """Of a kernel's entries, those that a token meets."""
+        return experts.per_token / experts.count if experts and path[-2] in MLP_PROJECTIONS else 1.0
+
+    return count - sum(2.0 * tokens * share(p) * math.prod(x.shape) for p, x in kernels.items())

@@ -1,0 +1,136 @@
+"""Models of runs and of Llama folders with their tokenizers, and how they go on with prompts."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import tape_jax as tape
+from tape_jax._src.cache import Cache, check_length, depends_on_capacity, grow_cache, init_cache
+from tape_jax._src.checks import require
+from tape_jax._src.generate import decode, pad_prompts, prefill
+from tape_jax._src.model import Transformer
+from train.tasks.tokenized import Tokenized
+from train.training import runs
+
+TOKENS_AT_ONCE = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Speaker:
+    """A model with its tokenizer.
+
+    Attributes:
+      model: the Flax module.
+      variables: its variables.
+      encode: prompt to token ids.
+      decode: token ids to text.
+      eos: id of the token that ends a text, or None.
+    """
+
+    model: Transformer
+    variables: Any
+    encode: Callable[[str], Sequence[int] | np.ndarray]
+    decode: Callable[[Sequence[int]], str]
+    eos: int | None
+
+
+def load(folder: Path, adapter: Path | None = None, tokenizer: str | None = None) -> Speaker:
+    """The model of a run or of a Llama folder.
+
+    Raises:
+      ValueError: if ``folder`` is neither, or lacks a tokenizer.
+    """
+    if (folder / "experiment.json").exists() or not (folder / "config.json").exists():
+        require(
+            adapter is None and tokenizer is None,
+            "generate: --adapter and --tokenizer go with a Llama folder, and "
+            f"{folder} has no config.json",
+        )
+        trained = runs.restore_model(folder)
+        task: Any = trained.experiment.task
+        eos = getattr(getattr(task, "codec", None), "eos", None)
+        return Speaker(trained.model, trained.variables, task.encode, task.decode, eos)
+    model, variables = tape.from_pretrained(folder)
+    if adapter is not None:
+        model, variables = tape.adapt.load_adapter(adapter, model, variables)
+    task = Tokenized(tokenizer=tokenizer or str(folder))
+    require(
+        task.vocab_size <= model.config.vocab_size,
+        f"generate: the tokenizer {task.tokenizer!r} has {task.vocab_size} tokens, the model "
+        f"{model.config.vocab_size}",
+    )
+    return Speaker(model, variables, task.encode, task.decode, task.codec.eos)
+
+
+def stream(
+    speaker: Speaker, prompts: Sequence[np.ndarray], new: int, **sampling: Any
+) -> Iterator[tuple[list[list[int]], Cache]]:
+    """Continuations so far, after every few tokens, without what follows the end token.
+
+    Args:
+      speaker: the model.
+      prompts: token ids of each.
+      new: tokens to generate at most.
+      **sampling: ``key``, ``temperature``, ``top_k`` and ``top_p`` as in :func:`tape_jax.generate`.
+
+    Yields:
+      For each prompt the ids of its continuation, and the cache.
+
+    Raises:
+      ValueError: if a prompt is empty, or the longest with its continuation is longer than the
+        model takes.
+    """
+    model, variables = speaker.model, speaker.variables
+    tokens, lengths = pad_prompts(prompts, vocab_size=model.config.vocab_size)
+    longest = tokens.shape[1]
+    total = longest + new
+    check_length(model, total, what=f"a prompt of {longest} tokens and {new} new ones")
+    capacity = min(2 * longest + TOKENS_AT_ONCE, total)
+    if depends_on_capacity(model, capacity, total):
+        capacity = total
+    stop = None if speaker.eos is None else jnp.array([speaker.eos])
+    # Padding after a stop repeats it, so that a row is known to have ended.
+    step = jax.jit(
+        functools.partial(decode, model, stop=stop, pad_id=speaker.eos or 0, **sampling),
+        static_argnums=3,
+        donate_argnums=1,
+    )
+    cache = init_cache(model, len(prompts), capacity)
+    if longest > 1:
+        fill = jax.jit(functools.partial(prefill, model), static_argnames="capacity")
+        _, cache = fill(variables, tokens[:, :-1], lengths - 1, capacity=capacity)
+    last, rows = tokens[:, -1], np.zeros((len(prompts), 0), np.int32)
+    while rows.shape[1] < new:
+        count = min(TOKENS_AT_ONCE, new - rows.shape[1])
+        if longest + rows.shape[1] + count > cache.capacity:
+            cache = grow_cache(model, cache, min(2 * cache.capacity, total))
+        written, cache = step(variables, cache, last, count)
+        last, rows = written[:, -1], np.concatenate([rows, written], axis=1)
+        yield [_before(row.tolist(), speaker.eos) for row in rows], cache
+        if speaker.eos is not None and (rows == speaker.eos).any(axis=1).all():
+            return
+
+
+def _before(row: list[int], eos: int | None) -> list[int]:
+    return row[: row.index(eos)] if eos in row else row
+
+
+def describe_cache(cache: Cache) -> str:
+    """Type, capacity and size of a cache in a few words."""
+    arrays = jax.tree.leaves(cache.layers)
+    size = sum(x.size * x.dtype.itemsize for x in arrays)
+    types = ", ".join(sorted({str(x.dtype) for x in arrays}))
+    kept = (
+        "keys, values and position states"
+        if any(layer.e is not None for layer in cache.layers)
+        else "keys and values"
+    )
+    return f"cache: {kept} of {cache.capacity} tokens in {types}, {size / 2**20:.1f} MiB"

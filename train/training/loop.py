@@ -1,0 +1,242 @@
+"""The training loop: one for all experiments."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from tape_jax._src.attention import recorded_plans
+from tape_jax._src.checks import require
+from tape_jax._src.model import Transformer
+from tape_jax.sharding import Sharding
+from train.experiment import Experiment
+from train.training import changes, distributed, messages, runs
+from train.training.checkpoint import Report
+from train.training.clock import Clock
+from train.training.flops import peak, step_flops
+from train.training.metrics import Metrics, NonFiniteError, ProfilerTrace, Sums, Work
+from train.training.signals import Signals, Stopped
+from train.training.step import TrainState, all_finite, init_state, make_optimizer, make_step
+
+
+def train(
+    experiment: Experiment,
+    folder: Path,
+    *,
+    resume: bool = False,
+    profile: range | None = None,
+    report: Report = print,
+    clock: Clock | None = None,
+) -> None:
+    """Trains in a run folder until the last step.
+
+    Several processes, joined by :func:`train.training.distributed.initialize`, call it alike; the
+    first writes what only one may write.
+
+    Args:
+      experiment: what to train.
+      folder: a new run folder; with ``resume`` also one made by the same experiment.
+      resume: continue from its newest intact checkpoint, bit for bit; start where there is none.
+      profile: steps of which a trace is written to the folder ``profile``.
+      report: called with a sentence about each notable event.
+      clock: began when the program did; None: the time begins now.
+
+    Raises:
+      Stopped: on SIGINT, SIGTERM or SIGHUP, after saving; or when the loss is not finite.
+      ValueError: if the folder is not as it should be, or the mesh does not fit.
+    """
+    clock = clock or Clock()
+    config, last = experiment.train, experiment.steps
+    sharding = build_sharding(experiment, report)
+    continued = resume and distributed.agreed(lambda: runs.exists(folder))
+    if continued:
+        distributed.agreed(lambda: changes.check_same(folder, experiment, changes.LONGER))
+    begin = runs.start(experiment, folder if continued else None, report, sharding)
+    program = build_program(experiment, begin.params, sharding)
+    share = (0, 1) if sharding is None else sharding.share()
+    data = iter(experiment.task.dataset(experiment.seed, config.batch_size, *share))
+    read = prepared(experiment, strict=not continued)
+
+    with abandonable(folder), contextlib.ExitStack() as stack:
+        signals = Signals(lambda: messages.saving(folder), lambda: messages.abandoned(folder))
+        # Several processes must stop after the same step: distributed.preempted sees to that.
+        if jax.process_count() == 1:
+            stack.enter_context(signals)
+        if not continued:
+            made = begin.adapted.base if begin.adapted else None
+            distributed.agreed(lambda: runs.create(folder, experiment, made))
+            if begin.adapted:
+                report(begin.describe())
+        distributed.agreed(lambda: stack.enter_context(runs.guarded(folder)))
+        checkpoints = stack.enter_context(runs.checkpoints(folder, keep=config.keep, report=report))
+        sums = Sums()
+        begun = continued and distributed.agreed(lambda: runs.has_trained(folder))
+        if begun:
+            start, state = checkpoints.restore(program.template, data, sums)
+            checkpoints.forget_after(start)
+        else:
+            start, state = 0, program.initial(begin.params)
+            checkpoints.save(0, state, data, sums)
+            checkpoints.wait()  # From here on a run without checkpoints has lost them.
+        if continued and distributed.agreed(
+            lambda: changes.take_over(folder, experiment, start, report)
+        ):
+            # The file that was guarded until now is another one.
+            distributed.agreed(lambda: stack.enter_context(runs.guarded(folder)))
+        if begun:
+            report(f"continuing {folder} from step {start} of {last}")
+        begin = begin._replace(params=None)  # Else the first parameters would stay in memory.
+        metrics = stack.enter_context(
+            Metrics(
+                folder,
+                last,
+                start,
+                describe_work(experiment),
+                config.log_every,
+                sums=sums,
+                write=distributed.is_main(),
+                patience=config.skip,
+            )
+        )
+        trace = stack.enter_context(ProfilerTrace(folder / "profile", profile))
+        if start < last:
+            report("\n".join([messages.begins(experiment, folder), *read]))
+        clock.lap("to start")
+        try:
+            for step in range(start + 1, last + 1):
+                trace.before(step, state)
+                batch = next(data)
+                if sharding is not None:
+                    batch = sharding.place(batch)
+                with recorded_plans() as plans:
+                    state, values = program.step(state, batch, begin.frozen)
+                if step == start + 1:
+                    report(messages.describe_attention(plans))
+                metrics.record(step, values)
+                stop = signals.received or (signal.SIGTERM if distributed.preempted(step) else 0)
+                if stop or step % config.save_every == 0 or step == last:
+                    metrics.flush()
+                    if not all_finite(state):
+                        raise NonFiniteError(step, "a parameter or its moments")
+                    checkpoints.save(step, state, data, sums)
+                if stop:
+                    checkpoints.wait()
+                    raise messages.interrupted(folder, step, stop)
+        except NonFiniteError as error:
+            checkpoints.wait()
+            raise messages.diverged(folder, checkpoints.steps()[-1], error) from error
+        clock.lap("to train")
+        checkpoints.wait()
+        if experiment.adapt and experiment.adapt.trains:
+            try:
+                report(f"written: {runs.write_adapter(folder, begin, state.params)}")
+            except NotImplementedError as reason:
+                report(f"no adapter file: {reason}")
+        clock.lap("to save")
+        report(messages.ended(folder, last, metrics.last, clock))
+
+
+@contextlib.contextmanager
+def abandonable(folder: Path) -> Iterator[None]:
+    """Says what is saved where Ctrl-C ends a training at once, after all in this block is done."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Stopped(messages.abandoned(folder), 128 + signal.SIGINT) from None
+
+
+def prepared(experiment: Experiment, *, strict: bool) -> list[str]:
+    """What the task will read, in a line; none if it reads nothing.
+
+    Args:
+      experiment: what is trained.
+      strict: whether it is an error if something is missing; if not, the line says so.
+
+    Raises:
+      ValueError: if something is missing that training or evaluation needs.
+    """
+    prepare = getattr(experiment.task, "prepare", None)
+    if prepare is None:
+        return []
+    try:
+        return [prepare(experiment.evaluation)]
+    except ValueError as error:
+        if strict:
+            raise
+        return [f"it cannot be evaluated: {error}"]
+
+
+class StepProgram(NamedTuple):
+    """The compiled functions of a training.
+
+    Attributes:
+      initial: the state before the first step, from the parameters that train (None: random ones).
+      step: one optimiser step (:func:`train.training.step.make_step`).
+      template: shapes, types and places of a state.
+    """
+
+    initial: Callable[[Any], TrainState]
+    step: Callable[..., tuple[TrainState, dict[str, jax.Array]]]
+    template: Any
+
+
+def build_program(experiment: Experiment, params: Any, sharding: Sharding | None) -> StepProgram:
+    """What trains an experiment.
+
+    Args:
+      experiment: what is trained.
+      params: those that train, or their shapes; None: random ones.
+      sharding: of :func:`build_sharding`.
+    """
+    optimizer = make_optimizer(experiment.train)
+    initial = functools.partial(init_state, experiment, optimizer)
+    template = jax.eval_shape(initial, params)
+    model, places = Transformer(experiment.model), None
+    if sharding is not None:
+        model = Transformer(experiment.model, sharding=sharding)
+        places = sharding.of(model, template)
+        template = runs.placed(template, places)
+    step = make_step(model, optimizer, experiment.train, places)
+    return StepProgram(jax.jit(initial, out_shardings=places), step, template)
+
+
+def build_sharding(experiment: Experiment, report: Report) -> Sharding | None:
+    """The mesh of an experiment on the devices that are here; None: one device.
+
+    Raises:
+      ValueError: if it does not fit the devices, the model or the batch.
+    """
+    config, count = experiment.train, jax.device_count()
+    if experiment.sharding is None:
+        require(
+            jax.process_count() == 1,
+            f"{jax.process_count()} processes need a mesh: give --config.sharding.data=-1, "
+            "--config.sharding.fsdp=-1 or another",
+        )
+        if count > 1 and jax.default_backend() != "cpu":
+            report(f"{count} devices are here and 1 is used: --config.sharding.data=-1 uses all")
+        return None
+    sharding = experiment.sharding.build()
+    sharding.check(
+        Transformer(experiment.model),
+        batch_size=config.batch_size // config.accumulate,
+        length=experiment.task.sequence_length,
+    )
+    return sharding
+
+
+def describe_work(experiment: Experiment) -> Work:
+    """What a step does, and what the devices that train can do."""
+    rate = peak(jax.devices()[0].device_kind, experiment.model.dtype)
+    count = jax.device_count() if experiment.sharding else 1
+    return Work(
+        experiment.train.batch_size * experiment.task.sequence_length,
+        step_flops(experiment),
+        rate and rate * count,
+    )

@@ -1,0 +1,120 @@
+"""What a training says: what it is about to do, how it ended, and how to go on."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import jax
+
+from tape_jax._src.attention import AttentionPlan
+from train.experiment import Experiment
+from train.training import runs
+from train.training.clock import Clock
+from train.training.metrics import NonFiniteError
+from train.training.signals import NON_FINITE_EXIT_CODE, Stopped
+
+
+def program() -> str:
+    """How to call the command line by this interpreter from the current folder."""
+    if shutil.which("python") == sys.executable:
+        return "python -m train.main"
+    path = Path(sys.executable)
+    near = path.is_relative_to(Path.cwd())
+    return f"{shlex.quote(str(path.relative_to(Path.cwd()) if near else path))} -m train.main"
+
+
+def begins(experiment: Experiment, folder: Path) -> str:
+    """What is about to be trained, on what, for how long and where."""
+    parameters, trained = runs.count_parameters(experiment)
+    size = f"{parameters:,} parameters"
+    if trained < parameters:
+        size += f", of which {trained:,} train"
+    count = jax.device_count() if experiment.sharding else 1
+    device = jax.devices()[0]
+    train, length = experiment.train, experiment.task.sequence_length
+    return (
+        f"{experiment.label}: {size}; {experiment.steps:,} steps of {train.batch_size:,} x "
+        f"{length:,} tokens on {count} x {device.device_kind}, in {folder}"
+    )
+
+
+def ended(folder: Path, steps: int, values: Mapping[str, float], clock: Clock) -> str:
+    """How a training went that came to its end."""
+    loss = f", loss {values['loss']:.4f}" if "loss" in values else ""
+    return f"{folder}: {steps:,} steps done{loss}, in {clock}"
+
+
+def next_commands(folder: Path, experiment: Experiment, *, evaluated: bool = False) -> str:
+    """What can be done with a trained run."""
+    task = experiment.task
+    calls = [] if evaluated else [f"{program()} eval --run={_quoted(folder)}"]
+    if example := getattr(task, "question_example", None):
+        calls.append(f"{program()} ask --run={_quoted(folder)} {shlex.quote(example)}")
+    elif hasattr(task, "codec"):
+        calls.append(generate(folder, "Once upon a time"))
+    return "\n".join(["go on with", *(f"  {call}" for call in calls)])
+
+
+def generate(folder: Path, prompt: str) -> str:
+    """The command by which a run continues a prompt."""
+    return f"{program()} generate --run={_quoted(folder)} --prompt {shlex.quote(prompt)}"
+
+
+def interrupted(folder: Path, step: int, number: int) -> Stopped:
+    """What is raised when a signal has stopped a training that is saved."""
+    return Stopped(
+        f"stopped by {signal.Signals(number).name} after step {step}, which is saved; to "
+        f"continue:\n{_resume(folder)}",
+        128 + number,
+    )
+
+
+def saving(folder: Path) -> str:
+    """What is said at once when a signal asks a training to end."""
+    return f"saving; again to abandon the steps since {_newest(folder)}"
+
+
+def abandoned(folder: Path) -> str:
+    """What is left of a training that did not wait until it was saved."""
+    return (
+        f"the steps since {_newest(folder)} are abandoned; that step of {folder} is saved, to "
+        f"continue:\n{_resume(folder)}"
+    )
+
+
+def diverged(folder: Path, saved: int, error: NonFiniteError) -> Stopped:
+    """What is raised when a number is not finite, with advice; step ``saved`` is the last good."""
+    return Stopped(
+        f"{error}. The last good checkpoint of {folder} is that of step {saved}. Try a new run "
+        "with a smaller --config.train.learning_rate, a longer --config.train.warmup, a smaller "
+        "--config.train.clip, --config.train.skip=10 to leave out bad steps, "
+        "--config.model.dtype=float32 or, with TAPE, --config.model.position.norm=rms",
+        NON_FINITE_EXIT_CODE,
+    )
+
+
+def describe_attention(plans: Sequence[AttentionPlan]) -> str:
+    """Which implementations of attention the plans of a step name, and why no other."""
+    rejected = {plan.implementation: plan.rejected for plan in plans}
+    lines = [f"attention: {', '.join(map(str, rejected))}"]
+    reasons = {name: why for others in rejected.values() for name, why in others.items()}
+    lines += [f"  not {name}: {why}" for name, why in reasons.items() if name not in rejected]
+    return "\n".join(lines)
+
+
+def _newest(folder: Path) -> int:
+    """The last step that is saved; the start can be made again."""
+    return max(runs.saved_steps(folder), default=0)
+
+
+def _resume(folder: Path) -> str:
+    return f"  {program()} train --run={_quoted(folder)} --resume"
+
+
+def _quoted(folder: Path) -> str:
+    return shlex.quote(str(folder))

@@ -1,0 +1,377 @@
+"""What a person and a program see of a training run.
+
+``metrics.jsonl`` holds one JSON object per line, TensorBoard the same numbers, and a terminal a
+progress bar. The files are appended to; a resumed run first cuts what lies past its checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import jax
+import tensorboardX
+import tqdm
+
+from tape_jax._src.files import write_atomically
+
+BAR = (
+    "{desc}: {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}, {remaining} left{postfix}]"
+)
+SECONDS_BETWEEN_LINES = 10.0
+
+
+class Progress:
+    """A progress bar on a terminal; elsewhere a plain line every ten seconds."""
+
+    def __init__(
+        self,
+        total: int,
+        *,
+        start: int = 0,
+        label: str = "",
+        row: int = 0,
+        file: TextIO | None = None,
+    ):
+        """
+        Args:
+          total: steps of the whole run.
+          start: steps taken before.
+          label: what is going on.
+          row: line of the terminal below the cursor, for several bars at once.
+          file: where to; None: standard error.
+        """
+        self._file = file or sys.stderr
+        self._label, self._total = label, total
+        self._last_line = time.monotonic()
+        self._bar = tqdm.tqdm(
+            total=total,
+            initial=start,
+            desc=label,
+            position=row,
+            file=self._file,
+            dynamic_ncols=True,
+            disable=not self._file.isatty(),
+            bar_format=BAR,
+        )
+
+    def update(self, step: int, values: str) -> None:
+        """Shows that ``step`` steps are done, with a few words on how it goes."""
+        if not self._bar.disable:
+            self._bar.set_postfix_str(values, refresh=False)
+            self._bar.update(step - self._bar.n)
+        elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
+            self._last_line = time.monotonic()
+            line = f"{self._label}: {step}/{self._total} {values}".rstrip()
+            print(line, file=self._file, flush=True)
+
+    def close(self) -> None:
+        """Leaves the bar as it is and moves the cursor past it."""
+        self._bar.close()
+
+    @staticmethod
+    @contextlib.contextmanager
+    def of(label: str) -> Iterator[Callable[[int, int], None]]:
+        """A function to be called with the numbers of items done and of items to be done."""
+        progress: Progress | None = None
+
+        def update(done: int, total: int) -> None:
+            nonlocal progress
+            progress = progress or Progress(total, label=label)
+            progress.update(done, "")
+
+        try:
+            yield update
+        finally:
+            if progress is not None:
+                progress.close()
+
+
+class NonFiniteError(Exception):
+    """A number that must be finite is not."""
+
+    def __init__(self, step: int, what: str, how: str = "is not finite"):
+        super().__init__(f"{what} {how} at step {step}")
+
+
+class Work(NamedTuple):
+    """What a step does.
+
+    Attributes:
+      tokens: of a batch: its size times the length of its sequences.
+      operations: that the mathematics of a step needs (:func:`train.training.flops.step_flops`).
+      peak: operations per second that all devices together can do at most; None: not known.
+    """
+
+    tokens: int
+    operations: float = 0.0
+    peak: float | None = None
+
+    def rates(self, steps_per_second: float) -> dict[str, float]:
+        """Speed in tokens per second, and as a share of the peak."""
+        rates = {"tokens_per_second": steps_per_second * self.tokens}
+        if self.peak:
+            rates["model_flop_utilisation"] = steps_per_second * self.operations / self.peak
+        return rates
+
+
+def memory_in_use() -> dict[str, float]:
+    """The most memory that the first device has had in use, where it tells."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    peak = stats.get("peak_bytes_in_use")
+    return {} if peak is None else {"peak_memory_gb": peak / 1e9}
+
+
+class ProfilerTrace:
+    """Writes a trace of some steps, for TensorBoard's profiler or Perfetto."""
+
+    def __init__(self, folder: Path, steps: range | None):
+        """
+        Args:
+          folder: where it goes.
+          steps: which steps; None: none.
+        """
+        self._folder, self._steps, self._running = folder, steps or range(0), False
+
+    def __enter__(self) -> ProfilerTrace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def before(self, step: int, state: Any) -> None:
+        """To be called before each step, with what the step before gave."""
+        inside = step in self._steps
+        if inside != self._running:
+            jax.block_until_ready(state)
+            if inside:
+                jax.profiler.start_trace(str(self._folder))
+                self._running = True
+            else:
+                self._stop()
+
+    def _stop(self) -> None:
+        if self._running:
+            jax.profiler.stop_trace()
+            self._running = False
+
+
+@dataclasses.dataclass
+class Sums:
+    """What the next line of metrics will be made of; a checkpoint holds it.
+
+    Attributes:
+      since: step of the line before; None: that from which training goes on.
+      steps: number of steps since that were not skipped.
+      skipped: number of those that were.
+      in_a_row: number of the last ones that were, without one between that was not.
+      totals: sums of the numbers of ``steps``, by name.
+    """
+
+    since: int | None = None
+    steps: int = 0
+    skipped: int = 0
+    in_a_row: int = 0
+    totals: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def means(self) -> dict[str, float]:
+        """Those of the next line, if it were written now."""
+        means = {name: total / self.steps for name, total in self.totals.items()}
+        if self.skipped or "skipped" in means:
+            means["skipped"] = float(self.skipped)
+        return means
+
+    def start_anew(self, step: int) -> None:
+        """After the line of a step."""
+        self.since, self.steps, self.skipped, self.totals = step, 0, 0, {}
+
+    def get_state(self) -> dict[str, Any]:
+        """In JSON types."""
+        return dataclasses.asdict(self)
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Takes what :meth:`get_state` gave."""
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
+class Metrics:
+    """Means over ``log_every`` steps, written to all outputs; people see how it goes at every step.
+
+    The numbers of a step are fetched from the device when those of the next one are recorded, so
+    that nobody waits for the step that has just been dispatched.
+
+    Attributes:
+      last: the means of the last line.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        total: int,
+        start: int,
+        work: Work,
+        log_every: int,
+        *,
+        sums: Sums | None = None,
+        write: bool = True,
+        patience: int = 0,
+    ):
+        """
+        Args:
+          folder: the run's.
+          total: steps of the whole run.
+          start: steps taken before; what the files say of later ones is removed.
+          work: what a step does.
+          log_every: steps between two lines.
+          sums: those of the checkpoint from which training goes on; None: there are none.
+          write: whether anything is written and shown; if not, numbers are checked only.
+          patience: how many steps in a row may be skipped.
+        """
+        self._total, self._work, self._log_every = total, work, log_every
+        self._sums = sums = Sums() if sums is None else sums
+        if sums.since is None:
+            sums.since = start
+        # A line that was due only because training ended there is not, once it goes on.
+        kept = start if start == total else sums.since
+        self._outputs = _Outputs(folder, total, start, kept) if write else None
+        self._pending: tuple[int, Mapping[str, jax.Array]] | None = None
+        self._timed = 0
+        self._patience = patience
+        self._clock: float | None = None
+        self._rates: dict[str, float] = {}
+        self.last: dict[str, float] = {}
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._outputs:
+            self._outputs.close()
+
+    def record(self, step: int, values: Mapping[str, jax.Array]) -> None:
+        """Takes the numbers of one step, still on the device, and deals with those before them.
+
+        Raises:
+          NonFiniteError: if one of the numbers before them is not finite.
+        """
+        self.flush()
+        self._pending = step, values
+
+    def flush(self) -> None:
+        """Deals with the numbers recorded last; a line is written when one is due.
+
+        Raises:
+          NonFiniteError: if one of them is not finite.
+        """
+        if self._pending is None:
+            return
+        step, values = self._pending
+        self._pending = None
+        values = jax.device_get(values)
+        if values.get("skipped", False):
+            self._skip(step)
+        else:
+            self._add(step, values)
+        self._timed += self._clock is not None
+        if self._clock is None:  # The first step is mostly compilation and says nothing of speed.
+            self._clock = time.monotonic()
+        if step % self._log_every == 0 or step == self._total:
+            self._write(step)
+        elif self._outputs:
+            self._outputs.show(step, self._sums.means() | self._rates)
+
+    def _add(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            if not math.isfinite(value):
+                raise NonFiniteError(step, f"the {name.replace('_', ' ')}")
+            self._sums.totals[name] = self._sums.totals.get(name, 0.0) + float(value)
+        self._sums.steps += 1
+        self._sums.in_a_row = 0
+
+    def _skip(self, step: int) -> None:
+        self._sums.skipped += 1
+        self._sums.in_a_row += 1
+        if self._sums.in_a_row > self._patience:
+            raise NonFiniteError(
+                step,
+                f"the loss or its gradient, for the {self._sums.in_a_row}th step in a row,",
+                "is not finite or far larger than usual",
+            )
+
+    def _write(self, step: int) -> None:
+        assert self._clock is not None
+        now = time.monotonic()
+        if self._timed and now > self._clock:
+            self._rates = self._work.rates(self._timed / (now - self._clock))
+        self.last = self._sums.means() | (self._rates if self._timed else {})
+        if self._outputs:
+            self._outputs.write(step, self.last | memory_in_use())
+        if step % self._log_every == 0:
+            self._sums.start_anew(step)
+        self._timed, self._clock = 0, now
+
+
+class _Outputs:
+    """The file, TensorBoard and the terminal."""
+
+    def __init__(self, folder: Path, total: int, start: int, kept: int):
+        path = folder / "metrics.jsonl"
+        cut(path, kept)
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        self._board = tensorboardX.SummaryWriter(
+            str(folder / "tensorboard"), purge_step=kept + 1 if kept else None
+        )
+        self._progress = Progress(total, start=start, label=folder.name)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._file.write(json.dumps({"step": step, "time": time.time(), **values}) + "\n")
+        self._file.flush()
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
+        self.show(step, values)
+
+    def show(self, step: int, values: Mapping[str, float]) -> None:
+        self._progress.update(step, describe(values))
+
+    def close(self) -> None:
+        self._progress.close()
+        # Every line has been written out already; what fails here would hide an earlier error.
+        for output in (self._file, self._board):
+            with contextlib.suppress(OSError):
+                output.close()
+
+
+def describe(values: Mapping[str, float]) -> str:
+    """Loss and speed in a few words."""
+    words = [f"loss {values['loss']:.4f}"] if "loss" in values else []
+    if "balance_loss" in values:
+        words.append(f"balance {values['balance_loss']:.3f}")
+    if values.get("skipped"):
+        words.append(f"{values['skipped']:.0f} steps skipped")
+    if "tokens_per_second" in values:
+        words.append(f"{values['tokens_per_second']:,.0f} tokens/s")
+    return ", ".join(words)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The lines of a ``metrics.jsonl``; an unfinished last one is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+    return [json.loads(line) for line in lines]
+
+
+def cut(path: Path, step: int) -> None:
+    """Removes the lines past ``step``, and an unfinished one, all at once."""
+    if not path.exists():
+        return
+    lines = [line for line in read(path) if line["step"] <= step]
+    write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))

@@ -1,0 +1,458 @@
+"""Run folders: how one is made, recognised, guarded and read back.
+
+A run holds ``experiment.json`` (what was asked for), ``checkpoints/``, ``metrics.jsonl``,
+``tensorboard/`` and, once evaluated, ``evaluation.*``. One that adapts a trained model holds what
+was trained only, at its end also as ``adapter.safetensors``, and the base's fingerprint. Only
+``experiment.json`` with its format marker makes a folder a run; everything else is left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import multihost_utils
+
+import tape_jax as tape
+from tape_jax._src.checks import require
+from tape_jax._src.files import write_atomically
+from tape_jax._src.model import Transformer
+from tape_jax.adapt import (
+    Adapted,
+    Fingerprint,
+    describe_trainable,
+    full_attention,
+    merge,
+    save_adapter,
+)
+from tape_jax.pretrained import pretrained_config
+from tape_jax.sharding import Sharding, ShardingConfig
+from train.experiment import (
+    FORMAT,
+    Experiment,
+    adaptation,
+    from_mapping,
+    read_record,
+    to_json,
+)
+from train.training import checkpoint
+from train.training.checkpoint import Checkpoints, Report
+
+ADAPTER = "adapter.safetensors"
+ONE_TOKEN = jax.ShapeDtypeStruct((1, 1), "int32")
+
+
+def create(folder: Path, experiment: Experiment, base: Fingerprint | None = None) -> None:
+    """Makes a run folder.
+
+    Args:
+      folder: the run's.
+      experiment: what is trained.
+      base: the fingerprint of what is adapted, if anything is.
+
+    Raises:
+      ValueError: if ``folder`` exists and is not empty.
+    """
+    left_over = re.compile(r"\.experiment\.json\.\d+\.tmp")
+    if folder.exists() and not (
+        folder.is_dir() and all(left_over.fullmatch(path.name) for path in folder.iterdir())
+    ):
+        advice = "continue it with --resume, or " if read_record(folder) else ""
+        raise ValueError(f"{folder} exists already: {advice}choose another --run")
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {"format": FORMAT, "experiment": to_json(experiment)}
+    if base is not None:
+        record["base"] = dataclasses.asdict(base)
+    _write(folder, record)
+
+
+def exists(folder: Path) -> bool:
+    """Whether there is a run in a folder."""
+    return read_record(folder) is not None
+
+
+def has_trained(folder: Path) -> bool:
+    """Whether a run has come so far that it must have a checkpoint."""
+    with checkpoints(folder) as saved:
+        return (folder / "metrics.jsonl").exists() or bool(saved.steps())
+
+
+def load(folder: Path) -> Experiment:
+    """The experiment of a run folder.
+
+    Raises:
+      ValueError: if there is no such folder, or it is not a run.
+    """
+    return from_mapping(_record(folder)["experiment"])
+
+
+def rewrite(folder: Path, experiment: Experiment, change: Mapping[str, Any]) -> None:
+    """Lets a run be of another experiment from now on, and keeps what the change was.
+
+    Args:
+      folder: the run's.
+      experiment: what is trained now.
+      change: what is another, in JSON types.
+    """
+    record = _record(folder)
+    record["changes"] = [*record.get("changes", []), change]
+    _write(folder, record | {"experiment": to_json(experiment)})
+
+
+def _write(folder: Path, record: Mapping[str, Any]) -> None:
+    write_atomically(folder / "experiment.json", json.dumps(record, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def guarded(folder: Path) -> Iterator[None]:
+    """Keeps a second process from writing to the run at the same time.
+
+    Raises:
+      ValueError: if another process is doing so.
+    """
+    with open(folder / "experiment.json", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another process is training the run {folder}") from None
+        yield
+
+
+def checkpoints(folder: Path, *, keep: int = 3, report: Report = print) -> Checkpoints:
+    """The checkpoints of a run."""
+    return Checkpoints(folder / "checkpoints", keep=keep, report=report)
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """The steps of a run of which there are checkpoints, ascending."""
+    return checkpoint.saved_steps(folder / "checkpoints")
+
+
+class TrainedRun(NamedTuple):
+    """A model as a run left it.
+
+    Attributes:
+      experiment: of the run.
+      step: optimiser steps taken.
+      model: the Flax module.
+      variables: its variables.
+    """
+
+    experiment: Experiment
+    step: int
+    model: Transformer
+    variables: dict[str, Any]
+
+    @property
+    def apply(self) -> Callable[..., Any]:
+        """``apply(variables, tokens [B, T]) -> logits [B, T, V]``."""
+        return self.model.apply
+
+    @property
+    def max_length(self) -> int | None:
+        """The longest sequence, in tokens, that the model accepts; None: any."""
+        config = self.experiment.model
+        limits = (config.max_length, config.position.max_length())
+        return min((limit for limit in limits if limit is not None), default=None)
+
+
+def evaluation_sharding(
+    experiment: Experiment, given: ShardingConfig | None = None
+) -> Sharding | None:
+    """A mesh of the devices of this process, for the evaluation of a run; None: the first device.
+
+    Time is not split, nor what the mesh does not divide.
+
+    Args:
+      experiment: of the run; its own mesh is taken if the devices here fit it.
+      given: the mesh to take instead.
+
+    Raises:
+      ValueError: if the devices do not fit ``given``.
+    """
+    config = given or experiment.sharding
+    if config is None:
+        return None
+    whole = dataclasses.replace(config, rules=(("sequence", None), *config.rules))
+    try:
+        return dataclasses.replace(whole.build(jax.local_devices()), strict=False)
+    except ValueError:
+        if given:
+            raise
+        return None
+
+
+def restore_model(
+    folder: Path, report: Report = print, sharding: Sharding | None = None
+) -> TrainedRun:
+    """The model of a run's newest intact checkpoint; with its base, if the run adapts one.
+
+    Args:
+      folder: the run's.
+      report: called with a sentence about each notable event.
+      sharding: of :func:`evaluation_sharding`; None: the first device.
+
+    Raises:
+      ValueError: if ``folder`` is not a run, has no intact checkpoint, or its base is not there or
+        has changed.
+    """
+    experiment = load(folder)
+    template, frozen = abstract_variables(experiment), None
+    if experiment.adapt:
+        trainable, frozen = adaptation.split(adapted(experiment, folder, report, sharding))
+        frozen = _put(frozen, experiment, sharding)
+        template = {"params": trainable}
+    model = full_attention(Transformer(experiment.model, sharding=sharding))
+    if sharding is not None:
+        template = placed(template, sharding.of(model, template))
+    with checkpoints(folder, report=report) as saved:
+        step, variables = saved.restore(template, partial=True)
+    if frozen is not None:
+        variables = {"params": merge(variables["params"], frozen)}
+    return TrainedRun(experiment, step, model, variables)
+
+
+def restore_for_evaluation(folder: Path, mesh: ShardingConfig | None = None) -> TrainedRun:
+    """The model of a run, where it is to be evaluated.
+
+    Args:
+      folder: the run's.
+      mesh: see :func:`evaluation_sharding`.
+
+    Raises:
+      ValueError: as :func:`evaluation_sharding` and :func:`restore_model` do.
+    """
+    return restore_model(folder, sharding=evaluation_sharding(load(folder), mesh))
+
+
+def placed(shapes: Any, places: Any) -> Any:
+    """Shapes and types with their places."""
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places
+    )
+
+
+class Start(NamedTuple):
+    """What a training starts from.
+
+    Attributes:
+      params: those that train, with None in place of the others; None: random ones, all of which
+        train.
+      frozen: the others, with None in place of those that train; None: there are none.
+      adapted: the base as it was adapted, without values; None: nothing is adapted.
+    """
+
+    params: Any = None
+    frozen: Any = None
+    adapted: Adapted | None = None
+
+    def describe(self) -> str:
+        """Which parameters of an adapted model train: their numbers and shares, as a table."""
+        made = self.adapted
+        assert made is not None
+        if not made.rules:
+            return f"method {made.method}: nothing trains"
+        params = merge(self.params, self.frozen)
+        return f"method {made.method}, which trains\n{describe_trainable(params, made.rules)}"
+
+
+def start(
+    experiment: Experiment,
+    folder: Path | None = None,
+    report: Report = print,
+    sharding: Sharding | None = None,
+) -> Start:
+    """What the training of an experiment starts from.
+
+    Args:
+      experiment: what is trained.
+      folder: the run that is to be continued; None: a new one.
+      report: called with a sentence about each notable event.
+      sharding: where parameters go; None: the first device.
+
+    Raises:
+      ValueError: if the base or the run that the experiment names is not there, does not fit or,
+        if a run is continued, has changed.
+    """
+    if experiment.adapt is None:
+        wanted = experiment.train.initial and folder is None
+        params = initial_params(experiment, report, sharding) if wanted else None
+        return Start(_put(params, experiment, sharding))
+    abstract_variables(experiment)  # It says so if the sequences do not fit the model.
+    made = adapted(experiment, folder, report, sharding)
+    trainable, frozen = (_put(x, experiment, sharding) for x in adaptation.split(made))
+    return Start(trainable, frozen, dataclasses.replace(made, variables=None))
+
+
+def _put(params: Any, experiment: Experiment, sharding: Sharding | None) -> Any:
+    """Parameters of an experiment's model, where they belong."""
+    if sharding is None or params is None:
+        return params
+    return jax.device_put(params, sharding.of(Transformer(experiment.model), params))
+
+
+def adapted(
+    experiment: Experiment,
+    folder: Path | None = None,
+    report: Report = print,
+    sharding: Sharding | None = None,
+) -> Adapted:
+    """The base of an experiment, adapted as at the start of training.
+
+    Args:
+      experiment: has the section ``adapt``.
+      folder: the experiment's run, whose record the base must agree with; None: there is none yet.
+      report: called with a sentence about each notable event.
+      sharding: where the tensors of a Llama folder go; None: the first device.
+
+    Raises:
+      ValueError: if the base does not fit, or has changed since the run was started.
+    """
+    section = experiment.adapt
+    assert section is not None
+    path = Path(section.base)
+    if read_record(path):
+        trained = restore_model(path, report, sharding)
+        require(
+            _same_tokenizer(trained.experiment, experiment),
+            f"adapt.base: the run {path} has another tokenizer than the task",
+        )
+        model, variables = Transformer(trained.model.config), trained.variables
+    else:
+        places = None
+        if sharding is not None:
+            base = Transformer(pretrained_config(path))
+            places = sharding.of(base, jax.eval_shape(base.init, jax.random.key(0), ONE_TOKEN))
+        model, variables = tape.from_pretrained(path, sharding=places)
+    position = experiment.model.position
+    made = adaptation.apply(
+        section,
+        *adaptation.computed_as(model, variables, experiment.model),
+        key=jax.random.fold_in(jax.random.key(experiment.seed), 2),
+        position=adaptation.tape_options(position) if section.method == "tape" else None,
+    )
+    if folder is not None:
+        recorded, found = Fingerprint(**_record(folder)["base"]), made.base
+        assert found is not None
+        different = recorded.differences(found)
+        require(
+            not different,
+            f"{path}, the base of {folder}, is not what it was when the run was started; recorded "
+            f"then, and found now: {'; '.join(different)}",
+        )
+    return made
+
+
+def write_adapter(folder: Path, start: Start, params: Any) -> Path:
+    """Writes what an adapted run trained, for :func:`tape_jax.adapt.load_adapter`.
+
+    Args:
+      folder: the run's.
+      start: what its training started from.
+      params: as trained, with None in place of those that did not.
+
+    Raises:
+      NotImplementedError: if safetensors is not installed.
+    """
+    made = start.adapted
+    assert made is not None
+    assert made.base is not None
+    if jax.process_count() > 1:
+        params = multihost_utils.process_allgather(params, tiled=True)
+    if jax.process_index() == 0:
+        variables = {"params": merge(params, start.frozen)}
+        save_adapter(
+            folder / ADAPTER, made.model, variables, made.rules, base=made.base, method=made.method
+        )
+    return folder / ADAPTER
+
+
+def initial_params(
+    experiment: Experiment, report: Report = print, sharding: Sharding | None = None
+) -> Any:
+    """The parameters that ``train.initial`` names: those of that run's newest intact checkpoint.
+
+    Raises:
+      ValueError: if there is none; or, listing all that differs, if they do not fit the model.
+    """
+    assert experiment.train.initial is not None
+    folder = Path(experiment.train.initial.replace("{encoding}", experiment.model.position.kind))
+    other = load(folder)
+    there, here = (_shapes(abstract_variables(e)["params"]) for e in (other, experiment))
+    different = [
+        f"{name}: {there.get(name, 'absent')} there, {here.get(name, 'absent')} here"
+        for name in dict.fromkeys([*there, *here])
+        if there.get(name) != here.get(name)
+    ]
+    if not _same_tokenizer(other, experiment):
+        different.append("the tokenizer: another one there than here")
+    require(
+        not different,
+        f"the parameters of {folder} do not fit this model:\n  " + "\n  ".join(different),
+    )
+    params = restore_model(folder, report, sharding).variables["params"]
+    wanted = abstract_variables(experiment)["params"]
+    return jax.tree.map(lambda x, like: x.astype(like.dtype), params, wanted)
+
+
+def _same_tokenizer(first: Experiment, second: Experiment) -> bool:
+    """Whether the tokenizers of two tasks are the same, as far as both are known."""
+    found = {getattr(e.task, "tokenizer_fingerprint", None) for e in (first, second)}
+    return len(found - {None}) <= 1
+
+
+def _shapes(params: Any) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter by its path."""
+    leaves = jax.tree.leaves_with_path(params)
+    return {jax.tree_util.keystr(p, simple=True, separator="/"): x.shape for p, x in leaves}
+
+
+def abstract_variables(experiment: Experiment) -> dict[str, Any]:
+    """Shapes and types of the model's variables, without computing anything."""
+    return jax.eval_shape(lambda: init_variables(experiment))
+
+
+def abstract_params(experiment: Experiment) -> tuple[Any, Any]:
+    """Shapes and types of the parameters that train, and of the others, as training has them.
+
+    None stands for what the other has; without an adapted base the second is None.
+    """
+    params = abstract_variables(experiment)["params"]
+    if experiment.adapt is None:
+        return params, None
+    rules = experiment.adapt.trained
+    return jax.eval_shape(lambda params: adaptation.split_params(params, rules), params)
+
+
+def count_parameters(experiment: Experiment) -> tuple[int, int]:
+    """The numbers of the model's parameters, and of those that train."""
+    trained, frozen = (
+        sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
+        for tree in abstract_params(experiment)
+    )
+    return trained + frozen, trained
+
+
+def init_variables(experiment: Experiment) -> dict[str, Any]:
+    """The model's variables at the start of training; to be traced by ``jax.jit``."""
+    params_key, positions_key = jax.random.split(jax.random.key(experiment.seed))
+    tokens = jax.numpy.zeros((1, experiment.task.sequence_length), "int32")
+    rngs = {"params": params_key, "positions": positions_key}
+    return dict(Transformer(experiment.model).init(rngs, tokens))
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    """What a run's ``experiment.json`` holds."""
+    require(folder.is_dir(), f"there is no run folder {folder}")
+    record = read_record(folder)
+    require(record is not None, f"{folder} is not a run: it has no experiment.json of this project")
+    assert record is not None
+    return record

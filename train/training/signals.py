@@ -1,0 +1,115 @@
+"""How a training ends early: what it raises, and the signals that ask for it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+NON_FINITE_EXIT_CODE = 3
+# Seconds in which the main thread is expected to answer a second signal.
+PATIENCE = 2.0
+
+
+class Stopped(Exception):
+    """Training ended early, on purpose.
+
+    Attributes:
+      exit_code: for the shell: 128 + signal number, or 3 for a number that is not finite.
+    """
+
+    def __init__(self, message: str, exit_code: int):
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class Signals:
+    """Remembers SIGINT, SIGTERM and SIGHUP while a step finishes; a second signal acts at once.
+
+    A signal that is ignored already, as SIGHUP is under ``nohup``, stays so.
+
+    Python's handlers wait for the main thread, which may be inside a compilation or a long step.
+    What is to be said is therefore said by a thread of its own, at once; and where a second signal
+    finds the main thread like that, it ends the process.
+
+    Attributes:
+      received: number of the first signal, or 0.
+    """
+
+    def __init__(
+        self, first: Callable[[], str] | None = None, second: Callable[[], str] | None = None
+    ) -> None:
+        """
+        Args:
+          first: what to say of the first signal; None: nothing.
+          second: what to say of a second one that ends the process, where the main thread does not
+            answer; None: it is waited for.
+        """
+        self.received = 0
+        self._first, self._second = first, second
+        self._previous: dict[int, Any] = {}
+        self._acted = threading.Event()
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._receive)
+            if self._first:
+                self._watch(tuple(self._previous))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._acted.set()
+        self._stack.close()
+        self._restore()
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = number
+        heeded = signal.SIGINT in self._previous
+        self._restore()
+        if heeded:
+            self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._act)
+
+    def _act(self, number: int, frame: FrameType | None) -> None:
+        self._acted.set()
+        self._restore()
+        raise KeyboardInterrupt
+
+    def _restore(self) -> None:
+        while self._previous:
+            signal.signal(*self._previous.popitem())
+
+    def _watch(self, numbers: Sequence[int]) -> None:
+        """Lets a thread see signals, which the C library writes into a pipe when they come."""
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        thread = threading.Thread(target=self._say, args=(read, numbers), daemon=True)
+        thread.start()
+        # In the opposite order: the thread ends where the pipe does.
+        self._stack.callback(os.close, read)
+        self._stack.callback(thread.join, 1.0)
+        self._stack.callback(os.close, write)
+        self._stack.callback(signal.set_wakeup_fd, before)
+
+    def _say(self, pipe: int, numbers: Sequence[int]) -> None:
+        from tqdm import tqdm
+
+        assert self._first is not None
+        seen = 0
+        while content := os.read(pipe, 1):
+            if content[0] not in numbers:
+                continue
+            seen += 1
+            if seen == 1:
+                tqdm.write(self._first(), file=sys.stderr)
+            elif self._second and not self._acted.wait(PATIENCE):
+                tqdm.write(self._second(), file=sys.stderr)
+                os._exit(128 + content[0])

@@ -1,0 +1,247 @@
+"""The compiled training step: the state, the optimiser, the loss and one update.
+
+Names of arrays end in their axes: B examples, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from tape_jax._src.algebra import at_least_float32
+from tape_jax._src.checks import require
+from tape_jax._src.experts import ROUTER_LOSSES
+from tape_jax._src.model import Transformer
+from tape_jax.adapt import merge
+from tape_jax.losses import CHUNK_LOGITS, added_by_routers, cross_entropy
+from train.experiment import USUALLY_NOT_DECAYED, Experiment, TrainConfig
+from train.training import runs
+
+Array = jax.Array
+Batch = dict[str, Array]
+
+# Of the running mean of gradient norms: what a step leaves of it, and the weight from which it is
+# believed, that of about 20 steps.
+MEMORY, KNOWN = 0.99, 0.2
+
+
+class TrainState(NamedTuple):
+    """Everything that a step changes, and the random key.
+
+    Attributes:
+      params: those that train; where a base is adapted, with None in place of the others.
+      opt_state: of the optimiser.
+      step: optimiser steps taken, int32.
+      key: raw random key, uint32; each step folds its number into it.
+      usual_norm: mean norm of the gradients so far, exponentially weighted, and the sum of its
+        weights; None unless ``train.spike`` is given.
+    """
+
+    params: Any
+    opt_state: Any
+    step: Array
+    key: Array
+    usual_norm: tuple[Array, Array] | None = None
+
+
+def init_state(
+    experiment: Experiment, optimizer: optax.GradientTransformation, params: Any = None
+) -> TrainState:
+    """The state before the first step; to be traced by ``jax.jit``.
+
+    Args:
+      experiment: what is trained.
+      optimizer: of :func:`make_optimizer`.
+      params: to start from, with None in place of what does not train; None: random ones.
+    """
+    if params is None:
+        params = runs.init_variables(experiment)["params"]
+    key = jax.random.key_data(jax.random.fold_in(jax.random.key(experiment.seed), 1))
+    usual = None if experiment.train.spike is None else (jnp.float32(0), jnp.float32(0))
+    return TrainState(params, optimizer.init(params), jnp.int32(0), key, usual)
+
+
+def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """AdamW after clipping, with the schedule of ``config``."""
+    adamw = optax.adamw(
+        config.learning_rates,
+        b1=config.beta1,
+        b2=config.beta2,
+        eps=config.eps,
+        mu_dtype=config.moment_dtype,
+        weight_decay=config.weight_decay,
+        mask=lambda params: decay_mask(params, config.no_decay),
+    )
+    if config.clip is None:
+        return adamw
+    return optax.chain(optax.clip_by_global_norm(config.clip), adamw)
+
+
+def decay_mask(params: Any, no_decay: tuple[str, ...]) -> Any:
+    """For each parameter whether weight decay applies.
+
+    Args:
+      params: pytree of parameters.
+      no_decay: whole components of the paths of those to which it does not.
+
+    Raises:
+      ValueError: for an entry that matches nothing, unless it is one of the usual ones.
+    """
+    paths = [
+        {str(getattr(entry, "key", entry)) for entry in path}
+        for path, _ in jax.tree.leaves_with_path(params)
+    ]
+    for name in set(no_decay) - set(USUALLY_NOT_DECAYED):
+        require(
+            any(name in path for path in paths),
+            f"train.no_decay: no parameter's path has the component {name!r}; components: "
+            f"{', '.join(sorted(set().union(*paths)))}",
+        )
+    mask = [path.isdisjoint(no_decay) for path in paths]
+    return jax.tree.unflatten(jax.tree.structure(params), mask)
+
+
+def make_step(
+    model: Transformer,
+    optimizer: optax.GradientTransformation,
+    config: TrainConfig,
+    places: Any = None,
+) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
+    """One compiled optimiser step ``(state, batch, frozen=None)``; its state argument is donated.
+
+    ``frozen`` holds the parameters that do not train (see :class:`train.training.runs.Start`), or
+    is None. They are neither differentiated nor copied. The batch is computed in
+    ``config.accumulate`` parts, one after another, whose gradients are summed in at least float32;
+    the result is that of the whole batch, but that routers of experts balance each part by itself.
+    Where the logits of a part would be large, they are computed in chunks
+    (:func:`tape_jax.losses.cross_entropy`). What routers add is not in the reported ``loss`` (see
+    :func:`tape_jax.losses.added_by_routers`).
+
+    Args:
+      model: to train.
+      optimizer: of :func:`make_optimizer`.
+      config: how to train.
+      places: a :class:`TrainState` of shardings (:meth:`Sharding.of` its shapes), or None.
+    """
+
+    experts = model.config.experts
+    names = ("loss", *(f"{name}_loss" for name in ROUTER_LOSSES if experts))
+
+    def loss_fn(
+        params: Any, frozen: Any, part: Batch, key: Array, share: Array
+    ) -> tuple[Array, dict[str, Array]]:
+        """What is minimised, and the losses that are reported; ``share`` is a part's weight."""
+        variables = {"params": params if frozen is None else merge(params, frozen)}
+        options: dict[str, Any] = {
+            "positions": part.get("positions"),
+            "segment_ids": part.get("segment_ids"),
+            "rngs": {"positions": key},
+        }
+        whole = part["targets"].size * model.config.vocab_size <= CHUNK_LOGITS
+        options["output"] = "logits" if whole else "hidden"
+        options["mutable"] = ["losses"] if experts else False
+        result: Any = model.apply(variables, part["inputs"], **options)
+        out, sown = result if experts else (result, None)
+        wanted = part["targets"], part["weights"]
+        if whole:
+            loss = weighted_loss(out, *wanted)
+        else:
+            kernel = model.output_kernel(variables)
+            loss = cross_entropy(out, kernel, *wanted, sharding=model.sharding)
+        if experts is None:
+            return loss, {"loss": loss}
+        added, means = added_by_routers(sown, experts)
+        return loss + share * added, {"loss": loss} | {k: share * x for k, x in means.items()}
+
+    def added_loss(params: Any, step: Array) -> Array | None:
+        """What the encoding adds to the loss, if anything."""
+        encoding = getattr(model, "encoding", None)
+        return encoding and encoding.loss(params, step / config.steps)
+
+    def parts_of(batch: Batch) -> Batch:
+        def split(x: Array) -> Array:
+            # Every part takes rows from all devices, so that none has to send its rows away.
+            return jnp.moveaxis(x.reshape(-1, config.accumulate, *x.shape[1:]), 1, 0)
+
+        return jax.tree.map(split, batch)
+
+    def zeros_like(params: Any) -> Any:
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, at_least_float32(x.dtype)), params)
+        return zeros if places is None else jax.lax.with_sharding_constraint(zeros, places.params)
+
+    def step(
+        state: TrainState, batch: Batch, frozen: Any = None
+    ) -> tuple[TrainState, dict[str, Array]]:
+        step_key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+        keys = jax.random.split(step_key, config.accumulate)
+        weight = jnp.maximum(batch["weights"].sum(), 1e-9)
+        share = weight / config.accumulate
+
+        def add(sums: Any, part: tuple[Batch, Array]) -> tuple[Any, None]:
+            function = jax.value_and_grad(loss_fn, has_aux=True)
+            (_, losses), grads = function(state.params, frozen, *part, share)
+            added = jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, (losses, grads))
+            return added, None
+
+        start = dict.fromkeys(names, jnp.float32(0)), zeros_like(state.params)
+        (losses, grads), _ = jax.lax.scan(add, start, (parts_of(batch), keys))
+        losses, grads = jax.tree.map(lambda x: x / weight, (losses, grads))
+        loss = losses["loss"]
+        if added_loss(state.params, state.step) is not None:
+            slopes = jax.grad(added_loss)(state.params, state.step)
+            grads = jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, slopes)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        norm = optax.tree.norm(grads)
+        metrics = {
+            **losses,
+            "gradient_norm": norm,
+            "learning_rate": config.learning_rates(state.step),
+        }
+        params = optax.apply_updates(state.params, updates)
+        new = TrainState(params, opt_state, state.step + 1, state.key, state.usual_norm)
+        if config.skip:
+            bad = is_bad(loss, norm, state.usual_norm, config.spike)
+            metrics["skipped"] = bad
+            if state.usual_norm is not None:
+                new = new._replace(usual_norm=add_to_mean(state.usual_norm, norm))
+            kept = jax.tree.map(lambda a, b: jnp.where(bad, a, b), state, new)
+            new = kept._replace(step=new.step)
+        return new, metrics
+
+    return jax.jit(step, donate_argnums=0, out_shardings=None if places is None else (places, None))
+
+
+def is_bad(
+    loss: Array, norm: Array, usual_norm: tuple[Array, Array] | None, spike: float | None
+) -> Array:
+    """Whether a step is to be left out: see ``train.skip`` and ``train.spike``."""
+    bad = ~(jnp.isfinite(loss) & jnp.isfinite(norm))
+    if usual_norm is None or spike is None:
+        return bad
+    total, weight = usual_norm
+    # Until the mean has seen a few tens of steps it says little.
+    return bad | ((weight > KNOWN) & (norm * weight > spike * total))
+
+
+def add_to_mean(mean: tuple[Array, Array], x: Array) -> tuple[Array, Array]:
+    """An exponentially weighted sum, and the sum of its weights, with one number more."""
+    total, weight = mean
+    return MEMORY * total + (1 - MEMORY) * x, MEMORY * weight + (1 - MEMORY)
+
+
+def weighted_loss(logits_BxTxV: Array, targets_BxT: Array, weights_BxT: Array) -> Array:
+    """Cross entropy in nats, weighted and summed, in float32."""
+    log_p_BxTxV = jax.nn.log_softmax(logits_BxTxV.astype(jnp.float32))
+    log_p_BxT = jnp.take_along_axis(log_p_BxTxV, targets_BxT[..., None], axis=-1)[..., 0]
+    return -(log_p_BxT * weights_BxT).sum()
+
+
+@jax.jit
+def all_finite(tree: Any) -> Array:
+    """Whether every floating-point number of a pytree is finite."""
+    floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return jnp.all(jnp.array([jnp.isfinite(x).all() for x in floats]))
