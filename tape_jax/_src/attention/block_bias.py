@@ -8,12 +8,14 @@ from (``source``), which travel as ordinary arguments.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tape_jax._src.attention.jaxpr_key import jaxpr_key
 from tape_jax._src.attention.request import BiasFunction
 
 Array = jax.Array
@@ -83,14 +85,14 @@ class FunctionBias:
     Functions that compute the same are equal, so that a call with a new one is not compiled anew.
 
     Attributes:
-      text: what is computed, in words of jax; unique where these name an object by its address.
       jaxpr: what is computed.
+      key: the same for functions that compute the same.
       is_float: of each array that it closes over.
       query_length, key_length, block_q, block_k: as in ``chunked.Blocks``.
     """
 
-    text: Any
     jaxpr: Any = dataclasses.field(compare=False)
+    key: Hashable
     is_float: tuple[bool, ...]
     query_length: int
     key_length: int
@@ -105,10 +107,8 @@ class FunctionBias:
         is_float = tuple(jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in closed.consts)
         floats = [x for x, f in zip(closed.consts, is_float, strict=True) if f]
         others = [x for x, f in zip(closed.consts, is_float, strict=True) if not f]
-        text: Any = str(closed.jaxpr)
-        # An address may be that of another object by the time of the next call.
-        text = object() if "0x" in text else text
-        return cls(text, closed.jaxpr, is_float, **sizes), (floats, others, offset)
+        description = cls(closed.jaxpr, jaxpr_key(closed.jaxpr), is_float, **sizes)
+        return description, (floats, others, offset)
 
     def _value(self, floats: list[Array], others: list[Array], offset: Array, i: Array, j: Array):
         """Evaluates one block. Padding takes the last index: it is masked, but must be finite."""
