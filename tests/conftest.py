@@ -1,5 +1,6 @@
 """Test set-up: the CPU, seen as eight devices."""
 
+import importlib.metadata
 import itertools
 import os
 import pathlib
@@ -11,6 +12,9 @@ FLAGS = {
     "xla_backend_optimization_level": "0",
     "xla_llvm_disable_expensive_passes": "true",
 }
+if importlib.metadata.version("jax").startswith("0.10."):
+    # Half of the time of compilation; later versions, which lack them, end at the sight of these.
+    FLAGS |= {"xla_cpu_use_fusion_emitters": "false", "xla_cpu_parallel_codegen_split_count": "1"}
 given = os.environ.get("XLA_FLAGS", "")
 added = [f"--{name}={value}" for name, value in FLAGS.items() if name not in given]
 os.environ["XLA_FLAGS"] = " ".join([given, *added]).strip()

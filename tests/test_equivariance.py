@@ -21,6 +21,7 @@ from tape_jax import positions, testing
 from tape_jax._src import parity
 from tape_jax.testing import SymmetryError
 from tests import models
+from tests.selection import mostly_slow
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -157,7 +158,6 @@ LAYERS = [
     Layer(4, 2, norm="unit"),
 ]
 SHAPES = [(2, 5, 8), (6, 4)]
-layers = pytest.mark.parametrize("layer", LAYERS, ids=str)
 
 
 def check_layer(layer: Layer, seed: int, shape: tuple[int, ...], tolerance: float | None = None):
@@ -194,7 +194,7 @@ def check_layer(layer: Layer, seed: int, shape: tuple[int, ...], tolerance: floa
     )
 
 
-@layers
+@pytest.mark.parametrize("layer", mostly_slow(LAYERS, *LAYERS[::3]), ids=str)
 @given(seed=seeds, shape=st.sampled_from(SHAPES))
 @few(max_examples=4)
 def test_layer(layer, seed, shape):
@@ -382,7 +382,7 @@ def check_group(
     )
 
 
-@pytest.mark.parametrize("name", TAPE)
+@pytest.mark.parametrize("name", mostly_slow(TAPE, "default", "tensor4x5-rms"))
 @given(seed=seeds)
 @few(max_examples=3)
 def test_model(name, seed):
@@ -478,7 +478,7 @@ ABLATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", ABLATIONS)
+@pytest.mark.parametrize("name", mostly_slow(ABLATIONS, "tape_no_equivariance"))
 def test_ablations_break_the_group_and_the_shift_but_not_permutations(x64, name):
     model = build(name, "float64")
     check_permutations(model, 1)

@@ -212,6 +212,7 @@ def test_padding_does_not_count_for_the_balance():
     assert all(abs(documents[name] - padded[name]) > 1e-6 for name in padded)
 
 
+@pytest.mark.slow
 def test_cached_decoding_and_the_symmetry_of_positions(x64):
     """Prefill and single tokens give the full pass; a shift of all positions changes nothing."""
     small = {"num_layers": 2, "dtype": "float64", "param_dtype": "float64"}

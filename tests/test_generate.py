@@ -22,6 +22,7 @@ from tape_jax._src.generate import (
     sample_logits,
 )
 from tests.models import DIGITS, VOCAB, random_variables, small_model
+from tests.selection import mostly_slow
 
 tape = positions.Tape
 
@@ -101,6 +102,13 @@ def stepwise_pass(model, variables, tokens):
     return jax.lax.scan(step, cache, tokens.T)[1].transpose(1, 0, 2)
 
 
+jit_prefill = jax.jit(
+    prefill, static_argnums=0, static_argnames="capacity", compiler_options=FAST_COMPILATION
+)
+jit_extend = jit_model(extend)
+jit_apply = jit_model(Transformer.apply)
+
+
 def ragged_tokens():
     """The same tokens padded on the left and on the right, each time with digits."""
     generator = np.random.default_rng(0)
@@ -119,7 +127,10 @@ def assert_near(actual, expected, tolerance):
     chex.assert_trees_all_close(actual, expected, atol=allowed, rtol=0)
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("tensor, 2 x 3 blocks, heads", "one group, dynamic scaling", "window, bias", "random_rope")
+
+
+@pytest.mark.parametrize("name", mostly_slow(CASES, *QUICK))
 def test_chunks_behind_ragged_prompts_equal_the_full_pass(name, x64):
     model = small_model(dtype="float64", param_dtype="float64", **CASES[name])
     variables = random_variables(model)
@@ -130,7 +141,7 @@ def test_chunks_behind_ragged_prompts_equal_the_full_pass(name, x64):
         assert_near(chunked[i, PADDED - length :], full[i, : length + NEW], 1e-10)
 
 
-@pytest.mark.parametrize("name", positions.registry)
+@pytest.mark.parametrize("name", ["tape", "abacus"])
 def test_single_steps_equal_the_full_pass(name):
     model = small_model(name)
     variables = random_variables(model)
@@ -139,7 +150,7 @@ def test_single_steps_equal_the_full_pass(name):
     assert_near(stepwise_pass(model, variables, tokens), full, 1e-5)
 
 
-@pytest.mark.parametrize("name", positions.registry)
+@pytest.mark.parametrize("name", mostly_slow(positions.registry, "tape", "abacus"))
 def test_greedy_generation_is_the_argmax_of_full_passes_of_each_row_alone(name):
     model = small_model(name)
     variables = random_variables(model)
@@ -159,7 +170,7 @@ def test_greedy_generation_is_the_argmax_of_full_passes_of_each_row_alone(name):
         np.testing.assert_array_equal(alone[i, n : n + NEW], best[i, n - 1 : n + NEW - 1])
 
 
-@pytest.mark.parametrize("kind", ["random_rope", "dynamic"])
+@pytest.mark.parametrize("kind", mostly_slow(["random_rope", "dynamic"], "random_rope"))
 def test_generation_does_not_depend_on_the_other_prompts(kind):
     """Though the capacity does: draws and dynamic scaling are for each row's own tokens."""
     dynamic = positions.Rope(scaling=RopeScaling("dynamic", 8.0, original_length=2))
@@ -180,9 +191,9 @@ def test_a_cache_for_given_lengths(kind):
     model = small_model(dynamic if kind == "dynamic" else kind, num_layers=2)
     variables, length = random_variables(model), jnp.array([6, 30])
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, 6)), jnp.int32)
-    full = model.apply(variables, tokens, length=length)
-    first, cache = prefill(model, variables, tokens[:, :3], capacity=3, length=length)
-    rest, _ = extend(model, variables, grow_cache(model, cache, 9), tokens[:, 3:])
+    full = jit_apply(model, variables, tokens, length=length)
+    first, cache = jit_prefill(model, variables, tokens[:, :3], capacity=3, length=length)
+    rest, _ = jit_extend(model, variables, grow_cache(model, cache, 9), tokens[:, 3:])
     assert_near(jnp.concatenate([first, rest], axis=1), full, 1e-5)
     with pytest.raises(ValueError, match=r"the cache's: give init_cache length=9"):
         model.apply(variables, tokens, cache=cache, length=9)
@@ -458,13 +469,13 @@ def test_bad_sampling_options(options):
 def test_a_grown_cache_goes_on_as_a_large_one():
     model = small_model("tape")
     variables, tokens = random_variables(model), jnp.array([[3, 1, 4, 1, 5]])
-    _, small = prefill(model, variables, tokens[:, :-1], capacity=5)
+    _, small = jit_prefill(model, variables, tokens[:, :-1], capacity=5)
     grown = grow_cache(model, small, 12)
-    _, large = prefill(model, variables, tokens[:, :-1], capacity=12)
+    _, large = jit_prefill(model, variables, tokens[:, :-1], capacity=12)
     chex.assert_trees_all_close(grown, large, atol=1e-6)
     chex.assert_trees_all_equal_shapes(grown, large)
-    one, _ = decode(model, variables, grown, tokens[:, -1], 6)
-    other, _ = decode(model, variables, large, tokens[:, -1], 6)
+    go = jax.jit(lambda cache: decode(model, variables, cache, tokens[:, -1], 6)[0])
+    one, other = go(grown), go(large)
     chex.assert_trees_all_equal(one, other)
 
 
@@ -486,16 +497,17 @@ def test_what_follows_a_cache_goes_on_with_its_last_token():
     variables = random_variables(model)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (4, 8)), jnp.int32)
     ids = jnp.array([[1, 1, 2, 2], [5, 5, 5, 5], [0, 0, 3, 3], [3, 3, 0, 0]])
-    _, cache = model.apply(variables, tokens[:, :4], segment_ids=ids, cache=init_cache(model, 4, 8))
-    followed = [extend(model, variables, cache, tokens[:, 4:])]
-    followed.append(model.apply(variables, tokens[:, 4:], cache=cache))
+    empty = init_cache(model, 4, 8)
+    _, cache = jit_apply(model, variables, tokens[:, :4], segment_ids=ids, cache=empty)
+    followed = [jit_extend(model, variables, cache, tokens[:, 4:])]
+    followed.append(jit_apply(model, variables, tokens[:, 4:], cache=cache))
     rest, positions = [2, 5, 3, 3], [2, 4, 2, 2]
     for logits, after in followed:
         np.testing.assert_array_equal(after.segment_ids[:, 4:], np.tile(rest, (4, 1)).T)
         np.testing.assert_array_equal(after.positions[:, 4:], np.add.outer(positions, range(4)))
         for i, own in enumerate(ids):
             row = jnp.concatenate([tokens[i, :4][own == rest[i]], tokens[i, 4:]])
-            assert_near(logits[i], model.apply(variables, row)[-4:], 1e-5)
+            assert_near(logits[i], jit_apply(model, variables, row)[-4:], 1e-5)
 
 
 def test_new_tokens_may_name_their_segment():
@@ -504,29 +516,32 @@ def test_new_tokens_may_name_their_segment():
     variables = random_variables(model)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (1, 9)), jnp.int32)
     ids = jnp.array([[1, 1, 2, 0, 2, 1, 3, 1, 0]])
-    full = model.apply(variables, tokens, segment_ids=ids)
-    _, cache = prefill(model, variables, tokens[:, :3], segment_ids=ids[:, :3], capacity=9)
-    rest, cache = extend(model, variables, cache, tokens[:, 3:], segment_ids=ids[:, 3:])
+    full = jit_apply(model, variables, tokens, segment_ids=ids)
+    _, cache = jit_prefill(model, variables, tokens[:, :3], segment_ids=ids[:, :3], capacity=9)
+    rest, cache = jit_extend(model, variables, cache, tokens[:, 3:], segment_ids=ids[:, 3:])
     np.testing.assert_array_equal(cache.positions[ids != 0], [0, 1, 0, 1, 2, 0, 3])
     real = ids[:, 3:] != 0
     assert_near(rest[real], full[:, 3:][real], 1e-5)
     for segment in (1, 2, 3):
         own = ids == segment
-        assert_near(full[own], model.apply(variables, tokens[own]), 1e-5)
+        assert_near(full[own], jit_apply(model, variables, tokens[own]), 1e-5)
 
 
-@pytest.mark.parametrize("kind", ["none", "rope", "tape", "xpos", "alibi", "fire", "sinusoidal"])
+FRACTIONAL = ("none", "rope", "tape", "xpos", "alibi", "fire", "sinusoidal")
+
+
+@pytest.mark.parametrize("kind", mostly_slow(FRACTIONAL, "tape", "alibi"))
 def test_fractional_positions_are_kept(kind):
     model = small_model(kind, num_layers=2)
     variables = random_variables(model)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, 8)), jnp.int32)
     at = jnp.array([[0.5], [3.75]]) + jnp.concatenate([jnp.arange(5) * 0.25, 2.0 + jnp.arange(3)])
-    full = model.apply(variables, tokens, positions=at)
-    cut = model.apply(variables, tokens, positions=at.astype(int))
+    full = jit_apply(model, variables, tokens, positions=at)
+    cut = jit_apply(model, variables, tokens, positions=at.astype(int))
     assert kind == "none" or jnp.abs(full - cut).max() > 1e-3
-    first, cache = prefill(model, variables, tokens[:, :4], positions=at[:, :4], capacity=8)
-    second, cache = extend(model, variables, cache, tokens[:, 4:6], positions=at[:, 4:6])
-    third, cache = extend(model, variables, cache, tokens[:, 6:])
+    first, cache = jit_prefill(model, variables, tokens[:, :4], positions=at[:, :4], capacity=8)
+    second, cache = jit_extend(model, variables, cache, tokens[:, 4:6], positions=at[:, 4:6])
+    third, cache = jit_extend(model, variables, cache, tokens[:, 6:])
     np.testing.assert_array_equal(cache.positions, at)
     assert_near(jnp.concatenate([first, second, third], axis=1), full, 1e-5)
 
@@ -589,6 +604,6 @@ def test_a_cache_of_another_model():
         with pytest.raises(ValueError, match=r"cache is of another model: its layers are .*one's"):
             extend(model, variables, cache, tokens)
     cache = init_cache(model, 2, 5, dtype=jnp.bfloat16)
-    assert jnp.isfinite(extend(model, variables, cache, tokens)[0]).all()
+    assert jnp.isfinite(jit_extend(model, variables, cache, tokens)[0]).all()
     with pytest.raises(ValueError, match=r"key of a draw is the cache's: give init_cache key="):
         model.apply(variables, tokens, cache=cache, rngs={"positions": jax.random.key(0)})

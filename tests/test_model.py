@@ -30,6 +30,7 @@ from tests.models import (
     small_model,
     without,
 )
+from tests.selection import mostly_slow
 
 # Tests compile much and compute little.
 FAST_COMPILATION = {
@@ -135,20 +136,25 @@ def test_scanned_layers_equal_unrolled_ones(options):
     chex.assert_trees_all_close(states, expected_states, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("attention", ["reference", "chunked"])
+WITH_BASE = {
+    "rope": positions.Rope(learn_base=True),
+    "xpos": positions.Xpos(learn_base=True),
+    "rotary tape": positions.Tape(learn_base=True),
+    "tensor tape": positions.Tape(learn_base=True, form="tensor", l=4, r=5),
+}
+
+
 @pytest.mark.parametrize(
-    "position",
-    [
-        positions.Rope(learn_base=True),
-        positions.Xpos(learn_base=True),
-        positions.Tape(learn_base=True),
-        positions.Tape(learn_base=True, form="tensor", l=4, r=5),
-    ],
-    ids=["rope", "xpos", "rotary tape", "tensor tape"],
+    ("name", "attention"),
+    mostly_slow(
+        itertools.product(WITH_BASE, ["reference", "chunked"]),
+        ("xpos", "reference"),
+        ("tensor tape", "chunked"),
+    ),
 )
-def test_the_base_learns(position, attention):
+def test_the_base_learns(name, attention):
     wide = {"dtype": "float64", "param_dtype": "float64"}
-    model = small_model(position, num_layers=2, attention_implementation=attention, **wide)
+    model = small_model(WITH_BASE[name], num_layers=2, attention_implementation=attention, **wide)
     with jax.enable_x64(True):
         variables, tokens = random_variables(model), random_tokens(2, 9)
         stretched = variables["params"]["position_log_stretch"]
@@ -164,7 +170,7 @@ def test_the_base_learns(position, attention):
         np.testing.assert_allclose(jax.grad(loss)(stretched), slope, rtol=1e-5)
 
 
-@pytest.mark.parametrize("scan_layers", [True, False])
+@pytest.mark.parametrize("scan_layers", mostly_slow([True, False], True))
 def test_remat_changes_neither_loss_nor_gradients(scan_layers):
     tape, shape = positions.Tape(norm="rms"), {"num_layers": 2, "scan_layers": scan_layers}
     plain = small_model(tape, **shape)
@@ -241,8 +247,14 @@ def test_a_single_layer_makes_its_gradients_at_once():
     assert flops_fewer < 0.9 * flops
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("position", ["tape", positions.Tape(form="tensor"), "fire"])
+@pytest.mark.parametrize(
+    ("position", "dtype"),
+    mostly_slow(
+        itertools.product(["tape", positions.Tape(form="tensor"), "fire"], ["bfloat16", "float16"]),
+        ("tape", "bfloat16"),
+        ("fire", "float16"),
+    ),
+)
 def test_half_precision_is_near_float32(position, dtype):
     wide, narrow = small_model(position), small_model(position, dtype=dtype)
     variables, tokens = random_variables(wide, std=0.1), random_tokens(2, 16)
@@ -281,7 +293,9 @@ def test_float64(x64):
     chex.assert_type([logits, *states.hidden, *states.position], jnp.float64)
 
 
-@pytest.mark.parametrize("position", ["tape", "fire", "sinusoidal", "xpos", "random_rope"])
+@pytest.mark.parametrize(
+    "position", mostly_slow(["tape", "fire", "sinusoidal", "xpos", "random_rope"], "tape", "fire")
+)
 def test_x64_changes_nothing_for_a_float32_model(position):
     model = small_model(position)
     variables, tokens = random_variables(model), random_tokens(2, 6)
@@ -307,7 +321,10 @@ def test_untied_embeddings():
     close(logits, states.final_norm @ variables["params"]["head"]["kernel"])
 
 
-@pytest.mark.parametrize("options", [{}, {"tie_embeddings": True}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize(
+    "options",
+    mostly_slow([{}, {"tie_embeddings": True}, {"dtype": "bfloat16"}], {"tie_embeddings": True}),
+)
 def test_logits_of_a_few_tokens_at_a_time(options):
     model = small_model("tape", **options)
     variables, tokens = random_variables(model), random_tokens(2, 6)
@@ -318,7 +335,7 @@ def test_logits_of_a_few_tokens_at_a_time(options):
     parts = [model.project(variables, hidden[:, i : i + 2]) for i in (0, 2, 4)]
     chex.assert_trees_all_equal_dtypes(parts[0], expected)
     close(jnp.concatenate(parts, axis=1), expected)
-    made = model.init(jax.random.key(0), tokens, output="hidden")
+    made = jax.eval_shape(lambda: model.init(jax.random.key(0), tokens, output="hidden"))
     chex.assert_trees_all_equal_shapes_and_dtypes(made, variables)
 
 
@@ -427,7 +444,7 @@ def test_without_causality_every_token_is_seen():
     assert jnp.abs(both[0] - both[1]).max(-1).min() > 1e-4
 
 
-@pytest.mark.parametrize("kind", positions.registry)
+@pytest.mark.parametrize("kind", mostly_slow(positions.registry, "tape", "abacus", "t5"))
 def test_packed_segments_equal_separate_sequences(kind):
     model = small_model(kind)
     generator = np.random.default_rng(0)
@@ -447,7 +464,7 @@ def test_packed_segments_equal_separate_sequences(kind):
     close(logits[0, 4:], logits[2, :5])
 
 
-@pytest.mark.parametrize("kind", positions.registry)
+@pytest.mark.parametrize("kind", mostly_slow(positions.registry, "tape", "learned", "fire"))
 def test_padding_is_not_read_and_not_seen(kind):
     """Padded on either side, with ids and positions that no token has, a row stays what it is."""
     model, length = small_model(kind), 5
@@ -465,19 +482,18 @@ def test_padding_is_not_read_and_not_seen(kind):
 DYNAMIC = RopeScaling("dynamic", 2.0, original_length=4)
 
 
-@pytest.mark.parametrize(
-    "position",
-    [
-        encoding("random_rope"),
-        encoding("random_rope", each_layer=True),
-        positions.Rope(scaling=DYNAMIC),
-        positions.Tape(scaling=DYNAMIC, form="tensor"),
-    ],
-    ids=["random_rope", "each layer", "rope", "tape"],
-)
-def test_the_width_of_a_batch_is_no_length(position):
+OF_LENGTH = {
+    "random_rope": encoding("random_rope"),
+    "each layer": encoding("random_rope", each_layer=True),
+    "rope": positions.Rope(scaling=DYNAMIC),
+    "tape": positions.Tape(scaling=DYNAMIC, form="tensor"),
+}
+
+
+@pytest.mark.parametrize("name", mostly_slow(OF_LENGTH, "each layer", "tape"))
+def test_the_width_of_a_batch_is_no_length(name):
     """Draws and dynamic scaling are for what each row really has, or for the length it is given."""
-    model = small_model(position, num_layers=2)
+    model = small_model(OF_LENGTH[name], num_layers=2)
     variables, row = random_variables(model), random_tokens(7)
     expected = run(model, variables, row)
     for width in (8, 14):
@@ -487,7 +503,7 @@ def test_the_width_of_a_batch_is_no_length(position):
         close(run(model, variables, left, segment_ids=ids)[0, -7:], expected)
         right = right.at[0, :7].set(row).at[1, :3].set(row[:3])
         close(run(model, variables, right, segment_ids=ids[:, ::-1])[0, :7], expected)
-    told = model.apply(variables, jnp.stack([row, row]), length=jnp.array([7, 14]))
+    told = jax.jit(model.apply)(variables, jnp.stack([row, row]), length=jnp.array([7, 14]))
     close(told[0], expected)
     close(told[1], run(model, variables, row, length=14))
     assert jnp.abs(run(model, variables, row, length=14) - expected).max() > 1e-2
@@ -846,7 +862,7 @@ def test_64_bits_are_refused_where_they_are_disabled(field):
         with pytest.raises(ValueError, match=words):
             init_cache(model, 1, 3)
     with jax.enable_x64(True):
-        params = model.init(jax.random.key(0), tokens)["params"]
+        params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
         assert (params["embedding"].dtype == jnp.float64) == (field == "param_dtype")
 
 

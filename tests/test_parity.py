@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from tape_jax._src import parity
+from tests.selection import mostly_slow
 
 GOLDEN = Path(__file__).parent / "golden"
 FILES = sorted(path.stem for path in GOLDEN.glob("*.npz"))
-# One of each kind; the others are as long to compile, and wait for the slow tests.
-QUICK = ("adape_tiny", "alibi_tiny", "rope_tiny")
 
 
 def test_every_variant_has_a_file():
@@ -18,9 +17,7 @@ def test_every_variant_has_a_file():
     assert variants == set(parity.VARIANTS)
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in FILES]
-)
+@pytest.mark.parametrize("name", mostly_slow(FILES, "adape_tiny", "alibi_tiny"))
 def test_matches_reference(name):
     golden = parity.Golden(GOLDEN / f"{name}.npz")
     results = [

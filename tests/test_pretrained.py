@@ -30,6 +30,7 @@ from tape_jax._src.pretrained import folder as folders
 from tape_jax._src.pretrained.llama import model_config, to_json
 from tape_jax.adapt import add_lora
 from tests.models import random_variables, small_model
+from tests.selection import mostly_slow
 
 HF = Path(__file__).parent / "golden" / "hf"
 MHA, TIED = HF / "llama2_mha", HF / "tied_sharded_headdim"
@@ -78,7 +79,7 @@ def as_type(dtype):
 
 
 class TestAgainstTransformers:
-    @pytest.mark.parametrize("name", NAMES)
+    @pytest.mark.parametrize("name", mostly_slow(NAMES, "tied_sharded_headdim"))
     def test_float32(self, name):
         expected = np.load(HF / name / "expected.npz")
         model, variables = tape.from_pretrained(HF / name)
@@ -93,7 +94,7 @@ class TestAgainstTransformers:
         np.testing.assert_array_equal(out[:, 9:], expected["greedy"])
 
     @pytest.mark.usefixtures("x64")
-    @pytest.mark.parametrize("name", NAMES)
+    @pytest.mark.parametrize("name", mostly_slow(NAMES, "llama3_gqa"))
     def test_float64(self, name):
         expected = np.load(HF / name / "expected.npz")
         model, variables = tape.from_pretrained(HF / name, dtype="float64")
@@ -486,6 +487,7 @@ class TestSharding:
         ):
             tape.from_pretrained(TIED, sharding="cpu")
 
+    @pytest.mark.slow
     def test_sharded_parameters_are_saved(self, tmp_path):
         halves = NamedSharding(self.mesh(), PartitionSpec("layers"))
         model, variables = tape.from_pretrained(HF / "linear_scaled", sharding=halves)

@@ -25,6 +25,7 @@ from tape_jax.sharding import (
     preset,
 )
 from tests.models import random_variables, small_model
+from tests.selection import mostly_slow
 from train.analysis.collectives import collectives
 
 B, T, VOCAB = 8, 16, 16
@@ -158,12 +159,9 @@ CASES = {
     ),
     "tensor_and_sequence": ({"sequence": 2, "tensor": 4}, {"tie_embeddings": True}),
 }
-QUICK = ("fsdp_and_tensor",)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES]
-)
+@pytest.mark.parametrize("name", mostly_slow(CASES, "fsdp_and_tensor"))
 def test_loss_gradients_and_collectives(name):
     sizes, options = CASES[name]
     sharding = built(**sizes)
@@ -203,10 +201,7 @@ def test_unexpected_collectives_are_seen():
     assert found[0].startswith("all-gather over tensor of f32[4,16,48]")
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(k, marks=() if k == "tape" else pytest.mark.slow) for k in positions.registry],
-)
+@pytest.mark.parametrize("kind", mostly_slow(positions.registry, "tape"))
 @pytest.mark.parametrize("sizes", [{"data": 2, "tensor": 2}, {"sequence": 2}], ids=str)
 def test_every_encoding_can_be_split(kind, sizes):
     """Traced only; encodings that bias pairs of tokens cannot split sequences."""

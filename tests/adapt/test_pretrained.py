@@ -38,6 +38,7 @@ def test_tape_put_into_a_checkpoint_computes_the_same():
     np.testing.assert_allclose(after, golden["logits"], atol=3e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_tape_put_into_a_checkpoint_in_float64(x64):
     tokens = expected("llama3_gqa")["input_ids"]
     model, variables = tape.from_pretrained(HF / "llama3_gqa", dtype="float64")

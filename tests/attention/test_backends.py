@@ -23,6 +23,7 @@ from tape_jax import testing
 from tape_jax._src.attention import api, attention, attention_plan, chunked
 from tape_jax._src.attention.pallas_blocks import Tiles
 from tests.attention.cases import BY_NAME, CASES, MASKED, bias_function, call, inputs, oracle
+from tests.selection import mostly_slow
 
 # Keywords of attention. Blocks are small, so that cases span several; those of splash cannot be.
 BACKENDS = {
@@ -198,8 +199,18 @@ def test_refused_cases(backend):
     assert {case.name for case in CASES + MASKED if refuses(case)} == REFUSED[backend]
 
 
+# Cases that each backend is tried on at every change, as far as it takes them.
+QUICK = {
+    "grouped_heads", "multi_query", "window_bidirectional", "segments", "window_passed", "cache",
+    "mask_heads", "grouped_heads_shared_state", "tensor_cache",
+}  # fmt: skip
 PAIRS = [
-    pytest.param(name, case, id=f"{name}-{case}")
+    pytest.param(
+        name,
+        case,
+        id=f"{name}-{case}",
+        marks=() if case.name in QUICK else pytest.mark.slow,
+    )
     for name in BACKENDS
     if name != "reference"
     for case in CASES + MASKED
@@ -222,7 +233,7 @@ def test_blocks_of_any_size(name, block_q, block_k):
 
 
 @each(compiled=True)
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", mostly_slow(["float64", "bfloat16", "float16"], "bfloat16"))
 def test_types(backend, keywords, dtype):
     """Within the tolerance for inputs that were rounded, and, by the norm, for exact ones."""
     taken = [n for n in ("grouped_heads", "grouped_heads_shared_state") if n not in
@@ -315,7 +326,9 @@ def test_symmetries(backend, keywords):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("transform", ["jit_grad", "grad_jit", "vmap", "checkpoint", "scan"])
+@pytest.mark.parametrize(
+    "transform", mostly_slow(["jit_grad", "grad_jit", "vmap", "checkpoint", "scan"], "vmap", "scan")
+)
 def test_bias_closures(transform):
     """Gradients reach floats that a bias function closes over, whatever transforms the call."""
     case = BY_NAME["multi_query"]
@@ -411,7 +424,7 @@ def test_transformations(backend, keywords):
 
 
 @each("pallas", "splash")
-@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("kv_heads", mostly_slow([4, 2], 2))
 def test_sharded_over_batch_and_heads(backend, keywords, kv_heads):
     """Each device attends with its rows and heads, and talks to no other."""
     args = qkve(19, heads=4, kv_heads=kv_heads)
@@ -618,7 +631,7 @@ def test_an_equal_bias_function_is_not_compiled_anew():
     assert jnp.abs(other_slope - first).max() > 1e-2
 
 
-@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.vmap], ids=["", "jit", "vmap"])
+@pytest.mark.parametrize("transform", mostly_slow([jax.jit, jax.vmap], jax.vmap))
 def test_chunked_names_who_has_second_derivatives(transform):
     q, k, v, e = qkve(19)
 

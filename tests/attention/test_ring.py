@@ -8,6 +8,7 @@ from jax.sharding import AxisType
 
 from tape_jax._src.attention import attention, attention_plan, chunked, ring, zigzag
 from tape_jax.sharding import ShardingConfig
+from tests.selection import mostly_slow
 from train.analysis.collectives import collectives
 
 B, T, D, DV = 2, 48, 8, 6
@@ -75,10 +76,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.slow if n == "bidirectional" else ()) for n in CASES],
-)
+@pytest.mark.parametrize("name", mostly_slow(CASES, "grouped_segments_one_headed"))
 @pytest.mark.usefixtures("x64")
 def test_equals_one_device(name):
     sizes, shapes, call = CASES[name]
@@ -140,6 +138,7 @@ def test_causal_work_is_equal_at_every_step(devices):
         assert visible == [3 if hop == 0 else 2] * devices
 
 
+@pytest.mark.slow
 def test_memory_falls_with_devices_and_only_permutations_are_needed():
     arrays = {n: jnp.asarray(x, jnp.float32) for n, x in inputs(length=1024).items()}
     memory = {}

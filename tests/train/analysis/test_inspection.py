@@ -152,6 +152,7 @@ def run(tmp_path_factory):
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_command(run, tmp_path, capsys):
     assert main(["inspect", f"--run={run}", f"--out={tmp_path / 'inside'}"]) == 0
     out = capsys.readouterr().out

@@ -69,6 +69,7 @@ def batch_of(tokens):
         pytest.param({"kind": "tape_place_weights"}, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_profile(position):
     """The states that the model returns, and the gradients of single layers."""
     model = small_model(positions.create(position), num_layers=3)

@@ -95,6 +95,7 @@ def test_a_llama_folder(tmp_path, capsys):
     assert "tokenizer" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_adapter_on_a_folder(tmp_path, capsys):
     folder, adapter = tmp_path / "llama", tmp_path / "tape.safetensors"
     model = small_model("rope", vocab_size=258)

@@ -57,6 +57,7 @@ class TestTokenLosses:
         expected = -np.take_along_axis(log_p, tokens[:, 1:, None], -1)[..., 0]
         np.testing.assert_allclose(token_losses(model, variables, tokens), expected, rtol=2e-5)
 
+    @pytest.mark.slow
     def test_memory_is_linear_in_the_length(self):
         vocab, shape = 4000, {"hidden_size": 32, "num_layers": 2, "num_heads": 2}
         model = Transformer(

@@ -307,6 +307,7 @@ def test_what_agrees_or_says_how_to_compute_may_be_stated():
         experiment.from_mapping(values(GOLDEN) | {"task": {"name": "passkey"}, "evaluation": {}})
 
 
+@pytest.mark.slow
 def test_rules_take_the_place_of_the_methods():
     wanted = an_experiment(GOLDEN, "lora", rules=["lora", "path:layers_*/mlp_norm/scale"])
     assert runs.count_parameters(wanted)[1] == 3 * (64 + 4 * 2 * 8 * 64)

@@ -40,6 +40,7 @@ def test_a_run_made_longer_is_one_that_was_long_from_the_start(tiny, tmp_path):
     assert (tmp_path / "parts" / "experiment.json").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_what_becomes_of_the_learning_rate_is_said(tiny, tmp_path):
     loop.train(an_experiment(schedule="cosine", warmup=0.0), tmp_path / "run")
     said = longer(tmp_path / "run", "--config.train.steps=24")
@@ -50,6 +51,7 @@ def test_what_becomes_of_the_learning_rate_is_said(tiny, tmp_path):
     np.testing.assert_allclose(rates[6], 0.01 * np.mean([0.5, 0.43474]), rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_when_it_is_saved_and_logged_may_change(tiny, tmp_path):
     loop.train(an_experiment(steps=6), tmp_path / "run")
     longer(

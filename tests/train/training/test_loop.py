@@ -271,6 +271,7 @@ def test_a_spike_is_many_times_the_usual_norm():
         an_experiment(spike=3.0)
 
 
+@pytest.mark.slow
 def test_a_trace_of_some_steps(tiny, tmp_path):
     loop.train(an_experiment(), tmp_path / "run", profile=range(3, 5))
     assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
@@ -297,6 +298,7 @@ def test_a_config_that_does_not_fit_leaves_no_folder(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_the_first_moment_has_a_type_of_its_own(tiny, tmp_path):
     """It is stored so, resumed so, and leaves what is learned nearly as it was."""
     steps = []
