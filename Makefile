@@ -2,6 +2,7 @@
 CANDIDATES := python3 python3.12 python3.11 python
 supported = $(shell $(1) -c 'import sys; print(sys.version_info[:2] in ((3, 11), (3, 12)))' 2>/dev/null)
 PYTHON ?= $(firstword $(foreach p,$(CANDIDATES),$(if $(filter True,$(call supported,$(p))),$(p))))
+NEXT ?= python3.12
 VENV ?= .venv
 RUN ?= runs/addition_demo
 BIN := $(VENV)/bin
@@ -37,14 +38,14 @@ evidence: $(VENV)/.ready  ## test what is claimed of TAPE, hours; continues wher
 evidence-quick: $(VENV)/.ready  ## make a few of these runs again, in minutes
 	$(BIN)/python -m train.main evidence --quick
 
-test: $(VENV)/.ready  ## the tests, in under ten minutes on two cores
+test: $(VENV)/.ready  ## the tests, in under five minutes on two cores
 	$(PYTEST) -m "not slow"
 
 test-slow: $(VENV)/.ready  ## the tests that take longer
 	$(PYTEST) -m slow
 
 test-next:  ## the tests under Python 3.12 and the newer jax that it gets
-	$(MAKE) test VENV=.venv-next PYTHON=python3.12
+	$(MAKE) test VENV=.venv-next PYTHON=$(NEXT)
 
 faults: $(VENV)/.ready  ## break training in many ways, and count what is lost
 	$(BIN)/python -m tests.faults
@@ -70,7 +71,7 @@ docs-serve: $(DOCS_VENV)/.ready  ## show the site at http://127.0.0.1:8000, and 
 	$(MKDOCS) serve
 
 lock: $(VENV)/.ready  ## write down the versions that are installed for both supported Pythons
-	$(MAKE) .venv-next/.ready VENV=.venv-next PYTHON=python3.12
+	$(MAKE) .venv-next/.ready VENV=.venv-next PYTHON=$(NEXT)
 	$(BIN)/python .ci/lock.py $(VENV) .venv-next > requirements.lock.new
 	mv requirements.lock.new requirements.lock
 

@@ -10,7 +10,8 @@ def mostly_slow(cases: Iterable[Any], *quick: Any) -> list[Any]:
     """The cases of a test: these are quick ones, all the others slow.
 
     Args:
-      cases: the values of a parameter, or the keys of a table of cases.
+      cases: the values of a parameter, the keys of a table of cases, or tuples of several
+        parameters.
       quick: those that ``make test`` tries; one that each way through the code has.
 
     Raises:
@@ -19,5 +20,10 @@ def mostly_slow(cases: Iterable[Any], *quick: Any) -> list[Any]:
     cases = list(cases)
     if unknown := [case for case in quick if case not in cases]:
         raise ValueError(f"quick cases must be among the cases {cases}; got {unknown}")
-    slow = pytest.mark.slow
-    return [case if case in quick else pytest.param(case, marks=slow) for case in cases]
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=() if case in quick else pytest.mark.slow,
+        )
+        for case in cases
+    ]

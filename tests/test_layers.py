@@ -30,6 +30,7 @@ from tape_jax._src.positions.protocol import (
     default_positions,
 )
 from tests.models import random_variables, small_model
+from tests.selection import mostly_slow
 
 CONFIG = ModelConfig(
     5, hidden_size=8, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, intermediate_size=12
@@ -291,12 +292,16 @@ def shifted_mask(time, groups, heads, segments=None):
 
 @pytest.mark.parametrize(
     ("position", "options", "packed"),
-    [
+    mostly_slow(
+        [
+            (positions.Tape(), {}, False),
+            (positions.Tape(form="tensor", attention_mix="heads"), {"num_kv_heads": 2}, True),
+            ("xpos", {"local_window_size": 3}, False),
+            ("none", {}, True),
+        ],
         (positions.Tape(), {}, False),
-        (positions.Tape(form="tensor", attention_mix="heads"), {"num_kv_heads": 2}, True),
-        ("xpos", {"local_window_size": 3}, False),
         ("none", {}, True),
-    ],
+    ),
 )
 def test_shifted_groups_equal_their_mask(position, options, packed):
     options = {"num_heads": 4, "num_layers": 2, **options}

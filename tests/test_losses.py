@@ -78,6 +78,7 @@ def test_memory_does_not_hold_the_logits():
 
 
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_with_a_model_on_a_mesh(tied):
     """The kernel that the model names, tokens split over batch and sequence, and the vocabulary."""
     model = small_model(vocab_size=16, num_layers=1, tie_embeddings=tied)

@@ -289,7 +289,9 @@ def test_table_of_parameters():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"experts": Experts(4, 2)}], ids=["dense", "mixture of experts"]
+    "options",
+    mostly_slow([{}, {"experts": Experts(4, 2)}], {"experts": Experts(4, 2)}),
+    ids=["dense", "mixture of experts"],
 )
 def test_a_lenient_mesh_takes_what_it_does_not_divide(options):
     model = model_of(**options)

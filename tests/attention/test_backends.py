@@ -93,9 +93,12 @@ def skip_if_refused(test):
     return wrapped
 
 
-def each(*names, compiled=False):
+def each(*names, compiled=False, slow=()):
     """Runs a test for the named backends, all of BACKENDS if none, and compiled ones on a GPU."""
-    chosen = [pytest.param(name, BACKENDS[name], id=name) for name in names or BACKENDS]
+    chosen = [
+        pytest.param(n, BACKENDS[n], id=n, marks=pytest.mark.slow if n in slow else ())
+        for n in names or BACKENDS
+    ]
     if compiled:
         chosen += [pytest.param(n, k, id=n, marks=pytest.mark.gpu) for n, k in COMPILED.items()]
 
@@ -400,7 +403,7 @@ def closure_gradients():
         return jit(jax.grad(f))(jax.tree.map(jnp.asarray, floats))
 
 
-@each("pallas", "splash")
+@each("pallas", "splash", slow=["splash"])
 def test_transformations(backend, keywords):
     """Gradients of a rematerialised and scanned call and under vmap are those of ``reference``."""
     q, k, v, e = qkve(19)
@@ -423,7 +426,7 @@ def test_transformations(backend, keywords):
     assert_close(by_row(k, q, v, e[0]), want(k, q, v, e[:1]), 1e-5)
 
 
-@each("pallas", "splash")
+@each("pallas", "splash", slow=["splash"])
 @pytest.mark.parametrize("kv_heads", mostly_slow([4, 2], 2))
 def test_sharded_over_batch_and_heads(backend, keywords, kv_heads):
     """Each device attends with its rows and heads, and talks to no other."""
@@ -491,7 +494,7 @@ def test_traced_offset(backend, keywords):
         assert_close(jax.tree.map(lambda x, n=n: np.asarray(x[n], np.float64), got), want, 1e-5)
 
 
-@each()
+@each(slow=["splash"])
 def test_one_offset_for_each_row(backend, keywords):
     """Outputs and gradients are those of the rows, each by itself with its own offset."""
     case = BY_NAME["cache"]
@@ -512,7 +515,7 @@ def test_one_offset_for_each_row(backend, keywords):
     chex.assert_trees_all_close(got, jax.tree.map(lambda *x: jnp.concatenate(x), *rows), atol=1e-5)
 
 
-@each("chunked", "pallas")
+@each("chunked", "pallas", slow=["pallas"])
 @pytest.mark.parametrize(
     ("options", "rows", "unseen"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from tape_jax._src.attention.pallas_blocks import Tile, Tiles
 from tests.attention.cases import BY_NAME
 from tests.attention.lowering import lowered
 from tests.attention.test_backends import assert_close, attend, expected, run
+from tests.selection import mostly_slow
 
 INTERPRETED = {"implementation": "pallas", "interpret": True}
 # Tiles that are not square, and unlike in each kernel.
@@ -50,9 +52,14 @@ def test_tensor_float_lowers_to_cuda():
 
 
 @pytest.mark.usefixtures("any_device")
-@pytest.mark.parametrize("x64", [False, True])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    ("dim", "dtype", "x64"),
+    mostly_slow(
+        itertools.product([64, 128], ["bfloat16", "float32"], [False, True]),
+        (64, "bfloat16", True),
+        (128, "float32", False),
+    ),
+)
 def test_lowers_to_cuda(dim, dtype, x64):
     """One kernel forward, two backward."""
     with jax.enable_x64(x64):

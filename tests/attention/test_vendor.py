@@ -38,6 +38,7 @@ from tests.attention.test_backends import (
     qkve,
     run,
 )
+from tests.selection import mostly_slow
 
 needs_tokamax = pytest.mark.skipif(
     importlib.util.find_spec("tokamax") is None, reason="tokamax is not installed"
@@ -114,7 +115,11 @@ def test_sharded_and_batched(stand_in):
     assert_close(jit(jax.vmap(row, in_axes=(0, 0, 0, None)))(k, q, v, e[0]), want, 1e-5)
 
 
-@pytest.mark.parametrize("rule", [{"is_causal": True}, {"local_window_size": 40}], ids=str)
+@pytest.mark.parametrize(
+    "rule",
+    mostly_slow([{"is_causal": True}, {"local_window_size": 40}], {"local_window_size": 40}),
+    ids=str,
+)
 def test_splash_in_several_blocks(rule):
     """Lengths that are no multiple of a block; hidden blocks on both sides."""
     args = qkve(150, heads=2, kv_heads=1, dim=8, batch=1)

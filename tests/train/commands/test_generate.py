@@ -70,6 +70,7 @@ def test_draws_depend_on_the_seed_alone(run, capsys):
     assert said(1) != said(2)
 
 
+@pytest.mark.slow
 def test_several_prompts_and_a_stop(run, capsys):
     call = ["generate", f"--run={run}", "--prompt=1+2", "--prompt=12+30", "--new=6"]
     assert main(call) == 0

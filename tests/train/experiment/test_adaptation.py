@@ -119,6 +119,7 @@ def load(path):
 
 
 @pytest.mark.parametrize(("base", "method"), CASES)
+@pytest.mark.slow
 def test_from_training_to_adapter(llama, rope_run, tmp_path, compiled_once, base, method):
     path = {"llama": llama, "run": rope_run}[base]
     options = {"longlora": {"groups": 2}, "lora": {"targets": ["q"]}}.get(method, {})

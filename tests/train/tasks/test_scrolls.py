@@ -190,6 +190,7 @@ class TestOptions:
 
 
 class TestContinuations:
+    @pytest.mark.slow
     def test_are_those_of_all_at_once(self):
         config = tape.ModelConfig(vocab_size=20, hidden_size=8, num_layers=2, num_heads=2)
         model = tape.Transformer(config)
