@@ -490,7 +490,7 @@ OF_LENGTH = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(OF_LENGTH, "each layer", "tape"))
+@pytest.mark.parametrize("name", mostly_slow(OF_LENGTH, "each layer"))
 def test_the_width_of_a_batch_is_no_length(name):
     """Draws and dynamic scaling are for what each row really has, or for the length it is given."""
     model = small_model(OF_LENGTH[name], num_layers=2)
