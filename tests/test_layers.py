@@ -198,12 +198,12 @@ def test_block():
     middle = x0 + out
     y = rms_norm(middle, p["mlp_norm"]["scale"])
     kernels = {name: leaf["kernel"] for name, leaf in p["mlp"].items()}
-    m = (silu(y @ kernels["gate"]) * (y @ kernels["up"])) @ kernels["down"]
+    x1 = (silu(y @ kernels["gate"]) * (y @ kernels["up"])) @ kernels["down"]
     e1 = e0 + 0.5 * (p["position_mix"][:, None] * a).reshape(5, 2, 2, 6).sum(2)
-    gate = np.tanh(m @ p["position_wx"])
+    gate = np.tanh(x1 @ p["position_wx"])
     hidden = np.einsum("ph,thd->tpd", p["position_up"], e1) * gate[..., None]
     e2 = e1 + 0.5 * np.einsum("hp,tpd->thd", p["position_down"], hidden)
-    for actual, wanted in ((h, middle + m), (state, e2)):
+    for actual, wanted in ((h, middle + x1), (state, e2)):
         allowed = 1e-5 * np.abs(wanted).max()
         chex.assert_trees_all_close(actual[0], wanted.astype(np.float32), atol=allowed, rtol=0)
 

@@ -348,13 +348,13 @@ class Block(nn.Module):
             c, encoding, attend_state=attends_state, sharding=self.sharding, name="attention"
         )(RMSNorm(c, name="attention_norm")(h), state, params, context, cache)
         h = self._residual(h + out)
-        m = self._residual(self._mlp(RMSNorm(c, name="mlp_norm")(h), context))
+        x = self._residual(self._mlp(RMSNorm(c, name="mlp_norm")(h), context))
         if self.updates:
             options = {} if self.sharding is None else {"sharding": self.sharding}
-            state = encoding.update_state(params, state, attended, m, **options)
-            state = pack_state(state, m.ndim - 1) if packed else state
+            state = encoding.update_state(params, state, attended, x, **options)
+            state = pack_state(state, x.ndim - 1) if packed else state
             state = constrain_state(self.sharding, state)
-        return (h + m, state if self.updates else None), (cache, entered)
+        return (h + x, state if self.updates else None), (cache, entered)
 
     @nn.nowrap
     def _mlp(self, x: Array, context: Context) -> Array:
