@@ -4,7 +4,7 @@ A method of :data:`METHODS` turns a model and its variables into an adapted mode
 are at first the same, and the rules that say which parameters train:
 
 >>> adapted = adapt(model, variables, "tape", key=key)
->>> mask = trainable_mask(adapted.variables["params"], adapted.rules)
+>>> mask = trainable_mask(adapted.model, adapted.rules)
 >>> trainable, frozen = partition(adapted.variables["params"], mask)
 
 Gradients and an optimiser's state are then made for ``trainable`` alone, and :func:`merge` puts the

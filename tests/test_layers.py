@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import chex
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +27,7 @@ from tape_jax._src.layers import (
     remat_policy,
     runs,
 )
+from tape_jax._src.parameters import declared_params
 from tape_jax._src.positions.protocol import (
     default_positions,
 )
@@ -72,7 +74,7 @@ def test_rms_norm_of_large_float16_values_is_computed_in_float32():
 
 def test_linear_acts_on_the_last_axis():
     x = rng(1).normal(size=(2, 3, 8)).astype(np.float32)
-    linear = Linear(CONFIG, 7)
+    linear = Linear(CONFIG, 7, (None, None))
     variables = random_params(linear, jnp.asarray(x))
     expected = np.einsum("abi,io->abo", x, variables["params"]["kernel"])
     chex.assert_trees_all_close(linear.apply(variables, x), expected, atol=1e-5)
@@ -84,15 +86,14 @@ def test_linear_acts_on_the_last_axis():
 )
 def test_the_scale_of_initial_projections(init_scale, residual, expected):
     config = ModelConfig(5, hidden_size=400, num_layers=8, init_scale=init_scale)
-    linear = Linear(config, 300, residual=residual)
+    linear = Linear(config, 300, ("embed", "mlp"), residual=residual)
     kernel = linear.init(jax.random.key(0), jnp.zeros((1, 400)))["params"]["kernel"]
     np.testing.assert_allclose(kernel.std(), expected, rtol=0.01)
 
 
 def test_the_low_rank_term_of_a_projection():
-    config = dataclasses.replace(CONFIG, lora=Lora(rank=2, alpha=6.0, targets=("k",)))
     x = rng(1).normal(size=(2, 3, 8)).astype(np.float32)
-    linear = Linear(config, 7, name="k")
+    linear = Linear(CONFIG, 7, ("embed", "kv_heads"), lora=Lora(rank=2, alpha=6.0))
     variables = random_params(linear, jnp.asarray(x))
     p = {name: np.asarray(leaf, np.float64) for name, leaf in variables["params"].items()}
     assert {name: leaf.shape for name, leaf in p.items()} == {
@@ -102,8 +103,26 @@ def test_the_low_rank_term_of_a_projection():
     }
     expected = x @ (p["kernel"] + 3.0 * p["lora_a"] @ p["lora_b"])
     chex.assert_trees_all_close(linear.apply(variables, x), expected.astype(np.float32), atol=1e-4)
-    other = jax.eval_shape(Linear(config, 7, name="q").init, jax.random.key(0), x)
-    assert list(other["params"]) == ["kernel"]
+
+
+def test_a_projection_has_the_axes_and_the_role_that_it_is_given_whatever_its_name():
+    lora = Lora(rank=2, targets=("k",))
+    config = dataclasses.replace(CONFIG, lora=lora)
+
+    class Projections(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            Linear(config, 7, ("vocab", "embed"), name="k")(x)
+            Linear(config, 7, ("embed", "mlp"), lora=lora, role="embeddings", name="mine")(x)
+
+    with declared_params() as found:
+        jax.eval_shape(Projections().init, jax.random.key(0), jnp.zeros((1, 8)))
+    assert {path: (spec.axes, spec.role) for path, spec in found.items()} == {
+        "k/kernel": (("vocab", "embed"), None),
+        "mine/kernel": (("embed", "mlp"), "embeddings"),
+        "mine/lora_a": (("embed", None), "lora"),
+        "mine/lora_b": ((None, "mlp"), "lora"),
+    }
 
 
 def test_mlp():

@@ -109,7 +109,7 @@ def unexpected(found, model, sharding):
 
     # Parameters as a device has them: whole along the width of the residual stream, or not.
     parameters = {()} | ({(experts.count,)} if experts else set())
-    for x, axes in model.parameters().values():
+    for x, axes, _ in model.parameters().values():
         for width_shards in (1, sharding.shards("embed")):
             split = [1 if a is None else sharding.shards(a) for a in axes]
             split = [width_shards if a == "embed" else k for a, k in zip(axes, split, strict=True)]
@@ -266,7 +266,7 @@ def test_optimizer_states_go_where_their_parameters_are():
 def test_every_parameter_declares_its_axes():
     for options in ({}, {"tie_embeddings": True}, {"scan_layers": False}):
         parameters = model_of(**options).parameters()
-        for path, (x, axes) in parameters.items():
+        for path, (x, axes, _) in parameters.items():
             assert len(axes) == len(x.shape), path
             if path.endswith("kernel"):
                 assert "embed" in axes

@@ -27,7 +27,7 @@ from tape_jax._src.sharding import Axes, Sharding, constrain
 
 Array = jax.Array
 
-# Logical axes of the kernels, by their names.
+# Logical axes of the kernels: of the router's, and of those that :func:`mixture` takes.
 KERNEL_AXES: dict[str, Axes] = {
     "router": ("embed", "experts"),
     "gate": ("experts", "embed", "mlp"),

@@ -21,24 +21,12 @@ from tape_jax._src.attention import attention
 from tape_jax._src.attention.shifted_groups import shifted_group_attention
 from tape_jax._src.cache import LayerCache, entries, with_entries
 from tape_jax._src.checks import require
-from tape_jax._src.config import ModelConfig
+from tape_jax._src.config import Lora, ModelConfig
 from tape_jax._src.parameters import create, declare, gathered_product, kernel_std, lora_params
 from tape_jax._src.positions.protocol import Encoding, Param, State
 from tape_jax._src.sharding import Axes, Sharding, constrain
 
 Array = jax.Array
-
-# Logical axes of the kernel of each projection, by its name.
-KERNEL_AXES: dict[str | None, Axes] = {
-    "q": ("embed", "heads"),
-    "k": ("embed", "kv_heads"),
-    "v": ("embed", "kv_heads"),
-    "out": ("heads", "embed"),
-    "gate": ("embed", "mlp"),
-    "up": ("embed", "mlp"),
-    "down": ("mlp", "embed"),
-    "head": ("embed", "vocab"),
-}
 
 
 @flax.struct.dataclass
@@ -69,25 +57,35 @@ class RMSNorm(nn.Module):
     def __call__(self, x: Array) -> Array:
         c = self.config
         spec = Param((x.shape[-1],), nn.initializers.ones, (None,))
-        scale = create(self, "scale", spec, c.param_dtype)
+        scale = create(self, "scale", spec, c.param_dtype, role="norms")
         wide = x.astype(algebra.at_least_float32(x.dtype))
         inverse = jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + c.norm_eps)
         return (wide * inverse * scale.astype(wide.dtype)).astype(c.dtype)
 
 
 class Linear(nn.Module):
-    """``x @ kernel`` over the last axis, without bias; with a low-rank term where the config asks.
+    """``x @ kernel`` over the last axis, without bias; with a low-rank term if asked for.
 
     Batch and time are flattened first: a weight gradient contracted over one axis is several times
     faster on a CPU than one contracted over two. On a mesh they are not, since they may be split
     over different axes of it.
 
     A kernel that ``fsdp`` splits is gathered here, and again in the backward pass.
+
+    Attributes:
+      features: size of the last axis of what it returns.
+      kernel_axes: logical axes of the kernel ``[in, features]``.
+      residual: whether what it returns is added to a stream, which lowers the initial scale.
+      lora: the low-rank term, if any.
+      role: of the kernel, as in ``ParameterSpec``.
     """
 
     config: ModelConfig
     features: int
+    kernel_axes: Axes
     residual: bool = False
+    lora: Lora | None = None
+    role: str | None = None
     sharding: Sharding | None = None
 
     @nn.compact
@@ -95,20 +93,27 @@ class Linear(nn.Module):
         c = self.config
         fan_in = x.shape[-1]
         std = kernel_std(c, fan_in, residual=self.residual)
-        axes = KERNEL_AXES.get(self.name, (None, None))
-        spec = Param((fan_in, self.features), nn.initializers.normal(std), axes)
-        kernel = create(self, "kernel", spec, c.param_dtype).astype(c.dtype)
+        spec = Param((fan_in, self.features), nn.initializers.normal(std), self.kernel_axes)
+        kernel = create(self, "kernel", spec, c.param_dtype, role=self.role).astype(c.dtype)
         flat = (x if self.sharding else x.reshape(-1, fan_in)).astype(c.dtype)
         if self.sharding is None or self.sharding.shards("embed") == 1:
             out = flat @ kernel
         else:
-            out = gathered_product(self.sharding, axes, flat, kernel)
-        if c.lora is not None and self.name in c.lora.targets:
-            specs = lora_params(fan_in, self.features, c.lora.rank, axes)
+            out = gathered_product(self.sharding, self.kernel_axes, flat, kernel)
+        if self.lora is not None:
+            specs = lora_params(fan_in, self.features, self.lora.rank, self.kernel_axes)
             factors = declare(self, "lora", specs, c.param_dtype, self.sharding)
             low = flat @ factors["a"].astype(c.dtype)
-            out = out + (low * c.lora.scale) @ factors["b"].astype(c.dtype)
+            out = out + (low * self.lora.scale) @ factors["b"].astype(c.dtype)
         return out.reshape(*x.shape[:-1], self.features)
+
+
+def projection(
+    config: ModelConfig, name: str, features: int, kernel_axes: Axes, **options: Any
+) -> Linear:
+    """A block's projection, with a low-rank term if it is among the targets of ``config.lora``."""
+    lora = config.lora if config.lora and name in config.lora.targets else None
+    return Linear(config, features, kernel_axes, lora=lora, name=name, **options)
 
 
 class MLP(nn.Module):
@@ -120,11 +125,11 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x: Array) -> Array:
         c = self.config
-        linear = functools.partial(Linear, c, sharding=self.sharding)
-        gate = linear(c.mlp_size, name="gate")(x)
-        up = linear(c.mlp_size, name="up")(x)
+        linear = functools.partial(projection, c, sharding=self.sharding)
+        gate = linear("gate", c.mlp_size, ("embed", "mlp"))(x)
+        up = linear("up", c.mlp_size, ("embed", "mlp"))(x)
         wide = constrain(self.sharding, nn.silu(gate) * up, "batch", "sequence", "mlp")
-        return linear(c.hidden_size, residual=True, name="down")(wide)
+        return linear("down", c.hidden_size, ("mlp", "embed"), residual=True)(wide)
 
 
 class Kernel(nn.Module):
@@ -152,17 +157,16 @@ class ExpertMLP(nn.Module):
         c = self.config
         assert c.experts is not None
 
-        def kernel(name: str, fan_in: int, features: int, *stack: int) -> Array:
-            std = kernel_std(c, fan_in, residual=name == "down")
-            shape, axes = (*stack, fan_in, features), experts.KERNEL_AXES[name]
-            return Kernel(c, Param(shape, nn.initializers.normal(std), axes), name=name)()
+        def kernel(name: str, *shape: int, residual: bool = False) -> Array:
+            init = nn.initializers.normal(kernel_std(c, shape[-2], residual=residual))
+            return Kernel(c, Param(shape, init, experts.KERNEL_AXES[name]), name=name)()
 
         count, width, inner = c.experts.count, x.shape[-1], c.mlp_size
         logits = experts.router_logits(x, kernel("router", width, count), self.sharding)
         kernels = {
-            "gate": kernel("gate", width, inner, count).astype(c.dtype),
-            "up": kernel("up", width, inner, count).astype(c.dtype),
-            "down": kernel("down", inner, width, count).astype(c.dtype),
+            "gate": kernel("gate", count, width, inner).astype(c.dtype),
+            "up": kernel("up", count, width, inner).astype(c.dtype),
+            "down": kernel("down", count, inner, width, residual=True).astype(c.dtype),
         }
         out, chosen = experts.mixture(x, logits, kernels, c.experts, self.sharding)
         if self.is_mutable_collection("losses") and not self.is_initializing():
@@ -201,14 +205,14 @@ class Attention(nn.Module):
         cache: LayerCache | None,
     ) -> tuple[Array, Array | None, LayerCache | None]:
         c = self.config
-        linear = functools.partial(Linear, c, sharding=self.sharding)
+        linear = functools.partial(projection, c, sharding=self.sharding)
 
-        def heads(name: str, n: int) -> Array:
-            split = linear(n * c.dim, name=name)(x).reshape(*x.shape[:-1], n, c.dim)
-            axis = "heads" if name == "q" else "kv_heads"
+        def heads(name: str, n: int, axis: str) -> Array:
+            split = linear(name, n * c.dim, ("embed", axis))(x).reshape(*x.shape[:-1], n, c.dim)
             return constrain(self.sharding, split, "batch", "sequence", axis)
 
-        q, k, v = heads("q", c.num_heads), heads("k", c.kv_heads), heads("v", c.kv_heads)
+        q = heads("q", c.num_heads, "heads")
+        k, v = (heads(name, c.kv_heads, "kv_heads") for name in ("k", "v"))
         query_state, e = self.encoding.rotation(state)
         options: dict[str, Any] = {}
         if cache is not None:
@@ -270,7 +274,8 @@ class Attention(nn.Module):
             self.sow("maps", "probabilities", attention(q, k, one_hot, state=e, **options)[0])
         out = constrain(self.sharding, out, "batch", "sequence", "heads")
         out = out.reshape(*x.shape[:-1], c.num_heads * c.dim)
-        return linear(c.hidden_size, residual=True, name="out")(out), attended, cache
+        out = linear("out", c.hidden_size, ("heads", "embed"), residual=True)(out)
+        return out, attended, cache
 
     def _bias(self, params: dict[str, Array], positions: Array) -> Callable | None:
         if not self.encoding.biases:

@@ -16,6 +16,7 @@ from tape_jax._src.checks import require
 from tape_jax._src.model import (
     Transformer,
 )
+from tape_jax._src.parameters import full_name
 
 # In place of a block's number, for parameters outside of the layers.
 OUTSIDE = -1
@@ -26,23 +27,29 @@ def replaced(model: Transformer, **changes: Any) -> Transformer:
     return Transformer(dataclasses.replace(model.config, **changes), sharding=model.sharding)
 
 
-def is_of_encoding(path: tuple[Any, ...]) -> bool:
-    """Whether a parameter, by its path of jax's keys or of names, is one of the encoding."""
-    return str(getattr(path[-1], "key", path[-1])).startswith("position_")
-
-
-def with_encoding(params: Any, other: Any) -> dict[str, Any]:
+def with_encoding(model: Transformer, params: Any, other: Any) -> dict[str, Any]:
     """Parameters of a model, with those of its position encoding taken from ``other``.
 
     Args:
+      model: whose parameters they are.
       params: nested dict of arrays.
       other: a dict of the same structure.
     """
+    own = {path for path, spec in model.parameters().items() if spec.role == "position"}
+    ours, theirs = flatten_dict(params, sep="/"), flatten_dict(other, sep="/")
+    return unflatten_dict({p: (theirs if p in own else ours)[p] for p in ours}, sep="/")
 
-    def pick(path: Any, ours: Any, theirs: Any) -> Any:
-        return theirs if is_of_encoding(path) else ours
 
-    return jax.tree.map_with_path(pick, params, other)
+def layer_params(model: Transformer, params: Any) -> list[dict[str, Any]]:
+    """What the encoding declares with ``Encoding.layer_params``, of each of the model's blocks."""
+    c, encoding = model.config, model.encoding
+    return [
+        {
+            name: params[f"layers_{start}"][full_name("position", name)]
+            for name in encoding.layer_params(c, updates=updates)
+        }
+        for start, _, updates in model.blocks
+    ]
 
 
 def restack(

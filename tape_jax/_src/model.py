@@ -39,7 +39,7 @@ from tape_jax._src.layers import (
 from tape_jax._src.parameters import (
     create,
     declare,
-    declared_axes,
+    declared_params,
     gathered,
 )
 from tape_jax._src.positions.protocol import (
@@ -57,6 +57,7 @@ from tape_jax._src.sharding import ParameterSpec, Sharding, constrain
 Array = jax.Array
 
 EMBEDDING_AXES = ("vocab", "embed")
+HEAD_AXES = ("embed", "vocab")
 
 
 @flax.struct.dataclass
@@ -120,7 +121,7 @@ class Transformer(nn.Module):
 
     @nn.nowrap
     def parameters(self) -> dict[str, ParameterSpec]:
-        """Shape, type and logical axes of every parameter by its path; nothing is computed.
+        """Shape, type, logical axes and role of every parameter by its path; nothing is computed.
 
         A path is ``layers_0/attention/q/kernel``; stacked layers have a first axis ``layers``.
         """
@@ -132,12 +133,14 @@ class Transformer(nn.Module):
         def shapes(key: Array, tokens: Array, places: Array | None) -> Any:
             return Transformer(self.config).init(key, tokens, positions=places)["params"]
 
-        with declared_axes() as declared:
+        with declared_params() as declared:
             flat = flatten_dict(jax.eval_shape(shapes, key, tokens, places), sep="/")
-        return {
-            path: ParameterSpec(x, (*["layers"] * (x.ndim - len(declared[path])), *declared[path]))
-            for path, x in flat.items()
-        }
+
+        def whole(x: jax.ShapeDtypeStruct, one: ParameterSpec) -> ParameterSpec:
+            stack = ["layers"] * (x.ndim - len(one.axes))
+            return one._replace(shape=x, axes=(*stack, *one.axes))
+
+        return {path: whole(x, declared[path]) for path, x in flat.items()}
 
     @nn.nowrap
     def attention_plan(
@@ -288,7 +291,7 @@ class Transformer(nn.Module):
         spec = Param(
             (c.vocab_size, c.hidden_size), nn.initializers.normal(c.embedding_std), EMBEDDING_AXES
         )
-        table = create(self, "embedding", spec, c.param_dtype)
+        table = create(self, "embedding", spec, c.param_dtype, role="embeddings")
         table = gathered(sharding, table, EMBEDDING_AXES)
         h = table_rows("token ids", table, tokens).astype(c.dtype)
         specs = encoding.input_params(c)
@@ -323,7 +326,7 @@ class Transformer(nn.Module):
             if c.tie_embeddings:
                 logits = final @ table.T.astype(c.dtype)
             else:
-                logits = Linear(c, c.vocab_size, sharding=sharding, name="head")(final)
+                logits = self._head(sharding)(final)
             logits = constrain(sharding, logits, "batch", "sequence", "vocab")
             logits = logits.astype(algebra.at_least_float32(c.dtype))
         out: list[Any] = [logits if output == "logits" else final]
@@ -349,9 +352,14 @@ class Transformer(nn.Module):
             table = gathered(self.sharding, params["embedding"], EMBEDDING_AXES)
             logits = hidden @ table.T.astype(c.dtype)
         else:
-            head = Linear(c, c.vocab_size, sharding=self.sharding, name="head", parent=None)
+            head = self._head(self.sharding, parent=None)
             logits = jnp.asarray(head.apply({"params": params["head"]}, hidden))
         return logits.astype(algebra.at_least_float32(c.dtype))
+
+    @nn.nowrap
+    def _head(self, sharding: Sharding | None, **options: Any) -> Linear:
+        options |= {"role": "embeddings", "sharding": sharding, "name": "head"}
+        return Linear(self.config, self.config.vocab_size, HEAD_AXES, **options)
 
     @nn.nowrap
     def output_kernel(self, variables: Any) -> Array:

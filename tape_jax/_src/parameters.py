@@ -1,4 +1,4 @@
-"""Parameters of the model: their creation, their logical axes, and how ``fsdp`` gathers them."""
+"""Parameters of the model: how they are declared and created, and how ``fsdp`` gathers them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from tape_jax._src.config import ModelConfig
 from tape_jax._src.positions.protocol import Param
-from tape_jax._src.sharding import Axes, Sharding, constrain
+from tape_jax._src.sharding import Axes, ParameterSpec, Sharding, constrain
 
 Array = jax.Array
 
@@ -38,34 +38,44 @@ def lora_params(
     }
 
 
+def full_name(role: str, name: str) -> str:
+    """What a module calls the parameter ``name`` of a group that it declares beside its own."""
+    return f"{role}_{name}"
+
+
 def declare(
     module: nn.Module,
-    prefix: str,
+    role: str,
     params: dict[str, Param],
     dtype: Any,
     sharding: Sharding | None = None,
 ) -> dict[str, Array]:
-    """Creates in ``module`` the parameters that an encoding asks for, each ``prefix_name``.
+    """Creates in ``module`` a group of parameters: those that an encoding asks for, or LoRA's.
 
     They are returned as they are used: what ``fsdp`` splits is gathered.
     """
-    return {
-        name: gathered(sharding, create(module, f"{prefix}_{name}", spec, dtype), spec.axes)
-        for name, spec in params.items()
-    }
+
+    def own(name: str, spec: Param) -> Array:
+        return create(module, full_name(role, name), spec, dtype, role=role)
+
+    return {name: gathered(sharding, own(name, spec), spec.axes) for name, spec in params.items()}
 
 
-def create(module: nn.Module, name: str, spec: Param, dtype: Any) -> Array:
-    """Creates a parameter in ``module``; :func:`declared_axes` notes its logical axes."""
+def create(
+    module: nn.Module, name: str, spec: Param, dtype: Any, *, role: str | None = None
+) -> Array:
+    """Creates a parameter in ``module``; :func:`declared_params` notes what it is."""
+    dtype = jnp.dtype(dtype)
     if (record := _declared.get()) is not None:
-        record["/".join((*module.path, name))] = spec.axes
-    return module.param(name, spec.init, spec.shape, jnp.dtype(dtype))
+        shape = jax.ShapeDtypeStruct(spec.shape, dtype)
+        record["/".join((*module.path, name))] = ParameterSpec(shape, spec.axes, role)
+    return module.param(name, spec.init, spec.shape, dtype)
 
 
 @contextlib.contextmanager
-def declared_axes() -> Iterator[dict[str, Axes]]:
-    """Collects by path the logical axes of all parameters created, or traced, inside."""
-    record: dict[str, Axes] = {}
+def declared_params() -> Iterator[dict[str, ParameterSpec]]:
+    """Collects by path all parameters created, or traced, inside; without any axis of layers."""
+    record: dict[str, ParameterSpec] = {}
     token = _declared.set(record)
     try:
         yield record
@@ -73,7 +83,7 @@ def declared_axes() -> Iterator[dict[str, Axes]]:
         _declared.reset(token)
 
 
-_declared: contextvars.ContextVar[dict[str, Axes] | None] = contextvars.ContextVar(
+_declared: contextvars.ContextVar[dict[str, ParameterSpec] | None] = contextvars.ContextVar(
     "declared", default=None
 )
 

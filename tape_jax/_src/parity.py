@@ -32,6 +32,7 @@ from tape_jax._src.layers import (
 from tape_jax._src.model import (
     Transformer,
 )
+from tape_jax._src.parameters import full_name
 from tape_jax._src.positions.ablations import split_tables
 from tape_jax._src.positions.protocol import (
     default_positions,
@@ -248,7 +249,7 @@ def block_params(weights: Weights, variant: Variant, layer: int, *, position: bo
     for (module, name), source in _KERNELS.items():
         params.setdefault(module, {})[name] = {"kernel": w(f"{source}.weight").T}
     if position:
-        params |= {f"position_{name}": make(w) for name, make in variant.position.items()}
+        params |= {full_name("position", name): make(w) for name, make in variant.position.items()}
     return params
 
 

@@ -50,10 +50,14 @@ class ParameterSpec(NamedTuple):
     Attributes:
       shape: with its type.
       axes: one logical axis name, or None, for each dimension.
+      role: what the parameter is to its model, by which rules choose what trains: ``position`` (of
+        the encoding), ``norms``, ``embeddings`` (of tokens, and the output projection) or ``lora``;
+        None: none of these.
     """
 
     shape: jax.ShapeDtypeStruct
     axes: Axes
+    role: str | None = None
 
 
 def _checked_rule(rule: Any) -> Rule:
@@ -345,7 +349,7 @@ class Sharding:
         """All parameters with shape, logical axes, where they go, and bytes on each device."""
         rows = [("parameter", "shape", "type", "logical axes", "split over", "bytes per device")]
         total = 0
-        for path, (x, axes) in model.parameters().items():
+        for path, (x, axes, _) in model.parameters().items():
             spec = self.spec(axes, x.shape, path)
             held = math.prod(NamedSharding(self.mesh, spec).shard_shape(x.shape)) * x.dtype.itemsize
             total += held

@@ -26,7 +26,7 @@ VARIABLES = random_variables(BASE)
 def trained(method, model=BASE, variables=VARIABLES, **options):
     """An adapted model whose trainable parameters have moved."""
     made = adapt.adapt(model, variables, method, key=KEY, **options)
-    mask = adapt.trainable_mask(made.variables["params"], made.rules)
+    mask = adapt.trainable_mask(made.model, made.rules)
     generator = np.random.default_rng(3)
 
     def move(x, trains):
@@ -317,7 +317,7 @@ def test_the_table(saved):
     path, made = saved
     lines = adapt.describe_adapter(path).splitlines()
     assert lines[0] == "method tape, rules position, norms"
-    expected = adapt.describe_trainable(made.variables["params"], made.rules)
+    expected = adapt.describe_trainable(made.model, made.rules)
     assert lines[1:] == expected.splitlines()
     with safetensors.safe_open(path, framework="np") as file:
         assert json.loads(file.metadata()["adapter"])["rules"] == ["position", "norms"]

@@ -242,7 +242,7 @@ class TestAdapt:
         assert made.method == method
         extra = [] if method == "full" else ["norms", "embeddings"]
         assert [str(rule) for rule in made.rules] == [rules, *extra]
-        adapt.trainable_mask(made.variables["params"], made.rules)
+        adapt.trainable_mask(made.model, made.rules)
         assert made.base == adapt.fingerprint(self.MODEL, self.VARIABLES)
 
     def test_rules_can_be_left_out_and_positions_scaled(self):

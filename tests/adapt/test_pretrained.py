@@ -52,7 +52,7 @@ def test_merged_low_rank_terms_are_saved_as_a_checkpoint(tmp_path):
     model, variables = tape.from_pretrained(HF / "llama3_gqa")
     made = adapt.adapt(model, variables, "longlora", key=KEY, rank=4)
     random = random_variables(made.model, std=0.05)["params"]
-    mask = adapt.trainable_mask(random, ["lora"])
+    mask = adapt.trainable_mask(made.model, ["lora"])
     _, frozen = adapt.partition(made.variables["params"], mask)
     trained = {"params": adapt.merge(adapt.partition(random, mask)[0], frozen)}
     tokens = golden["input_ids"]

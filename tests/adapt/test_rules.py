@@ -11,15 +11,16 @@ from flax.traverse_util import flatten_dict
 
 from tape_jax import adapt
 from tape_jax._src.config import Lora
+from tape_jax.sharding import ParameterSpec
 from tests.models import random_variables, small_model
 
 MODEL = small_model("tape", lora=Lora(rank=2, targets=("q", "up")))
 PARAMS = random_variables(MODEL)["params"]
 
 
-def chosen(params, *rules):
-    mask = flatten_dict(adapt.trainable_mask(params, rules), sep="/")
-    assert set(mask) == set(flatten_dict(params, sep="/"))
+def chosen(model, *rules):
+    mask = flatten_dict(adapt.trainable_mask(model, rules), sep="/")
+    assert set(mask) == set(model.parameters())
     assert {type(x) for x in mask.values()} == {bool}
     return {name for name, value in mask.items() if value}
 
@@ -57,16 +58,26 @@ NORMS = {f"{x}/{name}_norm/scale" for x in LAYERS for name in ("attention", "mlp
 def test_rules(rule, text, expected):
     assert str(rule) == text
     assert adapt.parse_rule(text) == rule
-    assert chosen(PARAMS, rule) == chosen(PARAMS, text) == expected
+    assert chosen(MODEL, rule) == chosen(MODEL, text) == expected
+
+
+def test_a_rule_goes_by_what_a_parameter_is_declared_as_and_not_by_its_name():
+    shape = jax.ShapeDtypeStruct((2,), jnp.float32)
+    own, other = ParameterSpec(shape, (None,), "position"), ParameterSpec(shape, (None,), None)
+    assert adapt.Position().matches("layers_0/mlp/scale", own)
+    assert not adapt.Position().matches("layers_0/position_up", other)
+    assert not adapt.Norms().matches("final_norm/scale", own)
+    assert not adapt.LoraFactors().matches("layers_0/attention/q/lora_a", other)
+    assert not adapt.Embeddings().matches("head/kernel", other)
 
 
 def test_rules_add_up():
-    expected = chosen(PARAMS, "position") | chosen(PARAMS, "norms")
-    assert chosen(PARAMS, "position", adapt.Norms()) == expected
+    expected = chosen(MODEL, "position") | chosen(MODEL, "norms")
+    assert chosen(MODEL, "position", adapt.Norms()) == expected
 
 
 def test_a_rule_that_chooses_nothing_is_an_error():
-    rope = random_variables(small_model("rope", tie_embeddings=True))["params"]
+    rope = small_model("rope", tie_embeddings=True)
     assert chosen(rope, "embeddings") == {"embedding"}
     for rule in ("position", "lora", "path:layers_*/kernel", "path:layers_0/*"):
         with pytest.raises(
@@ -83,13 +94,13 @@ def test_a_rule_that_chooses_nothing_is_an_error():
 
 
 def test_partition_and_merge():
-    mask = adapt.trainable_mask(PARAMS, ["position", "norms"])
+    mask = adapt.trainable_mask(MODEL, ["position", "norms"])
     trainable, frozen = adapt.partition(PARAMS, mask)
     names = [
         {name for name, x in flatten_dict(part, sep="/").items() if x is not None}
         for part in (trainable, frozen)
     ]
-    assert names[0] == chosen(PARAMS, "position", "norms")
+    assert names[0] == chosen(MODEL, "position", "norms")
     assert names[1] == set(flatten_dict(PARAMS, sep="/")) - names[0]
     merged = adapt.merge(trainable, frozen)
     chex.assert_trees_all_equal_structs(merged, PARAMS)
@@ -133,7 +144,7 @@ def test_frozen_parameters_have_neither_gradients_nor_optimiser_state():
     optimizer = optax.adam(1e-2)
     function, shapes = step(model, optimizer), {}
     for rule in ("all", "position"):
-        trainable, frozen = adapt.partition(params, adapt.trainable_mask(params, [rule]))
+        trainable, frozen = adapt.partition(params, adapt.trainable_mask(model, [rule]))
         args = (trainable, optimizer.init(trainable), frozen, tokens)
         shapes[rule] = set(product_shapes(jax.make_jaxpr(function)(*args).jaxpr))
     # Gradients of the kernels of one layer, and of the output projection.
@@ -141,7 +152,7 @@ def test_frozen_parameters_have_neither_gradients_nor_optimiser_state():
     assert kernels <= shapes["all"]
     assert not kernels & shapes["position"]
 
-    trained = chosen(params, "position")
+    trained = chosen(model, "position")
     assert len(jax.tree.leaves(args[1])) == 1 + 2 * len(trained)
     # A count of steps and two moments for each trained parameter; a word of slack for each array.
     memory = jax.jit(function).lower(*args).compile().memory_analysis()
@@ -156,7 +167,7 @@ def test_frozen_parameters_have_neither_gradients_nor_optimiser_state():
 def test_a_step_follows_the_gradient_in_the_trainable_parameters_alone():
     model = small_model("tape", num_layers=2)
     params = random_variables(model)["params"]
-    mask = adapt.trainable_mask(params, ["position", "norms"])
+    mask = adapt.trainable_mask(model, ["position", "norms"])
     trainable, frozen = adapt.partition(params, mask)
     optimizer = optax.sgd(0.5)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 13, (2, 8)))
@@ -172,7 +183,7 @@ def test_the_table_of_trainable_parameters():
     model = small_model("tape", num_layers=3)
     params = random_variables(model)["params"]
     whole = sum(x.size for x in jax.tree.leaves(params))
-    lines = adapt.describe_trainable(params, ["position", "embeddings"]).splitlines()
+    lines = adapt.describe_trainable(model, ["position", "embeddings"]).splitlines()
     assert lines[0].split() == ["parameter", "number", "share", "of", f"{whole:,}"]
     rows = {line.split()[0]: line.split()[1:] for line in lines[1:-1]}
     assert {name: int(row[0]) for name, row in rows.items()} == {

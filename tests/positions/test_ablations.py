@@ -253,12 +253,12 @@ def test_relaxed_equivariance_is_held_back_by_its_loss():
     """The schedule of the weight; nothing but the mirrors, in all layers, is pulled to zero."""
     encoding = RelaxedEquivariance(penalty=(3.0, 1.0))
     mirrors = jnp.asarray(normal(4, 2, HEADS, 2), jnp.float32)
-    params = {"layers_0": {"position_mirror": mirrors, "position_mix": jnp.ones(3)}}
+    params = [{"mirror": mirrors, "mix": jnp.ones(3)}, {}]
     value, slope = jax.value_and_grad(encoding.loss)(params, 0.25)
     np.testing.assert_allclose(value, 2.5 * np.square(mirrors).sum(), rtol=1e-6)
-    np.testing.assert_allclose(slope["layers_0"]["position_mirror"], 5 * mirrors, rtol=1e-6)
-    np.testing.assert_array_equal(slope["layers_0"]["position_mix"], 0)
-    assert encoding.loss({"embedding": mirrors}, 0.5) == 0
+    np.testing.assert_allclose(slope[0]["mirror"], 5 * mirrors, rtol=1e-6)
+    np.testing.assert_array_equal(slope[0]["mix"], 0)
+    assert encoding.loss([], 0.5) == 0
 
 
 @pytest.mark.parametrize("cls", [PlaceWeights, RelaxedEquivariance])

@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 from tape_jax._src import algebra
 from tape_jax._src.checks import require
-from tape_jax._src.layout import is_of_encoding, with_encoding
+from tape_jax._src.layout import with_encoding
 from tape_jax._src.model import Transformer
 from train.comparison.plots import BODY, COLOURS, SMALL, TINY, TITLE
 from train.evaluation.grids import text_table
@@ -174,7 +174,8 @@ def reliance(model: Transformer, variables: Any, batch: Batch) -> Reliance | Non
     """
 
     def untrained(params: Any) -> Any:
-        return with_encoding(params, model.init(jax.random.key(0), batch["inputs"])["params"])
+        fresh = model.init(jax.random.key(0), batch["inputs"])["params"]
+        return with_encoding(model, params, fresh)
 
     @functools.partial(jax.jit, static_argnums=1)
     def measure(params: Any, as_trained: bool) -> tuple[jax.Array, jax.Array]:
@@ -185,7 +186,7 @@ def reliance(model: Transformer, variables: Any, batch: Batch) -> Reliance | Non
         return weighted_loss(out, batch["targets"], batch["weights"]) / total, right / total
 
     params = variables["params"]
-    if not any(is_of_encoding(path) for path, _ in jax.tree.leaves_with_path(params)):
+    if not any(spec.role == "position" for spec in model.parameters().values()):
         return None
     return Reliance(*(float(x) for trained in (True, False) for x in measure(params, trained)))
 

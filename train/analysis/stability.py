@@ -164,9 +164,9 @@ def finite(values: Any) -> Values:
     return tuple(float(x) if math.isfinite(x) else None for x in np.ravel(values))
 
 
-def disturb(params: Any, noise: float) -> Any:
+def disturb(model: Transformer, params: Any, noise: float) -> Any:
     """Parameters with normal noise of this standard deviation added to those of the encoding."""
-    return with_encoding(params, testing.random_params(None, params, std=noise))
+    return with_encoding(model, params, testing.random_params(None, params, std=noise))
 
 
 def trace(e: Experiment, variant: str, *, noise: float) -> Trace:
@@ -182,7 +182,7 @@ def trace(e: Experiment, variant: str, *, noise: float) -> Trace:
     state = jax.jit(lambda: training_step.init_state(e, optimizer))()
     unseen = next(iter(e.task.dataset((e.seed + PROBE_SEED) % 2**32, e.train.batch_size)))
     initial = probe(state.params, unseen)
-    disturbed = probe(disturb(state.params, noise), unseen)
+    disturbed = probe(disturb(model, state.params, noise), unseen)
     losses, gradients, diverged = [], [], None
     data = iter(e.task.dataset(e.seed, e.train.batch_size))
     for step in range(1, e.train.steps + 1):

@@ -165,7 +165,7 @@ def apply(
     )
     rules = adaptation.trained
     if rules:
-        chosen = by_path(adapt.trainable_mask(made.variables["params"], rules))
+        chosen = by_path(adapt.trainable_mask(made.model, rules))
         left_out = sorted(p for p in chosen if p not in before and not all(chosen[p].values()))
         require(
             not left_out,
@@ -214,12 +214,12 @@ def split(adapted: Adapted) -> tuple[Any, Any]:
 
     Both are trees like the parameters, with None in place of the other's leaves.
     """
-    return split_params(adapted.variables["params"], adapted.rules)
+    return split_params(adapted.model, adapted.variables["params"], adapted.rules)
 
 
-def split_params(params: Any, rules: Sequence[Rule | str]) -> tuple[Any, Any]:
-    """As :func:`split`, of parameters of which these rules choose those that train."""
+def split_params(model: Transformer, params: Any, rules: Sequence[Rule | str]) -> tuple[Any, Any]:
+    """As :func:`split`, of parameters of ``model`` of which these rules choose those that train."""
     if not rules:
         return jax.tree.map(lambda _: None, params), params
-    trainable, frozen = adapt.partition(params, adapt.trainable_mask(params, rules))
+    trainable, frozen = adapt.partition(params, adapt.trainable_mask(model, rules))
     return jax.tree.map(lambda x: x.astype(at_least_float32(x.dtype)), trainable), frozen

@@ -260,8 +260,7 @@ class Start(NamedTuple):
         assert made is not None
         if not made.rules:
             return f"method {made.method}: nothing trains"
-        params = merge(self.params, self.frozen)
-        return f"method {made.method}, which trains\n{describe_trainable(params, made.rules)}"
+        return f"method {made.method}, which trains\n{describe_trainable(made.model, made.rules)}"
 
 
 def start(
@@ -428,8 +427,8 @@ def abstract_params(experiment: Experiment) -> tuple[Any, Any]:
     params = abstract_variables(experiment)["params"]
     if experiment.adapt is None:
         return params, None
-    rules = experiment.adapt.trained
-    return jax.eval_shape(lambda params: adaptation.split_params(params, rules), params)
+    model, rules = Transformer(experiment.model), experiment.adapt.trained
+    return jax.eval_shape(lambda params: adaptation.split_params(model, params, rules), params)
 
 
 def count_parameters(experiment: Experiment) -> tuple[int, int]:

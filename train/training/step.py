@@ -15,6 +15,7 @@ import optax
 from tape_jax._src.algebra import at_least_float32
 from tape_jax._src.checks import require
 from tape_jax._src.experts import ROUTER_LOSSES
+from tape_jax._src.layout import layer_params
 from tape_jax._src.model import Transformer
 from tape_jax.adapt import merge
 from tape_jax.losses import CHUNK_LOGITS, added_by_routers, cross_entropy
@@ -159,8 +160,9 @@ def make_step(
 
     def added_loss(params: Any, step: Array) -> Array | None:
         """What the encoding adds to the loss, if anything."""
-        encoding = getattr(model, "encoding", None)
-        return encoding and encoding.loss(params, step / config.steps)
+        if not hasattr(model, "encoding"):
+            return None
+        return model.encoding.loss(layer_params(model, params), step / config.steps)
 
     def parts_of(batch: Batch) -> Batch:
         def split(x: Array) -> Array:

@@ -64,7 +64,7 @@ def save_adapter(
     safetensors = _safetensors()
     params = variables["params"]
     rules = [parse_rule(rule) for rule in rules]
-    chosen = by_path(trainable_mask(params, rules))
+    chosen = by_path(trainable_mask(model, rules))
     own = fingerprint(model, variables)
     changed = [
         name

@@ -21,6 +21,7 @@ from tape_jax._src.model import (
     Transformer,
 )
 from tape_jax._src.parameters import (
+    full_name,
     lora_params,
 )
 from tape_jax._src.positions.protocol import Param
@@ -73,7 +74,7 @@ def add_tape(
     for start, stop, _ in new.blocks:
         updates = tape.updates(start, new.config.num_layers)
         specs = {
-            f"layers_{start}/position_{name}": spec
+            f"layers_{start}/{full_name('position', name)}": spec
             for name, spec in tape.layer_params(new.config, updates=updates).items()
         }
         layers = stop - start if new.config.scan_layers else None
@@ -112,15 +113,16 @@ def add_lora(
         f"add_lora: the model has low-rank terms already, {model.config.lora}: merge_lora first",
     )
     new = replaced(model, lora=Lora(rank, alpha, tuple(targets)))
-    wanted = [[target, "kernel"] for target in targets]
+    declared, first = new.parameters(), full_name("lora", "a")
     flat = flatten_dict(variables["params"], sep="/")
     dtype = jnp.dtype(dtype or new.config.param_dtype)
     for i, (name, kernel) in enumerate(sorted(flat.items())):
-        if name.split("/")[-2:] not in wanted:
+        projection = name.removesuffix("kernel")
+        if projection + first not in declared:
             continue
         *stack, fan_in, features = kernel.shape
         specs = {
-            f"{name.removesuffix('kernel')}lora_{factor}": spec
+            projection + full_name("lora", factor): spec
             for factor, spec in lora_params(fan_in, features, rank).items()
         }
         layers = stack[0] if stack else None

@@ -12,18 +12,27 @@ import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from tape_jax._src.checks import choose, require
-from tape_jax._src.layout import by_path, is_of_encoding
+from tape_jax._src.layout import by_path
+from tape_jax._src.model import (
+    Transformer,
+)
+from tape_jax._src.sharding import ParameterSpec
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """Chooses parameters by their path, such as ``("layers_0", "mlp", "up", "kernel")``."""
+    """Chooses parameters: those that the model declares with the role ``kind``."""
 
     kind: ClassVar[str]
 
-    def matches(self, path: tuple[str, ...]) -> bool:
-        """Whether the parameter trains."""
-        raise NotImplementedError
+    def matches(self, path: str, spec: ParameterSpec) -> bool:
+        """Whether a parameter trains.
+
+        Args:
+          path: such as ``layers_0/mlp/up/kernel``.
+          spec: what the model declares.
+        """
+        return spec.role == self.kind
 
     def __str__(self) -> str:
         return self.kind
@@ -35,18 +44,12 @@ class Position(Rule):
 
     kind: ClassVar[str] = "position"
 
-    def matches(self, path: tuple[str, ...]) -> bool:
-        return is_of_encoding(path)
-
 
 @dataclasses.dataclass(frozen=True)
 class Norms(Rule):
     """Scales of all norms."""
 
     kind: ClassVar[str] = "norms"
-
-    def matches(self, path: tuple[str, ...]) -> bool:
-        return path[-1] == "scale"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,18 +58,12 @@ class Embeddings(Rule):
 
     kind: ClassVar[str] = "embeddings"
 
-    def matches(self, path: tuple[str, ...]) -> bool:
-        return path in (("embedding",), ("head", "kernel"))
-
 
 @dataclasses.dataclass(frozen=True)
 class LoraFactors(Rule):
     """The factors of low-rank terms."""
 
     kind: ClassVar[str] = "lora"
-
-    def matches(self, path: tuple[str, ...]) -> bool:
-        return path[-1] in ("lora_a", "lora_b")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +72,7 @@ class Everything(Rule):
 
     kind: ClassVar[str] = "all"
 
-    def matches(self, path: tuple[str, ...]) -> bool:
+    def matches(self, path: str, spec: ParameterSpec) -> bool:
         return True
 
 
@@ -87,9 +84,9 @@ class Path(Rule):
 
     pattern: str
 
-    def matches(self, path: tuple[str, ...]) -> bool:
-        levels = self.pattern.split("/")
-        return len(levels) == len(path) and all(map(fnmatch.fnmatchcase, path, levels))
+    def matches(self, path: str, spec: ParameterSpec) -> bool:
+        names, levels = path.split("/"), self.pattern.split("/")
+        return len(levels) == len(names) and all(map(fnmatch.fnmatchcase, names, levels))
 
     def __str__(self) -> str:
         return f"path:{self.pattern}"
@@ -115,8 +112,8 @@ def parse_rule(rule: Rule | str) -> Rule:
     return RULES[rule]()
 
 
-def trainable_mask(params: Any, rules: Iterable[Rule | str]) -> dict[str, Any]:
-    """Which parameters the rules choose: a tree of bools like ``params``.
+def trainable_mask(model: Transformer, rules: Iterable[Rule | str]) -> dict[str, Any]:
+    """Which parameters the rules choose: a tree of bools like the parameters of ``model``.
 
     Raises:
       ValueError: if there is no rule, or one chooses nothing.
@@ -124,12 +121,14 @@ def trainable_mask(params: Any, rules: Iterable[Rule | str]) -> dict[str, Any]:
     rules = [rules] if isinstance(rules, str | Rule) else rules
     parsed = [parse_rule(rule) for rule in rules]
     require(bool(parsed), "at least one rule is needed, or nothing trains")
-    flat = flatten_dict(params)
+    specs = model.parameters()
     for rule in parsed:
-        if not any(rule.matches(path) for path in flat):
-            names = sorted({path.replace("layers/", "layers_*/") for path in by_path(params)})
+        if not any(rule.matches(*item) for item in specs.items()):
+            paths = by_path(unflatten_dict(specs, sep="/"))
+            names = sorted({path.replace("layers/", "layers_*/") for path in paths})
             raise ValueError(f"the rule {str(rule)!r} chooses none of {', '.join(names)}")
-    return unflatten_dict({path: any(r.matches(path) for r in parsed) for path in flat})
+    chosen = {path: any(r.matches(path, spec) for r in parsed) for path, spec in specs.items()}
+    return unflatten_dict(chosen, sep="/")
 
 
 def partition(params: Any, mask: Any) -> tuple[Any, Any]:
@@ -152,10 +151,10 @@ def merge(trainable: Any, frozen: Any) -> Any:
     return jax.tree.map(pick, trainable, frozen, is_leaf=lambda x: x is None)
 
 
-def describe_trainable(params: Any, rules: Iterable[Rule | str]) -> str:
+def describe_trainable(model: Transformer, rules: Iterable[Rule | str]) -> str:
     """The parameters that the rules choose, with their numbers and shares, as a table."""
-    mask = flatten_dict(trainable_mask(params, rules), sep="/")
-    sizes = {name: math.prod(x.shape) for name, x in flatten_dict(params, sep="/").items()}
+    mask = flatten_dict(trainable_mask(model, rules), sep="/")
+    sizes = {name: math.prod(spec.shape.shape) for name, spec in model.parameters().items()}
     chosen = by_path(unflatten_dict({n: s for n, s in sizes.items() if mask[n]}, sep="/"))
     rows = {name: list(leaves.values()) for name, leaves in chosen.items()}
     return table(rows, sum(sizes.values()))

@@ -9,7 +9,7 @@ blocks ``E_m = [[c_j, s_j'], [-s_j, c_j']]``, ``j' = j + D/2``.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -302,12 +302,8 @@ class RelaxedEquivariance(Tape):
         e = e + jnp.concatenate(mirrored, axis=-1)
         return normalize(e, self.norm, self.scaling.state_magnitude)
 
-    def loss(self, params: Any, progress: Array | float) -> Array:
+    def loss(self, params, progress: Array | float) -> Array:
         first, last = self.penalty
         weight = first + (last - first) * progress
-        mirrors = [
-            jnp.square(x).sum()
-            for path, x in jax.tree.leaves_with_path(params)
-            if getattr(path[-1], "key", None) == "position_mirror"
-        ]
+        mirrors = [jnp.square(layer["mirror"]).sum() for layer in params if "mirror" in layer]
         return weight * sum(mirrors, jnp.zeros(()))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -244,11 +244,12 @@ class Encoding:
         """
         return state
 
-    def loss(self, params: Any, progress: Array | float) -> Array | None:
+    def loss(self, params: Sequence[Mapping[str, Array]], progress: Array | float) -> Array | None:
         """What a training step adds to its loss, or None.
 
         Args:
-          params: all parameters of the model.
+          params: those of :meth:`layer_params`, of every layer or, where layers are scanned, of
+            every run of like layers, with an axis of layers in front.
           progress: share of the training that is done, in [0, 1].
         """
         return None

@@ -136,7 +136,7 @@ def test_from_training_to_adapter(llama, rope_run, tmp_path, compiled_once, base
     assert trained.model == adapt.full_attention(trained.model)
     split = adapt.add_tape(base_model, base, key=jax.random.key(0))[1] if method == "tape" else base
     old, new = flat(split), flat(trained.variables)
-    mask = flat({"params": adapt.trainable_mask(trained.variables["params"], wanted.adapt.trained)})
+    mask = flat({"params": adapt.trainable_mask(trained.model, wanted.adapt.trained)})
     for name, x in new.items():
         if mask[name]:
             assert x.dtype == jnp.float32
