@@ -95,6 +95,11 @@ class TestAbacus:
         # The first token begins a number whatever its segment.
         assert places([4, 4, 4], [5, 5, 5]) == [1, 2, 3]
 
+    def test_what_stands_between_the_tokens_of_a_segment_does_not_end_its_numbers(self):
+        assert places([4, 0, 4, 2, 4], [3, 0, 3, 3, 3]) == [1, 0, 2, 0, 1]
+        assert places([4, 4, 4, 4, 2, 4], [1, 2, 1, 2, 1, 2]) == [1, 1, 2, 2, 0, 3]
+        assert places([4, 2, 4, 4], [2, 1, 1, 2]) == [1, 0, 1, 2]
+
     def test_places_do_not_depend_on_positions(self):
         tokens = jnp.array([4, 4, 2, 4])
         abacus = Abacus(digits=(4,))

@@ -75,7 +75,7 @@ class Abacus(Learned):
     """Abacus embeddings (McLeish et al. 2024): a learned vector per place within a number.
 
     Each digit of a run of digits gets the index 1, 2, ... in reading order, every other token 0. A
-    run ends where its segment does.
+    run ends where its segment does; tokens of other segments, and padding, do not interrupt it.
     While the model has a random stream ``"positions"``, one offset in ``0 .. max_offset`` is added
     to all digits, so that indices past the trained lengths are trained too.
 
@@ -116,13 +116,16 @@ class Abacus(Learned):
         return None
 
     def coordinates(self, tokens: Array, positions: Array, segment_ids: Array | None = None):
-        is_digit = jnp.isin(tokens, jnp.asarray(self.digits))
-        index = jnp.arange(tokens.shape[-1])
-        begins = is_digit & ~_previous(is_digit, False)
-        if segment_ids is not None:
-            begins |= segment_ids != _previous(segment_ids, 0)
-        first = jax.lax.cummax(jnp.where(begins, index, 0), axis=tokens.ndim - 1)
-        return jnp.where(is_digit, index - first + 1, 0)
+        is_digit, axis = jnp.isin(tokens, jnp.asarray(self.digits)), tokens.ndim - 1
+        if segment_ids is None:
+            return _places_in_runs(is_digit, _previous(is_digit, False))
+        ids = jnp.broadcast_to(segment_ids, tokens.shape)
+        # Each segment's tokens side by side, whatever stands between them.
+        order = jnp.argsort(ids, axis=axis, stable=True)
+        is_digit, ids = (jnp.take_along_axis(x, order, axis=axis) for x in (is_digit, ids))
+        goes_on = _previous(is_digit, False) & (ids == _previous(ids, 0))
+        place = _places_in_runs(is_digit, goes_on)
+        return jnp.take_along_axis(place, jnp.argsort(order, axis=axis), axis=axis)
 
     def embed(self, params, coordinates, config: ModelConfig, key):
         what = f"{self.kind}: places within a number"
@@ -134,6 +137,14 @@ class Abacus(Learned):
             moved = jnp.where(coordinates > 0, coordinates + offset, 0)
             coordinates = jnp.where(coordinates < size, moved, self.size)
         return table_rows(what, params["table"], coordinates)
+
+
+def _places_in_runs(is_digit: Array, goes_on: Array) -> Array:
+    """1, 2, ... from each digit on that does not go on with a number; 0 for all but digits."""
+    index = jnp.arange(is_digit.shape[-1])
+    begins = is_digit & ~goes_on
+    first = jax.lax.cummax(jnp.where(begins, index, 0), axis=is_digit.ndim - 1)
+    return jnp.where(is_digit, index - first + 1, 0)
 
 
 def _previous(x: Array, first: Any) -> Array:
