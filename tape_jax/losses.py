@@ -62,6 +62,10 @@ def cross_entropy(
         f"{hidden.shape}, {kernel.shape}, {targets.dtype} {targets.shape} and {weights.shape}",
     )  # fmt: skip
     require(chunk is None or chunk > 0, f"chunk must be positive; got {chunk}")
+    require(hidden.size > 0, f"there are no tokens: hidden has shape {hidden.shape}")
+    if targets.dtype.itemsize < 4:
+        # The size of the vocabulary may be no number of their type.
+        targets = targets.astype(jnp.int32)
     parts = 1 if sharding is None else sharding.shards("sequence")
     rows = max(targets.size // length, 1) * parts
     own = length // parts

@@ -459,7 +459,15 @@ def test_coordinates_of_several_axes_cannot_be_cached():
 
 
 @pytest.mark.parametrize(
-    "options", [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 2.0}, {"top_p": 0}]
+    "options",
+    [
+        {"temperature": -1.0},
+        {"top_k": 0},
+        {"top_p": 2.0},
+        {"top_p": 0},
+        {"temperature": np.float32(np.nan)},
+        {"top_k": np.int64(0)},
+    ],
 )
 def test_bad_sampling_options(options):
     with pytest.raises(ValueError, match=f"{next(iter(options))} must be"):
@@ -477,6 +485,35 @@ def test_a_grown_cache_goes_on_as_a_large_one():
     go = jax.jit(lambda cache: decode(model, variables, cache, tokens[:, -1], 6)[0])
     one, other = go(grown), go(large)
     chex.assert_trees_all_equal(one, other)
+
+
+def test_a_cache_that_was_written_past_its_capacity_does_not_grow():
+    model = small_model("rope", num_layers=1)
+    variables, step = random_variables(model), jax.jit(functools.partial(extend, model))
+    cache = init_cache(model, 1, 4)
+    for _ in range(2):
+        _, cache = step(variables, cache, jnp.ones((1, 3), int))
+    with pytest.raises(ValueError, match="capacity 4 was written past it, 6 tokens in all"):
+        grow_cache(model, cache, 8)
+    with pytest.raises(ValueError, match="cache is of another model"):
+        grow_cache(small_model("rope", num_layers=2), init_cache(model, 1, 4), 8)
+
+
+@pytest.mark.parametrize("lengths", [[4, 1], [-1, 1], [1.0, 2.0], [1], 2])
+def test_lengths_of_prompts_that_cannot_be(lengths):
+    model = small_model("rope", num_layers=1)
+    with pytest.raises(ValueError, match=r"lengths must be integers in 0 \.\. 3 of shape \(2,\)"):
+        prefill(model, {}, jnp.ones((2, 3), int), np.asarray(lengths), capacity=4)
+
+
+def test_what_decoding_does_not_take():
+    model = small_model("rope", num_layers=1)
+    cache = init_cache(model, 2, 4)
+    for token in (np.array([1.5, 2.0]), np.array([1]), 1):
+        with pytest.raises(ValueError, match=r"token must be integers of shape \(2,\)"):
+            decode(model, {}, cache, token, 1)
+    with pytest.raises(ValueError, match="max_new_tokens must be a positive integer; got 0"):
+        decode(model, {}, cache, np.array([1, 2]), 0)
 
 
 def test_a_cache_that_cannot_grow():

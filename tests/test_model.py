@@ -509,6 +509,35 @@ def test_the_width_of_a_batch_is_no_length(name):
     assert jnp.abs(run(model, variables, row, length=14) - expected).max() > 1e-2
 
 
+@pytest.mark.parametrize("kind", ["random_rope", "tape"])
+def test_a_row_that_is_all_padding_spoils_nothing(kind):
+    """Its logits are finite, so that a loss with weight 0 there, and its gradients, are too."""
+    model, tokens = small_model(kind, num_layers=1), random_tokens(2, 4)
+    variables, ids = random_variables(model), jnp.array([[1, 1, 1, 1], [0, 0, 0, 0]])
+    assert jnp.isfinite(run(model, variables, tokens, segment_ids=ids)).all()
+    assert jnp.isfinite(model.apply(variables, tokens, segment_ids=ids)).all()
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8])
+def test_ids_of_a_type_that_has_no_number_for_the_vocabulary(dtype):
+    model = small_model("none", num_layers=1, vocab_size=300)
+    variables, tokens = random_variables(model), random_tokens(2, 4)
+    expected = run(model, variables, tokens)
+    chex.assert_trees_all_equal(run(model, variables, tokens.astype(dtype)), expected)
+
+
+@pytest.mark.parametrize("length", [[-5, 3], [0, 3]])
+def test_lengths_that_are_none(length):
+    model = small_model("rope", num_layers=1)
+    with pytest.raises(ValueError, match=r"length must be positive; got \[(-5|0), 3\]"):
+        model.apply({}, random_tokens(2, 4), length=np.array(length))
+
+
+def test_lists_are_named():
+    with pytest.raises(ValueError, match="tokens must be an array; got list"):
+        small_model("rope", num_layers=1).apply({}, [[1, 2, 3]])
+
+
 def test_nothing_but_padding():
     tokens, ids = jnp.ones((2, 3), int), jnp.zeros((2, 3), int)
     model = small_model("rope", experts=Experts(3))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from tape_jax._src import algebra
-from tape_jax._src.checks import choose, require, require_x64
+from tape_jax._src.checks import choose, positive, require, require_x64
 from tape_jax._src.config import ModelConfig
 from tape_jax._src.positions.protocol import as_length, default_positions
 from tape_jax._src.segments import PADDING, places, without_padding
@@ -208,9 +208,15 @@ def grow_cache(model: Transformer, cache: Cache, capacity: int) -> Cache:
         been given: what the cache holds would then be for another one.
     """
     old = cache.capacity
+    capacity = positive("capacity", capacity)
     require(capacity >= old, f"a cache of capacity {old} cannot shrink to {capacity}")
+    check_cache(model, cache)
     check_length(model, capacity, what="a cache")
-
+    require(
+        int(cache.index) <= old,
+        f"the cache of capacity {old} was written past it, {int(cache.index)} tokens in all: some "
+        "are lost, and more slots do not bring them back",
+    )
     require(
         cache.length is not None or not depends_on_capacity(model, old, capacity, key=cache.key),
         f"the encoding {model.encoding.kind!r} depends on the capacity, {old}: give init_cache the "

@@ -206,7 +206,10 @@ def prefill(
         lengths is None or segment_ids is None,
         "prefill takes lengths, of prompts padded on the left, or segment_ids; got both",
     )
-    batch, longest = tokens.shape
+    require(jnp.ndim(tokens) == 2, f"tokens must have shape [B, P]; got {jnp.shape(tokens)}")
+    batch, longest = jnp.shape(tokens)
+    if lengths is not None:
+        lengths = _check_lengths(lengths, batch, longest)
     if segment_ids is None:
         padding = jnp.int32(0) if lengths is None else longest - lengths.astype(jnp.int32)[:, None]
         places = default_positions(longest) - padding
@@ -224,6 +227,19 @@ def prefill(
         cache=init_cache(model, batch, capacity, length=length, position_dtype=kind),
     )
     return result
+
+
+def _check_lengths(lengths: Any, batch: int, longest: int) -> Array:
+    lengths = jnp.asarray(lengths)
+    known = concrete(lengths)
+    fits = known is None or bool(((known >= 0) & (known <= longest)).all())
+    require(
+        lengths.shape == (batch,) and jnp.issubdtype(lengths.dtype, jnp.integer) and fits,
+        f"lengths must be integers in 0 .. {longest} of shape ({batch},), one a row; got "
+        f"{lengths.dtype} of shape {lengths.shape}"
+        + ("" if known is None or fits else f", {known.tolist()}"),
+    )
+    return lengths.astype(jnp.int32)
 
 
 def extend(
@@ -294,7 +310,14 @@ def decode(
     Raises:
       ValueError: if the cache is too small, unless it is traced.
     """
-    batch = token.shape[0]
+    max_new_tokens = _positive("max_new_tokens", max_new_tokens)
+    batch = cache.tokens.shape[0]
+    token = jnp.asarray(token)
+    require(
+        token.shape == (batch,) and jnp.issubdtype(token.dtype, jnp.integer),
+        f"token must be integers of shape ({batch},), one a row; got {token.dtype} of shape "
+        f"{token.shape}",
+    )
     index = concrete(cache.index)
     require(
         index is None or int(index) + max_new_tokens <= cache.capacity,
@@ -380,6 +403,9 @@ def _check_sampling(temperature: Any, top_k: Any, top_p: Any) -> None:
     def refuse(name: str, value: Any, wanted: str, valid: bool) -> None:
         require(valid, f"{name} must be {wanted}; got {value!r}")
 
+    temperature, top_k, top_p = (
+        x.item() if isinstance(x, np.generic) else x for x in (temperature, top_k, top_p)
+    )
     if isinstance(temperature, int | float):
         fine = temperature >= 0 and math.isfinite(temperature)
         refuse("temperature", temperature, "finite and not negative", fine)

@@ -30,12 +30,17 @@ def check_inputs(
 ) -> None:
     """Raises ValueError unless these fit each other and the model; the message gives both sides."""
     encoding = model.encoding
+    for name, x in (("tokens", tokens), ("positions", positions), ("segment_ids", segment_ids)):
+        require(
+            x is None or hasattr(x, "dtype"),
+            f"{name} must be an array; got {type(x).__name__}",
+        )
     if not jnp.issubdtype(tokens.dtype, jnp.integer) or tokens.ndim < 1:
         raise ValueError(
             f"tokens must be integers [..., T]; got {tokens.dtype} of shape {tokens.shape}"
         )
     time = tokens.shape[-1]
-    if time < 1:
+    if not tokens.size:
         raise ValueError(f"tokens must hold at least one token; got shape {tokens.shape}")
     check_length(model, time if cache is None else cache.capacity)
     if positions is None and encoding.coordinate_axes > 1:

@@ -375,8 +375,12 @@ class Block(nn.Module):
 
 def constrain_state(sharding: Sharding | None, state: State) -> State:
     """Position states ``[B, T, H_kv, ...]`` kept where the rules put them."""
-    keep = functools.partial(constrain, sharding)
-    return jax.tree.map(lambda x: keep(x, "batch", "sequence", "kv_heads"), state)
+
+    def keep(x: Array) -> Array:
+        # Beside states there may be the number of a layer.
+        return constrain(sharding, x, "batch", "sequence", "kv_heads") if x.ndim else x
+
+    return jax.tree.map(keep, state)
 
 
 def splits_sequence(sharding: Sharding | None) -> bool:

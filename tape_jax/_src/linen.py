@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from tape_jax._src.checks import require_x64
 from tape_jax._src.positions import update_state
 from tape_jax._src.positions.tape import update_params
 from tape_jax._src.sharding import Sharding
@@ -56,8 +57,8 @@ class UpdateState(nn.Module):
         """The state leaving the layer.
 
         Args:
-          state: ``e``, the state entering the layer: ``[..., T, H_kv | 1, D]``, ``[..., T, D]``, or
-            in tensor form ``[..., T, H_kv | 1, M, L, R]``.
+          state: ``e``, the state entering the layer: ``[T, D]`` or ``[batch..., T, H_kv | 1, D]``,
+            in tensor form ``[T, 1, M, L, R]`` or ``[batch..., T, H_kv | 1, M, L, R]``.
           attended: ``a``, with query heads ``H_q`` and the rest as ``state``; may be None if
             ``attention_mix`` is ``none``.
           x: the MLP's output before its residual addition ``[..., T, hidden]``.
@@ -78,6 +79,7 @@ class UpdateState(nn.Module):
             mlp_mix=self.mlp_mix,
         )
         dtype = jnp.zeros(()).dtype if self.param_dtype is None else self.param_dtype
+        require_x64(param_dtype=dtype)
         params = {
             name: self.param(name, spec.init, spec.shape, dtype) for name, spec in specs.items()
         }

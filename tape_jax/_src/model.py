@@ -211,7 +211,8 @@ class Transformer(nn.Module):
             going on behind those of its tokens that a cache holds.
           segment_ids: integers ``[..., T]``; None: one segment or, with a cache, that of each row's
             last real token.
-          mask: booleans that broadcast to ``[..., H, T, T]``, True where visible.
+          mask: booleans that broadcast to ``[..., H, T, T]``, with a cache to ``[B, H, T, S]``
+            with its capacity ``S``; True where visible.
           is_causal: whether tokens see earlier ones only.
           initial_state: state entering the first layer, in place of the encoding's own.
           return_states: also return the :class:`States`.
@@ -260,7 +261,8 @@ class Transformer(nn.Module):
             elif segment_ids is None:
                 length = time
             else:
-                length = (segment_ids != PADDING).sum(-1, dtype=jnp.int32)
+                # Nothing is drawn for none; of a row that is all padding nothing is read.
+                length = jnp.maximum((segment_ids != PADDING).sum(-1, dtype=jnp.int32), 1)
             if positions is None:
                 positions = default_positions(time) if segment_ids is None else places(segment_ids)
             tokens = without_padding(tokens, segment_ids)
@@ -270,7 +272,7 @@ class Transformer(nn.Module):
             if ring is not None:
                 positions = to_zigzag(ring, positions, time_axis)
                 tokens = to_zigzag(ring, tokens, 1)
-                at = to_zigzag(ring, at, at.ndim - 1)
+                at = to_zigzag(ring, at, at.ndim - 1 - (encoding.coordinate_axes > 1))
                 if segment_ids is not None:
                     segment_ids = to_zigzag(ring, segment_ids, segment_ids.ndim - 1)
             context = Context(positions, segment_ids, mask, 0, is_causal)

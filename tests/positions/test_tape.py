@@ -58,6 +58,15 @@ def random_update(heads, kv_heads, hidden=5, seed=3, width=7, **options):
 
 
 class TestUpdate:
+    def test_parameters_that_it_does_not_have(self):
+        params = init_update(jax.random.key(0), 8, 2)
+        e, a, x = normal(3, 4), normal(1, 3, 2, 4), normal(1, 3, 8)
+        for wrong in ({"params": params}, params | {"mxi": params["mix"]}):
+            with pytest.raises(ValueError, match=r"unknown parameter of an update '(params|mxi)'"):
+                jax_update_state(wrong, e, a, x)
+        with pytest.raises(ValueError, match=r"update_state\(params, state, attended, x\); got "):
+            jax_update_state(e, a, x, params)
+
     @pytest.mark.parametrize("block", [(8,), (4, 2, 3)], ids=["rotary", "tensor"])
     @pytest.mark.parametrize("kv_heads", [4, 2, 1])
     @pytest.mark.parametrize(
@@ -212,6 +221,16 @@ class TestUpdate:
 
 
 class TestInitUpdate:
+    def test_the_default_type_is_that_of_jax(self):
+        for wide, dtype in ((False, jnp.float32), (True, jnp.float64)):
+            with jax.enable_x64(wide):
+                made = init_update(jax.random.key(0), 8, 2)
+                assert {x.dtype for x in made.values()} == {jnp.dtype(dtype)}
+
+    def test_sizes_that_are_none(self):
+        with pytest.raises(ValueError, match="hidden_size must be a positive integer; got 0"):
+            init_update(jax.random.key(0), 0, 2)
+
     def test_shapes(self):
         shapes = {k: v.shape for k, v in init_update(jax.random.key(0), 12, 6).items()}
         assert shapes == {"mix": (6,), "wx": (12, 24), "up": (24, 6), "down": (6, 24)}
@@ -382,7 +401,7 @@ class TestEncoding:
         ("form", "shape", "start"),
         [
             ("rotary", (8,), (5, 8)),
-            ("rotary", (8,), (3, 5, 8)),
+            ("rotary", (8,), (1, 5, 1, 8)),
             ("rotary", (8,), (3, 5, 2, 8)),
             ("tensor", (4, 2, 3), (5, 1, 4, 2, 3)),
             ("tensor", (4, 2, 3), (3, 5, 2, 4, 2, 3)),
@@ -395,11 +414,18 @@ class TestEncoding:
         want = state[..., None, :] if form == "rotary" and state.ndim < 4 else state
         np.testing.assert_array_equal(got, np.broadcast_to(np.float32(want), got.shape))
 
-    def test_a_state_that_does_not_fit_the_tokens(self):
-        with pytest.raises(
-            ValueError, match=r"state of shape \(4, 8\) .* tokens of shape \(3, 5\)"
-        ):
-            Tape().carry(jnp.zeros((4, 8)), (3, 5), CONFIG)
+    @pytest.mark.parametrize(
+        "shape", [(4, 8), (1, 8), (8,), (5, 1, 8), (5, 2, 8), (3, 5, 8), (1, 5, 8), (3, 5, 3, 8)]
+    )
+    def test_a_state_that_does_not_fit_the_tokens(self, shape):
+        """It has the shape ``[T, D]`` or all axes, and no meaning is guessed."""
+        with pytest.raises(ValueError, match=r"the initial state .*shape"):
+            Tape().carry(jnp.zeros(shape), (3, 5), CONFIG)
+
+    @pytest.mark.parametrize("shape", [(4, 2, 2), (1, 4, 2, 2), (1, 1, 4, 2, 2), (3, 5, 4, 2, 2)])
+    def test_a_tensor_state_that_does_not_fit_the_tokens(self, shape):
+        with pytest.raises(ValueError, match="state"):
+            Tape(form="tensor").carry(jnp.zeros(shape), (3, 5), CONFIG)
 
     def test_start(self):
         places = jnp.arange(5)

@@ -73,6 +73,9 @@ def table_rows(what: str, table: Array, index: Array) -> Array:
     """
     size = table.shape[0]
     check_indices(what, index, size)
+    if index.dtype.itemsize < 4:
+        # The size may be no number of their type.
+        index = index.astype(jnp.int32)
     inside = (index >= 0) & (index < size)
     return jnp.where(inside[..., None], table[jnp.where(inside, index, 0)], jnp.nan)
 
@@ -111,6 +114,11 @@ def as_length(length: Any, batch: tuple[int, ...]) -> int | Array:
             jnp.issubdtype(array.dtype, jnp.integer) and fits,
             f"length must be an integer or integers that broadcast to the batch {batch}; got "
             f"{array.dtype} of shape {array.shape}",
+        )
+        known = concrete(array)
+        require(
+            known is None or bool((known > 0).all()),
+            f"length must be positive; got {None if known is None else known.tolist()}",
         )
         return array.astype(jnp.int32)
     require(number > 0, f"length must be positive; got {number}")

@@ -296,7 +296,7 @@ class Xpos(Rope):
     ``s_j = (2j + 0.4 D) / (1.4 D)``. Only differences of positions matter: ``c`` is the middle of
     the sequence, or of the cache, so that the scales stay near 1. They are numbers as far as the
     compute type goes: with the default ``scale_base`` for sequences of 22,000 tokens in float16,
-    of 270,000 in bfloat16 and float32. Positions farther from ``c`` than half of that are refused
+    of 258,000 in bfloat16 and float32. Positions farther from ``c`` than half of that are refused
     or, where they are not known yet, traced ones, give NaN.
 
     Attributes:
@@ -311,8 +311,7 @@ class Xpos(Rope):
         e = super().start(positions, config, key=key, length=length, dtype=dtype, params=params)
         scale = (np.arange(0, config.dim, 2) + 0.4 * config.dim) / (1.4 * config.dim)
         rates = np.log(scale) / self.scale_base
-        # Queries and keys themselves are left a factor of 64.
-        largest = min(float(jnp.finfo(d).max) for d in (config.dtype, dtype)) / 64
+        largest = min(_largest_scale(d) for d in (config.dtype, dtype))
         reach = math.log(largest) / float(np.abs(rates).max())
         compute = algebra.at_least_float32(dtype)
         t = as_positions(positions)
@@ -333,6 +332,14 @@ class Xpos(Rope):
 
     def rotation(self, state: State):
         return state
+
+
+def _largest_scale(dtype: Any) -> float:
+    """A scale that, as its inverse, leaves the type's numbers a factor of 64 above, 4,096 below."""
+    numbers = jnp.finfo(dtype)
+    # XLA takes the subnormal numbers of wider exponents for zero.
+    least = numbers.smallest_subnormal if numbers.dtype == jnp.float16 else numbers.tiny
+    return min(float(numbers.max) / 64, 1 / (4096 * float(least)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tape_jax._src.algebra import align_state, at_least_float32, check_state
-from tape_jax._src.checks import choose, require, require_x64, set_field
+from tape_jax._src.checks import choose, positive, require, require_x64, set_field
 from tape_jax._src.config import ModelConfig, RopeScaling
 from tape_jax._src.positions.mixing import (
     ACTIVATIONS,
@@ -79,8 +80,8 @@ def tensor_state(
     if l < 1 or r < 1 or head_dim % l:
         raise ValueError(f"l must divide the head dimension: got l={l}, r={r}, head_dim={head_dim}")
     blocks = head_dim // l
-    if dtype is None:
-        dtype = jnp.zeros(()).dtype
+    dtype = jnp.zeros(()).dtype if dtype is None else dtype
+    require_x64(dtype=dtype)
     if start is not None:
         time = jnp.shape(positions) if axes == 1 else jnp.shape(positions)[:-1]
         shape = (*time, 1, blocks, l, r)
@@ -119,6 +120,9 @@ def tensor_state(
     return jnp.pad(state, padding).astype(dtype)
 
 
+UPDATE_PARAMS = ("mix", "wx", "up", "down")
+
+
 def update_params(
     hidden_size: int,
     num_heads: int,
@@ -130,6 +134,7 @@ def update_params(
 ) -> dict[str, Param]:
     """Shapes and initialisers of one layer's update; see :func:`init_update`."""
     choose("attention_mix", attention_mix, ATTENTION_MIXES)
+    positive("hidden_size", hidden_size)
     heads = num_kv_heads or num_heads
     if num_heads < 1 or num_heads % heads:
         raise ValueError(f"num_heads = {num_heads} is not a multiple of num_kv_heads = {heads}")
@@ -160,9 +165,9 @@ def init_update(
     width: int | None = None,
     attention_mix: str = "head_scale",
     mlp_mix: bool = True,
-    dtype: Any = jnp.float32,
+    dtype: Any = None,
 ) -> dict[str, Array]:
-    """Parameters of :func:`update` for one layer.
+    """Parameters of :func:`update_state` for one layer.
 
     ``mix`` and ``up`` are zero, so that an untrained update changes nothing: TAPE starts as RoPE.
 
@@ -175,12 +180,14 @@ def init_update(
       attention_mix: ``none``; ``head_scale``, one scalar per query head (the published code);
         ``heads``, a matrix over heads (the paper).
       mlp_mix: whether the MLP's output mixes the states.
-      dtype: type of the parameters.
+      dtype: type of the parameters; None: jax's default float, float64 where 64-bit types are
+        enabled.
 
     Returns:
       ``mix [H_q]`` or ``[H_kv, H_q]``, ``wx [hidden, P]``, ``up [P, H_kv]``, ``down [H_kv, P]``;
       those that the options leave out are absent.
     """
+    dtype = jnp.zeros(()).dtype if dtype is None else dtype
     require_x64(dtype=dtype)
     specs = update_params(
         hidden_size,
@@ -237,6 +244,13 @@ def update_state(
       ValueError: if shapes disagree or an option is unknown.
     """
     e, a = state, attended
+    require(
+        isinstance(params, Mapping),
+        f"the first argument must be a dict of parameters, as in update_state(params, state, "
+        f"attended, x); got {type(params).__name__}",
+    )
+    for name in params:
+        choose("parameter of an update", name, UPDATE_PARAMS)
     choose("norm", norm, NORMS)
     choose("activation", activation, ACTIVATIONS)
     mix, up = params.get("mix"), params.get("up")
@@ -420,17 +434,13 @@ class Tape(Rope):
         )
 
     def carry(self, state: State, shape: tuple[int, ...], config: ModelConfig) -> State:
-        tail, given = 1 if self.form == "rotary" else 3, state.shape
+        like = jax.ShapeDtypeStruct((*shape, config.kv_heads, config.dim), state.dtype)
+        heads = (1, config.kv_heads)
+        check_state(state, like, name="the initial state", of="keys", heads=heads)
+        tail = 1 if self.form == "rotary" else 3
         if state.ndim < len(shape) + 1 + tail and tail == 1:
             state = jnp.expand_dims(state, -2)
-        full = (*shape, config.kv_heads, *state.shape[state.ndim - tail :])
-        try:
-            return jnp.broadcast_to(state, full)
-        except ValueError:
-            raise ValueError(
-                f"a position state of shape {given} does not fit tokens of shape {shape}: it must "
-                f"broadcast to {full}"
-            ) from None
+        return jnp.broadcast_to(state, (*like.shape[:-1], *state.shape[state.ndim - tail :]))
 
     def layer_params(self, config: ModelConfig, *, updates: bool) -> dict[str, Param]:
         if not updates:
@@ -454,7 +464,7 @@ class Tape(Rope):
 
     def update_state(self, params, state: State, attended, x, *, sharding=None) -> State:
         return update_state(
-            params,
+            {name: params[name] for name in UPDATE_PARAMS if name in params},
             state,
             attended,
             x,
