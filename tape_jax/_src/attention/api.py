@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tape_jax._src.attention.normalise import normalise
 from tape_jax._src.attention.request import BiasFunction, Request
@@ -181,7 +182,10 @@ def attention_plan(
     """
     names = _names(implementation, options)
     leaves, tree = jax.tree.flatten((args, kwargs))
-    arrays = {n: x for n, x in enumerate(leaves) if hasattr(x, "dtype")}
+    known = np.ndarray | np.generic | jax.Array
+    arrays = {
+        n: x for n, x in enumerate(leaves) if hasattr(x, "dtype") and not isinstance(x, known)
+    }
     plans = []
 
     def decide(arrays: dict[int, Array]) -> None:

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tape_jax._src import algebra
-from tape_jax._src.attention.request import BiasFunction, Request, refuse
-from tape_jax._src.checks import require
+from tape_jax._src.attention.request import MAX_INDEX, BiasFunction, Request, refuse
+from tape_jax._src.checks import as_integers, concrete, require
 from tape_jax._src.sharding import Sharding
 
 Array = jax.Array
@@ -49,8 +49,8 @@ def normalise(
     state, query_state = _states(q, k, state, query_state, keys_rotated)
     _check_key_width(q, k, state, query_state, keys_rotated)
     *batch, query_length, query_heads, dim = q.shape
-    query_offset = _offset(query_offset, batch)
-    _check_index_range(query_length, k.shape[-3], query_offset)
+    query_offset, farthest = _offset(query_offset, batch)
+    _check_index_range(query_length, k.shape[-3], farthest or 0)
     pairs = (query_heads, query_length, k.shape[-3])
     segments = _segments(segment_ids, batch, query_length, k.shape[-3])
     if local_window_size is not None:
@@ -58,6 +58,9 @@ def normalise(
         require(
             local_window_size >= 1, f"local_window_size must be at least 1; got {local_window_size}"
         )
+        # A wider window hides no more, and sums with it would leave 32-bit integers.
+        widest = MAX_INDEX if farthest is None else query_length + k.shape[-3] + farthest
+        local_window_size = min(local_window_size, widest)
     if mask is not None:
         mask = jnp.asarray(mask)
         require(mask.dtype == jnp.bool_, f"mask must be boolean, True = visible; got {mask.dtype}")
@@ -112,11 +115,10 @@ def _check_inputs(q: Array, k: Array, v: Array) -> None:
         )
 
 
-def _check_index_range(query_length: int, key_length: int, query_offset: int | Array) -> None:
+def _check_index_range(query_length: int, key_length: int, offset: int) -> None:
     """Indices, and distances between them, must be 32-bit integers."""
-    offset = query_offset if isinstance(query_offset, int) else 0
     require(
-        query_length + key_length + abs(offset) < 2**31,
+        query_length + key_length + offset < 2**31,
         f"queries, keys and query_offset together must be below 2**31; got {query_length}, "
         f"{key_length} and {offset}",
     )
@@ -200,7 +202,7 @@ def _segments(
 
 def _ids(name: str, ids: Any, batch: Sequence[int], length: int) -> Array:
     """Segment ids ``[batch..., length]`` as ``[B|1, length]``."""
-    ids = jnp.asarray(ids)
+    ids = as_integers(name, ids)
     require(
         jnp.issubdtype(ids.dtype, jnp.integer), f"segment_ids must be integers; got {ids.dtype}"
     )
@@ -235,18 +237,20 @@ def _bias(
     return normalised
 
 
-def _offset(offset: int | Array, batch: Sequence[int]) -> int | Array:
-    """An int, or int32: a scalar or ``[B]``."""
+def _offset(offset: int | Array, batch: Sequence[int]) -> tuple[int | Array, int | None]:
+    """An int, or int32: a scalar or ``[B]``; and the largest distance, None if it is not known."""
     if isinstance(offset, int | np.integer):
-        return int(offset)
-    offset = jnp.asarray(offset)
+        return int(offset), abs(int(offset))
+    values = concrete(offset) if hasattr(offset, "dtype") else None
+    offset = as_integers("query_offset", offset)
     require(
         jnp.issubdtype(offset.dtype, jnp.integer) and _batch_fits(offset.shape, batch),
         f"query_offset must be an integer or one a row, {tuple(batch)}; got shape {offset.shape}, "
         f"{offset.dtype}",
     )
+    farthest = None if values is None else max(abs(int(values.min())), abs(int(values.max())))
     offset = _flatten(offset.astype(jnp.int32), batch, 0)
-    return offset[0] if offset.size == 1 else offset
+    return (offset[0] if offset.size == 1 else offset), farthest
 
 
 def _broadcastable(name: str, x: Array, batch: Sequence[int], pairs: tuple[int, int, int]) -> Array:
