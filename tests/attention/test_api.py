@@ -112,6 +112,16 @@ WRONG = {
         "tuple.*3 queries, 6 keys",
     ),
     "window": (arrays() | {"local_window_size": 0}, "local_window_size must be at least 1; got 0"),
+    "window_pair": (
+        arrays() | {"local_window_size": (3, 0)},
+        r"local_window_size must be one positive integer, .*; got \(3, 0\)",
+    ),
+    "window_float": (arrays() | {"local_window_size": 3.0}, "one positive integer, .*; got 3.0"),
+    "scale_name": (arrays() | {"scale": "big"}, "scale must be a number, .*; got 'big'"),
+    "implementation_number": (
+        arrays() | {"implementation": 3},
+        "implementation must be a name, several or None; got 3",
+    ),
     "bias_shape": (
         arrays() | {"bias": jnp.ones((3, T, T))},
         r"bias must broadcast to .*\(2, 4, 6, 6\); got \(3, 6, 6\)",
@@ -120,6 +130,14 @@ WRONG = {
     "bias_function_shape": (
         arrays() | {"bias": lambda i, j: jnp.ones((3, 6, 6))},
         r"value of the bias function must broadcast to .*got \(3, 6, 6\)",
+    ),
+    "bias_function_bool": (
+        arrays() | {"bias": lambda i, j: j <= i[:, None]},
+        r"value of the bias function must be floating-point \(for a boolean, use mask\); got bool",
+    ),
+    "bias_function_none": (
+        arrays() | {"bias": lambda i, j: None},
+        "value of the bias function must be a floating-point array; got None",
     ),
     "mask_type": (arrays() | {"mask": jnp.ones((T, T))}, "mask must be boolean"),
     "mask_shape": (arrays() | {"mask": jnp.ones((5, T), bool)}, "mask must broadcast"),
@@ -184,6 +202,14 @@ def test_wrong_calls(name):
     for function in (attention, attention_plan):
         with pytest.raises(ValueError, match=message):
             function(**keywords)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("scale", 0.5), ("local_window_size", 3), ("is_causal", True)]
+)
+def test_traced_scalars_are_named(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be .*, known when the call is compiled"):
+        jax.jit(lambda x: attention(**arrays(), **{name: x}))(value)
 
 
 def test_empty_block():

@@ -239,6 +239,10 @@ def _names(
 ) -> tuple[str, ...] | None:
     """The names to try, checked; None for an automatic choice."""
     names = (implementation,) if isinstance(implementation, str) else implementation
+    require(
+        names is None or isinstance(names, Iterable),
+        f"implementation must be a name, several or None; got {implementation!r}",
+    )
     for name in names or ():
         choose("attention implementation", name, BACKENDS)
     require(names is None or len(names) > 0, "implementation must hold a name; got an empty one")

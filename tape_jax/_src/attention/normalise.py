@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -54,10 +54,7 @@ def normalise(
     pairs = (query_heads, query_length, k.shape[-3])
     segments = _segments(segment_ids, batch, query_length, k.shape[-3])
     if local_window_size is not None:
-        local_window_size = operator.index(local_window_size)
-        require(
-            local_window_size >= 1, f"local_window_size must be at least 1; got {local_window_size}"
-        )
+        local_window_size = _window(local_window_size)
         # A wider window hides no more, and sums with it would leave 32-bit integers.
         widest = MAX_INDEX if farthest is None else query_length + k.shape[-3] + farthest
         local_window_size = min(local_window_size, widest)
@@ -80,14 +77,31 @@ def normalise(
         bias=_bias(bias, batch, pairs),
         mask=mask,
         query_offset=query_offset,
-        scale=dim**-0.5 if scale is None else float(scale),
-        is_causal=bool(is_causal),
+        scale=dim**-0.5 if scale is None else _known("scale", scale, float, "a number"),
+        is_causal=_known("is_causal", is_causal, bool, "True or False"),
         local_window_size=local_window_size,
         keys_rotated=keys_rotated,
         attend_state=attend_state,
         interpret=interpret,
         sharding=sharding,
     )
+
+
+def _known(name: str, value: Any, kind: Callable[[Any], Any], expected: str) -> Any:
+    """``kind(value)``; ValueError if that fails, as it does for what is traced."""
+    try:
+        return kind(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name} must be {expected}, known when the call is compiled; got {value!r}"
+        ) from error
+
+
+def _window(size: Any) -> int:
+    """The size of a window, checked."""
+    size = _known("local_window_size", size, operator.index, "one positive integer")
+    require(size >= 1, f"local_window_size must be at least 1; got {size}")
+    return size
 
 
 def _check_inputs(q: Array, k: Array, v: Array) -> None:
@@ -220,21 +234,28 @@ def _bias(
     if bias is None:
         return None
     if not callable(bias):
-        bias = jnp.asarray(bias)
-        require(
-            jnp.issubdtype(bias.dtype, jnp.floating),
-            f"bias must be floating-point (for a boolean, use mask); got {bias.dtype}",
-        )
-        return _broadcastable("bias", bias, batch, pairs)
+        return _broadcastable("bias", _floating("bias", bias), batch, pairs)
     function, heads = bias, pairs[0]
 
     def normalised(query_index: Array, key_index: Array) -> Array:
         sizes = (heads, query_index.shape[0], key_index.shape[0])
-        value = jnp.asarray(function(query_index, key_index))
-        return _broadcastable("the value of the bias function", value, batch, sizes)
+        what = "the value of the bias function"
+        value = _floating(what, function(query_index, key_index))
+        return _broadcastable(what, value, batch, sizes)
 
     jax.eval_shape(normalised, *(jax.ShapeDtypeStruct((n,), jnp.int32) for n in pairs[1:]))
     return normalised
+
+
+def _floating(name: str, bias: Any) -> Array:
+    """The bias as an array; ValueError if it is not floating-point."""
+    require(bias is not None, f"{name} must be a floating-point array; got None")
+    bias = jnp.asarray(bias)
+    require(
+        jnp.issubdtype(bias.dtype, jnp.floating),
+        f"{name} must be floating-point (for a boolean, use mask); got {bias.dtype}",
+    )
+    return bias
 
 
 def _offset(offset: int | Array, batch: Sequence[int]) -> tuple[int | Array, int | None]:
