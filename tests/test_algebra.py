@@ -128,6 +128,14 @@ class TestRotate:
         with pytest.raises(ValueError, match=r"state\[\.\.\., None, :\] has an axis of heads"):
             rotate(jnp.zeros((3, 5, 2, 8)), jnp.zeros((3, 5, 8)))
 
+    def test_integer_queries_are_refused(self):
+        with pytest.raises(ValueError, match="q must be a floating-point array; got int32"):
+            rotate(jnp.zeros((5, 2, 8), jnp.int32), jnp.zeros((5, 8)))
+
+    def test_tensor_states_are_not_rounded(self):
+        jaxpr = str(jax.make_jaxpr(rotate)(jnp.zeros((5, 2, 8)), jnp.zeros((5, 1, 4, 2, 2))))
+        assert "Precision.HIGHEST" in jaxpr
+
     def test_integer_states_are_refused(self):
         with pytest.raises(ValueError, match="floating-point array; got int32"):
             rotate(jnp.zeros((5, 2, 8)), jnp.zeros((5, 8), jnp.int32))
@@ -167,6 +175,15 @@ class TestTransform:
             return np.einsum("qhd,khd->hqk", rotate(q, e), rotate(k, e))
 
         np.testing.assert_allclose(logits(transform(e, omega)), logits(e), atol=1e-13)
+
+    @pytest.mark.parametrize("state", [(5, 8), (5, 1, 4, 2, 2)])
+    def test_integer_states_are_refused(self, state):
+        with pytest.raises(ValueError, match="state must be a floating-point array; got int32"):
+            transform(jnp.zeros(state, jnp.int32), 0.5)
+
+    def test_states_are_not_rounded(self):
+        jaxpr = str(jax.make_jaxpr(transform)(jnp.zeros((5, 1, 4, 2, 2)), jnp.eye(2)))
+        assert "Precision.HIGHEST" in jaxpr
 
     def test_keeps_the_type(self, x64):
         e = jnp.ones((5, 8), jnp.float32)

@@ -17,6 +17,7 @@ logits ``<rotate(q_i, e_i), rotate(k_j, e_j)>`` do not change under it (TAPE, se
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -24,6 +25,9 @@ import jax.numpy as jnp
 
 Array = jax.Array
 Shaped = Array | jax.ShapeDtypeStruct
+
+# States are positions: products with them are not rounded to bfloat16 or to TF32.
+precise_einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 def at_least_float32(dtype) -> jnp.dtype:
@@ -102,8 +106,9 @@ def rotate(q: Array, state: Array) -> Array:
       product is computed in at least float32.
 
     Raises:
-      ValueError: if the shapes do not fit.
+      ValueError: if the shapes do not fit, or either is not floating-point.
     """
+    _check_floating("q", q)
     check_state(state, q, name="state", of="q")
     tensor = is_tensor_form(state, q)
     state = repeat_heads(align_state(state), q.shape[-2], tensor=tensor)
@@ -111,7 +116,7 @@ def rotate(q: Array, state: Array) -> Array:
     wide = q.astype(compute)
     if tensor:
         blocks = split_blocks(wide, state.shape[-2])
-        out = merge_blocks(jnp.einsum("...ml,...mlr->...mr", blocks, state.astype(compute)))
+        out = merge_blocks(precise_einsum("...ml,...mlr->...mr", blocks, state.astype(compute)))
     else:
         out = complex_multiply(wide, state.astype(compute))
     return out.astype(q.dtype)
@@ -136,8 +141,9 @@ def transform(state: Array, omega: Array) -> Array:
       The state in which every block is ``E_m @ omega``, or ``e_j * exp(i omega_j)``.
 
     Raises:
-      ValueError: if ``omega`` fits neither form.
+      ValueError: if ``omega`` fits neither form, or the state is not floating-point.
     """
+    _check_floating("state", state)
     omega = jnp.asarray(omega)
     if omega.ndim >= 2:
         if state.ndim < 3 or omega.shape[-2:] != (state.shape[-1], state.shape[-1]):
@@ -145,7 +151,7 @@ def transform(state: Array, omega: Array) -> Array:
                 f"transform: a matrix omega of shape {omega.shape} acts on a tensor state "
                 f"[..., M, L, R] with R = {omega.shape[-1]}; the state has shape {state.shape}"
             )
-        return jnp.einsum("...lr,rs->...ls", state, omega.astype(state.dtype))
+        return precise_einsum("...lr,rs->...ls", state, omega.astype(state.dtype))
     half = state.shape[-1] // 2
     if state.shape[-1] % 2:
         raise ValueError(
@@ -208,8 +214,12 @@ def check_state(
             f"{_shape(*bare, *letters)} or {_shape(*batch, time, 'h', *letters)}, batch axes full "
             f"or 1, h = {', '.join(map(str, heads))}{f', M * L = {dim}' if tensor else ''}{hint}"
         )
-    if not jnp.issubdtype(state.dtype, jnp.floating):
-        raise ValueError(f"{name} must be a floating-point array; got {state.dtype}")
+    _check_floating(name, state)
+
+
+def _check_floating(name: str, x: Array) -> None:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"{name} must be a floating-point array; got {x.dtype}")
 
 
 def _shape(*sizes: int | str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -82,6 +83,25 @@ def concrete(x: Any) -> np.ndarray | None:
     if isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
         return None
     return np.asarray(x)
+
+
+def as_integers(what: str, value: Any) -> jax.Array:
+    """``jnp.asarray(value)``; ValueError if it would cut integers to fewer bits.
+
+    It does so to arrays of numpy's 64-bit integers while 64-bit types are disabled.
+    """
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "iu" and value.size:
+        limits = np.iinfo(jax.dtypes.canonicalize_dtype(value.dtype))
+        low, high = int(value.min()), int(value.max())
+        require(
+            limits.min <= low and high <= limits.max,
+            f"{what} must fit in {limits.dtype}, as 64-bit types are disabled; got values from "
+            f"{low} to {high}",
+        )
+    try:
+        return jnp.asarray(value)
+    except OverflowError as error:
+        raise ValueError(f"{what} must fit in 32 bits: {error}") from error
 
 
 def require_x64(hint: str = "", **types: Any) -> None:

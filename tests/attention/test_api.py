@@ -112,6 +112,16 @@ WRONG = {
         "tuple.*3 queries, 6 keys",
     ),
     "window": (arrays() | {"local_window_size": 0}, "local_window_size must be at least 1; got 0"),
+    "window_pair": (
+        arrays() | {"local_window_size": (3, 0)},
+        r"local_window_size must be one positive integer, .*; got \(3, 0\)",
+    ),
+    "window_float": (arrays() | {"local_window_size": 3.0}, "one positive integer, .*; got 3.0"),
+    "scale_name": (arrays() | {"scale": "big"}, "scale must be a number, .*; got 'big'"),
+    "implementation_number": (
+        arrays() | {"implementation": 3},
+        "implementation must be a name, several or None; got 3",
+    ),
     "bias_shape": (
         arrays() | {"bias": jnp.ones((3, T, T))},
         r"bias must broadcast to .*\(2, 4, 6, 6\); got \(3, 6, 6\)",
@@ -120,6 +130,14 @@ WRONG = {
     "bias_function_shape": (
         arrays() | {"bias": lambda i, j: jnp.ones((3, 6, 6))},
         r"value of the bias function must broadcast to .*got \(3, 6, 6\)",
+    ),
+    "bias_function_bool": (
+        arrays() | {"bias": lambda i, j: j <= i[:, None]},
+        r"value of the bias function must be floating-point \(for a boolean, use mask\); got bool",
+    ),
+    "bias_function_none": (
+        arrays() | {"bias": lambda i, j: None},
+        "value of the bias function must be a floating-point array; got None",
     ),
     "mask_type": (arrays() | {"mask": jnp.ones((T, T))}, "mask must be boolean"),
     "mask_shape": (arrays() | {"mask": jnp.ones((5, T), bool)}, "mask must broadcast"),
@@ -136,6 +154,26 @@ WRONG = {
     "index_range": (
         arrays() | {"query_offset": 2**31 - 12},
         "together must be below 2\\*\\*31; got 6, 6 and 2147483636",
+    ),
+    "index_range_of_an_array": (
+        arrays() | {"query_offset": np.array(2**31 - 12)},
+        "together must be below 2\\*\\*31; got 6, 6 and 2147483636",
+    ),
+    "unsigned_offset": (
+        arrays() | {"query_offset": np.array([0, 2**32 - 1], np.uint32)},
+        "together must be below .* and 4294967295",
+    ),
+    "long_offset": (
+        arrays() | {"query_offset": np.array([2**32, -5])},
+        "query_offset must fit in int32, .* values from -5 to 4294967296",
+    ),
+    "long_segments": (
+        arrays() | {"segment_ids": (INTS, np.full((2, T), 2**32 + 1))},
+        "key segment_ids must fit in int32, .* to 4294967297",
+    ),
+    "long_segments_in_a_list": (
+        arrays() | {"segment_ids": [2**32 + 1] * T},
+        "segment_ids must fit in 32 bits: .*4294967297",
     ),
     "unknown_name": (arrays() | {"implementation": "chunky"}, "did you mean 'chunked'"),
     "unknown_option": (
@@ -166,9 +204,33 @@ def test_wrong_calls(name):
             function(**keywords)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("scale", 0.5), ("local_window_size", 3), ("is_causal", True)]
+)
+def test_traced_scalars_are_named(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be .*, known when the call is compiled"):
+        jax.jit(lambda x: attention(**arrays(), **{name: x}))(value)
+
+
 def test_empty_block():
     with pytest.raises(ValueError, match="block_q must be at least 1; got 0"):
         attention(**arrays(), implementation="chunked", options={"block_q": 0})
+
+
+@pytest.mark.parametrize("window", [2**31 - 1, sys.maxsize, np.int64(2**40)])
+def test_a_window_may_be_wider_than_32_bits(window):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, T, 1, D)), jnp.float32)
+
+    def attend(implementation, **keywords):
+        return attention(x, x, x, query_offset=3, implementation=implementation, **keywords)[0]
+
+    offset = jax.jit(lambda o: attention(x, x, x, local_window_size=window, query_offset=o)[0])
+    for name in ("reference", "chunked"):
+        for causal in (False, True):
+            want = attend(name, is_causal=causal)
+            found = attend(name, is_causal=causal, local_window_size=window)
+            np.testing.assert_allclose(found, want, atol=1e-6)
+    np.testing.assert_allclose(offset(jnp.int32(3)), attend("reference"), atol=1e-6)
 
 
 def test_named_implementation_never_falls_back():
@@ -249,6 +311,14 @@ def test_plan_of_shapes_is_that_of_arrays():
     assert attention_plan(x, x, x, query_offset=3, **splash).implementation == "splash"
     traced = jax.ShapeDtypeStruct((), "int32")
     assert attention_plan(x, x, x, query_offset=traced, **splash).implementation is None
+
+
+def test_plan_takes_scalars_of_numpy_and_jax():
+    given = {"local_window_size": np.int64(4), "is_causal": np.bool_(True)}
+    for scale in (np.float32(0.5), jnp.float32(0.5)):
+        attention(**arrays(), **given, scale=scale)
+        plan = attention_plan(**arrays(), **given, scale=scale, query_offset=np.array(0))
+        assert plan.implementation == "reference"
 
 
 @pytest.mark.usefixtures("any_device")

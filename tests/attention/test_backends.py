@@ -306,6 +306,23 @@ def test_no_row_sees_a_key(backend, keywords):
     chex.assert_trees_all_equal(out, jax.tree.map(jnp.zeros_like, out))
 
 
+@pytest.mark.parametrize("shift", [-(2.0**20), np.finfo(np.float32).min])
+def test_gradients_do_not_round_with_large_logits(shift):
+    """A finite bias on whole rows, as some use it for padding; all logits are exact in float32."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.integers(-2, 3, (1, 33, 2, 4)), jnp.float32) for _ in range(3))
+    bias = jnp.zeros((33, 33)).at[:, :16].set(shift)
+
+    def gradients(implementation):
+        def loss(q, k, v, bias):
+            options = {"bias": bias, "is_causal": True, "implementation": implementation}
+            return jnp.sum(jnp.sin(attention(q, k, v, scale=0.25, **options)[0]))
+
+        return jax.grad(loss, (0, 1, 2, 3))(q, k, v, bias)
+
+    assert_close(gradients("chunked"), gradients("reference"), TOLERANCE["float32"])
+
+
 @each(compiled=True)
 def test_symmetries(backend, keywords):
     q, k, v, e = qkve(24)

@@ -1,5 +1,7 @@
 """Tests of keys of programs: equal for what computes the same, and for nothing else."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +30,26 @@ def with_derivative(factor):
     return lambda i, j: double(1.0 * (i[:, None] - j))
 
 
+def with_static_factor(factor):
+    """As :func:`with_derivative`, by one rule."""
+    return lambda i, j: by_factor(factor, 1.0 * (i[:, None] - j))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def by_factor(factor, x):
+    return x
+
+
+by_factor.defjvp(lambda factor, x, t: (x[0], factor * t[0]))
+
+
+def with_table(factor):
+    """A derivative that reads a table."""
+    double = jax.custom_jvp(lambda x: x)
+    double.defjvp(lambda x, t: (x[0], jnp.asarray(factor * np.arange(N), jnp.float32) * t[0]))
+    return lambda i, j: double(1.0 * (i[:, None] - j))
+
+
 def scanned(x):
     return lambda i, j: jax.lax.scan(lambda c, t: (c + np.float32(x) * t, None), 0.0 * i, j)[0]
 
@@ -37,6 +59,10 @@ EACH = {
     "array_in_jit": lambda x: table_of(x * np.arange(N), jax.jit),
     "literal_in_scan": scanned,
     "derivative": with_derivative,
+    "derivative_in_jit": lambda factor: jax.jit(with_derivative(factor)),
+    "derivative_of_static_factor": with_static_factor,
+    "derivative_with_table": with_table,
+    "relu": lambda x: lambda i, j: jax.nn.relu(x * i[:, None] - j),
 }
 
 
@@ -45,7 +71,7 @@ def test_programs_that_differ_have_other_keys(name):
     assert key(EACH[name](0.25)) != key(EACH[name](0.5))
 
 
-@pytest.mark.parametrize("name", sorted(set(EACH) - {"derivative"}))
+@pytest.mark.parametrize("name", EACH)
 def test_equal_programs_have_one_key(name):
     first, second = key(EACH[name](0.25)), key(EACH[name](0.25))
     assert first == second
@@ -61,6 +87,38 @@ def test_numbers_that_python_calls_equal_are_told_apart():
 
 def test_order_of_arguments_counts():
     assert key(lambda i, j: i[:, None] - j) != key(lambda i, j: j - i[:, None])
+
+
+@pytest.mark.parametrize("fault", ["raises", "symbolic_zeros", "traced"])
+def test_a_derivative_that_is_not_known_equals_nothing(fault):
+    def key_at(table):
+        def rule(x, t):
+            assert fault != "raises"
+            return x[0], table * t[0] if fault == "traced" else t[0]
+
+        same = jax.custom_jvp(lambda x: x)
+        same.defjvp(rule, symbolic_zeros=fault == "symbolic_zeros")
+        return key(lambda i, j: same(1.0 * (i[:, None] - j)))
+
+    found = []
+    jax.jit(lambda x: found.extend([key_at(x), key_at(x)]))(1.0)
+    assert found[0] != found[1]
+
+
+def test_attention_takes_no_other_derivative_for_its_own():
+    q = jax.random.normal(jax.random.key(0), (1, N, 1, 4))
+
+    def gradient(factor):
+        def loss(slope):
+            def bias(i, j):
+                return by_factor(factor, slope * (i[:, None] - j))
+
+            return jnp.sum(attention(q, q, q, bias=bias, implementation="chunked")[0] ** 2)
+
+        return jax.grad(loss)(0.5)
+
+    one = gradient(1.0)
+    np.testing.assert_allclose([gradient(3.0), gradient(-1.0)], [3 * one, -one], rtol=1e-5)
 
 
 def test_what_is_not_understood_equals_nothing():

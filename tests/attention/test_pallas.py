@@ -110,7 +110,6 @@ REFUSED = {
     "odd": (dict.fromkeys("qkv", X[..., :15]) | {"state": None}, "even; got 15"),
     "wide": (dict.fromkeys("qkv", X.repeat(9, -1)) | {"state": None}, "at most 128; got 144"),
     "wide_values": ({"v": X.repeat(9, -1)}, "at most 128; got 16 and, of values, 144"),
-    "long": ({"local_window_size": 2**30}, "at most 536870912: "),
     "far": ({"query_offset": 2**30}, "at most 536870912: "),
 }
 

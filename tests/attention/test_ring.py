@@ -92,6 +92,17 @@ def test_equals_one_device(name):
     assert largest_error(found, expected) < 1e-10
 
 
+def test_gradients_do_not_round_with_large_logits():
+    """Logits are exact in float32, and shifted by 2**20."""
+    arrays = inputs(state=None)
+    arrays |= {name: np.round(2 * arrays[name]) for name in ("q", "k")}
+    arrays["q"][..., -1], arrays["k"][..., -1] = 2.0**22, 1
+    call = {"is_causal": True, "scale": 0.25}
+    expected = outputs_and_gradients(arrays, jnp.float32, implementation="reference", **call)
+    found = outputs_and_gradients(arrays, jnp.float32, sharding=mesh_of(sequence=2), **call)
+    assert largest_error((found[0], found[1]["v"]), (expected[0], expected[1]["v"])) < 1e-5
+
+
 def test_zigzag_order_tensor_states_and_other_axes_in_float32():
     """Inputs that come in zigzag order; batch and heads are split too."""
     sharding = mesh_of(data=2, sequence=2, tensor=2)

@@ -259,7 +259,6 @@ REFUSALS = {
         VENDORS[1:2],
         "at most 256 here; got 264",
     ),
-    "long": ({"local_window_size": 2**30}, VENDORS, "at most 536870912: "),
 }
 
 

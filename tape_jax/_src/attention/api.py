@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tape_jax._src.attention.normalise import normalise
 from tape_jax._src.attention.request import BiasFunction, Request
@@ -181,7 +182,10 @@ def attention_plan(
     """
     names = _names(implementation, options)
     leaves, tree = jax.tree.flatten((args, kwargs))
-    arrays = {n: x for n, x in enumerate(leaves) if hasattr(x, "dtype")}
+    known = np.ndarray | np.generic | jax.Array
+    arrays = {
+        n: x for n, x in enumerate(leaves) if hasattr(x, "dtype") and not isinstance(x, known)
+    }
     plans = []
 
     def decide(arrays: dict[int, Array]) -> None:
@@ -235,6 +239,10 @@ def _names(
 ) -> tuple[str, ...] | None:
     """The names to try, checked; None for an automatic choice."""
     names = (implementation,) if isinstance(implementation, str) else implementation
+    require(
+        names is None or isinstance(names, Iterable),
+        f"implementation must be a name, several or None; got {implementation!r}",
+    )
     for name in names or ():
         choose("attention implementation", name, BACKENDS)
     require(names is None or len(names) > 0, "implementation must hold a name; got an empty one")

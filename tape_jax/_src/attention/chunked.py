@@ -3,7 +3,7 @@
 Queries and keys are cut into blocks. For each block of queries a loop runs over the blocks of keys
 that the causal rule and the window let it see, keeping a running maximum, a running sum and the
 weighted values ``[v | e]`` (Milakov and Gimelshein, 2018; Rabe and Staats, 2021). The backward pass
-keeps the inputs, the output and the log-sum-exp of each row, and computes each block's
+keeps the inputs, the output and the maximum and sum of each row, and computes each block's
 probabilities again (FlashAttention; Dao et al., 2022).
 """
 
@@ -303,11 +303,16 @@ def _attend(blocks: Blocks, bias: BlockBias | None, arrays: Arrays) -> Array:
 
 
 class Saved(NamedTuple):
-    """What the backward pass needs: the inputs, the output and each row's log-sum-exp."""
+    """What the backward pass needs: the inputs, the output and each row's softmax.
+
+    ``top`` is the largest logit, ``total`` the sum of ``exp(logit - top)``. They stay apart: in
+    ``top + log(total)`` a large ``top`` would round the other away.
+    """
 
     arrays: Arrays
     out: Array
-    log_sum: Array
+    top: Array
+    total: Array
 
 
 def forward(blocks: Blocks, bias: BlockBias | None, arrays: Arrays) -> tuple[Array, Saved]:
@@ -342,10 +347,10 @@ def forward(blocks: Blocks, bias: BlockBias | None, arrays: Arrays) -> tuple[Arr
         )
         top, total, out = lax.fori_loop(*blocks.visible_keys(i, arrays.offset), step, start)
         total = jnp.where(total > 0, total, 1)
-        return out / total, top + jnp.log(total)
+        return out / total, top, total
 
-    out, log_sum = lax.map(query_block, jnp.arange(blocks.query_blocks, dtype=jnp.int32))
-    saved = Saved(arrays, _join(out), _join(log_sum))
+    found = lax.map(query_block, jnp.arange(blocks.query_blocks, dtype=jnp.int32))
+    saved = Saved(arrays, *map(_join, found))
     return saved.out, saved
 
 
@@ -360,8 +365,8 @@ def _backward(blocks: Blocks, bias: BlockBias | None, saved: Saved, d_out: Array
 def gradients(blocks: Blocks, bias: BlockBias | None, saved: Saved, d_out: Array) -> Arrays:
     """Gradients of the arrays; those of q, k and values in the accumulator type.
 
-    Where the keys are only a part of those that the output has seen, the output and its log-sum-exp
-    are still those over all keys, and the gradients of q the part's share.
+    Where the keys are only a part of those that the output has seen, what is saved is still that of
+    all keys, and the gradients of q the part's share.
     """
     arrays = saved.arrays
     compute, acc = arrays.q.dtype, saved.out.dtype
@@ -375,7 +380,8 @@ def gradients(blocks: Blocks, bias: BlockBias | None, saved: Saved, d_out: Array
         values = _take(arrays.values, j, blocks.block_k, 2)
         d_rows = _take(d_out, i, blocks.rows, 2)
         logits = _logits(blocks, bias, arrays, i, j)
-        weights = jnp.exp(logits - _take(saved.log_sum, i, blocks.rows, 2))
+        top, total = (_take(x, i, blocks.rows, 2) for x in (saved.top, saved.total))
+        weights = jnp.exp(logits - top) / total
         d_weights = _product("bhrd,bhkd->bhrk", d_rows, values)
         d_logits = weights * (d_weights - _take(delta, i, blocks.rows, 2))
         d_bias = None

@@ -12,10 +12,12 @@ import numpy as np
 from jax.extend import core
 
 
-def jaxpr_key(jaxpr: Any) -> Hashable:
+def jaxpr_key(jaxpr: Any, *, derivatives: bool = True) -> Hashable:
     """A key that only jaxprs which compute the same, of their constants and inputs, share.
 
-    Names of variables do not count; constants of programs within the program do, by their values.
+    So do their first derivatives, unless ``derivatives`` is False. Names of variables do not count;
+    constants of programs within the program do, by their values.
+
     What this does not understand counts as a thing of its own, equal to nothing else, so that an
     unequal key costs one compilation and an equal one never a wrong answer.
     """
@@ -32,23 +34,48 @@ def jaxpr_key(jaxpr: Any) -> Hashable:
             return str(atom.aval), _key(atom.val)
         return numbers[atom]
 
+    def params(eqn: Any) -> Hashable:
+        rule = _rule(eqn)
+        if rule is None:
+            return _key(eqn.params, derivatives)
+        others = {name: x for name, x in eqn.params.items() if name != "jvp_jaxpr_fun"}
+        return _key(others, derivatives), _key(rule, False) if derivatives else None
+
     inputs = new(jaxpr.constvars), new(jaxpr.invars)
     equations = tuple(
-        (eqn.primitive, tuple(map(read, eqn.invars)), _key(eqn.params), new(eqn.outvars))
+        (eqn.primitive, tuple(map(read, eqn.invars)), params(eqn), new(eqn.outvars))
         for eqn in jaxpr.eqns
     )
     return inputs, equations, tuple(map(read, jaxpr.outvars))
 
 
-def _key(value: Any) -> Hashable:
+def _rule(eqn: Any) -> Any:
+    """What ``jax.custom_jvp`` computes for the derivative; None if that is not to be known.
+
+    The program and its constants, not the user's function, which may depend on more than itself.
+    """
+    if "jvp_jaxpr_fun" not in eqn.params or eqn.params.get("symbolic_zeros", True):
+        return None
+    inputs = len(eqn.invars) - eqn.params.get("num_consts", 0)
+    try:
+        return tuple(eqn.params["jvp_jaxpr_fun"].call_wrapped(*[False] * inputs))
+    except Exception:  # What a rule may raise, or another version of jax.
+        return None
+
+
+def _key(value: Any, derivatives: bool = True) -> Hashable:
     """The key of a constant or of a parameter of an equation."""
     if isinstance(value, core.Jaxpr | core.ClosedJaxpr):
         inner = value.jaxpr if isinstance(value, core.ClosedJaxpr) else value
-        return "program", jaxpr_key(inner), _key(getattr(value, "consts", ()))
+        return (
+            "program",
+            jaxpr_key(inner, derivatives=derivatives),
+            _key(getattr(value, "consts", ())),
+        )
     if isinstance(value, dict):
-        return dict, tuple((name, _key(x)) for name, x in sorted(value.items()))
+        return dict, tuple((name, _key(x, derivatives)) for name, x in sorted(value.items()))
     if isinstance(value, tuple | list):
-        return type(value), tuple(map(_key, value))
+        return type(value), tuple(_key(x, derivatives) for x in value)
     if isinstance(value, np.ndarray | np.generic | jax.Array):
         return _array_key(value)
     if isinstance(value, bool | int | float | complex):

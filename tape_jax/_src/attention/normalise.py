@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tape_jax._src import algebra
-from tape_jax._src.attention.request import BiasFunction, Request, refuse
-from tape_jax._src.checks import require
+from tape_jax._src.attention.request import MAX_INDEX, BiasFunction, Request, refuse
+from tape_jax._src.checks import as_integers, concrete, require
 from tape_jax._src.sharding import Sharding
 
 Array = jax.Array
@@ -49,15 +49,15 @@ def normalise(
     state, query_state = _states(q, k, state, query_state, keys_rotated)
     _check_key_width(q, k, state, query_state, keys_rotated)
     *batch, query_length, query_heads, dim = q.shape
-    query_offset = _offset(query_offset, batch)
-    _check_index_range(query_length, k.shape[-3], query_offset)
+    query_offset, farthest = _offset(query_offset, batch)
+    _check_index_range(query_length, k.shape[-3], farthest or 0)
     pairs = (query_heads, query_length, k.shape[-3])
     segments = _segments(segment_ids, batch, query_length, k.shape[-3])
     if local_window_size is not None:
-        local_window_size = operator.index(local_window_size)
-        require(
-            local_window_size >= 1, f"local_window_size must be at least 1; got {local_window_size}"
-        )
+        local_window_size = _window(local_window_size)
+        # A wider window hides no more, and sums with it would leave 32-bit integers.
+        widest = MAX_INDEX if farthest is None else query_length + k.shape[-3] + farthest
+        local_window_size = min(local_window_size, widest)
     if mask is not None:
         mask = jnp.asarray(mask)
         require(mask.dtype == jnp.bool_, f"mask must be boolean, True = visible; got {mask.dtype}")
@@ -77,14 +77,31 @@ def normalise(
         bias=_bias(bias, batch, pairs),
         mask=mask,
         query_offset=query_offset,
-        scale=dim**-0.5 if scale is None else float(scale),
-        is_causal=bool(is_causal),
+        scale=dim**-0.5 if scale is None else _known("scale", scale, float, "a number"),
+        is_causal=_known("is_causal", is_causal, bool, "True or False"),
         local_window_size=local_window_size,
         keys_rotated=keys_rotated,
         attend_state=attend_state,
         interpret=interpret,
         sharding=sharding,
     )
+
+
+def _known(name: str, value: Any, kind: Callable[[Any], Any], expected: str) -> Any:
+    """``kind(value)``; ValueError if that fails, as it does for what is traced."""
+    try:
+        return kind(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name} must be {expected}, known when the call is compiled; got {value!r}"
+        ) from error
+
+
+def _window(size: Any) -> int:
+    """The size of a window, checked."""
+    size = _known("local_window_size", size, operator.index, "one positive integer")
+    require(size >= 1, f"local_window_size must be at least 1; got {size}")
+    return size
 
 
 def _check_inputs(q: Array, k: Array, v: Array) -> None:
@@ -112,11 +129,10 @@ def _check_inputs(q: Array, k: Array, v: Array) -> None:
         )
 
 
-def _check_index_range(query_length: int, key_length: int, query_offset: int | Array) -> None:
+def _check_index_range(query_length: int, key_length: int, offset: int) -> None:
     """Indices, and distances between them, must be 32-bit integers."""
-    offset = query_offset if isinstance(query_offset, int) else 0
     require(
-        query_length + key_length + abs(offset) < 2**31,
+        query_length + key_length + offset < 2**31,
         f"queries, keys and query_offset together must be below 2**31; got {query_length}, "
         f"{key_length} and {offset}",
     )
@@ -200,7 +216,7 @@ def _segments(
 
 def _ids(name: str, ids: Any, batch: Sequence[int], length: int) -> Array:
     """Segment ids ``[batch..., length]`` as ``[B|1, length]``."""
-    ids = jnp.asarray(ids)
+    ids = as_integers(name, ids)
     require(
         jnp.issubdtype(ids.dtype, jnp.integer), f"segment_ids must be integers; got {ids.dtype}"
     )
@@ -218,35 +234,44 @@ def _bias(
     if bias is None:
         return None
     if not callable(bias):
-        bias = jnp.asarray(bias)
-        require(
-            jnp.issubdtype(bias.dtype, jnp.floating),
-            f"bias must be floating-point (for a boolean, use mask); got {bias.dtype}",
-        )
-        return _broadcastable("bias", bias, batch, pairs)
+        return _broadcastable("bias", _floating("bias", bias), batch, pairs)
     function, heads = bias, pairs[0]
 
     def normalised(query_index: Array, key_index: Array) -> Array:
         sizes = (heads, query_index.shape[0], key_index.shape[0])
-        value = jnp.asarray(function(query_index, key_index))
-        return _broadcastable("the value of the bias function", value, batch, sizes)
+        what = "the value of the bias function"
+        value = _floating(what, function(query_index, key_index))
+        return _broadcastable(what, value, batch, sizes)
 
     jax.eval_shape(normalised, *(jax.ShapeDtypeStruct((n,), jnp.int32) for n in pairs[1:]))
     return normalised
 
 
-def _offset(offset: int | Array, batch: Sequence[int]) -> int | Array:
-    """An int, or int32: a scalar or ``[B]``."""
+def _floating(name: str, bias: Any) -> Array:
+    """The bias as an array; ValueError if it is not floating-point."""
+    require(bias is not None, f"{name} must be a floating-point array; got None")
+    bias = jnp.asarray(bias)
+    require(
+        jnp.issubdtype(bias.dtype, jnp.floating),
+        f"{name} must be floating-point (for a boolean, use mask); got {bias.dtype}",
+    )
+    return bias
+
+
+def _offset(offset: int | Array, batch: Sequence[int]) -> tuple[int | Array, int | None]:
+    """An int, or int32: a scalar or ``[B]``; and the largest distance, None if it is not known."""
     if isinstance(offset, int | np.integer):
-        return int(offset)
-    offset = jnp.asarray(offset)
+        return int(offset), abs(int(offset))
+    values = concrete(offset) if hasattr(offset, "dtype") else None
+    offset = as_integers("query_offset", offset)
     require(
         jnp.issubdtype(offset.dtype, jnp.integer) and _batch_fits(offset.shape, batch),
         f"query_offset must be an integer or one a row, {tuple(batch)}; got shape {offset.shape}, "
         f"{offset.dtype}",
     )
+    farthest = None if values is None else max(abs(int(values.min())), abs(int(values.max())))
     offset = _flatten(offset.astype(jnp.int32), batch, 0)
-    return offset[0] if offset.size == 1 else offset
+    return (offset[0] if offset.size == 1 else offset), farthest
 
 
 def _broadcastable(name: str, x: Array, batch: Sequence[int], pairs: tuple[int, int, int]) -> Array:

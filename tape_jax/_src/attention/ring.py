@@ -2,9 +2,9 @@
 
 Every device keeps its queries and passes keys, values and position states on to its neighbour,
 until each has seen all (ring attention; Liu et al., 2023). A visiting part is attended by the
-blockwise computation of ``chunked``, and merged with what came before
-by its log-sum-exp. The backward pass computes probabilities again; the gradients of keys, values
-and states travel along with them, in the accumulator type. Memory is O(T / devices), and the only
+blockwise computation of ``chunked``, and merged with what came before by the maximum and sum of
+each row. The backward pass computes probabilities again; the gradients of keys, values and states
+travel along with them, in the accumulator type. Memory is O(T / devices), and the only
 collectives are permutations.
 
 Under the causal rule a device with early tokens would have little to do. So tokens are held in
@@ -313,24 +313,31 @@ def _attend(ring: _Ring, host: _Host, visitor: _Visitor) -> Array:
     return _forward(ring, host, visitor)[0]
 
 
+class _Rows(NamedTuple):
+    """Output, largest logit and sum of each row, as in ``chunked.Saved``."""
+
+    out: Array
+    top: Array
+    total: Array
+
+
 class _Saved(NamedTuple):
-    """What the backward pass needs: inputs, output and the log-sum-exp of each row."""
+    """What the backward pass needs: inputs, and what all keys make of each row."""
 
     host: _Host
     visitor: _Visitor
-    out: Array
-    log_sum: Array
+    rows: _Rows
 
 
 def _forward(ring: _Ring, host: _Host, visitor: _Visitor) -> tuple[Array, _Saved]:
     here = lax.axis_index(ring.names)
 
-    def visit(carry: tuple[Array, Array], visitor: _Visitor, device: Array) -> tuple[Array, Array]:
-        def one(carry: tuple[Array, Array], pair: Array) -> tuple[tuple[Array, Array], None]:
+    def visit(carry: _Rows, visitor: _Visitor, device: Array) -> _Rows:
+        def one(carry: _Rows, pair: Array) -> tuple[_Rows, None]:
             arrays = _arrays(ring, host, visitor, pair, here, device)
-            out, saved = chunked.forward(ring.blocks, None, arrays)
+            _, part = chunked.forward(ring.blocks, None, arrays)
             old = jax.tree.map(lambda x: x[pair[0]], carry)
-            merged = _merge(old, (out, saved.log_sum))
+            merged = _merge(old, _Rows(part.out, part.top, part.total))
             return jax.tree.map(lambda all, x: all.at[pair[0]].set(x), carry, merged), None
 
         return lax.scan(one, carry, ring.pairs())[0]
@@ -340,23 +347,24 @@ def _forward(ring: _Ring, host: _Host, visitor: _Visitor) -> tuple[Array, _Saved
         _arrays(ring, host, visitor, jnp.zeros(2, jnp.int32), here, here),
     )[1]
     acc = shape.out.dtype
-    start = (
-        jnp.zeros((CHUNKS, *shape.out.shape), acc),
-        jnp.full((CHUNKS, *shape.log_sum.shape), jnp.finfo(acc).min, acc),
+    start = _Rows(
+        out=jnp.zeros((CHUNKS, *shape.out.shape), acc),
+        top=jnp.full((CHUNKS, *shape.top.shape), jnp.finfo(acc).min, acc),
+        total=jnp.zeros((CHUNKS, *shape.total.shape), acc),
     )
-    out, log_sum = ring.go_round(visit, start, visitor)
-    return out, _Saved(host, visitor, out, log_sum)
+    rows = ring.go_round(visit, start, visitor)
+    return rows.out, _Saved(host, visitor, rows)
 
 
 def _backward(ring: _Ring, saved: _Saved, d_out: Array) -> tuple[_Host, _Visitor]:
-    host, here, acc = saved.host, lax.axis_index(ring.names), saved.out.dtype
+    host, here, acc = saved.host, lax.axis_index(ring.names), saved.rows.out.dtype
     floats = saved.visitor._replace(ids=None)
 
     def visit(carry: tuple[Array, _Visitor], visitor: _Visitor, device: Array) -> Any:
         def one(carry: tuple[Array, _Visitor], pair: Array) -> tuple[tuple[Array, _Visitor], None]:
             query, key = pair
             arrays = _arrays(ring, host, visitor, pair, here, device)
-            part = chunked.Saved(arrays, saved.out[query], saved.log_sum[query])
+            part = chunked.Saved(arrays, *(x[query] for x in saved.rows))
             found = chunked.gradients(ring.blocks, None, part, d_out[query])
             dq, sums = carry
             d_visitor = _split_gradients(floats, found)
@@ -407,8 +415,9 @@ def _split_gradients(visitor: _Visitor, found: chunked.Arrays) -> _Visitor:
     return _Visitor(found.k, found.values[..., :width], d_e, None)
 
 
-def _merge(x: tuple[Array, Array], y: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Attention over two sets of keys, from ``(output, log-sum-exp)`` over each."""
-    log_sum = jnp.logaddexp(x[1], y[1])
-    out = x[0] * jnp.exp(x[1] - log_sum) + y[0] * jnp.exp(y[1] - log_sum)
-    return out, log_sum
+def _merge(x: _Rows, y: _Rows) -> _Rows:
+    """Attention over two sets of keys, from that over each."""
+    top = jnp.maximum(x.top, y.top)
+    x_total, y_total = x.total * jnp.exp(x.top - top), y.total * jnp.exp(y.top - top)
+    total = x_total + y_total
+    return _Rows(x.out * (x_total / total) + y.out * (y_total / total), top, total)
