@@ -92,8 +92,10 @@ def test_wrong_files_are_refused(tmp_path, capsys, change, message):
     path = damaged(tmp_path, "nope_tiny", change)
     with pytest.raises(ValueError, match=message):
         parity.Golden(path)
-    assert parity.main([str(path)]) == 2
-    assert "error:" in capsys.readouterr().err
+    assert parity.main([str(path), str(tmp_path / "none.npz")]) == 2
+    said = capsys.readouterr().err
+    assert said.count("error:") == 2, "the files behind it are looked at, too"
+    assert f"not compared: {path}, {tmp_path / 'none.npz'}" in said
 
 
 def test_unreadable_and_missing_files(tmp_path):
