@@ -533,6 +533,15 @@ def test_lengths_that_are_none(length):
         model.apply({}, random_tokens(2, 4), length=np.array(length))
 
 
+@pytest.mark.parametrize("name", ["tokens", "positions", "segment_ids"])
+def test_64_bit_integers_are_not_cut(name):
+    wide = np.array([[0, 1, 2**32 + 1]])
+    given = {"tokens": np.array([[1, 2, 3]]), name: wide}
+    model = small_model("rope", num_layers=1)
+    with pytest.raises(ValueError, match=f"{name} must fit in int32"):
+        model.apply(random_variables(model), **given)
+
+
 def test_lists_are_named():
     with pytest.raises(ValueError, match="tokens must be an array; got list"):
         small_model("rope", num_layers=1).apply({}, [[1, 2, 3]])

@@ -219,6 +219,27 @@ def test_every_encoding_can_be_split(kind, sizes):
         jax.eval_shape(step, variables, tokens)
 
 
+@pytest.mark.parametrize(
+    ("position", "sizes"),
+    [
+        (positions.Tape(axes=2), {"sequence": 2}),
+        (positions.RandomRope(range=64, each_layer=True), {"data": 2}),
+    ],
+    ids=["coordinates", "a draw for each layer"],
+)
+def test_states_that_are_more_than_one_array_a_token(position, sizes):
+    model, tokens = small_model(position, num_layers=2), TOKENS % 13
+    given = {}
+    if model.encoding.coordinate_axes > 1:
+        given["positions"] = np.stack(np.divmod(np.arange(T), 4), axis=-1)
+    variables = random_variables(model)
+    split = Transformer(model.config, sharding=built(rules=(("vocab", None),), **sizes))
+    expected, found = (
+        jax.jit(functools.partial(m.apply, **given))(variables, tokens) for m in (model, split)
+    )
+    np.testing.assert_allclose(found, expected, atol=1e-5 * max(1, float(jnp.abs(expected).max())))
+
+
 def test_recorded_states_positions_and_segments_keep_their_order():
     """All that is given and returned is in the order of the tokens, on a split sequence too."""
     sharding = built(sequence=2)

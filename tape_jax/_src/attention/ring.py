@@ -313,7 +313,7 @@ def _attend(ring: _Ring, host: _Host, visitor: _Visitor) -> Array:
     return _forward(ring, host, visitor)[0]
 
 
-class _Rows(NamedTuple):
+class _Attended(NamedTuple):
     """Output, largest logit and sum of each row, as in ``chunked.Saved``."""
 
     out: Array
@@ -326,18 +326,18 @@ class _Saved(NamedTuple):
 
     host: _Host
     visitor: _Visitor
-    rows: _Rows
+    rows: _Attended
 
 
 def _forward(ring: _Ring, host: _Host, visitor: _Visitor) -> tuple[Array, _Saved]:
     here = lax.axis_index(ring.names)
 
-    def visit(carry: _Rows, visitor: _Visitor, device: Array) -> _Rows:
-        def one(carry: _Rows, pair: Array) -> tuple[_Rows, None]:
+    def visit(carry: _Attended, visitor: _Visitor, device: Array) -> _Attended:
+        def one(carry: _Attended, pair: Array) -> tuple[_Attended, None]:
             arrays = _arrays(ring, host, visitor, pair, here, device)
             _, part = chunked.forward(ring.blocks, None, arrays)
             old = jax.tree.map(lambda x: x[pair[0]], carry)
-            merged = _merge(old, _Rows(part.out, part.top, part.total))
+            merged = _merge(old, _Attended(part.out, part.top, part.total))
             return jax.tree.map(lambda all, x: all.at[pair[0]].set(x), carry, merged), None
 
         return lax.scan(one, carry, ring.pairs())[0]
@@ -347,7 +347,7 @@ def _forward(ring: _Ring, host: _Host, visitor: _Visitor) -> tuple[Array, _Saved
         _arrays(ring, host, visitor, jnp.zeros(2, jnp.int32), here, here),
     )[1]
     acc = shape.out.dtype
-    start = _Rows(
+    start = _Attended(
         out=jnp.zeros((CHUNKS, *shape.out.shape), acc),
         top=jnp.full((CHUNKS, *shape.top.shape), jnp.finfo(acc).min, acc),
         total=jnp.zeros((CHUNKS, *shape.total.shape), acc),
@@ -415,9 +415,9 @@ def _split_gradients(visitor: _Visitor, found: chunked.Arrays) -> _Visitor:
     return _Visitor(found.k, found.values[..., :width], d_e, None)
 
 
-def _merge(x: _Rows, y: _Rows) -> _Rows:
+def _merge(x: _Attended, y: _Attended) -> _Attended:
     """Attention over two sets of keys, from that over each."""
     top = jnp.maximum(x.top, y.top)
     x_total, y_total = x.total * jnp.exp(x.top - top), y.total * jnp.exp(y.top - top)
     total = x_total + y_total
-    return _Rows(x.out * (x_total / total) + y.out * (y_total / total), top, total)
+    return _Attended(x.out * (x_total / total) + y.out * (y_total / total), top, total)

@@ -14,7 +14,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from tape_jax._src.algebra import at_least_float32
+from tape_jax._src.algebra import at_least_float32, precise_einsum
 from tape_jax._src.checks import require, set_field
 from tape_jax._src.config import ModelConfig
 from tape_jax._src.positions.additive import sinusoids
@@ -24,7 +24,6 @@ from tape_jax._src.positions.mixing import (
     mix_attended,
     mix_heads,
     mixing_matrix,
-    precise_einsum,
     scaled_mix,
 )
 from tape_jax._src.positions.norms import normalize

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tape_jax._src.algebra import at_least_float32
+from tape_jax._src.algebra import at_least_float32, precise_einsum
 from tape_jax._src.sharding import Axes, Sharding
 
 Array = jax.Array
@@ -27,7 +27,6 @@ ACTIVATIONS = {
 
 
 # By default GPUs and TPUs round the operands of products in float32, states too.
-precise_einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 def scaled_mix(mix: Array, alpha: float | Array) -> Array:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from tape_jax._src.algebra import at_least_float32
-from tape_jax._src.positions.mixing import precise_einsum
+from tape_jax._src.algebra import at_least_float32, precise_einsum
 
 Array = jax.Array
 

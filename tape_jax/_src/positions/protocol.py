@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tape_jax._src.algebra import at_least_float32
-from tape_jax._src.checks import concrete, require
+from tape_jax._src.checks import as_integers, concrete, require
 from tape_jax._src.config import ModelConfig
 from tape_jax._src.sharding import Sharding
 
@@ -86,7 +86,7 @@ def as_positions(positions: Any) -> Array:
     Raises:
       ValueError: if they are neither integers nor floats.
     """
-    positions = jnp.asarray(positions)
+    positions = as_integers("positions", positions)
     if jnp.issubdtype(positions.dtype, jnp.floating):
         return positions.astype(at_least_float32(positions.dtype))
     require(
