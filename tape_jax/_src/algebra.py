@@ -26,7 +26,7 @@ import jax.numpy as jnp
 Array = jax.Array
 Shaped = Array | jax.ShapeDtypeStruct
 
-# States are positions: products with them are not rounded to bfloat16 or to TF32.
+# By default TPUs and GPUs round the operands of products in float32, and with them positions.
 precise_einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 

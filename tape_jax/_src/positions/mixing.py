@@ -26,9 +26,6 @@ ACTIVATIONS = {
 }
 
 
-# By default GPUs and TPUs round the operands of products in float32, states too.
-
-
 def scaled_mix(mix: Array, alpha: float | Array) -> Array:
     """``mix [H_q]`` or ``[H_kv, H_q]`` times ``alpha``, a scalar or ``[H_kv]``."""
     if mix.ndim == 2:
