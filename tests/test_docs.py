@@ -37,6 +37,7 @@ PAGES = sorted(
 )
 # Pages whose code takes more than a few seconds.
 SLOW = {
+    "docs/howto/backend.md",
     "docs/howto/accelerators.md",
     "docs/howto/context.md",
     "docs/howto/encoding.md",

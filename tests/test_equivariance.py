@@ -126,7 +126,7 @@ def run(layer: Layer, is_causal: bool):
             options["mask"] = inputs["mask"]
         o, a = tape.attention(q, k, inputs["v"], state=e, **options)
         new = tape.update_state(
-            params,
+            {name: x for name, x in params.items() if name != "alpha"},
             e,
             a,
             inputs["x"],

@@ -279,7 +279,8 @@ def test_remat_policies():
     assert callable(remat_policy("dots"))
 
 
-@pytest.mark.parametrize("scan_layers", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("scan_layers", [True, False])
 def test_attention_maps(scan_layers):
     """Maps are rows of probabilities that no later token enters; without asking there are none."""
     config = dataclasses.replace(CONFIG, num_layers=3, scan_layers=scan_layers)

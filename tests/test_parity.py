@@ -44,6 +44,7 @@ def damaged(tmp_path: Path, name: str, change) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_command_line_reports_each_quantity_and_fails_past_tolerance(tmp_path, capsys):
     def change(arrays):
         arrays["f64/cos_2"] = arrays["f64/cos_2"] + 1e-6

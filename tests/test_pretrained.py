@@ -104,7 +104,9 @@ class TestAgainstTransformers:
         np.testing.assert_allclose(logits, expected["logits_f64"], atol=1e-5)
 
     @pytest.mark.usefixtures("x64")
-    @pytest.mark.parametrize("case", sorted({name.split("/")[0] for name in SCALINGS.files}))
+    @pytest.mark.parametrize(
+        "case", mostly_slow(sorted({n.split("/")[0] for n in SCALINGS.files}), "both_forms")
+    )
     def test_every_form_of_rotary_parameters(self, case, copy):
         path = copy()
         (path / "config.json").write_text(str(SCALINGS[f"{case}/config"]))

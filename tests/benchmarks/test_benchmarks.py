@@ -113,6 +113,7 @@ def test_ratios_of_steps():
     assert row["tokens/s"] == "11"
 
 
+@pytest.mark.slow
 def test_step_learns():
     """What is timed is training: the loss of a batch seen again and again falls."""
     config = dataclasses.replace(train_step.PRESETS["tiny"].model, position="tape")

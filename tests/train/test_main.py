@@ -94,6 +94,7 @@ def test_eval(own, capsys):
     assert str(own / "evaluation_exact_match.png") in out
 
 
+@pytest.mark.slow
 def test_eval_on_a_mesh(own):
     """By request, or because the run was trained on one that fits the devices here."""
     evaluation = own / "evaluation.json"

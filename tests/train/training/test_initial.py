@@ -45,6 +45,7 @@ class Crash(Exception):
     pass
 
 
+@pytest.mark.slow
 def test_starts_from_the_last_parameters_with_a_new_optimiser(first, tmp_path, monkeypatch):
     source = shutil.copytree(first, tmp_path / "rope")
     # The name of the encoding completes the folder's.

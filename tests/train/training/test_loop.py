@@ -349,6 +349,7 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch():
 
 
 @pytest.mark.parametrize("chunked", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_routers_add_their_losses_to_what_is_minimised(monkeypatch, chunked):
     """To the gradient, not to the reported loss; every part of a batch is balanced by itself."""
     experts = Experts(3, balance=0.5, z=0.25)
