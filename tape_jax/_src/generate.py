@@ -26,7 +26,7 @@ from tape_jax._src.cache import (
     check_length,
     init_cache,
 )
-from tape_jax._src.checks import concrete, require
+from tape_jax._src.checks import as_integers, concrete, require
 from tape_jax._src.model import (
     Transformer,
 )
@@ -230,7 +230,7 @@ def prefill(
 
 
 def _check_lengths(lengths: Any, batch: int, longest: int) -> Array:
-    lengths = jnp.asarray(lengths)
+    lengths = as_integers("lengths", lengths)
     known = concrete(lengths)
     fits = known is None or bool(((known >= 0) & (known <= longest)).all())
     require(
@@ -312,7 +312,7 @@ def decode(
     """
     max_new_tokens = _positive("max_new_tokens", max_new_tokens)
     batch = cache.tokens.shape[0]
-    token = jnp.asarray(token)
+    token = as_integers("token", token)
     require(
         token.shape == (batch,) and jnp.issubdtype(token.dtype, jnp.integer),
         f"token must be integers of shape ({batch},), one a row; got {token.dtype} of shape "
