@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 
-from tape_jax._src.algebra import at_least_float32
+from tape_jax._src.algebra import at_least_32_bits, at_least_float32
 from tape_jax._src.checks import require
 from tape_jax._src.config import Experts
 from tape_jax._src.sharding import Sharding, constrain
@@ -63,9 +63,7 @@ def cross_entropy(
     )  # fmt: skip
     require(chunk is None or chunk > 0, f"chunk must be positive; got {chunk}")
     require(hidden.size > 0, f"there are no tokens: hidden has shape {hidden.shape}")
-    if targets.dtype.itemsize < 4:
-        # The size of the vocabulary may be no number of their type.
-        targets = targets.astype(jnp.int32)
+    targets = at_least_32_bits(targets)
     parts = 1 if sharding is None else sharding.shards("sequence")
     rows = max(targets.size // length, 1) * parts
     own = length // parts

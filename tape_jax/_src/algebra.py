@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,16 @@ Shaped = Array | jax.ShapeDtypeStruct
 
 # By default TPUs and GPUs round the operands of products in float32, and with them positions.
 precise_einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+
+
+def float_type(dtype: Any) -> jnp.dtype:
+    """The given type, or jax's default float for None: float64 where 64-bit types are enabled."""
+    return jnp.zeros(()).dtype if dtype is None else jnp.dtype(dtype)
+
+
+def at_least_32_bits(x: Array) -> Array:
+    """Integers of a type that has numbers for sizes: of a table, or of a vocabulary."""
+    return x.astype(jnp.int32) if x.dtype.itemsize < 4 else x
 
 
 def at_least_float32(dtype) -> jnp.dtype:

@@ -85,8 +85,8 @@ def concrete(x: Any) -> np.ndarray | None:
     return np.asarray(x)
 
 
-def as_integers(what: str, value: Any) -> jax.Array:
-    """``jnp.asarray(value)``; ValueError if it would cut integers to fewer bits.
+def require_whole(what: str, value: Any) -> None:
+    """Raises ValueError if ``jnp.asarray(value)`` would cut integers to fewer bits.
 
     It does so to arrays of numpy's 64-bit integers while 64-bit types are disabled.
     """
@@ -98,6 +98,11 @@ def as_integers(what: str, value: Any) -> jax.Array:
             f"{what} must fit in {limits.dtype}, as 64-bit types are disabled; got values from "
             f"{low} to {high}",
         )
+
+
+def as_integers(what: str, value: Any) -> jax.Array:
+    """``jnp.asarray(value)``; ValueError if it would cut integers to fewer bits."""
+    require_whole(what, value)
     try:
         return jnp.asarray(value)
     except OverflowError as error:

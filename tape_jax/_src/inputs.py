@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from tape_jax._src.cache import Cache, check_length
-from tape_jax._src.checks import as_integers, concrete, require
+from tape_jax._src.checks import concrete, require, require_whole
 from tape_jax._src.config import ModelConfig
 from tape_jax._src.layers import splits_sequence
 from tape_jax._src.positions.protocol import State
@@ -36,7 +36,7 @@ def check_inputs(
             f"{name} must be an array; got {type(x).__name__}",
         )
         if x is not None:
-            as_integers(name, x)
+            require_whole(name, x)
     if not jnp.issubdtype(tokens.dtype, jnp.integer) or tokens.ndim < 1:
         raise ValueError(
             f"tokens must be integers [..., T]; got {tokens.dtype} of shape {tokens.shape}"

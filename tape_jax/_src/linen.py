@@ -6,8 +6,8 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 
+from tape_jax._src.algebra import float_type
 from tape_jax._src.checks import require_x64
 from tape_jax._src.positions import update_state
 from tape_jax._src.positions.tape import update_params
@@ -78,7 +78,7 @@ class UpdateState(nn.Module):
             attention_mix=self.attention_mix,
             mlp_mix=self.mlp_mix,
         )
-        dtype = jnp.zeros(()).dtype if self.param_dtype is None else self.param_dtype
+        dtype = float_type(self.param_dtype)
         require_x64(param_dtype=dtype)
         params = {
             name: self.param(name, spec.init, spec.shape, dtype) for name, spec in specs.items()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,10 +26,28 @@ def without_padding(x: Array, segment_ids: Array | None, *, axes: int = 1) -> Ar
 
 def places(segment_ids: Array) -> Array:
     """How many earlier tokens of the row have a token's own id, int32 ``[..., T]``."""
+
+    def count(ids: Array) -> Array:
+        return steps_since(jnp.diff(ids, axis=ids.ndim - 1, prepend=ids[..., :1]) != 0)
+
+    return side_by_side(count, segment_ids)
+
+
+def side_by_side(function: Callable[..., Array], segment_ids: Array, *arrays: Array) -> Array:
+    """``function(ids, *arrays)`` of rows in which each segment's tokens stand side by side.
+
+    Args:
+      function: of arrays ``[..., T]``; so is its result, which is put back into the given order.
+      segment_ids: ``[..., T]``.
+      *arrays: of the same shape.
+    """
     axis = segment_ids.ndim - 1
     order = jnp.argsort(segment_ids, axis=axis, stable=True)
-    grouped = jnp.take_along_axis(segment_ids, order, axis=axis)
-    index = jnp.broadcast_to(np.arange(segment_ids.shape[-1], dtype=np.int32), grouped.shape)
-    begins = jnp.diff(grouped, axis=axis, prepend=grouped[..., :1]) != 0
-    place = index - jax.lax.cummax(jnp.where(begins, index, 0), axis=axis)
-    return jnp.take_along_axis(place, jnp.argsort(order, axis=axis), axis=axis)
+    sorted_ = [jnp.take_along_axis(x, order, axis=axis) for x in (segment_ids, *arrays)]
+    return jnp.take_along_axis(function(*sorted_), jnp.argsort(order, axis=axis), axis=axis)
+
+
+def steps_since(begins: Array) -> Array:
+    """How many steps ago along ``[..., T]`` one last began, the first one at the latest; int32."""
+    index = jnp.broadcast_to(np.arange(begins.shape[-1], dtype=np.int32), begins.shape)
+    return index - jax.lax.cummax(jnp.where(begins, index, 0), axis=begins.ndim - 1)

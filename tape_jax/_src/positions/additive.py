@@ -14,6 +14,7 @@ from tape_jax._src import algebra
 from tape_jax._src.checks import require, set_field
 from tape_jax._src.config import ModelConfig
 from tape_jax._src.positions.protocol import Encoding, Param, check_indices, table_rows
+from tape_jax._src.segments import side_by_side, steps_since
 
 Array = jax.Array
 
@@ -116,16 +117,15 @@ class Abacus(Learned):
         return None
 
     def coordinates(self, tokens: Array, positions: Array, segment_ids: Array | None = None):
-        is_digit, axis = jnp.isin(tokens, jnp.asarray(self.digits)), tokens.ndim - 1
+        is_digit = jnp.isin(tokens, jnp.asarray(self.digits))
         if segment_ids is None:
             return _places_in_runs(is_digit, _previous(is_digit, False))
-        ids = jnp.broadcast_to(segment_ids, tokens.shape)
-        # Each segment's tokens side by side, whatever stands between them.
-        order = jnp.argsort(ids, axis=axis, stable=True)
-        is_digit, ids = (jnp.take_along_axis(x, order, axis=axis) for x in (is_digit, ids))
-        goes_on = _previous(is_digit, False) & (ids == _previous(ids, 0))
-        place = _places_in_runs(is_digit, goes_on)
-        return jnp.take_along_axis(place, jnp.argsort(order, axis=axis), axis=axis)
+
+        def within(ids: Array, is_digit: Array) -> Array:
+            goes_on = _previous(is_digit, False) & (ids == _previous(ids, 0))
+            return _places_in_runs(is_digit, goes_on)
+
+        return side_by_side(within, jnp.broadcast_to(segment_ids, tokens.shape), is_digit)
 
     def embed(self, params, coordinates, config: ModelConfig, key):
         what = f"{self.kind}: places within a number"
@@ -141,10 +141,7 @@ class Abacus(Learned):
 
 def _places_in_runs(is_digit: Array, goes_on: Array) -> Array:
     """1, 2, ... from each digit on that does not go on with a number; 0 for all but digits."""
-    index = jnp.arange(is_digit.shape[-1])
-    begins = is_digit & ~goes_on
-    first = jax.lax.cummax(jnp.where(begins, index, 0), axis=is_digit.ndim - 1)
-    return jnp.where(is_digit, index - first + 1, 0)
+    return jnp.where(is_digit, steps_since(is_digit & ~goes_on) + 1, 0)
 
 
 def _previous(x: Array, first: Any) -> Array:

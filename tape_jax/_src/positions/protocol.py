@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tape_jax._src.algebra import at_least_float32
+from tape_jax._src.algebra import at_least_32_bits, at_least_float32
 from tape_jax._src.checks import as_integers, concrete, require
 from tape_jax._src.config import ModelConfig
 from tape_jax._src.sharding import Sharding
@@ -73,9 +73,7 @@ def table_rows(what: str, table: Array, index: Array) -> Array:
     """
     size = table.shape[0]
     check_indices(what, index, size)
-    if index.dtype.itemsize < 4:
-        # The size may be no number of their type.
-        index = index.astype(jnp.int32)
+    index = at_least_32_bits(index)
     inside = (index >= 0) & (index < size)
     return jnp.where(inside[..., None], table[jnp.where(inside, index, 0)], jnp.nan)
 

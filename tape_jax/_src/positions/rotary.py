@@ -131,7 +131,7 @@ def angles(
     if length is None:
         length = positions.shape[-1 if axes == 1 else -2]
     require_x64(dtype=dtype)
-    wanted = jnp.dtype(dtype) if dtype is not None else jnp.zeros(()).dtype
+    wanted = algebra.float_type(dtype)
     compute = algebra.at_least_float32(
         jnp.promote_types(wanted, positions.dtype)
         if jnp.issubdtype(positions.dtype, jnp.floating)
@@ -208,7 +208,7 @@ def rotary_state(
     )
     e = jnp.concatenate([jnp.cos(theta), jnp.sin(theta)], axis=-1)
     e = e * (scaling or RopeScaling()).state_magnitude
-    return e.astype(dtype if dtype is not None else jnp.zeros(()).dtype)
+    return e.astype(algebra.float_type(dtype))
 
 
 @dataclasses.dataclass(frozen=True)

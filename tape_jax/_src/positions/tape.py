@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tape_jax._src.algebra import align_state, at_least_float32, check_state
+from tape_jax._src.algebra import align_state, at_least_float32, check_state, float_type
 from tape_jax._src.checks import choose, positive, require, require_x64, set_field
 from tape_jax._src.config import ModelConfig, RopeScaling
 from tape_jax._src.positions.mixing import (
@@ -80,7 +80,7 @@ def tensor_state(
     if l < 1 or r < 1 or head_dim % l:
         raise ValueError(f"l must divide the head dimension: got l={l}, r={r}, head_dim={head_dim}")
     blocks = head_dim // l
-    dtype = jnp.zeros(()).dtype if dtype is None else dtype
+    dtype = float_type(dtype)
     require_x64(dtype=dtype)
     if start is not None:
         time = jnp.shape(positions) if axes == 1 else jnp.shape(positions)[:-1]
@@ -187,7 +187,7 @@ def init_update(
       ``mix [H_q]`` or ``[H_kv, H_q]``, ``wx [hidden, P]``, ``up [P, H_kv]``, ``down [H_kv, P]``;
       those that the options leave out are absent.
     """
-    dtype = jnp.zeros(()).dtype if dtype is None else dtype
+    dtype = float_type(dtype)
     require_x64(dtype=dtype)
     specs = update_params(
         hidden_size,
