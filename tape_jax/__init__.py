@@ -6,7 +6,7 @@ What is public is here and in the modules beside this file; ``_src`` may change 
 from tape_jax import adapt, losses, positions, sharding
 from tape_jax._src.adapt.methods import add_tape
 from tape_jax._src.algebra import rotate, transform
-from tape_jax._src.attention import AttentionPlan, attention, attention_plan
+from tape_jax._src.attention import AttentionPlan, AttentionRows, attention, attention_plan
 from tape_jax._src.cache import Cache, grow_cache, init_cache
 from tape_jax._src.config import Experts, Lora, ModelConfig, RopeScaling
 from tape_jax._src.generate import (
@@ -27,6 +27,7 @@ __version__ = "0.2.0.dev0"
 
 __all__ = [
     "AttentionPlan",
+    "AttentionRows",
     "Cache",
     "Experts",
     "Lora",

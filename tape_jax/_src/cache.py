@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from tape_jax._src import algebra
 from tape_jax._src.checks import choose, positive, require, require_x64
 from tape_jax._src.config import ModelConfig
-from tape_jax._src.positions.protocol import as_length, default_positions
+from tape_jax._src.positions.layer import Layer
+from tape_jax._src.positions.protocol import Param, as_length, default_positions
 from tape_jax._src.segments import PADDING, places, without_padding
 
 if TYPE_CHECKING:
@@ -34,11 +35,13 @@ class LayerCache:
       k: rotated keys ``[B, H_kv, S, D]`` (``M * R`` wide in tensor form).
       v: values ``[B, H_kv, S, D]``.
       e: position states, ``[B, H_kv, S, D]`` or ``[B, H_kv, S, M, L, R]``; None unless attended.
+      kept: what else the encoding keeps of each token, by name, ``[B, heads, S, ...]``.
     """
 
     k: Array
     v: Array
     e: Array | None
+    kept: dict[str, Array] = flax.struct.field(default_factory=dict)
 
 
 @flax.struct.dataclass
@@ -57,6 +60,7 @@ class Cache:
       key: random key of the encoding's draw, or None for its fixed draw.
       length: int32 ``[B]``, for how many tokens of each sequence random positions are drawn and
         dynamic scaling is fixed, or None for the capacity.
+      kept: what the encoding keeps of each token's embedding, by name, ``[B, heads, S, ...]``.
     """
 
     index: Array
@@ -66,6 +70,7 @@ class Cache:
     layers: tuple[LayerCache, ...]
     key: Array | None = None
     length: Array | None = None
+    kept: dict[str, Array] = flax.struct.field(default_factory=dict)
 
     @property
     def capacity(self) -> int:
@@ -75,7 +80,7 @@ class Cache:
     @property
     def nbytes(self) -> int:
         """Size of everything that grows with the capacity, in bytes."""
-        arrays = (self.tokens, self.positions, self.segment_ids, self.layers)
+        arrays = (self.tokens, self.positions, self.segment_ids, self.layers, self.kept)
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
 
 
@@ -121,7 +126,7 @@ def init_cache(
     choose("position_dtype", jnp.dtype(position_dtype).name, ("int32", "float32", "float64"))
     if length is not None:
         length = jnp.broadcast_to(jnp.int32(as_length(length, (batch_size,))), (batch_size,))
-    layers = _layers(model, batch_size, capacity, jnp.dtype(dtype or c.dtype).name)
+    layers, kept = _layers(model, batch_size, capacity, jnp.dtype(dtype or c.dtype).name)
 
     def slots(dtype: Any = jnp.int32) -> Array:
         return jnp.zeros((batch_size, capacity), dtype)
@@ -131,10 +136,15 @@ def init_cache(
         tokens=slots(),
         positions=slots(position_dtype),
         segment_ids=slots(),
-        layers=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), layers),
+        layers=_empty(layers),
         key=key,
         length=length,
+        kept=_empty(kept),
     )
+
+
+def _empty(shapes: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
 def check_cache(model: Transformer, cache: Cache) -> None:
@@ -144,7 +154,7 @@ def check_cache(model: Transformer, cache: Cache) -> None:
         names = jax.tree_util.tree_leaves_with_path(layers)
         return ", ".join(f"{jax.tree_util.keystr(path)} {x.shape}" for path, x in names)
 
-    given = shapes(cache.layers)
+    given = shapes((cache.layers, cache.kept))
     expected = shapes(_layers(model, len(cache.tokens), cache.capacity, model.config.dtype))
     require(
         given == expected,
@@ -154,8 +164,8 @@ def check_cache(model: Transformer, cache: Cache) -> None:
 
 def _layers(
     model: Transformer, batch_size: int, capacity: int, dtype: str
-) -> tuple[LayerCache, ...]:
-    """What the layers of a cache are: ShapeDtypeStructs in place of arrays."""
+) -> tuple[tuple[LayerCache, ...], dict[str, Any]]:
+    """What the layers of a cache are, and its ``kept``: ShapeDtypeStructs in place of arrays."""
     blocks = tuple(model.blocks)
     return _layers_of(model.config, blocks, model.state_dtype.name, batch_size, capacity, dtype)
 
@@ -168,30 +178,58 @@ def _layers_of(
     batch_size: int,
     capacity: int,
     dtype: str,
-) -> tuple[LayerCache, ...]:
-    encoding = config.position
+) -> tuple[tuple[LayerCache, ...], dict[str, Any]]:
+    encoding, shape = config.position, jax.ShapeDtypeStruct
+    tokens = (batch_size, capacity)
+    x = shape((*tokens, config.hidden_size), config.dtype)
+    positions = shape(tokens, jnp.int32)
 
-    def key_state(p: Array) -> Array | None:
-        start = encoding.start(p, config, length=capacity, dtype=jnp.dtype(state_dtype))
+    def parameters(specs: dict[str, Param]) -> dict[str, Any]:
+        return {name: shape(spec.shape, config.param_dtype) for name, spec in specs.items()}
+
+    def kept(find: Any, params: Any, *heads: Any) -> dict[str, Any]:
+        """What the encoding keeps of the tokens that enter a layer."""
+
+        def run(
+            params: Any, x: Array, positions: Array, q: Any = None, k: Any = None
+        ) -> dict[str, Array]:
+            layer = Layer(x, positions, None, True, config, q=q, k=k)
+            find(params, layer)
+            return layer.new
+
+        return jax.eval_shape(run, params, x, positions, *heads)
+
+    def key_state(p: Array, x: Array, params: Any) -> Array | None:
+        start = encoding.start_from_embeddings(params, Layer(x, p, None, True, config))
+        if start is None:
+            start = encoding.start(p, config, length=capacity, dtype=jnp.dtype(state_dtype))
         return encoding.rotation(encoding.carry(start, p.shape, config))[1]
 
-    e = jax.eval_shape(key_state, jax.ShapeDtypeStruct((batch_size, capacity), jnp.int32))
-    head = jax.ShapeDtypeStruct((batch_size, capacity, config.kv_heads, config.dim), dtype)
+    begins = parameters(encoding.input_params(config))
+    e = jax.eval_shape(key_state, positions, x, begins)
+    q = shape((*tokens, config.num_heads, config.dim), dtype)
+    head = shape((*tokens, config.kv_heads, config.dim), dtype)
     rotated = head if e is None else jax.eval_shape(algebra.rotate, head, e)
 
-    def stack(n: int, like: jax.ShapeDtypeStruct, dtype: Any) -> Any:
-        batch, slots, heads, *tail = like.shape
-        return jax.ShapeDtypeStruct((n, batch, heads, slots, *tail), dtype)
+    def slots(like: jax.ShapeDtypeStruct, *n: int) -> Any:
+        """Heads before time; ``n`` layers."""
+        batch, time, heads, *tail = like.shape
+        return shape((*n, batch, heads, time, *tail), like.dtype)
 
     def layer(updates: bool, n: int) -> LayerCache:
         keeps_state = updates and encoding.attends_state and e is not None
+        params = parameters(encoding.layer_params(config, updates=updates))
+        more = kept(encoding.layer_terms, params, q, head)
         return LayerCache(
-            k=stack(n, rotated, dtype),
-            v=stack(n, head, dtype),
-            e=stack(n, e, e.dtype) if keeps_state else None,
+            k=slots(shape(rotated.shape, dtype), n),
+            v=slots(head, n),
+            e=slots(e, n) if keeps_state else None,
+            kept={name: slots(x, n) for name, x in more.items()},
         )
 
-    return tuple(layer(updates, stop - start) for start, stop, updates in blocks)
+    layers = tuple(layer(updates, stop - start) for start, stop, updates in blocks)
+    first = kept(encoding.start_from_embeddings, begins)
+    return layers, {name: slots(x) for name, x in first.items()}
 
 
 def grow_cache(model: Transformer, cache: Cache, capacity: int) -> Cache:
@@ -233,6 +271,7 @@ def grow_cache(model: Transformer, cache: Cache, capacity: int) -> Cache:
         positions=grow(cache.positions, 1),
         segment_ids=grow(cache.segment_ids, 1),
         layers=jax.tree.map(functools.partial(grow, axis=3), cache.layers),
+        kept=jax.tree.map(functools.partial(grow, axis=2), cache.kept),
     )
 
 
@@ -324,16 +363,28 @@ def _last(x: Array, chosen: Array) -> tuple[Array, Array]:
     return last[..., 0], slot[..., 0] >= 0
 
 
-def entries(cache: LayerCache, k: Array, v: Array, e: Array | None) -> LayerCache:
-    """Keys, values and states of new tokens ``[B, T, H, ...]`` in the form of a cache."""
+def entries(
+    cache: LayerCache, k: Array, v: Array, e: Array | None, kept: dict[str, Array]
+) -> LayerCache:
+    """Keys, values, states and the rest of new tokens ``[B, T, H, ...]`` in the form of a cache."""
+    state = None if cache.e is None or e is None else _as_slots(cache.e, e)
+    more = {name: _as_slots(old, kept[name]) for name, old in cache.kept.items()}
+    return LayerCache(k=_as_slots(cache.k, k), v=_as_slots(cache.v, v), e=state, kept=more)
 
-    def like(old: Array, new: Array) -> Array:
-        new = jnp.swapaxes(new, -old.ndim + 1, -old.ndim + 2)
-        shape = (*old.shape[:2], new.shape[-old.ndim + 2], *old.shape[3:])
-        return jnp.broadcast_to(new, shape).astype(old.dtype)
 
-    state = None if cache.e is None or e is None else like(cache.e, e)
-    return LayerCache(k=like(cache.k, k), v=like(cache.v, v), e=state)
+def _as_slots(old: Array, new: Array) -> Array:
+    """``new [B, T, H, ...]`` in the form of ``old [B, H, S, ...]``."""
+    new = jnp.swapaxes(new, -old.ndim + 1, -old.ndim + 2)
+    shape = (*old.shape[:2], new.shape[-old.ndim + 2], *old.shape[3:])
+    return jnp.broadcast_to(new, shape).astype(old.dtype)
+
+
+def keep(cache: Cache, new: dict[str, Array], index: Array | int) -> dict[str, Array]:
+    """``Cache.kept`` with what new tokens, ``[B, T, H, ...]``, add from the slot ``index`` on."""
+    return {
+        name: jax.lax.dynamic_update_slice_in_dim(old, _as_slots(old, new[name]), index, axis=2)
+        for name, old in cache.kept.items()
+    }
 
 
 def with_entries(cache: LayerCache, new: LayerCache, index: Array | int) -> LayerCache:

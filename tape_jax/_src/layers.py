@@ -7,6 +7,7 @@ dimension.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,10 +20,12 @@ import jax.numpy as jnp
 from tape_jax._src import algebra, experts
 from tape_jax._src.attention import attention
 from tape_jax._src.attention.shifted_groups import shifted_group_attention
-from tape_jax._src.cache import LayerCache, entries, with_entries
+from tape_jax._src.attention.zigzag import from_zigzag, to_zigzag
+from tape_jax._src.cache import Cache, LayerCache, entries, with_entries
 from tape_jax._src.checks import require
 from tape_jax._src.config import Lora, ModelConfig
 from tape_jax._src.parameters import create, declare, gathered_product, kernel_std, lora_params
+from tape_jax._src.positions.layer import Layer, Order
 from tape_jax._src.positions.protocol import Encoding, Param, State
 from tape_jax._src.sharding import Axes, Sharding, constrain
 
@@ -213,16 +216,25 @@ class Attention(nn.Module):
 
         q = heads("q", c.num_heads, "heads")
         k, v = (heads(name, c.kv_heads, "kv_heads") for name in ("k", "v"))
-        query_state, e = self.encoding.rotation(state)
+        layer = entered_layer(context, c, x, self.sharding, cache, q=q, k=k)
+        terms = self.encoding.layer_terms(params, layer)
+        rotations = self.encoding.rotation(state)
+        query_state, e = rotations if terms.state is None else (terms.state, terms.state)
         options: dict[str, Any] = {}
         if cache is not None:
             if e is not None:
                 k = algebra.rotate(k, e)
                 options = {"keys_rotated": True}
-            new = entries(cache, k, v, e)
+            new = entries(cache, k, v, e, layer.new)
             seen = with_entries(cache, new, context.index)
+            rewritten = seen
+            if terms.rewritten_keys is not None:
+                keys = terms.rewritten_keys(seen.k)
+                rewritten = dataclasses.replace(seen, k=keys)
+                seen = rewritten if terms.logits_fn is None else seen
             # Returned from a scan, the cache would be copied as a whole.
-            cache = new if c.scan_layers else seen
+            in_scan = c.scan_layers and not self.encoding.rewrites_keys
+            cache = new if in_scan else rewritten
             seen = jax.tree.map(lambda x: x.swapaxes(1, 2), seen)
             k, v, e = seen.k, seen.v, seen.e
         options |= {
@@ -233,7 +245,12 @@ class Attention(nn.Module):
             "segment_ids": context.segment_ids,
             "mask": context.mask,
             "local_window_size": c.local_window_size,
-            "bias": self._bias(params, context.positions),
+            "bias": terms.bias,
+            **{
+                name: value
+                for name, value in terms._asdict().items()
+                if name in ("log_decay", "logits_fn", "weights_fn") and value is not None
+            },
         }
         attend: Callable[..., tuple[Array, Array | None]] = attention
         wants_maps = self.is_mutable_collection("maps") and not self.is_initializing()
@@ -277,12 +294,33 @@ class Attention(nn.Module):
         out = linear("out", c.hidden_size, ("heads", "embed"), residual=True)(out)
         return out, attended, cache
 
-    def _bias(self, params: dict[str, Array], positions: Array) -> Callable | None:
-        if not self.encoding.biases:
-            return None
-        return lambda i, j: self.encoding.pair_bias(
-            params, positions[..., i], positions[..., j], self.config
-        )
+
+def entered_layer(
+    context: Context,
+    config: ModelConfig,
+    x: Array,
+    sharding: Sharding | None,
+    cache: LayerCache | Cache | None,
+    q: Array | None = None,
+    k: Array | None = None,
+) -> Layer:
+    """What an encoding is given of a layer that ``x`` enters, with what ``cache`` keeps of it."""
+    order = None
+    if sharding is not None and splits_sequence(sharding):
+        order = Order(*(functools.partial(f, sharding) for f in (from_zigzag, to_zigzag)))
+    return Layer(
+        x,
+        context.positions,
+        context.segment_ids,
+        context.is_causal,
+        config,
+        q=q,
+        k=k,
+        kept=None if cache is None else cache.kept,
+        cached_keys=getattr(cache, "k", None),
+        index=context.index,
+        order=order,
+    )
 
 
 @flax.struct.dataclass

@@ -19,6 +19,7 @@ from tape_jax._src.cache import (
     Cache,
     append,
     check_cache,
+    keep,
     write_cache,
 )
 from tape_jax._src.checks import choose, require, require_x64
@@ -31,6 +32,7 @@ from tape_jax._src.layers import (
     Linear,
     RMSNorm,
     constrain_state,
+    entered_layer,
     pack_state,
     remat_policy,
     runs,
@@ -302,7 +304,9 @@ class Transformer(nn.Module):
         if added is not None:
             h = h + added.astype(c.dtype)
         h = constrain(sharding, h, "batch", "sequence", "hidden")
-        state = initial_state
+        layer = entered_layer(context, c, h, sharding, cache)
+        made = encoding.start_from_embeddings(params, layer)
+        state = made if initial_state is None else initial_state
         lead = positions.ndim - (encoding.coordinate_axes > 1)
         if 1 < lead < tokens.ndim:  # A state has all batch axes, or none.
             positions = jnp.expand_dims(positions, tuple(range(tokens.ndim - lead)))
@@ -338,7 +342,8 @@ class Transformer(nn.Module):
                 record = self._in_order(record, ring, time_axis)
             out.append(record)
         if cache is not None:
-            out.append(dataclasses.replace(cache, layers=caches))
+            kept = keep(cache, layer.new, context.index)
+            out.append(dataclasses.replace(cache, layers=caches, kept=kept))
         return out[0] if len(out) == 1 else tuple(out)
 
     @nn.nowrap
@@ -431,7 +436,9 @@ class Transformer(nn.Module):
                 if c.remat != "none" and stop - start == 1 and not self.is_initializing():
                     block, carry = _gradients_at_once(block, self.variables["params"][name], carry)
                 carry, (new, entered) = block(**options, name=name)(carry, fixed, context, own)
-                own = None if own is None else write_cache(own, new, context.index, axis=3)
+                if own is not None:
+                    whole = encoding.rewrites_keys
+                    own = new if whole else write_cache(own, new, context.index, axis=3)
             else:
                 own = jax.tree.map(lambda x: x[0], own)
                 carry, outputs = block(**options, name=name)(carry, fixed, context, own)

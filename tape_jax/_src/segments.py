@@ -37,14 +37,20 @@ def side_by_side(function: Callable[..., Array], segment_ids: Array, *arrays: Ar
     """``function(ids, *arrays)`` of rows in which each segment's tokens stand side by side.
 
     Args:
-      function: of arrays ``[..., T]``; so is its result, which is put back into the given order.
+      function: of arrays ``[..., T, ...]``; so is its result, which is put back into the given
+        order.
       segment_ids: ``[..., T]``.
-      *arrays: of the same shape.
+      *arrays: ``[..., T, ...]``.
     """
     axis = segment_ids.ndim - 1
     order = jnp.argsort(segment_ids, axis=axis, stable=True)
-    sorted_ = [jnp.take_along_axis(x, order, axis=axis) for x in (segment_ids, *arrays)]
-    return jnp.take_along_axis(function(*sorted_), jnp.argsort(order, axis=axis), axis=axis)
+
+    def take(x: Array, order: Array) -> Array:
+        order = order.reshape(*order.shape, *(1,) * (x.ndim - order.ndim))
+        return jnp.take_along_axis(x, order, axis=axis)
+
+    found = function(*(take(x, order) for x in (segment_ids, *arrays)))
+    return take(found, jnp.argsort(order, axis=axis))
 
 
 def steps_since(begins: Array) -> Array:

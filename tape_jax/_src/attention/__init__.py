@@ -7,5 +7,13 @@ from tape_jax._src.attention.api import (
     attention_plan,
     recorded_plans,
 )
+from tape_jax._src.attention.request import AttentionRows
 
-__all__ = ["BACKENDS", "AttentionPlan", "attention", "attention_plan", "recorded_plans"]
+__all__ = [
+    "BACKENDS",
+    "AttentionPlan",
+    "AttentionRows",
+    "attention",
+    "attention_plan",
+    "recorded_plans",
+]

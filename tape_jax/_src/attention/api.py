@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tape_jax._src.attention.normalise import normalise
-from tape_jax._src.attention.request import BiasFunction, Request
+from tape_jax._src.attention.request import BiasFunction, Request, RowFunction
 from tape_jax._src.checks import choose, require
 from tape_jax._src.sharding import Sharding
 
@@ -40,20 +40,21 @@ BACKENDS = {
     "splash": "tape_jax._src.attention.vendor_splash:splash",
     "ring": "tape_jax._src.attention.ring",
     "chunked": "tape_jax._src.attention.chunked",
+    "rows": "tape_jax._src.attention.rows",
     "reference": "tape_jax._src.attention.reference",
 }
 
 # What ``implementation=None`` tries on each platform of jax, the one expected to be fastest first;
 # ``reference`` comes before ``chunked`` in short calls.
 ORDER = {
-    "gpu": ("pallas", "tokamax_mosaic", "cudnn", "tokamax_triton", "chunked"),
-    "tpu": ("splash", "chunked"),
-    "cpu": ("chunked",),
+    "gpu": ("pallas", "tokamax_mosaic", "cudnn", "tokamax_triton", "chunked", "rows"),
+    "tpu": ("splash", "chunked", "rows"),
+    "cpu": ("chunked", "rows"),
 }
 
 # Have not run on their hardware yet, so that they are taken if named, never by themselves. A
 # backend leaves this set with its first measurement.
-UNPROVEN = frozenset(BACKENDS) - {"chunked", "reference", "ring"}
+UNPROVEN = frozenset(BACKENDS) - {"chunked", "reference", "ring", "rows"}
 
 # ``reference`` comes before ``chunked`` where a head has at most so many query-key pairs, and the
 # logits of all heads and rows take at most so many bytes. On a CPU, forward and backward, from 1 to
@@ -96,6 +97,8 @@ def attention(
     options: Mapping[str, Any] | None = None,
     interpret: bool = False,
     sharding: Sharding | None = None,
+    logits_fn: RowFunction | None = None,
+    weights_fn: RowFunction | None = None,
 ) -> tuple[Array, Array | None]:
     """Attends over values and position states with the same probabilities.
 
@@ -139,6 +142,12 @@ def attention(
       interpret: run kernels, where an implementation has any, in interpreted mode.
       sharding: a mesh and rules, by which ``ring`` splits the sequence. Others leave the mesh to
         the compiler.
+      logits_fn: rewrites rows of scaled logits before anything is added to them or hidden: a
+        function of logits ``[B, Hq, Q, S]`` of ``Q`` queries and all keys, ``B`` being all batch
+        axes, and of :class:`tape_jax.AttentionRows`, which says which queries they are and what
+        they see. Gradients reach what it closes over.
+      weights_fn: in place of the softmax: a function of the final logits, -inf where a key is not
+        visible, and of the same rows, to weights of the same shape.
 
     Returns:
       ``o [batch..., Tq, Hq, Dv]`` in the type of ``v``, and ``a [batch..., Tq, Hq, D]`` or
@@ -155,7 +164,7 @@ def attention(
         q, k, v, state=state, is_causal=is_causal, local_window_size=local_window_size, mask=mask,
         bias=bias, scale=scale, query_state=query_state, query_offset=query_offset,
         keys_rotated=keys_rotated, segment_ids=segment_ids, attend_state=attend_state,
-        interpret=interpret, sharding=sharding,
+        interpret=interpret, sharding=sharding, logits_fn=logits_fn, weights_fn=weights_fn,
     )  # fmt: skip
     names = _names(implementation, options)
     o, a = _attend(request, names, options or {})

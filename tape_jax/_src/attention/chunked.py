@@ -27,6 +27,7 @@ from tape_jax._src.attention.request import (
     from_rows,
     hide,
     pairs_to_rows,
+    refuse_rows,
     same_segment,
     to_rows,
     visible_positions,
@@ -43,8 +44,8 @@ BLOCK_LOGITS_ELSEWHERE = 2**24
 
 
 def check(request: Request) -> None:
-    """This backend can do every legal call."""
-    del request
+    """Raises NotImplementedError for what rewrites whole rows."""
+    refuse_rows(request)
 
 
 def attend(

@@ -12,7 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from tape_jax._src import algebra
-from tape_jax._src.attention.request import MAX_INDEX, BiasFunction, Request, refuse
+from tape_jax._src.attention.request import (
+    MAX_INDEX,
+    AttentionRows,
+    BiasFunction,
+    Request,
+    RowFunction,
+    refuse,
+)
 from tape_jax._src.checks import as_integers, concrete, require
 from tape_jax._src.sharding import Sharding
 
@@ -37,6 +44,8 @@ def normalise(
     attend_state: bool = True,
     interpret: bool = False,
     sharding: Sharding | None = None,
+    logits_fn: RowFunction | None = None,
+    weights_fn: RowFunction | None = None,
 ) -> Request:
     """Checks a call of :func:`tape_jax.attention` and flattens its batch axes.
 
@@ -84,7 +93,27 @@ def normalise(
         attend_state=attend_state,
         interpret=interpret,
         sharding=sharding,
+        logits_fn=_row_function("logits_fn", logits_fn),
+        weights_fn=_row_function("weights_fn", weights_fn),
     )
+
+
+def _row_function(name: str, function: Any) -> RowFunction | None:
+    """A function of rows of logits that returns as many numbers; ValueError for anything else."""
+    if function is None:
+        return None
+    require(callable(function), f"{name} must be a function of logits and rows; got {function!r}")
+
+    def checked(logits: Array, rows: AttentionRows) -> Array:
+        out = jnp.asarray(function(logits, rows))
+        require(
+            out.shape == logits.shape and jnp.issubdtype(out.dtype, jnp.floating),
+            f"{name} must return floating-point numbers [B, Hq, Q, S] = {logits.shape}, as it is "
+            f"given; got {out.dtype} of shape {out.shape}",
+        )
+        return out.astype(logits.dtype)
+
+    return checked
 
 
 def _known(name: str, value: Any, kind: Callable[[Any], Any], expected: str) -> Any:

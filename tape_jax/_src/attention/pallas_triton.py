@@ -32,7 +32,12 @@ from tape_jax._src.attention import pallas_kernels as kernels
 from tape_jax._src.attention.pallas_blocks import Tile, Tiles, default_tiles
 from tape_jax._src.attention.pallas_kernels import KernelCall
 from tape_jax._src.attention.partition import Named, batch_size, over_batch_and_heads
-from tape_jax._src.attention.request import Request, refuse, refuse_large_indices
+from tape_jax._src.attention.request import (
+    Request,
+    refuse,
+    refuse_large_indices,
+    refuse_rows,
+)
 
 Array = jax.Array
 
@@ -77,6 +82,7 @@ def _check_device(interpret: bool) -> None:
 def _check_call(request: Request) -> None:
     states = [x for x in (request.state, request.query_state) if x is not None]
     dim, value_dim = request.q.shape[-1], request.v.shape[-1]
+    refuse_rows(request)
     refuse(request.bias is not None, "bias= is not in the kernels")
     refuse(request.mask is not None, "mask= is not in the kernels; segment_ids= hides padding too")
     refuse(any(x.ndim != 4 for x in states), "only the rotary form of the state is in the kernels")

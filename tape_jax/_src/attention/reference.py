@@ -14,7 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from tape_jax._src.attention.request import (
+    AttentionRows,
     Request,
+    RowFunction,
     add_offset,
     from_rows,
     hide,
@@ -44,14 +46,14 @@ def attend(request: Request) -> tuple[Array, Array | None]:
     # Heads before time: XLA's batched products are twice as fast in this order on a CPU.
     q = to_rows(q, request.kv_heads, request.query_length)
     k = k.transpose(0, 2, 1, 3)
-    logits = _masked(product("bhrd,bhkd->bhrk", q, k) * request.scale, request)
-
-    # The start value of the maximum keeps rows without a visible key finite: their weights are 0.
-    lowest = jnp.finfo(logits.dtype).min
-    top = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True, initial=lowest))
-    weights = jnp.exp(logits - top)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    total = jnp.where(total > 0, total, 1)
+    logits = product("bhrd,bhkd->bhrk", q, k) * request.scale
+    rows = _rows(request) if request.needs_rows else None
+    logits = _masked(_by_rows(request.logits_fn, logits, rows, request), request)
+    if request.weights_fn is None:
+        weights, total = _softmax(logits)
+    else:
+        weights = _by_rows(request.weights_fn, logits, rows, request)
+        total = jnp.ones((), logits.dtype)
     weights = weights.astype(request.compute_dtype)
 
     def average(values: Array) -> Array:
@@ -64,6 +66,47 @@ def attend(request: Request) -> tuple[Array, Array | None]:
     state = request.attended_state()
     o = average(request.v.astype(request.compute_dtype))
     return o, None if state is None else average(state)
+
+
+def _softmax(logits: Array) -> tuple[Array, Array]:
+    """Softmax over the last axis: numerators, and their sums ``[..., 1]``."""
+    # The start value of the maximum keeps rows without a visible key finite: their weights are 0.
+    lowest = jnp.finfo(logits.dtype).min
+    top = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True, initial=lowest))
+    weights = jnp.exp(logits - top)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    return weights, jnp.where(total > 0, total, 1)
+
+
+def _by_rows(
+    function: RowFunction | None, logits: Array, rows: AttentionRows | None, request: Request
+) -> Array:
+    """``function`` of logits ``[B, Hk, G * Tq, S]``, which it is given as ``[B, Hq, Tq, S]``."""
+    if function is None or rows is None:
+        return logits
+    pairs = (request.query_heads, request.query_length, request.key_length)
+    return function(logits.reshape(-1, *pairs), rows).reshape(logits.shape)
+
+
+def _rows(request: Request) -> AttentionRows:
+    """All rows of the call."""
+    queries = jnp.arange(request.query_length, dtype=jnp.int32)
+    index = add_offset(queries, request.query_offset)
+    keys = jnp.arange(request.key_length, dtype=jnp.int32)
+    rules = [
+        visible_positions(
+            index,
+            keys,
+            is_causal=request.is_causal,
+            local_window_size=request.local_window_size,
+        ),
+        None if request.segments is None else same_segment(*request.segments),
+        request.mask,
+    ]
+    every = jnp.ones((1, 1, queries.size, keys.size), bool)
+    return AttentionRows(
+        queries, index, functools.reduce(lambda a, b: a if b is None else a & b, rules, every)
+    )
 
 
 def _masked(logits: Array, request: Request) -> Array:

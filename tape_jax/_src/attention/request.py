@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,26 @@ from tape_jax._src.sharding import Sharding
 
 Array = jax.Array
 BiasFunction = Callable[[Array, Array], Array]
+RowFunction = Callable[[Array, "AttentionRows"], Array]
 
 # The largest index that a kernel takes: sums of a few of them are 32-bit integers.
 MAX_INDEX = 2**29
+
+
+class AttentionRows(NamedTuple):
+    """Rows of logits, of some queries and all keys, as functions that rewrite them see them.
+
+    Attributes:
+      queries: which queries, int32 ``[Q]``, counted from the first of the call: by it a function
+        takes their part of an array that it closes over.
+      places: of the queries among the keys, ``query_offset`` included, int32 ``[Q]``, or
+        ``[B, Q]`` where rows of the batch have offsets of their own.
+      visible: booleans ``[B|1, Hq|1, Q, S]``.
+    """
+
+    queries: Array
+    places: Array
+    visible: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +60,8 @@ class Request:
       query_offset: what is added to a query's index before it is compared with a key's: an int,
         or int32, a scalar or one a row ``[B]``.
       scale: factor on the logits.
+      logits_fn, weights_fn: of logits ``[B, Hq, Q, S]`` and :class:`AttentionRows`, to as many
+        logits and to weights, or None.
       is_causal, local_window_size, keys_rotated, attend_state, interpret, sharding: as in
         :func:`tape_jax.attention`.
     """
@@ -63,6 +82,8 @@ class Request:
     attend_state: bool
     interpret: bool
     sharding: Sharding | None = None
+    logits_fn: RowFunction | None = None
+    weights_fn: RowFunction | None = None
 
     @property
     def query_length(self) -> int:
@@ -88,6 +109,11 @@ class Request:
     def groups(self) -> int:
         """Query heads for each key/value head, ``G``."""
         return self.query_heads // self.kv_heads
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether whole rows of logits are rewritten, or weighted by another rule than softmax."""
+        return self.logits_fn is not None or self.weights_fn is not None
 
     @property
     def compute_dtype(self) -> jnp.dtype:
@@ -125,6 +151,15 @@ def refuse(when: bool, reason: str) -> None:
     """Raises ``NotImplementedError(reason)`` if ``when`` holds."""
     if when:
         raise NotImplementedError(reason)
+
+
+def refuse_rows(request: Request) -> None:
+    """Raises NotImplementedError where a call needs whole rows of logits."""
+    for name in ("logits_fn", "weights_fn"):
+        refuse(
+            getattr(request, name) is not None,
+            f"{name}= is given rows of logits over all keys, which 'rows' and 'reference' have",
+        )
 
 
 def refuse_large_indices(request: Request) -> None:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tape_jax._src.attention import chunked
-from tape_jax._src.attention.request import Request, from_rows, refuse, to_rows
+from tape_jax._src.attention.request import Request, from_rows, refuse, refuse_rows, to_rows
 from tape_jax._src.attention.zigzag import CHUNKS, check_chunks, exchange, on_devices
 from tape_jax._src.checks import choose, require
 from tape_jax._src.sharding import Axes, Sharding
@@ -42,6 +42,7 @@ def check(request: Request) -> None:
             "needs a mesh that splits sequences: give sharding=, or call it under jax.set_mesh "
             "with a mesh that has an axis 'sequence'"
         )
+    refuse_rows(request)
     for name in ("mask", "bias"):
         refuse(
             getattr(request, name) is not None,

@@ -25,6 +25,7 @@ from tape_jax._src.attention.request import (
     from_rows,
     refuse,
     refuse_large_indices,
+    refuse_rows,
     same_segment,
     to_rows,
     visible_positions,
@@ -164,6 +165,7 @@ class Vendor:
         self._checked(request)
 
     def _checked(self, request: Request) -> VendorCall:
+        refuse_rows(request)
         refuse(request.bias is not None, "bias= is not in the kernel")
         refuse(
             request.mask is not None, "mask= is not in the kernel; segment_ids= hides padding too"

@@ -1,9 +1,11 @@
 """What a position encoding is to the model: one small frozen value with a handful of methods.
 
-The model never asks which encoding it has. An encoding may act in any of four places, each of
+The model never asks which encoding it has. An encoding may act in any of these places, each of
 which is absent by default: it adds to the embeddings (:meth:`Encoding.embed`), rotates queries and
-keys by a state (:meth:`Encoding.start`, :meth:`Encoding.rotation`), biases the logits
-(:meth:`Encoding.pair_bias`), and updates its state layer by layer (:meth:`Encoding.update_state`).
+keys by a state (:meth:`Encoding.start`, :meth:`Encoding.start_from_embeddings`,
+:meth:`Encoding.rotation`) which it may update layer by layer (:meth:`Encoding.update_state`),
+biases the logits (:meth:`Encoding.pair_bias`), or says from what enters a layer how that layer is
+to attend (:meth:`Encoding.layer_terms`).
 """
 
 from __future__ import annotations
@@ -20,10 +22,15 @@ import numpy as np
 from tape_jax._src.algebra import at_least_32_bits, at_least_float32
 from tape_jax._src.checks import as_integers, concrete, require
 from tape_jax._src.config import ModelConfig
+from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.sharding import Sharding
 
 Array = jax.Array
 State = Any
+
+# Where an encoding may act: of "embedding", "state", "logits" and "weights" one encoding of a
+# combination, of the others any number.
+PLACES = ("embedding", "state", "logits", "weights", "bias", "decay")
 
 
 class Param(NamedTuple):
@@ -137,6 +144,10 @@ class Encoding:
     """
 
     kind: ClassVar[str] = "none"
+    # Where it acts, of PLACES: by that encodings are combined.
+    acts_on: ClassVar[tuple[str, ...]] = ()
+    # Whether layer_terms rewrites what decoding keeps of earlier keys.
+    rewrites_keys: ClassVar[bool] = False
 
     @property
     def coordinate_axes(self) -> int:
@@ -202,6 +213,15 @@ class Encoding:
         """
         return None
 
+    def start_from_embeddings(self, params: dict[str, Array], layer: Layer) -> State | None:
+        """State entering the first layer, made from the embeddings, in place of :meth:`start`'s.
+
+        Args:
+          params: of :meth:`input_params`.
+          layer: a layer that the embeddings enter; without queries and keys.
+        """
+        return None
+
     def locate(self, state: State, coordinates: Array) -> State:
         """The state entering the first layer with what :meth:`coordinates` says of its tokens."""
         return state
@@ -220,10 +240,19 @@ class Encoding:
         """Bias ``[..., H, Q, K]`` of the logits at positions ``[..., Q]`` and ``[..., K]``."""
         raise NotImplementedError(f"the encoding {self.kind!r} does not bias the logits")
 
-    @property
-    def biases(self) -> bool:
-        """Whether :meth:`pair_bias` is to be added to the logits."""
-        return type(self).pair_bias is not Encoding.pair_bias
+    def layer_terms(self, params: dict[str, Array], layer: Layer) -> Terms:
+        """What is added to the attention of one layer; by default :meth:`pair_bias`.
+
+        Args:
+          params: this layer's, as :meth:`layer_params` describes them.
+          layer: what enters it.
+        """
+        if type(self).pair_bias is Encoding.pair_bias:
+            return Terms()
+        p = layer.positions
+        return Terms(
+            bias=lambda i, j: self.pair_bias(params, p[..., i], p[..., j], layer.config),
+        )
 
     def updates(self, layer: int, num_layers: int) -> bool:
         """Whether layer ``layer`` (from 0) of ``num_layers`` updates the state."""

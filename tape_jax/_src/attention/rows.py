@@ -1,0 +1,97 @@
+"""Attention by blocks of queries over all keys, for what rewrites whole rows of logits.
+
+A block is computed as ``reference`` does it, and again in the backward pass, so that memory grows
+with the number of keys and not with that of pairs (Rabe and Staats, 2021).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tape_jax._src.attention import reference
+from tape_jax._src.attention.request import AttentionRows, Request, RowFunction
+from tape_jax._src.checks import require
+
+Array = jax.Array
+
+# Logits in one block, over batch and heads.
+BLOCK_LOGITS = 2**20
+
+
+def check(request: Request) -> None:
+    """This backend can do every legal call."""
+    del request
+
+
+def attend(request: Request, *, block_q: int | None = None) -> tuple[Array, Array | None]:
+    """Computes attention, a block of queries at a time.
+
+    Args:
+      request: the call.
+      block_q: queries in a block; None: chosen by the size of the call.
+
+    Returns:
+      As :func:`reference.attend`.
+
+    Raises:
+      ValueError: if a block is empty.
+    """
+    require(block_q is None or block_q >= 1, f"block_q must be at least 1; got {block_q}")
+    time = request.query_length
+    size = min(block_q or _block_length(request), time)
+    q, k = request.rotated()
+    request = dataclasses.replace(
+        request, q=q, k=k, query_state=None, keys_rotated=True, scale=request.scale
+    )
+
+    @jax.checkpoint
+    def block(start: Array) -> Any:
+        return reference.attend(_block(request, start, size))
+
+    # The last block ends with the last query, so it may begin within the one before.
+    starts = jnp.minimum(jnp.arange(0, time, size, dtype=jnp.int32), time - size)
+    blocks = lax.map(block, starts)
+
+    def joined(x: Array) -> Array:
+        whole = jnp.moveaxis(x[:-1], 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
+        return jnp.concatenate([whole, x[-1][:, whole.shape[1] - time :]], axis=1)
+
+    return jax.tree.map(joined, blocks)
+
+
+def _block_length(request: Request) -> int:
+    row = request.q.shape[0] * request.query_heads * request.key_length
+    return max(BLOCK_LOGITS // row, 8)
+
+
+def _block(request: Request, start: Array, size: int) -> Request:
+    """The part of a call that belongs to ``size`` queries."""
+
+    def part(x: Array, axis: int) -> Array:
+        return x if x.shape[axis] == 1 else lax.dynamic_slice_in_dim(x, start, size, axis)
+
+    def shifted(function: RowFunction | None) -> RowFunction | None:
+        if function is None:
+            return None
+        return lambda logits, rows: function(logits, _from(start, rows))
+
+    segments, bias, mask = request.segments, request.bias, request.mask
+    return dataclasses.replace(
+        request,
+        q=lax.dynamic_slice_in_dim(request.q, start, size, 1),
+        segments=None if segments is None else (part(segments[0], 1), segments[1]),
+        bias=bias if bias is None or callable(bias) else part(bias, 2),
+        mask=None if mask is None else part(mask, 2),
+        query_offset=request.query_offset + start,
+        logits_fn=shifted(request.logits_fn),
+        weights_fn=shifted(request.weights_fn),
+    )
+
+
+def _from(start: Array, rows: AttentionRows) -> AttentionRows:
+    return rows._replace(queries=rows.queries + start)

@@ -1,0 +1,257 @@
+"""A layer as a position encoding sees it: what enters it, and time.
+
+Sums and shifts along time go by segments: they start anew in each, and in cached decoding they go
+on from the last earlier token of the segment, whatever stands between. For that a layer keeps a few
+numbers of every token beside its keys and values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tape_jax._src.algebra import at_least_float32
+from tape_jax._src.config import ModelConfig
+from tape_jax._src.segments import side_by_side
+
+Array = jax.Array
+
+
+class Terms(NamedTuple):
+    """What an encoding adds to the attention of one layer; None: nothing.
+
+    Attributes:
+      state: rotary state by which the layer's queries and keys are rotated, ``[..., T, H, D]``,
+        ``H`` being 1 or that of the keys.
+      bias: as ``bias`` of :func:`tape_jax.attention`.
+      log_decay: as ``log_decay`` there, of the queries and of all keys.
+      logits_fn, weights_fn: as there.
+      rewritten_keys: what decoding keeps of all keys ``[B, H, S, D]`` after these tokens, for an
+        encoding that says so (``Encoding.rewrites_keys``). Without ``logits_fn`` they are also what
+        these tokens attend.
+    """
+
+    state: Array | None = None
+    bias: Callable[[Array, Array], Array] | None = None
+    log_decay: tuple[Array, Array] | None = None
+    logits_fn: Callable[[Array, Any], Array] | None = None
+    weights_fn: Callable[[Array, Any], Array] | None = None
+    rewritten_keys: Callable[[Array], Array] | None = None
+
+
+class Order(NamedTuple):
+    """The order in which devices hold a sequence: functions of an array and its axis of time.
+
+    Attributes:
+      natural: brings tokens into their natural order.
+      held: the inverse.
+    """
+
+    natural: Callable[[Array, int], Array]
+    held: Callable[[Array, int], Array]
+
+
+@dataclasses.dataclass
+class Layer:
+    """What a layer's encoding is given. ``T`` tokens are new, ``S`` are all keys.
+
+    Attributes:
+      x: the layer's input after its norm, ``[..., T, hidden]``.
+      positions: of all keys, ``[..., S]``, or ``[..., S, n]``.
+      segment_ids: integers ``[..., T]``, a pair (of the new tokens, of all keys), or None.
+      is_causal: whether tokens see earlier ones only.
+      config: the model's.
+      q, k: projected queries and keys of the new tokens, ``[..., T, heads, D]``, not rotated.
+      kept: in cached decoding what was kept of each token by name, ``[B, heads, S, ...]``; else
+        None.
+      cached_keys: in cached decoding ``[B, heads, S, D]``.
+      index: of the first new token among the keys.
+      order: on a mesh that splits sequences, how its devices hold them.
+      new: what is to be kept of the new tokens by name, ``[..., T, heads, ...]``; filled by the
+        methods.
+    """
+
+    x: Array
+    positions: Array
+    segment_ids: Array | tuple[Array, Array] | None
+    is_causal: bool
+    config: ModelConfig
+    q: Array | None = None
+    k: Array | None = None
+    kept: dict[str, Array] | None = None
+    cached_keys: Array | None = None
+    index: Array | int = 0
+    order: Order | None = None
+    new: dict[str, Array] = dataclasses.field(default_factory=dict)
+
+    @property
+    def time(self) -> int:
+        """Number of new tokens."""
+        return self.x.shape[-2]
+
+    @property
+    def axis(self) -> int:
+        """The axis of time."""
+        return self.x.ndim - 2
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """At least float32: the type of angles and of sums along time."""
+        return at_least_float32(self.x.dtype)
+
+    @property
+    def query_positions(self) -> Array:
+        """Positions of the new tokens, ``[..., T]``, or ``[..., T, n]``."""
+        if self.kept is None:
+            return self.positions
+        return lax.dynamic_slice_in_dim(self.positions, self.index, self.time, axis=1)
+
+    def keep(self, name: str, x: Array) -> Array:
+        """Keeps numbers of the new tokens ``[..., T, heads, ...]``.
+
+        Returns:
+          Those of all keys, ``[..., S, heads, ...]``.
+        """
+        self.new[name] = x
+        if self.kept is None:
+            return x
+        old = self.kept[name]
+        new = x.swapaxes(1, 2).astype(old.dtype)
+        return lax.dynamic_update_slice_in_dim(old, new, self.index, axis=2).swapaxes(1, 2)
+
+    def all_keys(self) -> Array:
+        """Keys ``[..., S, heads, D]``: kept ones, and those of the new tokens as they are."""
+        assert self.k is not None
+        if self.cached_keys is None:
+            return self.k
+        new = self.k.swapaxes(1, 2).astype(self.cached_keys.dtype)
+        keys = lax.dynamic_update_slice_in_dim(self.cached_keys, new, self.index, axis=2)
+        return keys.swapaxes(1, 2)
+
+    def running_sum(self, name: str, x: Array) -> Array:
+        """Sums of ``x [..., T, heads, ...]`` over all tokens of a segment up to each, in ``dtype``.
+
+        Args:
+          name: under which the sums are kept.
+          x: of the new tokens.
+        """
+        x = x.astype(self.dtype)
+        total = self._ordered(_running_sum, x)
+        if self.kept is not None:
+            total = total + self._earlier(name, 1)[0]
+        self.new[name] = total
+        return total
+
+    def previous(self, name: str, x: Array, count: int) -> list[Array]:
+        """``x`` of the ``count`` tokens before each in its segment, the nearest first; 0: none.
+
+        Args:
+          name: under which ``x`` is kept.
+          x: ``[..., T, heads, ...]``, of the new tokens.
+          count: how many.
+        """
+        self.new[name] = x
+        if self.kept is None:
+            return [self._ordered(_shifted(n), x) for n in range(1, count + 1)]
+        kept = self.keep(name, x)
+        slots = self._earlier_slots(count, own=True)
+        return [_take(kept, slot) for slot in slots]
+
+    def convolution(self, name: str, x: Array, taps: Array) -> Array:
+        """Causal convolution of each channel along time: ``sum_n taps[..., -1 - n] x[t - n]``.
+
+        Args:
+          name: under which ``x`` is kept.
+          x: ``[..., T, *channels]``.
+          taps: ``[*channels, taps]``, the last for the token itself.
+        """
+        before = self.previous(name, x, taps.shape[-1] - 1)
+        products = [taps[..., -1 - n] * values for n, values in enumerate([x, *before])]
+        return functools.reduce(operator.add, products)
+
+    def _ordered(self, function: Callable[..., Array], x: Array) -> Array:
+        """``function(x, ids, axis)`` of tokens in natural order."""
+        ids = self.segment_ids[0] if isinstance(self.segment_ids, tuple) else self.segment_ids
+        if ids is not None:
+            ids = jnp.broadcast_to(ids, self.x.shape[:-1])
+        if self.order is None:
+            return function(x, ids, self.axis)
+        natural, held = self.order
+        ids = None if ids is None else natural(ids, self.axis)
+        return held(function(natural(x, self.axis), ids, self.axis), self.axis)
+
+    def _earlier(self, name: str, count: int) -> list[Array]:
+        """What was kept before this call of the last tokens of each new one's segment."""
+        assert self.kept is not None
+        kept = self.kept[name].swapaxes(1, 2)
+        return [_take(kept, slot) for slot in self._earlier_slots(count, own=False)]
+
+    def _earlier_slots(self, count: int, *, own: bool) -> list[Array]:
+        """Slots of the last earlier tokens of each new token's segment, -1: none; ``[B, T]``.
+
+        ``own``: of the new ones too; otherwise of those that were kept before.
+        """
+        assert isinstance(self.segment_ids, tuple)
+        ids, key_ids = self.segment_ids
+        slots = jnp.arange(key_ids.shape[-1], dtype=jnp.int32)
+        first = jnp.full((self.time,), self.index, jnp.int32)
+        before = first + jnp.arange(self.time, dtype=jnp.int32) if own else first
+        before = jnp.broadcast_to(before, ids.shape)
+        same = ids[..., None] == key_ids[:, None]
+        found = []
+        for _ in range(count):
+            before = jnp.where(same & (slots < before[..., None]), slots, -1).max(-1)
+            found.append(before)
+        return found
+
+
+def _take(kept: Array, slot: Array) -> Array:
+    """``kept [B, S, ...]`` at slots ``[B, T]``; 0 where there is none."""
+    tail = (1,) * (kept.ndim - 2)
+    found = jnp.take_along_axis(kept, jnp.maximum(slot, 0).reshape(*slot.shape, *tail), axis=1)
+    return jnp.where((slot >= 0).reshape(*slot.shape, *tail), found, 0)
+
+
+def _running_sum(x: Array, ids: Array | None, axis: int) -> Array:
+    if ids is None:
+        return jnp.cumsum(x, axis=axis)
+
+    def within(ids: Array, x: Array) -> Array:
+        begins = jnp.diff(ids, axis=axis, prepend=ids[..., :1] - 1) != 0
+
+        def add(a: Sequence[Array], b: Sequence[Array]) -> tuple[Array, Array]:
+            return a[0] | b[0], jnp.where(b[0], b[1], a[1] + b[1])
+
+        begins = begins.reshape(*begins.shape, *(1,) * (x.ndim - begins.ndim))
+        return lax.associative_scan(add, (begins, x), axis=axis)[1]
+
+    return side_by_side(within, ids, x)
+
+
+def _shifted(steps: int) -> Callable[..., Array]:
+    """Values of the token ``steps`` places before, of the same segment; 0 where there is none."""
+
+    def back(x: Array, axis: int) -> Array:
+        pads = [(steps if n == axis else 0, 0) for n in range(x.ndim)]
+        return lax.slice_in_dim(jnp.pad(x, pads), 0, x.shape[axis], axis=axis)
+
+    def shift(x: Array, ids: Array | None, axis: int) -> Array:
+        if ids is None:
+            return back(x, axis)
+
+        def within(ids: Array, x: Array) -> Array:
+            same = (back(ids, axis) == ids) & (jnp.arange(ids.shape[axis]) >= steps)
+            return jnp.where(
+                same.reshape(*same.shape, *(1,) * (x.ndim - ids.ndim)), back(x, axis), 0
+            )
+
+        return side_by_side(within, ids, x)
+
+    return shift
