@@ -42,6 +42,7 @@ def check(request: Request) -> None:
             "needs a mesh that splits sequences: give sharding=, or call it under jax.set_mesh "
             "with a mesh that has an axis 'sequence'"
         )
+    refuse(request.log_decay is not None, "log_decay= does not travel")
     for name in ("mask", "bias"):
         refuse(
             getattr(request, name) is not None,
