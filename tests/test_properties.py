@@ -435,6 +435,7 @@ def attention_cases(draw):
         bias=one_of(None, "array", "row", "function"),
         segments=one_of(None, "pair", *["same"] * same_length),
         mask=one_of(None, "full", "heads", "keys", "queries") if queries >= 5 else None,
+        log_decay=one_of(None, "pair", "mixed", *["same", "shared"] * same_length),
         query_offset=one_of(0, 2, -2, 6),
         keys_rotated=form is not None and one_of(False, True),
         attend_state=one_of(True, False),

@@ -24,6 +24,8 @@ class Case:
       segments: None, ``same`` (one array) or ``pair``.
       mask: None, or the axes of a random mask: ``full`` [batch, 1, Tq, S] and ``heads`` [heads, Tq,
         S], with a row that sees no key, ``keys`` [batch, 1, 1, S], or ``queries`` [Tq, 1].
+      log_decay: None, ``same`` [batch, T, heads], ``shared`` [T, 1], or two: ``pair`` [batch, Tq,
+        heads] and [batch, S, heads], ``mixed`` [Tq, 1] and [batch, S, heads].
     """
 
     name: str
@@ -44,6 +46,7 @@ class Case:
     bias: str | None = None
     segments: str | None = None
     mask: str | None = None
+    log_decay: str | None = None
     query_offset: int = 0
     keys_rotated: bool = False
     attend_state: bool = True
@@ -95,6 +98,12 @@ CASES = [
     Case("own_query_state", query_state=True, heads=4),
     Case("state_not_attended", attend_state=False),
     Case("no_state", form=None, value_dim=8, scale=0.3),
+    Case("decay", log_decay="same"),
+    Case("decay_grouped", heads=6, log_decay="same", segments="same", local_window_size=9),
+    Case("decay_shared", log_decay="shared", form=None, scale=0.3, is_causal=False),
+    Case("decay_cache", queries=3, keys=21, query_offset=18, form=None, heads=4, log_decay="pair"),
+    Case("decay_cross", queries=17, keys=21, segments="pair", is_causal=False, log_decay="mixed"),
+    Case("decay_and_bias", heads=4, bias="array", log_decay="same", batch=(2, 2), queries=9),
 ]
 MASKED = [
     Case("mask", mask="full", is_causal=False),
@@ -102,6 +111,7 @@ MASKED = [
     Case("mask_heads", mask="heads", heads=4, local_window_size=9, segments="same"),
     Case("mask_keys", mask="keys", heads=4, batch=(2, 3), queries=9),
     Case("mask_queries", mask="queries", is_causal=False),
+    Case("mask_and_decay", mask="heads", heads=4, form=None, bias="function", log_decay="pair"),
 ]
 BY_NAME = {case.name: case for case in CASES + MASKED}
 
@@ -159,6 +169,17 @@ def inputs(case: Case, seed: int = 0) -> tuple[dict[str, np.ndarray], dict[str, 
         fixed["mask"] = rng.random(size=shapes[case.mask]) < 0.6
         if case.mask in ("full", "heads"):
             fixed["mask"][..., 4, :] = False
+
+    def decay(*shape: int) -> np.ndarray:
+        return 2 * rng.normal(size=shape) - np.cumsum(rng.random(size=shape), axis=-2)
+
+    if case.log_decay in ("same", "shared"):
+        shape = (s, 1) if case.log_decay == "shared" else (*b, s, case.heads)
+        floats["log_decay"] = decay(*shape)
+    elif case.log_decay is not None:
+        shape = (tq, 1) if case.log_decay == "mixed" else (*b, tq, case.heads)
+        floats["query_decay"] = decay(*shape)
+        floats["key_decay"] = decay(*b, s, case.heads)
     return floats, fixed
 
 
@@ -175,6 +196,13 @@ def bias_function(weights: Any, phase: Any, rank: Any) -> Any:
     return bias
 
 
+def log_decay(floats: dict[str, Any]) -> Any:
+    """That of a case: one array, a pair, or None."""
+    if "query_decay" in floats:
+        return floats["query_decay"], floats["key_decay"]
+    return floats.get("log_decay")
+
+
 def call(attention: Any, case: Case, floats: dict[str, Any], fixed: dict[str, Any], **options: Any):
     """Runs ``attention`` on a case."""
     bias = floats.get("bias")
@@ -189,6 +217,7 @@ def call(attention: Any, case: Case, floats: dict[str, Any], fixed: dict[str, An
         scale=case.scale,
         bias=bias,
         mask=fixed.get("mask"),
+        log_decay=log_decay(floats),
         query_state=floats.get("query_state"),
         query_offset=case.query_offset,
         keys_rotated=case.keys_rotated,
@@ -227,6 +256,7 @@ def oracle(case: Case, floats: dict[str, np.ndarray], fixed: dict[str, Any]):
                     continue
                 logits = np.array([scale * np.dot(query, keys[j]) for j in visible])
                 logits += [_bias(case, floats, fixed, row, h, i, j) for j in visible]
+                logits += [_decay(case, floats, row, h, i, j) for j in visible]
                 weights = np.exp(logits - logits.max())
                 weights /= weights.sum()
                 o[row][i, h] = sum(w * values[j] for w, j in zip(weights, visible, strict=True))
@@ -299,3 +329,14 @@ def _bias(case: Case, floats, fixed, row: tuple[int, ...], h: int, i: int, j: in
         per_row = floats["phase"][row][j] * np.tanh(0.5 * fixed["rank"][row][j])
         return bias[h, 0] * distance + bias[h, 1] * per_row
     return 0.0
+
+
+def _decay(case: Case, floats, row: tuple[int, ...], h: int, i: int, j: int) -> float:
+    given = log_decay(floats)
+    if given is None:
+        return 0.0
+    pair = given if isinstance(given, tuple) else (given, given)
+    queries, keys = (
+        np.broadcast_to(x, (*case.batch, x.shape[-2], case.heads))[row][..., h] for x in pair
+    )
+    return queries[i] - keys[j]

@@ -111,6 +111,28 @@ WRONG = {
         arrays(q=(2, 3, H, D), query_state=(2, 3, 2, D)) | {"segment_ids": INTS},
         "tuple.*3 queries, 6 keys",
     ),
+    "decay_integer": (
+        arrays() | {"log_decay": jnp.ones((2, T, H), int)},
+        "log_decay must be floating-point; got int",
+    ),
+    "decay_without_heads": (
+        arrays() | {"log_decay": jnp.ones((2, T))},
+        r"log_decay: expected shape \(2, 6, 4\), one head .*; got \(2, 6\)",
+    ),
+    "decay_kv_heads": (arrays() | {"log_decay": jnp.ones((2, T, 2))}, r"got \(2, 6, 2\)"),
+    "decay_length": (
+        arrays() | {"log_decay": (jnp.ones((T, H)), jnp.ones((5, H)))},
+        r"key log_decay: expected shape \(2, 6, 4\).*got \(5, 4\)",
+    ),
+    "decay_batch": (
+        arrays() | {"log_decay": (jnp.ones((3, T, 1)), jnp.ones((T, H)))},
+        r"query log_decay: expected .* got \(3, 6, 1\)",
+    ),
+    "decay_not_a_pair": (
+        arrays(q=(2, 3, H, D), query_state=(2, 3, 2, D)) | {"log_decay": jnp.ones((T, 1))},
+        "log_decay must be a tuple .*3 queries, 6 keys",
+    ),
+    "decay_triple": (arrays() | {"log_decay": (1.0,) * 3}, "log_decay must be .* pair .*got 3"),
     "window": (arrays() | {"local_window_size": 0}, "local_window_size must be at least 1; got 0"),
     "window_pair": (
         arrays() | {"local_window_size": (3, 0)},
@@ -293,7 +315,7 @@ def abstract(tree):
 
 
 @pytest.mark.parametrize(
-    "name", ["state_heads", "query_state_form", "segments_triple", "mask_shape"]
+    "name", ["state_heads", "query_state_form", "segments_triple", "mask_shape", "decay_length"]
 )
 def test_plan_checks_shapes_without_arrays(name):
     keywords, message = WRONG[name]

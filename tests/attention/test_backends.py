@@ -44,7 +44,8 @@ SUBSET = {
     "pallas": (
         "causal", "two_batch_axes", "one_token", "shared_state", "grouped_heads_shared_state",
         "window_bidirectional", "cross", "window_passed", "cache", "own_query_state",
-        "state_not_attended", "no_state",
+        "state_not_attended", "no_state", "decay", "decay_grouped", "decay_shared", "decay_cache",
+        "decay_cross",
     ),
     "splash": (
         "two_batch_axes", "grouped_heads_shared_state", "window_bidirectional", "cross", "cache",
@@ -58,13 +59,14 @@ WITH_BIAS = {case.name for case in CASES if case.bias is not None}
 TENSOR = {case.name for case in CASES if case.form == "tensor"}
 WITH_SEGMENTS = {case.name for case in CASES if case.segments is not None}
 WITH_WINDOW = {case.name for case in CASES if case.local_window_size is not None}
+WITH_DECAY = {case.name for case in CASES if case.log_decay is not None}
 KEYLESS_ROWS = {"before_the_keys", "window_passed"}
 OFFSET = {case.name for case in CASES if case.query_offset}
-VENDOR = WITH_MASK | WITH_BIAS
+VENDOR = WITH_MASK | WITH_BIAS | WITH_DECAY
 REFUSED = {
     "reference": set(),
     "chunked": set(),
-    "pallas": WITH_MASK | WITH_BIAS | TENSOR,
+    "pallas": WITH_MASK | WITH_BIAS | TENSOR | WITH_DECAY,
     "splash": VENDOR,
     # All of them, having no mesh; with one, test_ring.py has its tests.
     "ring": {case.name for case in CASES + MASKED},
@@ -178,7 +180,9 @@ def test_reference_outputs(case):
     assert_close(expected(case.name)[0], oracle(case, *inputs(case)), TOLERANCE["float64"])
 
 
-@pytest.mark.parametrize("name", ["grouped_heads", "tensor", "bias_function", "cache"])
+@pytest.mark.parametrize(
+    "name", ["grouped_heads", "tensor", "bias_function", "cache", "decay_cross", "decay_cache"]
+)
 def test_reference_gradients(name, x64):
     """By finite differences."""
     case = BY_NAME[name]
@@ -205,7 +209,7 @@ def test_refused_cases(backend):
 # Cases that each backend is tried on at every change, as far as it takes them.
 QUICK = {
     "grouped_heads", "multi_query", "window_bidirectional", "segments", "window_passed", "cache",
-    "mask_heads", "grouped_heads_shared_state", "tensor_cache",
+    "mask_heads", "grouped_heads_shared_state", "tensor_cache", "decay_grouped", "decay_cross",
 }  # fmt: skip
 PAIRS = [
     pytest.param(
@@ -228,7 +232,7 @@ def test_outputs_and_gradients(backend, case):
 
 
 @pytest.mark.parametrize(("block_q", "block_k"), [(4, 16), (19, 5)])
-@pytest.mark.parametrize("name", ["grouped_heads", "cross"])
+@pytest.mark.parametrize("name", ["grouped_heads", "cross", "decay_cross", "mask_and_decay"])
 def test_blocks_of_any_size(name, block_q, block_k):
     options = {"block_q": block_q, "block_k": block_k}
     got = run(BY_NAME[name], "float32", implementation="chunked", options=options)

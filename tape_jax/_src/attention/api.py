@@ -92,6 +92,7 @@ def attention(
     query_offset: int | Array = 0,
     keys_rotated: bool = False,
     segment_ids: Array | tuple[Array, Array] | None = None,
+    log_decay: Array | tuple[Array, Array] | None = None,
     attend_state: bool = True,
     implementation: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
@@ -135,6 +136,11 @@ def attention(
         ``query_state``.
       segment_ids: integers ``[..., T]``; a key is visible to queries of the same id only. A tuple
         ``(queries' [..., Tq], keys' [..., S])`` if they differ. No id is special.
+      log_decay: floats ``F [..., T, Hq | 1]``; ``F_i - F_j`` is added to the logit of query ``i``
+        and key ``j``, after ``scale``. With the running sum of the logarithms of forget gates this
+        is forgetting attention (Lin et al., 2025); causal ALiBi is ``F_t = -slope * t``. A tuple
+        ``(queries' [..., Tq, Hq | 1], keys' [..., S, Hq | 1])`` if they differ. Subtracted in at
+        least float32 whatever the type of ``q``. ``F`` must be finite.
       attend_state: False: ``a`` is None, and nothing is paid for it.
       implementation: a name in ``BACKENDS``; several, of which the first that can do this call
         here is taken; or None for the fastest that can.
@@ -163,8 +169,9 @@ def attention(
     request = normalise(
         q, k, v, state=state, is_causal=is_causal, local_window_size=local_window_size, mask=mask,
         bias=bias, scale=scale, query_state=query_state, query_offset=query_offset,
-        keys_rotated=keys_rotated, segment_ids=segment_ids, attend_state=attend_state,
-        interpret=interpret, sharding=sharding, logits_fn=logits_fn, weights_fn=weights_fn,
+        keys_rotated=keys_rotated, segment_ids=segment_ids, log_decay=log_decay,
+        attend_state=attend_state, interpret=interpret, sharding=sharding, logits_fn=logits_fn,
+        weights_fn=weights_fn,
     )  # fmt: skip
     names = _names(implementation, options)
     o, a = _attend(request, names, options or {})

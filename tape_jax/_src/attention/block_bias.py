@@ -8,6 +8,8 @@ from (``source``), which travel as ordinary arguments.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Hashable
 from typing import Any, Protocol
 
@@ -16,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tape_jax._src.attention.jaxpr_key import jaxpr_key
-from tape_jax._src.attention.request import BiasFunction
+from tape_jax._src.attention.request import BiasFunction, decays
 
 Array = jax.Array
 
@@ -69,7 +71,8 @@ class ArrayBias:
 
     def add(self, total: Array, part: Array, i: Array, j: Array) -> Array:
         start, size = self._window(total, i, j)
-        return lax.dynamic_update_slice(total, lax.dynamic_slice(total, start, size) + part, start)
+        part = part.astype(total.dtype) + lax.dynamic_slice(total, start, size)
+        return lax.dynamic_update_slice(total, part, start)
 
     def finish(self, source: Array, total: Array) -> Array:
         return total.astype(source.dtype)
@@ -137,3 +140,65 @@ class FunctionBias:
 
     def finish(self, source: Any, total: list[Array]) -> Any:
         return [t.astype(x.dtype) for t, x in zip(total, source[0], strict=True)], None, None
+
+
+@dataclasses.dataclass(frozen=True)
+class DecayBias:
+    """The decay ``F_i - F_j``, of queries ``F [B|1, Tq, Hq|1]`` and keys ``[B|1, S, Hq|1]``.
+
+    ``source`` is the two, padded to whole blocks. Queries get no gradient: what is added to a whole
+    row changes no probability.
+    """
+
+    block_q: int
+    block_k: int
+
+    def block(self, source: tuple[Array, Array], i: Array, j: Array) -> Array:
+        queries, keys = source
+        queries = lax.dynamic_slice_in_dim(queries, i * self.block_q, self.block_q, 1)
+        return decays(queries, lax.dynamic_slice_in_dim(keys, j * self.block_k, self.block_k, 1))
+
+    def zero_gradient(self, source: tuple[Array, Array]) -> Array:
+        return jnp.zeros_like(source[1])
+
+    def block_gradient(
+        self, source: tuple[Array, Array], i: Array, j: Array, gradient: Array
+    ) -> Array:
+        keys = source[1]
+        axes = [axis for axis, size in ((0, keys.shape[0]), (1, keys.shape[2])) if size == 1]
+        part = -jnp.sum(gradient, axis=2, keepdims=True)
+        return jnp.sum(part, axis=axes, keepdims=True)[:, :, 0].swapaxes(1, 2)
+
+    def add(self, total: Array, part: Array, i: Array, j: Array) -> Array:
+        size = part.shape[1]
+        part = part.astype(total.dtype) + lax.dynamic_slice_in_dim(total, j * size, size, 1)
+        return lax.dynamic_update_slice_in_dim(total, part, j * size, 1)
+
+    def finish(self, source: tuple[Array, Array], total: Array) -> tuple[None, Array]:
+        return None, total
+
+
+@dataclasses.dataclass(frozen=True)
+class SumOfBiases:
+    """Several biases; ``source`` is theirs, in the same order."""
+
+    biases: tuple[BlockBias, ...]
+
+    def _each(self, method: str, *lists: Any, **rest: Any) -> tuple[Any, ...]:
+        each = zip(self.biases, *lists, strict=True)
+        return tuple(getattr(bias, method)(*args, **rest) for bias, *args in each)
+
+    def block(self, source: Any, i: Array, j: Array) -> Array:
+        return functools.reduce(operator.add, self._each("block", source, i=i, j=j))
+
+    def zero_gradient(self, source: Any) -> Any:
+        return self._each("zero_gradient", source)
+
+    def block_gradient(self, source: Any, i: Array, j: Array, gradient: Array) -> Any:
+        return self._each("block_gradient", source, i=i, j=j, gradient=gradient)
+
+    def add(self, total: Any, part: Any, i: Array, j: Array) -> Any:
+        return self._each("add", total, part, i=i, j=j)
+
+    def finish(self, source: Any, total: Any) -> Any:
+        return self._each("finish", source, total)

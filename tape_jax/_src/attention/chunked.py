@@ -19,7 +19,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from tape_jax._src import algebra
-from tape_jax._src.attention.block_bias import ArrayBias, BlockBias, FunctionBias
+from tape_jax._src.attention.block_bias import (
+    ArrayBias,
+    BlockBias,
+    DecayBias,
+    FunctionBias,
+    SumOfBiases,
+)
 from tape_jax._src.attention.partition import once_differentiated
 from tape_jax._src.attention.request import (
     Request,
@@ -197,12 +203,11 @@ def _values(request: Request) -> Array:
 
 
 def _block_bias(request: Request, blocks: Blocks, offset: Array) -> tuple[BlockBias | None, Any]:
-    """The bias and its source."""
+    """The bias, with the decay, and its source."""
     bias = request.bias
-    if bias is None:
-        return None, None
+    found: list[tuple[BlockBias, Any]] = []
     if callable(bias):
-        return FunctionBias.trace(
+        traced = FunctionBias.trace(
             bias,
             offset,
             query_length=blocks.query_length,
@@ -210,7 +215,16 @@ def _block_bias(request: Request, blocks: Blocks, offset: Array) -> tuple[BlockB
             block_q=blocks.block_q,
             block_k=blocks.block_k,
         )
-    return ArrayBias(blocks.block_q, blocks.block_k), _padded_pairs(bias, blocks)
+        found.append(traced)
+    elif bias is not None:
+        found.append((ArrayBias(blocks.block_q, blocks.block_k), _padded_pairs(bias, blocks)))
+    if request.log_decay is not None:
+        decay = DecayBias(blocks.block_q, blocks.block_k)
+        found.append((decay, _padded_times(*request.log_decay, blocks)))
+    if len(found) < 2:
+        return found[0] if found else (None, None)
+    biases, sources = zip(*found, strict=True)
+    return SumOfBiases(biases), sources
 
 
 def _padded_pairs(x: Array, blocks: Blocks) -> Array:
@@ -223,9 +237,11 @@ def _padded_pairs(x: Array, blocks: Blocks) -> Array:
 
 def _padded_segments(request: Request, blocks: Blocks) -> tuple[Array, Array] | None:
     """Segment ids; padding repeats the last id, so that a block's range of ids does not grow."""
-    if request.segments is None:
-        return None
-    queries, keys = request.segments
+    return None if request.segments is None else _padded_times(*request.segments, blocks)
+
+
+def _padded_times(queries: Array, keys: Array, blocks: Blocks) -> tuple[Array, Array]:
+    """``[B|1, Tq, ...]`` and ``[B|1, S, ...]``, padded to whole blocks by the last values."""
     return (
         pad(queries, blocks.block_q, axis=1, mode="edge"),
         pad(keys, blocks.block_k, axis=1, mode="edge"),

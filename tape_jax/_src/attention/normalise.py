@@ -41,6 +41,7 @@ def normalise(
     query_offset: int | Array = 0,
     keys_rotated: bool = False,
     segment_ids: Array | tuple[Array, Array] | None = None,
+    log_decay: Array | tuple[Array, Array] | None = None,
     attend_state: bool = True,
     interpret: bool = False,
     sharding: Sharding | None = None,
@@ -85,6 +86,7 @@ def normalise(
         segments=segments,
         bias=_bias(bias, batch, pairs),
         mask=mask,
+        log_decay=_log_decay(log_decay, batch, pairs),
         query_offset=query_offset,
         scale=dim**-0.5 if scale is None else _known("scale", scale, float, "a number"),
         is_causal=_known("is_causal", is_causal, bool, "True or False"),
@@ -228,15 +230,11 @@ def _segments(
     if ids is None:
         return None
     if not isinstance(ids, tuple):
-        require(
-            query_length == key_length,
-            f"segment_ids must be a tuple (queries', keys') where lengths differ: {query_length} "
-            f"queries, {key_length} keys",
-        )
+        _check_one_for_both("segment_ids", query_length, key_length)
         # One object, by which backends know that every query sees its own key.
         own = _ids("segment_ids", ids, batch, query_length)
         return own, own
-    require(len(ids) == 2, f"segment_ids must be an array or a pair of arrays; got {len(ids)}")
+    _check_pair("segment_ids", ids)
     return (
         _ids("query segment_ids", ids[0], batch, query_length),
         _ids("key segment_ids", ids[1], batch, key_length),
@@ -254,6 +252,51 @@ def _ids(name: str, ids: Any, batch: Sequence[int], length: int) -> Array:
         f"{name}: expected shape {(*batch, length)}, batch axes may be missing; got {ids.shape}",
     )
     return _flatten(ids, batch, 1)
+
+
+def _check_one_for_both(name: str, query_length: int, key_length: int) -> None:
+    """One array for queries and keys needs as many of both."""
+    require(
+        query_length == key_length,
+        f"{name} must be a tuple (queries', keys') where lengths differ: {query_length} queries, "
+        f"{key_length} keys",
+    )
+
+
+def _check_pair(name: str, given: tuple[Any, ...]) -> None:
+    require(len(given) == 2, f"{name} must be an array or a pair of arrays; got {len(given)}")
+
+
+def _log_decay(
+    given: Any, batch: Sequence[int], pairs: tuple[int, int, int]
+) -> tuple[Array, Array] | None:
+    """Log decay of queries ``[B|1, Tq, Hq|1]`` and of keys ``[B|1, S, Hq|1]``, of one type."""
+    heads, *lengths = pairs
+    if given is None:
+        return None
+    names = ("query log_decay", "key log_decay")
+    if not isinstance(given, tuple):
+        _check_one_for_both("log_decay", *lengths)
+        given, names = (given, given), ("log_decay", "log_decay")
+    _check_pair("log_decay", given)
+    arrays = []
+    for name, x, length in zip(names, given, lengths, strict=True):
+        x = jnp.asarray(x)
+        require(
+            jnp.issubdtype(x.dtype, jnp.floating), f"{name} must be floating-point; got {x.dtype}"
+        )
+        require(
+            x.ndim >= 2
+            and x.shape[-2] == length
+            and x.shape[-1] in (1, heads)
+            and _batch_fits(x.shape[:-2], batch),
+            f"{name}: expected shape {(*batch, length, heads)}, one head for all or batch axes "
+            f"missing; got {x.shape}",
+        )
+        arrays.append(_flatten(x, batch, 2))
+    dtype = algebra.at_least_float32(jnp.result_type(*arrays))
+    queries, keys = (x.astype(dtype) for x in arrays)
+    return queries, keys
 
 
 def _bias(

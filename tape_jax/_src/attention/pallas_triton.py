@@ -85,6 +85,7 @@ def _check_call(request: Request) -> None:
     refuse_rows(request)
     refuse(request.bias is not None, "bias= is not in the kernels")
     refuse(request.mask is not None, "mask= is not in the kernels; segment_ids= hides padding too")
+    refuse(request.log_decay is not None, "log_decay= is not in the kernels")
     refuse(any(x.ndim != 4 for x in states), "only the rotary form of the state is in the kernels")
     refuse(dim % 2 == 1, f"the head dimension must be even; got {dim}")
     refuse(

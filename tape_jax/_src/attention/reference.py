@@ -1,8 +1,8 @@
 """Attention over values and position states, written to be read: the specification.
 
 With ``P`` the softmax over the visible keys of ``scale * <rotate(q_i, e_i), rotate(k_j, e_j)>
-+ bias_ij``, the outputs are ``o = P v`` and ``a = P e`` (TAPE, section 3.2). One ``P`` serves
-both. Every other backend must agree with this one.
++ bias_ij + F_i - F_j``, ``F`` the log decay, the outputs are ``o = P v`` and ``a = P e`` (TAPE,
+section 3.2). One ``P`` serves both. Every other backend must agree with this one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from tape_jax._src.attention.request import (
     Request,
     RowFunction,
     add_offset,
+    decays,
     from_rows,
     hide,
     pairs_to_rows,
@@ -110,7 +111,7 @@ def _rows(request: Request) -> AttentionRows:
 
 
 def _masked(logits: Array, request: Request) -> Array:
-    """Adds the bias to logits ``[B, Hk, G * Tq, S]``; -inf where a key is not visible."""
+    """Adds bias and decay to logits ``[B, Hk, G * Tq, S]``; -inf where a key is not visible."""
     by_rows = functools.partial(
         pairs_to_rows,
         kv_heads=request.kv_heads,
@@ -122,6 +123,13 @@ def _masked(logits: Array, request: Request) -> Array:
     bias = request.bias(i, j) if callable(request.bias) else request.bias
     if bias is not None:
         logits = logits + by_rows(bias).astype(logits.dtype)
+    if request.log_decay is not None:
+        queries, keys = request.log_decay
+        if request.weights_fn is None:
+            # What is added to a whole row has no gradient: computed, it would be noise.
+            queries = lax.stop_gradient(queries)
+        decay = decays(queries, keys)
+        logits = logits + by_rows(decay).astype(logits.dtype)
     i = jnp.concatenate([i] * request.groups, axis=-1)
     rules = [
         visible_positions(

@@ -57,6 +57,8 @@ class Request:
       bias: ``[B|1, Hq|1, Tq|1, S|1]``, or a function of query indices ``[Q]`` (offset included) and
         key indices ``[K]`` to ``[B|1, Hq|1, Q|1, K|1]``, or None.
       mask: boolean ``[B|1, Hq|1, Tq|1, S|1]``, True where visible, or None.
+      log_decay: of queries ``[B|1, Tq, Hq|1]`` and of keys ``[B|1, S, Hq|1]``, both float32 or
+        float64; see :func:`decays`. Or None.
       query_offset: what is added to a query's index before it is compared with a key's: an int,
         or int32, a scalar or one a row ``[B]``.
       scale: factor on the logits.
@@ -74,6 +76,7 @@ class Request:
     segments: tuple[Array, Array] | None
     bias: Array | BiasFunction | None
     mask: Array | None
+    log_decay: tuple[Array, Array] | None
     query_offset: int | Array
     scale: float
     is_causal: bool
@@ -211,6 +214,19 @@ def pairs_to_rows(x: Array, kv_heads: int, groups: int, block: int) -> Array:
     x = x.reshape(b, *((1, 1) if heads == 1 else (kv_heads, groups)), queries, keys)
     x = jnp.broadcast_to(x, (b, x.shape[1], groups, block, keys))
     return x.reshape(b, x.shape[1], groups * block, keys)
+
+
+def decays(queries: Array, keys: Array) -> Array:
+    """``F_i - F_j``, which is added to the logits.
+
+    Args:
+      queries: log decay ``F [B|1, Q, Hq|1]``.
+      keys: likewise, ``[B|1, K, Hq|1]``.
+
+    Returns:
+      ``[B|1, Hq|1, Q, K]``, subtracted in the type given: sums with anything else would round.
+    """
+    return queries.swapaxes(1, 2)[..., None] - keys.swapaxes(1, 2)[..., None, :]
 
 
 def add_offset(index: Array, offset: Any) -> Array:

@@ -43,6 +43,7 @@ def check(request: Request) -> None:
             "with a mesh that has an axis 'sequence'"
         )
     refuse_rows(request)
+    refuse(request.log_decay is not None, "log_decay= does not travel")
     for name in ("mask", "bias"):
         refuse(
             getattr(request, name) is not None,

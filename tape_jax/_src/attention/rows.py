@@ -81,12 +81,14 @@ def _block(request: Request, start: Array, size: int) -> Request:
         return lambda logits, rows: function(logits, _from(start, rows))
 
     segments, bias, mask = request.segments, request.bias, request.mask
+    decay = request.log_decay
     return dataclasses.replace(
         request,
         q=lax.dynamic_slice_in_dim(request.q, start, size, 1),
         segments=None if segments is None else (part(segments[0], 1), segments[1]),
         bias=bias if bias is None or callable(bias) else part(bias, 2),
         mask=None if mask is None else part(mask, 2),
+        log_decay=None if decay is None else (part(decay[0], 1), decay[1]),
         query_offset=request.query_offset + start,
         logits_fn=shifted(request.logits_fn),
         weights_fn=shifted(request.weights_fn),

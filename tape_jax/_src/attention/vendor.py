@@ -171,6 +171,10 @@ class Vendor:
             request.mask is not None, "mask= is not in the kernel; segment_ids= hides padding too"
         )
         refuse(
+            request.log_decay is not None,
+            "log_decay= is not in the kernel, and as a bias would be as large as the logits",
+        )
+        refuse(
             request.segments is not None and not self.segments,
             "segment_ids= would need a mask as large as the logits",
         )

@@ -1,0 +1,203 @@
+"""What is particular to log decay; its results are tested with those of all other calls."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tape_jax._src.attention import attention, attention_plan
+from tests.attention.test_backends import BACKENDS, assert_close, normal, qkve
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "contextual" / "fox_tiny.npz"
+OURS = ("reference", "chunked")
+
+
+def golden():
+    """Inputs and parameters, output, its cotangent, and gradients; all in float64."""
+    with np.load(GOLDEN) as file:
+        arrays = {name: file[name] for name in file.files if name != "meta"}
+    floats = {name: arrays[name] for name in ("x", "W_f", "b_f", "q", "k", "v")}
+    return floats, arrays["o"], arrays["do"], {name: arrays[f"grad_{name}"] for name in floats}
+
+
+def forgetting(p, **keywords):
+    """Attention with forget gates of ``x``."""
+    gates = jax.nn.log_sigmoid(p["x"] @ p["W_f"] + p["b_f"])
+    log_decay = jnp.cumsum(gates, axis=1)
+    return attention(p["q"], p["k"], p["v"], log_decay=log_decay, is_causal=True, **keywords)[0]
+
+
+@pytest.mark.parametrize("backend", OURS)
+def test_forgetting_attention(backend):
+    """Outputs and gradients that the authors' code has computed."""
+    floats, o, d_o, gradients = golden()
+    exact = backend != "pallas"
+    with jax.enable_x64(exact):
+        floats = jax.tree.map(jnp.asarray, floats)
+        found, pull = jax.vjp(lambda p: forgetting(p, **BACKENDS[backend]), floats)
+        got = found, pull(jnp.asarray(d_o))[0]
+        assert found.dtype == ("float64" if exact else "float32")
+    assert_close(jax.device_get(got), (o, gradients), 1e-9 if exact else 3e-5)
+
+
+@pytest.mark.parametrize("backend", OURS)
+def test_alibi_is_a_decay(backend):
+    """``-slope * t`` gives what the bias of ALiBi does."""
+    q, k, v, e = qkve(33, heads=4)
+    slopes = 2.0 ** -jnp.arange(1, 5)
+
+    def alibi(query, key):
+        return -slopes[:, None, None] * (query[:, None] - key)
+
+    want = attention(q, k, v, state=e, is_causal=True, bias=alibi, implementation="reference")
+    decay = -slopes * jnp.arange(33.0)[:, None]
+    found = attention(q, k, v, state=e, is_causal=True, log_decay=decay, **BACKENDS[backend])
+    chex.assert_trees_all_close(found, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", OURS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_large_decays_are_subtracted_first(backend, dtype):
+    """Thousands that all arrays share change nothing: their differences here are exact."""
+    q, k, v, _ = qkve(33, dtype=dtype)
+    near = jnp.asarray(np.random.default_rng(0).integers(-40, 40, (2, 33, 2)) / 16, jnp.float32)
+
+    @jax.jit
+    def f(log_decay):
+        def loss(*args):
+            o, _ = attention(*args[:3], log_decay=args[3], is_causal=True, **BACKENDS[backend])
+            return jnp.sum(jnp.sin(o.astype(jnp.float32))), o
+
+        return jax.grad(loss, (0, 1, 2, 3), has_aux=True)(q, k, v, log_decay)
+
+    chex.assert_trees_all_equal(f(near + 4096), f(near))
+    assert f(near)[0][3].dtype == jnp.float32
+
+
+def test_type_of_the_decay_is_kept(x64):
+    """Float64 is subtracted in float64, also where all else is float32; half types in float32."""
+    q, k, v, _ = qkve(9)
+    near = np.random.default_rng(0).normal(size=(2, 9, 2))
+    for backend in OURS:
+
+        def f(log_decay, backend=backend):
+            return attention(q, k, v, log_decay=log_decay, **BACKENDS[backend])[0]
+
+        far = jnp.asarray(near + 2.0**30)
+        np.testing.assert_allclose(f(far), f(jnp.asarray(near)), atol=1e-6)
+        for dtype in (jnp.float64, jnp.float32, jnp.bfloat16):
+            given = jnp.asarray(near, dtype)
+            gradient = jax.grad(lambda x, f=f: jnp.sum(f(x) ** 2))(given)
+            assert gradient.dtype == dtype
+            np.testing.assert_allclose(f(given), f(given.astype(jnp.float64)), atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", OURS)
+def test_what_a_whole_row_is_given_has_no_gradient(backend):
+    """Exact zeros for queries, and for keys that nothing sees."""
+    q, k, v, _ = qkve(12, dtype="bfloat16")
+
+    def loss(queries, keys):
+        hidden = np.arange(12) < 3
+        o, _ = attention(
+            q, k, v, log_decay=(queries, keys), segment_ids=(0 * hidden, 1 * hidden),
+            **BACKENDS[backend],
+        )  # fmt: skip
+        return jnp.sum(jnp.sin(o.astype(jnp.float32)))
+
+    queries, keys = normal(0, 2, 12, 2), normal(1, 12, 1)
+    d_queries, d_keys = jax.jit(jax.grad(loss, (0, 1)))(queries, keys)
+    assert np.all(d_queries == 0)
+    assert np.all(d_keys[:3] == 0)
+    assert np.all(d_keys[3:] != 0)
+
+
+@pytest.mark.parametrize("backend", OURS)
+def test_decoding_with_a_cache(backend):
+    """The last queries of each row, by offsets for all or each, are those of the whole pass."""
+    q, k, v, _ = qkve(20, heads=4)
+    decay = -jnp.cumsum(jnp.abs(normal(5, 2, 20, 4)), axis=1)
+    named = {"is_causal": True, **BACKENDS[backend]}
+    want = attention(q, k, v, log_decay=decay, is_causal=True, implementation="reference")[0]
+
+    @jax.jit
+    def last(starts, offset):
+        def cut(x):
+            rows = zip(x, starts, strict=True)
+            return jnp.stack([jax.lax.dynamic_slice_in_dim(row, n, 3) for row, n in rows])
+
+        pair = (cut(decay), decay)
+        found = attention(cut(q), k, v, log_decay=pair, query_offset=offset, **named)[0]
+        return found, cut(want)
+
+    for starts, offset in (([17, 17], 17), ([17, 4], jnp.array([17, 4]))):
+        found, expected = last(starts, offset)
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", OURS)
+def test_vmap_and_donated_arrays(backend):
+    q, k, v, e = qkve(12)
+    decay = normal(7, 2, 12, 2)
+
+    def f(q, k, v, e, decay, **keywords):
+        o, a = attention(q, k, v, state=e, log_decay=decay, is_causal=True, **keywords)
+        return jnp.sum(jnp.sin(o)) + jnp.sum(a**2)
+
+    grad = jax.grad(f, (0, 1, 2, 3, 4))
+    want = jax.jit(lambda *args: grad(*args, implementation="reference"))(q, k, v, e, decay)
+
+    def of_backend(*args):
+        return grad(*args, **BACKENDS[backend])
+
+    by_row = jax.jit(jax.vmap(of_backend))(q, k, v, e, decay)
+    assert_close(by_row, want, 1e-5)
+    # One decay for all rows, which is not batched.
+    shared = jax.jit(jax.vmap(of_backend, in_axes=(0, 0, 0, 0, None)))(q, k, v, e, decay[0])
+    rows = [of_backend(*(x[n] for x in (q, k, v, e)), decay[0]) for n in range(2)]
+    assert_close(shared, jax.tree.map(lambda *x: jnp.stack(x), *rows), 1e-5)
+    donated = jax.jit(of_backend, donate_argnums=tuple(range(5)))
+    assert_close(donated(*map(jnp.copy, (q, k, v, e, decay))), want, 1e-5)
+
+
+def test_second_derivatives_of_reference(x64):
+    """Those of the sum of the gates, through the queries' decay too, are those of a bias."""
+    q, k, v, _ = (x.astype(jnp.float64) for x in qkve(6, heads=1, kv_heads=1, batch=1, dim=4))
+    named = {"is_causal": True, "implementation": "reference"}
+
+    def by_decay(f):
+        return jnp.sum(jnp.sin(attention(q, k, v, log_decay=f[:, None], **named)[0]))
+
+    def by_bias(f):
+        return jnp.sum(jnp.sin(attention(q, k, v, bias=f[:, None] - f, **named)[0]))
+
+    f = normal(3, 6, dtype=jnp.float64)
+    for derivative in (jax.grad, jax.hessian, jax.jacfwd):
+        np.testing.assert_allclose(derivative(by_decay)(f), derivative(by_bias)(f), atol=1e-12)
+
+
+def test_plan():
+    x = jax.ShapeDtypeStruct((2, 8, 2, 16), "float32")
+    decay = jax.ShapeDtypeStruct((8, 1), "float32")
+    assert attention_plan(x, x, x, log_decay=decay).implementation == "reference"
+    plan = attention_plan(x, x, x, log_decay=decay, implementation="splash", interpret=True)
+    assert plan.rejected["splash"].startswith("log_decay= is not in the kernel")
+
+
+def test_a_float32_bias_of_float64_queries_has_gradients(x64):
+    """By blocks, where gradients are summed in the type of the bias."""
+    q = normal(0, 1, 9, 2, 8, dtype=jnp.float64)
+
+    def loss(bias, decay, backend):
+        o, _ = attention(q, q, q, bias=bias, log_decay=decay, **BACKENDS[backend])
+        return jnp.sum(jnp.sin(o))
+
+    bias, decay = normal(1, 9, 9), normal(2, 9, 2)
+    want, found = (jax.grad(loss, (0, 1))(bias, decay, backend) for backend in OURS)
+    chex.assert_trees_all_equal_dtypes(found, want)
+    chex.assert_trees_all_close(found, want, atol=1e-6)
