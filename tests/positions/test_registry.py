@@ -27,6 +27,7 @@ def test_the_registry_is_complete():
         "alibi",
         "fire",
         "t5",
+        "fox",
         "sinusoidal",
         "learned",
         "abacus",

@@ -218,6 +218,8 @@ class PlaceWeights(Tape):
     """
 
     kind: ClassVar[str] = "tape_place_weights"
+    # Its places travel as the coordinates by which another one would embed.
+    acts_on: ClassVar[tuple[str, ...]] = ("state", "embedding")
 
     waves: int = 8
 

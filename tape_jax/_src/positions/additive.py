@@ -36,6 +36,7 @@ class Sinusoidal(Encoding):
     """
 
     kind: ClassVar[str] = "sinusoidal"
+    acts_on: ClassVar[tuple[str, ...]] = ("embedding",)
 
     base: float = 10_000.0
 
@@ -54,6 +55,7 @@ class Learned(Encoding):
     """
 
     kind: ClassVar[str] = "learned"
+    acts_on: ClassVar[tuple[str, ...]] = ("embedding",)
 
     size: int = 2048
 

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from tape_jax._src import algebra
-from tape_jax._src.checks import require
+from tape_jax._src.checks import choose, require
 from tape_jax._src.config import ModelConfig
+from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.positions.protocol import Encoding, Param, check_indices
 
 zeros = jax.nn.initializers.zeros
@@ -31,17 +32,60 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
     return np.concatenate([slopes, between])[:num_heads]
 
 
+SLOPES = ("fixed", "learned", "learned_from_zero")
+
+
 @dataclasses.dataclass(frozen=True)
 class Alibi(Encoding):
-    """Attention with linear biases (Press et al. 2022): ``-slope_h |i - j|``."""
+    """Attention with linear biases (Press et al. 2022): ``-slope_h |i - j|``.
+
+    Under the causal rule this is a decay, ``F_i - F_j`` with ``F_t = -slope_h t``, which fused
+    kernels and rings of devices have too.
+
+    Attributes:
+      slopes: ``fixed``, as in the paper; ``learned``, from these; ``learned_from_zero``, such that
+        a model that gets the bias beside its own encoding starts as it was.
+    """
 
     kind: ClassVar[str] = "alibi"
+    acts_on: ClassVar[tuple[str, ...]] = ("bias",)
+
+    slopes: str = "fixed"
+
+    def __post_init__(self):
+        choose("alibi slopes", self.slopes, SLOPES)
+
+    def layer_params(self, config: ModelConfig, *, updates: bool):
+        if self.slopes == "fixed":
+            return {}
+
+        def init(key, shape, dtype):
+            if self.slopes == "learned_from_zero":
+                return jnp.zeros(shape, dtype)
+            return jnp.asarray(alibi_slopes(config.num_heads), dtype)
+
+        return {"slopes": Param((config.num_heads,), init, ("heads",))}
+
+    def _slopes(self, params, config: ModelConfig):
+        slopes = params.get("slopes", alibi_slopes(config.num_heads))
+        return jnp.asarray(slopes, algebra.at_least_float32(config.dtype))
 
     def pair_bias(self, params, query, key, config: ModelConfig):
-        compute = algebra.at_least_float32(config.dtype)
-        distance = jnp.abs(query[..., :, None] - key[..., None, :]).astype(compute)
-        slopes = jnp.asarray(alibi_slopes(config.num_heads), compute)
+        slopes = self._slopes(params, config)
+        distance = jnp.abs(query[..., :, None] - key[..., None, :]).astype(slopes.dtype)
         return -slopes[:, None, None] * distance[..., None, :, :]
+
+    def layer_terms(self, params, layer: Layer) -> Terms:
+        if not layer.is_causal:
+            return super().layer_terms(params, layer)
+        slopes = self._slopes(params, layer.config)
+        # From the first on: where positions start says nothing.
+        first = layer.positions[..., :1]
+
+        def decay(positions: jax.Array) -> jax.Array:
+            return -slopes * (positions - first).astype(slopes.dtype)[..., None]
+
+        return Terms(log_decay=(decay(layer.query_positions), decay(layer.positions)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +103,7 @@ class Fire(Encoding):
     """
 
     kind: ClassVar[str] = "fire"
+    acts_on: ClassVar[tuple[str, ...]] = ("bias",)
 
     width: int = 32
     threshold: float = 512.0
@@ -103,6 +148,7 @@ class T5Bias(Encoding):
     """
 
     kind: ClassVar[str] = "t5"
+    acts_on: ClassVar[tuple[str, ...]] = ("bias",)
 
     buckets: int = 32
     max_distance: int = 128

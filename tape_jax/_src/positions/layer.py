@@ -113,6 +113,27 @@ class Layer:
             return self.positions
         return lax.dynamic_slice_in_dim(self.positions, self.index, self.time, axis=1)
 
+    def product(self, kernel: Array, x: Array | None = None) -> Array:
+        """``x @ kernel`` over the last axis, in the type of ``x`` with sums in ``dtype``.
+
+        ``x`` is the layer's input, if no other is given.
+        """
+        x = self.x if x is None else x
+        flat = x.reshape(-1, x.shape[-1])
+        kernel = kernel.astype(x.dtype)
+        out = jnp.matmul(flat, kernel, preferred_element_type=self.dtype)
+        return out.reshape(*x.shape[:-1], kernel.shape[-1])
+
+    def renamed(self, prefix: str) -> Layer:
+        """The same layer for an encoding among several, which keeps things under names of its own.
+
+        What it is to keep anew is in the result's ``new``.
+        """
+        kept = self.kept
+        if kept is not None:
+            kept = {k.removeprefix(prefix): x for k, x in kept.items() if k.startswith(prefix)}
+        return dataclasses.replace(self, kept=kept, new={})
+
     def keep(self, name: str, x: Array) -> Array:
         """Keeps numbers of the new tokens ``[..., T, heads, ...]``.
 

@@ -225,6 +225,7 @@ class Rope(Encoding):
     """
 
     kind: ClassVar[str] = "rope"
+    acts_on: ClassVar[tuple[str, ...]] = ("state",)
 
     base: float = 10_000.0
     scaling: RopeScaling = RopeScaling()

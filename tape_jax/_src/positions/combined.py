@@ -1,0 +1,196 @@
+"""Several encodings at once: at most one state, any number of biases and decays."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from tape_jax._src.checks import require, set_field
+from tape_jax._src.config import ModelConfig
+from tape_jax._src.positions.layer import Layer, Terms
+from tape_jax._src.positions.protocol import Encoding, Param, State
+
+Array = jax.Array
+
+# Of what only one encoding of a combination may do.
+ALONE = {
+    "embedding": "adds to the embeddings",
+    "state": "has a position state",
+    "logits": "rewrites the logits",
+    "weights": "replaces the softmax",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Combined(Encoding):
+    """Encodings that act together, such as TAPE with ALiBi's bias.
+
+    Parameters of the one with a state are called as when it is alone; those of the others are
+    called after their encoding.
+
+    Attributes:
+      encodings: two or more, of different kinds.
+
+    Raises:
+      ValueError: if two have a state, rewrite the logits, replace the softmax, or add to the
+        embeddings.
+    """
+
+    encodings: tuple[Encoding, ...]
+
+    def __post_init__(self):
+        set_field(self, "encodings", tuple(self.encodings))
+        kinds = [encoding.kind for encoding in self.encodings]
+        require(len(kinds) > 1, f"a combination is of two encodings or more; got {kinds}")
+        require(len(set(kinds)) == len(kinds), f"each encoding is taken once; got {self.kind!r}")
+        for encoding in self.encodings:
+            require(
+                bool(encoding.acts_on),
+                f"the encoding {encoding.kind!r} cannot be combined; got {self.kind!r}",
+            )
+        for place, does in ALONE.items():
+            found = [x.kind for x in self.encodings if place in x.acts_on]
+            require(
+                len(found) < 2,
+                f"{' and '.join(map(repr, found))} do not go together: each {does}; got "
+                f"{self.kind!r}",
+            )
+
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        """The kinds, joined by ``+``."""
+        return "+".join(encoding.kind for encoding in self.encodings)
+
+    @property
+    def acts_on(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Everything that one of them acts on."""
+        return tuple(dict.fromkeys(x for one in self.encodings for x in one.acts_on))
+
+    @property
+    def rewrites_keys(self) -> bool:  # type: ignore[override]
+        """Whether one of them does."""
+        return any(encoding.rewrites_keys for encoding in self.encodings)
+
+    def _of(self, place: str) -> Encoding:
+        """The one that acts there; none at all if no one does."""
+        return next((x for x in self.encodings if place in x.acts_on), Encoding())
+
+    @property
+    def _state(self) -> Encoding:
+        return self._of("state")
+
+    @property
+    def _embedding(self) -> Encoding:
+        return self._of("embedding")
+
+    def _prefix(self, encoding: Encoding) -> str:
+        return "" if encoding is self._state else f"{encoding.kind}_"
+
+    def _gathered(self, params: Callable[[Encoding], Mapping[str, Param]]) -> dict[str, Param]:
+        return {
+            self._prefix(one) + name: spec
+            for one in self.encodings
+            for name, spec in params(one).items()
+        }
+
+    def _own(self, encoding: Encoding, params: Mapping[str, Any], names: Any) -> dict[str, Any]:
+        """Of named values those of one encoding, as it calls them."""
+        prefix = self._prefix(encoding)
+        return {name: params[prefix + name] for name in names if prefix + name in params}
+
+    @property
+    def coordinate_axes(self) -> int:
+        return self._state.coordinate_axes
+
+    @property
+    def attends_state(self) -> bool:
+        return self._state.attends_state
+
+    def check(self, config: ModelConfig) -> None:
+        for encoding in self.encodings:
+            encoding.check(config)
+
+    def max_length(self) -> int | None:
+        limits = [encoding.max_length() for encoding in self.encodings]
+        return min((n for n in limits if n is not None), default=None)
+
+    def input_params(self, config: ModelConfig) -> dict[str, Param]:
+        return self._gathered(lambda one: one.input_params(config))
+
+    def layer_params(self, config: ModelConfig, *, updates: bool) -> dict[str, Param]:
+        return self._gathered(
+            lambda one: one.layer_params(config, updates=updates and one is self._state)
+        )
+
+    def coordinates(
+        self, tokens: Array, positions: Array, segment_ids: Array | None = None
+    ) -> Array:
+        return self._embedding.coordinates(tokens, positions, segment_ids)
+
+    def embed(
+        self, params: dict[str, Array], coordinates: Array, config: ModelConfig, key: Array | None
+    ) -> Array | None:
+        own = self._own(self._embedding, params, self._embedding.input_params(config))
+        return self._embedding.embed(own, coordinates, config, key)
+
+    def start(self, positions: Array, config: ModelConfig, **options: Any) -> State:
+        # Names of the one with a state have no prefix.
+        return self._state.start(positions, config, **options)
+
+    def start_from_embeddings(self, params: dict[str, Array], layer: Layer) -> State | None:
+        return self._state.start_from_embeddings(params, layer)
+
+    def locate(self, state: State, coordinates: Array) -> State:
+        return self._state.locate(state, coordinates)
+
+    def carry(self, state: State, shape: tuple[int, ...], config: ModelConfig) -> State:
+        return self._state.carry(state, shape, config)
+
+    def rotation(self, state: State) -> tuple[Array | None, Array | None]:
+        return self._state.rotation(state)
+
+    def updates(self, layer: int, num_layers: int) -> bool:
+        return self._state.updates(layer, num_layers)
+
+    def update_state(self, params: dict[str, Array], state: State, *args: Any, **options: Any):
+        return self._state.update_state(params, state, *args, **options)
+
+    def loss(self, params: Sequence[Mapping[str, Array]], progress: Array | float) -> Array | None:
+        return self._state.loss(params, progress)
+
+    def layer_terms(self, params: dict[str, Array], layer: Layer) -> Terms:
+        found = [self._terms_of(encoding, params, layer) for encoding in self.encodings]
+
+        def only(name: str) -> Any:
+            return next((x for x in (getattr(t, name) for t in found) if x is not None), None)
+
+        return Terms(
+            bias=_sum_of([t.bias for t in found if t.bias is not None]),
+            log_decay=_sums([t.log_decay for t in found if t.log_decay is not None]),
+            **{name: only(name) for name in Terms._fields if name not in ("bias", "log_decay")},
+        )
+
+    def _terms_of(self, encoding: Encoding, params: dict[str, Array], layer: Layer) -> Terms:
+        prefix = self._prefix(encoding)
+        own = layer.renamed(prefix)
+        specs = encoding.layer_params(layer.config, updates=True)
+        terms = encoding.layer_terms(self._own(encoding, params, specs), own)
+        layer.new |= {prefix + name: x for name, x in own.new.items()}
+        return terms
+
+
+def _sum_of(biases: Sequence[Callable[[Array, Array], Array]]) -> Any:
+    """One function of pairs for several."""
+    if len(biases) < 2:
+        return biases[0] if biases else None
+    return lambda i, j: functools.reduce(operator.add, (bias(i, j) for bias in biases))
+
+
+def _sums(decays: Sequence[tuple[Array, Array]]) -> Any:
+    """Sums of what queries and keys have, ``[T, H]`` or with batch axes."""
+    return functools.reduce(lambda a, b: (a[0] + b[0], a[1] + b[1]), decays) if decays else None
