@@ -3,13 +3,14 @@
     python -m tape_jax.parity FILE.npz [FILE.npz ...]
 
 For float32 and float64 the largest absolute errors of logits, loss, hidden states, position states
-and gradients are printed, a line each. Exit code 1: past a tolerance; 2: a file that cannot be
+and gradients are printed, a line each; for files of other authors' encodings, those of every
+recorded output and gradient. Exit code 1: past a tolerance; 2: a file that cannot be
 read.
 """
 
 import sys
 
-from tape_jax._src.parity import main
+from tape_jax._src.parity.report import main
 
 __all__ = ["main"]
 

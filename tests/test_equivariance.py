@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import tape_jax as tape
 from tape_jax import positions, testing
-from tape_jax._src import parity
+from tape_jax._src.parity import language_models
 from tape_jax.testing import SymmetryError
 from tests import models
 from tests.selection import mostly_slow
@@ -527,10 +527,10 @@ MOVED_BY = {"adape_tiny": None, "adatensor_tiny": 1.3, "adavector_tiny": 3.2, "a
 )
 def test_recorded_models_move_by_what_was_measured_on_the_reference(x64, file, moved_by):
     """Logits of the published code after a shift by 37, from the notes on the recorded runs."""
-    golden = parity.Golden(GOLDEN / f"{file}.npz")
+    golden = language_models.Golden(GOLDEN / f"{file}.npz")
     model = golden.model("float64")
     weights = {name: jnp.asarray(x, "float64") for name, x in golden.weights().items()}
-    variables = {"params": parity.convert(weights, golden, model)}
+    variables = {"params": language_models.convert(weights, golden, model)}
     tokens = jnp.asarray(golden.arrays["input_ids"])
 
     def fn(places):

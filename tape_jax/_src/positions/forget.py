@@ -74,7 +74,7 @@ class Fox(Encoding):
         return jnp.broadcast_to(jax.nn.log_sigmoid(logits), shape)
 
     def layer_terms(self, params, layer: Layer) -> Terms:
-        log_gates = self.log_gates(params, layer)
+        log_gates = layer.tap("log_f", self.log_gates(params, layer))
         if self.scaled:
             log_gates = log_gates * layer.config.dim**-0.5
         total = layer.running_sum("log_decay", log_gates)

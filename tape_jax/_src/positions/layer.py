@@ -76,6 +76,8 @@ class Layer:
       order: on a mesh that splits sequences, how its devices hold them.
       new: what is to be kept of the new tokens by name, ``[..., T, heads, ...]``; filled by the
         methods.
+      taps: None, or what is added to intermediate values by name; :meth:`tap` then notes them in
+        ``tapped``.
     """
 
     x: Array
@@ -90,6 +92,8 @@ class Layer:
     index: Array | int = 0
     order: Order | None = None
     new: dict[str, Array] = dataclasses.field(default_factory=dict)
+    taps: dict[str, Array] | None = None
+    tapped: dict[str, Array] = dataclasses.field(default_factory=dict)
 
     @property
     def time(self) -> int:
@@ -112,6 +116,13 @@ class Layer:
         if self.kept is None:
             return self.positions
         return lax.dynamic_slice_in_dim(self.positions, self.index, self.time, axis=1)
+
+    def tap(self, name: str, x: Array) -> Array:
+        """``x``, an intermediate value by which an encoding can be looked into."""
+        if self.taps is None:
+            return x
+        self.tapped[name] = x
+        return x + self.taps[name] if name in self.taps else x
 
     def product(self, kernel: Array, x: Array | None = None) -> Array:
         """``x @ kernel`` over the last axis, in the type of ``x`` with sums in ``dtype``.

@@ -1,4 +1,4 @@
-"""What :mod:`tape_jax.parity` does: recorded runs of the published code, compared with this model.
+"""Recorded runs of the published language models, compared with this one.
 
 Each file holds parameters, inputs and what the reference made of them. The parameters are mapped
 on to this model.
@@ -9,11 +9,9 @@ recorded in float32, so their tolerance is the same in both precisions.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +31,7 @@ from tape_jax._src.model import (
     Transformer,
 )
 from tape_jax._src.parameters import full_name
+from tape_jax._src.parity.deviations import TOLERANCE, Deviation, read_arrays, scaled_error
 from tape_jax._src.positions.ablations import split_tables
 from tape_jax._src.positions.protocol import (
     default_positions,
@@ -41,7 +40,6 @@ from tape_jax._src.positions.protocol import (
 Array = jax.Array
 Weights = dict[str, Any]
 
-TOLERANCE = {"float32": 3e-5, "float64": 1e-9}
 GRADIENT_TOLERANCE = 3e-5
 
 
@@ -169,21 +167,8 @@ class Golden:
     """
 
     def __init__(self, path: str | Path):
-        path = Path(path)
-        self.path = path
-        stem = path.stem.removesuffix("_grad")
-        self.arrays: dict[str, np.ndarray] = {}
-        wanted = [path.with_name(f"{stem}.npz"), path.with_name(f"{stem}_grad.npz")]
-        if not path.is_file():
-            raise ValueError(f"{path}: no such file")
-        for file in wanted:
-            if not file.is_file():
-                continue
-            try:
-                with np.load(file, allow_pickle=False) as archive:
-                    self.arrays |= {name: archive[name] for name in archive.files}
-            except Exception as error:
-                raise ValueError(f"{file}: not a readable npz archive ({error})") from error
+        self.path = Path(path)
+        self.arrays = read_arrays(path)
         missing = {"config", "input_ids", "labels", "logits", "loss"} - set(self.arrays)
         if missing:
             raise ValueError(f"{path}: lacks {sorted(missing)}; is it a golden file?")
@@ -298,42 +283,6 @@ def tables(state: Array, batch: int, heads: int) -> tuple[np.ndarray, np.ndarray
     return arrange(cos), arrange(sin)
 
 
-@dataclasses.dataclass(frozen=True)
-class Deviation:
-    """The largest error of one quantity.
-
-    Attributes:
-      quantity: what was compared.
-      precision: ``float32`` or ``float64``.
-      error: the largest absolute difference, scaled as the module says; NaN counts as infinite.
-      worst: the array in which it occurs.
-      tolerance: the bound.
-    """
-
-    quantity: str
-    precision: str
-    error: float
-    worst: str
-    tolerance: float
-
-    @property
-    def ok(self) -> bool:
-        """Whether the error is within the tolerance."""
-        return self.error <= self.tolerance
-
-
-def scaled_error(actual: Any, expected: np.ndarray) -> float:
-    """Largest absolute difference, divided by the largest expected value where that exceeds 1."""
-    actual = np.asarray(actual, np.float64)
-    expected = np.asarray(expected, np.float64)
-    if actual.shape != expected.shape:
-        raise ValueError(f"shapes differ: got {actual.shape}, recorded {expected.shape}")
-    if not expected.size:
-        return 0.0
-    error = np.abs(actual - expected).max() / max(1.0, np.abs(expected).max())
-    return float(error) if np.isfinite(error) else math.inf
-
-
 def compare(golden: Golden, precision: str) -> Iterator[Deviation | str]:
     """Yields a comparison for each quantity, or a line of text for one that is not recorded."""
     with jax.enable_x64(precision == "float64"):
@@ -430,55 +379,3 @@ def _check_gradients(golden: Golden, precision: str, grads: Weights) -> Deviatio
     return Deviation(
         f"gradients ({len(errors)})", precision, errors[worst], worst, GRADIENT_TOLERANCE
     )
-
-
-def report(path: str | Path) -> tuple[list[str], bool]:
-    """Compares one file in both precisions.
-
-    Returns:
-      The lines to print, and whether everything is within tolerance.
-
-    Raises:
-      ValueError: if the file cannot be read.
-    """
-    golden = Golden(path)
-    lines, ok = [f"{path} ({golden.config['variant']})"], True
-    for precision in ("float32", "float64"):
-        for result in compare(golden, precision):
-            if isinstance(result, str):
-                lines.append(f"  {result}")
-                continue
-            ok &= result.ok
-            lines.append(
-                f"  {precision}  {result.quantity}: {result.error:.2e} in {result.worst} "
-                f"(tolerance {result.tolerance:.0e}) {'ok' if result.ok else 'FAILED'}"
-            )
-    unused = golden.config.get("unused_params", ())
-    if unused:
-        lines.append(f"  not compared, no effect on the loss: {', '.join(unused)}")
-    return lines, ok
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tape_jax.parity",
-        description="Compare this model with recorded runs of the published implementation.",
-    )
-    parser.add_argument("files", nargs="+", metavar="FILE.npz")
-    failed, unread = [], []
-    for path in parser.parse_args(argv).files:
-        try:
-            lines, ok = report(path)
-        except ValueError as error:
-            print(f"error: {error}", file=sys.stderr)
-            unread.append(path)
-            continue
-        print("\n".join(lines), flush=True)
-        if not ok:
-            failed.append(path)
-    if failed:
-        print(f"past tolerance: {', '.join(failed)}")
-    if unread:
-        print(f"not compared: {', '.join(unread)}", file=sys.stderr)
-    return 1 if failed else 2 if unread else 0

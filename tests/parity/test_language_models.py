@@ -5,25 +5,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tape_jax._src import parity
+from tape_jax._src.parity import deviations, language_models, report
 from tests.selection import mostly_slow
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 FILES = sorted(path.stem for path in GOLDEN.glob("*.npz"))
 
 
 def test_every_variant_has_a_file():
-    variants = {parity.Golden(GOLDEN / f"{name}.npz").config["variant"] for name in FILES}
-    assert variants == set(parity.VARIANTS)
+    variants = {language_models.Golden(GOLDEN / f"{name}.npz").config["variant"] for name in FILES}
+    assert variants == set(language_models.VARIANTS)
 
 
 @pytest.mark.parametrize("name", mostly_slow(FILES, "adape_tiny", "alibi_tiny"))
 def test_matches_reference(name):
-    golden = parity.Golden(GOLDEN / f"{name}.npz")
+    golden = language_models.Golden(GOLDEN / f"{name}.npz")
     results = [
-        result for precision in parity.TOLERANCE for result in parity.compare(golden, precision)
+        result
+        for precision in deviations.TOLERANCE
+        for result in language_models.compare(golden, precision)
     ]
-    comparisons = [r for r in results if isinstance(r, parity.Deviation)]
+    comparisons = [r for r in results if isinstance(r, deviations.Deviation)]
     assert len(comparisons) == len(results), "something was not recorded"
     quantities = {(r.precision, r.quantity.split(" (")[0]) for r in comparisons}
     for precision in ("float32", "float64"):
@@ -51,7 +53,7 @@ def test_command_line_reports_each_quantity_and_fails_past_tolerance(tmp_path, c
         arrays["grad/model.norm.weight"] = arrays["grad/model.norm.weight"] + 1e-4
 
     path = damaged(tmp_path, "adape_tiny", change)
-    assert parity.main([str(path)]) == 1
+    assert report.main([str(path)]) == 1
     lines = capsys.readouterr().out.splitlines()
     failed = [line for line in lines if "FAILED" in line]
     assert [line.split(":")[0].split(" (")[0].strip() for line in failed] == [
@@ -72,10 +74,10 @@ def test_gradients_come_from_the_sibling_file_or_are_said_to_be_missing(tmp_path
             gradients[name] = arrays.pop(name)
 
     path = damaged(tmp_path, "nope_tiny", take_gradients)
-    assert parity.main([str(path)]) == 0
+    assert report.main([str(path)]) == 0
     assert "gradients: not recorded" in capsys.readouterr().out
     np.savez(tmp_path / "nope_tiny_grad.npz", **gradients)
-    golden = parity.Golden(tmp_path / "nope_tiny_grad.npz")
+    golden = language_models.Golden(tmp_path / "nope_tiny_grad.npz")
     assert set(golden.arrays) >= {"logits", "grad/lm_head.weight"}
 
 
@@ -92,8 +94,8 @@ def test_gradients_come_from_the_sibling_file_or_are_said_to_be_missing(tmp_path
 def test_wrong_files_are_refused(tmp_path, capsys, change, message):
     path = damaged(tmp_path, "nope_tiny", change)
     with pytest.raises(ValueError, match=message):
-        parity.Golden(path)
-    assert parity.main([str(path), str(tmp_path / "none.npz")]) == 2
+        language_models.Golden(path)
+    assert report.main([str(path), str(tmp_path / "none.npz")]) == 2
     said = capsys.readouterr().err
     assert said.count("error:") == 2, "the files behind it are looked at, too"
     assert f"not compared: {path}, {tmp_path / 'none.npz'}" in said
@@ -102,15 +104,15 @@ def test_wrong_files_are_refused(tmp_path, capsys, change, message):
 def test_unreadable_and_missing_files(tmp_path):
     path = tmp_path / "bad.npz"
     with pytest.raises(ValueError, match="no such file"):
-        parity.Golden(path)
+        language_models.Golden(path)
     path.write_bytes(b"not a zip archive")
     with pytest.raises(ValueError, match="not a readable npz"):
-        parity.Golden(path)
+        language_models.Golden(path)
 
 
 def test_scaled_error_scales_large_values_and_sees_nan():
-    assert parity.scaled_error([1.0, 200.5], np.array([1.0, 200.0])) == pytest.approx(0.0025)
-    assert parity.scaled_error([0.1], np.array([0.2])) == pytest.approx(0.1)
-    assert parity.scaled_error([np.nan], np.array([0.2])) == np.inf
+    assert deviations.scaled_error([1.0, 200.5], np.array([1.0, 200.0])) == pytest.approx(0.0025)
+    assert deviations.scaled_error([0.1], np.array([0.2])) == pytest.approx(0.1)
+    assert deviations.scaled_error([np.nan], np.array([0.2])) == np.inf
     with pytest.raises(ValueError, match="shapes differ"):
-        parity.scaled_error([1.0], np.ones(2))
+        deviations.scaled_error([1.0], np.ones(2))

@@ -1,0 +1,1 @@
+"""Recorded runs of published code, compared number by number with this library."""

@@ -1,0 +1,197 @@
+"""Recorded runs of other authors' encodings, compared with those of this library.
+
+Each file holds queries, keys, values, what enters the layer, the encoding's parameters, and what
+the published code made of them: one layer's attention, its gradients, and intermediate values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tape_jax._src import positions
+from tape_jax._src.algebra import rotate
+from tape_jax._src.attention import AttentionRows, attention
+from tape_jax._src.checks import choose
+from tape_jax._src.config import ModelConfig
+from tape_jax._src.parity.deviations import Deviation, deviation
+from tape_jax._src.positions.bias import alibi_slopes
+from tape_jax._src.positions.layer import Layer
+from tape_jax._src.positions.protocol import Encoding, default_positions
+
+Array = jax.Array
+Arrays = dict[str, Any]
+
+# Neither inputs nor results: the cotangent of ``o``, and the authors' own result in float32.
+NOT_COMPARED = ("do", "o_f32", "meta")
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """How a file maps on to this library.
+
+    Attributes:
+      encoding: what is compared.
+      params: its parameters, each computed from the file's arrays.
+      prepare: what is done to the file's arrays first.
+      constants: recorded values that depend on no input, such as ALiBi's slopes.
+    """
+
+    encoding: Encoding
+    params: dict[str, Callable[[Arrays], Any]] = dataclasses.field(default_factory=dict)
+    prepare: Callable[[Arrays], Arrays] = lambda arrays: arrays
+    constants: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def same(**names: str) -> dict[str, Callable[[Arrays], Any]]:
+    """Parameters that are an array of the file as it is: by our names the file's."""
+    return {
+        name: functools.partial(lambda source, arrays: arrays[source], source)
+        for name, source in names.items()
+    }
+
+
+def _fox(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    return Recorded(positions.Fox(), same(forget_kernel="W_f", forget_bias="b_f"))
+
+
+# By the file's name up to its last underscore: from the file's arrays and its ``meta``.
+ENCODINGS: dict[str, Callable[[Arrays, Mapping[str, Any]], Recorded]] = {
+    "fox": _fox,
+}
+
+
+def is_one(arrays: Mapping[str, np.ndarray]) -> bool:
+    """Whether these are the arrays of such a file."""
+    return "meta" in arrays
+
+
+class ContextualFile:
+    """One recorded run.
+
+    Raises:
+      ValueError: if the file is not one of this format.
+    """
+
+    def __init__(self, path: str | Path, arrays: dict[str, np.ndarray]):
+        self.path, self.arrays = Path(path), arrays
+        self.meta: dict[str, Any] = json.loads(str(arrays["meta"]))
+        self.name = self.path.stem.rpartition("_")[0]
+        choose(f"encoding of {path}, by its name up to the last underscore,", self.name, ENCODINGS)
+
+    def recorded(self, precision: str) -> Recorded:
+        """How it maps on to this library."""
+        arrays: Arrays = {
+            name: jnp.asarray(x, precision) if x.dtype.kind == "f" else x
+            for name, x in self.arrays.items()
+        }
+        return ENCODINGS[self.name](arrays, self.meta)
+
+
+def compare(file: ContextualFile, precision: str) -> Iterator[Deviation | str]:
+    """Yields a comparison for every recorded output and gradient."""
+    with jax.enable_x64(precision == "float64"):
+        yield from _compare(file, precision)
+
+
+def _compare(file: ContextualFile, precision: str) -> Iterator[Deviation | str]:
+    recorded = file.recorded(precision)
+    inputs = {name: jnp.asarray(file.arrays[name], precision) for name in file.meta["inputs"]}
+    fixed = {
+        name: jnp.asarray(x, precision)
+        for name, x in file.arrays.items()
+        if x.dtype == np.float64 and name not in inputs
+    }
+    taps = {name: jnp.zeros_like(fixed[name]) for name in file.meta["intermediates"]}
+    run = functools.partial(_run, recorded, fixed)
+    o, pull, found = jax.vjp(run, inputs, taps, has_aux=True)
+    found = {"o": o, **found, **recorded.constants}
+    gradients = {f"grad_{name}": x for part in pull(fixed["do"]) for name, x in part.items()}
+    compared = set()
+    for name, value in {**found, **gradients}.items():
+        if name in file.arrays:
+            compared.add(name)
+            yield deviation(name, precision, value, file.arrays[name])
+    rest = set(file.arrays) - compared - set(inputs) - set(NOT_COMPARED)
+    if rest:
+        raise ValueError(f"{file.path}: recorded, but not known here: {sorted(rest)}")
+    if not any(name.startswith("grad_") for name in file.arrays):
+        yield f"{precision}  gradients: not recorded in this file"
+
+
+def _run(recorded: Recorded, fixed: Arrays, inputs: Arrays, taps: Arrays) -> tuple[Array, Arrays]:
+    """``o``, and everything else that a file may hold."""
+    arrays = recorded.prepare({**fixed, **inputs})
+    params = {name: make(arrays) for name, make in recorded.params.items()}
+    q, k, v, encoding = arrays["q"], arrays["k"], arrays["v"], recorded.encoding
+    batch, time, heads, dim = q.shape
+    x = arrays.get("x", jnp.zeros((batch, time, heads * dim), q.dtype))
+    config = ModelConfig(
+        vocab_size=2,
+        hidden_size=x.shape[-1],
+        num_layers=1,
+        num_heads=heads,
+        num_kv_heads=k.shape[-2],
+        head_dim=dim,
+        position=encoding,
+        dtype=q.dtype.name,
+        param_dtype=q.dtype.name,
+    )
+    encoding.check(config)
+    layer = Layer(x, default_positions(time), None, True, config, q=q, k=k, taps=taps)
+    state = encoding.start_from_embeddings(params, layer)
+    if state is None:
+        state = encoding.start(layer.positions, config, dtype=q.dtype)
+    terms = encoding.layer_terms(params, layer)
+    rotations = encoding.rotation(state) if terms.state is None else (terms.state, terms.state)
+    scores = _all_pairs(q, k)
+    if rotations[0] is not None and rotations[1] is not None:
+        q, k = rotate(q, rotations[0]), rotate(k, rotations[1])
+    q, k = layer.tap("q_rot", q), layer.tap("k_rot", k)
+    options = {
+        name: value
+        for name, value in terms._asdict().items()
+        if name in ("bias", "log_decay", "logits_fn", "weights_fn")
+    }
+    attend = functools.partial(
+        attention, q, k, is_causal=True, implementation="reference", scale=dim**-0.5
+    )
+    one_hot = jnp.broadcast_to(jnp.eye(time, dtype=q.dtype)[:, None], (*k.shape[:-1], time))
+    att = _heads_first(attend(one_hot, **options)[0])
+    logits = _heads_first(attend(one_hot, **options | {"weights_fn": _logits})[0])
+    seen = jnp.tril(jnp.ones((time, time), bool))
+    scores = jnp.where(seen, scores, 0)
+    state = rotations[1]
+    found = {
+        "att": att,
+        "rem": 1 - att.sum(-1).swapaxes(1, 2),
+        "logits": logits,
+        "scores": scores,
+        "bias": logits - scores,
+        "slopes": jnp.asarray(alibi_slopes(heads)),
+    }
+    if state is not None:
+        found |= dict(zip(("cos", "sin"), jnp.split(state, 2, axis=-1), strict=True))
+    return attend(v, **options)[0], {**found, **layer.tapped}
+
+
+def _all_pairs(q: Array, k: Array) -> Array:
+    """``q k / sqrt(D)``, ``[B, H, T, S]``."""
+    k = jnp.repeat(k, q.shape[-2] // k.shape[-2], axis=-2)
+    return jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+
+
+def _heads_first(x: Array) -> Array:
+    return x.swapaxes(1, 2)
+
+
+def _logits(logits: Array, rows: AttentionRows) -> Array:
+    return jnp.where(rows.visible, logits, 0)

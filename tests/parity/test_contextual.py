@@ -1,0 +1,55 @@
+"""Every recorded run of another author's encoding that ships with the tests."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tape_jax._src.parity import contextual, deviations, report
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "contextual"
+FILES = sorted(path.stem for path in GOLDEN.glob("*.npz"))
+
+
+def test_every_encoding_has_a_file():
+    assert {name.rpartition("_")[0] for name in FILES} == set(contextual.ENCODINGS)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_outputs_and_gradients(name):
+    lines, ok = report.report(GOLDEN / f"{name}.npz")
+    assert ok, "\n".join(lines)
+    with np.load(GOLDEN / f"{name}.npz") as file:
+        recorded = set(file.files)
+    inputs = {name.removeprefix("grad_") for name in recorded if name.startswith("grad_")}
+    compared = {line.split()[1].rstrip(":") for line in lines[1:]}
+    constant = recorded - compared - inputs - set(contextual.NOT_COMPARED)
+    assert not constant, f"neither compared nor an input: {constant}"
+
+
+def test_a_wrong_number_is_seen(tmp_path, capsys):
+    with np.load(GOLDEN / "fox_tiny.npz") as file:
+        arrays = dict(file)
+    arrays["grad_W_f"] = arrays["grad_W_f"] + 1e-3
+    path = tmp_path / "fox_wrong.npz"
+    np.savez(path, **arrays)
+    assert report.main([str(path)]) == 1
+    failed = [line for line in capsys.readouterr().out.splitlines() if "FAILED" in line]
+    assert [line.split()[:2] for line in failed] == [
+        [precision, "grad_W_f:"] for precision in ("float32", "float64")
+    ]
+
+
+def test_an_unknown_encoding_and_array_are_named(tmp_path, capsys):
+    with np.load(GOLDEN / "fox_tiny.npz") as file:
+        arrays = dict(file)
+    np.savez(tmp_path / "focks_tiny.npz", **arrays)
+    np.savez(tmp_path / "fox_more.npz", **arrays, more=np.ones(3))
+    assert report.main([str(tmp_path / "focks_tiny.npz"), str(tmp_path / "fox_more.npz")]) == 2
+    errors = capsys.readouterr().err
+    assert "did you mean 'fox'" in errors
+    assert "not known here: ['more']" in errors
+
+
+def test_tolerances():
+    assert deviations.TOLERANCE == {"float32": 3e-5, "float64": 1e-9}
