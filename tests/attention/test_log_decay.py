@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tape_jax._src.attention import attention, attention_plan
+from tape_jax._src.attention.shifted_groups import shifted_group_attention
 from tests.attention.lowering import lowered
 from tests.attention.test_backends import (
     BACKENDS,
@@ -248,6 +249,41 @@ def test_lowers_to_cuda(x64):
         call = "custom_call @__gpu$xla.gpu.triton"
         assert lowered("cuda", forward, q, kv, kv, decay).count(call) == 1
         assert lowered("cuda", backward, q, kv, kv, decay).count(call) == 3
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_shifted_groups(heads):
+    """Each half of the heads attends inside of its own groups, which segment ids can say too."""
+    q, k, v, e = qkve(24, heads=4)
+    decay = -jnp.cumsum(jnp.abs(normal(6, 24, heads)), axis=0)
+    time = np.arange(24)
+
+    def in_groups(decay):
+        halves = []
+        for half, ids in enumerate((time // 8, (time + 4) // 8)):
+            h, g = slice(2 * half, 2 * half + 2), slice(half, half + 1)
+            mine = decay if heads == 1 else decay[:, h]
+            halves.append(
+                attention(
+                    q[:, :, h], k[:, :, g], v[:, :, g], state=e[:, :, g], is_causal=True,
+                    segment_ids=ids, log_decay=mine, implementation="reference",
+                )
+            )  # fmt: skip
+        return jax.tree.map(lambda *x: jnp.concatenate(x, axis=2), *halves)
+
+    def shifted(log_decay):
+        return shifted_group_attention(
+            q, k, v, groups=3, state=e, is_causal=True, log_decay=log_decay
+        )
+
+    for given in (decay, (decay, decay)):
+        chex.assert_trees_all_close(shifted(given), in_groups(decay), atol=1e-5)
+    gradients = [
+        jax.grad(lambda x, f=f: jnp.sum(jnp.sin(f(x)[0])))(decay) for f in (shifted, in_groups)
+    ]
+    chex.assert_trees_all_close(*gradients, atol=1e-5)
+    with pytest.raises(ValueError, match=r"log_decay: expected shape .*; got \(23, 1\)"):
+        shifted(jnp.zeros((23, 1)))
 
 
 def test_plan():

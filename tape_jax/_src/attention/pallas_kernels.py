@@ -113,7 +113,7 @@ class Program:
     def read_vector(
         self, name: str, start: Array, size: int, *head: Array, other: float = 0
     ) -> Array:
-        """``size`` numbers of ``[b|1, t]`` or of one head of ``[b, h, t]``; ``other`` past the end."""
+        """``size`` numbers of ``[b|1, t]`` or a head of ``[b|1, h, t]``; ``other`` past the end."""
         ref = self.refs[name]
         at = ref.at[(self._row(ref), *head, pl.ds(start, size))]
         if ref.shape[-1] % size == 0:
