@@ -66,7 +66,7 @@ VENDOR = WITH_MASK | WITH_BIAS | WITH_DECAY
 REFUSED = {
     "reference": set(),
     "chunked": set(),
-    "pallas": WITH_MASK | WITH_BIAS | TENSOR | WITH_DECAY,
+    "pallas": WITH_MASK | WITH_BIAS | TENSOR,
     "splash": VENDOR,
     # All of them, having no mesh; with one, test_ring.py has its tests.
     "ring": {case.name for case in CASES + MASKED},

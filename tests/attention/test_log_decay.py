@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import chex
@@ -9,12 +10,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tape_jax._src.attention import attention, attention_plan
-from tests.attention.test_backends import BACKENDS, assert_close, normal, qkve
+from tape_jax._src.attention.shifted_groups import shifted_group_attention
+from tests.attention.lowering import lowered
+from tests.attention.test_backends import (
+    BACKENDS,
+    assert_close,
+    assert_sharded_alone,
+    normal,
+    qkve,
+)
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "contextual" / "fox_tiny.npz"
-OURS = ("reference", "chunked")
+OURS = ("reference", "chunked", "pallas")
 
 
 def golden():
@@ -75,7 +85,8 @@ def test_large_decays_are_subtracted_first(backend, dtype):
 
         return jax.grad(loss, (0, 1, 2, 3), has_aux=True)(q, k, v, log_decay)
 
-    chex.assert_trees_all_equal(f(near + 4096), f(near))
+    for far in (4096, -4096):
+        chex.assert_trees_all_equal(f(near + far), f(near))
     assert f(near)[0][3].dtype == jnp.float32
 
 
@@ -83,7 +94,7 @@ def test_type_of_the_decay_is_kept(x64):
     """Float64 is subtracted in float64, also where all else is float32; half types in float32."""
     q, k, v, _ = qkve(9)
     near = np.random.default_rng(0).normal(size=(2, 9, 2))
-    for backend in OURS:
+    for backend in ("reference", "chunked"):
 
         def f(log_decay, backend=backend):
             return attention(q, k, v, log_decay=log_decay, **BACKENDS[backend])[0]
@@ -181,6 +192,100 @@ def test_second_derivatives_of_reference(x64):
         np.testing.assert_allclose(derivative(by_decay)(f), derivative(by_bias)(f), atol=1e-12)
 
 
+def test_kernels_refuse_float64(x64):
+    q, k, v, _ = qkve(9)
+    with pytest.raises(NotImplementedError, match="got float64"):
+        attention(q, k, v, log_decay=jnp.zeros((9, 1)), **BACKENDS["pallas"])
+    decay = jnp.zeros((9, 1), jnp.bfloat16)
+    attention(q, k, v, log_decay=decay, **BACKENDS["pallas"])
+
+
+def test_sharded_over_batch_and_heads():
+    """Each device runs the kernels with its rows, its heads and their decay."""
+
+    def f(ids, q, k, v, decay, **implementation):
+        def loss(*args):
+            options = {"is_causal": True, "segment_ids": ids, **implementation}
+            o, _ = attention(*args[:3], log_decay=args[3][..., 0], **options)
+            return jnp.sum(jnp.sin(o)), o
+
+        return jax.grad(loss, (0, 1, 2, 3), has_aux=True)(q, k, v, decay)
+
+    q, k, v, _ = qkve(19, heads=4, kv_heads=2)
+    ids = jnp.sort(jnp.asarray(np.random.default_rng(0).integers(0, 3, (2, 19))))
+    decay = normal(9, 2, 19, 4, 1)
+    assert_sharded_alone(functools.partial(f, **BACKENDS["pallas"]), f, ids, q, k, v, decay)
+
+
+def test_one_decay_for_sharded_batch_and_heads():
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    q, k, v, _ = qkve(19, heads=4, kv_heads=2)
+    decay = normal(9, 19, 1)
+
+    def loss(q, k, v, decay, **implementation):
+        o, _ = attention(q, k, v, log_decay=decay, is_causal=True, **implementation)
+        return jnp.sum(jnp.sin(o))
+
+    want = jax.jit(jax.grad(functools.partial(loss, implementation="reference"), (0, 3)))
+    found = jax.jit(jax.grad(functools.partial(loss, **BACKENDS["pallas"]), (0, 3)))
+    placed = NamedSharding(mesh, PartitionSpec("data", None, "model"))
+    got = jax.device_get(found(*jax.device_put((q, k, v), placed), decay))
+    assert_close(got, jax.device_get(want(q, k, v, decay)), 1e-5)
+
+
+@pytest.mark.usefixtures("any_device")
+@pytest.mark.parametrize("x64", [False, True])
+def test_lowers_to_cuda(x64):
+    """Still one kernel forward and two backward, with rows past the end of a block."""
+    with jax.enable_x64(x64):
+        q = jax.ShapeDtypeStruct((2, 200, 4, 64), "bfloat16")
+        kv = jax.ShapeDtypeStruct((2, 200, 2, 64), "bfloat16")
+        decay = jax.ShapeDtypeStruct((2, 200, 4), "float32")
+
+        def forward(q, k, v, decay):
+            return attention(q, k, v, log_decay=decay, is_causal=True, implementation="pallas")[0]
+
+        backward = jax.grad(lambda *args: jnp.sum(forward(*args)), (0, 1, 2, 3))
+        call = "custom_call @__gpu$xla.gpu.triton"
+        assert lowered("cuda", forward, q, kv, kv, decay).count(call) == 1
+        assert lowered("cuda", backward, q, kv, kv, decay).count(call) == 3
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_shifted_groups(heads):
+    """Each half of the heads attends inside of its own groups, which segment ids can say too."""
+    q, k, v, e = qkve(24, heads=4)
+    decay = -jnp.cumsum(jnp.abs(normal(6, 24, heads)), axis=0)
+    time = np.arange(24)
+
+    def in_groups(decay):
+        halves = []
+        for half, ids in enumerate((time // 8, (time + 4) // 8)):
+            h, g = slice(2 * half, 2 * half + 2), slice(half, half + 1)
+            mine = decay if heads == 1 else decay[:, h]
+            halves.append(
+                attention(
+                    q[:, :, h], k[:, :, g], v[:, :, g], state=e[:, :, g], is_causal=True,
+                    segment_ids=ids, log_decay=mine, implementation="reference",
+                )
+            )  # fmt: skip
+        return jax.tree.map(lambda *x: jnp.concatenate(x, axis=2), *halves)
+
+    def shifted(log_decay):
+        return shifted_group_attention(
+            q, k, v, groups=3, state=e, is_causal=True, log_decay=log_decay
+        )
+
+    for given in (decay, (decay, decay)):
+        chex.assert_trees_all_close(shifted(given), in_groups(decay), atol=1e-5)
+    gradients = [
+        jax.grad(lambda x, f=f: jnp.sum(jnp.sin(f(x)[0])))(decay) for f in (shifted, in_groups)
+    ]
+    chex.assert_trees_all_close(*gradients, atol=1e-5)
+    with pytest.raises(ValueError, match=r"log_decay: expected shape .*; got \(23, 1\)"):
+        shifted(jnp.zeros((23, 1)))
+
+
 def test_plan():
     x = jax.ShapeDtypeStruct((2, 8, 2, 16), "float32")
     decay = jax.ShapeDtypeStruct((8, 1), "float32")
@@ -198,6 +303,8 @@ def test_a_float32_bias_of_float64_queries_has_gradients(x64):
         return jnp.sum(jnp.sin(o))
 
     bias, decay = normal(1, 9, 9), normal(2, 9, 2)
-    want, found = (jax.grad(loss, (0, 1))(bias, decay, backend) for backend in OURS)
+    want, found = (
+        jax.grad(loss, (0, 1))(bias, decay, backend) for backend in ("reference", "chunked")
+    )
     chex.assert_trees_all_equal_dtypes(found, want)
     chex.assert_trees_all_close(found, want, atol=1e-6)

@@ -19,13 +19,21 @@ def mesh_of(**sizes):
     return config.build(jax.devices()[: int(np.prod(list(sizes.values())))])
 
 
-def inputs(heads=2, kv_heads=2, state=(2, D), query_state=False, length=T):
-    """Float64 arrays that get gradients, by name; ``state`` is the tail of the state, or None."""
+def inputs(heads=2, kv_heads=2, state=(2, D), query_state=False, length=T, log_decay=None):
+    """Float64 arrays that get gradients, by name; ``state`` is the tail of the state, or None.
+
+    ``log_decay`` is its heads, or those of the queries and of the keys.
+    """
     rng = np.random.default_rng(0)
     shapes = {"q": (heads, D), "k": (kv_heads, D), "v": (kv_heads, DV)}
     shapes |= {} if state is None else {"state": state}
     shapes |= {"query_state": (heads, D)} if query_state else {}
-    return {name: rng.normal(size=(B, length, *tail)) for name, tail in shapes.items()}
+    arrays = {name: rng.normal(size=(B, length, *tail)) for name, tail in shapes.items()}
+    if isinstance(log_decay, tuple):
+        arrays["log_decay"] = tuple(4 * rng.normal(size=(1, length, n)) for n in log_decay)
+    elif log_decay is not None:
+        arrays["log_decay"] = -np.cumsum(rng.random(size=(B, length, log_decay)), axis=1)
+    return arrays
 
 
 def outputs_and_gradients(arrays, dtype=jnp.float64, wrap=lambda x: x, unwrap=lambda x: x, **call):
@@ -34,7 +42,7 @@ def outputs_and_gradients(arrays, dtype=jnp.float64, wrap=lambda x: x, unwrap=la
     @jax.jit
     def run(arrays):
         def loss(arrays):
-            out = attention(**{name: wrap(x) for name, x in arrays.items()}, **call)
+            out = attention(**jax.tree.map(wrap, arrays), **call)
             out = [unwrap(x) for x in out if x is not None]
             weights = [jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape) for x in out]
             return sum(jnp.sum(x * w) for x, w in zip(out, weights, strict=True)), out
@@ -42,7 +50,7 @@ def outputs_and_gradients(arrays, dtype=jnp.float64, wrap=lambda x: x, unwrap=la
         gradients, out = jax.grad(loss, has_aux=True)(arrays)
         return out, gradients
 
-    return jax.device_get(run({name: jnp.asarray(x, dtype) for name, x in arrays.items()}))
+    return jax.device_get(run(jax.tree.map(lambda x: jnp.asarray(x, dtype), arrays)))
 
 
 def largest_error(found, expected):
@@ -73,10 +81,27 @@ CASES = {
         {"state": None, "heads": 4, "kv_heads": 1},
         {"scale": 0.3},
     ),
+    "decay": (
+        {"sequence": 2},
+        {"heads": 4, "log_decay": 4},
+        {"segment_ids": SEGMENTS, "local_window_size": 30},
+    ),
+    "decay_on_four": (
+        {"sequence": 4, "tensor": 2},
+        {"heads": 4, "log_decay": (1, 4)},
+        {"is_causal": False},
+    ),
+    "decay_of_shared_keys": (
+        {"data": 2, "sequence": 2, "tensor": 2},
+        {"heads": 4, "kv_heads": 1, "state": None, "log_decay": (4, 1)},
+        {},
+    ),
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(CASES, "grouped_segments_one_headed"))
+@pytest.mark.parametrize(
+    "name", mostly_slow(CASES, "grouped_segments_one_headed", "decay", "decay_on_four")
+)
 @pytest.mark.usefixtures("x64")
 def test_equals_one_device(name):
     sizes, shapes, call = CASES[name]

@@ -110,13 +110,21 @@ class Program:
             return Complex(*(self._read(ref, start, size, head, part) for part in HALVES))
         return self._read(ref, start, size, head)
 
-    def read_vector(self, name: str, start: Array, size: int, *head: Array) -> Array:
-        """``size`` numbers of ``[b|1, t]``, or of one head of ``[b, h, t]``."""
+    def read_vector(
+        self, name: str, start: Array, size: int, *head: Array, other: float = 0
+    ) -> Array:
+        """``size`` numbers of ``[b|1, t]`` or a head of ``[b|1, h, t]``; ``other`` past the end."""
         ref = self.refs[name]
         at = ref.at[(self._row(ref), *head, pl.ds(start, size))]
         if ref.shape[-1] % size == 0:
             return plt.load(at)
-        return plt.load(at, mask=start + _iota(size) < ref.shape[-1], other=0)
+        return plt.load(at, mask=start + _iota(size) < ref.shape[-1], other=other)
+
+    def write_vector(self, name: str, start: Array, head: Array, value: Array) -> None:
+        """Writes numbers of one head of ``[b, h, t]``."""
+        ref, size = self.refs[name], value.shape[0]
+        exists = None if ref.shape[2] % size == 0 else start + _iota(size) < ref.shape[2]
+        plt.store(ref.at[self.b, head, pl.ds(start, size)], value, mask=exists)
 
     def write(self, name: str, start: Array, head: Array, value: Any) -> None:
         """Writes what :meth:`read` would read."""
@@ -167,12 +175,30 @@ class Program:
     def value_tile(self, j: Array, head: Array) -> Array:
         return self.read("v", j * self.tile.keys, self.tile.keys, head)
 
-    def logits(self, rows: Complex, columns: Complex) -> Array:
-        """Scaled logits to base 2, not masked yet."""
+    def query_decay(self, i: Array, head: Array) -> Array | None:
+        """Log decay of the queries of block ``i``, for a query head, or None."""
+        # Those past the end see nothing: the decay of a row of zeros could be infinite.
+        return self._decay("query_decay", i, self.tile.queries, head, other=-math.inf)
+
+    def key_decay(self, j: Array, head: Array) -> Array | None:
+        """Log decay of the keys of block ``j``, for a query head, or None."""
+        return self._decay("key_decay", j, self.tile.keys, head)
+
+    def _decay(
+        self, name: str, block: Array, size: int, head: Array, other: float = 0
+    ) -> Array | None:
+        if name not in self.refs:
+            return None
+        head = ZERO if self.refs[name].shape[1] == 1 else head
+        return self.read_vector(name, block * size, size, head, other=other)
+
+    def logits(self, rows: Complex, columns: Complex, decay: Array | None) -> Array:
+        """Scaled logits to base 2, with the decay of each pair added, not masked yet."""
         dot = self.call.dot
         products = dot(rows.real, columns.real, trans_b=True)
         products += dot(rows.imag, columns.imag, trans_b=True)
-        return products * np.float32(self.call.scale * LOG2_E)
+        products *= np.float32(self.call.scale * LOG2_E)
+        return products if decay is None else products + decay * np.float32(LOG2_E)
 
     def query_marks(self, i: Array) -> tuple[Array, Array | None]:
         """Indices of the queries of block ``i``, offset included, and their segment ids."""
@@ -242,6 +268,13 @@ def _shared_head(refs: Refs, of: str, name: str, head: Array) -> Any:
     return head if shared == 1 else lax.div(head, np.int32(shared))
 
 
+def _decays(queries: Array | None, keys: Array | None, *, keys_first: bool = False) -> Any:
+    """``F_i - F_j``, ``[queries, keys]`` or ``[keys, queries]``; None without a decay."""
+    if queries is None or keys is None:
+        return None
+    return queries[None, :] - keys[:, None] if keys_first else queries[:, None] - keys[None, :]
+
+
 def _program() -> tuple[Array, Array, Array]:
     """Block, head and row of the batch. Read outside loops: the interpreter cannot inside."""
     return pl.program_id(0), pl.program_id(1), pl.program_id(2)
@@ -254,13 +287,13 @@ def forward(call: KernelCall, inputs: Refs, outputs: Refs) -> None:
     rows = program.tile.queries
     kv_head = _shared_head(inputs, "q", "k", head)
     q, queries = program.query_tile(i, head), program.query_marks(i)
+    decay = program.query_decay(i, head)
 
     def step(j: Array, carry: Any) -> Any:
         top, total, o, a = carry
         k, state = program.key_tiles(j, kv_head)
-        logits = program.masked(
-            program.logits(q, k), queries, program.key_marks(j), keys_first=False
-        )
+        logits = program.logits(q, k, _decays(decay, program.key_decay(j, head)))
+        logits = program.masked(logits, queries, program.key_marks(j), keys_first=False)
         new_top = jnp.maximum(top, jnp.max(logits, axis=1))
         weights = jnp.exp2(logits - new_top[:, None])
         shrink = jnp.exp2(top - new_top)
@@ -288,10 +321,7 @@ def forward(call: KernelCall, inputs: Refs, outputs: Refs) -> None:
     program.write("o", start, head, o / total[:, None])
     if a is not None:
         program.write("a", start, head, a.map(lambda x: x / total[:, None]))
-    log_sum = outputs["log_sum"]
-    exists = None if log_sum.shape[2] % rows == 0 else start + _iota(rows) < log_sum.shape[2]
-    at = log_sum.at[b, head, pl.ds(start, rows)]
-    plt.store(at, top + jnp.log(total) * np.float32(LOG2_E), mask=exists)
+    program.write_vector("log_sum", start, head, top + jnp.log(total) * np.float32(LOG2_E))
 
 
 def query_gradients(call: KernelCall, inputs: Refs, outputs: Refs) -> None:
@@ -305,12 +335,12 @@ def query_gradients(call: KernelCall, inputs: Refs, outputs: Refs) -> None:
     d_a = program.read("d_a", start, rows, head) if call.attend_state else None
     log_sum = program.read_vector("log_sum", start, rows, head)[:, None]
     delta = program.read_vector("delta", start, rows, head)[:, None]
+    decay = program.query_decay(i, head)
 
     def step(j: Array, dq: Complex) -> Complex:
         k, state = program.key_tiles(j, kv_head)
-        logits = program.masked(
-            program.logits(q, k), queries, program.key_marks(j), keys_first=False
-        )
+        logits = program.logits(q, k, _decays(decay, program.key_decay(j, head)))
+        logits = program.masked(logits, queries, program.key_marks(j), keys_first=False)
         weights = jnp.exp2(logits - log_sum)
         d_weights = call.dot(d_o, program.value_tile(j, kv_head), trans_b=True)
         if d_a is not None:
@@ -332,7 +362,8 @@ def query_gradients(call: KernelCall, inputs: Refs, outputs: Refs) -> None:
 def key_gradients(call: KernelCall, inputs: Refs, outputs: Refs) -> None:
     """One block of keys: ``dk``, ``dv`` and ``de``, summed over the query heads of its group.
 
-    Products are taken keys first, so that no tile of pairs is transposed.
+    The gradient of the keys' log decay is written for each of these heads. Products are taken keys
+    first, so that no tile of pairs is transposed.
     """
     j, kv_head, b = _program()
     program = Program(call, {**inputs, **outputs}, call.tiles.key_gradients, b)
@@ -342,13 +373,15 @@ def key_gradients(call: KernelCall, inputs: Refs, outputs: Refs) -> None:
     v = program.value_tile(j, kv_head)
     first, last = program.bounds(j)
 
-    def step(i: Array, carry: Any, head: Array) -> Any:
-        dk, dv, de = carry
+    def step(i: Array, carry: Any, head: Array, decay: Array | None) -> Any:
+        dk, dv, de, d_decay = carry
         q = program.query_tile(i, head)
         d_o = program.read("d_o", i * columns, columns, head)
         log_sum = program.read_vector("log_sum", i * columns, columns, head)[None, :]
         delta = program.read_vector("delta", i * columns, columns, head)[None, :]
-        logits = program.masked(program.logits(k, q), program.query_marks(i), keys, keys_first=True)
+        pairs = _decays(program.query_decay(i, head), decay, keys_first=True)
+        logits = program.logits(k, q, pairs)
+        logits = program.masked(logits, program.query_marks(i), keys, keys_first=True)
         weights = jnp.exp2(logits - log_sum)
         d_weights = call.dot(v, d_o, trans_b=True)
         dv += call.dot(weights, d_o)
@@ -358,11 +391,20 @@ def key_gradients(call: KernelCall, inputs: Refs, outputs: Refs) -> None:
             d_weights += call.dot(state.imag, d_a.imag, trans_b=True)
             de = de.plus(d_a.map(lambda x: call.dot(weights, x)))
         d_logits = weights * (d_weights - delta)
-        return dk.plus(q.map(lambda x: call.dot(d_logits, x))), dv, de
+        if d_decay is not None:
+            d_decay -= jnp.sum(d_logits, axis=1)
+        return dk.plus(q.map(lambda x: call.dot(d_logits, x))), dv, de, d_decay
 
     def walk(g: Array | int, carry: Any) -> Any:
         head = kv_head * np.int32(groups) + g
-        return lax.fori_loop(first, last, lambda i, carry: step(i, carry, head), carry)
+        decay = program.key_decay(j, head)
+        start_decay = None if decay is None else jnp.zeros(decay.shape, jnp.float32)
+        *carry, d_decay = lax.fori_loop(
+            first, last, lambda i, carry: step(i, carry, head, decay), (*carry, start_decay)
+        )
+        if d_decay is not None:
+            program.write_vector("d_key_decay", start, head, d_decay)
+        return tuple(carry)
 
     nothing = jnp.zeros(k.real.shape, jnp.float32)
     carry = (

@@ -51,7 +51,8 @@ AXES = {
     **dict.fromkeys(("k", "e", "d_k", "d_e"), "bskcd"),
     **dict.fromkeys(("o", "d_o"), "bthd"),
     **dict.fromkeys(("v", "d_v"), "bskd"),
-    **dict.fromkeys(("log_sum", "delta"), "bht"),
+    **dict.fromkeys(("log_sum", "delta", "query_decay"), "bht"),
+    **dict.fromkeys(("key_decay", "d_key_decay"), "bhs"),
     "query_ids": "bt",
     "key_ids": "bs",
     "offset": "b",
@@ -85,14 +86,13 @@ def _check_call(request: Request) -> None:
     refuse_rows(request)
     refuse(request.bias is not None, "bias= is not in the kernels")
     refuse(request.mask is not None, "mask= is not in the kernels; segment_ids= hides padding too")
-    refuse(request.log_decay is not None, "log_decay= is not in the kernels")
     refuse(any(x.ndim != 4 for x in states), "only the rotary form of the state is in the kernels")
     refuse(dim % 2 == 1, f"the head dimension must be even; got {dim}")
     refuse(
         max(dim, value_dim) > MAX_WIDTH,
         f"head dimensions are at most {MAX_WIDTH}; got {dim} and, of values, {value_dim}",
     )
-    for x in (request.q, request.k, request.v, *states):
+    for x in (request.q, request.k, request.v, *states, *(request.log_decay or ())):
         refuse(x.dtype.name not in TYPES, f"types are {', '.join(TYPES)}; got {x.dtype}")
     refuse_large_indices(request)
 
@@ -154,6 +154,9 @@ def _arrays(request: Request, call: KernelCall) -> Named:
     if request.segments is not None:
         common = jnp.promote_types(jnp.result_type(*request.segments), jnp.int32)
         arrays["query_ids"], arrays["key_ids"] = (x.astype(common) for x in request.segments)
+    if request.log_decay is not None:
+        decay = (x.swapaxes(1, 2) for x in request.log_decay)
+        arrays["query_decay"], arrays["key_decay"] = decay
     return arrays
 
 
@@ -215,8 +218,9 @@ def _sum_shared(x: Array, like: Array) -> Array:
     """Sums a gradient over the batch and the heads that share one entry of ``like``."""
     if like.shape[0] == 1:
         x = jnp.sum(x, axis=0, keepdims=True)
-    heads = like.shape[2]
-    x = jnp.sum(x.reshape(*x.shape[:2], heads, -1, *x.shape[3:]), axis=3)
+    axis = 1 if x.ndim == 3 else 2
+    heads = like.shape[axis]
+    x = jnp.sum(x.reshape(*x.shape[:axis], heads, -1, *x.shape[axis + 1 :]), axis=axis + 1)
     return x.astype(like.dtype)
 
 
@@ -243,6 +247,9 @@ def _key_kernel(call: KernelCall, inputs: Named) -> Named:
     out = {"d_k": _gradient(inputs, "k", "k"), "d_v": _gradient(inputs, "v", "k")}
     if "e" in inputs:
         out["d_e"] = _gradient(inputs, "e", "k")
+    if "key_decay" in inputs:
+        shape = (batch_size(inputs), inputs["q"].shape[2], inputs["k"].shape[1])
+        out["d_key_decay"] = jax.ShapeDtypeStruct(shape, jnp.float32)
     tile = call.tiles.key_gradients
     return _launch(kernels.key_gradients, call, tile, inputs, out, by_queries=False)
 

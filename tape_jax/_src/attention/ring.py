@@ -4,8 +4,8 @@ Every device keeps its queries and passes keys, values and position states on to
 until each has seen all (ring attention; Liu et al., 2023). A visiting part is attended by the
 blockwise computation of ``chunked``, and merged with what came before by the maximum and sum of
 each row. The backward pass computes probabilities again; the gradients of keys, values and states
-travel along with them, in the accumulator type. Memory is O(T / devices), and the only
-collectives are permutations.
+travel along with them, in the accumulator type. So do the log decay of keys, and its gradient.
+Memory is O(T / devices), and the only collectives are permutations.
 
 Under the causal rule a device with early tokens would have little to do. So tokens are held in
 zigzag order (``zigzag``): at every step two of the four pairs of chunks that
@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tape_jax._src.attention import chunked
+from tape_jax._src.attention.block_bias import DecayBias
 from tape_jax._src.attention.request import Request, from_rows, refuse, refuse_rows, to_rows
 from tape_jax._src.attention.zigzag import CHUNKS, check_chunks, exchange, on_devices
 from tape_jax._src.checks import choose, require
@@ -43,7 +44,6 @@ def check(request: Request) -> None:
             "with a mesh that has an axis 'sequence'"
         )
     refuse_rows(request)
-    refuse(request.log_decay is not None, "log_decay= does not travel")
     for name in ("mask", "bias"):
         refuse(
             getattr(request, name) is not None,
@@ -124,7 +124,7 @@ def attend(
         state = jnp.broadcast_to(state, (batch, *state.shape[1:]))
     segments = None if request.segments is None else tuple(request.segments)
     v = request.v.astype(request.compute_dtype)
-    inputs = _Inputs(q, k, v, state, segments)
+    inputs = _Inputs(q, k, v, state, segments, request.log_decay)
     out = _attend_compiled(ring, sharding, _specs(sharding, inputs), inputs)
     width = request.v.shape[-1]
     return out[..., :width], None if state is None else out[..., width:]
@@ -147,6 +147,7 @@ class _Inputs(NamedTuple):
       v: values ``[B, T, Hk, Dv]``.
       e: states as values ``[B, T, Hk|1, De]``, or None.
       segments: ids of queries and of keys, ``[B|1, T]`` each, or None.
+      log_decay: of queries and of keys, ``[B|1, T, Hq|1]`` each, or None.
     """
 
     q: Array
@@ -154,6 +155,7 @@ class _Inputs(NamedTuple):
     v: Array
     e: Array | None
     segments: tuple[Array, ...] | None
+    log_decay: tuple[Array, ...] | None
 
 
 class _Visitor(NamedTuple):
@@ -164,12 +166,14 @@ class _Visitor(NamedTuple):
       v: values ``[2, B, Hk, C', Dv]``.
       e: states ``[2, B, Hk|1, C', De]``, or None.
       ids: segment ids ``[2, B|1, C']``, or None.
+      decay: log decay ``[2, B|1, C', Hq|1]``, or None.
     """
 
     k: Array
     v: Array
     e: Array | None
     ids: Array | None
+    decay: Array | None
 
     def values(self) -> Array:
         """``[v | e]``; of one chunk."""
@@ -180,10 +184,11 @@ class _Visitor(NamedTuple):
 
 
 class _Host(NamedTuple):
-    """What stays: queries by rows ``[2, B, Hk, G * C', D']``, segment ids ``[2, B|1, C']``."""
+    """What stays: queries by rows ``[2, B, Hk, G * C', D']``, ids and decay as a visitor's."""
 
     q: Array
     ids: Array | None
+    decay: Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,13 +261,14 @@ def _specs(sharding: Sharding, inputs: _Inputs) -> Any:
         return sharding.spec(named, x.shape, "an input of ring attention")
 
     tokens, heads = ("batch", "sequence"), ("batch", "sequence", "kv_heads")
-    ids = inputs.segments
+    ids, decay = inputs.segments, inputs.log_decay
     return _Inputs(
         q=spec(inputs.q, *tokens, "heads"),
         k=spec(inputs.k, *heads),
         v=spec(inputs.v, *heads),
         e=spec(inputs.e, *heads),
         segments=None if ids is None else tuple(spec(x, *tokens) for x in ids),
+        log_decay=None if decay is None else tuple(spec(x, *tokens, "heads") for x in decay),
     )
 
 
@@ -290,15 +296,18 @@ def _on_device(ring: _Ring, inputs: _Inputs) -> Array:
         return chunks(x, block_k).swapaxes(2, 3)
 
     query_ids, key_ids = inputs.segments or (None, None)
+    query_decay, key_decay = inputs.log_decay or (None, None)
     host = _Host(
         q=jax.vmap(lambda x: to_rows(x, kv_heads, block_q))(chunks(inputs.q, block_q)),
         ids=None if query_ids is None else chunks(query_ids, block_q, "edge"),
+        decay=None if query_decay is None else chunks(query_decay, block_q, "edge"),
     )
     visitor = _Visitor(
         k=heads_first(inputs.k),
         v=heads_first(inputs.v),
         e=None if inputs.e is None else heads_first(inputs.e),
         ids=None if key_ids is None else chunks(key_ids, block_k, "edge"),
+        decay=None if key_decay is None else chunks(key_decay, block_k, "edge"),
     )
     out = _attend(ring, host, visitor)
     out = jax.vmap(lambda x: from_rows(x, query_heads, block_q))(out)
@@ -332,12 +341,12 @@ class _Saved(NamedTuple):
 
 
 def _forward(ring: _Ring, host: _Host, visitor: _Visitor) -> tuple[Array, _Saved]:
-    here = lax.axis_index(ring.names)
+    here, bias = lax.axis_index(ring.names), _bias(ring, host)
 
     def visit(carry: _Attended, visitor: _Visitor, device: Array) -> _Attended:
         def one(carry: _Attended, pair: Array) -> tuple[_Attended, None]:
             arrays = _arrays(ring, host, visitor, pair, here, device)
-            _, part = chunked.forward(ring.blocks, None, arrays)
+            _, part = chunked.forward(ring.blocks, bias, arrays)
             old = jax.tree.map(lambda x: x[pair[0]], carry)
             merged = _merge(old, _Attended(part.out, part.top, part.total))
             return jax.tree.map(lambda all, x: all.at[pair[0]].set(x), carry, merged), None
@@ -345,7 +354,7 @@ def _forward(ring: _Ring, host: _Host, visitor: _Visitor) -> tuple[Array, _Saved
         return lax.scan(one, carry, ring.pairs())[0]
 
     shape = jax.eval_shape(
-        functools.partial(chunked.forward, ring.blocks, None),
+        functools.partial(chunked.forward, ring.blocks, bias),
         _arrays(ring, host, visitor, jnp.zeros(2, jnp.int32), here, here),
     )[1]
     acc = shape.out.dtype
@@ -360,14 +369,14 @@ def _forward(ring: _Ring, host: _Host, visitor: _Visitor) -> tuple[Array, _Saved
 
 def _backward(ring: _Ring, saved: _Saved, d_out: Array) -> tuple[_Host, _Visitor]:
     host, here, acc = saved.host, lax.axis_index(ring.names), saved.rows.out.dtype
-    floats = saved.visitor._replace(ids=None)
+    bias, floats = _bias(ring, host), saved.visitor._replace(ids=None)
 
     def visit(carry: tuple[Array, _Visitor], visitor: _Visitor, device: Array) -> Any:
         def one(carry: tuple[Array, _Visitor], pair: Array) -> tuple[tuple[Array, _Visitor], None]:
             query, key = pair
             arrays = _arrays(ring, host, visitor, pair, here, device)
             part = chunked.Saved(arrays, *(x[query] for x in saved.rows))
-            found = chunked.gradients(ring.blocks, None, part, d_out[query])
+            found = chunked.gradients(ring.blocks, bias, part, d_out[query])
             dq, sums = carry
             d_visitor = _split_gradients(floats, found)
             sums = jax.tree.map(lambda all, x: all.at[key].add(x), sums, d_visitor)
@@ -376,15 +385,20 @@ def _backward(ring: _Ring, saved: _Saved, d_out: Array) -> tuple[_Host, _Visitor
         return lax.scan(one, carry, ring.pairs())[0]
 
     # After as many hops as there are devices, the sums are back where their keys are.
-    start = jax.tree.map(lambda x: jnp.zeros(x.shape, acc), (host.q, floats))
+    wide = functools.partial(jnp.promote_types, acc)
+    start = jax.tree.map(lambda x: jnp.zeros(x.shape, wide(x.dtype)), (host.q, floats))
     dq, sums = ring.go_round(
         visit, start, saved.visitor, lambda carry: (carry[0], ring.passed_on(carry[1]))
     )
     like = jax.tree.map(lambda total, x: total.astype(x.dtype), sums, floats)
-    return _Host(dq.astype(host.q.dtype), None), like
+    return _Host(dq.astype(host.q.dtype), None, None), like
 
 
 _attend.defvjp(_forward, _backward)
+
+
+def _bias(ring: _Ring, host: _Host) -> DecayBias | None:
+    return None if host.decay is None else DecayBias(ring.blocks.block_q, ring.blocks.block_k)
 
 
 def _arrays(
@@ -399,7 +413,7 @@ def _arrays(
         q=host.q[query],
         k=chunk.k,
         values=chunk.values(),
-        bias=None,
+        bias=None if host.decay is None else (host.decay[query], chunk.decay),
         segments=ids,
         mask=None,
         offset=(distance * ring.blocks.key_length).astype(jnp.int32),
@@ -414,7 +428,8 @@ def _split_gradients(visitor: _Visitor, found: chunked.Arrays) -> _Visitor:
         d_e = found.values[..., width:]
         if visitor.e.shape[2] == 1:
             d_e = d_e.sum(1, keepdims=True)
-    return _Visitor(found.k, found.values[..., :width], d_e, None)
+    d_decay = None if visitor.decay is None else found.bias[1]
+    return _Visitor(found.k, found.values[..., :width], d_e, None, d_decay)
 
 
 def _merge(x: _Attended, y: _Attended) -> _Attended:

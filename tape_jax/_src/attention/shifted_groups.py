@@ -23,6 +23,7 @@ def shifted_group_attention(
     state: Array | None = None,
     query_state: Array | None = None,
     segment_ids: Array | None = None,
+    log_decay: Array | tuple[Array, Array] | None = None,
     **options: Any,
 ) -> tuple[Array, Array | None]:
     """Attention inside groups of the sequence (shifted sparse attention, LongLoRA, section 3.2).
@@ -37,14 +38,15 @@ def shifted_group_attention(
         have one head or as many as ``k``. Heads are even in number; those of ``k`` may be 1.
       groups: number of groups.
       segment_ids: integers ``[..., T]``, or None.
+      log_decay: as in :func:`tape_jax.attention`.
       **options: further keywords of :func:`tape_jax.attention`, except ``mask`` and ``bias``.
 
     Returns:
       ``o [..., T, H, Dv]`` and ``a [..., T, H, ...]`` or None, as :func:`tape_jax.attention`.
 
     Raises:
-      ValueError: if ``T`` is not a multiple of ``2 * groups``, heads cannot be halved, a state does
-        not fit, or a mask or bias is given.
+      ValueError: if ``T`` is not a multiple of ``2 * groups``, heads cannot be halved, a state or a
+        decay does not fit, or a mask or bias is given.
     """
     time, batch = q.shape[-3], q.ndim - 3
     require(
@@ -84,6 +86,15 @@ def shifted_group_attention(
         tail = 5 if algebra.is_tensor_form(x, k) else 3
         return grouped(with_batch(algebra.align_state(x), batch + tail))
 
+    def grouped_decay(x: Array) -> Array:
+        x = jnp.asarray(x)
+        require(
+            x.ndim >= 2 and x.shape[-2] == time and x.shape[-1] in (1, q.shape[-2]),
+            f"log_decay: expected shape {q.shape[:-1]}, one head for all or batch axes missing; "
+            f"got {x.shape}",
+        )
+        return grouped(with_batch(x, batch + 2))
+
     ids = jnp.zeros(time, jnp.int32) if segment_ids is None else jnp.asarray(segment_ids)
     ids = 2 * with_batch(ids.astype(jnp.promote_types(ids.dtype, jnp.int32)), batch + 1)
     # Rolled around, the first half group shares the last group with tokens that it must not see.
@@ -95,6 +106,7 @@ def shifted_group_attention(
         state=grouped_state("state", state),
         query_state=grouped_state("query_state", query_state),
         segment_ids=grouped(ids)[..., 0],
+        log_decay=jax.tree.map(grouped_decay, log_decay),
         **options,
     )
     return joined(out), None if attended is None else joined(attended)
