@@ -204,7 +204,7 @@ def test_unexpected_collectives_are_seen():
 @pytest.mark.parametrize("kind", mostly_slow(positions.registry, "tape"))
 @pytest.mark.parametrize("sizes", [{"data": 2, "tensor": 2}, {"sequence": 2}], ids=str)
 def test_every_encoding_can_be_split(kind, sizes):
-    """Traced only; encodings that bias pairs of tokens cannot split sequences."""
+    """Traced only; encodings that look at pairs of tokens cannot split sequences."""
     model = small_model(kind)
     sharding = built(rules=(("vocab", None),), **sizes)
     split = Transformer(model.config, sharding=sharding)
@@ -212,8 +212,10 @@ def test_every_encoding_can_be_split(kind, sizes):
     variables = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))
     tokens = jax.ShapeDtypeStruct((2, 8), jnp.int32)
     step = jax.grad(lambda v, x: split.apply(v, x).sum())
-    if "sequence" in sizes and model.encoding.biases:
-        with pytest.raises(NotImplementedError, match="bias= speaks of pairs of tokens"):
+    pairs = {"bias", "logits", "weights"} & set(model.encoding.acts_on)
+    if "sequence" in sizes and pairs and "decay" not in model.encoding.acts_on:
+        why = "bias= speaks of pairs of tokens|_fn= is given rows of logits over all keys"
+        with pytest.raises(NotImplementedError, match=why):
             jax.eval_shape(step, variables, tokens)
     else:
         jax.eval_shape(step, variables, tokens)

@@ -66,6 +66,7 @@ VENDOR = WITH_MASK | WITH_BIAS | WITH_DECAY
 REFUSED = {
     "reference": set(),
     "chunked": set(),
+    "rows": set(),
     "pallas": WITH_MASK | WITH_BIAS | TENSOR,
     "splash": VENDOR,
     # All of them, having no mesh; with one, test_ring.py has its tests.

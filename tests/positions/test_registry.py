@@ -11,7 +11,7 @@ import pytest
 from tape_jax import ModelConfig, RopeScaling, positions
 from tape_jax._src.positions import ALIASES
 from tape_jax._src.positions.protocol import check_indices, table_rows
-from tape_jax.positions import Encoding, Rope, Tape, create, registry
+from tape_jax.positions import Encoding, Layer, Rope, Tape, Terms, create, registry
 
 CONFIG = ModelConfig(13, hidden_size=16, num_layers=2, num_heads=2)
 
@@ -96,15 +96,17 @@ def test_unknown_names(position, options, words):
 
 
 def test_no_encoding_does_nothing():
-    none = Encoding()
+    none, places = Encoding(), jnp.arange(3)
     none.check(CONFIG)
     assert none.coordinate_axes == 1
     assert not none.attends_state
-    assert not none.biases
+    assert none.acts_on == ()
+    layer = Layer(jnp.zeros((3, 16)), places, None, True, CONFIG)
+    assert none.layer_terms({}, layer) == Terms()
+    assert none.start_from_embeddings({}, layer) is None
     assert none.max_length() is None
     assert none.input_params(CONFIG) == {}
     assert none.layer_params(CONFIG, updates=True) == {}
-    places = jnp.arange(3)
     assert none.coordinates(jnp.zeros(3, int), places) is places
     assert none.embed({}, places, CONFIG, None) is None
     assert none.start(places, CONFIG) is None

@@ -47,9 +47,9 @@ BACKENDS = {
 # What ``implementation=None`` tries on each platform of jax, the one expected to be fastest first;
 # ``reference`` comes before ``chunked`` in short calls.
 ORDER = {
-    "gpu": ("pallas", "tokamax_mosaic", "cudnn", "tokamax_triton", "chunked", "rows"),
-    "tpu": ("splash", "chunked", "rows"),
-    "cpu": ("chunked", "rows"),
+    "gpu": ("pallas", "tokamax_mosaic", "cudnn", "tokamax_triton", "chunked"),
+    "tpu": ("splash", "chunked"),
+    "cpu": ("chunked",),
 }
 
 # Have not run on their hardware yet, so that they are taken if named, never by themselves. A
@@ -246,6 +246,7 @@ def _candidates(request: Request) -> list[str]:
     heads = request.q.shape[0] * request.query_heads
     few = pairs <= most_pairs and pairs * heads * request.accumulator_dtype.itemsize <= most_bytes
     names.insert(names.index("chunked") + (not few), "reference")
+    names.append("rows")
     split = request.sharding is not None and request.sharding.shards("sequence") > 1
     return ["ring", *names] if split else names
 

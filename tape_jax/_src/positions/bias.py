@@ -48,7 +48,7 @@ class Alibi(Encoding):
     """
 
     kind: ClassVar[str] = "alibi"
-    acts_on: ClassVar[tuple[str, ...]] = ("bias",)
+    acts_on: ClassVar[tuple[str, ...]] = ("decay", "bias")
 
     slopes: str = "fixed"
 

@@ -1,0 +1,148 @@
+"""Encodings that act together, and what does not go together."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tape_jax as tape
+from tape_jax import ModelConfig, positions
+from tape_jax.positions import Combined, create
+from tests.models import DIGITS, encoding, random_variables, small_model
+from tests.selection import mostly_slow
+
+COMBINATIONS = (
+    "tape+alibi", "rope+alibi", "tape+fox", "rope+fire", "fox+alibi+t5", "abacus+fire",
+    "learned+tape+fox",
+)  # fmt: skip
+
+
+def combined(kinds, **options):
+    parts = [encoding(kind) for kind in kinds.split("+")]
+    return create(parts, **options)
+
+
+def wide_model(position, **options):
+    return small_model(position, dtype="float64", param_dtype="float64", **options)
+
+
+def batch(seed=0, time=17):
+    """Tokens and segment ids: padding, packed and interleaved segments."""
+    tokens = np.random.default_rng(seed).integers(0, 13, (3, time)).astype(np.int32)
+    ids = np.ones((3, time), np.int32)
+    ids[0, :5], ids[1, 4:9], ids[2, [2, 5, 6]], ids[2, :2] = 0, 2, 3, 0
+    return tokens, ids
+
+
+@pytest.mark.parametrize("kinds", mostly_slow(COMBINATIONS, "tape+alibi", "fox+alibi+t5"))
+def test_decoding_in_chunks_is_the_full_pass(kinds):
+    with jax.enable_x64(True):
+        model = wide_model(combined(kinds), num_kv_heads=1)
+        variables = random_variables(model)
+        tokens, ids = batch()
+        full = model.apply(variables, tokens, segment_ids=ids)
+        logits, cache = tape.prefill(
+            model, variables, tokens[:, :9], segment_ids=ids[:, :9], capacity=20
+        )
+        found = [logits]
+        for begin, end in ((9, 12), *((i, i + 1) for i in range(12, tokens.shape[1]))):
+            part = slice(begin, end)
+            logits, cache = tape.extend(
+                model, variables, cache, tokens[:, part], segment_ids=ids[:, part]
+            )
+            found.append(logits)
+        real = (ids > 0)[..., None]
+        chex.assert_trees_all_close(
+            jnp.concatenate(found, 1) * real, full * real, atol=1e-12, rtol=0
+        )
+
+
+def test_the_parts_add_up():
+    """The logits of TAPE with ALiBi are TAPE's, with the bias given as an array."""
+    with jax.enable_x64(True):
+        model = wide_model(create("tape+alibi"))
+        variables = random_variables(model)
+        tokens = batch()[0]
+        alone = tape.Transformer(dataclasses.replace(model.config, position="tape"))
+        got, states = model.apply(variables, tokens, return_states=True)
+        plain = alone.apply(variables, tokens)
+        assert np.abs(got - plain).max() > 1e-3
+        assert len(states.position) == 3
+        names = jax.tree.map(jnp.shape, variables)
+        assert names == jax.tree.map(jnp.shape, random_variables(alone))
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_alibi_beside_rope_is_the_bias_of_its_paper(is_causal):
+    """One layer by hand: under the causal rule as a decay, else as a bias."""
+    with jax.enable_x64(True):
+        config = ModelConfig(13, hidden_size=16, num_layers=1, num_heads=2, position="rope+alibi")
+        encoding = config.position
+        generator = np.random.default_rng(0)
+        q, k, v = (jnp.asarray(generator.normal(size=(2, 7, 2, 8))) for _ in range(3))
+        layer = positions.Layer(jnp.zeros((2, 7, 16)), jnp.arange(7), None, is_causal, config, q, k)
+        terms = encoding.layer_terms({}, layer)
+        e = positions.rotary_state(jnp.arange(7), 8)
+        options = {"state": e, "attend_state": False, "is_causal": is_causal}
+        got, _ = tape.attention(q, k, v, bias=terms.bias, log_decay=terms.log_decay, **options)
+        slopes = np.array([2.0**-4, 2.0**-8])
+        distance = np.abs(np.arange(7)[:, None] - np.arange(7))
+        want, _ = tape.attention(q, k, v, bias=-slopes[:, None, None] * distance, **options)
+        chex.assert_trees_all_close(got, want, atol=1e-12)
+
+
+def test_learned_slopes_from_zero_leave_the_base_as_it_is():
+    model = small_model(create("rope+alibi", slopes="learned_from_zero"))
+    tokens = jnp.asarray(batch()[0])
+    variables = model.init(jax.random.key(0), tokens)
+    slopes = variables["params"]["layers_0"]["position_alibi_slopes"]
+    chex.assert_trees_all_equal(slopes, jnp.zeros((3, 2)))
+    rope = small_model("rope")
+    kept = jax.tree.map(lambda x: x, variables)
+    del kept["params"]["layers_0"]["position_alibi_slopes"]
+    chex.assert_trees_all_close(model.apply(variables, tokens), rope.apply(kept, tokens), atol=1e-6)
+    learned = small_model(create("rope+alibi", slopes="learned"))
+    slopes = learned.init(jax.random.key(0), tokens)["params"]["layers_0"]["position_alibi_slopes"]
+    chex.assert_trees_all_close(slopes, jnp.broadcast_to(jnp.array([2.0**-4, 2.0**-8]), (3, 2)))
+
+
+def test_options_go_to_the_one_that_has_them():
+    found = create({"kind": "tape+alibi", "norm": "rms", "slopes": "learned"})
+    assert found.encodings == (positions.Tape(norm="rms"), positions.Alibi(slopes="learned"))
+    assert found == create(("tape", "alibi"), norm="rms", slopes="learned")
+    assert found == create([{"kind": "tape", "norm": "rms"}, positions.Alibi(slopes="learned")])
+    assert create(found, alpha=2.0).encodings[0].alpha == 2.0
+    assert create(["rope"]) == positions.Rope()
+    assert found.kind == "tape+alibi"
+    assert hash(found) == hash(create(found))
+
+
+@pytest.mark.parametrize(
+    ("position", "options", "message"),
+    [
+        ("tape+rope", {}, "'tape' and 'rope' do not go together: each has a position state"),
+        ("abacus+learned", {"digits": DIGITS}, "each adds to the embeddings"),
+        ("rope+none", {}, "'none' cannot be combined"),
+        ("fox+fox", {}, "each encoding is taken once; got 'fox\\+fox'"),
+        ("tape+alibbi", {}, "did you mean 'alibi'"),
+        ("tape+", {}, "unknown position encoding ''"),
+        ("tape+alibi", {"nrom": "rms"}, "unknown field 'nrom'.*did you mean 'norm'"),
+        ("abacus+rope", {"digits": DIGITS, "slopes": 1}, "unknown field 'slopes'"),
+        ("alibi+fox", {"slopes": "steep"}, "unknown alibi slopes 'steep'"),
+    ],
+)
+def test_what_does_not_go_together(position, options, message):
+    with pytest.raises(ValueError, match=message):
+        create(position, **options)
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(13, position={"kind": position, **options})
+
+
+def test_an_option_of_two_is_refused():
+    with pytest.raises(ValueError, match="'base' is an option of 'sinusoidal' and of 'rope'"):
+        create("sinusoidal+rope", base=100.0)
+    with pytest.raises(ValueError, match="two encodings or more"):
+        Combined((positions.Rope(),))
