@@ -1,6 +1,7 @@
 """Encodings that act together, and what does not go together."""
 
 import dataclasses
+import json
 
 import chex
 import jax
@@ -10,6 +11,7 @@ import pytest
 
 import tape_jax as tape
 from tape_jax import ModelConfig, positions
+from tape_jax._src.positions.creation import options_of
 from tape_jax.positions import Combined, create
 from tests.models import DIGITS, encoding, random_variables, small_model
 from tests.selection import mostly_slow
@@ -132,6 +134,7 @@ def test_options_go_to_the_one_that_has_them():
         ("tape+alibi", {"nrom": "rms"}, "unknown field 'nrom'.*did you mean 'norm'"),
         ("abacus+rope", {"digits": DIGITS, "slopes": 1}, "unknown field 'slopes'"),
         ("alibi+fox", {"slopes": "steep"}, "unknown alibi slopes 'steep'"),
+        (["rope", 3], {}, "unknown position encoding 3"),
     ],
 )
 def test_what_does_not_go_together(position, options, message):
@@ -141,8 +144,25 @@ def test_what_does_not_go_together(position, options, message):
         ModelConfig(13, position={"kind": position, **options})
 
 
-def test_an_option_of_two_is_refused():
-    with pytest.raises(ValueError, match="'base' is an option of 'sinusoidal' and of 'rope'"):
+def test_an_option_of_two_is_called_after_its_encoding():
+    with pytest.raises(ValueError, match=r"unknown field 'base'.*did you mean 'rope_base'"):
         create("sinusoidal+rope", base=100.0)
+    found = create("sinusoidal+rope", sinusoidal_base=100.0, axes=2)
+    assert found.encodings == (positions.Sinusoidal(base=100.0), positions.Rope(axes=2))
+    options = options_of(found)
+    assert options["sinusoidal_base"] == 100.0
+    assert options["rope_base"] == 10_000.0
+    assert options["axes"] == 2
+    assert create(options) == found
+
+
+@pytest.mark.parametrize("kinds", COMBINATIONS)
+def test_options_make_it_again(kinds):
+    found = combined(kinds)
+    assert create(options_of(found)) == found
+    assert create(json.loads(json.dumps(options_of(found)))) == found
+
+
+def test_one_is_no_combination():
     with pytest.raises(ValueError, match="two encodings or more"):
         Combined((positions.Rope(),))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tape_jax import ModelConfig, RopeScaling, positions
-from tape_jax._src.positions import ALIASES
+from tape_jax._src.positions.creation import ALIASES
 from tape_jax._src.positions.protocol import check_indices, table_rows
 from tape_jax.positions import Encoding, Layer, Rope, Tape, Terms, create, registry
 

@@ -18,7 +18,7 @@ from typing import Any
 from tape_jax import positions
 from tape_jax._src.checks import choose, require
 from tape_jax._src.files import write_atomically
-from tape_jax._src.positions import ALIASES
+from tape_jax._src.positions.creation import ALIASES
 from train import experiment
 from train.comparison import evaluations
 from train.comparison.report import RunRecord
@@ -37,11 +37,20 @@ class Choice:
       what: in words.
       known: by name the ``--config.a.b=value`` options that make it.
       aliases: names by what else people call them, if anything.
+      combined: the field of the config that takes several names at once, joined by ``+``, if any.
     """
 
     what: str
     known: Mapping[str, Sequence[str]]
     aliases: Mapping[str, str] | None = None
+    combined: str | None = None
+
+    def overrides(self, name: str) -> Sequence[str]:
+        """The ``--config.a.b=value`` options that make a name; ValueError for an unknown one."""
+        names = name.split("+") if self.combined else [name]
+        for one in names:
+            choose(self.what, one, self.known, self.aliases)
+        return self.known[name] if len(names) == 1 else (f"--config.{self.combined}={name}",)
 
     @classmethod
     def of_field(cls, what: str, field: str, values: Iterable[str], **options: Any) -> Choice:
@@ -50,7 +59,11 @@ class Choice:
 
 
 ENCODINGS = Choice.of_field(
-    "position encoding", "model.position.kind", positions.registry, aliases=ALIASES
+    "position encoding",
+    "model.position.kind",
+    positions.registry,
+    aliases=ALIASES,
+    combined="model.position.kind",
 )
 METHODS = Choice.of_field("adapt method", "adapt.method", adaptation.METHODS)
 
@@ -118,8 +131,7 @@ def plan(
         that exists and is of another experiment.
     """
     require(seeds >= 1, f"compare: --seeds must be at least 1; got {seeds}")
-    for name in names:
-        choose(choice.what, name, choice.known, choice.aliases)
+    chosen = {name: choice.overrides(name) for name in names}
     require(len(set(names)) == len(names), f"compare: {choice.what} given twice: {names}")
     report = functools.cache(report)  # Seeds and settings have the same to say.
     first_seed = experiment.from_file(config, overrides, report=lambda _: None).seed
@@ -129,7 +141,7 @@ def plan(
         another = seed != first_seed
         own = (
             *overrides,
-            *choice.known[name],
+            *chosen[name],
             *setting.overrides,
             *([f"--config.seed={seed}"] if another else []),
         )

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict, config_dict, config_flags
 from tape_jax import positions
 from tape_jax._src.checks import choose, require
 from tape_jax._src.config import ModelConfig, RopeScaling
-from tape_jax._src.positions import encoding_type
+from tape_jax._src.positions.creation import option_names
 from tape_jax.sharding import ShardingConfig
 from train import outline
 from train.data import tokenizers
@@ -27,7 +27,6 @@ from train.experiment.fields import build, hints_of, inner_dataclass, shallow
 from train.experiment.records import (
     base_model,
     base_tokenizer,
-    encoding_of,
     from_mapping,
     position_fields,
     to_json,
@@ -220,7 +219,10 @@ def _load_file(path: Path, scale: str = THIS_SCALE) -> dict[str, Any]:
 def _template(task: str) -> dict[str, Any]:
     """Every field that may be given on the command line, with placeholders for values."""
     encodings = {
-        name: hint for cls in positions.registry.values() for name, hint in hints_of(cls).items()
+        called: hint
+        for kind, cls in positions.registry.items()
+        for name, hint in hints_of(cls).items()
+        for called in (name, f"{kind}_{name}")
     }
     return {
         "name": config_dict.placeholder(str),
@@ -284,13 +286,16 @@ def _foreign_options(position: Mapping[str, Any], kind: str) -> list[str]:
 
     Shared is what both inherit from one class: the ``width`` of TAPE is not the ``width`` of FIRE.
     """
-    old, new = type(encoding_of(position)), encoding_type(kind)
+    old, new = option_names(position["kind"]), option_names(kind)
 
-    def origin(name: str) -> type:
-        return next(cls for cls in reversed(old.__mro__) if name in inspect.get_annotations(cls))
+    def shared(name: str) -> bool:
+        if name not in old or name not in new:
+            return False
+        cls, field = old[name]
+        origin = next(c for c in reversed(cls.__mro__) if field in inspect.get_annotations(c))
+        return new[name][1] == field and issubclass(new[name][0], origin)
 
-    options = [name for name in position if name != "kind"]
-    return [name for name in options if not issubclass(new, origin(name))]
+    return [name for name in position if name != "kind" and not shared(name)]
 
 
 def _choose_method(values: dict[str, Any], given: Mapping[str, Any]) -> tuple[str, str, list]:

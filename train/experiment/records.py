@@ -12,7 +12,8 @@ from typing import Any
 from tape_jax import positions
 from tape_jax._src.checks import choose, require
 from tape_jax._src.config import ModelConfig
-from tape_jax._src.positions import encoding_type
+from tape_jax._src.positions.creation import create, kinds, option_names, options_of
+from tape_jax._src.positions.creation import registry as encodings
 from tape_jax.pretrained import pretrained_config
 from tape_jax.sharding import ShardingConfig
 from train.data import tokenizers
@@ -74,8 +75,7 @@ def to_json(experiment: Experiment) -> dict[str, Any]:
 
 
 def _model_to_json(model: ModelConfig) -> dict[str, Any]:
-    values = dataclasses.asdict(model)
-    return {**values, "position": {"kind": model.position.kind, **values["position"]}}
+    return {**dataclasses.asdict(model), "position": options_of(model.position)}
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:
@@ -126,7 +126,7 @@ def _adapted(values: Mapping[str, Any], adapt: Adaptation) -> ModelConfig:
     base = dataclasses.replace(base_model(adapt.base), **computed)
     model = _described(adapt, base, tape)
     for name in position:
-        known = ("kind", *hints_of(type(model.position)))
+        known = options_of(model.position)
         require_known(name, known, f"the encoding {model.position.kind!r}")
     found = flatten(_model_to_json(model))
     found |= {"num_kv_heads": model.kv_heads, "head_dim": model.dim}
@@ -174,10 +174,18 @@ def encoding_of(values: Any, task: Task | None = None) -> positions.Encoding:
     """The encoding of a mapping with ``kind``; the task knows which tokens are digits."""
     values = position_fields(values)
     kind = values.pop("kind")
-    cls = encoding_type(kind)
-    if "digits" in hints_of(cls) and (digits := getattr(task, "digit_ids", None)):
-        values.setdefault("digits", digits)
-    return build(cls, values, "model.position", f"the encoding {kind!r}")
+    known, given = option_names(kind), {}
+    own: dict[type, dict[str, Any]] = {encodings[name]: {} for name in kinds(kind)}
+    for name, value in values.items():
+        require_known(name, known, f"the encoding {kind!r}")
+        cls, field = known[name]
+        own[cls][field] = value
+    digits = getattr(task, "digit_ids", None)
+    for cls, fields in own.items():
+        if "digits" in hints_of(cls) and digits:
+            fields.setdefault("digits", digits)
+        given[cls] = build(cls, fields, "model.position", f"the encoding {cls.kind!r}")
+    return create([given[encodings[name]] for name in kinds(kind)])
 
 
 def position_fields(values: Any) -> dict[str, Any]:

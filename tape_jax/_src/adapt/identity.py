@@ -16,6 +16,7 @@ from tape_jax._src.layout import OUTSIDE, by_path
 from tape_jax._src.model import (
     Transformer,
 )
+from tape_jax._src.positions.creation import options_of
 from tape_jax._src.positions.protocol import Encoding
 
 # Entries per axis of a parameter's matrix, at least, that enter the fingerprint.
@@ -107,7 +108,7 @@ def digest(x: np.ndarray) -> str:
 
 def encoding_to_json(encoding: Encoding) -> dict[str, Any]:
     """An encoding as JSON values from which ``positions.create`` makes it again."""
-    return _json_copy({"kind": encoding.kind, **dataclasses.asdict(encoding)})
+    return _json_copy(options_of(encoding))
 
 
 def _json_copy(values: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,183 @@
+"""The registry of encodings, and how one is made from its name and its options.
+
+Options are flat, also those of several encodings: there each is called as in its encoding or, where
+two have it, after its encoding too: ``sinusoidal_base``.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tape_jax._src.checks import choose, from_mapping, nearest
+from tape_jax._src.config import RopeScaling
+from tape_jax._src.positions.ablations import (
+    MixHeadDim,
+    NoEquivariance,
+    PlaceWeights,
+    RelaxedEquivariance,
+    SeparateCosSin,
+)
+from tape_jax._src.positions.additive import Abacus, Learned, Sinusoidal
+from tape_jax._src.positions.bias import Alibi, Fire, T5Bias
+from tape_jax._src.positions.combined import Combined
+from tape_jax._src.positions.forget import Fox
+from tape_jax._src.positions.protocol import Encoding
+from tape_jax._src.positions.rotary import RandomRope, Rope, Xpos, Yarn
+from tape_jax._src.positions.tape import Tape
+
+registry: dict[str, type[Encoding]] = {
+    cls.kind: cls
+    for cls in (
+        Encoding,
+        Tape,
+        Rope,
+        Yarn,
+        Xpos,
+        RandomRope,
+        Alibi,
+        Fire,
+        T5Bias,
+        Fox,
+        Sinusoidal,
+        Learned,
+        Abacus,
+        SeparateCosSin,
+        MixHeadDim,
+        NoEquivariance,
+        PlaceWeights,
+        RelaxedEquivariance,
+    )
+}
+
+
+# What else encodings are called.
+ALIASES = {
+    "absolute": "learned",
+    "nope": "none",
+    "randomized": "random_rope",
+    "randrope": "random_rope",
+    "relative": "t5",
+    "roformer": "rope",
+    "rotary": "rope",
+    "sincos": "sinusoidal",
+}
+
+
+# Of each encoding that acts, its class and its options.
+Parts = list[tuple[type[Encoding], dict[str, Any]]]
+
+
+def kinds(kind: Any) -> list[str]:
+    """The names of the encodings in a name, which are joined by ``+``.
+
+    Raises:
+      ValueError: for an unknown one; the message names the nearest known one.
+    """
+    names = kind.split("+") if isinstance(kind, str) else [kind]
+    for name in names:
+        choose("position encoding", name, registry, ALIASES)
+    return names
+
+
+def option_names(kind: Any) -> dict[str, tuple[type[Encoding], str]]:
+    """What options of an encoding, or of several, are called; each with its class and its field.
+
+    Raises:
+      ValueError: as :func:`kinds` does.
+    """
+    return _option_names([registry[name] for name in kinds(kind)])
+
+
+def _option_names(types: Sequence[type[Encoding]]) -> dict[str, tuple[type[Encoding], str]]:
+    fields = [(cls, f.name) for cls in types for f in dataclasses.fields(cls) if f.init]
+    count = collections.Counter(name for _, name in fields)
+    alone = {name: (cls, name) for cls, name in fields if count[name] == 1}
+    if len(types) == 1:
+        return alone
+    return alone | {f"{cls.kind}_{name}": (cls, name) for cls, name in fields}
+
+
+def options_of(encoding: Encoding) -> dict[str, Any]:
+    """``kind`` and all options, from which :func:`create` makes the encoding again."""
+    members = encoding.encodings if isinstance(encoding, Combined) else (encoding,)
+    names = _option_names([type(member) for member in members])
+    # Of two names of an option the short one, which comes first.
+    called = {field: name for name, field in reversed(names.items())}
+    values = {
+        called[type(member), field]: value
+        for member in members
+        for field, value in dataclasses.asdict(member).items()
+    }
+    return {"kind": encoding.kind, **values}
+
+
+def create(position: Any, **options: Any) -> Encoding:
+    """An encoding.
+
+    Args:
+      position: an encoding; its name; a mapping with the name, ``kind``, and options; or several of
+        these, or names joined by ``+``, for encodings that act together.
+      **options: further ones. One that two of several encodings have is called after its encoding:
+        ``sinusoidal_base``.
+
+    Raises:
+      ValueError: for an unknown name or option; the message names the nearest known one. For
+        encodings that do not go together. For an encoding that cannot be hashed: a model, which is
+        a key of compiled programs, could not be.
+    """
+    if isinstance(position, Encoding) and not options:
+        encoding = position
+    else:
+        made = [_build(cls, values) for cls, values in with_options(_parts(position), options)]
+        encoding = made[0] if len(made) == 1 else Combined(tuple(made))
+    try:
+        hash(encoding)
+    except TypeError as error:
+        raise ValueError(f"an encoding must be hashable; {encoding!r} is not ({error})") from None
+    return encoding
+
+
+def _parts(position: Any) -> Parts:
+    """The classes of encodings, and the options that are given with them."""
+    if isinstance(position, Combined):
+        return _parts(position.encodings)
+    if isinstance(position, Encoding):
+        return [(type(position), dict(vars(position)))]
+    if isinstance(position, Mapping):
+        options = dict(position)
+        return with_options(_parts(options.pop("kind", "tape")), options)
+    if isinstance(position, Sequence) and not isinstance(position, str):
+        return [part for each in position for part in _parts(each)]
+    return [(registry[name], {}) for name in kinds(position)]
+
+
+def with_options(parts: Parts, options: Mapping[str, Any]) -> Parts:
+    """Every option given to the encoding that has it.
+
+    Raises:
+      ValueError: for an unknown option; the message names the nearest known one.
+    """
+    known = _option_names([cls for cls, _ in parts])
+    what = "+".join(cls.kind for cls, _ in parts)
+    found = {cls: dict(values) for cls, values in parts}
+    for name, value in options.items():
+        if name not in known:
+            raise ValueError(
+                f"unknown field {name!r} of position encoding {what!r}{nearest(name, known)}; "
+                f"fields: {', '.join(known)}"
+            )
+        cls, field = known[name]
+        found[cls][field] = value
+    return [(cls, found[cls]) for cls, _ in parts]
+
+
+def _build(cls: type[Encoding], options: Mapping[str, Any]) -> Encoding:
+    options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
+    if isinstance(options.get("scaling"), Mapping):
+        options["scaling"] = from_mapping(
+            RopeScaling, dict(options["scaling"]), what=f"position.scaling of {cls.kind!r}"
+        )
+    return from_mapping(cls, options, what=f"position encoding {cls.kind!r}")
