@@ -139,6 +139,11 @@ def _run(argv: list[str]) -> int:
     module.configure(parser)
     parser.add_argument("--debug", action="store_true", help="show where an error comes from")
     args, rest = parser.parse_known_args(argv[1:])
+    # The name of an encoding alone does, as in ModelConfig.
+    kind = "--config.model.position"
+    rest = [
+        x.replace(f"{kind}=", f"{kind}.kind=", 1) if x.startswith(f"{kind}=") else x for x in rest
+    ]
     if rest and not hasattr(args, "overrides"):
         raise ValueError(f"{argv[0]} does not take {' '.join(rest)}; see --help")
     if hasattr(args, "overrides"):

@@ -25,6 +25,21 @@ OURS = ("tape_jax", "train")
 Fields = dict[str, Any]
 
 
+class Encodings(dict[str, Any]):
+    """Fields of encodings; also known, but not listed, under names that begin with their kind's."""
+
+    def __init__(self, fields: Mapping[str, Mapping[str, Any]]):
+        """Of each kind its fields."""
+        super().__init__({name: x for own in fields.values() for name, x in own.items()})
+        self._longer = {f"{kind}_{n}": x for kind, own in fields.items() for n, x in own.items()}
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or name in self._longer
+
+    def __missing__(self, name: str) -> Any:
+        return self._longer[name]
+
+
 def check(config: Path | None, run: Path | None, options: Sequence[str]) -> None:
     """Raises ValueError for a field that is misspelt, in a config file or an option.
 
@@ -75,7 +90,7 @@ def check_options(options: Sequence[str], known: Mapping[str, Any]) -> None:
 
 def require_known(name: str, known: Iterable[str], where: str) -> None:
     """Raises ValueError unless ``name`` is known; the message names the nearest that is."""
-    known = list(known)
+    known = known if isinstance(known, Mapping) else list(known)
     if name not in known:
         hint = nearest(name, known)
         raise ValueError(f"unknown field {name!r} of {where}{hint}; it has: {', '.join(known)}")
@@ -93,14 +108,13 @@ def config_fields(task: str) -> Fields | None:
     asked = _task(task)
     if asked is None:
         return None
-    encodings: Fields = {}
-    for encoding in _encodings():
-        encodings |= encoding.fields()
+    encodings = Encodings({each.kind(): each.fields() for each in _encodings()})
+    encodings["kind"] = None
     model = _find("tape_jax._src.config", "ModelConfig").fields()
     return {
         "name": None,
         "seed": None,
-        "model": {**model, "position": {"kind": None, **encodings}},
+        "model": {**model, "position": encodings},
         "task": {"name": None, **asked.fields()},
         "train": _find("train.experiment.description", "TrainConfig").fields(),
         "evaluation": asked.named("Evaluation").fields(),
@@ -125,6 +139,14 @@ class _Class(NamedTuple):
                 inner = next(self._groups(item.annotation), None)
                 found[ast.unparse(item.target)] = inner and inner.fields()
         return found
+
+    def kind(self) -> str:
+        """What an encoding is called."""
+        for item in self.node.body:
+            if isinstance(item, ast.AnnAssign) and ast.unparse(item.target) == "kind":
+                assert item.value is not None, f"the kind of {self.node.name} has no value"
+                return ast.literal_eval(item.value)
+        return next(self._parents()).kind()
 
     def named(self, attribute: str) -> _Class:
         """The class that an attribute of this one, or of its bases, names."""
@@ -165,7 +187,7 @@ def _task(name: str) -> _Class | None:
 
 def _encodings() -> Iterator[_Class]:
     """The classes in the registry of encodings."""
-    module = "tape_jax._src.positions"
+    module = "tape_jax._src.positions.creation"
     names = [n.id for n in ast.walk(_assigned(module, "registry")) if isinstance(n, ast.Name)]
     return (found for name in names if (found := _look_up(module, name)))
 

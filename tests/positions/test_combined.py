@@ -144,16 +144,16 @@ def test_what_does_not_go_together(position, options, message):
         ModelConfig(13, position={"kind": position, **options})
 
 
-def test_an_option_of_two_is_called_after_its_encoding():
-    with pytest.raises(ValueError, match=r"unknown field 'base'.*did you mean 'rope_base'"):
-        create("sinusoidal+rope", base=100.0)
-    found = create("sinusoidal+rope", sinusoidal_base=100.0, axes=2)
-    assert found.encodings == (positions.Sinusoidal(base=100.0), positions.Rope(axes=2))
+def test_options_of_two_encodings():
+    """The one with a state has the short name."""
+    found = create("sinusoidal+rope", base=50.0, sinusoidal_base=100.0, axes=2)
+    assert found.encodings == (positions.Sinusoidal(base=100.0), positions.Rope(base=50.0, axes=2))
     options = options_of(found)
     assert options["sinusoidal_base"] == 100.0
-    assert options["rope_base"] == 10_000.0
+    assert options["base"] == 50.0
     assert options["axes"] == 2
     assert create(options) == found
+    assert create("rope+alibi", rope_base=50.0).encodings[0].base == 50.0
 
 
 @pytest.mark.parametrize("kinds", COMBINATIONS)

@@ -218,18 +218,16 @@ def _load_file(path: Path, scale: str = THIS_SCALE) -> dict[str, Any]:
 
 def _template(task: str) -> dict[str, Any]:
     """Every field that may be given on the command line, with placeholders for values."""
-    encodings = {
-        called: hint
-        for kind, cls in positions.registry.items()
-        for name, hint in hints_of(cls).items()
-        for called in (name, f"{kind}_{name}")
-    }
+    encodings = outline.Encodings(
+        {kind: _placeholders(hints_of(cls)) for kind, cls in positions.registry.items()}
+    )
+    encodings["kind"] = config_dict.placeholder(str)
     return {
         "name": config_dict.placeholder(str),
         "seed": config_dict.placeholder(object),
         "model": {
             **_placeholders(hints_of(ModelConfig)),
-            "position": {"kind": config_dict.placeholder(str), **_placeholders(encodings)},
+            "position": encodings,
         },
         "task": {
             "name": config_dict.placeholder(str),

@@ -1,7 +1,8 @@
 """The registry of encodings, and how one is made from its name and its options.
 
-Options are flat, also those of several encodings: there each is called as in its encoding or, where
-two have it, after its encoding too: ``sinusoidal_base``.
+Options are flat, also those of several encodings: those of the one with a state are called as when
+it is alone, as are those that no other has; else they are called after their encoding too:
+``sinusoidal_base`` beside RoPE.
 """
 
 from __future__ import annotations
@@ -94,10 +95,12 @@ def option_names(kind: Any) -> dict[str, tuple[type[Encoding], str]]:
 def _option_names(types: Sequence[type[Encoding]]) -> dict[str, tuple[type[Encoding], str]]:
     fields = [(cls, f.name) for cls in types for f in dataclasses.fields(cls) if f.init]
     count = collections.Counter(name for _, name in fields)
-    alone = {name: (cls, name) for cls, name in fields if count[name] == 1}
+    short = {
+        name: (cls, name) for cls, name in fields if count[name] == 1 or "state" in cls.acts_on
+    }
     if len(types) == 1:
-        return alone
-    return alone | {f"{cls.kind}_{name}": (cls, name) for cls, name in fields}
+        return short
+    return short | {f"{cls.kind}_{name}": (cls, name) for cls, name in fields}
 
 
 def options_of(encoding: Encoding) -> dict[str, Any]:
@@ -120,8 +123,8 @@ def create(position: Any, **options: Any) -> Encoding:
     Args:
       position: an encoding; its name; a mapping with the name, ``kind``, and options; or several of
         these, or names joined by ``+``, for encodings that act together.
-      **options: further ones. One that two of several encodings have is called after its encoding:
-        ``sinusoidal_base``.
+      **options: further ones. Of several encodings, one that the one with a state has too is called
+        after its encoding: ``sinusoidal_base`` beside RoPE.
 
     Raises:
       ValueError: for an unknown name or option; the message names the nearest known one. For
