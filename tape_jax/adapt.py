@@ -24,6 +24,7 @@ from tape_jax._src.adapt.methods import (
     full_attention,
     merge_lora,
     scale_theta,
+    with_encoding,
     with_scaling,
 )
 from tape_jax._src.adapt.rules import (
@@ -72,5 +73,6 @@ __all__ = [
     "save_adapter",
     "scale_theta",
     "trainable_mask",
+    "with_encoding",
     "with_scaling",
 ]

@@ -66,20 +66,82 @@ def add_tape(
             "(tape_jax.adapt.scale_theta, tape_jax.adapt.with_scaling)",
         )
     tape = positions.create("tape", **fixed, **options)
-    new = replaced(model, position=tape)
-    tape.check(new.config)
-    flat = flatten_dict(restack(variables["params"], model, new, donate=donate), sep="/")
+    return with_encoding(model, variables, tape, key=key, dtype=dtype, donate=donate)
+
+
+def with_encoding(
+    model: Transformer,
+    variables: Any,
+    position: Any,
+    *,
+    key: Array,
+    dtype: Any = None,
+    donate: bool = False,
+) -> tuple[Transformer, dict[str, Any]]:
+    """Another encoding, or several, put in place of the model's own.
+
+    Parameters that both encodings have, by name and shape, are kept; new ones start as in a fresh
+    model. The logits change unless what is added starts at nothing, as TAPE beside RoPE's start
+    does, or ALiBi with ``slopes="learned_from_zero"``.
+
+    Args:
+      model: any model.
+      variables: its variables; arrays or ShapeDtypeStructs.
+      position: as ``ModelConfig.position``. Where it has a rotary start and is no encoding itself
+        but a name or a mapping, what the mapping does not say of that start (``base``, ``scaling``,
+        ``axes``, ``partial_rotary_factor``, ``learn_base``) is the model's.
+      key: random key for new parameters.
+      dtype: type of the new parameters; None: the model's ``param_dtype``.
+      donate: whether the arrays of ``variables`` may be deleted; see :func:`restack`.
+
+    Returns:
+      The model with that encoding, and its variables. Existing arrays keep their type and sharding.
+
+    Raises:
+      ValueError: if the encoding, or an option, is unknown or does not fit the model.
+    """
+    encoding = _with_start_of(model.encoding, position)
+    new = replaced(model, position=encoding)
+    encoding.check(new.config)
+    layers = new.config.num_layers
+    # Of the parameters of a layer, or of none, where they are: and their keys.
+    groups: list[tuple[str, dict[str, Param], int | None, int]] = [
+        ("", encoding.input_params(new.config), None, layers)
+    ]
+    for start, stop, _ in new.blocks:
+        specs = encoding.layer_params(new.config, updates=encoding.updates(start, layers))
+        stack = stop - start if new.config.scan_layers else None
+        groups.append((f"layers_{start}/", specs, stack, start))
+    wanted = {full_name("position", name) for _, specs, _, _ in groups for name in specs}
+    known = {path: spec.role for path, spec in model.parameters().items()}
+    kept = {
+        path: x
+        for path, x in flatten_dict(variables["params"], sep="/").items()
+        if known.get(path) != "position" or path.rpartition("/")[2] in wanted
+    }
+    params = restack(unflatten_dict(kept, sep="/"), model, new, donate=donate)
+    flat = flatten_dict(params, sep="/")
     dtype = jnp.dtype(dtype or new.config.param_dtype)
     like = next(iter(flat.values()))
-    for start, stop, _ in new.blocks:
-        updates = tape.updates(start, new.config.num_layers)
-        specs = {
-            f"layers_{start}/{full_name('position', name)}": spec
-            for name, spec in tape.layer_params(new.config, updates=updates).items()
-        }
-        layers = stop - start if new.config.scan_layers else None
-        flat |= _initial(specs, jax.random.fold_in(key, start), layers, dtype, like)
+    for prefix, specs, stack, fold in groups:
+        named = {prefix + full_name("position", name): spec for name, spec in specs.items()}
+        made = _initial(named, jax.random.fold_in(key, fold), stack, dtype, like)
+        old = {path: flat.get(path) for path in made}
+        flat |= {p: x for p, x in made.items() if old[p] is None or old[p].shape != x.shape}
     return new, {**variables, "params": unflatten_dict(flat, sep="/")}
+
+
+def _with_start_of(old: positions.Encoding, position: Any) -> positions.Encoding:
+    """An encoding with the rotary start of another one, but for what is said of its own."""
+    if isinstance(position, positions.Encoding) or not isinstance(old, positions.Rope):
+        return positions.create(position)
+    own = {name: getattr(old, name) for name in START_FIELDS}
+    try:
+        given = position if isinstance(position, Mapping) else {"kind": position}
+        return positions.create({**own, **given})
+    except ValueError:
+        # It has no such start, or is wrong, which is then said.
+        return positions.create(position)
 
 
 def add_lora(

@@ -1,0 +1,251 @@
+"""What every position encoding costs: its training step against RoPE's, in one run.
+
+    python -m benchmarks.arena [--lengths 256 1024] [--encodings rope fox ...] [--picture FILE.png]
+
+The ``small`` model of :mod:`benchmarks.train_step` on random tokens, a line for each encoding and
+length: the step's time, run by run over that of the first encoding, memory as the compiler plans
+it, and the operations of its matrix products, of all pairs of tokens, by count. A combination is
+written ``tape+alibi``.
+
+``--long 8192`` compiles a step of one sequence as long as that: printed is the memory that it takes
+between its arguments and results, and over that of half the length (2: linear, 4: quadratic). The
+steps of those with linear memory are then timed.
+
+``--machines h100 v5e`` adds what the compiler plans for machines that are not here, at the width of
+the C4 model; what such compilers need is said in :mod:`train.analysis.ahead_of_time`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax
+
+from benchmarks.table import markdown, mebibytes, ratio
+from benchmarks.train_step import PRESETS
+from tape_jax import ModelConfig, Transformer, positions
+from train.analysis import ahead_of_time
+from train.analysis.memory import Memory
+from train.analysis.operations import matrix_operations
+from train.analysis.step_cost import StepMeasurement, TrainingStep, again, measure
+from train.analysis.timing import describe_device
+
+# Beside the registry: combinations that are asked for most.
+COMBINATIONS = ("rope+alibi", "tape+alibi", "tape+fox")
+LEFT_OUT = ("tape_separate_cos_sin", "tape_mix_head_dim", "tape_no_equivariance")
+MACHINES = {"h100": "h100:1", "v5e": "v5e:2x2"}
+
+
+@dataclasses.dataclass(frozen=True)
+class ArenaRow:
+    """One encoding at one length."""
+
+    name: str
+    batch: int
+    length: int
+    measured: StepMeasurement
+    first: StepMeasurement
+    operations: float
+
+    @property
+    def time_ratio(self) -> float:
+        """Of the step's time to that of the first encoding, paired."""
+        return self.measured.timing.ratio(self.first.timing)
+
+    def __str__(self) -> str:
+        memory = self.measured.memory
+        size = "" if memory is None else f", {mebibytes(memory.temporary)} MiB"
+        return (
+            f"{self.name} at {self.length}: {1e3 * self.measured.timing.median:.1f} ms, "
+            f"{self.time_ratio:.2f} x rope{size}"
+        )
+
+
+def names(asked: Sequence[str] | None) -> list[str]:
+    """Encodings to measure, RoPE first."""
+    kinds = asked or [*(k for k in positions.registry if k not in LEFT_OUT), *COMBINATIONS]
+    return ["rope", *(kind for kind in kinds if kind != "rope")]
+
+
+def config_of(model: ModelConfig, name: str) -> ModelConfig:
+    """The model with an encoding, which may want to know which tokens are digits."""
+    fields = {"digits": tuple(range(48, 58))} if "abacus" in name.split("+") else {}
+    return dataclasses.replace(model, position={"kind": name, **fields})
+
+
+def count(config: ModelConfig, batch: int, length: int) -> float:
+    """Operations of a forward pass's matrix products, all pairs of tokens being computed."""
+    tokens = jax.ShapeDtypeStruct((batch, length), "int32")
+    model = Transformer(dataclasses.replace(config, attention_implementation="reference"))
+    variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
+    return matrix_operations(model.apply, variables, tokens)
+
+
+def rows(model: ModelConfig, options: argparse.Namespace, length: int) -> Iterator[ArenaRow | str]:
+    """Measures all encodings at one length; what cannot be is a sentence."""
+    batch = max(1, options.tokens // length)
+    configs, refused = {}, {}
+    for name in names(options.encodings):
+        try:
+            configs[name] = config_of(model, name)
+            configs[name].position.check(configs[name])
+        except ValueError as error:
+            refused[name] = str(error)
+            configs.pop(name, None)
+    found, skipped = measure(configs, batch, length, repeats=options.repeats)
+    first = found["rope"]
+    for name, got in found.items():
+        config = configs[name.removesuffix(again(""))]
+        yield ArenaRow(name, batch, length, got, first, count(config, batch, length))
+    for name, reason in {**refused, **skipped}.items():
+        yield f"{name}: skipped, {reason}"
+
+
+def table(found: Sequence[ArenaRow]) -> str:
+    """All rows of one length."""
+    first = found[0]
+    lines = []
+    for row in found:
+        memory, base = row.measured.memory, first.measured.memory
+        size, least = (m.temporary if m else None for m in (memory, base))
+        lines.append(
+            (
+                row.name,
+                f"{1e3 * row.measured.timing.median:.1f}",
+                f"{100 * row.measured.timing.spread:.1f} %",
+                f"{row.time_ratio:.2f}",
+                mebibytes(size),
+                ratio(size, least),
+                f"{row.operations / 1e9:.2f}",
+                f"{row.operations / first.operations:.3f}",
+            )
+        )
+    header = ("encoding", "ms", "+-", "x rope", "MiB", "x rope", "GFLOP forward", "x rope")
+    return markdown(header, lines)
+
+
+def long_lines(model: ModelConfig, options: argparse.Namespace) -> Iterator[str]:
+    """Steps of one long sequence: memory, how it grows and, where that is linear, time."""
+    linear = {}
+    for name in names(options.encodings):
+        try:
+            config = config_of(model, name)
+            half, whole = (temporary(config, n) for n in (options.long // 2, options.long))
+        except (ValueError, NotImplementedError) as error:
+            yield f"{name} at {options.long}: skipped, {error}"
+            continue
+        yield (
+            f"{name} at {options.long}: {mebibytes(whole)} MiB, "
+            f"{ratio(whole, half)} x those of {options.long // 2}"
+        )
+        if whole and half and whole < 3 * half:
+            linear[name] = config
+    if linear:
+        found, _ = measure(linear, 1, options.long, repeats=2)
+        first = next(iter(found.values()))
+        yield from (str(ArenaRow(n, 1, options.long, got, first, 0.0)) for n, got in found.items())
+
+
+def temporary(config: ModelConfig, length: int) -> int | None:
+    """Temporary memory of a step of one sequence, by the compiler's plan."""
+    step = TrainingStep(config, 1, length)
+    memory = Memory.of(step.function.lower(*step.shapes()).compile())
+    return None if memory is None else memory.temporary
+
+
+def planned(options: argparse.Namespace) -> Iterator[str]:
+    """What the compilers of other machines plan for a step of the C4 model."""
+    model = PRESETS["c4"].model
+    batch, length = 8, 1024
+    for name in options.machines:
+        try:
+            machine = ahead_of_time.machine(MACHINES[name])
+            device = machine.devices[0]
+        except NotImplementedError as error:
+            yield f"{name}: skipped, {error}"
+            continue
+        base = None
+        for kind in names(options.encodings):
+            try:
+                with ahead_of_time.as_if_on(machine.target, device):
+                    step = TrainingStep(config_of(model, kind), batch, length)
+                    sharding = jax.sharding.SingleDeviceSharding(device)
+                    shapes = jax.tree.map(
+                        lambda x, s=sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+                        step.shapes(),
+                    )
+                    memory = Memory.of(step.function.lower(*shapes).compile())
+            except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+                yield f"{kind} on {name}: skipped, {next(iter(str(error).splitlines()), error)}"
+                continue
+            total = memory.total if memory else None
+            base = base or total
+            yield f"{kind} on {name}: {mebibytes(total)} MiB in all, {ratio(total, base)} x rope"
+
+
+def draw(found: Sequence[ArenaRow], path: Path) -> None:
+    """A bar chart of the steps' times over RoPE's."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lengths = sorted({row.length for row in found})
+    kinds = list(dict.fromkeys(row.name for row in found))
+    figure, axes = pyplot.subplots(figsize=(7, 0.6 + 0.3 * len(kinds)), layout="constrained")
+    height = 0.8 / len(lengths)
+    for n, length in enumerate(lengths):
+        own = {row.name: row.time_ratio for row in found if row.length == length}
+        places = [kinds.index(kind) + (n - (len(lengths) - 1) / 2) * height for kind in own]
+        axes.barh(places, list(own.values()), height, label=f"{length} tokens")
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(kinds)), kinds)
+    axes.invert_yaxis()
+    axes.set_xlabel("time of a training step, over that with RoPE")
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Command-line options."""
+    small = PRESETS["small"]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.arena", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--lengths", type=int, nargs="*", default=small.lengths, metavar="T")
+    parser.add_argument("--encodings", nargs="+", metavar="NAME", help="default: all")
+    parser.add_argument("--tokens", type=int, default=small.tokens, help="tokens per batch (2048)")
+    parser.add_argument("--repeats", type=int, default=10, help="timed steps of each (10)")
+    parser.add_argument("--model", choices=PRESETS, default="small")
+    parser.add_argument("--long", type=int, metavar="T", help="a length to plan memory for")
+    parser.add_argument("--machines", nargs="*", choices=MACHINES, default=[], metavar="NAME")
+    parser.add_argument("--picture", type=Path, help="where to draw a bar chart")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures and prints."""
+    options = parse(argv)
+    model = PRESETS[options.model].model
+    print(describe_device())
+    every = []
+    for length in options.lengths:
+        found = []
+        for row in rows(model, options, length):
+            print(row, flush=True)
+            if isinstance(row, ArenaRow):
+                found.append(row)
+        print(f"\nT = {length}, batch {found[0].batch}\n\n{table(found)}\n")
+        every += found
+    if options.picture and every:
+        draw(every, options.picture)
+        print(f"picture: {options.picture}")
+    for line in [*(long_lines(model, options) if options.long else ()), *planned(options)]:
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""An encoding put in place of another."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tape_jax import adapt, positions
+from tests.models import random_variables, small_model
+
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 13, (2, 9)), jnp.int32)
+KEY = jax.random.key(1)
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+@pytest.mark.parametrize(
+    "position",
+    ["tape", "rope+t5", {"kind": "tape+alibi", "slopes": "learned_from_zero", "norm": "rms"}],
+    ids=str,
+)
+def test_what_starts_at_nothing_leaves_the_logits(position, scan_layers):
+    rope = small_model(positions.Rope(base=500.0), scan_layers=scan_layers)
+    variables = random_variables(rope)
+    model, new = adapt.with_encoding(rope, variables, position, key=KEY)
+    chex.assert_trees_all_equal_shapes(new, jax.eval_shape(model.init, KEY, TOKENS))
+    got, want = (m.apply(v, TOKENS) for m, v in ((model, new), (rope, variables)))
+    state = getattr(model.encoding, "encodings", (model.encoding,))[0]
+    assert state.base == 500.0
+    if position == "rope+t5":
+        assert np.abs(got - want).max() > 1e-6
+        for layer in new["params"].values():
+            if isinstance(layer, dict) and "position_t5_table" in layer:
+                layer["position_t5_table"] = jnp.zeros_like(layer["position_t5_table"])
+        got = model.apply(new, TOKENS)
+    chex.assert_trees_all_close(got, want, atol=1e-5)
+
+
+def test_parameters_that_both_have_are_kept():
+    tape = small_model("tape")
+    variables = random_variables(tape)
+    model, new = adapt.with_encoding(tape, variables, "tape+fox", key=KEY)
+    first, old = new["params"]["layers_0"], variables["params"]["layers_0"]
+    for name in ("position_mix", "position_wx", "position_up", "position_down"):
+        assert first[name] is old[name]
+    assert {n for n in first if "fox" in n} == {
+        "position_fox_forget_bias", "position_fox_forget_kernel"
+    }  # fmt: skip
+    assert np.isfinite(model.apply(new, TOKENS)).all()
+    back, left = adapt.with_encoding(model, new, "rope", key=KEY)
+    chex.assert_trees_all_equal_shapes(left, jax.eval_shape(back.init, KEY, TOKENS))
+    table, _ = adapt.with_encoding(back, left, {"kind": "learned", "size": 20}, key=KEY)
+    assert table.encoding == positions.Learned(size=20)
+
+
+def test_shapes_alone_and_an_encoding_itself():
+    rope = small_model(positions.Rope(base=500.0))
+    shapes = jax.eval_shape(rope.init, KEY, TOKENS)
+    model, new = adapt.with_encoding(rope, shapes, positions.Tape(), key=KEY)
+    assert model.encoding.base == 10_000.0
+    assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(new))
+    grouped = dataclasses.replace(rope.config, num_kv_heads=1)
+    assert type(rope)(grouped)
+
+
+def test_wrong_encodings():
+    rope = small_model("rope")
+    variables = random_variables(rope)
+    for position, message in (
+        ("tap", "did you mean 'tape'"),
+        ({"kind": "tape", "nrom": "rms"}, "did you mean 'norm'"),
+        ("tape+rope", "do not go together"),
+        ({"kind": "abacus", "digits": (99,)}, "digits must be token ids in 0 .. 12"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            adapt.with_encoding(rope, variables, position, key=KEY)
