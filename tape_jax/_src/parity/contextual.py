@@ -22,6 +22,7 @@ from tape_jax._src.algebra import rotate
 from tape_jax._src.attention import AttentionRows, attention
 from tape_jax._src.checks import choose
 from tape_jax._src.config import ModelConfig
+from tape_jax._src.parity import coupled_positions
 from tape_jax._src.parity.deviations import Deviation, deviation
 from tape_jax._src.positions.bias import alibi_slopes
 from tape_jax._src.positions.layer import Layer
@@ -150,6 +151,9 @@ ENCODINGS: dict[str, Callable[[Arrays, Mapping[str, Any]], Recorded]] = {
     "selective_rope_full": _selective_rope,
 }
 
+# Files of position ids, by their arrays.
+IDS = {"position_coupling": coupled_positions.compare}
+
 
 def is_one(arrays: Mapping[str, np.ndarray]) -> bool:
     """Whether these are the arrays of such a file."""
@@ -167,7 +171,8 @@ class ContextualFile:
         self.path, self.arrays = Path(path), arrays
         self.meta: dict[str, Any] = json.loads(str(arrays["meta"]))
         self.name = self.path.stem.rpartition("_")[0]
-        choose(f"encoding of {path}, by its name up to the last underscore,", self.name, ENCODINGS)
+        known = (*ENCODINGS, *IDS)
+        choose(f"encoding of {path}, by its name up to the last underscore,", self.name, known)
 
     def recorded(self, precision: str) -> Recorded:
         """How it maps on to this library."""
@@ -181,7 +186,10 @@ class ContextualFile:
 def compare(file: ContextualFile, precision: str) -> Iterator[Deviation | str]:
     """Yields a comparison for every recorded output and gradient."""
     with jax.enable_x64(precision == "float64"):
-        yield from _compare(file, precision)
+        if file.name not in IDS:
+            yield from _compare(file, precision)
+        elif precision == "float64":  # once: they are integers
+            yield from IDS[file.name](file.arrays)
 
 
 def _compare(file: ContextualFile, precision: str) -> Iterator[Deviation | str]:

@@ -10,8 +10,8 @@ from tape_jax._src.positions.ablations import (
 from tape_jax._src.positions.additive import Abacus, Learned, Sinusoidal
 from tape_jax._src.positions.bias import Alibi, Fire, T5Bias
 from tape_jax._src.positions.combined import Combined
-from tape_jax._src.positions.creation import create, registry
 from tape_jax._src.positions.coupling import PositionCoupling
+from tape_jax._src.positions.creation import create, registry
 from tape_jax._src.positions.forget import Fox
 from tape_jax._src.positions.grape_rotary import GrapeMultiplicative
 from tape_jax._src.positions.layer import Layer, Terms

@@ -134,29 +134,21 @@ class Abacus(Learned):
         return moved_rows(what, params["table"], coordinates, self.max_offset, key)
 
 
-def moved_rows(
-    what: str,
-    table: Array,
-    index: Array,
-    max_offset: int,
-    key: Array | None,
-    shape: tuple[int, ...] = (),
-) -> Array:
-    """Rows of a table as :func:`table_rows` has them, of indices moved at random.
+def moved_rows(what: str, table: Array, index: Array, max_offset: int, key: Array | None) -> Array:
+    """Rows of a table as :func:`table_rows` has them, of indices that a draw moves.
 
     Args:
       what: the indices are, for the message.
       table: ``[size, N]``.
-      index: ``[..., T]``, with a key below ``size - max_offset``; those above 0 are moved.
+      index: ``[...]``, with a key below ``size - max_offset``; those above 0 are moved.
       max_offset: the largest move.
-      key: of the draw; None: nothing is moved.
-      shape: of the draw, which broadcasts to ``index``.
+      key: of the draw, one for all; None: nothing is moved.
     """
     if key is not None:
         # Whether an index is too large must not depend on the draw.
         size = table.shape[0] - max_offset
         check_indices(what, index, size)
-        offset = jax.random.randint(key, shape, 0, max_offset + 1)
+        offset = jax.random.randint(key, (), 0, max_offset + 1)
         moved = jnp.where(index > 0, index + offset, index)
         index = jnp.where(index < size, moved, table.shape[0])
     return table_rows(what, table, index)

@@ -30,7 +30,7 @@ class PositionCoupling(Learned):
     it stands, and ``+`` and ``=`` have ``start``; every other token has 0. Numbers are runs of
     digits; what follows ``=`` directly is an answer, all others are operands. Segments are apart,
     and what stands between their tokens does not count. While the model has a random stream
-    ``"positions"``, a draw for each row from ``0 .. max_offset`` is added to ``start``.
+    ``"positions"``, one draw from ``0 .. max_offset`` is added to ``start``.
 
     Operands written with the highest digit first have ids that depend on where they end: until
     their last digit is followed by something else there are none. So prompts are given to a cache
@@ -119,12 +119,13 @@ class PositionCoupling(Learned):
             f"{self.kind}: an answer has more digits than its longest operand and extra_digits = "
             f"{self.extra_digits} more",
         )
-        rows = (*coordinates.shape[:-1], 1)
         what = f"{self.kind}: position ids"
-        return moved_rows(what, params["table"], coordinates, self.max_offset, key, rows)
+        return moved_rows(what, params["table"], coordinates, self.max_offset, key)
 
     def _ids(self, segments: Array, tokens: Array) -> Array:
         """Of ``[..., T]`` tokens, those of a segment side by side."""
+        assert self.plus is not None
+        assert self.equals is not None
         numbers = _numbers(segments, tokens, self.digits, self.equals)
         operand = numbers.place + 1 if self.reverse_operands else numbers.weight + 2
         if not self.reverse_operands:
@@ -160,7 +161,7 @@ class _Numbers(NamedTuple):
     longest: Array
 
 
-def _numbers(segments: Array, tokens: Array, digits: Sequence[int], equals: int | None) -> _Numbers:
+def _numbers(segments: Array, tokens: Array, digits: Sequence[int], equals: int) -> _Numbers:
     is_digit = jnp.isin(tokens, jnp.asarray(digits))
     same = (segments == previous(segments, 0)).at[..., 0].set(False)
     place = places_in_runs(is_digit, previous(is_digit, False) & same)
