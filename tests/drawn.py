@@ -187,6 +187,20 @@ OWN: dict[str, dict[tuple[str, ...], tuple[Any, ...]]] = {
         ("form", "l", "r"): (TENSOR,),
         ("attention_mix",): (("head_scale",), ("none",)),
     },
+    "selective_rope": {
+        ("rank", "gate"): ((16, None), (None, "standard"), (3, "standard"), (None, None)),
+        ("spacing", "learn_temperature"): (("rope", False), ("rfa", True)),
+        ("taps", "bias"): ((4, False), (1, True), (2, False)),
+    },
+    "grape_m_ctx": {
+        ("per_head",): ((False,), (True,)),
+        ("frequencies_per_head",): ((False,), (True,)),
+        ("step",): (("softplus",), ("sigmoid",)),
+    },
+    "repo": {
+        ("form", "first_layer"): (("swiglu", 0), ("linear", 1), ("swiglu", 1), ("linear", 0)),
+        ("width",): ((None,), (3,)),
+    },
 }
 ONE_STATE_A_HEAD = ("tape_no_equivariance", "tape_mix_head_dim")
 
@@ -195,9 +209,13 @@ INDEXING = ("learned", "random_rope")
 # These take integers only: of t5 distances index a table.
 WHOLE = (*INDEXING, "t5")
 # These read the random stream "positions".
-DRAWING = ("random_rope", "abacus")
+DRAWING = ("random_rope", "abacus", "position_coupling")
 # Moving all positions by a constant changes nothing for these.
-RELATIVE = ("none", "tape", "rope", "yarn", "xpos", "alibi", "t5", "abacus", "tape_place_weights")
+RELATIVE = (
+    *("none", "tape", "rope", "yarn", "xpos", "alibi", "t5", "abacus", "tape_place_weights"),
+    *("selective_rope", "grape_m_ctx", "repo", "mapformer_wm", "mapformer_em"),
+    "position_coupling",
+)
 # The size of the learned table and the capacity of caches; positions of calls are smaller.
 LIMIT = 40
 

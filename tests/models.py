@@ -17,6 +17,14 @@ DIGITS = tuple(range(3, 13))
 OPTIONS: dict[str, dict[str, Any]] = {
     "abacus": {"digits": DIGITS, "size": 40, "max_offset": 5},
     "learned": {"size": 40},
+    "position_coupling": {
+        "digits": DIGITS,
+        "plus": 1,
+        "equals": 2,
+        "reverse_operands": True,
+        "size": 40,
+        "max_offset": 5,
+    },
     "random_rope": {"range": 64},
 }
 

@@ -187,26 +187,28 @@ def _layers_of(
     def parameters(specs: dict[str, Param]) -> dict[str, Any]:
         return {name: shape(spec.shape, config.param_dtype) for name, spec in specs.items()}
 
-    def kept(find: Any, params: Any, *heads: Any) -> dict[str, Any]:
+    def kept(find: Any, params: Any, **entering: Any) -> dict[str, Any]:
         """What the encoding keeps of the tokens that enter a layer."""
 
-        def run(
-            params: Any, x: Array, positions: Array, q: Any = None, k: Any = None
-        ) -> dict[str, Array]:
-            layer = Layer(x, positions, None, True, config, q=q, k=k)
+        def run(params: Any, x: Array, positions: Array, entering: Any) -> dict[str, Array]:
+            layer = Layer(x, positions, None, True, config, **entering)
             find(params, layer)
             return layer.new
 
-        return jax.eval_shape(run, params, x, positions, *heads)
+        return jax.eval_shape(run, params, x, positions, entering)
 
-    def key_state(p: Array, x: Array, params: Any) -> Array | None:
+    def start_state(p: Array, x: Array, params: Any) -> Any:
         start = encoding.start_from_embeddings(params, Layer(x, p, None, True, config))
         if start is None:
             start = encoding.start(p, config, length=capacity, dtype=jnp.dtype(state_dtype))
-        return encoding.rotation(encoding.carry(start, p.shape, config))[1]
+        return start
+
+    def carried(state: Any) -> Any:
+        return encoding.carry(state, tokens, config)
 
     begins = parameters(encoding.input_params(config))
-    e = jax.eval_shape(key_state, positions, x, begins)
+    start = jax.eval_shape(start_state, positions, x, begins)
+    e = jax.eval_shape(lambda state: encoding.rotation(carried(state))[1], start)
     q = shape((*tokens, config.num_heads, config.dim), dtype)
     head = shape((*tokens, config.kv_heads, config.dim), dtype)
     rotated = head if e is None else jax.eval_shape(algebra.rotate, head, e)
@@ -219,7 +221,8 @@ def _layers_of(
     def layer(updates: bool, n: int) -> LayerCache:
         keeps_state = updates and encoding.attends_state and e is not None
         params = parameters(encoding.layer_params(config, updates=updates))
-        more = kept(encoding.layer_terms, params, q, head)
+        state = jax.eval_shape(carried, start) if updates else start
+        more = kept(encoding.layer_terms, params, q=q, k=head, state=state)
         return LayerCache(
             k=slots(shape(rotated.shape, dtype), n),
             v=slots(head, n),

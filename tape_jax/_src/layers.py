@@ -216,7 +216,7 @@ class Attention(nn.Module):
 
         q = heads("q", c.num_heads, "heads")
         k, v = (heads(name, c.kv_heads, "kv_heads") for name in ("k", "v"))
-        layer = entered_layer(context, c, x, self.sharding, cache, q=q, k=k)
+        layer = entered_layer(context, c, x, self.sharding, cache, q=q, k=k, state=state)
         terms = self.encoding.layer_terms(params, layer)
         rotations = self.encoding.rotation(state)
         query_state, e = rotations if terms.state is None else (terms.state, terms.state)
@@ -303,6 +303,7 @@ def entered_layer(
     cache: LayerCache | Cache | None,
     q: Array | None = None,
     k: Array | None = None,
+    state: State = None,
 ) -> Layer:
     """What an encoding is given of a layer that ``x`` enters, with what ``cache`` keeps of it."""
     order = None
@@ -316,6 +317,7 @@ def entered_layer(
         config,
         q=q,
         k=k,
+        state=state,
         kept=None if cache is None else cache.kept,
         cached_keys=getattr(cache, "k", None),
         index=context.index,

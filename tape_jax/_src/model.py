@@ -339,7 +339,7 @@ class Transformer(nn.Module):
         if return_states:
             record = States(hidden=(*hidden, h), position=tuple(states), final_norm=final)
             if ring is not None:
-                record = self._in_order(record, ring, time_axis)
+                record = self._in_order(record, ring, time_axis if made is None else 1)
             out.append(record)
         if cache is not None:
             kept = keep(cache, layer.new, context.index)

@@ -22,6 +22,7 @@ from tape_jax._src.algebra import rotate
 from tape_jax._src.attention import AttentionRows, attention
 from tape_jax._src.checks import choose
 from tape_jax._src.config import ModelConfig
+from tape_jax._src.parity import coupled_positions
 from tape_jax._src.parity.deviations import Deviation, deviation
 from tape_jax._src.positions.bias import alibi_slopes
 from tape_jax._src.positions.layer import Layer
@@ -63,10 +64,95 @@ def _fox(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
     return Recorded(positions.Fox(), same(forget_kernel="W_f", forget_bias="b_f"))
 
 
+def _selective_rope(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    full = "W_phi" in arrays
+    trained, heads = "temp" in arrays, arrays["k"].shape[-2]
+    rfa = "temp_theta" in meta and meta["temp_theta"] < 1
+    encoding = positions.SelectiveRope(
+        rank=None if full else arrays["W_phi1"].shape[1],
+        taps=arrays["conv_w"].shape[-1],
+        spacing="rfa" if rfa else "rope",
+        theta=meta.get("temp_theta", meta.get("theta")),
+        temperature=meta.get("temp_max", 1.0),
+        learn_temperature=trained,
+        gate="standard" if "W_g" in arrays else None,
+        bias="phi_bias" in arrays,
+    )
+    names = {
+        "phase_kernel": "W_phi",
+        "phase_scale": "s_phi",
+        "phase_down": "W_phi1",
+        "phase_up": "W_phi2",
+        "phase_bias": "phi_bias",
+        "gate_kernel": "W_g",
+        "gate_bias": "b_g",
+        "temperature": "temp",
+    }
+    params = same(**{ours: theirs for ours, theirs in names.items() if theirs in arrays})
+    params["conv_kernel"] = lambda a: a["conv_w"].reshape(heads, -1, a["conv_w"].shape[-1])
+    temperatures = encoding.temperatures(arrays["q"].shape[-1])
+    return Recorded(encoding, params, constants={"temperature": temperatures})
+
+
+def _grape_m_ctx(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    encoding = positions.GrapeMultiplicative(
+        per_head=arrays["W_omega"].shape[-1] > 1,
+        frequencies_per_head=arrays["log_freq"].ndim > 1,
+        step="sigmoid",
+        sigmoid_scale=meta["omega_scale"],
+    )
+    names = {"step_kernel": "W_omega", "step_bias": "b_omega", "log_frequencies": "log_freq"}
+    return Recorded(encoding, same(**names))
+
+
+def _repo_swiglu(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    encoding = positions.Repo(base=meta["theta"], width=arrays["W_gate"].shape[-1])
+    names = {"place_gate": "W_gate", "place_content": "W_content", "place_kernel": "W_final"}
+    return Recorded(encoding, same(**names))
+
+
+def _repo_linear(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    encoding = positions.Repo(form="linear", base=meta["theta"])
+    return Recorded(encoding, same(place_kernel="W_map"))
+
+
+def _mapformer(cls: type[positions.MapFormerWM]) -> Callable[..., Recorded]:
+    def recorded(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+        encoding = cls(rank=arrays["W_in"].shape[-1], grid=meta["grid_size"])
+        first = encoding.frequencies(arrays["q"].shape[-1])
+        names = {"delta_in": "W_in", "delta_out": "W_out", "omega": "omega", "q0": "q0", "k0": "k0"}
+        return Recorded(
+            encoding,
+            same(**{ours: theirs for ours, theirs in names.items() if theirs in arrays}),
+            prepare=_halves,
+            constants={"omega_init": np.broadcast_to(first, arrays["omega"].shape)},
+        )
+
+    return recorded
+
+
+def _halves(arrays: Arrays) -> Arrays:
+    """Pairs ``(2c, 2c + 1)`` of the dimensions that are rotated put to ``(c, c + D/2)``."""
+    rotated = {name: x for name, x in arrays.items() if name in ("q", "k", "q0", "k0")}
+    return arrays | {
+        name: jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1) for name, x in rotated.items()
+    }
+
+
 # By the file's name up to its last underscore: from the file's arrays and its ``meta``.
 ENCODINGS: dict[str, Callable[[Arrays, Mapping[str, Any]], Recorded]] = {
     "fox": _fox,
+    "grape_m_ctx": _grape_m_ctx,
+    "mapformer_em": _mapformer(positions.MapFormerEM),
+    "mapformer_wm": _mapformer(positions.MapFormerWM),
+    "repo_linear": _repo_linear,
+    "repo_swiglu": _repo_swiglu,
+    "selective_rope": _selective_rope,
+    "selective_rope_full": _selective_rope,
 }
+
+# Files of position ids, by their arrays.
+IDS = {"position_coupling": coupled_positions.compare}
 
 
 def is_one(arrays: Mapping[str, np.ndarray]) -> bool:
@@ -85,7 +171,8 @@ class ContextualFile:
         self.path, self.arrays = Path(path), arrays
         self.meta: dict[str, Any] = json.loads(str(arrays["meta"]))
         self.name = self.path.stem.rpartition("_")[0]
-        choose(f"encoding of {path}, by its name up to the last underscore,", self.name, ENCODINGS)
+        known = (*ENCODINGS, *IDS)
+        choose(f"encoding of {path}, by its name up to the last underscore,", self.name, known)
 
     def recorded(self, precision: str) -> Recorded:
         """How it maps on to this library."""
@@ -99,7 +186,10 @@ class ContextualFile:
 def compare(file: ContextualFile, precision: str) -> Iterator[Deviation | str]:
     """Yields a comparison for every recorded output and gradient."""
     with jax.enable_x64(precision == "float64"):
-        yield from _compare(file, precision)
+        if file.name not in IDS:
+            yield from _compare(file, precision)
+        elif precision == "float64":  # once: they are integers
+            yield from IDS[file.name](file.arrays)
 
 
 def _compare(file: ContextualFile, precision: str) -> Iterator[Deviation | str]:
@@ -150,6 +240,7 @@ def _run(recorded: Recorded, fixed: Arrays, inputs: Arrays, taps: Arrays) -> tup
     state = encoding.start_from_embeddings(params, layer)
     if state is None:
         state = encoding.start(layer.positions, config, dtype=q.dtype)
+    layer = dataclasses.replace(layer, state=state)
     terms = encoding.layer_terms(params, layer)
     rotations = encoding.rotation(state) if terms.state is None else (terms.state, terms.state)
     scores = _all_pairs(q, k)
@@ -169,7 +260,8 @@ def _run(recorded: Recorded, fixed: Arrays, inputs: Arrays, taps: Arrays) -> tup
     logits = _heads_first(attend(one_hot, **options | {"weights_fn": _logits})[0])
     seen = jnp.tril(jnp.ones((time, time), bool))
     scores = jnp.where(seen, scores, 0)
-    state = rotations[1]
+    # What rotates queries and keys or, if nothing does, the state that the encoding uses otherwise.
+    states = jax.tree.leaves((rotations, state))
     found = {
         "att": att,
         "rem": 1 - att.sum(-1).swapaxes(1, 2),
@@ -178,8 +270,8 @@ def _run(recorded: Recorded, fixed: Arrays, inputs: Arrays, taps: Arrays) -> tup
         "bias": logits - scores,
         "slopes": jnp.asarray(alibi_slopes(heads)),
     }
-    if state is not None:
-        found |= dict(zip(("cos", "sin"), jnp.split(state, 2, axis=-1), strict=True))
+    if states:
+        found |= dict(zip(("cos", "sin"), jnp.split(states[0], 2, axis=-1), strict=True))
     return attend(v, **options)[0], {**found, **layer.tapped}
 
 

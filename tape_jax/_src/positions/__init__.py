@@ -10,11 +10,16 @@ from tape_jax._src.positions.ablations import (
 from tape_jax._src.positions.additive import Abacus, Learned, Sinusoidal
 from tape_jax._src.positions.bias import Alibi, Fire, T5Bias
 from tape_jax._src.positions.combined import Combined
+from tape_jax._src.positions.coupling import PositionCoupling
 from tape_jax._src.positions.creation import create, registry
 from tape_jax._src.positions.forget import Fox
+from tape_jax._src.positions.grape_rotary import GrapeMultiplicative
 from tape_jax._src.positions.layer import Layer, Terms
+from tape_jax._src.positions.mapformer import MapFormerEM, MapFormerWM
 from tape_jax._src.positions.protocol import Encoding, Param
+from tape_jax._src.positions.repo import Repo
 from tape_jax._src.positions.rotary import RandomRope, Rope, Xpos, Yarn, rotary_state
+from tape_jax._src.positions.selective import SelectiveRope
 from tape_jax._src.positions.tape import Tape, init_update, tensor_state, update_state
 
 __all__ = [
@@ -24,15 +29,21 @@ __all__ = [
     "Encoding",
     "Fire",
     "Fox",
+    "GrapeMultiplicative",
     "Layer",
     "Learned",
+    "MapFormerEM",
+    "MapFormerWM",
     "MixHeadDim",
     "NoEquivariance",
     "Param",
     "PlaceWeights",
+    "PositionCoupling",
     "RandomRope",
     "RelaxedEquivariance",
+    "Repo",
     "Rope",
+    "SelectiveRope",
     "SeparateCosSin",
     "Sinusoidal",
     "T5Bias",

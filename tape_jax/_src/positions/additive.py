@@ -121,31 +121,44 @@ class Abacus(Learned):
     def coordinates(self, tokens: Array, positions: Array, segment_ids: Array | None = None):
         is_digit = jnp.isin(tokens, jnp.asarray(self.digits))
         if segment_ids is None:
-            return _places_in_runs(is_digit, _previous(is_digit, False))
+            return places_in_runs(is_digit, previous(is_digit, False))
 
         def within(ids: Array, is_digit: Array) -> Array:
-            goes_on = _previous(is_digit, False) & (ids == _previous(ids, 0))
-            return _places_in_runs(is_digit, goes_on)
+            goes_on = previous(is_digit, False) & (ids == previous(ids, 0))
+            return places_in_runs(is_digit, goes_on)
 
         return side_by_side(within, jnp.broadcast_to(segment_ids, tokens.shape), is_digit)
 
     def embed(self, params, coordinates, config: ModelConfig, key):
         what = f"{self.kind}: places within a number"
-        if key is not None:
-            # Whether a number is too long must not depend on the draw.
-            size = self.size - self.max_offset
-            check_indices(what, coordinates, size)
-            offset = jax.random.randint(key, (), 0, self.max_offset + 1)
-            moved = jnp.where(coordinates > 0, coordinates + offset, 0)
-            coordinates = jnp.where(coordinates < size, moved, self.size)
-        return table_rows(what, params["table"], coordinates)
+        return moved_rows(what, params["table"], coordinates, self.max_offset, key)
 
 
-def _places_in_runs(is_digit: Array, goes_on: Array) -> Array:
+def moved_rows(what: str, table: Array, index: Array, max_offset: int, key: Array | None) -> Array:
+    """Rows of a table as :func:`table_rows` has them, of indices that a draw moves.
+
+    Args:
+      what: the indices are, for the message.
+      table: ``[size, N]``.
+      index: ``[...]``, with a key below ``size - max_offset``; those above 0 are moved.
+      max_offset: the largest move.
+      key: of the draw, one for all; None: nothing is moved.
+    """
+    if key is not None:
+        # Whether an index is too large must not depend on the draw.
+        size = table.shape[0] - max_offset
+        check_indices(what, index, size)
+        offset = jax.random.randint(key, (), 0, max_offset + 1)
+        moved = jnp.where(index > 0, index + offset, index)
+        index = jnp.where(index < size, moved, table.shape[0])
+    return table_rows(what, table, index)
+
+
+def places_in_runs(is_digit: Array, goes_on: Array) -> Array:
     """1, 2, ... from each digit on that does not go on with a number; 0 for all but digits."""
     return jnp.where(is_digit, steps_since(is_digit & ~goes_on) + 1, 0)
 
 
-def _previous(x: Array, first: Any) -> Array:
+def previous(x: Array, first: Any) -> Array:
     """Each element's predecessor along the last axis of ``[..., T]``; ``first`` has none."""
     return jnp.concatenate([jnp.full_like(x[..., :1], first), x[..., :-1]], axis=-1)

@@ -24,9 +24,14 @@ from tape_jax._src.positions.ablations import (
 from tape_jax._src.positions.additive import Abacus, Learned, Sinusoidal
 from tape_jax._src.positions.bias import Alibi, Fire, T5Bias
 from tape_jax._src.positions.combined import Combined
+from tape_jax._src.positions.coupling import PositionCoupling
 from tape_jax._src.positions.forget import Fox
+from tape_jax._src.positions.grape_rotary import GrapeMultiplicative
+from tape_jax._src.positions.mapformer import MapFormerEM, MapFormerWM
 from tape_jax._src.positions.protocol import Encoding
+from tape_jax._src.positions.repo import Repo
 from tape_jax._src.positions.rotary import RandomRope, Rope, Xpos, Yarn
+from tape_jax._src.positions.selective import SelectiveRope
 from tape_jax._src.positions.tape import Tape
 
 registry: dict[str, type[Encoding]] = {
@@ -38,6 +43,11 @@ registry: dict[str, type[Encoding]] = {
         Yarn,
         Xpos,
         RandomRope,
+        SelectiveRope,
+        GrapeMultiplicative,
+        Repo,
+        MapFormerWM,
+        MapFormerEM,
         Alibi,
         Fire,
         T5Bias,
@@ -45,6 +55,7 @@ registry: dict[str, type[Encoding]] = {
         Sinusoidal,
         Learned,
         Abacus,
+        PositionCoupling,
         SeparateCosSin,
         MixHeadDim,
         NoEquivariance,

@@ -69,6 +69,7 @@ class Layer:
       is_causal: whether tokens see earlier ones only.
       config: the model's.
       q, k: projected queries and keys of the new tokens, ``[..., T, heads, D]``, not rotated.
+      state: the position state that enters the layer; None where it is made.
       kept: in cached decoding what was kept of each token by name, ``[B, heads, S, ...]``; else
         None.
       cached_keys: in cached decoding ``[B, heads, S, D]``.
@@ -87,6 +88,7 @@ class Layer:
     config: ModelConfig
     q: Array | None = None
     k: Array | None = None
+    state: Any = None
     kept: dict[str, Array] | None = None
     cached_keys: Array | None = None
     index: Array | int = 0
