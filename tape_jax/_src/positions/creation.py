@@ -22,11 +22,15 @@ from tape_jax._src.positions.ablations import (
     SeparateCosSin,
 )
 from tape_jax._src.positions.additive import Abacus, Learned, Sinusoidal
-from tape_jax._src.positions.bias import Alibi, Fire, T5Bias
+from tape_jax._src.positions.bias import Alibi, Fire, Kerple, T5Bias
 from tape_jax._src.positions.combined import Combined
+from tape_jax._src.positions.cope import Cope
+from tape_jax._src.positions.dape import DapeAlibi, DapeKerple
 from tape_jax._src.positions.forget import Fox
+from tape_jax._src.positions.grape import GrapeAdditive, GrapePath
 from tape_jax._src.positions.protocol import Encoding
 from tape_jax._src.positions.rotary import RandomRope, Rope, Xpos, Yarn
+from tape_jax._src.positions.stickbreaking import StickBreaking
 from tape_jax._src.positions.tape import Tape
 
 registry: dict[str, type[Encoding]] = {
@@ -39,9 +43,16 @@ registry: dict[str, type[Encoding]] = {
         Xpos,
         RandomRope,
         Alibi,
+        Kerple,
         Fire,
         T5Bias,
         Fox,
+        GrapeAdditive,
+        GrapePath,
+        Cope,
+        DapeKerple,
+        DapeAlibi,
+        StickBreaking,
         Sinusoidal,
         Learned,
         Abacus,
