@@ -120,12 +120,6 @@ class GrapePath(Encoding):
             f"grape_path: width must be positive and even, or None; got {self.width}",
         )
 
-    def check(self, config: ModelConfig) -> None:
-        require(
-            self._width(config) % 2 == 0,
-            f"grape_path: the head dimension, {config.dim}, is odd: give an even width",
-        )
-
     def _width(self, config: ModelConfig) -> int:
         return config.dim if self.width is None else self.width
 
