@@ -201,6 +201,17 @@ OWN: dict[str, dict[tuple[str, ...], tuple[Any, ...]]] = {
         ("form", "first_layer"): (("swiglu", 0), ("linear", 1), ("swiglu", 1), ("linear", 0)),
         ("width",): ((None,), (3,)),
     },
+    "kerple": {("form",): (("log",), ("power",))},
+    "cope": {
+        ("positions",): ((5,), (64,)),
+        ("separate_key",): ((False,), (True,)),
+        ("divide",): ((True,), (False,)),
+    },
+    "stickbreaking": {
+        ("current",): ((False,), (True,)),
+        ("remainder",): (("none",), ("value",)),
+    },
+    "grape_additive": {("gate",): (("query_key",), ("key",))},
 }
 ONE_STATE_A_HEAD = ("tape_no_equivariance", "tape_mix_head_dim")
 
@@ -210,12 +221,14 @@ INDEXING = ("learned", "random_rope")
 WHOLE = (*INDEXING, "t5")
 # These read the random stream "positions".
 DRAWING = ("random_rope", "abacus", "position_coupling")
+# These are refused where tokens see later ones.
+CAUSAL = ("cope", "grape_path", "stickbreaking")
 # Moving all positions by a constant changes nothing for these.
 RELATIVE = (
-    *("none", "tape", "rope", "yarn", "xpos", "alibi", "t5", "abacus", "tape_place_weights"),
-    *("selective_rope", "grape_m_ctx", "repo", "mapformer_wm", "mapformer_em"),
-    "position_coupling",
-)
+    "none", "tape", "rope", "yarn", "xpos", "alibi", "t5", "abacus", "tape_place_weights", "fox",
+    "kerple", "cope", "dape_kerple", "dape_alibi", "stickbreaking", "grape_additive",
+    "selective_rope", "grape_m_ctx", "repo", "mapformer_wm", "mapformer_em", "position_coupling",
+)  # fmt: skip
 # The size of the learned table and the capacity of caches; positions of calls are smaller.
 LIMIT = 40
 
@@ -319,7 +332,7 @@ def drawn_model(kind: str, number: int, **fixed: Any) -> Drawn:
         "dtype": "float64" if number == 0 else choose("dtype", ("float64", "float32", "bfloat16")),
     }
     more = {
-        "is_causal": choose("is_causal", (True, True, False)),
+        "is_causal": kind in CAUSAL or choose("is_causal", (True, True, False)),
         "fractions": kind not in WHOLE and choose("fractions", (True, True, False)),
         "chunks": choose("chunks", ((1,), (2,), (4,), (3, 1), (4, 2, 1))),
         "key": choose("key", (None, 5)) if kind in DRAWING else None,

@@ -226,8 +226,18 @@ def call(attention: Any, case: Case, floats: dict[str, Any], fixed: dict[str, An
     )
 
 
-def oracle(case: Case, floats: dict[str, np.ndarray], fixed: dict[str, Any]):
-    """``(o, a)`` by loops over batch, heads and queries, from the definitions."""
+def oracle(
+    case: Case,
+    floats: dict[str, np.ndarray],
+    fixed: dict[str, Any],
+    rewrite: Any = None,
+    weigh: Any = None,
+):
+    """``(o, a)`` by loops over batch, heads and queries, from the definitions.
+
+    ``rewrite(row, head, query, logits, visible)`` gives new logits ``[S]`` before anything is
+    added to them, ``weigh(query, logits)`` the weights, logits being -inf where a key is hidden.
+    """
     b, tq, s = case.batch, case.queries, case.key_length
     group = case.heads // case.kv_heads
     scale = case.scale if case.scale is not None else 1 / np.sqrt(case.dim)
@@ -251,18 +261,25 @@ def oracle(case: Case, floats: dict[str, np.ndarray], fixed: dict[str, Any]):
                 if query_state is not None:
                     own = _of_head(query_state, row, _state_head(query_state, h, case), case)
                     query = _rotated(query, own[i])
-                visible = [j for j in range(s) if _visible(case, fixed, row, h, i, j)]
-                if not visible:
+                visible = np.array([_visible(case, fixed, row, h, i, j) for j in range(s)])
+                if not visible.any():
                     continue
-                logits = np.array([scale * np.dot(query, keys[j]) for j in visible])
-                logits += [_bias(case, floats, fixed, row, h, i, j) for j in visible]
-                logits += [_decay(case, floats, row, h, i, j) for j in visible]
-                weights = np.exp(logits - logits.max())
-                weights /= weights.sum()
-                o[row][i, h] = sum(w * values[j] for w, j in zip(weights, visible, strict=True))
+                logits = np.array([scale * np.dot(query, keys[j]) for j in range(s)])
+                if rewrite is not None:
+                    logits = rewrite(row, h, i, logits, visible)
+                logits += [_bias(case, floats, fixed, row, h, i, j) for j in range(s)]
+                logits += [_decay(case, floats, row, h, i, j) for j in range(s)]
+                logits[~visible] = -np.inf
+                weights = _softmax(logits) if weigh is None else weigh(i, logits)
+                o[row][i, h] = sum(weights[j] * values[j] for j in range(s))
                 if a is not None:
-                    a[row][i, h] = sum(w * state[j] for w, j in zip(weights, visible, strict=True))
+                    a[row][i, h] = sum(weights[j] * state[j] for j in range(s))
     return o, a
+
+
+def _softmax(logits: np.ndarray) -> np.ndarray:
+    weights = np.exp(logits - logits.max())
+    return weights / weights.sum()
 
 
 def _state_head(state: np.ndarray, h: int, case: Case) -> int:

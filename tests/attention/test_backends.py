@@ -29,6 +29,7 @@ from tests.selection import mostly_slow
 BACKENDS = {
     "reference": {"implementation": "reference"},
     "chunked": {"implementation": "chunked", "options": {"block_q": 8, "block_k": 4}},
+    "rows": {"implementation": "rows", "options": {"block_q": 4}},
     "pallas": {
         "implementation": "pallas",
         "interpret": True,

@@ -10,7 +10,7 @@ import pytest
 
 from tape_jax import ModelConfig
 from tape_jax._src.positions.bias import alibi_slopes
-from tape_jax.positions import Alibi, Fire, Rope, T5Bias
+from tape_jax.positions import Alibi, Fire, Kerple, Rope, T5Bias
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -46,6 +46,51 @@ class TestAlibi:
         distances = np.array([[[1, 6]], [[0, 7]]])
         want = -np.array([2.0**-4, 2.0**-8])[:, None, None] * distances[:, None]
         np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+class TestKerple:
+    @pytest.mark.parametrize("form", ["log", "power"])
+    def test_one_pair_at_a_time(self, form, x64):
+        rng = np.random.default_rng(0)
+        # Numbers beyond the bounds count as these.
+        params = {"r1": np.array([0.4, -1.0, 1.3]), "r2": np.array([0.7, 1.5, 2.6])}
+        query, key = rng.uniform(0, 9, (2, 4)), rng.uniform(0, 9, (2, 5))
+        kerple = Kerple(form)
+        given = (jnp.asarray(query), jnp.asarray(key), config(3, dtype="float64"))
+        got = kerple.pair_bias({k: jnp.asarray(x) for k, x in params.items()}, *given)
+        for b, h, i, j in np.ndindex(2, 3, 4, 5):
+            r1, r2, distance = params["r1"][h], params["r2"][h], abs(query[b, i] - key[b, j])
+            want = -max(r1, 0.01) * (
+                math.log(1 + r2 * distance) if form == "log" else distance ** min(r2, 2)
+            )
+            np.testing.assert_allclose(got[b, h, i, j], want, rtol=1e-12)
+
+    @pytest.mark.parametrize("form", ["log", "power"])
+    def test_gradients(self, form):
+        """Finite at distance 0; none beyond a bound, which leaves the parameter as it is."""
+        places = jnp.arange(5)
+        params = {"r1": jnp.array([0.4, -1.0]), "r2": jnp.array([-0.7, 2.6])}
+
+        def loss(params):
+            return jnp.sum(Kerple(form).pair_bias(params, places, places, config(2)))
+
+        found = jax.grad(loss)(params)
+        assert found["r1"][0] < 0
+        assert found["r1"][1] == 0
+        assert found["r2"][0] == 0
+        assert (found["r2"][1] == 0) == (form == "power")
+        assert np.isfinite(found["r2"][1])
+
+    def test_parameters(self):
+        for form, most in (("log", (2, 1)), ("power", (1, 2))):
+            specs = Kerple(form).layer_params(config(1000), updates=False)
+            for spec, highest in zip((specs["r1"], specs["r2"]), most, strict=True):
+                drawn = spec.init(jax.random.key(0), spec.shape, jnp.float32)
+                assert drawn.shape == (1000,)
+                assert 0 <= drawn.min() < 0.01 * highest
+                assert 0.99 * highest < drawn.max() <= highest
+        with pytest.raises(ValueError, match=r"unknown kerple form 'pow'.*did you mean 'power'"):
+            Kerple("pow")
 
 
 class TestFire:
@@ -158,7 +203,7 @@ class TestT5:
             T5Bias(**options)
 
 
-@pytest.mark.parametrize("encoding", [Alibi(), Fire(), T5Bias()], ids=lambda e: e.kind)
+@pytest.mark.parametrize("encoding", [Alibi(), Kerple(), Fire(), T5Bias()], ids=lambda e: e.kind)
 def test_bfloat16_models_have_float32_biases(encoding):
     """Positions above 256 stay apart: bias 1000 tokens back differs from 1001 or not at all."""
     c = config(2, dtype="bfloat16")

@@ -39,15 +39,15 @@ def shifted_group_attention(
       groups: number of groups.
       segment_ids: integers ``[..., T]``, or None.
       log_decay: as in :func:`tape_jax.attention`.
-      **options: further keywords of :func:`tape_jax.attention`, except ``mask``, ``bias`` and
-        functions of rows.
+      **options: further keywords of :func:`tape_jax.attention`, except ``mask``, ``bias``,
+        ``logits_fn`` and ``weights_fn``.
 
     Returns:
       ``o [..., T, H, Dv]`` and ``a [..., T, H, ...]`` or None, as :func:`tape_jax.attention`.
 
     Raises:
       ValueError: if ``T`` is not a multiple of ``2 * groups``, heads cannot be halved, a state or a
-        decay does not fit, or what is excepted is given.
+        decay does not fit, or one of the excepted keywords is given.
     """
     time, batch = q.shape[-3], q.ndim - 3
     require(

@@ -25,7 +25,7 @@ from tape_jax._src.config import ModelConfig
 from tape_jax._src.parity import coupled_positions
 from tape_jax._src.parity.deviations import Deviation, deviation
 from tape_jax._src.positions.bias import alibi_slopes
-from tape_jax._src.positions.layer import Layer
+from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.positions.protocol import Encoding, default_positions
 
 Array = jax.Array
@@ -44,12 +44,18 @@ class Recorded:
       params: its parameters, each computed from the file's arrays.
       prepare: what is done to the file's arrays first.
       constants: recorded values that depend on no input, such as ALiBi's slopes.
+      att_of: the encoding whose weights and what they leave were recorded, ``att`` and ``rem``, if
+        the compared one adds something to them.
     """
 
     encoding: Encoding
     params: dict[str, Callable[[Arrays], Any]] = dataclasses.field(default_factory=dict)
     prepare: Callable[[Arrays], Arrays] = lambda arrays: arrays
     constants: dict[str, Any] = dataclasses.field(default_factory=dict)
+    att_of: Encoding | None = None
+
+
+Source = Callable[[Arrays, Mapping[str, Any]], Recorded]
 
 
 def same(**names: str) -> dict[str, Callable[[Arrays], Any]]:
@@ -139,8 +145,61 @@ def _halves(arrays: Arrays) -> Arrays:
     }
 
 
+KERPLE = same(r1="bias_p", r2="bias_a")
+MLP = same(w1="W1", b1="b1", w2="W2", b2="b2")
+
+
+def _kerple(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    return Recorded(positions.Kerple(), KERPLE)
+
+
+def _dape(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    width = arrays["b1"].shape[0]
+    if "bias_p" in arrays:
+        return Recorded(positions.DapeKerple(width), {**KERPLE, **MLP})
+    return Recorded(positions.DapeAlibi(width), MLP)
+
+
+def _cope(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    size, separate = arrays["pos_emb"].shape[-1], meta["sep_key"]
+    encoding = positions.Cope(size, separate, divide=not meta["nodiv"])
+    params = same(vectors="pos_emb")
+    if not separate:
+        return Recorded(encoding, params)
+
+    def enters(arrays: Arrays) -> Arrays:
+        """A layer whose input, projected by the identity, is these keys."""
+        keys = arrays["k_cope"]
+        return {**arrays, "x": keys.reshape(*keys.shape[:2], -1)}
+
+    params["gate_key_kernel"] = lambda arrays: jnp.eye(arrays["x"].shape[-1])
+    return Recorded(encoding, params, enters)
+
+
+def _stickbreaking(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    alone = positions.StickBreaking(meta["attend_current"])
+    remainder = "value" if meta["remainder_added"] else "none"
+    return Recorded(dataclasses.replace(alone, remainder=remainder), att_of=alone)
+
+
+def _grape_additive(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    params = same(omega="omega", key_direction="u")
+    if "v_gate" not in arrays:
+        return Recorded(positions.GrapeAdditive("key"), params)
+    return Recorded(positions.GrapeAdditive(), {**params, **same(query_direction="v_gate")})
+
+
+def _grape_path(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    width = arrays["W_p"].shape[-1] // arrays["q"].shape[-2]
+    return Recorded(positions.GrapePath(width), same(path_kernel="W_p"))
+
+
 # By the file's name up to its last underscore: from the file's arrays and its ``meta``.
-ENCODINGS: dict[str, Callable[[Arrays, Mapping[str, Any]], Recorded]] = {
+ENCODINGS: dict[str, Source] = {
+    "cope": _cope,
+    "cope_sepkey_nodiv": _cope,
+    "dape_alibi": _dape,
+    "dape_kerple": _dape,
     "fox": _fox,
     "grape_m_ctx": _grape_m_ctx,
     "mapformer_em": _mapformer(positions.MapFormerEM),
@@ -149,6 +208,13 @@ ENCODINGS: dict[str, Callable[[Arrays, Mapping[str, Any]], Recorded]] = {
     "repo_swiglu": _repo_swiglu,
     "selective_rope": _selective_rope,
     "selective_rope_full": _selective_rope,
+    "grape_a_kgated": _grape_additive,
+    "grape_a_qkgated": _grape_additive,
+    "grape_ap": _grape_path,
+    "kerple": _kerple,
+    "stickbreaking": _stickbreaking,
+    "stickbreaking_current": _stickbreaking,
+    "stickbreaking_rem": _stickbreaking,
 }
 
 # Files of position ids, by their arrays.
@@ -247,16 +313,15 @@ def _run(recorded: Recorded, fixed: Arrays, inputs: Arrays, taps: Arrays) -> tup
     if rotations[0] is not None and rotations[1] is not None:
         q, k = rotate(q, rotations[0]), rotate(k, rotations[1])
     q, k = layer.tap("q_rot", q), layer.tap("k_rot", k)
-    options = {
-        name: value
-        for name, value in terms._asdict().items()
-        if name in ("bias", "log_decay", "logits_fn", "weights_fn")
-    }
+    options = _of_attention(terms)
+    weights = options
+    if recorded.att_of is not None:
+        weights = _of_attention(recorded.att_of.layer_terms(params, layer))
     attend = functools.partial(
         attention, q, k, is_causal=True, implementation="reference", scale=dim**-0.5
     )
     one_hot = jnp.broadcast_to(jnp.eye(time, dtype=q.dtype)[:, None], (*k.shape[:-1], time))
-    att = _heads_first(attend(one_hot, **options)[0])
+    att = _heads_first(attend(one_hot, **weights)[0])
     logits = _heads_first(attend(one_hot, **options | {"weights_fn": _logits})[0])
     seen = jnp.tril(jnp.ones((time, time), bool))
     scores = jnp.where(seen, scores, 0)
@@ -273,6 +338,12 @@ def _run(recorded: Recorded, fixed: Arrays, inputs: Arrays, taps: Arrays) -> tup
     if states:
         found |= dict(zip(("cos", "sin"), jnp.split(states[0], 2, axis=-1), strict=True))
     return attend(v, **options)[0], {**found, **layer.tapped}
+
+
+def _of_attention(terms: Terms) -> dict[str, Any]:
+    """What :func:`tape_jax.attention` takes of them, by its keywords."""
+    names = ("bias", "log_decay", "logits_fn", "weights_fn")
+    return {name: getattr(terms, name) for name in names}
 
 
 def _all_pairs(q: Array, k: Array) -> Array:

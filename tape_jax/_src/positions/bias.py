@@ -1,4 +1,4 @@
-"""Encodings that bias the attention logits: ALiBi, FIRE, T5."""
+"""Encodings that bias the attention logits: ALiBi, KERPLE, FIRE, T5."""
 
 from __future__ import annotations
 
@@ -86,6 +86,51 @@ class Alibi(Encoding):
             return -slopes * (positions - first).astype(slopes.dtype)[..., None]
 
         return Terms(log_decay=(decay(layer.query_positions), decay(layer.positions)))
+
+
+FORMS = ("log", "power")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kerple(Encoding):
+    """KERPLE (Chi et al. 2022, section 4): learned kernels of distance, two numbers a head.
+
+    ``-r1 log(1 + r2 |i - j|)``, or ``-r1 |i - j|^r2``. Numbers below 0.01, and powers above 2, are
+    taken for these bounds, and have no gradient there.
+
+    Attributes:
+      form: ``log`` or ``power``.
+    """
+
+    kind: ClassVar[str] = "kerple"
+    acts_on: ClassVar[tuple[str, ...]] = ("bias",)
+
+    form: str = "log"
+
+    def __post_init__(self):
+        choose("kerple form", self.form, FORMS)
+
+    def layer_params(self, config: ModelConfig, *, updates: bool):
+        # What is a factor of a logarithm, or of a power, is drawn as the published code does.
+        highest = {"log": (2.0, 1.0), "power": (1.0, 2.0)}[self.form]
+        return {
+            name: Param((config.num_heads,), jax.nn.initializers.uniform(most), ("heads",))
+            for name, most in zip(("r1", "r2"), highest, strict=True)
+        }
+
+    def pair_bias(self, params, query, key, config: ModelConfig):
+        compute = algebra.at_least_float32(config.dtype)
+        r1, r2 = (
+            jnp.maximum(params[name].astype(compute), 0.01)[:, None, None] for name in ("r1", "r2")
+        )
+        distance = jnp.abs(query[..., :, None] - key[..., None, :]).astype(compute)
+        distance = distance[..., None, :, :]
+        if self.form == "log":
+            return -r1 * jnp.log1p(r2 * distance)
+        # The derivative of a power of 0 is no number.
+        apart = distance > 0
+        powers = jnp.where(apart, distance, 1) ** jnp.minimum(r2, 2)
+        return -r1 * jnp.where(apart, powers, 0)
 
 
 @dataclasses.dataclass(frozen=True)

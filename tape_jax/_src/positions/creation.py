@@ -22,16 +22,20 @@ from tape_jax._src.positions.ablations import (
     SeparateCosSin,
 )
 from tape_jax._src.positions.additive import Abacus, Learned, Sinusoidal
-from tape_jax._src.positions.bias import Alibi, Fire, T5Bias
+from tape_jax._src.positions.bias import Alibi, Fire, Kerple, T5Bias
 from tape_jax._src.positions.combined import Combined
+from tape_jax._src.positions.cope import Cope
 from tape_jax._src.positions.coupling import PositionCoupling
+from tape_jax._src.positions.dape import DapeAlibi, DapeKerple
 from tape_jax._src.positions.forget import Fox
+from tape_jax._src.positions.grape import GrapeAdditive, GrapePath
 from tape_jax._src.positions.grape_rotary import GrapeMultiplicative
 from tape_jax._src.positions.mapformer import MapFormerEM, MapFormerWM
 from tape_jax._src.positions.protocol import Encoding
 from tape_jax._src.positions.repo import Repo
 from tape_jax._src.positions.rotary import RandomRope, Rope, Xpos, Yarn
 from tape_jax._src.positions.selective import SelectiveRope
+from tape_jax._src.positions.stickbreaking import StickBreaking
 from tape_jax._src.positions.tape import Tape
 
 registry: dict[str, type[Encoding]] = {
@@ -49,9 +53,16 @@ registry: dict[str, type[Encoding]] = {
         MapFormerWM,
         MapFormerEM,
         Alibi,
+        Kerple,
         Fire,
         T5Bias,
         Fox,
+        GrapeAdditive,
+        GrapePath,
+        Cope,
+        DapeKerple,
+        DapeAlibi,
+        StickBreaking,
         Sinusoidal,
         Learned,
         Abacus,

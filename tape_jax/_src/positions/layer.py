@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tape_jax._src.algebra import at_least_float32
+from tape_jax._src.checks import require
 from tape_jax._src.config import ModelConfig
 from tape_jax._src.segments import side_by_side
 
@@ -118,6 +119,10 @@ class Layer:
         if self.kept is None:
             return self.positions
         return lax.dynamic_slice_in_dim(self.positions, self.index, self.time, axis=1)
+
+    def require_causal(self, kind: str, why: str) -> None:
+        """Raises ValueError unless tokens see earlier ones only."""
+        require(self.is_causal, f"the encoding {kind!r} needs is_causal=True: {why}")
 
     def tap(self, name: str, x: Array) -> Array:
         """``x``, an intermediate value by which an encoding can be looked into."""
