@@ -213,6 +213,7 @@ def test_wrong_functions(name):
         attention(q, k, v, implementation="rows", options={"block_q": 0})
 
 
+@pytest.mark.usefixtures("any_device")
 @pytest.mark.parametrize("name", BOTH)
 def test_other_backends_refuse(name):
     q, k, v, _ = qkve(9)
@@ -221,7 +222,7 @@ def test_other_backends_refuse(name):
     for backend in set(api.BACKENDS) - set(OPTIONS):
         with pytest.raises(NotImplementedError):
             attention(q, k, v, implementation=backend, **given)
-    for backend in ("chunked", "splash"):
+    for backend in ("chunked", "pallas", "splash", "cudnn"):
         plan = attention_plan(q, k, v, implementation=backend, **given)
         assert plan.implementation is None
         assert f"{name}= is given rows of logits" in plan.rejected[backend]

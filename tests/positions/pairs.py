@@ -20,7 +20,7 @@ IDS = np.array([[1, 1, 1, 1, 2, 2, 2, 2, 2], [2, 1, 1, 2, 2, 1, 2, 1, 1]])
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """What enters a layer, in float64, with the parameters of an encoding.
+    """What enters a layer, with the parameters of an encoding.
 
     Attributes:
       encoding: what is tested.
@@ -101,13 +101,16 @@ def drawn(
     kv_heads: int = KV_HEADS,
     time: int = TIME,
     seed: int = 0,
+    dtype: str = "float64",
 ) -> Pairs:
     """Random arrays and parameters, of which none is near what it starts at."""
     rng = np.random.default_rng(seed)
     shapes = {"q": (heads, DIM), "k": (kv_heads, DIM), "v": (kv_heads, DIM), "x": (HIDDEN,)}
-    arrays = {name: rng.normal(size=(BATCH, time, *shape)) for name, shape in shapes.items()}
-    specs = encoding.layer_params(config_of(encoding, heads, kv_heads, "float64"), updates=False)
-    params = {name: rng.normal(size=spec.shape) for name, spec in specs.items()}
+    arrays = {
+        name: rng.normal(size=(BATCH, time, *shape)).astype(dtype) for name, shape in shapes.items()
+    }
+    specs = encoding.layer_params(config_of(encoding, heads, kv_heads, dtype), updates=False)
+    params = {name: rng.normal(size=spec.shape).astype(dtype) for name, spec in specs.items()}
     return Pairs(encoding, arrays, params, ids)
 
 

@@ -108,7 +108,7 @@ ALONE = [name for name in ENCODINGS if "+" not in name]
 def test_half_precision_is_summed_in_float32(name):
     """Of the same numbers in bfloat16, terms differ by the rounding of single products alone."""
     time, rng = 300, np.random.default_rng(0)
-    exact = drawn(ENCODINGS[name], time=time)
+    exact = drawn(ENCODINGS[name], time=time, dtype="float32")
     half = {n: jnp.asarray(x, jnp.bfloat16) for n, x in exact.arrays.items()}
     params = {
         n: jnp.asarray(jnp.asarray(x, jnp.bfloat16), jnp.float32) for n, x in exact.params.items()
@@ -123,15 +123,15 @@ def test_half_precision_is_summed_in_float32(name):
     logits = jnp.where(rows.visible, logits, -jnp.inf if name in STICKS else 0)
 
     @jax.jit
-    def added(arrays):
+    def added(arrays, logits):
         pairs = dataclasses.replace(exact, arrays=arrays)
         terms = exact.encoding.layer_terms(params, by_pairs.layer_of(pairs, arrays))
         if terms.bias is not None:
             return terms.bias(rows.queries, rows.queries)
         return (terms.weights_fn or terms.logits_fn)(logits, rows)
 
-    found = added(half)
-    want = added({n: x.astype(jnp.float32) for n, x in half.items()})
+    found = added(half, logits)
+    want = added({n: x.astype(jnp.float32) for n, x in half.items()}, logits)
     assert found.dtype == want.dtype == jnp.float32
     # CoPE's own keys are a product in the compute type, as all keys are.
     tolerance = 2e-2 if name == "cope, own keys" else 1e-5
@@ -145,8 +145,8 @@ STICKS = [name for name in ALONE if "stick" in name]
 @pytest.mark.parametrize("name", ALONE)
 def test_which_implementations_can_do_it(name):
     """Functions of pairs stay with ``chunked``; rows need those that have them."""
-    pairs = drawn(ENCODINGS[name])
-    arrays = {n: jnp.asarray(x, jnp.float32) for n, x in pairs.arrays.items()}
+    pairs = drawn(ENCODINGS[name], dtype="float32")
+    arrays = {n: jnp.asarray(x) for n, x in pairs.arrays.items()}
     layer = by_pairs.layer_of(pairs, arrays)
     terms = pairs.encoding.layer_terms({n: jnp.asarray(x) for n, x in pairs.params.items()}, layer)
     given = {n: getattr(terms, n) for n in ("bias", "logits_fn", "weights_fn") if getattr(terms, n)}

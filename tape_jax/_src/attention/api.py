@@ -45,7 +45,8 @@ BACKENDS = {
 }
 
 # What ``implementation=None`` tries on each platform of jax, the one expected to be fastest first;
-# ``reference`` comes before ``chunked`` in short calls.
+# ``reference`` comes before ``chunked`` in short calls, and last in others; ``rows`` follows
+# ``chunked``.
 ORDER = {
     "gpu": ("pallas", "tokamax_mosaic", "cudnn", "tokamax_triton", "chunked"),
     "tpu": ("splash", "chunked"),
@@ -245,8 +246,8 @@ def _candidates(request: Request) -> list[str]:
     pairs = request.query_length * request.key_length
     heads = request.q.shape[0] * request.query_heads
     few = pairs <= most_pairs and pairs * heads * request.accumulator_dtype.itemsize <= most_bytes
-    names.insert(names.index("chunked") + (not few), "reference")
     names.append("rows")
+    names.insert(names.index("chunked") if few else len(names), "reference")
     split = request.sharding is not None and request.sharding.shards("sequence") > 1
     return ["ring", *names] if split else names
 
