@@ -6,6 +6,9 @@ One run measures, forward and forward plus backward (gradients of all inputs), i
 
 * each backend that can, for values and state under one set of probabilities (products of values
   twice as wide);
+* ``automatic``: the same by ``implementation=None``, which goes by what ``python -m tape_jax.tune``
+  has measured here, and ``static``, what it takes where nothing was; under each table is what they
+  are, and the quotient of their times;
 * ``plain``: RoPE, the same without attending the state, by the library named in the header; twice,
   which shows the noise;
 * ``three calls``: how the published code does it, by the same library: the state with duplicated
@@ -33,18 +36,20 @@ import numpy as np
 
 from benchmarks.table import markdown, mebibytes
 from tape_jax._src import algebra
-from tape_jax._src.attention import attention
-from tape_jax._src.attention.api import BACKENDS
+from tape_jax._src.attention import attention, attention_plan
+from tape_jax._src.attention.api import BACKENDS, default
+from tape_jax._src.attention.normalise import normalise
+from tape_jax._src.attention.tuning.cases import Contender
+from tape_jax._src.attention.tuning.programs import DIRECTIONS, both_ways
 from tape_jax._src.checks import choose
+from tape_jax._src.timing import Timing, describe_device, take_turns
 from train.analysis.memory import Memory
-from train.analysis.timing import Timing, describe_device, take_turns
 from train.training.flops import PLAIN, STATE, THREE_CALLS, TWO_CALLS, Products, attention_flops
 
 Array = jax.Array
 
 # For plain attention, fastest first; None: what the library itself chooses.
 LIBRARIES = ("cudnn", "tokamax_mosaic", "splash", None)
-DIRECTIONS = ("forward", "forward and backward")
 # Sizes by platform: seconds on a CPU, work that fills a chip elsewhere.
 CPU = {"lengths": [128, 512], "heads": 1, "head_dim": [64], "dtype": "float32", "least": 0.0}
 ACCELERATOR = {
@@ -167,6 +172,9 @@ def rows(options: argparse.Namespace, dim: int, length: int) -> dict[str, Row]:
     for name in options.backends:
         products = (TWO_CALLS if name == "cudnn" else STATE) if attends else PLAIN
         found[name] = Row(products, by(name, attends), inputs)
+    static = chosen(inputs, attends, call)[1].implementation
+    for name, backend in (("automatic", None), ("static", static)):
+        found[name] = Row(STATE if attends else PLAIN, by(backend, attends), inputs)
     library = best_library(options, by, inputs)
     found["plain"] = Row(PLAIN, by(library, False), inputs)
     if attends:
@@ -176,6 +184,17 @@ def rows(options: argparse.Namespace, dim: int, length: int) -> dict[str, Row]:
             (q, k, v, *duplicated(e)),
         )
     return found
+
+
+def chosen(
+    inputs: Sequence[Array], attends: bool, call: Mapping[str, Any]
+) -> tuple[Contender, Contender]:
+    """What ``implementation=None`` takes, and what it takes where nothing was measured."""
+    q, k, v, e = inputs
+    keywords = {"state": e, "attend_state": attends, **call}
+    plan = attention_plan(q, k, v, **keywords)
+    assert plan.implementation is not None
+    return Contender(plan.implementation, plan.options), default(normalise(q, k, v, **keywords))
 
 
 def best_library(options: argparse.Namespace, by: Callable, inputs: Sequence[Array]) -> str | None:
@@ -190,24 +209,6 @@ def best_library(options: argparse.Namespace, by: Callable, inputs: Sequence[Arr
                 continue
             return name
     raise NotImplementedError("no backend computes plain attention here")
-
-
-def both_ways(forward: Callable[..., Any], inputs: Sequence[Array]) -> dict[str, Any]:
-    """The forward pass, and the forward and backward pass, compiled."""
-    outputs = jax.eval_shape(forward, *inputs)
-    rng = np.random.default_rng(1)
-    given = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), outputs)
-
-    def both(given, *inputs):
-        out, pull = jax.vjp(forward, *inputs)
-        return out, pull(given)
-
-    forward_program = jax.jit(forward).lower(*inputs).compile()
-    program = jax.jit(both).lower(given, *inputs).compile()
-    return {
-        DIRECTIONS[0]: (forward_program, tuple(inputs)),
-        DIRECTIONS[1]: (program, (given, *inputs)),
-    }
 
 
 def measure(
@@ -313,6 +314,13 @@ def torch_calls(
     }
 
 
+def describe_choice(options: argparse.Namespace, dim: int, length: int) -> str:
+    """What ``automatic`` and ``static`` are."""
+    call = {"is_causal": not options.bidirectional, "local_window_size": options.window}
+    names = chosen(arrays(options, dim, length), not options.no_state, call)
+    return "automatic: {}; static: {}".format(*names)
+
+
 def report(found: dict[str, CallMeasurement], floor: float) -> str:
     """The table of one direction at one length."""
     plain, three = found.get("plain"), found.get("three calls")
@@ -356,11 +364,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     for dim in options.head_dim:
         for length in options.lengths:
             found, skipped = measure(options, dim, length)
+            taken = describe_choice(options, dim, length)
             for direction in DIRECTIONS:
                 print(
                     f"\nD = {dim}, T = {length}, batch {batch_size(options, length)}, {direction}\n"
                 )
                 print(report(found[direction], floors[direction]), flush=True)
+                if {"automatic", "static"} <= found[direction].keys():
+                    automatic, static = (
+                        found[direction][x].timing for x in ("automatic", "static")
+                    )
+                    print(f"\n{taken}, {automatic.ratio(static):.3f} x static", flush=True)
             for line in (f"{name}: skipped, {reason}" for name, reason in skipped.items()):
                 if line not in said:
                     print(f"\n{line}", flush=True)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 import tape_jax as tape
-from train.analysis.timing import describe_device, take_turns
+from tape_jax._src.timing import describe_device, take_turns
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -1,11 +1,13 @@
 """Everything to measure on a machine with a GPU, in one command and in order of importance.
 
-    python -m benchmarks.gpu [--minutes 15] [--folder benchmarks/results] [--dry]
+    python -m benchmarks.gpu [--minutes 25] [--folder benchmarks/results] [--dry]
 
-Runs the tests that need a GPU, attention by itself, and training steps, each with a limit, and
-writes ``DATE-CHIP.md`` with versions, commands and what they printed. The file is complete after
-every part: whatever stops the run, what was measured is kept, and a part that fails is a result.
-``--dry`` runs the same parts at sizes that a CPU does in a minute.
+Measures which attention is the fastest (``python -m tape_jax.tune``, which keeps it for all
+programs of this machine), runs the tests that need a GPU, attention by itself, and training steps,
+each with a limit, and writes ``DATE-CHIP.md`` with versions, commands and what they printed. The
+file is complete after every part: whatever stops the run, what was measured is kept, and a part
+that fails is a result. ``--dry`` runs the same parts at sizes that a CPU does in two minutes, and
+keeps none of their times.
 """
 
 from __future__ import annotations
@@ -13,12 +15,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import os
 import platform
 import re
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tape_jax._src.files import write_atomically
@@ -40,6 +44,11 @@ class Part:
 
 
 PLAN = (
+    Part(
+        "What is right and fastest here",
+        "tape_jax.tune --minutes 9 --memory-limit 24",
+        10,
+    ),
     Part("The compiled kernels against the reference", "pytest -m gpu tests/attention", 4),
     Part(
         "Attention by itself: D = 64",
@@ -64,6 +73,11 @@ PLAN = (
     ),
 )
 DRY = (
+    Part(
+        "What is right and fastest here",
+        "tape_jax.tune --head-dims 8 --lengths 32 --dtypes float32 --heads 2 --tokens 64",
+        2,
+    ),
     Part("Tests that need a GPU", "pytest -m gpu -qq --collect-only tests/attention", 2),
     Part("Attention by itself", "benchmarks.attention --lengths 32 64 --repeats 2", 2),
     Part(
@@ -74,16 +88,21 @@ DRY = (
     ),
 )
 # Started in a process of its own: it would keep the GPU's memory from the others.
-DESCRIBE = "from train.analysis.timing import describe_device as d; print(d())"
+DESCRIBE = "from tape_jax._src.timing import describe_device as d; print(d())"
 
 
-def run(part: Part, limit: float) -> tuple[str, float]:
+def run(part: Part, limit: float, environment: Mapping[str, str]) -> tuple[str, float]:
     """What a part printed, or why it failed, and the seconds that it took."""
     command = [sys.executable, "-m", *part.command.split()]
     start = time.monotonic()
     try:
         done = subprocess.run(
-            command, timeout=limit, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            timeout=limit,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **environment},
         )
         text = done.stdout
         if done.returncode:
@@ -99,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the plan."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--minutes", type=float, default=15.0, help="for everything (15)")
+    parser.add_argument("--minutes", type=float, default=25.0, help="for everything (25)")
     parser.add_argument("--folder", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--dry", action="store_true", help="tiny sizes, on any machine")
     options = parser.parse_args(argv)
@@ -112,9 +131,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     report = f"# {datetime.date.today()}, {device.split(' (')[0]}\n\n{device}, Python "
     report += f"{platform.python_version()}, {platform.machine()}.\n"
     end = time.monotonic() + 60 * options.minutes
+    cache = tempfile.TemporaryDirectory()
+    environment = {"TAPE_JAX_CACHE": cache.name} if options.dry else {}
     for part in DRY if options.dry else PLAN:
         limit = min(60 * part.minutes, end - time.monotonic())
-        text, seconds = run(part, limit) if limit > 5 else ("Not measured: no time left.", 0.0)
+        text, seconds = (
+            run(part, limit, environment) if limit > 5 else ("Not measured: no time left.", 0.0)
+        )
         print(f"{part.title} ({seconds:.0f} s)\n\n{text}\n", flush=True)
         report += f"\n## {part.title}\n\nCommand: `python -m {part.command}` ({seconds:.0f} s)\n\n"
         report += f"{text}\n" if "|--" in text else f"```\n{text}\n```\n"

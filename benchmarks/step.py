@@ -18,8 +18,8 @@ from collections.abc import Sequence
 
 from benchmarks import attention
 from benchmarks.train_step import PRESETS
+from tape_jax._src.timing import describe_device
 from train.analysis.step_cost import measure
-from train.analysis.timing import describe_device
 
 
 def main(argv: Sequence[str] | None = None) -> None:

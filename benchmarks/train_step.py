@@ -20,8 +20,8 @@ import jax
 
 from benchmarks.table import markdown, mebibytes, ratio
 from tape_jax import ModelConfig
+from tape_jax._src.timing import describe_device
 from train.analysis.step_cost import StepMeasurement, measure
-from train.analysis.timing import describe_device
 from train.training.flops import model_flops, peak
 
 

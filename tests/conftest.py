@@ -4,8 +4,13 @@ import importlib.metadata
 import itertools
 import os
 import pathlib
+import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# The tests neither see nor change what the user has measured; their processes share a folder.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    CACHE = tempfile.TemporaryDirectory(prefix="tape-jax-tests-")
+    os.environ["TAPE_JAX_CACHE"] = CACHE.name
 # Nearly all of the time of these tests is compilation, and the machine code need not be fast.
 FLAGS = {
     "xla_force_host_platform_device_count": "8",

@@ -16,7 +16,7 @@ from tests.modules import all_modules, public_modules
 ROOT = Path(__file__).parents[1]
 
 
-PUBLIC = ["adapt", "losses", "parity", "positions", "pretrained", "sharding", "testing"]
+PUBLIC = ["adapt", "losses", "parity", "positions", "pretrained", "sharding", "testing", "tune"]
 
 
 def test_import_is_light():

@@ -34,3 +34,10 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def cache_folder() -> Path:
+    """Where the library keeps what can be made again: as ``train.data.cache_folder`` says."""
+    if own := os.environ.get("TAPE_JAX_CACHE"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tape-jax"

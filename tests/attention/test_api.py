@@ -292,14 +292,21 @@ def test_choice_counts_all_heads_and_rows():
     assert choice(1, 256, 1) == "chunked"
 
 
-def test_choice_elsewhere(monkeypatch):
-    """8 GiB of logits are not made, though every head has few pairs for a GPU."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    x = jax.ShapeDtypeStruct((64, 1024, 32, 64), "bfloat16")
-    plan = attention_plan(x, x, x)
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_what_was_not_measured_is_not_chosen(monkeypatch, platform):
+    """Kernels are neither taken nor imported on a machine that has measured nothing."""
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    monkeypatch.setitem(api.BACKENDS, "pallas", "no.such.module")
+    x = jax.ShapeDtypeStruct((1, 2048, 2, 64), "bfloat16")
+    plan = attention_plan(x, x, x, state=x, is_causal=True)
     assert plan.implementation == "chunked"
-    x = jax.ShapeDtypeStruct((2, 1024, 32, 64), "bfloat16")
-    assert attention_plan(x, x, x).implementation == "reference"
+    assert set(plan.rejected) == set(api.BACKENDS) - {"chunked", "ring"}
+    note = "nothing was measured here (python -m tape_jax.tune does)"
+    assert plan.rejected["pallas"] == plan.rejected["splash"] == plan.basis == note
+    assert plan.measured is None
+    assert plan.options == {}
+    with pytest.raises(NotImplementedError, match="cannot be imported here: ModuleNotFoundError"):
+        attention(*[jnp.zeros(x.shape, x.dtype)] * 3, implementation="pallas")
 
 
 def test_choice_by_length():
@@ -343,34 +350,6 @@ def test_plan_takes_scalars_of_numpy_and_jax():
         assert plan.implementation == "reference"
 
 
-@pytest.mark.usefixtures("any_device")
-@pytest.mark.parametrize("platform", ["gpu", "tpu"])
-def test_order_on_each_platform(monkeypatch, platform):
-    """What has not run on its hardware is passed over; once it has, the first that can is taken."""
-    monkeypatch.setattr(jax, "default_backend", lambda: platform)
-    x = jax.ShapeDtypeStruct((1, 2048, 2, 64), "bfloat16")
-    order = [*api.ORDER[platform], "rows", "reference"]
-
-    plan = attention_plan(x, x, x, state=x, is_causal=True)
-    assert plan.implementation == "chunked"
-    assert list(plan.rejected) == [name for name in order if name != "chunked"]
-    unproven = "has never run on its hardware: name it to try it"
-    assert {name for name, why in plan.rejected.items() if why == unproven} == {
-        name for name in order if name in api.UNPROVEN
-    }
-    monkeypatch.setattr(api, "UNPROVEN", frozenset())
-    assert attention_plan(x, x, x, state=x, is_causal=True).implementation == order[0]
-    # What the first cannot is left to the next that can.
-    mask = jax.ShapeDtypeStruct((2048, 2048), "bool")
-    assert attention_plan(x, x, x, state=x, mask=mask).implementation == "chunked"
-
-
-def test_tables_of_names_agree():
-    listed = {name for names in api.ORDER.values() for name in names}
-    assert listed | {"reference", "rows", "tokamax", "ring"} == set(api.BACKENDS)
-    assert set(api.BACKENDS) >= api.UNPROVEN
-
-
 @pytest.mark.parametrize("heads", [1, 2, 4])
 def test_states_of_queries_are_not_repeated(heads):
     """Backends broadcast a state over the query heads that share it."""
@@ -388,7 +367,7 @@ def registered(monkeypatch):
         vars(module).update(functions)
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setitem(api.BACKENDS, "extra", module.__name__)
-        monkeypatch.setitem(api.ORDER, "cpu", ("extra", *api.ORDER["cpu"]))
+        monkeypatch.setattr(api, "STATIC", ("extra", *api.STATIC))
 
     return register
 
@@ -453,7 +432,7 @@ def test_what_cannot_be_imported_is_a_reason(monkeypatch, tmp_path, error):
     (tmp_path / "broken_backend.py").write_text(f"raise {error.__name__}('moved in jax 9')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(api.BACKENDS, "extra", "broken_backend")
-    monkeypatch.setitem(api.ORDER, "cpu", ("extra", *api.ORDER["cpu"]))
+    monkeypatch.setattr(api, "STATIC", ("extra", *api.STATIC))
     reason = f"cannot be imported here: {error.__name__}: moved in jax 9"
     attention(**arrays())
     assert attention_plan(**arrays()).rejected["extra"] == reason
@@ -462,17 +441,6 @@ def test_what_cannot_be_imported_is_a_reason(monkeypatch, tmp_path, error):
         with pytest.raises(NotImplementedError, match=reason) as raised:
             attention(**arrays(), implementation="extra", options=options)
         assert isinstance(raised.value.__cause__.__cause__, error)
-
-
-def test_what_is_unproven_is_not_imported(monkeypatch):
-    """Not even looked for: the module does not exist."""
-    monkeypatch.setitem(api.BACKENDS, "extra", "no.such.module")
-    monkeypatch.setitem(api.ORDER, "cpu", ("extra", *api.ORDER["cpu"]))
-    monkeypatch.setattr(api, "UNPROVEN", frozenset({"extra"}))
-    attention(**arrays())
-    assert attention_plan(**arrays()).rejected["extra"].startswith("has never run")
-    with pytest.raises(NotImplementedError, match="cannot be imported here: ModuleNotFoundError"):
-        attention(**arrays(), implementation="extra")
 
 
 def test_an_error_in_a_backend_is_not_swallowed(registered):

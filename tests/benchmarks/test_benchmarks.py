@@ -14,11 +14,11 @@ import pytest
 
 from benchmarks import aot, attention, gpu, scaling, step, train_step
 from benchmarks.table import markdown
-from tape_jax import rotary_state
+from tape_jax import rotary_state, tune
 from tape_jax._src.attention import attention as attend
+from tape_jax._src.timing import Timing
 from train.analysis.memory import Memory
 from train.analysis.step_cost import Runner, StepMeasurement, TrainingStep
-from train.analysis.timing import Timing
 
 
 def tables(text):
@@ -60,9 +60,9 @@ def test_attention(capsys):
     attention.main(["--lengths", "16", "--head-dim", "8", "--repeats", "1"])
     out = capsys.readouterr().out
     rows = tables(out)
-    names = ["chunked", "reference", "plain", "three calls", "plain, again"]
+    names = ["chunked", "reference", "automatic", "static", "plain", "three calls", "plain, again"]
     assert [row["attention"] for row in rows] == 2 * names
-    for row, floor in zip(rows, [1.5] * 5 + [10 / 7] * 5, strict=True):
+    for row, floor in zip(rows, [1.5] * 7 + [10 / 7] * 7, strict=True):
         ratio = float(row["x plain"])
         assert float(row["x floor"]) == pytest.approx(ratio / floor, rel=0.01, abs=2e-3)
         if row["attention"] in ("plain", "three calls"):
@@ -75,7 +75,9 @@ def test_attention_without_state(capsys):
     options = ["--lengths", "16", "--head-dim", "8", "--repeats", "1", "--no-state"]
     attention.main([*options, "--backends", "reference", "--tokens", "32"])
     out = capsys.readouterr().out
-    assert {row["attention"] for row in tables(out)} == {"reference", "plain", "plain, again"}
+    rows = {"reference", "automatic", "static", "plain", "plain, again"}
+    assert {row["attention"] for row in tables(out)} == rows
+    assert out.count("automatic: reference; static: reference, ") == 2
     assert "T = 16, batch 2, forward" in out
 
 
@@ -172,6 +174,20 @@ def test_gpu_plan(tmp_path, monkeypatch, capsys):
     assert "Failed with exit code 1." in text
     assert "## Late" in text
     assert "Not measured: no time left." in text
+
+
+def test_gpu_plan_begins_with_tuning():
+    for plan in (gpu.PLAN, gpu.DRY):
+        module, *options = plan[0].command.split()
+        assert module == "tape_jax.tune"
+        assert tune_options(options)
+
+
+def tune_options(options):
+    """Whether the command takes these options: it is stopped before it does anything."""
+    with pytest.raises(SystemExit) as stopped:
+        tune.main([*options, "--help"])
+    return stopped.value.code == 0
 
 
 PTXAS = """\

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from tape_jax import ModelConfig, Transformer
+from tape_jax._src.timing import Timing, take_turns
 from train.analysis.memory import Memory
-from train.analysis.timing import Timing, take_turns
 from train.experiment import TrainConfig
 from train.training.step import TrainState, make_optimizer, make_step
 

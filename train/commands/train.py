@@ -8,6 +8,9 @@ of the config can be changed: --config.model.position.kind=rope; with --resume, 
 nothing depends that is trained. With --config.adapt.base=FOLDER a trained model is adapted, by the
 method of --config.adapt.method. Ctrl-C or SIGTERM saves before leaving, a second Ctrl-C does not.
 
+On a GPU or TPU where nothing like it was measured, attention is measured first, for a minute at
+most: see python -m tape_jax.tune. With --no-tune it is not.
+
 All devices: --config.sharding.data=-1 (each has all parameters) or --config.sharding.fsdp=-1 (each
 has its part); also tensor and sequence. Several hosts: the same command on each, with --distributed
 where SLURM, Open MPI, Kubernetes or a TPU pod tell each process its place, or with
@@ -47,6 +50,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FIRST:STOP",
         help="write a trace of these steps to the run's folder (10:13)",
     )
+    parser.add_argument(
+        "--no-tune",
+        dest="tune",
+        action="store_false",
+        help="do not measure attention first, on an accelerator where nothing was measured",
+    )
     parser.set_defaults(overrides=())
 
 
@@ -74,6 +83,7 @@ def run(args: argparse.Namespace) -> None:
         profile=steps,
         report=distributed.report,
         clock=Clock(begun),
+        tune=args.tune,
     )
     if args.evaluate and distributed.is_main():
         from train.comparison.evaluations import evaluate

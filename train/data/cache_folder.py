@@ -9,7 +9,8 @@ from pathlib import Path
 def cache_folder() -> Path:
     """``TAPE_JAX_CACHE``, else ``tape-jax`` in the user's cache folder.
 
-    That is ``XDG_CACHE_HOME``, else ``~/.cache``.
+    That is ``XDG_CACHE_HOME``, else ``~/.cache``. As ``tape_jax._src.files.cache_folder``, without
+    loading jax.
     """
     if own := os.environ.get("TAPE_JAX_CACHE"):
         return Path(own).expanduser()

@@ -18,10 +18,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
 from jax.experimental import multihost_utils
 
 from tape_jax._src.checks import require
+from tape_jax._src.processes import broadcast_text
 
 T = TypeVar("T")
 
@@ -128,11 +128,7 @@ def agreed(value: Callable[[], T]) -> T:
             message = {"value": value()}
         except (ValueError, OSError) as error:
             message = {"error": str(error)}
-    text = np.frombuffer(json.dumps(message).encode(), np.uint8)
-    length = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
-    padded = np.zeros(length, np.uint8)
-    padded[: len(text)] = text[:length]
-    received = json.loads(bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded))))
+    received = json.loads(broadcast_text(json.dumps(message)))
     require("error" not in received, received.get("error", ""))
     return received["value"]
 

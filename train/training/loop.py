@@ -16,7 +16,7 @@ from tape_jax._src.checks import require
 from tape_jax._src.model import Transformer
 from tape_jax.sharding import Sharding
 from train.experiment import Experiment
-from train.training import changes, distributed, messages, runs
+from train.training import changes, distributed, messages, runs, tuned
 from train.training.checkpoint import Report
 from train.training.clock import Clock
 from train.training.flops import peak, step_flops
@@ -33,6 +33,7 @@ def train(
     profile: range | None = None,
     report: Report = print,
     clock: Clock | None = None,
+    tune: bool = True,
 ) -> None:
     """Trains in a run folder until the last step.
 
@@ -46,6 +47,7 @@ def train(
       profile: steps of which a trace is written to the folder ``profile``.
       report: called with a sentence about each notable event.
       clock: began when the program did; None: the time begins now.
+      tune: whether an accelerator that knows nothing like it measures attention first.
 
     Raises:
       Stopped: on SIGINT, SIGTERM or SIGHUP, after saving; or when the loss is not finite.
@@ -54,6 +56,7 @@ def train(
     clock = clock or Clock()
     config, last = experiment.train, experiment.steps
     sharding = build_sharding(experiment, report)
+    tuned.prepare(experiment, sharding, report, tune=tune)
     continued = resume and distributed.agreed(lambda: runs.exists(folder))
     if continued:
         distributed.agreed(lambda: changes.check_same(folder, experiment, changes.LONGER))

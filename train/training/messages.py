@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -101,10 +102,17 @@ def diverged(folder: Path, saved: int, error: NonFiniteError) -> Stopped:
 def describe_attention(plans: Sequence[AttentionPlan]) -> str:
     """Which implementations of attention the plans of a step name, and why no other."""
     rejected = {plan.implementation: plan.rejected for plan in plans}
-    lines = [f"attention: {', '.join(map(str, rejected))}"]
+    taken = {f"{plan.implementation}{_keywords(plan.options)}": plan.basis for plan in plans}
+    bases = "; ".join(sorted(set(taken.values()) - {"named", ""}))
+    lines = [f"attention: {', '.join(taken)}" + (f" ({bases})" if bases else "")]
     reasons = {name: why for others in rejected.values() for name, why in others.items()}
     lines += [f"  not {name}: {why}" for name, why in reasons.items() if name not in rejected]
     return "\n".join(lines)
+
+
+def _keywords(options: Mapping[str, Any]) -> str:
+    """Options of an implementation, after its name."""
+    return "".join(f" {name}={value}" for name, value in options.items())
 
 
 def _newest(folder: Path) -> int:

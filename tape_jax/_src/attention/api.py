@@ -5,8 +5,10 @@ A backend is a module, or an object in one, with two functions:
 * ``check(request)`` raises NotImplementedError with the reason if it cannot do this call here;
 * ``attend(request, **options)`` returns ``o [B, Tq, Hq, Dv]`` and ``a [B, Tq, Hq, De]`` or None.
 
-To add one, write the module and add its line to :data:`BACKENDS`; for it to be taken by itself,
-also to :data:`ORDER`.
+and perhaps a third, ``candidates(request)``: other options, in JSON types, worth measuring.
+
+To add one, write the module and add its line to :data:`BACKENDS`. It is taken by itself where
+``python -m tape_jax.tune`` has found it right and fast.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import dataclasses
 import importlib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +28,9 @@ import numpy as np
 
 from tape_jax._src.attention.normalise import normalise
 from tape_jax._src.attention.request import BiasFunction, Request, RowFunction
+from tape_jax._src.attention.tuning import choice as tuned
+from tape_jax._src.attention.tuning.cases import Contender
+from tape_jax._src.attention.tuning.choice import Ranking
 from tape_jax._src.checks import choose, require
 from tape_jax._src.sharding import Sharding
 
@@ -44,25 +50,14 @@ BACKENDS = {
     "reference": "tape_jax._src.attention.reference",
 }
 
-# What ``implementation=None`` tries on each platform of jax, the one expected to be fastest first;
-# ``reference`` comes before ``chunked`` in short calls, and last in others; ``rows`` follows
-# ``chunked``.
-ORDER = {
-    "gpu": ("pallas", "tokamax_mosaic", "cudnn", "tokamax_triton", "chunked"),
-    "tpu": ("splash", "chunked"),
-    "cpu": ("chunked",),
-}
+# What ``implementation=None`` takes where nothing was measured, on every platform: plain JAX.
+STATIC = ("chunked",)
 
-# Have not run on their hardware yet, so that they are taken if named, never by themselves. A
-# backend leaves this set with its first measurement.
-UNPROVEN = frozenset(BACKENDS) - {"chunked", "reference", "ring", "rows"}
-
-# ``reference`` comes before ``chunked`` where a head has at most so many query-key pairs, and the
-# logits of all heads and rows take at most so many bytes. On a CPU, forward and backward, from 1 to
-# 2048 heads in all and T 32 to 512, it is then 0.9 to 1.4 times as fast; beyond either limit
-# ``chunked`` is 0.9 to 4 times as fast. Elsewhere not measured yet.
-REFERENCE_LIMITS = {"cpu": (2**15, 2**24)}
-REFERENCE_LIMITS_ELSEWHERE = (2**20, 2**28)
+# ``reference`` comes before those where a head has at most so many query-key pairs, and the logits
+# of all heads and rows take at most so many bytes. On a CPU, forward and backward, from 1 to 2048
+# heads in all and T 32 to 512, it is then 0.9 to 1.4 times as fast; beyond either limit ``chunked``
+# is 0.9 to 4 times as fast.
+SMALL_PAIRS, SMALL_BYTES = 2**15, 2**24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,10 +67,17 @@ class AttentionPlan:
     Attributes:
       implementation: the name of the one that would run; None if a named one cannot.
       rejected: for every other candidate the reason why it would not run.
+      options: keywords that it would be given.
+      measured: seconds that implementations took on this machine, forward and with gradients, at
+        the measured shape nearest to the call's; None if none is near, or names are given.
+      basis: what the choice rests on, in words.
     """
 
     implementation: str | None
     rejected: dict[str, str]
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    measured: dict[str, tuple[float, float]] | None = None
+    basis: str = ""
 
 
 def attention(
@@ -144,7 +146,8 @@ def attention(
         least float32 whatever the type of ``q``. ``F`` must be finite.
       attend_state: False: ``a`` is None, and nothing is paid for it.
       implementation: a name in ``BACKENDS``; several, of which the first that can do this call
-        here is taken; or None for the fastest that can.
+        here is taken; or None for the fastest that can, by what ``python -m tape_jax.tune`` has
+        measured on this machine, or plain JAX if nothing was.
       options: keywords of the named implementation, such as ``block_q`` of ``chunked``.
       interpret: run kernels, where an implementation has any, in interpreted mode.
       sharding: a mesh and rules, by which ``ring`` splits the sequence. Others leave the mesh to
@@ -207,7 +210,7 @@ def attention_plan(
 
     def decide(arrays: dict[int, Array]) -> None:
         args, kwargs = jax.tree.unflatten(tree, [arrays.get(n, x) for n, x in enumerate(leaves)])
-        plans.append(_plan(_verdicts(normalise(*args, **kwargs), names, options or {})))
+        plans.append(_plan(_Choice.of(normalise(*args, **kwargs), names, options or {})))
 
     jax.eval_shape(decide, arrays)
     return plans[0]
@@ -229,27 +232,137 @@ _record: contextvars.ContextVar[list[AttentionPlan] | None] = contextvars.Contex
 )
 
 
-def _plan(named: Iterable[tuple[str, NotImplementedError | None]]) -> AttentionPlan:
-    """The plan that verdicts on all candidates make."""
-    verdicts = dict(named)
-    chosen = next((name for name, refusal in verdicts.items() if refusal is None), None)
-    slower = f"can do this call, but {chosen!r} is tried first"
-    reasons = {name: str(refusal or slower) for name, refusal in verdicts.items()}
-    return AttentionPlan(chosen, {n: why for n, why in reasons.items() if n != chosen})
+class _Choice(NamedTuple):
+    """What may do a call.
+
+    Attributes:
+      request: the call.
+      order: what to try, the best first.
+      ranking: what was measured near the call, if that is what the order rests on.
+      excluded: what is not tried, and why.
+      basis: what the order rests on, in words.
+    """
+
+    request: Request
+    order: list[Contender]
+    ranking: Ranking | None = None
+    excluded: Mapping[str, str] = MappingProxyType({})
+    basis: str = ""
+
+    @classmethod
+    def of(
+        cls, request: Request, names: Sequence[str] | None, options: Mapping[str, Any]
+    ) -> _Choice:
+        """What the caller names, or what was measured. Depends on static shapes only."""
+        if names is not None:
+            return cls(request, [Contender(name, options) for name in names], basis="named")
+        static = _static(request)
+        ranking = None if request.interpret else tuned.ranking(request, static[0], _would_try)
+        order = [Contender(name) for name in static]
+        if ranking is None:
+            note = tuned.known().note
+            unmeasured = set(BACKENDS) - {*static, "ring"} if jax.default_backend() != "cpu" else ()
+            excluded = {name: note for name in BACKENDS if name in unmeasured}
+        else:
+            note = f"measured: {ranking.shape}"
+            excluded = ranking.struck
+            order = [x for x in order if x.implementation not in ranking.wrong]
+            order = [x for x in ranking.order if x.implementation in BACKENDS] + order
+        if request.sharding is not None and request.sharding.shards("sequence") > 1:
+            order.insert(0, Contender("ring"))
+        first: dict[str, Contender] = {}
+        for candidate in order:
+            first.setdefault(candidate.implementation, candidate)
+        return cls(request, [*first.values()], ranking, excluded, note)
+
+    def verdicts(self) -> Iterator[tuple[Contender, NotImplementedError | None]]:
+        """Candidates, each with the reason why it cannot do this call, or None if it can.
+
+        One at a time: what comes after the one that is taken is not imported.
+        """
+        for candidate in self.order:
+            try:
+                _check(candidate.implementation, self.request, candidate.options)
+            except NotImplementedError as refusal:
+                yield candidate, refusal
+            else:
+                yield candidate, None
 
 
-def _candidates(request: Request) -> list[str]:
-    """What to try, the one expected to be fastest first. Depends on static shapes only."""
-    platform = jax.default_backend()
-    names = list(ORDER.get(platform, ORDER["cpu"]))
-    most_pairs, most_bytes = REFERENCE_LIMITS.get(platform, REFERENCE_LIMITS_ELSEWHERE)
+def _plan(
+    choice: _Choice, refused: Mapping[str, NotImplementedError] = MappingProxyType({})
+) -> AttentionPlan:
+    """The plan that verdicts on all candidates make; ``refused`` goes before them."""
+    verdicts = [(c, refused.get(c.implementation, refusal)) for c, refusal in choice.verdicts()]
+    chosen = next((candidate for candidate, refusal in verdicts if refusal is None), None)
+    name = None if chosen is None else chosen.implementation
+    seconds = choice.ranking.seconds if choice.ranking else None
+
+    def slower(other: str) -> str:
+        if name is None or seconds is None or not {name, other} <= seconds.keys():
+            return f"can do this call, but {name!r} is tried first"
+        mine, theirs = ([f"{1e3 * x:.3g}" for x in seconds[each]] for each in (name, other))
+        return (
+            f"measured: {theirs[0]} ms forward and {theirs[1]} ms with gradients, {name!r} "
+            f"{mine[0]} and {mine[1]} ms"
+        )
+
+    reasons = {
+        candidate.implementation: str(refusal or slower(candidate.implementation))
+        for candidate, refusal in verdicts
+        if candidate is not chosen
+    }
+    return AttentionPlan(
+        name,
+        {other: why for other, why in {**reasons, **choice.excluded}.items() if other != name},
+        {} if chosen is None else dict(chosen.options),
+        None if seconds is None else dict(seconds),
+        choice.basis,
+    )
+
+
+def _static(request: Request) -> list[str]:
+    """What to try where nothing was measured."""
+    names = list(STATIC)
     pairs = request.query_length * request.key_length
     heads = request.q.shape[0] * request.query_heads
-    few = pairs <= most_pairs and pairs * heads * request.accumulator_dtype.itemsize <= most_bytes
+    size = pairs * heads * request.accumulator_dtype.itemsize
+    small = pairs <= SMALL_PAIRS and size <= SMALL_BYTES
     names.append("rows")
-    names.insert(names.index("chunked") if few else len(names), "reference")
-    split = request.sharding is not None and request.sharding.shards("sequence") > 1
-    return ["ring", *names] if split else names
+    names.insert(0 if small else len(names), "reference")
+    return names
+
+
+def trials(request: Request) -> Iterator[tuple[str, Sequence[Mapping[str, Any]], str | None]]:
+    """What is worth measuring: names, options beside none, and why one cannot do a call."""
+    for name in BACKENDS:
+        if name in ("ring", "tokamax"):  # Of several devices; the first of two others.
+            continue
+        try:
+            _check(name, request, {})
+        except NotImplementedError as refusal:
+            yield name, (), str(refusal)
+        else:
+            yield name, _options(name, request), None
+
+
+def default(request: Request) -> Contender:
+    """What a call takes where nothing was measured."""
+    return Contender(_static(request)[0])
+
+
+def _would_try(request: Request, candidate: Contender) -> bool:
+    """Whether an implementation would try these options in a call."""
+    try:
+        _check(candidate.implementation, request, candidate.options)
+    except (NotImplementedError, KeyError):
+        return False
+    return candidate.options in _options(candidate.implementation, request)
+
+
+def _options(name: str, request: Request) -> Sequence[Mapping[str, Any]]:
+    """The options beside none that are worth measuring."""
+    return getattr(_backend(name), "candidates", lambda request: ())(request)
 
 
 def _names(
@@ -292,41 +405,22 @@ def _check(name: str, request: Request, options: Mapping[str, Any]) -> None:
     backend.check(request)
 
 
-def _verdicts(
-    request: Request, names: Sequence[str] | None, options: Mapping[str, Any]
-) -> Iterator[tuple[str, NotImplementedError | None]]:
-    """Candidates, each with the reason why it cannot do this call, or None if it can.
-
-    One at a time: what comes after the one that is taken is not imported.
-    """
-    for name in _candidates(request) if names is None else names:
-        if names is None and name in UNPROVEN:
-            why = "has never run on its hardware: name it to try it"
-            yield name, NotImplementedError(why)
-            continue
-        try:
-            _check(name, request, options)
-        except NotImplementedError as refusal:
-            yield name, refusal
-        else:
-            yield name, None
-
-
 def _attend(
     request: Request, names: Sequence[str] | None, options: Mapping[str, Any]
 ) -> tuple[Array, Array | None]:
     """Runs the first candidate that can do this call."""
+    choice = _Choice.of(request, names, options)
     refused: dict[str, NotImplementedError] = {}
-    for name, refusal in _verdicts(request, names, options):
+    for candidate, refusal in choice.verdicts():
+        name = candidate.implementation
         if refusal is None:
             try:
-                out = _backend(name).attend(request, **options)
+                out = _backend(name).attend(request, **candidate.options)
             except NotImplementedError as error:
                 refusal = error
             else:
                 if (record := _record.get()) is not None:
-                    verdicts = dict(_verdicts(request, names, options))
-                    record.append(_plan({**verdicts, **refused}.items()))
+                    record.append(_plan(choice, refused))
                 return out
         refused[name] = refusal
     reasons = [f"attention implementation {name!r}: {why}" for name, why in refused.items()]

@@ -47,11 +47,23 @@ Array = jax.Array
 # 4096. Elsewhere not measured yet.
 BLOCK_LOGITS = {"cpu": 2**18}
 BLOCK_LOGITS_ELSEWHERE = 2**24
+# Queries and keys in a block, to be measured.
+BLOCKS_TO_TRY = ((64, 64), (128, 64), (128, 128), (256, 128), (512, 256), (512, 512), (1024, 1024))
 
 
 def check(request: Request) -> None:
     """Raises NotImplementedError for what rewrites whole rows."""
     refuse_rows(request)
+
+
+def candidates(request: Request) -> list[dict[str, Any]]:
+    """Options worth measuring: blocks of up to four times the logits of the default ones."""
+    most = 4 * math.prod(default_blocks(request))
+    return [
+        {"block_q": q, "block_k": k}
+        for q, k in BLOCKS_TO_TRY
+        if q <= request.query_length and k <= request.key_length and q * k <= most
+    ]
 
 
 def attend(

@@ -18,7 +18,7 @@ Pallas' Triton backend is deprecated since jax 0.11, which warns when a kernel i
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -97,14 +97,24 @@ def _check_call(request: Request) -> None:
     refuse_large_indices(request)
 
 
+def candidates(request: Request) -> list[dict[str, Any]]:
+    """Options worth measuring, beside the default ones."""
+    width = max(request.q.shape[-1], request.v.shape[-1])
+    return [{"tiles": tiles} for tiles in pallas_blocks.tiles_to_try(request.q.dtype, width)]
+
+
 def attend(
-    request: Request, *, tiles: Tiles | None = None, allow_tf32: bool = False
+    request: Request,
+    *,
+    tiles: Tiles | Sequence[Sequence[int]] | None = None,
+    allow_tf32: bool = False,
 ) -> tuple[Array, Array | None]:
     """Computes attention by fused kernels.
 
     Args:
       request: the call.
-      tiles: block sizes, warps and pipeline stages of each kernel; None: from the table.
+      tiles: block sizes, warps and pipeline stages of each kernel, or lists of these numbers; None:
+        from the table.
       allow_tf32: multiply float32 operands as TensorFloat-32 (10 bits of mantissa), which is
         faster; has no effect on other types, nor in interpreted mode.
 
@@ -129,7 +139,9 @@ def attend(
         attend_state=request.state is not None and request.attend_state,
         compute=jnp.dtype(request.compute_dtype),
         precision=lax.Precision.HIGH if allow_tf32 else lax.Precision.HIGHEST,
-        tiles=tiles or default_tiles(request.q.dtype, max(dim, value_dim)),
+        tiles=default_tiles(request.q.dtype, max(dim, value_dim))
+        if tiles is None
+        else Tiles.of(tiles),
         interpret=request.interpret,
     )
     o, a = _attend_compiled(call, _arrays(request, call))

@@ -51,6 +51,11 @@ class Splash(Vendor):
             "the kernel does not compile with 64-bit types enabled",
         )
 
+    def candidates(self, request: Request) -> list[dict[str, Any]]:
+        """Options worth measuring, beside the default ones."""
+        longest = max(request.query_length, request.key_length)
+        return [{"block": block} for block in (128, 256, 512, 1024, 2048) if block <= longest]
+
     def attend(self, request: Request, *, block: int | None = None) -> tuple[Array, Array | None]:
         """Computes attention by splash kernels.
 

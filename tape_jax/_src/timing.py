@@ -50,6 +50,7 @@ def take_turns(
     repeats: int = 10,
     warm_up: int = 1,
     least: float = 0.0,
+    before: Callable[[], Any] = lambda: None,
 ) -> dict[str, Timing]:
     """Runs the functions in turns and waits for each result.
 
@@ -60,11 +61,13 @@ def take_turns(
       least: seconds that a timed run lasts at least. A function that is faster is called several
         times and waited for once, so that an accelerator never waits for the host; the time of one
         call is recorded.
+      before: called before each run, out of its time.
     """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     calls = dict.fromkeys(functions, 1)
     for turn in range(warm_up + repeats):
         for name, function in functions.items():
+            before()
             start = time.perf_counter()
             for _ in range(calls[name]):
                 out = function()

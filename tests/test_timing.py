@@ -2,8 +2,8 @@
 
 import pytest
 
-from train.analysis import timing
-from train.analysis.timing import Timing, take_turns
+from tape_jax._src import timing
+from tape_jax._src.timing import Timing, take_turns
 
 
 @pytest.fixture
