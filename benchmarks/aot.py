@@ -103,7 +103,7 @@ def update_program(dtype: str, *, backward: bool) -> AotProgram:
     shape = (16, 1024, heads, dim)
 
     def both(given, *args):
-        out, pull = jax.vjp(tape.update, *args)
+        out, pull = jax.vjp(tape.update_state, *args)
         return out, pull(given)
 
     def build():
@@ -111,8 +111,8 @@ def update_program(dtype: str, *, backward: bool) -> AotProgram:
         e = jax.ShapeDtypeStruct(shape, dtype)
         x = jax.ShapeDtypeStruct((*shape[:2], hidden), config.dtype)
         if backward:
-            return jax.jit(both), (e, e, e, x, params)
-        return jax.jit(tape.update), (e, e, x, params)
+            return jax.jit(both), (e, params, e, e, x)
+        return jax.jit(tape.update_state), (params, e, e, x)
 
     width = 4 * heads
     per_token = hidden * width + width * heads**2 + heads**2 * dim
