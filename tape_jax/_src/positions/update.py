@@ -96,7 +96,7 @@ def update_state(
     tensor, heads = _check_update(state, attended, x, params, num_kv_heads)
     e = state if tensor else align_state(state)
     call = UpdateCall(
-        params=params,
+        params=dict(params),
         e=e,
         a=attended if "mix" in params else None,
         x=x,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +30,7 @@ class UpdateCall:
       norm, magnitude, activation, sharding, interpret: as in :func:`tape_jax.update_state`.
     """
 
-    params: Mapping[str, Array]
+    params: dict[str, Array]
     e: Array
     a: Array | None
     x: Array
