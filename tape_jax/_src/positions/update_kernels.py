@@ -40,8 +40,8 @@ class Kernel:
       heads, groups: state heads, and query heads for each of them.
       dim: numbers of a head.
       norm, magnitude: as in :func:`tape_jax.update_state`.
-      tokens: of a program: a power of two, at least 16.
-      warps: of a program, forward and backward.
+      tokens: of a program: a power of two.
+      warps: of a program.
       interpret: run by XLA operations, on any device.
     """
 
@@ -50,8 +50,8 @@ class Kernel:
     dim: int
     norm: str
     magnitude: float
-    tokens: int = 16
-    warps: tuple[int, int] = (4, 8)
+    tokens: int = 8
+    warps: int = 8
     interpret: bool = False
 
 
@@ -77,8 +77,8 @@ def _iota(size: int) -> Array:
 
 
 def power(n: int) -> int:
-    """The next power of two, at least 16, which products of tiles want."""
-    return max(16, 1 << (n - 1).bit_length())
+    """The next power of two."""
+    return 1 << (n - 1).bit_length()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Program:
         total = self.read_state("e", self.heads())
         if "mix" in self.refs:
             for mix, attended, _ in self.mixed():
-                total = total.plus(attended.map(lambda x, mix=mix: mix * x))  # type: ignore[misc]
+                total = total.plus(attended.map(lambda x, mix=mix: mix * x))
         return total
 
     def mixed(self) -> Any:
@@ -179,13 +179,9 @@ class Program:
 
     def matrix_row(self, gate: Array, up: Array, head: Array) -> Array:
         """Of ``I + A`` the row of a head, ``[tokens, heads]``."""
-        row = dot(gate * self.down(head), up)
+        # Not by a product of tiles, which wants 16 tokens: their states would not fit in registers.
+        row = jnp.sum((gate * self.down(head))[:, :, None] * up[None], axis=1)
         return row + (self.heads() == head).astype(jnp.float32)[None, :]
-
-
-def dot(x: Array, y: Array, **transposed: bool) -> Array:
-    """A product of two tiles with whole operands."""
-    return plt.dot(x, y, precision=lax.Precision.HIGHEST, **transposed)
 
 
 def normalized(kernel: Kernel, y: Complex) -> Complex:
@@ -234,9 +230,13 @@ def backward(kernel: Kernel, inputs: Refs, outputs: Refs) -> None:
         across = d_y.map(lambda x: x[:, None, :])
         d_total = d_total.plus(across.map(lambda x: row[:, :, None] * x))
         d_row = jnp.sum(across.products(total), axis=2)
-        pulled = dot(d_row, up, trans_b=True)
+        pulled = jnp.sum(d_row[:, None, :] * up[None], axis=2)
         program.write("d_down", jnp.sum(gate * pulled, axis=0), program.tile, head, width)
-        return d_total, d_gate + pulled * down, d_up + dot(gate * down, d_row, trans_a=True)
+        return (
+            d_total,
+            d_gate + pulled * down,
+            d_up + jnp.sum((gate * down)[:, :, None] * d_row[:, None, :], axis=0),
+        )
 
     nothing = jnp.zeros(total.real.shape, jnp.float32)
     carry = (Complex(nothing, nothing), jnp.zeros_like(gate), jnp.zeros_like(up))
@@ -250,10 +250,10 @@ def backward(kernel: Kernel, inputs: Refs, outputs: Refs) -> None:
     for mix, attended, heads in program.mixed():
         d_mix = jnp.sum(jnp.sum(d_total.products(attended), axis=2), axis=0)
         if len(inputs["mix"].shape) == 2:
-            program.write_state("d_a", d_total.map(lambda x, mix=mix: mix * x), heads)  # type: ignore[misc]
+            program.write_state("d_a", d_total.map(lambda x, mix=mix: mix * x), heads)
             program.write("d_mix", d_mix, program.tile, heads)
         else:
-            d_a = d_total.map(lambda x, mix=mix: jnp.sum(mix * x, axis=1))  # type: ignore[misc]
+            d_a = d_total.map(lambda x, mix=mix: jnp.sum(mix * x, axis=1))
             program.write_state("d_a", d_a, heads)
             program.write("d_mix", d_mix, program.tile, program.heads(), heads)
 

@@ -1,7 +1,7 @@
 """The update as one kernel forward and one backward, for NVIDIA GPUs from Ampere on.
 
-The bodies are in ``update_kernels``. Here the arguments are made ready (the gate by XLA: the product
-``x W_x`` is one of its matrix products), split over devices by rows of the batch, and what the
+The bodies are in ``update_kernels``. Here the arguments are made ready (the gate by XLA, for ``x
+W_x`` is a matrix product like others), split over devices by rows of the batch, and what the
 programs found for their tokens is added up. Kept for the backward pass are the arguments alone.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,10 @@ from tape_jax._src.positions.update_kernels import Kernel
 Array = jax.Array
 
 TYPES = ("float32", "bfloat16", "float16")
-# Numbers of a token's states, filled up to powers of two, that the registers of a program hold.
+# Numbers of the states of a program's tokens, filled up to powers of two, that its registers hold:
+# with 8 warps nothing spills at 12 heads of 64 and at 8 of 128. One token has at most so many that
+# what a program finds for the parameters stays small beside its states.
+NUMBERS = 8192
 MOST_NUMBERS = 2048
 # Elements of an array whose places are 32-bit integers.
 MOST_ELEMENTS = 2**31
@@ -42,13 +44,8 @@ AXES = dict.fromkeys(
 )
 
 
-def fused(call: UpdateCall, **options: Any) -> Array:
-    """The update; NotImplementedError for what the kernels cannot do.
-
-    Args:
-      call: the call.
-      **options: ``tokens`` and ``warps`` of :class:`Kernel`.
-    """
+def fused(call: UpdateCall) -> Array:
+    """The update; NotImplementedError for what the kernels cannot do."""
     params, x, dtype = call.params, call.x, call.e.dtype
     if not call.interpret:
         devices.check_triton(devices.compute_capability())
@@ -78,8 +75,9 @@ def fused(call: UpdateCall, **options: Any) -> Array:
         dim=dim,
         norm=call.norm,
         magnitude=call.magnitude,
+        # Backward, "rms" has a sum to hold for every head.
+        tokens=NUMBERS // _numbers(call) // (2 if call.norm == "rms" else 1),
         interpret=call.interpret,
-        **options,
     )
     out = _update_compiled(kernel, arrays)
     return out.reshape(*x.shape[:-1], call.heads, dim)
@@ -93,7 +91,7 @@ def _check(call: UpdateCall) -> None:
     refuse(split, "sequences are split over devices")
     for name, x in (("state", call.e), ("x", call.x)):
         refuse(x.dtype.name not in TYPES, f"types are {', '.join(TYPES)}; {name} has {x.dtype}")
-    numbers = kernels.power(call.heads) * 2 * kernels.power(call.block[0] // 2)
+    numbers = _numbers(call)
     refuse(
         numbers > MOST_NUMBERS,
         f"a token's states, {call.heads} heads of {call.block[0]}, are filled up to {numbers} "
@@ -101,6 +99,11 @@ def _check(call: UpdateCall) -> None:
     )
     sizes = [x.size for x in (call.full_state(), call.a) if x is not None]
     refuse(max(sizes) >= MOST_ELEMENTS, f"arrays have at most 2^31 numbers; got {max(sizes)}")
+
+
+def _numbers(call: UpdateCall) -> int:
+    """Of a token's states, filled up."""
+    return kernels.power(call.heads) * 2 * kernels.power(call.block[0] // 2)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -137,7 +140,7 @@ def _over_batch(function: Callable[[Named], Named], arrays: Named) -> Named:
 
 def _forward_kernel(kernel: Kernel, inputs: Named) -> Named:
     out = {"out": jax.ShapeDtypeStruct(inputs["e"].shape, inputs["e"].dtype)}
-    return _launch(kernels.forward, kernel, kernel.warps[0], inputs, out)
+    return _launch(kernels.forward, kernel, inputs, out)
 
 
 def _backward_kernel(kernel: Kernel, inputs: Named) -> Named:
@@ -148,7 +151,7 @@ def _backward_kernel(kernel: Kernel, inputs: Named) -> Named:
         if name in inputs:
             shape = (rows, tiles, *inputs[name].shape[1:])
             out[f"d_{name}"] = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return _launch(kernels.backward, kernel, kernel.warps[1], inputs, out)
+    return _launch(kernels.backward, kernel, inputs, out)
 
 
 def _tiles(kernel: Kernel, inputs: Named) -> int:
@@ -158,7 +161,6 @@ def _tiles(kernel: Kernel, inputs: Named) -> int:
 def _launch(
     body: Callable[..., None],
     kernel: Kernel,
-    warps: int,
     inputs: Named,
     out: dict[str, jax.ShapeDtypeStruct],
 ) -> Named:
@@ -167,7 +169,7 @@ def _launch(
         functools.partial(body, kernel),
         out_shape=out,
         grid=(_tiles(kernel, inputs), inputs["e"].shape[0]),
-        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
+        compiler_params=plt.CompilerParams(num_warps=kernel.warps, num_stages=1),
         interpret=kernel.interpret,
         name=f"tape_update_{body.__name__}",
     )(inputs)
