@@ -110,7 +110,7 @@ def test_kernels(case, dtype):
     with jax.enable_x64(True):
         exact = jax.tree.map(lambda z: jnp.asarray(z, "float64"), (args, d_out))
         want = result_and_gradients(*exact, CASES[case][3], implementation="reference")
-    assert_near(got, want, 1e-5 if dtype == "float32" else 1e-2)
+    assert_near(got, want, 1e-5 if dtype == "float32" else 2e-2)
 
 
 @pytest.mark.parametrize("time", [1, 16, 33])

@@ -33,7 +33,7 @@ HALVES = (np.int32(0), np.int32(1))
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel:
+class UpdateKernel:
     """What the kernels know about a call at compile time.
 
     Attributes:
@@ -55,19 +55,19 @@ class Kernel:
     interpret: bool = False
 
 
-class Complex(NamedTuple):
+class Halves(NamedTuple):
     """Two tiles, the halves of each head."""
 
     real: Array
     imag: Array
 
-    def map(self, function: Callable[[Array], Array]) -> Complex:
-        return Complex(function(self.real), function(self.imag))
+    def map(self, function: Callable[[Array], Array]) -> Halves:
+        return Halves(function(self.real), function(self.imag))
 
-    def plus(self, other: Complex) -> Complex:
-        return Complex(self.real + other.real, self.imag + other.imag)
+    def plus(self, other: Halves) -> Halves:
+        return Halves(self.real + other.real, self.imag + other.imag)
 
-    def products(self, other: Complex) -> Array:
+    def products(self, other: Halves) -> Array:
         """Products of the numbers of both halves, added up."""
         return self.real * other.real + self.imag * other.imag
 
@@ -82,16 +82,16 @@ def power(n: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class UpdateProgram:
     """Access to the arrays of one program, the ``tile``-th of a ``row`` of the batch."""
 
-    kernel: Kernel
+    kernel: UpdateKernel
     refs: Refs
     tile: Array
     row: Array
 
     @classmethod
-    def here(cls, kernel: Kernel, refs: Refs) -> Program:
+    def here(cls, kernel: UpdateKernel, refs: Refs) -> UpdateProgram:
         # Read outside loops: the interpreter cannot inside.
         return cls(kernel, refs, pl.program_id(0), pl.program_id(1))
 
@@ -119,12 +119,12 @@ class Program:
         at, mask = self._at(name, axes)
         plt.store(at, value.astype(self.refs[name].dtype), mask=mask)
 
-    def read_state(self, name: str, head: Any) -> Complex:
+    def read_state(self, name: str, head: Any) -> Halves:
         """Of all tokens the states of some heads ``[tokens, heads, D/2]``, or of one."""
         parts = (self.read(name, self.tokens(), head, part, self.half()) for part in HALVES)
-        return Complex(*parts)
+        return Halves(*parts)
 
-    def write_state(self, name: str, value: Complex, head: Any) -> None:
+    def write_state(self, name: str, value: Halves, head: Any) -> None:
         for x, part in zip(value, HALVES, strict=True):
             self.write(name, x, self.tokens(), head, part, self.half())
 
@@ -145,7 +145,7 @@ class Program:
             at.append(x)
         return ref.at[tuple(at)], mask
 
-    def total(self) -> Complex:
+    def total(self) -> Halves:
         """``e + Mix(a)``, ``[tokens, heads, D/2]``."""
         total = self.read_state("e", self.heads())
         if "mix" in self.refs:
@@ -184,7 +184,7 @@ class Program:
         return row + (self.heads() == head).astype(jnp.float32)[None, :]
 
 
-def normalized(kernel: Kernel, y: Complex) -> Complex:
+def normalized(kernel: UpdateKernel, y: Halves) -> Halves:
     """The norm of the states of one head, ``[tokens, D/2]``."""
     if kernel.norm == "none":
         return y
@@ -195,14 +195,14 @@ def normalized(kernel: Kernel, y: Complex) -> Complex:
     return y.map(lambda x: x * scale)
 
 
-def applied(row: Array, total: Complex) -> Complex:
+def applied(row: Array, total: Halves) -> Halves:
     """One row of each token's matrix times its states."""
     return total.map(lambda x: jnp.sum(row[:, :, None] * x, axis=1))
 
 
-def forward(kernel: Kernel, inputs: Refs, outputs: Refs) -> None:
+def forward(kernel: UpdateKernel, inputs: Refs, outputs: Refs) -> None:
     """The new states of a few tokens."""
-    program = Program.here(kernel, {**inputs, **outputs})
+    program = UpdateProgram.here(kernel, {**inputs, **outputs})
     total = program.total()
     gate, up = program.gate()
 
@@ -213,9 +213,9 @@ def forward(kernel: Kernel, inputs: Refs, outputs: Refs) -> None:
     lax.fori_loop(np.int32(0), np.int32(kernel.heads), step, None)
 
 
-def backward(kernel: Kernel, inputs: Refs, outputs: Refs) -> None:
+def backward(kernel: UpdateKernel, inputs: Refs, outputs: Refs) -> None:
     """Gradients of a few tokens' states and gates, and their part of those of the parameters."""
-    program = Program.here(kernel, {**inputs, **outputs})
+    program = UpdateProgram.here(kernel, {**inputs, **outputs})
     total = program.total()
     gate, up = program.gate()
     width = _iota(up.shape[0])
@@ -239,7 +239,7 @@ def backward(kernel: Kernel, inputs: Refs, outputs: Refs) -> None:
         )
 
     nothing = jnp.zeros(total.real.shape, jnp.float32)
-    carry = (Complex(nothing, nothing), jnp.zeros_like(gate), jnp.zeros_like(up))
+    carry = (Halves(nothing, nothing), jnp.zeros_like(gate), jnp.zeros_like(up))
     found = lax.fori_loop(np.int32(0), np.int32(kernel.heads), step, carry)
     d_total, d_gate, d_up = found
     program.write_state("d_e", d_total, program.heads())
@@ -258,7 +258,7 @@ def backward(kernel: Kernel, inputs: Refs, outputs: Refs) -> None:
             program.write("d_mix", d_mix, program.tile, program.heads(), heads)
 
 
-def normalized_gradient(kernel: Kernel, y: Complex, d_out: Complex) -> Complex:
+def normalized_gradient(kernel: UpdateKernel, y: Halves, d_out: Halves) -> Halves:
     """What :func:`normalized` passes back."""
     _, pull = jax.vjp(lambda y: normalized(kernel, y), y)
     return pull(d_out)[0]

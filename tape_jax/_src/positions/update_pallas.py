@@ -21,7 +21,7 @@ from tape_jax._src.partition import Named, over_batch_and_heads
 from tape_jax._src.positions import update_kernels as kernels
 from tape_jax._src.positions.mixing import ACTIVATIONS, by_rows, scaled_mix
 from tape_jax._src.positions.update_call import UpdateCall
-from tape_jax._src.positions.update_kernels import Kernel
+from tape_jax._src.positions.update_kernels import UpdateKernel
 
 Array = jax.Array
 
@@ -69,7 +69,7 @@ def fused(call: UpdateCall) -> Array:
         mix = scaled_mix(params["mix"].astype(dtype), call.alpha).astype(wide)
         arrays |= {"a": halves(call.flat_attended()), "mix": mix[None]}
         groups = call.a.shape[-2] // call.heads
-    kernel = Kernel(
+    kernel = UpdateKernel(
         heads=call.heads,
         groups=groups,
         dim=dim,
@@ -107,16 +107,16 @@ def _numbers(call: UpdateCall) -> int:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _update(kernel: Kernel, arrays: Named) -> Array:
+def _update(kernel: UpdateKernel, arrays: Named) -> Array:
     """The new state ``[B, T, H, 2, D/2]``."""
     return _over_batch(functools.partial(_forward_kernel, kernel), arrays)["out"]
 
 
-def _forward(kernel: Kernel, arrays: Named) -> tuple[Array, Named]:
+def _forward(kernel: UpdateKernel, arrays: Named) -> tuple[Array, Named]:
     return _update(kernel, arrays), arrays
 
 
-def _backward(kernel: Kernel, arrays: Named, d_out: Array) -> tuple[Named]:
+def _backward(kernel: UpdateKernel, arrays: Named, d_out: Array) -> tuple[Named]:
     given = {**arrays, "d_out": d_out}
     found = _over_batch(functools.partial(_backward_kernel, kernel), given)
     summed = ("up", "down", "mix")
@@ -138,12 +138,12 @@ def _over_batch(function: Callable[[Named], Named], arrays: Named) -> Named:
     return over_batch_and_heads(function, arrays, AXES)
 
 
-def _forward_kernel(kernel: Kernel, inputs: Named) -> Named:
+def _forward_kernel(kernel: UpdateKernel, inputs: Named) -> Named:
     out = {"out": jax.ShapeDtypeStruct(inputs["e"].shape, inputs["e"].dtype)}
     return _launch(kernels.forward, kernel, inputs, out)
 
 
-def _backward_kernel(kernel: Kernel, inputs: Named) -> Named:
+def _backward_kernel(kernel: UpdateKernel, inputs: Named) -> Named:
     rows, tiles = inputs["e"].shape[0], _tiles(kernel, inputs)
     whole = {name: x for name, x in inputs.items() if name in ("e", "a", "gate")}
     out = {f"d_{name}": jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in whole.items()}
@@ -154,13 +154,13 @@ def _backward_kernel(kernel: Kernel, inputs: Named) -> Named:
     return _launch(kernels.backward, kernel, inputs, out)
 
 
-def _tiles(kernel: Kernel, inputs: Named) -> int:
+def _tiles(kernel: UpdateKernel, inputs: Named) -> int:
     return pl.cdiv(inputs["e"].shape[1], kernel.tokens)
 
 
 def _launch(
     body: Callable[..., None],
-    kernel: Kernel,
+    kernel: UpdateKernel,
     inputs: Named,
     out: dict[str, jax.ShapeDtypeStruct],
 ) -> Named:
