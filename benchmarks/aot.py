@@ -16,8 +16,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import importlib.util
+import itertools
 import re
 import stat
 import sys
@@ -96,14 +98,15 @@ def attention_program(
     return AotProgram(name, build, needed)
 
 
-def update_program(dtype: str, *, backward: bool) -> AotProgram:
+def update_program(dtype: str, implementation: str, *, backward: bool) -> AotProgram:
     """The position update of the C4 model, forward or forward and backward."""
+    update = functools.partial(tape.update_state, implementation=implementation)
     config = PRESETS["c4"].model
     heads, dim, hidden = config.num_heads, config.dim, config.hidden_size
     shape = (16, 1024, heads, dim)
 
     def both(given, *args):
-        out, pull = jax.vjp(tape.update, *args)
+        out, pull = jax.vjp(update, *args)
         return out, pull(given)
 
     def build():
@@ -111,13 +114,14 @@ def update_program(dtype: str, *, backward: bool) -> AotProgram:
         e = jax.ShapeDtypeStruct(shape, dtype)
         x = jax.ShapeDtypeStruct((*shape[:2], hidden), config.dtype)
         if backward:
-            return jax.jit(both), (e, e, e, x, params)
-        return jax.jit(tape.update), (e, e, x, params)
+            return jax.jit(both), (e, params, e, e, x)
+        return jax.jit(update), (params, e, e, x)
 
     width = 4 * heads
     per_token = hidden * width + width * heads**2 + heads**2 * dim
     needed = 2 * per_token * shape[0] * shape[1] * (3 if backward else 1)
-    name = f"position update {dtype}, {'forward and backward' if backward else 'forward'}"
+    passes = "forward and backward" if backward else "forward"
+    name = f"position update {implementation} {dtype}, {passes}"
     return AotProgram(name, build, needed)
 
 
@@ -146,8 +150,9 @@ def programs(target: Cuda | Tpu) -> list[AotProgram]:
         found.append(attention_program("pallas", 128, "float32"))
     if plain in api.BACKENDS:
         found += [attention_program(plain, dim, "bfloat16", state=False) for dim in (64, 128)]
-    for dtype in ("float32", "bfloat16"):
-        found += [update_program(dtype, backward=backward) for backward in (False, True)]
+    updates = ("reference", "pallas") if isinstance(target, Cuda) else ("reference",)
+    for name, dtype in itertools.product(updates, ("float32", "bfloat16")):
+        found += [update_program(dtype, name, backward=backward) for backward in (False, True)]
     best = [name for name in ("pallas", "tokamax_mosaic", "splash") if name in kernels]
     # What the memory of a v5e holds is less.
     tokens = 4096 if isinstance(target, Tpu) else PRESETS["c4"].tokens
@@ -316,12 +321,13 @@ def program_table(results: Sequence[Compilation]) -> str:
 
 
 def kernel_table(results: Sequence[Compilation]) -> str:
-    """One line for each kernel of attention, and for every other that spills."""
+    """One line for each kernel of attention or the update, and for every other that spills."""
     header = ("kernel", "program", "target", "threads", "registers", "spilled bytes", "shared KiB")
     rows = []
     for got in results:
         for kernel in got.kernels:
-            ours = "attention" in kernel.name or "mosaic" in kernel.name or any(kernel.spills)
+            named = any(word in kernel.name for word in ("attention", "update", "mosaic"))
+            ours = named or any(kernel.spills)
             if ours:
                 note = ", products wait" if kernel.serialized else ""
                 rows.append(

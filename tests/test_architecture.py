@@ -17,7 +17,7 @@ LAYERS: dict[str, tuple[str | tuple[str, ...], ...]] = {
         ("checks", "files", "processes", "table", "timing"),
         "config",
         "sharding",
-        ("algebra", "segments"),
+        ("algebra", "segments", "partition", "devices"),
         ("positions", "attention", "experts"),
         ("parameters", "cache"),
         ("layers", "linen"),

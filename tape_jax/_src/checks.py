@@ -44,6 +44,12 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def refuse(when: bool, reason: str) -> None:
+    """Raises ``NotImplementedError(reason)`` if ``when`` holds."""
+    if when:
+        raise NotImplementedError(reason)
+
+
 def positive(what: str, value: Any, *, optional: bool = False) -> Any:
     """A positive integer as Python's ``int``, with ``optional`` also None; ValueError if not."""
     if optional and value is None:

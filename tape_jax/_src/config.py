@@ -159,6 +159,8 @@ class ModelConfig:
         is used.
       attention_implementation: as ``implementation`` of :func:`tape_jax.attention`: a name, names
         in order of preference, or None for the fastest that can.
+      update_implementation: as ``implementation`` of :func:`tape_jax.update_state`, for position
+        encodings that have several.
       local_window_size: width of a sliding window in tokens, or None.
       remat: what the backward pass recomputes: ``none``, ``dots`` (keep matrix products), ``full``.
       scan_layers: compile each run of like layers once, as a scan.
@@ -186,6 +188,7 @@ class ModelConfig:
     param_dtype: str = "float32"
     state_dtype: str | None = None
     attention_implementation: str | tuple[str, ...] | None = None
+    update_implementation: str | tuple[str, ...] | None = None
     local_window_size: int | None = None
     remat: str = "none"
     scan_layers: bool = True
@@ -201,15 +204,25 @@ class ModelConfig:
         from tape_jax._src.positions import create
 
         set_field(self, "position", create(self.position))
-        names = self.attention_implementation
-        if names is not None and not isinstance(names, str):
+        known = {
+            "attention_implementation": BACKENDS,
+            "update_implementation": self.position.update_implementations,
+        }
+        for field, implementations in known.items():
+            names = getattr(self, field)
+            if names is not None and not isinstance(names, str):
+                require(
+                    isinstance(names, Sequence) and len(names) > 0,
+                    f"model: {field} must be a name, names or None; got {names!r}",
+                )
+                set_field(self, field, tuple(names))
             require(
-                isinstance(names, Sequence) and len(names) > 0,
-                f"model: attention_implementation must be a name, names or None; got {names!r}",
+                names is None or len(implementations) > 0,
+                f"model: {field} = {names!r}, but position encoding {self.position.kind!r} has no "
+                "implementations to choose from",
             )
-            set_field(self, "attention_implementation", tuple(names))
-        for name in (names,) if isinstance(names, str) else names or ():
-            choose("attention implementation", name, BACKENDS)
+            for name in (names,) if isinstance(names, str) else names or ():
+                choose(field.replace("_", " "), name, implementations)
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads"):
             set_field(self, name, positive(f"model: {name}", getattr(self, name)))
         optional = (

@@ -395,7 +395,9 @@ class Block(nn.Module):
         h = self._residual(h + out)
         x = self._residual(self._mlp(RMSNorm(c, name="mlp_norm")(h), context))
         if self.updates:
-            options = {} if self.sharding is None else {"sharding": self.sharding}
+            options: dict[str, Any] = {} if self.sharding is None else {"sharding": self.sharding}
+            if c.update_implementation is not None:
+                options["implementation"] = c.update_implementation
             state = encoding.update_state(params, state, attended, x, **options)
             state = pack_state(state, x.ndim - 1) if packed else state
             state = constrain_state(self.sharding, state)

@@ -22,6 +22,7 @@ import jax.extend.backend
 from jax._src.cudnn import fused_attention_stablehlo as cudnn_calls
 from jax.experimental import topologies
 
+from tape_jax._src import devices
 from tape_jax._src.attention import pallas_blocks, vendor_splash
 from tape_jax._src.checks import choose, require
 from train.training.chips import CHIPS, Chip
@@ -222,6 +223,7 @@ def as_if_on(target: Cuda | Tpu, device: Any) -> Iterator[None]:
     answers: list[tuple[Any, str, Any]] = [
         (jax, "default_backend", lambda: platform),
         (pallas_blocks, "compute_capability", lambda: capability),
+        (devices, "compute_capability", lambda: capability),
         (jax.extend.backend, "get_default_device", lambda: device),
         (cudnn_calls, "check_cudnn_version", lambda: CUDNN_VERSION),
         (cudnn_calls, "check_compute_capability", at_least),

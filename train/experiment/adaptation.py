@@ -32,7 +32,14 @@ UNTRAINED = ("base", "scaled")
 METHODS = (*UNTRAINED, *adapt.METHODS)
 
 # Fields of the model that say how it is computed, not what it is: a config may set them.
-COMPUTED = ("dtype", "attention_implementation", "remat", "scan_layers", "state_dtype")
+COMPUTED = (
+    "dtype",
+    "attention_implementation",
+    "update_implementation",
+    "remat",
+    "scan_layers",
+    "state_dtype",
+)
 
 # Options of TAPE that the base decides.
 OF_THE_BASE = START_FIELDS

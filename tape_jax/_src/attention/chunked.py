@@ -26,7 +26,6 @@ from tape_jax._src.attention.block_bias import (
     FunctionBias,
     SumOfBiases,
 )
-from tape_jax._src.attention.partition import once_differentiated
 from tape_jax._src.attention.request import (
     Request,
     add_offset,
@@ -39,6 +38,7 @@ from tape_jax._src.attention.request import (
     visible_positions,
 )
 from tape_jax._src.checks import require
+from tape_jax._src.partition import once_differentiated
 
 Array = jax.Array
 

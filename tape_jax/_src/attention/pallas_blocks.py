@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-import jax
 import jax.numpy as jnp
 
 from tape_jax._src.checks import require
+from tape_jax._src.devices import compute_capability as compute_capability
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,17 +91,6 @@ TABLE: Mapping[str, Mapping[tuple[int, int], Tiles]] = {
 }
 # Generations with at least 160 KiB of shared memory for a program; the others are small.
 GENERATIONS = {(8, 0): "ampere", (9, 0): "hopper", (10, 0): "hopper", (10, 3): "hopper"}
-
-
-def compute_capability() -> tuple[int, int] | None:
-    """Compute capability of this process's first GPU, or None if it has no CUDA GPU."""
-    if jax.default_backend() != "gpu":
-        return None
-    device = jax.local_devices()[0]
-    if not device.device_kind.startswith("NVIDIA"):
-        return None
-    major, minor = str(device.compute_capability).split(".")
-    return int(major), int(minor)
 
 
 def default_tiles(dtype: jnp.dtype, width: int) -> Tiles:

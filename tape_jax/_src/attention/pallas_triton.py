@@ -31,13 +31,14 @@ from tape_jax._src.attention import pallas_blocks
 from tape_jax._src.attention import pallas_kernels as kernels
 from tape_jax._src.attention.pallas_blocks import Tile, Tiles, default_tiles
 from tape_jax._src.attention.pallas_kernels import KernelCall
-from tape_jax._src.attention.partition import Named, batch_size, over_batch_and_heads
 from tape_jax._src.attention.request import (
     Request,
     refuse,
     refuse_large_indices,
     refuse_rows,
 )
+from tape_jax._src.devices import check_triton
+from tape_jax._src.partition import Named, batch_size, over_batch_and_heads
 
 Array = jax.Array
 
@@ -68,16 +69,7 @@ def check(request: Request) -> None:
 def _check_device(interpret: bool) -> None:
     if interpret:
         return
-    capability = pallas_blocks.compute_capability()
-    if capability is None:
-        raise NotImplementedError(
-            f"needs a CUDA GPU, but jax runs on {jax.default_backend()!r}; interpret=True runs "
-            "the kernels slowly anywhere"
-        )
-    if capability < (8, 0):
-        raise NotImplementedError(
-            f"needs a GPU of compute capability 8.0 (Ampere) or later; this one has {capability}"
-        )
+    check_triton(pallas_blocks.compute_capability())
 
 
 def _check_call(request: Request) -> None:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from tape_jax._src import algebra
+from tape_jax._src.checks import refuse as refuse
 from tape_jax._src.sharding import Sharding
 
 Array = jax.Array
@@ -148,12 +149,6 @@ class Request:
         if self.state is None or not self.attend_state:
             return None
         return self.state.reshape(*self.state.shape[:3], -1).astype(self.compute_dtype)
-
-
-def refuse(when: bool, reason: str) -> None:
-    """Raises ``NotImplementedError(reason)`` if ``when`` holds."""
-    if when:
-        raise NotImplementedError(reason)
 
 
 def refuse_rows(request: Request) -> None:

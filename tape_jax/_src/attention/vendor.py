@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from tape_jax._src.attention import pallas_blocks
-from tape_jax._src.attention.partition import Named, differentiable_over_batch_and_heads
 from tape_jax._src.attention.request import (
     Request,
     from_rows,
@@ -30,6 +29,7 @@ from tape_jax._src.attention.request import (
     to_rows,
     visible_positions,
 )
+from tape_jax._src.partition import Named, differentiable_over_batch_and_heads
 
 Array = jax.Array
 

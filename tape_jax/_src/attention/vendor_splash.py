@@ -13,10 +13,10 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_mask,
 )
 
-from tape_jax._src.attention.partition import Named
 from tape_jax._src.attention.request import Request, refuse
 from tape_jax._src.attention.vendor import Vendor, VendorCall, pad_to, round_up, wide_types_enabled
 from tape_jax._src.checks import require
+from tape_jax._src.partition import Named
 
 Array = jax.Array
 

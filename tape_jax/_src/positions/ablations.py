@@ -76,7 +76,9 @@ class SeparateCosSin(Tape):
         shared = super().mixing_params(config)
         return {name: twice(name, spec) for name, spec in shared.items()}
 
-    def update_state(self, params, state: State, attended, x, *, sharding=None) -> State:
+    def update_state(
+        self, params, state: State, attended, x, *, sharding=None, implementation=None
+    ) -> State:
         alpha = params.get("alpha", self.alpha)
         parts = []
         for i, part in enumerate(jnp.split(state, 2, axis=-1)):
@@ -153,7 +155,9 @@ class _Untied(Tape):
     def scale_attended(self, attended: Array, mix: Array) -> Array:
         return mix_attended(attended, mix, attended.shape[-2])
 
-    def update_state(self, params, state: State, attended, x, *, sharding=None) -> State:
+    def update_state(
+        self, params, state: State, attended, x, *, sharding=None, implementation=None
+    ) -> State:
         tables = split_tables(state)
         attended_tables = (None, None) if attended is None else split_tables(attended)
         updated = [
@@ -250,7 +254,9 @@ class PlaceWeights(Tape):
     def rotation(self, state: State) -> tuple[Array | None, Array | None]:
         return super().rotation(state[0] if isinstance(state, tuple) else state)
 
-    def update_state(self, params, state: State, attended, x, *, sharding=None) -> State:
+    def update_state(
+        self, params, state: State, attended, x, *, sharding=None, implementation=None
+    ) -> State:
         e, places = state
         wide = at_least_float32(e.dtype)
         bare = dataclasses.replace(self, norm="none")
@@ -294,7 +300,9 @@ class RelaxedEquivariance(Tape):
         mirror = Param((2, config.kv_heads, config.dim // 2), zeros, (None, "kv_heads", None))
         return super().mixing_params(config) | {"mirror": mirror}
 
-    def update_state(self, params, state: State, attended, x, *, sharding=None) -> State:
+    def update_state(
+        self, params, state: State, attended, x, *, sharding=None, implementation=None
+    ) -> State:
         bare = dataclasses.replace(self, norm="none")
         e = Tape.update_state(bare, params, state, attended, x, sharding=sharding)
         real, imaginary = params["mirror"].astype(e.dtype)

@@ -157,6 +157,10 @@ class Combined(Encoding):
     def updates(self, layer: int, num_layers: int) -> bool:
         return self._state.updates(layer, num_layers)
 
+    @property
+    def update_implementations(self) -> tuple[str, ...]:
+        return self._state.update_implementations
+
     def update_state(self, params: dict[str, Array], state: State, *args: Any, **options: Any):
         return self._state.update_state(params, state, *args, **options)
 

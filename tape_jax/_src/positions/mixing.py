@@ -67,7 +67,12 @@ def mixing_matrix(
     """
     gate = ACTIVATIONS[activation](x @ params["wx"].astype(x.dtype)).astype(dtype)
     down, up = params["down"].astype(dtype), params["up"].astype(dtype)
-    outer = down.T[:, :, None] * up[:, None, :] * by_rows(alpha)
+    return outer_matrix(gate, down * by_rows(alpha), up)
+
+
+def outer_matrix(gate: Array, down: Array, up: Array) -> Array:
+    """``down diag(gate) up`` for each token: ``[..., T, H, H]``."""
+    outer = down.T[:, :, None] * up[:, None, :]
     return jnp.einsum("...p,phk->...hk", gate, outer)
 
 

@@ -258,6 +258,11 @@ class Encoding:
         """Whether layer ``layer`` (from 0) of ``num_layers`` updates the state."""
         return False
 
+    @property
+    def update_implementations(self) -> tuple[str, ...]:
+        """What ``ModelConfig.update_implementation`` may name."""
+        return ()
+
     def update_state(
         self,
         params: dict[str, Array],
@@ -266,6 +271,7 @@ class Encoding:
         x: Array,
         *,
         sharding: Sharding | None = None,
+        implementation: str | Sequence[str] | None = None,
     ) -> State:
         """State leaving a layer, from the one entering it.
 
@@ -276,6 +282,7 @@ class Encoding:
           x: the MLP's output before its residual addition, ``[..., T, hidden]``.
           sharding: given on a mesh: how arrays are split over it, for an encoding that wants to say
             where its sums are made. The result's arrays ``[B, T, H_kv, ...]`` are split by heads.
+          implementation: given where the model names one, of :attr:`update_implementations`.
         """
         return state
 

@@ -407,7 +407,7 @@ class RandomRope(Rope):
     def updates(self, layer: int, num_layers: int) -> bool:
         return self.each_layer
 
-    def update_state(self, params, state, attended, x, *, sharding=None):
+    def update_state(self, params, state, attended, x, *, sharding=None, implementation=None):
         tables, layer = state
         return tables, layer + 1
 

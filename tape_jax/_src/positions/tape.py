@@ -12,28 +12,20 @@ symmetry group acts on, so the update commutes with :func:`tape_jax.transform`.
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tape_jax._src.algebra import align_state, at_least_float32, check_state, float_type
+from tape_jax._src.algebra import check_state, float_type
 from tape_jax._src.checks import choose, positive, require, require_x64, set_field
 from tape_jax._src.config import ModelConfig, RopeScaling
-from tape_jax._src.positions.mixing import (
-    ACTIVATIONS,
-    mix_attended,
-    mix_heads,
-    mixing_matrix,
-    scaled_mix,
-)
-from tape_jax._src.positions.norms import NORMS, normalize
+from tape_jax._src.positions.mixing import ACTIVATIONS
+from tape_jax._src.positions.norms import NORMS
 from tape_jax._src.positions.protocol import Param, State
 from tape_jax._src.positions.rotary import Rope, angles
-from tape_jax._src.sharding import Sharding
+from tape_jax._src.positions.update import UPDATE_PARAMS, UPDATES, update_state
 
 Array = jax.Array
 
@@ -120,9 +112,6 @@ def tensor_state(
     return jnp.pad(state, padding).astype(dtype)
 
 
-UPDATE_PARAMS = ("mix", "wx", "up", "down")
-
-
 def update_params(
     hidden_size: int,
     num_heads: int,
@@ -202,128 +191,6 @@ def init_update(
         name: spec.init(k, spec.shape, dtype)
         for k, (name, spec) in zip(keys, specs.items(), strict=False)
     }
-
-
-def update_state(
-    params: dict[str, Array],
-    state: Array,
-    attended: Array | None,
-    x: Array,
-    alpha: float | Array = 1.0,
-    *,
-    norm: str = "none",
-    magnitude: float = 1.0,
-    activation: str = "silu",
-    num_kv_heads: int | None = None,
-    sharding: Sharding | None = None,
-) -> Array:
-    """One layer's update of the position states (TAPE, equations 6 to 8).
-
-    ``(I + alpha A(x)) (e + alpha Mix(a))``, then the norm. ``A(x)`` is contracted to a heads x
-    heads matrix per token first, which costs a fraction of projecting the states up to width ``P``.
-
-    Args:
-      params: from :func:`tape_jax.init_update`; absent entries leave their part out.
-      state: ``e``, ``[T, D]`` or ``[batch..., T, H_kv | 1, D]``, in tensor form ``[T, 1, M, L, R]``
-        or ``[batch..., T, H_kv | 1, M, L, R]``; batch axes may be 1.
-      attended: ``a``, with query heads ``H_q`` and the rest as ``state``; may be None if ``params``
-        has no ``mix``.
-      x: the MLP's output before its residual addition ``[..., T, hidden]``.
-      alpha: step size, a number, a scalar array or one for each state head ``[H_kv]``.
-      norm: ``none``; ``rms``, which divides by the root mean square over the blocks of a head;
-        ``unit``, which takes each block's polar factor.
-      magnitude: scale of the start state (YaRN's), which the norms restore.
-      activation: one of ``silu``, ``gelu``, ``relu``, ``tanh``, ``identity``.
-      num_kv_heads: state heads, where neither ``state`` nor ``params`` tells.
-      sharding: a mesh and rules; where they split heads, sums over heads are one reduce-scatter.
-
-    Returns:
-      The new state, ``[..., T, H_kv, D]`` or ``[..., T, H_kv, M, L, R]``, in the type of ``state``.
-
-    Raises:
-      ValueError: if shapes disagree or an option is unknown.
-    """
-    e, a = state, attended
-    require(
-        isinstance(params, Mapping),
-        f"the first argument must be a dict of parameters, as in update_state(params, state, "
-        f"attended, x); got {type(params).__name__}",
-    )
-    for name in params:
-        choose("parameter of an update", name, UPDATE_PARAMS)
-    choose("norm", norm, NORMS)
-    choose("activation", activation, ACTIVATIONS)
-    mix, up = params.get("mix"), params.get("up")
-    tensor, heads = _check_update(e, a, x, params, num_kv_heads)
-    e = e if tensor else align_state(e)
-    block = e.shape[-3:] if tensor else e.shape[-1:]
-    flat = e.reshape(*e.shape[: e.ndim - len(block)], -1)
-    if mix is not None:
-        assert a is not None
-        flat_a = a.astype(e.dtype).reshape(*a.shape[: a.ndim - len(block)], -1)
-        flat = flat + mix_attended(flat_a, scaled_mix(mix.astype(e.dtype), alpha), heads, sharding)
-    if up is not None:
-        # With the identity in the matrix the states are read once, and not again for a sum.
-        matrix = mixing_matrix(x, params, alpha, activation, dtype=at_least_float32(e.dtype))
-        matrix = (matrix + jnp.eye(heads, dtype=matrix.dtype)).astype(e.dtype)
-        flat = mix_heads(matrix, flat, sharding)
-    lead = jnp.broadcast_shapes(flat.shape[:-2], x.shape[:-1])
-    flat = jnp.broadcast_to(flat, (*lead, heads, flat.shape[-1]))
-    return normalize(flat.reshape(*flat.shape[:-1], *block), norm, magnitude, tensor=tensor).astype(
-        e.dtype
-    )
-
-
-def _check_update(e, a, x, params, num_kv_heads) -> tuple[bool, int]:
-    """Whether the state has tensor form, and the number of its heads; ValueError on misfits."""
-    mix, up = params.get("mix"), params.get("up")
-    if x.ndim < 2:
-        raise ValueError(f"x must have shape [..., T, hidden]; got {x.shape}")
-    present = [name for name in ("wx", "up", "down") if name in params]
-    if present and len(present) < 3:
-        raise ValueError(f"params must have all of wx, up and down, or none; got {present}")
-    if mix is not None and a is None:
-        raise ValueError("params has a mix, so attended, the attended state, is needed; got None")
-    require(e.ndim >= 2, f"state must have shape [T, D] or more axes; got {e.shape}")
-    like = e if a is None else a
-    # Five axes may be [T, 1, M, L, R], or all those of a rotary state.
-    tensor = like.ndim == x.ndim + 3 or (a is None and e.ndim == 5 != x.ndim + 1)
-    width = math.prod(e.shape[-3:-1]) if tensor else e.shape[-1]
-    have = e.shape[-4 if tensor else -2] if e.ndim > 2 else 1
-    heads = num_kv_heads or (up.shape[-1] if up is not None else None)
-    if heads is None and mix is not None and mix.ndim == 2:
-        heads = mix.shape[0]
-    if heads is None:
-        heads = have if have > 1 or mix is None else mix.shape[-1]
-    if have not in (1, heads):
-        raise ValueError(
-            f"state of shape {e.shape} has {have} heads; the parameters expect {heads}"
-        )
-    keys = jax.ShapeDtypeStruct((*x.shape[:-1], heads, width), e.dtype)
-    check_state(e, keys, name="state", of=f"x of shape {x.shape}, keys", heads=(1, heads))
-    if mix is not None:
-        assert a is not None
-        queries = a.shape[a.ndim - (4 if tensor else 2)]
-        if mix.shape not in ((queries,), (heads, queries)) or queries % heads:
-            raise ValueError(
-                f"mix of shape {mix.shape} fits neither ({queries},) nor ({heads}, {queries}): "
-                f"attended has shape {a.shape}, the state {heads} heads"
-            )
-        block = e.shape[-3:] if tensor else e.shape[-1:]
-        if a.shape[a.ndim - len(block) :] != block or a.shape[: x.ndim - 1] != x.shape[:-1]:
-            raise ValueError(
-                f"attended must have shape {(*x.shape[:-1], queries, *block)} to fit state of "
-                f"shape {e.shape} and x of shape {x.shape}; got {a.shape}"
-            )
-    if up is not None:
-        wx, down = params["wx"], params["down"]
-        width = wx.shape[-1]
-        if wx.shape[0] != x.shape[-1] or up.shape != (width, heads) or down.shape != (heads, width):
-            raise ValueError(
-                f"expected wx [{x.shape[-1]}, P], up [P, {heads}], down [{heads}, P]; got "
-                f"{wx.shape}, {up.shape}, {down.shape}"
-            )
-    return tensor, heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -462,7 +329,13 @@ class Tape(Rope):
             mlp_mix=self.mlp_mix,
         )
 
-    def update_state(self, params, state: State, attended, x, *, sharding=None) -> State:
+    @property
+    def update_implementations(self) -> tuple[str, ...]:
+        return tuple(UPDATES) if type(self).update_state is Tape.update_state else ()
+
+    def update_state(
+        self, params, state: State, attended, x, *, sharding=None, implementation=None
+    ) -> State:
         return update_state(
             {name: params[name] for name in UPDATE_PARAMS if name in params},
             state,
@@ -474,4 +347,5 @@ class Tape(Rope):
             activation=self.activation,
             num_kv_heads=state.shape[-2 if self.form == "rotary" else -4],
             sharding=sharding,
+            implementation=implementation,
         )

@@ -34,7 +34,14 @@ JaxSharding = jax.sharding.Sharding
 Index = tuple[slice, ...]
 
 # Fields of ModelConfig that say how a model is computed, not what it is.
-OPTIONS = ("attention_implementation", "max_length", "remat", "scan_layers", "state_dtype")
+OPTIONS = (
+    "attention_implementation",
+    "max_length",
+    "remat",
+    "scan_layers",
+    "state_dtype",
+    "update_implementation",
+)
 
 
 def from_pretrained(

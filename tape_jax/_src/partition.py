@@ -80,7 +80,7 @@ def once_differentiated(function: Callable[..., Any]) -> Callable[..., Any]:
     @refusing.defjvp
     def refuse(primals: Any, tangents: Any) -> Any:
         raise NotImplementedError(
-            "this implementation of attention has no derivatives of second order: name "
+            "this implementation has no derivatives of second order: name "
             "implementation='reference', which has"
         )
 

@@ -1,0 +1,32 @@
+"""What a kernel needs to know of the machine that it is to run on."""
+
+from __future__ import annotations
+
+import jax
+
+# The oldest compute capability with what Pallas' kernels for Triton need: Ampere's.
+OLDEST = (8, 0)
+
+
+def compute_capability() -> tuple[int, int] | None:
+    """Compute capability of this process's first GPU, or None if it has no CUDA GPU."""
+    if jax.default_backend() != "gpu":
+        return None
+    device = jax.local_devices()[0]
+    if not device.device_kind.startswith("NVIDIA"):
+        return None
+    major, minor = str(device.compute_capability).split(".")
+    return int(major), int(minor)
+
+
+def check_triton(capability: tuple[int, int] | None) -> None:
+    """Raises NotImplementedError unless a GPU of this capability runs Triton's kernels."""
+    if capability is None:
+        raise NotImplementedError(
+            f"needs a CUDA GPU, but jax runs on {jax.default_backend()!r}; interpret=True runs "
+            "the kernels slowly anywhere"
+        )
+    if capability < OLDEST:
+        raise NotImplementedError(
+            f"needs a GPU of compute capability 8.0 (Ampere) or later; this one has {capability}"
+        )
