@@ -24,7 +24,7 @@ from tape_jax._src.positions.repo import Repo
 from tape_jax._src.positions.rotary import RandomRope, Rope, Xpos, Yarn, rotary_state
 from tape_jax._src.positions.selective import SelectiveRope
 from tape_jax._src.positions.stickbreaking import StickBreaking
-from tape_jax._src.positions.tape import Tape, init_update, tensor_state, update_state
+from tape_jax._src.positions.tape import Tape, init_update, tensor_state
 from tape_jax._src.positions.update import update_state
 
 __all__ = [
