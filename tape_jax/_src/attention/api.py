@@ -41,6 +41,7 @@ BACKENDS = {
     "ring": "tape_jax._src.attention.ring",
     "chunked": "tape_jax._src.attention.chunked",
     "rows": "tape_jax._src.attention.rows",
+    "query_blocks": "tape_jax._src.attention.query_blocks",
     "reference": "tape_jax._src.attention.reference",
 }
 
@@ -49,12 +50,12 @@ BACKENDS = {
 ORDER = {
     "gpu": ("pallas", "tokamax_mosaic", "cudnn", "tokamax_triton", "chunked"),
     "tpu": ("splash", "chunked"),
-    "cpu": ("chunked",),
+    "cpu": ("query_blocks", "chunked"),
 }
 
 # Have not run on their hardware yet, so that they are taken if named, never by themselves. A
 # backend leaves this set with its first measurement.
-UNPROVEN = frozenset(BACKENDS) - {"chunked", "reference", "ring", "rows"}
+UNPROVEN = frozenset(BACKENDS) - {"chunked", "query_blocks", "reference", "ring", "rows"}
 
 # ``reference`` comes before ``chunked`` where a head has at most so many query-key pairs, and the
 # logits of all heads and rows take at most so many bytes. On a CPU, forward and backward, from 1 to
@@ -245,7 +246,8 @@ def _candidates(request: Request) -> list[str]:
     pairs = request.query_length * request.key_length
     heads = request.q.shape[0] * request.query_heads
     few = pairs <= most_pairs and pairs * heads * request.accumulator_dtype.itemsize <= most_bytes
-    names.insert(names.index("chunked") + (not few), "reference")
+    plain = next(n for n in names if n in ("query_blocks", "chunked"))
+    names.insert(names.index(plain) if few else names.index("chunked") + 1, "reference")
     names.append("rows")
     split = request.sharding is not None and request.sharding.shards("sequence") > 1
     return ["ring", *names] if split else names
