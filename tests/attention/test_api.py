@@ -289,7 +289,8 @@ def test_choice_counts_all_heads_and_rows():
     assert choice(64, 128, 32) == choice(8, 128, 256) == choice(64, 64, 32, keys=256) == "chunked"
     assert choice(16, 128, 16, "bfloat16") == choice(16, 128, 16) == "reference"
     assert choice(64, 1, 32, keys=512) == "reference"
-    assert choice(1, 256, 1) == "chunked"
+    assert choice(1, 256, 1) == choice(8, 256, 4) == choice(2, 1024, 4) == "query_blocks"
+    assert choice(2, 4096, 4) == "chunked"
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
@@ -312,8 +313,8 @@ def test_what_was_not_measured_is_not_chosen(monkeypatch, platform):
 def test_choice_by_length():
     assert plan_at(64).implementation == "reference"
     plan = plan_at(1024)
-    assert plan.implementation == "chunked"
-    assert plan.rejected["reference"] == "can do this call, but 'chunked' is tried first"
+    assert plan.implementation == "query_blocks"
+    assert plan.rejected["reference"] == "can do this call, but 'query_blocks' is tried first"
     assert plan_at(1024, implementation="reference").implementation == "reference"
 
 

@@ -30,6 +30,7 @@ BACKENDS = {
     "reference": {"implementation": "reference"},
     "chunked": {"implementation": "chunked", "options": {"block_q": 8, "block_k": 4}},
     "rows": {"implementation": "rows", "options": {"block_q": 4}},
+    "query_blocks": {"implementation": "query_blocks", "options": {"block_q": 8}},
     "pallas": {
         "implementation": "pallas",
         "interpret": True,
@@ -59,7 +60,7 @@ WITH_MASK = {case.name for case in MASKED}
 WITH_BIAS = {case.name for case in CASES if case.bias is not None}
 TENSOR = {case.name for case in CASES if case.form == "tensor"}
 WITH_SEGMENTS = {case.name for case in CASES if case.segments is not None}
-WITH_WINDOW = {case.name for case in CASES if case.local_window_size is not None}
+WITH_WINDOW = {case.name for case in CASES + MASKED if case.local_window_size is not None}
 WITH_DECAY = {case.name for case in CASES if case.log_decay is not None}
 KEYLESS_ROWS = {"before_the_keys", "window_passed"}
 OFFSET = {case.name for case in CASES if case.query_offset}
@@ -68,6 +69,7 @@ REFUSED = {
     "reference": set(),
     "chunked": set(),
     "rows": set(),
+    "query_blocks": WITH_WINDOW,
     "pallas": WITH_MASK | WITH_BIAS | TENSOR,
     "splash": VENDOR,
     # All of them, having no mesh; with one, test_ring.py has its tests.

@@ -47,11 +47,13 @@ BACKENDS = {
     "ring": "tape_jax._src.attention.ring",
     "chunked": "tape_jax._src.attention.chunked",
     "rows": "tape_jax._src.attention.rows",
+    "query_blocks": "tape_jax._src.attention.query_blocks",
     "reference": "tape_jax._src.attention.reference",
 }
 
-# What ``implementation=None`` takes where nothing was measured, on every platform: plain JAX.
-STATIC = ("chunked",)
+# What ``implementation=None`` tries where nothing was measured: plain JAX.
+STATIC = {"cpu": ("query_blocks", "chunked")}
+STATIC_ELSEWHERE = ("chunked",)
 
 # ``reference`` comes before those where a head has at most so many query-key pairs, and the logits
 # of all heads and rows take at most so many bytes. On a CPU, forward and backward, from 1 to 2048
@@ -257,7 +259,9 @@ class _Choice(NamedTuple):
         if names is not None:
             return cls(request, [Contender(name, options) for name in names], basis="named")
         static = _static(request)
-        ranking = None if request.interpret else tuned.ranking(request, static[0], _would_try)
+        ranking = None
+        if not request.interpret:
+            ranking = tuned.ranking(request, default(request).implementation, _would_try)
         order = [Contender(name) for name in static]
         if ranking is None:
             note = tuned.known().note
@@ -323,7 +327,7 @@ def _plan(
 
 def _static(request: Request) -> list[str]:
     """What to try where nothing was measured."""
-    names = list(STATIC)
+    names = list(STATIC.get(jax.default_backend(), STATIC_ELSEWHERE))
     pairs = request.query_length * request.key_length
     heads = request.q.shape[0] * request.query_heads
     size = pairs * heads * request.accumulator_dtype.itemsize
@@ -348,16 +352,22 @@ def trials(request: Request) -> Iterator[tuple[str, Sequence[Mapping[str, Any]],
 
 def default(request: Request) -> Contender:
     """What a call takes where nothing was measured."""
-    return Contender(_static(request)[0])
+    return next(c for c in map(Contender, _static(request)) if _can(request, c))
 
 
-def _would_try(request: Request, candidate: Contender) -> bool:
-    """Whether an implementation would try these options in a call."""
+def _can(request: Request, candidate: Contender) -> bool:
+    """Whether an implementation can do a call with these options."""
     try:
         _check(candidate.implementation, request, candidate.options)
     except (NotImplementedError, KeyError):
         return False
-    return candidate.options in _options(candidate.implementation, request)
+    return True
+
+
+def _would_try(request: Request, candidate: Contender) -> bool:
+    """Whether an implementation would try these options in a call."""
+    can = _can(request, candidate)
+    return can and candidate.options in _options(candidate.implementation, request)
 
 
 def _options(name: str, request: Request) -> Sequence[Mapping[str, Any]]:

@@ -12,6 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from tape_jax._src.attention.request import (
     AttentionRows,
@@ -28,6 +29,9 @@ from tape_jax._src.attention.request import (
 )
 
 Array = jax.Array
+
+# By this name what remat keeps is told of the products with values.
+PRODUCT = "tape_attention_product"
 
 
 def check(request: Request) -> None:
@@ -61,7 +65,7 @@ def attend(request: Request) -> tuple[Array, Array | None]:
         values = values.transpose(0, 2, 1, 3)
         values = jnp.broadcast_to(values, (*k.shape[:2], *values.shape[2:]))
         # Dividing here, not the weights, saves passes over all pairs in both directions.
-        out = product("bhrk,bhkd->bhrd", weights, values) / total
+        out = checkpoint_name(product("bhrk,bhkd->bhrd", weights, values), PRODUCT) / total
         return from_rows(out, request.query_heads, request.query_length)
 
     state = request.attended_state()

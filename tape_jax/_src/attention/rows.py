@@ -51,7 +51,7 @@ def attend(request: Request, *, block_q: int | None = None) -> tuple[Array, Arra
 
     @jax.checkpoint
     def block(start: Array) -> Any:
-        return reference.attend(_block(request, start, size))
+        return reference.attend(part(request, start, size))
 
     # The last block ends with the last query, so it may begin within the one before.
     starts = jnp.minimum(jnp.arange(0, time, size, dtype=jnp.int32), time - size)
@@ -69,10 +69,10 @@ def _block_length(request: Request) -> int:
     return max(BLOCK_LOGITS // row, 8)
 
 
-def _block(request: Request, start: Array, size: int) -> Request:
-    """The part of a call that belongs to ``size`` queries."""
+def part(request: Request, start: int | Array, size: int) -> Request:
+    """The part of a call that belongs to the ``size`` queries from ``start`` on."""
 
-    def part(x: Array, axis: int) -> Array:
+    def own(x: Array, axis: int) -> Array:
         return x if x.shape[axis] == 1 else lax.dynamic_slice_in_dim(x, start, size, axis)
 
     def shifted(function: RowFunction | None) -> RowFunction | None:
@@ -85,15 +85,15 @@ def _block(request: Request, start: Array, size: int) -> Request:
     return dataclasses.replace(
         request,
         q=lax.dynamic_slice_in_dim(request.q, start, size, 1),
-        segments=None if segments is None else (part(segments[0], 1), segments[1]),
-        bias=bias if bias is None or callable(bias) else part(bias, 2),
-        mask=None if mask is None else part(mask, 2),
-        log_decay=None if decay is None else (part(decay[0], 1), decay[1]),
+        segments=None if segments is None else (own(segments[0], 1), segments[1]),
+        bias=bias if bias is None or callable(bias) else own(bias, 2),
+        mask=None if mask is None else own(mask, 2),
+        log_decay=None if decay is None else (own(decay[0], 1), decay[1]),
         query_offset=request.query_offset + start,
         logits_fn=shifted(request.logits_fn),
         weights_fn=shifted(request.weights_fn),
     )
 
 
-def _from(start: Array, rows: AttentionRows) -> AttentionRows:
+def _from(start: int | Array, rows: AttentionRows) -> AttentionRows:
     return rows._replace(queries=rows.queries + start)

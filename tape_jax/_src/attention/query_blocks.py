@@ -1,0 +1,112 @@
+"""Attention by a few blocks of queries, each over all of its keys at once; for CPUs.
+
+XLA runs the body of a loop, and small products, on one core there, however many there are. So the
+blocks are large and in no loop, and what does not depend on one another runs side by side. Under
+the causal rule a block is given the keys up to its last query only. The backward pass computes each
+block's logits again, from the inputs and what was kept of the outputs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from tape_jax._src.attention import reference, rows
+from tape_jax._src.attention.request import Request, refuse, refuse_rows
+from tape_jax._src.checks import require
+
+Array = jax.Array
+
+# At most so many blocks, of at least so many queries; logits of a block, over batch and heads.
+MOST_BLOCKS, LEAST_QUERIES = 4, 128
+MOST_LOGITS = 2**22
+
+
+def check(request: Request) -> None:
+    """Raises NotImplementedError where another implementation needs less memory or time."""
+    refuse_rows(request)
+    refuse(
+        request.local_window_size is not None,
+        "it computes what a window hides; 'chunked' leaves that out",
+    )
+    size = block_size(request)
+    logits = request.q.shape[0] * request.query_heads * request.key_length * size
+    refuse(
+        logits > MOST_LOGITS,
+        f"a block of {size} queries would have {logits} logits, more than {MOST_LOGITS}",
+    )
+
+
+def block_size(request: Request) -> int:
+    """Queries in a block."""
+    time = request.query_length
+    return min(max(LEAST_QUERIES, -(-time // MOST_BLOCKS)), time)
+
+
+def attend(request: Request, *, block_q: int | None = None) -> tuple[Array, Array | None]:
+    """Computes attention, a block of queries after another.
+
+    Args:
+      request: the call.
+      block_q: queries in a block; None: chosen by the length of the call.
+
+    Returns:
+      As :func:`reference.attend`.
+
+    Raises:
+      ValueError: if a block is empty.
+    """
+    require(block_q is None or block_q >= 1, f"block_q must be at least 1; got {block_q}")
+    q, k = request.rotated()
+    v, e = request.v.astype(request.compute_dtype), request.attended_state()
+    width = v.shape[-1]
+    if e is not None:
+        v = jnp.concatenate([v, jnp.broadcast_to(e, (*v.shape[:-1], e.shape[-1]))], axis=-1)
+    # CPUs have no products of shorter types, and gradients of keys are sums over blocks.
+    q, k, v = (x.astype(request.accumulator_dtype) for x in (q, k, v))
+    request = dataclasses.replace(request, q=q, k=k, v=v, state=None, query_state=None)
+    time, size = request.query_length, block_q or block_size(request)
+    ends = [min(start + size, time) for start in range(0, time, size)]
+    parts = [_block(request, start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    out = jnp.concatenate(parts, axis=1)
+    return out[..., :width], None if e is None else out[..., width:]
+
+
+def _block(request: Request, start: int, end: int) -> Array:
+    """Attention over values of the queries from ``start`` to ``end``."""
+    seen = request.key_length
+    if request.is_causal and isinstance(request.query_offset, int):
+        seen = min(max(end + request.query_offset, 1), seen)
+
+    # Cut inside: so one array each is kept for the backward pass of all blocks.
+    policy = jax.checkpoint_policies.save_only_these_names(reference.PRODUCT)
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        whole = dataclasses.replace(request, q=q, k=k, v=v)
+        return reference.attend(_cut(rows.part(whole, start, end - start), seen))[0]
+
+    return attend(request.q, request.k, request.v)
+
+
+def _cut(request: Request, seen: int) -> Request:
+    """The call with the first ``seen`` keys only."""
+
+    def cut(x: Array, axis: int) -> Array:
+        return x if x.shape[axis] == 1 else jax.lax.slice_in_dim(x, 0, seen, axis=axis)
+
+    segments, bias, mask, decay = (
+        request.segments, request.bias, request.mask, request.log_decay,
+    )  # fmt: skip
+    return dataclasses.replace(
+        request,
+        k=cut(request.k, 1),
+        v=cut(request.v, 1),
+        segments=None if segments is None else (segments[0], cut(segments[1], 1)),
+        bias=bias if bias is None or callable(bias) else cut(bias, 3),
+        mask=None if mask is None else cut(mask, 3),
+        log_decay=None if decay is None else (decay[0], cut(decay[1], 1)),
+    )
