@@ -381,6 +381,8 @@ def test_misuse_of_shifted_groups():
         trace(model, mutable=["maps"])
     with pytest.raises(ValueError, match=r"caches and attention maps need full attention"):
         trace(model, cache=init_cache(model, 1, 8))
-    biased = small_model("alibi", shifted_groups=2)
-    with pytest.raises(ValueError, match=r"without bias; got one"):
-        trace(biased)
+    for kind, what in (("fire", "bias"), ("cope", "logits_fn"), ("stickbreaking", "weights_fn")):
+        model = small_model(kind, shifted_groups=2)
+        variables = random_variables(model)
+        with pytest.raises(ValueError, match=f"without {what}; got one"):
+            trace(model)

@@ -368,7 +368,8 @@ def registered(monkeypatch):
         vars(module).update(functions)
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setitem(api.BACKENDS, "extra", module.__name__)
-        monkeypatch.setattr(api, "STATIC", ("extra", *api.STATIC))
+        monkeypatch.setattr(api, "STATIC", {"cpu": ("extra", *api.STATIC["cpu"])})
+        monkeypatch.setattr(api, "SMALL_PAIRS", 0)
 
     return register
 
@@ -421,7 +422,7 @@ def test_what_is_refused_while_running_is_tried_elsewhere(registered):
     registered(check=lambda request: None, attend=attend)
     with api.recorded_plans() as plans:
         attention(**arrays())
-    assert plans[0].implementation == "reference"
+    assert plans[0].implementation == "query_blocks"
     assert plans[0].rejected["extra"] == "only seen while tracing"
     with pytest.raises(NotImplementedError, match="'extra': only seen while tracing"):
         attention(**arrays(), implementation="extra")
@@ -433,7 +434,8 @@ def test_what_cannot_be_imported_is_a_reason(monkeypatch, tmp_path, error):
     (tmp_path / "broken_backend.py").write_text(f"raise {error.__name__}('moved in jax 9')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(api.BACKENDS, "extra", "broken_backend")
-    monkeypatch.setattr(api, "STATIC", ("extra", *api.STATIC))
+    monkeypatch.setattr(api, "STATIC", {"cpu": ("extra", *api.STATIC["cpu"])})
+    monkeypatch.setattr(api, "SMALL_PAIRS", 0)
     reason = f"cannot be imported here: {error.__name__}: moved in jax 9"
     attention(**arrays())
     assert attention_plan(**arrays()).rejected["extra"] == reason

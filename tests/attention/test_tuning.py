@@ -74,7 +74,7 @@ def test_what_was_measured_is_taken():
     assert plan.rejected == {
         "reference": "measured: 1e+03 ms forward and 2e+03 ms with gradients, 'chunked' 500 and "
         "1e+03 ms",
-        "rows": "can do this call, but 'chunked' is tried first",
+        **dict.fromkeys(("query_blocks", "rows"), "can do this call, but 'chunked' is tried first"),
     }
     arrays = SHAPE.arrays()
     with api.recorded_plans() as plans:
@@ -110,7 +110,7 @@ def test_what_disagrees_is_never_taken():
     wrong = Measured(Contender("chunked"), error=0.1, struck="disagrees", wrong=True)
     known(result("reference"), wrong, shape=shape)
     plan = plan_of(dataclasses.replace(SHAPE, length=8192))
-    assert plan.implementation == "reference"
+    assert plan.implementation == "rows"
     assert plan.rejected["chunked"] == "disagrees"
 
 
