@@ -73,7 +73,7 @@ class Cope(Encoding):
         config, q = layer.config, layer.q
         assert q is not None
         scale = config.dim**-0.5
-        vectors = params["vectors"].astype(q.dtype)
+        vectors = params["vectors"]
         gate_keys = None
         if self.separate_key:
             own = layer.product(params["gate_key_kernel"]).astype(q.dtype)
@@ -87,9 +87,7 @@ class Cope(Encoding):
                 gates = by_rows.products(queries, gate_keys, logits.dtype) * scale
             gates = jnp.where(rows.visible, jax.nn.sigmoid(gates), 0)
             place = jnp.minimum(by_rows.sums_from(gates), vectors.shape[-1] - 1)
-            found = jnp.einsum(
-                "bqhd,dn->bhqn", queries, vectors, preferred_element_type=logits.dtype
-            )
+            found = jnp.moveaxis(layer.product(vectors, queries), 1, 2)
             below = jnp.floor(place)
 
             def at(place: Array) -> Array:
