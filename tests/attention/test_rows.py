@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -86,10 +87,21 @@ def run(case, floats, fixed, names, **options):
     return call(attention, case, floats, fixed, **{name: found[name] for name in names}, **options)
 
 
-@pytest.mark.parametrize("names", [("logits_fn",), ("weights_fn",), BOTH], ids="+".join)
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("backend", OPTIONS)
-def test_outputs(backend, name, names, x64):
+CALLS = list(itertools.product(OPTIONS, NAMES, ("logits_fn", "weights_fn", "both")))
+QUICK = [
+    ("reference", "grouped_heads", "both"),
+    ("rows", "grouped_heads", "logits_fn"),
+    ("rows", "grouped_heads", "weights_fn"),
+    ("rows", "two_batch_axes", "both"),
+    ("rows", "cross", "both"),
+    ("rows", "cache", "both"),
+    ("rows", "mask_and_decay", "both"),
+]
+
+
+@pytest.mark.parametrize(("backend", "name", "given"), mostly_slow(CALLS, *QUICK))
+def test_outputs(backend, name, given, x64):
+    names = BOTH if given == "both" else (given,)
     case, floats, fixed = drawn(name)
     want = looped(case, floats, fixed, names)
     floats = jax.tree.map(jnp.asarray, floats)

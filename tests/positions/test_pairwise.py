@@ -57,7 +57,8 @@ def packed_rows(time):
 
 
 @pytest.mark.parametrize(
-    "name", mostly_slow(ENCODINGS, "cope, own keys", "grape_path", "tape+grape_additive")
+    "name",
+    mostly_slow(ENCODINGS, "cope, own keys", "grape_additive", "fox+grape_path+stickbreaking"),
 )
 def test_decoding_equals_the_full_pass(name, x64):
     """In chunks and then token by token, of padded, packed and interleaved rows."""
@@ -104,7 +105,7 @@ def test_the_path_depends_on_where_positions_start():
 ALONE = [name for name in ENCODINGS if "+" not in name]
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", mostly_slow(ALONE, "cope", "grape_path", "stickbreaking"))
 def test_half_precision_is_summed_in_float32(name):
     """Of the same numbers in bfloat16, terms differ by the rounding of single products alone."""
     time, rng = 300, np.random.default_rng(0)
