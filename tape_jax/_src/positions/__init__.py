@@ -23,6 +23,7 @@ from tape_jax._src.positions.bias import Alibi, Fire, T5Bias
 from tape_jax._src.positions.combined import Combined
 from tape_jax._src.positions.forget import Fox
 from tape_jax._src.positions.layer import Layer, Terms
+from tape_jax._src.positions.path import Path
 from tape_jax._src.positions.protocol import Encoding, Param
 from tape_jax._src.positions.rotary import RandomRope, Rope, Xpos, Yarn, rotary_state
 from tape_jax._src.positions.tape import Tape, init_update, tensor_state, update_state
@@ -40,6 +41,7 @@ registry: dict[str, type[Encoding]] = {
         Fire,
         T5Bias,
         Fox,
+        Path,
         Sinusoidal,
         Learned,
         Abacus,
@@ -172,6 +174,7 @@ __all__ = [
     "MixHeadDim",
     "NoEquivariance",
     "Param",
+    "Path",
     "PlaceWeights",
     "RandomRope",
     "RelaxedEquivariance",
