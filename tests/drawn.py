@@ -187,6 +187,10 @@ OWN: dict[str, dict[tuple[str, ...], tuple[Any, ...]]] = {
         ("form", "l", "r"): (TENSOR,),
         ("attention_mix",): (("head_scale",), ("none",)),
     },
+    "path": {
+        ("rank", "taps"): ((3, 3), (None, 2), (2, 0)),
+        ("chunk",): ((3,), (64,), (1,), (2,)),
+    },
 }
 ONE_STATE_A_HEAD = ("tape_no_equivariance", "tape_mix_head_dim")
 
@@ -194,10 +198,15 @@ ONE_STATE_A_HEAD = ("tape_no_equivariance", "tape_mix_head_dim")
 INDEXING = ("learned", "random_rope")
 # These take integers only: of t5 distances index a table.
 WHOLE = (*INDEXING, "t5")
+# What these do along time goes one way.
+CAUSAL = ("path",)
 # These read the random stream "positions".
 DRAWING = ("random_rope", "abacus")
 # Moving all positions by a constant changes nothing for these.
-RELATIVE = ("none", "tape", "rope", "yarn", "xpos", "alibi", "t5", "abacus", "tape_place_weights")
+RELATIVE = (
+    *("none", "tape", "rope", "yarn", "xpos", "alibi", "t5", "path", "abacus"),
+    "tape_place_weights",
+)
 # The size of the learned table and the capacity of caches; positions of calls are smaller.
 LIMIT = 40
 
@@ -301,7 +310,7 @@ def drawn_model(kind: str, number: int, **fixed: Any) -> Drawn:
         "dtype": "float64" if number == 0 else choose("dtype", ("float64", "float32", "bfloat16")),
     }
     more = {
-        "is_causal": choose("is_causal", (True, True, False)),
+        "is_causal": kind in CAUSAL or choose("is_causal", (True, True, False)),
         "fractions": kind not in WHOLE and choose("fractions", (True, True, False)),
         "chunks": choose("chunks", ((1,), (2,), (4,), (3, 1), (4, 2, 1))),
         "key": choose("key", (None, 5)) if kind in DRAWING else None,

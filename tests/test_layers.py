@@ -381,6 +381,9 @@ def test_misuse_of_shifted_groups():
         trace(model, mutable=["maps"])
     with pytest.raises(ValueError, match=r"caches and attention maps need full attention"):
         trace(model, cache=init_cache(model, 1, 8))
+    rewriting = small_model("path", shifted_groups=2)
+    with pytest.raises(ValueError, match=r"without logits_fn; got one"):
+        jax.eval_shape(lambda: rewriting.apply(random_variables(rewriting), tokens))
     biased = small_model("alibi", shifted_groups=2)
     with pytest.raises(ValueError, match=r"without bias; got one"):
         trace(biased)

@@ -39,21 +39,22 @@ def shifted_group_attention(
       groups: number of groups.
       segment_ids: integers ``[..., T]``, or None.
       log_decay: as in :func:`tape_jax.attention`.
-      **options: further keywords of :func:`tape_jax.attention`, except ``mask`` and ``bias``.
+      **options: further keywords of :func:`tape_jax.attention`, except ``mask``, ``bias`` and
+        ``logits_fn``.
 
     Returns:
       ``o [..., T, H, Dv]`` and ``a [..., T, H, ...]`` or None, as :func:`tape_jax.attention`.
 
     Raises:
       ValueError: if ``T`` is not a multiple of ``2 * groups``, heads cannot be halved, a state or a
-        decay does not fit, or a mask or bias is given.
+        decay does not fit, or a mask, a bias or a function of logits is given.
     """
     time, batch = q.shape[-3], q.ndim - 3
     require(
         time % (2 * groups) == 0,
         f"shifted_groups = {groups} needs a length that is a multiple of {2 * groups}; got {time}",
     )
-    for name in ("mask", "bias"):
+    for name in ("mask", "bias", "logits_fn"):
         require(
             options.get(name) is None,
             f"shifted_groups = {groups} needs an encoding and a call without {name}; got one",

@@ -54,10 +54,11 @@ registry: dict[str, type[Encoding]] = {
 }
 
 
-# What else encodings are called.
+# What else encodings are called. The name of several is taken as it is.
 ALIASES = {
     "absolute": "learned",
     "nope": "none",
+    "path_fox": "path+fox",
     "randomized": "random_rope",
     "randrope": "random_rope",
     "relative": "t5",
@@ -67,14 +68,25 @@ ALIASES = {
 }
 
 
+def _names(kind: Any) -> list[Any]:
+    """The names that ones joined by ``+`` are made of."""
+    if not isinstance(kind, str):
+        return [kind]
+    found = []
+    for name in kind.split("+"):
+        meant = ALIASES.get(name, name)
+        found += meant.split("+") if "+" in meant else [name]
+    return found
+
+
 def encoding_type(kind: Any) -> type[Encoding]:
     """The class of an encoding, or :class:`Combined` for names joined by ``+``.
 
     Raises:
       ValueError: for an unknown name; the message names the nearest known one.
     """
-    if isinstance(kind, str) and "+" in kind:
-        for name in kind.split("+"):
+    if len(names := _names(kind)) > 1:
+        for name in names:
             encoding_type(name)
         return Combined
     choose("position encoding", kind, registry, ALIASES)
@@ -84,7 +96,7 @@ def encoding_type(kind: Any) -> type[Encoding]:
 def option_names(kind: str) -> dict[str, list[str]]:
     """The options of an encoding, or of several joined by ``+``, each with whose it is."""
     found: dict[str, list[str]] = {}
-    for name in kind.split("+"):
+    for name in _names(kind):
         for field in dataclasses.fields(encoding_type(name)):
             if field.init:
                 found.setdefault(field.name, []).append(name)
@@ -107,8 +119,8 @@ def create(position: Any, **options: Any) -> Encoding:
     if isinstance(position, Mapping):
         options = {**position, **options}
         position = options.pop("kind", "tape")
-    if isinstance(position, str) and "+" in position:
-        position = position.split("+")
+    if len(names := _names(position)) > 1:
+        position = names
     if isinstance(position, Combined):
         position = position.encodings
     if isinstance(position, Sequence) and not isinstance(position, str):

@@ -1,7 +1,7 @@
 """Householder-like maps of tokens, multiplied along time between a key and a query.
 
-``A_ij = q_i^T H_i H_{i-1} ... H_{j+1} k_j`` with ``H_t = I - beta_t w_t w_t^T``, of the tokens ``t``
-that stand between both and are of their segment.
+``A_ij = q_i^T H_i H_{i-1} ... H_{j+1} k_j`` with ``H_t = I - beta_t w_t w_t^T``, of the tokens
+``t`` that stand between both and are of their segment.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def dense_products(
         return jnp.where(which, precise_einsum("bihd,bjhd->bhij", x, y), 0)
 
     weighted = w * beta[..., None]
-    solved = _solve(pairs(strict, weighted, w), pairs(strict, weighted, k))
+    system = pairs(strict, weighted, w) + jnp.eye(q.shape[1], dtype=dtype)
+    right = pairs(strict, weighted, k)
+    solved = lax.linalg.triangular_solve(system, right, left_side=True, lower=True)
     return pairs(lower, q, k) - precise_einsum("bhit,bhtj->bhij", pairs(lower, q, w), solved)
 
 
@@ -91,7 +93,8 @@ def chunked(
     entries, weighted = jnp.concatenate([w, k], axis=-2), w * beta
     pairs = precise_einsum("nbhtd,nbhjd->nbhtj", weighted, entries)
     system, right = (jnp.where(earlier, x, 0) for x in jnp.split(pairs, 2, axis=-1))
-    return Chunks(entries, _solve(system, jnp.concatenate([right, weighted], axis=-1)), ids)
+    right = jnp.concatenate([right, weighted], axis=-1)
+    return Chunks(entries, precise_einsum("nbhts,nbhsj->nbhtj", inverse(system), right), ids)
 
 
 def products(
@@ -132,9 +135,7 @@ def products(
         return lax.cond(needed, walk, skip, q)
 
     # The backward pass makes a chunk's pairs again, of the queries that enter it.
-    q, found = lax.scan(
-        jax.checkpoint(step), q, (chunks, chunks.begins(), needed), reverse=True
-    )
+    q, found = lax.scan(jax.checkpoint(step), q, (chunks, chunks.begins(), needed), reverse=True)
     return jnp.moveaxis(found, 0, -2).reshape(*q.shape[:-1], -1), q
 
 
@@ -171,13 +172,31 @@ def transported(
     return lax.scan(step, keys, (chunks, chunks.begins()))[0]
 
 
-def _solve(system: Array, right: Array) -> Array:
-    """``(I + system)^-1 right``, the system being strictly lower triangular."""
-    if system.shape[-1] == 1:
-        return right
-    return lax.linalg.triangular_solve(
-        system, right, left_side=True, lower=True, unit_diagonal=True
-    )
+def inverse(system: Array) -> Array:
+    """``(I + system)^-1`` of strictly lower triangular matrices ``[..., C, C]``.
+
+    By products alone, ``log C`` times: a solver that calls LAPACK has made compiled gradients wait
+    for ever on a CPU, and a mesh could not split it. Entries of the inverse are at most ``beta``.
+    """
+    *lead, size, _ = system.shape
+    full = 1 << (size - 1).bit_length()
+    system = jnp.pad(system, [*[(0, 0)] * len(lead), *[(0, full - size)] * 2])
+    # Inverses of the blocks on the diagonal, which are joined two by two.
+    found = jnp.ones((*lead, full, 1, 1), system.dtype)
+    while (width := found.shape[-1]) < full:
+        blocks = (full // (2 * width), 2 * width)
+        corners = system.reshape(*lead, *blocks, *blocks)[..., width:, :, :width]
+        corners = jnp.moveaxis(jnp.diagonal(corners, axis1=-4, axis2=-2), -1, -3)
+        upper, lower = found[..., 0::2, :, :], found[..., 1::2, :, :]
+        corners = -precise_einsum("...ij,...jk,...kl->...il", lower, corners, upper)
+        found = jnp.concatenate(
+            [
+                jnp.concatenate([upper, jnp.zeros_like(upper)], axis=-1),
+                jnp.concatenate([corners, lower], axis=-1),
+            ],
+            axis=-2,
+        )
+    return found[..., 0, :size, :size]
 
 
 def _split(x: Array, size: int) -> Array:

@@ -21,14 +21,14 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Path(Encoding):
-    """PaTH attention (Yang et al. 2025, section 3): ``q_i^T H_i H_{i-1} ... H_{j+1} k_j / sqrt(D)``.
+    """PaTH (Yang et al. 2025, section 3): logits ``q_i^T H_i H_{i-1} ... H_{j+1} k_j / sqrt(D)``.
 
-    ``H_t = I - beta_t w_t w_t^T`` with, for each key/value head, ``beta = beta_max * sigmoid(x W + b)``
-    and ``w = z / sqrt(z^2 + eps)`` of ``z = silu(conv(x W_down W_up))``, ``x`` being what enters the
-    layer. Queries and keys are not rotated. Only for causal attention.
+    ``H_t = I - beta_t w_t w_t^T`` with, for each key/value head, ``w = z / sqrt(z^2 + eps)`` and
+    ``beta = beta_max * sigmoid(x W + b)``, of ``z = silu(conv(x W_down W_up))``, ``x`` being what
+    enters the layer. Queries and keys are not rotated. Only for causal attention.
 
-    In cached decoding each new token rewrites the keys of those before it, so that decoding token by
-    token attends as usual, by any implementation. Together with ``fox``, PaTH has a forget gate.
+    In cached decoding each new token rewrites the keys of those before it: so one token at a time
+    attends as usual, by any implementation. Together with ``fox``, PaTH has a forget gate.
 
     Attributes:
       rank: of the projection to ``z``; None: a full matrix.
@@ -151,7 +151,9 @@ def _logits_fn(
         queries = jnp.tile(rows.queries, groups)
         row_ids = None if ids is None else jnp.tile(jnp.take(ids, rows.queries, axis=1), groups)
         visible = rows.visible.any((0, 1, 2))
-        new = visible if layer.kept is None else lax.dynamic_slice_in_dim(visible, layer.index, time)
+        new = (
+            visible if layer.kept is None else lax.dynamic_slice_in_dim(visible, layer.index, time)
+        )
         new = jnp.pad(new, (0, -time % chunks.size)).reshape(-1, chunks.size).any(-1)
         # Behind all queries there is nothing to do, nor before all that they see.
         needed = lax.cummax(new.astype(jnp.int8)).astype(bool)
@@ -162,7 +164,9 @@ def _logits_fn(
         found, q = householder.products(chunks, q, queries, row_ids, needed)
         found = found[..., :time]
         if layer.cached_keys is not None:
-            old = householder.precise_einsum("bhrd,bhsd->bhrs", q, layer.cached_keys.astype(q.dtype))
+            old = householder.precise_einsum(
+                "bhrd,bhsd->bhrs", q, layer.cached_keys.astype(q.dtype)
+            )
             found = lax.dynamic_update_slice_in_dim(old, found, layer.index, axis=3)
         return found.reshape(logits.shape)
 
