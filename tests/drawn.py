@@ -212,6 +212,10 @@ OWN: dict[str, dict[tuple[str, ...], tuple[Any, ...]]] = {
         ("remainder",): (("none",), ("value",)),
     },
     "grape_additive": {("gate",): (("query_key",), ("key",))},
+    "path": {
+        ("rank", "taps"): ((3, 3), (None, 2), (2, 0)),
+        ("chunk",): ((3,), (64,), (1,), (2,)),
+    },
 }
 ONE_STATE_A_HEAD = ("tape_no_equivariance", "tape_mix_head_dim")
 
@@ -222,12 +226,13 @@ WHOLE = (*INDEXING, "t5")
 # These read the random stream "positions".
 DRAWING = ("random_rope", "abacus", "position_coupling")
 # These are refused where tokens see later ones.
-CAUSAL = ("cope", "grape_path", "stickbreaking")
+CAUSAL = ("cope", "grape_path", "stickbreaking", "path")
 # Moving all positions by a constant changes nothing for these.
 RELATIVE = (
     "none", "tape", "rope", "yarn", "xpos", "alibi", "t5", "abacus", "tape_place_weights", "fox",
     "kerple", "cope", "dape_kerple", "dape_alibi", "stickbreaking", "grape_additive",
     "selective_rope", "grape_m_ctx", "repo", "mapformer_wm", "mapformer_em", "position_coupling",
+    "path",
 )  # fmt: skip
 # The size of the learned table and the capacity of caches; positions of calls are smaller.
 LIMIT = 40

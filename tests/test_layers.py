@@ -381,7 +381,7 @@ def test_misuse_of_shifted_groups():
         trace(model, mutable=["maps"])
     with pytest.raises(ValueError, match=r"caches and attention maps need full attention"):
         trace(model, cache=init_cache(model, 1, 8))
-    for kind, what in (("fire", "bias"), ("cope", "logits_fn"), ("stickbreaking", "weights_fn")):
+    for kind, what in (("fire", "bias"), ("path", "logits_fn"), ("stickbreaking", "weights_fn")):
         model = small_model(kind, shifted_groups=2)
         variables = random_variables(model)
         with pytest.raises(ValueError, match=f"without {what}; got one"):

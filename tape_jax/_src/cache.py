@@ -32,7 +32,8 @@ class LayerCache:
     Heads come before time: so the products of a single query read it as it is.
 
     Attributes:
-      k: rotated keys ``[B, H_kv, S, D]`` (``M * R`` wide in tensor form).
+      k: rotated keys ``[B, H_kv, S, D]`` (``M * R`` wide in tensor form); in at least float32 where
+        the encoding rewrites them.
       v: values ``[B, H_kv, S, D]``.
       e: position states, ``[B, H_kv, S, D]`` or ``[B, H_kv, S, M, L, R]``; None unless attended.
       kept: what else the encoding keeps of each token, by name, ``[B, heads, S, ...]``.
@@ -100,7 +101,8 @@ def init_cache(
       model: the model that will use it.
       batch_size: number of sequences ``B``.
       capacity: number of slots ``S``.
-      dtype: type of keys and values; None: the model's compute type.
+      dtype: type of keys and values; None: the model's compute type. Keys that every new token
+        rewrites are kept in at least float32: they would be rounded as often.
       key: random key for encodings that draw; None: their fixed draw.
       length: for how many tokens random positions are drawn and dynamic scaling is fixed, an
         integer or one for each sequence ``[B]``; None: the capacity. Results agree with a full pass
@@ -223,8 +225,9 @@ def _layers_of(
         params = parameters(encoding.layer_params(config, updates=updates))
         state = jax.eval_shape(carried, start) if updates else start
         more = kept(encoding.layer_terms, params, q=q, k=head, state=state)
+        wide = algebra.at_least_float32(dtype)
         return LayerCache(
-            k=slots(shape(rotated.shape, dtype), n),
+            k=slots(shape(rotated.shape, wide if encoding.rewrites_keys else dtype), n),
             v=slots(head, n),
             e=slots(e, n) if keeps_state else None,
             kept={name: slots(x, n) for name, x in more.items()},
@@ -407,9 +410,13 @@ def with_entries(cache: LayerCache, new: LayerCache, index: Array | int) -> Laye
 def write_cache(
     cache: LayerCache, new: LayerCache, index: Array | int, *, axis: int = 2
 ) -> LayerCache:
-    """The cache with the slots from ``index`` on, along ``axis``, overwritten by ``new``."""
+    """The cache with the slots from ``index`` on, along ``axis``, overwritten by ``new``.
+
+    Of ``new`` keys may be all there are, rewritten ones.
+    """
 
     def put(old: Array, new: Array) -> Array:
+        # What is as long as the cache begins where it begins: indices are clamped.
         return jax.lax.dynamic_update_slice_in_dim(old, new, index, axis=axis)
 
     return jax.tree.map(put, cache, new)

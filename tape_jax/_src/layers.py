@@ -189,7 +189,7 @@ class Attention(nn.Module):
     """Multi-head attention over values and, where asked, over position states.
 
     Given a cache, it returns the new one or, inside a scan over layers, what the new tokens add to
-    it, ``[B, H_kv, T, ...]`` each.
+    it, ``[B, H_kv, T, ...]`` each, but all keys where the encoding rewrites them.
 
     Where the collection ``maps`` is mutable, the attention maps ``[..., T, H, S]`` are sown there.
 
@@ -236,11 +236,10 @@ class Attention(nn.Module):
             rewritten = seen
             if terms.rewritten_keys is not None:
                 keys = terms.rewritten_keys(seen.k)
-                rewritten = dataclasses.replace(seen, k=keys)
+                rewritten, new = (dataclasses.replace(one, k=keys) for one in (seen, new))
                 seen = rewritten if terms.logits_fn is None else seen
             # Returned from a scan, the cache would be copied as a whole.
-            in_scan = c.scan_layers and not self.encoding.rewrites_keys
-            cache = new if in_scan else rewritten
+            cache = new if c.scan_layers else rewritten
             seen = jax.tree.map(lambda x: x.swapaxes(1, 2), seen)
             k, v, e = seen.k, seen.v, seen.e
         options |= {

@@ -437,8 +437,7 @@ class Transformer(nn.Module):
                     block, carry = _gradients_at_once(block, self.variables["params"][name], carry)
                 carry, (new, entered) = block(**options, name=name)(carry, fixed, context, own)
                 if own is not None:
-                    whole = encoding.rewrites_keys
-                    own = new if whole else write_cache(own, new, context.index, axis=3)
+                    own = write_cache(own, new, context.index, axis=3)
             else:
                 own = jax.tree.map(lambda x: x[0], own)
                 carry, outputs = block(**options, name=name)(carry, fixed, context, own)

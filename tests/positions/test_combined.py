@@ -163,6 +163,14 @@ def test_options_make_it_again(kinds):
     assert create(json.loads(json.dumps(options_of(found)))) == found
 
 
+def test_coordinates_of_several_axes():
+    with pytest.raises(
+        ValueError, match=r"'alibi' reads one position a token, 'rope' has axes = 2"
+    ):
+        small_model(create("rope+alibi", axes=2))
+    small_model(create("rope+fox", axes=2))
+
+
 def test_one_is_no_combination():
     with pytest.raises(ValueError, match="two encodings or more"):
         Combined((positions.Rope(),))

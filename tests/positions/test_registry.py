@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tape_jax import ModelConfig, RopeScaling, positions
-from tape_jax._src.positions.creation import ALIASES
+from tape_jax._src.positions.creation import ALIASES, option_names
 from tape_jax._src.positions.protocol import check_indices, table_rows
 from tape_jax.positions import Encoding, Layer, Rope, Tape, Terms, create, registry
 
@@ -34,6 +34,7 @@ def test_the_registry_is_complete():
         "fire",
         "t5",
         "fox",
+        "path",
         "grape_additive",
         "grape_path",
         "cope",
@@ -165,5 +166,28 @@ def test_what_people_call_encodings_gets_a_suggestion(given, meant):
 
 
 def test_what_they_are_called_besides_are_encodings():
-    assert set(ALIASES.values()) <= set(registry)
+    assert {name for names in ALIASES.values() for name in names.split("+")} <= set(registry)
     assert not set(ALIASES) & set(registry)
+
+
+def test_one_name_for_several_encodings():
+    for name, meant in (("path_fox", "path+fox"), ("path_fox+alibi", "path+fox+alibi")):
+        encoding = create(name, scaled=True, rank=4)
+        assert encoding == create(meant, scaled=True, rank=4)
+        assert encoding == create({"kind": name, "scaled": True, "rank": 4})
+        assert encoding.kind == meant
+        assert encoding_type(name) is Combined
+        assert option_names(name) == option_names(meant)
+    with pytest.raises(ValueError, match=r"unknown field 'epss' of position encodings"):
+        create("path_fox", epss=1.0)
+
+
+def test_one_name_for_several_encodings():
+    for name, meant in (("path_fox", "path+fox"), ("path_fox+alibi", "path+fox+alibi")):
+        encoding = create(name, scaled=True, rank=4)
+        assert encoding == create(meant, scaled=True, rank=4)
+        assert encoding == create({"kind": name, "scaled": True, "rank": 4})
+        assert encoding.kind == meant
+        assert option_names(name) == option_names(meant)
+    with pytest.raises(ValueError, match=r"unknown field 'epss' of position encoding"):
+        create("path_fox", epss=1.0)

@@ -194,6 +194,22 @@ def _grape_path(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
     return Recorded(positions.GrapePath(width), same(path_kernel="W_p"))
 
 
+def _path(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    names = {"beta_kernel": "W_beta", "beta_bias": "b_beta"}
+    optional = {"w_kernel": "W_w", "w_down": "W_w1", "w_up": "W_w2", "w_taps": "conv_w"}
+    names |= {name: source for name, source in optional.items() if source in arrays}
+    rank = arrays["W_w1"].shape[1] if "W_w1" in arrays else None
+    taps = arrays["conv_w"].shape[1] if "conv_w" in arrays else 0
+    return Recorded(positions.Path(rank=rank, taps=taps), same(**names))
+
+
+def _path_fox(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    path, fox = _path(arrays, meta), _fox(arrays, meta)
+    gate = {f"fox_{name}": make for name, make in fox.params.items()}
+    encoding = positions.create([path.encoding, positions.Fox(scaled=True)])
+    return Recorded(encoding, path.params | gate)
+
+
 # By the file's name up to its last underscore: from the file's arrays and its ``meta``.
 ENCODINGS: dict[str, Source] = {
     "cope": _cope,
@@ -215,6 +231,8 @@ ENCODINGS: dict[str, Source] = {
     "stickbreaking": _stickbreaking,
     "stickbreaking_current": _stickbreaking,
     "stickbreaking_rem": _stickbreaking,
+    "path": _path,
+    "path_fox": _path_fox,
 }
 
 # Files of position ids, by their arrays.

@@ -112,8 +112,15 @@ class Combined(Encoding):
         return self._state.attends_state
 
     def check(self, config: ModelConfig) -> None:
+        axes = self.coordinate_axes
         for encoding in self.encodings:
             encoding.check(config)
+            reads_positions = {"bias", "embedding", "logits"} & set(encoding.acts_on)
+            require(
+                axes == 1 or encoding is self._state or not reads_positions,
+                f"{encoding.kind!r} reads one position a token, {self._state.kind!r} has axes = "
+                f"{axes}; got {self.kind!r}",
+            )
 
     def max_length(self) -> int | None:
         limits = [encoding.max_length() for encoding in self.encodings]

@@ -31,6 +31,7 @@ from tape_jax._src.positions.forget import Fox
 from tape_jax._src.positions.grape import GrapeAdditive, GrapePath
 from tape_jax._src.positions.grape_rotary import GrapeMultiplicative
 from tape_jax._src.positions.mapformer import MapFormerEM, MapFormerWM
+from tape_jax._src.positions.path import Path
 from tape_jax._src.positions.protocol import Encoding
 from tape_jax._src.positions.repo import Repo
 from tape_jax._src.positions.rotary import RandomRope, Rope, Xpos, Yarn
@@ -57,6 +58,7 @@ registry: dict[str, type[Encoding]] = {
         Fire,
         T5Bias,
         Fox,
+        Path,
         GrapeAdditive,
         GrapePath,
         Cope,
@@ -76,10 +78,11 @@ registry: dict[str, type[Encoding]] = {
 }
 
 
-# What else encodings are called.
+# What else encodings are called. The name of several is taken as it is.
 ALIASES = {
     "absolute": "learned",
     "nope": "none",
+    "path_fox": "path+fox",
     "randomized": "random_rope",
     "randrope": "random_rope",
     "relative": "t5",
@@ -99,7 +102,11 @@ def kinds(kind: Any) -> list[str]:
     Raises:
       ValueError: for an unknown one; the message names the nearest known one.
     """
-    names = kind.split("+") if isinstance(kind, str) else [kind]
+    names = [kind]
+    if isinstance(kind, str):
+        meant = (ALIASES.get(name, name) for name in kind.split("+"))
+        pairs = zip(kind.split("+"), meant, strict=True)
+        names = [one for name, m in pairs for one in (m.split("+") if "+" in m else [name])]
     for name in names:
         choose("position encoding", name, registry, ALIASES)
     return names
