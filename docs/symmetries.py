@@ -118,7 +118,7 @@ class Small:
     def turns(self) -> str:
         """Of all states by one phase per frequency, in tensor form by one orthogonal matrix."""
         encoding = self.model.encoding
-        if "state" not in encoding.acts_on and not encoding.kind.startswith("tape"):
+        if "state" not in encoding.acts_on:
             return ""
         _, record = self.model.apply(self.variables, self.tokens, return_states=True)
         if not jax.tree.leaves(record.position):
@@ -127,9 +127,11 @@ class Small:
         check = (
             testing.assert_orthogonal_equivariant if tensor else testing.assert_phase_equivariant
         )
-        start = record.position[0]
-        # Beside states there may be the places of tokens.
         states = [jax.tree.map(_is_float, state) for state in record.position]
+        start, is_state = record.position[0], states[0]
+        if not all(jax.tree.leaves(is_state)):
+            # The model itself puts the places of tokens beside the state.
+            start, is_state = start[0], True
 
         def run(state: Any) -> Any:
             options = {"initial_state": state, "return_states": True}
@@ -137,7 +139,7 @@ class Small:
             return logits, record.position
 
         return said(
-            holds(check, run, start, in_states=(states[0],), out_states=(False, tuple(states)))
+            holds(check, run, start, in_states=(is_state,), out_states=(False, tuple(states)))
         )
 
     def _turns_in_layers(self) -> bool:
