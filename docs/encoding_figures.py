@@ -2,9 +2,10 @@
 
 Run ``python -m docs.encoding_figures [--out FOLDER] [KIND ...]``; all of them take a few minutes.
 
-Each panel has the last layer of a small model with random parameters, nothing of which is trained:
-the logarithm of the weight that the last token gives to the one at a distance, less its mean. Thin
-lines are random texts. The thick line is a text that repeats one token, where content says nothing.
+Each panel has the last layer of a small model as it is initialised, but for the encoding's own
+parameters, to which noise is added. Shown is the logarithm of the weight that the last token gives
+to the one at a distance, less its mean. Thin lines are random texts; the thick line is a text that
+repeats one token, where content says nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 from matplotlib.figure import Figure
+from PIL import Image
 
 import tape_jax as tape
 from docs.figures import CONTENT, POSITION, new_figure
@@ -27,7 +30,7 @@ from tape_jax import positions, testing
 from tape_jax._src.files import write_atomically
 
 SIZES = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "intermediate_size": 128}
-LENGTH, TEXTS, HEAD, COLUMNS = 64, 3, 1, 5
+LENGTH, TEXTS, HEAD, COLUMNS = 64, 2, 1, 6
 NAME = "encodings.png"
 
 
@@ -42,7 +45,11 @@ def weights(model: tape.Transformer) -> np.ndarray:
     tokens = jnp.concatenate([random, jnp.full((1, LENGTH), DIGITS[0])])
     variables = model.init(jax.random.key(1), tokens)
     # What starts at zero would show nothing.
-    variables = testing.random_params(None, variables, std=0.15)
+    moved = flatten_dict(testing.random_params(None, variables, std=0.4)["params"], sep="/")
+    start = flatten_dict(variables["params"], sep="/")
+    own = {path for path, spec in model.parameters().items() if spec.role == "position"}
+    params = {path: (moved if path in own else start)[path] for path in start}
+    variables = {"params": unflatten_dict(params, sep="/")}
 
     @jax.jit
     def run(variables: Any) -> jax.Array:
@@ -56,7 +63,7 @@ def weights(model: tape.Transformer) -> np.ndarray:
 def draw(kinds: Sequence[str]) -> Figure:
     """A panel for each encoding."""
     rows = -(-len(kinds) // COLUMNS)
-    figure = new_figure(2.3 * COLUMNS, 1.55 * rows + 0.4)
+    figure = new_figure(2 * COLUMNS, 1.6 * rows + 0.4)
     grid = figure.subplots(rows, COLUMNS, sharex=True, squeeze=False).ravel()
     for axes, kind in zip(grid, kinds, strict=False):
         with np.errstate(divide="ignore"):
@@ -83,8 +90,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "images")
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
-    buffer = io.BytesIO()
-    draw(args.kinds or panels()).savefig(buffer, format="png", dpi=90)
+    drawn, buffer = io.BytesIO(), io.BytesIO()
+    draw(args.kinds or panels()).savefig(drawn, format="png", dpi=90)
+    # Few colours are a third of the bytes.
+    Image.open(drawn).convert("RGB").quantize(48).save(buffer, format="png", optimize=True)
     write_atomically(args.out / NAME, buffer.getvalue())
     print(args.out / NAME, len(buffer.getvalue()), "bytes")
 

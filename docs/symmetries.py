@@ -122,7 +122,7 @@ class Small:
             return ""
         _, record = self.model.apply(self.variables, self.tokens, return_states=True)
         if not jax.tree.leaves(record.position):
-            return said(self._turns_in_layers())
+            return self._turns_in_layers()
         tensor = getattr(encoding, "form", "rotary") == "tensor"
         check = (
             testing.assert_orthogonal_equivariant if tensor else testing.assert_phase_equivariant
@@ -142,14 +142,18 @@ class Small:
             holds(check, run, start, in_states=(is_state,), out_states=(False, tuple(states)))
         )
 
-    def _turns_in_layers(self) -> bool:
+    def _turns_in_layers(self) -> str:
         """For an encoding whose states are made by each layer: they are turned there."""
         config, encoding = self.model.config, self.model.encoding
+        made = []
 
         def logits(turn: jax.Array) -> jax.Array:
             class Turned(type(encoding)):  # type: ignore[misc]
                 def layer_terms(self, params: Any, layer: Any) -> positions.Terms:
                     terms = super().layer_terms(params, layer)
+                    if terms.state is None:
+                        return terms
+                    made.append(self)
                     return terms._replace(state=tape.rotate(terms.state, turn))
 
             turned = Turned(**vars(encoding))
@@ -158,7 +162,8 @@ class Small:
 
         none = tape.rotary_state(jnp.zeros(TIME), config.dim, dtype="float64")
         options = {"in_states": True, "out_states": False}
-        return holds(testing.assert_phase_equivariant, logits, none, **options)
+        equivariant = holds(testing.assert_phase_equivariant, logits, none, **options)
+        return said(equivariant) if made else ""
 
     def causal(self) -> str:
         """In the tokens by value, and in their embeddings by value and gradient."""
