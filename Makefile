@@ -5,6 +5,7 @@ PYTHON ?= $(firstword $(foreach p,$(CANDIDATES),$(if $(filter True,$(call suppor
 NEXT ?= python3.12
 VENV ?= .venv
 RUN ?= runs/addition_demo
+ENCODINGS ?= rope,fox,tape+alibi
 BIN := $(VENV)/bin
 DOCS_VENV ?= .venv-docs
 # Without its advertisement of another program.
@@ -14,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 # Large pages, on Linux, for the memory of a training step on a CPU (train/training/allocator.py).
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
-.PHONY: demo compare-demo extend-demo evidence evidence-quick test test-slow test-next faults lint \
+.PHONY: demo compare-demo arena-demo extend-demo evidence evidence-quick test test-slow test-next faults lint \
 	parity benchmarks docs docs-serve lock audit wheel clean
 
 demo: $(VENV)/.ready  ## train TAPE and RoPE on addition, and show what came out
@@ -23,6 +24,10 @@ demo: $(VENV)/.ready  ## train TAPE and RoPE on addition, and show what came out
 compare-demo: $(VENV)/.ready  ## train four encodings on bytes with three seeds each, and say who won
 	$(BIN)/python -m train.main compare --config=configs/bytes_demo.py --run=runs/bytes_demo \
 		--encodings=tape,rope,alibi,sinusoidal --seeds=3
+
+arena-demo: $(VENV)/.ready  ## the same of other encodings: make arena-demo ENCODINGS=rope,cope,tape+fox
+	$(BIN)/python -m train.main compare --config=configs/bytes_demo.py --run=runs/arena \
+		--encodings=$(ENCODINGS) --seeds=3
 
 extend-demo: $(VENV)/.ready  ## train a small model on 64 bytes, adapt it to 128 by every method
 	$(BIN)/python -m train.main train --config=configs/bytes_demo.py --run=runs/short --resume \

@@ -19,11 +19,13 @@ import pytest
 import yaml
 
 import tape_jax
+from docs import encoding_figures, symmetries
 from tape_jax import positions
 from tape_jax._src.attention import BACKENDS
 from tests import markdown
 from tests.models import random_variables, small_model
 from tests.modules import all_modules, public_modules
+from tests.selection import mostly_slow
 from train import experiment, main
 from train.commands import evidence
 from train.tasks import TASKS
@@ -347,6 +349,7 @@ def test_what_the_reference_shows_is_explained():
 def test_pictures_are_small():
     sizes = [path.stat().st_size for path in (ROOT / "docs" / "images").glob("idea_*.png")]
     assert 0 < sum(sizes) < 300_000
+    assert (ROOT / "docs" / "images" / encoding_figures.NAME).stat().st_size < 300_000
 
 
 @pytest.mark.slow
@@ -355,3 +358,24 @@ def test_pictures_can_be_drawn(tmp_path, capsys):
     drawn = {path.name for path in tmp_path.iterdir()}
     assert drawn == {path.name for path in (ROOT / "docs" / "images").glob("idea_*.png")}
     assert "nats per token" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_picture_of_encodings_can_be_drawn(tmp_path):
+    encoding_figures.main(["--out", str(tmp_path), "alibi", "stickbreaking", "tape"])
+    assert [path.name for path in tmp_path.iterdir()] == [encoding_figures.NAME]
+    assert set(encoding_figures.panels()) <= set(positions.registry)
+
+
+def test_table_of_encodings_is_of_the_registry():
+    page = read(symmetries.PAGE)
+    rows = symmetries.rows_of(page)
+    assert list(rows) == list(positions.registry), "python -m docs.symmetries writes it"
+    assert symmetries.with_rows(page, rows) == page
+    named = set(markdown.spans(page))
+    assert named >= set(positions.registry)
+
+
+@pytest.mark.parametrize("kind", mostly_slow(positions.registry, "fox", "stickbreaking"))
+def test_table_of_encodings_is_what_is_found(kind):
+    assert symmetries.rows_of(read(symmetries.PAGE))[kind] == symmetries.row(kind)
