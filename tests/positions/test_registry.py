@@ -176,18 +176,6 @@ def test_one_name_for_several_encodings():
         assert encoding == create(meant, scaled=True, rank=4)
         assert encoding == create({"kind": name, "scaled": True, "rank": 4})
         assert encoding.kind == meant
-        assert encoding_type(name) is Combined
-        assert option_names(name) == option_names(meant)
-    with pytest.raises(ValueError, match=r"unknown field 'epss' of position encodings"):
-        create("path_fox", epss=1.0)
-
-
-def test_one_name_for_several_encodings():
-    for name, meant in (("path_fox", "path+fox"), ("path_fox+alibi", "path+fox+alibi")):
-        encoding = create(name, scaled=True, rank=4)
-        assert encoding == create(meant, scaled=True, rank=4)
-        assert encoding == create({"kind": name, "scaled": True, "rank": 4})
-        assert encoding.kind == meant
         assert option_names(name) == option_names(meant)
     with pytest.raises(ValueError, match=r"unknown field 'epss' of position encoding"):
         create("path_fox", epss=1.0)
