@@ -14,7 +14,7 @@ from tape_jax._src.checks import choose, positive, require, set_field
 from tape_jax._src.config import ModelConfig
 from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.positions.protocol import Encoding, Param
-from tape_jax._src.positions.rotary import frequencies
+from tape_jax._src.positions.rotary import frequencies, state_at
 
 Array = jax.Array
 
@@ -24,16 +24,6 @@ EPS = 1e-6
 
 normal = jax.nn.initializers.normal(0.02)
 zeros = jax.nn.initializers.zeros
-
-
-def state_of(angles: Array) -> Array:
-    """The rotary state ``[..., D]`` of angles ``[..., D/2]``."""
-    return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
-
-
-def require_even(kind: str, config: ModelConfig) -> None:
-    """Raises ValueError unless the dimensions of a head are pairs."""
-    require(config.dim % 2 == 0, f"{kind}: the head dimension must be even; got {config.dim}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +78,6 @@ class SelectiveRope(Encoding):
         )
 
     def check(self, config: ModelConfig) -> None:
-        require_even(self.kind, config)
         require(
             config.hidden_size % config.kv_heads == 0,
             f"{self.kind}: each of the {config.kv_heads} key/value heads has its share of the "
@@ -161,7 +150,7 @@ class SelectiveRope(Encoding):
             phi = phi * gate[..., None]
         temperature = params.get("temperature", self.temperatures(layer.config.dim))
         angles = layer.running_sum("angle", phi) * jnp.asarray(temperature, layer.dtype)
-        return Terms(state=state_of(angles))
+        return Terms(state=state_at(angles))
 
 
 def _by_head(params, shares: Array, layer: Layer) -> Array:
@@ -169,5 +158,6 @@ def _by_head(params, shares: Array, layer: Layer) -> Array:
     kernel = params["phase_kernel"].astype(layer.dtype)
     length = jnp.sqrt(jnp.square(kernel).sum(-2, keepdims=True))
     scale = params["phase_scale"].astype(layer.dtype)[:, None, None]
-    kernel = (scale * kernel / jnp.maximum(length, 1e-12)).astype(shares.dtype)
-    return jnp.einsum("...he,hew->...hw", shares, kernel, preferred_element_type=layer.dtype)
+    kernel = scale * kernel / jnp.maximum(length, 1e-12)
+    # Not every backend has products of many small matrices in narrow types.
+    return jnp.einsum("...he,hew->...hw", shares.astype(layer.dtype), kernel)
