@@ -35,10 +35,10 @@ VARIANTS = {
 SUMMED = tuple(name for name in VARIANTS if not name.startswith("repo"))
 
 
-def config_of(encoding, dtype="float64", **options):
-    sizes = {"hidden_size": HIDDEN, "num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": D}
+def config_of(encoding, dtype="float64", kv_heads=KV_HEADS):
+    sizes = {"hidden_size": HIDDEN, "num_heads": HEADS, "num_kv_heads": kv_heads, "head_dim": D}
     return ModelConfig(
-        VOCAB, num_layers=2, position=encoding, dtype=dtype, param_dtype=dtype, **sizes, **options
+        VOCAB, num_layers=2, position=encoding, dtype=dtype, param_dtype=dtype, **sizes
     )
 
 
@@ -48,14 +48,14 @@ def drawn(specs, generator, dtype="float64"):
     }
 
 
-def inputs(encoding, dtype="float64", segment_ids=None, seed=0):
+def inputs(encoding, dtype="float64", segment_ids=None, kv_heads=KV_HEADS):
     """Parameters, and a layer that random numbers enter."""
-    config, generator = config_of(encoding, dtype), np.random.default_rng(seed)
+    config, generator = config_of(encoding, dtype, kv_heads), np.random.default_rng(0)
     params = drawn(encoding.input_params(config), generator, dtype)
     params |= drawn(encoding.layer_params(config, updates=True), generator, dtype)
     x, q, k = (
         jnp.asarray(generator.normal(size=(B, T, *tail)), dtype)
-        for tail in ((HIDDEN,), (HEADS, D), (KV_HEADS, D))
+        for tail in ((HIDDEN,), (HEADS, D), (kv_heads, D))
     )
     ids = None if segment_ids is None else jnp.asarray(segment_ids)
     return params, Layer(x, default_positions(T), ids, True, config, q=q, k=k)
@@ -98,7 +98,7 @@ def selective_angles(e, p, x):
         )
         if e.bias:
             step = step + np.exp(p["phase_bias"])
-        if e.gate:
+        if e.gate == "standard":
             step = step * sigmoid(xn @ p["gate_kernel"] + p["gate_bias"])[:, None]
         total = total + step
         found.append(total * temperature)
@@ -159,15 +159,16 @@ def test_states_are_those_of_the_formula(name, segments, x64):
     np.testing.assert_allclose(np.broadcast_to(found, expected.shape), expected, atol=1e-12)
 
 
-def test_episodic_memory_multiplies_content_and_place(x64):
+@pytest.mark.parametrize("kv_heads", [1, KV_HEADS, HEADS])
+def test_episodic_memory_multiplies_content_and_place(kv_heads, x64):
     """Logits by hand, for grouped heads."""
     encoding = VARIANTS["mapformer em"]
-    params, layer = inputs(encoding)
+    params, layer = inputs(encoding, kv_heads=kv_heads)
     own, keys = encoding.start_from_embeddings(params, layer)
     assert encoding.rotation((own, keys)) == (None, None)
     layer = dataclasses.replace(layer, state=(own, keys))
     terms = encoding.layer_terms(params, layer)
-    v = jnp.broadcast_to(jnp.eye(T)[:, None], (B, T, KV_HEADS, T))
+    v = jnp.broadcast_to(jnp.eye(T)[:, None], (B, T, kv_heads, T))
     found = tape.attention(layer.q, layer.k, v, is_causal=True, logits_fn=terms.logits_fn)[0]
 
     def turned(vector, state):
@@ -175,7 +176,7 @@ def test_episodic_memory_multiplies_content_and_place(x64):
         return np.concatenate([a * c - b * s, a * s + b * c])
 
     for b, i, h in np.ndindex(B, T, HEADS):
-        g = h // (HEADS // KV_HEADS)
+        g = h // (HEADS // kv_heads)
         logits = [
             (layer.q[b, i, h] @ layer.k[b, j, g] / np.sqrt(D))
             * (turned(params["q0"][h], own[b, i, g]) @ turned(params["k0"][g], own[b, j, g]))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tape_jax._src.algebra import repeat_heads, rotate
+from tape_jax._src.algebra import rotate
 from tape_jax._src.checks import positive, require, set_field
 from tape_jax._src.config import ModelConfig
 from tape_jax._src.positions.layer import Layer, Terms
@@ -133,7 +133,7 @@ class MapFormerEM(MapFormerWM):
             time = state.shape[-2] if state.ndim == 2 else state.shape[-3]
             shape = (*like.shape[:-3], time, *like.shape[-2:])
             found = rotate(jnp.broadcast_to(vectors.astype(q.dtype), shape), state)
-            found = repeat_heads(found, config.num_heads)
+            found = jnp.repeat(found, config.num_heads // found.shape[-2], axis=-2)
             return found.reshape(-1, time, *q.shape[-2:]).swapaxes(1, 2)
 
         q0 = rotated(params["q0"], state, q)

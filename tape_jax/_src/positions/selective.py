@@ -19,7 +19,7 @@ from tape_jax._src.positions.rotary import frequencies, state_at
 Array = jax.Array
 
 SPACINGS = ("rope", "rfa")
-GATES = (None, "standard")
+GATES = ("none", "standard")
 EPS = 1e-6
 
 normal = jax.nn.initializers.normal(0.02)
@@ -44,7 +44,7 @@ class SelectiveRope(Encoding):
       theta: as above; None: 500,000, for ``rfa`` 0.9.
       temperature: the largest one.
       learn_temperature: temperatures are learned, from these.
-      gate: None, or ``standard``: ``phi`` is multiplied by a gate for each head, a sigmoid of a
+      gate: ``none``; ``standard``: ``phi`` is multiplied by a gate for each head, a sigmoid of a
         projection.
       bias: ``exp(b)`` is added to ``phi``, with a learned ``b`` for each head and frequency.
     """
@@ -58,7 +58,7 @@ class SelectiveRope(Encoding):
     theta: float | None = None
     temperature: float = 1.0
     learn_temperature: bool = False
-    gate: str | None = None
+    gate: str = "none"
     bias: bool = False
 
     def __post_init__(self):
@@ -117,7 +117,7 @@ class SelectiveRope(Encoding):
             params["phase_up"] = Param((self.rank, heads * width), normal, (None, "kv_heads"))
         if self.bias:
             params["phase_bias"] = Param(by_head, zeros, ("kv_heads", None))
-        if self.gate is not None:
+        if self.gate != "none":
             params["gate_kernel"] = Param((hidden, heads), normal, ("embed", "kv_heads"))
             params["gate_bias"] = Param((heads,), zeros, ("kv_heads",))
         if self.learn_temperature:
@@ -144,7 +144,7 @@ class SelectiveRope(Encoding):
         phi = layer.convolution("phase", phi, taps)
         if self.bias:
             phi = phi + jnp.exp(params["phase_bias"].astype(layer.dtype))
-        if self.gate is not None:
+        if self.gate != "none":
             logits = layer.product(params["gate_kernel"], x)
             gate = jax.nn.sigmoid(logits + params["gate_bias"].astype(layer.dtype))
             phi = phi * gate[..., None]
