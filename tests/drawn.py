@@ -188,7 +188,7 @@ OWN: dict[str, dict[tuple[str, ...], tuple[Any, ...]]] = {
         ("attention_mix",): (("head_scale",), ("none",)),
     },
     "selective_rope": {
-        ("rank", "gate"): ((16, None), (None, "standard"), (3, "standard"), (None, None)),
+        ("rank", "gate"): ((16, "none"), (None, "standard"), (3, "standard"), (None, "none")),
         ("spacing", "learn_temperature"): (("rope", False), ("rfa", True)),
         ("taps", "bias"): ((4, False), (1, True), (2, False)),
     },

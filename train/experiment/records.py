@@ -171,7 +171,7 @@ def base_model(name: str) -> ModelConfig:
 
 
 def encoding_of(values: Any, task: Task | None = None) -> positions.Encoding:
-    """The encoding of a mapping with ``kind``; the task knows which tokens are digits."""
+    """The encoding of a mapping with ``kind``; the task knows how numbers are written."""
     values = position_fields(values)
     kind = values.pop("kind")
     known, given = option_names(kind), {}
@@ -180,10 +180,11 @@ def encoding_of(values: Any, task: Task | None = None) -> positions.Encoding:
         require_known(name, known, f"the encoding {kind!r}")
         cls, field = known[name]
         own[cls][field] = value
-    digits = getattr(task, "digit_ids", None)
+    writing = {"digits": getattr(task, "digit_ids", None), **getattr(task, "writing", {})}
     for cls, fields in own.items():
-        if "digits" in hints_of(cls) and digits:
-            fields.setdefault("digits", digits)
+        for name, value in writing.items():
+            if name in hints_of(cls) and value is not None:
+                fields.setdefault(name, value)
         given[cls] = build(cls, fields, "model.position", f"the encoding {cls.kind!r}")
     return create([given[encodings[name]] for name in kinds(kind)])
 

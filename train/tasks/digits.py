@@ -91,6 +91,12 @@ class DigitQuestions(QuestionTask):
         """Token ids of the digits 0..9, for encodings that count places inside a number."""
         return tuple(VOCABULARY.encode("0123456789"))
 
+    @property
+    def writing(self) -> dict[str, int | bool]:
+        """Fields of an encoding that couples the positions of numbers."""
+        plus, equals = VOCABULARY.encode("+=")
+        return {"plus": plus, "equals": equals, "reverse_operands": True}
+
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
         """The tokens as text, special ones by name."""
         return VOCABULARY.decode(tokens)

@@ -81,7 +81,7 @@ def _selective_rope(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
         theta=meta.get("temp_theta", meta.get("theta")),
         temperature=meta.get("temp_max", 1.0),
         learn_temperature=trained,
-        gate="standard" if "W_g" in arrays else None,
+        gate="standard" if "W_g" in arrays else "none",
         bias="phi_bias" in arrays,
     )
     names = {

@@ -13,8 +13,7 @@ from tape_jax._src.checks import choose, require
 from tape_jax._src.config import ModelConfig
 from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.positions.protocol import Encoding, Param
-from tape_jax._src.positions.rotary import frequencies
-from tape_jax._src.positions.selective import require_even, state_of
+from tape_jax._src.positions.rotary import frequencies, state_at
 
 STEPS = ("softplus", "sigmoid")
 
@@ -54,9 +53,6 @@ class GrapeMultiplicative(Encoding):
             value = getattr(self, name)
             require(value > 0, f"{self.kind}: {name} must be positive; got {value}")
 
-    def check(self, config: ModelConfig) -> None:
-        require_even(self.kind, config)
-
     def layer_params(self, config: ModelConfig, *, updates: bool):
         phases = config.kv_heads if self.per_head else 1
         axis = "kv_heads" if self.per_head else None
@@ -87,4 +83,4 @@ class GrapeMultiplicative(Encoding):
             steps = jax.nn.sigmoid(steps / self.sigmoid_scale)
         phase = layer.running_sum("phase", steps) - steps
         turns = jnp.exp(params["log_frequencies"].astype(layer.dtype))
-        return Terms(state=state_of(-phase[..., None] * turns))
+        return Terms(state=state_at(-phase[..., None] * turns))

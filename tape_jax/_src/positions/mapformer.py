@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tape_jax._src.algebra import repeat_heads, rotate
+from tape_jax._src.algebra import rotate
 from tape_jax._src.checks import positive, require, set_field
 from tape_jax._src.config import ModelConfig
 from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.positions.protocol import Encoding, Param, State
-from tape_jax._src.positions.selective import require_even, state_of
+from tape_jax._src.positions.rotary import state_at
 
 if TYPE_CHECKING:
     from tape_jax._src.attention import AttentionRows
@@ -49,9 +49,6 @@ class MapFormerWM(Encoding):
         set_field(self, "rank", positive(f"{self.kind}: rank", self.rank))
         require(self.grid > 0, f"{self.kind}: grid must be positive; got {self.grid}")
 
-    def check(self, config: ModelConfig) -> None:
-        require_even(self.kind, config)
-
     def frequencies(self, head_dim: int) -> np.ndarray:
         """The initial ``omega`` of a head, float64 ``[D/2]``."""
         planes = head_dim // 2
@@ -75,13 +72,13 @@ class MapFormerWM(Encoding):
         delta = delta.reshape(*delta.shape[:-1], *params["omega"].shape)
         return layer.running_sum("path", layer.tap("delta", delta))
 
-    def state_at(self, params, path: Array, layer: Layer) -> Array:
+    def state_of(self, params, path: Array, layer: Layer) -> Array:
         """The state ``[..., T, H, D]`` of tokens that are there."""
-        state = state_of(params["omega"].astype(path.dtype) * path)
+        state = state_at(params["omega"].astype(path.dtype) * path)
         return state.astype(layer.config.state_dtype or layer.dtype)
 
     def start_from_embeddings(self, params, layer: Layer) -> State:
-        return self.state_at(params, self.path(params, layer), layer)
+        return self.state_of(params, self.path(params, layer), layer)
 
     def rotation(self, state: State):
         return state, state
@@ -112,19 +109,19 @@ class MapFormerEM(MapFormerWM):
     def start_from_embeddings(self, params, layer: Layer) -> State:
         """The states of the new tokens and, a second array, of all keys."""
         path = self.path(params, layer)
-        state = self.state_at(params, path, layer)
+        state = self.state_of(params, path, layer)
         if layer.kept is None:
             return state, state
-        return state, self.state_at(params, layer.keep("path", path), layer)
+        return state, self.state_of(params, layer.keep("path", path), layer)
 
     def rotation(self, state: State):
         # Only q0 and k0 are rotated.
         return None, None
 
     def layer_terms(self, params, layer: Layer) -> Terms:
-        assert layer.q is not None
-        assert layer.k is not None
-        config, dtype = layer.config, layer.q.dtype
+        q, k, config = layer.q, layer.k, layer.config
+        assert q is not None
+        assert k is not None
         require(
             isinstance(layer.state, tuple) or layer.kept is None,
             f"{self.kind}: with a cache, an initial state is a pair, of the new tokens and of all "
@@ -135,15 +132,16 @@ class MapFormerEM(MapFormerWM):
         def rotated(vectors: Array, state: Array, like: Array) -> Array:
             time = state.shape[-2] if state.ndim == 2 else state.shape[-3]
             shape = (*like.shape[:-3], time, *like.shape[-2:])
-            found = rotate(jnp.broadcast_to(vectors.astype(dtype), shape), state)
-            return repeat_heads(found, config.num_heads).reshape(-1, time, *found.shape[-2:])
+            found = rotate(jnp.broadcast_to(vectors.astype(q.dtype), shape), state)
+            found = jnp.repeat(found, config.num_heads // found.shape[-2], axis=-2)
+            return found.reshape(-1, time, *q.shape[-2:]).swapaxes(1, 2)
 
-        q0 = rotated(params["q0"], state, layer.q)
-        k0 = rotated(params["k0"], keys, layer.k)
+        q0 = rotated(params["q0"], state, q)
+        k0 = rotated(params["k0"], keys, k)
 
         def logits_fn(logits: Array, rows: AttentionRows) -> Array:
             places = jnp.einsum(
-                "bqhd,bkhd->bhqk", q0[:, rows.queries], k0, preferred_element_type=logits.dtype
+                "bhqd,bhkd->bhqk", q0[:, :, rows.queries], k0, preferred_element_type=logits.dtype
             )
             return logits * (places * config.dim**-0.5)
 

@@ -12,8 +12,7 @@ from tape_jax._src.checks import choose, positive, require, set_field
 from tape_jax._src.config import ModelConfig
 from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.positions.protocol import Encoding, Param, State
-from tape_jax._src.positions.rotary import Rope, frequencies
-from tape_jax._src.positions.selective import require_even, state_of
+from tape_jax._src.positions.rotary import Rope, frequencies, state_at
 
 FORMS = ("swiglu", "linear")
 
@@ -51,7 +50,6 @@ class Repo(Encoding):
         )
 
     def check(self, config: ModelConfig) -> None:
-        require_even(self.kind, config)
         require(
             self.first_layer < config.num_layers,
             f"repo: no layer would choose positions: first_layer = {self.first_layer} of "
@@ -103,4 +101,4 @@ class Repo(Encoding):
             places = layer.product(params["place_kernel"], gate * content)
         places = layer.tap("pos", places)
         turns = jnp.asarray(frequencies(layer.config.dim, self.base), layer.dtype)
-        return Terms(state=state_of(places[..., None] * turns))
+        return Terms(state=state_at(places[..., None] * turns))

@@ -161,6 +161,11 @@ def angles(
     return jnp.concatenate(parts, axis=-1)
 
 
+def state_at(angles: Array) -> Array:
+    """The rotary state ``[..., D]`` of angles ``[..., D/2]``."""
+    return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
+
+
 def rotary_state(
     positions: Array,
     head_dim: int,
@@ -206,8 +211,7 @@ def rotary_state(
         log_stretch=log_stretch,
         dtype=dtype,
     )
-    e = jnp.concatenate([jnp.cos(theta), jnp.sin(theta)], axis=-1)
-    e = e * (scaling or RopeScaling()).state_magnitude
+    e = state_at(theta) * (scaling or RopeScaling()).state_magnitude
     return e.astype(algebra.float_type(dtype))
 
 

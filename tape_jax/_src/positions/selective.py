@@ -14,26 +14,16 @@ from tape_jax._src.checks import choose, positive, require, set_field
 from tape_jax._src.config import ModelConfig
 from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.positions.protocol import Encoding, Param
-from tape_jax._src.positions.rotary import frequencies
+from tape_jax._src.positions.rotary import frequencies, state_at
 
 Array = jax.Array
 
 SPACINGS = ("rope", "rfa")
-GATES = (None, "standard")
+GATES = ("none", "standard")
 EPS = 1e-6
 
 normal = jax.nn.initializers.normal(0.02)
 zeros = jax.nn.initializers.zeros
-
-
-def state_of(angles: Array) -> Array:
-    """The rotary state ``[..., D]`` of angles ``[..., D/2]``."""
-    return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
-
-
-def require_even(kind: str, config: ModelConfig) -> None:
-    """Raises ValueError unless the dimensions of a head are pairs."""
-    require(config.dim % 2 == 0, f"{kind}: the head dimension must be even; got {config.dim}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +44,7 @@ class SelectiveRope(Encoding):
       theta: as above; None: 500,000, for ``rfa`` 0.9.
       temperature: the largest one.
       learn_temperature: temperatures are learned, from these.
-      gate: None, or ``standard``: ``phi`` is multiplied by a gate for each head, a sigmoid of a
+      gate: ``none``; ``standard``: ``phi`` is multiplied by a gate for each head, a sigmoid of a
         projection.
       bias: ``exp(b)`` is added to ``phi``, with a learned ``b`` for each head and frequency.
     """
@@ -68,7 +58,7 @@ class SelectiveRope(Encoding):
     theta: float | None = None
     temperature: float = 1.0
     learn_temperature: bool = False
-    gate: str | None = None
+    gate: str = "none"
     bias: bool = False
 
     def __post_init__(self):
@@ -88,7 +78,6 @@ class SelectiveRope(Encoding):
         )
 
     def check(self, config: ModelConfig) -> None:
-        require_even(self.kind, config)
         require(
             config.hidden_size % config.kv_heads == 0,
             f"{self.kind}: each of the {config.kv_heads} key/value heads has its share of the "
@@ -128,7 +117,7 @@ class SelectiveRope(Encoding):
             params["phase_up"] = Param((self.rank, heads * width), normal, (None, "kv_heads"))
         if self.bias:
             params["phase_bias"] = Param(by_head, zeros, ("kv_heads", None))
-        if self.gate is not None:
+        if self.gate != "none":
             params["gate_kernel"] = Param((hidden, heads), normal, ("embed", "kv_heads"))
             params["gate_bias"] = Param((heads,), zeros, ("kv_heads",))
         if self.learn_temperature:
@@ -155,13 +144,13 @@ class SelectiveRope(Encoding):
         phi = layer.convolution("phase", phi, taps)
         if self.bias:
             phi = phi + jnp.exp(params["phase_bias"].astype(layer.dtype))
-        if self.gate is not None:
+        if self.gate != "none":
             logits = layer.product(params["gate_kernel"], x)
             gate = jax.nn.sigmoid(logits + params["gate_bias"].astype(layer.dtype))
             phi = phi * gate[..., None]
         temperature = params.get("temperature", self.temperatures(layer.config.dim))
         angles = layer.running_sum("angle", phi) * jnp.asarray(temperature, layer.dtype)
-        return Terms(state=state_of(angles))
+        return Terms(state=state_at(angles))
 
 
 def _by_head(params, shares: Array, layer: Layer) -> Array:
@@ -169,5 +158,6 @@ def _by_head(params, shares: Array, layer: Layer) -> Array:
     kernel = params["phase_kernel"].astype(layer.dtype)
     length = jnp.sqrt(jnp.square(kernel).sum(-2, keepdims=True))
     scale = params["phase_scale"].astype(layer.dtype)[:, None, None]
-    kernel = (scale * kernel / jnp.maximum(length, 1e-12)).astype(shares.dtype)
-    return jnp.einsum("...he,hew->...hw", shares, kernel, preferred_element_type=layer.dtype)
+    kernel = scale * kernel / jnp.maximum(length, 1e-12)
+    # Not every backend has products of many small matrices in narrow types.
+    return jnp.einsum("...he,hew->...hw", shares.astype(layer.dtype), kernel)

@@ -129,8 +129,11 @@ def test_every_field_of_every_group_can_be_given(file):
 
 @pytest.mark.parametrize("kind", positions.registry)
 def test_every_option_of_every_encoding_can_be_given(file, kind):
-    digits = {"digits": (4, 5)} if kind == "abacus" else {}
-    encoding = positions.create(kind, **digits)
+    needed = {
+        "abacus": {"digits": (4, 5)},
+        "position_coupling": {"digits": (4, 5), "plus": 6, "equals": 7},
+    }
+    encoding = positions.create(kind, **needed.get(kind, {}))
     given = [f"--config.model.position.kind={kind}"]
     for field in dataclasses.fields(encoding):
         value = getattr(encoding, field.name)
@@ -202,6 +205,10 @@ def test_experts_are_a_group_of_their_own(file, tmp_path):
 def test_digits_come_from_the_task(file):
     e = from_file(file, ["--config.model.position.kind=abacus"], report=lambda _: None)
     assert e.model.position.digits == e.task.digit_ids
+    coupled = ["--config.model.position.kind=position_coupling"]
+    position = from_file(file, coupled, report=lambda _: None).model.position
+    assert e.task.decode([*position.digits, position.plus, position.equals]) == "0123456789+="
+    assert position.reverse_operands
 
 
 @pytest.mark.parametrize(
