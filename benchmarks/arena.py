@@ -24,14 +24,15 @@ from pathlib import Path
 
 import jax
 
-from benchmarks.table import markdown, mebibytes, ratio
+from benchmarks.table import mebibytes, ratio
 from benchmarks.train_step import PRESETS
 from tape_jax import ModelConfig, Transformer, positions
+from tape_jax._src.table import markdown
+from tape_jax._src.timing import describe_device
 from train.analysis import ahead_of_time
 from train.analysis.memory import Memory
 from train.analysis.operations import matrix_operations
 from train.analysis.step_cost import StepMeasurement, TrainingStep, again, measure
-from train.analysis.timing import describe_device
 
 # Beside the registry: combinations that are asked for most.
 COMBINATIONS = ("rope+alibi", "tape+alibi", "tape+fox")

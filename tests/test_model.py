@@ -866,8 +866,8 @@ def test_attention_plan(scan_layers):
         ["layers_0", "layers_2"] if scan_layers else ["layers_0", "layers_1", "layers_2"]
     )
     assert {plan.implementation for plan in plans.values()} == {"reference"}
-    ids = jax.ShapeDtypeStruct((2, 2048), jnp.int32)
-    (plan,) = set(map(str, model.attention_plan(2, 2048, segment_ids=ids).values()))
+    ids = jax.ShapeDtypeStruct((2, 8192), jnp.int32)
+    (plan,) = set(map(str, model.attention_plan(2, 8192, segment_ids=ids).values()))
     assert "implementation='chunked'" in plan
 
 
