@@ -143,7 +143,9 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("segments", [None, PACKED], ids=["one segment", "packed"])
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name", mostly_slow(VARIANTS, "selective", "grape", "repo", "mapformer em")
+)
 def test_states_are_those_of_the_formula(name, segments, x64):
     encoding = VARIANTS[name]
     params, layer = inputs(encoding, segment_ids=segments)

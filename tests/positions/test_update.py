@@ -15,6 +15,7 @@ from tape_jax.positions import SeparateCosSin, Tape
 from tape_jax.sharding import ShardingConfig
 from tests.arrays import normal
 from tests.attention.lowering import lowered
+from tests.selection import mostly_slow
 
 HIDDEN = 5
 UNROLLED = {"implementation": "unrolled"}
@@ -28,6 +29,9 @@ CASES = {
     "matrix of like heads": (3, 3, "heads", "rms", 12),
     "nothing attended": (3, 3, "none", "none", 8),
 }
+
+
+KERNEL_CASES = [(case, dtype) for case in CASES for dtype in ("float32", "bfloat16")]
 
 
 def arguments(case, dtype="float64", *, batch=(2,), time=11, alpha=0.7):
@@ -101,8 +105,7 @@ def test_activations(x64, activation):
     assert_near(run(**UNROLLED), run(implementation="reference"), 1e-13)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "dtype"), mostly_slow(KERNEL_CASES, *KERNEL_CASES[:3]))
 def test_kernels(case, dtype):
     args, d_out = arguments(case, dtype)
     got = result_and_gradients(args, d_out, CASES[case][3], **PALLAS)
@@ -181,6 +184,7 @@ def test_kept_for_the_backward_pass():
         assert bool(matrices) == (name == "reference")
 
 
+@pytest.mark.slow
 def test_derivatives_of_second_order(x64):
     (params, e, a, x, alpha), _ = arguments("grouped", time=2)
 
@@ -308,8 +312,8 @@ class TestModel:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("norm", ["none", "rms", "unit"])
-@pytest.mark.parametrize("mix", ["head_scale", "heads"])
+@pytest.mark.parametrize("norm", mostly_slow(["none", "rms", "unit"], "rms"))
+@pytest.mark.parametrize("mix", mostly_slow(["head_scale", "heads"], "heads"))
 def test_lowers_to_cuda(monkeypatch, mix, norm, dtype):
     """One kernel each way; nothing of the size of the matrices is made beside them."""
     monkeypatch.setattr(devices, "compute_capability", lambda: (9, 0))
