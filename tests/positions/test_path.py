@@ -80,7 +80,7 @@ def attend(q, k, v, w, beta, ids, chunk, implementation=None, **options):
 
 
 @dataclasses.dataclass(frozen=True)
-class Given(positions.Path):
+class Given(positions.PathAttention):
     """PaTH with ``w`` and ``beta`` themselves as its parameters."""
 
     def vectors(self, params, layer):
@@ -326,7 +326,7 @@ def test_parameters():
     config = model_of("path", num_layers=1).config
 
     def shapes(**options):
-        specs = positions.Path(**options).layer_params(config, updates=False)
+        specs = positions.PathAttention(**options).layer_params(config, updates=False)
         return {name: spec.shape for name, spec in specs.items()}
 
     beta = {"beta_kernel": (16, 2), "beta_bias": (2,)}
@@ -346,7 +346,7 @@ def test_parameters():
 )
 def test_wrong_options(options, words):
     with pytest.raises(ValueError, match=words):
-        positions.Path(**options)
+        positions.PathAttention(**options)
 
 
 def test_wrong_calls():

@@ -200,7 +200,7 @@ def _path(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
     names |= {name: source for name, source in optional.items() if source in arrays}
     rank = arrays["W_w1"].shape[1] if "W_w1" in arrays else None
     taps = arrays["conv_w"].shape[1] if "conv_w" in arrays else 0
-    return Recorded(positions.Path(rank=rank, taps=taps), same(**names))
+    return Recorded(positions.PathAttention(rank=rank, taps=taps), same(**names))
 
 
 def _path_fox(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:

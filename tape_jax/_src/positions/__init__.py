@@ -19,7 +19,7 @@ from tape_jax._src.positions.grape import GrapeAdditive, GrapePath
 from tape_jax._src.positions.grape_rotary import GrapeMultiplicative
 from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.positions.mapformer import MapFormerEM, MapFormerWM
-from tape_jax._src.positions.path import Path
+from tape_jax._src.positions.path import PathAttention
 from tape_jax._src.positions.protocol import Encoding, Param
 from tape_jax._src.positions.repo import Repo
 from tape_jax._src.positions.rotary import RandomRope, Rope, Xpos, Yarn, rotary_state
@@ -49,7 +49,7 @@ __all__ = [
     "MixHeadDim",
     "NoEquivariance",
     "Param",
-    "Path",
+    "PathAttention",
     "PlaceWeights",
     "PositionCoupling",
     "RandomRope",

@@ -31,7 +31,7 @@ from tape_jax._src.positions.forget import Fox
 from tape_jax._src.positions.grape import GrapeAdditive, GrapePath
 from tape_jax._src.positions.grape_rotary import GrapeMultiplicative
 from tape_jax._src.positions.mapformer import MapFormerEM, MapFormerWM
-from tape_jax._src.positions.path import Path
+from tape_jax._src.positions.path import PathAttention
 from tape_jax._src.positions.protocol import Encoding
 from tape_jax._src.positions.repo import Repo
 from tape_jax._src.positions.rotary import RandomRope, Rope, Xpos, Yarn
@@ -58,7 +58,7 @@ registry: dict[str, type[Encoding]] = {
         Fire,
         T5Bias,
         Fox,
-        Path,
+        PathAttention,
         GrapeAdditive,
         GrapePath,
         Cope,

@@ -20,7 +20,7 @@ Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
-class Path(Encoding):
+class PathAttention(Encoding):
     """PaTH (Yang et al. 2025, section 3): logits ``q_i^T H_i H_{i-1} ... H_{j+1} k_j / sqrt(D)``.
 
     ``H_t = I - beta_t w_t w_t^T`` with, for each key/value head, ``w = z / sqrt(z^2 + eps)`` and
