@@ -50,6 +50,7 @@ ONE_OF_EACH = (
     "abacus",
     "t5",
     "fire",
+    "fox",
 )
 
 

@@ -176,6 +176,7 @@ def test_vmap_and_donated_arrays(backend):
     assert_close(donated(*map(jnp.copy, (q, k, v, e, decay))), want, 1e-5)
 
 
+@pytest.mark.slow
 def test_second_derivatives_of_reference(x64):
     """Those of the sum of the gates, through the queries' decay too, are those of a bias."""
     q, k, v, _ = (x.astype(jnp.float64) for x in qkve(6, heads=1, kv_heads=1, batch=1, dim=4))
@@ -251,6 +252,7 @@ def test_lowers_to_cuda(x64):
         assert lowered("cuda", backward, q, kv, kv, decay).count(call) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [1, 4])
 def test_shifted_groups(heads):
     """Each half of the heads attends inside of its own groups, which segment ids can say too."""

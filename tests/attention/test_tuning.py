@@ -253,6 +253,7 @@ def test_errors_are_of_rows():
     assert measure.row_error(got, wanted) == np.inf
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on(monkeypatch):
     """Each case is written at once; what is there is not measured again, unless asked."""
     shapes = [SHAPE, dataclasses.replace(SHAPE, state=False)]

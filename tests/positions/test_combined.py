@@ -39,6 +39,7 @@ def batch(seed=0, time=17):
     return tokens, ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", mostly_slow(COMBINATIONS, "tape+fox"))
 def test_decoding_in_chunks_is_the_full_pass(kinds):
     with jax.enable_x64(True):
@@ -96,6 +97,7 @@ def test_alibi_beside_rope_is_the_bias_of_its_paper(is_causal):
         chex.assert_trees_all_close(got, want, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_learned_slopes_from_zero_leave_the_base_as_it_is():
     model = small_model(create("rope+alibi", slopes="learned_from_zero"))
     tokens = jnp.asarray(batch()[0])

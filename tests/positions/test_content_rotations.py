@@ -189,6 +189,7 @@ def test_episodic_memory_multiplies_content_and_place(kv_heads, x64):
         np.testing.assert_allclose(found[b, i, h, : i + 1], weights, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(VARIANTS, "selective full"))
 def test_cached_passes_equal_the_full_pass(name, x64):
     """In chunks and steps, behind padding, in packed and interleaved segments, by grouped heads."""

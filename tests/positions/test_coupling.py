@@ -72,6 +72,7 @@ def by_hand(text, reverse_operands):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reverse_operands", [False, True])
 def test_ids_of_random_rows_and_segments(reverse_operands):
     generator = np.random.default_rng(0)
@@ -125,6 +126,7 @@ def test_what_has_no_id_is_refused_or_nan(text, options, words):
         np.testing.assert_array_equal(jnp.isnan(got), (ids < 0) | (ids >= limit))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(["reversed", "plain"], "plain"))
 def test_decoding_goes_on_behind_a_prompt(name, x64):
     """Answers are written token by token; a prompt may not be cut within a number."""

@@ -85,6 +85,7 @@ def test_gradients_reach_gates_block_by_block(gate, x64):
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-12), found, want)
 
 
+@pytest.mark.slow
 def test_no_direction_has_a_finite_gradient():
     pairs = drawn(GrapeAdditive())
     arrays = {name: jnp.asarray(x, jnp.float32) for name, x in pairs.arrays.items()}
