@@ -250,12 +250,7 @@ class Attention(nn.Module):
             "segment_ids": context.segment_ids,
             "mask": context.mask,
             "local_window_size": c.local_window_size,
-            "bias": terms.bias,
-            **{
-                name: value
-                for name, value in terms._asdict().items()
-                if name in ("log_decay", "logits_fn", "weights_fn") and value is not None
-            },
+            **terms.keywords(),
         }
         attend: Callable[..., tuple[Array, Array | None]] = attention
         wants_maps = self.is_mutable_collection("maps") and not self.is_initializing()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,22 @@ def side_by_side(function: Callable[..., Array], segment_ids: Array, *arrays: Ar
 
     found = function(*(take(x, order) for x in (segment_ids, *arrays)))
     return take(found, jnp.argsort(order, axis=axis))
+
+
+def running(function: Callable[[Array, Array], Array], begins: Array, x: Array, axis: int) -> Array:
+    """``function`` accumulated along ``axis``, an associative one, anew wherever one begins.
+
+    Args:
+      function: of two arrays, such as their sum.
+      begins: booleans that broadcast to ``x``.
+      x: any shape.
+      axis: of time.
+    """
+
+    def join(a: Sequence[Array], b: Sequence[Array]) -> tuple[Array, Array]:
+        return a[0] | b[0], jnp.where(b[0], b[1], function(a[1], b[1]))
+
+    return jax.lax.associative_scan(join, (begins, x), axis=axis)[1]
 
 
 def steps_since(begins: Array) -> Array:

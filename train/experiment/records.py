@@ -12,7 +12,7 @@ from typing import Any
 from tape_jax import positions
 from tape_jax._src.checks import choose, require
 from tape_jax._src.config import ModelConfig
-from tape_jax._src.positions.creation import create, kinds, option_names, options_of
+from tape_jax._src.positions.creation import create, kinds, option_names, options_of, with_options
 from tape_jax._src.positions.creation import registry as encodings
 from tape_jax.pretrained import pretrained_config
 from tape_jax.sharding import ShardingConfig
@@ -174,19 +174,17 @@ def encoding_of(values: Any, task: Task | None = None) -> positions.Encoding:
     """The encoding of a mapping with ``kind``; the task knows how numbers are written."""
     values = position_fields(values)
     kind = values.pop("kind")
-    known, given = option_names(kind), {}
-    own: dict[type, dict[str, Any]] = {encodings[name]: {} for name in kinds(kind)}
-    for name, value in values.items():
+    known = option_names(kind)
+    for name in values:
         require_known(name, known, f"the encoding {kind!r}")
-        cls, field = known[name]
-        own[cls][field] = value
     writing = {"digits": getattr(task, "digit_ids", None), **getattr(task, "writing", {})}
-    for cls, fields in own.items():
-        for name, value in writing.items():
-            if name in hints_of(cls) and value is not None:
-                fields.setdefault(name, value)
-        given[cls] = build(cls, fields, "model.position", f"the encoding {cls.kind!r}")
-    return create([given[encodings[name]] for name in kinds(kind)])
+    made = []
+    for cls, fields in with_options([(encodings[name], {}) for name in kinds(kind)], values):
+        hints = hints_of(cls)
+        told = {n: value for n, value in writing.items() if n in hints and value is not None}
+        what = f"the encoding {cls.kind!r}"
+        made.append(build(cls, {**told, **fields}, "model.position", what))
+    return create(made)
 
 
 def position_fields(values: Any) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def attend(
     arrays = Arrays(
         q=to_rows(pad(q, blocks.block_q, axis=1), request.kv_heads, blocks.block_q),
         k=pad(k.transpose(0, 2, 1, 3), blocks.block_k, axis=2),
-        values=pad(_values(request), blocks.block_k, axis=2),
+        values=pad(request.values().transpose(0, 2, 1, 3), blocks.block_k, axis=2),
         bias=source,
         segments=_padded_segments(request, blocks),
         mask=None if request.mask is None else _padded_pairs(request.mask, blocks),
@@ -203,15 +203,6 @@ class Arrays(NamedTuple):
     segments: tuple[Array, Array] | None
     mask: Array | None
     offset: Any
-
-
-def _values(request: Request) -> Array:
-    """``[v | e]``, ``[B, Hk, S, Dv + De]`` in the compute type."""
-    parts = [request.v.astype(request.compute_dtype)]
-    state = request.attended_state()
-    if state is not None:
-        parts.append(jnp.broadcast_to(state, (*request.v.shape[:-1], state.shape[-1])))
-    return jnp.concatenate(parts, axis=-1).transpose(0, 2, 1, 3)
 
 
 def _block_bias(request: Request, blocks: Blocks, offset: Array) -> tuple[BlockBias | None, Any]:

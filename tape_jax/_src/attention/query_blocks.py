@@ -61,10 +61,7 @@ def attend(request: Request, *, block_q: int | None = None) -> tuple[Array, Arra
     """
     require(block_q is None or block_q >= 1, f"block_q must be at least 1; got {block_q}")
     q, k = request.rotated()
-    v, e = request.v.astype(request.compute_dtype), request.attended_state()
-    width = v.shape[-1]
-    if e is not None:
-        v = jnp.concatenate([v, jnp.broadcast_to(e, (*v.shape[:-1], e.shape[-1]))], axis=-1)
+    v, width = request.values(), request.v.shape[-1]
     # CPUs have no products of shorter types, and gradients of keys are sums over blocks.
     q, k, v = (x.astype(request.accumulator_dtype) for x in (q, k, v))
     request = dataclasses.replace(request, q=q, k=k, v=v, state=None, query_state=None)
@@ -72,7 +69,7 @@ def attend(request: Request, *, block_q: int | None = None) -> tuple[Array, Arra
     ends = [min(start + size, time) for start in range(0, time, size)]
     parts = [_block(request, start, end) for start, end in zip([0, *ends], ends, strict=False)]
     out = jnp.concatenate(parts, axis=1)
-    return out[..., :width], None if e is None else out[..., width:]
+    return out[..., :width], None if out.shape[-1] == width else out[..., width:]
 
 
 def _block(request: Request, start: int, end: int) -> Array:

@@ -150,6 +150,14 @@ class Request:
             return None
         return self.state.reshape(*self.state.shape[:3], -1).astype(self.compute_dtype)
 
+    def values(self) -> Array:
+        """``[v | e]`` in the compute type, ``[B, S, Hk, Dv + De]``; ``De = 0`` without a state."""
+        values, state = self.v.astype(self.compute_dtype), self.attended_state()
+        if state is None:
+            return values
+        state = jnp.broadcast_to(state, (*values.shape[:-1], state.shape[-1]))
+        return jnp.concatenate([values, state], axis=-1)
+
 
 def refuse_rows(request: Request) -> None:
     """Raises NotImplementedError where a call needs whole rows of logits."""

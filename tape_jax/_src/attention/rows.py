@@ -45,9 +45,7 @@ def attend(request: Request, *, block_q: int | None = None) -> tuple[Array, Arra
     time = request.query_length
     size = min(block_q or _block_length(request), time)
     q, k = request.rotated()
-    request = dataclasses.replace(
-        request, q=q, k=k, query_state=None, keys_rotated=True, scale=request.scale
-    )
+    request = dataclasses.replace(request, q=q, k=k, query_state=None, keys_rotated=True)
 
     @jax.checkpoint
     def block(start: Array) -> Any:

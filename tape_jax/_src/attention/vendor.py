@@ -200,16 +200,12 @@ class Vendor:
         """
         call = self._checked(request)
         q, k = request.rotated()
-        values, state = request.v.astype(request.compute_dtype), request.attended_state()
-        if state is not None:
-            state = jnp.broadcast_to(state, (*values.shape[:-1], state.shape[-1]))
-            values = jnp.concatenate([values, state], axis=-1)
-        args = {"q": q, "k": k, "values": values}
+        args = {"q": q, "k": k, "values": request.values()}
         if request.segments is not None:
             args["query_ids"], args["key_ids"] = request.segments
         out = _attend_compiled(self, call, args)
         width = call.widths[0]
-        return out[..., :width], None if state is None else out[..., width:]
+        return out[..., :width], None if out.shape[-1] == width else out[..., width:]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

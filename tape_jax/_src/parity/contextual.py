@@ -25,7 +25,7 @@ from tape_jax._src.config import ModelConfig
 from tape_jax._src.parity import coupled_positions
 from tape_jax._src.parity.deviations import Deviation, deviation
 from tape_jax._src.positions.bias import alibi_slopes
-from tape_jax._src.positions.layer import Layer, Terms
+from tape_jax._src.positions.layer import Layer
 from tape_jax._src.positions.protocol import Encoding, default_positions
 
 Array = jax.Array
@@ -331,10 +331,10 @@ def _run(recorded: Recorded, fixed: Arrays, inputs: Arrays, taps: Arrays) -> tup
     if rotations[0] is not None and rotations[1] is not None:
         q, k = rotate(q, rotations[0]), rotate(k, rotations[1])
     q, k = layer.tap("q_rot", q), layer.tap("k_rot", k)
-    options = _of_attention(terms)
+    options = terms.keywords()
     weights = options
     if recorded.att_of is not None:
-        weights = _of_attention(recorded.att_of.layer_terms(params, layer))
+        weights = recorded.att_of.layer_terms(params, layer).keywords()
     attend = functools.partial(
         attention, q, k, is_causal=True, implementation="reference", scale=dim**-0.5
     )
@@ -356,12 +356,6 @@ def _run(recorded: Recorded, fixed: Arrays, inputs: Arrays, taps: Arrays) -> tup
     if states:
         found |= dict(zip(("cos", "sin"), jnp.split(states[0], 2, axis=-1), strict=True))
     return attend(v, **options)[0], {**found, **layer.tapped}
-
-
-def _of_attention(terms: Terms) -> dict[str, Any]:
-    """What :func:`tape_jax.attention` takes of them, by its keywords."""
-    names = ("bias", "log_decay", "logits_fn", "weights_fn")
-    return {name: getattr(terms, name) for name in names}
 
 
 def _all_pairs(q: Array, k: Array) -> Array:

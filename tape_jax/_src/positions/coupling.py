@@ -9,12 +9,11 @@ from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from tape_jax._src.checks import concrete, positive, require, set_field
 from tape_jax._src.config import ModelConfig
 from tape_jax._src.positions.additive import Learned, moved_rows, places_in_runs, previous
-from tape_jax._src.segments import side_by_side
+from tape_jax._src.segments import running, side_by_side
 
 Array = jax.Array
 
@@ -178,18 +177,9 @@ def _numbers(segments: Array, tokens: Array, digits: Sequence[int], equals: int)
     begin = index - place + 1
     is_answer = (place > 0) & at(same, begin) & at(is_equals, begin - 1)
     begins = ~same | previous(is_equals, False)
-    longest = _running_max(jnp.where(is_answer, 0, place), begins)
+    longest = running(jnp.maximum, begins, jnp.where(is_answer, 0, place), tokens.ndim - 1)
     longest = jnp.where(is_answer, at(longest, begin - 1), longest)
     return _Numbers(place, weight, at(follows, index + weight), is_answer, longest)
-
-
-def _running_max(x: Array, begins: Array) -> Array:
-    """The largest of ``x [..., T]`` since the last token that begins, itself among them."""
-
-    def larger(a: Sequence[Array], b: Sequence[Array]) -> tuple[Array, Array]:
-        return a[0] | b[0], jnp.where(b[0], b[1], jnp.maximum(a[1], b[1]))
-
-    return lax.associative_scan(larger, (begins, x), axis=x.ndim - 1)[1]
 
 
 def _token_ids(name: str, value: object) -> object:

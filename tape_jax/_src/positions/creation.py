@@ -102,11 +102,10 @@ def kinds(kind: Any) -> list[str]:
     Raises:
       ValueError: for an unknown one; the message names the nearest known one.
     """
-    names = [kind]
-    if isinstance(kind, str):
-        meant = (ALIASES.get(name, name) for name in kind.split("+"))
-        pairs = zip(kind.split("+"), meant, strict=True)
-        names = [one for name, m in pairs for one in (m.split("+") if "+" in m else [name])]
+    names: list[str] = [] if isinstance(kind, str) else [kind]
+    for name in kind.split("+") if isinstance(kind, str) else ():
+        meant = ALIASES.get(name, name)
+        names += meant.split("+") if "+" in meant else [name]
     for name in names:
         choose("position encoding", name, registry, ALIASES)
     return names

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +20,7 @@ from jax import lax
 from tape_jax._src.algebra import at_least_float32
 from tape_jax._src.checks import require
 from tape_jax._src.config import ModelConfig
-from tape_jax._src.segments import side_by_side
+from tape_jax._src.segments import running, side_by_side
 
 Array = jax.Array
 
@@ -45,6 +45,11 @@ class Terms(NamedTuple):
     logits_fn: Callable[[Array, Any], Array] | None = None
     weights_fn: Callable[[Array, Any], Array] | None = None
     rewritten_keys: Callable[[Array], Array] | None = None
+
+    def keywords(self) -> dict[str, Any]:
+        """Those that are keywords of :func:`tape_jax.attention`."""
+        names = ("bias", "log_decay", "logits_fn", "weights_fn")
+        return {name: getattr(self, name) for name in names}
 
 
 class Order(NamedTuple):
@@ -161,18 +166,19 @@ class Layer:
         self.new[name] = x
         if self.kept is None:
             return x
-        old = self.kept[name]
-        new = x.swapaxes(1, 2).astype(old.dtype)
-        return lax.dynamic_update_slice_in_dim(old, new, self.index, axis=2).swapaxes(1, 2)
+        return self._with_new(self.kept[name], x)
 
     def all_keys(self) -> Array:
         """Keys ``[..., S, heads, D]``: kept ones, and those of the new tokens as they are."""
         assert self.k is not None
         if self.cached_keys is None:
             return self.k
-        new = self.k.swapaxes(1, 2).astype(self.cached_keys.dtype)
-        keys = lax.dynamic_update_slice_in_dim(self.cached_keys, new, self.index, axis=2)
-        return keys.swapaxes(1, 2)
+        return self._with_new(self.cached_keys, self.k)
+
+    def _with_new(self, old: Array, new: Array) -> Array:
+        """``[B, S, heads, ...]`` of what is kept, ``[B, heads, S, ...]``, and of the new tokens."""
+        new = new.swapaxes(1, 2).astype(old.dtype)
+        return lax.dynamic_update_slice_in_dim(old, new, self.index, axis=2).swapaxes(1, 2)
 
     def running_sum(self, name: str, x: Array) -> Array:
         """Sums of ``x [..., T, heads, ...]`` over all tokens of a segment up to each, in ``dtype``.
@@ -265,11 +271,8 @@ def _running_sum(x: Array, ids: Array | None, axis: int) -> Array:
     def within(ids: Array, x: Array) -> Array:
         begins = jnp.diff(ids, axis=axis, prepend=ids[..., :1] - 1) != 0
 
-        def add(a: Sequence[Array], b: Sequence[Array]) -> tuple[Array, Array]:
-            return a[0] | b[0], jnp.where(b[0], b[1], a[1] + b[1])
-
         begins = begins.reshape(*begins.shape, *(1,) * (x.ndim - begins.ndim))
-        return lax.associative_scan(add, (begins, x), axis=axis)[1]
+        return running(operator.add, begins, x, axis)
 
     return side_by_side(within, ids, x)
 
