@@ -169,4 +169,5 @@ class Experiment:
     @property
     def label(self) -> str:
         """What it is called beside others: its method of adaptation, or its encoding."""
-        return self.model.position.kind if self.adapt is None else self.adapt.method
+        chosen = self.adapt is None or self.adapt.method == "encoding"
+        return self.model.position.kind if chosen else self.adapt.method

@@ -331,12 +331,11 @@ def adapted(
             base = Transformer(pretrained_config(path))
             places = sharding.of(base, jax.eval_shape(base.init, jax.random.key(0), ONE_TOKEN))
         model, variables = tape.from_pretrained(path, sharding=places)
-    position = experiment.model.position
     made = adaptation.apply(
         section,
         *adaptation.computed_as(model, variables, experiment.model),
         key=jax.random.fold_in(jax.random.key(experiment.seed), 2),
-        position=adaptation.tape_options(position) if section.method == "tape" else None,
+        position=experiment.model.position,
     )
     if folder is not None:
         recorded, found = Fingerprint(**_record(folder)["base"]), made.base

@@ -155,9 +155,10 @@ def attention(
       sharding: a mesh and rules, by which ``ring`` splits the sequence. Others leave the mesh to
         the compiler.
       logits_fn: rewrites rows of scaled logits before anything is added to them or hidden: a
-        function of logits ``[B, Hq, Q, S]`` of ``Q`` queries and all keys, ``B`` being all batch
-        axes, and of :class:`tape_jax.AttentionRows`, which says which queries they are and what
-        they see. Gradients reach what it closes over.
+        function of logits ``[B, Hq, Q, K]`` of ``Q`` queries and the first ``K`` keys, which are
+        all that these queries may see, ``B`` being all batch axes, and of
+        :class:`tape_jax.AttentionRows`, which says which queries they are and what they see.
+        Gradients reach what it closes over.
       weights_fn: in place of the softmax: a function of the final logits, -inf where a key is not
         visible, and of the same rows, to weights of the same shape.
 

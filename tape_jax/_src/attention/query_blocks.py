@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from tape_jax._src.attention import reference, rows
-from tape_jax._src.attention.request import Request, refuse, refuse_rows
+from tape_jax._src.attention.request import Request, refuse
 from tape_jax._src.checks import require
 
 Array = jax.Array
@@ -27,7 +27,6 @@ MOST_LOGITS = 2**22
 
 def check(request: Request) -> None:
     """Raises NotImplementedError where another implementation needs less memory or time."""
-    refuse_rows(request)
     refuse(
         request.local_window_size is not None,
         "it computes what a window hides; 'chunked' leaves that out",

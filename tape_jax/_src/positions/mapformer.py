@@ -141,7 +141,10 @@ class MapFormerEM(MapFormerWM):
 
         def logits_fn(logits: Array, rows: AttentionRows) -> Array:
             places = jnp.einsum(
-                "bhqd,bhkd->bhqk", q0[:, :, rows.queries], k0, preferred_element_type=logits.dtype
+                "bhqd,bhkd->bhqk",
+                q0[:, :, rows.queries],
+                k0[:, :, : logits.shape[-1]],
+                preferred_element_type=logits.dtype,
             )
             return logits * (places * config.dim**-0.5)
 

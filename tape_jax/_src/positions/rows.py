@@ -16,6 +16,11 @@ def of_queries(x: Array, rows: Any) -> Array:
     return jnp.take(all_axes(x), rows.queries, axis=1)
 
 
+def of_keys(x: Array, rows: Any) -> Array:
+    """Of ``x [..., S, heads, D]``, of all keys, those that rows have, ``[B, K, heads, D]``."""
+    return all_axes(x)[:, : rows.visible.shape[-1]]
+
+
 def all_axes(x: Array) -> Array:
     """``[..., T, heads, D]`` with its batch axes as one, ``[B, T, heads, D]``."""
     return x.reshape(-1, *x.shape[-3:])
