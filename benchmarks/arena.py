@@ -27,11 +27,11 @@ import jax
 from benchmarks.table import mebibytes, ratio
 from benchmarks.train_step import PRESETS
 from tape_jax import ModelConfig, Transformer, positions
+from tape_jax._src.operations import matrix_operations
 from tape_jax._src.table import markdown
 from tape_jax._src.timing import describe_device
 from train.analysis import ahead_of_time
 from train.analysis.memory import Memory
-from train.analysis.operations import matrix_operations
 from train.analysis.step_cost import StepMeasurement, TrainingStep, again, measure
 
 # Beside the registry: combinations that are asked for most.
@@ -168,7 +168,7 @@ def planned(options: argparse.Namespace) -> Iterator[str]:
         except NotImplementedError as error:
             yield f"{name}: skipped, {error}"
             continue
-        base = None
+        base = least = None
         for kind in names(options.encodings):
             try:
                 with ahead_of_time.as_if_on(machine.target, device):
@@ -184,7 +184,12 @@ def planned(options: argparse.Namespace) -> Iterator[str]:
                 continue
             total = memory.total if memory else None
             base = base or total
-            yield f"{kind} on {name}: {mebibytes(total)} MiB in all, {ratio(total, base)} x rope"
+            work = count(config_of(model, kind), batch, length)
+            least = least or work
+            yield (
+                f"{kind} on {name}: {mebibytes(total)} MiB in all, {ratio(total, base)} x rope; "
+                f"{work / 1e12:.2f} TFLOP forward, {work / least:.3f} x rope"
+            )
 
 
 def draw(found: Sequence[ArenaRow], path: Path) -> None:

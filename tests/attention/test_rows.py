@@ -91,9 +91,7 @@ def run(case, floats, fixed, names, **options):
 
 CALLS = [
     (backend, name, given)
-    for backend, name, given in itertools.product(
-        EVERY, NAMES, ("logits_fn", "weights_fn", "both")
-    )
+    for backend, name, given in itertools.product(EVERY, NAMES, ("logits_fn", "weights_fn", "both"))
     if backend in OPTIONS or BY_NAME[name].local_window_size is None
 ]
 QUICK = [
@@ -258,6 +256,10 @@ def test_the_plan():
 
     same = {"logits_fn": lambda logits, rows: logits}
     assert taken(64, **same).implementation == "reference"
+    own = {"logits_fn": lambda logits, rows: jnp.einsum("bhqs,hg->bgqs", logits, jnp.eye(4))}
+    products = 2 * 2 * 4 * 64 * 64
+    assert taken(64, **same).operations == products * 2 * 32
+    assert taken(64, **own).operations == products * (2 * 32 + 4)
     plan = taken(4096, **same)
     assert plan.implementation == "rows"
     assert "rows of logits" in plan.rejected["chunked"]
