@@ -9,7 +9,7 @@ written ``tape+alibi``.
 
 ``--long 8192`` compiles a step of one sequence as long as that: printed is the memory that it takes
 between its arguments and results, and over that of half the length (2: linear, 4: quadratic). The
-steps of those with linear memory are then timed.
+steps of those with linear memory are then timed, twice; with ``--repeats 0`` they are not.
 
 ``--machines h100 v5e`` adds what the compiler plans for machines that are not here, at the width of
 the C4 model; what such compilers need is said in :mod:`train.analysis.ahead_of_time`.
@@ -144,8 +144,8 @@ def long_lines(model: ModelConfig, options: argparse.Namespace) -> Iterator[str]
         )
         if whole and half and whole < 3 * half:
             linear[name] = config
-    if linear:
-        found, _ = measure(linear, 1, options.long, repeats=2)
+    if linear and options.repeats:
+        found, _ = measure(linear, 1, options.long, repeats=min(options.repeats, 2))
         first = next(iter(found.values()))
         yield from (str(ArenaRow(n, 1, options.long, got, first, 0.0)) for n, got in found.items())
 

@@ -197,6 +197,7 @@ def test_a_row_without_keys_gives_what_its_weights_say(backend):
 
     assert np.all(o(logits_fn=lambda logits, rows: logits + 1)[:, 3] == 0)
     assert np.all(o(weights_fn=lambda logits, rows: jax.nn.sigmoid(logits))[:, 3] == 0)
+    given["is_causal"] = False
     every = o(weights_fn=lambda logits, rows: jnp.ones_like(logits))
     np.testing.assert_allclose(every, jnp.broadcast_to(v.sum(1)[:, None], v.shape), atol=1e-5)
 

@@ -73,36 +73,12 @@ def attend(request: Request, *, block_q: int | None = None) -> tuple[Array, Arra
 
 def _block(request: Request, start: int, end: int) -> Array:
     """Attention over values of the queries from ``start`` to ``end``."""
-    seen = request.key_length
-    if request.is_causal and isinstance(request.query_offset, int):
-        seen = min(max(end + request.query_offset, 1), seen)
-
     # Cut inside: so one array each is kept for the backward pass of all blocks.
     policy = jax.checkpoint_policies.save_only_these_names(reference.PRODUCT)
 
     @functools.partial(jax.checkpoint, policy=policy)
     def attend(q: Array, k: Array, v: Array) -> Array:
         whole = dataclasses.replace(request, q=q, k=k, v=v)
-        return reference.attend(_cut(rows.part(whole, start, end - start), seen))[0]
+        return reference.attend(rows.seen_part(whole, start, end - start))[0]
 
     return attend(request.q, request.k, request.v)
-
-
-def _cut(request: Request, seen: int) -> Request:
-    """The call with the first ``seen`` keys only."""
-
-    def cut(x: Array, axis: int) -> Array:
-        return x if x.shape[axis] == 1 else jax.lax.slice_in_dim(x, 0, seen, axis=axis)
-
-    segments, bias, mask, decay = (
-        request.segments, request.bias, request.mask, request.log_decay,
-    )  # fmt: skip
-    return dataclasses.replace(
-        request,
-        k=cut(request.k, 1),
-        v=cut(request.v, 1),
-        segments=None if segments is None else (segments[0], cut(segments[1], 1)),
-        bias=bias if bias is None or callable(bias) else cut(bias, 3),
-        mask=None if mask is None else cut(mask, 3),
-        log_decay=None if decay is None else (decay[0], cut(decay[1], 1)),
-    )
