@@ -21,6 +21,7 @@ import argparse
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -72,8 +73,12 @@ def names(asked: Sequence[str] | None) -> list[str]:
 
 
 def config_of(model: ModelConfig, name: str) -> ModelConfig:
-    """The model with an encoding, which may want to know which tokens are digits."""
-    fields = {"digits": tuple(range(48, 58))} if "abacus" in name.split("+") else {}
+    """The model with an encoding, which may want to know how numbers are written."""
+    digits = {"digits": tuple(range(48, 58))}
+    written = {"abacus": digits, "position_coupling": {**digits, "plus": 43, "equals": 61}}
+    fields: dict[str, Any] = {}
+    for kind in name.split("+"):
+        fields |= written.get(kind, {})
     return dataclasses.replace(model, position={"kind": name, **fields})
 
 
