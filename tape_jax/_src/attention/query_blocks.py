@@ -63,12 +63,35 @@ def attend(request: Request, *, block_q: int | None = None) -> tuple[Array, Arra
     v, width = request.values(), request.v.shape[-1]
     # CPUs have no products of shorter types, and gradients of keys are sums over blocks.
     q, k, v = (x.astype(request.accumulator_dtype) for x in (q, k, v))
-    request = dataclasses.replace(request, q=q, k=k, v=v, state=None, query_state=None)
+    decay = request.log_decay
+    if decay is not None and request.scale and not request.needs_rows:
+        q, k = _with_decay(request, q, k)
+        decay = jax.lax.stop_gradient(decay)
+    request = dataclasses.replace(
+        request, q=q, k=k, v=v, state=None, query_state=None, log_decay=decay
+    )
     time, size = request.query_length, block_q or block_size(request)
     ends = [min(start + size, time) for start in range(0, time, size)]
     parts = [_block(request, start, end) for start, end in zip([0, *ends], ends, strict=False)]
     out = jnp.concatenate(parts, axis=1)
     return out[..., :width], None if out.shape[-1] == width else out[..., width:]
+
+
+def _with_decay(request: Request, q: Array, k: Array) -> tuple[Array, Array]:
+    """Queries and keys with further columns, whose products are 0 and have the decay's gradient.
+
+    A sum over queries, it then comes out of the product that makes that of keys, and not of a
+    further pass over all pairs. What is added to whole rows has no gradient.
+    """
+    assert request.log_decay is not None
+    decay, groups = request.log_decay[1], request.groups
+    nothing = (jax.lax.stop_gradient(decay) - decay) / request.scale
+    nothing = jnp.broadcast_to(nothing, (*k.shape[:2], request.query_heads))
+    ones = jnp.tile(jnp.eye(groups, dtype=q.dtype), (request.kv_heads, 1))
+    return (
+        jnp.concatenate([q, jnp.broadcast_to(ones, (*q.shape[:-1], groups))], axis=-1),
+        jnp.concatenate([k, nothing.reshape(*k.shape[:-1], groups).astype(k.dtype)], axis=-1),
+    )
 
 
 def _block(request: Request, start: int, end: int) -> Array:

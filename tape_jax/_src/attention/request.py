@@ -222,7 +222,6 @@ def pairs_to_rows(x: Array, kv_heads: int, groups: int, block: int) -> Array:
     return x.reshape(b, x.shape[1], groups * block, keys)
 
 
-@jax.custom_jvp
 def decays(queries: Array, keys: Array) -> Array:
     """``F_i - F_j``, which is added to the logits.
 
@@ -234,15 +233,6 @@ def decays(queries: Array, keys: Array) -> Array:
       ``[B|1, Hq|1, Q, K]``, subtracted in the type given: sums with anything else would round.
     """
     return queries.swapaxes(1, 2)[..., None] - keys.swapaxes(1, 2)[..., None, :]
-
-
-@decays.defjvp
-def _decays_jvp(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[Array, Array]:
-    """Of the keys by a product: its transpose, a sum over queries, is slow otherwise on a CPU."""
-    queries, keys = tangents
-    ones = jnp.ones(queries.shape[1], keys.dtype)
-    down = jnp.einsum("q,bkh->bhqk", ones, keys, precision=jax.lax.Precision.HIGHEST)
-    return decays(*primals), queries.swapaxes(1, 2)[..., None] - down
 
 
 def add_offset(index: Array, offset: Any) -> Array:
