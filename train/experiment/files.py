@@ -114,8 +114,8 @@ def _changes_of_base(experiment: Experiment) -> list[str]:
     encodings = base_model(section.base).position, experiment.model.position
     if section.method == "encoding":
         notes.append("encoding: " + " -> ".join(encoding.kind for encoding in encodings))
-    before, after = (getattr(e, "scaling", None) or RopeScaling() for e in encodings)
-    if before != after and hasattr(encodings[1], "scaling"):
+    before, after = _scaling(encodings[0]) or RopeScaling(), _scaling(encodings[1])
+    if after is not None and after != before:
         change = f"scaling: {_spoken(before)} -> {_spoken(after)}"
         require(
             section.replace_scaling or before == RopeScaling(),
@@ -125,6 +125,12 @@ def _changes_of_base(experiment: Experiment) -> list[str]:
         )
         notes.append(change)
     return notes
+
+
+def _scaling(encoding: positions.Encoding) -> RopeScaling | None:
+    """How an encoding, or one among several, scales rotary frequencies; None: it has none."""
+    parts = getattr(encoding, "encodings", (encoding,))
+    return next((part.scaling for part in parts if hasattr(part, "scaling")), None)
 
 
 def _spoken(scaling: RopeScaling) -> str:
