@@ -73,6 +73,17 @@ def test_scales(file, tmp_path):
         from_file(path, ["--config.scale=gpu"])
 
 
+def test_encodings_in_short(file):
+    for kind in ("fox", "tape+fox"):
+        short, whole = (
+            from_file(file, [f"--config.model.position{field}={kind}"], report=lambda _: None)
+            for field in ("", ".kind")
+        )
+        assert short == whole
+    with pytest.raises(ValueError, match=r"unknown position encoding 'foxx'.*mean 'fox'"):
+        from_file(file, ["--config.model.position=tape+foxx"])
+
+
 def test_round_trip_through_json(file):
     for kind in positions.registry:
         e = from_file(file, [f"--config.model.position.kind={kind}"], report=lambda _: None)
