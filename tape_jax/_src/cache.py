@@ -154,9 +154,11 @@ def _empty(shapes: Any) -> Any:
 
 def check_cache(model: Transformer, cache: Cache) -> None:
     """Raises ValueError unless the cache is of the model's encoding, with layers of its shapes."""
+    old, own = cache.encoding, model.encoding
+    kinds = (old.kind, own.kind) if old.kind != own.kind else (old, own)
     require(
-        cache.encoding == model.encoding,
-        f"the cache is of another encoding, {cache.encoding}; this model has {model.encoding}",
+        old == own,
+        "the cache is of another encoding, {!r}; this model has {!r}".format(*kinds),
     )
 
     def shapes(layers: Any) -> str:
