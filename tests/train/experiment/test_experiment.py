@@ -230,7 +230,7 @@ def test_digits_come_from_the_task(file):
         ("--config.model.postion.kind=x", "did you mean 'position'?"),
         ("--config.model.position.kind=ropee", "did you mean 'rope'?"),
         ("--config.model.position.scaling.factr=2", "did you mean 'factor'?"),
-        ("--config.model.position=rope", "config.model.position is a group"),
+        ("--config.model=rope", "config.model is a group"),
         ("--config.train.steps.more=3", "config.train.steps is a single value"),
         ("--config.train.steps=abc", "train.steps: expected int, got 'abc'"),
         ("--config.train.steps=1.5", "train.steps: expected int, got 1.5"),
