@@ -80,6 +80,7 @@ def test_encodings_in_short(file):
             for field in ("", ".kind")
         )
         assert short == whole
+        assert from_mapping(json.loads(json.dumps(to_json(short)))) == short
     with pytest.raises(ValueError, match=r"unknown position encoding 'foxx'.*mean 'fox'"):
         from_file(file, ["--config.model.position=tape+foxx"])
 
