@@ -142,7 +142,8 @@ def _with_start_of(old: positions.Encoding, position: Any) -> positions.Encoding
     rope = next((one for one in members if isinstance(one, positions.Rope)), None)
     if rope is None or not isinstance(kind, str):
         return positions.create(position)
-    known, own = option_names(kind), {}
+    known = option_names(kind)
+    own: dict[str, Any] = {}
     for name in START_FIELDS:
         cls = known[name][0] if name in known else positions.Encoding
         # What is another one by default, the encoding's name says.
