@@ -176,9 +176,9 @@ def test_coordinates_of_several_axes():
 
 
 def test_forget_gates_are_for_the_causal_rule():
-    model = small_model("rope+fox", num_layers=1)
+    model, tokens = small_model("rope+fox", num_layers=1), jnp.ones((1, 2), int)
     with pytest.raises(ValueError, match="'fox' needs is_causal=True: what comes after"):
-        jax.eval_shape(lambda: model.apply(random_variables(model), [[1, 2]], is_causal=False))
+        jax.eval_shape(lambda: model.apply(random_variables(model), tokens, is_causal=False))
 
 
 def test_one_is_no_combination():
