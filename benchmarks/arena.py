@@ -21,7 +21,6 @@ import argparse
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -29,6 +28,7 @@ from benchmarks.table import mebibytes, ratio
 from benchmarks.train_step import PRESETS
 from tape_jax import ModelConfig, Transformer, positions
 from tape_jax._src.operations import matrix_operations
+from tape_jax._src.positions.creation import option_names
 from tape_jax._src.table import markdown
 from tape_jax._src.timing import describe_device
 from train.analysis import ahead_of_time
@@ -74,11 +74,9 @@ def names(asked: Sequence[str] | None) -> list[str]:
 
 def config_of(model: ModelConfig, name: str) -> ModelConfig:
     """The model with an encoding, which may want to know how numbers are written."""
-    digits = {"digits": tuple(range(48, 58))}
-    written = {"abacus": digits, "position_coupling": {**digits, "plus": 43, "equals": 61}}
-    fields: dict[str, Any] = {}
-    for kind in name.split("+"):
-        fields |= written.get(kind, {})
+    writing = {"digits": tuple(range(48, 58)), "plus": 43, "equals": 61, "reverse_operands": True}
+    known = option_names(name)
+    fields = {field: value for field, value in writing.items() if field in known}
     return dataclasses.replace(model, position={"kind": name, **fields})
 
 

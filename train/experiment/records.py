@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tape_jax import positions
+from tape_jax._src.adapt.methods import rotary_start
 from tape_jax._src.checks import choose, require
 from tape_jax._src.config import ModelConfig
 from tape_jax._src.positions.creation import create, kinds, option_names, options_of, with_options
@@ -160,13 +161,11 @@ def _in_place_of(
         "adapt.method = 'encoding' needs model.position.kind, the encoding to be put in place of "
         "the base's",
     )
-    start: dict[str, Any] = {}
-    turns = set(adaptation.OF_THE_BASE) <= set(option_names(position["kind"]))
-    if isinstance(old, positions.Rope) and turns:
-        start = {name: getattr(old, name) for name in adaptation.OF_THE_BASE}
-        start["scaling"] = shallow(adapt.scaling or old.scaling)
+    start = rotary_start(old, position["kind"])
+    if "scaling" in start:
+        start["scaling"] = shallow(adapt.scaling or start["scaling"])
     require(
-        adapt.scaling is None or turns,
+        adapt.scaling is None or "scaling" in start,
         f"adapt.scaling is of rotary frequencies, which the encoding {position['kind']!r} has not",
     )
     return encoding_of({**start, **position}, task)
