@@ -266,7 +266,7 @@ def _take(kept: Array, slot: Array) -> Array:
 
 def _running_sum(x: Array, ids: Array | None, axis: int) -> Array:
     if ids is None:
-        return lax.associative_scan(operator.add, x, axis=axis)
+        return jnp.cumsum(x, axis=axis)
 
     def within(ids: Array, x: Array) -> Array:
         begins = jnp.diff(ids, axis=axis, prepend=ids[..., :1] - 1) != 0
