@@ -21,9 +21,9 @@ def main(argv: Sequence[str] | None = None, *, description: str | None = None) -
     parser = argparse.ArgumentParser(prog="python -m tape_jax.tune", description=description)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--head-dims", type=_positive, nargs="+", metavar="D", default=cases.HEAD_DIMS)
-    add("--lengths", type=_positive, nargs="+", metavar="T", default=cases.LENGTHS)
-    add("--dtypes", choices=("bfloat16", "float16", "float32"), nargs="+", default=cases.DTYPES)
+    add("--head-dims", type=_positive, nargs="+", metavar="D")
+    add("--lengths", type=_positive, nargs="+", metavar="T")
+    add("--dtypes", choices=("bfloat16", "float16", "float32"), nargs="+")
     add("--heads", type=_positive, nargs="+", help="numbers of heads; one: a single sequence")
     add("--tokens", type=_positive, help="in a batch, where there are several heads")
     add("--minutes", type=float, default=15.0, help="after which nothing new is begun (15)")
