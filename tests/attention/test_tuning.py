@@ -443,7 +443,8 @@ def test_the_command(capsys, folder, monkeypatch):
     options = ["--head-dims", "8", "--lengths", "16", "--dtypes", "float32", "--heads", "2"]
     assert tune.main([*options, "--tokens", "32"]) == 0
     out = capsys.readouterr().out
-    assert "D 8, T 16, float32, 2 x 2 heads, state: chunked, 500 ms forward" in out
+    assert "\n2 cases to measure in about 1 min; nothing is begun after 15 min" in out
+    assert "1 of 2, D 8, T 16, float32, 2 x 2 heads, state: chunked, 500 ms forward" in out
     assert "0.50 and 0.50 x reference" in out
     assert "splash: needs a TPU" in out
     (file,) = folder.glob("*.json")
@@ -454,6 +455,7 @@ def test_the_command(capsys, folder, monkeypatch):
     tune.main([*options, "--tokens", "32"])
     out = capsys.readouterr().out
     assert "2 of them were measured before" in out
+    assert "\n0 cases to measure" in out
     assert "no picture: " in out
 
 
