@@ -54,8 +54,11 @@ def compile_in_turn(lowered: jax.stages.Lowered) -> None:
 def _turn(lowered: jax.stages.Lowered) -> Iterator[None]:
     import jax
 
-    folder = jax.config.jax_compilation_cache_dir
-    kept = jax.config.jax_enable_compilation_cache and folder and "://" not in folder
+    folder, kept = (
+        jax.config.values[f"jax_{name}"]
+        for name in ("compilation_cache_dir", "enable_compilation_cache")
+    )
+    kept = kept and folder and "://" not in folder
     # Processes of one program wait for one another anyway, and the first keeps what is compiled.
     if not kept or jax.process_count() > 1:
         yield
