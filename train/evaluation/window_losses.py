@@ -14,7 +14,7 @@ import optax
 
 from tape_jax._src.checks import require
 from tape_jax._src.model import Transformer
-from train.training.compiled import compile_in_turn
+from train.compiled import compile_in_turn
 
 # Tokens whose logits are in memory at a time.
 CHUNK = 1024

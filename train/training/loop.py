@@ -20,7 +20,7 @@ from train.experiment import Experiment
 from train.training import changes, distributed, messages, runs, tuned
 from train.training.checkpoint import Report
 from train.training.clock import Clock
-from train.training.compiled import compile_in_turn
+from train.compiled import compile_in_turn
 from train.training.flops import peak, step_flops
 from train.training.metrics import Metrics, NonFiniteError, ProfilerTrace, Sums, Work
 from train.training.signals import Signals, Stopped
