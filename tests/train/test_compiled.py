@@ -8,7 +8,7 @@ import time
 import jax
 import pytest
 
-from train.training import compiled
+from train import compiled
 
 FOLDER, SIZE = "JAX_COMPILATION_CACHE_DIR", "JAX_COMPILATION_CACHE_MAX_SIZE"
 

@@ -18,8 +18,8 @@ import numpy as np
 
 from tape_jax._src.checks import require
 from tape_jax._src.model import Transformer
-from train.evaluation import Progress, fits
 from train.compiled import compile_in_turn
+from train.evaluation import Progress, fits
 
 Apply = Callable[[Any, jax.Array], jax.Array]
 

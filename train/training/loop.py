@@ -16,11 +16,11 @@ from tape_jax._src.attention import recorded_plans
 from tape_jax._src.checks import require
 from tape_jax._src.model import Transformer
 from tape_jax.sharding import Sharding
+from train.compiled import compile_in_turn
 from train.experiment import Experiment
 from train.training import changes, distributed, messages, runs, tuned
 from train.training.checkpoint import Report
 from train.training.clock import Clock
-from train.compiled import compile_in_turn
 from train.training.flops import peak, step_flops
 from train.training.metrics import Metrics, NonFiniteError, ProfilerTrace, Sums, Work
 from train.training.signals import Signals, Stopped
