@@ -16,7 +16,7 @@ from tape_jax._src.files import write_atomically
 from tape_jax._src.table import markdown
 
 # Seconds that a case takes, nearly all of them to compile: on two cores (Xeon).
-SECONDS_A_CASE = {"cpu": 15}
+SECONDS_A_CASE = {"cpu": 20}
 
 
 def main(argv: Sequence[str] | None = None, *, description: str | None = None) -> int:
