@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from benchmarks.table import markdown
     from tape_jax._src.timing import Timing, describe_device
 
-    print(f"{describe_device()}; {STEPS} steps a run, {options.repeats} runs\n")
+    print(f"{describe_device()}; {STEPS} steps a run, {options.repeats} runs")
     folders = {"before": options.before} if options.before else {}
     processes = {name: started(x.resolve()) for name, x in folders.items()}
     processes["now"] = started(HERE.parents[1])
@@ -123,12 +123,13 @@ def main(argv: Sequence[str] | None = None) -> None:
                 seconds[name].append(ask(process, case))
         found = {name: Timing(tuple(x)) for name, x in seconds.items()}
         now = found["now"]
-        times = (f"{1e3 * x.median:.2f} +- {100 * x.spread:.0f} %" for x in found.values())
+        times = [f"{1e3 * x.median:.2f} +- {100 * x.spread:.0f} %" for x in found.values()]
         rows.append((case, *times, f"{now.ratio(found.get('before', now)):.3f}"))
+        print("; ".join(rows[-1]), flush=True)
     for process in processes.values():
         process.communicate()
     header = (f"{name}, ms a step" for name in processes)
-    print(markdown(("demo", *header, "now / before"), rows))
+    print(f"\n{markdown(('demo', *header, 'now / before'), rows)}")
 
 
 if __name__ == "__main__":
