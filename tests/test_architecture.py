@@ -31,6 +31,7 @@ LAYERS: dict[str, tuple[str | tuple[str, ...], ...]] = {
     "train": (
         "outline",
         "data",
+        "compiled",
         "evaluation",
         "tasks",
         "experiment",

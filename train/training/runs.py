@@ -439,9 +439,14 @@ def count_parameters(experiment: Experiment) -> tuple[int, int]:
     return trained + frozen, trained
 
 
-def init_variables(experiment: Experiment) -> dict[str, Any]:
+def first_key(experiment: Experiment, seed: jax.Array | None = None) -> jax.Array:
+    """The random key of an experiment; ``seed`` is a raw one in place of its own."""
+    return jax.random.key(experiment.seed) if seed is None else jax.random.wrap_key_data(seed)
+
+
+def init_variables(experiment: Experiment, seed: jax.Array | None = None) -> dict[str, Any]:
     """The model's variables at the start of training; to be traced by ``jax.jit``."""
-    params_key, positions_key = jax.random.split(jax.random.key(experiment.seed))
+    params_key, positions_key = jax.random.split(first_key(experiment, seed))
     tokens = jax.numpy.zeros((1, experiment.task.sequence_length), "int32")
     rngs = {"params": params_key, "positions": positions_key}
     return dict(Transformer(experiment.model).init(rngs, tokens))
