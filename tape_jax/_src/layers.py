@@ -21,7 +21,7 @@ from tape_jax._src import algebra, experts
 from tape_jax._src.attention import attention
 from tape_jax._src.attention.shifted_groups import shifted_group_attention
 from tape_jax._src.attention.zigzag import from_zigzag, to_zigzag
-from tape_jax._src.cache import Cache, LayerCache, entries, with_entries
+from tape_jax._src.cache import Cache, LayerCache, entries, with_entries, write_cache
 from tape_jax._src.checks import require
 from tape_jax._src.config import Lora, ModelConfig
 from tape_jax._src.parameters import create, declare, gathered_product, kernel_std, lora_params
@@ -232,7 +232,9 @@ class Attention(nn.Module):
                 k = algebra.rotate(k, e)
                 options = {"keys_rotated": True}
             new = entries(cache, k, v, e, layer.new)
-            seen = with_entries(cache, new, context.index)
+            # A layer's own cache is written in place; one cut out of a stack is fused with the cut.
+            write = with_entries if c.scan_layers else write_cache
+            seen = write(cache, new, context.index)
             rewritten = seen
             if terms.rewritten_keys is not None:
                 keys = terms.rewritten_keys(seen.k)
@@ -241,7 +243,9 @@ class Attention(nn.Module):
             # Returned from a scan, the cache would be copied as a whole.
             cache = new if c.scan_layers else rewritten
             seen = jax.tree.map(lambda x: x.swapaxes(1, 2), seen)
-            k, v, e = seen.k, seen.v, seen.e
+            k, v = seen.k, seen.v
+            # The attended state is to have the type of the states, whatever that of the cache.
+            e = None if e is None or seen.e is None else seen.e.astype(e.dtype)
         options |= {
             "query_state": query_state,
             # Inside of nn.remat the index is no longer known to be 0.
@@ -437,7 +441,7 @@ def remat_policy(name: str) -> Callable | None:
         policies.dots_with_no_batch_dims_saveable,
         policies.save_only_these_names(experts.PRODUCT),
     )
-    return {"dots": dots, "full": None}[name]
+    return {"dots": dots, "full": None, "groups": None}[name]
 
 
 def runs(flags: Sequence[Any]) -> list[tuple[int, int, Any]]:
