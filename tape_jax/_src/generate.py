@@ -39,6 +39,7 @@ from tape_jax._src.positions.protocol import (
     check_indices,
     default_positions,
 )
+from tape_jax._src.segments import places
 
 Array = jax.Array
 
@@ -226,9 +227,9 @@ def prefill(
         lengths = _check_lengths(lengths, batch, longest)
     if segment_ids is None:
         padding = jnp.int32(0) if lengths is None else longest - lengths.astype(jnp.int32)[:, None]
-        places = default_positions(longest) - padding
-        segment_ids = (places >= 0).astype(jnp.int32)
-        positions = places if positions is None else positions
+        counted = default_positions(longest) - padding
+        segment_ids = (counted >= 0).astype(jnp.int32)
+        positions = counted if positions is None else positions
     kind = jnp.int32
     if positions is not None:
         positions = as_positions(positions)
@@ -246,6 +247,8 @@ def _in_chunks(
 ) -> tuple[Array, Cache]:
     """:func:`prefill` of an empty cache, ``chunk`` tokens at a time; the first may be fewer."""
     check_inputs(model, tokens, given["positions"], given["segment_ids"], cache)
+    if given["positions"] is None:  # The cache would find them by comparing all pairs of tokens.
+        given["positions"] = places(given["segment_ids"])
     # All are written before any is run, for encodings whose ids depend on later tokens.
     cache = append(cache, tokens, **given)
     check_indices("token ids", cache.tokens, model.config.vocab_size)
