@@ -30,7 +30,6 @@ from tape_jax._src.cache import (
 )
 from tape_jax._src.checks import as_integers, concrete, require
 from tape_jax._src.inputs import check_inputs
-from tape_jax._src.layout import apart, together
 from tape_jax._src.model import (
     Transformer,
 )
@@ -369,8 +368,6 @@ def decode(
         f"{index} in use",
     )
 
-    given, (model, variables, cache) = model, apart(model, variables, cache)
-
     def unfinished(loop):
         n, _, _, done, _ = loop
         return (n < max_new_tokens) & ~jnp.all(done)
@@ -389,7 +386,7 @@ def decode(
     out = jnp.full((batch, max_new_tokens), pad_id, jnp.int32)
     start = (jnp.int32(0), cache, token.astype(jnp.int32), jnp.zeros(batch, bool), out)
     _, cache, _, _, out = jax.lax.while_loop(unfinished, step, start)
-    return out, together(given, cache)
+    return out, cache
 
 
 def sample_logits(

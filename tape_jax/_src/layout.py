@@ -12,15 +12,11 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tape_jax._src.cache import Cache
 from tape_jax._src.checks import require
 from tape_jax._src.model import (
     Transformer,
 )
 from tape_jax._src.parameters import full_name
-
-# Layers whose parameters take so many bytes at most are worth a copy of them.
-MOST_BYTES = 2**30
 
 # In place of a block's number, for parameters outside of the layers.
 OUTSIDE = -1
@@ -119,42 +115,6 @@ def restack(
             if donate and isinstance(x, jax.Array) and not any(x is y for y in made.values()):
                 x.delete()
     return unflatten_dict(result, sep="/")
-
-
-def apart(model: Transformer, variables: Any, cache: Cache) -> tuple[Transformer, Any, Cache]:
-    """The same model with layers by themselves, if steps of single tokens are faster like that.
-
-    XLA's CPU compiler copies what a scan cuts out of a stack, in every step: parameters and caches.
-    """
-    c = model.config
-    params = variables["params"]
-    stacks = [params[f"layers_{start}"] for start, stop, _ in model.blocks if stop - start > 1]
-    if (
-        jax.default_backend() != "cpu"
-        or model.sharding is not None
-        or not (c.scan_layers and stacks)
-        or sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(stacks)) > MOST_BYTES
-    ):
-        return model, variables, cache
-    new = replaced(model, scan_layers=False, remat="none")
-    layers = tuple(
-        jax.tree.map(lambda x, i=i: x[i : i + 1], own)
-        for (start, stop, _), own in zip(model.blocks, cache.layers, strict=True)
-        for i in range(stop - start)
-    )
-    variables = {**variables, "params": restack(params, model, new)}
-    return new, variables, dataclasses.replace(cache, layers=layers)
-
-
-def together(model: Transformer, cache: Cache) -> Cache:
-    """The cache of ``model``, of one whose layers may be by themselves."""
-    if len(cache.layers) == len(model.blocks):
-        return cache
-    layers = tuple(
-        jax.tree.map(lambda *x: jnp.concatenate(x), *cache.layers[start:stop])
-        for start, stop, _ in model.blocks
-    )
-    return dataclasses.replace(cache, layers=layers)
 
 
 def by_path(params: Any) -> dict[str, dict[int, Any]]:
