@@ -205,6 +205,9 @@ def test_full_remat_saves_only_what_enters_the_layers_and_dots_also_products(sca
     assert [saved("full", mesh), saved("dots", mesh)] == [full, dots]
 
 
+jit_quickly = functools.partial(jax.jit, compiler_options=FAST_COMPILATION)
+
+
 def test_remat_in_groups_of_layers_keeps_less_and_changes_no_gradient():
     """Seven layers that update, in groups of three, three and one; the last is by itself."""
     tokens, ids = random_tokens(2, 8), jnp.array([[1] * 5 + [2] * 3, [1] * 6 + [0] * 2])
@@ -219,7 +222,7 @@ def test_remat_in_groups_of_layers_keeps_less_and_changes_no_gradient():
 
         _, residuals = jax.eval_shape(lambda v: jax.vjp(loss, v), variables)
         kept = sum(x.size for x in jax.tree.leaves(residuals))
-        return kept, jax.jit(jax.value_and_grad(loss))(variables)
+        return kept, jit_quickly(jax.value_and_grad(loss))(variables)
 
     kept, expected = kept_and_gradients("full")
     in_groups, actual = kept_and_gradients("groups")
@@ -228,6 +231,7 @@ def test_remat_in_groups_of_layers_keeps_less_and_changes_no_gradient():
     assert in_groups <= kept - 3 * tokens.size * width
 
 
+@pytest.mark.slow
 def test_groups_of_layers_with_states_in_bfloat16():
     tokens = random_tokens(2, 8)
     shape = {"num_layers": 6, "state_dtype": "bfloat16"}
