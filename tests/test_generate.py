@@ -133,6 +133,7 @@ def assert_near(actual, expected, tolerance):
 QUICK = ("one group, dynamic scaling", "window, bias")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(CASES, *QUICK))
 def test_chunks_behind_ragged_prompts_equal_the_full_pass(name, x64):
     model = small_model(dtype="float64", param_dtype="float64", **CASES[name])
@@ -531,6 +532,7 @@ def test_a_cache_that_cannot_grow():
         grow_cache(model, init_cache(model, 1, 5), 9)
 
 
+@pytest.mark.slow
 def test_what_follows_a_cache_goes_on_with_its_last_token():
     """With the id of each row's last real token, and its position plus one."""
     model = small_model("learned")
@@ -550,6 +552,7 @@ def test_what_follows_a_cache_goes_on_with_its_last_token():
             assert_near(logits[i], jit_apply(model, variables, row)[-4:], 1e-5)
 
 
+@pytest.mark.slow
 def test_new_tokens_may_name_their_segment():
     """Their positions go on behind the last token of that segment, wherever it is."""
     model = small_model("learned", num_layers=2)
@@ -570,6 +573,7 @@ def test_new_tokens_may_name_their_segment():
 FRACTIONAL = ("none", "rope", "tape", "xpos", "alibi", "fire", "sinusoidal")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", mostly_slow(FRACTIONAL, "tape", "alibi"))
 def test_fractional_positions_are_kept(kind):
     model = small_model(kind, num_layers=2)
@@ -634,15 +638,21 @@ def test_a_cache_of_another_model():
     model, tokens = small_model("tape"), jnp.ones((2, 1), int)
     variables = random_variables(model)
     for other in (
-        small_model("rope"),
         small_model("tape", num_layers=4),
         small_model("tape", scan_layers=False),
-        small_model(tape(form="tensor", r=3)),
         small_model("tape", num_kv_heads=1),
     ):
         cache = init_cache(other, 2, 5)
         with pytest.raises(ValueError, match=r"cache is of another model: its layers are .*one's"):
             extend(model, variables, cache, tokens)
+    for other, words in (
+        (small_model("rope"), "encoding, 'rope'; this model has 'tape'"),
+        (small_model(tape(norm="rms")), r"norm='rms'.*; this model has Tape\(.*norm='none'"),
+    ):
+        cache = init_cache(other, 2, 5)
+        for call in (extend, lambda *args: grow_cache(args[0], args[2], 8)):
+            with pytest.raises(ValueError, match=words):
+                call(model, variables, cache, tokens)
     cache = init_cache(model, 2, 5, dtype=jnp.bfloat16)
     assert jnp.isfinite(jit_extend(model, variables, cache, tokens)[0]).all()
     with pytest.raises(ValueError, match=r"key of a draw is the cache's: give init_cache key="):
