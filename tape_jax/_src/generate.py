@@ -234,7 +234,7 @@ def prefill(
         positions = as_positions(positions)
         kind = positions.dtype if jnp.issubdtype(positions.dtype, jnp.floating) else kind
     cache = init_cache(model, batch, capacity, length=length, position_dtype=kind)
-    given = {"positions": positions, "segment_ids": segment_ids}
+    given: dict[str, Any] = {"positions": positions, "segment_ids": segment_ids}
     if chunk is not None and _positive("chunk", chunk) < longest:
         return _in_chunks(model, variables, cache, tokens, given, int(chunk))
     result: Any = model.apply(variables, tokens, cache=cache, **given)

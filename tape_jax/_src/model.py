@@ -180,7 +180,7 @@ class Transformer(nn.Module):
         key = jax.eval_shape(jax.random.key, 0)
         # In groups of layers modules do not know their names.
         plain = Transformer(dataclasses.replace(self.config, remat="none"), sharding=self.sharding)
-        call = {"is_causal": is_causal}
+        call: dict[str, Any] = {"is_causal": is_causal}
         variables = jax.eval_shape(functools.partial(plain.init, **call), key, **inputs)
         with nn.intercept_methods(note):
             jax.eval_shape(functools.partial(plain.apply, **call), variables, **inputs)
@@ -410,12 +410,13 @@ class Transformer(nn.Module):
         """Runs all layers; returns what leaves them, their caches, and what entered each."""
         c, encoding = self.config, self.encoding
         caches, hidden, states = [], [], []
+        entered: Any
         for number, (start, stop, updates) in enumerate(self.blocks):
             block: Any = Block
             if c.remat != "none":
                 block = nn.remat(block, policy=remat_policy(c.remat), prevent_cse=not c.scan_layers)
             name = f"layers_{start}"
-            options = {
+            options: dict[str, Any] = {
                 "config": c,
                 "encoding": encoding,
                 "updates": updates,
