@@ -13,6 +13,9 @@ import scipy.stats
 from tape_jax._src.checks import require
 from train.evidence.protocol import CHANCE, LEVEL
 
+# Values that differ by less are the same, but for rounding.
+ALIKE = 1e-12
+
 
 class Estimate(NamedTuple):
     """A mean with its interval of Student's t at the protocol's level.
@@ -21,7 +24,7 @@ class Estimate(NamedTuple):
       mean, low, high: of the values.
       p: of the mean being zero, two-sided.
       spread: standard deviation of the values.
-      count: number of values.
+      number: of values.
     """
 
     mean: float
@@ -29,7 +32,7 @@ class Estimate(NamedTuple):
     high: float
     p: float
     spread: float
-    count: int
+    number: int
 
     def smallest(self, tests: int = 1) -> float:
         """The mean that would have been told from zero with the protocol's chance.
@@ -37,17 +40,17 @@ class Estimate(NamedTuple):
         Args:
           tests: number of those in the family, at the strictest level of which this one stands.
         """
-        freedom = self.count - 1
+        freedom = self.number - 1
         reach = scipy.stats.t.ppf([1 - LEVEL / tests / 2, CHANCE], freedom).sum()
-        return float(reach) * self.spread / math.sqrt(self.count)
+        return float(reach) * self.spread / math.sqrt(self.number)
 
 
 def estimate(values: Sequence[float]) -> Estimate:
     """The mean of values, at least two."""
     require(len(values) >= 2, f"an interval needs at least two values; got {len(values)}")
     mean, spread = statistics.fmean(values), statistics.stdev(values)
-    if spread == 0:
-        return Estimate(mean, mean, mean, 1.0 if mean == 0 else 0.0, 0.0, len(values))
+    if spread < ALIKE:
+        return Estimate(mean, mean, mean, float(abs(mean) < ALIKE), 0.0, len(values))
     test = scipy.stats.ttest_1samp(values, 0)
     low, high = test.confidence_interval(1 - LEVEL)
     return Estimate(mean, float(low), float(high), float(test.pvalue), spread, len(values))

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tape_jax._src.checks import choose
 from train import experiment
 from train.comparison import evaluations, sweep
 from train.comparison.jobs import Job
@@ -96,6 +97,7 @@ class PlannedTrainings(Study):
         self.name = design.name
         self.design, self.place = design, place
         self.folder = place.runs / design.name
+        choose("scale", place.scale, design.first)
         self.first = design.first[place.scale]
         self._made_once = functools.cache(self._made)
         self._job_once = functools.cache(self._job)
@@ -401,22 +403,18 @@ class PlannedTrainings(Study):
         side_by_side = self.place.side_by_side
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.design.base is not None:
-            seeds = dict.fromkeys(job.experiment.seed for job in missing)
-            train_all([b for b in map(self._base_once, seeds) if not _trained(b)], side_by_side)
+            bases = map(self._base_once, dict.fromkeys(job.experiment.seed for job in missing))
+            train_all([base for base in bases if not _trained(base)], side_by_side, ends=())
 
         def write(ended: Ended) -> None:
             item = self.item(ended.job)
             self.place.store.put(item, _found(ended), Made(environment, code, ended.seconds))
             finished(item)
 
-        for seeds_that_ask, ends in ((protocol.REPORTING, EVALUATE), (protocol.CHOOSING, VALIDATE)):
-            train_all(
-                [job for job in missing if job.experiment.seed in seeds_that_ask],
-                side_by_side,
-                ends=ends,
-                finished=write,
-                accepted=(0, NON_FINITE_EXIT_CODE),
-            )
+        accepted = (0, NON_FINITE_EXIT_CODE)
+        for seeds, ends in ((protocol.REPORTING, EVALUATE), (protocol.CHOOSING, VALIDATE)):
+            if jobs := [job for job in missing if job.experiment.seed in seeds]:
+                train_all(jobs, side_by_side, ends=ends, finished=write, accepted=accepted)
         return True
 
 
