@@ -56,7 +56,7 @@ STUDIES: tuple[Design, ...] = (
         shown=("perplexity_2x",),
         curve=Curve("perplexity_1x", most=4),
         minutes=0.75,
-        quick=("tape", "rope"),
+        quick=("rope", "alibi"),
     ),
     Trainings(
         name="addition",
@@ -79,6 +79,7 @@ STUDIES: tuple[Design, ...] = (
         shown=(INSIDE,),
         curve=Curve(INSIDE, most=1),
         minutes=0.8,
+        quick=("tape",),
     ),
     Trainings(
         name="context",

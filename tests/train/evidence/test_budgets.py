@@ -19,10 +19,8 @@ from train.evidence.budgets import Budget, choose
     ],
 )
 def test_perplexity(rope, alibi, most, expected):
-    values = {
-        "rope": dict(zip((1, 2, 4), rope, strict=False)),
-        "alibi": dict(zip((1, 2, 4), alibi, strict=False)),
-    }
+    found = {"rope": rope, "alibi": alibi}
+    values = {name: dict(zip((1, 2, 4), x, strict=True)) for name, x in found.items()}
     assert choose(values, most, higher_is_better=False) == expected
 
 

@@ -16,11 +16,11 @@ from tests.train.evidence.results import (
     finish,
     finish_all,
 )
-from train.evidence import claims, making, page, suite
+from train.evidence import claims, making, page, protocol, suite
 from train.evidence.budgets import Curve
 from train.evidence.records import Store
 from train.evidence.studies import Place
-from train.evidence.trainings import PlannedTrainings
+from train.evidence.trainings import PlannedTrainings, Trainings
 from train.evidence.verdicts import Kind, wins
 from train.main import main
 
@@ -229,6 +229,22 @@ class TestSuite:
         assert len(set(names)) == len(names)
         assert {name for claim in claims.CLAIMS for name in claim.studies} <= set(names)
         assert {claim.forms for claim in claims.CLAIMS} >= {("tape", "tape_heads")}
+
+    def test_the_quick_part_is_a_part(self):
+        """Whatever budget is chosen, the whole has these runs of the smallest one."""
+        designs = [one for one in suite.STUDIES if isinstance(one, Trainings)]
+        assert sum(len(design.quick) for design in designs) == 3
+        for design in designs:
+            curve = design.curve
+            fixed = curve is None or curve.most == 1
+            assert fixed or set(design.quick) <= set(curve.rivals)
+
+    def test_the_written_protocol(self):
+        """It has the ladder, the version and the claims of the code."""
+        text = Path("docs/protocol.md").read_text()
+        assert f"The ladder is {', '.join(protocol.RATES)}." in text
+        assert f"Version {protocol.VERSION}, written" in text
+        assert all(f"| {n} | " in text for n in range(1, len(claims.CLAIMS) + 1))
 
     @pytest.mark.slow
     @pytest.mark.parametrize("scale", ["cpu", "gpu"])

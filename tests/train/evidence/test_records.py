@@ -161,7 +161,9 @@ class TestCode:
 
     def test_no_other_is_without_a_word(self, place, item):
         other = {**MADE.code, "modules": "1" * 16}
-        with pytest.raises(ValueError, match="the code has changed: its hash is 1111.*evidence-qu"):
+        with pytest.raises(
+            ValueError, match=r"the code has changed: its hash is 1111.*evidence-qu"
+        ):
             place.store.accept(other)
         with pytest.raises(ValueError, match="was written and cannot be read back: code: '1111"):
             place.store.put(item, {}, MADE._replace(code=other))

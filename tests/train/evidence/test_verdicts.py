@@ -75,6 +75,14 @@ def test_an_interval_meets_a_limit(values, kind):
     assert found.kind is kind
 
 
+def test_a_time_whose_interval_reaches_beyond_the_limit():
+    """Steps of 1.116, 1.139 and 1.162 times RoPE's: the mean is below 1.15, the interval not."""
+    saved = estimate([1 - x for x in (1.116, 1.139, 1.162)])
+    assert 1 - saved.low == pytest.approx(1.196, abs=1e-3)
+    found = limited(saved, 1 - 1.15, name="tape", against="rope", score="time saved")
+    assert found.kind is Kind.NOT_TOLD
+
+
 def test_wins(planned):
     finish_all(planned, {"tape": 0.6, "rope": 0.3, "none": 0.2})
     found = wins(planned, BEYOND, RIVALS)
