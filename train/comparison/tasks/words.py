@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from train.comparison.plots import length_curves
 from train.comparison.tasks import Comparison
-from train.evaluation.grids import averages_table, length_table, pool
+from train.evaluation.grids import INTERVALS, averages_table, length_table, pool
 from train.tasks.words import WordResult, Words
 
 
 def compare(task: Words, results: Mapping[str, Sequence[WordResult]]) -> Comparison:
-    """Curves and accuracies by length; the words of all seeds are counted together."""
+    """Curves and accuracies by length; of several seeds, their means."""
     words, products = (
         {name: pool([getattr(r, part) for r in seeds]) for name, seeds in results.items()}
         for part in ("words", "products")
@@ -26,8 +26,7 @@ def compare(task: Words, results: Mapping[str, Sequence[WordResult]]) -> Compari
         sections={
             "Whole words": averages_table(words) + "\n\n![Accuracy by length](accuracy.png)",
             "Products": averages_table(products),
-            "Whole words by length": "Percentages with their 95 % intervals.\n\n"
-            + length_table(words),
+            "Whole words by length": f"{INTERVALS}.\n\n{length_table(words)}",
         },
         figures={
             "accuracy.png": length_curves(
