@@ -206,6 +206,8 @@ def _curve(study: PlannedTrainings) -> str:
         said = f"Budget chosen: {budget.multiple}x."
         if budget.improving:
             said += " Training was still improving there; the suite's hours allow no more."
+        elif budget.improving is None:
+            said += " Training was still improving before; what more would bring was not tried."
     return f"{said} In validation, {label}:\n\n{text_table(['', *steps], rows)}"
 
 

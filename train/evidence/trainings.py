@@ -99,6 +99,7 @@ class PlannedTrainings(Study):
         self.folder = place.runs / design.name
         choose("scale", place.scale, design.first)
         self.first = design.first[place.scale]
+        self._budget: Budget | None = None
         self._made_once = functools.cache(self._made)
         self._job_once = functools.cache(self._job)
         self._base_once = functools.cache(self._base)
@@ -130,14 +131,14 @@ class PlannedTrainings(Study):
     @property
     def budget(self) -> Budget | None:
         """How long the rivals are trained; None while the curve for it is not complete."""
-        curve = self.design.curve
-        if curve is None:
-            return Budget(1, None)
-        values = self.curve()
-        if any(len(found) < len(protocol.MULTIPLES) for found in values.values()):
-            return None
-        score = self.score(curve.score)
-        return budgets.choose(values, curve.most, higher_is_better=score.higher_is_better)
+        if self._budget is None:
+            curve, values = self.design.curve, self.curve()
+            if curve is None:
+                self._budget = Budget(1, None)
+            elif all(len(found) == len(protocol.MULTIPLES) for found in values.values()):
+                better = self.score(curve.score).higher_is_better
+                self._budget = budgets.choose(values, curve.most, higher_is_better=better)
+        return self._budget
 
     def curve(self) -> dict[str, dict[int, float]]:
         """The score that the budget is chosen by, by rival and multiple, as far as it is known."""
