@@ -220,7 +220,7 @@ class PlannedTrainings(Study):
             return f"{rival}: its best rate, {step.best}, is at the end of the ladder"
         if step.best is None:
             tried = [job.folder.name for job in jobs if not self.record(job)]
-            return f"{rival}: no rate yet (missing {', '.join(tried)})"
+            return f"{rival}: no rate yet ({len(tried)} runs to choose it, from {tried[0]} on)"
         reports = self.reports(rival, key) or ()
         seeds = [str(job.experiment.seed) for job in reports if not self.record(job)]
         word = "seed" if len(seeds) == 1 else "seeds"

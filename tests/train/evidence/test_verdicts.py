@@ -105,8 +105,9 @@ def test_a_missing_seed_is_named(planned):
 
 
 def test_without_a_rate(planned):
-    (said,) = wins(planned, BEYOND, ["rope"]).missing[:1]
-    assert said.startswith("copying, tape: no rate yet (missing tape-1x-1e-3-seed0, tape-1x-1e-3-s")
+    first, second = wins(planned, BEYOND, ["rope"]).missing
+    assert first == ("copying, tape: no rate yet (6 runs to choose it, from tape-1x-1e-3-seed0 on)")
+    assert second.startswith("copying, rope: no rate yet")
 
 
 def test_a_run_that_diverged_has_the_worst_value(planned):
