@@ -405,7 +405,7 @@ class PlannedTrainings(Study):
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.design.base is not None:
             bases = map(self._base_once, dict.fromkeys(job.experiment.seed for job in missing))
-            train_all([base for base in bases if not _trained(base)], side_by_side, ends=())
+            train_all([base for base in bases if not base.finished], side_by_side)
 
         def write(ended: Ended) -> None:
             item = self.item(ended.job)
@@ -421,12 +421,6 @@ class PlannedTrainings(Study):
 
 def _silent(line: str) -> None:
     """Reports nothing."""
-
-
-def _trained(job: Job) -> bool:
-    """Whether a run has gone all its steps."""
-    lines = metrics.read(job.folder / "metrics.jsonl")
-    return bool(lines) and lines[-1]["step"] == job.experiment.steps
 
 
 def _found(ended: Ended) -> dict[str, Any]:

@@ -26,5 +26,5 @@ def test_what_joins_several_encodings():
     assert ENCODINGS.overrides("rope") == ("--config.model.position.kind=rope",)
     for name in ("path_fox", "tape+alibi"):
         assert ENCODINGS.overrides(name) == (f"--config.model.position.kind={name}",)
-    with pytest.raises(ValueError, match="unknown position encoding 'alib'.*mean 'alibi'"):
+    with pytest.raises(ValueError, match=r"unknown position encoding 'alib'.*mean 'alibi'"):
         ENCODINGS.overrides("tape+alib")
