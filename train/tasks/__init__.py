@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 TASKS: dict[str, str] = {
     "addition": "train.tasks.arithmetic:Addition",
+    "address": "train.tasks.address:Address",
     "algorithm": "train.tasks.algorithms:Algorithm",
     "passkey": "train.tasks.passkey:Passkey",
     "scrolls": "train.tasks.scrolls:Scrolls",

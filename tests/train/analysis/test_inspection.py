@@ -11,6 +11,7 @@ from tape_jax._src.layout import restack
 from tests.models import encoding, random_variables, small_model, without
 from train.analysis import inspection
 from train.comparison.plots import MARK
+from train.evaluation.inside import Inside, look
 from train.main import main
 
 CONFIG = """
@@ -34,7 +35,7 @@ def look(kind="tape", kv_heads=2, **position):
         encoding(kind, **position), num_heads=4, num_kv_heads=kv_heads, hidden_size=16
     )
     variables = random_variables(model, std=0.3)
-    return model, variables, inspection.look(model, variables, TOKENS, LABELS)
+    return model, variables, look(model, variables, TOKENS, LABELS)
 
 
 def test_what_enters_each_layer():
@@ -79,7 +80,7 @@ def test_moves_norms_and_phases():
     doubled[0, 0] *= 2
     turned[0, 0] *= 2
     turned[0, 1] = [[0, 0, 3, 4]]
-    inside = inspection.Inside(
+    inside = Inside(
         [["x", "y"]], np.ones((3, 1, 2, 1, 2)), np.stack([start, doubled, turned])
     )
     np.testing.assert_allclose(inside.moves[:, 0, :, 0], [[1, 0], [0, 2**0.5]], rtol=1e-6)

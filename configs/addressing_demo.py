@@ -1,0 +1,67 @@
+"""Addressing in a few minutes on a laptop: TAPE and RoPE, both with ALiBi's bias.
+
+Which token stands k places after the token x? TAPE's state takes the place of x along.
+"""
+
+from typing import Any
+
+from ml_collections import ConfigDict
+
+# The size at which the question is a hard one.
+SCALES: dict[str, dict[str, Any]] = {
+    "gpu": {
+        "task.offsets": 60,
+        "task.symbols": 256,
+        "task.shortest": 64,
+        "task.longest": 128,
+        "task.questions": 64,
+        "model.hidden_size": 512,
+        "model.num_layers": 6,
+        "model.num_heads": 8,
+        "model.intermediate_size": 2048,
+        "model.dtype": "bfloat16",
+        "train.steps": 20_000,
+        "train.batch_size": 512,
+        "train.save_every": 1000,
+    }
+}
+
+
+def get_config() -> ConfigDict:
+    """Fields that differ from the defaults of :mod:`train.experiment`."""
+    return ConfigDict(
+        {
+            "name": "addressing demo",
+            "seed": 0,
+            "task": {
+                "name": "address",
+                "offsets": 8,
+                "symbols": 32,
+                "shortest": 10,
+                "longest": 16,
+                "questions": 16,
+            },
+            "model": {
+                "hidden_size": 64,
+                "num_layers": 3,
+                "num_heads": 4,
+                "intermediate_size": 128,
+                # The form that the paper writes; steps of eight, so that a state comes to another
+                # place within a short training; and a bound on it.
+                "position": {
+                    "kind": "tape+alibi",
+                    "attention_mix": "heads",
+                    "alpha": 8.0,
+                    "norm": "rms",
+                },
+            },
+            "train": {
+                "steps": 2000,
+                "batch_size": 32,
+                "learning_rate": 3e-3,
+                "schedule": "cosine",
+                "warmup": 0.05,
+                "save_every": 1000,
+            },
+        }
+    )

@@ -1,0 +1,234 @@
+"""Texts of symbols with places at which an answer is due, one symbol that is not fed back.
+
+A text of the training stream has many such places. An evaluation asks for one, the last, in a grid
+of two numbers, such as an offset and the length of a list. A task is a :class:`PlaceTask`: it says
+what its symbols are called, makes random texts with their answers, and reads one that a person
+wrote. The class does the rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from tape_jax._src.checks import require
+from train.data import held_out, synthetic
+from train.tasks import Score
+from train.tasks.questions import Options, Questions, QuestionTask, Written, scores_by_range
+
+PAD, PADDING = 0, "<pad>"
+
+
+@dataclasses.dataclass(frozen=True)
+class PlaceEvaluation(Options):
+    """How the answers at places are judged.
+
+    Attributes:
+      longest: the greatest number of a column asked for; None: the task's own.
+      samples: questions of each cell.
+      shapes: how many sequence lengths to compile for.
+    """
+
+    samples: int = 20
+    shapes: int = 2
+
+
+class Texts(NamedTuple):
+    """B texts of at most W tokens with Q answers each.
+
+    Attributes:
+      tokens: integers [B, W], ``PAD`` from a text's end on.
+      places: int [B, Q], ascending, of the tokens after which an answer is due.
+      answers: integers [B, Q], the tokens to be said there.
+      hashed: integers [B, Q, H], by which it is decided whether an answer is held out of training.
+    """
+
+    tokens: np.ndarray
+    places: np.ndarray
+    answers: np.ndarray
+    hashed: np.ndarray
+
+
+class PlaceTask(QuestionTask):
+    """Texts with answers of one token each, asked for in a grid of two numbers.
+
+    The symbols of a question are the tokens of its text, its answer the last, [1, B, W]; its
+    lengths are the row and the column of the grid.
+    """
+
+    operands: ClassVar[int] = 2
+    Evaluation: ClassVar[type] = PlaceEvaluation
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What each token is called, that of ``PAD`` first."""
+        raise NotImplementedError
+
+    @property
+    def form(self) -> str:
+        """What a question looks like, for errors."""
+        raise NotImplementedError
+
+    @property
+    def trained(self) -> tuple[range, range]:
+        """The numbers of rows and columns in training, all of a column equally likely."""
+        raise NotImplementedError
+
+    def texts(
+        self, rng: np.random.Generator, columns: np.ndarray, rows: np.ndarray | None = None
+    ) -> Texts:
+        """Random texts.
+
+        Args:
+          rng: of what is random.
+          columns: int [B].
+          rows: int [B], of texts with one question; None: as many as in training, of any rows.
+        """
+        raise NotImplementedError
+
+    def parse(self, tokens: np.ndarray) -> tuple[int, int, int]:
+        """Row, column and answer of a text [W] that ends where an answer is due.
+
+        Raises:
+          ValueError: it is no such text.
+        """
+        raise NotImplementedError
+
+    @property
+    def longest_column(self) -> int:
+        """The greatest number of a column that is asked for unless options say so."""
+        return self.reach * self.trained_length
+
+    @property
+    def trained_length(self) -> int:
+        """The greatest number of a column in training."""
+        return self.trained[1][-1]
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return len(self.names)
+
+    @property
+    def sequence_length(self) -> int:
+        """T: tokens of the longest training text."""
+        return self._training_width
+
+    def width(self, *lengths: int) -> int:
+        """Tokens of the longest text of a cell with one question, and its answer."""
+        row, column = (np.array([length]) for length in lengths)
+        return self.texts(synthetic.generator(0), column, row).tokens.shape[1] + 1
+
+    def number(self, *lengths: Any) -> np.ndarray:
+        """More than anybody asks for: texts are random."""
+        return np.full(np.broadcast_shapes(*map(np.shape, lengths)), np.inf)
+
+    def examples_to_learn(self, rng: np.random.Generator, size: int) -> synthetic.Batch:
+        """Texts of which the answers count, but for those that are held out."""
+        drawn, places, answers, hashed = self.texts(rng, rng.choice(self.trained[1], size))
+        tokens = np.zeros((size, self.sequence_length), np.int32)
+        tokens[:, : drawn.shape[1]] = drawn
+        targets = np.zeros(tokens.shape, np.int32)
+        weights = np.zeros(tokens.shape, np.float32)
+        rows = np.arange(size)[:, None]
+        targets[rows, places] = answers
+        weights[rows, places] = ~_held_out(hashed)
+        return {"inputs": tokens, "targets": targets, "weights": weights}
+
+    def choose(self, rng: np.random.Generator, lengths: Sequence[int], samples: int) -> Questions:
+        """Held-out questions; one may come twice."""
+        found: list[np.ndarray] = []
+        while sum(map(len, found)) < samples:
+            each = np.tile(np.array(lengths)[:, None], 2 * held_out.ONE_IN * samples)
+            tokens, places, answers, hashed = self.texts(rng, each[1], each[0])
+            rows, ends = np.arange(len(tokens)), places[:, -1] + 1
+            whole = np.pad(tokens, ((0, 0), (0, 1)))
+            whole[np.arange(whole.shape[1]) >= ends[:, None]] = PAD
+            whole[rows, ends] = answers[:, -1]
+            found.append(whole[_held_out(hashed)[:, -1]])
+        symbols = np.concatenate(found)[:samples]
+        return Questions(symbols[None], np.tile(np.array(lengths)[:, None], samples))
+
+    def write(self, questions: Questions, width: int) -> Written:
+        """The texts as they are."""
+        (tokens,) = questions.symbols
+        ends = (tokens != PAD).sum(1)
+        require(int(ends.max()) <= width, f"{self.kind}: {ends.max()} tokens are more than {width}")
+        padded = np.zeros((len(tokens), width), tokens.dtype)
+        padded[:, : tokens.shape[1]] = tokens[:, :width]
+        return padded, ends - 1, ends
+
+    def ordinary(self, questions: Questions) -> list[str]:
+        """Texts without their answers, in words."""
+        tokens, starts, _ = self.write(questions, questions.symbols.shape[2])
+        return [self.decode(row[:start]) for row, start in zip(tokens, starts, strict=True)]
+
+    def read(self, text: str) -> Questions:
+        """A text in words, with its answer."""
+        numbers, words = self._numbers, text.split()
+        for word in words:
+            require(
+                word in numbers,
+                f"{word!r} is no symbol of this task: expected {self.form}; got {text!r}",
+            )
+        tokens = np.array([numbers[word] for word in words], np.int64)
+        row, column, answer = self.parse(tokens)
+        return Questions(np.append(tokens, answer)[None, None], np.array([[row], [column]]))
+
+    @functools.cached_property
+    def _training_width(self) -> int:
+        return self.texts(synthetic.generator(0), np.array([self.trained_length])).tokens.shape[1]
+
+    @functools.cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {name: token for token, name in enumerate(self.names) if token != PAD}
+
+    def _written(self, text: str) -> tuple[np.ndarray, int]:
+        tokens = self.read(text).symbols[0, 0]
+        return tokens, len(tokens) - 1
+
+    def read_answer(self, tokens: Sequence[int] | np.ndarray) -> str:
+        """The name of the answer."""
+        return self.decode(tokens[:1])
+
+    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
+        """The names of tokens."""
+        names = dict(enumerate(self.names))
+        return " ".join(names.get(int(token), "<unk>") for token in tokens)
+
+    def unseen(self, seed: int) -> list[str]:
+        """Two questions of the trained length that were held out, and a longer one."""
+        row, n = self.trained[0][-1], self.trained_length
+        longer = min(self.longest_column, n + 1)
+        found = [self.ask([row, n], 2, seed), self.ask([row, longer], 1, seed)]
+        return [text for questions in found for text in self.ordinary(questions)]
+
+    def longest_asked(self, options: Options) -> int:
+        """The greatest number of a column asked for."""
+        return self.longest_column if options.longest is None else options.longest
+
+    def counted(self, *lengths: int) -> int:
+        """The column; beyond the trained ones, as far as its row is, if it is."""
+        row, column = lengths
+        beyond = row - self.trained[0][-1]
+        return max(column, self.trained_length + beyond) if beyond > 0 else column
+
+    def is_shared(self, *lengths: int) -> bool:
+        """Never: what is held out is asked at all lengths."""
+        return False
+
+    @property
+    def scores(self) -> tuple[Score, ...]:
+        """Exact match beyond the trained range, and inside it."""
+        return scores_by_range({"exact_match": ""}, f"{self.trained_length} {self.wording.unit}")
+
+
+def _held_out(hashed: np.ndarray) -> np.ndarray:
+    """bool [B, Q]."""
+    # Counted from one, for zeros at the end of a row do not matter.
+    rows = hashed.reshape(1, -1, hashed.shape[-1]) + 1
+    return held_out.symbols(rows).reshape(hashed.shape[:-1])
