@@ -187,6 +187,13 @@ class Address(PlaceTask):
             tokens, asked + 1, answers, np.stack([offsets, first[each, found], answers], 2)
         )
 
+    def widest(self, column: int, row: int | None = None) -> int:
+        """Tokens of the longest text, with all signs that there may be."""
+        signs = {"distractors": self.distractors, "gap": self.gap}
+        if row is not None and self.rows != "offset":
+            signs[self.rows] = row
+        return sum(signs.values()) + column + 2 * (self.questions if row is None else 1)
+
     def parse(self, tokens: np.ndarray) -> tuple[int, int, int]:
         """Row, length of the list and answer of a question."""
         text, size = self.decode(tokens), self.symbols

@@ -90,6 +90,10 @@ class PlaceTask(QuestionTask):
         """
         raise NotImplementedError
 
+    def widest(self, column: int, row: int | None = None) -> int:
+        """Tokens of the longest text of :meth:`texts`."""
+        raise NotImplementedError
+
     def parse(self, tokens: np.ndarray) -> tuple[int, int, int]:
         """Row, column and answer of a text [W] that ends where an answer is due.
 
@@ -116,12 +120,12 @@ class PlaceTask(QuestionTask):
     @property
     def sequence_length(self) -> int:
         """T: tokens of the longest training text."""
-        return self._training_width
+        return self.widest(self.trained_length)
 
     def width(self, *lengths: int) -> int:
         """Tokens of the longest text of a cell with one question, and its answer."""
-        row, column = (np.array([length]) for length in lengths)
-        return self.texts(synthetic.generator(0), column, row).tokens.shape[1] + 1
+        row, column = lengths
+        return self.widest(column, row) + 1
 
     def number(self, *lengths: Any) -> np.ndarray:
         """More than anybody asks for: texts are random."""
@@ -178,10 +182,6 @@ class PlaceTask(QuestionTask):
         tokens = np.array([numbers[word] for word in words], np.int64)
         row, column, answer = self.parse(tokens)
         return Questions(np.append(tokens, answer)[None, None], np.array([[row], [column]]))
-
-    @functools.cached_property
-    def _training_width(self) -> int:
-        return self.texts(synthetic.generator(0), np.array([self.trained_length])).tokens.shape[1]
 
     @functools.cached_property
     def _numbers(self) -> dict[str, int]:
