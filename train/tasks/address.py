@@ -27,7 +27,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import re
 import string
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -40,7 +39,7 @@ from train.evaluation import Progress, Trained, fits
 from train.evaluation.grids import Grid, Wording
 from train.evaluation.inside import untrained
 from train.tasks.address_result import AddressResult
-from train.tasks.places import PADDING, PlaceEvaluation, PlaceTask, Texts
+from train.tasks.places import PAD, PlaceEvaluation, PlaceTask, Texts
 from train.tasks.pointing import Pointing, point
 from train.tasks.questions import Options
 
@@ -136,11 +135,14 @@ class Address(PlaceTask):
         return [*itertools.islice(itertools.chain(letters, pairs), self.symbols)]
 
     @functools.cached_property
-    def names(self) -> tuple[str, ...]:
-        """Padding, tokens of lists, the same in queries, offsets, signs."""
-        queried = [f"{name}?" for name in self.listed]
-        offsets = [f"+{k}" for k in range(1, self.offsets + 1)]
-        return (PADDING, *self.listed, *queried, *offsets, *SIGNS)
+    def alphabets(self) -> dict[str, Sequence[str]]:
+        """Tokens of lists, the same in queries, offsets, signs."""
+        return {
+            "l": self.listed,
+            "q": [f"{name}?" for name in self.listed],
+            "o": [f"+{k}" for k in range(1, self.offsets + 1)],
+            "s": SIGNS,
+        }
 
     @property
     def form(self) -> str:
@@ -163,7 +165,7 @@ class Address(PlaceTask):
                 return rows[:, None]
             return rng.integers(0, getattr(self, name) + 1, (size, 1))
 
-        first = rng.random((size, self.symbols), np.float32).argsort(1)
+        order = rng.random((size, self.symbols), np.float32).argsort(1)
         before, gap, lengths = drawn("distractors"), drawn("gap"), columns[:, None]
         if rows is not None and self.rows == "offset":
             offsets = rows[:, None]
@@ -176,15 +178,16 @@ class Address(PlaceTask):
         place = np.arange(asked.max() + 2)
         listed = (place >= before) & (place < before + lengths)
         at = np.clip(place - before, 0, self.symbols - 1)
-        tokens = np.where(listed, first[each, at] + 1, 0)
+        start = self.first
+        tokens = np.where(listed, start["l"] + order[each, at], PAD)
         if before.any() or gap.any():
             sign = ~listed & (place < asked[:, :1])
-            tokens[sign] = rng.integers(self.vocab_size - len(SIGNS), self.vocab_size, sign.sum())
-        tokens[each, asked] = 2 * self.symbols + offsets
-        tokens[each, asked + 1] = self.symbols + first[each, found] + 1
-        answers = first[each, found + offsets] + 1
+            tokens[sign] = start["s"] + rng.integers(len(SIGNS), size=sign.sum())
+        tokens[each, asked] = start["o"] + offsets - 1
+        tokens[each, asked + 1] = start["q"] + order[each, found]
+        answers = start["l"] + order[each, found + offsets]
         return Texts(
-            tokens, asked + 1, answers, np.stack([offsets, first[each, found], answers], 2)
+            tokens, asked + 1, answers, np.stack([offsets, order[each, found], answers], 2)
         )
 
     def widest(self, column: int, row: int | None = None) -> int:
@@ -196,26 +199,21 @@ class Address(PlaceTask):
 
     def parse(self, tokens: np.ndarray) -> tuple[int, int, int]:
         """Row, length of the list and answer of a question."""
-        text, size = self.decode(tokens), self.symbols
-        kinds = np.array([*"p", *"l" * size, *"q" * size, *"o" * self.offsets, *"s" * len(SIGNS)])
-        match = re.fullmatch("(s*)(l+)(s*)oq", "".join(kinds[tokens]))
-        require(match is not None, f"expected {self.form}; got {text!r}")
-        assert match is not None
-        before, listed, gap = (tokens[slice(*match.span(group))].tolist() for group in (1, 2, 3))
-        offset, token = int(tokens[-2]) - 2 * size, int(tokens[-1]) - size
+        before, listed, gap, (offset,), (token,) = self.parts("(s*)(l+)(s*)(o)(q)", tokens)
+        text, name = " ".join(self.listed[x] for x in listed), self.listed[token]
         require(
             len(set(listed)) == len(listed),
-            f"the tokens of a list are distinct; got {self.decode(listed)!r}",
+            f"the tokens of a list are distinct; got {text!r}",
         )
-        name = self.names[token]
-        require(token in listed, f"{name} is not in the list {self.decode(listed)!r}")
+        require(token in listed, f"{name} is not in the list {text!r}")
+        offset += 1
         place = listed.index(token) + offset
         require(
             place < len(listed),
-            f"nothing stands {offset} places after {name} in the list {self.decode(listed)!r}",
+            f"nothing stands {offset} places after {name} in the list {text!r}",
         )
         row = {"offset": offset, "gap": len(gap), "distractors": len(before)}[self.rows]
-        return row, len(listed), listed[place]
+        return row, len(listed), self.first["l"] + listed[place]
 
     def axes(self, options: Options) -> tuple[Sequence[int], ...]:
         """Offsets, or gaps or distractors to twice those trained; and lengths of lists."""
@@ -254,7 +252,7 @@ class Address(PlaceTask):
             return None
         asked = [task.ask([k, self.longest], samples, seed).symbols[0] for k in task.trained[0]]
         tokens = np.stack(asked)[:, :, : self.longest + 2]
-        queried = tokens[:, :, -1:] - self.symbols
+        queried = tokens[:, :, -1:] - self.first["q"] + self.first["l"]
         found = (tokens[:, :, : self.longest] == queried).argmax(-1)
         return point(trained, tokens, found, self.longest)
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import re
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -64,8 +66,8 @@ class PlaceTask(QuestionTask):
     Evaluation: ClassVar[type] = PlaceEvaluation
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """What each token is called, that of ``PAD`` first."""
+    def alphabets(self) -> dict[str, Sequence[str]]:
+        """What tokens are called, by a letter for each kind of them."""
         raise NotImplementedError
 
     @property
@@ -101,6 +103,33 @@ class PlaceTask(QuestionTask):
           ValueError: it is no such text.
         """
         raise NotImplementedError
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """What each token is called, ``PAD`` first and then kind by kind."""
+        return (PADDING, *itertools.chain(*self.alphabets.values()))
+
+    @functools.cached_property
+    def first(self) -> dict[str, int]:
+        """The first token of each kind."""
+        sizes = [1, *map(len, self.alphabets.values())]
+        return dict(zip(self.alphabets, itertools.accumulate(sizes), strict=False))
+
+    def parts(self, pattern: str, tokens: np.ndarray) -> list[list[int]]:
+        """The groups of a text whose kinds match a regular expression, counted from the first.
+
+        Raises:
+          ValueError: it does not match.
+        """
+        kinds = np.repeat(["p", *self.alphabets], [1, *map(len, self.alphabets.values())])
+        match = re.fullmatch(pattern, "".join(kinds[tokens]))
+        if match is None:
+            raise ValueError(f"expected {self.form}; got {self.decode(tokens)!r}")
+        spans = [match.span(group) for group in range(1, len(match.groups()) + 1)]
+        starts = np.array(
+            [0, *(start for k, start in self.first.items() for _ in self.alphabets[k])]
+        )
+        return [(tokens - starts[tokens])[slice(*span)].tolist() for span in spans]
 
     @property
     def longest_column(self) -> int:
