@@ -256,6 +256,26 @@ class PlaceTask(QuestionTask):
         return scores_by_range({"exact_match": ""}, f"{self.trained_length} {self.wording.unit}")
 
 
+def with_queries(body: np.ndarray, lengths: np.ndarray, queries: np.ndarray) -> tuple[Any, Any]:
+    """Bodies, each followed by its queries.
+
+    Args:
+      body: tokens [B, W].
+      lengths: int [B], tokens of each body.
+      queries: tokens [B, Q, P].
+
+    Returns:
+      Tokens, and the places of the last token of each query.
+    """
+    size, count, parts = queries.shape
+    tokens = np.zeros((size, int(lengths.max()) + count * parts), np.int64)
+    inside = np.arange(int(lengths.max())) < lengths[:, None]
+    tokens[:, : inside.shape[1]] = np.where(inside, body[:, : inside.shape[1]], PAD)
+    places = lengths[:, None] + np.arange(count * parts)
+    tokens[np.arange(size)[:, None], places] = queries.reshape(size, -1)
+    return tokens, places[:, parts - 1 :: parts]
+
+
 def _held_out(hashed: np.ndarray) -> np.ndarray:
     """bool [B, Q]."""
     # Counted from one, for zeros at the end of a row do not matter.

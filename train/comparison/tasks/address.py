@@ -68,28 +68,34 @@ def figure_of(grids: Mapping[str, Grid], pointing: Mapping[str, Pointing]) -> Fi
     """
     first = next(iter(grids.values()))
     rows = {name: _rows(pointing[name]) if name in pointing else [] for name in grids}
-    height = sum(max(1, len(x)) for x in rows.values())
-    layers = max((len(x.attention) for x in pointing.values()), default=0)
-    figure = Figure(figsize=(4.6 + 2.7 * layers, 1.4 + 2.3 * height), layout="compressed")
-    places = GridSpec(height, 2 + layers, figure, width_ratios=[1.75, 0.08, *[1] * layers])
-    top, heats, pointers = 0, [], []
-    for name, kinds in rows.items():
-        below = top + max(1, len(kinds))
-        panel = figure.add_subplot(places[top:below, 0])
-        heats.append(panel)
-        heat = heat_map(panel, name, grids[name])
+    lines = [(name, *row) for name, found in rows.items() for row in found]
+    height, layers = len(lines), max((len(x.attention) for x in pointing.values()), default=0)
+    size = max(2.0 * height, 3.0 * len(grids))
+    figure = Figure(figsize=(6 + 2.4 * layers, 1.2 + size), layout="compressed")
+    # Both sides have the whole height, whatever number of panels.
+    places = GridSpec(
+        len(grids) * max(1, height), 1 + layers, figure, width_ratios=[1.9, *[1] * layers]
+    )
+    heats, pointers = [], []
+    for number, (name, grid) in enumerate(grids.items()):
+        panel = figure.add_subplot(
+            places[slice(number * max(1, height), (number + 1) * max(1, height)), 0]
+        )
+        heat = heat_map(panel, name, grid)
+        panel.set_box_aspect(0.75)
         panel.set_ylabel(first.wording.rows, fontsize=BODY)
-        for row, (what, values) in enumerate(kinds, top):
-            for layer, shown in enumerate(values):
-                panel = figure.add_subplot(places[row, 2 + layer])
-                pointers.append(panel)
-                image = _points(panel, pointing[name].places, shown)
-                panel.set_title(f"{what} layer {layer + 1}", fontsize=SMALL)
-                if not layer:
-                    panel.set_ylabel(first.wording.rows, fontsize=SMALL)
-                if row == height - 1:
-                    panel.set_xlabel("places after the token asked about", fontsize=SMALL)
-        top = below
+        heats.append(panel)
+    for row, (name, what, values) in enumerate(lines):
+        for layer, shown in enumerate(values):
+            where = places[slice(row * len(grids), (row + 1) * len(grids)), 1 + layer]
+            panel = figure.add_subplot(where)
+            image = _points(panel, pointing[name].places, shown)
+            panel.set_title(f"{what} layer {layer + 1}", fontsize=SMALL)
+            if not layer:
+                panel.set_ylabel(f"{name}\noffset", fontsize=SMALL)
+            if row == height - 1 and layer == len(values) // 2:
+                panel.set_xlabel("places after the token asked about", fontsize=SMALL)
+            pointers.append(panel)
     figure.suptitle(first.wording.title, fontsize=TITLE)
     bars = [(heat, heats, f"{first.wording.questions} answered right, %", "left")]
     if pointers:
