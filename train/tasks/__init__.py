@@ -23,8 +23,11 @@ TASKS: dict[str, str] = {
     "addition": "train.tasks.arithmetic:Addition",
     "address": "train.tasks.address:Address",
     "algorithm": "train.tasks.algorithms:Algorithm",
+    "chains": "train.tasks.chains:Chains",
+    "line_numbers": "train.tasks.line_numbers:LineNumbers",
     "passkey": "train.tasks.passkey:Passkey",
     "scrolls": "train.tasks.scrolls:Scrolls",
+    "table": "train.tasks.table:Table",
     "text": "train.tasks.text:Text",
     "words": "train.tasks.words:Words",
 }

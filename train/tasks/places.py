@@ -179,7 +179,7 @@ class PlaceTask(QuestionTask):
             each = np.tile(np.array(lengths)[:, None], 2 * held_out.ONE_IN * samples)
             tokens, places, answers, hashed = self.texts(rng, each[1], each[0])
             rows, ends = np.arange(len(tokens)), places[:, -1] + 1
-            whole = np.pad(tokens, ((0, 0), (0, 1)))
+            whole = np.pad(tokens, ((0, 0), (0, self.width(*lengths) - tokens.shape[1])))
             whole[np.arange(whole.shape[1]) >= ends[:, None]] = PAD
             whole[rows, ends] = answers[:, -1]
             found.append(whole[_held_out(hashed)[:, -1]])
