@@ -56,12 +56,16 @@ def get_config() -> ConfigDict:
                 },
             },
             "train": {
-                "steps": 2000,
+                "steps": 2500,
                 "batch_size": 32,
                 "learning_rate": 3e-3,
-                "schedule": "cosine",
+                # High until shortly before the end.
+                "schedule": "polynomial",
+                "power": 0.3,
                 "warmup": 0.05,
-                "save_every": 1000,
+                "beta2": 0.95,
+                "weight_decay": 0.1,
+                "save_every": 500,
             },
         }
     )

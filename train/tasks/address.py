@@ -36,7 +36,7 @@ import numpy as np
 from tape_jax._src.checks import choose, require
 from train.data import synthetic
 from train.evaluation import Progress, Trained, fits
-from train.evaluation.grids import Grid, Wording
+from train.evaluation.grids import Wording
 from train.evaluation.inside import untrained
 from train.tasks.address_result import AddressResult
 from train.tasks.places import PAD, PlaceEvaluation, PlaceTask, Texts
@@ -123,9 +123,9 @@ class Address(PlaceTask):
         return range(1, self.trained_rows + 1), range(self.shortest, self.longest + 1)
 
     @property
-    def longest_column(self) -> int:
-        """Twice the longest trained list, or one of all symbols."""
-        return min(2 * self.longest, self.symbols)
+    def most(self) -> int:
+        """A list of all symbols."""
+        return self.symbols
 
     @property
     def listed(self) -> list[str]:
@@ -217,17 +217,11 @@ class Address(PlaceTask):
 
     def axes(self, options: Options) -> tuple[Sequence[int], ...]:
         """Offsets, or gaps or distractors to twice those trained; and lengths of lists."""
-        longest = self.longest_asked(options)
-        require(
-            self.shortest <= longest <= self.symbols,
-            f"evaluation.longest: lists can have {self.shortest} to {self.symbols} different "
-            f"tokens; got {longest}",
-        )
-        rows: Sequence[int] = self.trained[0]
+        rows, columns = super().axes(options)
         if self.rows != "offset":
             ends = np.linspace(0, 2 * self.trained_rows, min(2 * self.trained_rows, MOST_ROWS) + 1)
             rows = ends[1:].astype(int).tolist()
-        return rows, range(self.shortest, longest + 1)
+        return rows, columns
 
     def evaluate(
         self, trained: Trained, options: AddressEvaluation, progress: Progress | None = None
@@ -265,31 +259,23 @@ class Address(PlaceTask):
         return dataclasses.replace(self, rows=rows).wording
 
     @property
+    def called(self) -> tuple[str, str, str]:
+        """What the rows are, by the length of the list."""
+        return ROWS[self.rows], "length of the list, tokens", "tokens"
+
+    @property
     def wording(self) -> Wording:
-        """What tables and figures call the questions."""
-        lengths = f"lists of {self.shortest} to {self.longest} tokens"
+        """What tables and figures call the questions; a gap is limited in training too."""
         rows = "" if self.rows == "offset" else f", {self.rows} up to {self.trained_rows}"
-        return Wording(
-            title="The token k places after the token x",
-            rows=ROWS[self.rows],
-            columns="length of the list, tokens",
-            unit="tokens",
-            questions="questions",
-            cells="offsets and lengths" if self.rows == "offset" else f"{self.rows} and lengths",
-            trained=lengths + rows,
-        )
+        trained = f"lists of {super().wording.trained}{rows}"
+        return dataclasses.replace(super().wording, trained=trained)
+
+    @property
+    def guess(self) -> int:
+        """Among the tokens of the longest trained list."""
+        return self.longest
 
     @property
     def heading(self) -> str:
         """The title of a report."""
-        return "Addressing beyond the trained length"
-
-    def introduction(self, grid: Grid) -> str:
-        """What a report says of training and evaluation."""
-        return (
-            f"Asked which token stands 1 to {self.offsets} places after a given one in a list of "
-            f"distinct tokens. Trained on lists of {self.shortest} to {self.longest} out of "
-            f"{self.symbols} tokens, and asked for {grid.columns[0]} to {grid.columns[-1]}: "
-            f"{grid.counts.max()} questions for each cell, {grid.counts.sum():,} in all. A guess "
-            f"among {self.longest} tokens is right in {100 / self.longest:.0f} % of cases."
-        )
+        return "The token k places after the token x"

@@ -25,9 +25,7 @@ import numpy as np
 
 from tape_jax._src.checks import require
 from train.data import synthetic
-from train.evaluation.grids import Grid, Wording
 from train.tasks.places import PlaceTask, Texts, with_queries
-from train.tasks.questions import Options
 
 LETTERS = string.ascii_lowercase + string.ascii_uppercase
 
@@ -64,11 +62,6 @@ class Chains(PlaceTask):
     def trained(self) -> tuple[range, range]:
         """Hops, and pairs."""
         return range(1, self.hops + 1), range(self.shortest, self.longest + 1)
-
-    @property
-    def longest_column(self) -> int:
-        """Twice the longest trained text, or one with all symbols."""
-        return min(2 * self.longest, self.symbols)
 
     @functools.cached_property
     def alphabets(self) -> dict[str, Sequence[str]]:
@@ -129,39 +122,22 @@ class Chains(PlaceTask):
             reached = follows[reached]
         return hops + 1, len(follows), self.first["v"] + reached
 
-    def axes(self, options: Options) -> tuple[Sequence[int], ...]:
-        """Hops; and numbers of pairs."""
-        longest = self.longest_asked(options)
-        require(
-            self.shortest <= longest <= self.symbols,
-            f"evaluation.longest: texts can have {self.shortest} to {self.symbols} pairs; got "
-            f"{longest}",
-        )
-        return self.trained[0], range(self.shortest, longest + 1)
+    @property
+    def most(self) -> int:
+        """As many as there are tokens."""
+        return self.symbols
 
     @property
-    def wording(self) -> Wording:
-        """What tables and figures call the questions."""
-        return Wording(
-            title="The token that is reached by hops",
-            rows="hops",
-            columns="pairs of the text",
-            unit="pairs",
-            questions="questions",
-            cells="hops and pairs",
-            trained=f"{self.shortest} to {self.longest} pairs",
-        )
+    def called(self) -> tuple[str, str, str]:
+        """Hops by pairs."""
+        return "hops", "pairs of the text", "pairs"
+
+    @property
+    def guess(self) -> int:
+        """Among the tokens of the longest trained text."""
+        return self.longest
 
     @property
     def heading(self) -> str:
         """The title of a report."""
-        return "Pointer chains beyond the trained length"
-
-    def introduction(self, grid: Grid) -> str:
-        """What a report says of training and evaluation."""
-        return (
-            f"Asked which token is reached by 1 to {self.hops} hops. Trained on "
-            f"{self.wording.trained}, and asked for up to {grid.columns[-1]}: {grid.counts.max()} "
-            f"questions for each cell, {grid.counts.sum():,} in all. A guess among {self.longest} "
-            f"tokens is right in {100 / self.longest:.0f} % of cases."
-        )
+        return "The token that is reached by hops"

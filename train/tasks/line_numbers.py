@@ -25,9 +25,7 @@ import numpy as np
 
 from tape_jax._src.checks import require
 from train.data import synthetic
-from train.evaluation.grids import Grid, Wording
 from train.tasks.places import PlaceTask, Texts, with_queries
-from train.tasks.questions import Options
 
 LETTERS = string.ascii_lowercase
 END = "|"
@@ -120,38 +118,17 @@ class LineNumbers(PlaceTask):
         require(k < len(found), f"line {line + 1} has no token {k + 1} in {text!r}")
         return line + 1, len(lines), self.first["l"] + LETTERS.index(found[k])
 
-    def axes(self, options: Options) -> tuple[Sequence[int], ...]:
-        """Numbers of the line; and numbers of lines."""
-        longest = self.longest_asked(options)
-        require(
-            self.shortest <= longest,
-            f"evaluation.longest: texts have at least {self.shortest} lines; got {longest}",
-        )
-        return self.trained[0], range(self.shortest, longest + 1)
+    @property
+    def called(self) -> tuple[str, str, str]:
+        """The line by how many there are."""
+        return "number of the line", "lines of the text", "lines"
 
     @property
-    def wording(self) -> Wording:
-        """What tables and figures call the questions."""
-        return Wording(
-            title="The k-th token of the n-th line",
-            rows="number of the line",
-            columns="lines of the text",
-            unit="lines",
-            questions="questions",
-            cells="lines and numbers of lines",
-            trained=f"{self.shortest} to {self.longest} lines",
-        )
+    def guess(self) -> int:
+        """Among all letters."""
+        return len(LETTERS)
 
     @property
     def heading(self) -> str:
         """The title of a report."""
-        return "Numbered lines beyond the trained length"
-
-    def introduction(self, grid: Grid) -> str:
-        """What a report says of training and evaluation."""
-        return (
-            f"Asked for the token at a place of 1 to {self.places} in line 1 to {self.lines}. "
-            f"Trained on {self.wording.trained}, and asked for up to {grid.columns[-1]}: "
-            f"{grid.counts.max()} questions for each cell, {grid.counts.sum():,} in all. A guessed "
-            f"letter is right in {100 / len(LETTERS):.0f} % of cases."
-        )
+        return "The k-th token of the n-th line"

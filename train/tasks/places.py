@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,6 +20,7 @@ import numpy as np
 
 from tape_jax._src.checks import require
 from train.data import held_out, synthetic
+from train.evaluation.grids import Grid, Wording
 from train.tasks import Score
 from train.tasks.questions import Options, Questions, QuestionTask, Written, scores_by_range
 
@@ -134,7 +136,7 @@ class PlaceTask(QuestionTask):
     @property
     def longest_column(self) -> int:
         """The greatest number of a column that is asked for unless options say so."""
-        return self.reach * self.trained_length
+        return min(self.reach * self.trained_length, self.most or sys.maxsize)
 
     @property
     def trained_length(self) -> int:
@@ -249,6 +251,55 @@ class PlaceTask(QuestionTask):
     def is_shared(self, *lengths: int) -> bool:
         """Never: what is held out is asked at all lengths."""
         return False
+
+    @property
+    def most(self) -> int | None:
+        """The greatest number of a column that can be asked for; None: any."""
+        return None
+
+    def axes(self, options: Options) -> tuple[Sequence[int], ...]:
+        """The rows that are trained, and columns from the shortest trained one on."""
+        shortest, longest = self.trained[1][0], self.longest_asked(options)
+        require(
+            shortest <= longest and (self.most is None or longest <= self.most),
+            f"evaluation.longest: from {shortest} to {self.most or 'any number of'} "
+            f"{self.wording.unit} can be asked for; got {longest}",
+        )
+        return self.trained[0], range(shortest, longest + 1)
+
+    @property
+    def wording(self) -> Wording:
+        """What tables and figures call the questions."""
+        rows, columns, unit = self.called
+        low, high = self.trained[1][0], self.trained_length
+        return Wording(
+            title=self.heading,
+            rows=rows,
+            columns=columns,
+            unit=unit,
+            questions="questions",
+            cells=f"{rows} and {columns}",
+            trained=f"{low} to {high} {unit}",
+        )
+
+    @property
+    def called(self) -> tuple[str, str, str]:
+        """What rows and columns differ in, and the unit of columns."""
+        raise NotImplementedError
+
+    @property
+    def guess(self) -> int:
+        """Among how many answers a guess chooses."""
+        raise NotImplementedError
+
+    def introduction(self, grid: Grid) -> str:
+        """What a report says of training and evaluation."""
+        return (
+            f"Trained on {grid.wording.trained}, and asked for {grid.columns[0]} to "
+            f"{grid.columns[-1]}: {grid.counts.max()} questions for each cell, "
+            f"{grid.counts.sum():,} in all. A guess among {self.guess} answers is right in "
+            f"{100 / self.guess:.0f} % of cases."
+        )
 
     @property
     def scores(self) -> tuple[Score, ...]:

@@ -26,7 +26,7 @@ import numpy as np
 
 from tape_jax._src.checks import require
 from train.data import synthetic
-from train.evaluation.grids import Grid, Wording
+from train.evaluation.grids import Wording
 from train.tasks.places import PlaceTask, Texts, with_queries
 from train.tasks.questions import Options
 
@@ -137,38 +137,32 @@ class Table(PlaceTask):
         value = body[names.index(row) * (wide + 1) + 1 + header.index(column)]
         return high, wide, self.first["v"] + value
 
+    @property
+    def most(self) -> int:
+        """As many as there are names for."""
+        return 2 * self.columns
+
     def axes(self, options: Options) -> tuple[Sequence[int], ...]:
-        """Rows and columns, to twice those trained."""
-        longest = self.longest_asked(options)
-        require(
-            2 <= longest <= 2 * self.columns,
-            f"evaluation.longest: tables can have 2 to {2 * self.columns} columns; got {longest}",
-        )
-        return range(2, 2 * self.rows + 1), range(2, longest + 1)
+        """Rows too to twice those trained."""
+        return range(2, 2 * self.rows + 1), super().axes(options)[1]
+
+    @property
+    def called(self) -> tuple[str, str, str]:
+        """The size of the table."""
+        return "rows of the table", "columns of the table", "columns"
 
     @property
     def wording(self) -> Wording:
-        """What tables and figures call the questions."""
-        return Wording(
-            title="The cell of a table by its row and its column",
-            rows="rows of the table",
-            columns="columns of the table",
-            unit="columns",
-            questions="cells",
-            cells="sizes",
-            trained=f"2 to {self.rows} rows, 2 to {self.columns} columns",
-        )
+        """What tables and figures call the questions; rows are limited in training too."""
+        found = super().wording
+        return dataclasses.replace(found, trained=f"2 to {self.rows} rows, {found.trained}")
+
+    @property
+    def guess(self) -> int:
+        """Among all digits."""
+        return len(VALUES)
 
     @property
     def heading(self) -> str:
         """The title of a report."""
-        return "Cells of tables larger than those trained on"
-
-    def introduction(self, grid: Grid) -> str:
-        """What a report says of training and evaluation."""
-        return (
-            f"Asked for the cell of a table at a row and a column given by name. Trained on "
-            f"{self.wording.trained}, and asked for up to {grid.rows[-1]} rows and "
-            f"{grid.columns[-1]} columns: {grid.counts.max()} cells for each size, "
-            f"{grid.counts.sum():,} in all. A guessed digit is right in 10 % of cases."
-        )
+        return "The cell of a table by its row and its column"

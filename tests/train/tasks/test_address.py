@@ -137,7 +137,7 @@ class TestOptions:
 
     def test_of_evaluation(self, task):
         assert task.axes(AddressEvaluation()) == (range(1, 4), range(4, 9))
-        with pytest.raises(ValueError, match="4 to 8 different tokens; got 9"):
+        with pytest.raises(ValueError, match="from 4 to 8 tokens can be asked for; got 9"):
             task.axes(AddressEvaluation(longest=9))
         gaps = Address(**SMALL, gap=3, rows="gap")
         assert gaps.axes(AddressEvaluation()) == ([1, 2, 3, 4, 5, 6], range(4, 9))
