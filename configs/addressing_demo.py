@@ -35,10 +35,10 @@ def get_config() -> ConfigDict:
             "seed": 0,
             "task": {
                 "name": "address",
-                "offsets": 8,
-                "symbols": 32,
-                "shortest": 10,
-                "longest": 16,
+                "offsets": 12,
+                "symbols": 40,
+                "shortest": 16,
+                "longest": 24,
                 "questions": 16,
             },
             "model": {
@@ -56,7 +56,7 @@ def get_config() -> ConfigDict:
                 },
             },
             "train": {
-                "steps": 2500,
+                "steps": 4000,
                 "batch_size": 32,
                 "learning_rate": 3e-3,
                 # High until shortly before the end.
@@ -65,7 +65,7 @@ def get_config() -> ConfigDict:
                 "warmup": 0.05,
                 "beta2": 0.95,
                 "weight_decay": 0.1,
-                "save_every": 500,
+                "save_every": 1000,
             },
         }
     )
