@@ -39,7 +39,7 @@ from train.evaluation import Progress, Trained, fits
 from train.evaluation.grids import Wording
 from train.evaluation.inside import untrained
 from train.tasks.address_result import AddressResult
-from train.tasks.places import PAD, PlaceEvaluation, PlaceTask, Texts
+from train.tasks.places import PAD, Called, PlaceEvaluation, PlaceTask, Texts
 from train.tasks.pointing import Pointing, point
 from train.tasks.questions import Options
 
@@ -259,7 +259,7 @@ class Address(PlaceTask):
         return dataclasses.replace(self, rows=rows).wording
 
     @property
-    def called(self) -> tuple[str, str, str]:
+    def called(self) -> Called:
         """What the rows are, by the length of the list."""
         return ROWS[self.rows], "length of the list, tokens", "tokens"
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from tape_jax._src.checks import require
 from train.data import synthetic
-from train.tasks.places import PlaceTask, Texts, with_queries
+from train.tasks.places import Called, PlaceTask, Texts, with_queries
 
 LETTERS = string.ascii_lowercase + string.ascii_uppercase
 
@@ -42,6 +42,8 @@ class Chains(PlaceTask):
     """
 
     kind: ClassVar[str] = "chains"
+    heading: ClassVar[str] = "The token that is reached by hops"
+    called: ClassVar[Called] = ("hops", "pairs of the text", "pairs")
 
     hops: int = 3
     symbols: int = 32
@@ -128,16 +130,6 @@ class Chains(PlaceTask):
         return self.symbols
 
     @property
-    def called(self) -> tuple[str, str, str]:
-        """Hops by pairs."""
-        return "hops", "pairs of the text", "pairs"
-
-    @property
     def guess(self) -> int:
         """Among the tokens of the longest trained text."""
         return self.longest
-
-    @property
-    def heading(self) -> str:
-        """The title of a report."""
-        return "The token that is reached by hops"

@@ -25,7 +25,7 @@ import numpy as np
 
 from tape_jax._src.checks import require
 from train.data import synthetic
-from train.tasks.places import PlaceTask, Texts, with_queries
+from train.tasks.places import Called, PlaceTask, Texts, with_queries
 
 LETTERS = string.ascii_lowercase
 END = "|"
@@ -43,6 +43,8 @@ class LineNumbers(PlaceTask):
     """
 
     kind: ClassVar[str] = "line_numbers"
+    heading: ClassVar[str] = "The k-th token of the n-th line"
+    called: ClassVar[Called] = ("number of the line", "lines of the text", "lines")
 
     lines: int = 6
     places: int = 4
@@ -119,16 +121,6 @@ class LineNumbers(PlaceTask):
         return line + 1, len(lines), self.first["l"] + LETTERS.index(found[k])
 
     @property
-    def called(self) -> tuple[str, str, str]:
-        """The line by how many there are."""
-        return "number of the line", "lines of the text", "lines"
-
-    @property
     def guess(self) -> int:
         """Among all letters."""
         return len(LETTERS)
-
-    @property
-    def heading(self) -> str:
-        """The title of a report."""
-        return "The k-th token of the n-th line"

@@ -26,6 +26,9 @@ from train.tasks.questions import Options, Questions, QuestionTask, Written, sco
 
 PAD, PADDING = 0, "<pad>"
 
+# What rows and columns of a grid differ in, and the unit of columns.
+Called = tuple[str, str, str]
+
 
 @dataclasses.dataclass(frozen=True)
 class PlaceEvaluation(Options):
@@ -283,7 +286,7 @@ class PlaceTask(QuestionTask):
         )
 
     @property
-    def called(self) -> tuple[str, str, str]:
+    def called(self) -> Called:
         """What rows and columns differ in, and the unit of columns."""
         raise NotImplementedError
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from tape_jax._src.checks import require
 from train.data import synthetic
-from train.tasks.places import PlaceTask, Texts, with_queries
+from train.tasks.places import Called, PlaceTask, Texts, with_queries
 
 LETTERS = string.ascii_lowercase + string.ascii_uppercase
 
@@ -41,6 +41,8 @@ class Recall(PlaceTask):
     """
 
     kind: ClassVar[str] = "recall"
+    heading: ClassVar[str] = "The value of a key"
+    called: ClassVar[Called] = ("pairs from the key on", "pairs of the text", "pairs")
 
     symbols: int = 40
     shortest: int = 8
@@ -112,16 +114,6 @@ class Recall(PlaceTask):
         return self.symbols
 
     @property
-    def called(self) -> tuple[str, str, str]:
-        """How long ago the key stood, by pairs."""
-        return "pairs from the key on", "pairs of the text", "pairs"
-
-    @property
     def guess(self) -> int:
         """Among the values of the longest trained text."""
         return self.longest
-
-    @property
-    def heading(self) -> str:
-        """The title of a report."""
-        return "The value of a key"

@@ -25,7 +25,7 @@ import numpy as np
 
 from tape_jax._src.checks import require
 from train.data import synthetic
-from train.tasks.places import PlaceTask, Texts, with_queries
+from train.tasks.places import Called, PlaceTask, Texts, with_queries
 
 LETTERS, FILLER = string.ascii_lowercase, "."
 
@@ -40,6 +40,12 @@ class SelectiveCopy(PlaceTask):
     """
 
     kind: ClassVar[str] = "selective_copy"
+    heading: ClassVar[str] = "The n-th letter among fillers"
+    called: ClassVar[Called] = (
+        "number of the letter",
+        "length of the text, tokens",
+        "tokens",
+    )
 
     letters: int = 8
     shortest: int = 16
@@ -105,16 +111,6 @@ class SelectiveCopy(PlaceTask):
         return number + 1, len(body), self.first["l"] + LETTERS.index(letters[number])
 
     @property
-    def called(self) -> tuple[str, str, str]:
-        """Which letter, by the length of the text."""
-        return "number of the letter", "length of the text, tokens", "tokens"
-
-    @property
     def guess(self) -> int:
         """Among the letters of a text."""
         return self.letters
-
-    @property
-    def heading(self) -> str:
-        """The title of a report."""
-        return "The n-th letter among fillers"

@@ -27,7 +27,7 @@ import numpy as np
 from tape_jax._src.checks import require
 from train.data import synthetic
 from train.evaluation.grids import Wording
-from train.tasks.places import PlaceTask, Texts, with_queries
+from train.tasks.places import Called, PlaceTask, Texts, with_queries
 from train.tasks.questions import Options
 
 VALUES = string.digits
@@ -45,6 +45,12 @@ class Table(PlaceTask):
     """
 
     kind: ClassVar[str] = "table"
+    heading: ClassVar[str] = "The cell of a table by its row and its column"
+    called: ClassVar[Called] = (
+        "rows of the table",
+        "columns of the table",
+        "columns",
+    )
 
     rows: int = 6
     columns: int = 6
@@ -147,11 +153,6 @@ class Table(PlaceTask):
         return range(2, 2 * self.rows + 1), super().axes(options)[1]
 
     @property
-    def called(self) -> tuple[str, str, str]:
-        """The size of the table."""
-        return "rows of the table", "columns of the table", "columns"
-
-    @property
     def wording(self) -> Wording:
         """What tables and figures call the questions; rows are limited in training too."""
         found = super().wording
@@ -161,8 +162,3 @@ class Table(PlaceTask):
     def guess(self) -> int:
         """Among all digits."""
         return len(VALUES)
-
-    @property
-    def heading(self) -> str:
-        """The title of a report."""
-        return "The cell of a table by its row and its column"
