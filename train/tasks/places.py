@@ -256,6 +256,11 @@ class PlaceTask(QuestionTask):
         return False
 
     @property
+    def counted_as(self) -> str:
+        """What columns differ in."""
+        return self.wording.columns
+
+    @property
     def most(self) -> int | None:
         """The greatest number of a column that can be asked for; None: any."""
         return None

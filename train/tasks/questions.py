@@ -358,6 +358,11 @@ class QuestionTask(GridTask):
         """The length under which tables count a cell."""
         return max(lengths)
 
+    @property
+    def counted_as(self) -> str:
+        """What that length is."""
+        return f"the {self.wording.unit} of the longer operand"
+
     def grid(self, axes: Sequence[Sequence[int]], correct: np.ndarray, counts: np.ndarray) -> Grid:
         """A grid of answers, int [R, C], to the questions of ``axes``; for one operand R = 1."""
         rows, columns = ((1,), *axes)[-2:]
