@@ -106,6 +106,7 @@ class TestRotate:
         with pytest.raises(ValueError, match=words):
             rotate(jnp.zeros(q), jnp.zeros(e))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("q", [(3, 5, 2, 8), (5, 5, 5, 8), (2, 3, 5, 2, 8)])
     @pytest.mark.parametrize("block", [(8,), (4, 2, 2)], ids=["rotary", "tensor"])
     def test_nothing_between_the_two_forms_is_guessed(self, q, block):

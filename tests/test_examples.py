@@ -42,6 +42,7 @@ def test_under_ten_lines_differ_from_rope(name):
     assert all(line.endswith("# TAPE") for line in updates)
 
 
+@pytest.mark.slow
 def test_the_linen_decoder_sees_no_future():
     """By value and by gradient. Each token occurs once, so a row of the table is one place."""
     decoder = importlib.import_module("examples.flax_linen").Decoder()

@@ -130,6 +130,7 @@ def assert_near(actual, expected, tolerance):
 QUICK = ("one group, dynamic scaling", "window, bias")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(CASES, *QUICK))
 def test_chunks_behind_ragged_prompts_equal_the_full_pass(name, x64):
     model = small_model(dtype="float64", param_dtype="float64", **CASES[name])
@@ -528,6 +529,7 @@ def test_a_cache_that_cannot_grow():
         grow_cache(model, init_cache(model, 1, 5), 9)
 
 
+@pytest.mark.slow
 def test_what_follows_a_cache_goes_on_with_its_last_token():
     """With the id of each row's last real token, and its position plus one."""
     model = small_model("learned")
@@ -547,6 +549,7 @@ def test_what_follows_a_cache_goes_on_with_its_last_token():
             assert_near(logits[i], jit_apply(model, variables, row)[-4:], 1e-5)
 
 
+@pytest.mark.slow
 def test_new_tokens_may_name_their_segment():
     """Their positions go on behind the last token of that segment, wherever it is."""
     model = small_model("learned", num_layers=2)
@@ -567,6 +570,7 @@ def test_new_tokens_may_name_their_segment():
 FRACTIONAL = ("none", "rope", "tape", "xpos", "alibi", "fire", "sinusoidal")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", mostly_slow(FRACTIONAL, "tape", "alibi"))
 def test_fractional_positions_are_kept(kind):
     model = small_model(kind, num_layers=2)

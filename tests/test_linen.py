@@ -70,6 +70,7 @@ class Layer(nn.Module):
         return tape.UpdateState(**GROUPED, name="position")(e, a, x), None
 
 
+@pytest.mark.slow
 def test_in_a_scan_with_remat_under_jit():
     """The layers' parameters are stacked and drawn apart; values and gradients are the loop's."""
     stack = nn.scan(

@@ -170,6 +170,7 @@ def test_the_base_learns(name, attention):
         np.testing.assert_allclose(jax.grad(loss)(stretched), slope, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan_layers", mostly_slow([True, False], True))
 def test_remat_changes_neither_loss_nor_gradients(scan_layers):
     tape, shape = positions.Tape(norm="rms"), {"num_layers": 2, "scan_layers": scan_layers}
@@ -183,6 +184,7 @@ def test_remat_changes_neither_loss_nor_gradients(scan_layers):
         chex.assert_trees_all_close(actual, expected, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan_layers", [True, False])
 def test_full_remat_saves_only_what_enters_the_layers_and_dots_also_products(scan_layers):
     """On a mesh that gathers parameters the same is kept: what was gathered is not."""
@@ -490,6 +492,7 @@ OF_LENGTH = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(OF_LENGTH, "each layer"))
 def test_the_width_of_a_batch_is_no_length(name):
     """Draws and dynamic scaling are for what each row really has, or for the length it is given."""
@@ -509,6 +512,7 @@ def test_the_width_of_a_batch_is_no_length(name):
     assert jnp.abs(run(model, variables, row, length=14) - expected).max() > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["random_rope", "tape"])
 def test_a_row_that_is_all_padding_spoils_nothing(kind):
     """Its logits are finite, so that a loss with weight 0 there, and its gradients, are too."""
@@ -563,6 +567,7 @@ def test_nothing_but_padding():
     assert (balance(ids.at[0].set(3)) > 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "position", [positions.Tape(form="tensor", attention_mix="heads"), "fire", "abacus"]
 )
@@ -620,6 +625,7 @@ def test_indices_beyond_a_table_are_refused_or_give_nan():
             assert jnp.isnan(jax.jit(apply)(**given, cache=cache)[0][0, 2:]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["alibi", "fire", "t5", "abacus"])
 def test_narrow_integers_do_not_overflow(kind):
     """Unsigned differences would wrap around, and sums of small types too."""

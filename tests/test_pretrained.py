@@ -93,6 +93,7 @@ class TestAgainstTransformers:
         out = tape.generate(model, variables, jnp.asarray(expected["prompt"]), max_new_tokens=16)
         np.testing.assert_array_equal(out[:, 9:], expected["greedy"])
 
+    @pytest.mark.slow
     @pytest.mark.usefixtures("x64")
     @pytest.mark.parametrize("name", mostly_slow(NAMES, "llama3_gqa"))
     def test_float64(self, name):

@@ -347,6 +347,7 @@ def test_behind_its_last_slot_a_cache_gives_no_number(kind, profile):
 # --- Compilation, layouts and gradients ----------------------------------------------------------
 
 
+@pytest.mark.slow
 @each_kind("t5", among=("t5", "rope", "tape", "random_rope", "abacus", "fire"))
 def test_compilation_changes_nothing(kind, profile):
     """Nor does it matter whose arrays are given, numpy's or jax's."""
@@ -363,6 +364,7 @@ def test_compilation_changes_nothing(kind, profile):
                 assert_near(found[real], expected[real], tolerance)
 
 
+@pytest.mark.slow
 @each_kind("tape", "fire")
 def test_scan_remat_and_vmap_change_nothing_and_gradients_are_slopes(kind, profile):
     """The gradients of one layout against differences of the loss of the other, along a line."""
@@ -457,6 +459,7 @@ def attend(case, seed, dtype, **keywords):
     return outputs_and_gradients(jax.tree.map(lambda x: jnp.asarray(x, dtype), floats))
 
 
+@pytest.mark.slow
 @each_profile
 def test_implementations_of_attention_agree(profile):
     """In outputs, also with loops in numpy, and in gradients; where one takes the call."""

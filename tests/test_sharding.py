@@ -221,6 +221,7 @@ def test_every_encoding_can_be_split(kind, sizes):
         jax.eval_shape(step, variables, tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("position", "sizes"),
     [
@@ -242,6 +243,7 @@ def test_states_that_are_more_than_one_array_a_token(position, sizes):
     np.testing.assert_allclose(found, expected, atol=1e-5 * max(1, float(jnp.abs(expected).max())))
 
 
+@pytest.mark.slow
 def test_recorded_states_positions_and_segments_keep_their_order():
     """All that is given and returned is in the order of the tokens, on a split sequence too."""
     sharding = built(sequence=2)
@@ -311,6 +313,7 @@ def test_table_of_parameters():
     assert lines[-1].split() == ["all", f"{total:,}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     mostly_slow([{}, {"experts": Experts(4, 2)}], {"experts": Experts(4, 2)}),

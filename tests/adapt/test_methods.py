@@ -80,6 +80,7 @@ class TestTape:
         assert described(adapted) == wanted(new)
         assert is_shared(adapted, variables)
 
+    @pytest.mark.slow
     def test_the_logits_stay_in_float64(self, x64):
         old = small_model("rope", dtype="float64", param_dtype="float64")
         variables = random_variables(old)

@@ -138,6 +138,7 @@ def size(tree):
     return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
+@pytest.mark.slow
 def test_frozen_parameters_have_neither_gradients_nor_optimiser_state():
     model = small_model("tape", hidden_size=64, intermediate_size=124, num_layers=5)
     params, tokens = random_variables(model)["params"], jnp.zeros((1, 4), jnp.int32)
@@ -164,6 +165,7 @@ def test_frozen_parameters_have_neither_gradients_nor_optimiser_state():
     assert memory.temp_size_in_bytes + memory.output_size_in_bytes < size(frozen) / 2
 
 
+@pytest.mark.slow
 def test_a_step_follows_the_gradient_in_the_trainable_parameters_alone():
     model = small_model("tape", num_layers=2)
     params = random_variables(model)["params"]

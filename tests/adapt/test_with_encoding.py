@@ -10,12 +10,13 @@ import pytest
 
 from tape_jax import adapt, positions
 from tests.models import random_variables, small_model
+from tests.selection import mostly_slow
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 13, (2, 9)), jnp.int32)
 KEY = jax.random.key(1)
 
 
-@pytest.mark.parametrize("scan_layers", [True, False])
+@pytest.mark.parametrize("scan_layers", mostly_slow([True, False], True))
 @pytest.mark.parametrize(
     "position",
     ["tape", "rope+t5", {"kind": "tape+alibi", "slopes": "learned_from_zero", "norm": "rms"}],

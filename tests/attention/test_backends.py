@@ -277,6 +277,7 @@ def test_mixed_types(backend, keywords):
     assert_close(got, expected("causal")[0], TOLERANCE["bfloat16"])
 
 
+@pytest.mark.slow
 @each(compiled=True)
 def test_rows_without_keys_give_zeros(backend, keywords):
     case = BY_NAME["before_the_keys"]
@@ -394,6 +395,7 @@ def test_bias_closures(transform):
     assert_close(gradient, closure_gradients(), 2e-5)
 
 
+@pytest.mark.slow
 def test_outside_jit():
     """A call that is not compiled gives the same, gradients of closures included."""
     case = BY_NAME["multi_query"]
@@ -451,6 +453,7 @@ def test_transformations(backend, keywords):
     assert_close(by_row(k, q, v, e[0]), want(k, q, v, e[:1]), 1e-5)
 
 
+@pytest.mark.slow
 @each("pallas", "splash", slow=["splash"])
 @pytest.mark.parametrize("kv_heads", mostly_slow([4, 2], 2))
 def test_sharded_over_batch_and_heads(backend, keywords, kv_heads):
@@ -519,6 +522,7 @@ def test_traced_offset(backend, keywords):
         assert_close(jax.tree.map(lambda x, n=n: np.asarray(x[n], np.float64), got), want, 1e-5)
 
 
+@pytest.mark.slow
 @each(slow=["splash"])
 def test_one_offset_for_each_row(backend, keywords):
     """Outputs and gradients are those of the rows, each by itself with its own offset."""
@@ -659,6 +663,7 @@ def test_an_equal_bias_function_is_not_compiled_anew():
     assert jnp.abs(other_slope - first).max() > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", mostly_slow([jax.jit, jax.vmap], jax.vmap))
 def test_chunked_names_who_has_second_derivatives(transform):
     q, k, v, e = qkve(19)

@@ -55,6 +55,7 @@ def test_forgetting_attention(backend):
     assert_close(jax.device_get(got), (o, gradients), 1e-9 if exact else 3e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", OURS)
 def test_alibi_is_a_decay(backend):
     """``-slope * t`` gives what the bias of ALiBi does."""
@@ -70,6 +71,7 @@ def test_alibi_is_a_decay(backend):
     chex.assert_trees_all_close(found, want, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", OURS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_large_decays_are_subtracted_first(backend, dtype):
@@ -90,6 +92,7 @@ def test_large_decays_are_subtracted_first(backend, dtype):
     assert f(near)[0][3].dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_type_of_the_decay_is_kept(x64):
     """Float64 is subtracted in float64, also where all else is float32; half types in float32."""
     q, k, v, _ = qkve(9)
@@ -128,6 +131,7 @@ def test_what_a_whole_row_is_given_has_no_gradient(backend):
     assert np.all(d_keys[3:] != 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", OURS)
 def test_decoding_with_a_cache(backend):
     """The last queries of each row, by offsets for all or each, are those of the whole pass."""
@@ -151,6 +155,7 @@ def test_decoding_with_a_cache(backend):
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", OURS)
 def test_vmap_and_donated_arrays(backend):
     q, k, v, e = qkve(12)
@@ -296,6 +301,7 @@ def test_plan():
     assert plan.rejected["splash"].startswith("log_decay= is not in the kernel")
 
 
+@pytest.mark.slow
 def test_a_float32_bias_of_float64_queries_has_gradients(x64):
     """By blocks, where gradients are summed in the type of the bias."""
     q = normal(0, 1, 9, 2, 8, dtype=jnp.float64)

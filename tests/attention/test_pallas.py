@@ -82,6 +82,7 @@ def test_lowers_to_cuda(dim, dtype, x64):
         assert lowered("cuda", backward, q, kv, kv, e, ids).count(call) == 3
 
 
+@pytest.mark.slow
 def test_state_that_is_not_attended_costs_nothing():
     """The kernels then write no ``a`` and no gradient of it, and read no state they need not."""
     x = jax.ShapeDtypeStruct((1, 32, 2, 16), "float32")

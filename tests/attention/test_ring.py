@@ -128,6 +128,7 @@ def test_gradients_do_not_round_with_large_logits():
     assert largest_error((found[0], found[1]["v"]), (expected[0], expected[1]["v"])) < 1e-5
 
 
+@pytest.mark.slow
 def test_zigzag_order_tensor_states_and_other_axes_in_float32():
     """Inputs that come in zigzag order; batch and heads are split too."""
     sharding = mesh_of(data=2, sequence=2, tensor=2)

@@ -139,6 +139,7 @@ def test_blocks_of_any_size(name, block_q, x64):
     assert_close(found, outputs_and_gradients(name, implementation="reference"), 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", OPTIONS)
 def test_one_offset_for_each_row(backend, x64):
     """Places are then those of each row."""

@@ -424,6 +424,7 @@ def test_broadcast_text(monkeypatch):
     assert processes.broadcast_text("something else") == "é"
 
 
+@pytest.mark.slow
 def test_the_command(capsys, folder, monkeypatch):
     monkeypatch.setattr(
         command,

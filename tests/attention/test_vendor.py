@@ -152,6 +152,7 @@ def lower(platform, dim, dtype="bfloat16", **keywords):
     return [lowered(platform, f, q, kv, kv, e) for f in (forward, gradients)]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("any_device")
 @pytest.mark.parametrize(("dim", "dtype"), [(64, "bfloat16"), (128, "float32")])
 @pytest.mark.parametrize("rule", [{"is_causal": True}, {"local_window_size": 70}, {}], ids=str)

@@ -20,7 +20,7 @@ def test_every_encoding_has_a_file():
     }
 
 
-@pytest.mark.parametrize("name", mostly_slow(RECORDED, "fox_tiny", "mapformer_em_tiny"))
+@pytest.mark.parametrize("name", mostly_slow(RECORDED, "fox_tiny"))
 def test_outputs_and_gradients(name):
     lines, ok = report.report(GOLDEN / f"{name}.npz")
     assert ok, "\n".join(lines)
@@ -32,6 +32,7 @@ def test_outputs_and_gradients(name):
     assert not constant, f"neither compared nor an input: {constant}"
 
 
+@pytest.mark.slow
 def test_position_ids(tmp_path):
     path = GOLDEN / "position_coupling_tiny.npz"
     lines, ok = report.report(path)

@@ -124,6 +124,7 @@ def test_untied(x64, cls, oracle, shapes):
 KINDS = [SeparateCosSin, MixHeadDim, NoEquivariance]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", KINDS)
 @pytest.mark.parametrize("norm", ["none", "rms", "unit"])
 def test_they_start_as_rope_and_stay_so_untrained(cls, norm):
@@ -261,6 +262,7 @@ def test_relaxed_equivariance_is_held_back_by_its_loss():
     assert encoding.loss([], 0.5) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [PlaceWeights, RelaxedEquivariance])
 @pytest.mark.parametrize("norm", ["rms", "unit"])
 def test_broken_updates_are_bounded_like_others(cls, norm):

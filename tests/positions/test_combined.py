@@ -78,6 +78,7 @@ def test_the_parts_add_up():
         assert names == jax.tree.map(jnp.shape, random_variables(alone))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_alibi_beside_rope_is_the_bias_of_its_paper(is_causal):
     """One layer by hand: under the causal rule as a decay, else as a bias."""

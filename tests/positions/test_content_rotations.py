@@ -161,6 +161,7 @@ def test_states_are_those_of_the_formula(name, segments, x64):
     np.testing.assert_allclose(np.broadcast_to(found, expected.shape), expected, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [1, KV_HEADS, HEADS])
 def test_episodic_memory_multiplies_content_and_place(kv_heads, x64):
     """Logits by hand, for grouped heads."""
@@ -216,6 +217,7 @@ def test_cached_passes_equal_the_full_pass(name, x64):
     np.testing.assert_allclose(jnp.concatenate(found, 1)[real], full[real], atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SUMMED)
 def test_sums_of_narrow_inputs_are_in_float32(name):
     """Angles hardly change if what enters is rounded, however long the path."""
@@ -242,6 +244,7 @@ def test_sums_of_narrow_inputs_are_in_float32(name):
         np.testing.assert_allclose(narrow, wide, atol=2e-2)
 
 
+@pytest.mark.slow
 def test_gated_and_content_free_starts():
     """What initial values say: GRAPE and RePo start without positions, MapFormer with its grid."""
     config = config_of(positions.Encoding(), "float32")
@@ -265,6 +268,7 @@ def test_gated_and_content_free_starts():
         np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_layers_before_the_first_that_chooses_positions_have_rope():
     late = positions.Repo(first_layer=2, base=10_000.0)
     model, tokens = small_model(late), jnp.arange(5)[None]

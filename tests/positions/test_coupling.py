@@ -35,22 +35,22 @@ def ids_of(text, segments=None, **options):
 PLAIN = {"reverse_answer": False, "extra_digits": 1}
 
 
-@pytest.mark.parametrize(
-    ("text", "options", "want"),
-    [
-        ("653+49=2070", {}, [4, 3, 2, 1, 3, 2, 1, 2, 3, 4, 5]),
-        ("356+94=", {"reverse_operands": True}, [2, 3, 4, 1, 2, 3, 1]),
-        ("653+049=0702", PLAIN, [4, 3, 2, 1, 4, 3, 2, 6, 5, 4, 3, 2]),
-        ("7+5=12", {**PLAIN, "couple_equals": False}, [2, 1, 2, 1, 3, 2]),
-        ("7+5=", PLAIN, [2, 1, 2, 4]),
-        ("12+3+4=19 5+15=2", {**PLAIN, "extra_digits": 0}, None),
-        (" 12 3 4+", {}, [0, 3, 2, 0, 2, 0, 2, 1]),
-        ("=5=61=", {}, [1, 2, 1, 2, 3, 1]),
-        ("12", {}, [-1, -1]),
-        ("1+12", {}, [2, 1, -1, -1]),
-        ("1+1=123", PLAIN, [2, 1, 2, 4, 3, 2, -2]),
-    ],
-)
+WRITTEN = [
+    ("653+49=2070", {}, [4, 3, 2, 1, 3, 2, 1, 2, 3, 4, 5]),
+    ("356+94=", {"reverse_operands": True}, [2, 3, 4, 1, 2, 3, 1]),
+    ("653+049=0702", PLAIN, [4, 3, 2, 1, 4, 3, 2, 6, 5, 4, 3, 2]),
+    ("7+5=12", {**PLAIN, "couple_equals": False}, [2, 1, 2, 1, 3, 2]),
+    ("7+5=", PLAIN, [2, 1, 2, 4]),
+    ("12+3+4=19 5+15=2", {**PLAIN, "extra_digits": 0}, None),
+    (" 12 3 4+", {}, [0, 3, 2, 0, 2, 0, 2, 1]),
+    ("=5=61=", {}, [1, 2, 1, 2, 3, 1]),
+    ("12", {}, [-1, -1]),
+    ("1+12", {}, [2, 1, -1, -1]),
+    ("1+1=123", PLAIN, [2, 1, 2, 4, 3, 2, -2]),
+]
+
+
+@pytest.mark.parametrize(("text", "options", "want"), mostly_slow(WRITTEN, WRITTEN[0], WRITTEN[8]))
 def test_ids(text, options, want):
     if want is None:  # of several additions each has its own longest operand
         want = [3, 2, 1, 2, 1, 2, 4, 3, 2, 0, 2, 1, 3, 2, 4, 3]
@@ -95,6 +95,7 @@ def test_ids_of_random_rows_and_segments(reverse_operands):
 TABLE = {"table": jnp.arange(40.0)[:, None]}
 
 
+@pytest.mark.slow
 def test_one_random_offset_moves_all_ids():
     encoding, ids = coupling(), jnp.asarray(ids_of(encoded("12+3=15 ")[None]))
     offsets = set()
@@ -107,6 +108,7 @@ def test_one_random_offset_moves_all_ids():
     np.testing.assert_array_equal(encoding.embed(TABLE, ids, CONFIG, None)[..., 0], ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "options", "words"),
     [

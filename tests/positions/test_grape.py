@@ -18,6 +18,7 @@ BACKENDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ids", [None, IDS], ids=["alone", "packed"])
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "both ways"])
 @pytest.mark.parametrize("gate", ["query_key", "key"])
@@ -66,6 +67,7 @@ def test_path(width, ids, x64):
         np.testing.assert_allclose(pairs.attend(**BACKENDS[name]), want, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", ["query_key", "key"])
 def test_gradients_reach_gates_block_by_block(gate, x64):
     pairs = drawn(GrapeAdditive(gate), ids=IDS)

@@ -94,6 +94,7 @@ def test_zero_stays_zero_with_finite_gradients(norm, block):
     assert np.isfinite(slope).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", ["rms", "unit"])
 @pytest.mark.parametrize("block", STATES.values(), ids=STATES)
 def test_gradients_at_rotations(x64, norm, block):
@@ -128,6 +129,7 @@ def test_the_start_state_is_left_as_it_is(x64, kind, norm, l, r):
     np.testing.assert_allclose(moved, start, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", ["rms", "unit"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_narrow_states_are_normalised_in_float32(norm, dtype):

@@ -56,6 +56,7 @@ def packed_rows(time):
     return np.stack([padded, packed, rng.integers(1, 3, time)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     mostly_slow(ENCODINGS, "cope, own keys", "grape_additive", "fox+grape_path+stickbreaking"),

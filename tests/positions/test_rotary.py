@@ -190,6 +190,7 @@ class TestRotaryState:
             np.testing.assert_array_equal(got, want)
             assert not np.allclose(got, rotary_state(positions, 8, axes=axes))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("options", [{}, {"axes": 3}, {"partial_rotary_factor": 0.75}])
     def test_dynamic_scaling_by_row(self, x64, options):
         """As if each row were alone, below the trained length and above, traced or not."""
@@ -346,6 +347,7 @@ class TestRandomRope:
         encoding = RandomRope(range=300, **options)
         return encoding.start(jnp.arange(length), self.CONFIG, key=key)
 
+    @pytest.mark.slow
     def test_draws_are_sorted_in_range_and_without_repeats(self):
         firsts, lasts = [], []
         for seed in range(20):
@@ -371,6 +373,7 @@ class TestRandomRope:
         some = encoding.start(jnp.array([[2, 5], [7, 0]]), self.CONFIG, length=8)
         np.testing.assert_array_equal(some[:, :, 0], np.asarray(all_of_them)[[[2, 5], [7, 0]]])
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("each_layer", [False, True])
     def test_rows_draw_for_their_own_length(self, each_layer):
         """As if each were alone; what is beyond it is refused or, if not known yet, NaN."""

@@ -36,6 +36,7 @@ def test_formula(encoding, ids, x64):
     np.testing.assert_allclose(pairs.attend(implementation="rows", block_q=4), want, atol=1e-13)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", CASES, ids=str)
 def test_extreme_logits(encoding):
     """In float32, where a share rounds to 0 or 1, weights and gradients are what they should be."""
@@ -60,6 +61,7 @@ def test_extreme_logits(encoding):
     np.testing.assert_array_equal(pull(jnp.ones_like(found))[0], np.zeros_like(signs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", CASES, ids=str)
 @pytest.mark.parametrize("hides", ["mask", "bias"])
 def test_rows_without_keys_give_zeros(encoding, hides):

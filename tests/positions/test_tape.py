@@ -280,6 +280,7 @@ class TestInitUpdate:
 
 
 class TestTensorState:
+    @pytest.mark.slow
     @pytest.mark.parametrize(("l", "r"), [(2, 2), (2, 3), (4, 4), (4, 7), (8, 8)])
     def test_logits_are_those_of_rope(self, x64, l, r):
         positions = np.array([[0, 1, 5, 100], [3, 3, 2, 7]])
@@ -321,6 +322,7 @@ class TestTensorState:
         got = tensor_state(np.zeros((7, 5, 2)), 6, 3, 1, start=start, axes=2)
         assert got.shape == (7, 5, 1, 2, 3, 1)
 
+    @pytest.mark.slow
     def test_types(self, x64):
         assert tensor_state(jnp.arange(3), 8).dtype == jnp.float64
         assert tensor_state(jnp.arange(3), 8, dtype=jnp.bfloat16).dtype == jnp.bfloat16

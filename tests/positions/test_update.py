@@ -116,6 +116,7 @@ def test_kernels(case, dtype):
     assert_near(got, want, 1e-5 if dtype == "float32" else 2e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("time", [1, 16, 33])
 def test_lengths_that_fill_no_tile(time):
     shape = {"time": time, "batch": (3, 1)}
@@ -131,6 +132,7 @@ def test_kernels_where_64_bit_types_are_enabled(x64):
     assert_near(got, wanted("grouped"), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [UNROLLED, PALLAS], ids=lambda x: x["implementation"])
 @pytest.mark.parametrize("shape", [(11, 8), (1, 11, 2, 8), (2, 11, 1, 8)])
 def test_states_that_lack_axes(options, shape):
@@ -149,6 +151,7 @@ def test_tensor_states_are_written_out(x64):
         assert_near(result_and_gradients(args, d_out, norm, **UNROLLED), want, 1e-13)
 
 
+@pytest.mark.slow
 def test_sums_of_narrow_states_are_wide():
     """Gradients of parameters, which add up all tokens, are those of the narrow numbers."""
     args, d_out = arguments("heads alike", "bfloat16", batch=(8,), time=64)
@@ -160,6 +163,7 @@ def test_sums_of_narrow_states_are_wide():
         assert_near(got["mix"], want["mix"], 1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [UNROLLED, PALLAS], ids=lambda x: x["implementation"])
 def test_a_batch_of_calls(options):
     """Parameters may differ from call to call."""
@@ -170,6 +174,7 @@ def test_a_batch_of_calls(options):
     assert_near(jax.vmap(run)(*stacked), want, 1e-5)
 
 
+@pytest.mark.slow
 def test_kept_for_the_backward_pass():
     """The arguments, and numbers of the gate: neither the sum of states nor matrices."""
     heads, dim = 8, 64
@@ -285,6 +290,7 @@ class TestModel:
         )  # fmt: skip
         return Transformer(config)
 
+    @pytest.mark.slow
     def test_names_one(self, monkeypatch):
         tokens = jnp.arange(6)[None] % 7
         variables = self.model(None).init(jax.random.key(0), tokens)
@@ -311,6 +317,7 @@ class TestModel:
             self.model(name, position)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("norm", mostly_slow(["none", "rms", "unit"], "rms"))
 @pytest.mark.parametrize("mix", mostly_slow(["head_scale", "heads"], "heads"))
@@ -337,6 +344,7 @@ def test_lowers_to_cuda(monkeypatch, mix, norm, dtype):
         assert "100x12x12x" not in text
 
 
+@pytest.mark.slow
 def test_rows_of_the_batch_stay_where_they_are():
     sharding = ShardingConfig(data=2).build(jax.devices()[:2])
     args, d_out = arguments("grouped", "float32")
@@ -356,6 +364,7 @@ def test_rows_of_the_batch_stay_where_they_are():
     assert_near(compiled(d_out, *args), want, 1e-5)
 
 
+@pytest.mark.slow
 def test_registers_are_asked_for_by_the_size_of_a_token(monkeypatch):
     found = []
 

@@ -63,6 +63,7 @@ def test_help_is_short_and_shows_a_command(name, capsys):
     assert len(text.splitlines()) < 40
 
 
+@pytest.mark.slow
 def test_resuming_a_tape_model_is_exact(own, trained, capsys):
     shutil.rmtree(own / "checkpoints" / "00000006")
     (own / "checkpoints" / "00000006.sha256").unlink()

@@ -39,6 +39,7 @@ def look(kind="tape", kv_heads=2, **position):
     return model, variables, insides.look(model, variables, TOKENS, LABELS)
 
 
+@pytest.mark.slow
 def test_what_enters_each_layer():
     model, variables, inside = look()
     chex.assert_shape(inside.maps, (3, 2, 6, 4, 6))
@@ -111,6 +112,7 @@ def batch_of(tokens):
     return {"inputs": tokens, "targets": np.roll(tokens, -1, axis=1), "weights": weights}
 
 
+@pytest.mark.slow
 def test_reliance_on_what_the_encoding_learned():
     """Without its learned update TAPE is RoPE with the same weights."""
     model, variables, _ = look()

@@ -35,6 +35,7 @@ def run(tmp_path_factory):
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_one_prompt_is_continued_greedily(run, capsys):
     trained = runs.restore_model(run)
     task = trained.experiment.task

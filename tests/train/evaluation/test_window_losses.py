@@ -47,6 +47,7 @@ class TestWindows:
 
 
 class TestTokenLosses:
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "options", mostly_slow([{}, {"tie_embeddings": True}], {"tie_embeddings": True})
     )

@@ -243,6 +243,7 @@ class TestOfARun:
             assert not (folder / runs.ADAPTER).exists()
             assert runs.count_parameters(wanted)[1] == 0
 
+    @pytest.mark.slow
     def test_new_parameters_depend_on_the_seed(self, rope_run):
         starts = []
         for seed in (0, 0, 1):

@@ -65,6 +65,7 @@ def test_when_it_is_saved_and_logged_may_change(tiny, tmp_path):
     assert (kept.train.steps, kept.train.log_every, kept.evaluation.longest) == (12, 3, None)
 
 
+@pytest.mark.slow
 def test_a_run_is_guarded_after_its_record_was_written_anew(tiny, tmp_path, monkeypatch):
     loop.train(an_experiment(steps=2), tmp_path / "run")
     make = loop.Metrics

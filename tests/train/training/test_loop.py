@@ -94,6 +94,7 @@ def interrupt_twice(state, values):
     return state, values
 
 
+@pytest.mark.slow
 def test_a_second_signal_abandons_what_is_not_saved(tiny, tmp_path, monkeypatch, capsys):
     """What was saved stays, and training goes on from there."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
