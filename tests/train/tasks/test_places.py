@@ -10,13 +10,16 @@ from train.tasks.places import PlaceTask
 SMALL = {
     "address": {"offsets": 3, "symbols": 12, "shortest": 4, "longest": 6, "questions": 4},
     "chains": {"hops": 3, "symbols": 12, "shortest": 4, "longest": 6, "questions": 4},
+    "flip_flop": {"shortest": 6, "longest": 10, "questions": 4, "writes": 0.3},
     "line_numbers": {"lines": 3, "places": 3, "shortest": 3, "longest": 5, "questions": 4},
     "recall": {"symbols": 12, "shortest": 4, "longest": 6, "questions": 4},
     "selective_copy": {"letters": 4, "shortest": 5, "longest": 8},
     "table": {"rows": 3, "columns": 3, "questions": 4},
 }
 # Tokens of a question.
-PARTS = dict.fromkeys(SMALL, 2) | {"recall": 1, "selective_copy": 1}
+PARTS = dict.fromkeys(SMALL, 2) | {"flip_flop": 1, "recall": 1, "selective_copy": 1}
+# Those whose hash is of more than a question and its answer.
+OF_THE_TEXT = {"flip_flop", "selective_copy"}
 
 
 @pytest.fixture(params=[name for name in TASKS if issubclass(task_type(name), PlaceTask)])
@@ -26,6 +29,8 @@ def task(request):
 
 def solved(kind, words):
     """The answer to a question, by its words."""
+    if kind == "flip_flop":
+        return [word for word in words if word[0] == "w"][-1][1]
     *body, first, second = words
     if kind == "recall":
         body = words[:-1]
@@ -57,10 +62,13 @@ def test_answers_are_right(task):
         parts = PARTS[task.kind]
         body = words[: len(words) - 4 * parts]
         places = np.flatnonzero(targets)
-        assert places.tolist() == [*range(len(body) + parts - 1, len(words), parts)]
+        after = range(len(body) + parts - 1, len(words), parts)
+        reads = [place for place, word in enumerate(words) if word == "r"]
+        assert places.tolist() == [*(reads if task.kind == "flip_flop" else after)]
         assert set(np.flatnonzero(weights)) <= set(places)
         for place in places:
-            question = " ".join([*body, *words[place + 1 - parts : place + 1]])
+            front = words[:place] if task.kind == "flip_flop" else body
+            question = " ".join([*front, *words[place + 1 - parts : place + 1]])
             expected = task.decode([targets[place]])
             assert expected == task.solve(question) == solved(task.kind, question.split())
 
@@ -70,8 +78,8 @@ def test_a_tenth_is_held_out(task):
     share = 1 - batch["weights"].sum() / np.count_nonzero(batch["targets"])
     assert abs(share - 1 / ONE_IN) < 0.06
 
-    if task.kind == "selective_copy":
-        return  # Its hash needs the letter before, which stands anywhere.
+    if task.kind in OF_THE_TEXT:
+        return
 
     def questions(tokens, places, answers):
         rows, told = np.arange(len(tokens)), [answers]
@@ -120,6 +128,9 @@ def test_streams(task):
         ("chains", "a: b b: b ^1 a?", "every token leads to one, and is led to by one"),
         ("chains", "a: b b: a ^1 c?", "nothing follows c in"),
         ("chains", "a: ^1 a?", "expected pairs such as 'c: a'"),
+        ("flip_flop", "i0 r", "the first is a write and the last r; got 'i0 r'"),
+        ("flip_flop", "w1 i0", "the first is a write and the last r; got 'w1 i0'"),
+        ("flip_flop", "w2 r", "'w2' is no symbol of this task"),
         ("line_numbers", "a b | c | #3 +1", r"there is no line 3 in 'a b \| c \|'"),
         ("line_numbers", "a b | c | #2 +2", r"line 2 has no token 2 in 'a b \| c \|'"),
         ("line_numbers", "a b c d | #1 +1", "expected lines of 1 to 3 letters"),
@@ -150,6 +161,8 @@ def test_what_is_no_question(kind, text, message):
     [
         ("chains", {"hops": 4}, "expected hops < shortest <= longest <= symbols <= 52"),
         ("chains", {"symbols": 53}, "symbols are letters; got"),
+        ("flip_flop", {"questions": 6}, "expected questions < shortest <= longest"),
+        ("flip_flop", {"writes": 1.5}, "writes must be a probability; got 1.5"),
         ("line_numbers", {"lines": 4}, "expected lines <= shortest <= longest"),
         ("recall", {"longest": 13}, "expected shortest <= longest <= symbols <= 52"),
         ("selective_copy", {"letters": 6}, "expected letters <= shortest <= longest"),
@@ -170,3 +183,8 @@ def test_what_cannot_be_asked_for(kind, longest):
     task = get_task(kind, **SMALL[kind])
     with pytest.raises(ValueError, match=f"evaluation.longest: .* got {longest}"):
         task.axes(task.Evaluation(longest=longest))
+
+
+def test_powers_of_two_are_asked_for():
+    task = get_task("flip_flop", **SMALL["flip_flop"])
+    assert task.axes(task.Evaluation()) == ([1, 2, 4], [6, 8, 16, 20])

@@ -20,6 +20,6 @@ def test_a_task_without_a_comparison(monkeypatch):
 
 def test_every_task_has_one():
     asked = {name for name in TASKS if issubclass(task_type(name), QuestionTask)}
-    places = {"address", "chains", "line_numbers", "recall", "selective_copy", "table"}
+    places = {"address", "chains", "flip_flop", "line_numbers", "recall", "selective_copy", "table"}
     assert asked == places | {"addition", "algorithm", "words"}
     assert COMPARISONS.keys() | asked == TASKS.keys()
