@@ -24,6 +24,7 @@ TASKS: dict[str, str] = {
     "address": "train.tasks.address:Address",
     "algorithm": "train.tasks.algorithms:Algorithm",
     "chains": "train.tasks.chains:Chains",
+    "counting": "train.tasks.counting:Counting",
     "flip_flop": "train.tasks.flip_flop:FlipFlop",
     "line_numbers": "train.tasks.line_numbers:LineNumbers",
     "passkey": "train.tasks.passkey:Passkey",

@@ -23,10 +23,8 @@ import numpy as np
 
 from tape_jax._src.checks import require
 from train.data import synthetic
-from train.tasks.places import Called, PlaceTask, Texts
+from train.tasks.places import Called, PlaceTask, Texts, tokens_before
 from train.tasks.questions import Options
-
-HASHED = 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,9 +99,8 @@ class FlipFlop(PlaceTask):
         tokens = np.where(read, first["r"], np.where(at <= end, tokens, 0))
         last = np.maximum.accumulate(np.where(write, at, 0), axis=1)
         places = np.nonzero(read)[1].reshape(size, -1)
-        before = places[..., None] - np.arange(1, HASHED + 1)
-        hashed = np.where(before >= 0, tokens[each[..., None], np.maximum(before, 0)], 0)
-        return Texts(tokens, places, first["b"] + bits[each, last[each, places]], hashed)
+        answers = first["b"] + bits[each, last[each, places]]
+        return Texts(tokens, places, answers, tokens_before(tokens, places))
 
     def parse(self, tokens: np.ndarray) -> tuple[int, int, int]:
         """Instructions since the last write, all of them, and answer of a question."""

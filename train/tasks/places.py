@@ -25,6 +25,7 @@ from train.tasks import Score
 from train.tasks.questions import Options, Questions, QuestionTask, Written, scores_by_range
 
 PAD, PADDING = 0, "<pad>"
+HASHED = 12
 
 # What rows and columns of a grid differ in, and the unit of columns.
 Called = tuple[str, str, str]
@@ -333,6 +334,13 @@ def with_queries(body: np.ndarray, lengths: np.ndarray, queries: np.ndarray) -> 
     places = lengths[:, None] + np.arange(count * parts)
     tokens[np.arange(size)[:, None], places] = queries.reshape(size, -1)
     return tokens, places[:, parts - 1 :: parts]
+
+
+def tokens_before(tokens: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """The ``HASHED`` tokens before each place [B, Q]: [B, Q, HASHED], ``PAD`` before a text."""
+    at = places[..., None] - np.arange(1, HASHED + 1)
+    each = np.arange(len(tokens))[:, None, None]
+    return np.where(at >= 0, tokens[each, np.maximum(at, 0)], PAD)
 
 
 def _held_out(hashed: np.ndarray) -> np.ndarray:

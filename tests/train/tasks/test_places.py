@@ -10,6 +10,7 @@ from train.tasks.places import PlaceTask
 SMALL = {
     "address": {"offsets": 3, "symbols": 12, "shortest": 4, "longest": 6, "questions": 4},
     "chains": {"hops": 3, "symbols": 12, "shortest": 4, "longest": 6, "questions": 4},
+    "counting": {"shortest": 12, "longest": 14, "questions": 4},
     "flip_flop": {"shortest": 6, "longest": 10, "questions": 4, "writes": 0.3},
     "line_numbers": {"lines": 3, "places": 3, "shortest": 3, "longest": 5, "questions": 4},
     "recall": {"symbols": 12, "shortest": 4, "longest": 6, "questions": 4},
@@ -17,9 +18,13 @@ SMALL = {
     "table": {"rows": 3, "columns": 3, "questions": 4},
 }
 # Tokens of a question.
-PARTS = dict.fromkeys(SMALL, 2) | {"flip_flop": 1, "recall": 1, "selective_copy": 1}
+PARTS = dict.fromkeys(SMALL, 2) | dict.fromkeys(
+    ("counting", "flip_flop", "recall", "selective_copy"), 1
+)
 # Those whose hash is of more than a question and its answer.
-OF_THE_TEXT = {"flip_flop", "selective_copy"}
+OF_THE_TEXT = {"counting", "flip_flop", "selective_copy"}
+# Those that are asked anywhere, not after all that they are asked about.
+ANYWHERE = {"counting", "flip_flop"}
 
 
 @pytest.fixture(params=[name for name in TASKS if issubclass(task_type(name), PlaceTask)])
@@ -31,6 +36,12 @@ def solved(kind, words):
     """The answer to a question, by its words."""
     if kind == "flip_flop":
         return [word for word in words if word[0] == "w"][-1][1]
+    if kind == "counting":
+        value = 0
+        for word in words[:-1]:
+            if word[0] == words[-1][0]:
+                value = 0 if word.endswith("=0") else value + word.endswith("+")
+        return str(value % 10)
     *body, first, second = words
     if kind == "recall":
         body = words[:-1]
@@ -63,11 +74,11 @@ def test_answers_are_right(task):
         body = words[: len(words) - 4 * parts]
         places = np.flatnonzero(targets)
         after = range(len(body) + parts - 1, len(words), parts)
-        reads = [place for place, word in enumerate(words) if word == "r"]
-        assert places.tolist() == [*(reads if task.kind == "flip_flop" else after)]
+        reads = [place for place, word in enumerate(words) if word in ("r", "x?", "y?")]
+        assert places.tolist() == [*(reads if task.kind in ANYWHERE else after)]
         assert set(np.flatnonzero(weights)) <= set(places)
         for place in places:
-            front = words[:place] if task.kind == "flip_flop" else body
+            front = words[:place] if task.kind in ANYWHERE else body
             question = " ".join([*front, *words[place + 1 - parts : place + 1]])
             expected = task.decode([targets[place]])
             assert expected == task.solve(question) == solved(task.kind, question.split())
@@ -128,6 +139,9 @@ def test_streams(task):
         ("chains", "a: b b: b ^1 a?", "every token leads to one, and is led to by one"),
         ("chains", "a: b b: a ^1 c?", "nothing follows c in"),
         ("chains", "a: ^1 a?", "expected pairs such as 'c: a'"),
+        ("counting", "x=0 x+ . y?", "y has not been set to zero in 'x=0 x\\+ .'"),
+        ("counting", "x=0 z?", "'z\\?' is no symbol of this task"),
+        ("counting", "x=0 x+", "of which the last is a read"),
         ("flip_flop", "i0 r", "the first is a write and the last r; got 'i0 r'"),
         ("flip_flop", "w1 i0", "the first is a write and the last r; got 'w1 i0'"),
         ("flip_flop", "w2 r", "'w2' is no symbol of this task"),
@@ -161,6 +175,9 @@ def test_what_is_no_question(kind, text, message):
     [
         ("chains", {"hops": 4}, "expected hops < shortest <= longest <= symbols <= 52"),
         ("chains", {"symbols": 53}, "symbols are letters; got"),
+        ("counting", {"variables": 7}, "expected at most 6 variables"),
+        ("counting", {"questions": 11}, "room for them and the questions, or 10 instructions"),
+        ("counting", {"passes": 0.95}, "probabilities of at most 1 together; got 0.95 and 0.1"),
         ("flip_flop", {"questions": 6}, "expected questions < shortest <= longest"),
         ("flip_flop", {"writes": 1.5}, "writes must be a probability; got 1.5"),
         ("line_numbers", {"lines": 4}, "expected lines <= shortest <= longest"),
