@@ -1,6 +1,14 @@
 """Addressing in a few minutes on a laptop: TAPE and RoPE, both with ALiBi's bias.
 
-Which token stands k places after the token x? TAPE's state takes the place of x along.
+Which token of a list stands k places after the token x? (:mod:`train.tasks.address`.)
+
+Claim: trained on lists of 10 to 16 tokens, TAPE answers at least 99 % of unseen questions about such
+lists; how far beyond it goes, and what RoPE does with the same bias, steps and data, is for the
+report to show. @@SEEDS@@
+Cost: @@COST@@
+Command: make demo, which is
+    python -m train.main compare --config=configs/addressing_demo.py --run=runs/addressing_demo \
+        --encodings=tape+alibi,rope+alibi
 """
 
 from typing import Any
@@ -35,10 +43,10 @@ def get_config() -> ConfigDict:
             "seed": 0,
             "task": {
                 "name": "address",
-                "offsets": 12,
-                "symbols": 40,
-                "shortest": 16,
-                "longest": 24,
+                "offsets": 8,
+                "symbols": 32,
+                "shortest": 10,
+                "longest": 16,
                 "questions": 16,
             },
             "model": {
@@ -56,7 +64,7 @@ def get_config() -> ConfigDict:
                 },
             },
             "train": {
-                "steps": 4000,
+                "steps": 2500,
                 "batch_size": 32,
                 "learning_rate": 3e-3,
                 # High until shortly before the end.
@@ -65,7 +73,7 @@ def get_config() -> ConfigDict:
                 "warmup": 0.05,
                 "beta2": 0.95,
                 "weight_decay": 0.1,
-                "save_every": 1000,
+                "save_every": 500,
             },
         }
     )

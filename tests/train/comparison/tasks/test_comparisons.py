@@ -3,7 +3,6 @@
 from train import tasks
 from train.comparison.tasks import COMPARISONS, compare
 from train.tasks import TASKS, task_type
-from train.tasks.places import PlaceTask
 from train.tasks.questions import QuestionTask
 
 
