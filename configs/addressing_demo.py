@@ -2,9 +2,9 @@
 
 Which token of a list stands k places after the token x? (:mod:`train.tasks.address`.)
 
-Claim: trained on lists of 10 to 16 tokens, TAPE answers at least 99 % of unseen questions about such
-lists; how far beyond it goes, and what RoPE does with the same bias, steps and data, is for the
-report to show. @@SEEDS@@
+Claim: trained on lists of 10 to 16 tokens, TAPE answers at least 99 % of unseen questions about
+such lists; how far beyond it goes, and what RoPE does with the same bias, steps and data, is for
+the report to show. @@SEEDS@@
 Cost: @@COST@@
 Command: make demo, which is
     python -m train.main compare --config=configs/addressing_demo.py --run=runs/addressing_demo \
@@ -73,7 +73,7 @@ def get_config() -> ConfigDict:
                 "warmup": 0.05,
                 "beta2": 0.95,
                 "weight_decay": 0.1,
-                "save_every": 500,
+                "save_every": 1000,
             },
         }
     )
