@@ -27,6 +27,7 @@ TASKS: dict[str, str] = {
     "counting": "train.tasks.counting:Counting",
     "flip_flop": "train.tasks.flip_flop:FlipFlop",
     "line_numbers": "train.tasks.line_numbers:LineNumbers",
+    "navigation": "train.tasks.navigation:Navigation",
     "passkey": "train.tasks.passkey:Passkey",
     "recall": "train.tasks.recall:Recall",
     "scrolls": "train.tasks.scrolls:Scrolls",

@@ -51,7 +51,7 @@ class Texts(NamedTuple):
     Attributes:
       tokens: integers [B, W], ``PAD`` from a text's end on.
       places: int [B, Q], ascending, of the tokens after which an answer is due.
-      answers: integers [B, Q], the tokens to be said there.
+      answers: integers [B, Q], the tokens to be said there; ``PAD`` where none is due after all.
       hashed: integers [B, Q, H], by which it is decided whether an answer is held out of training.
     """
 
@@ -175,7 +175,7 @@ class PlaceTask(QuestionTask):
         weights = np.zeros(tokens.shape, np.float32)
         rows = np.arange(size)[:, None]
         targets[rows, places] = answers
-        weights[rows, places] = ~_held_out(hashed)
+        weights[rows, places] = (answers != PAD) & ~_held_out(hashed)
         return {"inputs": tokens, "targets": targets, "weights": weights}
 
     def choose(self, rng: np.random.Generator, lengths: Sequence[int], samples: int) -> Questions:

@@ -13,18 +13,19 @@ SMALL = {
     "counting": {"shortest": 12, "longest": 14, "questions": 4},
     "flip_flop": {"shortest": 6, "longest": 10, "questions": 4, "writes": 0.3},
     "line_numbers": {"lines": 3, "places": 3, "shortest": 3, "longest": 5, "questions": 4},
+    "navigation": {"shortest": 4, "longest": 7},
     "recall": {"symbols": 12, "shortest": 4, "longest": 6, "questions": 4},
     "selective_copy": {"letters": 4, "shortest": 5, "longest": 8},
     "table": {"rows": 3, "columns": 3, "questions": 4},
 }
 # Tokens of a question.
 PARTS = dict.fromkeys(SMALL, 2) | dict.fromkeys(
-    ("counting", "flip_flop", "recall", "selective_copy"), 1
+    ("counting", "flip_flop", "navigation", "recall", "selective_copy"), 1
 )
 # Those whose hash is of more than a question and its answer.
-OF_THE_TEXT = {"counting", "flip_flop", "selective_copy"}
+OF_THE_TEXT = {"counting", "flip_flop", "navigation", "selective_copy"}
 # Those that are asked anywhere, not after all that they are asked about.
-ANYWHERE = {"counting", "flip_flop"}
+ANYWHERE = {"counting", "flip_flop", "navigation"}
 
 
 @pytest.fixture(params=[name for name in TASKS if issubclass(task_type(name), PlaceTask)])
@@ -36,6 +37,12 @@ def solved(kind, words):
     """The answer to a question, by its words."""
     if kind == "flip_flop":
         return [word for word in words if word[0] == "w"][-1][1]
+    if kind == "navigation":
+        moves = words[1::2]
+        sums = [complex(0)]
+        for move in moves:
+            sums.append(sums[-1] + {"L": -1, "R": 1, "D": -1j, "U": 1j}[move])
+        return words[2 * sums.index(sums[-1])]
     if kind == "counting":
         value = 0
         for word in words[:-1]:
@@ -74,7 +81,7 @@ def test_answers_are_right(task):
         body = words[: len(words) - 4 * parts]
         places = np.flatnonzero(targets)
         after = range(len(body) + parts - 1, len(words), parts)
-        reads = [place for place, word in enumerate(words) if word in ("r", "x?", "y?")]
+        reads = [place for place, word in enumerate(words) if word in ("r", "x?", "y?", "?")]
         assert places.tolist() == [*(reads if task.kind in ANYWHERE else after)]
         assert set(np.flatnonzero(weights)) <= set(places)
         for place in places:
@@ -149,6 +156,10 @@ def test_streams(task):
         ("line_numbers", "a b | c | #2 +2", r"line 2 has no token 2 in 'a b \| c \|'"),
         ("line_numbers", "a b c d | #1 +1", "expected lines of 1 to 3 letters"),
         ("line_numbers", "a b | #1 +4", r"'\+4' is no symbol of this task"),
+        ("navigation", "c R a L b R ?", "a known place is asked for, and a new one has a landmark"),
+        ("navigation", "c R ?", "a known place is asked for"),
+        ("navigation", "c R a L", "expected a landmark from a to z, then moves of L, R, D, U"),
+        ("navigation", "c N a L ?", "'N' is no symbol of this task"),
         ("recall", "a 1 b 2 a 3 b?", "keys are distinct; got 'a 1 b 2 a 3 b\\?'"),
         ("recall", "a 1 b 2 c?", "there is no key c in"),
         ("recall", "a 1 b 12 a?", "'12' is no symbol of this task: .* from 0 to 11"),
@@ -181,6 +192,8 @@ def test_what_is_no_question(kind, text, message):
         ("flip_flop", {"questions": 6}, "expected questions < shortest <= longest"),
         ("flip_flop", {"writes": 1.5}, "writes must be a probability; got 1.5"),
         ("line_numbers", {"lines": 4}, "expected lines <= shortest <= longest"),
+        ("navigation", {"dimensions": 3}, "expected 1 or 2 dimensions"),
+        ("navigation", {"shortest": 1}, "2 <= shortest <= longest"),
         ("recall", {"longest": 13}, "expected shortest <= longest <= symbols <= 52"),
         ("selective_copy", {"letters": 6}, "expected letters <= shortest <= longest"),
         ("table", {"rows": 14}, "rows must be from 2 to 13, .* got 14"),
