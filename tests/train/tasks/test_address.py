@@ -177,7 +177,7 @@ class TestJudging:
         assert result.pointing.attention.shape == (*result.pointing.states.shape,)
         assert np.nansum(result.pointing.attention, -1).max() < 6 * 1.01
         compared = compare(task, {"tape": [result, again], "rope": [again, again]})
-        assert "tape, update taken out" in compared.sections["Exact match"]
+        assert "tape, encoding as before training" in compared.sections["Exact match"]
         assert list(compared.figures) == ["exact_match.png"]
 
     @pytest.mark.slow
