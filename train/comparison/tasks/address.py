@@ -50,8 +50,8 @@ def compare(task: Address, results: Mapping[str, Sequence[AddressResult]]) -> Co
                 "due: what it attends to in each layer, and which tokens its position state is "
                 "most like as it enters a layer, for every offset. The token that is asked about "
                 "stands at 0, the answer is marked by a ring. Of a layer's heads the clearest is "
-                "shown. With the parameters of its encoding as before training, which for TAPE takes "
-                "the update out, a trained model must do without what its states brought along."
+                "shown. With the parameters of its encoding as before training, which takes TAPE's "
+                "update out, a trained model must do without what its states brought along."
             ),
             "By length": f"Percentages with their 95 % intervals.\n\n{length_table(grids)}",
         },
