@@ -27,6 +27,7 @@ import jax
 from benchmarks.table import mebibytes, ratio
 from benchmarks.train_step import PRESETS
 from tape_jax import ModelConfig, Transformer, positions
+from tape_jax._src.positions.creation import option_names
 from tape_jax._src.table import markdown
 from tape_jax._src.timing import describe_device
 from train.analysis import ahead_of_time
@@ -72,8 +73,10 @@ def names(asked: Sequence[str] | None) -> list[str]:
 
 
 def config_of(model: ModelConfig, name: str) -> ModelConfig:
-    """The model with an encoding, which may want to know which tokens are digits."""
-    fields = {"digits": tuple(range(48, 58))} if "abacus" in name.split("+") else {}
+    """The model with an encoding, which may want to know how numbers are written."""
+    writing = {"digits": tuple(range(48, 58)), "plus": 43, "equals": 61, "reverse_operands": True}
+    known = option_names(name)
+    fields = {field: value for field, value in writing.items() if field in known}
     return dataclasses.replace(model, position={"kind": name, **fields})
 
 

@@ -635,15 +635,21 @@ def test_a_cache_of_another_model():
     model, tokens = small_model("tape"), jnp.ones((2, 1), int)
     variables = random_variables(model)
     for other in (
-        small_model("rope"),
         small_model("tape", num_layers=4),
         small_model("tape", scan_layers=False),
-        small_model(tape(form="tensor", r=3)),
         small_model("tape", num_kv_heads=1),
     ):
         cache = init_cache(other, 2, 5)
         with pytest.raises(ValueError, match=r"cache is of another model: its layers are .*one's"):
             extend(model, variables, cache, tokens)
+    for other, words in (
+        (small_model("rope"), "encoding, 'rope'; this model has 'tape'"),
+        (small_model(tape(norm="rms")), r"norm='rms'.*; this model has Tape\(.*norm='none'"),
+    ):
+        cache = init_cache(other, 2, 5)
+        for call in (extend, lambda *args: grow_cache(args[0], args[2], 8)):
+            with pytest.raises(ValueError, match=words):
+                call(model, variables, cache, tokens)
     cache = init_cache(model, 2, 5, dtype=jnp.bfloat16)
     assert jnp.isfinite(jit_extend(model, variables, cache, tokens)[0]).all()
     with pytest.raises(ValueError, match=r"key of a draw is the cache's: give init_cache key="):

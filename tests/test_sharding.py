@@ -244,6 +244,24 @@ def test_states_that_are_more_than_one_array_a_token(position, sizes):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"data": 2, "tensor": 2}, {"sequence": 4}], ids=str)
+@pytest.mark.parametrize("kind", ["tape+fox", "selective_rope+alibi", "mapformer_wm", "path+fox"])
+def test_what_goes_along_time(kind, sizes):
+    """Interleaved segments, whose sums and shifts start anew, have the values of one device."""
+    if "path" in kind and "sequence" in sizes:
+        pytest.skip("rows of logits are not split")
+    model, tokens = small_model(kind, num_layers=2), TOKENS % 13
+    ids = np.random.default_rng(2).integers(0, 3, (B, T))
+    variables = random_variables(model)
+    split = Transformer(model.config, sharding=built(rules=(("vocab", None),), **sizes))
+    expected, found = (
+        jax.jit(functools.partial(m.apply, segment_ids=ids))(variables, tokens)
+        for m in (model, split)
+    )
+    np.testing.assert_allclose(found, expected, atol=1e-5 * max(1, float(jnp.abs(expected).max())))
+
+
+@pytest.mark.slow
 def test_recorded_states_positions_and_segments_keep_their_order():
     """All that is given and returned is in the order of the tokens, on a split sequence too."""
     sharding = built(sequence=2)

@@ -54,6 +54,7 @@ def check(config: Path | None, run: Path | None, options: Sequence[str]) -> None
     if values is None or "jax" in sys.modules:
         return
     options = [option for option in options if not option.startswith("--config.scale=")]
+    options = spelled_out(options)
     task = _value(options, "task.name") or values.get("task", {}).get("name", "addition")
     fields = config_fields(task)
     if fields is not None:
@@ -69,6 +70,12 @@ def check_names(values: Mapping[str, Any], known: Mapping[str, Any], where: str 
             if not isinstance(value, Mapping):
                 raise ValueError(f"{where}.{name}: expected fields, got {value!r}")
             check_names(value, known[name], f"{where}.{name}")
+
+
+def spelled_out(options: Iterable[str]) -> list[str]:
+    """The options, of which ``--config.model.position=tape+fox`` names encodings in short."""
+    short, whole = "--config.model.position=", "--config.model.position.kind="
+    return [o.replace(short, whole, 1) if o.startswith(short) else o for o in options]
 
 
 def check_options(options: Sequence[str], known: Mapping[str, Any]) -> None:

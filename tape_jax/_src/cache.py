@@ -14,7 +14,7 @@ from tape_jax._src import algebra
 from tape_jax._src.checks import choose, positive, require, require_x64
 from tape_jax._src.config import ModelConfig
 from tape_jax._src.positions.layer import Layer
-from tape_jax._src.positions.protocol import Param, as_length, default_positions
+from tape_jax._src.positions.protocol import Encoding, Param, as_length, default_positions
 from tape_jax._src.segments import PADDING, places, without_padding
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ class Cache:
       length: int32 ``[B]``, for how many tokens of each sequence random positions are drawn and
         dynamic scaling is fixed, or None for the capacity.
       kept: what the encoding keeps of each token's embedding, by name, ``[B, heads, S, ...]``.
+      encoding: the encoding whose keys these are.
     """
 
     index: Array
@@ -72,6 +73,7 @@ class Cache:
     key: Array | None = None
     length: Array | None = None
     kept: dict[str, Array] = flax.struct.field(default_factory=dict)
+    encoding: Encoding = flax.struct.field(pytree_node=False, default=Encoding())
 
     @property
     def capacity(self) -> int:
@@ -142,6 +144,7 @@ def init_cache(
         key=key,
         length=length,
         kept=_empty(kept),
+        encoding=encoding,
     )
 
 
@@ -150,7 +153,13 @@ def _empty(shapes: Any) -> Any:
 
 
 def check_cache(model: Transformer, cache: Cache) -> None:
-    """Raises ValueError unless the cache could be one of the model, by the shapes of its layers."""
+    """Raises ValueError unless the cache is of the model's encoding, with layers of its shapes."""
+    old, own = cache.encoding, model.encoding
+    kinds = (old.kind, own.kind) if old.kind != own.kind else (old, own)
+    require(
+        old == own,
+        "the cache is of another encoding, {!r}; this model has {!r}".format(*kinds),
+    )
 
     def shapes(layers: Any) -> str:
         names = jax.tree_util.tree_leaves_with_path(layers)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tape_jax import adapt, positions
+from tape_jax import RopeScaling, adapt, positions
 from tests.models import random_variables, small_model
 from tests.selection import mostly_slow
 
@@ -64,6 +64,25 @@ def test_shapes_alone_and_an_encoding_itself():
     assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(new))
     grouped = dataclasses.replace(rope.config, num_kv_heads=1)
     assert type(rope)(grouped)
+
+
+def test_what_is_said_of_a_start_is_not_the_old_ones():
+    old, own = positions.Rope(base=500.0, scaling=RopeScaling("linear", 3.0)), positions.Rope(7.0)
+    linear, yarn = old.scaling, RopeScaling("yarn", 2.0)
+    rope = small_model(positions.create((old, "alibi")), num_layers=1)
+    shapes = jax.eval_shape(rope.init, KEY, TOKENS)
+    for position, base, scaling in (
+        ((own, "fox"), 7.0, RopeScaling()),
+        (({"kind": "rope", "base": 7.0}, "fox"), 7.0, linear),
+        (("rope", "fox"), 500.0, linear),
+        ("yarn", 500.0, yarn),
+        ("yarn+fox", 500.0, yarn),
+    ):
+        model, _ = adapt.with_encoding(rope, shapes, position, key=KEY)
+        state = getattr(model.encoding, "encodings", (model.encoding,))[0]
+        assert (state.base, state.scaling) == (base, scaling), position
+    model, _ = adapt.with_encoding(rope, shapes, "repo+sinusoidal", key=KEY)
+    assert model.encoding == positions.create("repo+sinusoidal")
 
 
 def test_wrong_encodings():

@@ -137,11 +137,9 @@ def attend(
     """``o`` of one layer, nothing rotated."""
     layer = layer_of(pairs, arrays, is_causal=is_causal)
     terms = pairs.encoding.layer_terms({n: jnp.asarray(x) for n, x in params.items()}, layer)
-    names = ("bias", "log_decay", "logits_fn", "weights_fn")
-    given = {name: getattr(terms, name) for name in names}
     return attention(
         *(arrays[name] for name in "qkv"), is_causal=is_causal, segment_ids=layer.segment_ids,
-        implementation=implementation, options=options, **given,
+        implementation=implementation, options=options, **terms.keywords(),
     )[0]  # fmt: skip
 
 

@@ -149,12 +149,13 @@ def test_what_does_not_go_together(position, options, message):
 
 def test_options_of_two_encodings():
     """The one with a state has the short name."""
-    found = create("sinusoidal+rope", base=50.0, sinusoidal_base=100.0, axes=2)
-    assert found.encodings == (positions.Sinusoidal(base=100.0), positions.Rope(base=50.0, axes=2))
+    found = create("sinusoidal+rope", base=50.0, sinusoidal_base=100.0, learn_base=True)
+    rope = positions.Rope(base=50.0, learn_base=True)
+    assert found.encodings == (positions.Sinusoidal(base=100.0), rope)
     options = options_of(found)
     assert options["sinusoidal_base"] == 100.0
     assert options["base"] == 50.0
-    assert options["axes"] == 2
+    assert options["learn_base"]
     assert create(options) == found
     assert create("rope+alibi", rope_base=50.0).encodings[0].base == 50.0
 
@@ -170,8 +171,14 @@ def test_coordinates_of_several_axes():
     with pytest.raises(
         ValueError, match=r"'alibi' reads one position a token, 'rope' has axes = 2"
     ):
-        small_model(create("rope+alibi", axes=2))
+        create("rope+alibi", axes=2)
     small_model(create("rope+fox", axes=2))
+
+
+def test_forget_gates_are_for_the_causal_rule():
+    model, tokens = small_model("rope+fox", num_layers=1), jnp.ones((1, 2), int)
+    with pytest.raises(ValueError, match="'fox' needs is_causal=True: what comes after"):
+        jax.eval_shape(lambda: model.apply(random_variables(model), tokens, is_causal=False))
 
 
 def test_one_is_no_combination():

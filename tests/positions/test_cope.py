@@ -56,7 +56,7 @@ def test_sizes():
 
 
 def test_wrong_calls():
-    with pytest.raises(ValueError, match="cope: positions must be positive or None; got 0"):
+    with pytest.raises(ValueError, match="positions must be a positive integer or None; got 0"):
         Cope(positions=0)
     with pytest.raises(ValueError, match="positions=None is for a model with a max_length"):
         small_model(Cope(None))

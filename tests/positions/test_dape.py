@@ -37,5 +37,5 @@ def test_formula(encoding, is_causal, ids, x64):
 
 
 def test_wrong_options():
-    with pytest.raises(ValueError, match="dape_kerple: width must be positive; got 0"):
+    with pytest.raises(ValueError, match="dape_kerple: width must be a positive integer; got 0"):
         DapeKerple(width=0)

@@ -356,7 +356,7 @@ def test_wrong_options(options, words):
 
 def test_wrong_calls():
     model = model_of(dtype="float32", param_dtype="float32")
-    with pytest.raises(ValueError, match=r"path: expected is_causal=True"):
+    with pytest.raises(ValueError, match="'path' needs is_causal=True"):
         model.apply(random_variables(model), tokens_of(1, 4), is_causal=False)
     with pytest.raises(ValueError, match=r"'rope' and 'path' do not go together"):
         positions.create("rope+path")

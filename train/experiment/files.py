@@ -254,6 +254,7 @@ def _placeholders(hints: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parse(overrides: Sequence[str], template: Mapping[str, Any]) -> dict[str, Any]:
     """``--config.a.b=value`` options as ``{"a.b": value}``."""
+    overrides = outline.spelled_out(overrides)
     outline.check_options(overrides, template)
     # A flag is described by all of its config: one of the fields that are given is soon made.
     chosen: dict[str, Any] = {}

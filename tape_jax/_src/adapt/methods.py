@@ -24,6 +24,7 @@ from tape_jax._src.parameters import (
     full_name,
     lora_params,
 )
+from tape_jax._src.positions.creation import option_names
 from tape_jax._src.positions.protocol import Param
 from tape_jax._src.positions.rotary import START_FIELDS
 
@@ -88,7 +89,7 @@ def with_encoding(
       model: any model.
       variables: its variables; arrays or ShapeDtypeStructs.
       position: as ``ModelConfig.position``. Where it has a rotary start and is no encoding itself
-        but a name or a mapping, what the mapping does not say of that start (``base``, ``scaling``,
+        but a name or a mapping, what that does not say of the start (``base``, ``scaling``,
         ``axes``, ``partial_rotary_factor``, ``learn_base``) is the model's.
       key: random key for new parameters.
       dtype: type of the new parameters; None: the model's ``param_dtype``.
@@ -133,15 +134,22 @@ def with_encoding(
 
 def _with_start_of(old: positions.Encoding, position: Any) -> positions.Encoding:
     """An encoding with the rotary start of another one, but for what is said of its own."""
-    if isinstance(position, positions.Encoding) or not isinstance(old, positions.Rope):
+    if isinstance(position, Sequence) and not isinstance(position, str):
+        return positions.create([_with_start_of(old, one) for one in position])
+    given = position if isinstance(position, Mapping) else {"kind": position}
+    kind = given.get("kind", "tape")
+    members = old.encodings if isinstance(old, positions.Combined) else (old,)
+    rope = next((one for one in members if isinstance(one, positions.Rope)), None)
+    if rope is None or not isinstance(kind, str):
         return positions.create(position)
-    own = {name: getattr(old, name) for name in START_FIELDS}
-    try:
-        given = position if isinstance(position, Mapping) else {"kind": position}
-        return positions.create({**own, **given})
-    except ValueError:
-        # It has no such start, or is wrong, which is then said.
-        return positions.create(position)
+    known = option_names(kind)
+    own: dict[str, Any] = {}
+    for name in START_FIELDS:
+        cls = known[name][0] if name in known else positions.Encoding
+        # What is another one by default, the encoding's name says.
+        if issubclass(cls, positions.Rope) and getattr(cls, name) == getattr(positions.Rope, name):
+            own[name] = getattr(rope, name)
+    return positions.create({**own, **given})
 
 
 def add_lora(

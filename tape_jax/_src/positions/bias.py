@@ -40,7 +40,7 @@ class Alibi(Encoding):
     """Attention with linear biases (Press et al. 2022): ``-slope_h |i - j|``.
 
     Under the causal rule this is a decay, ``F_i - F_j`` with ``F_t = -slope_h t``, which fused
-    kernels and rings of devices have too.
+    kernels and rings of devices have too: along a segment positions must not fall.
 
     Attributes:
       slopes: ``fixed``, as in the paper; ``learned``, from these; ``learned_from_zero``, such that

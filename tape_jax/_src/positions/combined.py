@@ -38,7 +38,7 @@ class Combined(Encoding):
 
     Raises:
       ValueError: if two have a state, rewrite the logits, replace the softmax, or add to the
-        embeddings.
+        embeddings, or if one reads one position a token where the state has several.
     """
 
     encodings: tuple[Encoding, ...]
@@ -59,6 +59,14 @@ class Combined(Encoding):
                 len(found) < 2,
                 f"{' and '.join(map(repr, found))} do not go together: each {does}; got "
                 f"{self.kind!r}",
+            )
+        axes = self.coordinate_axes
+        for encoding in self.encodings:
+            reads_positions = {"bias", "embedding", "logits"} & set(encoding.acts_on)
+            require(
+                axes == 1 or encoding is self._state or not reads_positions,
+                f"{encoding.kind!r} reads one position a token, {self._state.kind!r} has axes = "
+                f"{axes}; got {self.kind!r}",
             )
 
     @property
@@ -112,15 +120,8 @@ class Combined(Encoding):
         return self._state.attends_state
 
     def check(self, config: ModelConfig) -> None:
-        axes = self.coordinate_axes
         for encoding in self.encodings:
             encoding.check(config)
-            reads_positions = {"bias", "embedding", "logits"} & set(encoding.acts_on)
-            require(
-                axes == 1 or encoding is self._state or not reads_positions,
-                f"{encoding.kind!r} reads one position a token, {self._state.kind!r} has axes = "
-                f"{axes}; got {self.kind!r}",
-            )
 
     def max_length(self) -> int | None:
         limits = [encoding.max_length() for encoding in self.encodings]

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from tape_jax._src.checks import require
+from tape_jax._src.checks import positive, require, set_field
 from tape_jax._src.config import ModelConfig
 from tape_jax._src.positions import rows as by_rows
 from tape_jax._src.positions.layer import Layer, Terms
@@ -45,10 +45,7 @@ class Cope(Encoding):
     divide: bool = True
 
     def __post_init__(self):
-        require(
-            self.positions is None or self.positions > 0,
-            f"cope: positions must be positive or None; got {self.positions}",
-        )
+        set_field(self, "positions", positive("cope: positions", self.positions, optional=True))
 
     def check(self, config: ModelConfig) -> None:
         require(

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from tape_jax._src.checks import require
+from tape_jax._src.checks import positive, set_field
 from tape_jax._src.config import ModelConfig
 from tape_jax._src.positions.bias import Alibi, Kerple
 from tape_jax._src.positions.layer import Layer, Terms
@@ -38,7 +38,7 @@ class Dape(Encoding):
     width: int = 32
 
     def __post_init__(self):
-        require(self.width > 0, f"{self.kind}: width must be positive; got {self.width}")
+        set_field(self, "width", positive(f"{self.kind}: width", self.width))
 
     def layer_params(self, config: ModelConfig, *, updates: bool):
         heads = config.num_heads

@@ -32,6 +32,9 @@ class Fox(Encoding):
       shortest, longest: of ``fixed``, in tokens.
       scaled: the decay is divided by ``sqrt(head_dim)``, as the published code of PaTH with a
         forget gate has it.
+
+    Raises:
+      ValueError: for options out of range; where tokens see later ones, which are not forgotten.
     """
 
     kind: ClassVar[str] = "fox"
@@ -74,6 +77,7 @@ class Fox(Encoding):
         return jnp.broadcast_to(jax.nn.log_sigmoid(logits), shape)
 
     def layer_terms(self, params, layer: Layer) -> Terms:
+        layer.require_causal(self.kind, "what comes after a token would be favoured, not forgotten")
         log_gates = layer.tap("log_f", self.log_gates(params, layer))
         if self.scaled:
             log_gates = log_gates * layer.config.dim**-0.5

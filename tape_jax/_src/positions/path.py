@@ -102,11 +102,7 @@ class PathAttention(Encoding):
         return self.beta_max * jax.nn.sigmoid(logits + params["beta_bias"].astype(logits.dtype))
 
     def layer_terms(self, params, layer: Layer) -> Terms:
-        require(
-            layer.is_causal,
-            "path: expected is_causal=True: a token's maps act on what comes before it; got "
-            "is_causal=False",
-        )
+        layer.require_causal(self.kind, "a token's maps act on what comes before it")
         assert layer.k is not None
         w = layer.tap("w", self.vectors(params, layer))
         beta = layer.tap("beta", self.strengths(params, layer))

@@ -73,6 +73,18 @@ def test_scales(file, tmp_path):
         from_file(path, ["--config.scale=gpu"])
 
 
+def test_encodings_in_short(file):
+    for kind in ("fox", "tape+fox"):
+        short, whole = (
+            from_file(file, [f"--config.model.position{field}={kind}"], report=lambda _: None)
+            for field in ("", ".kind")
+        )
+        assert short == whole
+        assert from_mapping(json.loads(json.dumps(to_json(short)))) == short
+    with pytest.raises(ValueError, match=r"unknown position encoding 'foxx'.*mean 'fox'"):
+        from_file(file, ["--config.model.position=tape+foxx"])
+
+
 def test_round_trip_through_json(file):
     for kind in positions.registry:
         e = from_file(file, [f"--config.model.position.kind={kind}"], report=lambda _: None)
@@ -219,7 +231,7 @@ def test_digits_come_from_the_task(file):
         ("--config.model.postion.kind=x", "did you mean 'position'?"),
         ("--config.model.position.kind=ropee", "did you mean 'rope'?"),
         ("--config.model.position.scaling.factr=2", "did you mean 'factor'?"),
-        ("--config.model.position=rope", "config.model.position is a group"),
+        ("--config.model=rope", "config.model is a group"),
         ("--config.train.steps.more=3", "config.train.steps is a single value"),
         ("--config.train.steps=abc", "train.steps: expected int, got 'abc'"),
         ("--config.train.steps=1.5", "train.steps: expected int, got 1.5"),
