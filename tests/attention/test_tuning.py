@@ -347,6 +347,24 @@ def test_files_of_before_are_named_where_there_is_no_other():
         assert plan_of(SHAPE).implementation == "chunked"
 
 
+@pytest.mark.parametrize("value", ["x" * 300, "~nobody_of_this_name/x", None, "file"])
+def test_a_folder_that_cannot_be(monkeypatch, tmp_path, capsys, value):
+    """Calls go on, the command says why it does not. The last is a file."""
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    if value is None:
+        for name in ("TAPE_JAX_CACHE", "XDG_CACHE_HOME"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(store.Path, "home", lambda: store.Path("~nobody_of_this_name").expanduser())
+    else:
+        monkeypatch.setenv("TAPE_JAX_CACHE", value)
+    assert (plan_of(SHAPE).implementation, plan_of(SHAPE).measured) == ("reference", None)
+    with pytest.raises(SystemExit) as stopped:
+        tune.main(["--lengths", "16", "--head-dims", "8"])
+    assert stopped.value.code == 1
+    assert "tape_jax.tune: measurements cannot be kept: " in capsys.readouterr().err
+
+
 def test_a_power_cut_leaves_the_old_file(monkeypatch):
     known(result("chunked", 0.1, 0.1), result("reference"))
     before = store.path().read_bytes()

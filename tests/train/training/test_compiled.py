@@ -30,6 +30,12 @@ def test_programs_are_kept_in_the_users_folder(before_jax, tmp_path):
     assert (tmp_path / "cache" / "compiled").is_dir()
 
 
+def test_without_a_folder_nothing_is_kept(before_jax):
+    before_jax["TAPE_JAX_CACHE"] = "~nobody_of_this_name/x"
+    compiled.keep()
+    assert FOLDER not in before_jax
+
+
 def test_what_the_environment_says_stays(before_jax, tmp_path):
     before_jax[FOLDER] = "elsewhere"
     compiled.keep()
