@@ -23,8 +23,9 @@ from tape_jax._src.processes import broadcast_text
 COMMAND = "python -m tape_jax.tune"
 # What beats the default takes at most this much of its time in either direction.
 GAIN = 0.95
-# How many times the logits of the measured case ``reference`` may have, and how many bytes they may
-# take: every layer of a model keeps its own for the backward pass, which one call does not show.
+# How many times the logits of the measured case ``reference`` may have where it is not the default,
+# and how many bytes they may take: every layer of a model keeps its own for the backward pass,
+# which one call does not show.
 REACH, MOST_BYTES = 2, 2**26
 
 
@@ -150,7 +151,8 @@ def ranking(
         if not result.contender.options or usable(request, result.contender)
     ]
     size = shape.logits * request.accumulator_dtype.itemsize
-    if shape.logits > REACH * near.logits or size > MOST_BYTES:
+    untried = shape.logits > REACH * near.logits or size > MOST_BYTES
+    if untried and default != "reference":
         results = [x for x in results if x.contender.implementation != "reference"]
     best = ranked(results, default)
     seconds: dict[str, tuple[float, float]] = {}
