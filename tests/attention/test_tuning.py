@@ -150,6 +150,12 @@ def test_the_nearest_shape_counts(length, rows, nearest):
     assert (found and found.length) == nearest
 
 
+def test_short_calls_of_another_head_dimension_say_nothing():
+    table = [CallShape(8, 16, "float32", True), CallShape(64, 256, "float32", True)]
+    assert choice.nearest(CallShape(64, 100, "float32", True), table) is None
+    assert choice.nearest(CallShape(8, 16, "float32", True), table) == table[0]
+
+
 def test_types_of_one_width_are_alike():
     table = [CallShape(64, 64, "bfloat16", True)]
     assert choice.nearest(CallShape(64, 64, "float16", True), table)

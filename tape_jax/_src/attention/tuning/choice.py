@@ -178,24 +178,21 @@ def nearest(shape: CallShape, table: Iterable[CallShape]) -> CallShape | None:
 
     Types of other widths, and calls with a state or without, have nothing to say of one another. Of
     the others those of the nearest head dimension count, and of these the nearest in length; four
-    times the heads count as much as twice the length. A call shorter than half of all that was
-    measured is not known: what takes time in it is something else.
+    times the heads count as much as twice the length. A call shorter than half of all of these is
+    not known: what takes time in it is something else.
     """
+
+    def apart(other: CallShape, name: str) -> float:
+        return abs(math.log2(getattr(shape, name) / getattr(other, name)))
+
+    def distance(other: CallShape) -> tuple[float, CallShape]:
+        return apart(other, "length") + apart(other, "rows") / 2, other
+
     alike = [x for x in table if x.state == shape.state and _width(x) == _width(shape)]
+    least = min((apart(x, "head_dim") for x in alike), default=0.0)
+    alike = [x for x in alike if apart(x, "head_dim") == least]
     if not alike or 2 * shape.length < min(x.length for x in alike):
         return None
-
-    def distance(other: CallShape) -> tuple[float, float, CallShape]:
-        dim, length, rows = (
-            abs(math.log2(mine / theirs))
-            for mine, theirs in (
-                (shape.head_dim, other.head_dim),
-                (shape.length, other.length),
-                (shape.rows, other.rows),
-            )
-        )
-        return dim, length + rows / 2, other
-
     return min(alike, key=distance)
 
 
