@@ -292,6 +292,14 @@ def test_the_time_is_limited():
     assert not session.finished(found)
 
 
+@pytest.mark.parametrize("length", [64, 512])
+def test_what_the_others_are_to_beat_is_measured_first(length):
+    """Where time is short, nothing is taken that was not compared with it."""
+    found = session.trials(dataclasses.replace(SHAPE, length=length))
+    assert found.candidates[0] == found.default
+    assert len(set(map(str, found.candidates))) == len(found.candidates) > 3
+
+
 def test_what_would_take_too_long_is_not_tried():
     table = {SHAPE: [result(QUICK, 0.5, 1.0), result("reference", 0.1, 0.2)]}
     longer = dataclasses.replace(SHAPE, length=128)
