@@ -370,7 +370,8 @@ def test_a_folder_that_cannot_be(monkeypatch, tmp_path, capsys, value):
     if value is None:
         for name in ("TAPE_JAX_CACHE", "XDG_CACHE_HOME"):
             monkeypatch.delenv(name, raising=False)
-        monkeypatch.setattr(store.Path, "home", lambda: store.Path("~nobody_of_this_name").expanduser())
+        nowhere = store.Path("~nobody_of_this_name")
+        monkeypatch.setattr(store.Path, "home", nowhere.expanduser)
     else:
         monkeypatch.setenv("TAPE_JAX_CACHE", value)
     assert (plan_of(SHAPE).implementation, plan_of(SHAPE).measured) == ("reference", None)
