@@ -4,10 +4,10 @@
 
 Measures which attention is the fastest (``python -m tape_jax.tune``, which keeps it for all
 programs of this machine), runs the tests that need a GPU, attention by itself, and training steps,
-each with a limit, and writes ``DATE-CHIP.md`` with versions, commands and what they printed. The
-file is complete after every part: whatever stops the run, what was measured is kept, and a part
-that fails is a result. ``--dry`` runs the same parts at sizes that a CPU does in two minutes, and
-keeps none of their times.
+each with a limit, and writes ``DATE-CHIP.md`` with versions, commands and what they printed; a
+later run of the day adds its time to the name. The file is complete after every part: whatever
+stops the run, what was measured is kept, and a part that fails is a result. ``--dry`` runs the same
+parts at sizes that a CPU does in two minutes, and keeps none of their times.
 """
 
 from __future__ import annotations
@@ -114,6 +114,12 @@ def run(part: Part, limit: float, environment: Mapping[str, str]) -> tuple[str, 
     return text.strip(), time.monotonic() - start
 
 
+def report_path(folder: Path, chip: str, now: datetime.datetime, *, again: bool = False) -> Path:
+    """The file of a report: not that of another run of the day, unless it may be written again."""
+    path = folder / f"{now:%Y-%m-%d}-{chip}.md"
+    return path if again or not path.exists() else path.with_stem(f"{path.stem}-{now:%H%M%S}")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the plan."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
@@ -127,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     described = subprocess.run([sys.executable, "-c", DESCRIBE], capture_output=True, text=True)
     device = (described.stdout.strip().splitlines() or ["unknown device"])[-1]
     chip = "-".join(re.findall(r"\w+", device.split("(")[0])).lower() + ("-dry" * options.dry)
-    path = options.folder / f"{datetime.date.today()}-{chip}.md"
+    path = report_path(options.folder, chip, datetime.datetime.now(), again=options.dry)
     report = f"# {datetime.date.today()}, {device.split(' (')[0]}\n\n{device}, Python "
     report += f"{platform.python_version()}, {platform.machine()}.\n"
     end = time.monotonic() + 60 * options.minutes
