@@ -103,7 +103,10 @@ def stepwise_pass(model, variables, tokens):
 
 
 jit_prefill = jax.jit(
-    prefill, static_argnums=0, static_argnames="capacity", compiler_options=FAST_COMPILATION
+    prefill,
+    static_argnums=0,
+    static_argnames=("capacity", "chunk"),
+    compiler_options=FAST_COMPILATION,
 )
 jit_extend = jit_model(extend)
 jit_apply = jit_model(Transformer.apply)

@@ -235,7 +235,9 @@ class Attention(nn.Module):
             # Returned from a scan, the cache would be copied as a whole.
             cache = new if c.scan_layers else rewritten
             seen = jax.tree.map(lambda x: x.swapaxes(1, 2), seen)
-            k, v, e = seen.k, seen.v, seen.e
+            k, v = seen.k, seen.v
+            # The attended state is to have the type of the states, whatever that of the cache.
+            e = None if e is None or seen.e is None else seen.e.astype(e.dtype)
         options |= {
             "query_state": query_state,
             # Inside of nn.remat the index is no longer known to be 0.
@@ -431,7 +433,7 @@ def remat_policy(name: str) -> Callable | None:
         policies.dots_with_no_batch_dims_saveable,
         policies.save_only_these_names(experts.PRODUCT),
     )
-    return {"dots": dots, "full": None}[name]
+    return {"dots": dots, "full": None, "groups": None}[name]
 
 
 def runs(flags: Sequence[Any]) -> list[tuple[int, int, Any]]:

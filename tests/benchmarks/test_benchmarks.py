@@ -170,7 +170,7 @@ def test_gpu_plan(tmp_path, monkeypatch, capsys):
         gpu.Part("Late", "benchmarks.step", 0),
     )
     monkeypatch.setattr(gpu, "DRY", parts)
-    gpu.main(["--dry", "--folder", str(tmp_path)])
+    assert gpu.main(["--dry", "--folder", str(tmp_path)]) == 1
     (path,) = tmp_path.iterdir()
     assert path.name.endswith("-cpu-dry.md")
     text = path.read_text()
@@ -178,6 +178,7 @@ def test_gpu_plan(tmp_path, monkeypatch, capsys):
     assert "Failed with exit code 1." in text
     assert "## Late" in text
     assert "Not measured: no time left." in text
+    assert "did not succeed: Fails, Late\n" in capsys.readouterr().out
 
 
 def test_reports_of_one_day_are_all_kept(tmp_path):

@@ -18,7 +18,7 @@ from typing import Any
 from tape_jax import positions
 from tape_jax._src.checks import choose, require
 from tape_jax._src.files import write_atomically
-from tape_jax._src.positions.creation import ALIASES
+from tape_jax._src.positions.creation import kinds
 from train import experiment
 from train.comparison import evaluations
 from train.comparison.report import RunRecord
@@ -36,21 +36,21 @@ class Choice:
     Attributes:
       what: in words.
       known: by name the ``--config.a.b=value`` options that make it.
-      aliases: names by what else people call them, if anything.
-      combined: the field of the config that takes several names at once, joined by ``+``, if any.
+      parts: of a name the known ones that it joins; ValueError if it joins another.
+      combined: the field of the config that takes such a name, if any.
     """
 
     what: str
     known: Mapping[str, Sequence[str]]
-    aliases: Mapping[str, str] | None = None
+    parts: Callable[[str], list[str]] | None = None
     combined: str | None = None
 
     def overrides(self, name: str) -> Sequence[str]:
         """The ``--config.a.b=value`` options that make a name; ValueError for an unknown one."""
-        names = name.split("+") if self.combined else [name]
-        for one in names:
-            choose(self.what, one, self.known, self.aliases)
-        return self.known[name] if len(names) == 1 else (f"--config.{self.combined}={name}",)
+        if self.parts and len(self.parts(name)) > 1:
+            return (f"--config.{self.combined}={name}",)
+        choose(self.what, name, self.known)
+        return self.known[name]
 
     @classmethod
     def of_field(cls, what: str, field: str, values: Iterable[str], **options: Any) -> Choice:
@@ -62,7 +62,7 @@ ENCODINGS = Choice.of_field(
     "position encoding",
     "model.position.kind",
     positions.registry,
-    aliases=ALIASES,
+    parts=kinds,
     combined="model.position.kind",
 )
 METHODS = Choice.of_field("adapt method", "adapt.method", adaptation.METHODS)

@@ -1,5 +1,7 @@
 """Which run each rival gets."""
 
+import pytest
+
 from train import experiment
 from train.comparison.jobs import ENCODINGS, plan
 
@@ -18,3 +20,11 @@ def test_a_plan_of_several_seeds(config, tmp_path):
     for job in jobs:
         file, *own = job.command
         assert experiment.from_file(file.partition("=")[2], own) == job.experiment
+
+
+def test_what_joins_several_encodings():
+    assert ENCODINGS.overrides("rope") == ("--config.model.position.kind=rope",)
+    for name in ("path_fox", "tape+alibi"):
+        assert ENCODINGS.overrides(name) == (f"--config.model.position.kind={name}",)
+    with pytest.raises(ValueError, match=r"unknown position encoding 'alib'.*mean 'alibi'"):
+        ENCODINGS.overrides("tape+alib")

@@ -208,9 +208,5 @@ def ranked(results: Iterable[Measured], default: str) -> list[Measured]:
     base = next((x for x in timed if x.contender == Contender(default)), None)
     if base is None:
         return timed
-
-    def better(x: Measured) -> bool:
-        return x.forward <= GAIN * base.forward and x.gradients <= GAIN * base.gradients
-
-    first = [x for x in timed if better(x)]
+    first = [x for x in timed if x.clearly_faster(base, GAIN)]
     return [*first, base, *(x for x in timed if x is not base and x not in first)]

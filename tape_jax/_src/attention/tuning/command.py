@@ -11,9 +11,12 @@ import jax
 from tape_jax._src.attention.tuning import cases, choice, picture, store
 from tape_jax._src.attention.tuning.cases import CallShape, Contender, Measured
 from tape_jax._src.attention.tuning.measure import Limits
-from tape_jax._src.attention.tuning.session import trials, tune
+from tape_jax._src.attention.tuning.session import finished, trials, tune
 from tape_jax._src.files import write_atomically
 from tape_jax._src.table import markdown
+
+# Seconds that a case takes, nearly all of them to compile: on two cores (Xeon).
+SECONDS_A_CASE = {"cpu": 20}
 
 
 def main(argv: Sequence[str] | None = None, *, description: str | None = None) -> int:
@@ -21,9 +24,9 @@ def main(argv: Sequence[str] | None = None, *, description: str | None = None) -
     parser = argparse.ArgumentParser(prog="python -m tape_jax.tune", description=description)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--head-dims", type=_positive, nargs="+", metavar="D", default=cases.HEAD_DIMS)
-    add("--lengths", type=_positive, nargs="+", metavar="T", default=cases.LENGTHS)
-    add("--dtypes", choices=("bfloat16", "float16", "float32"), nargs="+", default=cases.DTYPES)
+    add("--head-dims", type=_positive, nargs="+", metavar="D")
+    add("--lengths", type=_positive, nargs="+", metavar="T")
+    add("--dtypes", choices=("bfloat16", "float16", "float32"), nargs="+")
     add("--heads", type=_positive, nargs="+", help="numbers of heads; one: a single sequence")
     add("--tokens", type=_positive, help="in a batch, where there are several heads")
     add("--minutes", type=float, default=15.0, help="after which nothing new is begun (15)")
@@ -48,9 +51,11 @@ def _run(options: argparse.Namespace) -> int:
     table, ignored = store.read()
     for file, why in ignored.items():
         print(f"{file} is ignored: {why}")
-    known = sum(shape in (table or {}) for shape in wanted)
-    if known and not options.again:
-        print(f"{known} of them were measured before; --again measures them anew")
+    known = {} if options.again else table or {}
+    done = [shape for shape in wanted if shape in known and finished(known[shape])]
+    if done:
+        print(f"{len(done)} of them were measured before; --again measures them anew")
+    print(forecast(len(wanted) - len(done), options.minutes))
     table = tune(
         wanted,
         seconds=60 * options.minutes,
@@ -71,6 +76,16 @@ def _run(options: argparse.Namespace) -> int:
         write_atomically(to, drawn)
         print(f"picture: {to}")
     return 0
+
+
+def forecast(cases: int, minutes: float) -> str:
+    """How long it takes to measure so many cases, where that is known, and when it ends."""
+    each = SECONDS_A_CASE.get(jax.default_backend())
+    about = f" in about {max(1, round(cases * each / 60))} min" if cases and each else ""
+    return (
+        f"{cases} cases to measure{about}; nothing is begun after {minutes:g} min (--minutes), and "
+        "the same command goes on"
+    )
 
 
 def report(table: store.Table, shapes: Sequence[CallShape]) -> str:

@@ -95,7 +95,7 @@ def tune(
             results = _case(shape, table, dataclasses.replace(limits, deadline=until), measuring)
             table[shape] = results
             store.write(table)
-        say(f"{shape}: {describe(results, trials(shape).default)}")
+        say(f"{done + 1} of {len(shapes)}, {shape}: {describe(results, trials(shape).default)}")
     choice.forget()
     return table
 
