@@ -92,7 +92,7 @@ DESCRIBE = "from tape_jax._src.timing import describe_device as d; print(d())"
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class PartOutcome:
     """What became of a part.
 
     Attributes:
@@ -106,7 +106,7 @@ class Outcome:
     succeeded: bool = False
 
 
-def run(part: Part, limit: float, environment: Mapping[str, str]) -> Outcome:
+def run(part: Part, limit: float, environment: Mapping[str, str]) -> PartOutcome:
     """Runs a part for so many seconds at most."""
     command = [sys.executable, "-m", *part.command.split()]
     start = time.monotonic()
@@ -127,7 +127,7 @@ def run(part: Part, limit: float, environment: Mapping[str, str]) -> Outcome:
         printed = error.stdout or b""
         text = printed.decode(errors="replace") if isinstance(printed, bytes) else printed
         text += f"\nStopped after {limit:.0f} s."
-    return Outcome(text.strip(), time.monotonic() - start, succeeded)
+    return PartOutcome(text.strip(), time.monotonic() - start, succeeded)
 
 
 def report_path(folder: Path, chip: str, now: datetime.datetime, *, again: bool = False) -> Path:
@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed = []
     for part in DRY if options.dry else PLAN:
         limit = min(60 * part.minutes, end - time.monotonic())
-        late = Outcome("Not measured: no time left.")
+        late = PartOutcome("Not measured: no time left.")
         done = run(part, limit, environment) if limit > 5 else late
         failed += [] if done.succeeded else [part.title]
         took = f"{done.seconds:.0f} s"
