@@ -2,6 +2,8 @@
 
 Claim: none beforehand; the report says which parts matter to words longer than those trained on.
 Sorting tells encodings apart there; sums do not at this size, where all are wrong.
+Six variants are judged by docs/protocol.md, with half the steps (docs/evidence.md says how far that
+is); all, from before it, are in docs/evidence_before.md.
 Cost: two to three minutes of one core for a run, with evaluation; all variants with three seeds
 took 3.5 hours of processor time.
 Command: one variant of VARIANTS, or all of them with three seeds each:

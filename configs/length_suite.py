@@ -15,9 +15,10 @@ busy.
 Command: for each problem (multiply, copy, reverse, sort, parity, majority, modular_sum)
     python -m train.main compare --config=configs/length_suite.py --run=runs/length_suite/copy \
         --encodings=tape,rope --seeds=3 --config.task.problem=copy
-All problems with more encodings, two learning rates and one table are a part of the evidence
-(docs/evidence.md), a study each:
-    python -m train.main evidence --only=length-copy,length-sort
+Two of the problems, parity and reverse, are judged by docs/protocol.md (docs/evidence.md says how
+far that is):
+    python -m train.main evidence --only=length-parity,length-reverse
+All of them with more encodings, from before that protocol, are in docs/evidence_before.md.
 """
 
 from typing import Any

@@ -19,9 +19,7 @@ RoPE 20, 33 and 57, none 20, 31 and 55.
 Command: for each group and depth
     python -m train.main compare --config=configs/word_problems.py --run=runs/words/A5-4 \
         --encodings=tape,rope --seeds=3 --config.task.group=A5 --config.model.num_layers=4
-All of them, with the smallest depth that follows each length, are a part of the evidence
-(docs/evidence.md), a study for each group:
-    python -m train.main evidence --only=words-Z60,words-A4xZ5,words-A5,words-S5
+These numbers are from before docs/protocol.md, and all of them in docs/evidence_before.md.
 """
 
 from typing import Any

@@ -4,10 +4,12 @@
   python -m train.main evidence --only=addition,passkey
   python -m train.main evidence --config.scale=gpu
 
-Runs what has no results yet, in the order of the page. Each run is written to --results the moment
-it ends, and then the page: stopped anywhere, the same command continues. --quick makes a few of the
-runs once more in a folder of their own, and says what was recorded of them. --page runs nothing,
-and needs nothing but the results. Results that do not fit are named and left out.
+Says what is missing and how long it will take, and makes it, claims first, by docs/protocol.md.
+Each run is written to --results the moment it ends, and then the page: stopped anywhere, the same
+command continues. --plan stops before the first run. --quick makes a few of the runs once more in a
+folder of their own, and says whether they are those on record. --page runs nothing, and needs
+nothing but the results. Results by other code, another protocol or another config are named and
+left out.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--quick", action="store_true", help="a few runs once more, in minutes")
     what.add_argument("--page", action="store_true", help="write the page, run nothing")
+    what.add_argument("--plan", action="store_true", help="say what is missing, run nothing")
     parser.add_argument("--jobs", type=int, default=2, help="trainings side by side (2)")
     parser.add_argument("--results", type=Path, help="folder of the results files")
     parser.add_argument("--runs", type=Path, help="folder of the run folders")
@@ -39,37 +42,47 @@ def run(args: argparse.Namespace) -> None:
     from tape_jax._src.checks import choose, require
     from train import experiment
     from train.evidence import page
-    from train.evidence.making import compared, make, remarks
+    from train.evidence.making import compared, make, plan, remarks
     from train.evidence.records import Store
+    from train.evidence.source import describe_source
     from train.evidence.studies import Place
 
     require(args.jobs >= 1, f"evidence: --jobs must be at least 1; got {args.jobs}")
-    scale = scale_of(args.overrides)
+    scale, code = scale_of(args.overrides), describe_source()
     name = "evidence" if scale == experiment.THIS_SCALE else f"evidence-{scale}"
-    recorded = Place(Store(args.results or RESULTS / name), args.runs or RUNS / name)
-    recorded = recorded._replace(side_by_side=args.jobs, scale=scale)
+    # Runs of other code are not continued.
+    runs = (args.runs or RUNS / name) / code["modules"]
+    recorded = Place(Store(args.results or RESULTS / name), runs, args.jobs, scale)
     with tempfile.TemporaryDirectory() as nowhere:
         # What is only read needs no run folders, and neither finds nor leaves any.
         read = recorded._replace(runs=Path(nowhere))
-        place, out = read if args.page else recorded, args.out or PAGE / f"{name}.md"
+        idle = args.page or args.plan
+        place, out = read if idle else recorded, args.out or PAGE / f"{name}.md"
         if args.quick:
-            own = RUNS / f"{name}-quick"
+            own = RUNS / f"{name}-quick" / code["modules"]
             place = recorded._replace(store=Store(own / "results"), runs=own / "runs")
             out = args.out or own / "page" / f"{name}.md"
         studies = page.studies_at(place)
         chosen = args.only.split(",") if args.only else list(studies)
         for study in chosen:
             choose("study", study, studies)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        page.write(studies, out)
         for remark in remarks(place.store, studies):
             print(remark, file=sys.stderr)
-        if not args.page:
+        if not args.page and not args.quick:
+            print(plan(studies, chosen, args.jobs), flush=True)
+        if args.plan:
+            return
+        if not idle:
+            place.store.accept(code)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        page.write(studies, out)
+        if not idle:
             for study in chosen:
                 make(studies, study, out, quick=args.quick)
         print(f"page: {out}")
         if args.quick:
             print(compared(studies, page.studies_at(read)))
+            print(f"code: {code['modules']}")
 
 
 def scale_of(overrides: Sequence[str]) -> str:

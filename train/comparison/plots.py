@@ -259,42 +259,6 @@ def length_curves(grids: Mapping[str, Mapping[str, Grid]], *, title: str, y_labe
     return _length_panels(panels, first, title, y_label)
 
 
-def depth_curves(
-    grids: Mapping[str, Mapping[int, Sequence[Grid]]], *, title: str, y_label: str
-) -> Figure:
-    """Accuracy by length, a panel for each depth; bands are the standard deviation over seeds.
-
-    Args:
-      grids: for each name, by number of layers, grids with one row, one for each seed.
-      title, y_label: as in :func:`length_curves`.
-
-    Raises:
-      ValueError: no grids, or grids of different questions.
-    """
-
-    def series(seeds: Sequence[Grid]) -> Series:
-        shares = 100 * np.array([grid.accuracy[0][asked] for grid in seeds])
-        mean = shares.mean(0)
-        spread = shares.std(0, ddof=1) if len(seeds) > 1 else np.full_like(mean, np.nan)
-        return Series(np.array(first.columns)[asked], mean, spread)
-
-    every = (
-        (f"{name}, {depth} layers, seed {seed}", grid)
-        for name, by_depth in grids.items()
-        for depth, seeds in by_depth.items()
-        for seed, grid in enumerate(seeds)
-    )
-    first = require_same_questions(dict(every))
-    asked = first.counts[0] > 0
-    panels = {
-        f"{depth} layer{'s' if depth > 1 else ''}": {
-            name: series(by_depth[depth]) for name, by_depth in grids.items() if by_depth.get(depth)
-        }
-        for depth in sorted({depth for by_depth in grids.values() for depth in by_depth})
-    }
-    return _length_panels(panels, first, title, y_label)
-
-
 def _length_panels(
     panels: Mapping[str, Mapping[str, Series]], first: Grid, title: str, y_label: str
 ) -> Figure:

@@ -18,6 +18,8 @@ from train.training.allocator import HUGE_PAGES
 from train.training.signals import Signals, Stopped
 
 SECONDS_BETWEEN_LOOKS = 0.5
+# What a training does when it is done.
+EVALUATE, VALIDATE = ("--evaluate",), ("--validate",)
 SAVING = "the trainings save; again to abandon their steps since the last checkpoints"
 
 
@@ -43,16 +45,16 @@ def train_all(
     jobs: Sequence[Job],
     side_by_side: int,
     *,
-    validate: bool = False,
+    ends: Sequence[str] = EVALUATE,
     finished: Callable[[Ended], None] = lambda ended: None,
     accepted: Container[int] = (0,),
 ) -> None:
-    """Trains and evaluates in processes of their own, ``side_by_side`` at a time.
+    """Trains in processes of their own, ``side_by_side`` at a time, and evaluates.
 
     Args:
       jobs: what is to be trained; runs that were begun are continued.
       side_by_side: number of processes.
-      validate: whether they also validate, as a sweep does.
+      ends: options of ``train`` that say what follows it: the test, or the validation of a sweep.
       finished: called whenever one has ended in an accepted way.
       accepted: exit codes; any other is a failure, which stops the rest.
 
@@ -69,7 +71,7 @@ def train_all(
         while running or waiting:
             while waiting and free and not failed and not signals.received:
                 job, share = waiting.popleft(), free.popleft()
-                process = _start(job, share, alone=side_by_side == 1, validate=validate)
+                process = _start(job, share, alone=side_by_side == 1, ends=ends)
                 running[job] = (process, share)
             if failed or signals.received:
                 waiting.clear()
@@ -144,11 +146,9 @@ def _ended(job: Job, process: subprocess.Popen) -> Ended | None:
     return Ended(job, process.returncode, seconds)
 
 
-def _start(job: Job, cores: list[int], *, alone: bool, validate: bool) -> subprocess.Popen:
+def _start(job: Job, cores: list[int], *, alone: bool, ends: Sequence[str]) -> subprocess.Popen:
     """Starts a training on the given cores, in a session of its own."""
-    arguments = ["--evaluate"]
-    arguments += ["--resume"] if job.folder.exists() else []
-    arguments += ["--validate"] if validate else []
+    arguments = [*ends, *(["--resume"] if job.folder.exists() else [])]
     environment = HUGE_PAGES | os.environ
     environment |= {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(len(cores))}
     if len(cores) == 1:

@@ -234,26 +234,6 @@ def best(task: Task, results: Mapping[Setting, Sequence[Result]]) -> Setting:
     return min(orders, key=orders.__getitem__)
 
 
-def neighbour(
-    task: Task, ladder: Sequence[Setting], results: Mapping[Setting, Sequence[Result]]
-) -> Setting | None:
-    """The setting to try next: one beside the best that has no results; None if there is none.
-
-    Args:
-      task: whose ``scores`` count.
-      ladder: settings in order.
-      results: as in :func:`best`, of some of them.
-
-    Raises:
-      ValueError: no results, or of a setting that is not on the ladder.
-    """
-    chosen = best(task, results)
-    require(chosen in ladder, f"the setting {chosen.name!r} is none of the ladder's")
-    place = ladder.index(chosen)
-    beside = [*ladder[max(place - 1, 0) : place], *ladder[place + 1 : place + 2]]
-    return next((setting for setting in beside if setting not in results), None)
-
-
 def _standing(score: Score, results: Sequence[Result]) -> float:
     """The mean score, the higher the better; minus infinity where it is missing or no number."""
     values = [result.summary().get(score.key, math.nan) for result in results]

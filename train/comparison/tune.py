@@ -8,7 +8,7 @@ from pathlib import Path
 from tape_jax._src.files import write_atomically
 from train.comparison import sweep
 from train.comparison.jobs import Job, claim
-from train.comparison.processes import train_all
+from train.comparison.processes import EVALUATE, VALIDATE, train_all
 from train.comparison.sweep import Setting
 from train.tasks import Result
 from train.training import metrics
@@ -23,7 +23,8 @@ def tune(folder: Path, trials: Sequence[Job], side_by_side: int) -> dict[str, Se
     task = trials[0].experiment.task
     sweep.validation_options(task, trials[0].experiment.evaluation)
     claim(folder, trials)
-    train_all([job for job in trials if not job.finished], side_by_side, validate=True)
+    missing = [job for job in trials if not job.finished]
+    train_all(missing, side_by_side, ends=(*EVALUATE, *VALIDATE))
     results: dict[str, dict[Setting, list[Result]]] = {}
     for job in trials:
         with metrics.Progress.of(f"validating {job.folder.name}") as progress:

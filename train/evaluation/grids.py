@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import scipy.stats
 
 from tape_jax._src.checks import require
 
 FORMAT = "tape-jax exact-match grid, version 2"
+
+# What tables have, in reports.
+INTERVALS = "Percentages with their 95 % intervals; where there are several seeds, over these"
 
 _ARRAYS = ("lengths", "correct", "counts", "shared")
 
@@ -45,6 +50,24 @@ class Proportion:
             return "none asked"
         low, high = self.interval
         return f"{_percent(self.value)} [{_percent(low)}, {_percent(high)}]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Proportions(Proportion):
+    """``correct`` answers out of ``count`` of several models.
+
+    Attributes:
+      shares: of each model.
+    """
+
+    shares: tuple[float, ...]
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95 % interval of Student's t over the models, within (0, 1)."""
+        half = float(scipy.stats.t.ppf(0.975, len(self.shares) - 1))
+        half *= statistics.stdev(self.shares) / math.sqrt(len(self.shares))
+        return max(0.0, self.value - half), min(1.0, self.value + half)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +238,7 @@ def tally(cells: np.ndarray, right: np.ndarray, shape: tuple[int, int]) -> dict[
 def length_table(grids: Mapping[str, Grid]) -> str:
     """Exact match by length, a column for each grid.
 
-    Percentages stand with their 95 % Wilson intervals.
+    Percentages stand with their 95 % intervals: Wilson's of one model, Student's of several.
 
     Raises:
       ValueError: no grids, or grids of different questions (see :func:`require_same_questions`).
@@ -273,11 +296,33 @@ def require_same_questions(grids: Mapping[str, Grid]) -> Grid:
     return first
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pool(Grid):
+    """The answers of several models to the same questions.
+
+    Attributes:
+      parts: the grids of the models, at least two.
+    """
+
+    parts: tuple[Grid, ...]
+
+    def proportion(self, where: np.ndarray) -> Proportion:
+        """Right answers in the chosen cells, with their interval over the models."""
+        found = super().proportion(where)
+        if not found.count:
+            return found
+        shares = tuple(part.proportion(where).value for part in self.parts)
+        return Proportions(found.correct, found.count, shares)
+
+
 def pool(grids: Sequence[Grid]) -> Grid:
-    """The answers of several models to the same questions, counted together."""
+    """The answers of several models to the same questions, whose intervals are over the models."""
     first = require_same_questions({f"seed {i}": grid for i, grid in enumerate(grids)})
+    if len(grids) == 1:
+        return first
+    fields = {f.name: getattr(first, f.name) for f in dataclasses.fields(Grid)}
     sums = {name: sum(getattr(grid, name) for grid in grids) for name in ("correct", "counts")}
-    return dataclasses.replace(first, **sums)
+    return Pool(**fields | sums, parts=tuple(grids))
 
 
 def averages_table(grids: Mapping[str, Grid]) -> str:

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from train.comparison.report import by_seed
 from train.evidence import suite
 from train.evidence.overhead import PlannedCost
+from train.evidence.protocol import (
+    KEYS_LOST,
+    MOST_PARAMETERS,
+    MOST_TIME,
+    PERPLEXITY_GAINED,
+)
 from train.evidence.stability import PlannedGrowth
+from train.evidence.statistics import difference, estimate
 from train.evidence.suite import BEYOND, INSIDE
 from train.evidence.trainings import PlannedTrainings
-from train.evidence.verdicts import Kind, Verdict, compare, every, keeps, unfinished, wins
+from train.evidence.verdicts import (
+    Kind,
+    Verdict,
+    best_of,
+    comparable,
+    every,
+    family,
+    keeps,
+    limited,
+    row,
+    wins,
+)
 
 Studies = Mapping[str, Any]
 
-# A step may take so many times that of RoPE, a model have so many times its parameters.
-MOST_TIME, MOST_PARAMETERS = 1.15, 1.05
-# What may be lost from the trained length to longer ones: keys in per cent, or a share of
-# perplexity.
-KEYS_LOST, PERPLEXITY_GAINED = 5.0, 0.05
-# A state that grew so many times its start has left it.
-GROWTH = 10.0
+FORMS = ("tape", "tape_heads")
+WITH_BIAS = (*FORMS, "tape_alibi")
 
 
 class Claim(NamedTuple):
@@ -33,106 +45,128 @@ class Claim(NamedTuple):
       test: how it is tested, and what counts as confirmed.
       needs: what a test at the published scale would take.
       studies: names of those that it uses.
-      judge: says what came out.
+      judge: says what came out for one of the forms.
+      forms: that are judged, each by itself.
+      beside: a study, a score of it and contextual rivals, beside which the forms stand.
     """
 
     title: str
     test: str
     needs: str
     studies: tuple[str, ...]
-    judge: Callable[[Studies], Verdict]
+    judge: Callable[[Studies, str], Verdict]
+    forms: tuple[str, ...] = FORMS
+    beside: tuple[str, str, tuple[str, ...]] | None = None
 
 
-def _ablation(variant: str, *, name: str = "tape") -> Callable[[Studies], Verdict]:
-    """Whether a variant is clearly worse than another, at sorting longer words and on text."""
-
-    def judge(studies: Studies) -> Verdict:
-        words = wins(studies["ablations"], BEYOND, [variant], name=name)
-        text = wins(studies["ablations-text"], "perplexity_1x", [variant], name=name)
-        return every(words, text)
-
-    return judge
+def _against(form: str, *rivals: str) -> list[str]:
+    """The rivals of a form: of one with a bias, RoPE with the same bias too."""
+    return [*rivals, *(["rope_alibi"] if form == "tape_alibi" else [])]
 
 
-def _retrieval(studies: Studies) -> Verdict:
-    kept = keeps(studies["passkey"], INSIDE, BEYOND, loss=KEYS_LOST)
-    rivals = [n for n in studies["passkey"].design.rivals if not n.startswith("tape")]
-    return every(kept, wins(studies["passkey"], BEYOND, rivals))
+def _text(studies: Studies, form: str) -> Verdict:
+    rivals = _against(form, "rope", "alibi", "sinusoidal", "learned")
+    return wins(studies["text"], "perplexity_1x", rivals, name=form)
 
 
-def _longer_text(studies: Studies) -> Verdict:
-    kept = keeps(studies["text"], "perplexity_1x", "perplexity_8x", loss=PERPLEXITY_GAINED)
-    return every(kept, wins(studies["text"], "perplexity_8x", ["rope", "alibi", "sinusoidal"]))
+def _sums(studies: Studies, form: str) -> Verdict:
+    rivals = ["rope", "alibi", "sinusoidal", "none", "fire", "random_rope"]
+    return wins(studies["addition"], BEYOND, rivals, name=form)
 
 
-def _tuning(studies: Studies) -> Verdict:
+def _retrieval(studies: Studies, form: str) -> Verdict:
+    study, rivals = studies["passkey"], ["rope", "alibi", "sinusoidal", "none"]
+    kept = keeps(study, INSIDE, BEYOND, name=form, loss=KEYS_LOST)
+    return every(wins(study, BEYOND, rivals, name=form), kept)
+
+
+def _longer_text(studies: Studies, form: str) -> Verdict:
+    study, rivals = studies["text"], _against(form, "rope", "alibi", "sinusoidal")
+    ends = "perplexity_1x", "perplexity_8x"
+    kept = keeps(study, *ends, name=form, loss=PERPLEXITY_GAINED)
+    return every(wins(study, "perplexity_8x", rivals, name=form), kept)
+
+
+def _tuning(studies: Studies, form: str) -> Verdict:
     rivals = ["lora", "longlora", "theta", "full"]
-    text = wins(studies["context"], "perplexity_overlapping_1x", rivals)
-    return every(text, wins(studies["context"], "passkey_1x", rivals))
+    keys = "perplexity_overlapping_1x", "passkey_1x"
+    return every(*(wins(studies["context"], key, rivals, name=form) for key in keys))
 
 
-def _overhead(studies: Studies) -> Verdict:
+def _overhead(studies: Studies, form: str) -> Verdict:
     study: PlannedCost = studies["overhead"]
-    state = study.state
-    if state.unfinished:
-        return Verdict(Kind.UNFINISHED, f"overhead: {len(state.unfinished)} measurements missing.")
-    within, parts = True, []
-    for length, found in study.measured().items():
-        mean = {key: statistics.fmean(x[key] for x in found) for key in found[0]}
-        within &= mean["time"] <= MOST_TIME and mean["parameters"] <= MOST_PARAMETERS
-        parts.append(
-            f"at {length:,} tokens {mean['time']:.3f} times RoPE's step (RoPE against itself "
-            f"{mean['noise']:.3f}), {mean['parameters']:.3f} times its parameters"
-        )
-    kind = Kind.CONFIRMED if within else Kind.NOT_CONFIRMED
-    return Verdict(kind, f"{'; '.join(parts)}."[0].upper() + f"{'; '.join(parts)}."[1:])
+    unfinished = [name for name in study.state.unfinished if name.startswith(f"{form}-")]
+    if unfinished:
+        return Verdict(Kind.UNFINISHED, [], (f"overhead: {', '.join(unfinished)}",))
+    parts = []
+    for length, found in study.measured(form).items():
+        for what, most in (("time", MOST_TIME), ("parameters", MOST_PARAMETERS)):
+            saved = estimate([1 - x[what] for x in found])
+            score = f"share of {what} saved at {length:,} tokens"
+            parts.append(limited(saved, 1 - most, name=form, against="rope", score=score))
+    return every(*parts)
 
 
-def _orthogonal(studies: Studies) -> Verdict:
+def _updates(studies: Studies, form: str) -> Verdict:
+    words = wins(studies["ablations"], BEYOND, ["no_update"], name=form)
+    return every(words, wins(studies["text"], "perplexity_1x", ["rope"], name=form))
+
+
+def _ablation(variant: str) -> Callable[[Studies, str], Verdict]:
+    """Whether a variant is worse at sorting longer words."""
+    return lambda studies, form: wins(studies["ablations"], BEYOND, [variant], name=form)
+
+
+def _orthogonal(studies: Studies, form: str) -> Verdict:
     study: PlannedGrowth = studies["stability"]
-    state = study.state
-    if state.unfinished:
-        missing = f"stability: {len(state.finished)} of {state.total} measurements."
-        return Verdict(Kind.UNFINISHED, missing)
-    counts: dict[str, list[bool]] = {}
-    for trace in study.traces():
-        bad = trace.diverged is not None or trace.trained.growth > GROWTH
-        counts.setdefault(trace.variant, []).append(bad)
-    broken = ("separate_cos_sin", "mix_head_dim", "no_equivariance")
-    words = ", ".join(f"{n} {sum(counts[n])} of {len(counts[n])}" for n in ("tape", *broken))
-    stable = not any(counts["tape"]) and all(any(counts[name]) for name in broken)
-    kind = Kind.CONFIRMED if stable else Kind.NOT_CONFIRMED
-    return Verdict(
-        kind, f"Trainings that diverged, or whose states grew {GROWTH:g} times: {words}."
-    )
+    broken, depth = ("separate_cos_sin", "mix_head_dim", "no_equivariance"), study.design.depths[-1]
+    found = {}
+    for name in (form, *broken):
+        growths = study.growths(name, depth)
+        if growths is None:
+            return Verdict(Kind.UNFINISHED, [], (f"stability: {name} at {depth} layers",))
+        found[name] = {seed: -math.log(x) for seed, x in growths.items()}
+    score = f"growth of a state, {depth} layers"
+    return best_of(found.pop(form), found, name=form, score=score)
 
 
-def _algorithms(studies: Studies) -> Verdict:
-    """TAPE must clearly lead somewhere, and clearly trail nowhere."""
-    names = [f"length-{problem}" for problem in suite.PROBLEMS]
-    waiting = unfinished(*(studies[name] for name in names))
-    if waiting:
-        return waiting
-    leads, trails = [], []
-    for name in names:
-        study: PlannedTrainings = studies[name]
-        score = study.scores[0]
-        values = {
-            rival: by_seed(runs, score)
-            for rival, runs in study.results().items()
-            if rival not in suite.CANDIDATES
-        }
-        standing = compare(values, "tape", score)
-        if len(standing.worse) == len(values) - 1:
-            leads.append(name.removeprefix("length-"))
-        if standing.better:
-            trails.append(f"{name.removeprefix('length-')} ({', '.join(standing.better)})")
-    kind = Kind.CONFIRMED if leads and not trails else Kind.NOT_CONFIRMED
-    return Verdict(
-        kind,
-        f"Beyond the trained length tape clearly leads on {', '.join(leads) or 'none'} of "
-        f"{len(names)} problems, and is clearly behind on {'; '.join(trails) or 'none'}.",
-    )
+def _algorithms(studies: Studies, form: str) -> Verdict:
+    """It must lead somewhere, and trail nowhere: one family of all problems and rivals."""
+    rivals, differences, missing = ("rope", "alibi", "fire", "none"), {}, []
+    for problem in suite.PROBLEMS:
+        study: PlannedTrainings = studies[f"length-{problem}"]
+        waiting = [study.missing(rival, BEYOND) for rival in (form, *rivals)]
+        missing += [f"{study.name}, {what}" for what in waiting if what]
+        if any(waiting):
+            continue
+        score = study.score(BEYOND)
+        own, *others = (comparable(study, rival, BEYOND, score) for rival in (form, *rivals))
+        for rival, values in zip(rivals, others, strict=True):
+            differences[f"{problem} {rival}"] = difference(own, values)
+    if missing:
+        return Verdict(Kind.UNFINISHED, [], tuple(dict.fromkeys(missing)))
+    return _leads_somewhere(form, differences, len(rivals))
+
+
+def _leads_somewhere(form: str, differences: Mapping[str, Any], rivals: int) -> Verdict:
+    found = family(differences)
+    rows, leads = [], dict.fromkeys(suite.PROBLEMS, 0)
+    for name, one in found.items():
+        problem, rival = name.split()
+        leads[problem] += one.better
+        rows.append(row(form, rival, f"{problem}, beyond length 10, %", one))
+    kind = Kind.CONFIRMED if max(leads.values()) == rivals else Kind.NOT_TOLD
+    if any(one.worse for one in found.values()):
+        kind = Kind.CONTRADICTED
+    return Verdict(kind, rows)
+
+
+def standing(studies: Studies, claim: Claim) -> Sequence[Verdict]:
+    """How the forms stand to contextual rivals that the claim does not name."""
+    if claim.beside is None:
+        return ()
+    study, key, rivals = claim.beside
+    return [wins(studies[study], key, rivals, name=form) for form in claim.forms]
 
 
 GPU = "`python -m train.main evidence --config.scale=gpu`"
@@ -140,45 +174,45 @@ GPU = "`python -m train.main evidence --config.scale=gpu`"
 CLAIMS = (
     Claim(
         "The lowest perplexity, against RoPE, ALiBi and absolute positions",
-        "Perplexity of held-out bytes at the trained length; clearly below that of `rope`, "
-        "`alibi`, `sinusoidal` and `learned`.",
+        "Perplexity of held-out bytes at the trained length; below that of `rope`, `alibi`, "
+        "`sinusoidal` and `learned`.",
         "C4, 155 million parameters, 5 billion tokens: `configs/c4_pretrain.py`",
         ("text",),
-        lambda s: wins(s["text"], "perplexity_1x", ["rope", "alibi", "sinusoidal", "learned"]),
+        _text,
+        WITH_BIAS,
+        ("text", "perplexity_1x", suite.CONTEXTUAL),
     ),
     Claim(
         "The best at sums longer than those trained on",
-        "Exact match of sums with an operand longer than any trained on; clearly above every other "
-        "encoding.",
+        "Exact match of sums with an operand longer than any trained on; above `rope`, `alibi`, "
+        "`sinusoidal`, `none`, `fire` and `random_rope`.",
         "operands of 40 digits, 16 layers of width 1,024, 20,000 steps: `configs/addition.py`",
         ("addition",),
-        lambda s: wins(
-            s["addition"],
-            BEYOND,
-            [n for n in s["addition"].design.rivals if not n.startswith("tape")],
-        ),
+        _sums,
     ),
     Claim(
         "Retrieval that does not drop with length",
-        f"Keys found beyond the trained length; at most {KEYS_LOST:g} points below those found at "
-        "it, and clearly more than with every other encoding.",
+        f"Keys found beyond the trained length: at most {KEYS_LOST:g} points fewer than at it, and "
+        "more than with `rope`, `alibi`, `sinusoidal` and `none`.",
         "a model of 7 billion parameters tuned to 8,192 tokens: `configs/context_extension.py`",
         ("passkey",),
         _retrieval,
     ),
     Claim(
         "Longer text without training on it",
-        "Perplexity at eight times the trained length; at most "
-        f"{100 * PERPLEXITY_GAINED:g} % above that at the trained length, and clearly below that "
-        "of `rope`, `alibi` and `sinusoidal`.",
+        "Perplexity at eight times the trained length: at most "
+        f"{100 * PERPLEXITY_GAINED:g} % above that at the trained length, and below that of "
+        "`rope`, `alibi` and `sinusoidal`.",
         "C4, judged at 8,192 tokens: `configs/c4_pretrain.py`",
         ("text",),
         _longer_text,
+        WITH_BIAS,
+        ("text", "perplexity_8x", suite.CONTEXTUAL),
     ),
     Claim(
         "Gains with little fine-tuning and few parameters",
-        "A RoPE model tuned to twice its length in 150 steps; perplexity and keys found at that "
-        "length clearly better than with LoRA, LongLoRA, another rotary base and full tuning.",
+        "RoPE models tuned to twice their length in 150 steps; perplexity and keys found at that "
+        "length better than with LoRA, LongLoRA, another rotary base and full tuning.",
         "Llama 2 7B, 1,000 steps of 64 sequences of 8,192 tokens: `configs/context_extension.py`",
         ("context",),
         _tuning,
@@ -193,40 +227,42 @@ CLAIMS = (
     ),
     Claim(
         "Contextual updates matter",
-        "TAPE with both parts of the update left out (`no_update`); clearly worse at sorting "
-        "longer words, and on text.",
+        "Without updates, which is RoPE: worse at sorting longer words, and on text.",
         GPU,
-        ("ablations", "ablations-text"),
-        _ablation("no_update"),
+        ("ablations", "text"),
+        _updates,
     ),
     Claim(
         "Permutation equivariance matters",
-        "Weights of the update that depend on the absolute position (`place_weights`); clearly "
-        "worse at sorting longer words, and on text.",
+        "Weights of the update that depend on the absolute position (`place_weights`): worse at "
+        "sorting longer words.",
         GPU,
-        ("ablations", "ablations-text"),
+        ("ablations",),
         _ablation("place_weights"),
+        ("tape",),
     ),
     Claim(
         "Orthogonal equivariance keeps training stable",
-        "Updates that break it, at 4 to 48 layers; each broken one diverges, or its states grow "
-        f"{GROWTH:g} times, in at least one training, and TAPE in none.",
+        "Updates that break it: the largest state of a trained model of 48 layers, relative to its "
+        "start, is larger with each of them.",
         GPU,
         ("stability",),
         _orthogonal,
+        ("tape",),
     ),
     Claim(
         "Updates in later layers matter more",
-        "Updates in the last layers only (`late`); clearly better at sorting longer words, and on "
-        "text, than in the first only (`early`).",
+        "Updates in the last layers only (`late`): better at sorting longer words than in the "
+        "first only (`early`).",
         GPU,
-        ("ablations", "ablations-text"),
-        _ablation("early", name="late"),
+        ("ablations",),
+        _ablation("early"),
+        ("late",),
     ),
     Claim(
         "A wider class of algorithms",
-        "Seven problems beyond the trained length; TAPE clearly leads on at least one, and is "
-        "clearly behind on none. Which depth solves the words of which group is listed below.",
+        "A regular and a context-free problem, parity and reversal, beyond the trained length: "
+        "ahead of `rope`, `alibi`, `fire` and `none` at one of them at least, behind nowhere.",
         GPU,
         tuple(f"length-{problem}" for problem in suite.PROBLEMS),
         _algorithms,

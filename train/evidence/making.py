@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from train.evaluation.grids import text_table
 from train.evidence import page
+from train.evidence.claims import CLAIMS
 from train.evidence.records import Item, Record, Store
 from train.evidence.studies import Study
 from train.evidence.trainings import PlannedTrainings
 from train.tasks import Score
+
+
+def plan(studies: Mapping[str, Study], names: Sequence[str], side_by_side: int) -> str:
+    """What of some studies is missing, and how long it is expected to take."""
+    rows, hours = [], 0.0
+    for name in names:
+        state, study = studies[name].state, studies[name]
+        claims = [str(n) for n, claim in enumerate(CLAIMS, 1) if name in claim.studies]
+        done = f"{len(state.finished)} of at least {state.total}"
+        rows.append([name, ", ".join(claims), done, f"{study.hours:.2f}"])
+        hours += study.hours
+    table = text_table(["study", "claims", "runs", "hours of a core"], rows)
+    return (
+        f"{table}\n\nMissing: about {hours / side_by_side:.1f} hours of {side_by_side} idle cores."
+    )
 
 
 def make(studies: dict[str, Any], name: str, out: Path, *, quick: bool) -> None:
@@ -24,10 +40,9 @@ def make(studies: dict[str, Any], name: str, out: Path, *, quick: bool) -> None:
     def finished(item: Item) -> None:
         made.append(item)
         page.write(studies, out, changed=study)
-        states = [one.state for one in studies.values()]
-        done, total = sum(len(s.finished) for s in states), sum(s.total for s in states)
-        took = (time.monotonic() - start) / 60
-        print(f"{item.study}/{item.name}: {done} of {total} runs, {took:.0f} min in this study")
+        state, took = study.state, (time.monotonic() - start) / 60
+        done = f"{len(state.finished)} of at least {state.total} runs"
+        print(f"{item.study}/{item.name}: {done}, {took:.0f} min", flush=True)
 
     study.run(finished, quick=quick)
     if made:
@@ -54,15 +69,15 @@ def compared(here: dict[str, Any], recorded: dict[str, Any]) -> str:
             mine, theirs = study.record(job), before.record(there)
             if mine is None:
                 continue
-            for score in study.scores:
+            for score in study.shown:
                 values = [_shown(study, score, record) for record in (mine, theirs)]
-                rows.append([f"{name}/{job.folder.name}", score.label, *values])
-    return text_table(["run", "score", "here", "on record"], rows)
+                same = "-" if theirs is None else "equal" if values[0] == values[1] else "DIFFERS"
+                rows.append([f"{name}/{job.folder.name}", score.label, *values, same])
+    return text_table(["run", "score", "here", "on record", ""], rows)
 
 
 def _shown(study: PlannedTrainings, score: Score, record: Record | None) -> str:
     """A score of a run, in a table."""
     if record is None:
         return "-"
-    value = study.read(record).summary().get(score.key)
-    return "diverged" if value is None else f"{score.factor * value:.4g}"
+    return "diverged" if record.found["diverged"] else f"{study.value(record, score):.6g}"

@@ -10,6 +10,7 @@ from typing import Any
 from tape_jax._src.checks import require
 from train import experiment
 from train.analysis.step_cost import again, measure
+from train.evidence import protocol
 from train.evidence.records import Item, Record
 from train.evidence.studies import Fields, Measurements, Place, options
 from train.training import runs
@@ -25,27 +26,27 @@ class Cost:
 
     Attributes:
       name: a word, fit for a folder.
-      section: of the page.
       config: the config file.
       fields: by scale, the fields in which the models differ from it.
       lengths: by scale, of the sequences.
       tokens: by scale, in a batch.
-      encoding: whose cost it is.
-      reference: beside which it is measured.
-      measurements: of each length, as many as seeds elsewhere.
+      rivals: by name, the fields of the config that make those whose cost it is.
+      reference: beside which they are measured.
+      seeds: each a measurement of every rival and length.
       repeats: timed steps of a measurement.
+      minutes: that one takes, for plans.
     """
 
     name: str
-    section: str
     config: Path
     fields: Mapping[str, Fields]
     lengths: Mapping[str, Sequence[int]]
     tokens: Mapping[str, int]
-    encoding: str = "tape"
+    rivals: Mapping[str, Fields]
     reference: str = "rope"
-    measurements: int = 3
+    seeds: Sequence[int] = protocol.REPORTING
     repeats: int = 20
+    minutes: float = 1.5
 
     def at(self, place: Place) -> PlannedCost:
         """The study at a place."""
@@ -56,27 +57,31 @@ class PlannedCost(Measurements):
     """A study of cost at a place."""
 
     def __init__(self, design: Cost, place: Place):
-        self.name, self.section = design.name, design.section
-        self.design, self.place = design, place
+        self.name = design.name
+        self.design, self.place, self.minutes = design, place, design.minutes
+        described = {
+            "version": protocol.VERSION,
+            "reference": design.reference,
+            "repeats": design.repeats,
+        }
         self.items = [
             Item(
                 self.name,
-                f"{length}-{number}",
-                design.encoding,
-                self._experiment(length, number),
-                protocol={"reference": design.reference, "repeats": design.repeats},
+                f"{rival}-{length}-seed{seed}",
+                rival,
+                self._experiment(length, seed, fields),
+                protocol=described,
             )
+            for rival, fields in design.rivals.items()
             for length in design.lengths[place.scale]
-            for number in range(design.measurements)
+            for seed in design.seeds
         ]
 
-    def _experiment(
-        self, length: int, seed: int, encoding: str | None = None
-    ) -> experiment.Experiment:
+    def _experiment(self, length: int, seed: int, encoding: Fields) -> experiment.Experiment:
         design, scale = self.design, self.place.scale
         fields = {
             **design.fields.get(scale, {}),
-            "model.position.kind": encoding or design.encoding,
+            **encoding,
             "task.sequence_length": length,
             "train.batch_size": max(1, design.tokens[scale] // length),
             "seed": seed,
@@ -85,20 +90,21 @@ class PlannedCost(Measurements):
         return experiment.from_file(design.config, given, lambda _: None)
 
     @property
-    def budget(self) -> str:
+    def size(self) -> str:
         """The size of its runs, in words."""
         return (
-            f"`{self.design.config}`: {self.design.measurements} measurements of "
+            f"`{self.design.config}`: {len(self.design.seeds)} measurements of "
             f"{self.design.repeats} steps in turns, at each length"
         )
 
     def measure(self, item: Item) -> dict[str, Any]:
         """Ratios of the encoding to the reference, and of the reference to itself."""
         mine, (length, batch) = item.experiment, self._shape(item)
-        theirs = self._experiment(length, mine.seed, self.design.reference)
-        models = {self.design.reference: theirs.model, self.design.encoding: mine.model}
+        reference = {"model.position.kind": self.design.reference}
+        theirs = self._experiment(length, mine.seed, reference)
+        models = {self.design.reference: theirs.model, item.rival: mine.model}
         found, _ = measure(models, batch, length, repeats=self.design.repeats)
-        first, second = found[self.design.reference], found[self.design.encoding]
+        first, second = found[self.design.reference], found[item.rival]
         noise = found[again(self.design.reference)].timing.ratio(first.timing)
         ratios = {
             "length": length,
@@ -121,10 +127,10 @@ class PlannedCost(Measurements):
         missing = [name for name in MEASURED if name not in record.found]
         require(not missing, f"a measurement without {', '.join(missing)}")
 
-    def measured(self) -> dict[int, list[Mapping[str, float]]]:
-        """What has been measured, by length."""
+    def measured(self, rival: str) -> dict[int, list[Mapping[str, float]]]:
+        """What has been measured of a rival, by length."""
         found: dict[int, list[Mapping[str, float]]] = {}
         for item in self.items:
-            if record := self.recorded(item):
+            if item.rival == rival and (record := self.recorded(item)):
                 found.setdefault(int(record.found["length"]), []).append(record.found)
         return found

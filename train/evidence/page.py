@@ -12,22 +12,21 @@ from matplotlib.figure import Figure
 
 from tape_jax._src.files import write_atomically
 from train.analysis import stability
-from train.comparison.plots import MARK, depth_curves, require_ours, save
-from train.comparison.report import RunRecord, by_seed, mean_and_spread
-from train.comparison.tasks import algorithms, words
+from train.comparison.plots import MARK, require_ours, save
 from train.evaluation.grids import text_table
-from train.evidence.claims import CLAIMS
+from train.evidence import protocol
+from train.evidence.claims import CLAIMS, standing
 from train.evidence.figures import dots
 from train.evidence.overhead import PlannedCost
 from train.evidence.records import Record
 from train.evidence.stability import PlannedGrowth
+from train.evidence.statistics import estimate
 from train.evidence.studies import Place, State, Study
-from train.evidence.suite import CANDIDATES, SECTIONS, STUDIES
-from train.evidence.trainings import Diverged, PlannedTrainings
-from train.evidence.verdicts import Kind, compare, unfinished
+from train.evidence.suite import STUDIES
+from train.evidence.trainings import PlannedTrainings
+from train.evidence.verdicts import HEADER, Kind, Verdict
 
-MOST_NAMES = 8
-LENGTHS, WORDS = SECTIONS[2:4]
+MOST_NAMES = 6
 
 Studies = Mapping[str, Any]
 
@@ -46,13 +45,13 @@ def write(studies: Studies, page: Path, *, changed: Study | None = None) -> None
       changed: the only study whose pictures are drawn again; None: all.
 
     Raises:
-      ValueError: a results file that does not belong, or a file in the way that is not ours.
+      ValueError: a file in the way that is not ours.
     """
     require_ours(page)
     folder = page.parent / "images" / page.stem
-    folder.mkdir(parents=True, exist_ok=True)
     for study in studies.values() if changed is None else [changed]:
         for name, figure in figures(study).items():
+            folder.mkdir(parents=True, exist_ok=True)
             save(figure, folder / name)
     write_atomically(page, markdown(studies, f"images/{page.stem}"))
 
@@ -66,39 +65,21 @@ def markdown(studies: Studies, images: str) -> str:
     """
     states = {name: study.state for name, study in studies.items()}
     parts = [f"<!-- {MARK} -->\n# Does TAPE do what is claimed?", _introduction(states)]
-    parts += ["## Verdicts", *_verdicts(studies)]
-    for section in SECTIONS:
-        parts.append(f"## {section[0].upper()}{section[1:]}")
-        own = [study for study in studies.values() if study.section == section]
-        parts += _overview(section, own, studies)
-        for study in own:
-            parts += [f"### {study.name}", *_study(study, states[study.name], images)]
-    parts += ["## Improvement", *_improvement(studies)]
+    parts += ["## Verdicts", *_verdicts(studies), "## Studies"]
+    for name, study in studies.items():
+        parts += [f"### {name}", *_study(study, states[name], images)]
     records = [record for state in states.values() for record in state.finished]
-    parts += ["## Versions and hardware", _environments(records)]
+    parts += ["## Versions, hardware and code", _environments(records)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def figures(study: Study) -> dict[str, Figure]:
-    """The pictures of a study by file name; none before anything is finished."""
+    """The pictures of a study by file name; none before a rival is complete."""
     if isinstance(study, PlannedTrainings):
-        results = study.results()
-        if any(results.values()):
-            by_depth = _by_depth(results) if study.section == WORDS else {}
-            drawn = (
-                depth_curves(
-                    {
-                        name: {depth: [r.words for r in seeds] for depth, seeds in found.items()}
-                        for name, found in by_depth.items()
-                    },
-                    title=study.name,
-                    y_label="whole words right, %",
-                )
-                if by_depth
-                else dots(study.name, results, study.scores)
-            )
-            return {f"{study.name}.png": drawn}
-    if isinstance(study, PlannedGrowth) and (traces := study.traces(seed=0)):
+        values = _values(study)
+        return {f"{study.name}.png": dots(study.name, values, study.scores)} if values else {}
+    if isinstance(study, PlannedGrowth) and not study.state.unfinished:
+        traces = study.traces(seed=protocol.REPORTING[0])
         return {
             f"{study.name}_depth.png": stability.depth_figure(traces),
             f"{study.name}_layers.png": stability.layer_figure(traces),
@@ -106,185 +87,173 @@ def figures(study: Study) -> dict[str, Figure]:
     return {}
 
 
+def figures_of(study: Study) -> list[str]:
+    """The names of a study's pictures, without drawing them."""
+    if isinstance(study, PlannedTrainings):
+        return [f"{study.name}.png"] if _values(study) else []
+    if isinstance(study, PlannedGrowth) and not study.state.unfinished:
+        return [f"{study.name}_depth.png", f"{study.name}_layers.png"]
+    return []
+
+
+def _values(study: PlannedTrainings) -> dict[str, dict[str, Mapping[int, float]]]:
+    """The values of rivals that are complete, by rival and score that claims read."""
+    found: dict[str, dict[str, Mapping[int, float]]] = {}
+    for rival in study.design.rivals:
+        for key in study.design.scores:
+            if (values := study.values(rival, key)) is not None:
+                found.setdefault(rival, {})[key] = values
+    return found
+
+
 def _introduction(states: Mapping[str, State]) -> str:
     done = sum(len(state.finished) for state in states.values())
     total = sum(state.total for state in states.values())
+    complete = [name for name, state in states.items() if not state.unfinished]
+    begun = [n for n, state in states.items() if state.unfinished and state.finished]
+    none = [n for n, state in states.items() if not state.finished]
     spent = sum(record.seconds for state in states.values() for record in state.finished)
     return (
         "Every claim that the paper makes of TAPE, or others make of it, tested by experiments "
-        "that fit on two CPU cores. They are small: a verdict holds at the size that was trained, "
-        "and each names the larger test that would settle it. Learning rates are chosen for every "
-        "rival by a validation apart from the test. ± is the standard deviation over seeds. One "
-        "encoding is called better than another where the 95 % interval of the paired differences "
-        "between equal seeds leaves out zero. Three seeds show large differences only, and one "
-        "comparison in twenty looks clear by chance.\n\n"
-        "`make evidence` makes what is missing, and writes this page after every run, from the "
-        f"files in `benchmarks/results/evidence`. Finished: **{done} of {total} runs**, which took "
-        f"{spent / 3600:.1f} hours of processor time."
+        "that fit on two CPU cores, by [a protocol](protocol.md) that was written before them. "
+        "They are small: a verdict holds at the size that was trained, and each names the larger "
+        "test that would settle it.\n\n"
+        "`make evidence` makes what is missing, claims first, and writes this page after every "
+        "run, from the files in `benchmarks/results/evidence`. Finished: **"
+        f"{done} of at least {total} runs**, {spent / 3600:.1f} hours of processor time.\n\n"
+        f"* Studies finished under the protocol: {', '.join(complete) or 'none yet'}.\n"
+        f"* Begun: {', '.join(begun) or 'none'}.\n"
+        f"* Not made yet: {', '.join(none) or 'none'}.\n\n"
+        "What was found before the protocol is on [a page of its own](evidence_before.md), and "
+        "decides nothing here."
     )
 
 
 def _verdicts(studies: Studies) -> Iterator[str]:
-    found = [(claim, claim.judge(studies)) for claim in CLAIMS]
-    rows = [
-        f"| {number} | {claim.title} | **{verdict.kind.value}** |"
-        for number, (claim, verdict) in enumerate(found, 1)
-    ]
+    found = [(claim, [claim.judge(studies, form) for form in claim.forms]) for claim in CLAIMS]
+    rows = []
+    for number, (claim, verdicts) in enumerate(found, 1):
+        words = ", ".join(
+            f"`{form}` **{verdict.kind.value}**"
+            for form, verdict in zip(claim.forms, verdicts, strict=True)
+        )
+        if len({verdict.kind for verdict in verdicts}) == 1:
+            words = f"**{verdicts[0].kind.value}**"
+        rows.append(f"| {number} | {claim.title} | {words} |")
     yield "\n".join(["| | claim | verdict |", "|--:|---|---|", *rows])
-    for number, (claim, verdict) in enumerate(found, 1):
+    for number, (claim, verdicts) in enumerate(found, 1):
         where = ", ".join(f"[{name}](#{name})" for name in claim.studies)
-        lines = [f"* Test: {claim.test}", f"* Found: {verdict.because}", f"* Runs: {where}."]
-        if verdict.kind is not Kind.CONFIRMED:
-            lines.append(f"* To settle it: {claim.needs}.")
-        lines_of = "\n".join(lines)
-        yield f"**{number}. {claim.title}: {verdict.kind.value}.**\n\n{lines_of}"
+        yield f"**{number}. {claim.title}.**\n\n" + "\n".join(
+            [
+                f"* Test: {claim.test}",
+                *(_line(form, v) for form, v in zip(claim.forms, verdicts, strict=True)),
+                f"* Runs: {where}.",
+                f"* To settle it: {claim.needs}.",
+            ]
+        )
+        if tested := [cells for verdict in verdicts for cells in verdict.rows]:
+            yield text_table(HEADER, tested)
+        beside = [cells for verdict in standing(studies, claim) for cells in verdict.rows]
+        if beside:
+            yield "Beside contextual rivals, a family for each form, which decides nothing:"
+            yield text_table(HEADER, beside)
 
 
-def _improvement(studies: Studies) -> Iterator[str]:
-    """Where options of TAPE are clearly better than its defaults, and where worse."""
-    yield (
-        "Options of TAPE beside its defaults, by the first score of every study that has both "
-        "complete. An option is worth recommending where it is better on studies that it was not "
-        "chosen by, and worse on none."
-    )
-    for name, candidate in CANDIDATES.items():
-        fields = candidate.fields.items()
-        options = ", ".join(f"`--config.{field}={value}`" for field, value in fields)
-        rows = []
-        for study in studies.values():
-            if not isinstance(study, PlannedTrainings) or name not in study.design.rivals:
-                continue
-            if unfinished(study, rivals=["tape", name]):
-                continue
-            score, results = study.scores[0], study.results()
-            values = {rival: by_seed(results[rival], score) for rival in ("tape", name)}
-            standing = compare(values, name, score)
-            said = "better" if standing.worse else "worse" if standing.better else "not told"
-            said += ", but chosen by it" if study.name in candidate.chosen_by else ""
-            cells = [mean_and_spread([*found.values()]) for found in values.values()]
-            rows.append([study.name, score.label, *cells, said])
-        yield f"`{name}`: {options}. Why: {candidate.reason}."
-        yield text_table(["study", "score", "tape", name, ""], rows) if rows else "Unfinished."
-
-
-def _overview(section: str, own: Sequence[Any], studies: Studies) -> Iterator[str]:
-    """What is said of all studies of a section together, once they are complete."""
-    complete = [study for study in own if not study.state.unfinished]
-    if section == LENGTHS and len(complete) > 1:
-        yield "Exact match in per cent with its 95 % interval, the answers of all seeds together."
-        yield _length_table(complete, studies["addition"])
-    if section == WORDS:
-        for study in complete:
-            yield f"Layers that follow 90 % of the words of `{study.name.removeprefix('words-')}`:"
-            yield words.smallest_depths(_by_depth(study.results()))
-
-
-def _length_table(complete: Sequence[PlannedTrainings], sums: PlannedTrainings) -> str:
-    """Sums and the problems of the length suite, but for those where a training diverged."""
-    names = list(complete[0].design.rivals)
-    found = {}
-    for study in complete if unfinished(sums, rivals=names) else [sums, *complete]:
-        results = study.results()
-        by_name = {name: [run.result for run in results[name]] for name in names}
-        if not any(isinstance(one, Diverged) for seeds in by_name.values() for one in seeds):
-            found[study.name.removeprefix("length-")] = by_name
-    return algorithms.suite_table(found) if found else ""
-
-
-def _by_depth(results: Mapping[str, Sequence[RunRecord]]) -> dict[str, dict[int, list[Any]]]:
-    """Results of rivals such as ``tape-2`` by name and number of layers, without the diverged."""
-    found: dict[str, dict[int, list[Any]]] = {}
-    for rival, runs in results.items():
-        name, _, depth = rival.rpartition("-")
-        kept = [run.result for run in runs if not isinstance(run.result, Diverged)]
-        if kept:
-            found.setdefault(name, {})[int(depth)] = kept
-    return found
+def _line(form: str, verdict: Verdict) -> str:
+    said = f"* `{form}`: **{verdict.kind.value}**"
+    if verdict.kind is not Kind.UNFINISHED:
+        return f"{said}."
+    more = len(verdict.missing) - MOST_NAMES
+    missing = "; ".join(verdict.missing[:MOST_NAMES]) + (f"; and {more} more" if more > 0 else "")
+    return f"{said}. Missing: {missing}."
 
 
 def _study(study: Study, state: State, images: str) -> Iterator[str]:
-    yield _budget(study, state)
+    yield f"{study.size}. `python -m train.main evidence --only={study.name}`"
     if state.unfinished:
         names = ", ".join(f"`{name}`" for name in state.unfinished[:MOST_NAMES])
         more = len(state.unfinished) - MOST_NAMES
+        made = "Not made yet" if not state.finished else "Unfinished"
         yield (
-            f"**Unfinished: {len(state.unfinished)} of {state.total} runs**, which count nowhere: "
-            f"{names}{f' and {more} more' if more > 0 else ''}."
+            f"**{made}: {len(state.finished)} of at least {state.total} runs.** Next: {names}"
+            f"{f' and {more} more' if more > 0 else ''}."
         )
     if isinstance(study, PlannedTrainings):
-        if any(study.results().values()):
-            yield _scores(study)
-            yield _settings(study)
+        yield _curve(study)
+        for score in study.scores:
+            yield _scores(study, score.key)
     elif isinstance(study, PlannedCost):
         yield _costs(study)
-    elif isinstance(study, PlannedGrowth) and state.finished:
+    elif isinstance(study, PlannedGrowth) and not state.unfinished:
         yield _growth(study)
     for name in figures_of(study):
         yield f"![{study.name}]({images}/{name})"
 
 
-def figures_of(study: Study) -> list[str]:
-    """The names of a study's pictures, without drawing them."""
-    if isinstance(study, PlannedTrainings) and any(study.results().values()):
-        return [f"{study.name}.png"]
-    if isinstance(study, PlannedGrowth) and study.traces(seed=0):
-        return [f"{study.name}_depth.png", f"{study.name}_layers.png"]
-    return []
-
-
-def _budget(study: Study, state: State) -> str:
-    parts = [study.budget]
-    if state.finished:
-        minutes = statistics.fmean(record.seconds for record in state.finished) / 60
-        parts.append(f"{minutes:.1f} minutes of processor time for a run")
-    command = f"`python -m train.main evidence --only={study.name}`"
-    return f"{', '.join(parts)}. {command}"
-
-
-def _scores(study: PlannedTrainings) -> str:
-    rows = []
-    for name, runs in study.results().items():
-        lost = [run for run in runs if isinstance(run.result, Diverged)]
-        seeds = f"{len(runs)} of {study.design.seeds}" + (
-            f", {len(lost)} diverged at step " + ", ".join(f"{run.result.step:,}" for run in lost)
-            if lost
-            else ""
-        )
-        cells = [mean_and_spread([*by_seed(runs, score).values()]) for score in study.scores]
-        rows.append([name, seeds, *cells])
-    return text_table(["", "seeds", *(score.label for score in study.scores)], rows)
-
-
-def _settings(study: PlannedTrainings) -> str:
-    """What the sweep chose, and for whom something better may lie beyond it."""
-    if len(study.settings) < 2:
+def _curve(study: PlannedTrainings) -> str:
+    """How the budget was chosen."""
+    curve = study.design.curve
+    if curve is None or not any(study.curve().values()):
         return ""
-    chosen, at_an_end = {}, []
+    rows = [
+        [rival, *(f"{found[m]:.3f}" if m in found else "-" for m in protocol.MULTIPLES)]
+        for rival, found in study.curve().items()
+    ]
+    steps = (f"{m}x the steps" for m in protocol.MULTIPLES)
+    label = study.score(curve.score).label
+    said = "The budget is not chosen yet."
+    if (budget := study.budget) is not None:
+        said = f"Budget chosen: {budget.multiple}x."
+        if budget.improving:
+            said += " Training was still improving there; the suite's hours allow no more."
+        elif budget.improving is None:
+            said += " Training was still improving before; what more would bring was not tried."
+    return f"{said} In validation, {label}:\n\n{text_table(['', *steps], rows)}"
+
+
+def _scores(study: PlannedTrainings, key: str) -> str:
+    """What came out with the rates that one score chose: means and intervals over seeds."""
+    first = key == study.design.scores[0]
+    shown = [study.score(key), *(s for s in study.shown if first and s.key != key)]
+    rows, lacking = [], []
     for rival in study.design.rivals:
-        if (jobs := study.finals(rival)) is None:
+        values = [study.values(rival, key, score.key) for score in shown]
+        if values[0] is None:
+            lacking.append(str(study.missing(rival, key)))
             continue
-        chosen[rival] = setting = jobs[0].setting
-        tried = sorted({job.setting for job in study.trials(rival)}, key=study.ladder.index)
-        if setting in (tried[0], tried[-1]):
-            at_an_end.append(rival)
-    if not chosen:
+        cells = [_interval([*found.values()]) for found in values if found]
+        lost = study.diverged(rival, key)
+        rows.append([rival, str(study.rate(rival, key)), str(len(lost)), *cells])
+    if not rows:
         return ""
-    settings = ", ".join(f"{rival} {setting.name}" for rival, setting in chosen.items())
-    ends = f" At an end of what was tried: {', '.join(at_an_end)}." if at_an_end else ""
-    return f"Chosen: {settings}.{ends}"
+    header = ["", "rate", "diverged", *(score.label for score in shown)]
+    note = f"\n\nNot complete: {'; '.join(lacking)}." if lacking else ""
+    return (
+        f"Rates chosen by {study.score(key).label}; five seeds, mean and 95 % interval:\n\n"
+        f"{text_table(header, rows)}{note}"
+    )
+
+
+def _interval(values: Sequence[float]) -> str:
+    found = estimate(values)
+    digits = 3 if abs(found.mean) < 10 else 2 if abs(found.mean) < 100 else 1
+    return f"{found.mean:.{digits}f} [{found.low:.{digits}f}, {found.high:.{digits}f}]"
 
 
 def _costs(study: PlannedCost) -> str:
     rows = []
-    for length, found in study.measured().items():
-        keys = ("time", "noise", "memory", "parameters", "operations")
-        cells = [mean_and_spread([x[key] for x in found if key in x]) for key in keys]
-        rows.append([f"{length:,}", str(len(found)), *cells])
+    keys = ("time", "noise", "memory", "parameters", "operations")
+    for rival in study.design.rivals:
+        for length, found in study.measured(rival).items():
+            if len(found) < len(study.design.seeds):
+                continue
+            cells = [_interval([x[key] for x in found]) if key in found[0] else "-" for key in keys]
+            rows.append([rival, f"{length:,}", *cells])
     if not rows:
         return ""
-    header = ["tokens", "measurements", "time of a step", "RoPE against itself"]
+    header = ["", "tokens", "time of a step", "RoPE against itself"]
     table = text_table([*header, "memory of a step", "parameters", "operations"], rows)
-    return f"{study.design.encoding} as a multiple of {study.design.reference}:\n\n{table}"
+    return f"Multiples of {study.design.reference}, mean and 95 % interval:\n\n{table}"
 
 
 def _growth(study: PlannedGrowth) -> str:
@@ -292,22 +261,19 @@ def _growth(study: PlannedGrowth) -> str:
     for variant in study.design.variants:
         for depth in study.design.depths:
             found = [t for t in study.traces() if (t.variant, t.depth) == (variant, depth)]
-            if not found:
-                continue
             cells = []
             for what in ("growth", "spread"):
                 for moment in stability.MOMENTS:
-                    worst = max(getattr(getattr(t, moment), what) for t in found)
-                    cells.append(f"{worst:.3g}")
-            diverged = [str(t.diverged) for t in found if t.diverged is not None]
-            bad = f"{len(diverged)}, at step {', '.join(diverged)}" if diverged else "none"
-            rows.append([variant, str(depth), str(len(found)), *cells, bad])
+                    values = [getattr(getattr(t, moment), what) for t in found]
+                    cells.append(f"{statistics.median(values):.3g}")
+            diverged = sum(t.diverged is not None for t in found)
+            rows.append([variant, str(depth), str(len(found)), *cells, str(diverged)])
     moments = stability.MOMENTS
     header = ["variant", "layers", "seeds", *(f"state, {m}" for m in moments)]
     header += [*(f"gradients, {m}" for m in moments), "diverged"]
     note = (
         "State: the largest norm that enters a layer, relative to the start. Gradients: the "
-        "largest of a layer over the smallest. The worst of all seeds."
+        "largest of a layer over the smallest. Medians of the seeds."
     )
     return f"{note}\n\n{text_table(header, rows)}"
 
@@ -315,9 +281,11 @@ def _growth(study: PlannedGrowth) -> str:
 def _environments(records: Sequence[Record]) -> str:
     if not records:
         return "Nothing has been run."
-    counts = Counter(tuple(sorted(record.environment.items())) for record in records)
+    counts = Counter(
+        (tuple(sorted(record.environment.items())), record.code["modules"]) for record in records
+    )
     lines = []
-    for environment, count in counts.most_common():
+    for (environment, code), count in counts.most_common():
         described = ", ".join(f"{name} {value}" for name, value in environment)
-        lines.append(f"* {count} runs: {described}")
+        lines.append(f"* {count} runs: code `{code}`, {described}")
     return "\n".join(lines)

@@ -1,16 +1,17 @@
 """What came out of each run of a study, a file for each study (:mod:`train.evidence.lines`).
 
-A record that is of another experiment than the study's is left out, and :meth:`Store.misfit` says
-why. Numbers that were measured are kept with six digits. Titles and labels are no part of a result:
-they are in the code.
+A record of another experiment than the study's, of another protocol (docs/protocol.md), or by code
+that ``code.json`` does not name, is left out, and :meth:`Store.misfit` says why. Numbers that were
+measured are kept with six digits. Titles and labels are no part of a result: they are in the code.
 
-``code`` of a record has the commit and the hash of :mod:`train.evidence.source`. Those that were
-made before this was kept have the commit that added them, and no hash.
+``code`` of a record has the commit and the hash of :mod:`train.evidence.source`; ``code.json``
+says which hashes are accepted, and why.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import functools
 import json
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tape_jax._src.checks import require
+from tape_jax._src.files import write_atomically
 from train import experiment
 from train.evaluation.grids import read_record
 from train.evidence import lines
@@ -25,7 +27,9 @@ from train.experiment import Experiment
 from train.experiment.adaptation import Adaptation
 from train.experiment.fields import build, flatten
 
-FORMAT = "tape-jax evidence, version 2"
+FORMAT = "tape-jax evidence, version 3"
+# Beside the records: which code may have made them.
+CODE = "code.json"
 DIGITS = 6
 # What a base is called, wherever the runs are.
 BASE = "base"
@@ -65,8 +69,6 @@ class Record:
       environment: versions and hardware.
       code: by which it was made.
       seconds: of processor time that the last process of the run took.
-      same_as: the name of the run that this one would repeat step for step, and whose results are
-        its own; None: it was made.
     """
 
     name: str
@@ -78,7 +80,6 @@ class Record:
     environment: Mapping[str, str]
     code: Mapping[str, Any]
     seconds: float
-    same_as: str | None = None
 
     @property
     def seed(self) -> int:
@@ -118,12 +119,47 @@ class Store:
     def get(self, item: Item) -> Record | None:
         """The record of a run; None if there is none that fits."""
         record = self._study(item.study).records.get(item.name)
-        return None if record is None or _differences(record, item) else record
+        return None if record is None or self._differences(record, item) else record
 
     def misfit(self, item: Item) -> str | None:
         """In what the record of this name differs from the run; None if in nothing, or of none."""
         record = self._study(item.study).records.get(item.name)
-        return None if record is None else "; ".join(_differences(record, item)) or None
+        return None if record is None else "; ".join(self._differences(record, item)) or None
+
+    @property
+    def accepted(self) -> dict[str, str]:
+        """The hashes of the code whose records count, each with a date and a reason.
+
+        Raises:
+          ValueError: ``code.json`` is of another form.
+        """
+        path = self.folder / CODE
+        try:
+            return _accepted(path, path.stat().st_mtime_ns)
+        except FileNotFoundError:
+            return {}
+
+    def accept(self, code: Mapping[str, Any]) -> None:
+        """Makes sure that records by this code will count: the first to come is accepted.
+
+        Raises:
+          ValueError: other code has made the records that are here.
+        """
+        accepted, path = self.accepted, self.folder / CODE
+        if not accepted:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            commit = code["commit"] or "no commit"
+            changed = " and changes" if code["dirty"] else ""
+            note = f"{datetime.date.today()}: the first, {commit}{changed}"
+            write_atomically(path, json.dumps({code["modules"]: note}, indent=2) + "\n")
+            return
+        require(
+            code["modules"] in accepted,
+            f"the code has changed: its hash is {code['modules']}, and {path} accepts "
+            f"{', '.join(accepted)}. Where 'make evidence-quick' finds the numbers that are on "
+            "record, add the hash there with a date and a reason; else move the folder away, and "
+            "begin anew",
+        )
 
     def names(self, study: str) -> list[str]:
         """The runs of a study that have records, whether they fit or not."""
@@ -135,26 +171,6 @@ class Store:
 
     def put(self, item: Item, found: Mapping[str, Any], made: Made) -> None:
         """Writes the record of a run, after which it counts in place of any before."""
-        self._append(item, made, {"found": rounded(found)})
-
-    def refer(self, item: Item, other: str, made: Made) -> None:
-        """Writes that a run is, step for step, the other of this name.
-
-        Raises:
-          ValueError: the other has no record.
-        """
-        require(
-            other in self.names(item.study),
-            f"{self.path(item.study)}: {item.name} cannot be the same as {other!r}, which has no "
-            "record there",
-        )
-        self._append(item, made, {"found": None, "same_as": other})
-
-    def tidy(self, study: str) -> None:
-        """Writes a study's file anew, with all that its runs share in its first line."""
-        lines.rewrite(self.path(study), FORMAT, SHARED)
-
-    def _append(self, item: Item, made: Made, fields: Mapping[str, Any]) -> None:
         record = {
             "name": item.name,
             "rival": item.rival,
@@ -164,7 +180,7 @@ class Store:
             "environment": dict(made.environment),
             "code": dict(made.code),
             "seconds": round(made.seconds, 1),
-            **fields,
+            "found": rounded(found),
         }
         lines.append(self.path(item.study), FORMAT, record, KNOWN)
         # A run whose record does not fit would be made again and again.
@@ -174,6 +190,10 @@ class Store:
             f"{self.path(item.study)}: {item.name} was written and cannot be read back: {why}",
         )
 
+    def tidy(self, study: str) -> None:
+        """Writes a study's file anew, with all that its runs share in its first line."""
+        lines.rewrite(self.path(study), FORMAT, SHARED)
+
     def _study(self, study: str) -> _Study:
         path = self.path(study)
         try:
@@ -181,6 +201,18 @@ class Store:
         except FileNotFoundError:
             return _Study({}, [])
         return _read(path, status.st_ino, status.st_size, status.st_mtime_ns)
+
+    def _differences(self, record: Record, item: Item) -> list[str]:
+        """In what a record and a run differ, with both values."""
+        there, here = _plain(record), _plain(item)
+        found = [
+            f"{name}: {there.get(name)!r} there, {here.get(name)!r} here"
+            for name in dict.fromkeys([*there, *here])
+            if there.get(name) != here.get(name)
+        ]
+        if (code := record.code.get("modules")) not in self.accepted:
+            found.append(f"code: {code!r} there, {CODE} accepts {', '.join(self.accepted) or None}")
+        return [*found, *_of_experiments(record, item.experiment, item.base)]
 
 
 def rounded(value: Any) -> Any:
@@ -200,40 +232,36 @@ def portable(e: Experiment) -> Experiment:
 
 
 @functools.lru_cache(maxsize=256)
+def _accepted(path: Path, *version: int) -> dict[str, str]:
+    """The hashes in a file, in this version of it."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    fits = isinstance(found, dict) and all(isinstance(x, str) for x in found.values())
+    require(fits, f"{path}: expected hashes of code with a reason each; got {found!r}")
+    return found
+
+
+@functools.lru_cache(maxsize=256)
 def _read(path: Path, *version: int) -> _Study:
     """The records of a file, in this version of it."""
     contents = lines.read(path, FORMAT)
     records, problems = {}, list(contents.problems)
     for name, fields in contents.records.items():
         try:
-            records[name] = _record(fields, contents.records)
+            records[name] = _record(fields)
         except ValueError as error:
             problems.append(f"{path}: {name}: {error}")
     return _Study(records, problems)
 
 
-def _record(fields: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]]) -> Record:
-    """A record from its fields, and the others of its study; ValueError if they are not."""
-    fields = {"same_as": None, **fields}
-    if (other := fields["same_as"]) is not None:
-        found = others.get(other, {}).get("found")
-        require(found is not None, f"same_as names {other!r}, of which there are no results")
-        fields["found"] = found
+def _record(fields: Mapping[str, Any]) -> Record:
+    """A record from its fields; ValueError if they are not."""
     for name in ("experiment", "protocol", "found", "environment", "code"):
         value = fields.get(name, {})
         require(isinstance(value, dict), f"{name}: expected fields, got {value!r}")
     return Record(**read_record(fields, Record))
-
-
-def _differences(record: Record, item: Item) -> list[str]:
-    """In what a record and a run differ, with both values."""
-    there, here = _plain(record), _plain(item)
-    found = [
-        f"{name}: {there.get(name)!r} there, {here.get(name)!r} here"
-        for name in dict.fromkeys([*there, *here])
-        if there.get(name) != here.get(name)
-    ]
-    return [*found, *_of_experiments(record, item.experiment, item.base)]
 
 
 def _plain(described: Record | Item) -> dict[str, Any]:

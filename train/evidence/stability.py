@@ -12,6 +12,7 @@ from train import experiment
 from train.analysis import stability
 from train.analysis.stability import Trace
 from train.comparison import sweep
+from train.evidence import protocol
 from train.evidence.records import Item, Record
 from train.evidence.studies import Measurements, Place
 
@@ -22,23 +23,23 @@ class Growth:
 
     Attributes:
       name: a word, fit for a folder.
-      section: of the page.
       config: a config file with variants.
       variants: names of some.
       depths: numbers of layers.
       steps: of training.
       noise: that disturbs an update before it is trained.
-      seeds: number of them.
+      seeds: each a measurement of every variant and depth.
+      minutes: that one takes, for plans.
     """
 
     name: str
-    section: str
     config: Path
     variants: Sequence[str]
     depths: Sequence[int]
     steps: int
     noise: float = 0.1
-    seeds: int = 3
+    seeds: Sequence[int] = protocol.REPORTING
+    minutes: float = 0.5
 
     def at(self, place: Place) -> PlannedGrowth:
         """The study at a place."""
@@ -51,11 +52,11 @@ class PlannedGrowth(Measurements):
     quick = 1
 
     def __init__(self, design: Growth, place: Place):
-        self.name, self.section = design.name, design.section
-        self.design, self.place = design, place
+        self.name = design.name
+        self.design, self.place, self.minutes = design, place, design.minutes
         self.items = []
         settings = sweep.variants(design.config, design.variants)
-        for seed, depth, setting in itertools.product(range(design.seeds), design.depths, settings):
+        for seed, depth, setting in itertools.product(design.seeds, design.depths, settings):
             options = (
                 *place.overrides,
                 *setting.overrides,
@@ -65,16 +66,16 @@ class PlannedGrowth(Measurements):
             )
             planned = experiment.from_file(design.config, options, lambda _: None)
             name = f"{setting.name}-{depth}-seed{seed}"
-            protocol = {"noise": design.noise}
-            self.items.append(Item(self.name, name, setting.name, planned, protocol=protocol))
+            described = {"version": protocol.VERSION, "noise": design.noise}
+            self.items.append(Item(self.name, name, setting.name, planned, protocol=described))
 
     @property
-    def budget(self) -> str:
+    def size(self) -> str:
         """The size of its runs, in words."""
         depths = ", ".join(map(str, self.design.depths))
         return (
-            f"`{self.design.config}`: {len(self.design.variants)} variants, {self.design.seeds} "
-            f"seeds, {depths} layers, {self.design.steps} steps"
+            f"`{self.design.config}`: {len(self.design.variants)} variants, "
+            f"{len(self.design.seeds)} seeds, {depths} layers, {self.design.steps} steps"
         )
 
     def measure(self, item: Item) -> dict[str, Any]:
@@ -88,6 +89,20 @@ class PlannedGrowth(Measurements):
 
     def traces(self, seed: int | None = None) -> list[Trace]:
         """What has been measured, with one seed or all."""
-        records = [self.recorded(item) for item in self.items]
-        wanted = [r for r in records if r and seed in (None, r.seed)]
-        return [Trace.from_json(record.found) for record in wanted]
+        found = self._by_seed()
+        return [trace for number, trace in found if seed in (None, number)]
+
+    def growths(self, variant: str, depth: int) -> dict[int, float] | None:
+        """How much states have grown once trained, by seed; None unless all are measured."""
+        found = {
+            seed: protocol.WORST_GROWTH
+            if trace.diverged is not None
+            else min(trace.trained.growth, protocol.WORST_GROWTH)
+            for seed, trace in self._by_seed()
+            if (trace.variant, trace.depth) == (variant, depth)
+        }
+        return found if len(found) == len(self.design.seeds) else None
+
+    def _by_seed(self) -> list[tuple[int, Trace]]:
+        records = [record for item in self.items if (record := self.recorded(item))]
+        return [(record.seed, Trace.from_json(record.found)) for record in records]

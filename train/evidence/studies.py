@@ -50,8 +50,8 @@ class State(NamedTuple):
     """How far a study is.
 
     Attributes:
-      total: runs in all.
-      finished: those with results, settings of a sweep that were not chosen included.
+      total: runs in all, as far as they are known.
+      finished: those with results, of rates that were not chosen included.
       unfinished: names of the others, as far as they are known.
     """
 
@@ -65,12 +65,10 @@ class Study(abc.ABC):
 
     Attributes:
       name: a word, fit for a folder.
-      section: of the page.
       place: where.
     """
 
     name: str
-    section: str
     place: Place
 
     @property
@@ -85,8 +83,13 @@ class Study(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def budget(self) -> str:
+    def size(self) -> str:
         """The size of its runs, in words."""
+
+    @property
+    @abc.abstractmethod
+    def hours(self) -> float:
+        """Of one idle core that what is missing is expected to take."""
 
     @abc.abstractmethod
     def run(self, finished: Finished, *, quick: bool = False) -> None:
@@ -143,10 +146,12 @@ class Measurements(Study):
 
     Attributes:
       items: the measurements.
+      minutes: that one takes, for plans.
       quick: how many of them, from the first, belong to the quick part.
     """
 
     items: Sequence[Item] = ()
+    minutes: float
     quick = 0
 
     @abc.abstractmethod
@@ -162,6 +167,11 @@ class Measurements(Study):
             finished=[record for record in records.values() if record],
             unfinished=[name for name, record in records.items() if not record],
         )
+
+    @property
+    def hours(self) -> float:
+        """Of one idle core that what is missing is expected to take."""
+        return len(self.state.unfinished) * self.minutes / 60
 
     def run(self, finished: Finished, *, quick: bool = False) -> None:
         """Makes what is missing."""

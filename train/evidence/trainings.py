@@ -1,48 +1,41 @@
-"""Studies of trainings: rivals, their sweeps, and the seeds of what was chosen."""
+"""Studies of trainings: the rates that rivals are tried at, and the seeds of what was chosen."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import itertools
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tape_jax._src.checks import require
+from tape_jax._src.checks import choose
 from train import experiment
-from train.comparison import evaluations, jobs, sweep
-from train.comparison.jobs import Choice, Job
-from train.comparison.processes import Ended, train_all
-from train.comparison.report import RunRecord, describe_environment
+from train.comparison import evaluations, sweep
+from train.comparison.jobs import Job
+from train.comparison.processes import EVALUATE, VALIDATE, Ended, train_all
+from train.comparison.report import describe_environment
 from train.comparison.sweep import Setting
+from train.evidence import budgets, ladder, protocol
+from train.evidence.budgets import Budget, Curve
 from train.evidence.records import Item, Made, Record, portable
 from train.evidence.source import describe_source
 from train.evidence.studies import Fields, Finished, Place, State, Study, options
-from train.tasks import Result, Score, Task
+from train.experiment import Experiment
+from train.tasks import Score, Task
 from train.training import metrics, runs
 from train.training.signals import NON_FINITE_EXIT_CODE
 
 # Losses of a run that a record keeps at most.
 MOST_LOSSES = 50
-
-
-@dataclasses.dataclass(frozen=True)
-class Diverged:
-    """The result of a training that ended with a number that is not finite.
-
-    Attributes:
-      step: the last one that was logged before.
-    """
-
-    step: int
-
-    def summary(self) -> dict[str, float]:
-        """It has no scores."""
-        return {}
+# Further rates that a walk is expected to try, beside the first three.
+FURTHER = 0.5
 
 
 class Base(NamedTuple):
-    """A run from which the others of a study start.
+    """A run from which others start: each from the one that has its seed.
 
     Attributes:
       config: its config file.
@@ -54,49 +47,36 @@ class Base(NamedTuple):
     fields: Fields
     by_scale: Mapping[str, Fields]
 
-    def options(self, place: Place) -> tuple[str, ...]:
-        """Its command line at a place."""
-        return (*place.overrides, *options({**self.fields, **self.by_scale[place.scale]}))
-
 
 @dataclasses.dataclass(frozen=True)
 class Trainings:
-    """Rivals that are trained alike and judged by the scores of their task.
-
-    Every rival is trained with the first seeds at every setting of the sweep, and on, a neighbour
-    at a time, where the best of them is the last on its side. The setting that is best in a
-    validation apart from the test is then trained with the other seeds.
+    """Rivals that are trained alike and judged by scores of their task (docs/protocol.md).
 
     Attributes:
       name: a word, fit for a folder.
-      section: of the page.
       config: the config file.
       rivals: by name, the fields of the config in which each differs; the first are made first.
-      fields: those in which all of them differ from the file.
+      scores: keys of those that claims read; each has its own choice of rates.
+      minutes: that a run takes of one idle core with the configuration's steps, for plans.
+      shown: keys of further scores, of the runs that the first score chose.
+      fields: those in which all rivals differ from the file.
       by_scale: further ones, by scale.
-      sweep: by scale, what is swept, ``train.learning_rate=1e-3,3e-3`` each.
-      wider: by scale, the same field with further values on both sides, in order; none: the sweep
-        does not go on.
-      choosing: number of seeds by whose mean the setting is chosen.
-      scores: keys of the scores that are shown, the one that counts first; none: all of the task.
-      seeds: number of them.
-      same: rivals whose trainings are, step for step, those of another: they are not made again.
-      base: what is adapted, in the folder ``base`` beside the runs; None: nothing.
+      first: by scale, the rate that is tried first.
+      curve: by which the budget is chosen; None: it is the configuration's.
+      base: what is adapted, if anything.
       quick: rivals of which one run belongs to the quick part.
     """
 
     name: str
-    section: str
     config: Path
     rivals: Mapping[str, Fields]
+    scores: Sequence[str]
+    minutes: float
+    shown: Sequence[str] = ()
     fields: Fields = dataclasses.field(default_factory=dict)
     by_scale: Mapping[str, Fields] = dataclasses.field(default_factory=dict)
-    sweep: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
-    wider: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    choosing: int = 1
-    scores: Sequence[str] = ()
-    seeds: int = 3
-    same: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    first: Mapping[str, str] = dataclasses.field(default_factory=lambda: protocol.FIRST)
+    curve: Curve | None = None
     base: Base | None = None
     quick: Sequence[str] = ()
 
@@ -110,270 +90,353 @@ class PlannedTrainings(Study):
 
     Attributes:
       design: the study.
-      settings: with which every rival is trained.
-      ladder: the settings to which a sweep may go on, in order.
+      first: the rate that is tried first.
     """
 
     def __init__(self, design: Trainings, place: Place):
-        self.name, self.section = design.name, design.section
+        self.name = design.name
         self.design, self.place = design, place
         self.folder = place.runs / design.name
-        shared = {**design.fields, **design.by_scale.get(place.scale, {})}
-        if design.base is not None:
-            shared["adapt.base"] = str(self._base.folder)
-            if not self._base.folder.exists():
-                runs.create(self._base.folder, self._base.experiment)
-        self._overrides = (*place.overrides, *options(shared))
-        known = {name: options(fields) for name, fields in design.rivals.items()}
-        self._choice = Choice(f"rival of the study {design.name!r}", known)
-        self.settings = sweep.settings(design.sweep.get(place.scale, ()))
-        wider = design.wider.get(place.scale)
-        self.ladder = sweep.settings([wider]) if wider else self.settings
-        missing = [setting.name for setting in self.settings if setting not in self.ladder]
-        require(not missing, f"{wider} lacks {', '.join(missing)}, with which the sweep begins")
-        self._runs = functools.cache(self._jobs)
+        choose("scale", place.scale, design.first)
+        self.first = design.first[place.scale]
+        self._budget: Budget | None = None
+        self._made_once = functools.cache(self._made)
+        self._job_once = functools.cache(self._job)
+        self._base_once = functools.cache(self._base)
         self._read_once = functools.cache(self._read)
-        self._first = self._runs(next(iter(design.rivals)), self.settings[0])[0].experiment
 
-    @property
+    @functools.cached_property
     def task(self) -> Task:
         """What the rivals are trained on."""
-        return self._first.task
+        return self._made_once(next(iter(self.design.rivals)))[0].task
+
+    @property
+    def _known_scores(self) -> dict[str, Score]:
+        return {score.key: score for score in self.task.scores}
 
     @property
     def scores(self) -> list[Score]:
-        """What they are compared by, the score that counts first."""
-        known = {score.key: score for score in self.task.scores}
-        return [known[key] for key in self.design.scores or known]
+        """Those that claims read."""
+        return [self._known_scores[key] for key in self.design.scores]
+
+    @property
+    def shown(self) -> list[Score]:
+        """Those, and the others that are shown."""
+        return self.scores + [self._known_scores[key] for key in self.design.shown]
+
+    def score(self, key: str) -> Score:
+        """A score of the task."""
+        return self._known_scores[key]
+
+    @property
+    def budget(self) -> Budget | None:
+        """How long the rivals are trained; None while the curve for it is not complete."""
+        if self._budget is None:
+            curve, values = self.design.curve, self.curve()
+            if curve is None:
+                self._budget = Budget(1, None)
+            elif all(len(found) == len(protocol.MULTIPLES) for found in values.values()):
+                better = self.score(curve.score).higher_is_better
+                self._budget = budgets.choose(values, curve.most, higher_is_better=better)
+        return self._budget
+
+    def curve(self) -> dict[str, dict[int, float]]:
+        """The score that the budget is chosen by, by rival and multiple, as far as it is known."""
+        found: dict[str, dict[int, float]] = {}
+        for rival, multiple, job in self._curve_jobs():
+            assert self.design.curve is not None
+            if record := self.record(job):
+                value = self.value(record, self.score(self.design.curve.score))
+                found.setdefault(rival, {})[multiple] = value
+            else:
+                found.setdefault(rival, {})
+        return found
+
+    def _curve_jobs(self) -> Iterator[tuple[str, int, Job]]:
+        if self.design.curve is not None:
+            for rival in self.design.curve.rivals:
+                for multiple in protocol.MULTIPLES:
+                    first, seed = self.first, protocol.CHOOSING[0]
+                    yield rival, multiple, self._job_once(rival, first, seed, multiple)
+
+    @property
+    def curve_jobs(self) -> list[Job]:
+        """The runs by which the budget is chosen; some of them also choose rates."""
+        return [job for _, _, job in self._curve_jobs()]
+
+    def walk(self, rival: str, key: str) -> tuple[list[Job], ladder.Step]:
+        """The runs that choose a rival's rate for a score, as far as known, and what they say."""
+        scores: dict[str, float] = {}
+        jobs: list[Job] = []
+        while True:
+            step = ladder.step(scores, self.first, protocol.RATES)
+            if not step.missing or self.budget is None:
+                return jobs, step
+            tried = {
+                rate: [self.job(rival, rate, seed) for seed in protocol.CHOOSING]
+                for rate in step.missing
+            }
+            jobs += [job for of_rate in tried.values() for job in of_rate]
+            for rate, of_rate in tried.items():
+                records = [self.record(job) for job in of_rate]
+                if not all(records):
+                    return jobs, step
+                score = self.score(key)
+                values = [self.comparable(self.value(r, score), score) for r in records if r]
+                scores[rate] = statistics.fmean(values)
+
+    def rate(self, rival: str, key: str) -> str | None:
+        """The rate of a rival for a score; None while it is not known, or at the ladder's end."""
+        _, step = self.walk(rival, key)
+        return None if step.at_end else step.best
+
+    def reports(self, rival: str, key: str) -> list[Job] | None:
+        """The runs that claims about a score are judged by; None while their rate is not known."""
+        rate = self.rate(rival, key)
+        if rate is None:
+            return None
+        return [self.job(rival, rate, seed) for seed in protocol.REPORTING]
+
+    def values(self, rival: str, key: str, shown: str | None = None) -> dict[int, float] | None:
+        """A score by seed, as it is shown; None unless every seed has reported.
+
+        Args:
+          rival: whose it is.
+          key: of the score by which the rate was chosen.
+          shown: key of the score that is wanted; None: the same.
+        """
+        records = [self.record(job) for job in self.reports(rival, key) or ()]
+        if not records or not all(records):
+            return None
+        score = self.score(shown or key)
+        return {record.seed: self.value(record, score) for record in records if record}
+
+    def missing(self, rival: str, key: str) -> str | None:
+        """What of a rival is missing for a score, in words; None if nothing is."""
+        if self.budget is None:
+            return "the budget is not chosen yet"
+        jobs, step = self.walk(rival, key)
+        if step.at_end:
+            return f"{rival}: its best rate, {step.best}, is at the end of the ladder"
+        if step.best is None:
+            tried = [job.folder.name for job in jobs if not self.record(job)]
+            return f"{rival}: no rate yet ({len(tried)} runs to choose it, from {tried[0]} on)"
+        reports = self.reports(rival, key) or ()
+        seeds = [str(job.experiment.seed) for job in reports if not self.record(job)]
+        word = "seed" if len(seeds) == 1 else "seeds"
+        return f"{rival}: {word} {', '.join(seeds)}" if seeds else None
+
+    def diverged(self, rival: str, key: str) -> dict[int, int]:
+        """The seeds of a rival that diverged, with the last step that was logged before."""
+        records = [self.record(job) for job in self.reports(rival, key) or ()]
+        return {r.seed: r.found["diverged"]["step"] for r in records if r and r.found["diverged"]}
+
+    def value(self, record: Record, score: Score) -> float:
+        """A score of a run, as it is shown; the worst one where it has none."""
+        found = math.nan
+        if not record.found["diverged"]:
+            found = score.factor * self._read_once(record).summary().get(score.key, math.nan)
+        return found if math.isfinite(found) else self._worst(score)
+
+    def _worst(self, score: Score) -> float:
+        """Nothing right, or a guess among all tokens."""
+        return 0.0 if score.higher_is_better else float(self.task.vocab_size)
+
+    @staticmethod
+    def comparable(value: float, score: Score) -> float:
+        """The higher the better; perplexities by their logarithms."""
+        return value if score.higher_is_better else -math.log(value)
+
+    @property
+    def jobs(self) -> list[Job]:
+        """Its runs, as far as they are known."""
+        known = dict.fromkeys(self.curve_jobs)
+        for key in self.design.scores:
+            for rival in self.design.rivals:
+                known |= dict.fromkeys(self.walk(rival, key)[0])
+                known |= dict.fromkeys(self.reports(rival, key) or ())
+        return list(known)
 
     @property
     def items(self) -> list[Item]:
         """Its runs, as far as they are known."""
-        known: dict[Job, None] = {}
-        for rival in self.design.rivals:
-            known |= dict.fromkeys([*self.trials(rival), *(self.finals(rival) or ())])
-        return list(map(self.item, known))
+        return list(map(self.item, self.jobs))
 
     @property
     def state(self) -> State:
         """How far it is."""
-        records: dict[Job, Record | None] = {}
-        unknown = []
+        records = {job: self.record(job) for job in self.jobs}
+        unknown, choosing, reporting = [], len(protocol.CHOOSING), len(protocol.REPORTING)
         for rival in self.design.rivals:
-            for job in self.trials(rival):
-                lacking = len(self.settings) > 1 and self._validated(job) is None
-                records[job] = None if lacking else self.record(job)
-            finals = self.finals(rival)
-            if finals is None:
-                seeds = range(self.design.choosing + 1, self.design.seeds + 1)
-                unknown += [f"{rival}, seed {n} of {self.design.seeds}" for n in seeds]
-            records |= {job: self.record(job) for job in finals or ()}
+            jobs, step = self.walk(rival, self.design.scores[0])
+            if step.best is None:
+                more = max(0, 3 * choosing - len(jobs)) + reporting
+                unknown += [f"{rival}, {n} of {more} more" for n in range(1, more + 1)]
         return State(
             total=len(records) + len(unknown),
             finished=[record for record in records.values() if record],
-            unfinished=[job.folder.name for job in records if not records[job]] + unknown,
+            unfinished=[job.folder.name for job, found in records.items() if not found] + unknown,
         )
 
     @property
-    def budget(self) -> str:
+    def hours(self) -> float:
+        """Of one idle core that what is missing is expected to take."""
+        design, made = self.design, self._made_once(next(iter(self.design.rivals)))[0]
+        missing = [job for job in self.jobs if not self.record(job)]
+        runs = sum(job.experiment.train.steps / made.train.steps for job in missing)
+        multiple = self.budget.multiple if self.budget else design.curve.most if design.curve else 1
+        for key, rival in itertools.product(design.scores, design.rivals):
+            jobs, step = self.walk(rival, key)
+            if step.best is None:
+                # The other scores choose among the same runs, and often the same rate.
+                first = key == design.scores[0]
+                more = max(0, (3 + FURTHER) * len(protocol.CHOOSING) - len(jobs)) if first else 0
+                runs += multiple * (more + len(protocol.REPORTING) * (1 if first else 0.5))
+        return runs * design.minutes / 60
+
+    @property
+    def size(self) -> str:
         """The size of its runs, in words."""
-        e, design = self._first, self.design
-        models = [
-            self._runs(rival, self.settings[0])[0].experiment.model for rival in design.rivals
-        ]
-        layers = sorted({model.num_layers for model in models})
-        parts = [
-            f"`{design.config}`: {len(design.rivals)} rivals, {design.seeds} seeds",
-            f"{' or '.join(map(str, layers))} layers of width {e.model.hidden_size}",
-            f"{e.train.steps:,} steps of {e.train.batch_size} sequences",
-        ]
-        if len(self.settings) > 1:
-            parts.append(f"settings tried: {'; '.join(setting.name for setting in self.settings)}")
-            if self.ladder != self.settings:
-                ends = f"{self.ladder[0].name} or {self.ladder[-1].name}"
-                parts.append(f"and on towards {ends} while the best is the last")
-            if design.choosing > 1:
-                parts.append(f"chosen by {design.choosing} seeds")
-        return ", ".join(parts)
+        made = [self._made_once(rival)[0] for rival in self.design.rivals]
+        layers, e = sorted({one.model.num_layers for one in made}), made[0]
+        steps = e.train.steps * (self.budget.multiple if self.budget else 1)
+        return (
+            f"`{self.design.config}`: {len(self.design.rivals)} rivals, "
+            f"{' or '.join(map(str, layers))} layers of width {e.model.hidden_size}, "
+            f"{steps:,} steps of {e.train.batch_size} sequences"
+        )
 
     def run(self, finished: Finished, *, quick: bool = False) -> None:
         """Makes what is missing, or one run of each rival that the quick part has."""
-        swept = len(self.settings) > 1
         if quick:
-            missing = [job for job in self.quick if not self.record(job)]
-            self._train(missing, finished, validate=swept)
+            self._train(self.quick, finished)
             return
-        rivals = self.design.rivals
-        while swept and (missing := self._unvalidated):
-            self._train(missing, finished, validate=True)
-        # One rival after another, so that those which come first are soon complete.
-        finals = [job for rival in rivals for job in self.finals(rival) or ()]
-        self._train([job for job in finals if not self.record(job)], finished)
+        self._train(self.curve_jobs, finished)
+        for key in self.design.scores:
+            rivals = self.design.rivals
+            while self._train([j for r in rivals for j in self.walk(r, key)[0]], finished):
+                pass
+            self._train([j for r in rivals for j in self.reports(r, key) or ()], finished)
+
+    @property
+    def quick(self) -> list[Job]:
+        """The quick part: one run of each rival that has one."""
+        seed = protocol.CHOOSING[0]
+        return [self._job_once(rival, self.first, seed, 1) for rival in self.design.quick]
 
     def record(self, job: Job) -> Record | None:
         """The record of a run; None if it is not finished."""
         return self.recorded(self.item(job))
 
-    def results(self) -> dict[str, list[RunRecord]]:
-        """The finished runs that count, by rival."""
-        found = {}
-        for rival in self.design.rivals:
-            records = [self.record(job) for job in self.finals(rival) or ()]
-            found[rival] = [self._describe(record) for record in records if record]
-        return found
-
-    @property
-    def quick(self) -> list[Job]:
-        """The quick part: one run of each rival that has one."""
-        return [self.trials(rival)[0] for rival in self.design.quick]
-
-    def trials(self, rival: str) -> list[Job]:
-        """The runs that choose the setting of a rival, as far as it is known what must be tried."""
-        return [job for jobs in self._tried(rival)[0].values() for job in jobs]
-
-    def finals(self, rival: str) -> list[Job] | None:
-        """The runs of a rival that count, one for each seed; None while they are not known."""
-        chosen = self._tried(rival)[1]
-        return None if chosen is None else self._runs(rival, chosen)
-
-    def _tried(self, rival: str) -> tuple[dict[Setting, list[Job]], Setting | None]:
-        """What a rival is tried with, and what was chosen; None while that is not known."""
-        count = self.design.choosing
-        tried = {setting: self._runs(rival, setting)[:count] for setting in self.settings}
-        if len(self.settings) == 1:
-            return tried, self.settings[0]
-        while True:
-            results: dict[Setting, list[Any]] = {}
-            for setting in sorted(tried, key=self.ladder.index):
-                found = [self._validated(job) for job in tried[setting]]
-                if not all(found):
-                    return tried, None
-                results[setting] = found
-            further = sweep.neighbour(self.task, self.ladder, results)
-            if further is None:
-                return tried, sweep.best(self.task, results)
-            tried[further] = self._runs(rival, further)[:count]
-
-    @property
-    def _unvalidated(self) -> list[Job]:
-        """The runs that are missing for the choice of the settings, as far as they are known."""
-        known = (job for rival in self.design.rivals for job in self.trials(rival))
-        return [job for job in known if not self._validated(job)]
-
-    def _validated(self, job: Job) -> Result | Diverged | None:
-        """What came out of the validation of a run; None if it is missing."""
-        record = self.record(job)
-        if record is None or not (record.found["validation"] or record.found["diverged"]):
-            return None
-        return self.read(record, "validation")
-
-    def _jobs(self, rival: str, setting: Setting) -> list[Job]:
-        where = self.design.config, self.folder, self._choice
-        return jobs.plan(*where, [rival], self.design.seeds, self._overrides, [setting], _silent)
-
     def item(self, job: Job) -> Item:
         """What is kept of a run, before it is made."""
-        base = None if self.design.base is None else self._base.experiment
-        return Item(self.name, job.folder.name, job.name, portable(job.experiment), base=base)
-
-    def original(self, job: Job) -> Job:
-        """The run that this one would repeat step for step; itself if there is none."""
-        if not job.experiment.steps:
-            return self._runs(job.name, self.settings[0])[0]
-        seed = self._runs(job.name, job.setting).index(job)
-        return self._runs(self.design.same.get(job.name, job.name), job.setting)[seed]
+        e = job.experiment
+        asked = "test" if e.seed in protocol.REPORTING else "validation"
+        base = None if self.design.base is None else self._base_once(e.seed).experiment
+        described = {"version": protocol.VERSION, "asked": asked}
+        return Item(self.name, job.folder.name, job.name, portable(e), base, described)
 
     def check(self, record: Record) -> None:
         """Raises ValueError, TypeError or KeyError if the results are none of the task."""
-        self._describe(record)
-        if record.found["validation"]:
-            self.read(record, "validation")
+        if not record.found["diverged"]:
+            self._read_once(record)
 
-    def _describe(self, record: Record) -> RunRecord:
-        losses = record.found["losses"]
-        steps = [step for step, _ in losses]
-        result = self.read(record)
-        return RunRecord(record.rival, record.seed, result, steps, [x for _, x in losses], "")
+    def _read(self, record: Record) -> Any:
+        return self.task.read_result(record.found["result"])
 
-    def read(self, record: Record, name: str = "result") -> Result | Diverged:
-        """What came out of a run: its test, or its validation."""
-        return self._read_once(record, name)
+    def job(self, rival: str, rate: str, seed: int) -> Job:
+        """A run with the budget of the study, which must be known."""
+        assert self.budget is not None
+        return self._job_once(rival, rate, seed, self.budget.multiple)
 
-    def _read(self, record: Record, name: str) -> Result | Diverged:
-        if record.found["diverged"]:
-            return Diverged(**record.found["diverged"])
-        return self.task.read_result(record.found[name])
+    def _job(self, rival: str, rate: str, seed: int, multiple: int) -> Job:
+        made, given = self._made_once(rival)
+        fields: dict[str, Any] = {"train.learning_rate": rate, "seed": seed}
+        train = dataclasses.replace(made.train, learning_rate=float(rate))
+        if multiple != 1:
+            train = dataclasses.replace(train, steps=multiple * train.steps)
+            fields["train.steps"] = train.steps
+        e = dataclasses.replace(made, seed=seed, train=train)
+        if e.adapt is not None:
+            folder = str(self._base_once(seed).folder)
+            e = dataclasses.replace(e, adapt=dataclasses.replace(e.adapt, base=folder))
+            fields["adapt.base"] = folder
+        return Job(
+            name=rival,
+            setting=Setting(),
+            folder=self.folder / f"{rival}-{multiple}x-{rate}-seed{seed}",
+            experiment=e,
+            command=(f"--config={self.design.config}", *given, *options(fields)),
+        )
 
-    def _train(self, jobs: Sequence[Job], finished: Finished, *, validate: bool = False) -> None:
-        if not jobs:
-            return
-        originals = {job: self.original(job) for job in jobs}
-        lacking = self._validated if validate else self.record
-        missing = [job for job in dict.fromkeys(originals.values()) if not lacking(job)]
-        environment, code = describe_environment(), describe_source()
+    def _made(self, rival: str) -> tuple[Experiment, tuple[str, ...]]:
+        """The experiment of a rival, whatever its rate and seed, and the command line for it."""
+        design = self.design
+        fields = {**design.fields, **design.by_scale.get(self.place.scale, {})}
+        given = (*self.place.overrides, *options({**fields, **design.rivals[rival]}))
+        own = given
+        if design.base is not None:
+            base = self._base_once(protocol.CHOOSING[0])
+            if not base.folder.exists():
+                runs.create(base.folder, base.experiment)
+            own = (*given, *options({"adapt.base": str(base.folder)}))
+        return experiment.from_file(design.config, own, _silent), given
 
-        def write(ended: Ended) -> None:
-            before, item = self.record(ended.job), self.item(ended.job)
-            seconds = ended.seconds + (before.seconds if before else 0)
-            made = Made(environment, code, seconds)
-            self.place.store.put(item, _found(ended, validate), made)
-            finished(item)
-
-        if missing:
-            self._prepare()
-            train_all(
-                missing,
-                self.place.side_by_side,
-                validate=validate,
-                finished=write,
-                accepted=(0, NON_FINITE_EXIT_CODE),
-            )
-        for job, original in originals.items():
-            if job != original:
-                made = Made(environment, code, 0.0)
-                self.place.store.refer(self.item(job), original.folder.name, made)
-                finished(self.item(job))
-
-    def _prepare(self) -> None:
-        """Makes what trainings need: the base, and a folder."""
-        if self.design.base is not None and not self._base.finished:
-            train_all([self._base], 1)
-        self.folder.mkdir(parents=True, exist_ok=True)
-
-    @functools.cached_property
-    def _base(self) -> Job:
+    def _base(self, seed: int) -> Job:
         base = self.design.base
         assert base is not None
-        given = base.options(self.place)
+        fields = {**base.fields, **base.by_scale[self.place.scale], "seed": seed}
+        given = (*self.place.overrides, *options(fields))
         return Job(
             name="base",
             setting=Setting(),
-            folder=self.folder / "base",
+            folder=self.folder / f"base-seed{seed}",
             experiment=experiment.from_file(base.config, given, _silent),
             command=(f"--config={base.config}", *given),
         )
+
+    def _train(self, jobs: Sequence[Job], finished: Finished) -> bool:
+        """Makes those runs that have no record; whether there were any."""
+        missing = [job for job in dict.fromkeys(jobs) if not self.record(job)]
+        if not missing:
+            return False
+        environment, code = describe_environment(), describe_source()
+        side_by_side = self.place.side_by_side
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.design.base is not None:
+            bases = map(self._base_once, dict.fromkeys(job.experiment.seed for job in missing))
+            train_all([base for base in bases if not base.finished], side_by_side)
+
+        def write(ended: Ended) -> None:
+            item = self.item(ended.job)
+            self.place.store.put(item, _found(ended), Made(environment, code, ended.seconds))
+            finished(item)
+
+        accepted = (0, NON_FINITE_EXIT_CODE)
+        for seeds, ends in ((protocol.REPORTING, EVALUATE), (protocol.CHOOSING, VALIDATE)):
+            if jobs := [job for job in missing if job.experiment.seed in seeds]:
+                train_all(jobs, side_by_side, ends=ends, finished=write, accepted=accepted)
+        return True
 
 
 def _silent(line: str) -> None:
     """Reports nothing."""
 
 
-def _found(ended: Ended, validated: bool) -> dict[str, Any]:
+def _found(ended: Ended) -> dict[str, Any]:
     """What is kept of a training."""
     folder = ended.job.folder
     lines = metrics.read(folder / "metrics.jsonl")
     every = max(1, -(-len(lines) // MOST_LOSSES))
     found: dict[str, Any] = {
         "result": None,
-        "validation": None,
         "diverged": None,
         "losses": [[line["step"], line["loss"]] for line in lines[::-every][::-1]],
     }
     if ended.code == NON_FINITE_EXIT_CODE:
         return found | {"diverged": {"step": lines[-1]["step"] if lines else 0}}
+    if ended.job.experiment.seed in protocol.CHOOSING:
+        return found | {"result": sweep.validate(folder).to_json()}
     record = evaluations.saved(folder)
     assert record is not None
-    found["result"] = record["result"]
-    if validated:
-        found["validation"] = sweep.validate(folder).to_json()
-    return found
+    return found | {"result": record["result"]}

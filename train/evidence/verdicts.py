@@ -1,162 +1,191 @@
-"""How results become verdicts.
-
-A difference counts if the 95 % interval of the paired differences between equal seeds (Student's t)
-leaves out zero. Perplexities are compared by their logarithms.
-"""
+"""How results become verdicts (docs/protocol.md): the interval, never the mean, meets a limit."""
 
 from __future__ import annotations
 
 import enum
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from train.comparison.report import RunRecord, by_seed, mean_and_spread, paired_difference
+from train.evidence.protocol import LEVEL
+from train.evidence.statistics import Estimate, difference, holm
 from train.evidence.trainings import PlannedTrainings
 from train.tasks import Score
 
-# Where every mean lies below the first or above the second, in per cent, nothing is told apart.
-FLOOR, CEILING = 5.0, 95.0
+# Of the rows of a verdict.
+HEADER = ("", "against", "by", "better by", "95 % interval", "p", "would have seen", "")
 
 
 class Kind(enum.Enum):
-    """What the results say of a claim."""
+    """What the results say of a claim, the one that counts most first."""
 
-    CONFIRMED = "confirmed"
-    NOT_CONFIRMED = "not confirmed"
-    NOT_TESTED = "not tested at this scale"
     UNFINISHED = "unfinished"
+    CONTRADICTED = "contradicted"
+    NOT_TOLD = "not told apart"
+    CONFIRMED = "confirmed"
 
 
 class Verdict(NamedTuple):
-    """What the results say of a claim, and why, in a sentence or more."""
+    """What the results say of a claim.
+
+    Attributes:
+      kind: in a word.
+      rows: the tests that it rests on, under :data:`HEADER`.
+      missing: what is not there yet, in words.
+    """
 
     kind: Kind
-    because: str
+    rows: list[list[str]]
+    missing: tuple[str, ...] = ()
 
 
-def unfinished(*studies: PlannedTrainings, rivals: Sequence[str] = ()) -> Verdict | None:
-    """A verdict if a run that is needed is missing.
+class Compared(NamedTuple):
+    """How one rival stands to another.
+
+    Attributes:
+      difference: by how much it is better.
+      p: adjusted for the family.
+      smallest: difference that would have been seen.
+    """
+
+    difference: Estimate
+    p: float
+    smallest: float
+
+    @property
+    def better(self) -> bool:
+        """Whether it is clearly better."""
+        return self.p < LEVEL and self.difference.mean > 0
+
+    @property
+    def worse(self) -> bool:
+        """Whether it is clearly worse."""
+        return self.p < LEVEL and self.difference.mean < 0
+
+    @property
+    def word(self) -> str:
+        """Which of these."""
+        return "better" if self.better else "worse" if self.worse else "not told"
+
+
+def family(differences: Mapping[str, Estimate]) -> dict[str, Compared]:
+    """Differences that are tested together."""
+    adjusted = holm({name: found.p for name, found in differences.items()})
+    return {
+        name: Compared(found, adjusted[name], found.smallest(len(differences)))
+        for name, found in differences.items()
+    }
+
+
+def best(compared: Sequence[Compared]) -> Kind:
+    """Whether something is better than all that it is compared with."""
+    if any(one.worse for one in compared):
+        return Kind.CONTRADICTED
+    return Kind.CONFIRMED if all(one.better for one in compared) else Kind.NOT_TOLD
+
+
+def best_of(
+    own: Mapping[int, float], rivals: Mapping[str, Mapping[int, float]], *, name: str, score: str
+) -> Verdict:
+    """Whether something is better than all rivals: values by seed, the higher the better.
 
     Args:
-      *studies: which are needed.
-      rivals: of these studies; none: all.
+      own: its values.
+      rivals: theirs, by name.
+      name: of what is judged.
+      score: what the values are; if it speaks of perplexity or growth they are minus its logarithm.
     """
-    missing = []
-    for study in studies:
-        results, seeds = study.results(), study.design.seeds
-        wanted = rivals or results
-        done = {name: len(results[name]) for name in wanted}
-        if short := {name: n for name, n in done.items() if n < seeds}:
-            parts = (f"{name} {n} of {seeds}" for name, n in short.items())
-            missing.append(f"{study.name}: {', '.join(parts)} seeds")
-    return Verdict(Kind.UNFINISHED, f"{'; '.join(missing)}.") if missing else None
+    found = family({rival: difference(own, values) for rival, values in rivals.items()})
+    rows = [row(name, rival, score, one) for rival, one in found.items()]
+    return Verdict(best(list(found.values())), rows)
+
+
+def row(name: str, rival: str, score: str, one: Compared) -> list[str]:
+    """A row for a comparison."""
+    show = shown_as(score)
+    interval = f"{show(one.difference.low)} to {show(one.difference.high)}"
+    p = f"{one.p:.3f}" if one.p >= 0.001 else "< 0.001"
+    return [
+        name,
+        rival,
+        score,
+        show(one.difference.mean),
+        interval,
+        p,
+        show(one.smallest),
+        one.word,
+    ]
+
+
+def shown_as(score: str):
+    """How differences of a score are written: points, or for logarithms a share in per cent."""
+    if "perplexity" in score or "growth" in score:
+        return lambda x: f"{100 * math.expm1(x):+.1f} %" if abs(x) < 5 else f"x {math.exp(x):.3g}"
+    return lambda x: f"{x:+.2f}"
 
 
 def wins(
     study: PlannedTrainings, key: str, rivals: Sequence[str], *, name: str = "tape"
 ) -> Verdict:
-    """Whether one rival is clearly better than each of the others by one score.
-
-    A rival that cannot take the length, or whose training diverged, has lost.
-    """
-    if waiting := unfinished(study, rivals=[name, *rivals]):
-        return waiting
-    score = next(score for score in study.scores if score.key == key)
-    values = {rival: by_seed(study.results()[rival], score) for rival in (name, *rivals)}
-    numbers = ", ".join(f"{rival} {mean_and_spread([*x.values()])}" for rival, x in values.items())
-    numbers = f"{study.name}, {score.label}: {numbers}."
-    means = [statistics.fmean(x.values()) for x in values.values() if x]
-    if score.higher_is_better and (max(means) < FLOOR or min(means) > CEILING):
-        where = f"below {FLOOR:g} %" if max(means) < FLOOR else f"above {CEILING:g} %"
-        return Verdict(Kind.NOT_TESTED, f"All are {where}, where nothing is told apart. {numbers}")
-    standing = compare(values, name, score)
-    if not standing.unclear and not standing.better:
-        return Verdict(Kind.CONFIRMED, numbers)
-    reasons = []
-    if standing.better:
-        reasons.append(f"clearly behind {_list(standing.better)}")
-    if standing.unclear:
-        reasons.append(f"not told from {_list(standing.unclear)} by these seeds")
-    return Verdict(Kind.NOT_CONFIRMED, f"{name} is {' and '.join(reasons)}. {numbers}")
+    """Whether one rival of a study is better than each of others by a score."""
+    missing = [study.missing(rival, key) for rival in (name, *rivals)]
+    if waiting := tuple(dict.fromkeys(f"{study.name}, {what}" for what in missing if what)):
+        return Verdict(Kind.UNFINISHED, [], waiting)
+    score = study.score(key)
+    own, *others = (comparable(study, rival, key, score) for rival in (name, *rivals))
+    return best_of(
+        own,
+        dict(zip(rivals, others, strict=True)),
+        name=name,
+        score=f"{study.name}, {score.label}",
+    )
 
 
-class Standing(NamedTuple):
-    """How one rival stands to the others.
-
-    Attributes:
-      worse, better, unclear: which of the others clearly are, and which cannot be told from it.
-    """
-
-    worse: list[str]
-    better: list[str]
-    unclear: list[str]
-
-
-def compare(values: Mapping[str, Mapping[int, float]], name: str, score: Score) -> Standing:
-    """How a rival stands to the others by a score: values by rival and seed."""
-    standing = Standing([], [], [])
-    own = _comparable(values[name], score)
-    for rival, found in values.items():
-        if rival == name:
-            continue
-        other = _comparable(found, score)
-        if len(other) < len(own):
-            standing.worse.append(rival)
-        elif len(own) < len(other):
-            standing.better.append(rival)
-        else:
-            difference = paired_difference(own, other)
-            same = not difference.is_clear
-            place = (
-                standing.unclear
-                if same
-                else (standing.worse if difference.mean > 0 else standing.better)
-            )
-            place.append(rival)
-    return standing
-
-
-def _comparable(values: Mapping[int, float], score: Score) -> dict[int, float]:
-    """The higher the better."""
-    if score.higher_is_better:
-        return dict(values)
-    return {seed: -math.log(x) for seed, x in values.items()}
+def comparable(study: PlannedTrainings, rival: str, key: str, score: Score) -> dict[int, float]:
+    """A score of a rival whose runs are complete, the higher the better, by seed."""
+    values = study.values(rival, key, score.key)
+    assert values is not None
+    return {seed: study.comparable(value, score) for seed, value in values.items()}
 
 
 def keeps(
     study: PlannedTrainings, short: str, long: str, *, name: str = "tape", loss: float
 ) -> Verdict:
-    """Whether a rival loses at most so much from one score to another, in their unit.
+    """Whether a rival loses at most so much from one score to another, in the same runs.
 
-    Perplexities may rise by the share ``loss``.
+    Args:
+      study: of the rival.
+      short: key of the score at the trained length.
+      long: key of the one beyond, by which the rate was chosen.
+      name: of the rival.
+      loss: that is allowed, in points; of perplexities, the share by which they may rise.
     """
-    if waiting := unfinished(study, rivals=[name]):
-        return waiting
-    scores = {score.key: score for score in study.scores}
-    first, second = scores[short], scores[long]
-    runs: Sequence[RunRecord] = study.results()[name]
-    start, end = by_seed(runs, first), by_seed(runs, second)
-    numbers = f"{name}: {mean_and_spread([*start.values()])} {first.label}, "
-    numbers += f"{mean_and_spread([*end.values()])} {second.label}."
-    change = paired_difference(_comparable(end, second), _comparable(start, first))
+    if what := study.missing(name, long):
+        return Verdict(Kind.UNFINISHED, [], (f"{study.name}, {what}",))
+    first, second = study.score(short), study.score(long)
+    change = difference(comparable(study, name, long, second), comparable(study, name, long, first))
     allowed = loss if first.higher_is_better else math.log1p(loss)
-    kept = len(end) == len(start) and change.mean >= -allowed
-    return Verdict(Kind.CONFIRMED if kept else Kind.NOT_CONFIRMED, numbers)
+    label = f"{study.name}, {second.label}"
+    return limited(change, -allowed, name=name, against=f"itself, {first.label}", score=label)
+
+
+def limited(found: Estimate, least: float, *, name: str, against: str, score: str) -> Verdict:
+    """Whether an estimate is at least so much: all of its interval."""
+    kind = Kind.NOT_TOLD
+    if found.low >= least:
+        kind = Kind.CONFIRMED
+    elif found.high < least:
+        kind = Kind.CONTRADICTED
+    show = shown_as(score)
+    said = {Kind.CONFIRMED: "within", Kind.CONTRADICTED: "beyond", Kind.NOT_TOLD: "not told"}[kind]
+    limit = f"{against}, limit {show(least)}"
+    interval = f"{show(found.low)} to {show(found.high)}"
+    cells = [name, limit, score, show(found.mean), interval, "", show(found.smallest()), said]
+    return Verdict(kind, [cells])
 
 
 def every(*parts: Verdict) -> Verdict:
-    """All of them must be confirmed.
-
-    What speaks against a claim counts more than what is not told.
-    """
-    order = (Kind.UNFINISHED, Kind.NOT_CONFIRMED, Kind.NOT_TESTED, Kind.CONFIRMED)
-    kind = min((part.kind for part in parts), key=order.index)
-    reasons = dict.fromkeys(part.because for part in parts if part.kind is not Kind.UNFINISHED)
-    waiting = [part.because for part in parts if part.kind is Kind.UNFINISHED]
-    return Verdict(kind, " ".join([*reasons, *waiting]))
-
-
-def _list(names: Sequence[str]) -> str:
-    return ", ".join(names)
+    """All of them must be confirmed; what speaks against counts more than what is not told."""
+    kind = min((part.kind for part in parts), key=list(Kind).index)
+    rows = [cells for part in parts for cells in part.rows]
+    return Verdict(kind, rows, tuple(dict.fromkeys(x for part in parts for x in part.missing)))

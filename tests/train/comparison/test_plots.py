@@ -13,14 +13,11 @@ from train.comparison import plots
 from train.comparison.plots import (
     MARK,
     Series,
-    depth_curves,
     heat_maps,
     line_panels,
     loss_curves,
     save,
 )
-from train.evaluation.grids import Grid
-from train.tasks.words import Words
 
 
 def make_grid(longest=4, trained=2, correct=0.5):
@@ -163,36 +160,3 @@ class TestLinePanels:
             line_panels({}, log=False, **self.axes)
         with pytest.raises(ValueError, match="line 'a' has 2 x, 1 y and 2 spreads"):
             line_panels({"": {"a": Series([1, 2], [1.0], [0.0, 0.0])}}, log=False, **self.axes)
-
-
-def words_grid(*correct, counts=(10, 10, 0)):
-    """Words of one to three elements, trained to one; none of three is asked."""
-    return Grid(
-        rows=(1,),
-        columns=(1, 2, 3),
-        lengths=[[1, 2, 3]],
-        correct=[[*correct, 0]],
-        counts=[counts],
-        shared=[[False] * 3],
-        trained=1,
-        wording=Words("A5", 1).wording,
-    )
-
-
-def test_depth_curves():
-    """Means over seeds; what was not run has no line, what was not asked no point."""
-    grids = {
-        "rope": {1: [words_grid(9, 3), words_grid(10, 4)], 2: [words_grid(10, 8)]},
-        "tape": {2: [], 1: []},
-    }
-    figure = depth_curves(grids, title="A5", y_label="right, %")
-    assert [panel.get_title() for panel in figure.axes] == ["1 layer", "2 layers"]
-    one, two = figure.axes
-    np.testing.assert_allclose(one.lines[0].get_xydata(), [[1, 95], [2, 35]])
-    np.testing.assert_allclose(two.lines[0].get_xydata(), [[1, 100], [2, 80]])
-    assert [line.get_label() for line in two.lines] == ["rope", "trained length"]
-    others = {"rope": {1: [words_grid(9, 3), words_grid(9, 3, counts=(10, 20, 0))]}}
-    with pytest.raises(ValueError, match=r"'rope, 1 layers, seed 1' were not asked the same"):
-        depth_curves(others, title="A5", y_label="right, %")
-    with pytest.raises(ValueError, match="no grids to compare"):
-        depth_curves({}, title="A5", y_label="right, %")

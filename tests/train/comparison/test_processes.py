@@ -115,7 +115,7 @@ def test_trainings_ask_for_large_pages_unless_told_otherwise(config, tmp_path, m
     if own:
         monkeypatch.setenv("GLIBC_TUNABLES", own)
     [job] = plan(config, tmp_path, ENCODINGS, ["rope"], 1, [])
-    processes._start(job, sorted(os.sched_getaffinity(0)), alone=True, validate=False)
+    processes._start(job, sorted(os.sched_getaffinity(0)), alone=True, ends=())
     assert started[0]["GLIBC_TUNABLES"] == (own or "glibc.malloc.hugetlb=1")
 
 

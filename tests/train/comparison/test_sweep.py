@@ -177,16 +177,6 @@ class TestBest:
         results = {self.a: [scored(3.0, 0)], self.b: [scored(2.0, 0)]}
         assert sweep.best(task, results) == self.b
 
-    def test_neighbour(self):
-        ladder = [self.a, self.b, self.c]
-        low, high = [scored(0.1, 0)], [scored(0.2, 0)]
-        assert sweep.neighbour(self.task, ladder, {self.a: low, self.b: high}) == self.c
-        assert sweep.neighbour(self.task, ladder, {self.b: high, self.c: low}) == self.a
-        assert sweep.neighbour(self.task, ladder, {self.b: low, self.c: high}) is None
-        assert sweep.neighbour(self.task, ladder, {self.a: low, self.b: high, self.c: low}) is None
-        with pytest.raises(ValueError, match="the setting 'd' is none of the ladder's"):
-            sweep.neighbour(self.task, ladder, {Setting("d"): high})
-
     def test_table(self):
         results = {
             "tape": {self.a: [scored(0.25, 1)], self.b: [scored(0.5, 1)]},

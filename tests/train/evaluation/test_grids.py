@@ -105,6 +105,19 @@ class TestProportion:
             assert Proportion(count, count).interval[1] == 1
             assert Proportion(0, count).interval[0] == 0
 
+    def test_models_are_the_units_of_several(self):
+        """Seeds at 91, 20 and 18 of a hundred tell little, however many answers each gave."""
+        grids = [
+            sum_grid((1,), (1, 2), [[n, 0]], [[100, 0]], [[False, False]], trained=1)
+            for n in (91, 20, 18)
+        ]
+        found = pool(grids).inside
+        assert str(found) == "43.0 [0, 100]"
+        alike = pool([grids[1], grids[1]])
+        assert (alike.inside.interval, alike.outside.count) == ((0.2, 0.2), 0)
+        assert pool(grids[:1]) is grids[0]
+        assert str(alike.outside) == "none asked"
+
     def test_only_exact_shares_are_written_as_exact(self):
         assert str(Proportion(1, 2)).startswith("50.0 [")
         assert str(Proportion(99_999, 100_000)).startswith("99.9 [")

@@ -1,8 +1,11 @@
 """A suite of one small study."""
 
+import json
+
 import pytest
 
-from tests.train.evidence.results import BEYOND, INSIDE
+from tests.train.evidence.results import BEYOND, CODE, INSIDE, MADE
+from train.evidence.records import CODE as CODE_FILE
 from train.evidence.records import Store
 from train.evidence.studies import Place
 from train.evidence.trainings import Trainings
@@ -32,18 +35,24 @@ def config(tmp_path):
 
 @pytest.fixture
 def design(config):
-    """A study of three rivals with two settings and three seeds."""
+    """A study of three rivals."""
     return Trainings(
         name="copying",
-        section="claims",
         config=config,
         rivals={name: {"model.position.kind": name} for name in ("tape", "rope", "none")},
-        sweep={"cpu": ("train.learning_rate=1e-3,3e-3",)},
-        scores=(BEYOND, INSIDE),
+        scores=(BEYOND,),
+        shown=(INSIDE,),
+        minutes=1.0,
         quick=("tape", "rope"),
     )
 
 
 @pytest.fixture
-def place(tmp_path):
-    return Place(Store(tmp_path / "results"), tmp_path / "runs")
+def place(tmp_path, monkeypatch):
+    """One that makes its results by the code of :data:`MADE`, which is accepted."""
+    for module in ("source", "studies", "trainings"):
+        monkeypatch.setattr(f"train.evidence.{module}.describe_source", lambda: MADE.code)
+    folder = tmp_path / "results"
+    folder.mkdir()
+    (folder / CODE_FILE).write_text(json.dumps({CODE: "2026-01-01: the first"}))
+    return Place(Store(folder), tmp_path / "runs")

@@ -2,19 +2,27 @@
 
 import dataclasses
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.train.evidence.results import MADE, diverge, finish, finish_all, grid
-from train.evaluation.grids import Grid
-from train.evidence import claims, making, page, suite
+from tests.train.evidence.results import (
+    BEYOND,
+    CODE,
+    INSIDE,
+    choose_all,
+    diverge,
+    finish,
+    finish_all,
+)
+from train.evidence import claims, making, page, protocol, suite
+from train.evidence.budgets import Curve
 from train.evidence.records import Store
 from train.evidence.studies import Place
-from train.evidence.trainings import PlannedTrainings
+from train.evidence.trainings import PlannedTrainings, Trainings
 from train.evidence.verdicts import Kind, wins
 from train.main import main
-from train.tasks.words import WordResult
 
 
 @pytest.fixture
@@ -23,9 +31,12 @@ def small(design, monkeypatch):
     monkeypatch.setattr(page, "STUDIES", (design,))
     claim = claims.CLAIMS[0]._replace(
         studies=("copying",),
-        judge=lambda s: wins(s["copying"], "exact_match_outside", ["rope", "none"]),
+        judge=lambda s, form: wins(s["copying"], BEYOND, ["rope"], name=form),
+        forms=("tape", "none"),
+        beside=None,
     )
     monkeypatch.setattr(page, "CLAIMS", (claim,))
+    monkeypatch.setattr(making, "CLAIMS", (claim,))
     return design
 
 
@@ -42,87 +53,61 @@ def text_of(studies, folder) -> str:
 def test_from_nothing_to_the_end(small, place, tmp_path):
     studies = page.studies_at(place)
     text = text_of(studies, tmp_path)
-    assert "**0 of 12 runs**" in text
-    assert "**unfinished**" in text
+    assert "**0 of at least 33 runs**" in text
+    assert "* Not made yet: copying." in text
+    assert (
+        "| 1 | The lowest perplexity, against RoPE, ALiBi and absolute positions | **unfin" in text
+    )
     assert "Nothing has been run." in text
 
     planned = studies["copying"]
-    finish(planned, planned.trials("tape")[0], 0.25)
+    choose_all(planned)
+    for job in planned.reports("tape", BEYOND)[:3]:
+        finish(planned, job, 0.25)
     text = text_of(studies, tmp_path)
-    assert "Unfinished: 11 of 12 runs" in text
-    assert "25.00" not in text, "a setting is not chosen yet"
+    assert "* Begun: copying." in text
+    assert "Unfinished: 21 of at least 33 runs.** Next: `tape-1x-3e-3-seed5`" in text
+    assert "`tape`: **unfinished**. Missing: copying, tape: seeds 5, 6; copying, rope: se" in text
+    assert "25.00" not in text, "no average is made of fewer than five"
 
     finish_all(planned, {"tape": 0.6, "rope": 0.3, "none": 0.2})
-    diverge(planned, planned.finals("none")[2])
     text = text_of(studies, tmp_path)
-    assert "**12 of 12 runs**, which took 0.2 hours" in text
-    assert "**confirmed**" in text
-    assert re.search(r"\| tape +\| +3 of 3 +\| +61\.00 ± 1\.00 +\| +100\.0 ± 0\.0 \|", text)
-    assert re.search(r"\| none \| +3 of 3, 1 diverged at step 7 \|", text)
-    assert "Chosen: tape learning_rate=3e-3" in text
-    assert "At an end of what was tried: tape, rope, none." in text
-    assert "1.0 minutes of processor time for a run" in text
-    assert "* 12 runs: devices 1 x none, python 3" in text
+    assert "**33 of at least 33 runs**, 0.6 hours" in text
+    assert "* Studies finished under the protocol: copying." in text
+    assert "`tape` **confirmed**, `none` **contradicted**" in text
+    assert re.search(r"\| tape \| 3e-3 \| +0 \| 62\.\d\d \[60\.\d\d, 64\.\d\d\] \|", text)
+    assert "| none | rope    | copying, beyond length 3, % | -1" in text
+    assert f"* 33 runs: code `{CODE}`, devices 1 x none, python 3" in text
+
+    diverge(planned, planned.reports("none", BEYOND)[2])
+    assert re.search(r"\| none \| 3e-3 \| +1 \| ", text_of(studies, tmp_path))
 
 
-def test_lengths(design, place, monkeypatch):
-    """Sums stand in the table of the length suite, for its rivals; what diverged does not."""
-    named = {"name": "addition", "rivals": {**design.rivals, "t5": {"model.position.kind": "t5"}}}
-    problems = [
-        dataclasses.replace(design, name=f"length-{problem}", section=page.LENGTHS)
-        for problem in ("copy", "sort")
-    ]
-    monkeypatch.setattr(page, "STUDIES", (dataclasses.replace(design, **named), *problems))
-    monkeypatch.setattr(page, "CLAIMS", ())
-    studies = page.studies_at(place)
-
-    def rows():
-        text = page.markdown(studies, "images")
-        found = re.findall(r"^\| (\w+) +\| (?:1 to|beyond) 3", text, re.MULTILINE)
-        return found[::2]
-
-    assert rows() == []
-    for planned in studies.values():
-        finish_all(planned, dict.fromkeys(planned.design.rivals, 0.5))
-        if planned.name == "length-sort":
-            assert rows() == ["addition", "copy", "sort"]
-            diverge(planned, planned.finals("rope")[1])
-    assert rows() == ["addition", "copy"]
-
-
-def test_depths(small, place, config, tmp_path, monkeypatch):
-    """Rivals at several depths are shown by depth, without trainings that diverged."""
-    words = '"name": "words", "group": "A5", "max_length": 3, "generators": 3'
-    text = config.read_text().replace(
-        '"name": "algorithm", "problem": "copy", "max_length": 3', words
-    )
-    config.write_text(text.replace("samples_per_length", "samples"))
-    rivals = {
-        f"{name}-{depth}": {"model.position.kind": name, "model.num_layers": depth}
-        for name in ("tape", "rope")
-        for depth in (1, 2)
-    }
-    changed = {"section": page.WORDS, "rivals": rivals, "sweep": {}, "scores": (), "quick": ()}
-    design = dataclasses.replace(small, **changed)
-    monkeypatch.setattr(page, "STUDIES", (design,))
-    monkeypatch.setattr(page, "CLAIMS", ())
+def test_intervals_are_of_seeds(small, place, tmp_path):
+    """Seeds at 91, 20 and 18 of a hundred are far apart, however many answers each gave."""
     planned = page.studies_at(place)["copying"]
-    for rival in rivals:
-        for job in planned.finals(rival):
-            part = Grid.from_json(grid(job, 0.5), job.experiment.task.wording)
-            found = {"result": WordResult(part, part).to_json(), "validation": None}
-            found |= {"diverged": None, "losses": [[1, 2.0]]}
-            planned.place.store.put(planned.item(job), found, MADE)
-    diverge(planned, planned.finals("rope-2")[0])
+    choose_all(planned)
+    for job, share in zip(
+        planned.reports("tape", BEYOND), (0.91, 0.2, 0.18, 0.2, 0.9), strict=True
+    ):
+        finish(planned, job, share)
     text = text_of({"copying": planned}, tmp_path)
-    assert "1 or 2 layers of width 8" in text
-    assert re.search(r"\| +3 \| trained \| 1 +\| 1 +\|\n\| +4 \| beyond +\| more than 2", text)
-    (figure,) = page.figures(planned).values()
-    assert [panel.get_title() for panel in figure.axes] == ["1 layer", "2 layers"]
-    for rival in ("tape-1", "tape-2", "rope-1", "rope-2"):
-        for job in planned.finals(rival):
-            diverge(planned, job)
-    assert page.figures(planned)
+    found = re.search(r"\| tape \| 3e-3 \| +0 \| 47\.80 \[(.*), (.*)\] \| 100", text)
+    assert float(found[1]) < 0
+    assert float(found[2]) > 90
+
+
+def test_a_budget(small, place, tmp_path, monkeypatch):
+    wide = dataclasses.replace(small, curve=Curve(INSIDE, most=1, rivals=("rope", "none")))
+    monkeypatch.setattr(page, "STUDIES", (wide,))
+    studies = page.studies_at(place)
+    assert "The budget is not chosen" not in text_of(studies, tmp_path)
+    for job, inside in zip(studies["copying"].curve_jobs, (0.5, 0.9, 1) * 2, strict=True):
+        assert "Budget chosen" not in text_of(studies, tmp_path)
+        finish(studies["copying"], job, 0.1, inside)
+    text = text_of(studies, tmp_path)
+    assert "Budget chosen: 1x. Training was still improving there" in text
+    assert re.search(r"\| rope \| +50\.000 \| +90\.000 \| +100\.000 \|", text)
 
 
 def test_a_page_of_another_hand_is_left_alone(small, place, tmp_path):
@@ -147,8 +132,21 @@ class TestCommand:
     def test_page(self, small, place, tmp_path, capsys):
         assert self.call(tmp_path, "--page") == 0
         assert "evidence.md" in capsys.readouterr().out
-        assert not place.store.folder.exists()
+        assert [path.name for path in place.store.folder.iterdir()] == ["code.json"]
         assert not place.runs.exists()
+
+    def test_plan(self, small, place, tmp_path, capsys):
+        assert self.call(tmp_path, "--plan") == 0
+        said = capsys.readouterr().out
+        assert re.search(r"\| copying \| +1 \| 0 of at least 33 \| +0\.60 \|", said)
+        assert "Missing: about 0.3 hours of 2 idle cores." in said
+        assert not (tmp_path / "docs").exists()
+
+    def test_other_code_makes_nothing(self, small, place, tmp_path, capsys):
+        (place.store.folder / "code.json").write_text('{"2222": "2026-01-02: of before"}')
+        assert self.call(tmp_path) == 2
+        assert "the code has changed" in capsys.readouterr().err
+        assert not (tmp_path / "docs").exists()
 
     def test_what_is_left_out_and_what_is_not_used_is_said(
         self, small, place, tmp_path, monkeypatch, capsys
@@ -156,24 +154,24 @@ class TestCommand:
         planned = small.at(place)
         finish_all(planned, {"tape": 0.5, "rope": 0.3, "none": 0.2})
         place.store.path("copying").rename(place.store.path("other"))
-        finish(planned, planned.trials("tape")[0], 0.25)
+        finish(planned, planned.walk("tape", BEYOND)[0][0], 0.25)
         changed = dataclasses.replace(small, fields={"train.batch_size": 8})
         monkeypatch.setattr(page, "STUDIES", (changed,))
         assert self.call(tmp_path, "--page") == 0
         first, second = capsys.readouterr().err.splitlines()
         assert first == (
-            f"left out: {place.store.path('copying')}: tape-learning_rate=1e-3: "
+            f"left out: {place.store.path('copying')}: tape-1x-1e-3-seed0: "
             "train.batch_size: 4 there, 8 here"
         )
         assert second == f"not used by any study: {place.store.path('other')}"
-        assert "**0 of 12 runs**" in (tmp_path / "docs" / "evidence.md").read_text()
+        assert "**0 of at least 33 runs**" in (tmp_path / "docs" / "evidence.md").read_text()
 
-    def test_runs_elsewhere(self, small, place, tmp_path, capsys):
+    def test_runs_elsewhere(self, small, place, tmp_path):
         """What is on record needs no runs, wherever they are said to be."""
         planned = small.at(place)
         finish_all(planned, {"tape": 0.5, "rope": 0.3, "none": 0.2})
         assert self.call(tmp_path, f"--runs={tmp_path / 'elsewhere'}") == 0
-        assert "**12 of 12 runs**" in (tmp_path / "docs" / "evidence.md").read_text()
+        assert "**33 of at least 33 runs**" in (tmp_path / "docs" / "evidence.md").read_text()
         assert not (tmp_path / "elsewhere").exists()
 
     def test_what_was_made_is_tidied(self, small, place, tmp_path, monkeypatch):
@@ -186,7 +184,7 @@ class TestCommand:
         monkeypatch.setattr(PlannedTrainings, "run", run)
         assert self.call(tmp_path) == 0
         text = place.store.path("copying").read_text()
-        assert text.count('"counts"') == 2, "of the test and the validation, in the first line"
+        assert text.count('"counts"') == 1, "in the first line"
         assert small.at(place).state.unfinished == []
 
     @pytest.mark.parametrize(
@@ -194,7 +192,7 @@ class TestCommand:
         [
             (["--only=copyin"], "unknown study 'copyin'.*did you mean 'copying'"),
             (["--config.train.steps=1"], "evidence does not take --config.train.steps=1"),
-            (["--config.scale=tpu"], "unknown scale of .*'tpu'"),
+            (["--config.scale=tpu"], "unknown scale 'tpu'"),
             (["--jobs=0"], "--jobs must be at least 1; got 0"),
         ],
     )
@@ -204,14 +202,22 @@ class TestCommand:
         assert not (tmp_path / "docs").exists()
 
     def test_beside_what_is_on_record(self, small, place, tmp_path):
-        here, recorded = small.at(place._replace(store=Store(tmp_path / "here"))), small.at(place)
-        first, second = here.quick
-        finish(here, first, 0.25)
+        recorded = small.at(place)
+        first, second = recorded.quick
         finish(recorded, first, 0.5)
+        finish(recorded, second, 0.5)
+        text = place.store.path("copying").read_text()
+        (tmp_path / "here").mkdir()
+        (tmp_path / "here" / "copying.jsonl").write_text(text)
+        shutil.copy(place.store.folder / "code.json", tmp_path / "here")
+        here = small.at(place._replace(store=Store(tmp_path / "here")))
+        finish(here, first, 0.25)
+        table = making.compared({"copying": here}, {"copying": recorded})
+        assert re.search(r"tape-1x-3e-3-seed0 \| beyond.* \| +25 \| +50 \| DIFFERS", table)
+        assert re.search(r"rope-1x-3e-3-seed0 \| beyond.* \| +50 \| +50 \| equal", table)
         diverge(here, second)
         table = making.compared({"copying": here}, {"copying": recorded})
-        assert re.search(r"copying/tape-learning_rate=1e-3 \| beyond.* \| +25 +\| +50 \|", table)
-        assert re.search(r"copying/rope-learning_rate=1e-3 \| beyond.* \| diverged \| +- \|", table)
+        assert re.search(r"rope-1x-3e-3-seed0 \| beyond.* \| diverged \| +50 \| DIFFERS", table)
         assert "none" not in table
 
 
@@ -222,16 +228,31 @@ class TestSuite:
         names = [design.name for design in suite.STUDIES]
         assert len(set(names)) == len(names)
         assert {name for claim in claims.CLAIMS for name in claim.studies} <= set(names)
-        assert {design.section for design in suite.STUDIES} == set(suite.SECTIONS)
-        sections = [suite.SECTIONS.index(design.section) for design in suite.STUDIES]
-        assert sections == sorted(sections)
+        assert {claim.forms for claim in claims.CLAIMS} >= {("tape", "tape_heads")}
+
+    def test_the_quick_part_is_a_part(self):
+        """Whatever budget is chosen, the whole has these runs of the smallest one."""
+        designs = [one for one in suite.STUDIES if isinstance(one, Trainings)]
+        assert sum(len(design.quick) for design in designs) == 3
+        for design in designs:
+            curve = design.curve
+            fixed = curve is None or curve.most == 1
+            assert fixed or set(design.quick) <= set(curve.rivals)
+
+    def test_the_written_protocol(self):
+        """It has the ladder, the version and the claims of the code."""
+        text = Path("docs/protocol.md").read_text()
+        assert f"The ladder is {', '.join(protocol.RATES)}." in text
+        assert f"Version {protocol.VERSION}, written" in text
+        assert all(f"| {n} | " in text for n in range(1, len(claims.CLAIMS) + 1))
 
     @pytest.mark.slow
     @pytest.mark.parametrize("scale", ["cpu", "gpu"])
     def test_all_is_planned_and_judged(self, tmp_path, scale):
         """Every experiment of the suite can be made, and every claim judged, before any has run."""
         studies = page.studies_at(Place(Store(tmp_path), tmp_path / "runs", scale=scale))
-        assert {claim.judge(studies).kind for claim in claims.CLAIMS} == {Kind.UNFINISHED}
+        found = {claim.judge(studies, f).kind for claim in claims.CLAIMS for f in claim.forms}
+        assert found == {Kind.UNFINISHED}
         text = page.markdown(studies, "images")
         assert all(f"### {name}\n" in text for name in studies)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.evidence.results import MADE
+from tests.train.evidence.results import CODE, MADE
 from train import experiment
 from train.evidence.records import FORMAT, Item, Store, portable, rounded
 from train.experiment.adaptation import Adaptation
@@ -40,7 +40,7 @@ def test_round_trip(place, item):
     assert (record.name, record.rival, record.seed) == ("tape-seed1", "tape", 1)
     assert (record.found, record.seconds) == ({"result": [1]}, 12.3)
     assert (record.environment, record.code) == (MADE.environment, MADE.code)
-    assert (record.base, record.protocol, record.same_as) == (None, {"repeats": 20}, None)
+    assert (record.base, record.protocol) == (None, {"repeats": 20})
     assert place.store.misfit(item) is None
     assert place.store.names("copying") == ["tape-seed1"]
     assert place.store.problems("copying") == []
@@ -104,6 +104,10 @@ def test_a_record_from_before_a_field_had_been_added(place, item):
             "experiment: ValueError: unknown field 'window' of model",
         ),
         (lambda shared, _: shared["experiment"].pop("adapt"), "experiment: KeyError: 'adapt'"),
+        (
+            lambda shared, _: shared["code"].update(modules="1" * 16),
+            f"code: '{'1' * 16}' there, code.json accepts {CODE}",
+        ),
     ],
 )
 def test_of_another_run(place, item, edit, message):
@@ -138,39 +142,42 @@ def test_unreadable(place, item, edit, message):
 
 def test_files_of_the_version_before(place, item):
     path = place.store.path("copying")
-    path.parent.mkdir()
-    path.write_text('{"format": "tape-jax evidence, version 1"}\n')
+    path.write_text('{"format": "tape-jax evidence, version 2"}\n')
     assert place.store.get(item) is None
     (problem,) = place.store.problems("copying")
     assert f"expected the format {FORMAT!r}" in problem
 
 
-class TestReferences:
-    def test_results_of_the_other(self, place, item):
-        other = item._replace(name="rope-seed1", rival="rope")
-        place.store.put(other, {"result": [1, 2]}, MADE)
-        place.store.refer(item, "rope-seed1", MADE)
-        record = place.store.get(item)
-        assert (record.found, record.same_as) == ({"result": [1, 2]}, "rope-seed1")
-        place.store.tidy("copying")
-        assert place.store.get(item).found == place.store.get(other).found == {"result": [1, 2]}
-        assert place.store.path("copying").read_text().count('"result"') == 1
+class TestCode:
+    """Which code may have made the records."""
 
-    def test_of_nothing(self, place, item):
-        with pytest.raises(ValueError, match="cannot be the same as 'rope-seed1', which has no"):
-            place.store.refer(item, "rope-seed1", MADE)
-        assert not place.store.path("copying").exists()
+    def test_the_first_is_accepted(self, tmp_path):
+        store = Store(tmp_path / "new")
+        assert store.accepted == {}
+        store.accept(MADE.code)
+        assert list(store.accepted) == [CODE]
+        assert store.accepted[CODE].endswith(f"the first, {'0' * 40}")
+        store.accept(MADE.code)
 
-    def test_of_what_is_lost(self, place, item):
-        place.store.put(item._replace(name="rope-seed1", rival="rope"), {}, MADE)
-        place.store.refer(item, "rope-seed1", MADE)
-        path = place.store.path("copying")
-        header, _, reference = path.read_text().splitlines()
-        path.write_text(f"{header}\n{reference}\n")
+    def test_no_other_is_without_a_word(self, place, item):
+        other = {**MADE.code, "modules": "1" * 16}
+        with pytest.raises(
+            ValueError, match=r"the code has changed: its hash is 1111.*evidence-qu"
+        ):
+            place.store.accept(other)
+        with pytest.raises(ValueError, match="was written and cannot be read back: code: '1111"):
+            place.store.put(item, {}, MADE._replace(code=other))
         assert place.store.get(item) is None
-        assert place.store.problems("copying") == [
-            f"{path}: tape-seed1: same_as names 'rope-seed1', of which there are no results"
-        ]
+        path = place.store.folder / "code.json"
+        path.write_text(json.dumps({**place.store.accepted, "1" * 16: "2026-01-02: the same"}))
+        place.store.accept(other)
+        assert place.store.get(item) is not None
+
+    @pytest.mark.parametrize("text", ["", "[1]", '{"a": 1}'])
+    def test_a_damaged_list(self, place, text):
+        (place.store.folder / "code.json").write_text(text)
+        with pytest.raises(ValueError, match=r"code\.json"):
+            assert place.store.accepted
 
 
 def test_wherever_the_base_is(place, item):
@@ -191,16 +198,21 @@ class TestCommitted:
     """The records in the repository."""
 
     store = Store(Path("benchmarks/results/evidence"))
-    studies = tuple(sorted(path.stem for path in store.folder.iterdir()))
+    studies = tuple(sorted(path.stem for path in store.folder.glob("*.jsonl")))
 
     def test_all_are_read_at_once(self):
         start = time.process_time()
-        assert sum(len(self.store.names(study)) for study in self.studies) >= 641
+        codes = [
+            record.code["modules"]
+            for study in self.studies
+            for record in self.store._study(study).records.values()
+        ]
         assert time.process_time() - start < 1
+        assert set(codes) <= set(self.store.accepted)
         assert [self.store.problems(study) for study in self.studies] == [[]] * len(self.studies)
 
     def test_form(self):
-        """No wording, six digits, and the code that made it, or the commit that added it."""
+        """No wording, six digits, and the code that made it."""
         for study in self.studies:
             text = self.store.path(study).read_text()
             assert '"wording"' not in text

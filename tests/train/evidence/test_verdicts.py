@@ -1,9 +1,20 @@
-"""Verdicts: what counts as confirmed, and what does not."""
+"""Verdicts: what counts as confirmed, contradicted, or neither."""
 
 import pytest
 
-from tests.train.evidence.results import BEYOND, INSIDE, all_trials, diverge, finish, finish_all
-from train.evidence.verdicts import Kind, Verdict, compare, every, keeps, unfinished, wins
+from tests.train.evidence.results import BEYOND, INSIDE, choose_all, diverge, finish, finish_all
+from train.evidence import claims
+from train.evidence.statistics import difference, estimate
+from train.evidence.verdicts import (
+    Kind,
+    Verdict,
+    best_of,
+    every,
+    family,
+    keeps,
+    limited,
+    wins,
+)
 
 RIVALS = ("rope", "none")
 
@@ -13,85 +24,152 @@ def planned(design, place):
     return design.at(place)
 
 
-def test_unfinished_runs_count_nowhere(planned):
-    found = wins(planned, BEYOND, RIVALS)
-    assert found.kind is Kind.UNFINISHED
-    assert found.because == "copying: tape 0 of 3, rope 0 of 3, none 0 of 3 seeds."
-    for job in all_trials(planned):
-        finish(planned, job, {"tape": 0.9}.get(job.name, 0.1))
-    assert wins(planned, BEYOND, RIVALS).kind is Kind.UNFINISHED
-    assert unfinished(planned).kind is Kind.UNFINISHED
+def seeds(*values):
+    return dict(zip((2, 3, 4, 5, 6), values, strict=False))
+
+
+FLAT = seeds(1.0, 1.1, 0.9, 1.05, 0.95)
+ABOVE = seeds(3.0, 3.2, 2.9, 3.0, 3.1)
+BELOW = seeds(-1.0, -0.9, -1.1, -1.2, -1.0)
+WILD = seeds(9.0, -5.0, 3.0, 0.0, 1.0)
 
 
 @pytest.mark.parametrize(
-    ("right", "kind", "because"),
+    ("rivals", "kind", "words"),
     [
-        ({"tape": 0.6, "rope": 0.3, "none": 0.2}, Kind.CONFIRMED, "tape 61.00 ± 1.00"),
-        (
-            {"tape": 0.3, "rope": 0.6, "none": 0.2},
-            Kind.NOT_CONFIRMED,
-            "tape is clearly behind rope. copying",
-        ),
-        (
-            {"tape": 0.3, "rope": 0.6, "none": 0.3},
-            Kind.NOT_CONFIRMED,
-            "tape is clearly behind rope and not told from none by these seeds",
-        ),
-        ({"tape": 0.02, "rope": 0.0, "none": 0.0}, Kind.NOT_TESTED, "All are below 5 %"),
-        ({"tape": 0.98, "rope": 0.96, "none": 0.97}, Kind.NOT_TESTED, "All are above 95 %"),
+        ({"a": FLAT, "b": BELOW}, Kind.CONFIRMED, ["better", "better"]),
+        ({"a": FLAT, "b": WILD}, Kind.NOT_TOLD, ["better", "not told"]),
+        ({"a": seeds(6.0, 6.1, 6.3, 6.2, 6.0), "b": FLAT}, Kind.CONTRADICTED, ["worse", "better"]),
+        ({"a": ABOVE}, Kind.NOT_TOLD, ["not told"]),
     ],
 )
-def test_wins(planned, right, kind, because):
-    finish_all(planned, right)
+def test_best_of(rivals, kind, words):
+    found = best_of(ABOVE, rivals, name="tape", score="points")
+    assert found.kind is kind
+    assert [cells[-1] for cells in found.rows] == words
+    assert [cells[:3] for cells in found.rows] == [["tape", rival, "points"] for rival in rivals]
+
+
+def test_a_family_asks_for_more():
+    """What is clear alone is not among many rivals, though the interval leaves out zero."""
+    almost = difference(seeds(1.0, 3.0, 1.5, 2.5, 0.3), seeds(0.0, 0.0, 0.0, 0.0, 0.0))
+    assert almost.low > 0
+    assert family({"a": almost})["a"].better
+    crowd = family(dict.fromkeys("abcdefgh", almost))
+    assert crowd["a"].word == "not told"
+    assert crowd["a"].smallest > family({"a": almost})["a"].smallest
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ((-3.0, -3.1, -3.2), Kind.CONFIRMED),
+        ((-7.0, -7.1, -7.2), Kind.CONTRADICTED),
+        # The mean is within the limit, the interval is not.
+        ((-4.0, -4.9, -5.5), Kind.NOT_TOLD),
+        ((-6.0, -5.1, -4.5), Kind.NOT_TOLD),
+    ],
+)
+def test_an_interval_meets_a_limit(values, kind):
+    found = limited(estimate(values), -5.0, name="tape", against="itself", score="keys")
+    assert found.kind is kind
+
+
+def test_a_time_whose_interval_reaches_beyond_the_limit():
+    """Steps of 1.116, 1.139 and 1.162 times RoPE's: the mean is below 1.15, the interval not."""
+    saved = estimate([1 - x for x in (1.116, 1.139, 1.162)])
+    assert 1 - saved.low == pytest.approx(1.196, abs=1e-3)
+    found = limited(saved, 1 - 1.15, name="tape", against="rope", score="time saved")
+    assert found.kind is Kind.NOT_TOLD
+
+
+def test_wins(planned):
+    finish_all(planned, {"tape": 0.6, "rope": 0.3, "none": 0.2})
     found = wins(planned, BEYOND, RIVALS)
-    assert (found.kind, because in found.because) == (kind, True), found
+    assert found.kind is Kind.CONFIRMED
+    (rope, _) = found.rows
+    assert rope[:3] == ["tape", "rope", "copying, beyond length 3, %"]
+    assert 29 < float(rope[3]) < 31
+    assert wins(planned, BEYOND, ["tape", "none"], name="rope").kind is Kind.CONTRADICTED
 
 
-def test_chance_does_not_win(planned):
-    """One seed far ahead is not enough."""
-    finish_all(planned, {"tape": 0.3, "rope": 0.3, "none": 0.0})
-    finish(planned, planned.finals("tape")[2], 0.9)
-    found = wins(planned, BEYOND, ["rope"])
-    assert found.kind is Kind.NOT_CONFIRMED
-    assert "not told from rope" in found.because
+def test_a_missing_seed_is_named(planned):
+    finish_all(planned, {"tape": 0.6, "rope": 0.3})
+    found = wins(planned, BEYOND, RIVALS)
+    assert (found.kind, found.rows) == (Kind.UNFINISHED, [])
+    assert found.missing == ("copying, none: seeds 2, 3, 4, 5, 6",)
+    for job in planned.reports("none", BEYOND)[:-1]:
+        finish(planned, job, 0.1)
+    assert wins(planned, BEYOND, RIVALS).missing == ("copying, none: seed 6",)
+    assert wins(planned, BEYOND, ["rope"]).kind is Kind.CONFIRMED
 
 
-def test_a_training_that_diverged_has_lost(planned):
+def test_without_a_rate(planned):
+    first, second = wins(planned, BEYOND, ["rope"]).missing
+    assert first == ("copying, tape: no rate yet (6 runs to choose it, from tape-1x-1e-3-seed0 on)")
+    assert second.startswith("copying, rope: no rate yet")
+
+
+def test_a_run_that_diverged_has_the_worst_value(planned):
     finish_all(planned, {"tape": 0.3, "rope": 0.3, "none": 0.3})
-    for rival in RIVALS:
-        diverge(planned, planned.finals(rival)[1])
-    assert wins(planned, BEYOND, RIVALS).kind is Kind.CONFIRMED
-    diverge(planned, planned.finals("tape")[1])
-    diverge(planned, planned.finals("tape")[2])
-    assert "clearly behind rope, none" in wins(planned, BEYOND, RIVALS).because
+    for job in planned.reports("rope", BEYOND):
+        diverge(planned, job)
+    assert planned.values("rope", BEYOND) == dict.fromkeys(range(2, 7), 0.0)
+    assert wins(planned, BEYOND, ["rope"]).kind is Kind.CONFIRMED
+    for job in planned.reports("tape", BEYOND)[1:3]:
+        diverge(planned, job)
+    assert planned.diverged("tape", BEYOND) == {3: 7, 4: 7}
+    assert wins(planned, BEYOND, ["rope"]).kind is Kind.NOT_TOLD
 
 
 def test_perplexities_are_compared_by_their_logarithms(planned):
-    score = planned.scores[0]._replace(higher_is_better=False)
-    values = {
-        "low": {0: 2.0, 1: 2.1, 2: 2.2},
-        "high": {0: 20.0, 1: 200.0, 2: 100.0},
-        "same": {0: 2.1, 1: 2.0, 2: 2.3},
-    }
-    standing = compare(values, "low", score)
-    assert (standing.worse, standing.better, standing.unclear) == (["high"], [], ["same"])
-    standing = compare(values, "high", score)
-    assert (standing.worse, standing.better) == ([], ["low", "same"])
+    score = planned.score(BEYOND)._replace(key="loss", higher_is_better=False)
+    assert planned.comparable(2.0, score) > planned.comparable(2.1, score)
+    text = "perplexity at 1x"
+    low = {seed: planned.comparable(x, score) for seed, x in seeds(2.0, 2.1, 2.2, 2, 2).items()}
+    high = {seed: planned.comparable(2 * x, score) for seed, x in seeds(2, 2.1, 2.2, 2, 2).items()}
+    (cells,) = best_of(low, {"high": high}, name="low", score=text).rows
+    assert (cells[3], cells[-1]) == ("+100.0 %", "better")
+    assert planned._worst(score) == planned.task.vocab_size
 
 
 def test_keeps(planned):
     assert keeps(planned, INSIDE, BEYOND, loss=5).kind is Kind.UNFINISHED
-    finish_all(planned, {"tape": 0.95, "rope": 0.3, "none": 0.2})
-    found = keeps(planned, INSIDE, BEYOND, loss=5)
-    assert found.kind is Kind.CONFIRMED
-    assert found.because.startswith("tape: 100.0 ± 0.0 up to length 3")
-    assert keeps(planned, INSIDE, BEYOND, loss=3).kind is Kind.NOT_CONFIRMED
-    assert keeps(planned, INSIDE, BEYOND, name="rope", loss=5).kind is Kind.NOT_CONFIRMED
+    choose_all(planned)
+    for i, job in enumerate(planned.reports("tape", BEYOND)):
+        finish(planned, job, 0.95 + 0.001 * i)
+    assert keeps(planned, INSIDE, BEYOND, loss=5).kind is Kind.CONFIRMED
+    assert keeps(planned, INSIDE, BEYOND, loss=4.8).kind is Kind.NOT_TOLD
+    assert keeps(planned, INSIDE, BEYOND, loss=3).kind is Kind.CONTRADICTED
 
 
 def test_every():
-    parts = [Verdict(Kind.CONFIRMED, "a."), Verdict(Kind.NOT_TESTED, "b.")]
-    assert every(*parts) == Verdict(Kind.NOT_TESTED, "a. b.")
-    assert every(*parts, Verdict(Kind.NOT_CONFIRMED, "c.")).kind is Kind.NOT_CONFIRMED
-    waiting = Verdict(Kind.UNFINISHED, "d.")
-    assert every(waiting, *parts) == Verdict(Kind.UNFINISHED, "a. b. d.")
+    confirmed, not_told = Verdict(Kind.CONFIRMED, [["a"]]), Verdict(Kind.NOT_TOLD, [["b"]])
+    contradicted = Verdict(Kind.CONTRADICTED, [["c"]])
+    waiting = Verdict(Kind.UNFINISHED, [], ("d",))
+    assert every(confirmed, confirmed).kind is Kind.CONFIRMED
+    assert every(confirmed, not_told) == Verdict(Kind.NOT_TOLD, [["a"], ["b"]])
+    assert every(not_told, contradicted).kind is Kind.CONTRADICTED
+    found = every(waiting, contradicted, waiting)
+    assert found == Verdict(Kind.UNFINISHED, [["c"]], ("d",))
+
+
+@pytest.mark.parametrize(
+    ("parity", "reverse", "kind"),
+    [
+        ([ABOVE] * 4, [FLAT] * 4, Kind.CONFIRMED),
+        ([ABOVE] * 3 + [FLAT], [FLAT] * 4, Kind.NOT_TOLD),
+        ([ABOVE] * 4, [FLAT] * 3 + [BELOW], Kind.CONTRADICTED),
+    ],
+)
+def test_ahead_somewhere_and_behind_nowhere(parity, reverse, kind):
+    """The rivals are all at zero, but for noise that is the same everywhere."""
+    zero = seeds(0.3, -0.3, 0.5, -0.5, 0.0)
+    told = {
+        f"{problem} {rival}": difference(
+            FLAT if own is FLAT else own, FLAT if own is FLAT else zero
+        )
+        for problem, owns in (("parity", parity), ("reverse", reverse))
+        for rival, own in zip(("rope", "alibi", "fire", "none"), owns, strict=True)
+    }
+    assert claims._leads_somewhere("tape", told, 4).kind is kind

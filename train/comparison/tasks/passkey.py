@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from train.comparison.plots import heat_maps
 from train.comparison.tasks import Comparison
-from train.evaluation.grids import Grid, averages_table, length_table, pool
+from train.evaluation.grids import INTERVALS, Grid, averages_table, length_table, pool
 from train.tasks.passkey import Passkey
 
 
 def compare(task: Passkey, results: Mapping[str, Sequence[Grid]]) -> Comparison:
-    """Heat maps and exact match by length; the answers of all seeds are counted together."""
+    """Heat maps and exact match by length; of several seeds, their means."""
     grids = {name: pool(list(of_seeds)) for name, of_seeds in results.items()}
     first = next(iter(grids.values()))
     lengths = ", ".join(f"{n:,}" for n in first.columns)
@@ -30,6 +30,6 @@ def compare(task: Passkey, results: Mapping[str, Sequence[Grid]]) -> Comparison:
 def section(grids: Mapping[str, Grid]) -> str:
     """What a report says of grids, but for their figure."""
     return (
-        "Percentages of keys found, with their 95 % intervals.\n\n"
+        f"{INTERVALS}.\n\n"
         f"{averages_table(grids)}\n\n![Passkey retrieval](passkey.png)\n\n{length_table(grids)}"
     )

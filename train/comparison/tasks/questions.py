@@ -6,12 +6,19 @@ from collections.abc import Mapping, Sequence
 
 from train.comparison.plots import heat_maps, length_curves
 from train.comparison.tasks import Comparison
-from train.evaluation.grids import Grid, averages_table, length_table, pool, require_same_questions
+from train.evaluation.grids import (
+    INTERVALS,
+    Grid,
+    averages_table,
+    length_table,
+    pool,
+    require_same_questions,
+)
 from train.tasks.questions import QuestionTask
 
 
 def compare(task: QuestionTask, results: Mapping[str, Sequence[Grid]]) -> Comparison:
-    """A figure, and exact match by length; the questions of all seeds are counted together.
+    """A figure, and exact match by length; of several seeds, their means.
 
     The figure has a curve for each name or, with two operands, a heat map.
     """
@@ -35,7 +42,7 @@ def compare(task: QuestionTask, results: Mapping[str, Sequence[Grid]]) -> Compar
         ),
         sections={
             "Exact match": f"{averages_table(grids)}\n\n{picture}",
-            "By length": f"Percentages with their 95 % intervals{by}.\n\n{length_table(grids)}",
+            "By length": f"{INTERVALS}{by}.\n\n{length_table(grids)}",
         },
         figures={"exact_match.png": figure},
     )

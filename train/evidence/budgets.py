@@ -1,0 +1,58 @@
+"""How long to train, from a curve of scores over budgets (docs/protocol.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from train.evidence.protocol import WORTH_PERPLEXITY, WORTH_POINTS
+
+
+class Curve(NamedTuple):
+    """What the budget of a study is chosen by.
+
+    Attributes:
+      score: its key; at the trained lengths.
+      most: the largest multiple of the configuration's steps that the study may take.
+      rivals: those that are trained for it.
+    """
+
+    score: str
+    most: int
+    rivals: Sequence[str] = ("rope", "alibi")
+
+
+class Budget(NamedTuple):
+    """A multiple of a configuration's steps.
+
+    Attributes:
+      multiple: the chosen one.
+      improving: whether the next one was still worth its cost; None: it was not tried.
+    """
+
+    multiple: int
+    improving: bool | None
+
+
+def choose(
+    values: Mapping[str, Mapping[int, float]], most: int, *, higher_is_better: bool
+) -> Budget:
+    """The smallest multiple after which none of the rivals gains enough from the next.
+
+    Args:
+      values: by rival and multiple: points of exact match, or perplexities.
+      most: the largest multiple that may be chosen.
+      higher_is_better: whether they are exact match.
+    """
+    multiples = sorted(next(iter(values.values())))
+    for multiple, after in zip(multiples, [*multiples[1:], None], strict=True):
+        if after is None:
+            break
+        pairs = [(found[multiple], found[after]) for found in values.values()]
+        if higher_is_better:
+            improving = any(b - a > WORTH_POINTS for a, b in pairs)
+        else:
+            improving = any(b < a * (1 - WORTH_PERPLEXITY) for a, b in pairs)
+        if not improving or multiple >= most:
+            return Budget(multiple, improving)
+    return Budget(multiples[-1], None)

@@ -1,0 +1,27 @@
+"""The numbers of docs/protocol.md, which says what they are for. No number depends on a result."""
+
+from __future__ import annotations
+
+VERSION = 1
+
+# Seeds by which learning rates are chosen, and those that claims are judged by.
+CHOOSING, REPORTING = (0, 1), (2, 3, 4, 5, 6)
+
+RATES = ("1e-5", "3e-5", "1e-4", "3e-4", "1e-3", "3e-3", "1e-2", "3e-2", "1e-1")
+# The rate that is tried first, by scale; its neighbours are tried in any case.
+FIRST = {"cpu": "3e-3", "gpu": "3e-4"}
+
+# Multiples of a configuration's steps, and by which share of perplexity, or by how many points of
+# exact match, doubling them must improve a score for the larger one to be worth it.
+MULTIPLES = (1, 2, 4)
+WORTH_PERPLEXITY, WORTH_POINTS = 0.02, 2.0
+
+# The level of all tests and intervals, and the chance with which the smallest difference is seen.
+LEVEL, CHANCE = 0.05, 0.8
+
+# What may be lost from the trained length to longer ones: keys in points, or a share of perplexity.
+KEYS_LOST, PERPLEXITY_GAINED = 5.0, 0.05
+# A step may take so many times that of RoPE, a model have so many times its parameters.
+MOST_TIME, MOST_PARAMETERS = 1.15, 1.05
+# The growth of a state that stands for a training that diverged.
+WORST_GROWTH = 1000.0

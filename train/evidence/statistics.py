@@ -1,0 +1,76 @@
+"""Differences between runs of equal seeds: intervals of Student's t, and Holm's adjustment."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import scipy.stats
+
+from tape_jax._src.checks import require
+from train.evidence.protocol import CHANCE, LEVEL
+
+# Values that differ by less are the same, but for rounding.
+ALIKE = 1e-12
+
+
+class Estimate(NamedTuple):
+    """A mean with its interval of Student's t at the protocol's level.
+
+    Attributes:
+      mean, low, high: of the values.
+      p: of the mean being zero, two-sided.
+      spread: standard deviation of the values.
+      number: of values.
+    """
+
+    mean: float
+    low: float
+    high: float
+    p: float
+    spread: float
+    number: int
+
+    def smallest(self, tests: int = 1) -> float:
+        """The mean that would have been told from zero with the protocol's chance.
+
+        Args:
+          tests: number of those in the family, at the strictest level of which this one stands.
+        """
+        freedom = self.number - 1
+        reach = scipy.stats.t.ppf([1 - LEVEL / tests / 2, CHANCE], freedom).sum()
+        return float(reach) * self.spread / math.sqrt(self.number)
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """The mean of values, at least two."""
+    require(len(values) >= 2, f"an interval needs at least two values; got {len(values)}")
+    mean, spread = statistics.fmean(values), statistics.stdev(values)
+    if spread < ALIKE:
+        return Estimate(mean, mean, mean, float(abs(mean) < ALIKE), 0.0, len(values))
+    test = scipy.stats.ttest_1samp(values, 0)
+    low, high = test.confidence_interval(1 - LEVEL)
+    return Estimate(mean, float(low), float(high), float(test.pvalue), spread, len(values))
+
+
+def difference(first: Mapping[int, float], second: Mapping[int, float]) -> Estimate:
+    """By how much the first exceeds the second, from their values by seed.
+
+    Raises:
+      ValueError: the seeds differ.
+    """
+    require(
+        first.keys() == second.keys(),
+        f"seeds must be equal to be compared; got {sorted(first)} and {sorted(second)}",
+    )
+    return estimate([first[seed] - second[seed] for seed in first])
+
+
+def holm(p: Mapping[str, float]) -> dict[str, float]:
+    """The p-values of a family, adjusted by Holm's method."""
+    order = sorted(p, key=p.__getitem__)
+    steps = [min(1.0, (len(order) - i) * p[name]) for i, name in enumerate(order)]
+    return dict(zip(order, np.maximum.accumulate(steps).tolist(), strict=True))
