@@ -4,10 +4,10 @@
 
 Measures which attention is the fastest (``python -m tape_jax.tune``, which keeps it for all
 programs of this machine), runs the tests that need a GPU, attention by itself, and training steps,
-each with a limit, and writes ``DATE-CHIP.md`` with versions, commands and what they printed. The
-file is complete after every part: whatever stops the run, what was measured is kept, and a part
-that fails is a result. ``--dry`` runs the same parts at sizes that a CPU does in two minutes, keeps
-none of their times, and fails if a part does.
+each with a limit, and writes ``DATE-CHIP.md`` with versions, commands and what they printed; a
+later run of the day adds its time to the name. The file is complete after every part: whatever
+stops the run, what was measured is kept, and a part that fails is a result. ``--dry`` runs the same
+parts at sizes that a CPU does in two minutes, keeps none of their times, and fails if a part does.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ DESCRIBE = "from tape_jax._src.timing import describe_device as d; print(d())"
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class PartOutcome:
     """What became of a part.
 
     Attributes:
@@ -106,7 +106,7 @@ class Outcome:
     succeeded: bool = False
 
 
-def run(part: Part, limit: float, environment: Mapping[str, str]) -> Outcome:
+def run(part: Part, limit: float, environment: Mapping[str, str]) -> PartOutcome:
     """Runs a part for so many seconds at most."""
     command = [sys.executable, "-m", *part.command.split()]
     start = time.monotonic()
@@ -127,7 +127,13 @@ def run(part: Part, limit: float, environment: Mapping[str, str]) -> Outcome:
         printed = error.stdout or b""
         text = printed.decode(errors="replace") if isinstance(printed, bytes) else printed
         text += f"\nStopped after {limit:.0f} s."
-    return Outcome(text.strip(), time.monotonic() - start, succeeded)
+    return PartOutcome(text.strip(), time.monotonic() - start, succeeded)
+
+
+def report_path(folder: Path, chip: str, now: datetime.datetime, *, again: bool = False) -> Path:
+    """The file of a report: not that of another run of the day, unless it may be written again."""
+    path = folder / f"{now:%Y-%m-%d}-{chip}.md"
+    return path if again or not path.exists() else path.with_stem(f"{path.stem}-{now:%H%M%S}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -143,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     described = subprocess.run([sys.executable, "-c", DESCRIBE], capture_output=True, text=True)
     device = (described.stdout.strip().splitlines() or ["unknown device"])[-1]
     chip = "-".join(re.findall(r"\w+", device.split("(")[0])).lower() + ("-dry" * options.dry)
-    path = options.folder / f"{datetime.date.today()}-{chip}.md"
+    path = report_path(options.folder, chip, datetime.datetime.now(), again=options.dry)
     report = f"# {datetime.date.today()}, {device.split(' (')[0]}\n\n{device}, Python "
     report += f"{platform.python_version()}, {platform.machine()}.\n"
     end = time.monotonic() + 60 * options.minutes
@@ -152,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed = []
     for part in DRY if options.dry else PLAN:
         limit = min(60 * part.minutes, end - time.monotonic())
-        late = Outcome("Not measured: no time left.")
+        late = PartOutcome("Not measured: no time left.")
         done = run(part, limit, environment) if limit > 5 else late
         failed += [] if done.succeeded else [part.title]
         took = f"{done.seconds:.0f} s"

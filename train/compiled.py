@@ -29,8 +29,8 @@ def keep() -> None:
     """
     if "jax" in sys.modules or "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
-    folder = cache_folder() / "compiled"
     try:
+        folder = cache_folder() / "compiled"
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
         return

@@ -119,12 +119,6 @@ def projection(
     return Linear(config, features, kernel_axes, lora=lora, name=name, **options)
 
 
-@functools.partial(jax.checkpoint, prevent_cse=False)
-def gated(gate: Array, up: Array) -> Array:
-    """``silu(gate) * up``, of which only the two are kept for the backward pass."""
-    return nn.silu(gate) * up
-
-
 class MLP(nn.Module):
     """Gated MLP (Shazeer 2020): ``down(silu(gate(x)) * up(x))``."""
 
@@ -137,7 +131,7 @@ class MLP(nn.Module):
         linear = functools.partial(projection, c, sharding=self.sharding)
         gate = linear("gate", c.mlp_size, ("embed", "mlp"))(x)
         up = linear("up", c.mlp_size, ("embed", "mlp"))(x)
-        wide = constrain(self.sharding, gated(gate, up), "batch", "sequence", "mlp")
+        wide = constrain(self.sharding, experts.gated(gate, up), "batch", "sequence", "mlp")
         return linear("down", c.hidden_size, ("mlp", "embed"), residual=True)(wide)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import itertools
 import re
 
@@ -178,6 +179,15 @@ def test_gpu_plan(tmp_path, monkeypatch, capsys):
     assert "## Late" in text
     assert "Not measured: no time left." in text
     assert "did not succeed: Fails, Late\n" in capsys.readouterr().out
+
+
+def test_reports_of_one_day_are_all_kept(tmp_path):
+    now = datetime.datetime(2026, 11, 22, 19, 5, 1)
+    first = gpu.report_path(tmp_path, "chip", now)
+    first.touch()
+    assert first.name == "2026-11-22-chip.md"
+    assert gpu.report_path(tmp_path, "chip", now).name == "2026-11-22-chip-190501.md"
+    assert gpu.report_path(tmp_path, "chip", now, again=True) == first
 
 
 def test_gpu_plan_begins_with_tuning():

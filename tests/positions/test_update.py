@@ -189,6 +189,19 @@ def test_kept_for_the_backward_pass():
         assert bool(matrices) == (name == "reference")
 
 
+def test_forward_mode_over_reverse_mode(x64):
+    """As in ``jax.hessian``, and in products of Hessians and vectors."""
+    (params, e, a, x, alpha), d_e = arguments("grouped", time=2)
+
+    def curvature(name):
+        def run(e, alpha):
+            return jnp.sum(jnp.sin(update_state(params, e, a, x, alpha, implementation=name)))
+
+        return jax.jit(lambda: jax.jvp(jax.grad(run, (0, 1)), (e, alpha), (d_e, alpha)))()
+
+    assert_near(curvature("unrolled"), curvature("reference"), 1e-12)
+
+
 @pytest.mark.slow
 def test_derivatives_of_second_order(x64):
     (params, e, a, x, alpha), _ = arguments("grouped", time=2)

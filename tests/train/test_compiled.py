@@ -47,6 +47,12 @@ def test_a_folder_that_cannot_be_made_is_done_without(before_jax, tmp_path):
     assert FOLDER not in before_jax
 
 
+def test_a_user_without_a_home_has_no_folder(before_jax):
+    before_jax["TAPE_JAX_CACHE"] = "~nobody_of_this_name/x"
+    compiled.keep()
+    assert FOLDER not in before_jax
+
+
 def test_a_jax_that_is_loaded_is_left_alone(before_jax, monkeypatch):
     monkeypatch.setitem(sys.modules, "jax", object())
     compiled.keep()

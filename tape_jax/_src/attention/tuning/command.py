@@ -33,7 +33,13 @@ def main(argv: Sequence[str] | None = None, *, description: str | None = None) -
     add("--seconds", type=float, default=3.0, help="a call that takes longer is left out (3)")
     add("--memory-limit", type=float, default=4.0, help="temporary memory of a call in GiB (4)")
     add("--again", action="store_true", help="measure what the file has, too")
-    options = parser.parse_args(argv)
+    try:
+        return _run(parser.parse_args(argv))
+    except OSError as error:
+        parser.exit(1, f"{parser.prog}: measurements cannot be kept: {error}\n")
+
+
+def _run(options: argparse.Namespace) -> int:
     wanted = cases.shapes(
         options.head_dims,
         options.lengths,

@@ -112,7 +112,10 @@ def read() -> tuple[Table | None, dict[Path, str]]:
     """What was measured on this machine, or None, and by file why others of it are not used."""
     ignored: dict[Path, str] = {}
     table = None
-    if not folder().is_dir():
+    try:
+        if not folder().is_dir():
+            return None, ignored
+    except OSError:  # There is none, or it is somebody else's.
         return None, ignored
     own = path()
     for file in sorted(folder().glob(f"{_slug()}-*.json")):
