@@ -902,7 +902,7 @@ def test_the_size_of_a_cache():
     model = small_model("tape", num_heads=4, num_kv_heads=2, dtype="bfloat16")
     cache = jax.eval_shape(lambda: init_cache(model, 3, 10))
     keys_and_values = 3 * 2 * (3 * 10 * 2 * 4) * 2
-    states = 2 * (3 * 10 * 2 * 4) * 4
+    states = 2 * (3 * 10 * 2 * 4) * 2
     assert cache.capacity == 10
     assert cache.nbytes == keys_and_values + states + 3 * (3 * 10) * 4
 

@@ -124,7 +124,9 @@ def init_cache(
             f"batch_size and capacity must be positive; got {batch_size} and {capacity}"
         )
     dtype = jnp.dtype(dtype or c.dtype).name
-    require_x64(dtype=dtype, state_dtype=state_dtype, position_dtype=position_dtype)
+    require_x64(
+        dtype=dtype, state_dtype=state_dtype or c.state_dtype, position_dtype=position_dtype
+    )
     check_length(model, capacity, what="a cache")
     if encoding.coordinate_axes > 1:
         raise ValueError(
