@@ -174,6 +174,7 @@ def test_greedy_generation_is_the_argmax_of_full_passes_of_each_row_alone(name):
         np.testing.assert_array_equal(alone[i, n : n + NEW], best[i, n - 1 : n + NEW - 1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", mostly_slow(["random_rope", "dynamic"], "random_rope"))
 def test_generation_does_not_depend_on_the_other_prompts(kind):
     """Though the capacity does: draws and dynamic scaling are for each row's own tokens."""

@@ -210,6 +210,7 @@ def test_full_remat_saves_only_what_enters_the_layers_and_dots_also_products(sca
 jit_quickly = functools.partial(jax.jit, compiler_options=FAST_COMPILATION)
 
 
+@pytest.mark.slow
 def test_remat_in_groups_of_layers_keeps_less_and_changes_no_gradient():
     """Seven layers that update, in groups of three, three and one; the last is by itself."""
     tokens, ids = random_tokens(2, 8), jnp.array([[1] * 5 + [2] * 3, [1] * 6 + [0] * 2])

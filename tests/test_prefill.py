@@ -38,7 +38,7 @@ UNREVERSED = {"position": encoding("position_coupling", reverse_operands=False)}
 
 
 @pytest.mark.parametrize(
-    "name", mostly_slow([*CASES, "operands with the highest digit first"], "tape", "window, bias")
+    "name", mostly_slow([*CASES, "operands with the highest digit first"], "tape")
 )
 def test_a_prefill_in_chunks_equals_one_at_once(name, x64):
     model = small_model(dtype="float64", param_dtype="float64", **CASES.get(name, UNREVERSED))

@@ -105,6 +105,7 @@ def test_activations(x64, activation):
     assert_near(run(**UNROLLED), run(implementation="reference"), 1e-13)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "dtype"), mostly_slow(KERNEL_CASES, *KERNEL_CASES[:3]))
 def test_kernels(case, dtype):
     args, d_out = arguments(case, dtype)
