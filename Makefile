@@ -4,7 +4,7 @@ supported = $(shell $(1) -c 'import sys; print(sys.version_info[:2] in ((3, 11),
 PYTHON ?= $(firstword $(foreach p,$(CANDIDATES),$(if $(filter True,$(call supported,$(p))),$(p))))
 NEXT ?= python3.12
 VENV ?= .venv
-RUN ?= runs/addition_demo
+RUN ?= runs/addressing_demo
 ENCODINGS ?= rope,fox,tape+alibi
 BIN := $(VENV)/bin
 DOCS_VENV ?= .venv-docs
@@ -15,11 +15,16 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 # Large pages, on Linux, for the memory of a training step on a CPU (train/training/allocator.py).
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
-.PHONY: demo compare-demo arena-demo extend-demo evidence evidence-quick test test-slow test-next faults lint \
-	parity benchmarks docs docs-serve lock audit wheel clean
+.PHONY: demo addition-demo compare-demo arena-demo extend-demo evidence evidence-quick test test-slow \
+	test-next faults lint parity benchmarks docs docs-serve lock audit wheel clean
 
-demo: $(VENV)/.ready  ## train TAPE and RoPE on addition, and show what came out
-	$(BIN)/python -m train.main compare --config=configs/addition_demo.py --run=$(RUN) --encodings=tape,rope
+demo: $(VENV)/.ready  ## train TAPE and RoPE to find places by content, and show what came out
+	$(BIN)/python -m train.main compare --config=configs/addressing_demo.py --run=$(RUN) \
+		--encodings=tape+alibi,rope+alibi
+
+addition-demo: $(VENV)/.ready  ## the same on addition
+	$(BIN)/python -m train.main compare --config=configs/addition_demo.py --run=runs/addition_demo \
+		--encodings=tape,rope
 
 compare-demo: $(VENV)/.ready  ## train four encodings on bytes with three seeds each, and say who won
 	$(BIN)/python -m train.main compare --config=configs/bytes_demo.py --run=runs/bytes_demo \

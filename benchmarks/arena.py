@@ -9,7 +9,7 @@ written ``tape+alibi``.
 
 ``--long 8192`` compiles a step of one sequence as long as that: printed is the memory that it takes
 between its arguments and results, and over that of half the length (2: linear, 4: quadratic). The
-steps of those with linear memory are then timed.
+steps of those with linear memory are then timed, twice; with ``--repeats 0`` they are not.
 
 ``--machines h100 v5e`` adds what the compiler plans for machines that are not here, at the width of
 the C4 model; what such compilers need is said in :mod:`train.analysis.ahead_of_time`.
@@ -27,12 +27,12 @@ import jax
 from benchmarks.table import mebibytes, ratio
 from benchmarks.train_step import PRESETS
 from tape_jax import ModelConfig, Transformer, positions
+from tape_jax._src.operations import matrix_operations
 from tape_jax._src.positions.creation import option_names
 from tape_jax._src.table import markdown
 from tape_jax._src.timing import describe_device
 from train.analysis import ahead_of_time
 from train.analysis.memory import Memory
-from train.analysis.operations import matrix_operations
 from train.analysis.step_cost import StepMeasurement, TrainingStep, again, measure
 
 # Beside the registry: combinations that are asked for most.
@@ -147,8 +147,8 @@ def long_lines(model: ModelConfig, options: argparse.Namespace) -> Iterator[str]
         )
         if whole and half and whole < 3 * half:
             linear[name] = config
-    if linear:
-        found, _ = measure(linear, 1, options.long, repeats=2)
+    if linear and options.repeats:
+        found, _ = measure(linear, 1, options.long, repeats=min(options.repeats, 2))
         first = next(iter(found.values()))
         yield from (str(ArenaRow(n, 1, options.long, got, first, 0.0)) for n, got in found.items())
 
@@ -171,7 +171,7 @@ def planned(options: argparse.Namespace) -> Iterator[str]:
         except NotImplementedError as error:
             yield f"{name}: skipped, {error}"
             continue
-        base = None
+        base = least = None
         for kind in names(options.encodings):
             try:
                 with ahead_of_time.as_if_on(machine.target, device):
@@ -187,7 +187,12 @@ def planned(options: argparse.Namespace) -> Iterator[str]:
                 continue
             total = memory.total if memory else None
             base = base or total
-            yield f"{kind} on {name}: {mebibytes(total)} MiB in all, {ratio(total, base)} x rope"
+            work = count(config_of(model, kind), batch, length)
+            least = least or work
+            yield (
+                f"{kind} on {name}: {mebibytes(total)} MiB in all, {ratio(total, base)} x rope; "
+                f"{work / 1e12:.2f} TFLOP forward, {work / least:.3f} x rope"
+            )
 
 
 def draw(found: Sequence[ArenaRow], path: Path) -> None:

@@ -1,108 +1,149 @@
-"""Decoding with a cache: TAPE against RoPE, and both against decoding without one.
+"""Decoding with a cache: TAPE against RoPE, and what a cache holds.
 
-    python -m benchmarks.decode [--prompts 128 512] [--new 64] [--batch 4] [--encodings rope tape]
+    python -m benchmarks.decode [--widths 256 512] [--batches 1 16] [--context 512] [--new 64]
 
-Each call continues a batch of random prompts greedily with :func:`tape_jax.generate`; encodings
-take turns. Printed are tokens per second, their ratio to the first encoding, run by run, and the
-size of the cache. Without a cache every new token runs the whole sequence through the model again.
+For each width and batch, :func:`tape_jax.prefill` fills a cache with ``context`` random tokens and
+:func:`tape_jax.decode` goes on from it greedily; each is timed by itself, encodings taking turns.
+Printed are tokens per second and their ratio to the first encoding, the median of the ratios run by
+run; then the bytes that a cache holds for each token, from the shapes of a model's own cache.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import tape_jax as tape
-from tape_jax._src.timing import describe_device, take_turns
+from tape_jax._src.table import markdown
+from tape_jax._src.timing import Timing, describe_device, take_turns
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Command-line options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--prompts", type=int, nargs="+", default=[128, 512], metavar="P")
+    parser.add_argument("--widths", type=int, nargs="+", default=[256, 512], metavar="W")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16], metavar="B")
+    parser.add_argument("--context", type=int, default=512, help="tokens in the cache (512)")
     parser.add_argument("--new", type=int, default=64, help="new tokens (64)")
-    parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--encodings", nargs="+", default=["rope", "tape"], metavar="NAME")
-    parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--dtype", default="float32", help="compute type (float32)")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--cached-only", action="store_true", help="leave out decoding without")
+    parser.add_argument("--bytes-only", action="store_true", help="print what caches hold only")
     return parser.parse_args(argv)
 
 
-def make_model(kind: str, args: argparse.Namespace) -> tuple[tape.Transformer, dict]:
-    """A model with random parameters."""
-    config = tape.ModelConfig(
+def make_config(kind: str, width: int, args: argparse.Namespace, dtype: str) -> tape.ModelConfig:
+    """A model of bytes."""
+    return tape.ModelConfig(
         vocab_size=256,
-        hidden_size=args.width,
+        hidden_size=width,
         num_layers=args.layers,
-        num_heads=args.heads,
-        intermediate_size=4 * args.width,
+        num_heads=width // args.head_dim,
+        intermediate_size=4 * width,
         position=kind,
-        dtype=args.dtype,
+        dtype=dtype,
     )
-    model = tape.Transformer(config)
+
+
+def calls(
+    kind: str, width: int, batch: int, args: argparse.Namespace
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Filling a cache, and decoding from a full one."""
+    model = tape.Transformer(make_config(kind, width, args, args.dtype))
     init = jax.jit(lambda key: model.init(key, jnp.zeros((1, 8), jnp.int32)))
-    return model, init(jax.random.key(1))
+    variables = init(jax.random.key(1))
+    prompts = jax.random.randint(jax.random.key(0), (batch, args.context), 0, 256, jnp.int32)
+    capacity = args.context + args.new
+
+    @jax.jit
+    def fill(variables: Any, prompts: jax.Array) -> Any:
+        return tape.prefill(model, variables, prompts, capacity=capacity)[1]
+
+    @jax.jit
+    def decode(variables: Any, cache: Any, token: jax.Array) -> jax.Array:
+        return tape.decode(model, variables, cache, token, args.new)[0]
+
+    return (
+        functools.partial(fill, variables, prompts),
+        functools.partial(decode, variables, fill(variables, prompts), prompts[:, -1]),
+    )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3))
-def without_cache(model: tape.Transformer, variables: dict, tokens: jax.Array, new: int):
-    """Greedy continuation [B, P + new] that runs the whole sequence for every new token."""
-    length = tokens.shape[1]
-    tokens = jnp.pad(tokens, ((0, 0), (0, new)))
-
-    def step(i: jax.Array, tokens: jax.Array) -> jax.Array:
-        logits = model.apply(variables, tokens)[:, length + i - 1]
-        return tokens.at[:, length + i].set(jnp.argmax(logits, -1).astype(tokens.dtype))
-
-    return jax.lax.fori_loop(0, new, step, tokens)
+def report(timings: dict[str, Timing], tokens: int) -> None:
+    """Prints tokens per second, and ratios to the first."""
+    first = next(iter(timings))
+    for name, timing in timings.items():
+        speed = f"{tokens / timing.median:10,.0f} tokens/s (+- {100 * timing.spread:.0f} %)"
+        print(f"    {name:16} {speed}   {1 / timing.ratio(timings[first]):.3f} x {first}")
 
 
-def cache_bytes(model: tape.Transformer, batch: int, capacity: int) -> int:
-    """Bytes of keys, values and states."""
-    cache = jax.eval_shape(lambda: tape.init_cache(model, batch, capacity))
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.layers))
+def measure(width: int, batch: int, args: argparse.Namespace) -> None:
+    """Times one shape and prints it."""
+    fills, decodes = {}, {}
+    for kind in args.encodings:
+        fills[kind], decodes[kind] = calls(kind, width, batch, args)
+    first = args.encodings[0]
+    decodes[f"{first}, again"] = decodes[first]
+    print(f"\nwidth {width}, batch {batch}")
+    print(f"  decoding {args.new} tokens behind {args.context}")
+    report(take_turns(decodes, repeats=args.repeats), batch * args.new)
+    print(f"  filling the cache with {args.context} tokens")
+    report(take_turns(fills, repeats=args.repeats), batch * args.context)
+
+
+def bytes_a_token(model: tape.Transformer, state_dtype: str | None) -> list[int]:
+    """Bytes of keys, of values, of states, of all else, and of all, that a cache has for a token.
+
+    "All else" are ids, positions, segments and what the encoding keeps beside its state.
+    """
+    make = functools.partial(tape.init_cache, model, 1, 1, state_dtype=state_dtype)
+    cache = jax.eval_shape(make)
+
+    def size(tree: Any) -> int:
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+    parts = [size([getattr(layer, name) for layer in cache.layers]) for name in ("k", "v", "e")]
+    return [*parts, cache.nbytes - sum(parts), cache.nbytes]
+
+
+def print_bytes(args: argparse.Namespace) -> None:
+    """Prints what caches hold for each token."""
+    rows = []
+    for width in args.widths:
+        for kind in args.encodings:
+            for dtype, state_dtype in (
+                ("float32",) * 2,
+                ("float32", "bfloat16"),
+                ("bfloat16",) * 2,
+            ):
+                model = tape.Transformer(make_config(kind, width, args, dtype))
+                sizes = bytes_a_token(model, state_dtype)
+                if sizes[2] or dtype == state_dtype:
+                    named = state_dtype if sizes[2] else "-"
+                    rows.append([kind, width, dtype, named, *(f"{n:,}" for n in sizes)])
+    header = ["", "width", "keys, values", "states", *(f"B of {x}" for x in ("keys", "values"))]
+    print(f"\na cache's bytes for each token, {args.layers} layers")
+    print(markdown([*header, "B of states", "B of all else", "B"], rows))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures and prints."""
     args = parse(argv)
     print(describe_device())
-    print(
-        f"width {args.width}, {args.layers} layers, {args.heads} heads, batch {args.batch}, "
-        f"{args.new} new tokens, {args.dtype}; median of {args.repeats}"
-    )
-    models = {kind: make_model(kind, args) for kind in args.encodings}
-    for length in args.prompts:
-        prompts = jax.random.randint(jax.random.key(0), (args.batch, length), 0, 256, jnp.int32)
-        calls = {}
-        for kind, (model, variables) in models.items():
-            calls[kind] = functools.partial(tape.generate, model, variables, prompts, args.new)
-        first = args.encodings[0]
-        calls[f"{first}, again"] = calls[first]
-        if not args.cached_only:
-            for kind, (model, variables) in models.items():
-                calls[f"{kind}, no cache"] = functools.partial(
-                    without_cache, model, variables, prompts, args.new
-                )
-        timings = take_turns(calls, repeats=args.repeats)
-        print(f"\nprompts of {length} tokens")
-        for name, timing in timings.items():
-            speed = args.batch * args.new / timing.median
-            line = f"  {name:16} {speed:10,.0f} tokens/s (+- {100 * timing.spread:.0f} %)"
-            line += f"   {1 / timing.ratio(timings[first]):.3f} x {first}"
-            if name in models:
-                size = cache_bytes(models[name][0], args.batch, length + args.new)
-                line += f", cache {size / 2**20:.1f} MiB"
-            print(line, flush=True)
+    print(f"{args.layers} layers, heads of {args.head_dim}, {args.dtype}; median of {args.repeats}")
+    if not args.bytes_only:
+        for width in args.widths:
+            for batch in args.batches:
+                measure(width, batch, args)
+    print_bytes(args)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,10 @@
 
 Measures which attention is the fastest (``python -m tape_jax.tune``, which keeps it for all
 programs of this machine), runs the tests that need a GPU, attention by itself, and training steps,
-each with a limit, and writes ``DATE-CHIP.md`` with versions, commands and what they printed. The
-file is complete after every part: whatever stops the run, what was measured is kept, and a part
-that fails is a result. ``--dry`` runs the same parts at sizes that a CPU does in two minutes, and
-keeps none of their times.
+each with a limit, and writes ``DATE-CHIP.md`` with versions, commands and what they printed; a
+later run of the day adds its time to the name. The file is complete after every part: whatever
+stops the run, what was measured is kept, and a part that fails is a result. ``--dry`` runs the same
+parts at sizes that a CPU does in two minutes, keeps none of their times, and fails if a part does.
 """
 
 from __future__ import annotations
@@ -91,10 +91,26 @@ DRY = (
 DESCRIBE = "from tape_jax._src.timing import describe_device as d; print(d())"
 
 
-def run(part: Part, limit: float, environment: Mapping[str, str]) -> tuple[str, float]:
-    """What a part printed, or why it failed, and the seconds that it took."""
+@dataclasses.dataclass(frozen=True)
+class PartOutcome:
+    """What became of a part.
+
+    Attributes:
+      text: what it printed, and why it failed if it did.
+      seconds: that it took.
+      succeeded: whether it ended by itself, and well.
+    """
+
+    text: str
+    seconds: float = 0.0
+    succeeded: bool = False
+
+
+def run(part: Part, limit: float, environment: Mapping[str, str]) -> PartOutcome:
+    """Runs a part for so many seconds at most."""
     command = [sys.executable, "-m", *part.command.split()]
     start = time.monotonic()
+    succeeded = False
     try:
         done = subprocess.run(
             command,
@@ -104,18 +120,24 @@ def run(part: Part, limit: float, environment: Mapping[str, str]) -> tuple[str, 
             text=True,
             env={**os.environ, **environment},
         )
-        text = done.stdout
+        text, succeeded = done.stdout, done.returncode == 0
         if done.returncode:
             text += f"\nFailed with exit code {done.returncode}."
     except subprocess.TimeoutExpired as error:
         printed = error.stdout or b""
         text = printed.decode(errors="replace") if isinstance(printed, bytes) else printed
         text += f"\nStopped after {limit:.0f} s."
-    return text.strip(), time.monotonic() - start
+    return PartOutcome(text.strip(), time.monotonic() - start, succeeded)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the plan."""
+def report_path(folder: Path, chip: str, now: datetime.datetime, *, again: bool = False) -> Path:
+    """The file of a report: not that of another run of the day, unless it may be written again."""
+    path = folder / f"{now:%Y-%m-%d}-{chip}.md"
+    return path if again or not path.exists() else path.with_stem(f"{path.stem}-{now:%H%M%S}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the plan; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--minutes", type=float, default=25.0, help="for everything (25)")
@@ -127,23 +149,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     described = subprocess.run([sys.executable, "-c", DESCRIBE], capture_output=True, text=True)
     device = (described.stdout.strip().splitlines() or ["unknown device"])[-1]
     chip = "-".join(re.findall(r"\w+", device.split("(")[0])).lower() + ("-dry" * options.dry)
-    path = options.folder / f"{datetime.date.today()}-{chip}.md"
+    path = report_path(options.folder, chip, datetime.datetime.now(), again=options.dry)
     report = f"# {datetime.date.today()}, {device.split(' (')[0]}\n\n{device}, Python "
     report += f"{platform.python_version()}, {platform.machine()}.\n"
     end = time.monotonic() + 60 * options.minutes
     cache = tempfile.TemporaryDirectory()
     environment = {"TAPE_JAX_CACHE": cache.name} if options.dry else {}
+    failed = []
     for part in DRY if options.dry else PLAN:
         limit = min(60 * part.minutes, end - time.monotonic())
-        text, seconds = (
-            run(part, limit, environment) if limit > 5 else ("Not measured: no time left.", 0.0)
-        )
-        print(f"{part.title} ({seconds:.0f} s)\n\n{text}\n", flush=True)
-        report += f"\n## {part.title}\n\nCommand: `python -m {part.command}` ({seconds:.0f} s)\n\n"
-        report += f"{text}\n" if "|--" in text else f"```\n{text}\n```\n"
+        late = PartOutcome("Not measured: no time left.")
+        done = run(part, limit, environment) if limit > 5 else late
+        failed += [] if done.succeeded else [part.title]
+        took = f"{done.seconds:.0f} s"
+        print(f"{part.title} ({took})\n\n{done.text}\n", flush=True)
+        report += f"\n## {part.title}\n\nCommand: `python -m {part.command}` ({took})\n\n"
+        report += f"{done.text}\n" if "|--" in done.text else f"```\n{done.text}\n```\n"
         write_atomically(path, report)
     print(f"written to {path}")
+    if failed:
+        print(f"did not succeed: {', '.join(failed)}")
+    return int(options.dry and bool(failed))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,13 +1,13 @@
 """A training step beside what one would pick instead of this package.
 
+    pip install '.[peers]'  # a build for the CPU will do
     python -m benchmarks.peers [--lengths 256 1024] [--tokens 2048] [--repeats 10]
 
 The ``small`` model of :mod:`benchmarks.train_step`, by the same optimiser on random tokens: with
 RoPE and with TAPE here; with RoPE and, in place of this package's attention, plain
 ``jax.nn.dot_product_attention`` and that of ``flax.linen``; and as Hugging Face's PyTorch Llama,
-which needs ``pip install torch transformers`` (a build for the CPU will do) and is left out, with
-the reason, where they are not. Rows take turns in one process, in float32 on the CPU; ratios are
-to the first row, run by run.
+which is left out, with the reason, where the extra is not installed. Rows take turns in one
+process, in float32 on the CPU; ratios are to the first row, run by run.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from benchmarks.train_step import PRESETS
 from tape_jax import ModelConfig
 from tape_jax._src.attention.api import BACKENDS
 from tape_jax._src.attention.request import Request, refuse
+from tape_jax._src.timing import describe_device, take_turns
 from train.analysis.step_cost import Runner, TrainingStep
-from train.analysis.timing import describe_device, take_turns
 
-PACKAGES = ("torch", "transformers")
 MODULE = "benchmarks.peers"
 
 
@@ -74,7 +73,7 @@ def torch_step(config: ModelConfig, batch: int, length: int) -> Callable[[], Any
         import torch
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError as error:
-        raise NotImplementedError(f"needs pip install {' '.join(PACKAGES)}: {error}") from error
+        raise NotImplementedError(f"needs pip install '.[peers]': {error}") from error
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -102,9 +101,11 @@ def torch_step(config: ModelConfig, batch: int, length: int) -> Callable[[], Any
     return step
 
 
-def rows(batch: int, length: int) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
+def rows(
+    model: ModelConfig, batch: int, length: int
+) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
     """The steps by name, and why others cannot be measured here."""
-    rope = dataclasses.replace(PRESETS["small"].model, position="rope")
+    rope = dataclasses.replace(model, position="rope")
     configs = {"rope": rope, "tape": dataclasses.replace(rope, position="tape")}
     for name in LIBRARIES:
         configs[f"rope, {name} attention"] = dataclasses.replace(
@@ -125,18 +126,19 @@ def rows(batch: int, length: int) -> tuple[dict[str, Callable[[], Any]], dict[st
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures and prints."""
-    small = PRESETS["small"]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--lengths", type=int, nargs="+", default=small.lengths, metavar="T")
-    parser.add_argument("--tokens", type=int, default=small.tokens, help="tokens per batch (2048)")
+    parser.add_argument("--model", choices=PRESETS, default="small")
+    parser.add_argument("--lengths", type=int, nargs="+", metavar="T")
+    parser.add_argument("--tokens", type=int, help="tokens per batch")
     parser.add_argument("--repeats", type=int, default=10, help="timed steps of each (10)")
     options = parser.parse_args(argv)
+    preset = PRESETS[options.model]
     BACKENDS.update(LIBRARIES)
     print(describe_device())
-    for length in options.lengths:
-        batch = max(1, options.tokens // length)
-        found, skipped = rows(batch, length)
+    for length in options.lengths or preset.lengths:
+        batch = max(1, (options.tokens or preset.tokens) // length)
+        found, skipped = rows(preset.model, batch, length)
         timings = take_turns(found, repeats=options.repeats)
         base = next(iter(timings.values()))
         table = [
@@ -148,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
             for name, got in timings.items()
         ]
-        print(f"\nT = {length}, batch {batch}\n")
+        print(f"\nmodel {options.model}, T = {length}, batch {batch}\n")
         print(markdown(("step", "ms", "+-", "ratio"), table), flush=True)
         for name, reason in skipped.items():
             print(f"\n{name}: left out, {reason}")

@@ -14,7 +14,7 @@ OURS = ("tape_jax", "train", "configs", "benchmarks", "tests", "docs", "examples
 # each other.
 LAYERS: dict[str, tuple[str | tuple[str, ...], ...]] = {
     "tape_jax._src": (
-        ("checks", "files", "processes", "table", "timing"),
+        ("checks", "files", "operations", "processes", "table", "timing"),
         "config",
         "sharding",
         ("algebra", "segments", "partition", "devices"),
@@ -31,6 +31,7 @@ LAYERS: dict[str, tuple[str | tuple[str, ...], ...]] = {
     "train": (
         "outline",
         "data",
+        "compiled",
         "evaluation",
         "tasks",
         "experiment",

@@ -103,7 +103,10 @@ def stepwise_pass(model, variables, tokens):
 
 
 jit_prefill = jax.jit(
-    prefill, static_argnums=0, static_argnames="capacity", compiler_options=FAST_COMPILATION
+    prefill,
+    static_argnums=0,
+    static_argnames=("capacity", "chunk"),
+    compiler_options=FAST_COMPILATION,
 )
 jit_extend = jit_model(extend)
 jit_apply = jit_model(Transformer.apply)
@@ -171,6 +174,7 @@ def test_greedy_generation_is_the_argmax_of_full_passes_of_each_row_alone(name):
         np.testing.assert_array_equal(alone[i, n : n + NEW], best[i, n - 1 : n + NEW - 1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", mostly_slow(["random_rope", "dynamic"], "random_rope"))
 def test_generation_does_not_depend_on_the_other_prompts(kind):
     """Though the capacity does: draws and dynamic scaling are for each row's own tokens."""

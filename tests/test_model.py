@@ -207,6 +207,51 @@ def test_full_remat_saves_only_what_enters_the_layers_and_dots_also_products(sca
     assert [saved("full", mesh), saved("dots", mesh)] == [full, dots]
 
 
+jit_quickly = functools.partial(jax.jit, compiler_options=FAST_COMPILATION)
+
+
+@pytest.mark.slow
+def test_remat_in_groups_of_layers_keeps_less_and_changes_no_gradient():
+    """Seven layers that update, in groups of three, three and one; the last is by itself."""
+    tokens, ids = random_tokens(2, 8), jnp.array([[1] * 5 + [2] * 3, [1] * 6 + [0] * 2])
+    plain = small_model("tape", num_layers=8)
+    variables = random_variables(plain)
+
+    def kept_and_gradients(remat):
+        model = small_model("tape", num_layers=8, remat=remat)
+
+        def loss(variables):
+            return jnp.square(model.apply(variables, tokens, segment_ids=ids)).mean()
+
+        _, residuals = jax.eval_shape(lambda v: jax.vjp(loss, v), variables)
+        kept = sum(x.size for x in jax.tree.leaves(residuals))
+        return kept, jit_quickly(jax.value_and_grad(loss))(variables)
+
+    kept, expected = kept_and_gradients("full")
+    in_groups, actual = kept_and_gradients("groups")
+    chex.assert_trees_all_close(actual, expected, atol=1e-6, rtol=1e-4)
+    width = plain.config.hidden_size + plain.config.kv_heads * plain.config.dim
+    assert in_groups <= kept - 3 * tokens.size * width
+
+
+@pytest.mark.slow
+def test_groups_of_layers_with_states_in_bfloat16():
+    tokens = random_tokens(2, 8)
+    shape = {"num_layers": 6, "state_dtype": "bfloat16"}
+    variables = random_variables(small_model("tape", **shape))
+    full, groups = (
+        loss_and_gradients(small_model("tape", **shape, remat=remat), variables, tokens)
+        for remat in ("full", "groups")
+    )
+    chex.assert_trees_all_close(groups, full, atol=2e-2, rtol=2e-2)
+
+
+def test_groups_of_layers_are_stacked_ones():
+    for wrong in ({"scan_layers": False}, {"experts": Experts(2)}):
+        with pytest.raises(ValueError, match=r"remat='groups' needs scan_layers=True and experts"):
+            small_model("rope", remat="groups", **wrong)
+
+
 @pytest.mark.parametrize("position", ["tape", positions.Tape(form="tensor")])
 def test_remat_keeps_a_state_with_its_heads_in_one_axis(position):
     """A TPU would fill up a last axis of one head."""
@@ -858,7 +903,7 @@ def test_the_size_of_a_cache():
     model = small_model("tape", num_heads=4, num_kv_heads=2, dtype="bfloat16")
     cache = jax.eval_shape(lambda: init_cache(model, 3, 10))
     keys_and_values = 3 * 2 * (3 * 10 * 2 * 4) * 2
-    states = 2 * (3 * 10 * 2 * 4) * 4
+    states = 2 * (3 * 10 * 2 * 4) * 2
     assert cache.capacity == 10
     assert cache.nbytes == keys_and_values + states + 3 * (3 * 10) * 4
 

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 # Nothing that takes long to load: it waits until the arguments are right.
-from train import outline
-from train.training import compiled
+from train import compiled, outline
 from train.training.allocator import keep_freed_memory
 from train.training.signals import Stopped
 

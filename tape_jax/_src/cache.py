@@ -93,6 +93,7 @@ def init_cache(
     capacity: int,
     *,
     dtype: Any = None,
+    state_dtype: Any = None,
     key: Array | None = None,
     length: int | Array | None = None,
     position_dtype: Any = jnp.int32,
@@ -105,6 +106,8 @@ def init_cache(
       capacity: number of slots ``S``.
       dtype: type of keys and values; None: the model's compute type. Keys that every new token
         rewrites are kept in at least float32: they would be rounded as often.
+      state_dtype: type of position states; None: that of the model's states or, if it is narrower,
+        the compute type, to which products round the states that are attended anyway.
       key: random key for encodings that draw; None: their fixed draw.
       length: for how many tokens random positions are drawn and dynamic scaling is fixed, an
         integer or one for each sequence ``[B]``; None: the capacity. Results agree with a full pass
@@ -120,7 +123,10 @@ def init_cache(
         raise ValueError(
             f"batch_size and capacity must be positive; got {batch_size} and {capacity}"
         )
-    require_x64(dtype=dtype or c.dtype, state_dtype=c.state_dtype, position_dtype=position_dtype)
+    dtype = jnp.dtype(dtype or c.dtype).name
+    require_x64(
+        dtype=dtype, state_dtype=state_dtype or c.state_dtype, position_dtype=position_dtype
+    )
     check_length(model, capacity, what="a cache")
     if encoding.coordinate_axes > 1:
         raise ValueError(
@@ -130,7 +136,8 @@ def init_cache(
     choose("position_dtype", jnp.dtype(position_dtype).name, ("int32", "float32", "float64"))
     if length is not None:
         length = jnp.broadcast_to(jnp.int32(as_length(length, (batch_size,))), (batch_size,))
-    layers, kept = _layers(model, batch_size, capacity, jnp.dtype(dtype or c.dtype).name)
+    state_dtype = None if state_dtype is None else jnp.dtype(state_dtype).name
+    layers, kept = _layers(model, batch_size, capacity, dtype, state_dtype)
 
     def slots(dtype: Any = jnp.int32) -> Array:
         return jnp.zeros((batch_size, capacity), dtype)
@@ -174,21 +181,23 @@ def check_cache(model: Transformer, cache: Cache) -> None:
 
 
 def _layers(
-    model: Transformer, batch_size: int, capacity: int, dtype: str
+    model: Transformer, batch_size: int, capacity: int, dtype: str, state_dtype: str | None = None
 ) -> tuple[tuple[LayerCache, ...], dict[str, Any]]:
     """What the layers of a cache are, and its ``kept``: ShapeDtypeStructs in place of arrays."""
     blocks = tuple(model.blocks)
-    return _layers_of(model.config, blocks, model.state_dtype.name, batch_size, capacity, dtype)
+    types = model.state_dtype.name, dtype, state_dtype
+    return _layers_of(model.config, blocks, batch_size, capacity, *types)
 
 
 @functools.lru_cache(maxsize=128)
 def _layers_of(
     config: ModelConfig,
     blocks: tuple[tuple[int, int, bool], ...],
-    state_dtype: str,
     batch_size: int,
     capacity: int,
+    carried_dtype: str,
     dtype: str,
+    state_dtype: str | None,
 ) -> tuple[tuple[LayerCache, ...], dict[str, Any]]:
     encoding, shape = config.position, jax.ShapeDtypeStruct
     tokens = (batch_size, capacity)
@@ -211,7 +220,7 @@ def _layers_of(
     def start_state(p: Array, x: Array, params: Any) -> Any:
         start = encoding.start_from_embeddings(params, Layer(x, p, None, True, config))
         if start is None:
-            start = encoding.start(p, config, length=capacity, dtype=jnp.dtype(state_dtype))
+            start = encoding.start(p, config, length=capacity, dtype=jnp.dtype(carried_dtype))
         return start
 
     def carried(state: Any) -> Any:
@@ -229,6 +238,10 @@ def _layers_of(
         batch, time, heads, *tail = like.shape
         return shape((*n, batch, heads, time, *tail), like.dtype)
 
+    def kept_state(e: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        narrower = min(e.dtype, jnp.dtype(config.dtype), key=lambda x: x.itemsize)
+        return shape(e.shape, state_dtype or narrower)
+
     def layer(updates: bool, n: int) -> LayerCache:
         keeps_state = updates and encoding.attends_state and e is not None
         params = parameters(encoding.layer_params(config, updates=updates))
@@ -238,7 +251,7 @@ def _layers_of(
         return LayerCache(
             k=slots(shape(rotated.shape, wide if encoding.rewrites_keys else dtype), n),
             v=slots(head, n),
-            e=slots(e, n) if keeps_state else None,
+            e=slots(kept_state(e), n) if keeps_state else None,
             kept={name: slots(x, n) for name, x in more.items()},
         )
 

@@ -162,7 +162,9 @@ class ModelConfig:
       update_implementation: as ``implementation`` of :func:`tape_jax.update_state`, for position
         encodings that have several.
       local_window_size: width of a sliding window in tokens, or None.
-      remat: what the backward pass recomputes: ``none``, ``dots`` (keep matrix products), ``full``.
+      remat: what the backward pass recomputes: ``none``; ``dots``: all but matrix products;
+        ``full``: all but what enters each layer; ``groups``: all but what enters every few layers,
+        which runs layers forward a third time, and needs ``scan_layers`` and no ``experts``.
       scan_layers: compile each run of like layers once, as a scan.
       init_scale: standard deviation of the initial projections (residual output projections are
         divided by ``sqrt(2 * num_layers)``); None: ``fan_in ** -0.5``.
@@ -272,7 +274,12 @@ class ModelConfig:
         }
         for field, types in allowed.items():
             set_field(self, field, type_name(f"model {field}", getattr(self, field), types))
-        choose("remat policy", self.remat, ("none", "dots", "full"))
+        choose("remat policy", self.remat, ("none", "dots", "full", "groups"))
+        require(
+            self.remat != "groups" or (self.scan_layers and self.experts is None),
+            "remat='groups' needs scan_layers=True and experts=None; got "
+            f"scan_layers={self.scan_layers}, experts={self.experts}",
+        )
 
     @property
     def kv_heads(self) -> int:

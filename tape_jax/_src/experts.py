@@ -76,6 +76,12 @@ def router_logits(x: Array, kernel: Array, sharding: Sharding | None = None) -> 
     return checkpoint_name(product(x, kernel), PRODUCT)
 
 
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def gated(gate: Array, up: Array) -> Array:
+    """``silu(gate) * up``, of which only the two are kept for the backward pass."""
+    return jax.nn.silu(gate) * up
+
+
 def mixture(
     x: Array,
     logits: Array,
@@ -151,7 +157,7 @@ def _on_device(
     # Said here, the sum of gradients over the parts of an expert is of tokens, not of rows.
     rows = _varying(x, split).reshape(-1, x.shape[-1])
     rows = _permuted(jnp.repeat(rows, experts.per_token, axis=0), order)
-    rows = product(jax.nn.silu(product(rows, "gate")) * product(rows, "up"), "down")
+    rows = product(gated(product(rows, "gate"), product(rows, "up")), "down")
     rows = _permuted(rows, jnp.argsort(order)).reshape(*chosen.shape, -1)
     out = jnp.einsum("...kd,...k->...d", rows, weights.astype(x.dtype))
     return (lax.psum(out, split) if split else out), chosen

@@ -37,7 +37,14 @@ def sync(path: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """Where the library keeps what can be made again: as ``train.data.cache_folder`` says."""
-    if own := os.environ.get("TAPE_JAX_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tape-jax"
+    """Where the library keeps what can be made again: as ``train.data.cache_folder`` says.
+
+    Raises:
+      OSError: if there is none: a user may have no home.
+    """
+    try:
+        if own := os.environ.get("TAPE_JAX_CACHE"):
+            return Path(own).expanduser()
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tape-jax"
+    except RuntimeError as error:
+        raise OSError(f"{error} TAPE_JAX_CACHE names a folder for what is kept") from error

@@ -12,6 +12,7 @@ not depend on the others.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Sequence
@@ -23,17 +24,21 @@ import numpy as np
 
 from tape_jax._src.cache import (
     Cache,
+    append,
     check_length,
     init_cache,
 )
 from tape_jax._src.checks import as_integers, concrete, require
+from tape_jax._src.inputs import check_inputs
 from tape_jax._src.model import (
     Transformer,
 )
 from tape_jax._src.positions.protocol import (
     as_positions,
+    check_indices,
     default_positions,
 )
+from tape_jax._src.segments import places
 
 Array = jax.Array
 
@@ -51,6 +56,7 @@ def generate(
     key: Array | None = None,
     pad_id: int = 0,
     capacity: int | None = None,
+    prefill_chunk: int | None = None,
 ) -> Array:
     """Continues prompts.
 
@@ -73,6 +79,8 @@ def generate(
       capacity: slots of the cache; None: ``P + N``. Encodings that draw random positions or scale
         dynamically do so for this length, if it is given, or else for as many tokens as each row
         has without padding. Either way a row does not depend on the others.
+      prefill_chunk: tokens of the prompts that are run at a time, as ``chunk`` of
+        :func:`tape_jax.prefill`; None: all at once.
 
     Returns:
       int32 ``[B, P + N]``: the prompts, padded on the left to ``P``, and their continuations.
@@ -104,6 +112,7 @@ def generate(
         lengths,
         n,
         capacity,
+        None if prefill_chunk is None else _positive("prefill_chunk", prefill_chunk),
         length,
         stop=_stop_ids(stop, vocab_size),
         pad_id=pad_id,
@@ -111,16 +120,17 @@ def generate(
     )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4, 5))
+@functools.partial(jax.jit, static_argnums=(0, 4, 5, 6))
 def _generate(
-    model, variables, tokens, lengths, max_new_tokens, capacity, length, **options
+    model, variables, tokens, lengths, max_new_tokens, capacity, chunk, length, **options
 ) -> Array:
     if tokens.shape[1] == 1:
         cache = init_cache(model, tokens.shape[0], capacity, length=length)
     else:
         # Nobody reads these logits, so the compiler drops the output projection of the prompts.
         prompts = tokens[:, :-1], lengths - 1
-        _, cache = prefill(model, variables, *prompts, capacity=capacity, length=length)
+        sizes: Any = {"capacity": capacity, "length": length, "chunk": chunk}
+        _, cache = prefill(model, variables, *prompts, **sizes)
     new, _ = decode(model, variables, cache, tokens[:, -1], max_new_tokens, **options)
     return jnp.concatenate([tokens, new], axis=1)
 
@@ -180,6 +190,7 @@ def prefill(
     length: int | Array | None = None,
     positions: Array | None = None,
     segment_ids: Array | None = None,
+    chunk: int | None = None,
 ) -> tuple[Array, Cache]:
     """Runs prompts through the model; where their lengths differ, they are padded on the left.
 
@@ -194,6 +205,9 @@ def prefill(
       positions: ``[B, P]`` or ``[P]``, integers or, as the cache then has them, floats; not read
         at padding. None: 0, 1, ... in each segment.
       segment_ids: in place of ``lengths``, ``[B, P]`` or ``[P]``, 0 at padding.
+      chunk: run so many tokens at a time, each chunk attending what the cache holds: the memory
+        beside cache and logits then does not grow with ``P``, but for what the attention of
+        ``chunk`` queries over ``capacity`` keys takes. None: all tokens at once.
 
     Returns:
       Logits ``[B, P, vocab]`` (meaningless at padding) and a cache that holds the prompts.
@@ -212,21 +226,50 @@ def prefill(
         lengths = _check_lengths(lengths, batch, longest)
     if segment_ids is None:
         padding = jnp.int32(0) if lengths is None else longest - lengths.astype(jnp.int32)[:, None]
-        places = default_positions(longest) - padding
-        segment_ids = (places >= 0).astype(jnp.int32)
-        positions = places if positions is None else positions
+        counted = default_positions(longest) - padding
+        segment_ids = (counted >= 0).astype(jnp.int32)
+        positions = counted if positions is None else positions
     kind = jnp.int32
     if positions is not None:
         positions = as_positions(positions)
         kind = positions.dtype if jnp.issubdtype(positions.dtype, jnp.floating) else kind
-    result: Any = model.apply(
-        variables,
-        tokens,
-        positions=positions,
-        segment_ids=segment_ids,
-        cache=init_cache(model, batch, capacity, length=length, position_dtype=kind),
-    )
+    cache = init_cache(model, batch, capacity, length=length, position_dtype=kind)
+    given: dict[str, Any] = {"positions": positions, "segment_ids": segment_ids}
+    if chunk is not None and _positive("chunk", chunk) < longest:
+        return _in_chunks(model, variables, cache, tokens, given, int(chunk))
+    result: Any = model.apply(variables, tokens, cache=cache, **given)
     return result
+
+
+def _in_chunks(
+    model: Transformer, variables: Any, cache: Cache, tokens: Array, given: Any, chunk: int
+) -> tuple[Array, Cache]:
+    """:func:`prefill` of an empty cache, ``chunk`` tokens at a time; the first may be fewer."""
+    check_inputs(model, tokens, given["positions"], given["segment_ids"], cache)
+    if given["positions"] is None:  # The cache would find them by comparing all pairs of tokens.
+        given["positions"] = places(given["segment_ids"])
+    # All are written before any is run, for encodings whose ids depend on later tokens.
+    cache = append(cache, tokens, **given)
+    check_indices("token ids", cache.tokens, model.config.vocab_size)
+    cache = dataclasses.replace(cache, index=jnp.int32(0))
+
+    def run(cache: Cache, size: int) -> tuple[Cache, Array]:
+        def next_ones(x: Array) -> Array:
+            return jax.lax.dynamic_slice_in_dim(x, cache.index, size, axis=1)
+
+        ids = {"positions": cache.positions, "segment_ids": cache.segment_ids}
+        tokens = next_ones(cache.tokens)
+        logits, cache = extend(model, variables, cache, tokens, **jax.tree.map(next_ones, ids))
+        return cache, logits
+
+    length = tokens.shape[1]
+    begun = []
+    if length % chunk:
+        cache, logits = run(cache, length % chunk)
+        begun = [logits]
+    cache, logits = jax.lax.scan(lambda cache, _: run(cache, chunk), cache, length=length // chunk)
+    logits = logits.swapaxes(0, 1).reshape(len(tokens), -1, logits.shape[-1])
+    return jnp.concatenate([*begun, logits], axis=1), cache
 
 
 def _check_lengths(lengths: Any, batch: int, longest: int) -> Array:

@@ -119,12 +119,6 @@ def projection(
     return Linear(config, features, kernel_axes, lora=lora, name=name, **options)
 
 
-@functools.partial(jax.checkpoint, prevent_cse=False)
-def gated(gate: Array, up: Array) -> Array:
-    """``silu(gate) * up``, of which only the two are kept for the backward pass."""
-    return nn.silu(gate) * up
-
-
 class MLP(nn.Module):
     """Gated MLP (Shazeer 2020): ``down(silu(gate(x)) * up(x))``."""
 
@@ -137,7 +131,7 @@ class MLP(nn.Module):
         linear = functools.partial(projection, c, sharding=self.sharding)
         gate = linear("gate", c.mlp_size, ("embed", "mlp"))(x)
         up = linear("up", c.mlp_size, ("embed", "mlp"))(x)
-        wide = constrain(self.sharding, gated(gate, up), "batch", "sequence", "mlp")
+        wide = constrain(self.sharding, experts.gated(gate, up), "batch", "sequence", "mlp")
         return linear("down", c.hidden_size, ("mlp", "embed"), residual=True)(wide)
 
 
@@ -241,7 +235,9 @@ class Attention(nn.Module):
             # Returned from a scan, the cache would be copied as a whole.
             cache = new if c.scan_layers else rewritten
             seen = jax.tree.map(lambda x: x.swapaxes(1, 2), seen)
-            k, v, e = seen.k, seen.v, seen.e
+            k, v = seen.k, seen.v
+            # The attended state is to have the type of the states, whatever that of the cache.
+            e = None if e is None or seen.e is None else seen.e.astype(e.dtype)
         options |= {
             "query_state": query_state,
             # Inside of nn.remat the index is no longer known to be 0.
@@ -437,7 +433,7 @@ def remat_policy(name: str) -> Callable | None:
         policies.dots_with_no_batch_dims_saveable,
         policies.save_only_these_names(experts.PRODUCT),
     )
-    return {"dots": dots, "full": None}[name]
+    return {"dots": dots, "full": None, "groups": None}[name]
 
 
 def runs(flags: Sequence[Any]) -> list[tuple[int, int, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import flax
@@ -177,9 +178,12 @@ class Transformer(nn.Module):
 
         inputs["tokens"] = jax.ShapeDtypeStruct((batch_size, length), jnp.int32)
         key = jax.eval_shape(jax.random.key, 0)
-        variables = jax.eval_shape(functools.partial(self.init, is_causal=is_causal), key, **inputs)
+        # In groups of layers modules do not know their names.
+        plain = Transformer(dataclasses.replace(self.config, remat="none"), sharding=self.sharding)
+        call: dict[str, Any] = {"is_causal": is_causal}
+        variables = jax.eval_shape(functools.partial(plain.init, **call), key, **inputs)
         with nn.intercept_methods(note):
-            jax.eval_shape(functools.partial(self.apply, is_causal=is_causal), variables, **inputs)
+            jax.eval_shape(functools.partial(plain.apply, **call), variables, **inputs)
         return plans
 
     @nn.compact
@@ -406,12 +410,13 @@ class Transformer(nn.Module):
         """Runs all layers; returns what leaves them, their caches, and what entered each."""
         c, encoding = self.config, self.encoding
         caches, hidden, states = [], [], []
+        entered: Any
         for number, (start, stop, updates) in enumerate(self.blocks):
             block: Any = Block
             if c.remat != "none":
                 block = nn.remat(block, policy=remat_policy(c.remat), prevent_cse=not c.scan_layers)
             name = f"layers_{start}"
-            options = {
+            options: dict[str, Any] = {
                 "config": c,
                 "encoding": encoding,
                 "updates": updates,
@@ -425,7 +430,14 @@ class Transformer(nn.Module):
                 carry, fixed = (h, packed), None
             else:
                 carry, fixed = (h, None), state
-            if c.scan_layers:
+            in_groups = c.remat == "groups" and not (
+                record or self.is_initializing() or self.is_mutable_collection("maps")
+            )
+            if in_groups and own is None and stop - start > 2:
+                params = self.variables["params"][name]
+                carry = _in_groups(Block(**options, parent=None), params, carry, fixed, context)
+                new = entered = None
+            elif c.scan_layers:
                 block = nn.scan(
                     block,
                     variable_axes={"params": 0, "maps": 0, "losses": 0},
@@ -450,6 +462,28 @@ class Transformer(nn.Module):
                     hidden.append(entered[0][i])
                     states.append(jax.tree.map(lambda x, i=i: x[i], entered[1]))
         return h, tuple(caches), hidden, states
+
+
+def _in_groups(block: Block, params: Any, carry: Any, fixed: State, context: Context) -> Any:
+    """What leaves a run of like layers, of which the backward pass keeps what enters every n-th.
+
+    From there it makes what enters the layers of a group, and then each layer, again.
+    """
+    layers = jax.tree.leaves(params)[0].shape[0]
+    size = math.isqrt(layers - 1) + 1
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def layer(carry: Any, params: Any) -> tuple[Any, None]:
+        out: Any = block.apply({"params": params}, carry, fixed, context, None)
+        return out[0], None
+
+    @jax.checkpoint
+    def group(carry: Any, params: Any) -> Any:
+        return jax.lax.scan(layer, carry, params)[0]
+
+    for first in range(0, layers, size):
+        carry = group(carry, jax.tree.map(lambda x, i=first: x[i : i + size], params))
+    return carry
 
 
 def _gradients_at_once(block: Any, params: Any, carry: Any) -> tuple[Any, Any]:

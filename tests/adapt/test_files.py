@@ -62,12 +62,22 @@ def rewritten(source, path, tensors=lambda x: x, metadata=lambda x: x):
 
 @pytest.mark.parametrize("method", adapt.METHODS)
 def test_round_trip(tmp_path, method):
-    made = trained(method)
+    made = trained(method, **({"position": "rope+fox"} if method == "encoding" else {}))
     save(tmp_path / "a.safetensors", made)
     assert os.listdir(tmp_path) == ["a.safetensors"]
     model, variables = adapt.load_adapter(tmp_path / "a.safetensors", BASE, VARIABLES)
     assert model == made.model
     chex.assert_trees_all_equal_shapes_and_dtypes(variables, made.variables)
+    chex.assert_trees_all_equal(variables, made.variables)
+
+
+def test_an_encoding_with_parameters_of_its_own_is_replaced(tmp_path):
+    fox = small_model("fox")
+    base = random_variables(fox)
+    made = trained("encoding", fox, base, position="rope")
+    save(tmp_path / "a.safetensors", made)
+    model, variables = adapt.load_adapter(tmp_path / "a.safetensors", fox, base)
+    assert model.encoding.kind == "rope"
     chex.assert_trees_all_equal(variables, made.variables)
 
 

@@ -262,7 +262,8 @@ class TestAdapt:
     def test_a_model_without_values(self):
         shapes = jax.eval_shape(self.MODEL.init, jax.random.key(0), TOKENS)
         for method in adapt.METHODS:
-            made = adapt.adapt(self.MODEL, shapes, method, key=KEY)
+            options = {"position": "fox"} if method == "encoding" else {}
+            made = adapt.adapt(self.MODEL, shapes, method, key=KEY, **options)
             assert described(made.variables) == wanted(made.model)
             assert made.base is None
 
@@ -283,6 +284,7 @@ class TestAdapt:
             ("full", {"rank": 2}, r"unknown option of the method 'full' 'rank'"),
             ("tape", {"rank": 2}, r"unknown field 'rank' of position encoding 'tape'"),
             ("theta", {"key": None}, r"the method 'theta' needs a random key"),
+            ("encoding", {}, r"the method 'encoding' needs position="),
             ("lora", {"rank": 0}, r"rank must be a positive integer; got 0"),
         ],
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import types
@@ -410,7 +411,7 @@ def test_names_are_tried_in_order(registered):
     }
     with api.recorded_plans() as plans:
         attention(**arrays(), implementation=["extra", "chunked", "reference"])
-    assert plans == [plan]
+    assert plans == [dataclasses.replace(plan, operations=None)]
     with pytest.raises(NotImplementedError, match=r"'extra': not on .*; .*'pallas': needs a CUDA"):
         attention(**arrays(), implementation=("extra", "pallas"))
 

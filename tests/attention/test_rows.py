@@ -22,6 +22,8 @@ OPTIONS = {
     "reference": {"implementation": "reference"},
     "rows": {"implementation": "rows", "options": {"block_q": 4}},
 }
+# It leaves out keys that the causal rule hides from a whole block, and windows.
+EVERY = {**OPTIONS, "query_blocks": {"implementation": "query_blocks", "options": {"block_q": 4}}}
 # What has to be right beside the functions: offsets, segments, masks, windows, heads, states.
 NAMES = (
     "two_batch_axes", "grouped_heads", "multi_query", "window_bidirectional", "before_the_keys",
@@ -54,7 +56,7 @@ def functions(floats):
     def logits_fn(logits, rows):
         """Adds what the visible keys up to each sum up to, by gates of the queries."""
         own = jnp.swapaxes(gate[:, rows.queries], 1, 2)[..., None]
-        keys = jnp.where(rows.visible, jnp.tanh(logits) * depth, 0)
+        keys = jnp.where(rows.visible, jnp.tanh(logits) * depth[..., : logits.shape[-1]], 0)
         waves = jnp.sin(floats["slope"][:, None, None] * far(logits, rows))
         return logits + own * jnp.cumsum(keys, axis=-1) + waves
 
@@ -87,7 +89,11 @@ def run(case, floats, fixed, names, **options):
     return call(attention, case, floats, fixed, **{name: found[name] for name in names}, **options)
 
 
-CALLS = list(itertools.product(OPTIONS, NAMES, ("logits_fn", "weights_fn", "both")))
+CALLS = [
+    (backend, name, given)
+    for backend, name, given in itertools.product(EVERY, NAMES, ("logits_fn", "weights_fn", "both"))
+    if backend in OPTIONS or BY_NAME[name].local_window_size is None
+]
 QUICK = [
     ("reference", "grouped_heads", "both"),
     ("rows", "grouped_heads", "logits_fn"),
@@ -96,6 +102,7 @@ QUICK = [
     ("rows", "cross", "both"),
     ("rows", "cache", "both"),
     ("rows", "mask_and_decay", "both"),
+    ("query_blocks", "grouped_heads", "both"),
 ]
 
 
@@ -105,16 +112,16 @@ def test_outputs(backend, name, given, x64):
     case, floats, fixed = drawn(name)
     want = looped(case, floats, fixed, names)
     floats = jax.tree.map(jnp.asarray, floats)
-    found = jit(lambda x: run(case, x, fixed, names, **OPTIONS[backend]))(floats)
+    found = jit(lambda x: run(case, x, fixed, names, **EVERY[backend]))(floats)
     assert_close(jax.tree.map(np.asarray, found), want, 1e-12)
 
 
-@pytest.mark.parametrize("backend", mostly_slow(OPTIONS, "rows"))
+@pytest.mark.parametrize("backend", mostly_slow(EVERY, "rows"))
 @pytest.mark.parametrize("name", mostly_slow(["grouped_heads", "mask_and_decay"], "grouped_heads"))
 def test_gradients_by_finite_differences(name, backend, x64):
     """To all floats of the call, and to what the functions close over."""
     case, floats, fixed = drawn(name)
-    f = jax.jit(lambda x: run(case, x, fixed, BOTH, **OPTIONS[backend]))
+    f = jax.jit(lambda x: run(case, x, fixed, BOTH, **EVERY[backend]))
     floats = jax.tree.map(jnp.asarray, floats)
     check_grads(f, (floats,), order=1, modes=["rev"], rtol=1e-5)
 
@@ -191,6 +198,7 @@ def test_a_row_without_keys_gives_what_its_weights_say(backend):
 
     assert np.all(o(logits_fn=lambda logits, rows: logits + 1)[:, 3] == 0)
     assert np.all(o(weights_fn=lambda logits, rows: jax.nn.sigmoid(logits))[:, 3] == 0)
+    given["is_causal"] = False
     every = o(weights_fn=lambda logits, rows: jnp.ones_like(logits))
     np.testing.assert_allclose(every, jnp.broadcast_to(v.sum(1)[:, None], v.shape), atol=1e-5)
 
@@ -232,7 +240,7 @@ def test_other_backends_refuse(name):
     q, k, v, _ = qkve(9)
     q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
     given = {"is_causal": True, name: lambda logits, rows: logits}
-    for backend in set(api.BACKENDS) - set(OPTIONS):
+    for backend in set(api.BACKENDS) - set(EVERY):
         with pytest.raises(NotImplementedError):
             attention(q, k, v, implementation=backend, **given)
     for backend in ("chunked", "pallas", "splash", "cudnn"):
@@ -250,6 +258,10 @@ def test_the_plan():
 
     same = {"logits_fn": lambda logits, rows: logits}
     assert taken(64, **same).implementation == "reference"
+    own = {"logits_fn": lambda logits, rows: jnp.einsum("bhqs,hg->bgqs", logits, jnp.eye(4))}
+    products = 2 * 2 * 4 * 64 * 64
+    assert taken(64, **same).operations == products * 2 * 32
+    assert taken(64, **own).operations == products * (2 * 32 + 4)
     plan = taken(4096, **same)
     assert plan.implementation == "rows"
     assert "rows of logits" in plan.rejected["chunked"]
@@ -271,7 +283,8 @@ def test_transformations(transform):
 
     def loss(q, gates, k, v, **options):
         def logits_fn(logits, rows):
-            return logits * gates[:, None, rows.queries, None] + gates[:, None, None]
+            keys = gates[:, None, None, : logits.shape[-1]]
+            return logits * gates[:, None, rows.queries, None] + keys
 
         o = attention(q, k, v, is_causal=True, logits_fn=logits_fn, **options)[0]
         return jnp.sum(jnp.sin(o))

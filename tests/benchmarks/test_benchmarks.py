@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import itertools
 import re
 
@@ -169,7 +170,7 @@ def test_gpu_plan(tmp_path, monkeypatch, capsys):
         gpu.Part("Late", "benchmarks.step", 0),
     )
     monkeypatch.setattr(gpu, "DRY", parts)
-    gpu.main(["--dry", "--folder", str(tmp_path)])
+    assert gpu.main(["--dry", "--folder", str(tmp_path)]) == 1
     (path,) = tmp_path.iterdir()
     assert path.name.endswith("-cpu-dry.md")
     text = path.read_text()
@@ -177,6 +178,16 @@ def test_gpu_plan(tmp_path, monkeypatch, capsys):
     assert "Failed with exit code 1." in text
     assert "## Late" in text
     assert "Not measured: no time left." in text
+    assert "did not succeed: Fails, Late\n" in capsys.readouterr().out
+
+
+def test_reports_of_one_day_are_all_kept(tmp_path):
+    now = datetime.datetime(2026, 11, 22, 19, 5, 1)
+    first = gpu.report_path(tmp_path, "chip", now)
+    first.touch()
+    assert first.name == "2026-11-22-chip.md"
+    assert gpu.report_path(tmp_path, "chip", now).name == "2026-11-22-chip-190501.md"
+    assert gpu.report_path(tmp_path, "chip", now, again=True) == first
 
 
 def test_gpu_plan_begins_with_tuning():

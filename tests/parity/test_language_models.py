@@ -66,6 +66,7 @@ def test_command_line_reports_each_quantity_and_fails_past_tolerance(tmp_path, c
     assert any("not compared" in line and "layers.2.pe.up_proj" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_gradients_come_from_the_sibling_file_or_are_said_to_be_missing(tmp_path, capsys):
     gradients = {}
 

@@ -229,6 +229,7 @@ DECODED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("position", "scan", "kv_heads"),
     mostly_slow(DECODED, ("path_fox", False, 1)),

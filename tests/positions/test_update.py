@@ -105,6 +105,7 @@ def test_activations(x64, activation):
     assert_near(run(**UNROLLED), run(implementation="reference"), 1e-13)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "dtype"), mostly_slow(KERNEL_CASES, *KERNEL_CASES[:3]))
 def test_kernels(case, dtype):
     args, d_out = arguments(case, dtype)
@@ -187,6 +188,19 @@ def test_kept_for_the_backward_pass():
         assert len(kept) <= states
         matrices = [z for z in jax.tree.leaves(pull) if z.shape == (2, 16, heads, heads)]
         assert bool(matrices) == (name == "reference")
+
+
+def test_forward_mode_over_reverse_mode(x64):
+    """As in ``jax.hessian``, and in products of Hessians and vectors."""
+    (params, e, a, x, alpha), d_e = arguments("grouped", time=2)
+
+    def curvature(name):
+        def run(e, alpha):
+            return jnp.sum(jnp.sin(update_state(params, e, a, x, alpha, implementation=name)))
+
+        return jax.jit(lambda: jax.jvp(jax.grad(run, (0, 1)), (e, alpha), (d_e, alpha)))()
+
+    assert_near(curvature("unrolled"), curvature("reference"), 1e-12)
 
 
 @pytest.mark.slow

@@ -34,6 +34,7 @@ def run(args: argparse.Namespace) -> None:
     from tape_jax._src.checks import require
     from train.analysis import inspection
     from train.comparison import plots
+    from train.evaluation.inside import look
     from train.training import runs
 
     require(args.examples >= 1, f"inspect: --examples must be at least 1; got {args.examples}")
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> None:
         tokens = tokens[:, : args.length]
     task = trained.experiment.task
     labels = [[inspection.printable(task.decode([token])) for token in row] for row in tokens]
-    inside = inspection.look(trained.model, trained.variables, tokens, labels)
+    inside = look(trained.model, trained.variables, tokens, labels)
     folder = args.out or args.run / "inside"
     pictures = inspection.figures(inside)
     for name in pictures:

@@ -50,7 +50,7 @@ def heat_maps(grids: Mapping[str, Grid]) -> Figure:
     figure = Figure(figsize=(1.5 + 3.7 * columns, 1.4 + 4.1 * rows), layout="compressed")
     panels = figure.subplots(rows, columns, squeeze=False)
     for panel, (name, grid) in zip(panels.flat, grids.items(), strict=False):
-        image = _heat_map(panel, name, grid)
+        image = heat_map(panel, name, grid)
     for panel in panels.flat[len(grids) :]:
         panel.set_axis_off()
     for panel in panels[:, 0]:
@@ -59,7 +59,7 @@ def heat_maps(grids: Mapping[str, Grid]) -> Figure:
     bar.set_label(f"{first.wording.questions} answered right, %", fontsize=BODY)
     bar.ax.tick_params(labelsize=SMALL)
     figure.suptitle(first.wording.title, fontsize=TITLE)
-    keys: list[Artist] = [_frame((0, 0), 1, 1, label=f"trained: {first.wording.trained}")]
+    keys: list[Artist] = [trained_frame((0, 0), 1, 1, label=f"trained: {first.wording.trained}")]
     if np.any(first.shared):
         few = f"too few {first.wording.questions} to hold any out: may have been trained on"
         keys.append(_dots([], [], label=few))
@@ -69,7 +69,7 @@ def heat_maps(grids: Mapping[str, Grid]) -> Figure:
     return figure
 
 
-def _heat_map(panel: Axes, name: str, grid: Grid) -> AxesImage:
+def heat_map(panel: Axes, name: str, grid: Grid) -> AxesImage:
     """One panel; its coordinates are row and column of the grid."""
     image = panel.imshow(
         100 * grid.accuracy, origin="lower", vmin=0, vmax=100, cmap=COLOURS, aspect="auto"
@@ -93,11 +93,13 @@ def _heat_map(panel: Axes, name: str, grid: Grid) -> AxesImage:
     panel.add_line(_dots(columns + 0.34, rows + 0.34))
     height, width = (int(grid.is_inside.any(axis).sum()) for axis in (1, 0))
     if np.any(grid.is_inside):
-        panel.add_patch(_frame((-0.5, -0.5), width, height))
+        panel.add_patch(trained_frame((-0.5, -0.5), width, height))
     return image
 
 
-def _frame(corner: tuple[float, float], width: float, height: float, label: str = "") -> Rectangle:
+def trained_frame(
+    corner: tuple[float, float], width: float, height: float, label: str = ""
+) -> Rectangle:
     """The outline of the trained range, visible on every colour."""
     return Rectangle(
         corner,

@@ -63,7 +63,7 @@ def train_all(
         second SIGINT they end without. Whatever else is raised, they have saved and ended before.
     """
     side_by_side = min(side_by_side, len(jobs))
-    waiting = collections.deque(jobs)
+    waiting = collections.deque(_distinct_first(jobs))
     free = collections.deque(shares(side_by_side))
     running: Running = {}
     failed: list[tuple[Job, int]] = []
@@ -99,6 +99,14 @@ def train_all(
             f"the training of {job.label} failed; {job.log} ends with:\n{last}",
             code if code > 0 else 128 - code,
         )
+
+
+def _distinct_first(jobs: Sequence[Job]) -> list[Job]:
+    """Those first that differ in more than the seed: what they compile, the others find."""
+    first: dict[Any, Job] = {}
+    for job in jobs:
+        first.setdefault((job.name, job.setting), job)
+    return [*first.values(), *(job for job in jobs if job is not first[job.name, job.setting])]
 
 
 @contextlib.contextmanager

@@ -11,7 +11,13 @@ def cache_folder() -> Path:
 
     That is ``XDG_CACHE_HOME``, else ``~/.cache``. As ``tape_jax._src.files.cache_folder``, without
     loading jax.
+
+    Raises:
+      OSError: if there is none: a user may have no home.
     """
-    if own := os.environ.get("TAPE_JAX_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tape-jax"
+    try:
+        if own := os.environ.get("TAPE_JAX_CACHE"):
+            return Path(own).expanduser()
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tape-jax"
+    except RuntimeError as error:
+        raise OSError(f"{error} TAPE_JAX_CACHE names a folder for what is kept") from error

@@ -18,6 +18,7 @@ import numpy as np
 
 from tape_jax._src.checks import require
 from tape_jax._src.model import Transformer
+from train.compiled import compile_in_turn
 from train.evaluation import Progress, fits
 
 Apply = Callable[[Any, jax.Array], jax.Array]
@@ -138,10 +139,13 @@ def exact_match(
 
     longest = int((examples.lengths - examples.prompt_lengths).max())
     waiting: tuple[np.ndarray, jax.Array] | None = None
+    seen: set[tuple[int, ...]] = set()
     for rows, batch in _batches(examples, min(batch_size, len(examples)), shapes):
-        outcome = _all_right(
-            apply, longest, variables, batch.tokens, batch.prompt_lengths, batch.lengths
-        )
+        call = apply, longest, variables, batch.tokens, batch.prompt_lengths, batch.lengths
+        if batch.tokens.shape not in seen:
+            seen.add(batch.tokens.shape)
+            compile_in_turn(_all_right.lower(*call))
+        outcome = _all_right(*call)
         if waiting is not None:
             fetch(*waiting)
         waiting = rows, outcome

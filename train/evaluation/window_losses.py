@@ -14,6 +14,7 @@ import optax
 
 from tape_jax._src.checks import require
 from tape_jax._src.model import Transformer
+from train.compiled import compile_in_turn
 
 # Tokens whose logits are in memory at a time.
 CHUNK = 1024
@@ -97,7 +98,10 @@ def losses_and_places(
         chosen = starts[row : row + rows]
         # The last pass repeats a window: another shape would have to be compiled for.
         filled = np.pad(chosen, (0, rows - len(chosen)), mode="edge")
-        found = np.asarray(token_losses(model, variables, tokens[filled[:, None] + within]))
+        batch = tokens[filled[:, None] + within]
+        if row == 0:
+            compile_in_turn(token_losses.lower(model, variables, batch))
+        found = np.asarray(token_losses(model, variables, batch))
         window, place = np.nonzero(within[:-1] >= first[row : row + rows, None])
         losses[chosen[window] + place] = found[window, place]
         places[chosen[window] + place] = place

@@ -9,7 +9,7 @@ all others stay as they are, take part in no gradient, and are in no checkpoint.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,13 +23,15 @@ from tape_jax._src.layout import by_path, replaced, restack
 from tape_jax._src.model import Transformer
 from tape_jax._src.positions.rotary import START_FIELDS
 from tape_jax.adapt import Adapted, Rule
-from tape_jax.positions import Tape
+from tape_jax.positions import Encoding
 
 Array = jax.Array
 
 # What methods are compared with: the base as it is, and with its rotary frequencies scaled.
 UNTRAINED = ("base", "scaled")
 METHODS = (*UNTRAINED, *adapt.METHODS)
+# Those that the model's ``position`` says something of.
+POSITIONED = ("tape", "encoding")
 
 # Fields of the model that say how it is computed, not what it is: a config may set them.
 COMPUTED = (
@@ -49,7 +51,7 @@ OF_THE_BASE = START_FIELDS
 class AdaptOptions:
     """Options of methods, as in :func:`tape_jax.adapt.adapt`; None: the method's default.
 
-    Those of ``tape`` are the model's ``position``.
+    Those of ``tape`` and of ``encoding`` are the model's ``position``.
 
     Attributes:
       rank, alpha, targets: of the low-rank terms (lora, longlora, theta).
@@ -113,7 +115,7 @@ class Adaptation:
                 known = ", ".join(option_names(self.method)) or "none"
                 raise ValueError(
                     f"adapt.options.{name} is no option of the method {self.method!r}; it has "
-                    f"{known}" + (" but those of model.position" * (self.method == "tape"))
+                    f"{known}" + (" but those of model.position" * (self.method in POSITIONED))
                 )
         for rule in self.rules or ():
             adapt.parse_rule(rule)
@@ -140,7 +142,7 @@ def apply(
     variables: Any,
     *,
     key: Array,
-    position: Mapping[str, Any] | None = None,
+    position: Encoding | None = None,
 ) -> Adapted:
     """The base, adapted; with the rules of what trains, which may be none.
 
@@ -149,7 +151,7 @@ def apply(
       model: the base.
       variables: its variables, whose arrays may be deleted; or ShapeDtypeStructs.
       key: random key for new parameters.
-      position: options of TAPE, but those that are the base's.
+      position: the encoding as wanted: of TAPE what is not the base's, of ``encoding`` all of it.
 
     Raises:
       ValueError: if the base, an option or a rule does not fit.
@@ -157,7 +159,11 @@ def apply(
     method = adaptation.method if adaptation.trains else "full"
     options = adaptation.options.given
     if method == "tape":
-        options |= {**(position or {}), "donate": True}
+        options |= {} if position is None else _options_of_its_own(position)
+    elif method == "encoding":
+        options["position"] = position
+    if method in POSITIONED:
+        options["donate"] = True
     if method != "full":
         # Rounded to fewer digits a new parameter would lose its first small steps.
         options["dtype"] = at_least_float32(model.config.param_dtype)
@@ -184,13 +190,15 @@ def apply(
     return dataclasses.replace(made, model=adapted, rules=rules, method=adaptation.method)
 
 
-def describe(adaptation: Adaptation, base: ModelConfig, position: Tape | None = None) -> Adapted:
+def describe(
+    adaptation: Adaptation, base: ModelConfig, position: Encoding | None = None
+) -> Adapted:
     """What :func:`apply` makes of a base of this description, without values.
 
     Args:
       adaptation: what a config says.
       base: the base, its fields of :data:`COMPUTED` as wanted.
-      position: TAPE as wanted, but for what is the base's.
+      position: as there.
     """
     model = Transformer(base)
     places = None
@@ -199,11 +207,10 @@ def describe(adaptation: Adaptation, base: ModelConfig, position: Tape | None = 
     variables = jax.eval_shape(
         lambda: model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32), positions=places)
     )
-    options = None if position is None else tape_options(position)
-    return apply(adaptation, model, variables, key=jax.random.key(0), position=options)
+    return apply(adaptation, model, variables, key=jax.random.key(0), position=position)
 
 
-def tape_options(position: Tape) -> dict[str, Any]:
+def _options_of_its_own(position: Encoding) -> dict[str, Any]:
     """The options of TAPE that are not the base's."""
     return {name: value for name, value in vars(position).items() if name not in OF_THE_BASE}
 

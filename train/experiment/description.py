@@ -169,4 +169,6 @@ class Experiment:
     @property
     def label(self) -> str:
         """What it is called beside others: its method of adaptation, or its encoding."""
-        return self.model.position.kind if self.adapt is None else self.adapt.method
+        if self.adapt is None or self.adapt.method == "encoding":
+            return self.model.position.kind
+        return self.adapt.method

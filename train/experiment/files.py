@@ -111,11 +111,11 @@ def _changes_of_base(experiment: Experiment) -> list[str]:
                 f"task.tokenizer = {task.tokenizer!r} is not the tokenizer of the base "
                 f"{section.base}, which cannot make sense of its tokens: leave task.tokenizer out",
             )
-    before, after = (
-        getattr(config.position, "scaling", None) or RopeScaling()
-        for config in (base_model(section.base), experiment.model)
-    )
-    if before != after:
+    encodings = base_model(section.base).position, experiment.model.position
+    if section.method == "encoding":
+        notes.append("encoding: " + " -> ".join(encoding.kind for encoding in encodings))
+    before, after = _scaling(encodings[0]) or RopeScaling(), _scaling(encodings[1])
+    if after is not None and after != before:
         change = f"scaling: {_spoken(before)} -> {_spoken(after)}"
         require(
             section.replace_scaling or before == RopeScaling(),
@@ -125,6 +125,12 @@ def _changes_of_base(experiment: Experiment) -> list[str]:
         )
         notes.append(change)
     return notes
+
+
+def _scaling(encoding: positions.Encoding) -> RopeScaling | None:
+    """How an encoding, or one among several, scales rotary frequencies; None: it has none."""
+    parts = getattr(encoding, "encodings", (encoding,))
+    return next((part.scaling for part in parts if hasattr(part, "scaling")), None)
 
 
 def _spoken(scaling: RopeScaling) -> str:
@@ -308,7 +314,7 @@ def _choose_method(values: dict[str, Any], given: Mapping[str, Any]) -> tuple[st
     options = section.get("options", {})
     dropped = [name for name in options if name not in adaptation.option_names(method)]
     section["options"] = {k: v for k, v in options.items() if k not in dropped}
-    if method != "tape" and "position" in values["model"]:
+    if (method != "tape" or old == "encoding") and "position" in values["model"]:
         dropped += [k for k in values["model"].pop("position") if k != "kind"]
     return method, old, dropped
 

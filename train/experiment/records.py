@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tape_jax import positions
+from tape_jax._src.adapt.methods import rotary_start
 from tape_jax._src.checks import choose, require
 from tape_jax._src.config import ModelConfig
 from tape_jax._src.positions.creation import create, kinds, option_names, options_of, with_options
@@ -20,7 +21,7 @@ from train.data import tokenizers
 from train.experiment import adaptation
 from train.experiment.adaptation import Adaptation
 from train.experiment.description import Experiment, TrainConfig
-from train.experiment.fields import build, convert, flatten, hints_of
+from train.experiment.fields import build, convert, flatten, hints_of, shallow
 from train.outline import require_known
 from train.tasks import Task, task_name, task_type
 from train.tasks.tokenized import Tokenized
@@ -55,7 +56,7 @@ def from_mapping(values: Mapping[str, Any]) -> Experiment:
     return Experiment(
         name=convert(values["name"], str, "name"),
         seed=convert(values["seed"], int, "seed"),
-        model=_adapted(values["model"], adapt) if adapt else _model(values["model"], task),
+        model=_adapted(values["model"], adapt, task) if adapt else _model(values["model"], task),
         task=task,
         train=build(TrainConfig, values["train"], "train"),
         evaluation=build(type(task).Evaluation, values["evaluation"], "evaluation"),
@@ -107,24 +108,26 @@ def _model(values: Mapping[str, Any], task: Task) -> ModelConfig:
     return build(ModelConfig, fields, "model")
 
 
-def _adapted(values: Mapping[str, Any], adapt: Adaptation) -> ModelConfig:
+def _adapted(values: Mapping[str, Any], adapt: Adaptation, task: Task) -> ModelConfig:
     """The model that follows from the base and the method; what a config states must agree."""
     hints = hints_of(ModelConfig)
     for name in values:
         require_known(name, hints, "model")
     position = values.get("position", {})
     position = {"kind": position} if isinstance(position, str) else dict(position)
-    tape = None
+    wanted: positions.Encoding | None = None
     if adapt.method == "tape":
         own = {k: v for k, v in position.items() if k not in ("kind", *adaptation.OF_THE_BASE)}
-        tape = build(positions.Tape, own, "model.position", "the encoding 'tape'")
+        wanted = build(positions.Tape, own, "model.position", "the encoding 'tape'")
+    elif adapt.method == "encoding":
+        wanted = _in_place_of(base_model(adapt.base).position, position, adapt, task)
     computed = {
         name: convert(values[name], hints[name], f"model.{name}")
         for name in adaptation.COMPUTED
         if name in values
     }
     base = dataclasses.replace(base_model(adapt.base), **computed)
-    model = _described(adapt, base, tape)
+    model = _described(adapt, base, wanted)
     for name in position:
         known = options_of(model.position)
         require_known(name, known, f"the encoding {model.position.kind!r}")
@@ -142,9 +145,30 @@ def _adapted(values: Mapping[str, Any], adapt: Adaptation) -> ModelConfig:
 
 
 @functools.lru_cache(maxsize=256)
-def _described(adapt: Adaptation, base: ModelConfig, tape: positions.Tape | None) -> ModelConfig:
+def _described(
+    adapt: Adaptation, base: ModelConfig, wanted: positions.Encoding | None
+) -> ModelConfig:
     """The model that follows, which takes long to find out and is asked for many times."""
-    return adaptation.describe(adapt, base, tape).model.config
+    return adaptation.describe(adapt, base, wanted).model.config
+
+
+def _in_place_of(
+    old: positions.Encoding, position: Mapping[str, Any], adapt: Adaptation, task: Task
+) -> positions.Encoding:
+    """The encoding of a mapping with ``kind``; its rotary start, if it has one, is the base's."""
+    require(
+        "kind" in position,
+        "adapt.method = 'encoding' needs model.position.kind, the encoding to be put in place of "
+        "the base's",
+    )
+    start = rotary_start(old, position["kind"])
+    if "scaling" in start:
+        start["scaling"] = shallow(adapt.scaling or start["scaling"])
+    require(
+        adapt.scaling is None or "scaling" in start,
+        f"adapt.scaling is of rotary frequencies, which the encoding {position['kind']!r} has not",
+    )
+    return encoding_of({**start, **position}, task)
 
 
 def base_tokenizer(name: str) -> dict[str, Any]:

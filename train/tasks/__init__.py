@@ -21,9 +21,18 @@ if TYPE_CHECKING:
 
 TASKS: dict[str, str] = {
     "addition": "train.tasks.arithmetic:Addition",
+    "address": "train.tasks.address:Address",
     "algorithm": "train.tasks.algorithms:Algorithm",
+    "chains": "train.tasks.chains:Chains",
+    "counting": "train.tasks.counting:Counting",
+    "flip_flop": "train.tasks.flip_flop:FlipFlop",
+    "line_numbers": "train.tasks.line_numbers:LineNumbers",
+    "navigation": "train.tasks.navigation:Navigation",
     "passkey": "train.tasks.passkey:Passkey",
+    "recall": "train.tasks.recall:Recall",
     "scrolls": "train.tasks.scrolls:Scrolls",
+    "selective_copy": "train.tasks.selective_copy:SelectiveCopy",
+    "table": "train.tasks.table:Table",
     "text": "train.tasks.text:Text",
     "words": "train.tasks.words:Words",
 }

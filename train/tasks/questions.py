@@ -48,7 +48,7 @@ class Options:
         for field in dataclasses.fields(self):
             value, least = getattr(self, field.name), int(field.name != "seed")
             require(
-                value is None or value >= least,
+                value is None or isinstance(value, str) or value >= least,
                 f"evaluation: {field.name} must "
                 f"{'be at least 1' if least else 'not be negative'}; got {value}",
             )
@@ -331,12 +331,9 @@ class QuestionTask(GridTask):
 
     def evaluate(self, trained: Trained, options: Any, progress: Progress | None = None) -> Any:
         """Exact match by length; what is too long for the model is not asked."""
-        longest = self.longest(options)
+        axes = self.axes(options)
         examples = self.examples(
-            *[range(1, longest + 1)] * self.operands,
-            samples=options.samples,
-            seed=options.seed,
-            limit=trained.max_length,
+            *axes, samples=options.samples, seed=options.seed, limit=trained.max_length
         )
         right = exact_match(
             trained.apply,
@@ -346,21 +343,34 @@ class QuestionTask(GridTask):
             shapes=options.shapes,
             progress=progress,
         )
-        shape = (longest if self.operands == 2 else 1, longest)
-        return self.grid(**tally(examples.cells, right, shape))
+        shape = (len(axes[0]) if self.operands == 2 else 1, len(axes[-1]))
+        return self.grid(axes, **tally(examples.cells, right, shape))
 
-    def longest(self, options: Options) -> int:
+    def longest_asked(self, options: Options) -> int:
         """The greatest length asked for."""
         return self.reach * self.trained_length if options.longest is None else options.longest
 
-    def grid(self, correct: np.ndarray, counts: np.ndarray) -> Grid:
-        """A grid of answers, int [R, C]: all lengths from 1 on, for one operand R = 1."""
-        rows, columns = (tuple(range(1, size + 1)) for size in counts.shape)
-        cells = [*itertools.product(*(rows, columns)[2 - self.operands :])]
+    def axes(self, options: Options) -> tuple[Sequence[int], ...]:
+        """For each operand the lengths asked for."""
+        return (range(1, self.longest_asked(options) + 1),) * self.operands
+
+    def counted(self, *lengths: int) -> int:
+        """The length under which tables count a cell."""
+        return max(lengths)
+
+    @property
+    def counted_as(self) -> str:
+        """What that length is."""
+        return f"the {self.wording.unit} of the longer operand"
+
+    def grid(self, axes: Sequence[Sequence[int]], correct: np.ndarray, counts: np.ndarray) -> Grid:
+        """A grid of answers, int [R, C], to the questions of ``axes``; for one operand R = 1."""
+        rows, columns = ((1,), *axes)[-2:]
+        cells = [*itertools.product(*axes)]
         return Grid(
-            rows=rows,
-            columns=columns,
-            lengths=np.reshape([max(cell) for cell in cells], counts.shape),
+            rows=tuple(rows),
+            columns=tuple(columns),
+            lengths=np.reshape([self.counted(*cell) for cell in cells], counts.shape),
             correct=correct,
             counts=counts,
             shared=np.reshape([self.is_shared(*cell) for cell in cells], counts.shape),

@@ -308,7 +308,7 @@ class Words(QuestionTask):
         trained range are read from words of the trained length all the same, since some encodings
         depend on the length of the sequence. What is too long for the model is not asked.
         """
-        longest = self.longest(options)
+        longest = self.longest_asked(options)
         limit = longest if trained.max_length is None else trained.max_length - 1
         reads = list(dict.fromkeys(min(x, longest, limit) for x in (self.max_length, longest)))
         correct, counts = np.zeros((2, longest), np.int64), np.zeros((1, longest), np.int64)
@@ -328,7 +328,8 @@ class Words(QuestionTask):
                 correct[row, start:length] = outcomes.sum(axis=0)[start:]
             counts[0, start:length] = options.samples
             start = length
-        return WordResult(*(self.grid(right[None], counts) for right in correct))
+        axes = self.axes(options)
+        return WordResult(*(self.grid(axes, right[None], counts) for right in correct))
 
     def read_result(self, record: Any) -> WordResult:
         """The result that ``to_json`` described."""

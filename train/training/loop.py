@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from tape_jax._src.attention import recorded_plans
 from tape_jax._src.checks import require
 from tape_jax._src.model import Transformer
 from tape_jax.sharding import Sharding
+from train.compiled import compile_in_turn
 from train.experiment import Experiment
 from train.training import changes, distributed, messages, runs, tuned
 from train.training.checkpoint import Report
@@ -22,7 +24,7 @@ from train.training.clock import Clock
 from train.training.flops import peak, step_flops
 from train.training.metrics import Metrics, NonFiniteError, ProfilerTrace, Sums, Work
 from train.training.signals import Signals, Stopped
-from train.training.step import TrainState, all_finite, init_state, make_optimizer, make_step
+from train.training.step import all_finite, init_state, make_optimizer, make_step
 
 
 def train(
@@ -84,7 +86,9 @@ def train(
             start, state = checkpoints.restore(program.template, data, sums)
             checkpoints.forget_after(start)
         else:
-            start, state = 0, program.initial(begin.params)
+            seed = np.asarray(jax.random.key_data(jax.random.key(experiment.seed)))
+            compile_in_turn(program.initial.lower(begin.params, seed))
+            start, state = 0, program.initial(begin.params, seed)
             checkpoints.save(0, state, data, sums)
             checkpoints.wait()  # From here on a run without checkpoints has lost them.
         if continued and distributed.agreed(
@@ -117,10 +121,12 @@ def train(
                 batch = next(data)
                 if sharding is not None:
                     batch = sharding.place(batch)
-                with recorded_plans() as plans:
-                    state, values = program.step(state, batch, begin.frozen)
                 if step == start + 1:
+                    with recorded_plans() as plans:
+                        lowered = program.step.lower(state, batch, begin.frozen)
                     report(messages.describe_attention(plans))
+                    compile_in_turn(lowered)
+                state, values = program.step(state, batch, begin.frozen)
                 metrics.record(step, values)
                 stop = signals.received or (signal.SIGTERM if distributed.preempted(step) else 0)
                 if stop or step % config.save_every == 0 or step == last:
@@ -179,13 +185,14 @@ class StepProgram(NamedTuple):
     """The compiled functions of a training.
 
     Attributes:
-      initial: the state before the first step, from the parameters that train (None: random ones).
+      initial: the state before the first step, from the parameters that train (None: random ones)
+        and a raw random key.
       step: one optimiser step (:func:`train.training.step.make_step`).
       template: shapes, types and places of a state.
     """
 
-    initial: Callable[[Any], TrainState]
-    step: Callable[..., tuple[TrainState, dict[str, jax.Array]]]
+    initial: jax.stages.Wrapped
+    step: jax.stages.Wrapped
     template: Any
 
 

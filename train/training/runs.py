@@ -331,12 +331,11 @@ def adapted(
             base = Transformer(pretrained_config(path))
             places = sharding.of(base, jax.eval_shape(base.init, jax.random.key(0), ONE_TOKEN))
         model, variables = tape.from_pretrained(path, sharding=places)
-    position = experiment.model.position
     made = adaptation.apply(
         section,
         *adaptation.computed_as(model, variables, experiment.model),
         key=jax.random.fold_in(jax.random.key(experiment.seed), 2),
-        position=adaptation.tape_options(position) if section.method == "tape" else None,
+        position=experiment.model.position,
     )
     if folder is not None:
         recorded, found = Fingerprint(**_record(folder)["base"]), made.base
@@ -440,9 +439,14 @@ def count_parameters(experiment: Experiment) -> tuple[int, int]:
     return trained + frozen, trained
 
 
-def init_variables(experiment: Experiment) -> dict[str, Any]:
+def first_key(experiment: Experiment, seed: jax.Array | None = None) -> jax.Array:
+    """The random key of an experiment; ``seed`` is a raw one in place of its own."""
+    return jax.random.key(experiment.seed) if seed is None else jax.random.wrap_key_data(seed)
+
+
+def init_variables(experiment: Experiment, seed: jax.Array | None = None) -> dict[str, Any]:
     """The model's variables at the start of training; to be traced by ``jax.jit``."""
-    params_key, positions_key = jax.random.split(jax.random.key(experiment.seed))
+    params_key, positions_key = jax.random.split(first_key(experiment, seed))
     tokens = jax.numpy.zeros((1, experiment.task.sequence_length), "int32")
     rngs = {"params": params_key, "positions": positions_key}
     return dict(Transformer(experiment.model).init(rngs, tokens))

@@ -5,7 +5,6 @@ Names of arrays end in their axes: B examples, T tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -50,7 +49,10 @@ class TrainState(NamedTuple):
 
 
 def init_state(
-    experiment: Experiment, optimizer: optax.GradientTransformation, params: Any = None
+    experiment: Experiment,
+    optimizer: optax.GradientTransformation,
+    params: Any = None,
+    seed: Array | None = None,
 ) -> TrainState:
     """The state before the first step; to be traced by ``jax.jit``.
 
@@ -58,10 +60,11 @@ def init_state(
       experiment: what is trained.
       optimizer: of :func:`make_optimizer`.
       params: to start from, with None in place of what does not train; None: random ones.
+      seed: raw random key in place of the experiment's, so that its program is that of all seeds.
     """
     if params is None:
-        params = runs.init_variables(experiment)["params"]
-    key = jax.random.key_data(jax.random.fold_in(jax.random.key(experiment.seed), 1))
+        params = runs.init_variables(experiment, seed)["params"]
+    key = jax.random.key_data(jax.random.fold_in(runs.first_key(experiment, seed), 1))
     usual = None if experiment.train.spike is None else (jnp.float32(0), jnp.float32(0))
     return TrainState(params, optimizer.init(params), jnp.int32(0), key, usual)
 
@@ -111,7 +114,7 @@ def make_step(
     optimizer: optax.GradientTransformation,
     config: TrainConfig,
     places: Any = None,
-) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
+) -> jax.stages.Wrapped:
     """One compiled optimiser step ``(state, batch, frozen=None)``; its state argument is donated.
 
     ``frozen`` holds the parameters that do not train (see :class:`train.training.runs.Start`), or

@@ -74,7 +74,7 @@ def save_adapter(
     changed += [
         name
         for name, tensor in base.tensors.items()
-        if own.tensors.get(name) != tensor and not any(chosen.get(name, {}).values())
+        if own.tensors.get(name, tensor) != tensor and not any(chosen.get(name, {}).values())
     ]
     require(
         not changed,
@@ -158,6 +158,8 @@ def load_adapter(
     flat = flatten_dict(restack(base_variables["params"], base_model, model), sep="/")
     for name, x in flatten_dict(trained, sep="/").items():
         flat[name] = _like(x, flat.get(name))
+    # Another encoding leaves out parameters of the base's.
+    flat = {name: flat[name] for name in model.parameters()}
     return model, {**base_variables, "params": unflatten_dict(flat, sep="/")}
 
 

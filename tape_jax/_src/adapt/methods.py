@@ -138,10 +138,16 @@ def _with_start_of(old: positions.Encoding, position: Any) -> positions.Encoding
         return positions.create([_with_start_of(old, one) for one in position])
     given = position if isinstance(position, Mapping) else {"kind": position}
     kind = given.get("kind", "tape")
+    own = rotary_start(old, kind) if isinstance(kind, str) else {}
+    return positions.create({**own, **given} if own else position)
+
+
+def rotary_start(old: positions.Encoding, kind: str) -> dict[str, Any]:
+    """What an encoding, or several joined by ``+``, takes over of another one's rotary start."""
     members = old.encodings if isinstance(old, positions.Combined) else (old,)
     rope = next((one for one in members if isinstance(one, positions.Rope)), None)
-    if rope is None or not isinstance(kind, str):
-        return positions.create(position)
+    if rope is None:
+        return {}
     known = option_names(kind)
     own: dict[str, Any] = {}
     for name in START_FIELDS:
@@ -149,7 +155,7 @@ def _with_start_of(old: positions.Encoding, position: Any) -> positions.Encoding
         # What is another one by default, the encoding's name says.
         if issubclass(cls, positions.Rope) and getattr(cls, name) == getattr(positions.Rope, name):
             own[name] = getattr(rope, name)
-    return positions.create({**own, **given})
+    return own
 
 
 def add_lora(
@@ -346,19 +352,26 @@ def _theta(model: Transformer, variables: Any, *, key: Array, base: float = 1e6,
     return add_lora(*scale_theta(model, variables, base), key=key, **lora)
 
 
+def _encoding(model: Transformer, variables: Any, *, key: Array, position: Any = None, **options):
+    require(position is not None, "the method 'encoding' needs position=, what takes its place")
+    return with_encoding(model, variables, position, key=key, **options)
+
+
 def _unchanged(model: Transformer, variables: Any, *, key: Array | None):
     return model, variables
 
 
 _LORA_OPTIONS = ("rank", "alpha", "targets", "dtype")
 
-# The methods that the paper compares for longer contexts, and full fine-tuning.
+# The methods that the paper compares for longer contexts, full fine-tuning, and that with another
+# encoding, whose logits the base's projections were not made for.
 METHODS = {
     "tape": Method(add_tape, (Position(),), None),
     "lora": Method(add_lora, (LoraFactors(),), _LORA_OPTIONS),
     "longlora": Method(_long_lora, (LoraFactors(),), ("groups", *_LORA_OPTIONS)),
     "theta": Method(_theta, (LoraFactors(),), ("base", *_LORA_OPTIONS)),
     "full": Method(_unchanged, (Everything(),), ()),
+    "encoding": Method(_encoding, (Everything(),), ("position", "dtype", "donate")),
 }
 
 
@@ -379,13 +392,15 @@ def adapt(
       model: the base, with the encoding ``rope`` or ``yarn`` where the method is ``tape``.
       variables: its variables; arrays or ShapeDtypeStructs.
       method: ``tape``; ``lora``; ``longlora``, which trains on shifted groups and is evaluated with
-        :func:`full_attention`; ``theta``, LoRA with another rotary base; ``full``, everything.
+        :func:`full_attention`; ``theta``, LoRA with another rotary base; ``full``, everything;
+        ``encoding``, everything, with another encoding.
       key: random key for new parameters; ``full`` needs none.
       norms, embeddings: whether the norms, and the embeddings with the output projection, train
-        too; ``full`` trains them in any case.
+        too; ``full`` and ``encoding`` train them in any case.
       scaling: first adapts the rotary frequencies, as :func:`with_scaling`.
       **options: ``tape``: those of :func:`add_tape`; else ``rank``, ``alpha``, ``targets`` and
-        ``dtype`` of :func:`add_lora`, ``groups`` (longlora) and ``base`` (theta).
+        ``dtype`` of :func:`add_lora`, ``groups`` (longlora) and ``base`` (theta); ``encoding``:
+        ``position``, ``dtype`` and ``donate`` of :func:`with_encoding`.
 
     Raises:
       ValueError: for an unknown method or option, a missing key, or a model that does not fit.

@@ -26,12 +26,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tape_jax._src.attention import reference
 from tape_jax._src.attention.normalise import normalise
 from tape_jax._src.attention.request import BiasFunction, Request, RowFunction
 from tape_jax._src.attention.tuning import choice as tuned
 from tape_jax._src.attention.tuning.cases import Contender
 from tape_jax._src.attention.tuning.choice import Ranking
 from tape_jax._src.checks import choose, require
+from tape_jax._src.operations import matrix_operations
 from tape_jax._src.sharding import Sharding
 
 Array = jax.Array
@@ -73,6 +75,9 @@ class AttentionPlan:
       measured: seconds that implementations took on this machine, forward and with gradients, at
         the measured shape nearest to the call's; None if none is near, or names are given.
       basis: what the choice rests on, in words.
+      operations: of the products of a forward pass over all pairs of query and key, a product and
+        a sum being two; those of ``logits_fn`` and ``weights_fn`` included, also where an
+        implementation leaves out what is hidden. None in the record of a call.
     """
 
     implementation: str | None
@@ -80,6 +85,7 @@ class AttentionPlan:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     measured: dict[str, tuple[float, float]] | None = None
     basis: str = ""
+    operations: float | None = None
 
 
 def attention(
@@ -155,9 +161,10 @@ def attention(
       sharding: a mesh and rules, by which ``ring`` splits the sequence. Others leave the mesh to
         the compiler.
       logits_fn: rewrites rows of scaled logits before anything is added to them or hidden: a
-        function of logits ``[B, Hq, Q, S]`` of ``Q`` queries and all keys, ``B`` being all batch
-        axes, and of :class:`tape_jax.AttentionRows`, which says which queries they are and what
-        they see. Gradients reach what it closes over.
+        function of logits ``[B, Hq, Q, K]`` of ``Q`` queries and the first ``K`` keys, which are
+        all that these queries may see, ``B`` being all batch axes, and of
+        :class:`tape_jax.AttentionRows`, which says which queries they are and what they see.
+        Gradients reach what it closes over.
       weights_fn: in place of the softmax: a function of the final logits, -inf where a key is not
         visible, and of the same rows, to weights of the same shape.
 
@@ -212,7 +219,10 @@ def attention_plan(
 
     def decide(arrays: dict[int, Array]) -> None:
         args, kwargs = jax.tree.unflatten(tree, [arrays.get(n, x) for n, x in enumerate(leaves)])
-        plans.append(_plan(_Choice.of(normalise(*args, **kwargs), names, options or {})))
+        request = normalise(*args, **kwargs)
+        operations = matrix_operations(lambda: reference.attend(request))
+        plan = _plan(_Choice.of(request, names, options or {}))
+        plans.append(dataclasses.replace(plan, operations=operations))
 
     jax.eval_shape(decide, arrays)
     return plans[0]

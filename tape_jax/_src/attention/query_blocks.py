@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from tape_jax._src.attention import reference, rows
-from tape_jax._src.attention.request import Request, refuse, refuse_rows
+from tape_jax._src.attention.request import Request, refuse
 from tape_jax._src.checks import require
 
 Array = jax.Array
@@ -23,11 +24,12 @@ Array = jax.Array
 # At most so many blocks, of at least so many queries; logits of a block, over batch and heads.
 MOST_BLOCKS, LEAST_QUERIES = 4, 128
 MOST_LOGITS = 2**22
+# Queries in the smallest block to be measured.
+LEAST_TRIED = 64
 
 
 def check(request: Request) -> None:
     """Raises NotImplementedError where another implementation needs less memory or time."""
-    refuse_rows(request)
     refuse(
         request.local_window_size is not None,
         "it computes what a window hides; 'chunked' leaves that out",
@@ -44,6 +46,13 @@ def block_size(request: Request) -> int:
     """Queries in a block."""
     time = request.query_length
     return min(max(LEAST_QUERIES, -(-time // MOST_BLOCKS)), time)
+
+
+def candidates(request: Request) -> list[dict[str, Any]]:
+    """Options worth measuring: blocks of half, twice and four times the queries."""
+    size = block_size(request)
+    sizes = dict.fromkeys(min(size * part // 2, request.query_length) for part in (1, 4, 8))
+    return [{"block_q": each} for each in sizes if LEAST_TRIED <= each != size]
 
 
 def attend(request: Request, *, block_q: int | None = None) -> tuple[Array, Array | None]:
@@ -64,7 +73,13 @@ def attend(request: Request, *, block_q: int | None = None) -> tuple[Array, Arra
     v, width = request.values(), request.v.shape[-1]
     # CPUs have no products of shorter types, and gradients of keys are sums over blocks.
     q, k, v = (x.astype(request.accumulator_dtype) for x in (q, k, v))
-    request = dataclasses.replace(request, q=q, k=k, v=v, state=None, query_state=None)
+    decay = request.log_decay
+    if decay is not None and request.scale and not request.needs_rows:
+        q, k = _with_decay(request, q, k)
+        decay = jax.lax.stop_gradient(decay)
+    request = dataclasses.replace(
+        request, q=q, k=k, v=v, state=None, query_state=None, log_decay=decay
+    )
     time, size = request.query_length, block_q or block_size(request)
     ends = [min(start + size, time) for start in range(0, time, size)]
     parts = [_block(request, start, end) for start, end in zip([0, *ends], ends, strict=False)]
@@ -72,38 +87,31 @@ def attend(request: Request, *, block_q: int | None = None) -> tuple[Array, Arra
     return out[..., :width], None if out.shape[-1] == width else out[..., width:]
 
 
+def _with_decay(request: Request, q: Array, k: Array) -> tuple[Array, Array]:
+    """Queries and keys with further columns, whose products are 0 and have the decay's gradient.
+
+    A sum over queries, it then comes out of the product that makes that of keys, and not of a
+    further pass over all pairs. What is added to whole rows has no gradient.
+    """
+    assert request.log_decay is not None
+    decay, groups = request.log_decay[1], request.groups
+    nothing = (jax.lax.stop_gradient(decay) - decay) / request.scale
+    nothing = jnp.broadcast_to(nothing, (*k.shape[:2], request.query_heads))
+    ones = jnp.tile(jnp.eye(groups, dtype=q.dtype), (request.kv_heads, 1))
+    return (
+        jnp.concatenate([q, jnp.broadcast_to(ones, (*q.shape[:-1], groups))], axis=-1),
+        jnp.concatenate([k, nothing.reshape(*k.shape[:-1], groups).astype(k.dtype)], axis=-1),
+    )
+
+
 def _block(request: Request, start: int, end: int) -> Array:
     """Attention over values of the queries from ``start`` to ``end``."""
-    seen = request.key_length
-    if request.is_causal and isinstance(request.query_offset, int):
-        seen = min(max(end + request.query_offset, 1), seen)
-
     # Cut inside: so one array each is kept for the backward pass of all blocks.
     policy = jax.checkpoint_policies.save_only_these_names(reference.PRODUCT)
 
     @functools.partial(jax.checkpoint, policy=policy)
     def attend(q: Array, k: Array, v: Array) -> Array:
         whole = dataclasses.replace(request, q=q, k=k, v=v)
-        return reference.attend(_cut(rows.part(whole, start, end - start), seen))[0]
+        return reference.attend(rows.seen_part(whole, start, end - start))[0]
 
     return attend(request.q, request.k, request.v)
-
-
-def _cut(request: Request, seen: int) -> Request:
-    """The call with the first ``seen`` keys only."""
-
-    def cut(x: Array, axis: int) -> Array:
-        return x if x.shape[axis] == 1 else jax.lax.slice_in_dim(x, 0, seen, axis=axis)
-
-    segments, bias, mask, decay = (
-        request.segments, request.bias, request.mask, request.log_decay,
-    )  # fmt: skip
-    return dataclasses.replace(
-        request,
-        k=cut(request.k, 1),
-        v=cut(request.v, 1),
-        segments=None if segments is None else (segments[0], cut(segments[1], 1)),
-        bias=bias if bias is None or callable(bias) else cut(bias, 3),
-        mask=None if mask is None else cut(mask, 3),
-        log_decay=None if decay is None else (decay[0], cut(decay[1], 1)),
-    )

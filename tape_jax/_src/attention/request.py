@@ -26,12 +26,15 @@ MAX_INDEX = 2**29
 class AttentionRows(NamedTuple):
     """Rows of logits, of some queries and all keys, as functions that rewrite them see them.
 
+    Where ``K`` stands below, keys that are hidden from all of these queries, because they are
+    later, may be left out: then ``K < S``, and of what is per key a function takes the first ``K``.
+
     Attributes:
       queries: which queries, int32 ``[Q]``, counted from the first of the call: by it a function
         takes their part of an array that it closes over.
       places: of the queries among the keys, ``query_offset`` included, int32 ``[Q]``, or
         ``[B, Q]`` where rows of the batch have offsets of their own.
-      visible: booleans ``[B|1, Hq|1, Q, S]``.
+      visible: booleans ``[B|1, Hq|1, Q, K]``.
     """
 
     queries: Array
@@ -63,7 +66,7 @@ class Request:
       query_offset: what is added to a query's index before it is compared with a key's: an int,
         or int32, a scalar or one a row ``[B]``.
       scale: factor on the logits.
-      logits_fn, weights_fn: of logits ``[B, Hq, Q, S]`` and :class:`AttentionRows`, to as many
+      logits_fn, weights_fn: of logits ``[B, Hq, Q, K]`` and :class:`AttentionRows`, to as many
         logits and to weights, or None.
       is_causal, local_window_size, keys_rotated, attend_state, interpret, sharding: as in
         :func:`tape_jax.attention`.
@@ -164,7 +167,7 @@ def refuse_rows(request: Request) -> None:
     for name in ("logits_fn", "weights_fn"):
         refuse(
             getattr(request, name) is not None,
-            f"{name}= is given rows of logits over all keys, which 'rows' and 'reference' have",
+            f"{name}= is given rows of logits, which 'query_blocks', 'rows' and 'reference' have",
         )
 
 

@@ -21,6 +21,8 @@ Array = jax.Array
 
 # Logits in one block, over batch and heads.
 BLOCK_LOGITS = 2**20
+# Under the causal rule keys are left out behind each of so many parts of the queries.
+PARTS = 4
 
 
 def check(request: Request) -> None:
@@ -46,6 +48,19 @@ def attend(request: Request, *, block_q: int | None = None) -> tuple[Array, Arra
     size = min(block_q or _block_length(request), time)
     q, k = request.rotated()
     request = dataclasses.replace(request, q=q, k=k, query_state=None, keys_rotated=True)
+    parts = PARTS if request.is_causal and isinstance(request.query_offset, int) else 1
+    span = size * -(-time // (size * parts))
+    found = [
+        _by_blocks(seen_part(request, start, min(span, time - start)), size)
+        for start in range(0, time, span)
+    ]
+    return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *found)
+
+
+def _by_blocks(request: Request, size: int) -> tuple[Array, Array | None]:
+    """Attention with all keys of a call, at most ``size`` queries at a time."""
+    time = request.query_length
+    size = min(size, time)
 
     @jax.checkpoint
     def block(start: Array) -> Any:
@@ -90,6 +105,35 @@ def part(request: Request, start: int | Array, size: int) -> Request:
         query_offset=request.query_offset + start,
         logits_fn=shifted(request.logits_fn),
         weights_fn=shifted(request.weights_fn),
+    )
+
+
+def seen_part(request: Request, start: int, size: int) -> Request:
+    """The same without the keys that the causal rule hides from all of these queries."""
+    own, seen = part(request, start, size), request.key_length
+    if request.is_causal and isinstance(request.query_offset, int):
+        seen = min(max(start + size + request.query_offset, 1), seen)
+    return _first_keys(own, seen)
+
+
+def _first_keys(request: Request, seen: int) -> Request:
+    """The call with the first ``seen`` keys only."""
+
+    def cut(x: Array, axis: int) -> Array:
+        return x if x.shape[axis] == 1 else jax.lax.slice_in_dim(x, 0, seen, axis=axis)
+
+    segments, bias, mask, decay, state = (
+        request.segments, request.bias, request.mask, request.log_decay, request.state,
+    )  # fmt: skip
+    return dataclasses.replace(
+        request,
+        k=cut(request.k, 1),
+        v=cut(request.v, 1),
+        state=None if state is None else cut(state, 1),
+        segments=None if segments is None else (segments[0], cut(segments[1], 1)),
+        bias=bias if bias is None or callable(bias) else cut(bias, 3),
+        mask=None if mask is None else cut(mask, 3),
+        log_decay=None if decay is None else (decay[0], cut(decay[1], 1)),
     )
 
 

@@ -75,13 +75,14 @@ class Cope(Encoding):
         if self.separate_key:
             own = layer.product(params["gate_key_kernel"]).astype(q.dtype)
             own = own.reshape(*own.shape[:-1], config.kv_heads, config.dim)
-            gate_keys = by_rows.all_axes(layer.keep("gate_key", own)).astype(q.dtype)
+            gate_keys = layer.keep("gate_key", own).astype(q.dtype)
 
         def logits_fn(logits: Array, rows: Any) -> Array:
             queries = by_rows.of_queries(q, rows)
             gates = logits
             if gate_keys is not None:
-                gates = by_rows.products(queries, gate_keys, logits.dtype) * scale
+                keys = by_rows.of_keys(gate_keys, rows)
+                gates = by_rows.products(queries, keys, logits.dtype) * scale
             gates = jnp.where(rows.visible, jax.nn.sigmoid(gates), 0)
             place = jnp.minimum(by_rows.sums_from(gates), vectors.shape[-1] - 1)
             found = jnp.moveaxis(layer.product(vectors, queries), 1, 2)

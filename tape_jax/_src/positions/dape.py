@@ -59,7 +59,8 @@ class Dape(Encoding):
 
         def logits_fn(logits: Array, rows: Any) -> Array:
             queries = jnp.take(positions, rows.queries, axis=-1)
-            bias = self.additive.pair_bias(params, queries, keys, layer.config)
+            seen = keys[..., : logits.shape[-1]]
+            bias = self.additive.pair_bias(params, queries, seen, layer.config)
             bias = jnp.broadcast_to(bias, (*layer.x.shape[:-2], *logits.shape[1:]))
             bias = bias.reshape(logits.shape).astype(logits.dtype)
             w1, b1, w2, b2 = (params[n].astype(logits.dtype) for n in ("w1", "b1", "w2", "b2"))

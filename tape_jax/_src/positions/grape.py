@@ -134,11 +134,12 @@ class GrapePath(Encoding):
         own = layer.product(params["path_kernel"])
         own = own.reshape(*own.shape[:-1], layer.config.num_heads, width)
         keys = layer.keep("path", _turned(own, layer.query_positions))
-        keys = by_rows.all_axes(keys).astype(own.dtype)
+        keys = keys.astype(own.dtype)
         slopes = jnp.asarray(alibi_slopes(layer.config.num_heads), own.dtype)
 
         def logits_fn(logits: Array, rows: Any) -> Array:
-            along = by_rows.products(by_rows.of_queries(own, rows), keys, own.dtype) / width
+            sides = by_rows.of_queries(own, rows), by_rows.of_keys(keys, rows)
+            along = by_rows.products(*sides, own.dtype) / width
             steps = slopes[:, None, None] * jax.nn.log_sigmoid(along)
             steps = jnp.where(rows.visible, steps, 0)
             return logits + by_rows.sums_behind(steps).astype(logits.dtype)

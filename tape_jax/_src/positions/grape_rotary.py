@@ -13,7 +13,7 @@ from tape_jax._src.checks import choose, require
 from tape_jax._src.config import ModelConfig
 from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.positions.protocol import Encoding, Param
-from tape_jax._src.positions.rotary import frequencies, state_at
+from tape_jax._src.positions.rotary import content_state, frequencies
 
 STEPS = ("softplus", "sigmoid")
 
@@ -83,4 +83,4 @@ class GrapeMultiplicative(Encoding):
             steps = jax.nn.sigmoid(steps / self.sigmoid_scale)
         phase = layer.running_sum("phase", steps) - steps
         turns = jnp.exp(params["log_frequencies"].astype(layer.dtype))
-        return Terms(state=state_at(-phase[..., None] * turns))
+        return Terms(state=content_state(-phase[..., None] * turns))

@@ -14,7 +14,7 @@ from tape_jax._src.checks import positive, require, set_field
 from tape_jax._src.config import ModelConfig
 from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.positions.protocol import Encoding, Param, State
-from tape_jax._src.positions.rotary import state_at
+from tape_jax._src.positions.rotary import content_state
 
 if TYPE_CHECKING:
     from tape_jax._src.attention import AttentionRows
@@ -74,7 +74,7 @@ class MapFormerWM(Encoding):
 
     def state_of(self, params, path: Array, layer: Layer) -> Array:
         """The state ``[..., T, H, D]`` of tokens that are there."""
-        state = state_at(params["omega"].astype(path.dtype) * path)
+        state = content_state(params["omega"].astype(path.dtype) * path)
         return state.astype(layer.config.state_dtype or layer.dtype)
 
     def start_from_embeddings(self, params, layer: Layer) -> State:
@@ -141,7 +141,10 @@ class MapFormerEM(MapFormerWM):
 
         def logits_fn(logits: Array, rows: AttentionRows) -> Array:
             places = jnp.einsum(
-                "bhqd,bhkd->bhqk", q0[:, :, rows.queries], k0, preferred_element_type=logits.dtype
+                "bhqd,bhkd->bhqk",
+                q0[:, :, rows.queries],
+                k0[:, :, : logits.shape[-1]],
+                preferred_element_type=logits.dtype,
             )
             return logits * (places * config.dim**-0.5)
 

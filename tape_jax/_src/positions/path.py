@@ -147,6 +147,8 @@ def _logits_fn(
         queries = jnp.tile(rows.queries, groups)
         row_ids = None if ids is None else jnp.tile(jnp.take(ids, rows.queries, axis=1), groups)
         visible = rows.visible.any((0, 1, 2))
+        keys = time if layer.cached_keys is None else layer.cached_keys.shape[-2]
+        visible = jnp.pad(visible, (0, keys - visible.size))
         new = (
             visible if layer.kept is None else lax.dynamic_slice_in_dim(visible, layer.index, time)
         )
@@ -164,7 +166,7 @@ def _logits_fn(
                 "bhrd,bhsd->bhrs", q, layer.cached_keys.astype(q.dtype)
             )
             found = lax.dynamic_update_slice_in_dim(old, found, layer.index, axis=3)
-        return found.reshape(logits.shape)
+        return found[..., : logits.shape[-1]].reshape(logits.shape)
 
     return logits_of
 

@@ -12,7 +12,7 @@ from tape_jax._src.checks import choose, positive, require, set_field
 from tape_jax._src.config import ModelConfig
 from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.positions.protocol import Encoding, Param, State
-from tape_jax._src.positions.rotary import Rope, frequencies, state_at
+from tape_jax._src.positions.rotary import Rope, content_state, frequencies
 
 FORMS = ("swiglu", "linear")
 
@@ -101,4 +101,4 @@ class Repo(Encoding):
             places = layer.product(params["place_kernel"], gate * content)
         places = layer.tap("pos", places)
         turns = jnp.asarray(frequencies(layer.config.dim, self.base), layer.dtype)
-        return Terms(state=state_at(places[..., None] * turns))
+        return Terms(state=content_state(places[..., None] * turns))

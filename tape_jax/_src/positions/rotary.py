@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from tape_jax._src import algebra
 from tape_jax._src.checks import concrete, require, require_x64
@@ -164,6 +165,23 @@ def angles(
 def state_at(angles: Array) -> Array:
     """The rotary state ``[..., D]`` of angles ``[..., D/2]``."""
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
+
+
+@jax.custom_jvp
+def content_state(angles: Array) -> Array:
+    """:func:`state_at` of angles that every layer makes anew, and that have gradients.
+
+    Computed once: otherwise XLA puts sines and cosines into each of the programs that rotate by
+    them, five to a layer on a CPU.
+    """
+    return lax.optimization_barrier(state_at(angles))
+
+
+@content_state.defjvp
+def _content_state_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    state, (change,) = content_state(*primals), tangents
+    cos, sin = jnp.split(state, 2, axis=-1)
+    return state, jnp.concatenate([-sin * change, cos * change], axis=-1)
 
 
 def rotary_state(

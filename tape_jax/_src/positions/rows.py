@@ -6,14 +6,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+
+from tape_jax._src.algebra import precise_einsum
 
 Array = jax.Array
+
+# Sums along keys are products with triangles of so many of them: on a CPU a quarter of the time of
+# a cumulative sum.
+BLOCK = 32
 
 
 def of_queries(x: Array, rows: Any) -> Array:
     """Of ``x [..., T, heads, D]``, of all new tokens, those of some rows, ``[B, Q, heads, D]``."""
     return jnp.take(all_axes(x), rows.queries, axis=1)
+
+
+def of_keys(x: Array, rows: Any) -> Array:
+    """Of ``x [..., S, heads, D]``, of all keys, those that rows have, ``[B, K, heads, D]``."""
+    return all_axes(x)[:, : rows.visible.shape[-1]]
 
 
 def all_axes(x: Array) -> Array:
@@ -34,7 +44,12 @@ def products(queries: Array, keys: Array, dtype: Any) -> Array:
 
 def sums_from(x: Array) -> Array:
     """Of ``x [..., S]`` the sum over each key and all behind it."""
-    return lax.cumsum(x, axis=x.ndim - 1, reverse=True)
+    *lead, keys = x.shape
+    blocks = jnp.pad(x, [(0, 0)] * len(lead) + [(0, -keys % BLOCK)]).reshape(*lead, -1, BLOCK)
+    within = precise_einsum("...l,lj->...j", blocks, jnp.tri(BLOCK, dtype=x.dtype))
+    count = blocks.shape[-2]
+    after = precise_einsum("...b,bc->...c", blocks.sum(-1), jnp.tri(count, k=-1, dtype=x.dtype))
+    return (within + after[..., None]).reshape(*lead, -1)[..., :keys]
 
 
 def sums_behind(x: Array) -> Array:

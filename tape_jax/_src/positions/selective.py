@@ -14,7 +14,7 @@ from tape_jax._src.checks import choose, positive, require, set_field
 from tape_jax._src.config import ModelConfig
 from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.positions.protocol import Encoding, Param
-from tape_jax._src.positions.rotary import frequencies, state_at
+from tape_jax._src.positions.rotary import content_state, frequencies
 
 Array = jax.Array
 
@@ -150,7 +150,7 @@ class SelectiveRope(Encoding):
             phi = phi * gate[..., None]
         temperature = params.get("temperature", self.temperatures(layer.config.dim))
         angles = layer.running_sum("angle", phi) * jnp.asarray(temperature, layer.dtype)
-        return Terms(state=state_at(angles))
+        return Terms(state=content_state(angles))
 
 
 def _by_head(params, shares: Array, layer: Layer) -> Array:

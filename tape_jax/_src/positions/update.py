@@ -65,7 +65,6 @@ def update_state(
       activation: one of ``silu``, ``gelu``, ``relu``, ``tanh``, ``identity``.
       num_kv_heads: state heads, where neither ``state`` nor ``params`` tells.
       sharding: a mesh and rules; where they split heads, sums over heads are one reduce-scatter.
-
       implementation: how it is computed, a name or names in order of preference: ``reference``, as
         the equations are written, with derivatives of any order; ``unrolled``, products over heads
         written out, with a derivative of its own that keeps the arguments alone: for CPUs;
@@ -73,8 +72,8 @@ def update_state(
         None: ``unrolled`` on a CPU, unless heads are split over devices, else ``reference``.
       interpret: run ``pallas`` by XLA operations on any device, slowly.
 
-    Derivatives in forward mode are those of ``reference`` alone, and ``pallas`` has none of second
-    order.
+    Derivatives in forward mode are those of ``reference`` alone, but ``unrolled`` has those of
+    gradients, as in ``jax.hessian``. ``pallas`` has none of second order.
 
     Returns:
       The new state, ``[..., T, H_kv, D]`` or ``[..., T, H_kv, M, L, R]``, in the type of ``state``.

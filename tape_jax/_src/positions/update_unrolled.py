@@ -8,6 +8,7 @@ Kept for the backward pass are the arguments alone.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,16 +51,16 @@ def unrolled(call: UpdateCall) -> Array:
     return call.normalized(flat)
 
 
-@jax.custom_vjp
-def _update(
+def _updated(
     gate: Array, down: Array, up: Array, mix: Array | None, e: Array, a: Array | None
 ) -> Array:
     """``(I + A) (e + Mix(a))`` of ``e [..., T, H, N]``; ``down`` and ``mix`` hold step sizes."""
     return _product(_matrix(gate, down, up), _sum(e, mix, a)).astype(e.dtype)
 
 
-def _forward(*args: Array | None) -> tuple[Array, tuple[Array | None, ...]]:
-    return _update(*args), args
+def _forward(*args: Any) -> tuple[Array, tuple[Array | None, ...]]:
+    # Not by calling _update, which would have no derivative in forward mode over this one.
+    return _updated(*args), args
 
 
 def _backward(args: tuple[Array | None, ...], d_out: Array) -> tuple[Array | None, ...]:
@@ -74,6 +75,7 @@ def _backward(args: tuple[Array | None, ...], d_out: Array) -> tuple[Array | Non
     return *pull_matrix(d_matrix), d_mix, d_e, d_a
 
 
+_update = jax.custom_vjp(_updated)
 _update.defvjp(_forward, _backward)
 
 

@@ -11,6 +11,8 @@ from tape_jax._src.layout import restack
 from tests.models import encoding, random_variables, small_model, without
 from train.analysis import inspection
 from train.comparison.plots import MARK
+from train.evaluation import inside as insides
+from train.evaluation.inside import Inside
 from train.main import main
 
 CONFIG = """
@@ -34,7 +36,7 @@ def look(kind="tape", kv_heads=2, **position):
         encoding(kind, **position), num_heads=4, num_kv_heads=kv_heads, hidden_size=16
     )
     variables = random_variables(model, std=0.3)
-    return model, variables, inspection.look(model, variables, TOKENS, LABELS)
+    return model, variables, insides.look(model, variables, TOKENS, LABELS)
 
 
 @pytest.mark.slow
@@ -80,9 +82,7 @@ def test_moves_norms_and_phases():
     doubled[0, 0] *= 2
     turned[0, 0] *= 2
     turned[0, 1] = [[0, 0, 3, 4]]
-    inside = inspection.Inside(
-        [["x", "y"]], np.ones((3, 1, 2, 1, 2)), np.stack([start, doubled, turned])
-    )
+    inside = Inside([["x", "y"]], np.ones((3, 1, 2, 1, 2)), np.stack([start, doubled, turned]))
     np.testing.assert_allclose(inside.moves[:, 0, :, 0], [[1, 0], [0, 2**0.5]], rtol=1e-6)
     np.testing.assert_allclose(inside.relative_norms[:, 0, :, 0], [[1, 1], [2, 1], [2, 1]])
     np.testing.assert_allclose(inside.moved, [0, 0.5**0.5, 1.5**0.5], rtol=1e-6)

@@ -77,15 +77,31 @@ def test_an_exception_leaves_nothing_running(children, tmp_path, error):
 
 
 @pytest.mark.slow
-def test_seeds_share_compiled_programs(config, tmp_path, monkeypatch):
+@pytest.mark.parametrize("side_by_side", [1, 2])
+def test_seeds_share_compiled_programs(config, tmp_path, monkeypatch, side_by_side):
+    """Each is compiled once, by whoever comes first; the others find it."""
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    monkeypatch.setenv("JAX_DEBUG_LOG_MODULES", "jax._src.compiler")
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setenv("TAPE_JAX_CACHE", str(tmp_path))
-    jobs = plan(config, tmp_path / "runs", ENCODINGS, ["rope", "none"], 2, [])
+    jobs = plan(config, tmp_path / "runs", ENCODINGS, ["rope"], 2, [])
     (tmp_path / "runs").mkdir()
-    processes.train_all(jobs, 1)
+    processes.train_all(jobs, side_by_side)
     assert all(job.finished for job in jobs)
-    assert len(list((tmp_path / "compiled").glob("jit_step-*-cache"))) == 2
+    printed = "".join(job.log.read_text() for job in jobs)
+    for name in ("init_state", "step", "_all_right"):
+        compiled = len(list((tmp_path / "compiled").glob(f"jit_{name}-*-cache")))
+        assert compiled >= 1
+        assert printed.count(f"PERSISTENT COMPILATION CACHE MISS for 'jit_{name}'") == compiled
+        assert printed.count(f"Persistent compilation cache hit for 'jit_{name}'") == compiled
+
+
+def test_programs_come_before_seeds(config, tmp_path):
+    jobs = plan(config, tmp_path, ENCODINGS, ["none", "rope"], 3, [])
+    order = processes._distinct_first(jobs)
+    assert [(job.name, job.experiment.seed) for job in order] == [
+        ("none", 0), ("rope", 0), ("none", 1), ("none", 2), ("rope", 1), ("rope", 2),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("own", [None, "glibc.malloc.arena_max=2"])

@@ -123,7 +123,9 @@ def load(path):
 def test_from_training_to_adapter(llama, rope_run, tmp_path, compiled_once, base, method):
     path = {"llama": llama, "run": rope_run}[base]
     options = {"longlora": {"groups": 2}, "lora": {"targets": ["q"]}}.get(method, {})
-    wanted = an_experiment(path, method, options=options, scaling={"kind": "linear", "factor": 2.0})
+    model = {"position": "rope+fox"} if method == "encoding" else {}
+    scaling = {"kind": "linear", "factor": 2.0}
+    wanted = an_experiment(path, method, model=model, options=options, scaling=scaling)
     folder, notes = tmp_path / "run", []
     loop.train(wanted, folder, report=notes.append)
     assert notes[0].startswith(f"method {method}, which trains\nparameter ")
@@ -144,7 +146,7 @@ def test_from_training_to_adapter(llama, rope_run, tmp_path, compiled_once, base
         else:
             chex.assert_trees_all_equal_dtypes(x, old[name])
             chex.assert_trees_all_equal(x, old[name])
-    assert method == "full" or not all(mask.values())
+    assert method in ("full", "encoding") or not all(mask.values())
 
     # The adapter makes the run's model out of the base.
     adapter = folder / runs.ADAPTER
@@ -309,6 +311,30 @@ def test_what_agrees_or_says_how_to_compute_may_be_stated():
         experiment.from_mapping(values(GOLDEN) | {"task": {"name": "passkey"}, "evaluation": {}})
 
 
+def test_any_encoding_in_place_of_the_bases(config, tmp_path):
+    options = ["--config.adapt.method=encoding", "--config.model.position.kind=rope+fox"]
+    notes = []
+    wanted = experiment.from_file(config, options, report=notes.append)
+    rope, fox = wanted.model.position.encodings
+    assert (rope.scaling, fox.kind) == (RopeScaling("linear", 2.0), "fox")
+    assert wanted.label == "rope+fox"
+    assert experiment.from_mapping(experiment.to_json(wanted)) == wanted
+    assert notes == [
+        f"set in {config} for the method 'tape' and not carried over to 'encoding': norm",
+        "encoding: rope -> rope+fox",
+        "scaling: none -> linear x 2",
+    ]
+    model = {"position": {"kind": "fox", "bias": 2.0}}
+    assert an_experiment(GOLDEN, "encoding", model=model).model.position.bias == 2.0
+    assert an_experiment(GOLDEN, "encoding", model=model).adapt.trained == (adapt.Everything(),)
+    with pytest.raises(ValueError, match=r"needs model.position.kind"):
+        an_experiment(GOLDEN, "encoding")
+    with pytest.raises(ValueError, match=r"adapt.scaling .* encoding 'fox' has not"):
+        experiment.from_file(config, [*options, "--config.model.position.kind=fox"])
+    with pytest.raises(ValueError, match=r"unknown field 'gat' of the encoding 'fox'"):
+        an_experiment(GOLDEN, "encoding", model={"position": {"kind": "fox", "gat": "full"}})
+
+
 @pytest.mark.slow
 def test_rules_take_the_place_of_the_methods():
     wanted = an_experiment(GOLDEN, "lora", rules=["lora", "path:layers_*/mlp_norm/scale"])
@@ -373,7 +399,7 @@ def test_methods_on_the_command_line(config, tmp_path):
     assert other.adapt.scaling.factor == 4
     assert other.adapt.trained == (adapt.Position(), adapt.Norms())
 
-    names = list(adaptation.METHODS)
+    names = [name for name in adaptation.METHODS if name != "encoding"]
     jobs = plan(config, tmp_path / "all", METHODS, names, 1, [])
     assert [job.experiment.adapt.method for job in jobs] == names
     assert [job.experiment.model.position.kind for job in jobs].count("tape") == 1

@@ -80,7 +80,7 @@ class TestTask:
         compared = compare(self.task, {"tape": [perfect, perfect], "rope": [none, none]})
         text = compared.sections["Passkey retrieval"]
         assert "| up to 40 tokens" in text
-        assert "| 100 [51.0, 100]" in text
+        assert "| 100 [100, 100]" in text
         figure = compared.figures["passkey.png"]
         assert figure.axes[0].get_xlabel() == "length, tokens"
         assert [score.key for score in self.task.scores] == list(perfect.summary())[::-1]

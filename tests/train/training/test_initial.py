@@ -54,6 +54,7 @@ def test_starts_from_the_last_parameters_with_a_new_optimiser(first, tmp_path, m
     def crash(*_):
         raise Crash
 
+    crash.lower = crash
     with monkeypatch.context() as patch:
         patch.setattr(loop, "make_step", lambda *_: crash)
         with pytest.raises(Crash):

@@ -38,6 +38,7 @@ class Watched:
                 self.compilations = step._cache_size() - before
                 return action(state, values) if number == after else (state, values)
 
+            watched.lower = step.lower
             return watched
 
         monkeypatch.setattr(loop, "make_step", make)

@@ -33,7 +33,7 @@ def measured(monkeypatch):
 
     def measure(shape, found, call, *, limits, **_):
         calls.append(shape)
-        return [Measured(Contender("chunked"), 1.0, 2.0, 0.0)]
+        return [Measured(Contender("chunked"), 1.0, 2.0, error=0.0)]
 
     monkeypatch.setattr(session, "measure", measure)
     return calls

@@ -19,6 +19,7 @@ from train.tasks import Score, Task, task_name
 from train.tasks.questions import QuestionTask
 
 COMPARISONS: dict[str, str] = {
+    "address": "train.comparison.tasks.address:compare",
     "passkey": "train.comparison.tasks.passkey:compare",
     "scrolls": "train.comparison.tasks.scrolls:compare",
     "text": "train.comparison.tasks.text:compare",

@@ -30,8 +30,8 @@ def compare(task: QuestionTask, results: Mapping[str, Sequence[Grid]]) -> Compar
         label = f"{wording.questions} answered right, %"
         figure = length_curves({"": grids}, title=wording.title, y_label=label)
     else:
-        marks, lengths = "* or \u2022", "operand lengths"
-        by = f", by the {wording.unit} of the longer operand"
+        marks, lengths = "* or \u2022", wording.cells
+        by = f", by {task.counted_as}"
         figure = heat_maps(grids)
     picture = f"![Exact match by {lengths}](exact_match.png)"
     return Comparison(

@@ -17,13 +17,23 @@ from tape_jax._src.attention.request import Request
 
 Array = jax.Array
 
-HEAD_DIMS = (64, 128)
-LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16_384)
-DTYPES = ("bfloat16", "float32")
-# Tokens in a batch and heads by platform. A chip is filled as in training; a CPU meets both small
-# models and single sequences, whose best choices differ.
-ACCELERATOR = {"tokens": 16_384, "heads": (12,)}
-CPU = {"tokens": 2048, "heads": (1, 8)}
+# What is measured by default, by platform: tokens are those of a batch of several heads. A chip is
+# filled as in training; a CPU meets both small models and single sequences, whose best choices
+# differ, has no arithmetic in 16 bits, and takes long.
+ACCELERATOR: Mapping[str, Any] = {
+    "head_dims": (64, 128),
+    "lengths": (256, 512, 1024, 2048, 4096, 8192, 16_384),
+    "dtypes": ("bfloat16", "float32"),
+    "heads": (12,),
+    "tokens": 16_384,
+}
+CPU: Mapping[str, Any] = {
+    "head_dims": (64,),
+    "lengths": (128, 256, 512, 1024, 2048),
+    "dtypes": ("float32",),
+    "heads": (1, 8),
+    "tokens": 2048,
+}
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -134,6 +144,7 @@ class Measured:
       contender: what was measured.
       forward: seconds of the forward pass; infinite if it was not timed.
       gradients: seconds of the forward and backward pass; likewise.
+      spreads: half the distance of the quartiles of both, relative to them.
       error: the largest error against the reference; None if it was not compared.
       struck: why it must not, or need not, be taken; None if it may.
       wrong: whether that is because it disagrees with the reference.
@@ -142,6 +153,7 @@ class Measured:
     contender: Contender
     forward: float = math.inf
     gradients: float = math.inf
+    spreads: tuple[float, float] = (0.0, 0.0)
     error: float | None = None
     struck: str | None = None
     wrong: bool = False
@@ -150,6 +162,17 @@ class Measured:
     def timed(self) -> bool:
         """Whether there are times."""
         return math.isfinite(self.score)
+
+    def clearly_faster(self, other: Measured, gain: float) -> bool:
+        """Whether it takes at most ``gain`` of another's time, both ways, and not by noise.
+
+        The medians are further apart than the quartiles are from them.
+        """
+        mine, theirs = ((x.forward, x.gradients) for x in (self, other))
+        return all(
+            a <= gain * b and a * (1 + x) <= b * (1 - y)
+            for a, b, x, y in zip(mine, theirs, self.spreads, other.spreads, strict=True)
+        )
 
     @property
     def score(self) -> float:
@@ -161,29 +184,38 @@ class Measured:
         return math.sqrt(self.forward * self.gradients)
 
 
+def usual() -> Mapping[str, Any]:
+    """What :func:`shapes` takes where nothing is given."""
+    return CPU if jax.default_backend() == "cpu" else ACCELERATOR
+
+
 def shapes(
-    head_dims: Sequence[int] = HEAD_DIMS,
-    lengths: Sequence[int] = LENGTHS,
-    dtypes: Sequence[str] = DTYPES,
+    head_dims: Sequence[int] | None = None,
+    lengths: Sequence[int] | None = None,
+    dtypes: Sequence[str] | None = None,
     *,
     heads: Sequence[int] | None = None,
     tokens: int | None = None,
 ) -> list[CallShape]:
-    """The shapes to measure, what is used most and takes least first.
+    """The shapes to measure, what is used most and takes least first; None: by platform.
 
     Args:
       head_dims, lengths, dtypes: of the calls.
-      heads: several numbers of heads; None: by platform. One head stands for one sequence.
-      tokens: in a batch; None: by platform.
+      heads: several numbers of heads. One head stands for one sequence.
+      tokens: in a batch.
     """
+    given = {
+        "head_dims": head_dims, "lengths": lengths, "dtypes": dtypes, "heads": heads,
+        "tokens": tokens,
+    }  # fmt: skip
+    wanted = {**usual(), **{name: x for name, x in given.items() if x is not None}}
     cpu = jax.default_backend() == "cpu"
-    usual: Mapping[str, Any] = CPU if cpu else ACCELERATOR
-    # A CPU has no arithmetic in 16 bits: who runs there takes float32.
-    dtypes = sorted(dtypes, key=lambda name: (jnp.dtype(name).itemsize < 4) == cpu)
+    # Who runs on a CPU takes float32.
+    types = sorted(wanted["dtypes"], key=lambda name: (jnp.dtype(name).itemsize < 4) == cpu)
     found = []
     for dtype, length, dim, count, state in itertools.product(
-        dtypes, sorted(lengths), head_dims, heads or usual["heads"], (True, False)
+        types, sorted(wanted["lengths"]), wanted["head_dims"], wanted["heads"], (True, False)
     ):
-        batch = 1 if count == 1 else max(1, (tokens or usual["tokens"]) // length)
+        batch = 1 if count == 1 else max(1, wanted["tokens"] // length)
         found.append(CallShape(dim, length, dtype, state, batch, count, count))
     return found

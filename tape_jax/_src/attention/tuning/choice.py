@@ -23,8 +23,9 @@ from tape_jax._src.processes import broadcast_text
 COMMAND = "python -m tape_jax.tune"
 # What beats the default takes at most this much of its time in either direction.
 GAIN = 0.95
-# How many times the logits of the measured case ``reference`` may have, and how many bytes they may
-# take: every layer of a model keeps its own for the backward pass, which one call does not show.
+# How many times the logits of the measured case ``reference`` may have where it is not the default,
+# and how many bytes they may take: every layer of a model keeps its own for the backward pass,
+# which one call does not show.
 REACH, MOST_BYTES = 2, 2**26
 
 
@@ -150,7 +151,8 @@ def ranking(
         if not result.contender.options or usable(request, result.contender)
     ]
     size = shape.logits * request.accumulator_dtype.itemsize
-    if shape.logits > REACH * near.logits or size > MOST_BYTES:
+    untried = shape.logits > REACH * near.logits or size > MOST_BYTES
+    if untried and default != "reference":
         results = [x for x in results if x.contender.implementation != "reference"]
     best = ranked(results, default)
     seconds: dict[str, tuple[float, float]] = {}
@@ -176,24 +178,21 @@ def nearest(shape: CallShape, table: Iterable[CallShape]) -> CallShape | None:
 
     Types of other widths, and calls with a state or without, have nothing to say of one another. Of
     the others those of the nearest head dimension count, and of these the nearest in length; four
-    times the heads count as much as twice the length. A call shorter than half of all that was
-    measured is not known: what takes time in it is something else.
+    times the heads count as much as twice the length. A call shorter than half of all of these is
+    not known: what takes time in it is something else.
     """
+
+    def apart(other: CallShape, name: str) -> float:
+        return abs(math.log2(getattr(shape, name) / getattr(other, name)))
+
+    def distance(other: CallShape) -> tuple[float, CallShape]:
+        return apart(other, "length") + apart(other, "rows") / 2, other
+
     alike = [x for x in table if x.state == shape.state and _width(x) == _width(shape)]
+    least = min((apart(x, "head_dim") for x in alike), default=0.0)
+    alike = [x for x in alike if apart(x, "head_dim") == least]
     if not alike or 2 * shape.length < min(x.length for x in alike):
         return None
-
-    def distance(other: CallShape) -> tuple[float, float, CallShape]:
-        dim, length, rows = (
-            abs(math.log2(mine / theirs))
-            for mine, theirs in (
-                (shape.head_dim, other.head_dim),
-                (shape.length, other.length),
-                (shape.rows, other.rows),
-            )
-        )
-        return dim, length + rows / 2, other
-
     return min(alike, key=distance)
 
 
@@ -209,9 +208,5 @@ def ranked(results: Iterable[Measured], default: str) -> list[Measured]:
     base = next((x for x in timed if x.contender == Contender(default)), None)
     if base is None:
         return timed
-
-    def better(x: Measured) -> bool:
-        return x.forward <= GAIN * base.forward and x.gradients <= GAIN * base.gradients
-
-    first = [x for x in timed if better(x)]
+    first = [x for x in timed if x.clearly_faster(base, GAIN)]
     return [*first, base, *(x for x in timed if x is not base and x not in first)]

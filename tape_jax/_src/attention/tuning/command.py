@@ -11,9 +11,12 @@ import jax
 from tape_jax._src.attention.tuning import cases, choice, picture, store
 from tape_jax._src.attention.tuning.cases import CallShape, Contender, Measured
 from tape_jax._src.attention.tuning.measure import Limits
-from tape_jax._src.attention.tuning.session import trials, tune
+from tape_jax._src.attention.tuning.session import finished, trials, tune
 from tape_jax._src.files import write_atomically
 from tape_jax._src.table import markdown
+
+# Seconds that a case takes, nearly all of them to compile: on two cores (Xeon).
+SECONDS_A_CASE = {"cpu": 20}
 
 
 def main(argv: Sequence[str] | None = None, *, description: str | None = None) -> int:
@@ -21,16 +24,22 @@ def main(argv: Sequence[str] | None = None, *, description: str | None = None) -
     parser = argparse.ArgumentParser(prog="python -m tape_jax.tune", description=description)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--head-dims", type=_positive, nargs="+", metavar="D", default=cases.HEAD_DIMS)
-    add("--lengths", type=_positive, nargs="+", metavar="T", default=cases.LENGTHS)
-    add("--dtypes", choices=("bfloat16", "float16", "float32"), nargs="+", default=cases.DTYPES)
+    add("--head-dims", type=_positive, nargs="+", metavar="D")
+    add("--lengths", type=_positive, nargs="+", metavar="T")
+    add("--dtypes", choices=("bfloat16", "float16", "float32"), nargs="+")
     add("--heads", type=_positive, nargs="+", help="numbers of heads; one: a single sequence")
     add("--tokens", type=_positive, help="in a batch, where there are several heads")
     add("--minutes", type=float, default=15.0, help="after which nothing new is begun (15)")
     add("--seconds", type=float, default=3.0, help="a call that takes longer is left out (3)")
     add("--memory-limit", type=float, default=4.0, help="temporary memory of a call in GiB (4)")
     add("--again", action="store_true", help="measure what the file has, too")
-    options = parser.parse_args(argv)
+    try:
+        return _run(parser.parse_args(argv))
+    except OSError as error:
+        parser.exit(1, f"{parser.prog}: measurements cannot be kept: {error}\n")
+
+
+def _run(options: argparse.Namespace) -> int:
     wanted = cases.shapes(
         options.head_dims,
         options.lengths,
@@ -42,9 +51,11 @@ def main(argv: Sequence[str] | None = None, *, description: str | None = None) -
     table, ignored = store.read()
     for file, why in ignored.items():
         print(f"{file} is ignored: {why}")
-    known = sum(shape in (table or {}) for shape in wanted)
-    if known and not options.again:
-        print(f"{known} of them were measured before; --again measures them anew")
+    known = {} if options.again else table or {}
+    done = [shape for shape in wanted if shape in known and finished(known[shape])]
+    if done:
+        print(f"{len(done)} of them were measured before; --again measures them anew")
+    print(forecast(len(wanted) - len(done), options.minutes))
     table = tune(
         wanted,
         seconds=60 * options.minutes,
@@ -65,6 +76,16 @@ def main(argv: Sequence[str] | None = None, *, description: str | None = None) -
         write_atomically(to, drawn)
         print(f"picture: {to}")
     return 0
+
+
+def forecast(cases: int, minutes: float) -> str:
+    """How long it takes to measure so many cases, where that is known, and when it ends."""
+    each = SECONDS_A_CASE.get(jax.default_backend())
+    about = f" in about {max(1, round(cases * each / 60))} min" if cases and each else ""
+    return (
+        f"{cases} cases to measure{about}; nothing is begun after {minutes:g} min (--minutes), and "
+        "the same command goes on"
+    )
 
 
 def report(table: store.Table, shapes: Sequence[CallShape]) -> str:

@@ -21,7 +21,7 @@ from tape_jax._src.attention.tuning.programs import (
     FORWARD,
     GRADIENTS,
     Program,
-    both_ways,
+    compiled,
 )
 from tape_jax._src.attention.tuning.programs import temporary as temporary_memory
 from tape_jax._src.timing import Timing, take_turns
@@ -40,8 +40,9 @@ TOLERANCE_IN_16_BITS = 2e-2
 TIMES_REFERENCE = 4.0
 # Why a candidate was left out for which there was no time.
 LATE = "not measured: no time left"
-# Where a call takes so many seconds, so many runs do.
-SLOW, SLOW_REPEATS = 0.3, (1, 3)
+# Where a call takes so many seconds, so many runs do, and what takes so many times as long as the
+# fastest of those before it is not timed.
+SLOW, SLOW_REPEATS, FAR = 0.3, (1, 3), 4.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,11 +93,14 @@ def measure(
       timer: measures functions by name, as :func:`tape_jax._src.timing.take_turns` does.
     """
     limits = limits or Limits()
-    wanted = _Truth(check_shape(shape))
+    checked = check_shape(shape)
+    inputs = checked.arrays()
+    wanted = _Truth(inputs)
     results: dict[str, Measured] = {}
     programs: dict[str, dict[str, Program]] = {}
-    slowest = 0.0
-    inputs = shape.arrays()
+    took: dict[str, float] = {}
+    if checked != shape:
+        inputs = shape.arrays()
     for one in found:
         struck = error = None
         wrong = False
@@ -104,10 +108,15 @@ def measure(
             struck = LATE
         else:
             try:
-                error = wanted.error(call(one))
+                both = compiled(call(one), wanted.inputs, GRADIENTS)
+                error = wanted.error(both)
                 if error <= wanted.tolerance:
-                    programs[str(one)], took = _prepared(call(one), inputs, limits)
-                    slowest = max(slowest, took)
+                    if checked != shape:
+                        both = compiled(call(one), inputs, GRADIENTS)
+                    own = {FORWARD: compiled(call(one), inputs, FORWARD), GRADIENTS: both}
+                    fastest = min(took.values(), default=math.inf)
+                    took[str(one)] = _run_once(own, limits, math.inf if one == default else fastest)
+                    programs[str(one)] = own
                 else:
                     wrong = True
                     struck = f"disagrees with the reference: error {error:.1e}, allowed "
@@ -117,20 +126,25 @@ def measure(
         results[str(one)] = Measured(one, error=error, struck=struck, wrong=wrong)
 
     def timed(names: Sequence[str], repeats: int) -> None:
-        seconds: dict[str, dict[str, float]] = {name: {} for name in names}
+        found: dict[str, dict[str, Timing]] = {name: {} for name in names}
         for direction in DIRECTIONS:
             calls = {name: _bound(*programs[name][direction]) for name in names}
             timings = timer(
                 calls, repeats=repeats, warm_up=1, least=limits.shortest(), before=hand_back_memory
             )
             for name, timing in timings.items():
-                seconds[name][direction] = timing.median
-        for name, got in seconds.items():
+                found[name][direction] = timing
+        for name, got in found.items():
+            forward, gradients = (got[direction] for direction in DIRECTIONS)
             results[name] = dataclasses.replace(
-                results[name], forward=got[FORWARD], gradients=got[GRADIENTS]
+                results[name],
+                forward=forward.median,
+                gradients=gradients.median,
+                spreads=(forward.spread, gradients.spread),
             )
 
-    first, second = limits.repeats if slowest < SLOW else SLOW_REPEATS
+    slow = max(took.values(), default=0.0) >= SLOW
+    first, second = SLOW_REPEATS if slow else limits.repeats
     timed(list(programs), first)
     if time.monotonic() < limits.deadline:
         timed(_finalists(results, default), second)
@@ -151,34 +165,36 @@ def check_shape(shape: CallShape) -> CallShape:
 
 
 class _Truth:
-    """What the reference says of a shape, with products in full precision.
+    """What the reference says of a call, with products in full precision.
 
     Attributes:
+      inputs: of the call.
       tolerance: the largest error that is allowed.
     """
 
-    def __init__(self, shape: CallShape):
-        self._inputs = shape.arrays(seed=1)
-        wide = tuple(x.astype(jnp.float32) for x in self._inputs)
+    def __init__(self, inputs: Sequence[Array]):
+        self.inputs = inputs
+        wide = tuple(x.astype(jnp.float32) for x in inputs)
 
         def reference(q: Array, k: Array, v: Array, e: Array | None = None) -> Any:
             return attention(q, k, v, state=e, is_causal=True, implementation="reference")
 
         with jax.default_matmul_precision("highest"):
-            self._wanted = _run(reference, wide)
-        floor = TOLERANCE.get(shape.dtype, TOLERANCE_IN_16_BITS)
-        self.tolerance = max(floor, TIMES_REFERENCE * self.error(reference))
+            self._wanted = _run(compiled(reference, wide, GRADIENTS))
+        floor = TOLERANCE.get(inputs[0].dtype.name, TOLERANCE_IN_16_BITS)
+        own = self.error(compiled(reference, inputs, GRADIENTS))
+        self.tolerance = max(floor, TIMES_REFERENCE * own)
 
-    def error(self, forward: Attend) -> float:
+    def error(self, program: Program) -> float:
         """The largest error of outputs and gradients."""
-        got = _run(forward, self._inputs)
-        return max(row_error(x, y) for x, y in zip(got, self._wanted, strict=True))
+        pairs = zip(_run(program), self._wanted, strict=True)
+        return max(row_error(x, y) for x, y in pairs)
 
 
-def _run(forward: Attend, inputs: Sequence[Array]) -> list[np.ndarray]:
-    """Outputs and gradients of all inputs in float32."""
-    program, args = both_ways(forward, inputs)[GRADIENTS]
-    return [np.asarray(x, np.float32) for x in jax.tree.leaves(program(*args))]
+def _run(program: Program) -> list[np.ndarray]:
+    """Outputs in float32."""
+    function, args = program
+    return [np.asarray(x, np.float32) for x in jax.tree.leaves(function(*args))]
 
 
 def row_error(got: np.ndarray, wanted: np.ndarray) -> float:
@@ -189,15 +205,12 @@ def row_error(got: np.ndarray, wanted: np.ndarray) -> float:
     return worst if math.isfinite(worst) else math.inf
 
 
-def _prepared(
-    forward: Attend, inputs: Sequence[Array], limits: Limits
-) -> tuple[dict[str, Program], float]:
-    """The programs of a candidate, run once, and the seconds that it took with gradients.
+def _run_once(programs: dict[str, Program], limits: Limits, fastest: float) -> float:
+    """The seconds that a candidate takes with gradients.
 
     Raises:
-      RuntimeError: if it takes too much memory or time.
+      RuntimeError: if it takes too much memory or time, or far more time than the fastest.
     """
-    programs = both_ways(forward, inputs)
     if (need := temporary_memory(programs)) > limits.memory:
         raise RuntimeError(f"needs {need / 2**30:.1f} GiB, limit {limits.memory / 2**30:g} GiB")
     program, args = programs[GRADIENTS]
@@ -205,7 +218,9 @@ def _prepared(
     jax.block_until_ready(program(*args))
     if (took := time.perf_counter() - start) > limits.seconds:
         raise RuntimeError(f"takes {took:.1f} s a call, limit {limits.seconds:g} s")
-    return programs, took
+    if took > SLOW and took > FAR * fastest:
+        raise RuntimeError(f"takes {took:.1f} s a call, {took / fastest:.1f} x another")
+    return took
 
 
 def hand_back_memory() -> None:

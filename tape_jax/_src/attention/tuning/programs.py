@@ -16,10 +16,17 @@ Program = tuple[jax.stages.Compiled, tuple[Any, ...]]
 
 
 def both_ways(forward: Callable[..., Any], inputs: Sequence[Array]) -> dict[str, Program]:
-    """The forward pass, and the forward and backward pass, compiled, each with its arguments.
+    """Both programs of :func:`compiled`."""
+    return {direction: compiled(forward, inputs, direction) for direction in DIRECTIONS}
+
+
+def compiled(forward: Callable[..., Any], inputs: Sequence[Array], direction: str) -> Program:
+    """The forward pass, or the forward and backward pass, compiled, with its arguments.
 
     Gradients are of all inputs, for random gradients of the outputs.
     """
+    if direction == FORWARD:
+        return jax.jit(forward).lower(*inputs).compile(), tuple(inputs)
     outputs = jax.eval_shape(forward, *inputs)
     rng = np.random.default_rng(1)
     given = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), outputs)
@@ -28,12 +35,7 @@ def both_ways(forward: Callable[..., Any], inputs: Sequence[Array]) -> dict[str,
         out, pull = jax.vjp(forward, *inputs)
         return out, pull(given)
 
-    forward_program = jax.jit(forward).lower(*inputs).compile()
-    program = jax.jit(both).lower(given, *inputs).compile()
-    return {
-        FORWARD: (forward_program, tuple(inputs)),
-        GRADIENTS: (program, (given, *inputs)),
-    }
+    return jax.jit(both).lower(given, *inputs).compile(), (given, *inputs)
 
 
 def temporary(programs: dict[str, Program]) -> int:

@@ -22,7 +22,7 @@ class Trials(NamedTuple):
     """What could do a call.
 
     Attributes:
-      candidates: to be measured, those with options last.
+      candidates: to be measured, what the others are to beat first, those with options last.
       refused: by name why others cannot do it.
       default: what is taken where nothing was measured.
     """
@@ -45,7 +45,9 @@ def trials(shape: CallShape) -> Trials:
                 others += [Contender(name, given) for given in options]
             else:
                 refused[name] = why
-        found.append(Trials(plain + others, refused, api.default(request)))
+        default = api.default(request)
+        plain.sort(key=lambda x: x != default)
+        found.append(Trials(plain + others, refused, default))
 
     jax.eval_shape(decide, *shape.structs())
     return found[0]
@@ -93,7 +95,7 @@ def tune(
             results = _case(shape, table, dataclasses.replace(limits, deadline=until), measuring)
             table[shape] = results
             store.write(table)
-        say(f"{shape}: {describe(results, trials(shape).default)}")
+        say(f"{done + 1} of {len(shapes)}, {shape}: {describe(results, trials(shape).default)}")
     choice.forget()
     return table
 

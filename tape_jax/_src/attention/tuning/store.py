@@ -27,7 +27,7 @@ from tape_jax._src.attention.tuning.cases import CallShape, Contender, Measured
 from tape_jax._src.checks import require
 from tape_jax._src.files import cache_folder, write_atomically
 
-FORMAT = "tape-jax attention measurements 1"
+FORMAT = "tape-jax attention measurements 2"
 # Packages other than jax whose kernels, or whose compiler, are measured.
 LIBRARIES = (
     "tokamax",
@@ -112,7 +112,10 @@ def read() -> tuple[Table | None, dict[Path, str]]:
     """What was measured on this machine, or None, and by file why others of it are not used."""
     ignored: dict[Path, str] = {}
     table = None
-    if not folder().is_dir():
+    try:
+        if not folder().is_dir():
+            return None, ignored
+    except OSError:  # There is none, or it is somebody else's.
         return None, ignored
     own = path()
     for file in sorted(folder().glob(f"{_slug()}-*.json")):
@@ -185,6 +188,7 @@ def _record(result: Measured) -> dict[str, Any]:
 
 def _result(record: Mapping[str, Any]) -> Measured:
     given = dict(record) | {"contender": Contender(**record["contender"])}
+    given["spreads"] = tuple(given["spreads"])
     for name in ("forward", "gradients"):
         given[name] = math.inf if given[name] is None else given[name]
         require(given[name] > 0, f"damaged: a time of {given[name]} s")

@@ -3,6 +3,7 @@
 from train import tasks
 from train.comparison.tasks import COMPARISONS, compare
 from train.tasks import TASKS, task_type
+from train.tasks.places import PlaceTask
 from train.tasks.questions import QuestionTask
 
 
@@ -20,5 +21,7 @@ def test_a_task_without_a_comparison(monkeypatch):
 
 def test_every_task_has_one():
     asked = {name for name in TASKS if issubclass(task_type(name), QuestionTask)}
-    assert asked == {"addition", "algorithm", "words"}
+    places = {name for name in asked if issubclass(task_type(name), PlaceTask)}
+    assert asked - places == {"addition", "algorithm", "words"}
+    assert {"address", "table"} < places
     assert COMPARISONS.keys() | asked == TASKS.keys()

@@ -1,0 +1,221 @@
+"""What tasks of answers at places share, and that each of them tells the truth."""
+
+import numpy as np
+import pytest
+
+from train.data.held_out import ONE_IN
+from train.tasks import TASKS, get_task, task_type
+from train.tasks.places import PlaceTask
+
+SMALL = {
+    "address": {"offsets": 3, "symbols": 12, "shortest": 4, "longest": 6, "questions": 4},
+    "chains": {"hops": 3, "symbols": 12, "shortest": 4, "longest": 6, "questions": 4},
+    "counting": {"shortest": 12, "longest": 14, "questions": 4},
+    "flip_flop": {"shortest": 6, "longest": 10, "questions": 4, "writes": 0.3},
+    "line_numbers": {"lines": 3, "places": 3, "shortest": 3, "longest": 5, "questions": 4},
+    "navigation": {"shortest": 4, "longest": 7},
+    "recall": {"symbols": 12, "shortest": 4, "longest": 6, "questions": 4},
+    "selective_copy": {"letters": 4, "shortest": 5, "longest": 8},
+    "table": {"rows": 3, "columns": 3, "questions": 4},
+}
+# Tokens of a question.
+PARTS = dict.fromkeys(SMALL, 2) | dict.fromkeys(
+    ("counting", "flip_flop", "navigation", "recall", "selective_copy"), 1
+)
+# Those whose hash is of more than a question and its answer.
+OF_THE_TEXT = {"counting", "flip_flop", "navigation", "selective_copy"}
+# Those that are asked anywhere, not after all that they are asked about.
+ANYWHERE = {"counting", "flip_flop", "navigation"}
+
+
+@pytest.fixture(params=[name for name in TASKS if issubclass(task_type(name), PlaceTask)])
+def task(request):
+    return get_task(request.param, **SMALL[request.param])
+
+
+def solved(kind, words):
+    """The answer to a question, by its words."""
+    if kind == "flip_flop":
+        return [word for word in words if word[0] == "w"][-1][1]
+    if kind == "navigation":
+        moves = words[1::2]
+        sums = [complex(0)]
+        for move in moves:
+            sums.append(sums[-1] + {"L": -1, "R": 1, "D": -1j, "U": 1j}[move])
+        return words[2 * sums.index(sums[-1])]
+    if kind == "counting":
+        value = 0
+        for word in words[:-1]:
+            if word[0] == words[-1][0]:
+                value = 0 if word.endswith("=0") else value + word.endswith("+")
+        return str(value % 10)
+    *body, first, second = words
+    if kind == "recall":
+        body = words[:-1]
+        return body[body.index(second[:-1]) + 1]
+    if kind == "selective_copy":
+        return [word for word in words[:-1] if word != "."][int(second[1:]) - 1]
+    if kind == "address":
+        return body[body.index(second[:-1]) + int(first)]
+    if kind == "chains":
+        follows = {key[:-1]: value for key, value in zip(body[::2], body[1::2], strict=True)}
+        reached = second[:-1]
+        for _ in range(int(first[1:])):
+            reached = follows[reached]
+        return reached
+    if kind == "line_numbers":
+        lines = " ".join(body).split("|")
+        return lines[int(first[1:]) - 1].split()[int(second) - 1]
+    header = [word for word in body if word.isupper()]
+    row = body.index(first[:-1])
+    return body[row + 1 + header.index(second[:-1])]
+
+
+def test_answers_are_right(task):
+    """Of every text the body with each of its questions alone."""
+    batch = task.batch(seed=1, index=0, size=60)
+    assert batch["inputs"].shape == (60, task.sequence_length)
+    for inputs, targets, weights in zip(*batch.values(), strict=True):
+        words = task.decode(inputs[inputs != 0]).split()
+        parts = PARTS[task.kind]
+        body = words[: len(words) - 4 * parts]
+        places = np.flatnonzero(targets)
+        after = range(len(body) + parts - 1, len(words), parts)
+        sign = "r" if task.kind == "flip_flop" else "?"
+        reads = [place for place, word in enumerate(words) if word.endswith(sign)]
+        assert places.tolist() == [*(reads if task.kind in ANYWHERE else after)]
+        assert set(np.flatnonzero(weights)) <= set(places)
+        for place in places:
+            front = words[:place] if task.kind in ANYWHERE else body
+            question = " ".join([*front, *words[place + 1 - parts : place + 1]])
+            expected = task.decode([targets[place]])
+            assert expected == task.solve(question) == solved(task.kind, question.split())
+
+
+def test_a_tenth_is_held_out(task):
+    batch = task.batch(seed=0, index=0, size=2000)
+    share = 1 - batch["weights"].sum() / np.count_nonzero(batch["targets"])
+    assert abs(share - 1 / ONE_IN) < 0.06
+
+    if task.kind in OF_THE_TEXT:
+        return
+
+    def questions(tokens, places, answers):
+        rows, told = np.arange(len(tokens)), [answers]
+        told += [tokens[rows, places - part] for part in range(PARTS[task.kind])]
+        return set(map(tuple, np.stack(told, 1).tolist()))
+
+    rows, places = np.nonzero(batch["weights"])
+    inputs, targets = batch["inputs"][rows], batch["targets"][rows, places]
+    trained = questions(inputs, places, targets)
+    for longer in (0, 1):
+        cell = [task.trained[0][-1], task.trained_length + longer]
+        (asked,) = task.ask(cell, 100).symbols
+        ends = (asked != 0).sum(1) - 1
+        assert not trained & questions(asked, ends - 1, asked[np.arange(100), ends])
+
+
+def test_asks_what_is_wanted(task):
+    for cell in ([task.trained[0][0], task.trained_length], [2, task.trained_length + 2]):
+        found = task.ask(cell, 10)
+        for text in task.ordinary(found):
+            assert task.read(text).lengths.ravel().tolist() == cell
+            assert task.decode(task.question(text)) == text
+            assert len(task.question(text)) < task.width(*cell)
+    np.testing.assert_array_equal(task.ask(cell, 10).symbols, found.symbols)
+
+
+def test_every_length_is_trained(task):
+    longest = task.widest(task.trained_length)
+    ends = (task.batch(seed=0, index=1, size=500)["inputs"] != 0).sum(1)
+    assert ends.max() == longest == task.sequence_length
+    shortest = task.widest(task.trained[1][0])
+    assert ends.min() <= shortest < longest
+    assert len(task.unseen(0)) == 3
+
+
+def test_streams(task):
+    first, again, other = (task.batch(seed, 3, 16)["inputs"] for seed in (0, 0, 1))
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        ("chains", "a: b b: a ^4 a?", r"'\^4' is no symbol .* hops from \^1 to \^3"),
+        ("chains", "a: b b: b ^1 a?", "every token leads to one, and is led to by one"),
+        ("chains", "a: b b: a ^1 c?", "nothing follows c in"),
+        ("chains", "a: ^1 a?", "expected pairs such as 'c: a'"),
+        ("counting", "x=0 x+ . y?", "y has not been set to zero in 'x=0 x\\+ .'"),
+        ("counting", "x=0 z?", "'z\\?' is no symbol of this task"),
+        ("counting", "x=0 x+", "of which the last is a read"),
+        ("flip_flop", "i0 r", "the first is a write and the last r; got 'i0 r'"),
+        ("flip_flop", "w1 i0", "the first is a write and the last r; got 'w1 i0'"),
+        ("flip_flop", "w2 r", "'w2' is no symbol of this task"),
+        ("line_numbers", "a b | c | #3 +1", r"there is no line 3 in 'a b \| c \|'"),
+        ("line_numbers", "a b | c | #2 +2", r"line 2 has no token 2 in 'a b \| c \|'"),
+        ("line_numbers", "a b c d | #1 +1", "expected lines of 1 to 3 letters"),
+        ("line_numbers", "a b | #1 +4", r"'\+4' is no symbol of this task"),
+        ("navigation", "c R a L b R ?", "a known place is asked for, and a new one has a landmark"),
+        ("navigation", "c R ?", "a known place is asked for"),
+        ("navigation", "c R a L", "expected a landmark from a to z, then moves of L, R, D, U"),
+        ("navigation", "c N a L ?", "'N' is no symbol of this task"),
+        ("recall", "a 1 b 2 a 3 b?", "keys are distinct; got 'a 1 b 2 a 3 b\\?'"),
+        ("recall", "a 1 b 2 c?", "there is no key c in"),
+        ("recall", "a 1 b 12 a?", "'12' is no symbol of this task: .* from 0 to 11"),
+        ("recall", "a 1 b a?", "expected pairs of a letter from a to l and a number"),
+        ("selective_copy", ". a . b . #3", r"there is no letter 3 in '\. a"),
+        ("selective_copy", ". a . b . #5", "'#5' is no symbol of this task"),
+        ("selective_copy", "#1", "expected letters from a to z among fillers"),
+        ("table", "A B a 1 2 b 3 a? B?", "every row has a digit for each of the 2 columns"),
+        ("table", "A B a 1 2 b 3 4 a? C?", "there is no column C in"),
+        ("table", "A B a 1 2 b 3 4 c? A?", "there is no row c in"),
+        ("table", "A A a 1 2 b 3 4 a? A?", "the names of columns are distinct"),
+        ("table", "A B a 1 2 a 3 4 a? A?", "the names of rows are distinct"),
+        ("table", "A B a 1 2 A? a?", "expected names of columns from A to F"),
+    ],
+)
+def test_what_is_no_question(kind, text, message):
+    task = get_task(kind, **SMALL[kind])
+    with pytest.raises(ValueError, match=message):
+        task.question(text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("chains", {"hops": 4}, "expected hops < shortest <= longest <= symbols <= 52"),
+        ("chains", {"symbols": 53}, "symbols are letters; got"),
+        ("counting", {"variables": 7}, "expected at most 6 variables"),
+        ("counting", {"questions": 11}, "room for them and the questions, or 10 instructions"),
+        ("counting", {"passes": 0.95}, "probabilities of at most 1 together; got 0.95 and 0.1"),
+        ("flip_flop", {"questions": 6}, "expected questions < shortest <= longest"),
+        ("flip_flop", {"writes": 1.5}, "writes must be a probability; got 1.5"),
+        ("line_numbers", {"lines": 4}, "expected lines <= shortest <= longest"),
+        ("navigation", {"dimensions": 3}, "expected 1 or 2 dimensions"),
+        ("navigation", {"shortest": 1}, "2 <= shortest <= longest"),
+        ("recall", {"longest": 13}, "expected shortest <= longest <= symbols <= 52"),
+        ("selective_copy", {"letters": 6}, "expected letters <= shortest <= longest"),
+        ("table", {"rows": 14}, "rows must be from 2 to 13, .* got 14"),
+        ("table", {"columns": 1}, "columns must be from 2 to 13, .* got 1"),
+        ("table", {"questions": 0}, "questions must be a positive integer; got 0"),
+    ],
+)
+def test_options_are_checked(kind, options, message):
+    with pytest.raises(ValueError, match=message):
+        get_task(kind, **{**SMALL[kind], **options})
+
+
+@pytest.mark.parametrize(
+    ("kind", "longest"), [("chains", 13), ("line_numbers", 2), ("recall", 13), ("table", 7)]
+)
+def test_what_cannot_be_asked_for(kind, longest):
+    task = get_task(kind, **SMALL[kind])
+    with pytest.raises(ValueError, match=f"evaluation.longest: .* got {longest}"):
+        task.axes(task.Evaluation(longest=longest))
+
+
+def test_powers_of_two_are_asked_for():
+    task = get_task("flip_flop", **SMALL["flip_flop"])
+    assert task.axes(task.Evaluation()) == ([1, 2, 4], [6, 8, 16, 20])

@@ -1,0 +1,109 @@
+"""Where compiled programs are kept, who says otherwise, and who compiles first."""
+
+import os
+import sys
+import threading
+import time
+
+import jax
+import pytest
+
+from train import compiled
+
+FOLDER, SIZE = "JAX_COMPILATION_CACHE_DIR", "JAX_COMPILATION_CACHE_MAX_SIZE"
+
+
+@pytest.fixture
+def before_jax(monkeypatch, tmp_path):
+    """As in a process that has not loaded jax yet; what it sets is taken back."""
+    for name in list(os.environ):
+        if name.startswith(("JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE")):
+            monkeypatch.delenv(name)
+    changed = dict(os.environ)
+    monkeypatch.setattr(os, "environ", changed)
+    changed["TAPE_JAX_CACHE"] = str(tmp_path / "cache")
+    monkeypatch.delitem(sys.modules, "jax")
+    return changed
+
+
+def test_programs_are_kept_in_the_users_folder(before_jax, tmp_path):
+    compiled.keep()
+    assert before_jax[FOLDER] == str(tmp_path / "cache" / "compiled")
+    assert int(before_jax[SIZE]) == compiled.MOST_BYTES
+    assert (tmp_path / "cache" / "compiled").is_dir()
+
+
+def test_what_the_environment_says_stays(before_jax, tmp_path):
+    before_jax[FOLDER] = "elsewhere"
+    compiled.keep()
+    assert before_jax[FOLDER] == "elsewhere"
+    assert SIZE not in before_jax
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_done_without(before_jax, tmp_path):
+    (tmp_path / "cache").write_text("in the way")
+    compiled.keep()
+    assert FOLDER not in before_jax
+
+
+def test_a_user_without_a_home_has_no_folder(before_jax):
+    before_jax["TAPE_JAX_CACHE"] = "~nobody_of_this_name/x"
+    compiled.keep()
+    assert FOLDER not in before_jax
+
+
+def test_a_jax_that_is_loaded_is_left_alone(before_jax, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax", object())
+    compiled.keep()
+    assert FOLDER not in before_jax
+
+
+class Program:
+    """A lowered program, whose compilation notes when it begins and ends."""
+
+    def __init__(self, text, notes, wait=lambda: time.sleep(0.05)):
+        self.as_text, self._notes, self._wait = lambda: text, notes, wait
+
+    def compile(self):
+        self._notes.append("begins")
+        self._wait()
+        self._notes.append("ends")
+
+
+def side_by_side(*programs):
+    threads = [threading.Thread(target=compiled.compile_in_turn, args=[x]) for x in programs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+@pytest.fixture
+def kept(tmp_path):
+    """Jax keeps what it compiles."""
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "compiled"))
+    yield tmp_path / "compiled"
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_one_program_is_compiled_in_turns(kept):
+    notes = []
+    side_by_side(*(Program("same", notes) for _ in range(3)))
+    assert notes == ["begins", "ends"] * 3
+
+
+@pytest.mark.parametrize("texts", [("one", "other"), ("same", "same")])
+def test_others_do_not_wait(texts, kept, monkeypatch):
+    """Nor does anybody where nothing is kept: each goes on when all have begun."""
+    if texts[0] == texts[1]:
+        monkeypatch.setattr(compiled.Path, "mkdir", no_room)
+    together = threading.Barrier(2, timeout=10)
+    notes = []
+    side_by_side(*(Program(text, notes, together.wait) for text in texts))
+    assert notes == ["begins", "begins", "ends", "ends"]
+
+
+def no_room(*_, **__):
+    raise OSError("no room")

@@ -1,0 +1,73 @@
+"""Compiled programs, kept between commands, and compiled once by those that run side by side."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import jax
+
+from train.data.cache_folder import cache_folder
+
+# The least recently used programs go first.
+MOST_BYTES = 1 << 30
+LEAST_SECONDS = 0.1
+
+
+def keep() -> None:
+    """Lets jax, where it is yet to be loaded, keep what it compiles in the user's cache folder.
+
+    What the environment says already of jax's persistent cache stays, and holds for processes that
+    this one starts: ``JAX_ENABLE_COMPILATION_CACHE=0`` keeps nothing.
+    """
+    if "jax" in sys.modules or "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    try:
+        folder = cache_folder() / "compiled"
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
+    os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(MOST_BYTES))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", str(LEAST_SECONDS))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
+
+
+def compile_in_turn(lowered: jax.stages.Lowered) -> None:
+    """Compiles a program; the next call of the function that was lowered finds it.
+
+    Processes that are about to compile the same program do so one after another, where jax keeps
+    what it compiles: all but the first find it there.
+    """
+    with _turn(lowered):
+        lowered.compile()
+
+
+@contextlib.contextmanager
+def _turn(lowered: jax.stages.Lowered) -> Iterator[None]:
+    import jax
+
+    folder, kept = (
+        jax.config.values[f"jax_{name}"]
+        for name in ("compilation_cache_dir", "enable_compilation_cache")
+    )
+    kept = kept and folder and "://" not in folder
+    # Processes of one program wait for one another anyway, and the first keeps what is compiled.
+    if not kept or jax.process_count() > 1:
+        yield
+        return
+    digest = hashlib.sha256(lowered.as_text().encode()).hexdigest()
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # jax warns of a folder that it cannot write to.
+            locks = Path(folder) / "turns"
+            locks.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(open(locks / digest[:2], "w"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,147 @@
+"""What a model does inside: its attention, its position states, and what it does without them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tape_jax._src import algebra
+from tape_jax._src.layout import with_encoding
+from tape_jax._src.model import Transformer
+from train.evaluation import Trained
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Inside:
+    """What a model did with one batch.
+
+    Attributes:
+      labels: [B][T] the tokens as text.
+      maps: [layers, B, T, H, T] attention probabilities.
+      states: [layers, B, T, H_kv, D] (rotary) or [layers, B, T, H_kv, M, L, R] (tensor): the
+        position state entering each layer, the first of which is the start; None for encodings
+        without a state.
+    """
+
+    labels: Sequence[Sequence[str]]
+    maps: np.ndarray
+    states: np.ndarray | None
+
+    @property
+    def flat_states(self) -> np.ndarray:
+        """The states with blocks flattened: [layers, B, T, H, D]."""
+        assert self.states is not None
+        return self.states.reshape(*self.states.shape[:4], -1)
+
+    @property
+    def relative_norms(self) -> np.ndarray:
+        """|e| / |start|: [layers, B, T, H]."""
+        norms = np.linalg.norm(self.flat_states, axis=-1)
+        return norms / norms[0]
+
+    @property
+    def moves(self) -> np.ndarray:
+        """How far each layer moved a state, |e_after - e_before| / |start|: [layers - 1, B, T, H].
+
+        The last layer moves none: nobody reads what leaves it.
+        """
+        start = np.linalg.norm(self.flat_states[0], axis=-1)
+        return np.linalg.norm(np.diff(self.flat_states, axis=0), axis=-1) / start
+
+    @property
+    def moved(self) -> np.ndarray:
+        """How far the states that enter each layer are from their start, over its norm: [layers].
+
+        The root mean square over tokens and heads.
+        """
+        away = self.flat_states - self.flat_states[0]
+        squares = np.square(away).sum(axis=(1, 2, 3, 4))
+        return np.sqrt(squares / np.square(self.flat_states[0]).sum())
+
+    @property
+    def phase_drift(self) -> np.ndarray | None:
+        """Angle between a state and its start, by frequency: [layers, B, T, H, D/2] in radians.
+
+        None in tensor form, whose blocks are no complex numbers.
+        """
+        if self.states is None or self.states.ndim != 5:
+            return None
+        half = self.states.shape[-1] // 2
+        e = self.states[..., :half] + 1j * self.states[..., half:]
+        return np.abs(np.angle(e * e[0].conj()))
+
+
+def look(
+    model: Transformer, variables: Any, tokens: np.ndarray, labels: Sequence[Sequence[str]]
+) -> Inside:
+    """Runs a model on ``tokens`` [B, T] and keeps what happens inside.
+
+    Args:
+      model: with any encoding.
+      variables: of the model.
+      tokens: integers [B, T].
+      labels: [B][T] the tokens as text.
+    """
+    config = model.config
+    batch, length = tokens.shape
+    keys = jax.ShapeDtypeStruct((batch, length, config.kv_heads, config.dim), jnp.float32)
+
+    def full(e: jax.Array) -> jax.Array:
+        e = algebra.align_state(e)
+        tail = e.shape[-3:] if algebra.is_tensor_form(e, keys) else e.shape[-1:]
+        return jnp.broadcast_to(e, (*keys.shape[:-1], *tail))
+
+    @jax.jit
+    def run(variables: Any, tokens: jax.Array) -> Any:
+        options: dict[str, Any] = {"return_states": True, "mutable": ["maps"]}
+        (_, recorded), sown = model.apply(variables, tokens, **options)
+        entering = [model.encoding.rotation(state)[1] for state in recorded.position]
+        given = [e for e in entering if e is not None]
+        states = jnp.stack([full(e) for e in given]) if given else None
+        return sown["maps"], states
+
+    sown, states = run(variables, jnp.asarray(tokens))
+    in_order = sorted(sown, key=lambda name: int(name.removeprefix("layers_")))
+    shape = (-1, batch, length, config.num_heads, length)
+    maps = [np.reshape(jax.tree.leaves(sown[name])[0], shape) for name in in_order]
+    return Inside(
+        labels,
+        np.concatenate(maps).astype(np.float32),
+        None if states is None else np.asarray(states, np.float32),
+    )
+
+
+def has_learned(model: Transformer) -> bool:
+    """Whether the position encoding of a model has parameters."""
+    return any(spec.role == "position" for spec in model.parameters().values())
+
+
+def before_training(model: Transformer, variables: Any) -> Any:
+    """The variables of a model, with the parameters of its encoding as before training.
+
+    TAPE's states then stay at their start.
+    """
+    fresh = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    return {**variables, "params": with_encoding(model, variables["params"], fresh)}
+
+
+class Changed(NamedTuple):
+    """A model whose variables are others than those that were trained."""
+
+    model: Transformer
+    variables: dict[str, Any]
+    apply: Callable[..., Any]
+    max_length: int | None
+
+
+def untrained(trained: Trained) -> Changed | None:
+    """The model as :func:`before_training`; None if its encoding has learned nothing."""
+    if not has_learned(trained.model):
+        return None
+    variables = before_training(trained.model, trained.variables)
+    return Changed(trained.model, variables, trained.apply, trained.max_length)

@@ -1,0 +1,281 @@
+"""Addressing: which token stands k places after the token x?
+
+A text is a list of distinct tokens, then queries, each an offset k and a token x::
+
+    m c x a k +2 c? +1 a?          two places after c stands a, and k after a
+
+A query's token has a symbol of its own, ``c?`` for ``c``, and so has every offset; the answer is
+due after the query's token and is not fed back. Nothing but the list says
+what follows what: lists are random.
+
+**Why.** Attention finds x by content. What is asked for then is a place relative to that one, not
+to the query. A fixed encoding addresses relative to where the query stands, so it must have carried
+each token's neighbours into it beforehand, for all offsets. An encoding whose state follows
+attention can hold the place of x after one layer, and look k places further on in the next.
+
+**What varies.** ``distractors`` are up to so many random signs in front of the list, ``gap`` up to
+so many between the list and the queries. Lists longer than those trained on, distractors and gaps
+beyond theirs are asked for in evaluation. An offset is a symbol, of which a model knows nothing
+unless it was trained: there is no question with an unseen one.
+
+**Held out.** A hash of offset, token and answer keeps one combination in ten from being trained,
+wherever it comes up; only these are asked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import string
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from tape_jax._src.checks import choose, require
+from train.data import synthetic
+from train.evaluation import Progress, Trained, fits
+from train.evaluation.grids import Wording
+from train.evaluation.inside import untrained
+from train.tasks.address_result import AddressResult
+from train.tasks.places import PAD, Called, PlaceEvaluation, PlaceTask, Texts
+from train.tasks.pointing import Pointing, point
+from train.tasks.questions import Options
+
+SIGNS = ("-", "*", "/", "=", ".", ",", ";", "!", "_", "~")
+ROWS = {"offset": "offset", "gap": "gap, tokens", "distractors": "distractors, tokens"}
+MOST_ROWS = 8
+POINTING = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class AddressEvaluation(PlaceEvaluation):
+    """How addressing is judged.
+
+    Attributes:
+      longest: tokens of the longest list; None: twice the longest trained one, or all symbols.
+      rows: what the rows of the grid are: ``offset``; ``gap`` or ``distractors``, up to twice the
+        greatest trained number of them.
+    """
+
+    rows: str = "offset"
+
+    def __post_init__(self):
+        choose("evaluation.rows", self.rows, ROWS)
+        super().__post_init__()
+
+
+@dataclasses.dataclass(frozen=True)
+class Address(PlaceTask):
+    """Addressing (the module's text describes it).
+
+    Attributes:
+      offsets: K; offsets are 1..K.
+      symbols: how many tokens there are for lists.
+      shortest, longest: tokens of the lists trained on, all lengths equally likely.
+      questions: queries of a training text.
+      distractors: the greatest number of signs in front of a list.
+      gap: the greatest number of signs between a list and its queries.
+      rows: of the grid (:class:`AddressEvaluation`, which sets it); training does not depend on it.
+    """
+
+    kind: ClassVar[str] = "address"
+    Evaluation: ClassVar[type] = AddressEvaluation
+
+    offsets: int = 20
+    symbols: int = 40
+    shortest: int = 22
+    longest: int = 32
+    questions: int = 16
+    distractors: int = 0
+    gap: int = 0
+    rows: str = "offset"
+
+    def __post_init__(self):
+        choose(f"{self.kind}: rows", self.rows, ROWS)
+        counts = ("offsets", "symbols", "shortest", "longest", "questions")
+        synthetic.require_positive(self.kind, **{name: getattr(self, name) for name in counts})
+        for name in ("distractors", "gap"):
+            value = getattr(self, name)
+            require(value >= 0, f"{self.kind}: {name} must not be negative; got {value}")
+        require(
+            self.offsets < self.shortest <= self.longest <= self.symbols,
+            f"{self.kind}: expected offsets < shortest <= longest <= symbols, for an offset leads "
+            "from a token of a list to another, and all of them are distinct; got offsets = "
+            f"{self.offsets}, shortest = {self.shortest}, longest = {self.longest}, symbols = "
+            f"{self.symbols}",
+        )
+        if self.rows != "offset":
+            require(
+                self.trained_rows >= 1,
+                f"{self.kind}: a grid by {self.rows} needs some in training: task.{self.rows} is 0",
+            )
+
+    @property
+    def trained_rows(self) -> int:
+        """The greatest number of a row in training."""
+        return getattr(self, "offsets" if self.rows == "offset" else self.rows)
+
+    @property
+    def trained(self) -> tuple[range, range]:
+        """Offsets, gaps or distractors; and lengths of lists."""
+        return range(1, self.trained_rows + 1), range(self.shortest, self.longest + 1)
+
+    @property
+    def most(self) -> int:
+        """A list of all symbols."""
+        return self.symbols
+
+    @property
+    def listed(self) -> list[str]:
+        """The tokens of lists by name: letters, then two letters each."""
+        letters = string.ascii_lowercase + string.ascii_uppercase
+        pairs = map("".join, itertools.product(letters, repeat=2))
+        return [*itertools.islice(itertools.chain(letters, pairs), self.symbols)]
+
+    @functools.cached_property
+    def alphabets(self) -> dict[str, Sequence[str]]:
+        """Tokens of lists, the same in queries, offsets, signs."""
+        return {
+            "l": self.listed,
+            "q": [f"{name}?" for name in self.listed],
+            "o": [f"+{k}" for k in range(1, self.offsets + 1)],
+            "s": SIGNS,
+        }
+
+    @property
+    def form(self) -> str:
+        """What a question looks like."""
+        first, *_, last = self.listed
+        return (
+            f"up to {self.symbols} distinct tokens from {first} to {last}, an offset from +1 to "
+            f"+{self.offsets}, and a token of the list with a question mark, such as "
+            f"'{' '.join(self.listed[2::-1])} +1 {self.listed[1]}?'"
+        )
+
+    def texts(
+        self, rng: np.random.Generator, columns: np.ndarray, rows: np.ndarray | None = None
+    ) -> Texts:
+        """Random texts; see :meth:`PlaceTask.texts`."""
+        size, count = len(columns), self.questions if rows is None else 1
+
+        def drawn(name: str) -> np.ndarray:
+            if rows is not None and self.rows == name:
+                return rows[:, None]
+            return rng.integers(0, getattr(self, name) + 1, (size, 1))
+
+        order = rng.random((size, self.symbols), np.float32).argsort(1)
+        before, gap, lengths = drawn("distractors"), drawn("gap"), columns[:, None]
+        if rows is not None and self.rows == "offset":
+            offsets = rows[:, None]
+        else:
+            offsets = rng.integers(1, self.offsets + 1, (size, count))
+        found = rng.integers(0, lengths - offsets)
+        asked = before + lengths + gap + 2 * np.arange(count)
+        each = np.arange(size)[:, None]
+
+        place = np.arange(asked.max() + 2)
+        listed = (place >= before) & (place < before + lengths)
+        at = np.clip(place - before, 0, self.symbols - 1)
+        start = self.first
+        tokens = np.where(listed, start["l"] + order[each, at], PAD)
+        if before.any() or gap.any():
+            sign = ~listed & (place < asked[:, :1])
+            tokens[sign] = start["s"] + rng.integers(len(SIGNS), size=sign.sum())
+        tokens[each, asked] = start["o"] + offsets - 1
+        tokens[each, asked + 1] = start["q"] + order[each, found]
+        answers = start["l"] + order[each, found + offsets]
+        return Texts(
+            tokens, asked + 1, answers, np.stack([offsets, order[each, found], answers], 2)
+        )
+
+    def widest(self, column: int, row: int | None = None) -> int:
+        """Tokens of the longest text, with all signs that there may be."""
+        signs = {"distractors": self.distractors, "gap": self.gap}
+        if row is not None and self.rows != "offset":
+            signs[self.rows] = row
+        return sum(signs.values()) + column + 2 * (self.questions if row is None else 1)
+
+    def parse(self, tokens: np.ndarray) -> tuple[int, int, int]:
+        """Row, length of the list and answer of a question."""
+        before, listed, gap, (offset,), (token,) = self.parts("(s*)(l+)(s*)(o)(q)", tokens)
+        text, name = " ".join(self.listed[x] for x in listed), self.listed[token]
+        require(
+            len(set(listed)) == len(listed),
+            f"the tokens of a list are distinct; got {text!r}",
+        )
+        require(token in listed, f"{name} is not in the list {text!r}")
+        offset += 1
+        place = listed.index(token) + offset
+        require(
+            place < len(listed),
+            f"nothing stands {offset} places after {name} in the list {text!r}",
+        )
+        row = {"offset": offset, "gap": len(gap), "distractors": len(before)}[self.rows]
+        return row, len(listed), self.first["l"] + listed[place]
+
+    def axes(self, options: Options) -> tuple[Sequence[int], ...]:
+        """Offsets, or gaps or distractors to twice those trained; and lengths of lists."""
+        rows, columns = super().axes(options)
+        if self.rows != "offset":
+            ends = np.linspace(0, 2 * self.trained_rows, min(2 * self.trained_rows, MOST_ROWS) + 1)
+            rows = ends[1:].astype(int).tolist()
+        return rows, columns
+
+    def evaluate(
+        self, trained: Trained, options: AddressEvaluation, progress: Progress | None = None
+    ) -> AddressResult:
+        """Exact match by what the rows are and by the length of the list, and where models point.
+
+        The same is asked again with the encoding as before training, if it has learned anything.
+        """
+        asked = dataclasses.replace(self, rows=options.rows)
+        without = untrained(trained)
+        return AddressResult(
+            options.rows,
+            PlaceTask.evaluate(asked, trained, options, progress),
+            self.pointing(trained, options.seed),
+            without and PlaceTask.evaluate(asked, without, options),
+        )
+
+    def pointing(self, trained: Trained, seed: int, samples: int = POINTING) -> Pointing | None:
+        """Where questions of the trained length point; None if they are too long for the model."""
+        task = dataclasses.replace(self, rows="offset", distractors=0, gap=0)
+        if not fits(self.longest + 2, trained.max_length):
+            return None
+        asked = [task.ask([k, self.longest], samples, seed).symbols[0] for k in task.trained[0]]
+        tokens = np.stack(asked)[:, :, : self.longest + 2]
+        queried = tokens[:, :, -1:] - self.first["q"] + self.first["l"]
+        found = (tokens[:, :, : self.longest] == queried).argmax(-1)
+        return point(trained, tokens, found, self.longest)
+
+    def read_result(self, record: Any) -> AddressResult:
+        """The result that ``to_json`` described."""
+        return AddressResult.from_json(record, self.wording_by)
+
+    def wording_by(self, rows: str) -> Wording:
+        """The wording of a grid with other rows."""
+        return dataclasses.replace(self, rows=rows).wording
+
+    @property
+    def called(self) -> Called:
+        """What the rows are, by the length of the list."""
+        return ROWS[self.rows], "length of the list, tokens", "tokens"
+
+    @property
+    def wording(self) -> Wording:
+        """What tables and figures call the questions; a gap is limited in training too."""
+        rows = "" if self.rows == "offset" else f", {self.rows} up to {self.trained_rows}"
+        trained = f"lists of {super().wording.trained}{rows}"
+        return dataclasses.replace(super().wording, trained=trained)
+
+    @property
+    def guess(self) -> int:
+        """Among the tokens of the longest trained list."""
+        return self.longest
+
+    @property
+    def heading(self) -> str:
+        """The title of a report."""
+        return "The token k places after the token x"

@@ -1,0 +1,350 @@
+"""Texts of symbols with places at which an answer is due, one symbol that is not fed back.
+
+A text of the training stream has many such places. An evaluation asks for one, the last, in a grid
+of two numbers, such as an offset and the length of a list. A task is a :class:`PlaceTask`: it says
+what its symbols are called, makes random texts with their answers, and reads one that a person
+wrote. The class does the rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from tape_jax._src.checks import require
+from train.data import held_out, synthetic
+from train.evaluation.grids import Grid, Wording
+from train.tasks import Score
+from train.tasks.questions import Options, Questions, QuestionTask, Written, scores_by_range
+
+PAD, PADDING = 0, "<pad>"
+HASHED = 12
+
+# What rows and columns of a grid differ in, and the unit of columns.
+Called = tuple[str, str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class PlaceEvaluation(Options):
+    """How the answers at places are judged.
+
+    Attributes:
+      longest: the greatest number of a column asked for; None: the task's own.
+      samples: questions of each cell.
+      shapes: how many sequence lengths to compile for.
+    """
+
+    samples: int = 20
+    shapes: int = 2
+
+
+class Texts(NamedTuple):
+    """B texts of at most W tokens with Q answers each.
+
+    Attributes:
+      tokens: integers [B, W], ``PAD`` from a text's end on.
+      places: int [B, Q], ascending, of the tokens after which an answer is due.
+      answers: integers [B, Q], the tokens to be said there; ``PAD`` where none is due after all.
+      hashed: integers [B, Q, H], by which it is decided whether an answer is held out of training.
+    """
+
+    tokens: np.ndarray
+    places: np.ndarray
+    answers: np.ndarray
+    hashed: np.ndarray
+
+
+class PlaceTask(QuestionTask):
+    """Texts with answers of one token each, asked for in a grid of two numbers.
+
+    The symbols of a question are the tokens of its text, its answer the last, [1, B, W]; its
+    lengths are the row and the column of the grid.
+    """
+
+    operands: ClassVar[int] = 2
+    Evaluation: ClassVar[type] = PlaceEvaluation
+
+    @property
+    def alphabets(self) -> dict[str, Sequence[str]]:
+        """What tokens are called, by a letter for each kind of them."""
+        raise NotImplementedError
+
+    @property
+    def form(self) -> str:
+        """What a question looks like, for errors."""
+        raise NotImplementedError
+
+    @property
+    def trained(self) -> tuple[range, range]:
+        """The numbers of rows and columns in training, all of a column equally likely."""
+        raise NotImplementedError
+
+    def texts(
+        self, rng: np.random.Generator, columns: np.ndarray, rows: np.ndarray | None = None
+    ) -> Texts:
+        """Random texts.
+
+        Args:
+          rng: of what is random.
+          columns: int [B].
+          rows: int [B], of texts with one question; None: as many as in training, of any rows.
+        """
+        raise NotImplementedError
+
+    def widest(self, column: int, row: int | None = None) -> int:
+        """Tokens of the longest text of :meth:`texts`."""
+        raise NotImplementedError
+
+    def parse(self, tokens: np.ndarray) -> tuple[int, int, int]:
+        """Row, column and answer of a text [W] that ends where an answer is due.
+
+        Raises:
+          ValueError: it is no such text.
+        """
+        raise NotImplementedError
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """What each token is called, ``PAD`` first and then kind by kind."""
+        return (PADDING, *itertools.chain(*self.alphabets.values()))
+
+    @functools.cached_property
+    def first(self) -> dict[str, int]:
+        """The first token of each kind."""
+        sizes = [1, *map(len, self.alphabets.values())]
+        return dict(zip(self.alphabets, itertools.accumulate(sizes), strict=False))
+
+    def parts(self, pattern: str, tokens: np.ndarray) -> list[list[int]]:
+        """The groups of a text whose kinds match a regular expression, counted from the first.
+
+        Raises:
+          ValueError: it does not match.
+        """
+        kinds = np.repeat(["p", *self.alphabets], [1, *map(len, self.alphabets.values())])
+        match = re.fullmatch(pattern, "".join(kinds[tokens]))
+        if match is None:
+            raise ValueError(f"expected {self.form}; got {self.decode(tokens)!r}")
+        spans = [match.span(group) for group in range(1, len(match.groups()) + 1)]
+        starts = np.array(
+            [0, *(start for k, start in self.first.items() for _ in self.alphabets[k])]
+        )
+        return [(tokens - starts[tokens])[slice(*span)].tolist() for span in spans]
+
+    @property
+    def longest_column(self) -> int:
+        """The greatest number of a column that is asked for unless options say so."""
+        return min(self.reach * self.trained_length, self.most or sys.maxsize)
+
+    @property
+    def trained_length(self) -> int:
+        """The greatest number of a column in training."""
+        return self.trained[1][-1]
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return len(self.names)
+
+    @property
+    def sequence_length(self) -> int:
+        """T: tokens of the longest training text."""
+        return self.widest(self.trained_length)
+
+    def width(self, *lengths: int) -> int:
+        """Tokens of the longest text of a cell with one question, and its answer."""
+        row, column = lengths
+        return self.widest(column, row) + 1
+
+    def number(self, *lengths: Any) -> np.ndarray:
+        """More than anybody asks for: texts are random."""
+        return np.full(np.broadcast_shapes(*map(np.shape, lengths)), np.inf)
+
+    def examples_to_learn(self, rng: np.random.Generator, size: int) -> synthetic.Batch:
+        """Texts of which the answers count, but for those that are held out."""
+        drawn, places, answers, hashed = self.texts(rng, rng.choice(self.trained[1], size))
+        tokens = np.zeros((size, self.sequence_length), np.int32)
+        tokens[:, : drawn.shape[1]] = drawn
+        targets = np.zeros(tokens.shape, np.int32)
+        weights = np.zeros(tokens.shape, np.float32)
+        rows = np.arange(size)[:, None]
+        targets[rows, places] = answers
+        weights[rows, places] = (answers != PAD) & ~_held_out(hashed)
+        return {"inputs": tokens, "targets": targets, "weights": weights}
+
+    def choose(self, rng: np.random.Generator, lengths: Sequence[int], samples: int) -> Questions:
+        """Held-out questions; one may come twice."""
+        found: list[np.ndarray] = []
+        while sum(map(len, found)) < samples:
+            each = np.tile(np.array(lengths)[:, None], 2 * held_out.ONE_IN * samples)
+            tokens, places, answers, hashed = self.texts(rng, each[1], each[0])
+            rows, ends = np.arange(len(tokens)), places[:, -1] + 1
+            whole = np.pad(tokens, ((0, 0), (0, self.width(*lengths) - tokens.shape[1])))
+            whole[np.arange(whole.shape[1]) >= ends[:, None]] = PAD
+            whole[rows, ends] = answers[:, -1]
+            found.append(whole[_held_out(hashed)[:, -1]])
+        symbols = np.concatenate(found)[:samples]
+        return Questions(symbols[None], np.tile(np.array(lengths)[:, None], samples))
+
+    def write(self, questions: Questions, width: int) -> Written:
+        """The texts as they are."""
+        (tokens,) = questions.symbols
+        ends = (tokens != PAD).sum(1)
+        require(int(ends.max()) <= width, f"{self.kind}: {ends.max()} tokens are more than {width}")
+        padded = np.zeros((len(tokens), width), tokens.dtype)
+        padded[:, : tokens.shape[1]] = tokens[:, :width]
+        return padded, ends - 1, ends
+
+    def ordinary(self, questions: Questions) -> list[str]:
+        """Texts without their answers, in words."""
+        tokens, starts, _ = self.write(questions, questions.symbols.shape[2])
+        return [self.decode(row[:start]) for row, start in zip(tokens, starts, strict=True)]
+
+    def read(self, text: str) -> Questions:
+        """A text in words, with its answer."""
+        numbers, words = self._numbers, text.split()
+        for word in words:
+            require(
+                word in numbers,
+                f"{word!r} is no symbol of this task: expected {self.form}; got {text!r}",
+            )
+        tokens = np.array([numbers[word] for word in words], np.int64)
+        row, column, answer = self.parse(tokens)
+        return Questions(np.append(tokens, answer)[None, None], np.array([[row], [column]]))
+
+    @functools.cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {name: token for token, name in enumerate(self.names) if token != PAD}
+
+    def _written(self, text: str) -> tuple[np.ndarray, int]:
+        tokens = self.read(text).symbols[0, 0]
+        return tokens, len(tokens) - 1
+
+    def read_answer(self, tokens: Sequence[int] | np.ndarray) -> str:
+        """The name of the answer."""
+        return self.decode(tokens[:1])
+
+    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
+        """The names of tokens."""
+        names = dict(enumerate(self.names))
+        return " ".join(names.get(int(token), "<unk>") for token in tokens)
+
+    def unseen(self, seed: int) -> list[str]:
+        """Two questions of the trained length that were held out, and a longer one."""
+        row, n = self.trained[0][-1], self.trained_length
+        longer = min(self.longest_column, n + 1)
+        found = [self.ask([row, n], 2, seed), self.ask([row, longer], 1, seed)]
+        return [text for questions in found for text in self.ordinary(questions)]
+
+    def longest_asked(self, options: Options) -> int:
+        """The greatest number of a column asked for."""
+        return self.longest_column if options.longest is None else options.longest
+
+    def counted(self, *lengths: int) -> int:
+        """The column; beyond the trained ones, as far as its row is, if it is."""
+        row, column = lengths
+        beyond = row - self.trained[0][-1]
+        return max(column, self.trained_length + beyond) if beyond > 0 else column
+
+    def is_shared(self, *lengths: int) -> bool:
+        """Never: what is held out is asked at all lengths."""
+        return False
+
+    @property
+    def counted_as(self) -> str:
+        """What columns differ in."""
+        return self.wording.columns
+
+    @property
+    def most(self) -> int | None:
+        """The greatest number of a column that can be asked for; None: any."""
+        return None
+
+    def axes(self, options: Options) -> tuple[Sequence[int], ...]:
+        """The rows that are trained, and columns from the shortest trained one on."""
+        shortest, longest = self.trained[1][0], self.longest_asked(options)
+        require(
+            shortest <= longest and (self.most is None or longest <= self.most),
+            f"evaluation.longest: from {shortest} to {self.most or 'any number of'} "
+            f"{self.wording.unit} can be asked for; got {longest}",
+        )
+        return self.trained[0], range(shortest, longest + 1)
+
+    @property
+    def wording(self) -> Wording:
+        """What tables and figures call the questions."""
+        rows, columns, unit = self.called
+        low, high = self.trained[1][0], self.trained_length
+        return Wording(
+            title=self.heading,
+            rows=rows,
+            columns=columns,
+            unit=unit,
+            questions="questions",
+            cells=f"{rows} and {columns}",
+            trained=f"{low} to {high} {unit}",
+        )
+
+    @property
+    def called(self) -> Called:
+        """What rows and columns differ in, and the unit of columns."""
+        raise NotImplementedError
+
+    @property
+    def guess(self) -> int:
+        """Among how many answers a guess chooses."""
+        raise NotImplementedError
+
+    def introduction(self, grid: Grid) -> str:
+        """What a report says of training and evaluation."""
+        return (
+            f"Trained on {grid.wording.trained}, and asked for {grid.columns[0]} to "
+            f"{grid.columns[-1]}: {grid.counts.max()} questions for each cell, "
+            f"{grid.counts.sum():,} in all. A guess among {self.guess} answers is right in "
+            f"{100 / self.guess:.0f} % of cases."
+        )
+
+    @property
+    def scores(self) -> tuple[Score, ...]:
+        """Exact match beyond the trained range, and inside it."""
+        return scores_by_range({"exact_match": ""}, f"{self.trained_length} {self.wording.unit}")
+
+
+def with_queries(body: np.ndarray, lengths: np.ndarray, queries: np.ndarray) -> tuple[Any, Any]:
+    """Bodies, each followed by its queries.
+
+    Args:
+      body: tokens [B, W].
+      lengths: int [B], tokens of each body.
+      queries: tokens [B, Q, P].
+
+    Returns:
+      Tokens, and the places of the last token of each query.
+    """
+    size, count, parts = queries.shape
+    tokens = np.zeros((size, int(lengths.max()) + count * parts), np.int64)
+    inside = np.arange(int(lengths.max())) < lengths[:, None]
+    tokens[:, : inside.shape[1]] = np.where(inside, body[:, : inside.shape[1]], PAD)
+    places = lengths[:, None] + np.arange(count * parts)
+    tokens[np.arange(size)[:, None], places] = queries.reshape(size, -1)
+    return tokens, places[:, parts - 1 :: parts]
+
+
+def tokens_before(tokens: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """The ``HASHED`` tokens before each place [B, Q]: [B, Q, HASHED], ``PAD`` before a text."""
+    at = places[..., None] - np.arange(1, HASHED + 1)
+    each = np.arange(len(tokens))[:, None, None]
+    return np.where(at >= 0, tokens[each, np.maximum(at, 0)], PAD)
+
+
+def _held_out(hashed: np.ndarray) -> np.ndarray:
+    """bool [B, Q]."""
+    # Counted from one, for zeros at the end of a row do not matter.
+    rows = hashed.reshape(1, -1, hashed.shape[-1]) + 1
+    return held_out.symbols(rows).reshape(hashed.shape[:-1])
