@@ -226,7 +226,7 @@ WHOLE = (*INDEXING, "t5")
 # These read the random stream "positions".
 DRAWING = ("random_rope", "abacus", "position_coupling")
 # These are refused where tokens see later ones.
-CAUSAL = ("cope", "grape_path", "stickbreaking", "path")
+CAUSAL = ("cope", "fox", "grape_path", "stickbreaking", "path")
 # Moving all positions by a constant changes nothing for these.
 RELATIVE = (
     "none", "tape", "rope", "yarn", "xpos", "alibi", "t5", "abacus", "tape_place_weights", "fox",

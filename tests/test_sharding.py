@@ -214,7 +214,7 @@ def test_every_encoding_can_be_split(kind, sizes):
     step = jax.grad(lambda v, x: split.apply(v, x).sum())
     pairs = {"bias", "logits", "weights"} & set(model.encoding.acts_on)
     if "sequence" in sizes and pairs and "decay" not in model.encoding.acts_on:
-        why = "bias= speaks of pairs of tokens|_fn= is given rows of logits over all keys"
+        why = "bias= speaks of pairs of tokens|_fn= is given rows of logits"
         with pytest.raises(NotImplementedError, match=why):
             jax.eval_shape(step, variables, tokens)
     else:
