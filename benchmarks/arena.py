@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -252,7 +253,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.picture and every:
         draw(every, options.picture)
         print(f"picture: {options.picture}")
-    for line in [*(long_lines(model, options) if options.long else ()), *planned(options)]:
+    long = long_lines(model, options) if options.long else ()
+    for line in itertools.chain(long, planned(options)):
         print(line, flush=True)
 
 
