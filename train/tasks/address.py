@@ -130,9 +130,8 @@ class Address(PlaceTask):
     @property
     def listed(self) -> list[str]:
         """The tokens of lists by name: letters, then two letters each."""
-        letters = string.ascii_lowercase + string.ascii_uppercase
-        pairs = map("".join, itertools.product(letters, repeat=2))
-        return [*itertools.islice(itertools.chain(letters, pairs), self.symbols)]
+        pairs = map("".join, itertools.product(string.ascii_letters, repeat=2))
+        return [*itertools.islice(itertools.chain(string.ascii_letters, pairs), self.symbols)]
 
     @functools.cached_property
     def alphabets(self) -> dict[str, Sequence[str]]:

@@ -25,7 +25,7 @@ from tape_jax._src.checks import require
 from train.data import synthetic
 from train.tasks.places import Called, PlaceTask, Texts, with_queries
 
-LETTERS = string.ascii_lowercase + string.ascii_uppercase
+LETTERS = string.ascii_letters
 
 
 @dataclasses.dataclass(frozen=True)
