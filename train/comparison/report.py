@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import scipy.stats
 
 from tape_jax._src.checks import require
 from tape_jax._src.files import write_atomically
 from train.comparison.plots import MARK, loss_curves, require_ours, save
 from train.comparison.tasks import Comparison
 from train.evaluation.grids import text_table
+from train.evaluation.intervals import half_width
 from train.tasks import Score, Task
 
 # The widest table, in characters.
@@ -238,8 +238,7 @@ def paired_difference(first: Mapping[int, float], second: Mapping[int, float]) -
     found = [first[seed] - second[seed] for seed in first.keys() & second.keys()]
     if len(found) < 2:
         return Difference(found[0] if found else math.nan, -math.inf, math.inf)
-    mean, spread = statistics.fmean(found), statistics.stdev(found) / math.sqrt(len(found))
-    reach = float(scipy.stats.t.ppf(0.975, len(found) - 1)) * spread
+    mean, reach = statistics.fmean(found), half_width(found)
     return Difference(mean, mean - reach, mean + reach)
 
 

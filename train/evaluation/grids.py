@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import scipy.stats
 
 from tape_jax._src.checks import require
+from train.evaluation.intervals import half_width
 
 FORMAT = "tape-jax exact-match grid, version 2"
 
@@ -65,8 +64,7 @@ class Proportions(Proportion):
     @property
     def interval(self) -> tuple[float, float]:
         """The 95 % interval of Student's t over the models, within (0, 1)."""
-        half = float(scipy.stats.t.ppf(0.975, len(self.shares) - 1))
-        half *= statistics.stdev(self.shares) / math.sqrt(len(self.shares))
+        half = half_width(self.shares)
         return max(0.0, self.value - half), min(1.0, self.value + half)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import scipy.stats
 
 from tape_jax._src.checks import require
+from train.evaluation.intervals import half_width
 from train.evidence.protocol import CHANCE, LEVEL
 
 # Values that differ by less are the same, but for rounding.
@@ -51,9 +52,8 @@ def estimate(values: Sequence[float]) -> Estimate:
     mean, spread = statistics.fmean(values), statistics.stdev(values)
     if spread < ALIKE:
         return Estimate(mean, mean, mean, float(abs(mean) < ALIKE), 0.0, len(values))
-    test = scipy.stats.ttest_1samp(values, 0)
-    low, high = test.confidence_interval(1 - LEVEL)
-    return Estimate(mean, float(low), float(high), float(test.pvalue), spread, len(values))
+    half, p = half_width(values, 1 - LEVEL), float(scipy.stats.ttest_1samp(values, 0).pvalue)
+    return Estimate(mean, mean - half, mean + half, p, spread, len(values))
 
 
 def difference(first: Mapping[int, float], second: Mapping[int, float]) -> Estimate:
