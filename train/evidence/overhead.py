@@ -64,7 +64,7 @@ class PlannedCost(Measurements):
             "reference": design.reference,
             "repeats": design.repeats,
         }
-        self.items = [
+        self._items = [
             Item(
                 self.name,
                 f"{rival}-{length}-seed{seed}",

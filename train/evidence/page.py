@@ -15,11 +15,12 @@ from train.analysis import stability
 from train.comparison.plots import MARK, require_ours, save
 from train.evaluation.grids import text_table
 from train.evidence import protocol
-from train.evidence.claims import CLAIMS, standing
+from train.evidence.claims import CLAIMS, Claim, standing
 from train.evidence.figures import dots
 from train.evidence.overhead import PlannedCost
 from train.evidence.records import Record
 from train.evidence.stability import PlannedGrowth
+from train.evidence.states import COLUMNS, PlannedStates, states_figure
 from train.evidence.statistics import estimate
 from train.evidence.studies import Place, State, Study
 from train.evidence.suite import STUDIES
@@ -84,6 +85,8 @@ def figures(study: Study) -> dict[str, Figure]:
             f"{study.name}_depth.png": stability.depth_figure(traces),
             f"{study.name}_layers.png": stability.layer_figure(traces),
         }
+    if isinstance(study, PlannedStates) and (figure := states_figure(study)):
+        return {f"{study.name}.png": figure}
     return {}
 
 
@@ -93,6 +96,8 @@ def figures_of(study: Study) -> list[str]:
         return [f"{study.name}.png"] if _values(study) else []
     if isinstance(study, PlannedGrowth) and not study.state.unfinished:
         return [f"{study.name}_depth.png", f"{study.name}_layers.png"]
+    if isinstance(study, PlannedStates) and study.rows():
+        return [f"{study.name}.png"]
     return []
 
 
@@ -147,6 +152,7 @@ def _verdicts(studies: Studies) -> Iterator[str]:
             [
                 f"* Test: {claim.test}",
                 *(_line(form, v) for form, v in zip(claim.forms, verdicts, strict=True)),
+                *_why(studies, claim, verdicts),
                 f"* Runs: {where}.",
                 f"* To settle it: {claim.needs}.",
             ]
@@ -168,6 +174,19 @@ def _line(form: str, verdict: Verdict) -> str:
     return f"{said}. Missing: {missing}."
 
 
+def _why(studies: Studies, claim: Claim, verdicts: Sequence[Verdict]) -> Iterator[str]:
+    """What the states of a form do where a claim of it is not confirmed."""
+    for form, verdict in zip(claim.forms, verdicts, strict=True):
+        if verdict.kind in (Kind.CONFIRMED, Kind.UNFINISHED):
+            continue
+        for inner in studies.values():
+            if not isinstance(inner, PlannedStates):
+                continue
+            for name in claim.studies:
+                if (name, form) in inner.pairs and (said := inner.said(name, form)):
+                    yield f"* What `{form}` does: {said} ([{inner.name}](#{inner.name}))."
+
+
 def _study(study: Study, state: State, images: str) -> Iterator[str]:
     yield f"{study.size}. `python -m train.main evidence --only={study.name}`"
     if state.unfinished:
@@ -186,6 +205,8 @@ def _study(study: Study, state: State, images: str) -> Iterator[str]:
         yield _costs(study)
     elif isinstance(study, PlannedGrowth) and not state.unfinished:
         yield _growth(study)
+    elif isinstance(study, PlannedStates) and (rows := study.rows()):
+        yield text_table(COLUMNS, rows)
     for name in figures_of(study):
         yield f"![{study.name}]({images}/{name})"
 
@@ -221,7 +242,7 @@ def _scores(study: PlannedTrainings, key: str) -> str:
         if values[0] is None:
             lacking.append(str(study.missing(rival, key)))
             continue
-        cells = [_interval([*found.values()]) for found in values if found]
+        cells = [str(estimate([*found.values()])) for found in values if found]
         lost = study.diverged(rival, key)
         rows.append([rival, str(study.rate(rival, key)), str(len(lost)), *cells])
     if not rows:
@@ -234,12 +255,6 @@ def _scores(study: PlannedTrainings, key: str) -> str:
     )
 
 
-def _interval(values: Sequence[float]) -> str:
-    found = estimate(values)
-    digits = 3 if abs(found.mean) < 10 else 2 if abs(found.mean) < 100 else 1
-    return f"{found.mean:.{digits}f} [{found.low:.{digits}f}, {found.high:.{digits}f}]"
-
-
 def _costs(study: PlannedCost) -> str:
     rows = []
     keys = ("time", "noise", "memory", "parameters", "operations")
@@ -247,7 +262,9 @@ def _costs(study: PlannedCost) -> str:
         for length, found in study.measured(rival).items():
             if len(found) < len(study.design.seeds):
                 continue
-            cells = [_interval([x[key] for x in found]) if key in found[0] else "-" for key in keys]
+            cells = [
+                str(estimate([x[key] for x in found])) if key in found[0] else "-" for key in keys
+            ]
             rows.append([rival, f"{length:,}", *cells])
     if not rows:
         return ""

@@ -54,7 +54,7 @@ class PlannedGrowth(Measurements):
     def __init__(self, design: Growth, place: Place):
         self.name = design.name
         self.design, self.place, self.minutes = design, place, design.minutes
-        self.items = []
+        self._items = []
         settings = sweep.variants(design.config, design.variants)
         for seed, depth, setting in itertools.product(design.seeds, design.depths, settings):
             options = (
@@ -67,7 +67,7 @@ class PlannedGrowth(Measurements):
             planned = experiment.from_file(design.config, options, lambda _: None)
             name = f"{setting.name}-{depth}-seed{seed}"
             described = {"version": protocol.VERSION, "noise": design.noise}
-            self.items.append(Item(self.name, name, setting.name, planned, protocol=described))
+            self._items.append(Item(self.name, name, setting.name, planned, protocol=described))
 
     @property
     def size(self) -> str:

@@ -145,14 +145,18 @@ class Measurements(Study):
     """A study whose runs are measurements, made one after another in this process.
 
     Attributes:
-      items: the measurements.
       minutes: that one takes, for plans.
       quick: how many of them, from the first, belong to the quick part.
     """
 
-    items: Sequence[Item] = ()
     minutes: float
     quick = 0
+    _items: Sequence[Item] = ()
+
+    @property
+    def items(self) -> Sequence[Item]:
+        """The measurements, as far as they are known."""
+        return self._items
 
     @abc.abstractmethod
     def measure(self, item: Item) -> dict[str, Any]:

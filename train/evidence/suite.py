@@ -9,6 +9,7 @@ from configs.ablations import VARIANTS
 from train.evidence.budgets import Curve
 from train.evidence.overhead import Cost
 from train.evidence.stability import Growth
+from train.evidence.states import States
 from train.evidence.studies import Design, Fields
 from train.evidence.trainings import Base, Trainings
 
@@ -38,7 +39,7 @@ def encodings(*names: str) -> dict[str, Fields]:
     return {name: FORMS.get(name, {KIND: name}) for name in names}
 
 
-STUDIES: tuple[Design, ...] = (
+_MADE: tuple[Design, ...] = (
     Trainings(
         name="text",
         config=CONFIGS / "bytes_demo.py",
@@ -157,4 +158,10 @@ STUDIES: tuple[Design, ...] = (
         )
         for problem in PROBLEMS
     ),
+)
+
+# Of adapted models the base has no updates to cut off.
+STUDIES: tuple[Design, ...] = (
+    *_MADE,
+    States("states", [s for s in _MADE if isinstance(s, Trainings) and s.base is None]),
 )

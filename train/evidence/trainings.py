@@ -233,9 +233,12 @@ class PlannedTrainings(Study):
 
     def value(self, record: Record, score: Score) -> float:
         """A score of a run, as it is shown; the worst one where it has none."""
-        found = math.nan
-        if not record.found["diverged"]:
-            found = score.factor * self._read_once(record).summary().get(score.key, math.nan)
+        diverged = record.found["diverged"]
+        return self.of_summary({} if diverged else self._read_once(record).summary(), score)
+
+    def of_summary(self, summary: Mapping[str, float], score: Score) -> float:
+        """A score as it is shown; the worst one where the summary of a result has none."""
+        found = score.factor * summary.get(score.key, math.nan)
         return found if math.isfinite(found) else self._worst(score)
 
     def _worst(self, score: Score) -> float:

@@ -1,0 +1,134 @@
+"""What is said of states, and the runs that it is read off."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from tests.models import encoding, small_model
+from tests.train.evidence.results import BEYOND, MADE, choose_all, diverge, finish_all
+from train.evaluation.inside import before_training
+from train.evidence import claims, page
+from train.evidence.states import States, states_figure, updating, without_layer
+from train.evidence.verdicts import wins
+
+RIGHT = {"tape": 0.6, "rope": 0.3, "none": 0.2}
+
+
+@pytest.fixture
+def planned(design, place):
+    """A study of states of three layers, and the study that it reads."""
+    of = dataclasses.replace(design, fields={"model.num_layers": 3})
+    found = States("states", [of], forms=("tape", "tape_heads")).at(place)
+    return found, found.of["copying"]
+
+
+def put(states, without: float, lost=(0.5, 0.0)) -> None:
+    """Writes what looking into every run would have found."""
+    for i, item in enumerate(states.items):
+        found = {
+            "moved": [0.0, 0.1, 0.2 + 0.01 * i],
+            "without": {BEYOND: without + 0.01 * i},
+            "loss": 1.0,
+            "loss_without": 2.0,
+            "lost": [x + 0.01 * (-1) ** i for x in lost],
+        }
+        states.place.store.put(item, found, MADE)
+
+
+def test_from_nothing_to_a_sentence(planned):
+    states, trainings = planned
+    assert states.pairs == [("copying", "tape")], "of forms that a study has"
+    assert states.items == []
+    assert len(states.state.unfinished) == states.state.total == 5
+    choose_all(trainings)
+    assert [item.name for item in states.items][:1] == ["copying-tape-1x-3e-3-seed2"]
+    finish_all(trainings, RIGHT)
+    assert states.cut("copying", "tape") is None
+    assert states.said("copying", "tape") is None
+    assert states_figure(states) is None
+    put(states, without=0.25)
+    assert not states.state.unfinished
+    found = states.cut("copying", "tape")
+    np.testing.assert_allclose(found.without, [25, 26, 27, 28, 29])
+    np.testing.assert_allclose(found.trained, [60, 61.1, 62.2, 63, 64.1], atol=0.2)
+    said = states.said("copying", "tape")
+    assert "22.00 [20.04, 23.96] % of their norm" in said
+    assert "to 27.00 [" in said
+    assert said.endswith("missed where they are cut off in one layer alone: 1")
+    (row,) = states.rows()
+    assert row[:2] == ["copying", "`tape`"]
+    assert len(row) == len(page.COLUMNS)
+    assert states_figure(states) is not None
+
+
+def test_missed_in_no_layer(planned):
+    states, trainings = planned
+    choose_all(trainings)
+    finish_all(trainings, RIGHT)
+    put(states, without=0.25, lost=(0.0, 0.0))
+    assert states.said("copying", "tape").endswith("missed in no single layer")
+
+
+def test_runs_that_diverged_are_left_out(planned):
+    states, trainings = planned
+    choose_all(trainings)
+    finish_all(trainings, RIGHT)
+    diverge(trainings, trainings.reports("tape", BEYOND)[0])
+    assert len(states.items) == 4
+
+
+def test_page(planned, monkeypatch):
+    """A claim that is not confirmed says what the states of the form do."""
+    states, trainings = planned
+    claim = claims.CLAIMS[0]._replace(
+        studies=("copying",),
+        judge=lambda s, form: wins(s["copying"], BEYOND, ["rope"], name=form),
+        forms=("tape",),
+        beside=None,
+    )
+    monkeypatch.setattr(page, "CLAIMS", (claim,))
+    choose_all(trainings)
+    finish_all(trainings, {"tape": 0.1, "rope": 0.3, "none": 0.2})
+    put(states, without=0.0)
+    text = page.markdown({"copying": trainings, "states": states}, "images")
+    assert "* `tape`: **contradicted**.\n* What `tape` does: in copying the states" in text
+    assert "### states" in text
+    assert f"| {page.COLUMNS[0]} " in text
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_one_layer_cut_off(scan_layers):
+    model = small_model(encoding("tape"), num_layers=4, scan_layers=scan_layers)
+    fresh = model.init(jax.random.key(0), np.zeros((1, 1), np.int32))
+    trained = jax.tree.map(lambda x: x + 1, fresh)
+    whole = before_training(model, trained)
+    assert updating(model) == [0, 1, 2]
+    found = trained
+    for layer in updating(model):
+        one = without_layer(model, trained, layer)
+        changed = sum(
+            bool((a != b).any())
+            for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(trained), strict=True)
+        )
+        assert changed == len(model.encoding.layer_params(model.config, updates=True))
+        found = without_layer(model, found, layer)
+    jax.tree.map(np.testing.assert_array_equal, found, whole)
+
+
+@pytest.mark.slow
+def test_runs_are_made_and_looked_into(planned):
+    states, trainings = planned
+    choose_all(trainings)
+    finish_all(trainings, RIGHT)
+    made = []
+    states.run(made.append, quick=True)
+    assert not made
+    states.run(made.append)
+    assert [item.name for item in made] == [item.name for item in states.items]
+    found = states.recorded(made[0]).found
+    assert len(found["moved"]) == 3
+    assert len(found["lost"]) == 2
+    assert BEYOND in found["without"]
+    states.run(lambda item: pytest.fail("made twice"))

@@ -1,0 +1,294 @@
+"""What TAPE's states do in the runs that report, and what is lost when updates are cut off.
+
+A model may need what it was trained with without being the better for it. So this says what a form
+of TAPE does where it is ahead or behind, and decides nothing (docs/protocol.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from matplotlib.figure import Figure
+
+from tape_jax._src.checks import require
+from tape_jax._src.model import Transformer
+from train.analysis.inspection import examples
+from train.comparison.jobs import Job
+from train.comparison.plots import BODY, SMALL, TITLE
+from train.comparison.processes import train_all
+from train.evaluation import Trained
+from train.evaluation.inside import before_training, look, untrained
+from train.evidence import protocol
+from train.evidence.records import Item, Record
+from train.evidence.statistics import estimate
+from train.evidence.studies import Finished, Measurements, Place, State
+from train.evidence.trainings import Trainings
+from train.training import runs
+from train.training.step import Batch, weighted_loss
+
+COLUMNS = ("study", "form", "moved, %", "score", "trained", "without updates", "by layer, nats")
+FORMS = ("tape", "tape_heads", "tape_alibi")
+# Examples of the task, drawn with a seed of their own: for losses, and to look at.
+EXAMPLES, LOOKED_AT = 64, 8
+
+
+@dataclasses.dataclass(frozen=True)
+class States:
+    """What states do in the reporting runs of other studies.
+
+    Attributes:
+      name: a word, fit for a folder.
+      of: the studies; of each, the runs whose rates its first score chose.
+      forms: of TAPE.
+      minutes: that one takes, for plans.
+    """
+
+    name: str
+    of: Sequence[Trainings]
+    forms: Sequence[str] = FORMS
+    minutes: float = 0.4
+
+    def at(self, place: Place) -> PlannedStates:
+        """The study at a place."""
+        return PlannedStates(self, place)
+
+
+class Cut(NamedTuple):
+    """What a run does without updates, a number a seed.
+
+    Attributes:
+      moved: by layer, how far the states that enter it are from their start, over its norm.
+      trained: the score as trained.
+      without: the score with every update as before training.
+      lost: by layer that updates, by how many nats the loss rises without its update.
+    """
+
+    moved: np.ndarray
+    trained: np.ndarray
+    without: np.ndarray
+    lost: np.ndarray
+
+    @property
+    def last(self) -> str:
+        """How far those that enter the last layer are, in per cent."""
+        return str(estimate((100 * self.moved[:, -1]).tolist()))
+
+
+class PlannedStates(Measurements):
+    """A study of states at a place."""
+
+    def __init__(self, design: States, place: Place):
+        self.name = design.name
+        self.design, self.place, self.minutes = design, place, design.minutes
+        self.of = {trainings.name: trainings.at(place) for trainings in design.of}
+        self.pairs = [
+            (study, form)
+            for study, trainings in self.of.items()
+            for form in design.forms
+            if form in trainings.design.rivals
+        ]
+
+    def jobs(self, study: str, form: str) -> list[Job]:
+        """The runs that are looked into: that report, and did not diverge; none before a rate."""
+        trainings = self.of[study]
+        reports = trainings.reports(form, trainings.design.scores[0]) or []
+        records = [trainings.record(job) for job in reports]
+        return [
+            job
+            for job, record in zip(reports, records, strict=True)
+            if record is None or not record.found["diverged"]
+        ]
+
+    def _item(self, study: str, job: Job) -> Item:
+        described = {"version": protocol.VERSION, "examples": EXAMPLES, "looked_at": LOOKED_AT}
+        name = f"{study}-{job.folder.name}"
+        return Item(self.name, name, job.name, job.experiment, protocol=described)
+
+    @property
+    def _wanted(self) -> dict[str, Job]:
+        """The runs that are looked into, by the names of their measurements."""
+        pairs = [(study, job) for study, form in self.pairs for job in self.jobs(study, form)]
+        return {self._item(study, job).name: job for study, job in pairs}
+
+    @property
+    def items(self) -> Sequence[Item]:
+        """What is measured, as far as it is known."""
+        return [
+            self._item(study, job) for study, form in self.pairs for job in self.jobs(study, form)
+        ]
+
+    @property
+    def state(self) -> State:
+        """How far it is."""
+        known, unknown = super().state, []
+        for study, form in self.pairs:
+            if not self.jobs(study, form):
+                unknown += [f"{study}-{form}, seed {seed}" for seed in protocol.REPORTING]
+        return State(known.total + len(unknown), known.finished, [*known.unfinished, *unknown])
+
+    @property
+    def size(self) -> str:
+        """The size of its runs, in words."""
+        return (
+            f"The reporting runs of {', '.join(self.of)}, trained again where they are not at "
+            f"hand; losses of {EXAMPLES} examples"
+        )
+
+    def run(self, finished: Finished, *, quick: bool = False) -> None:
+        """Makes what is missing; no quick part."""
+        if quick:
+            return
+        wanted = self._wanted
+        jobs = [wanted[item.name] for item in self.items if not self.recorded(item)]
+        if again := [job for job in jobs if not job.finished]:
+            for job in again:
+                job.folder.parent.mkdir(parents=True, exist_ok=True)
+            train_all(again, self.place.side_by_side)
+        super().run(finished)
+
+    def measure(self, item: Item) -> dict[str, Any]:
+        """How far the states of a run move, and what it does without updates."""
+        trained = runs.restore_for_evaluation(self._wanted[item.name].folder)
+        e, variables = trained.experiment, trained.variables
+        batch = examples(e, EXAMPLES)
+        tokens = np.asarray(batch["inputs"])[:LOOKED_AT]
+        inside = look(trained.model, variables, tokens, [[""] * tokens.shape[1]] * len(tokens))
+        without = untrained(trained)
+        require(without is not None, f"{item.name}: {item.rival} has learned no update")
+        assert without is not None
+        loss = functools.partial(_loss, trained, batch=batch)
+        layers = updating(trained.model)
+        as_trained = loss(variables)
+        cut_off = e.task.evaluate(without, e.evaluation).summary()
+        return {
+            "moved": inside.moved.tolist(),
+            "without": {key: x for key, x in cut_off.items() if math.isfinite(x)},
+            "loss": as_trained,
+            "loss_without": loss(without.variables),
+            "lost": [loss(without_layer(trained.model, variables, n)) - as_trained for n in layers],
+        }
+
+    def check(self, record: Record) -> None:
+        """Raises ValueError, TypeError or KeyError if it is no such measurement."""
+        for name in ("moved", "lost"):
+            np.asarray(record.found[name], float)
+        float(record.found["loss_without"]) - float(record.found["loss"])
+        dict(record.found["without"])
+
+    def cut(self, study: str, form: str) -> Cut | None:
+        """What was measured of a form in a study; None unless it is complete, with two seeds."""
+        trainings, jobs = self.of[study], self.jobs(study, form)
+        key = trainings.design.scores[0]
+        score = trainings.score(key)
+        there = [trainings.record(job) for job in jobs]
+        here = [self.recorded(self._item(study, job)) for job in jobs]
+        if len(jobs) < 2 or not all(there) or not all(here):
+            return None
+        found = [record.found for record in here if record]
+        return Cut(
+            moved=np.array([x["moved"] for x in found]),
+            trained=np.array([trainings.value(record, score) for record in there if record]),
+            without=np.array([trainings.of_summary(x["without"], score) for x in found]),
+            lost=np.array([x["lost"] for x in found]),
+        )
+
+    def rows(self) -> list[list[str]]:
+        """A row for each study and form that is complete: see :data:`COLUMNS`."""
+        rows = []
+        for study, form in self.pairs:
+            if (found := self.cut(study, form)) is None:
+                continue
+            trainings = self.of[study]
+            label = trainings.score(trainings.design.scores[0]).label
+            lost = ", ".join(f"{x:.3g}" for x in found.lost.mean(0))
+            cells = [found.last, label]
+            cells += [
+                str(estimate(found.trained.tolist())),
+                str(estimate(found.without.tolist())),
+                lost,
+            ]
+            rows.append([study, f"`{form}`", *cells])
+        return rows
+
+    def said(self, study: str, form: str) -> str | None:
+        """What a form does in a study, in a sentence; None before it is measured."""
+        if (found := self.cut(study, form)) is None:
+            return None
+        trainings = self.of[study]
+        label = trainings.score(trainings.design.scores[0]).label
+        before, after = (estimate(x.tolist()) for x in (found.trained, found.without))
+        lost = [estimate(column) for column in found.lost.T.tolist()]
+        missed = [n for n, one in enumerate(lost, 1) if one.low > 0]
+        which = (
+            f"missed where they are cut off in one layer alone: {', '.join(map(str, missed))}"
+            if missed
+            else "missed in no single layer"
+        )
+        return (
+            f"in {study} the states that enter its last layer are {found.last} % of their norm "
+            f"away from their start. With the updates of a trained model cut off, {label} goes "
+            f"from {before} to {after}; they are {which}"
+        )
+
+
+def without_layer(model: Transformer, variables: Any, layer: int) -> Any:
+    """The variables of a model, with the parameters of one layer's encoding as before training."""
+    start = next(first for first, last, _ in model.blocks if first <= layer < last)
+    block, params = f"layers_{start}", variables["params"]
+    ours, theirs = params[block], before_training(model, variables)["params"][block]
+    if model.config.scan_layers:
+        here = layer - start
+        theirs = jax.tree.map(lambda x, y: x.at[here].set(y[here]), ours, theirs)
+    return {**variables, "params": {**params, block: theirs}}
+
+
+def updating(model: Transformer) -> list[int]:
+    """The layers of a model that update states."""
+    return [n for first, last, updates in model.blocks if updates for n in range(first, last)]
+
+
+def states_figure(study: PlannedStates) -> Figure | None:
+    """How far states move and what their updates are for, by layer, every seed a dot.
+
+    A column for each study that is measured; None before one is.
+    """
+    found = {pair: cut for pair in study.pairs if (cut := study.cut(*pair))}
+    names = list(dict.fromkeys(name for name, _ in found))
+    if not names:
+        return None
+    size = (1.2 + 2.6 * len(names), 5.2)
+    made = Figure(figsize=size, layout="constrained")
+    panels = made.subplots(2, len(names), squeeze=False)
+    for (name, form), cut in found.items():
+        column, colour = names.index(name), f"C{study.design.forms.index(form)}"
+        rows = ((100 * cut.moved, "way from the start, %"), (cut.lost, "loss without, nats"))
+        for row, (values, label) in enumerate(rows):
+            panel = panels[row, column]
+            layers = np.arange(1, values.shape[1] + 1)
+            panel.plot(layers, values.mean(0), color=colour, label=form)
+            panel.plot(layers, values.T, "o", color=colour, alpha=0.4, markersize=4)
+            panel.set_xticks(layers)
+            panel.tick_params(labelsize=SMALL)
+            panel.grid(alpha=0.25)
+            if column == 0:
+                panel.set_ylabel(label, fontsize=BODY)
+        panels[0, column].set_title(name, fontsize=BODY)
+        panels[0, column].set_xlabel("entering layer", fontsize=SMALL)
+        panels[1, column].set_xlabel("update of layer", fontsize=SMALL)
+    for panel in panels.flat:
+        panel.legend(fontsize=SMALL)
+    made.suptitle("What states do: how far they move, and which update is missed", fontsize=TITLE)
+    return made
+
+
+def _loss(trained: Trained, variables: Any, *, batch: Batch) -> float:
+    """The mean loss over the tokens that count, in nats."""
+    logits: Any = trained.apply(variables, batch["inputs"])
+    total = weighted_loss(logits, batch["targets"], batch["weights"])
+    return float(total / batch["weights"].sum())
