@@ -35,6 +35,10 @@ class Estimate(NamedTuple):
     spread: float
     number: int
 
+    def __str__(self) -> str:
+        digits = 3 if abs(self.mean) < 10 else 2 if abs(self.mean) < 100 else 1
+        return f"{self.mean:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+
     def smallest(self, tests: int = 1) -> float:
         """The mean that would have been told from zero with the protocol's chance.
 
