@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from configs import places
 from train.evidence.budgets import Curve
@@ -13,15 +13,30 @@ from train.evidence.trainings import Trainings
 from train.evidence.verdicts import Verdict, wins
 from train.tasks import task_type
 
-# In the order in which they are made, the minutes of a run with the configuration's steps, on
-# average of all rivals.
+
+class Size(NamedTuple):
+    """What a task takes.
+
+    Attributes:
+      minutes: of a run with the configuration's steps, on average of all rivals.
+      most: the largest multiple of these steps that the hours allow (docs/protocol.md).
+      samples: questions of each cell of its grid.
+    """
+
+    minutes: float
+    most: int = 1
+    samples: int = 20
+
+
+# In the order in which they are made.
 TASKS = {
-    "address": 1.15,
-    "table": 1.3,
-    "navigation": 1.15,
-    "recall": 1.15,
-    "flip_flop": 0.85,
-    "line_numbers": 1.4,
+    "address": Size(1.15, most=2),
+    "table": Size(1.3),
+    "navigation": Size(1.15),
+    "recall": Size(1.15),
+    # Of a few cells.
+    "flip_flop": Size(0.85, samples=100),
+    "line_numbers": Size(1.3),
 }
 
 # Every form is judged by itself. The first two have no bias.
@@ -61,9 +76,7 @@ def _judge(task: str) -> Callable[[Studies, str], Verdict]:
 
 
 def _study(task: str) -> Trainings:
-    fields = {f"task.{name}": value for name, value in places.TASKS[task].items()}
-    # The longest training that the hours allow (docs/protocol.md).
-    most = 2 if task == "address" else 1
+    size, fields = TASKS[task], {f"task.{name}": x for name, x in places.TASKS[task].items()}
     return Trainings(
         name=task,
         config=CONFIGS / "places.py",
@@ -73,12 +86,12 @@ def _study(task: str) -> Trainings:
             "rope_fox": {KIND: "rope+fox"},
             **encodings(*RIVALS),
         },
-        fields={"task.name": task, **fields},
+        fields={"task.name": task, **fields, "evaluation.samples": size.samples},
         by_scale=SHALLOW,
         scores=(BEYOND,),
         shown=(INSIDE,),
-        curve=Curve(INSIDE, most=most, rivals=CURVE, sudden=True),
-        minutes=TASKS[task],
+        curve=Curve(INSIDE, most=size.most, rivals=CURVE, sudden=True),
+        minutes=size.minutes,
         quick=CURVE if task == "flip_flop" else (),
     )
 
