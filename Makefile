@@ -15,8 +15,8 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 # Large pages, on Linux, for the memory of a training step on a CPU (train/training/allocator.py).
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
-.PHONY: demo addition-demo compare-demo arena-demo extend-demo evidence evidence-quick test test-slow \
-	test-next faults lint parity benchmarks docs docs-serve lock audit wheel clean
+.PHONY: demo addition-demo compare-demo arena-demo extend-demo evidence evidence-places evidence-quick test \
+	test-slow test-next faults lint parity benchmarks docs docs-serve lock audit wheel clean
 
 demo: $(VENV)/.ready  ## train TAPE and RoPE to find places by content, and show what came out
 	$(BIN)/python -m train.main compare --config=configs/addressing_demo.py --run=$(RUN) \
@@ -44,6 +44,9 @@ extend-demo: $(VENV)/.ready  ## train a small model on 64 bytes, adapt it to 128
 
 evidence: $(VENV)/.ready  ## test what is claimed of TAPE, hours; continues where it was stopped
 	$(BIN)/python -m train.main evidence
+
+evidence-places: $(VENV)/.ready  ## the same of where TAPE is ahead: tasks of finding places, hours
+	$(BIN)/python -m train.main evidence --suite=places
 
 evidence-quick: $(VENV)/.ready  ## make a few of these runs again, in minutes
 	$(BIN)/python -m train.main evidence --quick

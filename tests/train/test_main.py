@@ -95,6 +95,18 @@ def test_eval(own, capsys):
     assert str(own / "evaluation_exact_match.png") in out
 
 
+def test_eval_with_updates_cut_off(own, capsys, monkeypatch):
+    """It writes nothing, and where there is nothing to cut off it says so."""
+    before = content(own)
+    command = ["eval", f"--run={own}", "--cut-updates", "--config.evaluation.longest=2"]
+    assert main(command) == 0
+    assert "trained range" in capsys.readouterr().out
+    monkeypatch.setattr("train.comparison.evaluations.untrained", lambda trained: None)
+    assert main(command) == program.USER_ERROR
+    assert "the encoding 'tape' has no parameters" in capsys.readouterr().err
+    assert content(own) == before
+
+
 @pytest.mark.slow
 def test_eval_on_a_mesh(own):
     """By request, or because the run was trained on one that fits the devices here."""

@@ -1,7 +1,8 @@
-"""Tests every claim that is made of TAPE, and writes a page that says what came out.
+"""Tests what is claimed of TAPE, or where it is ahead, and writes a page that says what came out.
 
   python -m train.main evidence
   python -m train.main evidence --only=addition,passkey
+  python -m train.main evidence --suite=places
   python -m train.main evidence --config.scale=gpu
 
 Says what is missing and how long it will take, and makes it, claims first, by docs/protocol.md.
@@ -10,6 +11,9 @@ command continues. --plan stops before the first run. --quick makes a few of the
 folder of their own, and says whether they are those on record. --page runs nothing, and needs
 nothing but the results. Results by other code, another protocol or another config are named and
 left out.
+
+--suite=places compares encodings at tasks in which a place is to be found by content, in place of
+the claims; its results, runs and page are apart.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ RESULTS, RUNS, PAGE = Path("benchmarks/results"), Path("runs"), Path("docs")
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
+    parser.add_argument("--suite", default="claims", help="claims (the default), or places")
     parser.add_argument("--only", metavar="STUDY,...", help="studies of the page (all)")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--quick", action="store_true", help="a few runs once more, in minutes")
@@ -46,10 +51,13 @@ def run(args: argparse.Namespace) -> None:
     from train.evidence.records import Store
     from train.evidence.source import describe_source
     from train.evidence.studies import Place
+    from train.evidence.suites import SUITES
 
+    choose("suite", args.suite, SUITES)
+    suite = SUITES[args.suite]
     require(args.jobs >= 1, f"evidence: --jobs must be at least 1; got {args.jobs}")
     scale, code = scale_of(args.overrides), describe_source()
-    name = "evidence" if scale == experiment.THIS_SCALE else f"evidence-{scale}"
+    name = suite.name if scale == experiment.THIS_SCALE else f"{suite.name}-{scale}"
     # Runs of other code are not continued.
     runs = (args.runs or RUNS / name) / code["modules"]
     recorded = Place(Store(args.results or RESULTS / name), runs, args.jobs, scale)
@@ -62,26 +70,26 @@ def run(args: argparse.Namespace) -> None:
             own = RUNS / f"{name}-quick" / code["modules"]
             place = recorded._replace(store=Store(own / "results"), runs=own / "runs")
             out = args.out or own / "page" / f"{name}.md"
-        studies = page.studies_at(place)
+        studies = page.studies_at(suite, place)
         chosen = args.only.split(",") if args.only else list(studies)
         for study in chosen:
             choose("study", study, studies)
         for remark in remarks(place.store, studies):
             print(remark, file=sys.stderr)
         if not args.page and not args.quick:
-            print(plan(studies, chosen, args.jobs), flush=True)
+            print(plan(suite, studies, chosen, args.jobs), flush=True)
         if args.plan:
             return
         if not idle:
             place.store.accept(code)
         out.parent.mkdir(parents=True, exist_ok=True)
-        page.write(studies, out)
+        page.write(suite, studies, out)
         if not idle:
             for study in chosen:
-                make(studies, study, out, quick=args.quick)
+                make(suite, studies, study, out, quick=args.quick)
         print(f"page: {out}")
         if args.quick:
-            print(compared(studies, page.studies_at(read)))
+            print(compared(studies, page.studies_at(suite, read)))
             print(f"code: {code['modules']}")
 
 

@@ -12,6 +12,7 @@ from tape_jax._src.files import write_atomically
 from tape_jax.sharding import ShardingConfig
 from train.comparison import plots
 from train.comparison.tasks import compare
+from train.evaluation.inside import untrained
 from train.tasks import Result
 from train.training import runs
 from train.training.metrics import Progress
@@ -61,6 +62,28 @@ def evaluate(folder: Path, options: Any, mesh: ShardingConfig | None = None) -> 
     for name, figure in figures.items():
         plots.save(figure, folder / f"evaluation_{name}")
     return result
+
+
+def evaluate_untrained(folder: Path, options: Any, mesh: ShardingConfig | None = None) -> Result:
+    """Evaluates a run with its position encoding as before training, and writes nothing.
+
+    TAPE's states then stay at their start: its updates are cut off.
+
+    Args:
+      folder: of the run.
+      options: an instance of the task's ``Evaluation``.
+      mesh: as for :func:`evaluate`.
+
+    Raises:
+      ValueError: as :func:`evaluate` does, or if the encoding has learned nothing.
+    """
+    trained = runs.restore_for_evaluation(folder, mesh)
+    without = untrained(trained)
+    if without is None:
+        kind = trained.experiment.model.position.kind
+        raise ValueError(f"{folder}: the encoding {kind!r} has no parameters, and so no updates")
+    with Progress.of(f"evaluating {folder.name} without updates") as progress:
+        return trained.experiment.task.evaluate(without, options, progress)
 
 
 def options_to_json(options: Any) -> dict[str, Any]:

@@ -15,11 +15,14 @@ class Curve(NamedTuple):
       score: its key; at the trained lengths.
       most: the largest multiple of the configuration's steps that the study may take.
       rivals: those that are trained for it.
+      sudden: whether a gain by any longer training counts, not by the next multiple alone: for
+        tasks that are learned all at once.
     """
 
     score: str
     most: int
     rivals: Sequence[str] = ("rope", "alibi")
+    sudden: bool = False
 
 
 class Budget(NamedTuple):
@@ -27,7 +30,7 @@ class Budget(NamedTuple):
 
     Attributes:
       multiple: the chosen one.
-      improving: whether the next one was still worth its cost; None: it was not tried.
+      improving: whether longer training was still worth its cost; None: it was not tried.
     """
 
     multiple: int
@@ -35,7 +38,11 @@ class Budget(NamedTuple):
 
 
 def choose(
-    values: Mapping[str, Mapping[int, float]], most: int, *, higher_is_better: bool
+    values: Mapping[str, Mapping[int, float]],
+    most: int,
+    *,
+    higher_is_better: bool,
+    sudden: bool = False,
 ) -> Budget:
     """The smallest multiple after which none of the rivals gains enough from the next.
 
@@ -43,12 +50,12 @@ def choose(
       values: by rival and multiple: points of exact match, or perplexities.
       most: the largest multiple that may be chosen.
       higher_is_better: whether they are exact match.
+      sudden: of :class:`Curve`.
     """
     multiples = sorted(next(iter(values.values())))
-    for multiple, after in zip(multiples, [*multiples[1:], None], strict=True):
-        if after is None:
-            break
-        pairs = [(found[multiple], found[after]) for found in values.values()]
+    for place, multiple in enumerate(multiples[:-1], 1):
+        later = multiples[place:] if sudden else multiples[place : place + 1]
+        pairs = [(found[multiple], found[after]) for found in values.values() for after in later]
         if higher_is_better:
             improving = any(b - a > WORTH_POINTS for a, b in pairs)
         else:

@@ -46,3 +46,26 @@ def dots(
         panel.grid(axis="x", which="both", alpha=0.25)
     figure.suptitle(title, fontsize=TITLE)
     return figure
+
+
+def heat_map(title: str, values: Mapping[str, Mapping[str, float | None]]) -> Figure:
+    """A row for each rival, a column for each study, a colour and a number from 0 to 100.
+
+    Args:
+      title: of the picture.
+      values: by rival and study; None where there is none yet.
+    """
+    columns = list(next(iter(values.values())))
+    cells = np.array([list(row.values()) for row in values.values()], float)
+    figure = Figure(figsize=(2.2 + len(columns), 1.2 + 0.3 * len(values)), layout="constrained")
+    panel = figure.subplots()
+    panel.imshow(cells, cmap="Blues", vmin=0, vmax=100, aspect="auto")
+    for (row, column), value in np.ndenumerate(cells):
+        if not np.isnan(value):
+            colour = "white" if value > 60 else "black"
+            text = panel.text(column, row, f"{value:.0f}", fontsize=SMALL, color=colour)
+            text.set(ha="center", va="center")
+    panel.set_xticks(range(len(columns)), columns, fontsize=BODY, rotation=30, ha="right")
+    panel.set_yticks(range(len(values)), list(values), fontsize=BODY)
+    figure.suptitle(title, fontsize=TITLE)
+    return figure

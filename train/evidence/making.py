@@ -9,29 +9,31 @@ from typing import Any
 
 from train.evaluation.grids import text_table
 from train.evidence import page
-from train.evidence.claims import CLAIMS
 from train.evidence.records import Item, Record, Store
 from train.evidence.studies import Study
+from train.evidence.suites import Suite
 from train.evidence.trainings import PlannedTrainings
 from train.tasks import Score
 
 
-def plan(studies: Mapping[str, Study], names: Sequence[str], side_by_side: int) -> str:
+def plan(
+    suite: Suite, studies: Mapping[str, Study], names: Sequence[str], side_by_side: int
+) -> str:
     """What of some studies is missing, and how long it is expected to take."""
     rows, hours = [], 0.0
     for name in names:
         state, study = studies[name].state, studies[name]
-        claims = [str(n) for n, claim in enumerate(CLAIMS, 1) if name in claim.studies]
+        claims = [str(n) for n, claim in enumerate(suite.claims, 1) if name in claim.studies]
         done = f"{len(state.finished)} of at least {state.total}"
         rows.append([name, ", ".join(claims), done, f"{study.hours:.2f}"])
         hours += study.hours
-    table = text_table(["study", "claims", "runs", "hours of a core"], rows)
+    table = text_table(["study", f"{suite.subject}s", "runs", "hours of a core"], rows)
     return (
         f"{table}\n\nMissing: about {hours / side_by_side:.1f} hours of {side_by_side} idle cores."
     )
 
 
-def make(studies: dict[str, Any], name: str, out: Path, *, quick: bool) -> None:
+def make(suite: Suite, studies: dict[str, Any], name: str, out: Path, *, quick: bool) -> None:
     """Makes what a study lacks; the page follows every run."""
     study: Study = studies[name]
     start = time.monotonic()
@@ -39,7 +41,7 @@ def make(studies: dict[str, Any], name: str, out: Path, *, quick: bool) -> None:
 
     def finished(item: Item) -> None:
         made.append(item)
-        page.write(studies, out, changed=study)
+        page.write(suite, studies, out, changed=study)
         state, took = study.state, (time.monotonic() - start) / 60
         done = f"{len(state.finished)} of at least {state.total} runs"
         print(f"{item.study}/{item.name}: {done}, {took:.0f} min", flush=True)

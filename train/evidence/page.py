@@ -14,8 +14,8 @@ from tape_jax._src.files import write_atomically
 from train.analysis import stability
 from train.comparison.plots import MARK, require_ours, save
 from train.evaluation.grids import text_table
-from train.evidence import protocol
-from train.evidence.claims import CLAIMS, Claim, standing
+from train.evidence import overview, protocol
+from train.evidence.claims import Claim, standing
 from train.evidence.figures import dots
 from train.evidence.overhead import PlannedCost
 from train.evidence.records import Record
@@ -23,24 +23,27 @@ from train.evidence.stability import PlannedGrowth
 from train.evidence.states import COLUMNS, PlannedStates, states_figure
 from train.evidence.statistics import estimate
 from train.evidence.studies import Place, State, Study
-from train.evidence.suite import STUDIES
+from train.evidence.suites import Suite
 from train.evidence.trainings import PlannedTrainings
 from train.evidence.verdicts import HEADER, Kind, Verdict
 
 MOST_NAMES = 6
 
 Studies = Mapping[str, Any]
+# Claims with the verdict on each of their forms.
+Judged = Sequence[tuple[Claim, Sequence[Verdict]]]
 
 
-def studies_at(place: Place) -> dict[str, Any]:
-    """Every study of the suite at a place, by name."""
-    return {design.name: design.at(place) for design in STUDIES}
+def studies_at(suite: Suite, place: Place) -> dict[str, Any]:
+    """Every study of a suite at a place, by name."""
+    return {design.name: design.at(place) for design in suite.designs}
 
 
-def write(studies: Studies, page: Path, *, changed: Study | None = None) -> None:
-    """Writes the page, and its pictures into ``images/evidence`` beside it.
+def write(suite: Suite, studies: Studies, page: Path, *, changed: Study | None = None) -> None:
+    """Writes the page, and its pictures into ``images/<its name>`` beside it.
 
     Args:
+      suite: whose page it is.
       studies: of :func:`studies_at`.
       page: the Markdown file.
       changed: the only study whose pictures are drawn again; None: all.
@@ -50,25 +53,36 @@ def write(studies: Studies, page: Path, *, changed: Study | None = None) -> None
     """
     require_ours(page)
     folder = page.parent / "images" / page.stem
+    found: dict[str, Figure] = {}
     for study in studies.values() if changed is None else [changed]:
-        for name, figure in figures(study).items():
-            folder.mkdir(parents=True, exist_ok=True)
-            save(figure, folder / name)
-    write_atomically(page, markdown(studies, f"images/{page.stem}"))
+        found |= figures(study)
+    if suite.overview and (figure := overview.picture(studies)) is not None:
+        found[overview.PICTURE] = figure
+    for name, figure in found.items():
+        folder.mkdir(parents=True, exist_ok=True)
+        save(figure, folder / name)
+    write_atomically(page, markdown(suite, studies, f"images/{page.stem}"))
 
 
-def markdown(studies: Studies, images: str) -> str:
+def markdown(suite: Suite, studies: Studies, images: str) -> str:
     """The page.
 
     Args:
+      suite: whose page it is.
       studies: of :func:`studies_at`.
       images: the folder of the pictures, as the page names it.
     """
     states = {name: study.state for name, study in studies.items()}
-    parts = [f"<!-- {MARK} -->\n# Does TAPE do what is claimed?", _introduction(states)]
-    parts += ["## Verdicts", *_verdicts(studies), "## Studies"]
+    parts = [f"<!-- {MARK} -->\n# {suite.title}", *_introduction(suite, states)]
+    judged = [(claim, [claim.judge(studies, f) for f in claim.forms]) for claim in suite.claims]
+    parts += ["## Verdicts", _verdicts(suite, judged)]
+    if suite.overview:
+        parts += overview.tables(studies)
+        if overview.has_picture(studies):
+            parts.append(f"![{suite.title}]({images}/{overview.PICTURE})")
+    parts += [*_tests(suite, studies, judged), "## Studies"]
     for name, study in studies.items():
-        parts += [f"### {name}", *_study(study, states[name], images)]
+        parts += [f"### {name}", *_study(suite, study, states[name], images)]
     records = [record for state in states.values() for record in state.finished]
     parts += ["## Versions, hardware and code", _environments(records)]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -111,47 +125,57 @@ def _values(study: PlannedTrainings) -> dict[str, dict[str, Mapping[int, float]]
     return found
 
 
-def _introduction(states: Mapping[str, State]) -> str:
+def _introduction(suite: Suite, states: Mapping[str, State]) -> Iterator[str]:
     done = sum(len(state.finished) for state in states.values())
     total = sum(state.total for state in states.values())
     complete = [name for name, state in states.items() if not state.unfinished]
     begun = [n for n, state in states.items() if state.unfinished and state.finished]
     none = [n for n, state in states.items() if not state.finished]
     spent = sum(record.seconds for state in states.values() for record in state.finished)
-    return (
-        "Every claim that the paper makes of TAPE, or others make of it, tested by experiments "
-        "that fit on two CPU cores, by [a protocol](protocol.md) that was written before them. "
-        "They are small: a verdict holds at the size that was trained, and each names the larger "
-        "test that would settle it.\n\n"
-        "`make evidence` makes what is missing, claims first, and writes this page after every "
-        "run, from the files in `benchmarks/results/evidence`. Finished: **"
-        f"{done} of at least {total} runs**, {spent / 3600:.1f} hours of processor time.\n\n"
+    yield suite.introduction
+    yield (
+        f"`{suite.make}` makes what is missing, {suite.order}, and writes this page after every "
+        f"run, from the files in `benchmarks/results/{suite.name}`. Finished: **"
+        f"{done} of at least {total} runs**, {spent / 3600:.1f} hours of processor time."
+    )
+    yield (
         f"* Studies finished under the protocol: {', '.join(complete) or 'none yet'}.\n"
         f"* Begun: {', '.join(begun) or 'none'}.\n"
-        f"* Not made yet: {', '.join(none) or 'none'}.\n\n"
-        "What was found before the protocol is on [a page of its own](evidence_before.md), and "
-        "decides nothing here."
+        f"* Not made yet: {', '.join(none) or 'none'}."
     )
+    yield suite.closing
 
 
-def _verdicts(studies: Studies) -> Iterator[str]:
-    found = [(claim, [claim.judge(studies, form) for form in claim.forms]) for claim in CLAIMS]
-    rows = []
+def _verdicts(suite: Suite, found: Judged) -> str:
+    """A line for each claim; with an overview, a column for each form."""
+    if suite.overview:
+        forms = list(dict.fromkeys(form for claim, _ in found for form in claim.forms))
+        rows = []
+        for claim, verdicts in found:
+            said = {f: suite.word(v.kind) for f, v in zip(claim.forms, verdicts, strict=True)}
+            rows.append([", ".join(claim.studies), *(said.get(form, "-") for form in forms)])
+        return text_table([suite.subject, *forms], rows)
+    lines = []
     for number, (claim, verdicts) in enumerate(found, 1):
         words = ", ".join(
-            f"`{form}` **{verdict.kind.value}**"
+            f"`{form}` **{suite.word(verdict.kind)}**"
             for form, verdict in zip(claim.forms, verdicts, strict=True)
         )
         if len({verdict.kind for verdict in verdicts}) == 1:
-            words = f"**{verdicts[0].kind.value}**"
-        rows.append(f"| {number} | {claim.title} | {words} |")
-    yield "\n".join(["| | claim | verdict |", "|--:|---|---|", *rows])
+            words = f"**{suite.word(verdicts[0].kind)}**"
+        lines.append(f"| {number} | {claim.title} | {words} |")
+    return "\n".join([f"| | {suite.subject} | verdict |", "|--:|---|---|", *lines])
+
+
+def _tests(suite: Suite, studies: Studies, found: Judged) -> Iterator[str]:
+    """What each verdict rests on."""
     for number, (claim, verdicts) in enumerate(found, 1):
         where = ", ".join(f"[{name}](#{name})" for name in claim.studies)
+        lines = (_line(suite, form, v) for form, v in zip(claim.forms, verdicts, strict=True))
         yield f"**{number}. {claim.title}.**\n\n" + "\n".join(
             [
                 f"* Test: {claim.test}",
-                *(_line(form, v) for form, v in zip(claim.forms, verdicts, strict=True)),
+                *lines,
                 *_why(studies, claim, verdicts),
                 f"* Runs: {where}.",
                 f"* To settle it: {claim.needs}.",
@@ -165,8 +189,8 @@ def _verdicts(studies: Studies) -> Iterator[str]:
             yield text_table(HEADER, beside)
 
 
-def _line(form: str, verdict: Verdict) -> str:
-    said = f"* `{form}`: **{verdict.kind.value}**"
+def _line(suite: Suite, form: str, verdict: Verdict) -> str:
+    said = f"* `{form}`: **{suite.word(verdict.kind)}**"
     if verdict.kind is not Kind.UNFINISHED:
         return f"{said}."
     more = len(verdict.missing) - MOST_NAMES
@@ -187,8 +211,8 @@ def _why(studies: Studies, claim: Claim, verdicts: Sequence[Verdict]) -> Iterato
                     yield f"* What `{form}` does: {said} ([{inner.name}](#{inner.name}))."
 
 
-def _study(study: Study, state: State, images: str) -> Iterator[str]:
-    yield f"{study.size}. `python -m train.main evidence --only={study.name}`"
+def _study(suite: Suite, study: Study, state: State, images: str) -> Iterator[str]:
+    yield f"{study.size}. `{suite.command} --only={study.name}`"
     if state.unfinished:
         names = ", ".join(f"`{name}`" for name in state.unfinished[:MOST_NAMES])
         more = len(state.unfinished) - MOST_NAMES

@@ -136,8 +136,12 @@ class PlannedTrainings(Study):
             if curve is None:
                 self._budget = Budget(1, None)
             elif all(len(found) == len(protocol.MULTIPLES) for found in values.values()):
-                better = self.score(curve.score).higher_is_better
-                self._budget = budgets.choose(values, curve.most, higher_is_better=better)
+                self._budget = budgets.choose(
+                    values,
+                    curve.most,
+                    higher_is_better=self.score(curve.score).higher_is_better,
+                    sudden=curve.sudden,
+                )
         return self._budget
 
     def curve(self) -> dict[str, dict[int, float]]:

@@ -28,3 +28,13 @@ def test_points():
     values = {"rope": {1: 60.0, 2: 97.0, 4: 98.9}, "alibi": {1: 99.0, 2: 99.5, 4: 100.0}}
     assert choose(values, 4, higher_is_better=True) == Budget(2, False)
     assert choose(values, 1, higher_is_better=True) == Budget(1, True)
+
+
+def test_what_is_learned_all_at_once():
+    """A doubling that gains nothing is no end where the next one does."""
+    values = {"tape_alibi": {1: 10.0, 2: 11.0, 4: 99.0}, "rope_alibi": {1: 9.0, 2: 9.0, 4: 9.0}}
+    assert choose(values, 4, higher_is_better=True) == Budget(1, False)
+    assert choose(values, 4, higher_is_better=True, sudden=True) == Budget(4, None)
+    assert choose(values, 2, higher_is_better=True, sudden=True) == Budget(2, True)
+    learned = {"tape_alibi": {1: 99.0, 2: 99.5, 4: 100.0}, "rope_alibi": {1: 9.0, 2: 9.0, 4: 9.0}}
+    assert choose(learned, 4, higher_is_better=True, sudden=True) == Budget(1, False)

@@ -16,7 +16,7 @@ from tests.train.evidence.results import (
     finish,
     finish_all,
 )
-from train.evidence import claims, making, page, protocol, suite
+from train.evidence import claims, making, page, places, protocol, suites
 from train.evidence.budgets import Curve
 from train.evidence.records import Store
 from train.evidence.studies import Place
@@ -27,23 +27,26 @@ from train.main import main
 
 @pytest.fixture
 def small(design, monkeypatch):
-    """The suite and the claims with one study."""
-    monkeypatch.setattr(page, "STUDIES", (design,))
+    """The suite of the claims with one study."""
     claim = claims.CLAIMS[0]._replace(
         studies=("copying",),
         judge=lambda s, form: wins(s["copying"], BEYOND, ["rope"], name=form),
         forms=("tape", "none"),
         beside=None,
     )
-    monkeypatch.setattr(page, "CLAIMS", (claim,))
-    monkeypatch.setattr(making, "CLAIMS", (claim,))
+    one = suites.SUITES["claims"]._replace(designs=(design,), claims=(claim,))
+    monkeypatch.setitem(suites.SUITES, "claims", one)
     return design
 
 
-def text_of(studies, folder) -> str:
+def studies_at(place):
+    return page.studies_at(suites.SUITES["claims"], place)
+
+
+def text_of(studies, folder, name="claims") -> str:
     path = folder / "docs" / "evidence.md"
     path.parent.mkdir(exist_ok=True)
-    page.write(studies, path)
+    page.write(suites.SUITES[name], studies, path)
     text = path.read_text()
     for picture in re.findall(r"!\[.*\]\((.*)\)", text):
         assert (path.parent / picture).read_bytes().startswith(b"\x89PNG")
@@ -51,7 +54,7 @@ def text_of(studies, folder) -> str:
 
 
 def test_from_nothing_to_the_end(small, place, tmp_path):
-    studies = page.studies_at(place)
+    studies = studies_at(place)
     text = text_of(studies, tmp_path)
     assert "**0 of at least 33 runs**" in text
     assert "* Not made yet: copying." in text
@@ -85,7 +88,7 @@ def test_from_nothing_to_the_end(small, place, tmp_path):
 
 def test_intervals_are_of_seeds(small, place, tmp_path):
     """Seeds at 91, 20 and 18 of a hundred are far apart, however many answers each gave."""
-    planned = page.studies_at(place)["copying"]
+    planned = studies_at(place)["copying"]
     choose_all(planned)
     for job, share in zip(
         planned.reports("tape", BEYOND), (0.91, 0.2, 0.18, 0.2, 0.9), strict=True
@@ -99,8 +102,9 @@ def test_intervals_are_of_seeds(small, place, tmp_path):
 
 def test_a_budget(small, place, tmp_path, monkeypatch):
     wide = dataclasses.replace(small, curve=Curve(INSIDE, most=1, rivals=("rope", "none")))
-    monkeypatch.setattr(page, "STUDIES", (wide,))
-    studies = page.studies_at(place)
+    one = suites.SUITES["claims"]._replace(designs=(wide,))
+    monkeypatch.setitem(suites.SUITES, "claims", one)
+    studies = studies_at(place)
     assert "The budget is not chosen" not in text_of(studies, tmp_path)
     for job, inside in zip(studies["copying"].curve_jobs, (0.5, 0.9, 1) * 2, strict=True):
         assert "Budget chosen" not in text_of(studies, tmp_path)
@@ -114,7 +118,7 @@ def test_a_page_of_another_hand_is_left_alone(small, place, tmp_path):
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "evidence.md").write_text("mine")
     with pytest.raises(ValueError, match="was not written by this program"):
-        text_of(page.studies_at(place), tmp_path)
+        text_of(studies_at(place), tmp_path)
 
 
 class TestCommand:
@@ -156,7 +160,8 @@ class TestCommand:
         place.store.path("copying").rename(place.store.path("other"))
         finish(planned, planned.walk("tape", BEYOND)[0][0], 0.25)
         changed = dataclasses.replace(small, fields={"train.batch_size": 8})
-        monkeypatch.setattr(page, "STUDIES", (changed,))
+        one = suites.SUITES["claims"]._replace(designs=(changed,))
+        monkeypatch.setitem(suites.SUITES, "claims", one)
         assert self.call(tmp_path, "--page") == 0
         first, second = capsys.readouterr().err.splitlines()
         assert first == (
@@ -193,6 +198,7 @@ class TestCommand:
             (["--only=copyin"], "unknown study 'copyin'.*did you mean 'copying'"),
             (["--config.train.steps=1"], "evidence does not take --config.train.steps=1"),
             (["--config.scale=tpu"], "unknown scale 'tpu'"),
+            (["--suite=place"], "unknown suite 'place'.*did you mean 'places'"),
             (["--jobs=0"], "--jobs must be at least 1; got 0"),
         ],
     )
@@ -221,42 +227,58 @@ class TestCommand:
         assert "none" not in table
 
 
-class TestSuite:
-    """The suite itself."""
+class TestSuites:
+    """The suites themselves."""
 
-    def test_every_claim_names_studies_that_exist(self):
-        names = [design.name for design in suite.STUDIES]
+    @pytest.mark.parametrize("name", suites.SUITES)
+    def test_every_claim_names_studies_that_exist(self, name):
+        one = suites.SUITES[name]
+        names = [design.name for design in one.designs]
         assert len(set(names)) == len(names)
-        assert {name for claim in claims.CLAIMS for name in claim.studies} <= set(names)
-        assert {claim.forms for claim in claims.CLAIMS} >= {("tape", "tape_heads")}
+        assert {study for claim in one.claims for study in claim.studies} <= set(names)
+        assert all({"tape", "tape_heads"} <= set(c.forms) or len(c.forms) == 1 for c in one.claims)
 
-    def test_the_quick_part_is_a_part(self):
+    @pytest.mark.parametrize("name", suites.SUITES)
+    def test_the_quick_part_is_a_part(self, name):
         """Whatever budget is chosen, the whole has these runs of the smallest one."""
-        designs = [one for one in suite.STUDIES if isinstance(one, Trainings)]
-        assert sum(len(design.quick) for design in designs) == 3
+        designs = [one for one in suites.SUITES[name].designs if isinstance(one, Trainings)]
+        assert 2 <= sum(len(design.quick) for design in designs) <= 3
         for design in designs:
             curve = design.curve
             fixed = curve is None or curve.most == 1
             assert fixed or set(design.quick) <= set(curve.rivals)
 
     def test_the_written_protocol(self):
-        """It has the ladder, the version and the claims of the code."""
+        """It has the ladder, the version, the claims, and the tasks of the code."""
         text = Path("docs/protocol.md").read_text()
         assert f"The ladder is {', '.join(protocol.RATES)}." in text
         assert f"Version {protocol.VERSION}, written" in text
         assert all(f"| {n} | " in text for n in range(1, len(claims.CLAIMS) + 1))
+        assert all(f"\n| `{task}` | " in text for task in places.TASKS)
+        for form in places.FORMS:
+            rivals = [rival for rival in places.rivals_of(form) if rival not in places.RIVALS]
+            cell = ", ".join(f"`{rival}`" for rival in rivals)
+            assert re.search(rf"\n\| `{form}` \| [^|]+ \| {cell} ?\|", text)
 
     @pytest.mark.slow
+    @pytest.mark.parametrize("name", suites.SUITES)
     @pytest.mark.parametrize("scale", ["cpu", "gpu"])
-    def test_all_is_planned_and_judged(self, tmp_path, scale):
-        """Every experiment of the suite can be made, and every claim judged, before any has run."""
-        studies = page.studies_at(Place(Store(tmp_path), tmp_path / "runs", scale=scale))
-        found = {claim.judge(studies, f).kind for claim in claims.CLAIMS for f in claim.forms}
+    def test_all_is_planned_and_judged(self, tmp_path, name, scale):
+        """Every experiment of a suite can be made, and every claim judged, before any has run."""
+        one = suites.SUITES[name]
+        place = Place(Store(tmp_path), tmp_path / "runs", scale=scale)
+        studies = page.studies_at(one, place)
+        found = {claim.judge(studies, f).kind for claim in one.claims for f in claim.forms}
         assert found == {Kind.UNFINISHED}
-        text = page.markdown(studies, "images")
-        assert all(f"### {name}\n" in text for name in studies)
+        text = page.markdown(one, studies, "images")
+        assert all(f"### {study}\n" in text for study in studies)
 
     @pytest.mark.slow
-    def test_the_committed_page_is_that_of_the_committed_results(self, tmp_path):
-        studies = page.studies_at(Place(Store(Path("benchmarks/results/evidence")), tmp_path))
-        assert Path("docs/evidence.md").read_text() == page.markdown(studies, "images/evidence")
+    @pytest.mark.parametrize("name", suites.SUITES)
+    def test_the_committed_page_is_that_of_the_committed_results(self, tmp_path, name):
+        one = suites.SUITES[name]
+        store = Store(Path("benchmarks/results") / one.name)
+        text = page.markdown(
+            one, page.studies_at(one, Place(store, tmp_path)), f"images/{one.name}"
+        )
+        assert Path(f"docs/{one.name}.md").read_text() == text

@@ -11,6 +11,7 @@ from tests.train.evidence.results import BEYOND, MADE, choose_all, diverge, fini
 from train.evaluation.inside import before_training
 from train.evidence import claims, page
 from train.evidence.states import States, states_figure, updating, without_layer
+from train.evidence.suites import SUITES
 from train.evidence.verdicts import wins
 
 RIGHT = {"tape": 0.6, "rope": 0.3, "none": 0.2}
@@ -79,7 +80,7 @@ def test_runs_that_diverged_are_left_out(planned):
     assert len(states.items) == 4
 
 
-def test_page(planned, monkeypatch):
+def test_page(planned):
     """A claim that is not confirmed says what the states of the form do."""
     states, trainings = planned
     claim = claims.CLAIMS[0]._replace(
@@ -88,11 +89,11 @@ def test_page(planned, monkeypatch):
         forms=("tape",),
         beside=None,
     )
-    monkeypatch.setattr(page, "CLAIMS", (claim,))
+    suite = SUITES["claims"]._replace(claims=(claim,))
     choose_all(trainings)
     finish_all(trainings, {"tape": 0.1, "rope": 0.3, "none": 0.2})
     put(states, without=0.0)
-    text = page.markdown({"copying": trainings, "states": states}, "images")
+    text = page.markdown(suite, {"copying": trainings, "states": states}, "images")
     assert "* `tape`: **contradicted**.\n* What `tape` does: in copying the states" in text
     assert "### states" in text
     assert f"| {page.COLUMNS[0]} " in text

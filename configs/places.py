@@ -1,0 +1,75 @@
+r"""Where a place must be found by content: tasks of addressing at one size, for every encoding.
+
+Each is trained on short texts and asked about texts of up to twice the length; the texts of
+train/tasks say what an encoding would need for it.
+
+Claim: none beforehand. docs/protocol.md says how encodings are compared, docs/places.md what came
+out.
+Cost: about a minute of one core for a training with its evaluation, as judged there; PaTH and CoPE
+take twice as long.
+Command: for all tasks that are judged, make evidence-places, which is
+    python -m train.main evidence --suite=places
+and for one task (address, chains, counting, flip_flop, line_numbers, navigation, recall,
+selective_copy or table, with its own default size) and some encodings
+    python -m train.main compare --config=configs/places.py --run=runs/table_demo \
+        --encodings=tape+alibi,rope+alibi --config.task.name=table
+"""
+
+from typing import Any
+
+from ml_collections import ConfigDict
+
+# By name, the options of the tasks that docs/protocol.md judges, where they are not the defaults.
+TASKS: dict[str, dict[str, Any]] = {
+    # As in configs/addressing_demo.py.
+    "address": {"offsets": 8, "symbols": 32, "shortest": 10, "longest": 16, "questions": 16},
+    "table": {"rows": 4, "columns": 4},
+    "navigation": {},
+    "recall": {},
+    "flip_flop": {},
+    "line_numbers": {"lines": 4, "shortest": 4, "longest": 6},
+}
+
+# Not run yet.
+SCALES: dict[str, dict[str, Any]] = {
+    "gpu": {
+        "model.hidden_size": 512,
+        "model.num_layers": 6,
+        "model.num_heads": 8,
+        "model.intermediate_size": 2048,
+        "model.dtype": "bfloat16",
+        "train.steps": 20_000,
+        "train.batch_size": 512,
+        "train.save_every": 1000,
+    }
+}
+
+
+def get_config() -> ConfigDict:
+    """Fields that differ from the defaults of :mod:`train.experiment`."""
+    return ConfigDict(
+        {
+            "name": "places",
+            "seed": 0,
+            "task": {"name": "address"},
+            "model": {
+                "hidden_size": 64,
+                "num_layers": 3,
+                "num_heads": 4,
+                "intermediate_size": 128,
+                "position": {"kind": "tape"},
+            },
+            "train": {
+                "steps": 1000,
+                "batch_size": 32,
+                "learning_rate": 3e-3,
+                # As for the demo of addressing: high until shortly before the end.
+                "schedule": "polynomial",
+                "power": 0.3,
+                "warmup": 0.05,
+                "beta2": 0.95,
+                "weight_decay": 0.1,
+                "save_every": 1000,
+            },
+        }
+    )

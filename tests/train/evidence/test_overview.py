@@ -1,0 +1,67 @@
+"""All studies of a suite beside each other."""
+
+import dataclasses
+import re
+
+import pytest
+
+from tests.train.evidence.results import BEYOND, finish, finish_all
+from tests.train.evidence.test_page import text_of
+from train.evidence import overview, page, places, suites
+from train.evidence.verdicts import wins
+
+
+@pytest.fixture
+def two(design, monkeypatch):
+    """The suite of places with two studies and two forms."""
+    designs = [dataclasses.replace(design, name=name) for name in ("first", "second")]
+    claims = [
+        places.CLAIMS[0]._replace(
+            studies=(one.name,),
+            judge=lambda s, form, name=one.name: wins(s[name], BEYOND, ["rope"], name=form),
+            forms=("tape", "none"),
+        )
+        for one in designs
+    ]
+    small = suites.SUITES["places"]._replace(designs=designs, claims=claims)
+    monkeypatch.setitem(suites.SUITES, "places", small)
+    return small
+
+
+def test_from_nothing_to_the_end(two, place, tmp_path):
+    studies = page.studies_at(two, place)
+    text = text_of(studies, tmp_path, "places")
+    assert "# Where is TAPE ahead, and where is it not?" in text
+    assert "| second | unfinished | unfinished |" in text
+    assert re.search(r"\| tape +\| +- \| +- \|\n", text)
+    assert "overview.png" not in text
+    assert overview.picture(studies) is None
+
+    finish_all(studies["first"], {"tape": 0.6, "rope": 0.3, "none": 0.2})
+    text = text_of(studies, tmp_path, "places")
+    assert "| first  | ahead      | behind     |" in text
+    assert "| second | unfinished | unfinished |" in text
+    assert "`python -m train.main evidence --suite=places --only=second`" in text
+    assert text.index("overview.png") < text.index("* Test:")
+    (panel,) = overview.picture(studies).axes
+    assert [label.get_text() for label in panel.get_yticklabels()] == ["tape", "rope", "none"]
+    assert [text.get_text() for text in panel.texts] == ["62", "32", "22"], "of the first alone"
+
+    planned = studies["second"]
+    finish_all(planned, {"tape": 0.3, "rope": 0.3, "none": 0.3})
+    for i, job in enumerate(planned.reports("tape", BEYOND)):
+        finish(planned, job, 0.3 + 0.1 * (-1) ** i)
+    assert "| second | not told apart | not told apart |" in text_of(studies, tmp_path, "places")
+
+
+def test_every_form_is_compared_with_what_it_is_without_its_update():
+    with_bias = {form for form, fields in places.FORMS.items() if "+" in fields[places.KIND]}
+    assert set(places.WITHOUT_UPDATE) == with_bias
+    for form, rival in places.WITHOUT_UPDATE.items():
+        bias = places.FORMS[form][places.KIND].removeprefix("tape+")
+        assert places.STUDIES[0].rivals[rival] == {places.KIND: f"rope+{bias}"}
+        assert places.rivals_of(form) == [*places.RIVALS, rival]
+    assert places.rivals_of("tape") == list(places.RIVALS)
+    forms = set(places.FORMS)
+    for design in places.STUDIES:
+        assert {r for form in forms for r in places.rivals_of(form)} | forms == set(design.rivals)
