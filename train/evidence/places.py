@@ -92,6 +92,8 @@ def _study(task: str) -> Trainings:
         shown=(INSIDE,),
         curve=Curve(INSIDE, most=size.most, rivals=CURVE, sudden=True),
         minutes=size.minutes,
+        # Where questions point is for pictures, and more than all the rest.
+        not_kept=("pointing",) if task == "address" else (),
         quick=CURVE if task == "flip_flop" else (),
     )
 
@@ -100,7 +102,7 @@ STUDIES = tuple(_study(task) for task in TASKS)
 
 CLAIMS = tuple(
     Claim(
-        title=f"{task_type(task).heading} (`{task}`)",
+        title=f"{task_type(task)(**places.TASKS[task]).heading} (`{task}`)",
         test=(
             "Exact match beyond the trained length; above that of "
             f"{', '.join(f'`{rival}`' for rival in RIVALS)} and, for a form with a bias, of RoPE "
