@@ -28,15 +28,15 @@ class Size(NamedTuple):
     samples: int = 20
 
 
-# In the order in which they are made.
+# In the order in which they are made: controls last.
 TASKS = {
     "address": Size(1.15, most=2),
     "table": Size(1.3),
     "navigation": Size(1.15),
-    "recall": Size(1.15),
+    "line_numbers": Size(1.5),
     # Of a few cells.
     "flip_flop": Size(0.85, samples=100),
-    "line_numbers": Size(1.3),
+    "recall": Size(1.15),
 }
 
 # Every form is judged by itself. The first two have no bias.
