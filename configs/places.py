@@ -25,9 +25,9 @@ TASKS: dict[str, dict[str, Any]] = {
     "address": {"offsets": 8, "symbols": 32, "shortest": 10, "longest": 16, "questions": 16},
     "table": {"rows": 4, "columns": 4},
     "navigation": {},
-    "recall": {},
+    "line_numbers": {},
     "flip_flop": {},
-    "line_numbers": {"lines": 4, "shortest": 4, "longest": 6},
+    "recall": {},
 }
 
 # Not run yet.

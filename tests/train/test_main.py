@@ -95,6 +95,7 @@ def test_eval(own, capsys):
     assert str(own / "evaluation_exact_match.png") in out
 
 
+@pytest.mark.slow
 def test_eval_with_updates_cut_off(own, capsys, monkeypatch):
     """It writes nothing, and where there is nothing to cut off it says so."""
     before = content(own)

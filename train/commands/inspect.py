@@ -10,6 +10,7 @@ Pictures, in the folder inside/ of the run unless --out says otherwise:
   attention.png  attention maps by head and layer
   drift.png      norms and phases of the states by layer
   moves.png      how far each layer moves each token's state
+  pointing.png   of addressing: what questions attend to, and what their states are most like
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def run(args: argparse.Namespace) -> None:
     from tape_jax._src.checks import require
     from train.analysis import inspection
     from train.comparison import plots
+    from train.comparison import tasks as of_tasks
     from train.evaluation.inside import look
     from train.training import runs
 
@@ -54,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
     labels = [[inspection.printable(task.decode([token])) for token in row] for row in tokens]
     inside = look(trained.model, trained.variables, tokens, labels)
     folder = args.out or args.run / "inside"
-    pictures = inspection.figures(inside)
+    pictures = inspection.figures(inside) | of_tasks.inside(task, trained)
     for name in pictures:
         plots.require_ours(folder / name)
     folder.mkdir(parents=True, exist_ok=True)

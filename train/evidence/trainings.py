@@ -65,6 +65,7 @@ class Trainings:
       curve: by which the budget is chosen; None: it is the configuration's.
       base: what is adapted, if anything.
       quick: rivals of which one run belongs to the quick part.
+      not_kept: fields of a result that records do without; there they are None.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Trainings:
     curve: Curve | None = None
     base: Base | None = None
     quick: Sequence[str] = ()
+    not_kept: Sequence[str] = ()
 
     def at(self, place: Place) -> PlannedTrainings:
         """The study at a place."""
@@ -415,8 +417,10 @@ class PlannedTrainings(Study):
             train_all([base for base in bases if not base.finished], side_by_side)
 
         def write(ended: Ended) -> None:
-            item = self.item(ended.job)
-            self.place.store.put(item, _found(ended), Made(environment, code, ended.seconds))
+            item, found = self.item(ended.job), _found(ended)
+            if found["result"] is not None:
+                found["result"] |= dict.fromkeys(self.design.not_kept)
+            self.place.store.put(item, found, Made(environment, code, ended.seconds))
             finished(item)
 
         accepted = (0, NON_FINITE_EXIT_CODE)

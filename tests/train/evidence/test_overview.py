@@ -65,3 +65,16 @@ def test_every_form_is_compared_with_what_it_is_without_its_update():
     forms = set(places.FORMS)
     for design in places.STUDIES:
         assert {r for form in forms for r in places.rivals_of(form)} | forms == set(design.rivals)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["address", "navigation"])
+def test_a_run_of_a_task(name, place):
+    """What an evaluation says is kept and read back, also where numbers are missing."""
+    (design,) = (one for one in places.STUDIES if one.name == name)
+    small = {"model.num_layers": 2, "train.steps": 1, "evaluation.samples": 1}
+    planned = dataclasses.replace(design, by_scale={"cpu": small}).at(place)
+    job = planned._job_once("tape_demo", "3e-3", 2, 1)
+    planned._train([job], lambda item: None)
+    record = planned.record(job)
+    assert all(0 <= planned.value(record, score) <= 100 for score in planned.shown)

@@ -19,6 +19,7 @@ from tests.train.evidence.results import (
 from train.comparison.processes import EVALUATE, VALIDATE, Ended
 from train.evidence import trainings
 from train.evidence.budgets import Budget, Curve
+from train.evidence.records import Store
 from train.evidence.trainings import Base
 from train.training.signals import NON_FINITE_EXIT_CODE, Stopped
 
@@ -237,6 +238,14 @@ class TestRunning:
                 design.at(place).run(lambda item: None)
         made = [name for call in trained for name in call]
         assert len(made) == len(set(made)) == 39
+
+    def test_what_is_not_kept(self, design, place, trained, monkeypatch):
+        kept = []
+        monkeypatch.setattr(Store, "put", lambda store, item, found, made: kept.append(found))
+        fewer = dataclasses.replace(design, not_kept=("counts",)).at(place)
+        fewer.run(lambda item: None, quick=True)
+        assert [found["result"]["counts"] for found in kept] == [None, None]
+        assert all(found["result"]["correct"] for found in kept)
 
     def test_a_training_that_diverged(self, design, place):
         job = design.at(place).walk("tape", BEYOND)[0][0]

@@ -9,7 +9,7 @@ import pytest
 
 from tests.models import random_variables, small_model
 from tests.train.tasks.places_models import Model
-from train.comparison.tasks import compare
+from train.comparison.tasks import compare, inside
 from train.evaluation.inside import before_training
 from train.tasks import get_task
 from train.tasks.address import SIGNS, Address, AddressEvaluation
@@ -179,6 +179,11 @@ class TestJudging:
         compared = compare(task, {"tape": [result, again], "rope": [again, again]})
         assert "tape, encoding as before training" in compared.sections["Exact match"]
         assert list(compared.figures) == ["exact_match.png"]
+        drawn = inside(task, trained)["pointing.png"]
+        titles = [panel.get_title() for panel in drawn.axes]
+        assert titles[:3] == [f"attention of layer {n}" for n in (1, 2, 3)]
+        assert titles[3] == "state entering layer 1"
+        assert inside(task, trained._replace(max_length=7)) == {}
 
     @pytest.mark.slow
     def test_points_at_what_attention_says(self, task):

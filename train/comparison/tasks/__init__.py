@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
 
+from train.evaluation import Trained
 from train.tasks import Score, Task, task_name
 from train.tasks.questions import QuestionTask
 
@@ -25,6 +26,8 @@ COMPARISONS: dict[str, str] = {
     "text": "train.comparison.tasks.text:compare",
     "words": "train.comparison.tasks.words:compare",
 }
+# What there is to see inside a model of one task only.
+INSIDE: dict[str, str] = {"address": "train.comparison.tasks.address:inside"}
 QUESTIONS = "train.comparison.tasks.questions:compare"
 
 
@@ -61,5 +64,21 @@ def compare(task: Task, results: Mapping[str, Sequence[Any]]) -> Comparison:
     found = COMPARISONS.get(name, QUESTIONS if isinstance(task, QuestionTask) else None)
     if found is None:
         return Comparison(name.capitalize(), f"Models trained on the task {name!r}.", {}, {})
-    module, _, function = found.partition(":")
-    return getattr(importlib.import_module(module), function)(task, results)
+    return _named(found)(task, results)
+
+
+def inside(task: Task, trained: Trained) -> dict[str, Figure]:
+    """Figures of the inside of a model that are of its task alone, by file name; mostly none.
+
+    Args:
+      task: on which it was trained.
+      trained: the model.
+    """
+    found = INSIDE.get(task_name(task))
+    return _named(found)(task, trained) if found else {}
+
+
+def _named(function: str) -> Callable[..., Any]:
+    """What a line of a registry names."""
+    module, _, name = function.partition(":")
+    return getattr(importlib.import_module(module), name)

@@ -13,12 +13,14 @@ from matplotlib.ticker import MaxNLocator
 
 from train.comparison.plots import BODY, COLOURS, SMALL, TITLE, heat_map, trained_frame
 from train.comparison.tasks import Comparison
+from train.evaluation import Trained
 from train.evaluation.grids import Grid, averages_table, length_table, pool, require_same_questions
 from train.tasks.address import Address
 from train.tasks.address_result import AddressResult
 from train.tasks.pointing import Pointing
 
 MARGIN = 3
+POINTED = "attention, or likeness of states"
 UNTRAINED = "{}, encoding as before training"
 
 
@@ -86,20 +88,16 @@ def figure_of(grids: Mapping[str, Grid], pointing: Mapping[str, Pointing]) -> Fi
         panel.set_ylabel(first.wording.rows, fontsize=BODY)
         heats.append(panel)
     for row, (name, what, values) in enumerate(lines):
-        for layer, shown in enumerate(values):
-            where = places[slice(row * len(grids), (row + 1) * len(grids)), 1 + layer]
-            panel = figure.add_subplot(where)
-            image = _points(panel, pointing[name].places, shown)
-            panel.set_title(f"{what} layer {layer + 1}", fontsize=SMALL)
-            if not layer:
-                panel.set_ylabel(f"{name}\noffset", fontsize=SMALL)
-            if row == height - 1 and layer == len(values) // 2:
-                panel.set_xlabel("places after the token asked about", fontsize=SMALL)
-            pointers.append(panel)
+        band = slice(row * len(grids), (row + 1) * len(grids))
+        panels = [figure.add_subplot(places[band, 1 + layer]) for layer in range(len(values))]
+        image = _layers(panels, name, what, pointing[name].places, values)
+        pointers += panels
+    if pointers:
+        _name_places(panels)
     figure.suptitle(first.wording.title, fontsize=TITLE)
     bars = [(heat, heats, f"{first.wording.questions} answered right, %", "left")]
     if pointers:
-        bars.append((image, pointers, "attention, or likeness of states", "right"))
+        bars.append((image, pointers, POINTED, "right"))
     for drawn, panels, label, side in bars:
         bar = figure.colorbar(drawn, ax=panels, location=side, shrink=0.6)
         bar.set_label(label, fontsize=SMALL)
@@ -107,6 +105,41 @@ def figure_of(grids: Mapping[str, Grid], pointing: Mapping[str, Pointing]) -> Fi
     frame = trained_frame((0, 0), 1, 1, label=f"trained: {first.wording.trained}")
     figure.legend(handles=[frame], loc="outside lower center", fontsize=SMALL, frameon=False)
     return figure
+
+
+def inside(task: Address, trained: Trained) -> dict[str, Figure]:
+    """Where questions of the trained length point, by file name; none if they are too long."""
+    pointing = task.pointing(trained, seed=0)
+    if pointing is None:
+        return {}
+    rows, layers = _rows(pointing), len(pointing.attention)
+    figure = Figure(figsize=(1.5 + 2.4 * layers, 1 + 2.2 * len(rows)), layout="compressed")
+    grid = figure.subplots(len(rows), layers, squeeze=False)
+    for panels, (what, values) in zip(grid, rows, strict=True):
+        image = _layers(panels, "", what, pointing.places, values)
+    _name_places(panels)
+    bar = figure.colorbar(image, ax=grid, shrink=0.6)
+    bar.set_label(POINTED, fontsize=SMALL)
+    bar.ax.tick_params(labelsize=SMALL)
+    figure.suptitle(task.heading, fontsize=TITLE)
+    return {"pointing.png": figure}
+
+
+def _layers(
+    panels: Sequence[Axes], name: str, what: str, places: np.ndarray, values: np.ndarray
+) -> AxesImage:
+    """A panel for each layer of values [L, K, R]."""
+    for layer, (panel, shown) in enumerate(zip(panels, values, strict=True), 1):
+        image = _points(panel, places, shown)
+        panel.set_title(f"{what} layer {layer}", fontsize=SMALL)
+    panels[0].set_ylabel(f"{name}\noffset".strip(), fontsize=SMALL)
+    return image
+
+
+def _name_places(panels: Sequence[Axes]) -> None:
+    """Says below a row of panels what their places are."""
+    middle = panels[len(panels) // 2]
+    middle.set_xlabel("places after the token asked about", fontsize=SMALL)
 
 
 def _rows(pointing: Pointing) -> list[tuple[str, np.ndarray]]:
