@@ -312,8 +312,10 @@ class Transformer(nn.Module):
         made = encoding.start_from_embeddings(params, layer)
         state = made if initial_state is None else initial_state
         lead = positions.ndim - (encoding.coordinate_axes > 1)
-        if 1 < lead < tokens.ndim:  # A state has all batch axes, or none.
+        # A state has all batch axes or, where heads share it, none.
+        if (lead > 1 or encoding.starts_by_head) and lead < tokens.ndim:
             positions = jnp.expand_dims(positions, tuple(range(tokens.ndim - lead)))
+            time_axis = tokens.ndim - 1
         if state is None:
             state = encoding.start(
                 positions,
