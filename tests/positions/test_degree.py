@@ -82,16 +82,23 @@ def test_a_state_goes_where_another_place_is_as_far(x64):
 
 def test_it_starts_as_rope_and_learns(x64):
     sizes = {"num_heads": 4, "num_kv_heads": 2, "dtype": "float64", "param_dtype": "float64"}
-    model = small_model(positions.Tape(degree=3, norm="rms", attention_mix="none"), **sizes)
+    tape_model, rope = (
+        small_model(position, scan_layers=False, num_layers=2, **sizes)
+        for position in (positions.Tape(degree=3, norm="rms", attention_mix="none"), "rope")
+    )
     tokens = jnp.arange(6)[None]
-    variables = jax.jit(model.init)(jax.random.key(0), tokens)
-    rope = small_model("rope", **sizes)
-    expected = rope.apply(without(variables, "position_"), tokens)
-    chex.assert_trees_all_close(model.apply(variables, tokens), expected, atol=1e-12)
-    gradients = jax.grad(lambda v: jnp.sin(model.apply(v, tokens)).sum())(variables)
+    variables = jax.jit(tape_model.init)(jax.random.key(0), tokens)
+
+    def loss(variables):
+        logits = tape_model.apply(variables, tokens)
+        return jnp.sin(logits).sum(), logits
+
+    gradients, found = jax.jit(jax.grad(loss, has_aux=True))(variables)
+    expected = jax.jit(rope.apply)(without(variables, "position_"), tokens)
+    chex.assert_trees_all_close(found, expected, atol=1e-12)
     layer = gradients["params"]["layers_0"]
-    assert (jnp.abs(layer["position_target"]).max((1, 2)) > 1e-6).all()
-    assert layer["position_origin"].shape == (2, 2, 4)
+    assert layer["position_origin"].shape == (2, 4)
+    assert jnp.abs(layer["position_target"]).max() > 1e-6
 
 
 DECODED = {

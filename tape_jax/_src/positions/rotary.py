@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any, ClassVar
 
@@ -14,8 +13,9 @@ from jax import lax
 
 from tape_jax._src import algebra
 from tape_jax._src.checks import concrete, require, require_x64
-from tape_jax._src.config import ModelConfig, RopeScaling
-from tape_jax._src.positions.protocol import Encoding, Param, State, as_positions, check_indices
+from tape_jax._src.config import ModelConfig, RandomPositions, RopeScaling
+from tape_jax._src.positions.drawing import drawn_positions
+from tape_jax._src.positions.protocol import Encoding, Param, State, as_positions
 
 Array = jax.Array
 
@@ -442,32 +442,27 @@ class RandomRope(Rope):
             f"True, still_heads = {self.still_heads}",
         )
 
+    def check(self, config: ModelConfig) -> None:
+        super().check(config)
+        require(
+            config.random_positions is None,
+            f"random_rope draws positions by itself; got random_positions = "
+            f"{config.random_positions}",
+        )
+
     def max_length(self) -> int:
         return self.range
 
     def start_at(self, positions, config, *, key=None, length=None, dtype=jnp.float32, params=None):
-        positions = as_positions(positions)
-        length = positions.shape[-1] if length is None else length
-        longest = concrete(length)
-        if longest is not None and longest.size and longest.max() > self.range:
-            raise ValueError(
-                f"random_rope: {longest.max()} positions cannot be drawn without replacement from "
-                f"range = {self.range}"
-            )
-        length = jnp.expand_dims(length, -1)
-        check_indices(f"{self.kind}: positions", positions, length)
-        inside = (positions >= 0) & (positions < length) & (length <= self.range)
+        length = jnp.shape(positions)[-1] if length is None else length
         key = jax.random.key(self.seed) if key is None else key
-        states = []
+        draw, states = RandomPositions(range=self.range), []
         for k in jax.random.split(key, config.num_layers) if self.each_layer else [key]:
-            # The first of a random order are a random subset, of whatever size.
-            order = jax.random.permutation(k, self.range)
-            draw = jnp.sort(jnp.where(jnp.arange(self.range) < length, order, self.range))
-            drawn = _entries(draw, jnp.where(inside, positions, 0))
+            drawn = drawn_positions(draw, positions, length, k, self.kind)
             state = super().start_at(
-                drawn, config, length=length[..., 0], dtype=dtype, params=params
+                drawn, config, length=jnp.asarray(length), dtype=dtype, params=params
             )
-            states.append(jnp.where(algebra.with_heads(inside[..., None]), state, jnp.nan))
+            states.append(jnp.where(algebra.with_heads((drawn >= 0)[..., None]), state, jnp.nan))
         return (jnp.stack(states), jnp.int32(0)) if self.each_layer else states[0]
 
     def rotation(self, state: State):
@@ -482,9 +477,3 @@ class RandomRope(Rope):
     def update_state(self, params, state, attended, x, *, sharding=None, implementation=None):
         tables, layer = state
         return tables, layer + 1
-
-
-@functools.partial(jnp.vectorize, signature="(n),(t)->(t)")
-def _entries(table: Array, index: Array) -> Array:
-    """The entries of each row's own table."""
-    return table[index]

@@ -58,8 +58,13 @@ class SomeHeads(Encoding):
     def _of_its_heads(self, config: ModelConfig) -> ModelConfig:
         if self.on_heads is None:
             return config
-        heads = {"num_heads": self.on_heads, "num_kv_heads": None, "head_dim": config.dim}
-        return dataclasses.replace(config, **heads, shifted_groups=None)
+        return dataclasses.replace(
+            config,
+            num_heads=self.on_heads,
+            num_kv_heads=None,
+            head_dim=config.dim,
+            shifted_groups=None,
+        )
 
 
 def _with_others(terms: Terms, count: int) -> Terms:

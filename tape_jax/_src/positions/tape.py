@@ -405,6 +405,8 @@ class Tape(Rope):
         axis, heads = self.heads_axis, state.shape[self.heads_axis]
         turning, still = heads - self.still_heads, None
         if self.still_heads:
+            # Devices have their shares of all heads, not of those that rotate.
+            sharding = None
             state, still = jnp.split(state, [turning], axis)
             if attended is not None:
                 queries = turning * attended.shape[axis] // heads
