@@ -230,12 +230,12 @@ def test_every_encoding_can_be_split(kind, sizes):
         (positions.Tape(head_shift=2.0, degree=3, norm="rms"), {"sequence": 2}),
         (positions.Tape(head_shift=2.0, degree=3, norm="rms"), {"tensor": 2}),
         (positions.Rope(still_heads=1), {"sequence": 2}),
-        (positions.Tape(still_heads=1), {"data": 2, "tensor": 2}),
+        (positions.Tape(still_heads=2), {"data": 2, "tensor": 2}),
     ],
     ids=str,
 )
 def test_states_that_are_more_than_one_array_a_token(position, sizes):
-    model, tokens = small_model(position, num_layers=2), TOKENS % 13
+    model, tokens = small_model(position, num_layers=2, num_heads=4), TOKENS % 13
     given = {}
     if model.encoding.coordinate_axes > 1:
         given["positions"] = np.stack(np.divmod(np.arange(T), 4), axis=-1)

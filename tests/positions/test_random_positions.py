@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tape_jax import ModelConfig, RandomPositions, grow_cache, init_cache
+from tape_jax import ModelConfig, RandomPositions, grow_cache, init_cache, testing
 from tape_jax._src.positions.drawing import drawn_positions
 from tape_jax.positions import Rope
 from tests.models import encoding, random_variables, small_model
@@ -23,7 +23,7 @@ KEY = jax.random.key(5)
 def model_of(kind, position="tape", size=40, **options):
     draw = None if kind is None else RandomPositions(kind, size)
     if isinstance(position, str) and "+" not in position:
-        position = encoding(position)
+        position = encoding(position, **({"threshold": 3.0} if position == "fire" else {}))
     types = {"dtype": "float64", "param_dtype": "float64"}
     return small_model(position, random_positions=draw, num_layers=2, **types, **options)
 
@@ -55,7 +55,8 @@ def test_draws(x64, kind):
     else:
         assert (steps == 1).all()
         assert found[:, 0].min() < 5
-    rows = drawn_positions(draw, places, jnp.array([6, 2, 50]), KEY)
+    # What is not known yet is not refused.
+    rows = jax.jit(drawn_positions, static_argnums=0)(draw, places, jnp.array([6, 2, 50]), KEY)
     chex.assert_trees_all_close(rows[0], drawn_positions(draw, places, 6, KEY), atol=1e-12)
     chex.assert_trees_all_close(rows[1, :2], drawn_positions(draw, places[:2], 2, KEY), atol=1e-12)
     assert (rows[1, 2:] == -1).all()
@@ -112,13 +113,30 @@ def test_decoding_in_chunks_is_the_full_pass(x64, kind, position):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_drawn_positions_go_with_their_tokens(x64, kind):
+    model = model_of(kind, "tape+alibi")
+
+    def fn(places, tokens, mask, variables):
+        options = {"positions": places, "mask": mask, "is_causal": False}
+        return model.apply(variables, tokens, rngs={"positions": KEY}, **options)
+
+    testing.assert_permutation_equivariant(
+        fn,
+        *(jnp.arange(6), TOKENS, jnp.tri(6, dtype=bool), random_variables(model)),
+        in_axes=(-1, -1, {-2, -1}, None),
+        out_axes=-2,
+    )
+
+
+@pytest.mark.slow
 def test_without_a_key_decoding_has_plain_positions(x64):
     assert_chunks_equal_the_full_pass(model_of("spaced", "fire"))
 
 
 @pytest.mark.slow
-def test_a_draw_is_for_one_capacity():
-    model = model_of("stretched", dtype="float32", param_dtype="float32")
+def test_a_draw_is_for_one_capacity(x64):
+    model = model_of("stretched")
     cache = init_cache(model, 1, 4, key=KEY)
     with pytest.raises(ValueError, match="depends on the capacity, 4"):
         grow_cache(model, cache, 8)

@@ -11,6 +11,7 @@ from tape_jax.positions import Layer, create
 from tests.models import random_variables, small_model
 from tests.positions.decoding import assert_chunks_equal_the_full_pass
 from tests.selection import mostly_slow
+from tests.test_equivariance import check_permutations, check_shift
 
 KINDS = ("alibi", "kerple", "fire", "t5", "fox")
 TIME, HIDDEN = 5, 16
@@ -74,6 +75,14 @@ def test_decoding_in_chunks_is_the_full_pass(x64, kinds):
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "num_layers": 2}
     model = small_model(create(kinds, **DECODED[kinds]), **types, **sizes)
     assert_chunks_equal_the_full_pass(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kinds", ["tape+alibi", "tape+t5", "rope+kerple"])
+def test_symmetries(x64, kinds):
+    model = small_model(create(kinds, on_heads=1), dtype="float64", param_dtype="float64")
+    check_permutations(model, 0)
+    check_shift(model, 0)
 
 
 def test_misuse():
