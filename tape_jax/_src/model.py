@@ -268,7 +268,8 @@ class Transformer(nn.Module):
         def drawn(positions: Array, length: int | Array) -> Array:
             if draw is None or key is None:
                 return positions
-            return drawn_positions(draw, positions, length, key)
+            # Not the key itself, by which encodings draw.
+            return drawn_positions(draw, positions, length, jax.random.fold_in(key, 0))
 
         if cache is None:
             if length is not None:

@@ -10,7 +10,7 @@ import pytest
 
 from tape_jax import ModelConfig, RandomPositions, grow_cache, init_cache, testing
 from tape_jax._src.positions.drawing import drawn_positions
-from tape_jax.positions import Rope
+from tape_jax.positions import RandomRope, Rope
 from tests.models import encoding, random_variables, small_model
 from tests.positions.decoding import assert_chunks_equal_the_full_pass, stream_key
 from tests.selection import mostly_slow
@@ -28,11 +28,10 @@ def model_of(kind, position="tape", size=40, **options):
     return small_model(position, random_positions=draw, num_layers=2, **types, **options)
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="length")
-def logits(model, variables, key=None, positions=None, ids=None, length=None):
+@functools.partial(jax.jit, static_argnums=0)
+def logits(model, variables, key=None, positions=None):
     rngs = None if key is None else {"positions": key}
-    options = {"positions": positions, "segment_ids": ids, "length": length}
-    return model.apply(variables, TOKENS, rngs=rngs, **options)
+    return model.apply(variables, TOKENS, rngs=rngs, positions=positions)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -86,22 +85,19 @@ def test_an_encoding_reads_what_is_drawn(x64, kind, position):
     variables = random_variables(plain)
     expected = logits(plain, variables)
     chex.assert_trees_all_equal(logits(model, variables), expected)
-    places = drawn_positions(model.config.random_positions, jnp.arange(6), 6, stream_key(model, 5))
+    key = jax.random.fold_in(stream_key(model, 5), 0)
+    places = drawn_positions(model.config.random_positions, jnp.arange(6), 6, key)
     found = logits(model, variables, KEY)
     chex.assert_trees_all_close(found, logits(plain, variables, positions=places), atol=1e-12)
     relative = position not in ("fire", "sinusoidal", "learned")
     assert (np.abs(found - expected).max() > 1e-4) == (kind != "shifted" or not relative)
 
 
-@pytest.mark.slow
 def test_spaced_is_random_rope(x64):
-    """While there is a random stream; in rows with padding and two segments too."""
-    ids = jnp.array([[0, 1, 1, 1, 1, 1], [1, 1, 1, 2, 2, 2]])
-    model, other = model_of("spaced", Rope(), 64), model_of(None, "random_rope")
-    variables = random_variables(model)
-    for options in ({}, {"ids": ids}, {"length": 30}):
-        found, expected = (logits(m, variables, KEY, **options) for m in (model, other))
-        chex.assert_trees_all_close(found[ids > 0], expected[ids > 0], atol=1e-12)
+    config, places = model_of(None, "random_rope").config, jnp.array([[0, 1, 4], [5, 2, 0]])
+    found = RandomRope(range=64).start(places, config, key=KEY, length=6)
+    drawn = drawn_positions(RandomPositions("spaced", 64), places, 6, KEY)
+    chex.assert_trees_all_equal(found, Rope().start(drawn, config))
 
 
 DECODED = [*((kind, "tape") for kind in KINDS), ("spaced", "learned"), ("stretched", "fire")]
