@@ -8,7 +8,7 @@ from tape_jax._src.adapt.methods import add_tape
 from tape_jax._src.algebra import rotate, transform
 from tape_jax._src.attention import AttentionPlan, AttentionRows, attention, attention_plan
 from tape_jax._src.cache import Cache, grow_cache, init_cache
-from tape_jax._src.config import Experts, Lora, ModelConfig, RopeScaling
+from tape_jax._src.config import Experts, Lora, ModelConfig, RandomPositions, RopeScaling
 from tape_jax._src.generate import (
     decode,
     extend,
@@ -32,6 +32,7 @@ __all__ = [
     "Experts",
     "Lora",
     "ModelConfig",
+    "RandomPositions",
     "RopeScaling",
     "States",
     "Transformer",

@@ -155,6 +155,8 @@ SCALINGS = (
     RopeScaling("llama3", 2.0, original_length=16),
 )
 ROTARY, TENSOR = ("rotary", 2, 2), ("tensor", 2, 2)
+# Norms with updates that are linear in the states.
+LINEAR = (("none", 1), ("rms", 1), ("unit", 1))
 
 # By the fields of an encoding, which are drawn together, their values; the default ones first.
 OPTIONS: dict[tuple[str, ...], tuple[Any, ...]] = {
@@ -164,7 +166,9 @@ OPTIONS: dict[tuple[str, ...], tuple[Any, ...]] = {
     ("form", "l", "r"): (ROTARY, TENSOR, ("tensor", 2, 3), ("tensor", 4, 4)),
     ("attention_mix",): (("head_scale",), ("heads",), ("none",)),
     ("mlp_mix",): ((True,), (True,), (False,)),
-    ("norm",): (("none",), ("rms",), ("unit",)),
+    # Products of three states need a norm.
+    ("norm", "degree"): (("none", 1), ("rms", 3), ("unit", 1), ("rms", 1), ("unit", 3)),
+    ("head_shift",): ((0.0,), (2.0,), (0.25,)),
     ("alpha", "learn_alpha", "alpha_per_head"): (
         (1.0, False, False),
         (0.5, False, False),
@@ -180,11 +184,13 @@ OPTIONS: dict[tuple[str, ...], tuple[Any, ...]] = {
 # Of encodings that do not take all of them.
 OWN: dict[str, dict[tuple[str, ...], tuple[Any, ...]]] = {
     "yarn": {("scaling",): ((RopeScaling("yarn", 2.0),), (YARN,))},
-    "tape_separate_cos_sin": {("form", "l", "r"): (ROTARY,)},
-    "tape_relaxed_equivariance": {("form", "l", "r"): (ROTARY,)},
-    "tape_no_equivariance": {("form", "l", "r"): (TENSOR,)},
+    "tape_separate_cos_sin": {("form", "l", "r"): (ROTARY,), ("norm", "degree"): LINEAR},
+    "tape_relaxed_equivariance": {("form", "l", "r"): (ROTARY,), ("norm", "degree"): LINEAR},
+    "tape_no_equivariance": {("form", "l", "r"): (TENSOR,), ("norm", "degree"): LINEAR},
+    "tape_place_weights": {("norm", "degree"): LINEAR},
     "tape_mix_head_dim": {
         ("form", "l", "r"): (TENSOR,),
+        ("norm", "degree"): LINEAR,
         ("attention_mix",): (("head_scale",), ("none",)),
     },
     "selective_rope": {

@@ -62,6 +62,7 @@ class Layer:
     kv_heads: int = 4
     mix: str = "head_scale"
     mlp: bool = True
+    degree: int = 1
     norm: str = "none"
     local_window_size: int | None = None
     implementation: str = "reference"
@@ -69,7 +70,8 @@ class Layer:
     def __str__(self):
         form = "rotary" if self.l is None else f"tensor{self.l}x{self.r}"
         mlp = "mlp" if self.mlp else "no_mlp"
-        return f"{form}-{self.heads}/{self.kv_heads}-{self.mix}-{mlp}-{self.norm}"
+        degree = "" if self.degree == 1 else f"-degree{self.degree}"
+        return f"{form}-{self.heads}/{self.kv_heads}-{self.mix}-{mlp}-{self.norm}{degree}"
 
     @property
     def state_axes(self) -> int:
@@ -94,6 +96,7 @@ class Layer:
             width=5,
             attention_mix=self.mix,
             mlp_mix=self.mlp,
+            degree=self.degree,
         )
         params["alpha"] = jnp.asarray(1.0)
         return {
@@ -156,6 +159,9 @@ LAYERS = [
     Layer(4, 5, kv_heads=2, mix="heads", norm="unit"),
     Layer(1, 3, kv_heads=1, mlp=False),
     Layer(4, 2, norm="unit"),
+    Layer(kv_heads=2, mix="heads", degree=3),
+    Layer(4, 5, kv_heads=2, mix="none", norm="rms", degree=3),
+    Layer(2, 2, mlp=False, norm="unit", degree=3),
 ]
 SHAPES = [(2, 5, 8), (6, 4)]
 
@@ -194,7 +200,7 @@ def check_layer(layer: Layer, seed: int, shape: tuple[int, ...], tolerance: floa
     )
 
 
-@pytest.mark.parametrize("layer", mostly_slow(LAYERS, *LAYERS[::3]), ids=str)
+@pytest.mark.parametrize("layer", mostly_slow(LAYERS, *LAYERS[:13:3], *LAYERS[13:15]), ids=str)
 @given(seed=seeds, shape=st.sampled_from(SHAPES))
 @few(max_examples=4)
 def test_layer(layer, seed, shape):
@@ -249,12 +255,34 @@ TAPE = {
     "tensor2x2-unit": {"form": "tensor", "norm": "unit", "learn_alpha": True},
     "tensor2x4-heads-range": {"form": "tensor", "r": 4, "attention_mix": "heads", "layers": (0, 1)},
     "tensor4x5-rms": {"form": "tensor", "l": 4, "r": 5, "norm": "rms"},
+    "shifted-still": {"attention_mix": "heads", "head_shift": 3.0, "still_heads": 1},
+    "partial-shifted": {"partial_rotary_factor": 0.5, "head_shift": (0.0, -2.5), "norm": "rms"},
+    "tensor2x4-shifted-still": {
+        "form": "tensor",
+        "r": 4,
+        "head_shift": 1.5,
+        "still_heads": 2,
+        "learn_alpha": True,
+        "alpha_per_head": True,
+    },
+    "degree3-shifted": {"degree": 3, "norm": "rms", "head_shift": 3.0, "attention_mix": "heads"},
+    "tensor4x5-degree3": {
+        "form": "tensor",
+        "l": 4,
+        "r": 5,
+        "norm": "unit",
+        "degree": 3,
+        "attention_mix": "none",
+        "head_shift": 1.0,
+    },
 }
 MODEL = {
     "heads-rms": {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8},
     "attention_only-range": {"num_kv_heads": 1},
     "tensor2x4-heads-range": {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8},
     "tensor2x2-unit": {"scan_layers": False},
+    "shifted-still": {"num_heads": 6, "num_kv_heads": 3, "head_dim": 4},
+    "tensor2x4-shifted-still": {"num_heads": 4, "head_dim": 4},
 }
 WINDOW = {"default": 3, "tensor2x4-heads-range": 2}
 OTHERS = {"fire": {"threshold": 2.0}, "learned": {"size": 64}}
@@ -382,7 +410,7 @@ def check_group(
     )
 
 
-@pytest.mark.parametrize("name", mostly_slow(TAPE, "default", "tensor4x5-rms"))
+@pytest.mark.parametrize("name", mostly_slow(TAPE, "default", "tensor4x5-rms", "shifted-still"))
 @given(seed=seeds)
 @few(max_examples=3)
 def test_model(name, seed):

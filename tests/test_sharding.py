@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from tape_jax import Experts, ModelConfig, Transformer, init_cache, positions
+from tape_jax import Experts, ModelConfig, RandomPositions, Transformer, init_cache, positions
 from tape_jax._src.sharding import process_share
 from tape_jax.losses import added_by_routers
 from tape_jax.sharding import (
@@ -227,11 +227,15 @@ def test_every_encoding_can_be_split(kind, sizes):
     [
         (positions.Tape(axes=2), {"sequence": 2}),
         (positions.RandomRope(range=64, each_layer=True), {"data": 2}),
+        (positions.Tape(head_shift=2.0, degree=3, norm="rms"), {"sequence": 2}),
+        (positions.Tape(head_shift=2.0, degree=3, norm="rms"), {"tensor": 2}),
+        (positions.Rope(still_heads=1), {"sequence": 2}),
+        (positions.Tape(still_heads=2), {"data": 2, "tensor": 2}),
     ],
-    ids=["coordinates", "a draw for each layer"],
+    ids=str,
 )
 def test_states_that_are_more_than_one_array_a_token(position, sizes):
-    model, tokens = small_model(position, num_layers=2), TOKENS % 13
+    model, tokens = small_model(position, num_layers=2, num_heads=4), TOKENS % 13
     given = {}
     if model.encoding.coordinate_axes > 1:
         given["positions"] = np.stack(np.divmod(np.arange(T), 4), axis=-1)
@@ -239,6 +243,20 @@ def test_states_that_are_more_than_one_array_a_token(position, sizes):
     split = Transformer(model.config, sharding=built(rules=(("vocab", None),), **sizes))
     expected, found = (
         jax.jit(functools.partial(m.apply, **given))(variables, tokens) for m in (model, split)
+    )
+    np.testing.assert_allclose(found, expected, atol=1e-5 * max(1, float(jnp.abs(expected).max())))
+
+
+@pytest.mark.slow
+def test_drawn_positions_keep_the_order_of_their_tokens():
+    model, tokens = small_model("tape", random_positions=RandomPositions(range=64)), TOKENS % 13
+    variables = random_variables(model)
+    split = Transformer(model.config, sharding=built(rules=(("vocab", None),), sequence=2))
+    expected, found = (
+        jax.jit(functools.partial(m.apply, rngs={"positions": jax.random.key(1)}))(
+            variables, tokens
+        )
+        for m in (model, split)
     )
     np.testing.assert_allclose(found, expected, atol=1e-5 * max(1, float(jnp.abs(expected).max())))
 

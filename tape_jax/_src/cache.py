@@ -311,6 +311,9 @@ def depends_on_capacity(
     So it is where positions are drawn, or frequencies scaled, for a length.
     """
 
+    if key is not None and model.config.random_positions is not None:
+        return old != new
+
     def start(length: int) -> Any:
         dtype = model.state_dtype
         return model.encoding.start(

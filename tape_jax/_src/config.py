@@ -61,6 +61,31 @@ class RopeScaling:
         return 0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0
 
 
+@dataclasses.dataclass(frozen=True)
+class RandomPositions:
+    """Positions drawn in training, for every encoding that reads positions.
+
+    So angles, distances and rows of tables are trained that sequences of the trained length do not
+    have. Drawn is where the model has a random stream ``"positions"``, as in training, or its cache
+    a key; without it, as in evaluation, positions are what they are. One draw serves every layer,
+    head and row of a call.
+
+    Attributes:
+      kind: ``spaced``: the i-th position is the i-th of a random subset of ``0 .. range - 1``, in
+        order (Ruoss et al. 2023); ``stretched``: all positions times one number from 1 to ``range /
+        length``, whose logarithm is uniform; ``shifted``: one number from ``0 .. range - length``
+        added to all, random starts, which only encodings of absolute positions notice.
+      range: drawn positions lie below it.
+    """
+
+    kind: str = "spaced"
+    range: int = 2048
+
+    def __post_init__(self):
+        choose("random positions", self.kind, ("spaced", "stretched", "shifted"))
+        set_field(self, "range", positive("random_positions: range", self.range))
+
+
 MLP_PROJECTIONS = ("gate", "up", "down")
 PROJECTIONS = ("q", "k", "v", "out", *MLP_PROJECTIONS)
 
@@ -151,6 +176,7 @@ class ModelConfig:
       position: the position encoding: a name in ``tape_jax.positions.registry``, an encoding such
         as ``tape_jax.positions.Tape(norm="rms")``, or a mapping with the name, ``kind``, and
         options.
+      random_positions: positions drawn in training in place of the given ones, or None.
       norm_eps: epsilon of every RMSNorm.
       tie_embeddings: the output projection is the transposed embedding.
       max_length: longest sequence that the model accepts, in tokens; None: no limit of its own.
@@ -198,6 +224,7 @@ class ModelConfig:
     lora: Lora | None = None
     shifted_groups: int | None = None
     experts: Experts | None = None
+    random_positions: RandomPositions | None = None
 
     def __post_init__(self):
         # Encodings and implementations say of themselves what they are called, and build on this
@@ -259,6 +286,21 @@ class ModelConfig:
         require(
             self.experts is None or isinstance(self.experts, Experts),
             f"model: experts must be an Experts or None; got {self.experts!r}",
+        )
+        draw, limit = self.random_positions, self.position.max_length()
+        require(
+            draw is None or isinstance(draw, RandomPositions),
+            f"model: random_positions must be a RandomPositions or None; got {draw!r}",
+        )
+        require(
+            draw is None or self.position.coordinate_axes == 1,
+            f"model: random_positions are for one position a token; {self.position.kind!r} has "
+            f"axes = {self.position.coordinate_axes}",
+        )
+        require(
+            draw is None or limit is None or draw.range <= limit,
+            f"model: random_positions.range = {draw and draw.range} exceeds what the encoding "
+            f"{self.position.kind!r} takes, {limit} positions",
         )
         targets = set(self.lora.targets if self.lora and self.experts else ())
         require(

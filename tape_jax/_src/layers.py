@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -440,3 +441,25 @@ def runs(flags: Sequence[Any]) -> list[tuple[int, int, Any]]:
     """Maximal runs ``(start, stop, flag)`` of equal neighbours: one scan each."""
     edges = [i for i in range(len(flags)) if i == 0 or flags[i] != flags[i - 1]]
     return [(a, b, flags[a]) for a, b in zip(edges, [*edges[1:], len(flags)], strict=True)]
+
+
+def in_groups(block: Block, params: Any, carry: Any, fixed: State, context: Context) -> Any:
+    """What leaves a run of like layers, of which the backward pass keeps what enters every n-th.
+
+    From there it makes what enters the layers of a group, and then each layer, again.
+    """
+    layers = jax.tree.leaves(params)[0].shape[0]
+    size = math.isqrt(layers - 1) + 1
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def layer(carry: Any, params: Any) -> tuple[Any, None]:
+        out: Any = block.apply({"params": params}, carry, fixed, context, None)
+        return out[0], None
+
+    @jax.checkpoint
+    def group(carry: Any, params: Any) -> Any:
+        return jax.lax.scan(layer, carry, params)[0]
+
+    for first in range(0, layers, size):
+        carry = group(carry, jax.tree.map(lambda x, i=first: x[i : i + size], params))
+    return carry

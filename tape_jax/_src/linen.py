@@ -32,6 +32,7 @@ class UpdateState(nn.Module):
       width: ``P``; None: ``4 * H_kv``.
       attention_mix: ``none``, ``head_scale`` or ``heads``, as in :func:`tape_jax.init_update`.
       mlp_mix: whether the MLP's output mixes the states.
+      degree: 1, or 3 for products of three states, as in :func:`tape_jax.init_update`.
       alpha: step size.
       norm: ``none``, ``rms`` or ``unit``, as in :func:`tape_jax.update_state`.
       magnitude: scale of the start state (YaRN's), which the norms restore.
@@ -45,6 +46,7 @@ class UpdateState(nn.Module):
     width: int | None = None
     attention_mix: str = "head_scale"
     mlp_mix: bool = True
+    degree: int = 1
     alpha: float = 1.0
     norm: str = "none"
     magnitude: float = 1.0
@@ -60,7 +62,7 @@ class UpdateState(nn.Module):
           state: ``e``, the state entering the layer: ``[T, D]`` or ``[batch..., T, H_kv | 1, D]``,
             in tensor form ``[T, 1, M, L, R]`` or ``[batch..., T, H_kv | 1, M, L, R]``.
           attended: ``a``, with query heads ``H_q`` and the rest as ``state``; may be None if
-            ``attention_mix`` is ``none``.
+            ``attention_mix`` is ``none`` and ``degree`` 1.
           x: the MLP's output before its residual addition ``[..., T, hidden]``.
 
         Returns:
@@ -77,6 +79,7 @@ class UpdateState(nn.Module):
             width=self.width,
             attention_mix=self.attention_mix,
             mlp_mix=self.mlp_mix,
+            degree=self.degree,
         )
         dtype = float_type(self.param_dtype)
         require_x64(param_dtype=dtype)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import flax
@@ -34,6 +33,7 @@ from tape_jax._src.layers import (
     RMSNorm,
     constrain_state,
     entered_layer,
+    in_groups,
     pack_state,
     remat_policy,
     runs,
@@ -45,6 +45,7 @@ from tape_jax._src.parameters import (
     declared_params,
     gathered,
 )
+from tape_jax._src.positions.drawing import drawn_positions
 from tape_jax._src.positions.protocol import (
     Encoding,
     Param,
@@ -261,6 +262,15 @@ class Transformer(nn.Module):
         ring = sharding if splits_sequence(sharding) else None
         time = tokens.shape[-1]
         key = self.make_rng("positions") if self.has_rng("positions") else None
+        key = key if cache is None else cache.key
+        draw = c.random_positions
+
+        def drawn(positions: Array, length: int | Array) -> Array:
+            if draw is None or key is None:
+                return positions
+            # Not the key itself, by which encodings draw.
+            return drawn_positions(draw, positions, length, jax.random.fold_in(key, 0))
+
         if cache is None:
             if length is not None:
                 length = as_length(length, tokens.shape[:-1])
@@ -273,6 +283,7 @@ class Transformer(nn.Module):
                 positions = default_positions(time) if segment_ids is None else places(segment_ids)
             tokens = without_padding(tokens, segment_ids)
             positions = without_padding(positions, segment_ids, axes=encoding.coordinate_axes)
+            positions = drawn(positions, length)
             at = encoding.coordinates(tokens, positions, segment_ids)
             time_axis = positions.ndim - 1 - (encoding.coordinate_axes > 1)
             if ring is not None:
@@ -284,16 +295,17 @@ class Transformer(nn.Module):
             context = Context(positions, segment_ids, mask, 0, is_causal)
         else:
             cache = append(cache, tokens, positions, segment_ids)
-            key, start = cache.key, cache.index - time
+            start = cache.index - time
             length = cache.capacity if cache.length is None else cache.length
 
             def recent(x: Array) -> Array:
                 return jax.lax.dynamic_slice_in_dim(x, start, time, axis=1)
 
             ids = (recent(cache.segment_ids), cache.segment_ids)
-            context = Context(cache.positions, ids, mask, start, is_causal)
-            at = recent(encoding.coordinates(cache.tokens, cache.positions, cache.segment_ids))
-            tokens, positions, segment_ids = recent(cache.tokens), recent(cache.positions), ids[0]
+            every = drawn(cache.positions, length)
+            context = Context(every, ids, mask, start, is_causal)
+            at = recent(encoding.coordinates(cache.tokens, every, cache.segment_ids))
+            tokens, positions, segment_ids = recent(cache.tokens), recent(every), ids[0]
         at = without_padding(at, segment_ids, axes=encoding.coordinate_axes)
 
         spec = Param(
@@ -307,13 +319,17 @@ class Transformer(nn.Module):
         added = encoding.embed(params, at, c, key)
         if added is not None:
             h = h + added.astype(c.dtype)
+        if draw is not None and key is not None:
+            h = jnp.where((positions < 0)[..., None], jnp.nan, h)
         h = constrain(sharding, h, "batch", "sequence", "hidden")
         layer = entered_layer(context, c, h, sharding, cache)
         made = encoding.start_from_embeddings(params, layer)
         state = made if initial_state is None else initial_state
         lead = positions.ndim - (encoding.coordinate_axes > 1)
-        if 1 < lead < tokens.ndim:  # A state has all batch axes, or none.
+        # A state has all batch axes or, where heads share it, none.
+        if (lead > 1 or encoding.starts_by_head) and lead < tokens.ndim:
             positions = jnp.expand_dims(positions, tuple(range(tokens.ndim - lead)))
+            time_axis = tokens.ndim - 1
         if state is None:
             state = encoding.start(
                 positions,
@@ -430,12 +446,12 @@ class Transformer(nn.Module):
                 carry, fixed = (h, packed), None
             else:
                 carry, fixed = (h, None), state
-            in_groups = c.remat == "groups" and not (
+            grouped = c.remat == "groups" and not (
                 record or self.is_initializing() or self.is_mutable_collection("maps")
             )
-            if in_groups and own is None and stop - start > 2:
+            if grouped and own is None and stop - start > 2:
                 params = self.variables["params"][name]
-                carry = _in_groups(Block(**options, parent=None), params, carry, fixed, context)
+                carry = in_groups(Block(**options, parent=None), params, carry, fixed, context)
                 new = entered = None
             elif c.scan_layers:
                 block = nn.scan(
@@ -462,28 +478,6 @@ class Transformer(nn.Module):
                     hidden.append(entered[0][i])
                     states.append(jax.tree.map(lambda x, i=i: x[i], entered[1]))
         return h, tuple(caches), hidden, states
-
-
-def _in_groups(block: Block, params: Any, carry: Any, fixed: State, context: Context) -> Any:
-    """What leaves a run of like layers, of which the backward pass keeps what enters every n-th.
-
-    From there it makes what enters the layers of a group, and then each layer, again.
-    """
-    layers = jax.tree.leaves(params)[0].shape[0]
-    size = math.isqrt(layers - 1) + 1
-
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def layer(carry: Any, params: Any) -> tuple[Any, None]:
-        out: Any = block.apply({"params": params}, carry, fixed, context, None)
-        return out[0], None
-
-    @jax.checkpoint
-    def group(carry: Any, params: Any) -> Any:
-        return jax.lax.scan(layer, carry, params)[0]
-
-    for first in range(0, layers, size):
-        carry = group(carry, jax.tree.map(lambda x, i=first: x[i : i + size], params))
-    return carry
 
 
 def _gradients_at_once(block: Any, params: Any, carry: Any) -> tuple[Any, Any]:

@@ -14,7 +14,8 @@ from tape_jax._src import algebra
 from tape_jax._src.checks import choose, require
 from tape_jax._src.config import ModelConfig
 from tape_jax._src.positions.layer import Layer, Terms
-from tape_jax._src.positions.protocol import Encoding, Param, check_indices
+from tape_jax._src.positions.protocol import Param, check_indices
+from tape_jax._src.positions.some_heads import SomeHeads
 
 zeros = jax.nn.initializers.zeros
 ones = jax.nn.initializers.ones
@@ -36,7 +37,7 @@ SLOPES = ("fixed", "learned", "learned_from_zero")
 
 
 @dataclasses.dataclass(frozen=True)
-class Alibi(Encoding):
+class Alibi(SomeHeads):
     """Attention with linear biases (Press et al. 2022): ``-slope_h |i - j|``.
 
     Under the causal rule this is a decay, ``F_i - F_j`` with ``F_t = -slope_h t``, which fused
@@ -45,6 +46,8 @@ class Alibi(Encoding):
     Attributes:
       slopes: ``fixed``, as in the paper; ``learned``, from these; ``learned_from_zero``, such that
         a model that gets the bias beside its own encoding starts as it was.
+      on_heads: how many query heads, the first ones, have the bias, with the slopes that a model of
+        so many heads has; None: all.
     """
 
     kind: ClassVar[str] = "alibi"
@@ -55,7 +58,7 @@ class Alibi(Encoding):
     def __post_init__(self):
         choose("alibi slopes", self.slopes, SLOPES)
 
-    def layer_params(self, config: ModelConfig, *, updates: bool):
+    def head_params(self, config: ModelConfig):
         if self.slopes == "fixed":
             return {}
 
@@ -75,9 +78,9 @@ class Alibi(Encoding):
         distance = jnp.abs(query[..., :, None] - key[..., None, :]).astype(slopes.dtype)
         return -slopes[:, None, None] * distance[..., None, :, :]
 
-    def layer_terms(self, params, layer: Layer) -> Terms:
+    def head_terms(self, params, layer: Layer) -> Terms:
         if not layer.is_causal:
-            return super().layer_terms(params, layer)
+            return super().head_terms(params, layer)
         slopes = self._slopes(params, layer.config)
         # From the first on: where positions start says nothing.
         first = layer.positions[..., :1]
@@ -92,7 +95,7 @@ FORMS = ("log", "power")
 
 
 @dataclasses.dataclass(frozen=True)
-class Kerple(Encoding):
+class Kerple(SomeHeads):
     """KERPLE (Chi et al. 2022, section 4): learned kernels of distance, two numbers a head.
 
     ``-r1 log(1 + r2 |i - j|)``, or ``-r1 |i - j|^r2``. Numbers below 0.01, and powers above 2, are
@@ -100,6 +103,7 @@ class Kerple(Encoding):
 
     Attributes:
       form: ``log`` or ``power``.
+      on_heads: how many query heads, the first ones, have the bias; None: all.
     """
 
     kind: ClassVar[str] = "kerple"
@@ -110,7 +114,7 @@ class Kerple(Encoding):
     def __post_init__(self):
         choose("kerple form", self.form, FORMS)
 
-    def layer_params(self, config: ModelConfig, *, updates: bool):
+    def head_params(self, config: ModelConfig):
         # What is a factor of a logarithm, or of a power, is drawn as the published code does.
         highest = {"log": (2.0, 1.0), "power": (1.0, 2.0)}[self.form]
         return {
@@ -134,7 +138,7 @@ class Kerple(Encoding):
 
 
 @dataclasses.dataclass(frozen=True)
-class Fire(Encoding):
+class Fire(SomeHeads):
     """FIRE (Li et al. 2024, equation 4): an MLP of log distance over log query position.
 
     ``bias_h(i, j) = MLP(log(|c (i - j)| + 1) / (log(|c max(i, L)| + 1) + eps))_h`` with a learned
@@ -145,6 +149,7 @@ class Fire(Encoding):
       threshold: initial threshold in tokens.
       c: initial scale of the logarithm.
       eps: guards the division.
+      on_heads: how many query heads, the first ones, have the bias; None: all.
     """
 
     kind: ClassVar[str] = "fire"
@@ -158,7 +163,7 @@ class Fire(Encoding):
     def __post_init__(self):
         require(self.width > 0, f"fire: width must be positive; got {self.width}")
 
-    def layer_params(self, config: ModelConfig, *, updates: bool):
+    def head_params(self, config: ModelConfig):
         normal = jax.nn.initializers.lecun_normal()
         constant = jax.nn.initializers.constant
         return {
@@ -184,12 +189,13 @@ class Fire(Encoding):
 
 
 @dataclasses.dataclass(frozen=True)
-class T5Bias(Encoding):
+class T5Bias(SomeHeads):
     """T5's relative position bias (Raffel et al. 2020): a learned scalar per head and bucket.
 
     Attributes:
       buckets: number of buckets; the first half are exact distances, the rest logarithmic.
       max_distance: distance in tokens from which on all share the last bucket.
+      on_heads: how many query heads, the first ones, have the bias; None: all.
     """
 
     kind: ClassVar[str] = "t5"
@@ -205,7 +211,7 @@ class T5Bias(Encoding):
             f"{self.buckets}, max_distance = {self.max_distance}",
         )
 
-    def layer_params(self, config: ModelConfig, *, updates: bool):
+    def head_params(self, config: ModelConfig):
         normal = jax.nn.initializers.normal(0.02)
         return {"table": Param((self.buckets, config.num_heads), normal, (None, "heads"))}
 

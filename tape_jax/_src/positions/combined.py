@@ -119,6 +119,10 @@ class Combined(Encoding):
     def attends_state(self) -> bool:
         return self._state.attends_state
 
+    @property
+    def starts_by_head(self) -> bool:
+        return self._state.starts_by_head
+
     def check(self, config: ModelConfig) -> None:
         for encoding in self.encodings:
             encoding.check(config)

@@ -12,13 +12,14 @@ import numpy as np
 from tape_jax._src.checks import choose, require
 from tape_jax._src.config import ModelConfig
 from tape_jax._src.positions.layer import Layer, Terms
-from tape_jax._src.positions.protocol import Encoding, Param
+from tape_jax._src.positions.protocol import Param
+from tape_jax._src.positions.some_heads import SomeHeads
 
 GATES = ("full", "bias_only", "fixed")
 
 
 @dataclasses.dataclass(frozen=True)
-class Fox(Encoding):
+class Fox(SomeHeads):
     """Forgetting Transformer (Lin et al. 2025, section 3): ``F_i - F_j`` is added to the logits.
 
     ``F_t`` is the sum of ``log f_s`` over ``s <= t``, with forget gates ``f = sigmoid(x W + b)`` of
@@ -32,6 +33,7 @@ class Fox(Encoding):
       shortest, longest: of ``fixed``, in tokens.
       scaled: the decay is divided by ``sqrt(head_dim)``, as the published code of PaTH with a
         forget gate has it.
+      on_heads: how many query heads, the first ones, forget; None: all.
 
     Raises:
       ValueError: for options out of range; where tokens see later ones, which are not forgotten.
@@ -53,7 +55,7 @@ class Fox(Encoding):
             f"fox: expected 0 < shortest <= longest; got {self.shortest} and {self.longest}",
         )
 
-    def layer_params(self, config: ModelConfig, *, updates: bool):
+    def head_params(self, config: ModelConfig):
         if self.gate == "fixed":
             return {}
         heads = config.num_heads
@@ -76,7 +78,7 @@ class Fox(Encoding):
             logits = logits + layer.product(params["forget_kernel"])
         return jnp.broadcast_to(jax.nn.log_sigmoid(logits), shape)
 
-    def layer_terms(self, params, layer: Layer) -> Terms:
+    def head_terms(self, params, layer: Layer) -> Terms:
         layer.require_causal(self.kind, "what comes after a token would be favoured, not forgotten")
         log_gates = layer.tap("log_f", self.log_gates(params, layer))
         if self.scaled:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tape_jax._src.algebra import at_least_float32, precise_einsum
+from tape_jax._src.algebra import at_least_float32, complex_multiply, precise_einsum
 from tape_jax._src.sharding import Axes, Sharding
 
 Array = jax.Array
@@ -51,6 +51,14 @@ def mix_attended(a: Array, mix: Array, heads: int, sharding: Sharding | None = N
     *lead, queries, n = a.shape
     scaled = (a * mix[:, None]).reshape(*lead, heads, queries // heads, n)
     return scaled.sum(-2)
+
+
+def displacement(z: Array, w: Array, u: Array, *, tensor: bool) -> Array:
+    """``z conj(w) u`` of rotary states ``[..., D]``, ``Z W^T U`` of ``[..., M, L, R]``."""
+    if tensor:
+        return precise_einsum("...lr,...kr,...ks->...ls", z, w, u)
+    real, imaginary = jnp.split(w, 2, axis=-1)
+    return complex_multiply(complex_multiply(z, jnp.concatenate([real, -imaginary], -1)), u)
 
 
 def mixing_matrix(

@@ -159,6 +159,11 @@ class Encoding:
         """Whether :meth:`update_state` wants the attended state ``a = A e``."""
         return False
 
+    @property
+    def starts_by_head(self) -> bool:
+        """Whether :meth:`start` makes a state for each head; positions have all batch axes then."""
+        return False
+
     def check(self, config: ModelConfig) -> None:
         """Raises ValueError if the encoding does not fit the model."""
 

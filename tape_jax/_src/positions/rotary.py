@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any, ClassVar
 
@@ -14,13 +13,14 @@ from jax import lax
 
 from tape_jax._src import algebra
 from tape_jax._src.checks import concrete, require, require_x64
-from tape_jax._src.config import ModelConfig, RopeScaling
-from tape_jax._src.positions.protocol import Encoding, Param, State, as_positions, check_indices
+from tape_jax._src.config import ModelConfig, RandomPositions, RopeScaling
+from tape_jax._src.positions.drawing import drawn_positions
+from tape_jax._src.positions.protocol import Encoding, Param, State, as_positions
 
 Array = jax.Array
 
 # Fields of :class:`Rope` that say where a rotary state starts.
-START_FIELDS = ("base", "scaling", "axes", "partial_rotary_factor", "learn_base")
+START_FIELDS = ("base", "scaling", "axes", "partial_rotary_factor", "learn_base", "still_heads")
 
 
 def frequencies(
@@ -244,6 +244,8 @@ class Rope(Encoding):
       partial_rotary_factor: share of the dimensions of a head that rotate (Black et al. 2022); the
         others carry content only, whatever the distance.
       learn_base: the base is learned, one for the model, from ``base``.
+      still_heads: how many state heads, the last ones, do not rotate at all: theirs is attention
+        without positions.
     """
 
     kind: ClassVar[str] = "rope"
@@ -254,6 +256,7 @@ class Rope(Encoding):
     axes: int = 1
     partial_rotary_factor: float = 1.0
     learn_base: bool = False
+    still_heads: int = 0
 
     def __post_init__(self):
         require(self.base > 1, f"{self.kind}: the rotary base must exceed 1; got {self.base}")
@@ -267,17 +270,57 @@ class Rope(Encoding):
             isinstance(self.scaling, RopeScaling),
             f"{self.kind}: scaling must be a RopeScaling; got {self.scaling!r}",
         )
+        require(
+            self.still_heads >= 0,
+            f"{self.kind}: still_heads must not be negative; got {self.still_heads}",
+        )
+
+    def check(self, config: ModelConfig) -> None:
+        require(
+            self.still_heads < config.kv_heads,
+            f"{self.kind}: still_heads = {self.still_heads} leaves none of the model's "
+            f"{config.kv_heads} state heads to rotate; the encoding 'none' is that",
+        )
 
     @property
     def coordinate_axes(self) -> int:
         return self.axes
+
+    @property
+    def starts_by_head(self) -> bool:
+        return self.still_heads > 0
+
+    @property
+    def heads_axis(self) -> int:
+        """The axis of a state's heads."""
+        return -2
+
+    def shifts(self, config: ModelConfig) -> tuple[float, ...]:
+        """By how many tokens the start of each head that rotates is moved."""
+        return (0,) * (config.kv_heads - self.still_heads)
 
     def input_params(self, config: ModelConfig):
         if not self.learn_base:
             return {}
         return {"log_stretch": Param((), jax.nn.initializers.zeros, ())}
 
-    def start(self, positions, config, *, key=None, length=None, dtype=jnp.float32, params=None):
+    def start(self, positions, config, **options):
+        if not self.starts_by_head:
+            return self.start_at(positions, config, **options)
+        positions, shifts = as_positions(positions), self.shifts(config)
+        made = {shift: self.start_at(positions + shift, config, **options) for shift in set(shifts)}
+        states = [made[shift] for shift in shifts]
+        if self.still_heads:
+            still = self.start_at(jnp.zeros_like(positions), config, **options)
+            states += [still] * self.still_heads
+
+        def joined(*heads: Array) -> Array:
+            return jnp.concatenate([algebra.align_state(x) for x in heads], self.heads_axis)
+
+        return jax.tree.map(joined, *states)
+
+    def start_at(self, positions, config, *, key=None, length=None, dtype=jnp.float32, params=None):
+        """The start that all heads share, as :meth:`start` describes it."""
         state = rotary_state(
             positions,
             config.dim,
@@ -330,8 +373,8 @@ class Xpos(Rope):
 
     scale_base: float = 2048.0
 
-    def start(self, positions, config, *, key=None, length=None, dtype=jnp.float32, params=None):
-        e = super().start(positions, config, key=key, length=length, dtype=dtype, params=params)
+    def start_at(self, positions, config, *, key=None, length=None, dtype=jnp.float32, params=None):
+        e = super().start_at(positions, config, key=key, length=length, dtype=dtype, params=params)
         scale = (np.arange(0, config.dim, 2) + 0.4 * config.dim) / (1.4 * config.dim)
         rates = np.log(scale) / self.scale_base
         largest = min(_largest_scale(d) for d in (config.dtype, dtype))
@@ -393,31 +436,33 @@ class RandomRope(Rope):
         super().__post_init__()
         require(self.axes == 1, f"random_rope: one coordinate is drawn per token; got {self.axes}")
         require(self.range > 0, f"random_rope: range must be positive; got {self.range}")
+        require(
+            not (self.each_layer and self.still_heads),
+            f"random_rope: still_heads exists with one draw for all layers only; got each_layer = "
+            f"True, still_heads = {self.still_heads}",
+        )
+
+    def check(self, config: ModelConfig) -> None:
+        super().check(config)
+        require(
+            config.random_positions is None,
+            f"random_rope draws positions by itself; got random_positions = "
+            f"{config.random_positions}",
+        )
 
     def max_length(self) -> int:
         return self.range
 
-    def start(self, positions, config, *, key=None, length=None, dtype=jnp.float32, params=None):
-        positions = as_positions(positions)
-        length = positions.shape[-1] if length is None else length
-        longest = concrete(length)
-        if longest is not None and longest.size and longest.max() > self.range:
-            raise ValueError(
-                f"random_rope: {longest.max()} positions cannot be drawn without replacement from "
-                f"range = {self.range}"
-            )
-        length = jnp.expand_dims(length, -1)
-        check_indices(f"{self.kind}: positions", positions, length)
-        inside = (positions >= 0) & (positions < length) & (length <= self.range)
+    def start_at(self, positions, config, *, key=None, length=None, dtype=jnp.float32, params=None):
+        length = jnp.shape(positions)[-1] if length is None else length
         key = jax.random.key(self.seed) if key is None else key
-        states = []
+        draw, states = RandomPositions(range=self.range), []
         for k in jax.random.split(key, config.num_layers) if self.each_layer else [key]:
-            # The first of a random order are a random subset, of whatever size.
-            order = jax.random.permutation(k, self.range)
-            draw = jnp.sort(jnp.where(jnp.arange(self.range) < length, order, self.range))
-            drawn = _entries(draw, jnp.where(inside, positions, 0))
-            state = super().start(drawn, config, length=length[..., 0], dtype=dtype, params=params)
-            states.append(jnp.where(algebra.with_heads(inside[..., None]), state, jnp.nan))
+            drawn = drawn_positions(draw, positions, length, k, self.kind)
+            state = super().start_at(
+                drawn, config, length=jnp.asarray(length), dtype=dtype, params=params
+            )
+            states.append(jnp.where(algebra.with_heads((drawn >= 0)[..., None]), state, jnp.nan))
         return (jnp.stack(states), jnp.int32(0)) if self.each_layer else states[0]
 
     def rotation(self, state: State):
@@ -432,9 +477,3 @@ class RandomRope(Rope):
     def update_state(self, params, state, attended, x, *, sharding=None, implementation=None):
         tables, layer = state
         return tables, layer + 1
-
-
-@functools.partial(jnp.vectorize, signature="(n),(t)->(t)")
-def _entries(table: Array, index: Array) -> Array:
-    """The entries of each row's own table."""
-    return table[index]

@@ -30,6 +30,7 @@ from tape_jax._src.positions.update import UPDATE_PARAMS, UPDATES, update_state
 Array = jax.Array
 
 ATTENTION_MIXES = ("none", "head_scale", "heads")
+DEGREES = (1, 3)
 FORMS = ("rotary", "tensor")
 
 
@@ -120,9 +121,11 @@ def update_params(
     width: int | None = None,
     attention_mix: str = "head_scale",
     mlp_mix: bool = True,
+    degree: int = 1,
 ) -> dict[str, Param]:
     """Shapes and initialisers of one layer's update; see :func:`init_update`."""
     choose("attention_mix", attention_mix, ATTENTION_MIXES)
+    choose("degree", degree, DEGREES)
     positive("hidden_size", hidden_size)
     heads = num_kv_heads or num_heads
     if num_heads < 1 or num_heads % heads:
@@ -136,6 +139,10 @@ def update_params(
         params["mix"] = Param((num_heads,), zeros, ("heads",))
     elif attention_mix == "heads":
         params["mix"] = Param((heads, num_heads), zeros, (None, "heads"))
+    if degree == 3:
+        normal = jax.nn.initializers.normal(num_heads**-0.5)
+        params["origin"] = Param((heads, num_heads), normal, (None, "heads"))
+        params["target"] = Param((heads, num_heads), zeros, (None, "heads"))
     if mlp_mix:
         params["wx"] = Param((hidden_size, width), fan_in, ("embed", None))
         params["up"] = Param((width, heads), zeros, (None, "kv_heads"))
@@ -154,11 +161,13 @@ def init_update(
     width: int | None = None,
     attention_mix: str = "head_scale",
     mlp_mix: bool = True,
+    degree: int = 1,
     dtype: Any = None,
 ) -> dict[str, Array]:
     """Parameters of :func:`update_state` for one layer.
 
-    ``mix`` and ``up`` are zero, so that an untrained update changes nothing: TAPE starts as RoPE.
+    ``mix``, ``target`` and ``up`` are zero, so that an untrained update changes nothing: TAPE
+    starts as RoPE.
 
     Args:
       key: random key.
@@ -169,6 +178,7 @@ def init_update(
       attention_mix: ``none``; ``head_scale``, one scalar per query head (the published code);
         ``heads``, a matrix over heads (the paper).
       mlp_mix: whether the MLP's output mixes the states.
+      degree: 1, or 3 for products of three states, with ``origin`` and ``target [H_kv, H_q]``.
       dtype: type of the parameters; None: jax's default float, float64 where 64-bit types are
         enabled.
 
@@ -185,6 +195,7 @@ def init_update(
         width=width,
         attention_mix=attention_mix,
         mlp_mix=mlp_mix,
+        degree=degree,
     )
     keys = jax.random.split(key, max(len(specs), 1))
     return {
@@ -199,10 +210,20 @@ class Tape(Rope):
 
     Attributes:
       base, scaling, axes, partial_rotary_factor, learn_base: of the start state, as in RoPE.
+      still_heads: how many state heads, the last ones, do not rotate. They take no part in updates:
+        a mix of states that turn with positions and of others would break the shift invariance.
+      head_shift: tokens by which each state head that rotates starts later than the one before it,
+        or for each of them by how many it starts later, ``t + c_h``. It leaves RoPE's logits and
+        every symmetry as they are, and lets a mix of heads be a state of another place: from one
+        start for all heads, sums over heads only stretch it.
       form: ``rotary`` (one complex number per pair, the fast path) or ``tensor``.
       l, r: rows and columns of a block in tensor form.
       attention_mix: ``none``, ``head_scale`` (the published code) or ``heads`` (the paper).
       mlp_mix: whether the MLP's output mixes the states.
+      degree: 1, or 3: to ``z = e + alpha Mix(a)`` is added ``alpha z conj(w) u``, in tensor form
+        ``alpha Z W^T U``, with learned mixes ``w`` and ``u`` of the attended states of all heads
+        (:func:`tape_jax.update_state`), which moves a token from one that it attends to another: to
+        "as far from there as I am from here". For 3 ``norm`` must bound the states.
       width: ``P``; None: four times the state heads.
       activation: of the gate.
       alpha: step size, or its start if ``learn_alpha``.
@@ -215,11 +236,13 @@ class Tape(Rope):
 
     kind: ClassVar[str] = "tape"
 
+    head_shift: float | tuple[float, ...] = 0.0
     form: str = "rotary"
     l: int = 2
     r: int = 2
     attention_mix: str = "head_scale"
     mlp_mix: bool = True
+    degree: int = 1
     width: int | None = None
     activation: str = "silu"
     alpha: float = 1.0
@@ -234,6 +257,12 @@ class Tape(Rope):
         choose(f"{self.kind} attention_mix", self.attention_mix, ATTENTION_MIXES)
         choose(f"{self.kind} activation", self.activation, ACTIVATIONS)
         choose(f"{self.kind} norm", self.norm, NORMS)
+        choose(f"{self.kind} degree", self.degree, DEGREES)
+        require(
+            self.degree == 1 or self.norm != "none",
+            f"{self.kind}: products of states grow without bounds: degree = {self.degree} needs a "
+            "norm, 'rms' or 'unit'; got 'none'",
+        )
         require(
             self.learn_alpha or not self.alpha_per_head,
             f"{self.kind}: alpha_per_head needs learn_alpha=True; a fixed alpha is one number",
@@ -246,6 +275,14 @@ class Tape(Rope):
             self.width is None or self.width > 0,
             f"{self.kind}: width must be positive or None; got {self.width}",
         )
+        if isinstance(self.head_shift, list):
+            set_field(self, "head_shift", tuple(self.head_shift))
+        for name, default in (("still_heads", 0), ("degree", 1)):
+            value = getattr(self, name)
+            require(
+                value == default or self._updates_as_tape,
+                f"{self.kind}: {name} is an option of TAPE's own update; got {value}",
+            )
         if isinstance(self.layers, list):
             set_field(self, "layers", tuple(self.layers))
         if self.layers != "all":
@@ -263,9 +300,34 @@ class Tape(Rope):
 
     @property
     def attends_state(self) -> bool:
-        return self.attention_mix != "none"
+        return self.attention_mix != "none" or self.degree > 1
+
+    @property
+    def starts_by_head(self) -> bool:
+        return self.still_heads > 0 or bool(np.any(self.head_shift))
+
+    @property
+    def heads_axis(self) -> int:
+        return -2 if self.form == "rotary" else -4
+
+    def shifts(self, config: ModelConfig) -> tuple[float, ...]:
+        step, heads = self.head_shift, range(config.kv_heads - self.still_heads)
+        shifts = step if isinstance(step, tuple) else tuple(step * h for h in heads)
+        # Whole ones leave integers what they are.
+        return tuple(int(c) if c == int(c) else c for c in shifts)
+
+    @property
+    def _updates_as_tape(self) -> bool:
+        return type(self).update_state is Tape.update_state
 
     def check(self, config: ModelConfig) -> None:
+        super().check(config)
+        heads = config.kv_heads - self.still_heads
+        require(
+            not isinstance(self.head_shift, tuple) or len(self.head_shift) == heads,
+            f"{self.kind}: head_shift must be a number or one for each of the {heads} state heads "
+            f"that rotate; got {self.head_shift}",
+        )
         if self.form == "tensor" and config.dim % self.l:
             raise ValueError(
                 f"{self.kind}: l = {self.l} does not divide the head dimension {config.dim}"
@@ -281,9 +343,9 @@ class Tape(Rope):
             return False
         return self.layers == "all" or self.layers[0] <= layer < self.layers[1]  # type: ignore[operator]
 
-    def start(self, positions, config, *, key=None, length=None, dtype=jnp.float32, params=None):
+    def start_at(self, positions, config, *, key=None, length=None, dtype=jnp.float32, params=None):
         if self.form == "rotary":
-            return super().start(
+            return super().start_at(
                 positions, config, key=key, length=length, dtype=dtype, params=params
             )
         return tensor_state(
@@ -314,29 +376,42 @@ class Tape(Rope):
             return {}
         params = self.mixing_params(config)
         if self.learn_alpha:
-            shape, axes = ((config.kv_heads,), (None,)) if self.alpha_per_head else ((), ())
+            turning = config.kv_heads - self.still_heads
+            shape, axes = ((turning,), (None,)) if self.alpha_per_head else ((), ())
             params["alpha"] = Param(shape, jax.nn.initializers.constant(self.alpha), axes)
         return params
 
     def mixing_params(self, config: ModelConfig) -> dict[str, Param]:
         """The parameters of the two mixings."""
+        group = config.num_heads // config.kv_heads
+        heads = config.kv_heads - self.still_heads
         return update_params(
             config.hidden_size,
-            config.num_heads,
-            num_kv_heads=config.kv_heads,
+            group * heads,
+            num_kv_heads=heads,
             width=self.width,
             attention_mix=self.attention_mix,
             mlp_mix=self.mlp_mix,
+            degree=self.degree,
         )
 
     @property
     def update_implementations(self) -> tuple[str, ...]:
-        return tuple(UPDATES) if type(self).update_state is Tape.update_state else ()
+        return tuple(UPDATES) if self._updates_as_tape else ()
 
     def update_state(
         self, params, state: State, attended, x, *, sharding=None, implementation=None
     ) -> State:
-        return update_state(
+        axis, heads = self.heads_axis, state.shape[self.heads_axis]
+        turning, still = heads - self.still_heads, None
+        if self.still_heads:
+            # Devices have their shares of all heads, not of those that rotate.
+            sharding = None
+            state, still = jnp.split(state, [turning], axis)
+            if attended is not None:
+                queries = turning * attended.shape[axis] // heads
+                attended = jnp.split(attended, [queries], axis)[0]
+        new = update_state(
             {name: params[name] for name in UPDATE_PARAMS if name in params},
             state,
             attended,
@@ -345,7 +420,8 @@ class Tape(Rope):
             norm=self.norm,
             magnitude=self.scaling.state_magnitude,
             activation=self.activation,
-            num_kv_heads=state.shape[-2 if self.form == "rotary" else -4],
+            num_kv_heads=turning,
             sharding=sharding,
             implementation=implementation,
         )
+        return new if still is None else jnp.concatenate([new, still], axis)

@@ -6,6 +6,7 @@ returns the new state, or raises NotImplementedError with the reason why it cann
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -16,6 +17,7 @@ from tape_jax._src.algebra import align_state, at_least_float32, check_state
 from tape_jax._src.checks import choose, require
 from tape_jax._src.positions.mixing import (
     ACTIVATIONS,
+    displacement,
     mix_attended,
     mix_heads,
     mixing_matrix,
@@ -28,7 +30,9 @@ from tape_jax._src.sharding import Sharding
 
 Array = jax.Array
 
-UPDATE_PARAMS = ("mix", "wx", "up", "down")
+UPDATE_PARAMS = ("mix", "origin", "target", "wx", "up", "down")
+# Those that multiply attended states.
+OF_ATTENDED = ("mix", "origin", "target")
 
 
 def update_state(
@@ -51,12 +55,17 @@ def update_state(
     ``(I + alpha A(x)) (e + alpha Mix(a))``, then the norm. ``A(x)`` is contracted to a heads x
     heads matrix per token first, which costs a fraction of projecting the states up to width ``P``.
 
+    With ``origin`` and ``target``, matrices over heads, the sum ``z = e + alpha Mix(a)`` becomes
+    ``z + alpha z conj(w) u`` with ``w = origin a`` and ``u = target a``, in tensor form ``Z + alpha
+    Z W^T U``: a state that lies from ``u`` as it lay from ``w``. Where all states are turned alike,
+    ``Z W^T`` stays as it is, so that the product turns as ``U`` does.
+
     Args:
       params: from :func:`tape_jax.init_update`; absent entries leave their part out.
       state: ``e``, ``[T, D]`` or ``[batch..., T, H_kv | 1, D]``, in tensor form ``[T, 1, M, L, R]``
         or ``[batch..., T, H_kv | 1, M, L, R]``; batch axes may be 1.
       attended: ``a``, with query heads ``H_q`` and the rest as ``state``; may be None if ``params``
-        has no ``mix``.
+        has neither ``mix`` nor ``origin``.
       x: the MLP's output before its residual addition ``[..., T, hidden]``.
       alpha: step size, a number, a scalar array or one for each state head ``[H_kv]``.
       norm: ``none``; ``rms``, which divides by the root mean square over the blocks of a head;
@@ -97,7 +106,7 @@ def update_state(
     call = UpdateCall(
         params=dict(params),
         e=e,
-        a=attended if "mix" in params else None,
+        a=attended if any(name in params for name in OF_ATTENDED) else None,
         x=x,
         alpha=alpha,
         heads=heads,
@@ -108,6 +117,8 @@ def update_state(
         sharding=sharding,
         interpret=interpret,
     )
+    if "origin" in params:
+        call = _displaced(call)
     if names is None:
         on_cpu = jax.default_backend() == "cpu"
         names = ("unrolled", "reference") if on_cpu else ("reference",)
@@ -121,14 +132,35 @@ def update_state(
     raise NotImplementedError(reasons) from refused[-1][1]
 
 
+def _displaced(call: UpdateCall) -> UpdateCall:
+    """What is left to do once attended states are mixed in and have moved the state."""
+    a = call.flat_attended()
+    matrices = {name: call.params[name].astype(a.dtype) for name in ("origin", "target")}
+    matrices["target"] = scaled_mix(matrices["target"], call.alpha)
+    mixed = (mix_attended(a, x, call.heads, call.sharding) for x in matrices.values())
+    z = _with_attended(call)
+    z = jnp.broadcast_to(z, (*a.shape[:-2], call.heads, z.shape[-1]))
+    z, w, u = (
+        x.reshape(*x.shape[:-1], *call.block).astype(at_least_float32(x.dtype)) for x in (z, *mixed)
+    )
+    z = z + displacement(z, w, u, tensor=call.tensor)
+    params = {name: x for name, x in call.params.items() if name not in OF_ATTENDED}
+    return dataclasses.replace(call, params=params, e=z.astype(call.e.dtype), a=None)
+
+
+def _with_attended(call: UpdateCall) -> Array:
+    """``e + alpha Mix(a)``, flat."""
+    mix, flat = call.params.get("mix"), call.flat_state()
+    if mix is None:
+        return flat
+    scaled = scaled_mix(mix.astype(flat.dtype), call.alpha)
+    return flat + mix_attended(call.flat_attended(), scaled, call.heads, call.sharding)
+
+
 def reference(call: UpdateCall) -> Array:
     """The update as the equations write it."""
-    mix, up = call.params.get("mix"), call.params.get("up")
-    flat = call.flat_state()
+    up, flat = call.params.get("up"), _with_attended(call)
     dtype = flat.dtype
-    if mix is not None:
-        scaled = scaled_mix(mix.astype(dtype), call.alpha)
-        flat = flat + mix_attended(call.flat_attended(), scaled, call.heads, call.sharding)
     if up is not None:
         # With the identity in the matrix the states are read once, and not again for a sum.
         matrix = mixing_matrix(
@@ -179,8 +211,12 @@ def _check_update(e, a, x, params, num_kv_heads) -> tuple[bool, int]:
     present = [name for name in ("wx", "up", "down") if name in params]
     if present and len(present) < 3:
         raise ValueError(f"params must have all of wx, up and down, or none; got {present}")
-    if mix is not None and a is None:
-        raise ValueError("params has a mix, so attended, the attended state, is needed; got None")
+    pair = [name for name in ("origin", "target") if name in params]
+    if len(pair) == 1:
+        raise ValueError(f"params must have both of origin and target, or neither; got {pair}")
+    if a is None and (mix is not None or pair):
+        name = "a mix" if mix is not None else "an origin"
+        raise ValueError(f"params has {name}, so attended, the attended state, is needed; got None")
     require(e.ndim >= 2, f"state must have shape [T, D] or more axes; got {e.shape}")
     like = e if a is None else a
     # Five axes may be [T, 1, M, L, R], or all those of a rotary state.
@@ -190,6 +226,8 @@ def _check_update(e, a, x, params, num_kv_heads) -> tuple[bool, int]:
     heads = num_kv_heads or (up.shape[-1] if up is not None else None)
     if heads is None and mix is not None and mix.ndim == 2:
         heads = mix.shape[0]
+    if heads is None and pair:
+        heads = params["target"].shape[0]
     if heads is None:
         heads = have if have > 1 or mix is None else mix.shape[-1]
     if have not in (1, heads):
@@ -198,14 +236,18 @@ def _check_update(e, a, x, params, num_kv_heads) -> tuple[bool, int]:
         )
     keys = jax.ShapeDtypeStruct((*x.shape[:-1], heads, width), e.dtype)
     check_state(e, keys, name="state", of=f"x of shape {x.shape}, keys", heads=(1, heads))
-    if mix is not None:
+    if mix is not None or pair:
         assert a is not None
         queries = a.shape[a.ndim - (4 if tensor else 2)]
-        if mix.shape not in ((queries,), (heads, queries)) or queries % heads:
-            raise ValueError(
-                f"mix of shape {mix.shape} fits neither ({queries},) nor ({heads}, {queries}): "
-                f"attended has shape {a.shape}, the state {heads} heads"
-            )
+        for name in (name for name in OF_ATTENDED if name in params):
+            shape, full = params[name].shape, (heads, queries)
+            if name != "mix" and shape != full:
+                raise ValueError(f"{name} must have shape {full}, like mix; got {shape}")
+            if shape not in ((queries,), full) or queries % heads:
+                raise ValueError(
+                    f"{name} of shape {shape} fits neither ({queries},) nor {full}: attended has "
+                    f"shape {a.shape}, the state {heads} heads"
+                )
         block = e.shape[-3:] if tensor else e.shape[-1:]
         if a.shape[a.ndim - len(block) :] != block or a.shape[: x.ndim - 1] != x.shape[:-1]:
             raise ValueError(

@@ -239,7 +239,7 @@ def check_plain(model: Transformer) -> None:
         isinstance(encoding, positions.Rope)
         and type(encoding) in (positions.Rope, positions.Yarn)
         and (encoding.axes, encoding.partial_rotary_factor) == (1, 1)
-        and not encoding.learn_base,
+        and not (encoding.learn_base or encoding.still_heads),
         f"a Llama checkpoint has no place for the position encoding {encoding!r}: {advice}",
     )
     require(

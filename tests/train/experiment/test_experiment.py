@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tape_jax import positions
-from tape_jax._src.config import Experts, ModelConfig, RopeScaling
+from tape_jax._src.config import Experts, ModelConfig, RandomPositions, RopeScaling
 from tape_jax.sharding import ShardingConfig
 from train import experiment
 from train.experiment import TrainConfig, from_file, from_mapping, to_json
@@ -134,7 +134,8 @@ def test_every_field_of_every_group_can_be_given(file):
         f"--config.{group}.{field.name}={getattr(values, field.name)}"
         for group, values in groups.items()
         for field in dataclasses.fields(values)
-        if field.name not in ("position", "lora", "experts")  # groups of fields
+        # But for groups of fields.
+        if field.name not in ("position", "lora", "experts", "random_positions")
     ]
     assert from_file(file, given) == e
 
@@ -194,6 +195,17 @@ def test_nested_options_start_from_the_default_of_the_encoding(file):
     given = ["--config.model.position.kind=yarn", "--config.model.position.scaling.factor=4"]
     e = from_file(file, given, report=lambda _: None)
     assert e.model.position.scaling == RopeScaling(kind="yarn", factor=4.0)
+
+
+def test_random_positions_are_a_group_of_their_own(file):
+    given = ["--config.model.random_positions.kind=stretched", "--config.model.position.kind=tape"]
+    e = from_file(file, [*given, "--config.model.position.head_shift=(0.0, 2.5)"])
+    assert e.model.random_positions == RandomPositions("stretched")
+    assert e.model.position.head_shift == (0.0, 2.5)
+    assert from_mapping(json.loads(json.dumps(to_json(e)))) == e
+    old = to_json(e)
+    del old["model"]["random_positions"]
+    assert from_mapping(old).model.random_positions is None
 
 
 def test_experts_are_a_group_of_their_own(file, tmp_path):

@@ -1,0 +1,71 @@
+"""Positions drawn at random, from a longer range than a sequence has."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from tape_jax._src.algebra import float_type
+from tape_jax._src.checks import concrete
+from tape_jax._src.config import RandomPositions
+from tape_jax._src.positions.protocol import as_positions, check_indices
+
+Array = jax.Array
+
+
+def drawn_positions(
+    draw: RandomPositions,
+    positions: Array,
+    length: int | Array,
+    key: Array,
+    what: str = "random_positions",
+) -> Array:
+    """Positions below ``draw.range`` in place of those below ``length``.
+
+    One draw serves all rows, as far as their lengths agree.
+
+    Args:
+      draw: what is drawn.
+      positions: integers ``[..., T]``, each below its row's length.
+      length: in tokens, an integer or integers that broadcast to ``[...]``.
+      key: of the draw.
+      what: draws, for messages.
+
+    Returns:
+      ``[..., T]``: integers, floats if they are stretched. -1 where a position, or a length, that
+      is not known yet is out of range.
+
+    Raises:
+      ValueError: if positions are no integers; if one, or a length, is known to be out of range.
+    """
+    positions = as_positions(positions)
+    longest = concrete(length)
+    if longest is not None and longest.size and longest.max() > draw.range:
+        raise ValueError(
+            f"{what}: {longest.max()} positions cannot be drawn without replacement from "
+            f"range = {draw.range}"
+        )
+    length = jnp.expand_dims(length, -1)
+    check_indices(f"{what}: positions", positions, length)
+    inside = (positions >= 0) & (positions < length) & (length <= draw.range)
+    at = jnp.where(inside, positions, 0)
+    if draw.kind == "spaced":
+        # The first of a random order are a random subset, of whatever size.
+        order = jax.random.permutation(key, draw.range)
+        first = jnp.arange(draw.range) < length
+        drawn = _entries(jnp.sort(jnp.where(first, order, draw.range)), at)
+    else:
+        share = jax.random.uniform(key, dtype=float_type(None))
+        if draw.kind == "stretched":
+            drawn = at * (draw.range / length) ** share
+        else:
+            drawn = at + jnp.floor(share * (draw.range - length + 1)).astype(at.dtype)
+    return jnp.where(inside, drawn, -1)
+
+
+@functools.partial(jnp.vectorize, signature="(n),(t)->(t)")
+def _entries(table: Array, index: Array) -> Array:
+    """The entries of each row's own table."""
+    return table[index]

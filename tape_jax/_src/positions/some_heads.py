@@ -1,0 +1,83 @@
+"""Biases and decays that only some of the heads have."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from tape_jax._src.checks import positive, require
+from tape_jax._src.config import ModelConfig
+from tape_jax._src.positions.layer import Layer, Terms
+from tape_jax._src.positions.protocol import Encoding, Param
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class SomeHeads(Encoding):
+    """A bias or a decay for all query heads or, as in a model of so many, for the first ones.
+
+    What derives from it describes all heads of the config that it is given, by :meth:`head_params`
+    and by :meth:`pair_bias` or :meth:`head_terms`.
+
+    Attributes:
+      on_heads: how many heads have it; None: all.
+    """
+
+    on_heads: int | None = dataclasses.field(default=None, kw_only=True)
+
+    def check(self, config: ModelConfig) -> None:
+        positive(f"{self.kind}: on_heads", self.on_heads, optional=True)
+        require(
+            self.on_heads is None or self.on_heads <= config.num_heads,
+            f"{self.kind}: on_heads = {self.on_heads} are more than the model's "
+            f"{config.num_heads} heads",
+        )
+
+    def head_params(self, config: ModelConfig) -> dict[str, Param]:
+        """Parameters of one layer, for all heads."""
+        return {}
+
+    def head_terms(self, params: dict[str, Array], layer: Layer) -> Terms:
+        """What is added to the attention of all heads; by default :meth:`pair_bias`."""
+        return super().layer_terms(params, layer)
+
+    def layer_params(self, config: ModelConfig, *, updates: bool) -> dict[str, Param]:
+        return self.head_params(self._of_its_heads(config))
+
+    def layer_terms(self, params: dict[str, Array], layer: Layer) -> Terms:
+        if self.on_heads is None:
+            return self.head_terms(params, layer)
+        own = dataclasses.replace(layer, config=self._of_its_heads(layer.config))
+        others = layer.config.num_heads - self.on_heads
+        return _with_others(self.head_terms(params, own), others)
+
+    def _of_its_heads(self, config: ModelConfig) -> ModelConfig:
+        if self.on_heads is None:
+            return config
+        return dataclasses.replace(
+            config,
+            num_heads=self.on_heads,
+            num_kv_heads=None,
+            head_dim=config.dim,
+            shifted_groups=None,
+        )
+
+
+def _with_others(terms: Terms, count: int) -> Terms:
+    """The terms with zeros for so many more heads."""
+
+    def padded(x: Array, axis: int) -> Array:
+        return jnp.pad(x, [(0, count if n == axis % x.ndim else 0) for n in range(x.ndim)])
+
+    def widened(bias: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
+        return lambda i, j: padded(bias(i, j), -3)
+
+    decay = terms.log_decay
+    return terms._replace(
+        bias=None if terms.bias is None else widened(terms.bias),
+        log_decay=None if decay is None else (padded(decay[0], -1), padded(decay[1], -1)),
+    )
