@@ -24,6 +24,7 @@ LAYERS: dict[str, tuple[str | tuple[str, ...], ...]] = {
         "inputs",
         "model",
         "layout",
+        "by_layer",
         "generate",
         ("pretrained", "adapt", "parity"),
         "draws",

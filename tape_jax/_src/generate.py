@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tape_jax._src.by_layer import loop_over_tokens
 from tape_jax._src.cache import (
     Cache,
     append,
@@ -367,6 +368,7 @@ def decode(
         f"{max_new_tokens} tokens do not fit into a cache of capacity {cache.capacity} with "
         f"{index} in use",
     )
+    by = loop_over_tokens(model, variables, cache)
 
     def unfinished(loop):
         n, _, _, done, _ = loop
@@ -375,18 +377,18 @@ def decode(
     def step(loop):
         n, cache, token, done, out = loop
         draw = None if key is None else jax.random.fold_in(key, cache.index)
-        logits, cache = extend(model, variables, cache, token[:, None])
+        logits, cache = extend(by.model, by.variables, by.enter(cache), token[:, None])
         token = sample_logits(logits[:, 0], draw, temperature=temperature, top_k=top_k, top_p=top_p)
         token = jnp.where(done, jnp.int32(pad_id), token)
         if stop is not None:
             done = done | jnp.isin(token, stop)
         out = jax.lax.dynamic_update_slice_in_dim(out, token[:, None], n, axis=1)
-        return n + 1, cache, token, done, out
+        return n + 1, by.leave(cache), token, done, out
 
     out = jnp.full((batch, max_new_tokens), pad_id, jnp.int32)
-    start = (jnp.int32(0), cache, token.astype(jnp.int32), jnp.zeros(batch, bool), out)
+    start = (jnp.int32(0), by.cache, token.astype(jnp.int32), jnp.zeros(batch, bool), out)
     _, cache, _, _, out = jax.lax.while_loop(unfinished, step, start)
-    return out, cache
+    return out, by.finish(cache)
 
 
 def sample_logits(

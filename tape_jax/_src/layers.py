@@ -22,7 +22,7 @@ from tape_jax._src import algebra, experts
 from tape_jax._src.attention import attention
 from tape_jax._src.attention.shifted_groups import shifted_group_attention
 from tape_jax._src.attention.zigzag import from_zigzag, to_zigzag
-from tape_jax._src.cache import Cache, LayerCache, entries, with_entries
+from tape_jax._src.cache import Cache, LayerCache, entries, with_entries, write_cache
 from tape_jax._src.checks import require
 from tape_jax._src.config import Lora, ModelConfig
 from tape_jax._src.parameters import create, declare, gathered_product, kernel_std, lora_params
@@ -227,7 +227,8 @@ class Attention(nn.Module):
                 k = algebra.rotate(k, e)
                 options = {"keys_rotated": True}
             new = entries(cache, k, v, e, layer.new)
-            seen = with_entries(cache, new, context.index)
+            write = with_entries if c.scan_layers else write_cache
+            seen = write(cache, new, context.index)
             rewritten = seen
             if terms.rewritten_keys is not None:
                 keys = terms.rewritten_keys(seen.k)
