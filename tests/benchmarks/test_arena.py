@@ -1,4 +1,4 @@
-"""The arena refuses what it cannot measure before it begins, and prints a line for each encoding."""
+"""The arena refuses what it cannot measure first; else a line for each encoding."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def test_wrong_calls(arguments, message, capsys):
 
 @pytest.mark.slow
 def test_lines(capsys, tmp_path):
-    options = "--model tiny --tokens 32 --lengths 16 --repeats 1 --long 32 --encodings fox --picture"
-    arena.main([*options.split(), str(tmp_path / "bars.png")])
+    options = "--model tiny --tokens 32 --lengths 16 --repeats 1 --long 32 --encodings fox"
+    arena.main([*options.split(), "--picture", str(tmp_path / "bars.png")])
     out = capsys.readouterr().out
     assert re.search(r"^fox at 16: [\d.]+ ms, [\d.]+ x rope, [\d.]+ MiB$", out, re.MULTILINE)
     assert re.search(r"^fox at 32: [\d.]+ MiB, [\d.]+ x those of 16$", out, re.MULTILINE)
