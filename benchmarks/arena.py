@@ -168,7 +168,8 @@ def planned(options: argparse.Namespace) -> Iterator[str]:
     for name in options.machines:
         try:
             machine = ahead_of_time.machine(MACHINES[name])
-            device = machine.devices[0]
+            device, is_cuda = machine.devices[0], isinstance(machine.target, ahead_of_time.Cuda)
+            compiler = ahead_of_time.cuda_options() if is_cuda else {}
         except NotImplementedError as error:
             yield f"{name}: skipped, {error}"
             continue
@@ -182,7 +183,7 @@ def planned(options: argparse.Namespace) -> Iterator[str]:
                         lambda x, s=sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
                         step.shapes(),
                     )
-                    memory = Memory.of(step.function.lower(*shapes).compile())
+                    memory = Memory.of(step.function.lower(*shapes).compile(compiler))
             except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
                 yield f"{kind} on {name}: skipped, {next(iter(str(error).splitlines()), error)}"
                 continue
