@@ -168,7 +168,8 @@ def planned(options: argparse.Namespace) -> Iterator[str]:
     for name in options.machines:
         try:
             machine = ahead_of_time.machine(MACHINES[name])
-            device = machine.devices[0]
+            device, is_cuda = machine.devices[0], isinstance(machine.target, ahead_of_time.Cuda)
+            compiler = ahead_of_time.cuda_options() if is_cuda else {}
         except NotImplementedError as error:
             yield f"{name}: skipped, {error}"
             continue
@@ -182,7 +183,7 @@ def planned(options: argparse.Namespace) -> Iterator[str]:
                         lambda x, s=sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
                         step.shapes(),
                     )
-                    memory = Memory.of(step.function.lower(*shapes).compile())
+                    memory = Memory.of(step.function.lower(*shapes).compile(compiler))
             except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
                 yield f"{kind} on {name}: skipped, {next(iter(str(error).splitlines()), error)}"
                 continue
@@ -233,7 +234,20 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--long", type=int, metavar="T", help="a length to plan memory for")
     parser.add_argument("--machines", nargs="*", choices=MACHINES, default=[], metavar="NAME")
     parser.add_argument("--picture", type=Path, help="where to draw a bar chart")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    for name in options.encodings or ():
+        try:
+            config_of(PRESETS[options.model].model, name)
+        except ValueError as error:
+            parser.error(f"--encodings {name}: {error}")
+    if min([*options.lengths, options.tokens]) < 1 or (options.long or 2) < 2:
+        parser.error("--lengths and --tokens must be positive, --long at least 2")
+    if options.repeats < 0 or (options.lengths and options.repeats == 0):
+        parser.error(
+            f"--repeats {options.repeats}: at least 1; 0 is for --lengths without a number, with "
+            "--long or --machines"
+        )
+    return options
 
 
 def main(argv: Sequence[str] | None = None) -> None:

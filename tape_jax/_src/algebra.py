@@ -94,10 +94,12 @@ def merge_blocks(x: Array) -> Array:
 
 def complex_multiply(x: Array, y: Array) -> Array:
     """Product of two arrays ``[..., D]`` read as ``D/2`` complex numbers ``[real | imaginary]``."""
-    half = x.shape[-1] // 2
-    xr, xi = x[..., :half], x[..., half:]
-    yr, yi = y[..., :half], y[..., half:]
+    (xr, xi), (yr, yi) = jnp.split(x, 2, axis=-1), jnp.split(y, 2, axis=-1)
     return jnp.concatenate([xr * yr - xi * yi, xr * yi + xi * yr], axis=-1)
+
+
+# For the backward pass both factors are kept, and not the halves of each.
+_multiply = jax.checkpoint(complex_multiply, prevent_cse=False)
 
 
 def rotate(q: Array, state: Array) -> Array:
@@ -129,7 +131,7 @@ def rotate(q: Array, state: Array) -> Array:
         blocks = split_blocks(wide, state.shape[-2])
         out = merge_blocks(precise_einsum("...ml,...mlr->...mr", blocks, state.astype(compute)))
     else:
-        out = complex_multiply(wide, state.astype(compute))
+        out = _multiply(wide, state.astype(compute))
     return out.astype(q.dtype)
 
 

@@ -9,8 +9,10 @@ import pytest
 
 import tape_jax as tape
 from tape_jax import ModelConfig, positions
+from tape_jax._src.algebra import rotate
 from tape_jax._src.positions.layer import Layer
 from tape_jax._src.positions.protocol import default_positions
+from tape_jax._src.positions.rotary import content_state
 from tests.models import VOCAB, random_variables, small_model, without
 from tests.selection import mostly_slow
 
@@ -344,3 +346,16 @@ def test_beside_a_decay(kind):
 def test_misuse(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+def test_backward_pass_keeps_what_is_rotated_and_one_state():
+    def rotated(q, k, angles):
+        state = content_state(angles)
+        return rotate(q, state), rotate(k, state)
+
+    def kept(*inputs):
+        return jax.tree.leaves(jax.vjp(rotated, *inputs)[1])
+
+    vectors, angles = jnp.ones((B, T, HEADS, D)), jnp.ones((B, T, HEADS, D // 2))
+    found = jax.make_jaxpr(kept)(vectors, vectors, angles).jaxpr.outvars
+    assert [x.aval.shape for x in set(found)] == 3 * [vectors.shape]

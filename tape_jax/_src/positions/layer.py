@@ -141,11 +141,16 @@ class Layer:
 
         ``x`` is the layer's input, if no other is given.
         """
+        flat = self.flat if x is None else x.reshape(-1, x.shape[-1])
         x = self.x if x is None else x
-        flat = x.reshape(-1, x.shape[-1])
         kernel = kernel.astype(x.dtype)
         out = jnp.matmul(flat, kernel, preferred_element_type=self.dtype)
         return out.reshape(*x.shape[:-1], kernel.shape[-1])
+
+    @functools.cached_property
+    def flat(self) -> Array:
+        """The layer's input with one axis for batch and time: once, or each use would keep it."""
+        return self.x.reshape(-1, self.x.shape[-1])
 
     def renamed(self, prefix: str) -> Layer:
         """The same layer for an encoding among several, which keeps things under names of its own.
@@ -204,7 +209,7 @@ class Layer:
         """
         self.new[name] = x
         if self.kept is None:
-            return [self._ordered(_shifted(n), x) for n in range(1, count + 1)]
+            return self._all_shifted(x, count)
         kept = self.keep(name, x)
         slots = self._earlier_slots(count, own=True)
         return [_take(kept, slot) for slot in slots]
@@ -217,9 +222,19 @@ class Layer:
           x: ``[..., T, *channels]``.
           taps: ``[*channels, taps]``, the last for the token itself.
         """
-        before = self.previous(name, x, taps.shape[-1] - 1)
-        products = [taps[..., -1 - n] * values for n, values in enumerate([x, *before])]
-        return functools.reduce(operator.add, products)
+        count = taps.shape[-1] - 1
+        if self.kept is not None:
+            return _weighted(taps, [x, *self.previous(name, x, count)])
+        self.new[name] = x
+
+        def convolve(x: Array, taps: Array) -> Array:
+            return _weighted(taps, [x, *self._all_shifted(x, count)])
+
+        # Kept for the backward pass is x, not a shifted copy for each tap.
+        return jax.checkpoint(convolve, prevent_cse=False)(x, taps)
+
+    def _all_shifted(self, x: Array, count: int) -> list[Array]:
+        return [self._ordered(_shifted(n), x) for n in range(1, count + 1)]
 
     def _ordered(self, function: Callable[..., Array], x: Array) -> Array:
         """``function(x, ids, axis)`` of tokens in natural order."""
@@ -262,6 +277,12 @@ def _take(kept: Array, slot: Array) -> Array:
     tail = (1,) * (kept.ndim - 2)
     found = jnp.take_along_axis(kept, jnp.maximum(slot, 0).reshape(*slot.shape, *tail), axis=1)
     return jnp.where((slot >= 0).reshape(*slot.shape, *tail), found, 0)
+
+
+def _weighted(taps: Array, values: list[Array]) -> Array:
+    """Sum of the values of a token and of those before it, the nearest first, by their taps."""
+    products = [taps[..., -1 - n] * x for n, x in enumerate(values)]
+    return functools.reduce(operator.add, products)
 
 
 def _running_sum(x: Array, ids: Array | None, axis: int) -> Array:

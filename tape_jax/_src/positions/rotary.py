@@ -180,8 +180,12 @@ def content_state(angles: Array) -> Array:
 @content_state.defjvp
 def _content_state_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     state, (change,) = content_state(*primals), tangents
+    return state, jax.checkpoint(_turned, prevent_cse=False)(state, change)
+
+
+def _turned(state: Array, change: Array) -> Array:
     cos, sin = jnp.split(state, 2, axis=-1)
-    return state, jnp.concatenate([-sin * change, cos * change], axis=-1)
+    return jnp.concatenate([-sin * change, cos * change], axis=-1)
 
 
 def rotary_state(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+import functools
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -130,22 +132,23 @@ class SelectiveRope(Encoding):
 
     def layer_terms(self, params, layer: Layer) -> Terms:
         heads, width = layer.config.kv_heads, layer.config.dim // 2
-        wide = layer.x.reshape(*layer.x.shape[:-1], heads, -1).astype(layer.dtype)
-        length = lax.rsqrt(jnp.square(wide).sum(-1, keepdims=True) + EPS)
-        shares = (wide * length).astype(layer.x.dtype)
-        x = shares.reshape(layer.x.shape)
-        if self.rank is None:
-            phi = _by_head(params, shares, layer)
-        else:
-            low = layer.product(params["phase_down"], x)
-            phi = layer.product(params["phase_up"], low)
-            phi = phi.reshape(*x.shape[:-1], heads, width)
+        shares = functools.partial(_shares, heads=heads, dtype=layer.dtype)
+
+        # The backward pass makes the shares again: with them it would keep several copies of x.
+        @functools.partial(jax.checkpoint, prevent_cse=False)
+        def project(params: Mapping[str, Array], x: Array) -> Array:
+            if self.rank is None:
+                return _by_head(params, shares(x), layer.dtype)
+            low = layer.product(params["phase_down"], shares(x).reshape(x.shape))
+            return layer.product(params["phase_up"], low)
+
+        phi = project(params, layer.flat).reshape(*layer.x.shape[:-1], heads, width)
         taps = params["conv_kernel"].astype(layer.dtype)
         phi = layer.convolution("phase", phi, taps)
         if self.bias:
             phi = phi + jnp.exp(params["phase_bias"].astype(layer.dtype))
         if self.gate != "none":
-            logits = layer.product(params["gate_kernel"], x)
+            logits = layer.product(params["gate_kernel"], shares(layer.x).reshape(layer.x.shape))
             gate = jax.nn.sigmoid(logits + params["gate_bias"].astype(layer.dtype))
             phi = phi * gate[..., None]
         temperature = params.get("temperature", self.temperatures(layer.config.dim))
@@ -153,11 +156,18 @@ class SelectiveRope(Encoding):
         return Terms(state=content_state(angles))
 
 
-def _by_head(params, shares: Array, layer: Layer) -> Array:
+def _shares(x: Array, *, heads: int, dtype: Any) -> Array:
+    """Each head's share of ``x``, at unit length, ``[..., H, E/H]``."""
+    wide = x.reshape(*x.shape[:-1], heads, -1).astype(dtype)
+    length = lax.rsqrt(jnp.square(wide).sum(-1, keepdims=True) + EPS)
+    return (wide * length).astype(x.dtype)
+
+
+def _by_head(params: Mapping[str, Array], shares: Array, dtype: Any) -> Array:
     """The projection of full rank: of ``[..., T, H, E/H]``, ``[..., T, H, D/2]``."""
-    kernel = params["phase_kernel"].astype(layer.dtype)
+    kernel = params["phase_kernel"].astype(dtype)
     length = jnp.sqrt(jnp.square(kernel).sum(-2, keepdims=True))
-    scale = params["phase_scale"].astype(layer.dtype)[:, None, None]
+    scale = params["phase_scale"].astype(dtype)[:, None, None]
     kernel = scale * kernel / jnp.maximum(length, 1e-12)
     # Not every backend has products of many small matrices in narrow types.
-    return jnp.einsum("...he,hew->...hw", shares.astype(layer.dtype), kernel)
+    return jnp.einsum("...he,hew->...hw", shares.astype(dtype), kernel)
