@@ -275,8 +275,10 @@ class Rope(Encoding):
             f"{self.kind}: scaling must be a RopeScaling; got {self.scaling!r}",
         )
         require(
-            self.still_heads >= 0,
-            f"{self.kind}: still_heads must not be negative; got {self.still_heads}",
+            isinstance(self.still_heads, int | np.integer)
+            and not isinstance(self.still_heads, bool)
+            and self.still_heads >= 0,
+            f"{self.kind}: still_heads must be an integer from 0 on; got {self.still_heads!r}",
         )
 
     def check(self, config: ModelConfig) -> None:

@@ -204,6 +204,11 @@ def init_update(
     }
 
 
+def _is_finite(x: Any) -> bool:
+    number = isinstance(x, int | float | np.number) and not isinstance(x, bool)
+    return number and bool(np.isfinite(x))
+
+
 @dataclasses.dataclass(frozen=True)
 class Tape(Rope):
     """TAPE as the model's position encoding.
@@ -277,6 +282,11 @@ class Tape(Rope):
         )
         if isinstance(self.head_shift, list):
             set_field(self, "head_shift", tuple(self.head_shift))
+        step = self.head_shift
+        require(
+            all(map(_is_finite, step if isinstance(step, tuple) else (step,))),
+            f"{self.kind}: head_shift must be a finite number, or a tuple of such; got {step!r}",
+        )
         for name, default in (("still_heads", 0), ("degree", 1)):
             value = getattr(self, name)
             require(
