@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> None:
             place = recorded._replace(store=Store(own / "results"), runs=own / "runs")
             out = args.out or own / "page" / f"{name}.md"
         studies = page.studies_at(suite, place)
-        chosen = args.only.split(",") if args.only else list(studies)
+        chosen = args.only.split(",") if args.only is not None else list(studies)
         for study in chosen:
             choose("study", study, studies)
         for remark in remarks(place.store, studies):

@@ -128,7 +128,8 @@ class PlannedStates(Measurements):
         """How far it is."""
         known, unknown = super().state, []
         for study, form in self.pairs:
-            if not self.jobs(study, form):
+            trainings = self.of[study]
+            if trainings.reports(form, trainings.design.scores[0]) is None:
                 unknown += [f"{study}-{form}, seed {seed}" for seed in protocol.REPORTING]
         return State(known.total + len(unknown), known.finished, [*known.unfinished, *unknown])
 
@@ -226,12 +227,17 @@ class PlannedStates(Measurements):
         lost = [estimate(column) for column in found.lost.T.tolist()]
         missed = [n for n, one in enumerate(lost, 1) if one.low > 0]
         which = (
-            f"missed where they are cut off in one layer alone: {', '.join(map(str, missed))}"
+            f"clearly missed where they are cut off in one layer alone: "
+            f"{', '.join(map(str, missed))}"
             if missed
-            else "missed in no single layer"
+            else "clearly missed in no single layer"
+        )
+        runs = len(found.trained)
+        of = (
+            "" if runs == len(protocol.REPORTING) else f", of the {runs} runs that did not diverge,"
         )
         return (
-            f"in {study} the states that enter its last layer are {found.last} % of their norm "
+            f"in {study}{of} the states that enter its last layer are {found.last} % of their norm "
             f"away from their start. With the updates of a trained model cut off, {label} goes "
             f"from {before} to {after}; they are {which}"
         )
