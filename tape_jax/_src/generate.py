@@ -368,7 +368,7 @@ def decode(
         f"{max_new_tokens} tokens do not fit into a cache of capacity {cache.capacity} with "
         f"{index} in use",
     )
-    by = loop_over_tokens(model, variables, cache)
+    by = loop_over_tokens(model, jax.tree.map(jnp.asarray, variables), cache)
 
     def unfinished(loop):
         n, _, _, done, _ = loop

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from tape_jax._src.checks import require
 from tape_jax._src.model import Transformer
 from train.analysis.inspection import examples
+from train.comparison import evaluations
 from train.comparison.jobs import Job
 from train.comparison.plots import BODY, SMALL, TITLE
 from train.comparison.processes import train_all
@@ -39,7 +40,7 @@ EXAMPLES, LOOKED_AT = 64, 8
 
 
 @dataclasses.dataclass(frozen=True)
-class States:
+class StateUse:
     """What states do in the reporting runs of other studies.
 
     Attributes:
@@ -83,7 +84,7 @@ class Cut(NamedTuple):
 class PlannedStates(Measurements):
     """A study of states at a place."""
 
-    def __init__(self, design: States, place: Place):
+    def __init__(self, design: StateUse, place: Place):
         self.name = design.name
         self.design, self.place, self.minutes = design, place, design.minutes
         self.of = {trainings.name: trainings.at(place) for trainings in design.of}
@@ -155,7 +156,9 @@ class PlannedStates(Measurements):
 
     def measure(self, item: Item) -> dict[str, Any]:
         """How far the states of a run move, and what it does without updates."""
-        trained = runs.restore_for_evaluation(self._wanted[item.name].folder)
+        folder = self._wanted[item.name].folder
+        trained, saved = runs.restore_for_evaluation(folder), evaluations.saved(folder)
+        assert saved is not None
         e, variables = trained.experiment, trained.variables
         batch = examples(e, EXAMPLES)
         tokens = np.asarray(batch["inputs"])[:LOOKED_AT]
@@ -166,10 +169,12 @@ class PlannedStates(Measurements):
         loss = functools.partial(_loss, trained, batch=batch)
         layers = updating(trained.model)
         as_trained = loss(variables)
+        whole = e.task.read_result(saved["result"]).summary()
         cut_off = e.task.evaluate(without, e.evaluation).summary()
         return {
             "moved": inside.moved.tolist(),
-            "without": {key: x for key, x in cut_off.items() if math.isfinite(x)},
+            "trained": _finite(whole),
+            "without": _finite(cut_off),
             "loss": as_trained,
             "loss_without": loss(without.variables),
             "lost": [loss(without_layer(trained.model, variables, n)) - as_trained for n in layers],
@@ -180,21 +185,21 @@ class PlannedStates(Measurements):
         for name in ("moved", "lost"):
             np.asarray(record.found[name], float)
         float(record.found["loss_without"]) - float(record.found["loss"])
-        dict(record.found["without"])
+        for name in ("trained", "without"):
+            dict(record.found[name])
 
     def cut(self, study: str, form: str) -> Cut | None:
         """What was measured of a form in a study; None unless it is complete, with two seeds."""
         trainings, jobs = self.of[study], self.jobs(study, form)
         key = trainings.design.scores[0]
         score = trainings.score(key)
-        there = [trainings.record(job) for job in jobs]
         here = [self.recorded(self._item(study, job)) for job in jobs]
-        if len(jobs) < 2 or not all(there) or not all(here):
+        if len(jobs) < 2 or not all(here):
             return None
         found = [record.found for record in here if record]
         return Cut(
             moved=np.array([x["moved"] for x in found]),
-            trained=np.array([trainings.value(record, score) for record in there if record]),
+            trained=np.array([trainings.of_summary(x["trained"], score) for x in found]),
             without=np.array([trainings.of_summary(x["without"], score) for x in found]),
             lost=np.array([x["lost"] for x in found]),
         )
@@ -291,6 +296,10 @@ def states_figure(study: PlannedStates) -> Figure | None:
         panel.legend(fontsize=SMALL)
     made.suptitle("What states do: how far they move, and which update is missed", fontsize=TITLE)
     return made
+
+
+def _finite(summary: Mapping[str, float]) -> dict[str, float]:
+    return {key: x for key, x in summary.items() if math.isfinite(x)}
 
 
 def _loss(trained: Trained, variables: Any, *, batch: Batch) -> float:

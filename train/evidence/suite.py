@@ -9,7 +9,7 @@ from configs.ablations import VARIANTS
 from train.evidence.budgets import Curve
 from train.evidence.overhead import Cost
 from train.evidence.stability import Growth
-from train.evidence.states import States
+from train.evidence.states import StateUse
 from train.evidence.studies import Design, Fields
 from train.evidence.trainings import Base, Trainings
 
@@ -163,5 +163,5 @@ _MADE: tuple[Design, ...] = (
 # Of adapted models the base has no updates to cut off.
 STUDIES: tuple[Design, ...] = (
     *_MADE,
-    States("states", [s for s in _MADE if isinstance(s, Trainings) and s.base is None]),
+    StateUse("states", [s for s in _MADE if isinstance(s, Trainings) and s.base is None]),
 )
