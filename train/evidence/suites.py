@@ -78,10 +78,10 @@ SUITES: dict[str, Suite] = {
             "content says, and controls that need neither. By [the protocol](protocol.md) and "
             "[its addendum for these tasks](protocol.md#addendum-tasks-of-places), written before "
             "any run that it judges; at one size that fits on two CPU cores, three layers of width "
-            "64. Each form of TAPE is *ahead* at a task if it answers more questions beyond the trained length "
-            "than every rival does, *behind* if fewer than one of them, by paired differences of "
-            "five seeds and Holm's method. `tape_demo` is the form of `make demo`: it was chosen "
-            "on addressing, and is judged by the other tasks."
+            "64. Each form of TAPE is *ahead* at a task if it answers more questions beyond the "
+            "trained length than every rival does, *behind* if fewer than one of them, by paired "
+            "differences of five seeds and Holm's method. `tape_demo` is the form of `make demo`: "
+            "it was chosen on addressing, and is judged by the other tasks."
         ),
         order="a task after the other",
         make="make evidence-places",
