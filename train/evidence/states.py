@@ -24,7 +24,7 @@ from train.comparison.jobs import Job
 from train.comparison.plots import BODY, SMALL, TITLE
 from train.comparison.processes import train_all
 from train.evaluation import Trained
-from train.evaluation.inside import before_training, look, untrained
+from train.evaluation.inside import look, untrained
 from train.evidence import protocol
 from train.evidence.records import Item, Record
 from train.evidence.statistics import estimate
@@ -112,17 +112,15 @@ class PlannedStates(Measurements):
         return Item(self.name, name, job.name, job.experiment, protocol=described)
 
     @property
-    def _wanted(self) -> dict[str, Job]:
-        """The runs that are looked into, by the names of their measurements."""
+    def _looks(self) -> list[tuple[Item, Job]]:
+        """What is measured, as far as it is known, with the runs that are looked into."""
         pairs = [(study, job) for study, form in self.pairs for job in self.jobs(study, form)]
-        return {self._item(study, job).name: job for study, job in pairs}
+        return [(self._item(study, job), job) for study, job in pairs]
 
     @property
     def items(self) -> Sequence[Item]:
         """What is measured, as far as it is known."""
-        return [
-            self._item(study, job) for study, form in self.pairs for job in self.jobs(study, form)
-        ]
+        return [item for item, _ in self._looks]
 
     @property
     def state(self) -> State:
@@ -146,8 +144,7 @@ class PlannedStates(Measurements):
         """Makes what is missing; no quick part."""
         if quick:
             return
-        wanted = self._wanted
-        jobs = [wanted[item.name] for item in self.items if not self.recorded(item)]
+        jobs = [job for item, job in self._looks if not self.recorded(item)]
         if again := [job for job in jobs if not job.finished]:
             for job in again:
                 job.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -156,7 +153,7 @@ class PlannedStates(Measurements):
 
     def measure(self, item: Item) -> dict[str, Any]:
         """How far the states of a run move, and what it does without updates."""
-        folder = self._wanted[item.name].folder
+        folder = next(job.folder for one, job in self._looks if one.name == item.name)
         trained, saved = runs.restore_for_evaluation(folder), evaluations.saved(folder)
         assert saved is not None
         e, variables = trained.experiment, trained.variables
@@ -177,7 +174,10 @@ class PlannedStates(Measurements):
             "without": _finite(cut_off),
             "loss": as_trained,
             "loss_without": loss(without.variables),
-            "lost": [loss(without_layer(trained.model, variables, n)) - as_trained for n in layers],
+            "lost": [
+                loss(without_layer(trained.model, variables, n, without.variables)) - as_trained
+                for n in layers
+            ],
         }
 
     def check(self, record: Record) -> None:
@@ -248,11 +248,11 @@ class PlannedStates(Measurements):
         )
 
 
-def without_layer(model: Transformer, variables: Any, layer: int) -> Any:
-    """The variables of a model, with the parameters of one layer's encoding as before training."""
+def without_layer(model: Transformer, variables: Any, layer: int, before: Any) -> Any:
+    """The variables of a model, with one layer as in others, from before training."""
     start = next(first for first, last, _ in model.blocks if first <= layer < last)
     block, params = f"layers_{start}", variables["params"]
-    ours, theirs = params[block], before_training(model, variables)["params"][block]
+    ours, theirs = params[block], before["params"][block]
     if model.config.scan_layers:
         here = layer - start
         theirs = jax.tree.map(lambda x, y: x.at[here].set(y[here]), ours, theirs)
