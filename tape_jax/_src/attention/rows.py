@@ -79,7 +79,7 @@ def _by_blocks(request: Request, size: int) -> tuple[Array, Array | None]:
 
 def _block_length(request: Request) -> int:
     row = request.q.shape[0] * request.query_heads * request.key_length
-    return max(BLOCK_LOGITS // row, 8)
+    return 1 << max(BLOCK_LOGITS // row, 8).bit_length() - 1
 
 
 def part(request: Request, start: int | Array, size: int) -> Request:

@@ -61,12 +61,13 @@ class Dape(Encoding):
             queries = jnp.take(positions, rows.queries, axis=-1)
             seen = keys[..., : logits.shape[-1]]
             bias = self.additive.pair_bias(params, queries, seen, layer.config)
-            bias = jnp.broadcast_to(bias, (*layer.x.shape[:-2], *logits.shape[1:]))
-            bias = bias.reshape(logits.shape).astype(logits.dtype)
+            if bias.ndim > 3:
+                bias = jnp.broadcast_to(bias, (*layer.x.shape[:-2], *logits.shape[1:]))
+            bias = bias.reshape(-1, *logits.shape[1:]).astype(logits.dtype)
             w1, b1, w2, b2 = (params[n].astype(logits.dtype) for n in ("w1", "b1", "w2", "b2"))
-            both = jnp.concatenate([logits, bias], axis=1)
-            hidden = jnp.einsum("bcqs,cm->bmqs", both, w1) + b1[:, None, None]
-            more = jnp.einsum("bmqs,mh->bhqs", jax.nn.leaky_relu(hidden, 0.01), w2)
+            of_logits, of_bias = jnp.split(w1, 2)
+            hidden = _pairwise(logits, of_logits) + _pairwise(bias, of_bias) + b1[:, None, None]
+            more = _pairwise(jax.nn.leaky_relu(hidden, 0.01), w2)
             return logits + bias + more + b2[:, None, None]
 
         return Terms(logits_fn=logits_fn)
@@ -86,6 +87,16 @@ class DapeAlibi(Dape):
 
     kind: ClassVar[str] = "dape_alibi"
     additive: ClassVar[Encoding] = Alibi()
+
+
+def _pairwise(x: Array, weights: Array) -> Array:
+    """Products of ``[B, C, Q, S]`` with ``[C, M]`` for each pair of tokens: ``[B, M, Q, S]``.
+
+    One product for each of the batch: pairs stay the last axis, and no transpose is needed.
+    """
+    flat = x.reshape(*x.shape[:2], -1)
+    each = jnp.broadcast_to(weights, (x.shape[0], *weights.shape))
+    return jnp.einsum("bcm,bcp->bmp", each, flat).reshape(x.shape[0], -1, *x.shape[2:])
 
 
 def _uniform(most: float) -> Any:
