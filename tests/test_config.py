@@ -10,7 +10,7 @@ import pytest
 from tape_jax import Experts, ModelConfig, RopeScaling
 from tape_jax._src.checks import choose, from_mapping, nearest, require
 from tape_jax._src.config import Lora
-from tape_jax.positions import Rope, Tape
+from tape_jax.positions import Alibi, Rope, Tape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +171,11 @@ class TestModelConfig:
             ({"position": "tpae"}, r"unknown position encoding 'tpae'.*did you mean 'tape'"),
             ({"position": {"kind": "tape", "nrom": "rms"}}, r"unknown field 'nrom'.*'norm'"),
             ({"position": RopeScaling()}, r"unknown position encoding RopeScaling"),
+            ({"position": Alibi(on_heads=5)}, r"on_heads = 5 are more than the model's 4 heads"),
+            (
+                {"position": {"kind": "tape+fire", "still_heads": 4}},
+                r"still_heads = 4 leaves none of the model's 4 state heads to rotate",
+            ),
             ({"position": Mutable(extra=[1])}, r"an encoding must be hashable; Mutable\("),
             ({"attention_implementation": "chunkd"}, r"'chunkd'.*did you mean 'chunked'"),
             (

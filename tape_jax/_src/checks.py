@@ -54,15 +54,27 @@ def positive(what: str, value: Any, *, optional: bool = False) -> Any:
     """A positive integer as Python's ``int``, with ``optional`` also None; ValueError if not."""
     if optional and value is None:
         return None
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = 0
-    require(
-        number > 0 and not isinstance(value, bool),
-        f"{what} must be a positive integer{' or None' if optional else ''}; got {value!r}",
-    )
+    number = _integer(value)
+    if number is None or number < 1:
+        or_none = " or None" if optional else ""
+        raise ValueError(f"{what} must be a positive integer{or_none}; got {value!r}")
     return number
+
+
+def not_negative(what: str, value: Any) -> int:
+    """An integer from 0 on as Python's ``int``; ValueError if it is none."""
+    number = _integer(value)
+    if number is None or number < 0:
+        raise ValueError(f"{what} must be an integer from 0 on; got {value!r}")
+    return number
+
+
+def _integer(value: Any) -> int | None:
+    """An integer of Python, numpy or jax as ``int``; None if it is none, or a truth value."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
 
 
 def type_name(what: str, value: Any, allowed: Iterable[Any]) -> Any:

@@ -322,6 +322,7 @@ class ModelConfig:
             "remat='groups' needs scan_layers=True and experts=None; got "
             f"scan_layers={self.scan_layers}, experts={self.experts}",
         )
+        self.position.check(self)
 
     @property
     def kv_heads(self) -> int:

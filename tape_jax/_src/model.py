@@ -95,10 +95,6 @@ class Transformer(nn.Module):
     config: ModelConfig
     sharding: Sharding | None = None
 
-    def __post_init__(self) -> None:
-        self.encoding.check(self.config)
-        super().__post_init__()
-
     @property
     def encoding(self) -> Encoding:
         """The position encoding."""

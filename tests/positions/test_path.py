@@ -344,7 +344,7 @@ def test_parameters():
     ("options", "words"),
     [
         ({"rank": 0}, r"rank must be a positive integer or None; got 0"),
-        ({"taps": -1}, r"taps must be an integer, 0 or more; got -1"),
+        ({"taps": -1}, r"taps must be an integer from 0 on; got -1"),
         ({"chunk": 0}, r"chunk must be a positive integer; got 0"),
         ({"beta_max": 2.5}, r"0 < beta_max <= 2, .*got 2\.5"),
         ({"eps": 0.0}, r"eps must be positive; got 0"),

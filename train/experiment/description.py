@@ -159,7 +159,6 @@ class Experiment:
             f"adapt.base = {self.adapt and self.adapt.base!r} and train.initial = "
             f"{self.train.initial!r} both say what to start from: give one of them",
         )
-        self.model.position.check(self.model)
 
     @property
     def steps(self) -> int:

@@ -103,7 +103,6 @@ def with_encoding(
     """
     encoding = _with_start_of(model.encoding, position)
     new = replaced(model, position=encoding)
-    encoding.check(new.config)
     layers = new.config.num_layers
     # Of the parameters of a layer, or of none, where they are: and their keys.
     groups: list[tuple[str, dict[str, Param], int | None, int]] = [

@@ -319,7 +319,6 @@ def _run(recorded: Recorded, fixed: Arrays, inputs: Arrays, taps: Arrays) -> tup
         dtype=q.dtype.name,
         param_dtype=q.dtype.name,
     )
-    encoding.check(config)
     layer = Layer(x, default_positions(time), None, True, config, q=q, k=k, taps=taps)
     state = encoding.start_from_embeddings(params, layer)
     if state is None:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tape_jax._src.checks import positive, require
+from tape_jax._src.checks import not_negative, positive, require, set_field
 from tape_jax._src.config import ModelConfig
 from tape_jax._src.positions import householder
 from tape_jax._src.positions.layer import Layer, Terms
@@ -52,12 +52,9 @@ class PathAttention(Encoding):
     chunk: int = 64
 
     def __post_init__(self):
-        positive("path: rank", self.rank, optional=True)
-        positive("path: chunk", self.chunk)
-        require(
-            isinstance(self.taps, int) and self.taps >= 0,
-            f"path: taps must be an integer, 0 or more; got {self.taps!r}",
-        )
+        set_field(self, "rank", positive("path: rank", self.rank, optional=True))
+        set_field(self, "chunk", positive("path: chunk", self.chunk))
+        set_field(self, "taps", not_negative("path: taps", self.taps))
         require(
             0 < self.beta_max <= 2,
             f"path: expected 0 < beta_max <= 2, beyond which keys grow without bound; got "

@@ -8,7 +8,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from tape_jax._src.checks import choose, positive, require, set_field
+from tape_jax._src.checks import choose, not_negative, positive, require, set_field
 from tape_jax._src.config import ModelConfig
 from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.positions.protocol import Encoding, Param, State
@@ -44,10 +44,7 @@ class Repo(Encoding):
         choose("repo form", self.form, FORMS)
         set_field(self, "width", positive("repo: width", self.width, optional=True))
         require(self.base > 1, f"repo: the rotary base must exceed 1; got {self.base}")
-        require(
-            isinstance(self.first_layer, int) and self.first_layer >= 0,
-            f"repo: first_layer must be an integer from 0 on; got {self.first_layer!r}",
-        )
+        set_field(self, "first_layer", not_negative("repo: first_layer", self.first_layer))
 
     def check(self, config: ModelConfig) -> None:
         require(

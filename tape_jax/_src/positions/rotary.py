@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from tape_jax._src import algebra
-from tape_jax._src.checks import concrete, require, require_x64
+from tape_jax._src.checks import concrete, not_negative, require, require_x64, set_field
 from tape_jax._src.config import ModelConfig, RandomPositions, RopeScaling
 from tape_jax._src.positions.drawing import drawn_positions
 from tape_jax._src.positions.protocol import Encoding, Param, State, as_positions
@@ -274,12 +274,8 @@ class Rope(Encoding):
             isinstance(self.scaling, RopeScaling),
             f"{self.kind}: scaling must be a RopeScaling; got {self.scaling!r}",
         )
-        require(
-            isinstance(self.still_heads, int | np.integer)
-            and not isinstance(self.still_heads, bool)
-            and self.still_heads >= 0,
-            f"{self.kind}: still_heads must be an integer from 0 on; got {self.still_heads!r}",
-        )
+        still_heads = not_negative(f"{self.kind}: still_heads", self.still_heads)
+        set_field(self, "still_heads", still_heads)
 
     def check(self, config: ModelConfig) -> None:
         require(

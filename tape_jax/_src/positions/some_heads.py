@@ -60,6 +60,7 @@ class SomeHeads(Encoding):
             return config
         return dataclasses.replace(
             config,
+            position=self,
             num_heads=self.on_heads,
             num_kv_heads=None,
             head_dim=config.dim,
