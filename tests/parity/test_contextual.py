@@ -1,5 +1,6 @@
 """Every recorded run of another author's encoding that ships with the tests."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -63,12 +64,29 @@ def test_a_wrong_number_is_seen(tmp_path, capsys):
 def test_an_unknown_encoding_and_array_are_named(tmp_path, capsys):
     with np.load(GOLDEN / "fox_tiny.npz") as file:
         arrays = dict(file)
-    np.savez(tmp_path / "focks_tiny.npz", **arrays)
+    meta = json.dumps(json.loads(str(arrays["meta"])) | {"name": "focks"})
+    np.savez(tmp_path / "focks_tiny.npz", **{**arrays, "meta": np.array(meta)})
     np.savez(tmp_path / "fox_more.npz", **arrays, more=np.ones(3))
     assert report.main([str(tmp_path / "focks_tiny.npz"), str(tmp_path / "fox_more.npz")]) == 2
     errors = capsys.readouterr().err
     assert "did you mean 'fox'" in errors
     assert "not known here: ['more']" in errors
+
+
+@pytest.mark.slow
+def test_the_name_of_a_file_need_not_say_what_it_is(tmp_path):
+    with np.load(GOLDEN / "grape_a_kgated_tiny.npz") as file:
+        np.savez(tmp_path / "recorded.npz", **file)
+    assert report.report(tmp_path / "recorded.npz")[1]
+
+
+@pytest.mark.parametrize("missing", ["W_f", "do"])
+def test_what_is_missing_is_named(missing, tmp_path, capsys):
+    with np.load(GOLDEN / "fox_tiny.npz") as file:
+        arrays = {name: x for name, x in file.items() if name != missing}
+    np.savez(tmp_path / "fox_less.npz", **arrays)
+    assert report.main([str(tmp_path / "fox_less.npz")]) == 2
+    assert f"{missing!r} is recorded neither as an array nor in meta" in capsys.readouterr().err
 
 
 def test_tolerances():

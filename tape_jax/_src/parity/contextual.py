@@ -20,7 +20,7 @@ import numpy as np
 from tape_jax._src import positions
 from tape_jax._src.algebra import rotate
 from tape_jax._src.attention import AttentionRows, attention
-from tape_jax._src.checks import choose
+from tape_jax._src.checks import choose, require
 from tape_jax._src.config import ModelConfig
 from tape_jax._src.parity import coupled_positions
 from tape_jax._src.parity.deviations import Deviation, deviation
@@ -210,7 +210,7 @@ def _path_fox(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
     return Recorded(encoding, path.params | gate)
 
 
-# By the file's name up to its last underscore: from the file's arrays and its ``meta``.
+# By the name in ``meta``, or the file's up to its last underscore: from the arrays and ``meta``.
 ENCODINGS: dict[str, Source] = {
     "cope": _cope,
     "cope_sepkey_nodiv": _cope,
@@ -254,9 +254,13 @@ class ContextualFile:
     def __init__(self, path: str | Path, arrays: dict[str, np.ndarray]):
         self.path, self.arrays = Path(path), arrays
         self.meta: dict[str, Any] = json.loads(str(arrays["meta"]))
-        self.name = self.path.stem.rpartition("_")[0]
         known = (*ENCODINGS, *IDS)
-        choose(f"encoding of {path}, by its name up to the last underscore,", self.name, known)
+        require(isinstance(self.meta, dict), f"{path}: meta is no mapping but {self.meta!r}")
+        self.name = self.meta.get("name")
+        if self.name not in known:
+            self.name = self.path.stem.rpartition("_")[0]
+        what = f"encoding of {path}, by meta or its name up to the last underscore,"
+        choose(what, self.name, known)
 
     def recorded(self, precision: str) -> Recorded:
         """How it maps on to this library."""
@@ -268,12 +272,20 @@ class ContextualFile:
 
 
 def compare(file: ContextualFile, precision: str) -> Iterator[Deviation | str]:
-    """Yields a comparison for every recorded output and gradient."""
+    """Yields a comparison for every recorded output and gradient.
+
+    Raises:
+      ValueError: if something is recorded that is not known here, or what is needed is not.
+    """
     with jax.enable_x64(precision == "float64"):
-        if file.name not in IDS:
-            yield from _compare(file, precision)
-        elif precision == "float64":  # once: they are integers
-            yield from IDS[file.name](file.arrays)
+        try:
+            if file.name not in IDS:
+                yield from _compare(file, precision)
+            elif precision == "float64":  # once: they are integers
+                yield from IDS[file.name](file.arrays)
+        except KeyError as missing:
+            what = f"{missing} is recorded neither as an array nor in meta"
+            raise ValueError(f"{file.path}: {what}") from missing
 
 
 def _compare(file: ContextualFile, precision: str) -> Iterator[Deviation | str]:
