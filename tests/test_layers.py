@@ -381,8 +381,7 @@ def test_misuse_of_shifted_groups():
         trace(model, mutable=["maps"])
     with pytest.raises(ValueError, match=r"caches and attention maps need full attention"):
         trace(model, cache=init_cache(model, 1, 8))
-    for kind, what in (("fire", "bias"), ("path", "logits_fn"), ("stickbreaking", "weights_fn")):
-        model = small_model(kind, shifted_groups=2)
-        variables = random_variables(model)
-        with pytest.raises(ValueError, match=f"without {what}; got one"):
-            trace(model)
+    for position, kind in (("fire", "fire"), ("path+fox", "path"), ("rope+stickbreaking", "stick")):
+        with pytest.raises(ValueError, match=rf"shifted_groups = 2 cuts .* which '{kind}"):
+            small_model(position, shifted_groups=2)
+    small_model("tape+fox+alibi", shifted_groups=2)

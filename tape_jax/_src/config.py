@@ -158,6 +158,11 @@ class Experts:
             require(value >= 0, f"experts: {name} must not be negative; got {value!r}")
 
 
+def _looks_at_pairs(acts_on: Sequence[str]) -> bool:
+    """Whether causal attention by an encoding that acts there is more than states and decays."""
+    return "logits" in acts_on or "weights" in acts_on or tuple(acts_on) == ("bias",)
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A Llama-style decoder.
@@ -278,6 +283,13 @@ class ModelConfig:
             self.shifted_groups is None or self.kv_heads % 2 == 0,
             f"model: shifted_groups halves the heads, so their number must be even; got "
             f"{self.kv_heads} key/value heads",
+        )
+        members = getattr(self.position, "encodings", (self.position,))
+        by_pairs = [one.kind for one in members if _looks_at_pairs(one.acts_on)]
+        require(
+            self.shifted_groups is None or not by_pairs,
+            f"model: shifted_groups = {self.shifted_groups} cuts sequences up, which "
+            f"{' and '.join(map(repr, by_pairs))} cannot take: pairs of tokens are looked at",
         )
         require(
             self.lora is None or isinstance(self.lora, Lora),
