@@ -917,9 +917,17 @@ def test_attention_plan(scan_layers):
         ["layers_0", "layers_2"] if scan_layers else ["layers_0", "layers_1", "layers_2"]
     )
     assert {plan.implementation for plan in plans.values()} == {"reference"}
+    assert plans["layers_0"].operations > plans["layers_2"].operations > 0
     ids = jax.ShapeDtypeStruct((2, 8192), jnp.int32)
-    (plan,) = set(map(str, model.attention_plan(2, 8192, segment_ids=ids).values()))
-    assert "implementation='chunked'" in plan
+    plans = model.attention_plan(2, 8192, segment_ids=ids)
+    assert {plan.implementation for plan in plans.values()} == {"chunked"}
+
+
+def test_attention_plan_says_what_rewriting_rows_costs():
+    (fox,), (cope,) = (small_model(k).attention_plan(1, 16).values() for k in ("fox", "cope"))
+    pairs, heads, width = 16 * 16, 2, 8
+    assert fox.operations == 2 * 2 * width * pairs * heads
+    assert cope.operations > fox.operations
 
 
 def test_attention_plan_of_a_named_implementation():

@@ -168,7 +168,7 @@ class Transformer(nn.Module):
         def note(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
             if not isinstance(context.module, Attention) or context.method_name != "__call__":
                 return call(*args, **kwargs)
-            with recorded_plans() as found:
+            with recorded_plans(operations=True) as found:
                 out = call(*args, **kwargs)
             plans[context.module.path[0]] = found[0]
             return out

@@ -77,7 +77,7 @@ class AttentionPlan:
       basis: what the choice rests on, in words.
       operations: of the products of a forward pass over all pairs of query and key, a product and
         a sum being two; those of ``logits_fn`` and ``weights_fn`` included, also where an
-        implementation leaves out what is hidden. None in the record of a call.
+        implementation leaves out what is hidden. None where they were not counted.
     """
 
     implementation: str | None
@@ -220,28 +220,36 @@ def attention_plan(
     def decide(arrays: dict[int, Array]) -> None:
         args, kwargs = jax.tree.unflatten(tree, [arrays.get(n, x) for n, x in enumerate(leaves)])
         request = normalise(*args, **kwargs)
-        operations = matrix_operations(lambda: reference.attend(request))
         plan = _plan(_Choice.of(request, names, options or {}))
-        plans.append(dataclasses.replace(plan, operations=operations))
+        plans.append(_with_operations(plan, request))
 
     jax.eval_shape(decide, arrays)
     return plans[0]
 
 
 @contextlib.contextmanager
-def recorded_plans() -> Iterator[list[AttentionPlan]]:
-    """Collects the plans of all calls of :func:`attention` made, or traced, inside."""
-    record: list[AttentionPlan] = []
+def recorded_plans(*, operations: bool = False) -> Iterator[list[AttentionPlan]]:
+    """Collects the plans of all calls of :func:`attention` made, or traced, inside.
+
+    Args:
+      operations: whether these are counted too, for which each call is traced once more.
+    """
+    record = _Record([], operations)
     token = _record.set(record)
     try:
-        yield record
+        yield record.plans
     finally:
         _record.reset(token)
 
 
-_record: contextvars.ContextVar[list[AttentionPlan] | None] = contextvars.ContextVar(
-    "record", default=None
-)
+class _Record(NamedTuple):
+    """Plans of calls, and whether their operations are to be counted."""
+
+    plans: list[AttentionPlan]
+    operations: bool
+
+
+_record: contextvars.ContextVar[_Record | None] = contextvars.ContextVar("record", default=None)
 
 
 class _Choice(NamedTuple):
@@ -333,6 +341,12 @@ def _plan(
         None if seconds is None else dict(seconds),
         choice.basis,
     )
+
+
+def _with_operations(plan: AttentionPlan, request: Request) -> AttentionPlan:
+    """The plan of a call with the operations of its products."""
+    operations = matrix_operations(lambda: reference.attend(request))
+    return dataclasses.replace(plan, operations=operations)
 
 
 def _static(request: Request) -> list[str]:
@@ -440,7 +454,10 @@ def _attend(
                 refusal = error
             else:
                 if (record := _record.get()) is not None:
-                    record.append(_plan(choice, refused))
+                    plan = _plan(choice, refused)
+                    if record.operations:
+                        plan = _with_operations(plan, request)
+                    record.plans.append(plan)
                 return out
         refused[name] = refusal
     reasons = [f"attention implementation {name!r}: {why}" for name, why in refused.items()]
