@@ -85,6 +85,11 @@ def test_symmetries(x64, kinds):
     check_shift(model, 0)
 
 
+def test_an_implementation_of_the_update_is_the_states(x64):
+    model = small_model(create("tape+alibi", on_heads=1), update_implementation="unrolled")
+    assert model.attention_plan(1, 4)
+
+
 def test_misuse():
     with pytest.raises(ValueError, match="alibi: on_heads = 3 are more than the model's 2 heads"):
         small_model(create("tape+alibi", on_heads=3))
