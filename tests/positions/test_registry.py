@@ -102,6 +102,14 @@ def test_an_encoding_of_ones_own_needs_no_name():
         ),
         ("rope", {"scaling": {"kind": "liner"}}, r"unknown rope scaling 'liner'.*'linear'"),
         ("alibi", {"base": 2.0}, r"unknown field 'base' of position encoding 'alibi'"),
+        (
+            "stickbreaking",
+            {"current": "no"},
+            r"current must be True or False; got 'no'",
+        ),
+        ("fox", {"shortest": "2"}, r"fox: shortest must be a number; got '2'"),
+        ("path+fox", {"bias": float("nan")}, r"fox: bias must be a number; got nan"),
+        (Rope(learn_base="yes"), {}, r"rope: learn_base must be True or False; got 'yes'"),
     ],
 )
 def test_unknown_names(position, options, words):

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tape_jax._src.checks import choose, from_mapping, nearest
+import numpy as np
+
+from tape_jax._src.checks import choose, from_mapping, nearest, require
 from tape_jax._src.config import RopeScaling
 from tape_jax._src.positions.ablations import (
     MixHeadDim,
@@ -161,6 +164,8 @@ def create(position: Any, **options: Any) -> Encoding:
     """
     if isinstance(position, Encoding) and not options:
         encoding = position
+        for one in encoding.encodings if isinstance(encoding, Combined) else (encoding,):
+            _check_types(type(one), vars(one))
     else:
         made = [_build(cls, values) for cls, values in with_options(_parts(position), options)]
         encoding = made[0] if len(made) == 1 else Combined(tuple(made))
@@ -205,10 +210,24 @@ def with_options(parts: Parts, options: Mapping[str, Any]) -> Parts:
     return [(cls, found[cls]) for cls, _ in parts]
 
 
+def _check_types(cls: type[Encoding], options: Mapping[str, Any]) -> None:
+    """Raises ValueError for words where truth values or numbers are wanted, and for NaN."""
+    for field in dataclasses.fields(cls):
+        value = options.get(field.name, field.default)
+        what = f"{cls.kind}: {field.name}"
+        if field.type == "bool":
+            fits = isinstance(value, bool | np.bool_)
+            require(fits, f"{what} must be True or False; got {value!r}")
+        if field.type == "float":
+            fits = isinstance(value, numbers.Real) and value == value
+            require(fits, f"{what} must be a number; got {value!r}")
+
+
 def _build(cls: type[Encoding], options: Mapping[str, Any]) -> Encoding:
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
     if isinstance(options.get("scaling"), Mapping):
         options["scaling"] = from_mapping(
             RopeScaling, dict(options["scaling"]), what=f"position.scaling of {cls.kind!r}"
         )
+    _check_types(cls, options)
     return from_mapping(cls, options, what=f"position encoding {cls.kind!r}")
