@@ -96,3 +96,7 @@ def test_wrong_encodings():
     ):
         with pytest.raises(ValueError, match=message):
             adapt.with_encoding(rope, variables, position, key=KEY)
+    with pytest.raises(ValueError, match=r"scaling is of the rotary .* 'fox', put in its place"):
+        adapt.adapt(
+            rope, variables, "encoding", position="fox", key=KEY, scaling=RopeScaling("linear", 2.0)
+        )

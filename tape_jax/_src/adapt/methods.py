@@ -416,5 +416,11 @@ def adapt(
     if scaling is not None:
         model = with_scaling(model, scaling)
     model, variables = chosen.prepare(model, variables, key=key, **options)
+    members = getattr(model.encoding, "encodings", (model.encoding,))
+    require(
+        scaling is None or any(getattr(one, "scaling", None) == scaling for one in members),
+        f"scaling is of the rotary frequencies that the model had: {model.encoding.kind!r}, put in "
+        f"its place, would lose it; got {scaling}",
+    )
     rules = chosen.trained(norms=norms, embeddings=embeddings)
     return Adapted(model, variables, rules, method, base)
