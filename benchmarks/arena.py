@@ -221,6 +221,16 @@ def draw(found: Sequence[ArenaRow], path: Path) -> None:
     pyplot.close(figure)
 
 
+def picture_error(path: Path) -> str | None:
+    """Why a chart cannot be drawn there; None: it can."""
+    from matplotlib.figure import Figure
+
+    kinds = Figure().canvas.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in kinds:
+        return f"the kind of picture must be one of {', '.join(sorted(kinds))}"
+    return None if path.parent.is_dir() else f"there is no folder {path.parent}"
+
+
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Command-line options."""
     small = PRESETS["small"]
@@ -240,8 +250,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
             config_of(PRESETS[options.model].model, name)
         except ValueError as error:
             parser.error(f"--encodings {name}: {error}")
-    if min([*options.lengths, options.tokens]) < 1 or (options.long or 2) < 2:
+    halves = [] if options.long is None else [options.long // 2]
+    if min([*options.lengths, *halves, options.tokens]) < 1:
         parser.error("--lengths and --tokens must be positive, --long at least 2")
+    if options.picture and (error := picture_error(options.picture)):
+        parser.error(f"--picture {options.picture}: {error}")
     if options.repeats < 0 or (options.lengths and options.repeats == 0):
         parser.error(
             f"--repeats {options.repeats}: at least 1; 0 is for --lengths without a number, with "

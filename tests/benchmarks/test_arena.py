@@ -17,6 +17,9 @@ from benchmarks import arena
         ("--lengths 0", "--lengths and --tokens must be positive"),
         ("--lengths 64 --repeats 0", "--repeats 0: at least 1"),
         ("--lengths --repeats 0 --long 1", "--long at least 2"),
+        ("--lengths --repeats 0 --long 0", "--long at least 2"),
+        ("--picture bars.txt", "--picture bars.txt: the kind of picture must be one of"),
+        ("--picture nowhere/bars.png", "there is no folder nowhere"),
     ],
 )
 def test_wrong_calls(arguments, message, capsys):
