@@ -190,6 +190,7 @@ def test_ask(trained, capsys):
         (["compare", "--run={run}", "--config={config}", "--encodings=tape"], "not a comparison"),
         (["compare", "--run={new}", "--config={config}", "--encodings=tape,rop"], "mean 'rope'"),
         (["compare", "--run={new}", "--config={config}", "--encodings=rope,rope"], "given twice"),
+        (["compare", "--run={new}", "--config={config}", "--encodings="], "unknown .* ''"),
         (
             ["compare", "--run={new}", "--config={config}", "--encodings=rope", "--seeds=0"],
             "--seeds must be at least 1",

@@ -88,8 +88,9 @@ def chosen(args: argparse.Namespace) -> tuple[Choice, list[str]]:
     from train.comparison import sweep
     from train.comparison.jobs import ENCODINGS, METHODS, Choice
 
-    if not args.variants:
-        choice, names = (ENCODINGS, args.encodings) if args.encodings else (METHODS, args.methods)
+    if args.variants is None:
+        by_encoding = args.encodings is not None
+        choice, names = (ENCODINGS, args.encodings) if by_encoding else (METHODS, args.methods)
         return choice, names.split(",")
     choice = Choice(f"variant of {args.config}", dict(sweep.variants(args.config)))
     return choice, [*choice.known] if args.variants == "all" else args.variants.split(",")
