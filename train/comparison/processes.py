@@ -45,6 +45,7 @@ def train_all(
     jobs: Sequence[Job],
     side_by_side: int,
     *,
+    same_share: bool = False,
     ends: Sequence[str] = EVALUATE,
     finished: Callable[[Ended], None] = lambda ended: None,
     accepted: Container[int] = (0,),
@@ -54,6 +55,8 @@ def train_all(
     Args:
       jobs: what is to be trained; runs that were begun are continued.
       side_by_side: number of processes.
+      same_share: whether each has its share of the cores also where fewer are left to run. With
+        more of them a training rounds otherwise.
       ends: options of ``train`` that say what follows it: the test, or the validation of a sweep.
       finished: called whenever one has ended in an accepted way.
       accepted: exit codes; any other is a failure, which stops the rest.
@@ -62,7 +65,8 @@ def train_all(
       Stopped: if a training fails, or on SIGINT, SIGTERM or SIGHUP, after all have saved; after a
         second SIGINT they end without. Whatever else is raised, they have saved and ended before.
     """
-    side_by_side = min(side_by_side, len(jobs))
+    if not same_share:
+        side_by_side = min(side_by_side, len(jobs))
     waiting = collections.deque(_distinct_first(jobs))
     free = collections.deque(shares(side_by_side))
     running: Running = {}

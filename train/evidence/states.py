@@ -148,7 +148,7 @@ class PlannedStates(Measurements):
         if again := [job for job in jobs if not job.finished]:
             for job in again:
                 job.folder.parent.mkdir(parents=True, exist_ok=True)
-            train_all(again, self.place.side_by_side)
+            train_all(again, self.place.side_by_side, same_share=True)
         super().run(finished)
 
     def measure(self, item: Item) -> dict[str, Any]:

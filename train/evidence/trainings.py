@@ -414,7 +414,8 @@ class PlannedTrainings(Study):
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.design.base is not None:
             bases = map(self._base_once, dict.fromkeys(job.experiment.seed for job in missing))
-            train_all([base for base in bases if not base.finished], side_by_side)
+            unfinished = [base for base in bases if not base.finished]
+            train_all(unfinished, side_by_side, same_share=True)
 
         def write(ended: Ended) -> None:
             item, found = self.item(ended.job), _found(ended)
@@ -426,7 +427,10 @@ class PlannedTrainings(Study):
         accepted = (0, NON_FINITE_EXIT_CODE)
         for seeds, ends in ((protocol.REPORTING, EVALUATE), (protocol.CHOOSING, VALIDATE)):
             if jobs := [job for job in missing if job.experiment.seed in seeds]:
-                train_all(jobs, side_by_side, ends=ends, finished=write, accepted=accepted)
+                train_all(
+                    jobs, side_by_side, same_share=True, ends=ends, finished=write,
+                    accepted=accepted,
+                )  # fmt: skip
         return True
 
 

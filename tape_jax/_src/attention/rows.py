@@ -79,7 +79,9 @@ def _by_blocks(request: Request, size: int) -> tuple[Array, Array | None]:
 
 def _block_length(request: Request) -> int:
     row = request.q.shape[0] * request.query_heads * request.key_length
-    return 1 << max(BLOCK_LOGITS // row, 8).bit_length() - 1
+    length = max(BLOCK_LOGITS // row, 8)
+    # The tiles of accelerators are powers of two.
+    return length if jax.default_backend() == "cpu" else 1 << length.bit_length() - 1
 
 
 def part(request: Request, start: int | Array, size: int) -> Request:

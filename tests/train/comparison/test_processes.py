@@ -76,6 +76,24 @@ def test_an_exception_leaves_nothing_running(children, tmp_path, error):
     assert (tmp_path / "none" / "saved").exists()
 
 
+@pytest.mark.parametrize("same_share", [False, True])
+def test_the_last_one_gets_all_cores_unless_told_otherwise(
+    config, tmp_path, monkeypatch, same_share
+):
+    shares = []
+
+    def start(job, share, **_):
+        shares.append(share)
+        return subprocess.Popen([sys.executable, "-c", ""])
+
+    monkeypatch.setattr(processes, "_start", start)
+    monkeypatch.setattr(processes, "SECONDS_BETWEEN_LOOKS", 0.01)
+    processes.train_all(
+        plan(config, tmp_path, ENCODINGS, ["rope"], 1, []), 2, same_share=same_share
+    )
+    assert shares == processes.shares(2 if same_share else 1)[:1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("side_by_side", [1, 2])
 def test_seeds_share_compiled_programs(config, tmp_path, monkeypatch, side_by_side):

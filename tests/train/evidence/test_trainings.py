@@ -187,8 +187,9 @@ class TestRunning:
         """Stands for the processes that train: names of the runs, in order."""
         calls: list[list[str]] = []
 
-        def train_all(jobs, side_by_side, *, ends, finished, accepted):
+        def train_all(jobs, side_by_side, *, same_share, ends, finished, accepted):
             assert accepted == (0, NON_FINITE_EXIT_CODE)
+            assert same_share
             # Only what chooses is validated, only what reports is tested.
             for job in jobs:
                 assert ends == (VALIDATE if job.experiment.seed in (0, 1) else EVALUATE)
