@@ -12,8 +12,6 @@ DOCS_VENV ?= .venv-docs
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs
 # The tests keep both cores busy: one process each.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
-# Large pages, on Linux, for the memory of a training step on a CPU (train/training/allocator.py).
-export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
 .PHONY: demo addition-demo compare-demo arena-demo extend-demo evidence evidence-places evidence-quick test \
 	test-slow test-next faults lint parity benchmarks docs docs-serve lock audit wheel clean

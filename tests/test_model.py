@@ -20,6 +20,7 @@ from tape_jax import (
     rotary_state,
     tensor_state,
 )
+from tape_jax._src import layers
 from tape_jax._src.checks import from_mapping
 from tape_jax.sharding import ShardingConfig
 from tests.models import (
@@ -134,6 +135,34 @@ def test_scanned_layers_equal_unrolled_ones(options):
     expected, expected_states = run(unrolled, other, tokens, return_states=True)
     close(logits, expected)
     chex.assert_trees_all_close(states, expected_states, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("position", ["rope", positions.Tape(layers=(1, 3)), "tape+fox"])
+def test_layers_without_a_loop_equal_those_of_the_loop(position, monkeypatch):
+    model = small_model(position, num_layers=4)
+    variables, tokens = random_variables(model), random_tokens(2, 8)
+    unrolled = loss_and_gradients(model, variables, tokens)
+    monkeypatch.setattr(layers, "MOST_UNROLLED", 3)
+    again = jax.jit(functools.partial(loss_and_gradients.__wrapped__, model))
+    chex.assert_trees_all_close(again(variables, tokens), unrolled, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"position": "rope"}, True),
+        ({"position": "tape+alibi"}, True),
+        ({"position": "rope", "num_layers": 9}, False),
+        ({"position": "rope", "remat": "dots"}, False),
+        ({"position": "cope"}, False),
+        ({"position": "stickbreaking"}, False),
+    ],
+)
+def test_a_cpu_has_few_layers_without_a_loop(options, expected, monkeypatch):
+    model = small_model(**options)
+    assert layers.unrolls(model.config, model.encoding) == expected
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert not layers.unrolls(model.config, model.encoding)
 
 
 WITH_BASE = {

@@ -38,13 +38,9 @@ from tape_jax._src.layers import (
     remat_policy,
     runs,
     splits_sequence,
+    unrolls,
 )
-from tape_jax._src.parameters import (
-    create,
-    declare,
-    declared_params,
-    gathered,
-)
+from tape_jax._src.parameters import create, declare, declared_params, gathered
 from tape_jax._src.positions.drawing import drawn_positions
 from tape_jax._src.positions.protocol import (
     Encoding,
@@ -423,6 +419,8 @@ class Transformer(nn.Module):
         c, encoding = self.config, self.encoding
         caches, hidden, states = [], [], []
         entered: Any
+        unroll = cache is None and sharding is None and not self.is_initializing()
+        unroll = unroll and unrolls(c, encoding)
         for number, (start, stop, updates) in enumerate(self.blocks):
             block: Any = Block
             if c.remat != "none":
@@ -456,6 +454,7 @@ class Transformer(nn.Module):
                     split_rngs={"params": True},
                     in_axes=(nn.broadcast, nn.broadcast, 0),
                     length=stop - start,
+                    unroll=unroll,
                 )
                 if c.remat != "none" and stop - start == 1 and not self.is_initializing():
                     block, carry = _gradients_at_once(block, self.variables["params"][name], carry)

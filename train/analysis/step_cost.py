@@ -12,6 +12,7 @@ from tape_jax import ModelConfig, Transformer
 from tape_jax._src.timing import Timing, take_turns
 from train.analysis.memory import Memory
 from train.experiment import TrainConfig
+from train.training.allocator import keep_freed_memory
 from train.training.step import TrainState, make_optimizer, make_step
 
 
@@ -63,6 +64,7 @@ class Runner:
     """A compiled :class:`TrainingStep` that goes on training each time that it is called."""
 
     def __init__(self, step: TrainingStep):
+        keep_freed_memory()
         self._state, self._batch = step.inputs()
         self._program = step.function.lower(self._state, self._batch).compile()
         self.memory = Memory.of(self._program)

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from train.comparison.jobs import Job
 from train.training import metrics
-from train.training.allocator import HUGE_PAGES
 from train.training.signals import Signals, Stopped
 
 SECONDS_BETWEEN_LOOKS = 0.5
@@ -153,8 +152,7 @@ def _ended(job: Job, process: subprocess.Popen) -> Ended | None:
 def _start(job: Job, cores: list[int], *, alone: bool, ends: Sequence[str]) -> subprocess.Popen:
     """Starts a training on the given cores, in a session of its own."""
     arguments = [*ends, *(["--resume"] if job.folder.exists() else [])]
-    environment = HUGE_PAGES | os.environ
-    environment |= {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(len(cores))}
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(len(cores))}
     if len(cores) == 1:
         flags = os.environ.get("XLA_FLAGS", "")
         environment["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()

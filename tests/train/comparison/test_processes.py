@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import time
-import types
 
 import pytest
 
@@ -120,21 +119,6 @@ def test_programs_come_before_seeds(config, tmp_path):
     assert [(job.name, job.experiment.seed) for job in order] == [
         ("none", 0), ("rope", 0), ("none", 1), ("none", 2), ("rope", 1), ("rope", 2),
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("own", [None, "glibc.malloc.arena_max=2"])
-def test_trainings_ask_for_large_pages_unless_told_otherwise(config, tmp_path, monkeypatch, own):
-    started = []
-    process = types.SimpleNamespace(pid=os.getpid())
-    monkeypatch.setattr(
-        processes.subprocess, "Popen", lambda *a, **given: started.append(given["env"]) or process
-    )
-    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    if own:
-        monkeypatch.setenv("GLIBC_TUNABLES", own)
-    [job] = plan(config, tmp_path, ENCODINGS, ["rope"], 1, [])
-    processes._start(job, sorted(os.sched_getaffinity(0)), alone=True, ends=())
-    assert started[0]["GLIBC_TUNABLES"] == (own or "glibc.malloc.hugetlb=1")
 
 
 def test_cores_are_divided():
