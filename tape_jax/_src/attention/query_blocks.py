@@ -77,6 +77,8 @@ def attend(request: Request, *, block_q: int | None = None) -> tuple[Array, Arra
     if decay is not None and request.scale and not request.needs_rows:
         q, k = _with_decay(request, q, k)
         decay = jax.lax.stop_gradient(decay)
+    if decay is not None:
+        decay = (_in_memory(decay[0]), _in_memory(decay[1]))
     request = dataclasses.replace(
         request, q=q, k=k, v=v, state=None, query_state=None, log_decay=decay
     )
@@ -102,6 +104,12 @@ def _with_decay(request: Request, q: Array, k: Array) -> tuple[Array, Array]:
         jnp.concatenate([q, jnp.broadcast_to(ones, (*q.shape[:-1], groups))], axis=-1),
         jnp.concatenate([k, nothing.reshape(*k.shape[:-1], groups).astype(k.dtype)], axis=-1),
     )
+
+
+def _in_memory(decay: Array) -> Array:
+    """The same as a product, which XLA does not repeat for each pair of tokens like a sum's end."""
+    same = jnp.eye(decay.shape[-1], dtype=decay.dtype)
+    return jnp.matmul(decay, same, precision=jax.lax.Precision.HIGHEST)
 
 
 def _block(request: Request, start: int, end: int) -> Array:
