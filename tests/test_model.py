@@ -156,13 +156,14 @@ def test_layers_without_a_loop_equal_those_of_the_loop(position, monkeypatch):
         ({"position": "rope", "remat": "dots"}, False),
         ({"position": "cope"}, False),
         ({"position": "stickbreaking"}, False),
+        ({"position": "tape+fire"}, False),
     ],
 )
 def test_a_cpu_has_few_layers_without_a_loop(options, expected, monkeypatch):
     model = small_model(**options)
-    assert layers.unrolls(model.config, model.encoding) == expected
+    assert layers.unrolls(model.config) == expected
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert not layers.unrolls(model.config, model.encoding)
+    assert not layers.unrolls(model.config)
 
 
 WITH_BASE = {

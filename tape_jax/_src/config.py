@@ -158,9 +158,11 @@ class Experts:
             require(value >= 0, f"experts: {name} must not be negative; got {value!r}")
 
 
-def _looks_at_pairs(acts_on: Sequence[str]) -> bool:
-    """Whether causal attention by an encoding that acts there is more than states and decays."""
-    return "logits" in acts_on or "weights" in acts_on or tuple(acts_on) == ("bias",)
+def kinds_by_pairs(encoding: Any) -> list[str]:
+    """Those of an encoding whose causal attention is more than states and decays."""
+    members = getattr(encoding, "encodings", (encoding,))
+    own = {"logits", "weights"}
+    return [x.kind for x in members if own & {*x.acts_on} or x.acts_on == ("bias",)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,8 +286,7 @@ class ModelConfig:
             f"model: shifted_groups halves the heads, so their number must be even; got "
             f"{self.kv_heads} key/value heads",
         )
-        members = getattr(self.position, "encodings", (self.position,))
-        by_pairs = [one.kind for one in members if _looks_at_pairs(one.acts_on)]
+        by_pairs = kinds_by_pairs(self.position)
         require(
             self.shifted_groups is None or not by_pairs,
             f"model: shifted_groups = {self.shifted_groups} cuts sequences up, which "

@@ -24,7 +24,7 @@ from tape_jax._src.attention.shifted_groups import shifted_group_attention
 from tape_jax._src.attention.zigzag import from_zigzag, to_zigzag
 from tape_jax._src.cache import Cache, LayerCache, entries, with_entries, write_cache
 from tape_jax._src.checks import require
-from tape_jax._src.config import Lora, ModelConfig
+from tape_jax._src.config import Lora, ModelConfig, kinds_by_pairs
 from tape_jax._src.parameters import create, declare, gathered_product, kernel_std, lora_params
 from tape_jax._src.positions.layer import Layer, Order
 from tape_jax._src.positions.protocol import Encoding, Param, State
@@ -440,16 +440,16 @@ def remat_policy(name: str) -> Callable | None:
     return {"dots": dots, "full": None, "groups": None}[name]
 
 
-def unrolls(config: ModelConfig, encoding: Encoding) -> bool:
+def unrolls(config: ModelConfig) -> bool:
     """Whether the program has each layer by itself where a training step would loop over them.
 
     On a CPU a sixth of a step goes into zeroing, writing and reading the stacks in which a loop
-    keeps activations. Without it a program compiles for longer and keeps a quarter more memory;
-    three times as much where layers have loops of their own, by rows, which gain nothing.
+    keeps activations. Without it a program compiles for longer and keeps a quarter more memory; up
+    to three times as much, for less time or none, where pairs of tokens are looked at.
     """
-    by_rows = not {"logits", "weights"}.isdisjoint(encoding.acts_on)
     few = config.num_layers <= MOST_UNROLLED and config.remat == "none"
-    return few and not by_rows and jax.default_backend() == "cpu"
+    by_pairs = kinds_by_pairs(config.position)
+    return few and not by_pairs and jax.default_backend() == "cpu"
 
 
 def runs(flags: Sequence[Any]) -> list[tuple[int, int, Any]]:

@@ -420,7 +420,7 @@ class Transformer(nn.Module):
         caches, hidden, states = [], [], []
         entered: Any
         unroll = cache is None and sharding is None and not self.is_initializing()
-        unroll = unroll and unrolls(c, encoding)
+        unroll = unroll and unrolls(c)
         for number, (start, stop, updates) in enumerate(self.blocks):
             block: Any = Block
             if c.remat != "none":
