@@ -23,6 +23,9 @@ from typing import Any
 HERE = Path(__file__).resolve()
 SHORT = ("--config.task.sequence_length=64", "--config.train.batch_size=32")
 CASES: dict[str, tuple[str, ...]] = {
+    **{
+        f"addressing, {kind}": ("addressing_demo.py", kind) for kind in ("tape+alibi", "rope+alibi")
+    },
     **{f"addition, {kind}": ("addition_demo.py", kind) for kind in ("tape", "rope")},
     **{
         f"bytes, {kind}": ("bytes_demo.py", kind)
@@ -63,6 +66,9 @@ def step_of(case: str) -> Iterator[None]:
 
 def serve() -> None:
     """Prints how long a run of a step took, for each name of a case that is read."""
+    from train.training.allocator import keep_freed_memory
+
+    keep_freed_memory()
     cases = {name: step_of(name) for name in CASES}
     for line in sys.stdin:
         name = line.strip()
