@@ -54,7 +54,11 @@ def join_tables(cos: Array, sin: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class SeparateCosSin(Tape):
-    """Separate weights for cosines and sines: breaks the phase symmetry and the constant shift."""
+    """Separate weights for cosines and sines: breaks the phase symmetry and the constant shift.
+
+    Raises:
+      ValueError: as :class:`Tape` does; in tensor form.
+    """
 
     kind: ClassVar[str] = "tape_separate_cos_sin"
 
@@ -172,7 +176,12 @@ class _Untied(Tape):
 
 @dataclasses.dataclass(frozen=True)
 class MixHeadDim(_Untied):
-    """Mixes along the head dimension instead of over heads: breaks the phase symmetry."""
+    """Mixes along the head dimension instead of over heads: breaks the phase symmetry.
+
+    Raises:
+      ValueError: as :class:`Tape` does; in another form than tensor with ``l = r = 2``; for grouped
+        heads; for a mix of the attended states over heads, ``attention_mix="heads"``.
+    """
 
     kind: ClassVar[str] = "tape_mix_head_dim"
 
@@ -198,7 +207,12 @@ class MixHeadDim(_Untied):
 
 @dataclasses.dataclass(frozen=True)
 class NoEquivariance(_Untied):
-    """Mixes all heads and dimensions with one matrix: no orthogonal equivariance is left."""
+    """Mixes all heads and dimensions with one matrix: no orthogonal equivariance is left.
+
+    Raises:
+      ValueError: as :class:`Tape` does; in another form than tensor with ``l = r = 2``; for grouped
+        heads.
+    """
 
     kind: ClassVar[str] = "tape_no_equivariance"
 
@@ -219,6 +233,9 @@ class PlaceWeights(Tape):
 
     Attributes:
       waves: number of frequencies of ``s_h``.
+
+    Raises:
+      ValueError: as :class:`Tape` does; for ``waves`` that are not positive.
     """
 
     kind: ClassVar[str] = "tape_place_weights"
@@ -281,6 +298,10 @@ class RelaxedEquivariance(Tape):
     Attributes:
       penalty: weight of ``sum |b|^2`` in the loss at the first and at the last step of training,
         linear in between. By default the symmetry is relaxed gradually.
+
+    Raises:
+      ValueError: as :class:`Tape` does; in tensor form; for a penalty that is not two numbers from
+        0 on.
     """
 
     kind: ClassVar[str] = "tape_relaxed_equivariance"

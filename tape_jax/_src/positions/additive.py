@@ -52,6 +52,10 @@ class Learned(Encoding):
     Attributes:
       size: number of positions in the table; longer sequences and positions beyond it are refused
         or, where they are not known yet, traced ones, give NaN.
+
+    Raises:
+      ValueError: for a size that is not positive; for positions outside the table, where they are
+        known.
     """
 
     kind: ClassVar[str] = "learned"
@@ -75,12 +79,12 @@ class Learned(Encoding):
 
 @dataclasses.dataclass(frozen=True)
 class Abacus(Learned):
-    """Abacus embeddings (McLeish et al. 2024): a learned vector per place within a number.
+    """Abacus embeddings (McLeish et al. 2024, arXiv:2405.17399): a learned vector for each place.
 
-    Each digit of a run of digits gets the index 1, 2, ... in reading order, every other token 0. A
-    run ends where its segment does; tokens of other segments, and padding, do not interrupt it.
-    While the model has a random stream ``"positions"``, one offset in ``0 .. max_offset`` is added
-    to all digits, so that indices past the trained lengths are trained too.
+    Each digit of a run of digits, a number, gets the index 1, 2, ... in reading order, every other
+    token 0. A run ends where its segment does; tokens of other segments, and padding, do not
+    interrupt it. While the model has a random stream ``"positions"``, one offset in ``0 ..
+    max_offset`` is added to all digits, so that indices past the trained lengths are trained too.
 
     Numbers of ``size`` digits or more, of ``size - max_offset`` or more with the random stream, are
     refused or, where tokens are not known yet, traced ones, give NaN.
@@ -89,6 +93,10 @@ class Abacus(Learned):
       size: size of the table.
       digits: token ids of the digits.
       max_offset: largest random offset.
+
+    Raises:
+      ValueError: for options out of range; where digits are not given, or are no token ids of the
+        model; for numbers that are too long, where tokens are known.
     """
 
     kind: ClassVar[str] = "abacus"

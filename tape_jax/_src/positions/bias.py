@@ -48,6 +48,9 @@ class Alibi(SomeHeads):
         a model that gets the bias beside its own encoding starts as it was.
       on_heads: how many query heads, the first ones, have the bias, with the slopes that a model of
         so many heads has; None: all.
+
+    Raises:
+      ValueError: for unknown slopes; for ``on_heads`` out of range.
     """
 
     kind: ClassVar[str] = "alibi"
@@ -104,6 +107,9 @@ class Kerple(SomeHeads):
     Attributes:
       form: ``log`` or ``power``.
       on_heads: how many query heads, the first ones, have the bias; None: all.
+
+    Raises:
+      ValueError: for an unknown form; for ``on_heads`` out of range.
     """
 
     kind: ClassVar[str] = "kerple"
@@ -150,6 +156,9 @@ class Fire(SomeHeads):
       c: initial scale of the logarithm.
       eps: guards the division.
       on_heads: how many query heads, the first ones, have the bias; None: all.
+
+    Raises:
+      ValueError: for a width that is not positive; for ``on_heads`` out of range.
     """
 
     kind: ClassVar[str] = "fire"
@@ -196,6 +205,9 @@ class T5Bias(SomeHeads):
       buckets: number of buckets; the first half are exact distances, the rest logarithmic.
       max_distance: distance in tokens from which on all share the last bucket.
       on_heads: how many query heads, the first ones, have the bias; None: all.
+
+    Raises:
+      ValueError: for options out of range; for positions that are not integers.
     """
 
     kind: ClassVar[str] = "t5"

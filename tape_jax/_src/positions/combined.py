@@ -37,8 +37,9 @@ class Combined(Encoding):
       encodings: two or more, of different kinds.
 
     Raises:
-      ValueError: if two have a state, rewrite the logits, replace the softmax, or add to the
-        embeddings, or if one reads one position a token where the state has several.
+      ValueError: for fewer than two, two of a kind, or one that cannot be combined; if two have a
+        state, rewrite the logits, replace the softmax, or add to the embeddings, or if one reads
+        one position a token where the state has several; and as each of them does.
     """
 
     encodings: tuple[Encoding, ...]

@@ -34,7 +34,8 @@ class Cope(Encoding):
       divide: whether ``q_i . e`` is divided by ``sqrt(D)``.
 
     Raises:
-      ValueError: where tokens see later ones, which no place is defined for.
+      ValueError: for options out of range; without ``positions`` in a model without ``max_length``;
+        where tokens see later ones, which no place is defined for.
     """
 
     kind: ClassVar[str] = "cope"

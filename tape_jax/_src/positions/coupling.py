@@ -23,13 +23,13 @@ UNENDED, TOO_LONG = -1, -2
 
 @dataclasses.dataclass(frozen=True)
 class PositionCoupling(Learned):
-    """Position coupling for additions (Cho et al. 2024): a learned vector for each position id.
+    """Position coupling (Cho et al. 2024, arXiv:2405.20671): a learned vector for each position id.
 
-    With ``start = 1``, a digit of weight ``10^r`` has the id ``start + 1 + r``, in whatever number
-    it stands, and ``+`` and ``=`` have ``start``; every other token has 0. Numbers are runs of
-    digits; what follows ``=`` directly is an answer, all others are operands. Segments are apart,
-    and what stands between their tokens does not count. While the model has a random stream
-    ``"positions"``, one draw from ``0 .. max_offset`` is added to ``start``.
+    For additions. With ``start = 1``, a digit of weight ``10^r`` has the id ``start + 1 + r``, in
+    whatever number it stands, and ``+`` and ``=`` have ``start``; every other token has 0. Numbers
+    are runs of digits; what follows ``=`` directly is an answer, all others are operands. Segments
+    are apart, and what stands between their tokens does not count. While the model has a random
+    stream ``"positions"``, one draw from ``0 .. max_offset`` is added to ``start``.
 
     Operands written with the highest digit first have ids that depend on where they end: until
     their last digit is followed by something else there are none. So prompts are given to a cache
@@ -53,6 +53,11 @@ class PositionCoupling(Learned):
       couple_equals: before answers that are not reversed, ``=`` has the id after that of the first
         digit, as in the published code for two numbers; else ``start``, as in that for several.
       max_offset: largest random offset.
+
+    Raises:
+      ValueError: for options out of range or that do not go together; where digits and signs are
+        not given, or are not different token ids of the model; for ids that are missing or too
+        large, where tokens are known.
     """
 
     kind: ClassVar[str] = "position_coupling"

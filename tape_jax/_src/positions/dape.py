@@ -29,6 +29,9 @@ class Dape(Encoding):
 
     Attributes:
       width: hidden units of the MLP.
+
+    Raises:
+      ValueError: for a width that is not positive.
     """
 
     acts_on: ClassVar[tuple[str, ...]] = ("logits",)
@@ -75,7 +78,11 @@ class Dape(Encoding):
 
 @dataclasses.dataclass(frozen=True)
 class DapeKerple(Dape):
-    """DAPE over the logarithmic bias of KERPLE; see :class:`Dape`."""
+    """DAPE over the logarithmic bias of KERPLE; see :class:`Dape`.
+
+    Raises:
+      ValueError: for a width that is not positive.
+    """
 
     kind: ClassVar[str] = "dape_kerple"
     additive: ClassVar[Encoding] = Kerple()
@@ -83,7 +90,11 @@ class DapeKerple(Dape):
 
 @dataclasses.dataclass(frozen=True)
 class DapeAlibi(Dape):
-    """DAPE over the bias of ALiBi; see :class:`Dape`."""
+    """DAPE over the bias of ALiBi; see :class:`Dape`.
+
+    Raises:
+      ValueError: for a width that is not positive.
+    """
 
     kind: ClassVar[str] = "dape_alibi"
     additive: ClassVar[Encoding] = Alibi()

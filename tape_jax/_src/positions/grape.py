@@ -25,14 +25,18 @@ SHORTEST = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class GrapeAdditive(Encoding):
-    """GRAPE-A (Zhang et al. 2025): ALiBi with gates of the query and of the key.
+    """GRAPE-A (Zhang et al. 2025, arXiv:2512.07805): ALiBi with gates of the query and of the key.
 
     ``b_ij = -|i - j| slope_h softplus(omega_h) (softplus(q_i . v_h / sqrt(D)) + softplus(k_j . u_h
     / sqrt(D)))``, with ALiBi's slopes and unit vectors ``u``, ``v`` for each query head. Gates see
     queries and keys before any rotation.
 
     Attributes:
-      gate: ``query_key``, or ``key``: the second gate alone.
+      gate: ``query_key``, or ``key``: the second gate alone; in the published code
+        ``a-querykeygated`` and ``a-keygated``.
+
+    Raises:
+      ValueError: for an unknown gate.
     """
 
     kind: ClassVar[str] = "grape_additive"
@@ -94,19 +98,19 @@ def _gate(x: Array, direction: Array, dtype: Any) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class GrapePath(Encoding):
-    """GRAPE-AP (Zhang et al. 2025): a bias that grows along the path from the key to the query.
+    """GRAPE-AP (Zhang et al. 2025, arXiv:2512.07805): a bias summed from the key to the query.
 
     ``b_ij = sum_{j < l <= i} slope_h log sigmoid(p_i . rot(n_l) / d)`` over the keys ``l`` that the
     query sees, with ALiBi's slopes; ``p = x W`` of what enters the layer, ``d`` wide in each head,
     ``n = p / rms(p)``, and ``rot`` the rotation by ``-l`` radians of every pair of coordinates
     ``(c, c + d / 2)``, ``l`` being the position. Only one side is rotated, as in the published
-    code, so that biases depend on where positions start.
+    code, ``ap-v1``, so that biases depend on where positions start.
 
     Attributes:
       width: ``d``, even; None: the head dimension.
 
     Raises:
-      ValueError: where tokens see later ones, to which no path leads.
+      ValueError: for a width out of range; where tokens see later ones, to which no path leads.
     """
 
     kind: ClassVar[str] = "grape_path"

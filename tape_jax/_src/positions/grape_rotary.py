@@ -20,11 +20,12 @@ STEPS = ("softplus", "sigmoid")
 
 @dataclasses.dataclass(frozen=True)
 class GrapeMultiplicative(Encoding):
-    """Contextual multiplicative GRAPE (Zhang et al. 2025): RoPE at a phase made of the content.
+    """Contextual multiplicative GRAPE (Zhang et al. 2025, arXiv:2512.07805): RoPE by content.
 
     The phase of a token is the sum of ``softplus(x W + b)`` over the tokens before it, itself not
     among them; frequencies are learned, from RoPE's. Every layer has phases of its own. Positions
-    are not read. As in the published code the rotation goes backwards, which no logit shows.
+    are not read. As in the published code, ``m-ctx``, the rotation goes backwards, which no logit
+    shows.
 
     Attributes:
       base: of the initial frequencies.
@@ -34,6 +35,9 @@ class GrapeMultiplicative(Encoding):
       step: ``softplus``; or ``sigmoid``, of ``(x W + b) / sigmoid_scale``, as the published code
         has it: with the same ``b`` its model starts with steps of 0.39.
       sigmoid_scale: see ``step``.
+
+    Raises:
+      ValueError: for options out of range.
     """
 
     kind: ClassVar[str] = "grape_m_ctx"

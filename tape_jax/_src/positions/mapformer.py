@@ -27,16 +27,19 @@ uniform = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
 @dataclasses.dataclass(frozen=True)
 class MapFormerWM(Encoding):
-    """MapFormer with working memory (Rambaud et al. 2025): RoPE at the end of a path.
+    """MapFormer with working memory (Rambaud et al. 2025, arXiv:2511.19279): RoPE along a path.
 
     Each token moves by ``delta = x W_in W_out``, made of its embedding, and the angle of each
     key/value head and frequency is ``omega * sum_{s <= t} delta_s``, the same in all layers.
-    Positions are not read.
+    Positions are not read. The formulas are those of a public code, not the authors'.
 
     Attributes:
       rank: of the projection.
       grid: of the places to be told apart the number along one axis: the initial ``omega`` fall
         geometrically from ``2 pi`` to ``2 pi / grid``.
+
+    Raises:
+      ValueError: for options out of range.
     """
 
     kind: ClassVar[str] = "mapformer_wm"
@@ -86,14 +89,18 @@ class MapFormerWM(Encoding):
 
 @dataclasses.dataclass(frozen=True)
 class MapFormerEM(MapFormerWM):
-    """MapFormer with episodic memory: content and place are compared apart, and multiplied.
+    """MapFormer with episodic memory (Rambaud et al. 2025, arXiv:2511.19279): content times place.
 
+    Content and place are compared apart, and multiplied:
     ``logit_ij = (q_i . k_j / sqrt(D)) (r_i(q0) . r_j(k0) / sqrt(D))``, with the rotations ``r`` of
     :class:`MapFormerWM`, and with learned vectors ``q0`` of each head and ``k0`` of each key/value
     head of a layer.
 
     Attributes:
       rank, grid: as there.
+
+    Raises:
+      ValueError: as :class:`MapFormerWM` does; with a cache, for an initial state that is no pair.
     """
 
     kind: ClassVar[str] = "mapformer_em"

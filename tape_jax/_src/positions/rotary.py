@@ -250,6 +250,9 @@ class Rope(Encoding):
       learn_base: the base is learned, one for the model, from ``base``.
       still_heads: how many state heads, the last ones, do not rotate at all: theirs is attention
         without positions.
+
+    Raises:
+      ValueError: for options out of range; where ``still_heads`` leaves no head to rotate.
     """
 
     kind: ClassVar[str] = "rope"
@@ -342,7 +345,11 @@ class Rope(Encoding):
 
 @dataclasses.dataclass(frozen=True)
 class Yarn(Rope):
-    """RoPE with YaRN's frequencies and magnitude (Peng et al. 2023); a name for that scaling."""
+    """RoPE with YaRN's frequencies and magnitude (Peng et al. 2023); a name for that scaling.
+
+    Raises:
+      ValueError: as :class:`Rope` does; for a scaling of another kind.
+    """
 
     kind: ClassVar[str] = "yarn"
 
@@ -369,6 +376,9 @@ class Xpos(Rope):
 
     Attributes:
       scale_base: tokens over which the slowest decay is ``s_0``.
+
+    Raises:
+      ValueError: as :class:`Rope` does; for positions too far from ``c``, where they are known.
     """
 
     kind: ClassVar[str] = "xpos"
@@ -426,6 +436,10 @@ class RandomRope(Rope):
       range: positions are drawn from ``0 .. range - 1`` without replacement.
       seed: seed of the fixed draw.
       each_layer: every layer has its own draw, as in the published code.
+
+    Raises:
+      ValueError: as :class:`Rope` does; for options that do not go together, or beside
+        ``random_positions``.
     """
 
     kind: ClassVar[str] = "random_rope"

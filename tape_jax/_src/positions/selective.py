@@ -30,12 +30,12 @@ zeros = jax.nn.initializers.zeros
 
 @dataclasses.dataclass(frozen=True)
 class SelectiveRope(Encoding):
-    """Selective RoPE (Movahedi et al. 2025): the angle is a sum over the tokens up to each.
+    """Selective RoPE (Movahedi et al. 2025, arXiv:2511.17388): angles are sums over tokens so far.
 
     ``angle_t = temperature * sum_{s <= t} phi_s``, where ``phi`` is a projection of what enters the
     layer, each head's share of it at unit length, behind a short causal convolution. Every layer
     and every key/value head has angles of its own. Positions are not read: with ``phi = 0`` there
-    are none.
+    are none. The formulas are those of ``SelectiveRoPE`` in the published code.
 
     Attributes:
       rank: of the projection; None: of full rank, each head from its own share alone, with columns
@@ -49,6 +49,10 @@ class SelectiveRope(Encoding):
       gate: ``none``; ``standard``: ``phi`` is multiplied by a gate for each head, a sigmoid of a
         projection.
       bias: ``exp(b)`` is added to ``phi``, with a learned ``b`` for each head and frequency.
+
+    Raises:
+      ValueError: for options out of range; of a hidden size that the key/value heads do not divide;
+        for ``rfa`` with a head dimension of 2.
     """
 
     kind: ClassVar[str] = "selective_rope"

@@ -25,6 +25,9 @@ class SomeHeads(Encoding):
 
     Attributes:
       on_heads: how many heads have it; None: all.
+
+    Raises:
+      ValueError: for ``on_heads`` out of range.
     """
 
     on_heads: int | None = dataclasses.field(default=None, kw_only=True)

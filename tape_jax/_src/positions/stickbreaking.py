@@ -32,7 +32,7 @@ class StickBreaking(Encoding):
         query's own token.
 
     Raises:
-      ValueError: where tokens see later ones, which get no share.
+      ValueError: for an unknown remainder; where tokens see later ones, which get no share.
     """
 
     kind: ClassVar[str] = "stickbreaking"

@@ -185,6 +185,10 @@ def init_update(
     Returns:
       ``mix [H_q]`` or ``[H_kv, H_q]``, ``wx [hidden, P]``, ``up [P, H_kv]``, ``down [H_kv, P]``;
       those that the options leave out are absent.
+
+    Raises:
+      ValueError: for options out of range; for query heads that are not a multiple of the state
+        heads; for a type of 64 bits while such are disabled.
     """
     dtype = float_type(dtype)
     require_x64(dtype=dtype)
@@ -237,6 +241,9 @@ class Tape(Rope):
       norm: ``none``, ``rms`` or ``unit``.
       layers: ``all`` or ``(start, stop)``: the layers that update the state, ``stop`` exclusive.
         The last layer of a model never does, for nobody would read the result.
+
+    Raises:
+      ValueError: for options out of range, that do not go together, or that do not fit the model.
     """
 
     kind: ClassVar[str] = "tape"
