@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 
 # Parameters of mallopt(3).
@@ -14,8 +15,9 @@ def keep_freed_memory() -> None:
 
     XLA allocates the temporary memory of a step anew for every step on the CPU. By default glibc
     fetches so much memory from the kernel each time, page by page, and hands it back: 18 of the 48
-    milliseconds of processor time that a step of ``configs/addition_demo.py`` took. All threads
-    share one arena, since those of single threads hold no block over 64 MB.
+    milliseconds of processor time that a step of ``configs/addition_demo.py`` took. On one
+    core all threads share an arena, since a thread's own holds no block over 64 MB; on several they
+    would wait for one another.
     """
     if platform.libc_ver()[0] != "glibc":
         return
@@ -23,4 +25,5 @@ def keep_freed_memory() -> None:
     for parameter in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):
         libc.mallopt(parameter, (1 << 31) - 1)
     libc.mallopt(_TOP_PAD, 1 << 26)
-    libc.mallopt(_ARENA_MAX, 1)
+    if len(os.sched_getaffinity(0)) == 1:
+        libc.mallopt(_ARENA_MAX, 1)
