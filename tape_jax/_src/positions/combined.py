@@ -123,6 +123,10 @@ class Combined(Encoding):
     def starts_by_head(self) -> bool:
         return self._state.starts_by_head
 
+    @property
+    def reads_start(self) -> bool:
+        return self._state.reads_start
+
     def check(self, config: ModelConfig) -> None:
         for encoding in self.encodings:
             encoding.check(config)
