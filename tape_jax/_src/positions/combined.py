@@ -124,6 +124,10 @@ class Combined(Encoding):
         return self._state.starts_by_head
 
     @property
+    def reads_positions(self) -> bool:
+        return any(encoding.reads_positions for encoding in self.encodings)
+
+    @property
     def reads_start(self) -> bool:
         return self._state.reads_start
 

@@ -165,6 +165,11 @@ class Encoding:
         return False
 
     @property
+    def reads_positions(self) -> bool:
+        """Whether it depends on positions; what does not says so."""
+        return type(self) is not Encoding
+
+    @property
     def reads_start(self) -> bool:
         """Whether the state entering the first layer is read; by default, if one is ever made."""
         own, makers = type(self), ("start", "start_from_embeddings", "rotation")

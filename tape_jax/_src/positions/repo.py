@@ -47,6 +47,10 @@ class Repo(Encoding):
         set_field(self, "first_layer", not_negative("repo: first_layer", self.first_layer))
 
     @property
+    def reads_positions(self) -> bool:
+        return self.first_layer > 0
+
+    @property
     def reads_start(self) -> bool:
         return self.first_layer > 0
 
