@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 
 import chex
 import jax
@@ -755,6 +756,25 @@ def test_an_initial_state_replaces_the_start():
         close(run(model, variables, tokens, initial_state=state), expected)
         backwards = run(model, variables, tokens, initial_state=state[::-1])
         assert jnp.abs(backwards - expected).max() > 1e-3
+
+
+@pytest.mark.parametrize("position", [*positions.registry, "tape+fox", "alibi+fox", "repo+kerple"])
+def test_an_initial_state_is_read_or_refused(position):
+    chosen = positions.create(position) if "+" in position else encoding(position)
+    rotary = {"rope", "yarn", "xpos", "random_rope", "mapformer_wm", "mapformer_em"}
+    assert chosen.reads_start is (position in rotary or position.startswith("tape"))
+    if not chosen.reads_start:
+        model, state = small_model(chosen), (jnp.zeros((5, 8)), jnp.zeros(3))
+        told = rf"the encoding '{re.escape(position)}' reads no state .*got \(\(5, 8\), \(3,\)\)"
+        with pytest.raises(ValueError, match=told):
+            model.init(jax.random.key(0), jnp.zeros((2, 5), jnp.int32), initial_state=state)
+
+
+def test_a_late_start_of_repo_reads_an_initial_state():
+    model = small_model(positions.Repo(width=4, first_layer=1))
+    variables, tokens = random_variables(model), random_tokens(2, 6)
+    state = rotary_state(jnp.arange(6), 8, 500_000.0)
+    close(run(model, variables, tokens, initial_state=state), run(model, variables, tokens))
 
 
 @pytest.mark.parametrize("kind", ["random_rope", "abacus"])

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -214,7 +215,7 @@ def test_every_encoding_can_be_split(kind, sizes):
     step = jax.grad(lambda v, x: split.apply(v, x).sum())
     pairs = {"bias", "logits", "weights"} & set(model.encoding.acts_on)
     if "sequence" in sizes and pairs and "decay" not in model.encoding.acts_on:
-        why = "bias= speaks of pairs of tokens|_fn= is given rows of logits"
+        why = f"the encoding '{kind}': .*'ring': (bias= speaks of pairs|[a-z]*_fn= is given rows)"
         with pytest.raises(NotImplementedError, match=why):
             jax.eval_shape(step, variables, tokens)
     else:
@@ -462,6 +463,12 @@ def test_wrong_calls_on_a_mesh():
         ValueError, match="needs attention_implementation=None or 'ring'; got 'chunked'"
     ):
         trace(model_of(sharding=sharding, attention_implementation="chunked"), (B, T))
+    for kind in ("kerple", "tape+kerple", "cope"):
+        pairs = Transformer(small_model(positions.create(kind)).config, sharding=sharding)
+        params = jax.eval_shape(pairs.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))
+        told = rf"the encoding '{re.escape(kind)}': attention implementation 'ring': "
+        with pytest.raises(NotImplementedError, match=told):
+            jax.eval_shape(pairs.apply, params, jax.ShapeDtypeStruct((B, T), jnp.int32))
     with pytest.raises(ValueError, match="no attention maps"):
         trace(model, (B, T), mutable=["maps"])
     with pytest.raises(ValueError, match="the mesh splits 'batch' into 2 parts"):

@@ -306,6 +306,11 @@ class ModelConfig:
             f"model: random_positions must be a RandomPositions or None; got {draw!r}",
         )
         require(
+            draw is None or self.position.reads_positions,
+            f"model: random_positions are for an encoding that reads positions, which "
+            f"{self.position.kind!r} does not; got {draw!r}",
+        )
+        require(
             draw is None or self.position.coordinate_axes == 1,
             f"model: random_positions are for one position a token; {self.position.kind!r} has "
             f"axes = {self.position.coordinate_axes}",

@@ -11,7 +11,7 @@ from tape_jax._src.cache import Cache, check_length
 from tape_jax._src.checks import concrete, require, require_whole
 from tape_jax._src.config import ModelConfig
 from tape_jax._src.layers import splits_sequence
-from tape_jax._src.positions.protocol import State
+from tape_jax._src.positions.protocol import Encoding, State
 from tape_jax._src.segments import PADDING
 from tape_jax._src.sharding import Sharding
 
@@ -62,6 +62,15 @@ def check_inputs(
         raise ValueError(
             f"all segment_ids are {PADDING}, which is padding: real tokens have other ids"
         )
+
+
+def check_initial_state(encoding: Encoding, initial_state: State) -> None:
+    """Raises ValueError if a state is given that the encoding does not read."""
+    require(
+        initial_state is None or encoding.reads_start,
+        f"the encoding {encoding.kind!r} reads no state that enters the first layer: expected "
+        f"initial_state=None; got {jax.tree.map(jnp.shape, initial_state)}, by shapes",
+    )
 
 
 def check_sharded(

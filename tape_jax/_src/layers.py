@@ -276,10 +276,13 @@ class Attention(nn.Module):
             )
             implementation = "ring"
             split = {"sharding": self.sharding, "options": {"order": "zigzag"}}
-        out, attended = attend(
-            q, k, v, state=e, attend_state=self.attend_state, implementation=implementation,
-            **options, **split,
-        )  # fmt: skip
+        try:
+            out, attended = attend(
+                q, k, v, state=e, attend_state=self.attend_state, implementation=implementation,
+                **options, **split,
+            )  # fmt: skip
+        except NotImplementedError as error:
+            raise NotImplementedError(f"the encoding {self.encoding.kind!r}: {error}") from error
         if attended is not None:
             attended = constrain(self.sharding, attended, "batch", "sequence", "heads")
         if wants_maps:

@@ -24,7 +24,7 @@ from tape_jax._src.cache import (
 )
 from tape_jax._src.checks import choose, require, require_x64
 from tape_jax._src.config import ModelConfig
-from tape_jax._src.inputs import check_inputs, check_sharded
+from tape_jax._src.inputs import check_initial_state, check_inputs, check_sharded
 from tape_jax._src.layers import (
     Attention,
     Block,
@@ -213,7 +213,8 @@ class Transformer(nn.Module):
           mask: booleans that broadcast to ``[..., H, T, T]``, with a cache to ``[B, H, T, S]``
             with its capacity ``S``; True where visible.
           is_causal: whether tokens see earlier ones only.
-          initial_state: state entering the first layer, in place of the encoding's own.
+          initial_state: state entering the first layer, in place of the encoding's own; refused by
+            encodings that read none.
           return_states: also return the :class:`States`.
           cache: continue from it. ``positions`` and ``segment_ids`` then describe the new tokens.
             Tokens for which no slots are left are refused or, under ``jax.jit``, make these and all
@@ -237,6 +238,7 @@ class Transformer(nn.Module):
         require_x64(dtype=c.dtype, param_dtype=c.param_dtype, state_dtype=c.state_dtype)
         choose("output", output, ("logits", "hidden"))
         check_inputs(self, tokens, positions, segment_ids, cache)
+        check_initial_state(encoding, initial_state)
         if cache is not None:
             check_cache(self, cache)
             require(

@@ -1,6 +1,7 @@
 """Positions drawn in training, for every encoding."""
 
 import functools
+import re
 
 import chex
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tape_jax import ModelConfig, RandomPositions, grow_cache, init_cache, testing
+from tape_jax import ModelConfig, RandomPositions, grow_cache, init_cache, positions, testing
 from tape_jax._src.positions.drawing import drawn_positions
 from tape_jax.positions import RandomRope, Rope
 from tests.models import encoding, random_variables, small_model
@@ -151,6 +152,34 @@ def test_positions_out_of_range(x64):
     chex.assert_trees_all_close(found[1], logits(model, variables, KEY)[1], atol=1e-12)
     with pytest.raises(ValueError, match=r"positions must lie in 0 \.\. 5; got 6"):
         model.apply(variables, TOKENS, positions=places, rngs={"positions": KEY})
+
+
+@pytest.mark.parametrize("position", [*positions.registry, "alibi+fox", "path+fox"])
+def test_encodings_that_read_no_positions_refuse_a_draw(position):
+    kinds = {*position.split("+")}
+    by_content = {"none", "selective_rope", "grape_m_ctx", "repo", "mapformer_wm", "mapformer_em"}
+    by_content |= {"fox", "path", "cope", "stickbreaking", "abacus", "position_coupling"}
+    if kinds <= by_content:
+        told = rf"which '{re.escape(position)}' does not; got RandomPositions\(kind='spaced', ran"
+        with pytest.raises(ValueError, match=told):
+            model_of("spaced", position)
+    elif position != "random_rope":
+        model_of("spaced", position)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("position", positions.registry)
+def test_an_encoding_says_whether_it_reads_positions(position):
+    model, places = small_model(position), jnp.array([0, 2, 3, 7, 11, 13])
+    variables = random_variables(model)
+    moved = logits(model, variables, positions=places) - logits(model, variables)
+    assert bool((moved != 0).any()) == model.encoding.reads_positions
+
+
+def test_some_heads_of_a_combination_take_a_draw(x64):
+    model = model_of("spaced", positions.create("rope+fox", on_heads=1))
+    jax.eval_shape(model.init, jax.random.key(0), TOKENS)
+    model_of("spaced", positions.Repo(width=4, first_layer=1))
 
 
 def test_misuse():

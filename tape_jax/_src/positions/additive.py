@@ -100,6 +100,7 @@ class Abacus(Learned):
     """
 
     kind: ClassVar[str] = "abacus"
+    reads_positions: ClassVar[bool] = False
 
     size: int = 256
     digits: tuple[int, ...] = ()

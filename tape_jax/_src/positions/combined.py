@@ -124,6 +124,14 @@ class Combined(Encoding):
     def starts_by_head(self) -> bool:
         return self._state.starts_by_head
 
+    @property
+    def reads_positions(self) -> bool:
+        return any(encoding.reads_positions for encoding in self.encodings)
+
+    @property
+    def reads_start(self) -> bool:
+        return self._state.reads_start
+
     def check(self, config: ModelConfig) -> None:
         for encoding in self.encodings:
             encoding.check(config)

@@ -40,6 +40,7 @@ class Cope(Encoding):
 
     kind: ClassVar[str] = "cope"
     acts_on: ClassVar[tuple[str, ...]] = ("logits",)
+    reads_positions: ClassVar[bool] = False
 
     positions: int | None = 64
     separate_key: bool = False

@@ -61,6 +61,7 @@ class PositionCoupling(Learned):
     """
 
     kind: ClassVar[str] = "position_coupling"
+    reads_positions: ClassVar[bool] = False
 
     size: int = 256
     digits: tuple[int, ...] = ()

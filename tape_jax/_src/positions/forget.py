@@ -41,6 +41,7 @@ class Fox(SomeHeads):
 
     kind: ClassVar[str] = "fox"
     acts_on: ClassVar[tuple[str, ...]] = ("decay",)
+    reads_positions: ClassVar[bool] = False
 
     gate: str = "full"
     bias: float = 0.0

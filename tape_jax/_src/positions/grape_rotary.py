@@ -42,6 +42,7 @@ class GrapeMultiplicative(Encoding):
 
     kind: ClassVar[str] = "grape_m_ctx"
     acts_on: ClassVar[tuple[str, ...]] = ("state",)
+    reads_positions: ClassVar[bool] = False
 
     base: float = 10_000.0
     per_head: bool = False

@@ -44,6 +44,7 @@ class MapFormerWM(Encoding):
 
     kind: ClassVar[str] = "mapformer_wm"
     acts_on: ClassVar[tuple[str, ...]] = ("state",)
+    reads_positions: ClassVar[bool] = False
 
     rank: int = 2
     grid: float = 64.0

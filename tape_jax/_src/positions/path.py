@@ -43,6 +43,7 @@ class PathAttention(Encoding):
 
     kind: ClassVar[str] = "path"
     acts_on: ClassVar[tuple[str, ...]] = ("state", "logits")
+    reads_positions: ClassVar[bool] = False
     rewrites_keys: ClassVar[bool] = True
 
     rank: int | None = 32

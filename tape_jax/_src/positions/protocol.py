@@ -164,6 +164,17 @@ class Encoding:
         """Whether :meth:`start` makes a state for each head; positions have all batch axes then."""
         return False
 
+    @property
+    def reads_positions(self) -> bool:
+        """Whether it depends on positions; what does not says so."""
+        return type(self) is not Encoding
+
+    @property
+    def reads_start(self) -> bool:
+        """Whether the state entering the first layer is read; by default, if one is ever made."""
+        own, makers = type(self), ("start", "start_from_embeddings", "rotation")
+        return any(getattr(own, name) is not getattr(Encoding, name) for name in makers)
+
     def check(self, config: ModelConfig) -> None:
         """Raises ValueError if the encoding does not fit the model."""
 

@@ -51,6 +51,14 @@ class Repo(Encoding):
         require(self.base > 1, f"repo: the rotary base must exceed 1; got {self.base}")
         set_field(self, "first_layer", not_negative("repo: first_layer", self.first_layer))
 
+    @property
+    def reads_positions(self) -> bool:
+        return self.first_layer > 0
+
+    @property
+    def reads_start(self) -> bool:
+        return self.first_layer > 0
+
     def check(self, config: ModelConfig) -> None:
         require(
             self.first_layer < config.num_layers,

@@ -57,6 +57,7 @@ class SelectiveRope(Encoding):
 
     kind: ClassVar[str] = "selective_rope"
     acts_on: ClassVar[tuple[str, ...]] = ("state",)
+    reads_positions: ClassVar[bool] = False
 
     rank: int | None = 16
     taps: int = 4

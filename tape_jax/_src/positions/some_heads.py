@@ -68,6 +68,7 @@ class SomeHeads(Encoding):
             num_kv_heads=None,
             head_dim=config.dim,
             shifted_groups=None,
+            random_positions=None,
             update_implementation=None,
         )
 

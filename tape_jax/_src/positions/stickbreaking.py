@@ -37,6 +37,7 @@ class StickBreaking(Encoding):
 
     kind: ClassVar[str] = "stickbreaking"
     acts_on: ClassVar[tuple[str, ...]] = ("weights",)
+    reads_positions: ClassVar[bool] = False
 
     current: bool = False
     remainder: str = "none"
