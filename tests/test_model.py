@@ -138,12 +138,20 @@ def test_scanned_layers_equal_unrolled_ones(options):
     chex.assert_trees_all_close(states, expected_states, atol=1e-4, rtol=1e-4)
 
 
+def loops(model, variables, tokens):
+    """Loops in the program of a forward pass."""
+    program = jax.jit(functools.partial(model.apply, variables)).lower(tokens)
+    return program.as_text().count("stablehlo.while")
+
+
 @pytest.mark.parametrize("position", ["rope", positions.Tape(layers=(1, 3)), "tape+fox"])
 def test_layers_without_a_loop_equal_those_of_the_loop(position, monkeypatch):
     model = small_model(position, num_layers=4)
     variables, tokens = random_variables(model), random_tokens(2, 8)
     unrolled = loss_and_gradients(model, variables, tokens)
+    whole = loops(model, variables, tokens)
     monkeypatch.setattr(layers, "MOST_UNROLLED", 3)
+    assert whole < loops(model, variables, tokens)
     again = jax.jit(functools.partial(loss_and_gradients.__wrapped__, model))
     chex.assert_trees_all_close(again(variables, tokens), unrolled, atol=1e-5, rtol=1e-4)
 

@@ -162,7 +162,7 @@ def kinds_by_pairs(encoding: Any) -> list[str]:
     """Those of an encoding whose causal attention is more than states and decays."""
     members = getattr(encoding, "encodings", (encoding,))
     own = {"logits", "weights"}
-    return [x.kind for x in members if own & {*x.acts_on} or x.acts_on == ("bias",)]
+    return [x.kind for x in members if own & {*x.acts_on} or tuple(x.acts_on) == ("bias",)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -316,3 +316,16 @@ def test_a_float32_bias_of_float64_queries_has_gradients(x64):
     )
     chex.assert_trees_all_equal_dtypes(found, want)
     chex.assert_trees_all_close(found, want, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["reference", "query_blocks", "chunked"])
+@pytest.mark.parametrize("wrong", [-jnp.inf, jnp.nan])
+def test_a_head_that_is_not_finite_spoils_no_other(backend, wrong):
+    q, k, v = (normal(i, 1, 8, 2, 4) for i in range(3))
+    decay = normal(3, 1, 8, 2)
+    out = attention(
+        q, k, v, log_decay=decay.at[0, 3, 1].set(wrong), is_causal=True, implementation=backend
+    )[0]
+    expected = attention(q, k, v, log_decay=decay, is_causal=True, implementation="reference")[0]
+    chex.assert_trees_all_close(out[:, :, 0], expected[:, :, 0], atol=1e-5)
+    assert jnp.isnan(out[:, 3:, 1]).all()

@@ -107,9 +107,14 @@ def _with_decay(request: Request, q: Array, k: Array) -> tuple[Array, Array]:
 
 
 def _in_memory(decay: Array) -> Array:
-    """The same as a product, which XLA does not repeat for each pair of tokens like a sum's end."""
+    """The same as a product, which XLA does not repeat for each pair of tokens like a sum's end.
+
+    A head that has a number that is not finite is NaN.
+    """
+    finite = jnp.isfinite(decay)
     same = jnp.eye(decay.shape[-1], dtype=decay.dtype)
-    return jnp.matmul(decay, same, precision=jax.lax.Precision.HIGHEST)
+    copied = jnp.matmul(jnp.where(finite, decay, 0), same, precision=jax.lax.Precision.HIGHEST)
+    return jnp.where(finite.all(-2, keepdims=True), copied, jnp.nan)
 
 
 def _block(request: Request, start: int, end: int) -> Array:
