@@ -1,7 +1,9 @@
 """Names, options and defaults of encodings."""
 
+import copy
 import dataclasses
 import functools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ import pytest
 from tape_jax import ModelConfig, RopeScaling, positions
 from tape_jax._src.positions.creation import ALIASES, option_names
 from tape_jax._src.positions.protocol import check_indices, table_rows
-from tape_jax.positions import Encoding, Layer, Rope, Tape, Terms, create, registry
+from tape_jax.positions import Encoding, Fox, Layer, Rope, Tape, Terms, create, registry
 
 CONFIG = ModelConfig(13, hidden_size=16, num_layers=2, num_heads=2)
 
@@ -109,12 +111,31 @@ def test_an_encoding_of_ones_own_needs_no_name():
         ),
         ("fox", {"shortest": "2"}, r"fox: shortest must be a number; got '2'"),
         ("path+fox", {"bias": float("nan")}, r"fox: bias must be a number; got nan"),
-        (Rope(learn_base="yes"), {}, r"rope: learn_base must be True or False; got 'yes'"),
     ],
 )
 def test_unknown_names(position, options, words):
     with pytest.raises(ValueError, match=words):
         create(position, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Rope(learn_base="yes"), r"rope: learn_base must be True or False; got 'yes'"),
+        (lambda: Rope("large"), r"rope: base must be a number; got 'large'"),
+        (lambda: Fox(shortest="a"), r"fox: shortest must be a number; got 'a'"),
+        (lambda: dataclasses.replace(Fox(), longest=None), r"longest must be a number; got None"),
+    ],
+)
+def test_options_of_another_type(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_encodings_can_be_copied_and_stored():
+    for kind in registry:
+        encoding = create(kind)
+        assert pickle.loads(pickle.dumps(encoding)) == copy.deepcopy(encoding) == encoding
 
 
 def test_no_encoding_does_nothing():

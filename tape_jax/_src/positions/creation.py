@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from tape_jax._src.checks import choose, from_mapping, nearest, require
+from tape_jax._src.checks import choose, from_mapping, nearest
 from tape_jax._src.config import RopeScaling
 from tape_jax._src.positions.ablations import (
     MixHeadDim,
@@ -162,11 +159,8 @@ def create(position: Any, **options: Any) -> Encoding:
         encodings that do not go together. For an encoding that cannot be hashed: a model, which is
         a key of compiled programs, could not be.
     """
-    if isinstance(position, Encoding) and not options:
-        encoding = position
-        for one in encoding.encodings if isinstance(encoding, Combined) else (encoding,):
-            _check_types(type(one), vars(one))
-    else:
+    encoding = position
+    if options or not isinstance(position, Encoding):
         made = [_build(cls, values) for cls, values in with_options(_parts(position), options)]
         encoding = made[0] if len(made) == 1 else Combined(tuple(made))
     try:
@@ -210,24 +204,10 @@ def with_options(parts: Parts, options: Mapping[str, Any]) -> Parts:
     return [(cls, found[cls]) for cls, _ in parts]
 
 
-def _check_types(cls: type[Encoding], options: Mapping[str, Any]) -> None:
-    """Raises ValueError for words where truth values or numbers are wanted, and for NaN."""
-    for field in dataclasses.fields(cls):
-        value = options.get(field.name, field.default)
-        what = f"{cls.kind}: {field.name}"
-        if field.type == "bool":
-            fits = isinstance(value, bool | np.bool_)
-            require(fits, f"{what} must be True or False; got {value!r}")
-        if field.type == "float":
-            fits = isinstance(value, numbers.Real) and value == value
-            require(fits, f"{what} must be a number; got {value!r}")
-
-
 def _build(cls: type[Encoding], options: Mapping[str, Any]) -> Encoding:
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
     if isinstance(options.get("scaling"), Mapping):
         options["scaling"] = from_mapping(
             RopeScaling, dict(options["scaling"]), what=f"position.scaling of {cls.kind!r}"
         )
-    _check_types(cls, options)
     return from_mapping(cls, options, what=f"position encoding {cls.kind!r}")

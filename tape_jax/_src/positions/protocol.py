@@ -11,9 +11,10 @@ to attend (:meth:`Encoding.layer_terms`).
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,12 @@ State = Any
 # Where an encoding may act: of "embedding", "state", "logits" and "weights" one encoding of a
 # combination, of the others any number.
 PLACES = ("embedding", "state", "logits", "weights", "bias", "decay")
+
+# What an option of each type has to be: in words, and whether a value is that.
+OPTION_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "bool": ("True or False", lambda x: isinstance(x, bool | np.bool_)),
+    "float": ("a number", lambda x: isinstance(x, numbers.Real) and x == x),
+}
 
 
 class Param(NamedTuple):
@@ -148,6 +155,16 @@ class Encoding:
     acts_on: ClassVar[tuple[str, ...]] = ()
     # Whether layer_terms rewrites what decoding keeps of earlier keys.
     rewrites_keys: ClassVar[bool] = False
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Raises ValueError for an option of another type, before it is looked at, and for NaN."""
+        fields = {field.name: field.type for field in dataclasses.fields(cls)}
+        for name, value in (dict(zip(fields, args, strict=False)) | options).items():
+            kind, optional, _ = str(fields.get(name)).partition(" | None")
+            if kind in OPTION_TYPES and not (optional and value is None):
+                words, fits = OPTION_TYPES[kind]
+                require(fits(value), f"{cls.kind}: {name} must be {words}; got {value!r}")
+        return super().__new__(cls)
 
     @property
     def coordinate_axes(self) -> int:
