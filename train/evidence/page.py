@@ -314,7 +314,8 @@ def _growth(study: PlannedGrowth) -> str:
     header += [*(f"gradients, {m}" for m in moments), "diverged"]
     note = (
         "State: the largest norm that enters a layer, relative to the start. Gradients: the "
-        "largest of a layer over the smallest. Medians of the seeds."
+        "largest of a layer over the smallest. Medians of the seeds; pictures of seed "
+        f"{protocol.REPORTING[0]} alone."
     )
     return f"{note}\n\n{text_table(header, rows)}"
 
