@@ -199,12 +199,13 @@ class TestCommitted:
     store = Store(Path("benchmarks/results/evidence"))
     studies = tuple(sorted(path.stem for path in store.folder.glob("*.jsonl")))
 
-    def test_all_are_read(self):
+    def test_all_are_read_once(self):
         codes = [
             record.code["modules"]
             for study in self.studies
             for record in self.store._study(study).records.values()
         ]
+        assert all(self.store._study(x) is self.store._study(x) for x in self.studies)
         assert set(codes) <= set(self.store.accepted)
         assert [self.store.problems(study) for study in self.studies] == [[]] * len(self.studies)
 
