@@ -48,6 +48,7 @@ evidence-places: $(VENV)/.ready  ## the same of where TAPE is ahead: tasks of fi
 
 evidence-quick: $(VENV)/.ready  ## make a few of these runs again, in minutes
 	$(BIN)/python -m train.main evidence --quick
+	$(BIN)/python -m train.main evidence --suite=places --quick
 
 test: $(VENV)/.ready  ## the tests, in under five minutes on two cores
 	$(PYTEST) -m "not slow"

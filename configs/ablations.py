@@ -2,13 +2,13 @@
 
 Claim: none beforehand; the report says which parts matter to words longer than those trained on.
 Sorting tells encodings apart there; sums do not at this size, where all are wrong.
-Six variants are judged by docs/protocol.md, with half the steps (docs/evidence.md); all, from
-before it, are in docs/evidence_before.md. That equivariance keeps states stable is contradicted:
-in 48 layers they grow to three times as much without it, but to 42 % less where the update mixes
-along a head's dimensions, which breaks it too (60 steps, five seeds). Confirmed, by words of 11
-to 20 symbols sorted right: that permutation equivariance matters (TAPE 19 %, weights by place
-14), and that updates of later layers matter more (late 25 %, early 17). TAPE without its update
-has 18 % and is not told apart.
+Nine variants are judged by docs/protocol.md (docs/evidence.md), six by sorting with half the steps
+and three by growth in 48 layers; all, from before it, are in docs/evidence_before.md. That
+equivariance keeps states stable is contradicted: in 48 layers they grow to three times as much
+without it, but to 42 % less where the update mixes along a head's dimensions, which breaks it too
+(60 steps, five seeds). Confirmed, by words of 11 to 20 symbols sorted right: that permutation
+equivariance matters (TAPE 19 %, weights by place 14), and that updates of later layers matter more
+(late 25 %, early 17). TAPE without its update has 18 % and is not told apart.
 Cost: two to three minutes of one core for a run, with evaluation; all variants with three seeds
 took 3.5 hours of processor time.
 Command: one variant of VARIANTS, or all of them with three seeds each:

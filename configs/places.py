@@ -13,6 +13,9 @@ and for one task (address, chains, counting, flip_flop, line_numbers, navigation
 selective_copy or table, with its own default size) and some encodings
     python -m train.main compare --config=configs/places.py --run=runs/table_demo \
         --encodings=tape+alibi,rope+alibi --config.task.name=table
+and for what may help TAPE beyond the trained lengths
+    python -m train.main compare --config=configs/places.py --run=runs/remedies \
+        --variants=all --config.task.name=counting
 """
 
 from typing import Any
@@ -28,6 +31,33 @@ TASKS: dict[str, dict[str, Any]] = {
     "line_numbers": {},
     "flip_flop": {},
     "recall": {},
+}
+
+# The form of make demo, and what may help it beyond the trained lengths, each by itself; one is
+# chosen by other tasks than those above (docs/protocol.md).
+_BASE: dict[str, Any] = {
+    "model.position.kind": "tape+alibi",
+    "model.position.attention_mix": "heads",
+    "model.position.alpha": 8.0,
+    "model.position.norm": "rms",
+}
+_DRAWN = {"model.random_positions.range": 256}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "base": _BASE,
+    "plain": {**_BASE, "model.position.alpha": 1.0, "model.position.norm": "none"},
+    "no_bias": {**_BASE, "model.position.kind": "tape"},
+    "fire": {**_BASE, "model.position.kind": "tape+fire"},
+    "fox": {**_BASE, "model.position.kind": "tape+fox"},
+    "on_heads": {**_BASE, "model.position.on_heads": 2},
+    "partial": {**_BASE, "model.position.partial_rotary_factor": 0.5},
+    "still_heads": {**_BASE, "model.position.still_heads": 2},
+    "head_shift": {**_BASE, "model.position.head_shift": 1.0},
+    "degree": {**_BASE, "model.position.degree": 3},
+    "shift_degree": {**_BASE, "model.position.head_shift": 1.0, "model.position.degree": 3},
+    "spaced": {**_BASE, "model.random_positions.kind": "spaced", **_DRAWN},
+    "stretched": {**_BASE, "model.random_positions.kind": "stretched", **_DRAWN},
+    # Without the update.
+    "rope": {"model.position.kind": "rope+alibi"},
 }
 
 # Not run yet.

@@ -4,11 +4,21 @@ import dataclasses
 import functools
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from tape_jax import ModelConfig, Transformer, positions
+
+# Tests compile much and compute little.
+jit_quickly = functools.partial(
+    jax.jit,
+    compiler_options={
+        "xla_backend_optimization_level": 0,
+        "xla_llvm_disable_expensive_passes": True,
+    },
+)
 
 VOCAB = 13
 DIGITS = tuple(range(3, 13))
@@ -79,3 +89,9 @@ def without(variables, prefix):
         }
 
     return keep(variables)
+
+
+def assert_near(actual, expected, tolerance=1e-5):
+    """Equality to ``tolerance``, relative to the largest value where that exceeds 1."""
+    allowed = tolerance * max(1.0, float(jnp.abs(expected).max()))
+    chex.assert_trees_all_close(actual, expected, atol=allowed, rtol=0)

@@ -7,9 +7,9 @@ import pytest
 
 from tape_jax._src import by_layer
 from tape_jax._src.generate import decode, prefill
-from tests.models import random_variables, small_model
+from tests.generate.passes import CAPACITY, CASES
+from tests.models import assert_near, random_variables, small_model
 from tests.selection import mostly_slow
-from tests.test_generate import CAPACITY, CASES, assert_near
 
 
 @pytest.mark.parametrize("name", mostly_slow([*CASES], "tape"))
@@ -18,7 +18,7 @@ def test_layers_by_themselves_decode_what_a_scan_does(name, x64, monkeypatch):
     variables = random_variables(model, std=1.0)
 
     def generated(prompt):
-        # One row: the batch is an axis of length 1 too. Larger batches are in test_generate.
+        # One row: the batch is an axis of length 1 too. Larger batches are in tests/generate.
         _, cache = prefill(model, variables, prompt[:, :-1], capacity=CAPACITY)
         return decode(model, variables, cache, prompt[:, -1], 4)
 

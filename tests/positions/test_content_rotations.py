@@ -298,7 +298,7 @@ def test_beside_a_decay(kind):
     full = model.apply(variables, tokens)
     first, cache = tape.prefill(model, variables, tokens[:, :6], capacity=10)
     rest, _ = tape.extend(model, variables, cache, tokens[:, 6:])
-    np.testing.assert_allclose(jnp.concatenate([first, rest], 1), full, atol=1e-5)
+    np.testing.assert_allclose(jnp.concatenate([first, rest], 1), full, rtol=1e-5, atol=2e-5)
     alone = small_model(kind).apply(without(variables, "position_fox_"), tokens)
     assert jnp.abs(alone - full).max() > 1e-4
 

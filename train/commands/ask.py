@@ -1,4 +1,4 @@
-"""Asks the newest checkpoint of a run questions such as "407+85".
+"""Asks the newest checkpoint of a run questions of its task, such as "407+85" of sums.
 
 python -m train.main ask --run=runs/x "407+85"
 """

@@ -3,6 +3,7 @@
   python -m train.main evidence
   python -m train.main evidence --only=addition,passkey
   python -m train.main evidence --suite=places
+  python -m train.main evidence --suite=places --only=address --rivals=tape_alibi,rope
   python -m train.main evidence --config.scale=gpu
 
 Says what is missing and how long it will take, and makes it, claims first, by docs/protocol.md.
@@ -10,27 +11,36 @@ Each run is written to --results the moment it ends, and then the page: stopped 
 command continues. --plan stops before the first run. --quick makes a few of the runs once more in a
 folder of their own, and says whether they are those on record. --page runs nothing, and needs
 nothing but the results. Results by other code, another protocol or another config are named and
-left out.
+left out. --rivals makes the runs of these rivals, and those by which a budget is chosen.
 
 --suite=places compares encodings at tasks in which a place is to be found by content, in place of
-the claims; its results, runs and page are apart.
+the claims; its page is apart, and says too what the runs of the claims say of one TAPE for all.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from train.evidence.studies import Design
+    from train.evidence.suites import Suite
 
 RESULTS, RUNS, PAGE = Path("benchmarks/results"), Path("runs"), Path("docs")
+# What the folders of results and of runs are called.
+FOLDER = "evidence"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
     parser.add_argument("--suite", default="claims", help="claims (the default), or places")
     parser.add_argument("--only", metavar="STUDY,...", help="studies of the page (all)")
+    parser.add_argument("--rivals", metavar="RIVAL,...", help="rivals of these studies (all)")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--quick", action="store_true", help="a few runs once more, in minutes")
     what.add_argument("--page", action="store_true", help="write the page, run nothing")
@@ -45,22 +55,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Runs what is missing."""
     from tape_jax._src.checks import choose, require
-    from train import experiment
     from train.evidence import page
     from train.evidence.making import compared, make, plan, remarks
     from train.evidence.records import Store
     from train.evidence.source import describe_source
-    from train.evidence.studies import Place
+    from train.evidence.studies import Place, apart
     from train.evidence.suites import SUITES
 
     choose("suite", args.suite, SUITES)
     suite = SUITES[args.suite]
     require(args.jobs >= 1, f"evidence: --jobs must be at least 1; got {args.jobs}")
     scale, code = scale_of(args.overrides), describe_source()
-    name = suite.name if scale == experiment.THIS_SCALE else f"{suite.name}-{scale}"
+    folder, name = f"{FOLDER}{apart(scale)}", f"{suite.name}{apart(scale)}"
     # Runs of other code are not continued.
-    runs = (args.runs or RUNS / name) / code["modules"]
-    recorded = Place(Store(args.results or RESULTS / name), runs, args.jobs, scale)
+    runs = (args.runs or RUNS / folder) / code["modules"]
+    recorded = Place(Store(args.results or RESULTS / folder), runs, args.jobs, scale)
     with tempfile.TemporaryDirectory() as nowhere:
         # What is only read needs no run folders, and neither finds nor leaves any.
         read = recorded._replace(runs=Path(nowhere))
@@ -71,13 +80,18 @@ def run(args: argparse.Namespace) -> None:
             place = recorded._replace(store=Store(own / "results"), runs=own / "runs")
             out = args.out or own / "page" / f"{name}.md"
         studies = page.studies_at(suite, place)
-        chosen = args.only.split(",") if args.only is not None else list(studies)
+        own = [design.name for design in suite.designs]
+        chosen = args.only.split(",") if args.only is not None else own
         for study in chosen:
-            choose("study", study, studies)
+            choose("study", study, own)
+        makes = {name: studies[name] for name in chosen}
+        if args.rivals is not None:
+            narrowed = _narrowed(suite, chosen, args)
+            makes = {name: design.at(place) for name, design in narrowed.items()}
         for remark in remarks(place.store, studies):
             print(remark, file=sys.stderr)
         if not args.page and not args.quick:
-            print(plan(suite, studies, chosen, args.jobs), flush=True)
+            print(plan(suite, makes, args.jobs), flush=True)
         if args.plan:
             return
         if not idle:
@@ -85,12 +99,35 @@ def run(args: argparse.Namespace) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         page.write(suite, studies, out)
         if not idle:
-            for study in chosen:
+            for study in makes.values():
                 make(suite, studies, study, out, quick=args.quick)
         print(f"page: {out}")
         if args.quick:
-            print(compared(studies, page.studies_at(suite, read)))
+            recorded_studies = page.studies_at(suite, read)
+            print(compared({name: studies[name] for name in own}, recorded_studies))
             print(f"code: {code['modules']}")
+
+
+def _narrowed(suite: Suite, chosen: Sequence[str], args: argparse.Namespace) -> dict[str, Design]:
+    """Those of the chosen studies that have rivals that the command line names, with these alone.
+
+    Raises:
+      ValueError: no study has such a rival.
+    """
+    from tape_jax._src.checks import choose, require
+    from train.evidence.trainings import Trainings
+
+    for option in ("quick", "page"):
+        require(not getattr(args, option), f"evidence: --rivals has no part in --{option}")
+    rivals, found = args.rivals.split(","), {}
+    for design in suite.designs:
+        if design.name in chosen and isinstance(design, Trainings):
+            found[design.name] = dataclasses.replace(design, only=rivals)
+    known = dict.fromkeys(rival for design in found.values() for rival in design.rivals)
+    require(bool(known), f"evidence: {', '.join(chosen)}: no study of trainings, which have rivals")
+    for rival in rivals:
+        choose("rival", rival, known)
+    return {name: one for name, one in found.items() if not one.rivals.keys().isdisjoint(rivals)}
 
 
 def scale_of(overrides: Sequence[str]) -> str:

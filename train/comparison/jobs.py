@@ -24,7 +24,7 @@ from train.comparison import evaluations
 from train.comparison.report import RunRecord
 from train.comparison.sweep import Setting
 from train.experiment import Experiment, adaptation
-from train.training import changes, metrics, runs
+from train.training import changes, loop, metrics, runs
 
 FORMAT = "tape-jax comparison, version 1"
 
@@ -127,15 +127,15 @@ def plan(
     Each name is trained with every one of the settings.
 
     Raises:
-      ValueError: for a name that is unknown or given twice, a config that does not fit, or a run
-        that exists and is of another experiment.
+      ValueError: for a name that is unknown or given twice, a config that does not fit, what the
+        task cannot be asked for, or a run that exists and is of another experiment.
     """
     require(seeds >= 1, f"compare: --seeds must be at least 1; got {seeds}")
     chosen = {name: choice.overrides(name) for name in names}
     require(len(set(names)) == len(names), f"compare: {choice.what} given twice: {names}")
     report = functools.cache(report)  # Seeds and settings have the same to say.
     first_seed = experiment.from_file(config, overrides, report=lambda _: None).seed
-    jobs = []
+    jobs, prepared = [], []
     seeds_of_each = range(first_seed, first_seed + seeds)
     for name, setting, seed in itertools.product(names, settings, seeds_of_each):
         another = seed != first_seed
@@ -152,6 +152,10 @@ def plan(
             experiment=experiment.from_file(config, own, report),
             command=(f"--config={config}", *own),
         )
+        asked = job.experiment.task, job.experiment.evaluation
+        if asked not in prepared:
+            loop.prepared(job.experiment, strict=True)
+            prepared.append(asked)
         if job.folder.exists():
             changes.check_same(job.folder, job.experiment)
         jobs.append(job)

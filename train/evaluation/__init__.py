@@ -17,7 +17,7 @@ class Trained(Protocol):
     Attributes:
       model: the Flax module.
       variables: its variables.
-      apply: ``apply(variables, tokens [B, T]) -> logits [B, T, V]``.
+      apply: ``apply(variables, tokens [B, T], length=[B]) -> logits [B, T, V]``.
       max_length: the longest sequence, in tokens, that the model accepts; None: any.
     """
 

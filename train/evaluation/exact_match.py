@@ -21,7 +21,7 @@ from tape_jax._src.model import Transformer
 from train.compiled import compile_in_turn
 from train.evaluation import Progress, fits
 
-Apply = Callable[[Any, jax.Array], jax.Array]
+Apply = Callable[..., jax.Array]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -92,9 +92,12 @@ class AtPlaces:
 
     model: Transformer
 
-    def __call__(self, variables: Any, tokens: jax.Array, places: jax.Array) -> jax.Array:
-        """Logits [B, A, V] after ``tokens`` [B, T] at ``places`` [B, A]."""
-        hidden = jnp.asarray(self.model.apply(variables, tokens, output="hidden"))
+    def __call__(
+        self, variables: Any, tokens: jax.Array, places: jax.Array, length: jax.Array
+    ) -> jax.Array:
+        """Logits [B, A, V] after ``tokens`` [B, T] at ``places`` [B, A]; ``length`` [B]."""
+        hidden = self.model.apply(variables, tokens, length=length, output="hidden")
+        hidden = jnp.asarray(hidden)
         at = jnp.take_along_axis(hidden, places[..., None], axis=1, mode="clip")
         return self.model.project(variables, at)
 
@@ -111,9 +114,10 @@ def exact_match(
     """Whether each answer would be generated greedily to its last token: bool [E].
 
     Args:
-      apply: ``apply(variables, tokens int32 [B, T]) -> logits [B, T, V]``, causal and hashable
-        (a model's ``apply`` method is), compiled once for each shape; or :class:`AtPlaces` to save
-        memory.
+      apply: ``apply(variables, tokens int32 [B, T], length=int32 [B]) -> logits [B, T, V]``, causal
+        and hashable (a model's ``apply`` method is), compiled once for each shape; or
+        :class:`AtPlaces` to save memory. ``length`` is how many tokens of each row are no padding,
+        which decides what encodings draw or scale by the length.
       variables: of the model.
       examples: prompts and answers.
       batch_size: examples of one pass.
@@ -185,9 +189,9 @@ def _all_right(
     inputs, targets = tokens[:, :-1].astype(jnp.int32), tokens[:, 1:].astype(jnp.int32)
     places = prompt_lengths[:, None] - 1 + jnp.arange(answer_length)
     if isinstance(apply, AtPlaces):
-        logits = apply(variables, inputs, places)
+        logits = apply(variables, inputs, places, lengths - 1)
     else:
-        logits = apply(variables, inputs)
+        logits = apply(variables, inputs, length=lengths - 1)
         logits = jnp.take_along_axis(logits, places[..., None], axis=1, mode="clip")
     wanted = jnp.take_along_axis(targets, places, axis=1, mode="clip")
     beyond = places + 1 >= lengths[:, None]
@@ -195,7 +199,9 @@ def _all_right(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def greedy(apply: Apply, variables: Any, tokens: jax.Array, prompt_lengths: jax.Array) -> jax.Array:
+def greedy(
+    apply: Apply, variables: Any, tokens: jax.Array, prompt_lengths: jax.Array, lengths: jax.Array
+) -> jax.Array:
     """Continues prompts token by token, always with the most probable one, without a cache.
 
     Args:
@@ -203,6 +209,7 @@ def greedy(apply: Apply, variables: Any, tokens: jax.Array, prompt_lengths: jax.
       variables: of the model.
       tokens: int32 [B, T], of which each row starts with its prompt.
       prompt_lengths: int32 [B], 1..T.
+      lengths: int32 [B], 2..T: tokens of each prompt with its longest answer.
 
     Returns:
       int32 [B, T]: the prompts, each continued to T tokens.
@@ -210,7 +217,8 @@ def greedy(apply: Apply, variables: Any, tokens: jax.Array, prompt_lengths: jax.
     rows = jnp.arange(tokens.shape[0])
 
     def step(place: jax.Array, tokens: jax.Array) -> jax.Array:
-        predicted = jnp.argmax(apply(variables, tokens[:, :-1])[rows, place - 1], axis=-1)
+        logits = apply(variables, tokens[:, :-1], length=lengths - 1)
+        predicted = jnp.argmax(logits[rows, place - 1], axis=-1)
         given = place < prompt_lengths
         return tokens.at[:, place].set(jnp.where(given, tokens[:, place], predicted))
 
@@ -272,7 +280,8 @@ def answer(
     width = -(-end // 16) * 16
     width = width if max_length is None else min(width, max_length + 1)
     buffer = np.pad(prompt, (0, width - start))[None]
-    written = np.asarray(greedy(apply, variables, buffer, np.array([start], np.int32)))
+    ends = (np.array([n], np.int32) for n in (start, end))
+    written = np.asarray(greedy(apply, variables, buffer, *ends))
     tokens = written[0, start:end]
     try:
         text = task.read_answer(tokens)

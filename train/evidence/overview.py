@@ -1,4 +1,4 @@
-"""All studies of a suite beside each other, whose rivals and scores are the same."""
+"""Studies beside each other that have the same scores, and rivals in common."""
 
 from __future__ import annotations
 
@@ -26,11 +26,19 @@ def tables(studies: Studies) -> Iterator[str]:
     for key, title in TITLES.items():
         rows = []
         for rival in _rivals(studies):
-            found = [study.values(rival, BEYOND, key) for study in studies.values()]
-            cells = ["-" if x is None else str(estimate([*x.values()])) for x in found]
-            rows.append([rival, *cells])
-        yield f"{title}; five seeds, mean and 95 % interval, `-` is unfinished:"
+            rows.append([rival, *(_cell(study, rival, key) for study in studies.values())])
+        yield (
+            f"{title}; five seeds, mean and 95 % interval; `-` is unfinished, and what is not "
+            "asked is empty:"
+        )
         yield text_table(["", *studies], rows)
+
+
+def _cell(study: PlannedTrainings, rival: str, shown: str) -> str:
+    if rival not in study.design.rivals:
+        return ""
+    values = _values(study, rival, shown)
+    return "-" if values is None else str(estimate([*values.values()]))
 
 
 def picture(studies: Studies) -> Figure | None:
@@ -41,7 +49,7 @@ def picture(studies: Studies) -> Figure | None:
         rival: {
             name: None if values is None else estimate([*values.values()]).mean
             for name, study in studies.items()
-            for values in [study.values(rival, BEYOND)]
+            for values in [_values(study, rival, BEYOND)]
         }
         for rival in _rivals(studies)
     }
@@ -51,6 +59,11 @@ def picture(studies: Studies) -> Figure | None:
 def has_picture(studies: Studies) -> bool:
     """Whether anything is complete."""
     return any(study.values(r, BEYOND) for study in studies.values() for r in study.design.rivals)
+
+
+def _values(study: PlannedTrainings, rival: str, shown: str) -> dict[int, float] | None:
+    """A score by seed; None unless the rival is there and complete."""
+    return study.values(rival, BEYOND, shown) if rival in study.design.rivals else None
 
 
 def _rivals(studies: Studies) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,11 +24,21 @@ from train.evidence.stability import PlannedGrowth
 from train.evidence.states import COLUMNS, PlannedStates, states_figure
 from train.evidence.statistics import estimate
 from train.evidence.studies import Place, State, Study
+from train.evidence.suite import BEYOND
 from train.evidence.suites import Suite
 from train.evidence.trainings import PlannedTrainings
 from train.evidence.verdicts import HEADER, Kind, Verdict
 
 MOST_NAMES = 6
+# Per cent right at the trained lengths from which on a task counts as learned, on the page alone.
+LEARNED = 95
+
+LEGEND = (
+    "*Better by*: the mean paired difference over five seeds in the form's favour, in points of "
+    "exact match, or in % of perplexity or growth, with its interval by Student's t, which may "
+    "leave what is possible. *p*: paired t test, adjusted by Holm's method. *Would have seen*: the "
+    "smallest difference found with a chance of 80 % ([protocol](protocol.md#statistic))."
+)
 
 Studies = Mapping[str, Any]
 # Claims with the verdict on each of their forms.
@@ -35,8 +46,9 @@ Judged = Sequence[tuple[Claim, Sequence[Verdict]]]
 
 
 def studies_at(suite: Suite, place: Place) -> dict[str, Any]:
-    """Every study of a suite at a place, by name."""
-    return {design.name: design.at(place) for design in suite.designs}
+    """Every study of a suite at a place, by name, and those that it reads."""
+    designs = itertools.chain(suite.designs, *suite.read.values())
+    return {design.name: design.at(place) for design in designs}
 
 
 def write(suite: Suite, studies: Studies, page: Path, *, changed: Study | None = None) -> None:
@@ -54,9 +66,9 @@ def write(suite: Suite, studies: Studies, page: Path, *, changed: Study | None =
     require_ours(page)
     folder = page.parent / "images" / page.stem
     found: dict[str, Figure] = {}
-    for study in studies.values() if changed is None else [changed]:
+    for study in _own(suite, studies).values() if changed is None else [changed]:
         found |= figures(study)
-    if suite.overview and (figure := overview.picture(studies)) is not None:
+    if suite.overview and (figure := overview.picture(_columns(suite, studies))) is not None:
         found[overview.PICTURE] = figure
     for name, figure in found.items():
         folder.mkdir(parents=True, exist_ok=True)
@@ -72,20 +84,36 @@ def markdown(suite: Suite, studies: Studies, images: str) -> str:
       studies: of :func:`studies_at`.
       images: the folder of the pictures, as the page names it.
     """
-    states = {name: study.state for name, study in studies.items()}
-    parts = [f"<!-- {MARK} -->\n# {suite.title}", *_introduction(suite, states)]
+    own = _own(suite, studies)
+    states = {name: study.state for name, study in own.items()}
+    folder = next(iter(own.values())).place.store.folder.name
+    parts = [f"<!-- {MARK} -->\n# {suite.title}", *_introduction(suite, states, folder)]
     judged = [(claim, [claim.judge(studies, f) for f in claim.forms]) for claim in suite.claims]
     parts += ["## Verdicts", _verdicts(suite, judged)]
     if suite.overview:
-        parts += overview.tables(studies)
-        if overview.has_picture(studies):
+        columns = _columns(suite, studies)
+        parts += overview.tables(columns)
+        if overview.has_picture(columns):
             parts.append(f"![{suite.title}]({images}/{overview.PICTURE})")
     parts += [*_tests(suite, studies, judged), "## Studies"]
-    for name, study in studies.items():
+    for name, study in own.items():
         parts += [f"### {name}", *_study(suite, study, states[name], images)]
     records = [record for state in states.values() for record in state.finished]
     parts += ["## Versions, hardware and code", _environments(records)]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _own(suite: Suite, studies: Studies) -> dict[str, Any]:
+    """The studies that are described on the suite's own page."""
+    read = {design.name for design in itertools.chain(*suite.read.values())}
+    return {name: study for name, study in studies.items() if name not in read}
+
+
+def _columns(suite: Suite, studies: Studies) -> dict[str, Any]:
+    """The studies of an overview: those that a claim is about, judged beyond the trained length."""
+    names = [claim.studies[0] for claim in suite.claims if len(claim.studies) == 1]
+    found = {name: studies[name] for name in dict.fromkeys(names)}
+    return {name: one for name, one in found.items() if BEYOND in one.design.scores}
 
 
 def figures(study: Study) -> dict[str, Figure]:
@@ -125,7 +153,7 @@ def _values(study: PlannedTrainings) -> dict[str, dict[str, Mapping[int, float]]
     return found
 
 
-def _introduction(suite: Suite, states: Mapping[str, State]) -> Iterator[str]:
+def _introduction(suite: Suite, states: Mapping[str, State], folder: str) -> Iterator[str]:
     done = sum(len(state.finished) for state in states.values())
     total = sum(state.total for state in states.values())
     complete = [name for name, state in states.items() if not state.unfinished]
@@ -135,7 +163,7 @@ def _introduction(suite: Suite, states: Mapping[str, State]) -> Iterator[str]:
     yield suite.introduction
     yield (
         f"`{suite.make}` makes what is missing, {suite.order}, and writes this page after every "
-        f"run, from the files in `benchmarks/results/{suite.name}`. Finished: **"
+        f"run, from the files in `benchmarks/results/{folder}`. Finished: **"
         f"{done} of at least {total} runs**, {spent / 3600:.1f} hours of processor time."
     )
     yield (
@@ -152,26 +180,32 @@ def _verdicts(suite: Suite, found: Judged) -> str:
         forms = list(dict.fromkeys(form for claim, _ in found for form in claim.forms))
         rows = []
         for claim, verdicts in found:
-            said = {f: suite.word(v.kind) for f, v in zip(claim.forms, verdicts, strict=True)}
-            rows.append([", ".join(claim.studies), *(said.get(form, "-") for form in forms)])
+            said = {f: claim.word(v.kind) for f, v in zip(claim.forms, verdicts, strict=True)}
+            rows.append([claim.name, *(said.get(form, "") for form in forms)])
         return text_table([suite.subject, *forms], rows)
     lines = []
     for number, (claim, verdicts) in enumerate(found, 1):
         words = ", ".join(
-            f"`{form}` **{suite.word(verdict.kind)}**"
+            f"`{form}` **{claim.word(verdict.kind)}**"
             for form, verdict in zip(claim.forms, verdicts, strict=True)
         )
         if len({verdict.kind for verdict in verdicts}) == 1:
-            words = f"**{suite.word(verdicts[0].kind)}**"
+            words = f"**{claim.word(verdicts[0].kind)}**"
         lines.append(f"| {number} | {claim.title} | {words} |")
     return "\n".join([f"| | {suite.subject} | verdict |", "|--:|---|---|", *lines])
 
 
 def _tests(suite: Suite, studies: Studies, found: Judged) -> Iterator[str]:
     """What each verdict rests on."""
+    yield LEGEND
+    pages = {
+        design.name: f"{name}{studies[design.name].place.apart}.md"
+        for name, designs in suite.read.items()
+        for design in designs
+    }
     for number, (claim, verdicts) in enumerate(found, 1):
-        where = ", ".join(f"[{name}](#{name})" for name in claim.studies)
-        lines = (_line(suite, form, v) for form, v in zip(claim.forms, verdicts, strict=True))
+        where = ", ".join(f"[{name}]({pages.get(name, '')}#{name})" for name in claim.studies)
+        lines = (_line(claim, form, v) for form, v in zip(claim.forms, verdicts, strict=True))
         yield f"**{number}. {claim.title}.**\n\n" + "\n".join(
             [
                 f"* Test: {claim.test}",
@@ -183,14 +217,17 @@ def _tests(suite: Suite, studies: Studies, found: Judged) -> Iterator[str]:
         )
         if tested := [cells for verdict in verdicts for cells in verdict.rows]:
             yield text_table(HEADER, tested)
-        beside = [cells for verdict in standing(studies, claim) for cells in verdict.rows]
-        if beside:
-            yield "Beside contextual rivals, a family for each form, which decides nothing:"
-            yield text_table(HEADER, beside)
+        beside = standing(studies, claim)
+        if rows := [cells for verdict in beside for cells in verdict.rows]:
+            yield "Beside contextual rivals, a family for each form, which decides nothing above:"
+            yield "\n".join(
+                _line(claim, form, v) for form, v in zip(claim.forms, beside, strict=True)
+            )
+            yield text_table(HEADER, rows)
 
 
-def _line(suite: Suite, form: str, verdict: Verdict) -> str:
-    said = f"* `{form}`: **{suite.word(verdict.kind)}**"
+def _line(claim: Claim, form: str, verdict: Verdict) -> str:
+    said = f"* `{form}`: **{claim.word(verdict.kind)}**"
     if verdict.kind is not Kind.UNFINISHED:
         return f"{said}."
     more = len(verdict.missing) - MOST_NAMES
@@ -204,6 +241,9 @@ def _why(studies: Studies, claim: Claim, verdicts: Sequence[Verdict]) -> Iterato
         if verdict.kind in (Kind.CONFIRMED, Kind.UNFINISHED):
             continue
         for inner in studies.values():
+            growth = isinstance(inner, PlannedGrowth) and inner.name in claim.studies
+            if growth and (said := inner.said()):
+                yield f"* What states do: {said} ([{inner.name}](#{inner.name}))."
             if not isinstance(inner, PlannedStates):
                 continue
             for name in claim.studies:
@@ -275,7 +315,25 @@ def _scores(study: PlannedTrainings, key: str) -> str:
     note = f"\n\nNot complete: {'; '.join(lacking)}." if lacking else ""
     return (
         f"Rates chosen by {study.score(key).label}; five seeds, mean and 95 % interval:\n\n"
-        f"{text_table(header, rows)}{note}"
+        f"{text_table(header, rows)}{note}{_not_learned(study, key)}"
+    )
+
+
+def _not_learned(study: PlannedTrainings, key: str) -> str:
+    """Who has not learned the trained lengths at the rate that a score beyond them chose."""
+    curve = study.design.curve
+    if curve is None or not study.score(curve.score).higher_is_better:
+        return ""
+    score = study.score(curve.score)
+    found = {r: study.values(r, key, score.key) for r in study.design.rivals}
+    means = {r: statistics.mean(values.values()) for r, values in found.items() if values}
+    below = [f"{r} {mean:.1f}" for r, mean in means.items() if mean < LEARNED]
+    if not below:
+        return ""
+    return (
+        f"\n\nNot learned whole (mean of the seeds below {LEARNED}, of: {score.label}): "
+        f"{'; '.join(below)}. What these do beyond says how much was learned as "
+        "well as what carries over."
     )
 
 
@@ -302,11 +360,11 @@ def _growth(study: PlannedGrowth) -> str:
     for variant in study.design.variants:
         for depth in study.design.depths:
             found = [t for t in study.traces() if (t.variant, t.depth) == (variant, depth)]
-            cells = []
-            for what in ("growth", "spread"):
-                for moment in stability.MOMENTS:
-                    values = [getattr(getattr(t, moment), what) for t in found]
-                    cells.append(f"{statistics.median(values):.3g}")
+            cells = [
+                f"{study.median(variant, depth, moment, what):.3g}"
+                for what in ("growth", "spread")
+                for moment in stability.MOMENTS
+            ]
             diverged = sum(t.diverged is not None for t in found)
             rows.append([variant, str(depth), str(len(found)), *cells, str(diverged)])
     moments = stability.MOMENTS

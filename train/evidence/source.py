@@ -10,11 +10,14 @@ from typing import Any
 from tape_jax._src.checks import require
 
 ROOT = Path(__file__).parents[2]
-# All that a training and its evaluation import; comparison, evidence and commands stand above it.
+# All that a training and its evaluation import, and what measures. What stands above decides which
+# runs are made; every record has the whole configuration of its own.
 MODULES = (
     "tape_jax",
     *("train/data", "train/evaluation", "train/tasks", "train/experiment", "train/training"),
-    "train/analysis",
+    *("train/analysis", "train/compiled.py"),
+    *(f"train/comparison/{name}.py" for name in ("evaluations", "processes", "sweep")),
+    "train/evidence/overhead.py",
 )
 
 
@@ -37,9 +40,10 @@ def describe_source() -> dict[str, Any]:
 def hash_of_modules(root: Path) -> str:
     """The start of the SHA-256 of names and content of the Python files of :data:`MODULES`."""
     digest = hashlib.sha256()
-    for folder in MODULES:
-        paths = sorted((root / folder).rglob("*.py"))
-        require(bool(paths), f"{root / folder} has no Python files")
+    for module in MODULES:
+        here = root / module
+        paths = [here] if here.is_file() else sorted(here.rglob("*.py"))
+        require(bool(paths), f"{here} has no Python files")
         for path in paths:
             content = path.read_bytes()
             digest.update(f"{path.relative_to(root).as_posix()} {len(content)}\n".encode())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,7 @@ class PlannedGrowth(Measurements):
     def __init__(self, design: Growth, place: Place):
         self.name = design.name
         self.design, self.place, self.minutes = design, place, design.minutes
+        self._read_once = functools.cache(self._read)
         self._items = []
         settings = sweep.variants(design.config, design.variants)
         for seed, depth, setting in itertools.product(design.seeds, design.depths, settings):
@@ -85,7 +88,7 @@ class PlannedGrowth(Measurements):
 
     def check(self, record: Record) -> None:
         """Raises ValueError if it is no trace."""
-        Trace.from_json(record.found)
+        self._read_once(record)
 
     def traces(self, seed: int | None = None) -> list[Trace]:
         """What has been measured, with one seed or all."""
@@ -103,6 +106,33 @@ class PlannedGrowth(Measurements):
         }
         return found if len(found) == len(self.design.seeds) else None
 
+    def said(self) -> str | None:
+        """What states do as models get deeper, in a sentence; None before all is measured."""
+        if self.state.unfinished:
+            return None
+        moments, depths = ("disturbed", "trained"), self.design.depths
+        parts = []
+        for variant in self.design.variants:
+            grown = [
+                " to ".join(f"{self.median(variant, d, moment, 'growth'):.3g}" for d in depths)
+                for moment in moments
+            ]
+            parts.append(f"`{variant}` {grown[0]} disturbed, {grown[1]} trained")
+        layers = " to ".join(map(str, depths))
+        return (
+            f"from {layers} layers, the largest state over its start, with updates disturbed "
+            f"before training and once trained, medians of the seeds: {'; '.join(parts)}"
+        )
+
+    def median(self, variant: str, depth: int, moment: str, what: str) -> float:
+        """Of the seeds: ``growth`` or ``spread`` of a variant at a moment."""
+        found = [t for t in self.traces() if (t.variant, t.depth) == (variant, depth)]
+        return statistics.median(getattr(getattr(trace, moment), what) for trace in found)
+
     def _by_seed(self) -> list[tuple[int, Trace]]:
         records = [record for item in self.items if (record := self.recorded(item))]
-        return [(record.seed, Trace.from_json(record.found)) for record in records]
+        return [(record.seed, self._read_once(record)) for record in records]
+
+    @staticmethod
+    def _read(record: Record) -> Trace:
+        return Trace.from_json(record.found)

@@ -7,36 +7,24 @@ of TAPE does where it is ahead or behind, and decides nothing (docs/protocol.md)
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from matplotlib.figure import Figure
 
-from tape_jax._src.checks import require
-from tape_jax._src.model import Transformer
-from train.analysis.inspection import examples
+from train.analysis import updates
 from train.comparison import evaluations
 from train.comparison.jobs import Job
 from train.comparison.plots import BODY, SMALL, TITLE
-from train.comparison.processes import train_all
-from train.evaluation import Trained
-from train.evaluation.inside import look, untrained
 from train.evidence import protocol
 from train.evidence.records import Item, Record
 from train.evidence.statistics import estimate
 from train.evidence.studies import Finished, Measurements, Place, State
-from train.evidence.trainings import Trainings
-from train.training import runs
-from train.training.step import Batch, weighted_loss
+from train.evidence.trainings import PlannedTrainings, Trainings
 
 COLUMNS = ("study", "form", "moved, %", "score", "trained", "without updates", "by layer, nats")
 FORMS = ("tape", "tape_heads", "tape_alibi")
-# Examples of the task, drawn with a seed of their own: for losses, and to look at.
-EXAMPLES, LOOKED_AT = 64, 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,20 +95,23 @@ class PlannedStates(Measurements):
         ]
 
     def _item(self, study: str, job: Job) -> Item:
-        described = {"version": protocol.VERSION, "examples": EXAMPLES, "looked_at": LOOKED_AT}
-        name = f"{study}-{job.folder.name}"
-        return Item(self.name, name, job.name, job.experiment, protocol=described)
+        described = {"version": protocol.VERSION, **updates.SIZES}
+        of = self.of[study].item(job)
+        return of._replace(study=self.name, name=f"{study}-{of.name}", protocol=described)
 
     @property
-    def _looks(self) -> list[tuple[Item, Job]]:
+    def _looks(self) -> list[tuple[PlannedTrainings, Item, Job]]:
         """What is measured, as far as it is known, with the runs that are looked into."""
-        pairs = [(study, job) for study, form in self.pairs for job in self.jobs(study, form)]
-        return [(self._item(study, job), job) for study, job in pairs]
+        return [
+            (self.of[study], self._item(study, job), job)
+            for study, form in self.pairs
+            for job in self.jobs(study, form)
+        ]
 
     @property
     def items(self) -> Sequence[Item]:
         """What is measured, as far as it is known."""
-        return [item for item, _ in self._looks]
+        return [item for _, item, _ in self._looks]
 
     @property
     def state(self) -> State:
@@ -133,52 +124,41 @@ class PlannedStates(Measurements):
         return State(known.total + len(unknown), known.finished, [*known.unfinished, *unknown])
 
     @property
+    def hours(self) -> float:
+        """Of one idle core that what is missing takes at most: runs of before are trained again."""
+        again = [
+            one.minutes(job)
+            for one, item, job in self._looks
+            if not self.recorded(item) and one.record(job) and not job.finished
+        ]
+        return super().hours + sum(again) / 60
+
+    @property
     def size(self) -> str:
         """The size of its runs, in words."""
         return (
             f"The reporting runs of {', '.join(self.of)}, trained again where they are not at "
-            f"hand; losses of {EXAMPLES} examples"
+            f"hand; losses of {updates.EXAMPLES} examples"
         )
 
     def run(self, finished: Finished, *, quick: bool = False) -> None:
         """Makes what is missing; no quick part."""
         if quick:
             return
-        jobs = [job for item, job in self._looks if not self.recorded(item)]
-        if again := [job for job in jobs if not job.finished]:
-            for job in again:
-                job.folder.parent.mkdir(parents=True, exist_ok=True)
-            train_all(again, self.place.side_by_side, same_share=True)
-        super().run(finished)
+        for trainings in self.of.values():
+            here = [(item, job) for one, item, job in self._looks if one is trainings]
+            wanted = [job for item, job in here if not self.recorded(item)]
+            if again := [job for job in wanted if not job.finished]:
+                trainings.train_again(again)
+            self.make([item for item, _ in here], finished)
 
     def measure(self, item: Item) -> dict[str, Any]:
         """How far the states of a run move, and what it does without updates."""
-        folder = next(job.folder for one, job in self._looks if one.name == item.name)
-        trained, saved = runs.restore_for_evaluation(folder), evaluations.saved(folder)
+        folder = next(job.folder for _, one, job in self._looks if one.name == item.name)
+        saved = evaluations.saved(folder)
         assert saved is not None
-        e, variables = trained.experiment, trained.variables
-        batch = examples(e, EXAMPLES)
-        tokens = np.asarray(batch["inputs"])[:LOOKED_AT]
-        inside = look(trained.model, variables, tokens, [[""] * tokens.shape[1]] * len(tokens))
-        without = untrained(trained)
-        require(without is not None, f"{item.name}: {item.rival} has learned no update")
-        assert without is not None
-        loss = functools.partial(_loss, trained, batch=batch)
-        layers = updating(trained.model)
-        as_trained = loss(variables)
-        whole = e.task.read_result(saved["result"]).summary()
-        cut_off = e.task.evaluate(without, e.evaluation).summary()
-        return {
-            "moved": inside.moved.tolist(),
-            "trained": _finite(whole),
-            "without": _finite(cut_off),
-            "loss": as_trained,
-            "loss_without": loss(without.variables),
-            "lost": [
-                loss(without_layer(trained.model, variables, n, without.variables)) - as_trained
-                for n in layers
-            ],
-        }
+        whole = item.experiment.task.read_result(saved["result"]).summary()
+        return {"trained": updates.finite(whole), **updates.measure(folder)}
 
     def check(self, record: Record) -> None:
         """Raises ValueError, TypeError or KeyError if it is no such measurement."""
@@ -248,22 +228,6 @@ class PlannedStates(Measurements):
         )
 
 
-def without_layer(model: Transformer, variables: Any, layer: int, before: Any) -> Any:
-    """The variables of a model, with one layer as in others, from before training."""
-    start = next(first for first, last, _ in model.blocks if first <= layer < last)
-    block, params = f"layers_{start}", variables["params"]
-    ours, theirs = params[block], before["params"][block]
-    if model.config.scan_layers:
-        here = layer - start
-        theirs = jax.tree.map(lambda x, y: x.at[here].set(y[here]), ours, theirs)
-    return {**variables, "params": {**params, block: theirs}}
-
-
-def updating(model: Transformer) -> list[int]:
-    """The layers of a model that update states."""
-    return [n for first, last, updates in model.blocks if updates for n in range(first, last)]
-
-
 def states_figure(study: PlannedStates) -> Figure | None:
     """How far states move and what their updates are for, by layer, every seed a dot.
 
@@ -296,14 +260,3 @@ def states_figure(study: PlannedStates) -> Figure | None:
         panel.legend(fontsize=SMALL)
     made.suptitle("What states do: how far they move, and which update is missed", fontsize=TITLE)
     return made
-
-
-def _finite(summary: Mapping[str, float]) -> dict[str, float]:
-    return {key: x for key, x in summary.items() if math.isfinite(x)}
-
-
-def _loss(trained: Trained, variables: Any, *, batch: Batch) -> float:
-    """The mean loss over the tokens that count, in nats."""
-    logits: Any = trained.apply(variables, batch["inputs"])
-    total = weighted_loss(logits, batch["targets"], batch["weights"])
-    return float(total / batch["weights"].sum())

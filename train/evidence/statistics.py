@@ -73,8 +73,14 @@ def difference(first: Mapping[int, float], second: Mapping[int, float]) -> Estim
     return estimate([first[seed] - second[seed] for seed in first])
 
 
-def holm(p: Mapping[str, float]) -> dict[str, float]:
-    """The p-values of a family, adjusted by Holm's method."""
+def holm(p: Mapping[str, float], size: int = 0) -> dict[str, float]:
+    """The p-values of a family, adjusted by Holm's method.
+
+    Args:
+      p: those that are known.
+      size: of the family, if it is larger: the others are taken to be one.
+    """
     order = sorted(p, key=p.__getitem__)
-    steps = [min(1.0, (len(order) - i) * p[name]) for i, name in enumerate(order)]
+    count = max(size, len(order))
+    steps = [min(1.0, (count - i) * p[name]) for i, name in enumerate(order)]
     return dict(zip(order, np.maximum.accumulate(steps).tolist(), strict=True))

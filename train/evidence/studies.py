@@ -42,8 +42,17 @@ class Place(NamedTuple):
     @property
     def overrides(self) -> tuple[str, ...]:
         """What the scale adds to the command line of every run."""
-        default = self.scale == experiment.THIS_SCALE
-        return () if default else (f"--config.scale={self.scale}",)
+        return (f"--config.scale={self.scale}",) if self.apart else ()
+
+    @property
+    def apart(self) -> str:
+        """What its files and folders are called after, where the scale is not the default."""
+        return apart(self.scale)
+
+
+def apart(scale: str) -> str:
+    """What files and folders of a scale are called after; nothing for the default."""
+    return "" if scale == experiment.THIS_SCALE else f"-{scale}"
 
 
 class State(NamedTuple):
@@ -113,8 +122,8 @@ class Study(abc.ABC):
         return None if record is None or self._complaint(record) else record
 
     def remarks(self) -> Iterator[str]:
-        """What of the study's file is left out, and why; and what none of its runs uses."""
-        store, known = self.place.store, {item.name for item in self.items}
+        """What of the study's file is left out, and why."""
+        store = self.place.store
         for problem in store.problems(self.name):
             yield f"left out: {problem}"
         for item in self.items:
@@ -122,9 +131,12 @@ class Study(abc.ABC):
             said = store.misfit(item) if record is None else self._complaint(record)
             if said:
                 yield f"left out: {store.path(self.name)}: {item.name}: {said}"
-        unused = [name for name in store.names(self.name) if name not in known]
-        if unused:
-            yield f"not used by any study: {store.path(self.name)}: {', '.join(unused)}"
+
+    @property
+    def unused(self) -> list[str]:
+        """The records of the study's file that none of its runs uses."""
+        known = {item.name for item in self.items}
+        return [name for name in self.place.store.names(self.name) if name not in known]
 
     @functools.cached_property
     def _complaint(self) -> Callable[[Record], str | None]:
@@ -179,8 +191,11 @@ class Measurements(Study):
 
     def run(self, finished: Finished, *, quick: bool = False) -> None:
         """Makes what is missing."""
-        wanted = self.items[: self.quick] if quick else self.items
-        missing = [item for item in wanted if not self.recorded(item)]
+        self.make(self.items[: self.quick] if quick else self.items, finished)
+
+    def make(self, items: Sequence[Item], finished: Finished) -> None:
+        """Makes those of some measurements that have no record."""
+        missing = [item for item in items if not self.recorded(item)]
         if not missing:
             return
         environment, code = describe_environment(), describe_source()

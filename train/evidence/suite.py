@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from configs import places
 from configs.ablations import VARIANTS
 from train.evidence.budgets import Curve
 from train.evidence.overhead import Cost
@@ -23,11 +24,16 @@ SHALLOW = {"cpu": {"model.scan_layers": False}}
 
 KIND, MIX = "model.position.kind", "model.position.attention_mix"
 FORMS: dict[str, dict[str, Any]] = {
-    # The published code's form, the paper's, and this with ALiBi's bias on the same logits.
+    # The published code's form, the paper's, and both with ALiBi's bias on the same logits.
     "tape": {KIND: "tape"},
     "tape_heads": {KIND: "tape", MIX: "heads"},
+    "tape_scale_alibi": {KIND: "tape+alibi", MIX: "head_scale"},
     "tape_alibi": {KIND: "tape+alibi", MIX: "heads"},
+    # Of configs/addressing_demo.py: it was chosen on addressing.
+    "tape_demo": places.VARIANTS["base"],
+    "tape_fox": {KIND: "tape+fox", MIX: "heads"},
     "rope_alibi": {KIND: "rope+alibi"},
+    "rope_fox": {KIND: "rope+fox"},
     # Every question by itself: its positions are drawn for its own length, whatever it is asked
     # together with.
     "random_rope": {KIND: "random_rope", "evaluation.shapes": 100_000},
@@ -63,7 +69,7 @@ _MADE: tuple[Design, ...] = (
         name="addition",
         config=CONFIGS / "addition_demo.py",
         rivals=encodings(
-            *("tape", "tape_heads", "rope", "alibi", "sinusoidal", "none", "fire", "random_rope")
+            *("tape", "tape_heads", "rope", "alibi", "sinusoidal", "none", "fire", "random_rope"),
         ),
         by_scale={"cpu": {**SHALLOW["cpu"], "train.steps": 1500}},
         scores=(BEYOND,),
@@ -160,8 +166,9 @@ _MADE: tuple[Design, ...] = (
     ),
 )
 
-# Of adapted models the base has no updates to cut off.
+_TRAININGS = [one for one in _MADE if isinstance(one, Trainings)]
 STUDIES: tuple[Design, ...] = (
     *_MADE,
-    StateUse("states", [s for s in _MADE if isinstance(s, Trainings) and s.base is None]),
+    # Text, whose runs take longest, comes last.
+    StateUse("states", sorted(_TRAININGS, key=lambda one: one.name == "text")),
 )

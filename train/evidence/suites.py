@@ -8,14 +8,13 @@ from typing import NamedTuple
 from train.evidence import claims, places, suite
 from train.evidence.claims import Claim
 from train.evidence.studies import Design
-from train.evidence.verdicts import Kind
 
 
 class Suite(NamedTuple):
     """Studies that have one page.
 
     Attributes:
-      name: of the page, and of the folders of records and runs.
+      name: of the page.
       designs: the studies, in the order in which they are made.
       claims: what is judged by them.
       title: of the page.
@@ -25,9 +24,8 @@ class Suite(NamedTuple):
       command: the command for a part.
       subject: what a claim is called.
       closing: what the introduction ends with, if anything.
-      words: what verdicts are called here, where that is not their value.
-      overview: whether the page has a table and a picture of all studies together, which have
-        the same rivals and scores.
+      overview: whether the page has a table and a picture of all studies of exact match.
+      read: studies of another page that its claims are judged by too, by its name.
     """
 
     name: str
@@ -40,12 +38,8 @@ class Suite(NamedTuple):
     command: str
     subject: str = "claim"
     closing: str = ""
-    words: Mapping[Kind, str] = {}
     overview: bool = False
-
-    def word(self, kind: Kind) -> str:
-        """What a verdict is called."""
-        return self.words.get(kind, kind.value)
+    read: Mapping[str, Sequence[Design]] = {}
 
 
 SUITES: dict[str, Suite] = {
@@ -75,19 +69,24 @@ SUITES: dict[str, Suite] = {
         title="Where is TAPE ahead, and where is it not?",
         introduction=(
             "Tasks in which a place is to be found by content, or positions are to count what the "
-            "content says, and controls that need neither. By [the protocol](protocol.md) and "
-            "[its addendum for these tasks](protocol.md#addendum-tasks-of-places), written before "
-            "any run that it judges; at one size that fits on two CPU cores, three layers of width "
-            "64. Each form of TAPE is *ahead* at a task if it answers more questions beyond the "
-            "trained length than every rival does, *behind* if fewer than one of them, by paired "
-            "differences of five seeds and Holm's method. `tape_demo` is the form of `make demo`: "
-            "it was chosen on addressing, and is judged by the other tasks."
+            "content says, and controls that need neither, at one size that fits on two CPU "
+            "cores, three layers of width 64; then text, sums and keys, with the configurations "
+            "and runs of [the claims](evidence.md); then whether one form is ahead in all of it. "
+            "By [the protocol](protocol.md) and its addenda [for these "
+            "tasks](protocol.md#addendum-tasks-of-places) and [for one "
+            "TAPE](protocol.md#addendum-one-tape-for-all), written before any run of the tasks; "
+            "what was known of text, sums and keys then is said there. Each form of TAPE is "
+            "*ahead* if it is clearly better than RoPE, ALiBi, FIRE and no encoding, and, with a "
+            "bias, than RoPE with the same bias; *behind* if clearly worse than one of them, by "
+            "paired differences of five seeds and Holm's method. Contextual rivals are judged "
+            "apart. `tape_demo` is the form of `make demo`: it was chosen on addressing, and is "
+            "judged by the other tasks."
         ),
         order="a task after the other",
         make="make evidence-places",
         command="python -m train.main evidence --suite=places",
         subject="task",
-        words={Kind.CONFIRMED: "ahead", Kind.CONTRADICTED: "behind"},
         overview=True,
+        read={"evidence": places.OF_CLAIMS},
     ),
 }

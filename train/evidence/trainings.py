@@ -15,7 +15,7 @@ from tape_jax._src.checks import choose
 from train import experiment
 from train.comparison import evaluations, sweep
 from train.comparison.jobs import Job
-from train.comparison.processes import EVALUATE, VALIDATE, Ended, train_all
+from train.comparison.processes import EVALUATE, VALIDATE, Ended, shares, train_all
 from train.comparison.report import describe_environment
 from train.comparison.sweep import Setting
 from train.evidence import budgets, ladder, protocol
@@ -66,6 +66,7 @@ class Trainings:
       base: what is adapted, if anything.
       quick: rivals of which one run belongs to the quick part.
       not_kept: fields of a result that records do without; there they are None.
+      only: rivals whose runs are made; None: all.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Trainings:
     base: Base | None = None
     quick: Sequence[str] = ()
     not_kept: Sequence[str] = ()
+    only: Sequence[str] | None = None
 
     def at(self, place: Place) -> PlannedTrainings:
         """The study at a place."""
@@ -93,12 +95,14 @@ class PlannedTrainings(Study):
     Attributes:
       design: the study.
       first: the rate that is tried first.
+      rivals: whose runs are made, beside those that choose the budget.
     """
 
     def __init__(self, design: Trainings, place: Place):
         self.name = design.name
         self.design, self.place = design, place
         self.folder = place.runs / design.name
+        self.rivals = [r for r in design.rivals if design.only is None or r in design.only]
         choose("scale", place.scale, design.first)
         self.first = design.first[place.scale]
         self._budget: Budget | None = None
@@ -261,7 +265,7 @@ class PlannedTrainings(Study):
         """Its runs, as far as they are known."""
         known = dict.fromkeys(self.curve_jobs)
         for key in self.design.scores:
-            for rival in self.design.rivals:
+            for rival in self.rivals:
                 known |= dict.fromkeys(self.walk(rival, key)[0])
                 known |= dict.fromkeys(self.reports(rival, key) or ())
         return list(known)
@@ -276,7 +280,7 @@ class PlannedTrainings(Study):
         """How far it is."""
         records = {job: self.record(job) for job in self.jobs}
         unknown, choosing, reporting = [], len(protocol.CHOOSING), len(protocol.REPORTING)
-        for rival in self.design.rivals:
+        for rival in self.rivals:
             jobs, step = self.walk(rival, self.design.scores[0])
             if step.best is None:
                 more = max(0, 3 * choosing - len(jobs)) + reporting
@@ -290,18 +294,23 @@ class PlannedTrainings(Study):
     @property
     def hours(self) -> float:
         """Of one idle core that what is missing is expected to take."""
-        design, made = self.design, self._made_once(next(iter(self.design.rivals)))[0]
-        missing = [job for job in self.jobs if not self.record(job)]
-        runs = sum(job.experiment.train.steps / made.train.steps for job in missing)
+        design = self.design
+        known = sum(self.minutes(job) for job in self.jobs if not self.record(job))
+        runs = 0.0
         multiple = self.budget.multiple if self.budget else design.curve.most if design.curve else 1
-        for key, rival in itertools.product(design.scores, design.rivals):
+        for key, rival in itertools.product(design.scores, self.rivals):
             jobs, step = self.walk(rival, key)
             if step.best is None:
                 # The other scores choose among the same runs, and often the same rate.
                 first = key == design.scores[0]
                 more = max(0, (3 + FURTHER) * len(protocol.CHOOSING) - len(jobs)) if first else 0
                 runs += multiple * (more + len(protocol.REPORTING) * (1 if first else 0.5))
-        return runs * design.minutes / 60
+        return (known + runs * design.minutes) / 60
+
+    def minutes(self, job: Job) -> float:
+        """Of one idle core that a run is expected to take."""
+        once = self._made_once(job.name)[0].train.steps
+        return self.design.minutes * job.experiment.train.steps / once
 
     @property
     def size(self) -> str:
@@ -322,7 +331,7 @@ class PlannedTrainings(Study):
             return
         self._train(self.curve_jobs, finished)
         for key in self.design.scores:
-            rivals = self.design.rivals
+            rivals = self.rivals
             while self._train([j for r in rivals for j in self.walk(r, key)[0]], finished):
                 pass
             self._train([j for r in rivals for j in self.reports(r, key) or ()], finished)
@@ -409,13 +418,10 @@ class PlannedTrainings(Study):
         missing = [job for job in dict.fromkeys(jobs) if not self.record(job)]
         if not missing:
             return False
-        environment, code = describe_environment(), describe_source()
-        side_by_side = self.place.side_by_side
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if self.design.base is not None:
-            bases = map(self._base_once, dict.fromkeys(job.experiment.seed for job in missing))
-            unfinished = [base for base in bases if not base.finished]
-            train_all(unfinished, side_by_side, same_share=True)
+        code, side_by_side = describe_source(), self.place.side_by_side
+        cores = len(shares(side_by_side)[0])
+        environment = {**describe_environment(), "cores of a training": str(cores)}
+        self._make_bases(missing)
 
         def write(ended: Ended) -> None:
             item, found = self.item(ended.job), _found(ended)
@@ -432,6 +438,19 @@ class PlannedTrainings(Study):
                     accepted=accepted,
                 )  # fmt: skip
         return True
+
+    def train_again(self, jobs: Sequence[Job]) -> None:
+        """Makes the folders of runs that are not at hand, whether they have records or not."""
+        self._make_bases(jobs)
+        train_all(jobs, self.place.side_by_side, same_share=True)
+
+    def _make_bases(self, jobs: Sequence[Job]) -> None:
+        """Makes what runs start from."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.design.base is not None:
+            bases = map(self._base_once, dict.fromkeys(job.experiment.seed for job in jobs))
+            unfinished = [base for base in bases if not base.finished]
+            train_all(unfinished, self.place.side_by_side, same_share=True)
 
 
 def _silent(line: str) -> None:

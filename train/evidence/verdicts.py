@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from train.evidence.protocol import LEVEL
@@ -39,6 +40,10 @@ class Verdict(NamedTuple):
     missing: tuple[str, ...] = ()
 
 
+# A study, the key of a score of it, and a rival in it.
+Comparison = tuple[PlannedTrainings, str, str]
+
+
 class Compared(NamedTuple):
     """How one rival stands to another.
 
@@ -68,20 +73,20 @@ class Compared(NamedTuple):
         return "better" if self.better else "worse" if self.worse else "not told"
 
 
-def family(differences: Mapping[str, Estimate]) -> dict[str, Compared]:
-    """Differences that are tested together."""
-    adjusted = holm({name: found.p for name, found in differences.items()})
+def family(differences: Mapping[str, Estimate], size: int = 0) -> dict[str, Compared]:
+    """Differences that are tested together.
+
+    Args:
+      differences: those that are known.
+      size: of the family, if more will be known. What is clear now is then clear in the end: of the
+        others nothing is supposed, and Holm's method asks for most where they are of no help.
+    """
+    size = max(size, len(differences))
+    adjusted = holm({name: found.p for name, found in differences.items()}, size)
     return {
-        name: Compared(found, adjusted[name], found.smallest(len(differences)))
+        name: Compared(found, adjusted[name], found.smallest(size))
         for name, found in differences.items()
     }
-
-
-def best(compared: Sequence[Compared]) -> Kind:
-    """Whether something is better than all that it is compared with."""
-    if any(one.worse for one in compared):
-        return Kind.CONTRADICTED
-    return Kind.CONFIRMED if all(one.better for one in compared) else Kind.NOT_TOLD
 
 
 def best_of(
@@ -97,7 +102,7 @@ def best_of(
     """
     found = family({rival: difference(own, values) for rival, values in rivals.items()})
     rows = [row(name, rival, score, one) for rival, one in found.items()]
-    return Verdict(best(list(found.values())), rows)
+    return Verdict(leads(found, [found]), rows)
 
 
 def row(name: str, rival: str, score: str, one: Compared) -> list[str]:
@@ -128,17 +133,57 @@ def wins(
     study: PlannedTrainings, key: str, rivals: Sequence[str], *, name: str = "tape"
 ) -> Verdict:
     """Whether one rival of a study is better than each of others by a score."""
-    missing = [study.missing(rival, key) for rival in (name, *rivals)]
-    if waiting := tuple(dict.fromkeys(f"{study.name}, {what}" for what in missing if what)):
+    return together(name, [[(study, key, rival) for rival in rivals]])
+
+
+def together(form: str, groups: Sequence[Sequence[Comparison]]) -> Verdict:
+    """Whether a form leads in one group of comparisons at least, and trails in none: one family.
+
+    Args:
+      form: what is judged.
+      groups: to lead in one is to be better in all of it.
+    """
+    asked = [*itertools.chain(*groups)]
+    if waiting := missing(form, asked):
         return Verdict(Kind.UNFINISHED, [], waiting)
-    score = study.score(key)
-    own, *others = (comparable(study, rival, key, score) for rival in (name, *rivals))
-    return best_of(
-        own,
-        dict(zip(rivals, others, strict=True)),
-        name=name,
-        score=f"{study.name}, {score.label}",
+    found = family(differences(form, asked))
+    rows = [
+        row(form, rival, f"{study.name}, {study.score(key).label}", one)
+        for (study, key, rival), one in zip(asked, found.values(), strict=True)
+    ]
+    return Verdict(leads(found, [map(_name, group) for group in groups]), rows)
+
+
+def missing(form: str, asked: Iterable[Comparison]) -> tuple[str, ...]:
+    """What comparisons of a form lack, in words."""
+    found = (
+        (study, study.missing(name, key)) for study, key, rival in asked for name in (form, rival)
     )
+    return tuple(dict.fromkeys(f"{study.name}, {what}" for study, what in found if what))
+
+
+def differences(form: str, asked: Iterable[Comparison]) -> dict[str, Estimate]:
+    """By how much a form is better in comparisons that lack nothing."""
+    found = {}
+    for study, key, rival in asked:
+        score = study.score(key)
+        own, other = (comparable(study, name, key, score) for name in (form, rival))
+        found[_name((study, key, rival))] = difference(own, other)
+    return found
+
+
+def _name(one: Comparison) -> str:
+    """What a comparison is called."""
+    study, key, rival = one
+    return f"{study.name} {key} {rival}"
+
+
+def leads(found: Mapping[str, Compared], groups: Iterable[Iterable[str]]) -> Kind:
+    """Whether something is better in all of one group at least, and worse nowhere."""
+    if any(one.worse for one in found.values()):
+        return Kind.CONTRADICTED
+    led = any(all(found[name].better for name in group) for group in groups)
+    return Kind.CONFIRMED if led else Kind.NOT_TOLD
 
 
 def comparable(study: PlannedTrainings, rival: str, key: str, score: Score) -> dict[int, float]:

@@ -222,6 +222,10 @@ class Address(PlaceTask):
             rows = ends[1:].astype(int).tolist()
         return rows, columns
 
+    def prepare(self, options: Any) -> str:
+        """As :meth:`PlaceTask.prepare`, by the rows that the evaluation names."""
+        return PlaceTask.prepare(dataclasses.replace(self, rows=options.rows), options)
+
     def evaluate(
         self, trained: Trained, options: AddressEvaluation, progress: Progress | None = None
     ) -> AddressResult:

@@ -276,6 +276,18 @@ class PlaceTask(QuestionTask):
         )
         return self.trained[0], range(shortest, longest + 1)
 
+    def prepare(self, options: Options) -> str:
+        """Makes sure before training that the questions of the evaluation exist.
+
+        Returns:
+          What will be asked for, in a line.
+
+        Raises:
+          ValueError: if some of it cannot be asked.
+        """
+        columns = self.axes(options)[1]
+        return f"asked for {columns[0]} to {columns[-1]} {self.wording.unit} in the end"
+
     @property
     def wording(self) -> Wording:
         """What tables and figures call the questions."""

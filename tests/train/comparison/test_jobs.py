@@ -4,6 +4,7 @@ import pytest
 
 from train import experiment
 from train.comparison.jobs import ENCODINGS, plan
+from train.main import main
 
 
 def test_a_plan_of_several_seeds(config, tmp_path):
@@ -28,3 +29,12 @@ def test_what_joins_several_encodings():
         assert ENCODINGS.overrides(name) == (f"--config.model.position.kind={name}",)
     with pytest.raises(ValueError, match=r"unknown position encoding 'alib'.*mean 'alibi'"):
         ENCODINGS.overrides("tape+alib")
+
+
+def test_what_cannot_be_asked_for_is_known_before(tmp_path, capsys):
+    """Nothing is written for a comparison whose trainings would refuse."""
+    folder = tmp_path / "compared"
+    command = ["compare", "--config=configs/addressing_demo.py", f"--run={folder}"]
+    assert main([*command, "--encodings=rope", "--config.evaluation.longest=400"]) == 2
+    assert "from 10 to 32 tokens can be asked for; got 400" in capsys.readouterr().err
+    assert not folder.exists()

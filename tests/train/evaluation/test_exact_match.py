@@ -10,7 +10,9 @@ import numpy as np
 import optax
 import pytest
 
-from train.evaluation.exact_match import Examples, answer, exact_match, greedy
+from tape_jax import RopeScaling, positions
+from tests.models import VOCAB, random_variables, small_model
+from train.evaluation.exact_match import AtPlaces, Examples, answer, exact_match, greedy
 from train.tasks.arithmetic import Addition, AdditionEvaluation
 from train.tasks.digits import VOCABULARY
 
@@ -25,7 +27,7 @@ class Model(NamedTuple):
     max_length: int | None = None
 
 
-def window_mlp(variables, tokens):
+def window_mlp(variables, tokens, length=None):
     """A small causal model: each place sees the last ``WINDOW`` tokens; [B, T] -> [B, T, V]."""
     padded = jnp.pad(tokens, ((0, 0), (WINDOW - 1, 0)))
     seen = jnp.stack([padded[:, i : i + tokens.shape[1]] for i in range(WINDOW)], axis=-1)
@@ -69,7 +71,8 @@ def generated_right(variables, examples):
     """Exact match by generation, compared token by token in numpy."""
     places = np.arange(examples.tokens.shape[1])
     prompts = np.where(places < examples.prompt_lengths[:, None], examples.tokens, 0)
-    out = greedy(window_mlp, variables, prompts.astype(np.int32), examples.prompt_lengths)
+    prompts = prompts.astype(np.int32)
+    out = greedy(window_mlp, variables, prompts, examples.prompt_lengths, examples.lengths)
     same = np.asarray(out) == examples.tokens
     return np.all(same | (places >= examples.lengths[:, None]), axis=1)
 
@@ -117,7 +120,7 @@ class TestExactMatch:
     def test_compiles_once_for_each_shape(self):
         shapes = []
 
-        def apply(variables, tokens):
+        def apply(variables, tokens, length):
             shapes.append(tokens.shape)
             return jnp.zeros((*tokens.shape, VOCABULARY.size))
 
@@ -127,6 +130,24 @@ class TestExactMatch:
         assert len(shapes) == len(set(shapes)) == 3
         assert {rows for rows, _ in shapes} == {16}
         assert max(width for _, width in shapes) == examples.lengths.max() - 1
+
+    @pytest.mark.parametrize("dense", [True, False])
+    @pytest.mark.parametrize("position", ["random_rope", "dynamic"])
+    def test_padding_is_no_length(self, position, dense):
+        """Draws and scaling by the length are those of each row alone, as wide as its batch is."""
+        if position == "dynamic":
+            position = positions.Rope(scaling=RopeScaling("dynamic", 2.0, original_length=4))
+        model = small_model(position, num_layers=1)
+        variables, prompts = random_variables(model, std=1.0), np.repeat([2, 6, 30], 6)
+        count = len(prompts)
+        tokens = np.random.default_rng(0).integers(0, VOCAB, (count, prompts[-1] + 1))
+        for row, prompt in zip(tokens, prompts, strict=True):
+            row[prompt] = model.apply(variables, jnp.asarray(row[:prompt]))[-1].argmax()
+            row[prompt + 1 :] = 0
+        examples = Examples(tokens, prompts, prompts + 1, np.zeros((count, 2), int))
+        apply = model.apply if dense else AtPlaces(model)
+        for shapes in (1, 3):
+            assert exact_match(apply, variables, examples, shapes=shapes).all()
 
     @pytest.mark.parametrize(
         ("rows", "options", "message"),
@@ -142,11 +163,11 @@ class TestExactMatch:
             exact_match(window_mlp, {}, examples, **options)
 
 
-def given_logits(variables, tokens):
+def given_logits(variables, tokens, length):
     return variables[:, : tokens.shape[1]]
 
 
-def uniform(variables, tokens):
+def uniform(variables, tokens, length):
     return jnp.zeros((*tokens.shape, VOCABULARY.size))
 
 
@@ -171,14 +192,24 @@ class TestGrid:
 class TestGreedy:
     def test_ragged_prompts(self):
         # The model counts upwards.
-        def successor(variables, tokens):
+        def successor(variables, tokens, length):
             return jax.nn.one_hot(tokens + 1, 50)
 
         tokens = jnp.array([[3, 4, 0, 0, 0, 0], [9, 8, 7, 6, 0, 0]])
         np.testing.assert_array_equal(
-            greedy(successor, None, tokens, jnp.array([2, 4])),
+            greedy(successor, None, tokens, jnp.array([2, 4]), jnp.array([6, 6])),
             [[3, 4, 5, 6, 7, 8], [9, 8, 7, 6, 7, 8]],
         )
+
+    def test_padding_is_no_length(self):
+        model = small_model("random_rope", num_layers=1)
+        variables, lengths = random_variables(model, std=1.0), jnp.array([5, 6])
+        prompts = jnp.array([[3, 4, 0, 0, 0, 0], [9, 8, 7, 6, 0, 0]])
+        narrow = greedy(model.apply, variables, prompts, jnp.array([2, 4]), lengths)
+        wide = jnp.pad(prompts, ((0, 0), (0, 9)))
+        wide = greedy(model.apply, variables, wide, jnp.array([2, 4]), lengths)
+        for row, same, length in zip(narrow, wide, lengths, strict=True):
+            np.testing.assert_array_equal(same[:length], row[:length])
 
     def test_answers_agree_with_exact_match(self):
         task, variables = Addition(2), half_trained()
@@ -193,7 +224,7 @@ class TestGreedy:
         np.testing.assert_array_equal(verdicts, right)
 
     def test_answer_in_words(self):
-        def digit_five(variables, tokens):
+        def digit_five(variables, tokens, length):
             # Answers 5 to everything: "5" after "=", the end after "5".
             five = jnp.where(tokens == VOCABULARY.encode("=")[0], VOCABULARY.encode("5")[0], 3)
             return jax.nn.one_hot(five, VOCABULARY.size)

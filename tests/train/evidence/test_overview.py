@@ -20,10 +20,12 @@ def two(design, monkeypatch):
             studies=(one.name,),
             judge=lambda s, form, name=one.name: wins(s[name], BEYOND, ["rope"], name=form),
             forms=("tape", "none"),
+            name=one.name,
+            beside=(one.name, BEYOND, ("none",)),
         )
         for one in designs
     ]
-    small = suites.SUITES["places"]._replace(designs=designs, claims=claims)
+    small = suites.SUITES["places"]._replace(designs=designs, claims=claims, read={})
     monkeypatch.setitem(suites.SUITES, "places", small)
     return small
 
@@ -42,6 +44,8 @@ def test_from_nothing_to_the_end(two, place, tmp_path):
     assert "| first  | ahead      | behind     |" in text
     assert "| second | unfinished | unfinished |" in text
     assert "`python -m train.main evidence --suite=places --only=second`" in text
+    assert "Beside contextual rivals" in text
+    assert "* `none`: **not told apart**." in text, "which is itself"
     assert text.index("overview.png") < text.index("* Test:")
     (panel,) = overview.picture(studies).axes
     assert [label.get_text() for label in panel.get_yticklabels()] == ["tape", "rope", "none"]
@@ -52,19 +56,6 @@ def test_from_nothing_to_the_end(two, place, tmp_path):
     for i, job in enumerate(planned.reports("tape", BEYOND)):
         finish(planned, job, 0.3 + 0.1 * (-1) ** i)
     assert "| second | not told apart | not told apart |" in text_of(studies, tmp_path, "places")
-
-
-def test_every_form_is_compared_with_what_it_is_without_its_update():
-    with_bias = {form for form, fields in places.FORMS.items() if "+" in fields[places.KIND]}
-    assert set(places.WITHOUT_UPDATE) == with_bias
-    for form, rival in places.WITHOUT_UPDATE.items():
-        bias = places.FORMS[form][places.KIND].removeprefix("tape+")
-        assert places.STUDIES[0].rivals[rival] == {places.KIND: f"rope+{bias}"}
-        assert places.rivals_of(form) == [*places.RIVALS, rival]
-    assert places.rivals_of("tape") == list(places.RIVALS)
-    forms = set(places.FORMS)
-    for design in places.STUDIES:
-        assert {r for form in forms for r in places.rivals_of(form)} | forms == set(design.rivals)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """The page: complete at every moment, and made of nothing but the results."""
 
 import dataclasses
+import itertools
 import re
 import shutil
 from pathlib import Path
@@ -16,7 +17,7 @@ from tests.train.evidence.results import (
     finish,
     finish_all,
 )
-from train.evidence import claims, making, page, places, protocol, suites
+from train.evidence import claims, making, page, places, protocol, suite, suites
 from train.evidence.budgets import Curve
 from train.evidence.records import Store
 from train.evidence.studies import Place
@@ -112,6 +113,13 @@ def test_a_budget(small, place, tmp_path, monkeypatch):
     text = text_of(studies, tmp_path)
     assert "Budget chosen: 1x. Training was still improving there" in text
     assert re.search(r"\| rope \| +50\.000 \| +90\.000 \| +100\.000 \|", text)
+    planned = studies["copying"]
+    choose_all(planned)
+    for rival, inside in (("tape", 1), ("rope", 0.949), ("none", 0.951)):
+        for job in planned.reports(rival, BEYOND):
+            finish(planned, job, 0.1, inside)
+    said = "(mean of the seeds below 95, of: up to length 3, %): rope 94.9. What"
+    assert said in text_of(studies, tmp_path)
 
 
 def test_a_page_of_another_hand_is_left_alone(small, place, tmp_path):
@@ -200,12 +208,50 @@ class TestCommand:
             (["--config.scale=tpu"], "unknown scale 'tpu'"),
             (["--suite=place"], "unknown suite 'place'.*did you mean 'places'"),
             (["--jobs=0"], "--jobs must be at least 1; got 0"),
+            (["--rivals=tap"], "unknown rival 'tap'.*did you mean 'tape'"),
+            (["--rivals=tape", "--quick"], "--rivals has no part in --quick"),
+            (["--rivals=tape", "--page"], "--rivals has no part in --page"),
+            (["--rivals=rope", "--suite=measured"], "overhead: no study of trainings"),
         ],
     )
-    def test_misuse(self, small, tmp_path, capsys, arguments, message):
+    def test_misuse(self, small, tmp_path, monkeypatch, capsys, arguments, message):
+        costs = suites.SUITES["claims"]._replace(
+            designs=[one for one in suite.STUDIES if one.name == "overhead"]
+        )
+        monkeypatch.setitem(suites.SUITES, "measured", costs)
         assert self.call(tmp_path, *arguments) == 2
         assert re.search(message, capsys.readouterr().err)
         assert not (tmp_path / "docs").exists()
+
+    def test_some_rivals_alone(self, small, place, tmp_path, monkeypatch, capsys):
+        """What chooses the budget is made too; the page is of all rivals."""
+        wide = dataclasses.replace(small, curve=Curve(INSIDE, most=1, rivals=("rope",)))
+        one = suites.SUITES["claims"]._replace(designs=(wide,))
+        monkeypatch.setitem(suites.SUITES, "claims", one)
+        made = []
+        monkeypatch.setattr(
+            PlannedTrainings, "run", lambda study, *_, **__: made.append(study.rivals)
+        )
+        assert self.call(tmp_path, "--rivals=none") == 0
+        assert made == [["none"]]
+        assert "0 of at least 14" in capsys.readouterr().out
+        text = (tmp_path / "docs" / "evidence.md").read_text()
+        assert re.search(r"\*\*0 of at least 36 runs\*\*", text)
+
+    def test_suites_share_records(self, small, place, tmp_path, monkeypatch, capsys):
+        """What only another suite has is used, and what none has is said."""
+        fewer = dataclasses.replace(small, rivals={"rope": small.rivals["rope"]})
+        one = suites.SUITES["claims"]._replace(designs=(fewer,), name="fewer", claims=())
+        monkeypatch.setitem(suites.SUITES, "fewer", one)
+        planned = small.at(place)
+        finish_all(planned, {"tape": 0.5, "rope": 0.3, "none": 0.2})
+        assert self.call(tmp_path, "--suite=fewer", "--page") == 0
+        assert capsys.readouterr().err == ""
+        monkeypatch.delitem(suites.SUITES, "claims")
+        assert self.call(tmp_path, "--suite=fewer", "--page") == 0
+        said = capsys.readouterr().err.strip()
+        assert said.startswith(f"not used by any study: {place.store.path('copying')}: none-1x-1e-")
+        assert said.count(",") == 2 * 11 - 1
 
     def test_beside_what_is_on_record(self, small, place, tmp_path):
         recorded = small.at(place)
@@ -233,10 +279,14 @@ class TestSuites:
     @pytest.mark.parametrize("name", suites.SUITES)
     def test_every_claim_names_studies_that_exist(self, name):
         one = suites.SUITES[name]
-        names = [design.name for design in one.designs]
+        names = [design.name for design in itertools.chain(one.designs, *one.read.values())]
         assert len(set(names)) == len(names)
+        for other, designs in one.read.items():
+            (there,) = (x.designs for x in suites.SUITES.values() if x.name == other)
+            assert set(map(id, designs)) <= set(map(id, there)), "as they are described there"
         assert {study for claim in one.claims for study in claim.studies} <= set(names)
-        assert all({"tape", "tape_heads"} <= set(c.forms) or len(c.forms) == 1 for c in one.claims)
+        forms = [set(claim.forms) for claim in one.claims if claim.name != "all"]
+        assert all({"tape", "tape_heads"} <= names or len(names) == 1 for names in forms)
 
     @pytest.mark.parametrize("name", suites.SUITES)
     def test_the_quick_part_is_a_part(self, name):
@@ -271,13 +321,13 @@ class TestSuites:
         found = {claim.judge(studies, f).kind for claim in one.claims for f in claim.forms}
         assert found == {Kind.UNFINISHED}
         text = page.markdown(one, studies, "images")
-        assert all(f"### {study}\n" in text for study in studies)
+        assert all(f"\n### {design.name}\n" in text for design in one.designs)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("name", suites.SUITES)
     def test_the_committed_page_is_that_of_the_committed_results(self, tmp_path, name):
         one = suites.SUITES[name]
-        store = Store(Path("benchmarks/results") / one.name)
+        store = Store(Path("benchmarks/results/evidence"))
         text = page.markdown(
             one, page.studies_at(one, Place(store, tmp_path)), f"images/{one.name}"
         )

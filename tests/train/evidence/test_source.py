@@ -10,21 +10,27 @@ from train.evidence import source
 
 @pytest.fixture
 def copy(tmp_path):
-    for folder in source.MODULES:
-        shutil.copytree(source.ROOT / folder, tmp_path / folder, dirs_exist_ok=True)
+    for module in source.MODULES:
+        here, there = source.ROOT / module, tmp_path / module
+        if here.is_dir():
+            shutil.copytree(here, there, dirs_exist_ok=True)
+        else:
+            there.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(here, there)
     return tmp_path
 
 
 def test_the_hash_follows_the_modules(copy):
     first = source.hash_of_modules(copy)
     assert first == source.hash_of_modules(source.ROOT)
-    (copy / "train" / "evidence").mkdir()
     (copy / "train" / "evidence" / "page.py").write_text("other words")
     (copy / "train" / "tasks" / "notes.txt").write_text("none of the code")
     assert source.hash_of_modules(copy) == first
-    path = copy / "tape_jax" / "losses.py"
-    path.write_text(path.read_text() + "\n")
-    assert source.hash_of_modules(copy) != first
+    for path in ("tape_jax/losses.py", "train/evidence/overhead.py"):
+        before = (copy / path).read_text()
+        (copy / path).write_text(before + "\n")
+        assert source.hash_of_modules(copy) != first
+        (copy / path).write_text(before)
 
 
 def test_a_name_belongs_to_it(copy):

@@ -1,17 +1,16 @@
 """What is said of states, and the runs that it is read off."""
 
 import dataclasses
+from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
-from tests.models import encoding, small_model
 from tests.train.evidence.results import BEYOND, MADE, choose_all, diverge, finish_all
-from train.evaluation.inside import before_training
 from train.evidence import claims, page
-from train.evidence.states import StateUse, states_figure, updating, without_layer
+from train.evidence.states import StateUse, states_figure
 from train.evidence.suites import SUITES
+from train.evidence.trainings import Base, Trainings
 from train.evidence.verdicts import wins
 
 RIGHT = {"tape": 0.6, "rope": 0.3, "none": 0.2}
@@ -100,25 +99,6 @@ def test_page(planned):
     assert f"| {page.COLUMNS[0]} " in text
 
 
-@pytest.mark.parametrize("scan_layers", [True, False])
-def test_one_layer_cut_off(scan_layers):
-    model = small_model(encoding("tape"), num_layers=4, scan_layers=scan_layers)
-    fresh = model.init(jax.random.key(0), np.zeros((1, 1), np.int32))
-    trained = jax.tree.map(lambda x: x + 1, fresh)
-    whole = before_training(model, trained)
-    assert updating(model) == [0, 1, 2]
-    found = trained
-    for layer in updating(model):
-        one = without_layer(model, trained, layer, whole)
-        changed = sum(
-            bool((a != b).any())
-            for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(trained), strict=True)
-        )
-        assert changed == len(model.encoding.layer_params(model.config, updates=True))
-        found = without_layer(model, found, layer, whole)
-    jax.tree.map(np.testing.assert_array_equal, found, whole)
-
-
 @pytest.mark.slow
 def test_runs_are_made_and_looked_into(planned):
     states, trainings = planned
@@ -134,3 +114,36 @@ def test_runs_are_made_and_looked_into(planned):
     assert len(found["lost"]) == 2
     assert BEYOND in found["without"]
     states.run(lambda item: pytest.fail("made twice"))
+
+
+@pytest.mark.slow
+def test_adapted_models(place):
+    """They are trained again with their bases, and have updates of their own."""
+    sizes = {"model.hidden_size": 8, "model.num_heads": 1, "model.position.kind": "rope"}
+    key = "perplexity_overlapping_1x"
+    of = Trainings(
+        name="adapting",
+        config=Path("configs/context_extension_demo.py"),
+        rivals={name: {"adapt.method": name} for name in ("tape", "lora")},
+        fields={"train.steps": 2, "evaluation.tokens": 2048},
+        base=Base(Path("configs/bytes_demo.py"), sizes, {"cpu": {"train.steps": 2}}),
+        scores=(key,),
+        minutes=1.0,
+    )
+    states = StateUse("states", [of], forms=("tape",)).at(place)
+    trainings = states.of["adapting"]
+    found = {"result": None, "diverged": {"step": 1}, "losses": []}
+    for rates in range(3):
+        for job in trainings.walk("tape", key)[0][2 * rates :]:
+            place.store.put(trainings.item(job), found, MADE)
+    for job in trainings.reports("tape", key)[1:]:
+        place.store.put(trainings.item(job), found, MADE)
+    made = []
+    states.run(made.append)
+    assert [item.name for item in made] == [item.name for item in states.items]
+    assert len(made) == 1, "the others diverged"
+    assert made[0].base.model.position.kind == "rope"
+    seen = states.recorded(made[0]).found
+    assert key in seen["without"]
+    assert key in seen["trained"]
+    assert max(seen["moved"]) > 0

@@ -1,15 +1,18 @@
 """Measurements: made one after another, and read back."""
 
+import re
 from pathlib import Path
 
 import pytest
 
+from train.evidence import making
 from train.evidence.overhead import Cost
+from train.evidence.records import Store
 from train.evidence.stability import Growth
 
 
 class TestMeasurements:
-    def test_growth(self, place, monkeypatch):
+    def test_growth(self, place, tmp_path, monkeypatch):
         from train.analysis.stability import Profile, Trace
 
         still = Profile((1.0,), (1.0,))
@@ -28,10 +31,20 @@ class TestMeasurements:
         ]  # fmt: skip
         planned.run(lambda item: None, quick=True)
         assert len(planned.state.finished) == 1
+        assert planned.said() is None
+        here = {"growth": planned}
+        table = making.compared(
+            here, {"growth": design.at(place._replace(store=Store(tmp_path / "none")))}
+        )
+        assert re.search(r"growth/tape-2-seed2 \| all that was measured +\| +\| +\| - ", table)
+        assert "equal" in making.compared(here, here)
         planned.run(lambda item: None)
         assert planned.state.unfinished == []
         assert [t.depth for t in planned.traces(seed=3)] == [2, 2, 3, 3]
         assert len(planned.traces()) == 8
+        said = planned.said()
+        assert said.startswith("from 2 to 3 layers, the largest state over its start")
+        assert said.endswith("`rope` 1 to 1 disturbed, 1 to 1 trained")
         assert planned.growths("tape", 3) == {2: 1.0, 3: 1.0}
         assert planned.hours == 0
 

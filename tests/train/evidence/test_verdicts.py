@@ -1,9 +1,10 @@
 """Verdicts: what counts as confirmed, contradicted, or neither."""
 
+import dataclasses
+
 import pytest
 
 from tests.train.evidence.results import BEYOND, INSIDE, choose_all, diverge, finish, finish_all
-from train.evidence import claims
 from train.evidence.statistics import difference, estimate
 from train.evidence.verdicts import (
     Kind,
@@ -12,7 +13,9 @@ from train.evidence.verdicts import (
     every,
     family,
     keeps,
+    leads,
     limited,
+    together,
     wins,
 )
 
@@ -172,4 +175,23 @@ def test_ahead_somewhere_and_behind_nowhere(parity, reverse, kind):
         for problem, owns in (("parity", parity), ("reverse", reverse))
         for rival, own in zip(("rope", "alibi", "fire", "none"), owns, strict=True)
     }
-    assert claims._leads_somewhere("tape", told, 4).kind is kind
+    problems = "parity", "reverse"
+    groups = [[name for name in told if name.startswith(problem)] for problem in problems]
+    assert leads(family(told), groups) is kind
+
+
+def test_one_family_of_several_studies(planned, place):
+    other = dataclasses.replace(planned.design, name="other").at(place)
+    groups = [[(planned, BEYOND, "rope")], [(other, BEYOND, "rope"), (other, BEYOND, "none")]]
+    finish_all(planned, {"tape": 0.6, "rope": 0.3, "none": 0.2})
+    found = together("tape", groups)
+    assert found.kind is Kind.UNFINISHED
+    assert all(what.startswith("other, ") for what in found.missing)
+    finish_all(other, {"tape": 0.4, "rope": 0.4, "none": 0.4})
+    found = together("tape", groups)
+    assert found.kind is Kind.CONFIRMED
+    assert [cells[-1] for cells in found.rows] == ["better", "not told", "not told"]
+    assert found.rows[0][1:3] == ["rope", "copying, beyond length 3, %"]
+    assert together("tape", groups[1:]).kind is Kind.NOT_TOLD
+    finish_all(other, {"tape": 0.4, "rope": 0.4, "none": 0.9})
+    assert together("tape", groups).kind is Kind.CONTRADICTED

@@ -144,7 +144,7 @@ class TestOptions:
         assert [gaps.counted(*cell) for cell in ((3, 5), (4, 5), (6, 8))] == [5, 7, 9]
 
 
-def knowing(variables, tokens):
+def knowing(variables, tokens, length):
     """Adds the offset to the place of the token that is asked for; for ``SMALL``."""
     offsets = jnp.pad(tokens, ((0, 0), (1, 0)))[:, :-1] - 16
     found = jnp.argmax(tokens[:, None, :] == tokens[:, :, None] - 8, axis=-1)
@@ -162,6 +162,13 @@ class TestJudging:
         assert result.grid.rows == (1, 2)
         # With a list of 8 tokens and a gap of 2 it is too long for this model.
         assert result.grid.counts.tolist() == [[3, 3, 3, 0, 0], [3, 3, 0, 0, 0]]
+
+    def test_what_cannot_be_asked_is_said_before_training(self, task):
+        assert task.prepare(AddressEvaluation()) == "asked for 4 to 8 tokens in the end"
+        with pytest.raises(ValueError, match="from 4 to 8 tokens can be asked for; got 99"):
+            task.prepare(AddressEvaluation(longest=99))
+        with pytest.raises(ValueError, match=r"needs some in training: task\.gap is 0"):
+            task.prepare(AddressEvaluation(rows="gap"))
 
     @pytest.mark.slow
     def test_a_result_is_read_back_and_drawn(self, task):

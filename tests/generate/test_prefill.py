@@ -9,14 +9,11 @@ import pytest
 
 from tape_jax import init_cache
 from tape_jax._src.generate import extend, generate, prefill
-from tests.models import VOCAB, encoding, random_variables, small_model
-from tests.selection import mostly_slow
-from tests.test_generate import (
+from tests.generate.passes import (
     CAPACITY,
     CASES,
     LENGTHS,
     NEW,
-    assert_near,
     jit_apply,
     jit_extend,
     jit_model,
@@ -24,6 +21,8 @@ from tests.test_generate import (
     ragged_tokens,
     tape,
 )
+from tests.models import VOCAB, assert_near, encoding, random_variables, small_model
+from tests.selection import mostly_slow
 
 
 @functools.partial(jit_model, static_argnames="chunk")

@@ -1,0 +1,109 @@
+"""Tasks of places, and whether one form is ahead in all."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+
+from tests.train.evidence.results import BEYOND, finish_all
+from train.evidence import places
+from train.evidence.statistics import Estimate
+from train.evidence.suite import KIND, STUDIES
+from train.evidence.verdicts import Kind, Verdict
+from train.tasks import Score
+
+ALL = dict.fromkeys(places.ASKED, Kind.CONFIRMED)
+LEAST = dict.fromkeys(places.ASKED, Kind.NOT_TOLD) | dict.fromkeys(
+    (*places.REQUIRED, "table", "passkey"), Kind.CONFIRMED
+)
+
+
+def test_every_form_is_compared_with_what_it_is_without_its_update():
+    first = places.STUDIES[0]
+    kinds = {form: first.rivals[form][KIND] for form in places.FORMS}
+    assert set(places.WITHOUT_UPDATE) == {form for form, kind in kinds.items() if "+" in kind}
+    for form, rival in places.WITHOUT_UPDATE.items():
+        assert first.rivals[rival] == {KIND: f"rope+{kinds[form].removeprefix('tape+')}"}
+        assert places.rivals_of(form) == [*places.RIVALS, rival]
+    assert places.rivals_of("tape") == list(places.RIVALS)
+
+
+def test_every_rival_is_compared_and_every_comparison_has_its_runs():
+    asked = {claim.studies[0]: claim for claim in places.CLAIMS if len(claim.studies) == 1}
+    for design in places.STUDIES:
+        claim = asked[design.name]
+        compared = set(itertools.chain(claim.forms, *map(places.rivals_of, claim.forms)))
+        if design.name in places.TASKS:
+            assert compared | {*places.contextual(design.name)} == set(design.rivals)
+        else:
+            assert compared <= set(design.rivals)
+    assert "mapformer_wm" in places.contextual("navigation")
+
+
+def test_studies_of_claims_keep_what_they_have():
+    """So that a run that is on record serves both pages."""
+    ours = {design.name: design for design in places.STUDIES}
+    for theirs in STUDIES:
+        if theirs.name in ours:
+            here = ours[theirs.name]
+            assert here.rivals.items() >= theirs.rivals.items()
+            for field in ("config", "fields", "by_scale", "scores", "curve", "first", "base"):
+                assert getattr(here, field) == getattr(theirs, field)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "sums", "worst", "kind"),
+    [
+        (ALL, Kind.CONFIRMED, 0, Kind.CONFIRMED),
+        (LEAST, Kind.CONFIRMED, 0, Kind.CONFIRMED),
+        (LEAST | {"table": Kind.NOT_TOLD}, Kind.CONFIRMED, 0, Kind.NOT_TOLD),
+        (ALL | {"text, 8x": Kind.NOT_TOLD}, Kind.CONFIRMED, 0, Kind.NOT_TOLD),
+        (ALL, Kind.NOT_TOLD, 0, Kind.NOT_TOLD),
+        (ALL, Kind.CONTRADICTED, 0, Kind.CONTRADICTED),
+        (ALL | {"recall": Kind.UNFINISHED}, Kind.CONFIRMED, 0, Kind.UNFINISHED),
+        (ALL, Kind.UNFINISHED, 0, Kind.UNFINISHED),
+        # Behind, by the one study that has run: clearly enough for all fifty together, or not.
+        (ALL | {"recall": Kind.UNFINISHED}, Kind.CONFIRMED, 1e-4, Kind.CONTRADICTED),
+        (ALL | {"recall": Kind.UNFINISHED}, Kind.CONFIRMED, 0.004, Kind.UNFINISHED),
+    ],
+)
+def test_one_for_all(monkeypatch, kinds, sums, worst, kind):
+    """By the verdicts of the tasks, and by one p-value where a form is behind."""
+
+    def verdict(name, kind):
+        return Verdict(kind, [], (name,) if kind is Kind.UNFINISHED else ())
+
+    def study(name):
+        known = ("tape_alibi", "rope") if worst and name == "table" else ()
+        return SimpleNamespace(
+            name=name,
+            missing=lambda rival, key: None if rival in known else "all",
+            score=lambda key: Score(key, "beyond", True),
+        )
+
+    monkeypatch.setattr(places, "_judge", lambda name: lambda *_: verdict(name, kinds[name]))
+    monkeypatch.setattr(places, "_sums_right", lambda *_: verdict("sums", sums))
+    behind = Estimate(mean=-1.0, low=-2.0, high=-0.5, p=worst, spread=1.0, number=5)
+    monkeypatch.setattr(
+        places, "differences", lambda form, known: dict.fromkeys(["it"] * bool(known), behind)
+    )
+    studies = {name: study(name) for name, _ in places.ASKED.values()}
+    found = places.one_for_all(studies, "tape_alibi")
+    assert found.kind is kind
+    waiting = [name for name, one in (*kinds.items(), ("sums", sums)) if one is Kind.UNFINISHED]
+    assert found.missing == tuple(waiting)
+
+
+@pytest.mark.parametrize(
+    ("share", "kind"),
+    [(0.4, Kind.CONTRADICTED), (0.49, Kind.NOT_TOLD), (0.6, Kind.CONFIRMED)],
+)
+def test_longer_sums(design, place, share, kind):
+    """All of the interval is on one side."""
+    planned = design.at(place)
+    assert places._sums_right(planned, "tape").kind is Kind.UNFINISHED
+    finish_all(planned, {"tape": share})
+    found = places._sums_right(planned, "tape")
+    assert found.kind is kind
+    assert found.rows[0][1] == "a share, limit +50.00"
+    assert planned.score(BEYOND).label in found.rows[0][2]
