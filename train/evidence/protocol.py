@@ -7,7 +7,10 @@ VERSION = 1
 # Seeds by which learning rates are chosen, and those that claims are judged by.
 CHOOSING, REPORTING = (0, 1), (2, 3, 4, 5, 6)
 
-RATES = ("1e-5", "3e-5", "1e-4", "3e-4", "1e-3", "3e-3", "1e-2", "3e-2", "1e-1")
+RATES = (
+    *("1e-5", "3e-5", "1e-4", "3e-4", "1e-3", "3e-3", "1e-2", "3e-2", "1e-1"),
+    *("3e-1", "1e0", "3e0", "1e1"),
+)
 # The rate that is tried first, by scale; its neighbours are tried in any case.
 FIRST = {"cpu": "3e-3", "gpu": "3e-4"}
 
