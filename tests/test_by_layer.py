@@ -33,6 +33,7 @@ def test_layers_by_themselves_decode_what_a_scan_does(name, x64, monkeypatch):
         assert_near(a.v, b.v, 1e-10)
 
 
+@pytest.mark.slow
 def test_what_the_loop_carries_has_no_axis_of_one_and_comes_back():
     model = small_model(num_layers=3)
     variables = random_variables(model)

@@ -49,7 +49,6 @@ ONE_OF_EACH = (
     "learned",
     "abacus",
     "t5",
-    "fire",
     "fox",
 )
 
@@ -110,7 +109,7 @@ def uncompiled(model, batch, *, cached):
 # --- Padding and packing -------------------------------------------------------------------------
 
 
-@each_kind("tape", "random_rope", "abacus", "alibi", "learned", among=tuple(registry))
+@each_kind("tape", "abacus", "alibi", "learned", among=tuple(registry))
 def test_a_segment_equals_itself_alone(kind, profile):
     """Whatever else its row and its batch hold: padding on either side, or another segment."""
     models, size = drawn.models(kind, profile), 5

@@ -47,6 +47,7 @@ def test_tape_put_into_a_checkpoint_in_float64(x64):
     assert largest(after - before) <= 1e-12 * largest(before)
 
 
+@pytest.mark.slow
 def test_merged_low_rank_terms_are_saved_as_a_checkpoint(tmp_path):
     golden = expected("llama3_gqa")
     model, variables = tape.from_pretrained(HF / "llama3_gqa")

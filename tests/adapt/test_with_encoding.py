@@ -19,7 +19,11 @@ KEY = jax.random.key(1)
 @pytest.mark.parametrize("scan_layers", mostly_slow([True, False], True))
 @pytest.mark.parametrize(
     "position",
-    ["tape", "rope+t5", {"kind": "tape+alibi", "slopes": "learned_from_zero", "norm": "rms"}],
+    [
+        pytest.param("tape", marks=pytest.mark.slow),
+        "rope+t5",
+        {"kind": "tape+alibi", "slopes": "learned_from_zero", "norm": "rms"},
+    ],
     ids=str,
 )
 def test_what_starts_at_nothing_leaves_the_logits(position, scan_layers):

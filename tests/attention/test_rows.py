@@ -303,6 +303,7 @@ def test_transformations(transform):
     assert_close(found, want(q, gates, k, v), 1e-5)
 
 
+@pytest.mark.slow
 def test_memory_is_linear():
     """Of forward and backward with blocks of one size; ``reference`` has all pairs at once."""
 

@@ -35,6 +35,7 @@ def test_a_cache_for_given_lengths(kind):
         init_cache(model, 2, 9, length=jnp.ones(3, int))
 
 
+@pytest.mark.slow
 def test_a_grown_cache_goes_on_as_a_large_one():
     model = small_model("tape")
     variables, tokens = random_variables(model), jnp.array([[3, 1, 4, 1, 5]])

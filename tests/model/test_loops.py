@@ -50,7 +50,9 @@ def loops(model, variables, tokens):
     return program.as_text().count("stablehlo.while")
 
 
-@pytest.mark.parametrize("position", ["rope", positions.Tape(layers=(1, 3)), "tape+fox"])
+@pytest.mark.parametrize(
+    "position", mostly_slow(["rope", positions.Tape(layers=(1, 3)), "tape+fox"], "rope", "tape+fox")
+)
 def test_layers_without_a_loop_equal_those_of_the_loop(position, monkeypatch):
     model = small_model(position, num_layers=4)
     variables, tokens = random_variables(model), random_tokens(2, 8)

@@ -75,7 +75,6 @@ WITH_BASE = {
     mostly_slow(
         itertools.product(WITH_BASE, ["reference", "chunked"]),
         ("xpos", "reference"),
-        ("tensor tape", "chunked"),
     ),
 )
 def test_the_base_learns(name, attention):

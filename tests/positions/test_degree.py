@@ -80,6 +80,7 @@ def test_a_state_goes_where_another_place_is_as_far(x64):
     chex.assert_trees_all_close(new[:, 0], positions.rotary_state(jnp.array([79]), DIM), atol=1e-8)
 
 
+@pytest.mark.slow
 def test_it_starts_as_rope_and_learns(x64):
     sizes = {"num_heads": 4, "num_kv_heads": 2, "dtype": "float64", "param_dtype": "float64"}
     tape_model, rope = (

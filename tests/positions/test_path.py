@@ -251,6 +251,7 @@ def test_decoding_equals_the_full_pass(x64, position, scan, kv_heads):
     chex.assert_trees_all_close(found[IDS != 0], full[IDS != 0], atol=1e-10)
 
 
+@pytest.mark.slow
 def test_one_new_token_attends_by_any_implementation(x64):
     model = model_of(attention_implementation=("chunked", "rows"), num_layers=1)
     variables, tokens = random_variables(model), tokens_of(2, 5)

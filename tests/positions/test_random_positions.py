@@ -35,7 +35,7 @@ def logits(model, variables, key=None, positions=None):
     return model.apply(variables, TOKENS, rngs=rngs, positions=positions)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, "spaced", "stretched"))
 def test_draws(x64, kind):
     """In order, below the range, one for all rows as far as their lengths agree."""
     draw, places = RandomPositions(kind, 50), jnp.arange(6)

@@ -157,6 +157,7 @@ class TestSharding:
                 assert x.sharding == place(name, x.shape)
         assert flat["layers_0/mlp/up/kernel"].addressable_shards[0].data.shape == (1, 96, 40)
 
+    @pytest.mark.slow
     def test_one_for_all_and_a_tree(self):
         everywhere = NamedSharding(self.mesh(), PartitionSpec())
         _, plain = tape.from_pretrained(TIED)

@@ -71,6 +71,7 @@ class TestSaving:
         assert index["metadata"]["total_size"] == sum(sizes)
         chex.assert_trees_all_equal(tape.from_pretrained(tmp_path / "new")[1], variables)
 
+    @pytest.mark.slow
     def test_numpy_and_float64(self, tmp_path):
         """The types of arrays count, whether 64-bit types are enabled or not."""
         with jax.enable_x64(True):

@@ -192,6 +192,7 @@ class TestStream:
             self.stream(kind, digest="another").set_state(state)
 
 
+@pytest.mark.slow
 def test_packed_documents_are_alone_for_the_model():
     """What the model says of a document does not depend on what it is packed with."""
     sizes = (5, 4, 6)

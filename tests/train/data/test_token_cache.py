@@ -224,6 +224,7 @@ print(open_stream(Corpus(Slow(300), BYTES), folder / "cache").digest)
 """
 
 
+@pytest.mark.slow
 def test_two_processes_at_once(tmp_path):
     command = [sys.executable, "-c", TWO_AT_ONCE, str(tmp_path)]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.models import VOCAB, encoding, random_variables, small_model
+from tests.selection import mostly_slow
 from tests.train.perplexities import result
 from train.evaluation.perplexity import PROTOCOLS, measure
 
@@ -42,7 +43,7 @@ def expected_losses(model, variables, text, protocol, length, stride):
 
 
 class TestMeasure:
-    @pytest.mark.parametrize("kind", ["tape", "alibi"])
+    @pytest.mark.parametrize("kind", mostly_slow(["tape", "alibi"], "tape"))
     def test_from_the_definition(self, kind):
         model = small_model(kind, num_layers=2)
         variables, texts = random_variables(model, std=0.5), [draw(17), draw(9, seed=1)]

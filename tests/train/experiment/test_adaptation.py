@@ -226,6 +226,7 @@ class TestOfARun:
         with pytest.raises(ValueError, match=rf"adapt.base: {own} is neither .* nothing there"):
             runs.restore_model(folder)
 
+    @pytest.mark.slow
     def test_the_base_itself_and_scaled(self, rope_run, tmp_path, capsys):
         base = runs.restore_model(rope_run)
         scaling = RopeScaling("linear", 2.0)

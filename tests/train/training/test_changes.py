@@ -21,6 +21,7 @@ def longer(folder, *overrides):
     return said
 
 
+@pytest.mark.slow
 def test_a_run_made_longer_is_one_that_was_long_from_the_start(tiny, tmp_path):
     """Bit for bit, with its lines of metrics, where the schedule is constant."""
     loop.train(an_experiment(**CONSTANT, steps=6), tmp_path / "parts")

@@ -12,6 +12,7 @@ import pytest
 from tape_jax._src.config import Experts, ModelConfig
 from tape_jax.losses import added_by_routers
 from tests.models import random_variables, small_model
+from tests.selection import mostly_slow
 from tests.train.training.tiny import Tiny, an_experiment, final_state, numbers
 from train import experiment
 from train.experiment import TrainConfig
@@ -58,7 +59,8 @@ def sigterm(state, values):
 
 
 @pytest.mark.parametrize(
-    ("action", "error", "resumed_from"), [(sigterm, Stopped, 6), (crash, Crash, 3)]
+    ("action", "error", "resumed_from"),
+    mostly_slow([(sigterm, Stopped, 6), (crash, Crash, 3)], (crash, Crash, 3)),
 )
 def test_resuming_is_exact(tiny, tmp_path, monkeypatch, action, error, resumed_from):
     """Also between two lines of metrics."""
