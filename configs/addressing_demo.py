@@ -56,11 +56,10 @@ def get_config() -> ConfigDict:
                 "num_layers": 3,
                 "num_heads": 4,
                 "intermediate_size": 128,
-                # The form that the paper writes; steps of eight, so that a state comes to another
-                # place within a short training; and a bound on it.
+                # Steps of eight, so that a state comes to another place within a short training,
+                # and a bound on it.
                 "position": {
                     "kind": "tape+alibi",
-                    "attention_mix": "heads",
                     "alpha": 8.0,
                     "norm": "rms",
                 },

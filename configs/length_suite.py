@@ -2,7 +2,8 @@ r"""Seven problems of one length in minutes on a laptop: trained to 10 symbols, 
 
 Claim: at lengths up to 10 TAPE answers at least 95 % of words; what it does with longer ones,
 beside RoPE, is for the report to show. Measured with one seed, too few to tell differences from
-chance: words answered right, in per cent, up to 10 symbols and from 11 to 20,
+chance: words answered right, in per cent, up to 10 symbols and from 11 to 20, TAPE with
+attention_mix="head_scale",
     multiply     TAPE 100 and 2.3     RoPE 100 and 7.0
     copy         TAPE 100 and 0       RoPE 100 and 0
     reverse      TAPE 100 and 11.5    RoPE 100 and 11.2

@@ -4,8 +4,8 @@ Words of three generators of Z60, A4xZ5, A5 or S5, trained to 12 and asked to 48
 
 Claim: every group is learned at short lengths, and for all but Z60 more layers follow longer
 words; whether one encoding needs fewer was left open. Measured with three seeds: the greatest
-length at which the best seed follows at least 90 % of the words to their end. With one layer TAPE
-is RoPE.
+length at which the best seed follows at least 90 % of the words to their end, TAPE with
+attention_mix="head_scale". With one layer it is RoPE.
     layers          1              2                   4
                 RoPE none     TAPE RoPE none     TAPE RoPE none
     Z60          12   12       12   12   12       12   12   13

@@ -30,7 +30,7 @@ class UpdateState(nn.Module):
       num_heads: query heads ``H_q``.
       num_kv_heads: state heads ``H_kv``; None: ``num_heads``.
       width: ``P``; None: ``4 * H_kv``.
-      attention_mix: ``none``, ``head_scale`` or ``heads``, as in :func:`tape_jax.init_update`.
+      attention_mix: ``heads``, ``head_scale`` or ``none``, as in :func:`tape_jax.init_update`.
       mlp_mix: whether the MLP's output mixes the states.
       degree: 1, or 3 for products of three states, as in :func:`tape_jax.init_update`.
       alpha: step size.
@@ -44,7 +44,7 @@ class UpdateState(nn.Module):
     num_heads: int
     num_kv_heads: int | None = None
     width: int | None = None
-    attention_mix: str = "head_scale"
+    attention_mix: str = "heads"
     mlp_mix: bool = True
     degree: int = 1
     alpha: float = 1.0

@@ -194,10 +194,10 @@ def test_the_table_of_trainable_parameters():
     assert {name: int(row[0]) for name, row in rows.items()} == {
         "embedding": 13 * 16,
         "head/kernel": 13 * 16,
-        "layers/position_mix": 2 * 2,
+        "layers/position_mix": 2 * 2 * 2,
         "layers/position_wx": 2 * 16 * 8,
         "layers/position_up": 2 * 8 * 2,
         "layers/position_down": 2 * 2 * 8,
     }
-    trained = 2 * 13 * 16 + 2 * (2 + 16 * 8 + 2 * 8 * 2)
+    trained = 2 * 13 * 16 + 2 * (2 * 2 + 16 * 8 + 2 * 8 * 2)
     assert lines[-1].split() == ["in", "all", f"{trained:,}", f"{trained / whole:.4%}"]

@@ -60,9 +60,14 @@ def test_blocks_rotate_as_the_reference_does(x64):
     np.testing.assert_allclose(rotate(x, tensor_of(cos, sin)), x * cos + turned * sin, atol=1e-13)
 
 
+def mixed(mix, attended):
+    """``Mix(a)`` by a number per head, or by a matrix over heads, for ``[T, H, D]``."""
+    return np.einsum("hk,tkd->thd", np.diag(mix) if mix.ndim == 1 else mix, attended)
+
+
 def mixed_heads(params, table, attended, x, alpha):
     """Steps 2 and 4 of TAPE with heads mixed, for one table ``[T, H, N]``."""
-    table = table + alpha * params["mix"][:, None] * attended
+    table = table + alpha * mixed(params["mix"], attended)
     gate = silu(x @ params["wx"])
     up = np.einsum("tp,ph,thd->tpd", gate, params["up"], table)
     return table + alpha * np.einsum("hp,tpd->thd", params["down"], up)
@@ -75,18 +80,19 @@ def mixed_dimensions(params, table, attended, x, alpha):
 
 
 def mixed_everything(params, table, attended, x, alpha):
-    table = table + alpha * params["mix"][:, None] * attended
+    table = table + alpha * mixed(params["mix"], attended)
     gate = silu(x @ params["wx"])
     flat = table.reshape(TIME, -1)
     change = (flat @ params["up"].T * gate) @ params["down"].T
     return table + alpha * change.reshape(table.shape)
 
 
-def test_separate_cos_sin(x64):
-    encoding = SeparateCosSin(alpha=0.6)
+@pytest.mark.parametrize(("mix", "shape"), [("heads", (HEADS, HEADS)), ("head_scale", (HEADS,))])
+def test_separate_cos_sin(x64, mix, shape):
+    encoding = SeparateCosSin(alpha=0.6, attention_mix=mix)
     params = params_of(encoding)
     assert {k: v.shape for k, v in params.items()} == {
-        "mix": (2, HEADS),
+        "mix": (2, *shape),
         "wx": (HIDDEN, WIDTH),
         "up": (2, WIDTH, HEADS),
         "down": (2, HEADS, WIDTH),
@@ -104,7 +110,7 @@ def test_separate_cos_sin(x64):
     ("cls", "oracle", "shapes"),
     [
         (MixHeadDim, mixed_dimensions, {"mix": (4,), "up": (12, 4), "down": (4, 12)}),
-        (NoEquivariance, mixed_everything, {"mix": (3,), "up": (12, 12), "down": (12, 12)}),
+        (NoEquivariance, mixed_everything, {"mix": (3, 3), "up": (12, 12), "down": (12, 12)}),
     ],
 )
 def test_untied(x64, cls, oracle, shapes):
@@ -205,7 +211,7 @@ def test_they_are_tape_otherwise():
 
 def tape_update(params, e, a, x, alpha):
     """``(I + alpha A(x)) (e + alpha Mix(a))`` in numpy, for states ``[T, H, D]``."""
-    e = e + alpha * params["mix"][:, None] * a
+    e = e + alpha * mixed(params["mix"], a)
     matrix = np.einsum("hp,tp,pk->thk", params["down"], silu(x @ params["wx"]), params["up"])
     return e + alpha * np.einsum("thk,tkd->thd", matrix, e)
 

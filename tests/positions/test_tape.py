@@ -177,7 +177,7 @@ class TestUpdate:
             ),
             ({"mix": (3,)}, r"mix of shape \(3,\) fits neither \(4,\) nor \(2, 4\)"),
             ({"mix": (4, 4)}, r"mix of shape \(4, 4\)"),
-            ({"a": (2, 3, 3, 8)}, r"mix of shape \(4,\) fits neither \(3,\)"),
+            ({"a": (2, 3, 3, 8)}, r"mix of shape \(2, 4\) fits neither \(3,\) nor \(2, 3\)"),
             ({"a": (2, 3, 4, 6)}, r"attended must have shape \(2, 3, 4, 8\) .*got \(2, 3, 4, 6\)"),
             ({"a": (2, 4, 4, 8)}, r"attended must have shape"),
             ({"wx": (6, 7)}, r"expected wx \[5, P\], up \[P, 2\], down \[2, P\]; got \(6, 7\)"),
@@ -234,18 +234,18 @@ class TestInitUpdate:
 
     def test_shapes(self):
         shapes = {k: v.shape for k, v in init_update(jax.random.key(0), 12, 6).items()}
-        assert shapes == {"mix": (6,), "wx": (12, 24), "up": (24, 6), "down": (6, 24)}
+        assert shapes == {"mix": (6, 6), "wx": (12, 24), "up": (24, 6), "down": (6, 24)}
         params = init_update(
             jax.random.key(0),
             12,
             6,
             num_kv_heads=2,
             width=5,
-            attention_mix="heads",
+            attention_mix="head_scale",
             dtype=jnp.bfloat16,
         )
         shapes = {k: v.shape for k, v in params.items()}
-        assert shapes == {"mix": (2, 6), "wx": (12, 5), "up": (5, 2), "down": (2, 5)}
+        assert shapes == {"mix": (6,), "wx": (12, 5), "up": (5, 2), "down": (2, 5)}
         assert all(v.dtype == jnp.bfloat16 for v in params.values())
         grouped = init_update(jax.random.key(0), 12, 6, num_kv_heads=2, attention_mix="none")
         assert {k: v.shape for k, v in grouped.items()} == {
@@ -369,7 +369,7 @@ class TestEncoding:
     def test_parameters(self):
         specs = Tape(learn_alpha=True, alpha=0.5, width=6).layer_params(CONFIG, updates=True)
         assert {name: spec.shape for name, spec in specs.items()} == {
-            "mix": (4,),
+            "mix": (2, 4),
             "wx": (32, 6),
             "up": (6, 2),
             "down": (2, 6),
@@ -479,7 +479,7 @@ class TestEncoding:
 
 def test_states_are_mixed_in_full_precision():
     """The product with the states carries them whole: rounded operands would round the states."""
-    params = init_update(jax.random.key(0), 8, 3)
+    params = init_update(jax.random.key(0), 8, 3, attention_mix="head_scale")
     e, x = jnp.ones((1, 5, 3, 6)), jnp.ones((1, 5, 8))
     plain = functools.partial(jax_update_state, implementation="reference")
     jaxpr = jax.make_jaxpr(plain)(params, e, e, x).jaxpr

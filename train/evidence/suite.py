@@ -25,7 +25,7 @@ SHALLOW = {"cpu": {"model.scan_layers": False}}
 KIND, MIX = "model.position.kind", "model.position.attention_mix"
 FORMS: dict[str, dict[str, Any]] = {
     # The published code's form, the paper's, and both with ALiBi's bias on the same logits.
-    "tape": {KIND: "tape"},
+    "tape": {KIND: "tape", MIX: "head_scale"},
     "tape_heads": {KIND: "tape", MIX: "heads"},
     "tape_scale_alibi": {KIND: "tape+alibi", MIX: "head_scale"},
     "tape_alibi": {KIND: "tape+alibi", MIX: "heads"},
@@ -92,7 +92,7 @@ _MADE: tuple[Design, ...] = (
         name="context",
         config=CONFIGS / "context_extension_demo.py",
         rivals={
-            "tape": {"adapt.method": "tape"},
+            "tape": {"adapt.method": "tape", MIX: "head_scale"},
             "tape_heads": {"adapt.method": "tape", MIX: "heads"},
             **{name: {"adapt.method": name} for name in ("lora", "longlora", "theta", "full")},
         },

@@ -52,7 +52,9 @@ SUITES: dict[str, Suite] = {
             "Every claim that the paper makes of TAPE, or others make of it, tested by experiments "
             "that fit on two CPU cores, by [a protocol](protocol.md) that was written before them. "
             "They are small: a verdict holds at the size that was trained, and each names the "
-            "larger test that would settle it."
+            "larger test that would settle it. `tape` mixes heads as the published code does, by "
+            '`attention_mix="head_scale"`; `tape_heads` as the paper writes, by the default '
+            '`"heads"`.'
         ),
         order="claims first",
         make="make evidence",
@@ -79,7 +81,9 @@ SUITES: dict[str, Suite] = {
             "*ahead* if it is clearly better than RoPE, ALiBi, FIRE and no encoding, and, with a "
             "bias, than RoPE with the same bias; *behind* if clearly worse than one of them, by "
             "paired differences of five seeds and Holm's method. Contextual rivals are judged "
-            "apart. `tape_demo` is the form of `make demo`: it was chosen on addressing, and is "
+            "apart. `tape` and `tape_scale_alibi` mix heads as the published code does, by "
+            '`attention_mix="head_scale"`, all others as the paper writes, which is the default. '
+            "`tape_demo` is the form of `make demo`: it was chosen on addressing, and is "
             "judged by the other tasks."
         ),
         order="a task after the other",

@@ -85,7 +85,7 @@ def _tape(kind: type[positions.Tape] = positions.Tape, **options: Any):
         base=config["rope_base"],
         scaling=_scaling(config),
         width=config.get("position_size"),
-        **options,
+        **{"attention_mix": "head_scale", **options},
     )
 
 

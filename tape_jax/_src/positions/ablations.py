@@ -185,6 +185,8 @@ class MixHeadDim(_Untied):
 
     kind: ClassVar[str] = "tape_mix_head_dim"
 
+    attention_mix: str = "head_scale"
+
     def features(self, config: ModelConfig) -> int:
         return config.dim
 

@@ -119,7 +119,7 @@ def update_params(
     *,
     num_kv_heads: int | None = None,
     width: int | None = None,
-    attention_mix: str = "head_scale",
+    attention_mix: str = "heads",
     mlp_mix: bool = True,
     degree: int = 1,
 ) -> dict[str, Param]:
@@ -159,7 +159,7 @@ def init_update(
     *,
     num_kv_heads: int | None = None,
     width: int | None = None,
-    attention_mix: str = "head_scale",
+    attention_mix: str = "heads",
     mlp_mix: bool = True,
     degree: int = 1,
     dtype: Any = None,
@@ -175,15 +175,15 @@ def init_update(
       num_heads: query heads ``H_q``.
       num_kv_heads: state heads ``H_kv``; None: ``num_heads``.
       width: ``P``; None: ``4 * H_kv``.
-      attention_mix: ``none``; ``head_scale``, one scalar per query head (the published code);
-        ``heads``, a matrix over heads (the paper).
+      attention_mix: ``heads``, a matrix over heads (the paper); ``head_scale``, one scalar per
+        query head (the published code); ``none``.
       mlp_mix: whether the MLP's output mixes the states.
       degree: 1, or 3 for products of three states, with ``origin`` and ``target [H_kv, H_q]``.
       dtype: type of the parameters; None: jax's default float, float64 where 64-bit types are
         enabled.
 
     Returns:
-      ``mix [H_q]`` or ``[H_kv, H_q]``, ``wx [hidden, P]``, ``up [P, H_kv]``, ``down [H_kv, P]``;
+      ``mix [H_kv, H_q]`` or ``[H_q]``, ``wx [hidden, P]``, ``up [P, H_kv]``, ``down [H_kv, P]``;
       those that the options leave out are absent.
 
     Raises:
@@ -227,7 +227,7 @@ class Tape(Rope):
         start for all heads, sums over heads only stretch it.
       form: ``rotary`` (one complex number per pair, the fast path) or ``tensor``.
       l, r: rows and columns of a block in tensor form.
-      attention_mix: ``none``, ``head_scale`` (the published code) or ``heads`` (the paper).
+      attention_mix: ``heads`` (the paper), ``head_scale`` (the published code) or ``none``.
       mlp_mix: whether the MLP's output mixes the states.
       degree: 1, or 3: to ``z = e + alpha Mix(a)`` is added ``alpha z conj(w) u``, in tensor form
         ``alpha Z W^T U``, with learned mixes ``w`` and ``u`` of the attended states of all heads
@@ -252,7 +252,7 @@ class Tape(Rope):
     form: str = "rotary"
     l: int = 2
     r: int = 2
-    attention_mix: str = "head_scale"
+    attention_mix: str = "heads"
     mlp_mix: bool = True
     degree: int = 1
     width: int | None = None
