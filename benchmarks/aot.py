@@ -98,7 +98,7 @@ def attention_program(
     return AotProgram(name, build, needed)
 
 
-def update_program(dtype: str, implementation: str, *, backward: bool) -> AotProgram:
+def update_program(dtype: str, implementation: str, mix: str, *, backward: bool) -> AotProgram:
     """The position update of the C4 model, forward or forward and backward."""
     update = functools.partial(tape.update_state, implementation=implementation)
     config = PRESETS["c4"].model
@@ -110,7 +110,8 @@ def update_program(dtype: str, implementation: str, *, backward: bool) -> AotPro
         return out, pull(given)
 
     def build():
-        params = jax.eval_shape(lambda: tape.init_update(jax.random.key(0), hidden, heads))
+        make = functools.partial(tape.init_update, attention_mix=mix)
+        params = jax.eval_shape(lambda: make(jax.random.key(0), hidden, heads))
         e = jax.ShapeDtypeStruct(shape, dtype)
         x = jax.ShapeDtypeStruct((*shape[:2], hidden), config.dtype)
         if backward:
@@ -119,9 +120,10 @@ def update_program(dtype: str, implementation: str, *, backward: bool) -> AotPro
 
     width = 4 * heads
     per_token = hidden * width + width * heads**2 + heads**2 * dim
+    per_token += heads**2 * dim if mix == "heads" else 0
     needed = 2 * per_token * shape[0] * shape[1] * (3 if backward else 1)
     passes = "forward and backward" if backward else "forward"
-    name = f"position update {implementation} {dtype}, {passes}"
+    name = f"position update {implementation} {mix} {dtype}, {passes}"
     return AotProgram(name, build, needed)
 
 
@@ -151,8 +153,10 @@ def programs(target: Cuda | Tpu) -> list[AotProgram]:
     if plain in api.BACKENDS:
         found += [attention_program(plain, dim, "bfloat16", state=False) for dim in (64, 128)]
     updates = ("reference", "pallas") if isinstance(target, Cuda) else ("reference",)
-    for name, dtype in itertools.product(updates, ("float32", "bfloat16")):
-        found += [update_program(dtype, name, backward=backward) for backward in (False, True)]
+    for name, mix, dtype in itertools.product(
+        updates, ("heads", "head_scale"), ("float32", "bfloat16")
+    ):
+        found += [update_program(dtype, name, mix, backward=backward) for backward in (False, True)]
     best = [name for name in ("pallas", "tokamax_mosaic", "splash") if name in kernels]
     # What the memory of a v5e holds is less.
     tokens = 4096 if isinstance(target, Tpu) else PRESETS["c4"].tokens

@@ -25,8 +25,8 @@ from ml_collections import ConfigDict
 from configs import length_suite
 
 SCALES = length_suite.SCALES
-# By name, the fields in which a variant differs from the base, which is "tape": as the published
-# code mixes heads, which is the form that the paper's own ablations ran.
+# By name, the fields in which a variant differs from the base, "tape", which mixes heads as the
+# published code does.
 VARIANTS: dict[str, dict[str, Any]] = {
     "tape": {},
     # No contextual update: by another encoding, and by TAPE with both parts left out.

@@ -8,8 +8,8 @@ three seeds at 128 and 1,024 bytes, TAPE with attention_mix="head_scale": TAPE 4
 encodings apart. With four times the steps, tuned rates and five seeds (docs/protocol.md,
 docs/evidence.md) TAPE with ALiBi's bias has the lowest perplexity at the trained length, 3.208:
 RoPE with that bias 3.222, TAPE 3.294, RoPE 3.309, ALiBi 3.493. That TAPE alone is ahead of RoPE is
-not told. At eight times that length TAPE with the bias has 3.250, RoPE with it 3.307, which is not
-told apart, ALiBi 3.369, RoPE 10.7, TAPE 11.3, clearly worse than RoPE.
+not told. At eight times that length, with rates chosen there, TAPE with the bias has 3.250, RoPE
+with it 3.307, which is not told apart, ALiBi 3.369, RoPE 10.7, TAPE 11.3, clearly worse than RoPE.
 Cost: 10.6 minutes on 2 idle cores for the twelve trainings and evaluations.
 Command: make compare-demo, which is
     python -m train.main compare --config=configs/bytes_demo.py --run=runs/bytes_demo \

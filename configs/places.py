@@ -37,6 +37,7 @@ TASKS: dict[str, dict[str, Any]] = {
 # chosen by other tasks than those above (docs/protocol.md).
 _BASE: dict[str, Any] = {
     "model.position.kind": "tape+alibi",
+    "model.position.attention_mix": "heads",
     "model.position.alpha": 8.0,
     "model.position.norm": "rms",
 }

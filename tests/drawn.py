@@ -164,7 +164,7 @@ OPTIONS: dict[tuple[str, ...], tuple[Any, ...]] = {
     ("partial_rotary_factor",): ((1.0,), (0.5,)),
     ("learn_base",): ((False,), (True,)),
     ("form", "l", "r"): (ROTARY, TENSOR, ("tensor", 2, 3), ("tensor", 4, 4)),
-    ("attention_mix",): (("head_scale",), ("heads",), ("none",)),
+    ("attention_mix",): (("heads",), ("head_scale",), ("none",)),
     ("mlp_mix",): ((True,), (True,), (False,)),
     # Products of three states need a norm.
     ("norm", "degree"): (("none", 1), ("rms", 3), ("unit", 1), ("rms", 1), ("unit", 3)),

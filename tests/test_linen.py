@@ -16,7 +16,7 @@ SHAPES = ("attention_mix", "mlp_mix", "width", "num_heads", "num_kv_heads")
 CASES = {
     "plain": {"num_heads": HEADS},
     "grouped heads": GROUPED,
-    "matrix over heads": {**GROUPED, "attention_mix": "heads", "norm": "rms"},
+    "a scale for each head": {**GROUPED, "attention_mix": "head_scale", "norm": "rms"},
     "attended state alone": {**GROUPED, "mlp_mix": False, "alpha": 0.5},
     "MLP alone": {**GROUPED, "attention_mix": "none", "activation": "tanh", "width": 3},
     "unit norm": {**GROUPED, "norm": "unit", "magnitude": 1.5},

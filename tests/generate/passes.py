@@ -14,16 +14,14 @@ tape = positions.Tape
 
 
 VARIANTS = {
-    "tensor, 2 x 3 blocks, heads": {
-        "position": tape(form="tensor", r=3, attention_mix="heads", norm="rms")
-    },
+    "tensor, 2 x 3 blocks": {"position": tape(form="tensor", r=3, norm="rms")},
     "tensor, 4 x 4 blocks, grouped": {
-        "position": tape(form="tensor", l=4, r=4, norm="unit"),
+        "position": tape(form="tensor", l=4, r=4, attention_mix="head_scale", norm="unit"),
         "num_heads": 4,
         "num_kv_heads": 2,
     },
-    "heads, grouped": {
-        "position": tape(attention_mix="heads", norm="unit"),
+    "a scale for each head, grouped": {
+        "position": tape(attention_mix="head_scale", norm="unit"),
         "num_heads": 4,
         "num_kv_heads": 2,
     },

@@ -62,8 +62,7 @@ def test_generation_with_a_prefill_in_chunks():
     chex.assert_trees_all_equal(generate(model, variables, prompts, 4, prefill_chunk=3), expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("places", [None, "floats"])
+@pytest.mark.parametrize("places", mostly_slow([None, "floats"], None))
 def test_a_prefill_in_chunks_takes_segments_and_positions(places):
     model = small_model(num_layers=2)
     variables = random_variables(model)

@@ -19,6 +19,7 @@ from tests.arrays import normal
 
 CONFIG = ModelConfig(5, hidden_size=12, num_layers=3, num_heads=3, head_dim=4)
 HEADS, DIM, HIDDEN, WIDTH, TIME = 3, 4, 12, 12, 5
+each_mix = pytest.mark.parametrize("mix", ["heads", "head_scale"])
 
 
 def silu(x):
@@ -87,12 +88,12 @@ def mixed_everything(params, table, attended, x, alpha):
     return table + alpha * change.reshape(table.shape)
 
 
-@pytest.mark.parametrize(("mix", "shape"), [("heads", (HEADS, HEADS)), ("head_scale", (HEADS,))])
-def test_separate_cos_sin(x64, mix, shape):
+@each_mix
+def test_separate_cos_sin(x64, mix):
     encoding = SeparateCosSin(alpha=0.6, attention_mix=mix)
     params = params_of(encoding)
     assert {k: v.shape for k, v in params.items()} == {
-        "mix": (2, *shape),
+        "mix": (2, HEADS, HEADS) if mix == "heads" else (2, HEADS),
         "wx": (HIDDEN, WIDTH),
         "up": (2, WIDTH, HEADS),
         "down": (2, HEADS, WIDTH),
@@ -216,8 +217,9 @@ def tape_update(params, e, a, x, alpha):
     return e + alpha * np.einsum("thk,tkd->thd", matrix, e)
 
 
-def test_place_weights(x64):
-    encoding = PlaceWeights(alpha=0.6, waves=2, base=100.0)
+@each_mix
+def test_place_weights(x64, mix):
+    encoding = PlaceWeights(alpha=0.6, waves=2, base=100.0, attention_mix=mix)
     params = params_of(encoding)
     assert params["places"].shape == (4, HEADS)
     e, a, x = normal(TIME, HEADS, DIM), normal(TIME, HEADS, DIM, seed=1), normal(TIME, HIDDEN)
@@ -243,8 +245,9 @@ def test_places_are_counted_in_segments():
     )
 
 
-def test_relaxed_equivariance(x64):
-    encoding = RelaxedEquivariance(alpha=0.6)
+@each_mix
+def test_relaxed_equivariance(x64, mix):
+    encoding = RelaxedEquivariance(alpha=0.6, attention_mix=mix)
     params = params_of(encoding)
     assert params["mirror"].shape == (2, HEADS, DIM // 2)
     e, a, x = normal(TIME, HEADS, DIM), normal(TIME, HEADS, DIM, seed=1), normal(TIME, HIDDEN)

@@ -104,13 +104,15 @@ def _mlp_products(config: ModelConfig) -> int:
 
 
 def _update_products(config: ModelConfig) -> int:
-    """Multiplications of one token's position update in the rotary form."""
+    """Multiplications of one token's position update in the rotary form, but for scales."""
     params = Transformer(config).encoding.layer_params(config, updates=True)
+    over_heads = (params[name].shape for name in ("mix", "origin", "target") if name in params)
+    mixing = sum(math.prod(shape) * config.dim for shape in over_heads if len(shape) == 2)
     if "wx" not in params:
-        return 0
+        return mixing
     hidden, width = params["wx"].shape
     heads = config.kv_heads
-    return hidden * width + width * heads**2 + heads**2 * config.dim
+    return mixing + hidden * width + width * heads**2 + heads**2 * config.dim
 
 
 def step_flops(experiment: Experiment) -> float:

@@ -5,8 +5,6 @@ They act on the heads axis alone, never on what the symmetry group acts on.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -46,8 +44,7 @@ def mix_attended(a: Array, mix: Array, heads: int, sharding: Sharding | None = N
     ``mix [H_q]`` scales each query head and sums inside its group; ``mix [H_kv, H_q]`` is a matrix.
     """
     if mix.ndim == 2:
-        product = functools.partial(precise_einsum, "hq,...qn->...hn")
-        return _sum_over_heads(product, mix, (None, "heads"), a, sharding)
+        return _sum_over_heads(mix, (None, "heads"), a, sharding)
     *lead, queries, n = a.shape
     scaled = (a * mix[:, None]).reshape(*lead, heads, queries // heads, n)
     return scaled.sum(-2)
@@ -88,17 +85,13 @@ def mix_heads(matrix: Array, e: Array, sharding: Sharding | None = None) -> Arra
     """Applies per-token matrices ``[..., H, H]`` to states ``[..., H | 1, N]``."""
     if e.shape[-2] == 1:
         return matrix.sum(-1)[..., None] * e
-    split = sharding is not None and sharding.shards("kv_heads") > 1
-    on_tpu = jax.default_backend() == "tpu"
-    # For sums over devices TPUs want the layout that a product leaves, or they send twice as much.
-    product = sum_of_products if on_tpu and not split else precise_product
-    axes = ("batch", "sequence", None, "kv_heads")
-    return _sum_over_heads(product, matrix, axes, e, sharding)
+    return _sum_over_heads(matrix, ("batch", "sequence", None, "kv_heads"), e, sharding)
 
 
 def precise_product(matrix: Array, e: Array) -> Array:
-    """``matrix @ e`` with whole operands."""
-    return precise_einsum("...hk,...kn->...hn", matrix, e)
+    """``matrix @ e`` with whole operands; the matrix is one for all, or has all axes of ``e``."""
+    spec = "hk,...kn->...hn" if matrix.ndim == 2 else "...hk,...kn->...hn"
+    return precise_einsum(spec, matrix, e)
 
 
 def sum_of_products(matrix: Array, e: Array) -> Array:
@@ -111,14 +104,8 @@ def sum_of_products(matrix: Array, e: Array) -> Array:
     return products.sum(-2).astype(e.dtype)
 
 
-def _sum_over_heads(
-    product: Callable[[Array, Array], Array],
-    matrix: Array,
-    axes: Axes,
-    states: Array,
-    sharding: Sharding | None,
-) -> Array:
-    """``product(matrix, states)``, the states ``[B, T, H, N]`` being split by heads or not.
+def _sum_over_heads(matrix: Array, axes: Axes, states: Array, sharding: Sharding | None) -> Array:
+    """``matrix @ states``, the states ``[B, T, H, N]`` being split by heads or not.
 
     Of the matrix, with logical ``axes``, each device has the columns of its own states. Their
     product is a part of every head's sum: one reduce-scatter adds the parts up. Backwards one
@@ -127,7 +114,11 @@ def _sum_over_heads(
     """
     kind = axes[-1]
     split = () if sharding is None else sharding.mesh_axes("kv_heads")
-    if sharding is None or sharding.shards("kv_heads") == 1 or states.ndim != 4:
+    alone = sharding is None or sharding.shards("kv_heads") == 1
+    on_tpu = jax.default_backend() == "tpu"
+    # For sums over devices TPUs want the layout that a product leaves, or they send twice as much.
+    product = sum_of_products if on_tpu and alone else precise_product
+    if sharding is None or alone or states.ndim != 4:
         return product(matrix, states)
     if kind is None or sharding.mesh_axes(kind) != split:
         return product(matrix, states)

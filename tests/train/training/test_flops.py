@@ -65,7 +65,14 @@ def test_model_with_tape():
     rope = flops.model_flops(dataclasses.replace(TINY, position="rope"), 1, 2)
     tape = flops.model_flops(dataclasses.replace(TINY, position="tape"), 1, 2)
     gate, matrix, mixing = 2 * 4, 4 * 1, 1 * 2
-    assert tape - rope == 3 * (2 * 2 * (gate + matrix + mixing) + 2 * 2 * 2)
+    attended = 1 * 2
+    assert tape - rope == 3 * (2 * 2 * (gate + matrix + mixing + attended) + 2 * 2 * 2)
+    scale = positions.Tape(attention_mix="head_scale")
+    found = flops.model_flops(dataclasses.replace(TINY, position=scale), 1, 2)
+    assert tape - found == 3 * 2 * 2 * attended
+    alone = positions.Tape(mlp_mix=False)
+    found = flops.model_flops(dataclasses.replace(TINY, position=alone), 1, 2)
+    assert found - rope == 3 * (2 * 2 * attended + 2 * 2 * 2)
     bare = positions.Tape(attention_mix="none", mlp_mix=False)
     assert flops.model_flops(dataclasses.replace(TINY, position=bare), 1, 2) == rope
 

@@ -60,7 +60,7 @@ def sigterm(state, values):
 
 @pytest.mark.parametrize(
     ("action", "error", "resumed_from"),
-    mostly_slow([(sigterm, Stopped, 6), (crash, Crash, 3)], (crash, Crash, 3)),
+    mostly_slow([(sigterm, Stopped, 6), (crash, Crash, 3)], (sigterm, Stopped, 6)),
 )
 def test_resuming_is_exact(tiny, tmp_path, monkeypatch, action, error, resumed_from):
     """Also between two lines of metrics."""
