@@ -218,7 +218,7 @@ def test_block():
     y = rms_norm(middle, p["mlp_norm"]["scale"])
     kernels = {name: leaf["kernel"] for name, leaf in p["mlp"].items()}
     x1 = (silu(y @ kernels["gate"]) * (y @ kernels["up"])) @ kernels["down"]
-    e1 = e0 + 0.5 * (p["position_mix"][:, None] * a).reshape(5, 2, 2, 6).sum(2)
+    e1 = e0 + 0.5 * np.einsum("hq,tqd->thd", p["position_mix"], a)
     gate = np.tanh(x1 @ p["position_wx"])
     hidden = np.einsum("ph,thd->tpd", p["position_up"], e1) * gate[..., None]
     e2 = e1 + 0.5 * np.einsum("hp,tpd->thd", p["position_down"], hidden)

@@ -64,7 +64,7 @@ def test_shapes_of_parameters_with_an_explicit_head_dim():
     layers, last = params["layers_0"], params["layers_3"]
     kernels = {name: leaf["kernel"].shape for name, leaf in layers["attention"].items()}
     assert kernels == {"q": (3, 16, 24), "k": (3, 16, 12), "v": (3, 16, 12), "out": (3, 24, 16)}
-    assert layers["position_mix"].shape == (3, 4)
+    assert layers["position_mix"].shape == (3, 2, 4)
     assert layers["position_wx"].shape == (3, 16, 8)
     assert layers["position_up"].shape == (3, 8, 2)
     assert layers["position_down"].shape == (3, 2, 8)
@@ -81,7 +81,7 @@ def test_the_number_of_parameters():
     )
     block = hidden * dim * (2 * heads + 2 * kv) + 3 * hidden * mlp + 2 * hidden
     width = 4 * kv
-    update = heads + hidden * width + 2 * width * kv
+    update = kv * heads + hidden * width + 2 * width * kv
     expected = layers * block + (layers - 1) * update + 2 * vocab * hidden + hidden
     assert sum(x.size for x in jax.tree.leaves(shapes)) == expected
     assert (expected - (layers - 1) * update) == 8_030_261_248, "Llama 3 8B"

@@ -48,9 +48,11 @@ def test_far_positions_stay_apart_in_bfloat16(position):
     variables, tokens = random_variables(model, std=0.4), random_tokens(1, 12)
     near = run(model, variables, tokens, positions=jnp.arange(12))
     far = run(model, variables, tokens, positions=jnp.arange(12) + 1000)
-    assert_near(far, near, 2e-2)
+    # By so much a model in this type differs from one in float32, too.
+    assert_near(far, near, 5e-2)
     merged = run(model, variables, tokens, positions=jnp.arange(12) // 8 * 8)
-    assert jnp.abs(merged - near).max() > 0.1, "the test would not notice merged positions"
+    noticed = jnp.abs(merged - near).max() / jnp.abs(near).max()
+    assert noticed > 0.2, "the test would not notice merged positions"
 
 
 def test_float64(x64):
