@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from train.comparison.plots import BODY, SMALL, TITLE
 from train.evidence.statistics import estimate
@@ -39,6 +40,9 @@ def dots(
             panel.plot([mean.mean] * 2, [row - 0.3, row + 0.3], color=colour, linewidth=2)
         if not score.higher_is_better:
             panel.set_xscale("log")
+            panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+            panel.xaxis.set_major_formatter("{x:g}")
+            panel.xaxis.set_minor_formatter("")
         panel.set_yticks(rows, list(values), fontsize=BODY)
         panel.set_ylim(-0.7, len(values) - 0.3)
         panel.set_xlabel(score.label, fontsize=BODY)
