@@ -168,11 +168,16 @@ class PlannedStates(Measurements):
         for name in ("trained", "without"):
             dict(record.found[name])
 
-    def cut(self, study: str, form: str) -> Cut | None:
-        """What was measured of a form in a study; None unless it is complete, with two seeds."""
+    def cut(self, study: str, form: str, key: str | None = None) -> Cut | None:
+        """What was measured of a form in a study; None unless it is complete, with two seeds.
+
+        Args:
+          study: its name.
+          form: of TAPE.
+          key: the score; None: the study's first, by which the rates of these runs were chosen.
+        """
         trainings, jobs = self.of[study], self.jobs(study, form)
-        key = trainings.design.scores[0]
-        score = trainings.score(key)
+        score = trainings.score(key or trainings.design.scores[0])
         here = [self.recorded(self._item(study, job)) for job in jobs]
         if len(jobs) < 2 or not all(here):
             return None
@@ -207,15 +212,21 @@ class PlannedStates(Measurements):
         if (found := self.cut(study, form)) is None:
             return None
         trainings = self.of[study]
-        label = trainings.score(trainings.design.scores[0]).label
-        before, after = (estimate(x.tolist()) for x in (found.trained, found.without))
+        keys, changes = trainings.design.scores, []
+        for key in keys:
+            one, label = self.cut(study, form, key), trainings.score(key).label
+            assert one is not None
+            before, after = (estimate(x.tolist()) for x in (one.trained, one.without))
+            by = estimate((one.without - one.trained).tolist())
+            changes.append(f"{label} goes from {before} to {after}, by {by}")
+        chosen = f" (rates chosen by {trainings.score(keys[0]).label})" if len(keys) > 1 else ""
         lost = [estimate(column) for column in found.lost.T.tolist()]
         missed = [n for n, one in enumerate(lost, 1) if one.low > 0]
         which = (
-            f"clearly missed where they are cut off in one layer alone: "
+            f"a layer alone without its update raises the loss, by an interval above zero: "
             f"{', '.join(map(str, missed))}"
             if missed
-            else "clearly missed in no single layer"
+            else "no layer alone without its update raises the loss by an interval above zero"
         )
         runs = len(found.trained)
         of = (
@@ -223,8 +234,8 @@ class PlannedStates(Measurements):
         )
         return (
             f"in {study}{of} the states that enter its last layer are {found.last} % of their norm "
-            f"away from their start. With the updates of a trained model cut off, {label} goes "
-            f"from {before} to {after}; they are {which}"
+            f"away from their start. With the updates of a trained model cut off{chosen}, "
+            f"{'; '.join(changes)}; {which}"
         )
 
 
