@@ -57,7 +57,8 @@ def test_from_nothing_to_a_sentence(planned):
     said = states.said("copying", "tape")
     assert "22.00 [20.04, 23.96] % of their norm" in said
     assert "to 27.00 [" in said
-    assert said.endswith("missed where they are cut off in one layer alone: 1")
+    assert ", by -35.00 [" in said
+    assert said.endswith("raises the loss, by an interval above zero: 1")
     (row,) = states.rows()
     assert row[:2] == ["copying", "`tape`"]
     assert len(row) == len(page.COLUMNS)
@@ -69,7 +70,8 @@ def test_missed_in_no_layer(planned):
     choose_all(trainings)
     finish_all(trainings, RIGHT)
     put(states, without=0.25, lost=(0.0, 0.0))
-    assert states.said("copying", "tape").endswith("missed in no single layer")
+    assert states.said("copying", "tape").endswith("by an interval above zero")
+    assert "; no layer alone" in states.said("copying", "tape")
 
 
 def test_runs_that_diverged_are_left_out(planned):
