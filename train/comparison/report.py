@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 import math
-import os
-import platform
 import statistics
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-
 from tape_jax._src.checks import require
 from tape_jax._src.files import write_atomically
+from train.comparison.environment import describe_environment
 from train.comparison.plots import MARK, loss_curves, require_ours, save
 from train.comparison.tasks import Comparison
 from train.evaluation.grids import text_table
@@ -276,15 +271,3 @@ def _facts(runs: Sequence[RunRecord]) -> str:
     """The facts of all runs, a column for each run."""
     rows = [[fact, *(run.facts[fact] for run in runs)] for fact in runs[0].facts]
     return fitting_table(["", *map(_label, runs)], rows) if rows else ""
-
-
-def describe_environment() -> dict[str, str]:
-    """Versions of what computes, and the hardware that it runs on, by name."""
-    names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
-    devices = Counter(device.device_kind for device in jax.devices())
-    return {
-        "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in names},
-        "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores",
-        "devices": ", ".join(f"{count} x {kind}" for kind, count in devices.items()),
-    }

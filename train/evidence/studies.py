@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from train import experiment
-from train.comparison.report import describe_environment
+from train.comparison.environment import describe_environment
 from train.evidence.records import Item, Made, Record, Store
 from train.evidence.source import describe_source
 from train.training.metrics import Progress

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from tape_jax._src.checks import choose
 from train import experiment
 from train.comparison import evaluations, sweep
+from train.comparison.environment import describe_environment
 from train.comparison.jobs import Job
 from train.comparison.processes import EVALUATE, VALIDATE, Ended, shares, train_all
-from train.comparison.report import describe_environment
 from train.comparison.sweep import Setting
 from train.evidence import budgets, ladder, protocol
 from train.evidence.budgets import Budget, Curve

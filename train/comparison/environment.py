@@ -1,0 +1,43 @@
+"""What a result was made with: versions of what computes, and the machine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+from collections import Counter
+from pathlib import Path
+
+import jax
+
+CPUINFO = Path("/proc/cpuinfo")
+LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+# Widest first: XLA compiles for the widest that a CPU has, and sums round by it.
+VECTORS = ("avx512f", "avx2", "avx", "asimd")
+
+
+def describe_environment() -> dict[str, str]:
+    """Versions of what computes, and the hardware that it runs on, by name."""
+    devices = Counter(device.device_kind for device in jax.devices())
+    return {
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in LIBRARIES},
+        "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores",
+        "processor": _processor(),
+        "devices": ", ".join(f"{count} x {kind}" for kind, count in devices.items()),
+    }
+
+
+def _processor() -> str:
+    """Its name and the widest vectors that it has, as far as the system tells."""
+    try:
+        told = CPUINFO.read_text()
+    except OSError:
+        return platform.processor() or "unknown"
+    facts = dict(re.findall(r"^([^\t:]+?)\s*:[ \t]*(.+)$", told, re.MULTILINE))
+    names = (facts[key] for key in ("model name", "CPU part") if key in facts)
+    parts = [next(names, platform.processor() or "unknown")]
+    parts += [f"{key} {facts[key]}" for key in ("cpu family", "model") if key in facts]
+    has = {*facts.get("flags", "").split(), *facts.get("Features", "").split()}
+    return ", ".join([*parts, *[one for one in VECTORS if one in has][:1]])
