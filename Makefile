@@ -13,8 +13,11 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs
 # The tests keep both cores busy: one process each.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo addition-demo compare-demo arena-demo extend-demo evidence evidence-places evidence-quick test \
+.PHONY: help demo addition-demo compare-demo arena-demo extend-demo evidence evidence-places evidence-quick test \
 	test-slow test-next faults lint parity benchmarks docs docs-serve lock audit wheel clean
+
+help:  ## what there is to make
+	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile
 
 demo: $(VENV)/.ready  ## train TAPE and RoPE to find places by content, and show what came out
 	$(BIN)/python -m train.main compare --config=configs/addressing_demo.py --run=$(RUN) \
