@@ -474,7 +474,7 @@ def test_implementations_of_attention_agree(profile):
             try:
                 with drawn.precision(dtype):
                     found = attend(case, seed, dtype, **BACKENDS[name])
-            except NotImplementedError:  # test_backends.py says what each refuses
+            except NotImplementedError:  # attention/backends.py says what each refuses
                 continue
             assert_all_near(found, (outputs, gradients), 1e-12 if dtype == "float64" else 1e-5)
 

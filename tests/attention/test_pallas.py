@@ -13,9 +13,9 @@ import pytest
 
 from tape_jax._src.attention import attention, attention_plan, pallas_blocks
 from tape_jax._src.attention.pallas_blocks import Tile, Tiles
+from tests.attention.backends import assert_close, attend, expected, run
 from tests.attention.cases import BY_NAME
 from tests.attention.lowering import lowered
-from tests.attention.test_backends import assert_close, attend, expected, run
 from tests.selection import mostly_slow
 
 INTERPRETED = {"implementation": "pallas", "interpret": True}

@@ -13,8 +13,8 @@ from jax.test_util import check_grads
 
 from tape_jax._src.attention import api, attention, attention_plan, rows
 from tape_jax._src.attention.shifted_groups import shifted_group_attention
+from tests.attention.backends import assert_close, jit, normal, qkve
 from tests.attention.cases import BY_NAME, call, inputs, oracle
-from tests.attention.test_backends import assert_close, jit, normal, qkve
 from tests.selection import mostly_slow
 
 # Blocks are small, and most cases have queries left over.

@@ -25,9 +25,7 @@ from tape_jax._src.attention import (
     vendor_cudnn,
     vendor_tokamax,
 )
-from tests.attention.cases import BY_NAME
-from tests.attention.lowering import lowered
-from tests.attention.test_backends import (
+from tests.attention.backends import (
     REFUSED,
     assert_close,
     assert_sharded_alone,
@@ -38,6 +36,8 @@ from tests.attention.test_backends import (
     qkve,
     run,
 )
+from tests.attention.cases import BY_NAME
+from tests.attention.lowering import lowered
 from tests.selection import mostly_slow
 
 needs_tokamax = pytest.mark.skipif(

@@ -8,10 +8,10 @@ import pytest
 
 from tape_jax import ModelConfig
 from tape_jax.positions import Layer, create
+from tests.equivariance.checks import check_permutations, check_shift
 from tests.models import random_variables, small_model
 from tests.positions.decoding import assert_chunks_equal_the_full_pass
 from tests.selection import mostly_slow
-from tests.test_equivariance import check_permutations, check_shift
 
 KINDS = ("alibi", "kerple", "fire", "t5", "fox")
 TIME, HIDDEN = 5, 16

@@ -209,16 +209,16 @@ class PlannedStates(Measurements):
 
     def said(self, study: str, form: str) -> str | None:
         """What a form does in a study, in a sentence; None before it is measured."""
-        if (found := self.cut(study, form)) is None:
-            return None
         trainings = self.of[study]
         keys, changes = trainings.design.scores, []
-        for key in keys:
-            one, label = self.cut(study, form, key), trainings.score(key).label
-            assert one is not None
-            before, after = (estimate(x.tolist()) for x in (one.trained, one.without))
-            by = estimate((one.without - one.trained).tolist())
-            changes.append(f"{label} goes from {before} to {after}, by {by}")
+        cuts = [self.cut(study, form, key) for key in keys]
+        if (found := cuts[0]) is None:
+            return None
+        for key, cut in zip(keys, cuts, strict=True):
+            assert cut is not None
+            before, after = (estimate(x.tolist()) for x in (cut.trained, cut.without))
+            by = estimate((cut.without - cut.trained).tolist())
+            changes.append(f"{trainings.score(key).label} goes from {before} to {after}, by {by}")
         chosen = f" (rates chosen by {trainings.score(keys[0]).label})" if len(keys) > 1 else ""
         lost = [estimate(column) for column in found.lost.T.tolist()]
         missed = [n for n, one in enumerate(lost, 1) if one.low > 0]
