@@ -25,6 +25,8 @@ from train.evidence.trainings import PlannedTrainings, Trainings
 
 COLUMNS = ("study", "form", "moved, %", "score", "trained", "without updates", "by layer, nats")
 FORMS = ("tape", "tape_heads", "tape_alibi")
+# In per cent: as far as a state is long. What goes far beyond it is drawn by its logarithm.
+FULL = 100.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,6 +264,8 @@ def states_figure(study: PlannedStates) -> Figure | None:
             panel.set_xticks(layers)
             panel.tick_params(labelsize=SMALL)
             panel.grid(alpha=0.25)
+            if np.abs(values).max() > 5 * FULL:
+                panel.set_yscale("symlog", linthresh=FULL)
             if column == 0:
                 panel.set_ylabel(label, fontsize=BODY)
         panels[0, column].set_title(name, fontsize=BODY)
