@@ -59,6 +59,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     # Without the update.
     "rope": {"model.position.kind": "rope+alibi"},
 }
+# The best of them beyond the trained lengths, and the same without any update.
+CHOSEN: dict[str, Any] = VARIANTS["stretched"]
+NO_UPDATE: dict[str, Any] = {
+    **CHOSEN,
+    "model.position.attention_mix": "none",
+    "model.position.mlp_mix": False,
+    "model.position.degree": 1,
+}
 
 # Not run yet.
 SCALES: dict[str, dict[str, Any]] = {

@@ -31,6 +31,9 @@ FORMS: dict[str, dict[str, Any]] = {
     "tape_alibi": {KIND: "tape+alibi", MIX: "heads"},
     # Of configs/addressing_demo.py: it was chosen on addressing.
     "tape_demo": places.VARIANTS["base"],
+    # Of several options the best on four other tasks.
+    "tape_chosen": places.CHOSEN,
+    "chosen_no_update": places.NO_UPDATE,
     "tape_fox": {KIND: "tape+fox", MIX: "heads"},
     "rope_alibi": {KIND: "rope+alibi"},
     "rope_fox": {KIND: "rope+fox"},

@@ -79,12 +79,15 @@ SUITES: dict[str, Suite] = {
             "TAPE](protocol.md#addendum-one-tape-for-all), written before any run of the tasks; "
             "what was known of text, sums and keys then is said there. Each form of TAPE is "
             "*ahead* if it is clearly better than RoPE, ALiBi, FIRE and no encoding, and, with a "
-            "bias, than RoPE with the same bias; *behind* if clearly worse than one of them, by "
-            "paired differences of five seeds and Holm's method. Contextual rivals are judged "
+            "bias, than the same without its update; *behind* if clearly worse than one of them, "
+            "by paired differences of five seeds and Holm's method. Contextual rivals are judged "
             "apart. `tape` and `tape_scale_alibi` mix heads as the published code does, by "
             '`attention_mix="head_scale"`, all others as the paper writes, which is the default. '
             "`tape_demo` is the form of `make demo`: it was chosen on addressing, and is "
-            "judged by the other tasks."
+            "judged by the other tasks. `tape_chosen` is that form with stretched positions in "
+            "training, chosen among twelve options on [four further "
+            "tasks](../benchmarks/results/2026-11-24-remedies.md); `chosen_no_update` is the same "
+            "without its update, RoPE with the bias and stretched positions."
         ),
         order="a task after the other",
         make="make evidence-places",
