@@ -36,8 +36,8 @@ def _processor() -> str:
     except OSError:
         return platform.processor() or "unknown"
     facts = dict(re.findall(r"^([^\t:]+?)\s*:[ \t]*(.+)$", told, re.MULTILINE))
-    names = (facts[key] for key in ("model name", "CPU part") if key in facts)
-    parts = [next(names, platform.processor() or "unknown")]
-    parts += [f"{key} {facts[key]}" for key in ("cpu family", "model") if key in facts]
+    name = facts.get("model name") or facts.get("CPU part") or platform.processor() or "unknown"
+    family = [f"{key} {facts[key]}" for key in ("cpu family", "model") if key in facts]
     has = {*facts.get("flags", "").split(), *facts.get("Features", "").split()}
-    return ", ".join([*parts, *[one for one in VECTORS if one in has][:1]])
+    widest = [one for one in VECTORS if one in has][:1]
+    return ", ".join([name, *family, *widest])
