@@ -23,15 +23,16 @@ Studies = Mapping[str, PlannedTrainings]
 
 def tables(studies: Studies) -> Iterator[str]:
     """A table for each score: rivals by studies, with the mean and the interval of the seeds."""
+    shown, rivals = _complete(studies)
+    if not shown:
+        return
     for key, title in TITLES.items():
-        rows = []
-        for rival in _rivals(studies):
-            rows.append([rival, *(_cell(study, rival, key) for study in studies.values())])
+        rows = [[r, *(_cell(study, r, key) for study in shown.values())] for r in rivals]
         yield (
             f"{title}; five seeds, mean and 95 % interval; `-` is unfinished, and what is not "
-            "asked is empty:"
+            "asked is empty. Of what is not here nothing is complete:"
         )
-        yield text_table(["", *studies], rows)
+        yield text_table(["", *shown], rows)
 
 
 def _cell(study: PlannedTrainings, rival: str, shown: str) -> str:
@@ -43,28 +44,36 @@ def _cell(study: PlannedTrainings, rival: str, shown: str) -> str:
 
 def picture(studies: Studies) -> Figure | None:
     """Means beyond the trained length, as far as they are complete; None before any is."""
-    if not has_picture(studies):
+    shown, rivals = _complete(studies)
+    if not shown:
         return None
     found = {
         rival: {
             name: None if values is None else estimate([*values.values()]).mean
-            for name, study in studies.items()
+            for name, study in shown.items()
             for values in [_values(study, rival, BEYOND)]
         }
-        for rival in _rivals(studies)
+        for rival in rivals
     }
     return heat_map(TITLES[BEYOND], found)
 
 
 def has_picture(studies: Studies) -> bool:
     """Whether anything is complete."""
-    return any(study.values(r, BEYOND) for study in studies.values() for r in study.design.rivals)
+    return bool(_complete(studies)[0])
+
+
+def _complete(studies: Studies) -> tuple[Studies, list[str]]:
+    """The studies and the rivals of which something is complete."""
+    shown, found = {}, set[str]()
+    for name, study in studies.items():
+        if known := {r for r in study.design.rivals if study.values(r, BEYOND) is not None}:
+            shown[name] = study
+            found |= known
+    rivals = dict.fromkeys(r for study in studies.values() for r in study.design.rivals)
+    return shown, [rival for rival in rivals if rival in found]
 
 
 def _values(study: PlannedTrainings, rival: str, shown: str) -> dict[int, float] | None:
     """A score by seed; None unless the rival is there and complete."""
     return study.values(rival, BEYOND, shown) if rival in study.design.rivals else None
-
-
-def _rivals(studies: Studies) -> list[str]:
-    return [*dict.fromkeys(r for study in studies.values() for r in study.design.rivals)]

@@ -205,11 +205,10 @@ def _tests(suite: Suite, studies: Studies, found: Judged) -> Iterator[str]:
     }
     for number, (claim, verdicts) in enumerate(found, 1):
         where = ", ".join(f"[{name}]({pages.get(name, '')}#{name})" for name in claim.studies)
-        lines = (_line(claim, form, v) for form, v in zip(claim.forms, verdicts, strict=True))
         yield f"**{number}. {claim.title}.**\n\n" + "\n".join(
             [
                 f"* Test: {claim.test}",
-                *lines,
+                *_found(claim, verdicts),
                 *_why(studies, claim, verdicts),
                 f"* Runs: {where}.",
                 f"* To settle it: {claim.needs}.",
@@ -220,19 +219,21 @@ def _tests(suite: Suite, studies: Studies, found: Judged) -> Iterator[str]:
         beside = standing(studies, claim)
         if rows := [cells for verdict in beside for cells in verdict.rows]:
             yield "Beside contextual rivals, a family for each form, which decides nothing above:"
-            yield "\n".join(
-                _line(claim, form, v) for form, v in zip(claim.forms, beside, strict=True)
-            )
+            yield "\n".join(_found(claim, beside))
             yield text_table(HEADER, rows)
 
 
-def _line(claim: Claim, form: str, verdict: Verdict) -> str:
-    said = f"* `{form}`: **{claim.word(verdict.kind)}**"
-    if verdict.kind is not Kind.UNFINISHED:
-        return f"{said}."
-    more = len(verdict.missing) - MOST_NAMES
-    missing = "; ".join(verdict.missing[:MOST_NAMES]) + (f"; and {more} more" if more > 0 else "")
-    return f"{said}. Missing: {missing}."
+def _found(claim: Claim, verdicts: Sequence[Verdict]) -> list[str]:
+    """A line for the forms of which the same is to be said."""
+    said: dict[str, list[str]] = {}
+    for form, verdict in zip(claim.forms, verdicts, strict=True):
+        words = f"**{claim.word(verdict.kind)}**."
+        if verdict.kind is Kind.UNFINISHED:
+            more = len(verdict.missing) - MOST_NAMES
+            missing = "; ".join(verdict.missing[:MOST_NAMES])
+            words += f" Missing: {missing}{f'; and {more} more' if more > 0 else ''}."
+        said.setdefault(words, []).append(f"`{form}`")
+    return [f"* {', '.join(forms)}: {words}" for words, forms in said.items()]
 
 
 def _why(studies: Studies, claim: Claim, verdicts: Sequence[Verdict]) -> Iterator[str]:

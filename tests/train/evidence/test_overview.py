@@ -35,7 +35,7 @@ def test_from_nothing_to_the_end(two, place, tmp_path):
     text = text_of(studies, tmp_path, "places")
     assert "# Where is TAPE ahead, and where is it not?" in text
     assert "| second | unfinished | unfinished |" in text
-    assert re.search(r"\| tape +\| +- \| +- \|\n", text)
+    assert "Exact match beyond the trained length, %; five seeds" not in text
     assert "overview.png" not in text
     assert overview.picture(studies) is None
 
@@ -43,6 +43,12 @@ def test_from_nothing_to_the_end(two, place, tmp_path):
     text = text_of(studies, tmp_path, "places")
     assert "| first  | ahead      | behind     |" in text
     assert "| second | unfinished | unfinished |" in text
+    (table,) = re.findall(r"Exact match beyond the trained length, %; .+\n\n((?:\|.+\n)+)", text)
+    header, _, *rows = [
+        [cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()
+    ]
+    assert header == ["", "first"], "of the second nothing is complete"
+    assert [row[0] for row in rows] == ["tape", "rope", "none"]
     assert "`python -m train.main evidence --suite=places --only=second`" in text
     assert "Beside contextual rivals" in text
     assert "* `none`: **not told apart**." in text, "which is itself"
@@ -55,7 +61,9 @@ def test_from_nothing_to_the_end(two, place, tmp_path):
     finish_all(planned, {"tape": 0.3, "rope": 0.3, "none": 0.3})
     for i, job in enumerate(planned.reports("tape", BEYOND)):
         finish(planned, job, 0.3 + 0.1 * (-1) ** i)
-    assert "| second | not told apart | not told apart |" in text_of(studies, tmp_path, "places")
+    text = text_of(studies, tmp_path, "places")
+    assert "| second | not told apart | not told apart |" in text
+    assert "* `tape`, `none`: **not told apart**.\n" in text
 
 
 @pytest.mark.slow
