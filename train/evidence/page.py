@@ -305,7 +305,7 @@ def _scores(study: PlannedTrainings, key: str) -> str:
     for rival in study.design.rivals:
         values = [study.values(rival, key, score.key) for score in shown]
         if values[0] is None:
-            lacking.append(str(study.missing(rival, key)))
+            lacking.append(f"`{rival}`")
             continue
         cells = [str(estimate([*found.values()])) for found in values if found]
         lost = study.diverged(rival, key)
@@ -313,7 +313,7 @@ def _scores(study: PlannedTrainings, key: str) -> str:
     if not rows:
         return ""
     header = ["", "rate", "diverged", *(score.label for score in shown)]
-    note = f"\n\nNot complete: {'; '.join(lacking)}." if lacking else ""
+    note = f"\n\nNot complete: {', '.join(lacking)}." if lacking else ""
     return (
         f"Rates chosen by {study.score(key).label}; five seeds, mean and 95 % interval:\n\n"
         f"{text_table(header, rows)}{note}{_not_learned(study, key)}"
