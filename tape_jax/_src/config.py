@@ -73,8 +73,9 @@ class RandomPositions:
     Attributes:
       kind: ``spaced``: the i-th position is the i-th of a random subset of ``0 .. range - 1``, in
         order (Ruoss et al. 2023); ``stretched``: all positions times one number from 1 to ``range /
-        length``, whose logarithm is uniform; ``shifted``: one number from ``0 .. range - length``
-        added to all, random starts, which only encodings of absolute positions notice.
+        length``, whose logarithm is uniform, not for ``learned`` and ``t5``, which look whole
+        positions up; ``shifted``: one number from ``0 .. range - length`` added to all, random
+        starts, which only encodings of absolute positions notice.
       range: drawn positions lie below it.
     """
 

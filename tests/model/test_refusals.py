@@ -110,7 +110,7 @@ GRID = positions.Rope(axes=2)
             "5 tokens exceeds the limit of the encoding 'learned' of 4",
         ),
         (positions.RandomRope(range=4), None, {}, "the limit of the encoding 'random_rope' of 4"),
-        (encoding("random_rope"), None, {"length": 65}, "65 positions cannot be drawn"),
+        (encoding("random_rope"), None, {"length": 65}, "65 positions do not fit"),
         ("tape", None, {"length": 0}, "length must be positive; got 0"),
         ("tape", None, {"length": 5.0}, r"length must be an integer or .* got float32 of shape"),
         ("tape", None, {"length": jnp.ones(3, int)}, r"broadcast to the batch \(2,\); got .* \(3,"),

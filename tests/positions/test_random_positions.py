@@ -60,7 +60,7 @@ def test_draws(x64, kind):
     chex.assert_trees_all_close(rows[0], drawn_positions(draw, places, 6, KEY), atol=1e-12)
     chex.assert_trees_all_close(rows[1, :2], drawn_positions(draw, places[:2], 2, KEY), atol=1e-12)
     assert (rows[1, 2:] == -1).all()
-    with pytest.raises(ValueError, match="random_positions: 51 positions cannot be drawn"):
+    with pytest.raises(ValueError, match="random_positions: 51 positions do not fit"):
         drawn_positions(draw, places, 51, KEY)
     with pytest.raises(
         ValueError, match=r"random_positions: positions must lie in 0 \.\. 4; got 5"

@@ -106,6 +106,11 @@ class Address(PlaceTask):
             f"{self.offsets}, shortest = {self.shortest}, longest = {self.longest}, symbols = "
             f"{self.symbols}",
         )
+        most = len(string.ascii_letters) * (1 + len(string.ascii_letters))
+        require(
+            self.symbols <= most,
+            f"{self.kind}: there are names for {most:,} symbols; got symbols = {self.symbols:,}",
+        )
         if self.rows != "offset":
             require(
                 self.trained_rows >= 1,

@@ -115,13 +115,17 @@ class Counting(PlaceTask):
         if rows is None:
             read[each, order[:, : self.questions - 1]] = True
         else:
-            # The variable that is read is incremented so often, and else left alone.
+            # The variable that is read is incremented so often, and else left alone since it was
+            # set again somewhere before the first increment, if there is room.
             asked = variable[each, end]
-            what[(variable == asked) & (at >= self.variables)] = PASS
-            rank = order.argsort(1)
-            chosen = (rank < rows[:, None]) & (keys < 2)
+            chosen = (order.argsort(1) < rows[:, None]) & (keys < 2)
+            free = np.where(chosen.any(1), chosen.argmax(1), columns - 1) - self.variables
+            again = self.variables + np.floor(rng.random(size) * free).astype(np.int64)
+            again = np.where(free > 0, again, 0)[:, None]
+            what[(variable == asked) & (at >= self.variables) & (at >= again)] = PASS
             what[chosen] = INCREMENT
-            variable = np.where(chosen, asked, variable)
+            variable = np.where(chosen | (at == again) & (again > 0), asked, variable)
+            what[(at == again) & (again > 0)] = SET
         what[read] = PASS
 
         counted = np.zeros((size, longest), np.int64)

@@ -114,7 +114,12 @@ class FlipFlop(PlaceTask):
         _, columns = super().axes(options)
         powers = [2**n for n in range(columns[-1].bit_length())]
         lengths = sorted({*(n for n in powers if n > self.shortest), columns[0], columns[-1]})
-        return [n for n in powers if n < self.shortest], lengths
+        return [n for n in powers if n < columns[-1]], lengths
+
+    def exists(self, *lengths: int) -> bool:
+        """Whether the text is long enough for its write."""
+        row, column = lengths
+        return row < column
 
     @property
     def guess(self) -> int:

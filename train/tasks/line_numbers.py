@@ -8,9 +8,11 @@ a line and the place in it::
 **Why.** The n-th sign is found by counting, not by content: it is a token like every other, and
 lines vary in length, so that no distance tells where it is. A place relative to it is then to be
 addressed. An encoding needs both: positions that count what the content says (as CoPE does), or a
-state that is told by one layer where a line begins and is moved on by the next.
+state that is told by one layer where a line begins and is moved on by the next. Numbers of lines
+are symbols, so that none is asked for that was not trained: longer texts have more lines after it.
 
-**Held out.** A hash of line, place and answer keeps one combination in ten from being trained.
+**Held out.** A hash of line, place, answer and the token after it keeps one combination in ten from
+being trained.
 """
 
 from __future__ import annotations
@@ -105,10 +107,11 @@ class LineNumbers(PlaceTask):
         drawn = rng.integers(1, self.lines + 1, (size, count))
         line = drawn if rows is None else rows[:, None]
         k = rng.integers(0, sizes[each, line - 1])
-        answers = body[each, ends[each, line - 1] - 1 - sizes[each, line - 1] + k]
+        at = ends[each, line - 1] - 1 - sizes[each, line - 1] + k
+        answers, after = body[each, at], body[each, at + 1]
         queries = np.stack([first["n"] + line - 1, first["o"] + k], 2)
         tokens, places = with_queries(body, lengths, queries)
-        return Texts(tokens, places, answers, np.stack([line, k, answers], 2))
+        return Texts(tokens, places, answers, np.stack([line, k, answers, after], 2))
 
     def parse(self, tokens: np.ndarray) -> tuple[int, int, int]:
         """Number of the line, number of lines and answer of a question."""

@@ -10,6 +10,9 @@ by a question::
 place in another space, a sum of moves, which the content says. Encodings whose positions are such
 sums (MapFormer's) have it by construction; a state that the content updates can learn to be one.
 
+Most walks that come back do so by taking back their last move; the answer is then what was found
+two places before. Evaluations ask of others, unless told to.
+
 **Held out.** A hash of the twelve tokens before a question keeps one in ten from being trained.
 """
 
@@ -41,6 +44,7 @@ class Navigation(PlaceTask):
     Attributes:
       dimensions: walks in up to so many dimensions, 1 or 2, all equally likely.
       shortest, longest: moves of the walks trained on, all numbers equally likely.
+      undo: whether an evaluation may ask about walks whose last move takes back the one before.
     """
 
     kind: ClassVar[str] = "navigation"
@@ -50,9 +54,10 @@ class Navigation(PlaceTask):
     dimensions: int = 2
     shortest: int = 8
     longest: int = 24
+    undo: bool = False
 
     def __post_init__(self):
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        fields = {name: getattr(self, name) for name in ("dimensions", "shortest", "longest")}
         synthetic.require_positive(self.kind, **fields)
         require(
             self.dimensions <= 2 <= self.shortest <= self.longest < WIDE // 4,
@@ -90,9 +95,9 @@ class Navigation(PlaceTask):
         dims = rng.integers(1, self.dimensions + 1, size) if rows is None else rows
         moves = rng.integers(0, 2 * dims[:, None], (size, longest))
         if rows is not None:
-            # Back to where the walk was one move before the end, or wherever it has been.
             at = np.arange(longest) == columns[:, None] - 1
-            moves = np.where(at, self._known_move(rng, moves, columns, dims)[:, None], moves)
+            last, able = self._known_move(rng, moves, columns, dims)
+            moves = np.where(at, last[:, None], moves)
         visited = _visited(moves)
         since = (visited[:, :, None] == visited[:, None]).argmax(-1)
         drawn = rng.integers(len(LETTERS), size=since.shape)
@@ -105,19 +110,25 @@ class Navigation(PlaceTask):
         tokens[np.arange(2 * longest + 1) > 2 * columns[:, None]] = 0
         places = np.broadcast_to(np.arange(2, 2 * longest + 1, 2), (size, longest))
         due = known[:, 1:] & (places <= 2 * columns[:, None])
+        if rows is not None:
+            due &= able[:, None] | ~at
         answers = np.where(due, first["l"] + landmarks[:, 1:], 0)
         return Texts(tokens, places, answers, tokens_before(tokens, places))
 
     def _known_move(
         self, rng: np.random.Generator, moves: np.ndarray, columns: np.ndarray, dims: np.ndarray
-    ) -> np.ndarray:
-        """A last move [B] of each walk that leads to where it has been."""
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """A last move [B] of each walk that leads to where it has been, and whether [B] it does."""
         visited, before = _visited(moves), columns - 1
         reached = visited[np.arange(len(moves)), before][:, None] + STEPS
         been = reached[:, :, None] == visited[:, None]
         been &= (np.arange(visited.shape[1]) <= before[:, None])[:, None]
         able = been.any(-1) & (np.arange(len(STEPS)) < 2 * dims[:, None])
-        return np.where(able, rng.random(able.shape), -1).argmax(1)
+        if not self.undo:
+            # Moves come in pairs that take each other back.
+            before = moves[np.arange(len(moves)), columns - 2]
+            able &= np.arange(len(STEPS)) != (before ^ 1)[:, None]
+        return np.where(able, rng.random(able.shape), -1).argmax(1), able.any(1)
 
     def parse(self, tokens: np.ndarray) -> tuple[int, int, int]:
         """Dimensions, moves and answer of a question."""

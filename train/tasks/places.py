@@ -26,6 +26,8 @@ from train.tasks.questions import Options, Questions, QuestionTask, Written, sco
 
 PAD, PADDING = 0, "<pad>"
 HASHED = 12
+# After so many draws without a question that may be asked there is none.
+DRAWS = 100
 
 # What rows and columns of a grid differ in, and the unit of columns.
 Called = tuple[str, str, str]
@@ -51,7 +53,8 @@ class Texts(NamedTuple):
     Attributes:
       tokens: integers [B, W], ``PAD`` from a text's end on.
       places: int [B, Q], ascending, of the tokens after which an answer is due.
-      answers: integers [B, Q], the tokens to be said there; ``PAD`` where none is due after all.
+      answers: integers [B, Q], the tokens to be said there; ``PAD`` where none is due after all,
+        or, of a text with one question, where it is not to be asked.
       hashed: integers [B, Q, H], by which it is decided whether an answer is held out of training.
     """
 
@@ -179,16 +182,26 @@ class PlaceTask(QuestionTask):
         return {"inputs": tokens, "targets": targets, "weights": weights}
 
     def choose(self, rng: np.random.Generator, lengths: Sequence[int], samples: int) -> Questions:
-        """Held-out questions; one may come twice."""
+        """Held-out questions; one may come twice.
+
+        Raises:
+          ValueError: there seem to be none.
+        """
         found: list[np.ndarray] = []
         while sum(map(len, found)) < samples:
+            require(
+                len(found) < DRAWS or any(map(len, found)),
+                f"{self.kind}: of {len(found) * 2 * held_out.ONE_IN * samples} texts none may be "
+                f"asked about with {self.called[0]} {lengths[0]} and {self.called[1]} "
+                f"{lengths[1]}: all, if there are such, are trained on",
+            )
             each = np.tile(np.array(lengths)[:, None], 2 * held_out.ONE_IN * samples)
             tokens, places, answers, hashed = self.texts(rng, each[1], each[0])
             rows, ends = np.arange(len(tokens)), places[:, -1] + 1
             whole = np.pad(tokens, ((0, 0), (0, self.width(*lengths) - tokens.shape[1])))
             whole[np.arange(whole.shape[1]) >= ends[:, None]] = PAD
             whole[rows, ends] = answers[:, -1]
-            found.append(whole[_held_out(hashed)[:, -1]])
+            found.append(whole[_held_out(hashed)[:, -1] & (answers[:, -1] != PAD)])
         symbols = np.concatenate(found)[:samples]
         return Questions(symbols[None], np.tile(np.array(lengths)[:, None], samples))
 
@@ -285,7 +298,10 @@ class PlaceTask(QuestionTask):
         Raises:
           ValueError: if some of it cannot be asked.
         """
-        columns = self.axes(options)[1]
+        rows, columns = self.axes(options)
+        for cell in itertools.product(rows, columns):
+            if self.exists(*cell):
+                self.ask(cell, 1, options.seed)
         return f"asked for {columns[0]} to {columns[-1]} {self.wording.unit} in the end"
 
     @property

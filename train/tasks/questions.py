@@ -319,7 +319,8 @@ class QuestionTask(GridTask):
             cell: [axis[i] for axis, i in zip(lengths, cell, strict=True)]
             for cell in np.ndindex(*map(len, lengths))
         }
-        able = {cell: x for cell, x in wanted.items() if fits(self.width(*x) - 1, limit)}
+        there = {cell: x for cell, x in wanted.items() if self.exists(*x)}
+        able = {cell: x for cell, x in there.items() if fits(self.width(*x) - 1, limit)}
         require(bool(able), f"{self.kind}: the model accepts {limit} tokens: too few to be asked")
         width = max(self.width(*x) for x in able.values())
         asked = [self.write(self.ask(x, samples, seed), width) for x in able.values()]
@@ -353,6 +354,10 @@ class QuestionTask(GridTask):
     def axes(self, options: Options) -> tuple[Sequence[int], ...]:
         """For each operand the lengths asked for."""
         return (range(1, self.longest_asked(options) + 1),) * self.operands
+
+    def exists(self, *lengths: int) -> bool:
+        """Whether a cell of the grid has questions."""
+        return True
 
     def counted(self, *lengths: int) -> int:
         """The length under which tables count a cell."""

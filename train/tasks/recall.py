@@ -6,7 +6,8 @@ A text is pairs of distinct keys and random values, then keys::
 
 **Why.** It asks for content alone: the only place that matters is the one just after the key. Every
 encoding that tells neighbours apart should do; one that fails here, or at more pairs than were
-trained, does so for what it does to the search by content, such as a decay that forgets.
+trained, does so for what it does to the search by content, such as a decay that forgets. So keys
+are asked about that stood at most all pairs of the text ago.
 
 **Held out.** A hash of key and value keeps one combination in ten from being trained.
 """
@@ -24,6 +25,7 @@ import numpy as np
 from tape_jax._src.checks import require
 from train.data import synthetic
 from train.tasks.places import Called, PlaceTask, Texts, with_queries
+from train.tasks.questions import Options
 
 LETTERS = string.ascii_letters
 
@@ -61,7 +63,7 @@ class Recall(PlaceTask):
     @property
     def trained(self) -> tuple[range, range]:
         """Pairs from the key on, and pairs."""
-        return range(1, self.shortest + 1), range(self.shortest, self.longest + 1)
+        return range(1, self.longest + 1), range(self.shortest, self.longest + 1)
 
     @functools.cached_property
     def alphabets(self) -> dict[str, Sequence[str]]:
@@ -107,6 +109,16 @@ class Recall(PlaceTask):
         require(asked in keys, f"there is no key {LETTERS[asked]} in {text!r}")
         at = keys.index(asked)
         return len(keys) - at, len(keys), self.first["v"] + body[2 * at + 1]
+
+    def axes(self, options: Options) -> tuple[Sequence[int], ...]:
+        """Pairs from the key on by powers of two, and all numbers of pairs."""
+        _, columns = super().axes(options)
+        return [2**n for n in range(columns[-1].bit_length())], columns
+
+    def exists(self, *lengths: int) -> bool:
+        """Whether the key is one of the text's."""
+        row, column = lengths
+        return row <= column
 
     @property
     def most(self) -> int:

@@ -43,10 +43,7 @@ def drawn_positions(
     positions = as_positions(positions)
     longest = concrete(length)
     if longest is not None and longest.size and longest.max() > draw.range:
-        raise ValueError(
-            f"{what}: {longest.max()} positions cannot be drawn without replacement from "
-            f"range = {draw.range}"
-        )
+        raise ValueError(f"{what}: {longest.max()} positions do not fit into range = {draw.range}")
     length = jnp.expand_dims(length, -1)
     check_indices(f"{what}: positions", positions, length)
     inside = (positions >= 0) & (positions < length) & (length <= draw.range)

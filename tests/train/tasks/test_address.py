@@ -125,6 +125,7 @@ class TestOptions:
         [
             ({"offsets": 4}, "offsets < shortest <= longest <= symbols, .* got offsets = 4"),
             ({"longest": 9}, "got offsets = 3, shortest = 4, longest = 9, symbols = 8"),
+            ({"symbols": 3000}, "names for 2,756 symbols; got symbols = 3,000"),
             ({"questions": 0}, "address: questions must be a positive integer; got 0"),
             ({"gap": -1}, "address: gap must not be negative; got -1"),
             ({"rows": "gap"}, r"a grid by gap needs some in training: task.gap is 0"),

@@ -23,7 +23,7 @@ PARTS = dict.fromkeys(SMALL, 2) | dict.fromkeys(
     ("counting", "flip_flop", "navigation", "recall", "selective_copy"), 1
 )
 # Those whose hash is of more than a question and its answer.
-OF_THE_TEXT = {"counting", "flip_flop", "navigation", "selective_copy"}
+OF_THE_TEXT = {"counting", "flip_flop", "line_numbers", "navigation", "selective_copy"}
 # Those that are asked anywhere, not after all that they are asked about.
 ANYWHERE = {"counting", "flip_flop", "navigation"}
 
@@ -216,6 +216,45 @@ def test_what_cannot_be_asked_for(kind, longest):
         task.axes(task.Evaluation(longest=longest))
 
 
-def test_powers_of_two_are_asked_for():
-    task = get_task("flip_flop", **SMALL["flip_flop"])
-    assert task.axes(task.Evaluation()) == ([1, 2, 4], [6, 8, 16, 20])
+@pytest.mark.parametrize(
+    ("kind", "columns"), [("flip_flop", [6, 8, 16, 20]), ("recall", [*range(4, 13)])]
+)
+def test_powers_of_two_are_asked_for(kind, columns):
+    """As far back as a text goes."""
+    task = get_task(kind, **SMALL[kind])
+    rows, found = task.axes(task.Evaluation())
+    assert list(found) == columns
+    assert rows == [1, 2, 4, 8, 16][: len(rows)]
+    assert rows[-1] <= columns[-1] < 2 * rows[-1]
+    examples = task.examples(rows, found, samples=3)
+    asked = {(rows[r], found[c]) for r, c in examples.cells}
+    longest = {"flip_flop": -1, "recall": 0}[kind]
+    assert asked == {(r, c) for r in rows for c in found if r <= c + longest}
+
+
+def test_a_move_that_takes_back_the_last_is_not_asked_about():
+    for undo in (False, True):
+        task = get_task("navigation", **SMALL["navigation"], undo=undo)
+        texts = [text for row in (1, 2) for text in task.ordinary(task.ask([row, 7], 50))]
+        last = [text.split()[-4::2] for text in texts]
+        assert undo == any({*pair} in ({"L", "R"}, {"U", "D"}) for pair in last)
+
+
+def test_what_is_counted_is_set_to_zero_again():
+    task = get_task("counting", **SMALL["counting"])
+    texts = [text for row in range(1, 4) for text in task.ordinary(task.ask([row, 14], 20))]
+    again = [text.split()[2:].count(f"{text[-2]}=0") for text in texts]
+    assert np.mean(np.array(again) > 0) > 0.5
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("counting", {"variables": 1, "shortest": 11, "longest": 20}),
+        ("recall", {"symbols": 2, "shortest": 1, "longest": 2}),
+    ],
+)
+def test_where_all_is_trained_on(kind, options):
+    task = get_task(kind, **options)
+    with pytest.raises(ValueError, match=f"{kind}: of .* texts none may be asked about with"):
+        task.prepare(task.Evaluation())

@@ -1,0 +1,89 @@
+"""How far rules get that look for no place: what a score is to be measured by (experiments.md)."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from configs.places import TASKS
+from train.tasks import get_task
+
+
+def last_of_the_list(words):
+    return words[-3]
+
+
+def most_frequent_of_the_row(words):
+    *table, row, _ = words
+    columns = sum(word.isupper() for word in table)
+    at = table.index(row[:-1])
+    return Counter(table[at + 1 : at + 1 + columns]).most_common(1)[0][0]
+
+
+def one_hop(words):
+    return words[words.index(words[-1][:-1] + ":") + 1]
+
+
+def every_increment(words):
+    return str(words.count(words[-1][0] + "+") % 10)
+
+
+def last_bit(words):
+    return words[-2][1]
+
+
+def usual_place(words):
+    *text, line, place = words
+    at = int((int(line[1:]) - 1) * 3.5 + int(place) - 1)
+    return next((word for word in text[at:] if word != "|"), None)
+
+
+def third_last_landmark(words):
+    landmarks = [word for word in words[::2] if word != "?"]
+    return landmarks[-3] if len(landmarks) > 2 else None
+
+
+def last_value(words):
+    return words[-2]
+
+
+def nearest_letter(words):
+    *text, number = words
+    letters = [at for at, word in enumerate(text) if word != "."]
+    about = (int(number[1:]) - 0.5) / len(letters) * len(text)
+    return text[min(letters, key=lambda at: abs(at - about))]
+
+
+# By task: the rule, and what it gets at the trained lengths and beyond, in per cent.
+RULES = [
+    ("address", last_of_the_list, 13, 5),
+    ("table", most_frequent_of_the_row, 48, 37),
+    ("chains", one_hop, 33, 33),
+    ("counting", every_increment, 74, 56),
+    ("flip_flop", last_bit, 58, 52),
+    ("line_numbers", usual_place, 42, 42),
+    ("navigation", third_last_landmark, 28, 23),
+    ("recall", last_value, 27, 22),
+    ("selective_copy", nearest_letter, 54, 49),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "inside", "beyond"), RULES, ids=lambda x: getattr(x, "__name__", None)
+)
+def test_rule(name, rule, inside, beyond):
+    task = get_task(name, **TASKS.get(name, {}))
+    right = {True: [], False: []}
+    rows, columns = task.axes(task.Evaluation())
+    for row in rows:
+        for column in columns:
+            if not task.exists(row, column):
+                continue
+            asked = task.ask([row, column], 20)
+            tokens, starts, _ = task.write(asked, task.width(row, column))
+            for text, start in zip(tokens, starts, strict=True):
+                said = rule([task.names[token] for token in text[:start]])
+                is_inside = task.counted(row, column) <= task.trained_length
+                right[is_inside].append(said == task.names[text[start]])
+    found = [100 * np.mean(right[where]) for where in (True, False)]
+    np.testing.assert_allclose(found, [inside, beyond], atol=1)
