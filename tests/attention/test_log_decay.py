@@ -14,13 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tape_jax._src.attention import attention, attention_plan
 from tape_jax._src.attention.shifted_groups import shifted_group_attention
-from tests.attention.backends import (
-    BACKENDS,
-    assert_close,
-    assert_sharded_alone,
-    normal,
-    qkve,
-)
+from tests.attention.backends import BACKENDS, assert_close, assert_sharded_alone, normal, qkve
 from tests.attention.lowering import lowered
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "contextual" / "fox_tiny.npz"

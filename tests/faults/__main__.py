@@ -36,16 +36,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.faults.bench import (
-    Bench,
-    Outcome,
-)
-from tests.faults.process import (
-    Lost,
-)
-from tests.faults.trials import (
-    FAULTS,
-)
+from tests.faults.bench import Bench, Outcome
+from tests.faults.process import Lost
+from tests.faults.trials import FAULTS
 
 
 def table(outcomes: Sequence[Outcome]) -> str:

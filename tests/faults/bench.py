@@ -19,20 +19,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from tests.faults.folder import (
-    describe,
-    is_there,
-    is_unsealed,
-    is_writing,
-    restored,
-    saved,
-)
-from tests.faults.process import (
-    ROOT,
-    Lost,
-    Process,
-    wait_until,
-)
+from tests.faults.folder import describe, is_there, is_unsealed, is_writing, restored, saved
+from tests.faults.process import ROOT, Lost, Process, wait_until
 from train.training import metrics
 
 CONFIG = ROOT / "configs/addition_demo.py"

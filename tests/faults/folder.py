@@ -12,9 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from tests.faults.process import (
-    Lost,
-)
+from tests.faults.process import Lost
 from train.training import runs
 
 

@@ -22,13 +22,7 @@ from tests.faults.bench import (
     summary,
     trial,
 )
-from tests.faults.folder import (
-    content,
-    flip,
-    newest_checkpoint,
-    restored,
-    saved,
-)
+from tests.faults.folder import content, flip, newest_checkpoint, restored, saved
 from tests.faults.process import (
     Lost,
     Process,

@@ -30,7 +30,7 @@ def tables(studies: Studies) -> Iterator[str]:
         rows = [[r, *(_cell(study, r, key) for study in shown.values())] for r in rivals]
         yield (
             f"{title}; five seeds, mean and 95 % interval; `-` is unfinished, and what is not "
-            "asked is empty. Of what is not here nothing is complete:"
+            "asked is empty. Of tasks and encodings left out no exact match is complete:"
         )
         yield text_table(["", *shown], rows)
 

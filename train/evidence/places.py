@@ -54,7 +54,12 @@ TASKS = {
 
 # Every form is judged by itself. The first two have no bias.
 FORMS = (
-    *("tape", "tape_heads", "tape_scale_alibi", "tape_alibi", "tape_demo", "tape_fox"),
+    "tape",
+    "tape_heads",
+    "tape_scale_alibi",
+    "tape_alibi",
+    "tape_demo",
+    "tape_fox",
     "tape_chosen",
 )
 RIVALS = ("rope", "alibi", "fire", "none")

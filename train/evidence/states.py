@@ -264,7 +264,7 @@ def states_figure(study: PlannedStates) -> Figure | None:
             panel.set_xticks(layers)
             panel.tick_params(labelsize=SMALL)
             panel.grid(alpha=0.25)
-            if np.abs(values).max() > 5 * FULL:
+            if row == 0 and values.max() > 5 * FULL:
                 panel.set_yscale("symlog", linthresh=FULL)
             if column == 0:
                 panel.set_ylabel(label, fontsize=BODY)

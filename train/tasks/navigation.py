@@ -10,8 +10,8 @@ by a question::
 place in another space, a sum of moves, which the content says. Encodings whose positions are such
 sums (MapFormer's) have it by construction; a state that the content updates can learn to be one.
 
-Most walks that come back do so by taking back their last move; the answer is then what was found
-two places before. Evaluations ask of others, unless told to.
+Most walks that come back do so by taking back their last move; the answer has then just been
+passed. Evaluations ask about others, unless told to.
 
 **Held out.** A hash of the twelve tokens before a question keeps one in ten from being trained.
 """
@@ -59,10 +59,11 @@ class Navigation(PlaceTask):
     def __post_init__(self):
         fields = {name: getattr(self, name) for name in ("dimensions", "shortest", "longest")}
         synthetic.require_positive(self.kind, **fields)
+        least = 2 if self.undo else 4
         require(
-            self.dimensions <= 2 <= self.shortest <= self.longest < WIDE // 4,
-            f"{self.kind}: expected 1 or 2 dimensions and 2 <= shortest <= longest < {WIDE // 4}; "
-            f"got {fields}",
+            self.dimensions <= 2 and least <= self.shortest <= self.longest < WIDE // 4,
+            f"{self.kind}: expected 1 or 2 dimensions and {least} <= shortest <= longest < "
+            f"{WIDE // 4}, for shorter walks do not come back; got {fields}",
         )
 
     @property

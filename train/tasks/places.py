@@ -192,7 +192,7 @@ class PlaceTask(QuestionTask):
             require(
                 len(found) < DRAWS or any(map(len, found)),
                 f"{self.kind}: of {len(found) * 2 * held_out.ONE_IN * samples} texts none may be "
-                f"asked about with {self.called[0]} {lengths[0]} and {self.called[1]} "
+                f"asked about where {self.called[0]!r} is {lengths[0]} and {self.called[1]!r} is "
                 f"{lengths[1]}: all, if there are such, are trained on",
             )
             each = np.tile(np.array(lengths)[:, None], 2 * held_out.ONE_IN * samples)
@@ -289,7 +289,7 @@ class PlaceTask(QuestionTask):
         )
         return self.trained[0], range(shortest, longest + 1)
 
-    def prepare(self, options: Options) -> str:
+    def prepare(self, options: Any) -> str:
         """Makes sure before training that the questions of the evaluation exist.
 
         Returns:
@@ -301,7 +301,7 @@ class PlaceTask(QuestionTask):
         rows, columns = self.axes(options)
         for cell in itertools.product(rows, columns):
             if self.exists(*cell):
-                self.ask(cell, 1, options.seed)
+                self.ask(cell, options.samples, options.seed)
         return f"asked for {columns[0]} to {columns[-1]} {self.wording.unit} in the end"
 
     @property

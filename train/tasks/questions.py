@@ -260,12 +260,17 @@ class QuestionTask(GridTask):
         cells are asked for. Where fewer than ``samples`` exist, all of them are taken.
 
         Raises:
-          ValueError: ``samples`` or a length below 1, or a seed out of range.
+          ValueError: ``samples`` or a length below 1, a seed out of range, or a cell that does not
+            exist (:meth:`exists`).
         """
         synthetic.require_positive(self.kind, samples=samples)
         synthetic.require_seed(self.kind, seed)
         for length in lengths:
             synthetic.require_positive(self.kind, length=length)
+        require(
+            self.exists(*lengths),
+            f"{self.kind}: there is no question of {self.wording.cells} {tuple(lengths)}",
+        )
         return self.choose(synthetic.generator(seed, EVALUATION, *lengths), lengths, samples)
 
     def choose(self, rng: np.random.Generator, lengths: Sequence[int], samples: int) -> Questions:
@@ -320,6 +325,9 @@ class QuestionTask(GridTask):
             for cell in np.ndindex(*map(len, lengths))
         }
         there = {cell: x for cell, x in wanted.items() if self.exists(*x)}
+        require(
+            bool(there), f"{self.kind}: there are no questions of {self.wording.cells} {lengths}"
+        )
         able = {cell: x for cell, x in there.items() if fits(self.width(*x) - 1, limit)}
         require(bool(able), f"{self.kind}: the model accepts {limit} tokens: too few to be asked")
         width = max(self.width(*x) for x in able.values())

@@ -7,7 +7,7 @@ A text is pairs of distinct keys and random values, then keys::
 **Why.** It asks for content alone: the only place that matters is the one just after the key. Every
 encoding that tells neighbours apart should do; one that fails here, or at more pairs than were
 trained, does so for what it does to the search by content, such as a decay that forgets. So keys
-are asked about that stood at most all pairs of the text ago.
+are asked about from the last to the first of a text.
 
 **Held out.** A hash of key and value keeps one combination in ten from being trained.
 """

@@ -1,7 +1,6 @@
 """All studies of a suite beside each other."""
 
 import dataclasses
-import re
 
 import pytest
 
@@ -43,12 +42,6 @@ def test_from_nothing_to_the_end(two, place, tmp_path):
     text = text_of(studies, tmp_path, "places")
     assert "| first  | ahead      | behind     |" in text
     assert "| second | unfinished | unfinished |" in text
-    (table,) = re.findall(r"Exact match beyond the trained length, %; .+\n\n((?:\|.+\n)+)", text)
-    header, _, *rows = [
-        [cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()
-    ]
-    assert header == ["", "first"], "of the second nothing is complete"
-    assert [row[0] for row in rows] == ["tape", "rope", "none"]
     assert "`python -m train.main evidence --suite=places --only=second`" in text
     assert "Beside contextual rivals" in text
     assert "* `none`: **not told apart**." in text, "which is itself"
@@ -64,6 +57,22 @@ def test_from_nothing_to_the_end(two, place, tmp_path):
     text = text_of(studies, tmp_path, "places")
     assert "| second | not told apart | not told apart |" in text
     assert "* `tape`, `none`: **not told apart**.\n" in text
+
+
+def test_of_what_nothing_is_known_is_left_out(two, place):
+    studies = page.studies_at(two, place)
+    assert list(overview.tables(studies)) == []
+    finish_all(studies["first"], {"tape": 0.6, "rope": 0.3})
+    finish_all(studies["second"], {"rope": 0.3})
+    _, table, _, inside = overview.tables(studies)
+    for text in (table, inside):
+        header, _, *rows = [[x.strip() for x in row.split("|")[1:-1]] for row in text.splitlines()]
+        assert header == ["", "first", "second"]
+        assert [row[0] for row in rows] == ["tape", "rope"]
+        assert [row[2] == "-" for row in rows] == [True, False]
+        assert all("[" in row[1] for row in rows)
+    (panel,) = overview.picture(studies).axes
+    assert [label.get_text() for label in panel.get_yticklabels()] == ["tape", "rope"]
 
 
 @pytest.mark.slow

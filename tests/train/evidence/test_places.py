@@ -3,13 +3,19 @@
 import itertools
 from types import SimpleNamespace
 
+import chex
+import flax
+import jax
+import numpy as np
 import pytest
 
-from configs.places import NO_UPDATE
+import tape_jax as tape
+from configs.places import CHOSEN, NO_UPDATE
 from tests.train.evidence.results import BEYOND, finish_all
+from train import experiment
 from train.evidence import places
 from train.evidence.statistics import Estimate
-from train.evidence.suite import KIND, STUDIES
+from train.evidence.suite import CONFIGS, KIND, STUDIES
 from train.evidence.verdicts import Kind, Verdict
 from train.tasks import Score
 
@@ -28,6 +34,27 @@ def test_every_form_is_compared_with_what_it_is_without_its_update():
         assert first.rivals[rival] == (NO_UPDATE if form == "tape_chosen" else still)
         assert places.rivals_of(form) == [*places.RIVALS, rival]
     assert places.rivals_of("tape") == list(places.RIVALS)
+
+
+def test_without_its_update_the_chosen_form_is_rope_with_its_bias():
+    """And is trained with its drawn positions."""
+
+    def made(fields):
+        given = [f"--config.{name}={value}" for name, value in fields.items()]
+        return experiment.from_file(CONFIGS / "places.py", given).model
+
+    still, chosen = made(NO_UPDATE), made(CHOSEN)
+    rope = made({KIND: "rope+alibi"})
+    assert still.random_positions == chosen.random_positions is not None
+    tokens = np.arange(12)[None]
+    variables = jax.jit(tape.Transformer(rope).init)(jax.random.key(0), tokens)
+    chex.assert_trees_all_close(
+        tape.Transformer(still).apply(variables, tokens),
+        tape.Transformer(rope).apply(variables, tokens),
+        atol=1e-6,
+    )
+    with pytest.raises(flax.errors.ScopeParamNotFoundError):
+        tape.Transformer(chosen).apply(variables, tokens)
 
 
 def test_every_rival_is_compared_and_every_comparison_has_its_runs():

@@ -24,11 +24,11 @@ def planned(design, place):
     return found, found.of["copying"]
 
 
-def put(states, without: float, lost=(0.5, 0.0)) -> None:
+def put(states, without: float, lost=(0.5, 0.0), moved=0.2) -> None:
     """Writes what looking into every run would have found."""
     for i, item in enumerate(states.items):
         found = {
-            "moved": [0.0, 0.1, 0.2 + 0.01 * i],
+            "moved": [0.0, 0.1, moved + 0.01 * i],
             "trained": {BEYOND: 0.6 + 0.01 * i},
             "without": {BEYOND: without + 0.01 * i},
             "loss": 1.0,
@@ -62,7 +62,16 @@ def test_from_nothing_to_a_sentence(planned):
     (row,) = states.rows()
     assert row[:2] == ["copying", "`tape`"]
     assert len(row) == len(page.COLUMNS)
-    assert states_figure(states) is not None
+    assert {panel.get_yscale() for panel in states_figure(states).axes} == {"linear"}
+
+
+def test_states_that_leave_by_many_times_their_length(planned):
+    states, trainings = planned
+    choose_all(trainings)
+    finish_all(trainings, RIGHT)
+    put(states, without=0.25, moved=30.0)
+    way, loss = states_figure(states).axes
+    assert (way.get_yscale(), loss.get_yscale()) == ("symlog", "linear")
 
 
 def test_missed_in_no_layer(planned):

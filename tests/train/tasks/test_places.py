@@ -194,7 +194,8 @@ def test_what_is_no_question(kind, text, message):
         ("flip_flop", {"writes": 1.5}, "writes must be a probability; got 1.5"),
         ("line_numbers", {"lines": 4}, "expected lines <= shortest <= longest"),
         ("navigation", {"dimensions": 3}, "expected 1 or 2 dimensions"),
-        ("navigation", {"shortest": 1}, "2 <= shortest <= longest"),
+        ("navigation", {"shortest": 3}, "4 <= shortest <= longest"),
+        ("navigation", {"shortest": 1, "undo": True}, "2 <= shortest <= longest"),
         ("recall", {"longest": 13}, "expected shortest <= longest <= symbols <= 52"),
         ("selective_copy", {"letters": 6}, "expected letters <= shortest <= longest"),
         ("table", {"rows": 14}, "rows must be from 2 to 13, .* got 14"),
@@ -230,6 +231,10 @@ def test_powers_of_two_are_asked_for(kind, columns):
     asked = {(rows[r], found[c]) for r, c in examples.cells}
     longest = {"flip_flop": -1, "recall": 0}[kind]
     assert asked == {(r, c) for r in rows for c in found if r <= c + longest}
+    with pytest.raises(ValueError, match=rf"{kind}: there is no question of .* \(9, 8\)"):
+        task.ask([9, 8], 1)
+    with pytest.raises(ValueError, match=f"{kind}: there are no questions of"):
+        task.examples([9], [8], samples=1)
 
 
 def test_a_move_that_takes_back_the_last_is_not_asked_about():
@@ -256,5 +261,5 @@ def test_what_is_counted_is_set_to_zero_again():
 )
 def test_where_all_is_trained_on(kind, options):
     task = get_task(kind, **options)
-    with pytest.raises(ValueError, match=f"{kind}: of .* texts none may be asked about with"):
+    with pytest.raises(ValueError, match=f"{kind}: of .* texts none may be asked about where"):
         task.prepare(task.Evaluation())
