@@ -24,7 +24,7 @@ from train.evidence.stability import PlannedGrowth
 from train.evidence.states import COLUMNS, PlannedStates, states_figure
 from train.evidence.statistics import estimate
 from train.evidence.studies import Place, State, Study
-from train.evidence.suite import BEYOND
+from train.evidence.suite import BEYOND, INSIDE
 from train.evidence.suites import Suite
 from train.evidence.trainings import PlannedTrainings
 from train.evidence.verdicts import HEADER, Kind, Verdict
@@ -322,10 +322,9 @@ def _scores(study: PlannedTrainings, key: str) -> str:
 
 def _not_learned(study: PlannedTrainings, key: str) -> str:
     """Who has not learned the trained lengths at the rate that a score beyond them chose."""
-    curve = study.design.curve
-    if curve is None or not study.score(curve.score).higher_is_better:
+    if INSIDE not in study.design.shown:
         return ""
-    score = study.score(curve.score)
+    score = study.score(INSIDE)
     found = {r: study.values(r, key, score.key) for r in study.design.rivals}
     means = {r: statistics.mean(values.values()) for r, values in found.items() if values}
     below = [f"{r} {mean:.1f}" for r, mean in means.items() if mean < LEARNED]

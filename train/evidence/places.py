@@ -52,6 +52,11 @@ TASKS = {
     "recall": Size(1.15),
 }
 
+# By name, the tasks that are asked of longer trainings too (docs/protocol.md).
+MULTIPLE = 4
+LONGER = {f"{task}_{MULTIPLE}x": task for task in ("address", "recall")}
+LONGER_FORMS = ("tape_alibi", "tape_demo")
+
 # Every form is judged by itself. The first two have no bias.
 FORMS = (
     "tape",
@@ -84,6 +89,8 @@ SHARED = {
 }
 SHARED_FORMS = ("tape", "tape_heads", "tape_alibi", "tape_demo", "tape_chosen")
 ASKED = {**{task: (task, BEYOND) for task in TASKS}, **SHARED}
+# Longer trainings say nothing of one TAPE for all, which was asked before them.
+JUDGED = {**ASKED, **{name: (name, BEYOND) for name in LONGER}}
 
 # One TAPE for all: where it must be ahead, in how many others at least, and what share of longer
 # sums it must have right, in per cent.
@@ -114,7 +121,7 @@ def contextual(task: str) -> tuple[str, ...]:
 
 def _beside(name: str) -> tuple[str, str, tuple[str, ...]] | None:
     """The contextual rivals, where a study has them."""
-    study, key = ASKED[name]
+    study, key = JUDGED[name]
     (design,) = (one for one in STUDIES if one.name == study)
     rivals = contextual(name)
     return (study, key, rivals) if design.rivals.keys() >= {*rivals} else None
@@ -122,7 +129,7 @@ def _beside(name: str) -> tuple[str, str, tuple[str, ...]] | None:
 
 def _judge(name: str) -> Callable[[Studies, str], Verdict]:
     """Whether a form is ahead at something."""
-    study, key = ASKED[name]
+    study, key = JUDGED[name]
     return lambda studies, form: wins(studies[study], key, rivals_of(form), name=form)
 
 
@@ -194,6 +201,19 @@ def _study(task: str) -> Trainings:
     )
 
 
+def _longer(name: str) -> Trainings:
+    """A task's study with another budget and fewer rivals."""
+    rivals = dict.fromkeys(r for form in LONGER_FORMS for r in (form, *rivals_of(form)))
+    return dataclasses.replace(
+        _study(LONGER[name]),
+        name=name,
+        rivals=encodings(*rivals),
+        curve=None,
+        multiple=MULTIPLE,
+        quick=(),
+    )
+
+
 def _with_more(study: str) -> Trainings:
     """A study of the claims, which has these rivals too; what is on record serves both."""
     (design,) = (one for one in suite.STUDIES if one.name == study)
@@ -205,6 +225,7 @@ def _with_more(study: str) -> Trainings:
 STUDIES = (
     *(_study(task) for task in TASKS),
     *(_with_more(study) for study in dict.fromkeys(study for study, _ in SHARED.values())),
+    *map(_longer, LONGER),
 )
 _READ = {study for study, _ in MIXED}.difference(study.name for study in STUDIES)
 # Studies of the claims that are made and described there.
@@ -217,23 +238,28 @@ FIXED = (
 )
 BEYOND_IT = f"Exact match beyond the trained length; above {FIXED}."
 
+_HEADINGS = {task: task_type(task)(**places.TASKS[task]).heading for task in TASKS}
 TITLES = {
-    **{task: task_type(task)(**places.TASKS[task]).heading for task in TASKS},
+    **_HEADINGS,
     "text": "Bytes of text, at the trained length",
     "text, 8x": "Bytes of text, at eight times the trained length",
     "addition": "Sums longer than those trained on",
     "passkey": "Passkeys in longer texts than those trained on",
+    **{
+        name: f"{_HEADINGS[task].removesuffix('.')}, with {MULTIPLE}x the steps"
+        for name, task in LONGER.items()
+    },
 }
 
 CLAIMS = (
     *(
         Claim(
             title=title,
-            test=BEYOND_IT if ASKED[name][1] == BEYOND else f"Perplexity; below {FIXED}.",
+            test=BEYOND_IT if JUDGED[name][1] == BEYOND else f"Perplexity; below {FIXED}.",
             needs=GPU,
-            studies=(ASKED[name][0],),
+            studies=(JUDGED[name][0],),
             judge=_judge(name),
-            forms=FORMS if name in TASKS else SHARED_FORMS,
+            forms=FORMS if name in TASKS else LONGER_FORMS if name in LONGER else SHARED_FORMS,
             beside=_beside(name),
             name=name,
             words=WORDS,

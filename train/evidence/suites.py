@@ -88,7 +88,9 @@ SUITES: dict[str, Suite] = {
             "judged by the other tasks. `tape_chosen` is that form with stretched positions in "
             "training, chosen among twelve options on [four further "
             "tasks](../benchmarks/results/2026-11-24-remedies.md); `chosen_no_update` is the same "
-            "without its update, RoPE with the bias and stretched positions."
+            "without its update, RoPE with the bias and stretched positions. Tasks with `4x` in "
+            "their names are [the same with longer "
+            "trainings](protocol.md#addendum-longer-trainings-at-places)."
         ),
         order="a task after the other",
         make="make evidence-places",

@@ -9,7 +9,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from tape_jax._src.checks import choose
 from train import experiment
@@ -62,7 +62,8 @@ class Trainings:
       fields: those in which all rivals differ from the file.
       by_scale: further ones, by scale.
       first: by scale, the rate that is tried first.
-      curve: by which the budget is chosen; None: it is the configuration's.
+      curve: by which the budget is chosen; None: it is `multiple`.
+      multiple: of the configuration's steps, where there is no curve.
       base: what is adapted, if anything.
       quick: rivals of which one run belongs to the quick part.
       not_kept: fields of a result that records do without; there they are None.
@@ -79,6 +80,7 @@ class Trainings:
     by_scale: Mapping[str, Fields] = dataclasses.field(default_factory=dict)
     first: Mapping[str, str] = dataclasses.field(default_factory=lambda: protocol.FIRST)
     curve: Curve | None = None
+    multiple: int = 1
     base: Base | None = None
     quick: Sequence[str] = ()
     not_kept: Sequence[str] = ()
@@ -140,7 +142,7 @@ class PlannedTrainings(Study):
         if self._budget is None:
             curve, values = self.design.curve, self.curve()
             if curve is None:
-                self._budget = Budget(1, None)
+                self._budget = Budget(self.design.multiple, None)
             elif all(len(found) == len(protocol.MULTIPLES) for found in values.values()):
                 self._budget = budgets.choose(
                     values,
@@ -297,7 +299,7 @@ class PlannedTrainings(Study):
         design = self.design
         known = sum(self.minutes(job) for job in self.jobs if not self.record(job))
         runs = 0.0
-        multiple = self.budget.multiple if self.budget else design.curve.most if design.curve else 1
+        multiple = self.budget.multiple if self.budget else cast(Curve, design.curve).most
         for key, rival in itertools.product(design.scores, self.rivals):
             jobs, step = self.walk(rival, key)
             if step.best is None:

@@ -1,5 +1,6 @@
 """Tasks of places, and whether one form is ahead in all."""
 
+import dataclasses
 import itertools
 from types import SimpleNamespace
 
@@ -67,6 +68,22 @@ def test_every_rival_is_compared_and_every_comparison_has_its_runs():
         else:
             assert compared <= set(design.rivals)
     assert "mapformer_wm" in places.contextual("navigation")
+
+
+@pytest.mark.parametrize(("name", "task"), places.LONGER.items())
+def test_longer_trainings_differ_in_their_steps(place, name, task):
+    """And one TAPE for all does not ask for them."""
+    ours = {design.name: design for design in places.STUDIES}
+    longer, once = ours[name], ours[task]
+    assert name not in places.ASKED
+    assert longer.rivals.items() <= once.rivals.items()
+    for job in longer.at(place).jobs:
+        e = job.experiment
+        rate, seed = f"{e.train.learning_rate:g}", e.seed
+        same = once.at(place)._job(job.name, rate, seed, 1).experiment
+        assert e == dataclasses.replace(
+            same, train=dataclasses.replace(same.train, steps=places.MULTIPLE * same.train.steps)
+        )
 
 
 def test_studies_of_claims_keep_what_they_have():
