@@ -1,11 +1,14 @@
+import dataclasses
 import math
 from pathlib import Path
 
 import jax
 import pytest
 
+from configs import places
 from tape_jax import positions
 from train import experiment
+from train.evidence.studies import options
 from train.training import runs
 from train.training import step as training_step
 
@@ -63,3 +66,17 @@ def test_the_size_of_the_paper():
     assert (model.num_layers, model.hidden_size, model.intermediate_size) == (16, 1024, 2048)
     assert (model.num_heads, model.position.width) == (16, 64)
     assert (train.steps, train.batch_size, train.learning_rate) == (20_000, 512, 1e-4)
+
+
+def test_the_demo_of_addressing_among_places():
+    """Its task and its form are repeated there, and all of its training but the steps."""
+    demo, others = (
+        next(path for path in CONFIGS if path.stem == name)
+        for name in ("addressing_demo", "places")
+    )
+    fields = {f"task.{name}": value for name, value in places.TASKS["address"].items()}
+    first = experiment.from_file(demo)
+    second = experiment.from_file(others, options({**fields, **places.VARIANTS["base"]}))
+    assert second.task == first.task
+    assert second.model == first.model
+    assert dataclasses.replace(second.train, steps=first.train.steps) == first.train

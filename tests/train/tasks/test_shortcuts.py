@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from configs.places import TASKS
-from train.tasks import get_task
+from train import tasks
+from train.tasks import get_task, task_type
+from train.tasks.places import PlaceTask
 
 
 def last_of_the_list(words):
@@ -96,6 +98,11 @@ def found(rule, name, **options):
             is_inside = task.counted(row, column) <= task.trained_length
             right[is_inside].append(said == task.names[text[start]])
     return [round(100 * np.mean(right[where])) for where in (True, False)]
+
+
+def test_every_task_of_places_has_a_rule():
+    of_places = {name for name in tasks.TASKS if issubclass(task_type(name), PlaceTask)}
+    assert of_places == RULES.keys()
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -14,7 +14,14 @@ from matplotlib.ticker import MaxNLocator
 from train.comparison.plots import BODY, COLOURS, SMALL, TITLE, heat_map, trained_frame
 from train.comparison.tasks import Comparison
 from train.evaluation import Trained
-from train.evaluation.grids import Grid, averages_table, length_table, pool, require_same_questions
+from train.evaluation.grids import (
+    INTERVALS,
+    Grid,
+    averages_table,
+    length_table,
+    pool,
+    require_same_questions,
+)
 from train.tasks.address import Address
 from train.tasks.address_result import AddressResult
 from train.tasks.pointing import Pointing
@@ -27,7 +34,7 @@ UNTRAINED = "{}, encoding as before training"
 def compare(task: Address, results: Mapping[str, Sequence[AddressResult]]) -> Comparison:
     """Heat maps, where the first model of each name points, and exact match by length.
 
-    The questions of all seeds are counted together.
+    Shares are of the answers of all seeds together, and their intervals over the seeds.
     """
     grids, every = {}, {}
     for name, seeds in results.items():
@@ -55,7 +62,7 @@ def compare(task: Address, results: Mapping[str, Sequence[AddressResult]]) -> Co
                 "shown. With the parameters of its encoding as before training, which takes TAPE's "
                 "update out, a trained model must do without what its states brought along."
             ),
-            "By length": f"Percentages with their 95 % intervals.\n\n{length_table(grids)}",
+            "By length": f"{INTERVALS}.\n\n{length_table(grids)}",
         },
         figures={"exact_match.png": picture},
     )

@@ -34,12 +34,15 @@ def compare(task: QuestionTask, results: Mapping[str, Sequence[Grid]]) -> Compar
         by = f", by {task.counted_as}"
         figure = heat_maps(grids)
     picture = f"![Exact match by {lengths}](exact_match.png)"
+    said = f"The {wording.questions} asked were held out of training."
+    if first.shared.any():
+        said = (
+            f"Inside the trained range, the {wording.questions} asked were held out of training; "
+            f"where {marks} stands, there are too few to hold any out."
+        )
     return Comparison(
         title=task.heading,
-        introduction=(
-            f"{task.introduction(first)} Inside the trained range, the {wording.questions} asked "
-            f"were held out of training; where {marks} stands, there are too few to hold any out."
-        ),
+        introduction=f"{task.introduction(first)} {said}",
         sections={
             "Exact match": f"{averages_table(grids)}\n\n{picture}",
             "By length": f"{INTERVALS}{by}.\n\n{length_table(grids)}",
