@@ -6,18 +6,20 @@ import dataclasses
 import functools
 import itertools
 import math
+import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from tape_jax._src.checks import choose
+from tape_jax._src.checks import choose, require
 from train import experiment
 from train.comparison import evaluations, sweep
 from train.comparison.environment import describe_environment
 from train.comparison.jobs import Job
 from train.comparison.processes import EVALUATE, VALIDATE, Ended, shares, train_all
 from train.comparison.sweep import Setting
+from train.evaluation import fits
 from train.evidence import budgets, ladder, protocol
 from train.evidence.budgets import Budget, Curve
 from train.evidence.records import Item, Made, Record, portable
@@ -32,6 +34,8 @@ from train.training.signals import NON_FINITE_EXIT_CODE
 MOST_LOSSES = 50
 # Further rates that a walk is expected to try, beside the first three.
 FURTHER = 0.5
+# At the end of a score's key: at so many times the trained length.
+TIMES = re.compile(r"_([\d.]+)x$")
 
 
 class Base(NamedTuple):
@@ -244,14 +248,38 @@ class PlannedTrainings(Study):
         return {r.seed: r.found["diverged"]["step"] for r in records if r and r.found["diverged"]}
 
     def value(self, record: Record, score: Score) -> float:
-        """A score of a run, as it is shown; the worst one where it has none."""
-        diverged = record.found["diverged"]
-        return self.of_summary({} if diverged else self._read_once(record).summary(), score)
+        """A score of a run, as it is shown; the worst one if it diverged or cannot take the length.
 
-    def of_summary(self, summary: Mapping[str, float], score: Score) -> float:
-        """A score as it is shown; the worst one where the summary of a result has none."""
-        found = score.factor * summary.get(score.key, math.nan)
-        return found if math.isfinite(found) else self._worst(score)
+        Raises:
+          ValueError: it has none, for whatever other reason.
+        """
+        if record.found["diverged"]:
+            return self._worst(score)
+        found = self._read_once(record).summary()
+        if score.key not in found and not _takes(self._made_once(record.rival)[0], score.key):
+            return self._worst(score)
+        return self.of_summary(found, score, record.name)
+
+    def of_summary(
+        self, summary: Mapping[str, float], score: Score, run: str = "a run that is looked into"
+    ) -> float:
+        """A score as it is shown, from the summary of a result.
+
+        Args:
+          summary: of the result.
+          score: which one.
+          run: whose result it is, for errors.
+
+        Raises:
+          ValueError: it is not there, or no number.
+        """
+        found = summary.get(score.key, math.nan)
+        require(
+            math.isfinite(found),
+            f"{self.name}: {run} has no {score.key}, though it did not diverge and takes the "
+            f"length; it has {dict(summary)}",
+        )
+        return score.factor * found
 
     def _worst(self, score: Score) -> float:
         """Nothing right, or a guess among all tokens."""
@@ -421,11 +449,20 @@ class PlannedTrainings(Study):
         if not missing:
             return False
         code, side_by_side = describe_source(), self.place.side_by_side
+        self.place.store.accept(code)
         cores = len(shares(side_by_side)[0])
         environment = {**describe_environment(), "cores of a training": str(cores)}
         self._make_bases(missing)
 
         def write(ended: Ended) -> None:
+            # Every training imports the code as it is when it starts.
+            now = describe_source()
+            require(
+                now["modules"] == code["modules"],
+                f"the code changed while {self.name} was trained: its hash was {code['modules']}, "
+                f"and is {now['modules']}. {ended.job.folder.name} is not recorded, for it may be "
+                f"of either; remove {self.folder}, so that it is not continued",
+            )
             item, found = self.item(ended.job), _found(ended)
             if found["result"] is not None:
                 found["result"] |= dict.fromkeys(self.design.not_kept)
@@ -453,6 +490,18 @@ class PlannedTrainings(Study):
             bases = map(self._base_once, dict.fromkeys(job.experiment.seed for job in jobs))
             unfinished = [base for base in bases if not base.finished]
             train_all(unfinished, self.place.side_by_side, same_share=True)
+
+
+def _takes(e: Experiment, key: str) -> bool:
+    """Whether a model takes the length of a score.
+
+    Lengths beyond the trained one, of which a key says no more, begin before its double.
+    """
+    limits = (e.model.max_length, e.model.position.max_length())
+    limit = min((one for one in limits if one is not None), default=None)
+    found = TIMES.search(key)
+    times = float(found[1]) if found else 2 if key.endswith("_outside") else 1
+    return fits(math.ceil(times * e.task.sequence_length), limit)
 
 
 def _silent(line: str) -> None:

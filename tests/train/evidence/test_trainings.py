@@ -8,6 +8,7 @@ import pytest
 
 from tests.train.evidence.results import (
     BEYOND,
+    CODE,
     INSIDE,
     MADE,
     choose_all,
@@ -17,7 +18,8 @@ from tests.train.evidence.results import (
     grid,
 )
 from train.comparison.processes import EVALUATE, VALIDATE, Ended
-from train.evidence import trainings
+from train.evaluation.grids import Grid
+from train.evidence import suite, trainings
 from train.evidence.budgets import Budget, Curve
 from train.evidence.records import Store
 from train.evidence.trainings import Base
@@ -115,6 +117,71 @@ class TestRates:
         assert rates(jobs) == ["1e-4", "3e-4", "1e-3"]
         with pytest.raises(ValueError, match="unknown scale 'tpu'"):
             design.at(place._replace(scale="tpu"))
+
+
+class TestScores:
+    """Only what diverged, or cannot take a length, has the worst value."""
+
+    @pytest.fixture
+    def planned(self, design, place):
+        """A study with rivals that take no more tokens than are trained on, and twice as many."""
+        trained = design.at(place).task.sequence_length
+        kind, size = "model.position.kind", "model.position.size"
+        rivals = {f"learned_{n}": {kind: "learned", size: n * trained} for n in (1, 2)}
+        return dataclasses.replace(design, rivals={**design.rivals, **rivals}).at(place)
+
+    def without(self, planned, rival, *lengths):
+        """The record of a run that was asked nothing of some lengths."""
+        job = planned.walk(rival, BEYOND)[0][0]
+        result = grid(job, 0.5)
+        for name in ("counts", "correct"):
+            result[name] = [[0 if n + 1 in lengths else x for n, x in enumerate(result[name][0])]]
+        found = {"result": result, "diverged": None, "losses": []}
+        planned.place.store.put(planned.item(job), found, MADE)
+        return planned.record(job)
+
+    def test_a_length_that_is_too_long(self, planned):
+        beyond, inside = planned.shown
+        record = self.without(planned, "learned_1", 4)
+        assert (planned.value(record, beyond), planned.value(record, inside)) == (0.0, 100.0)
+        worse = beyond._replace(higher_is_better=False)
+        assert planned.value(record, worse) == planned.task.vocab_size
+
+    @pytest.mark.parametrize("rival", ["rope", "learned_2"])
+    def test_a_length_that_is_not(self, planned, rival):
+        beyond, inside = planned.shown
+        record = self.without(planned, rival, 4)
+        assert planned.value(record, inside) == 100.0
+        said = f"copying: {rival}-1x-1e-3-seed0 has no {BEYOND}, .* it has {{'{INSIDE}': 1.0}}"
+        with pytest.raises(ValueError, match=said):
+            planned.value(record, beyond)
+
+    def test_the_trained_lengths_are_never_too_long(self, planned):
+        record = self.without(planned, "learned_1", 1, 2, 3)
+        with pytest.raises(ValueError, match=f"has no {INSIDE}"):
+            planned.value(record, planned.shown[1])
+
+    def test_a_key_of_another_name(self, planned, monkeypatch):
+        record = self.without(planned, "rope")
+        monkeypatch.setattr(Grid, "summary", lambda grid: {"beyond": 0.5})
+        with pytest.raises(ValueError, match=r"it has \{'beyond': 0.5\}"):
+            planned.value(record, planned.shown[0])
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    def test_no_number(self, planned, value):
+        with pytest.raises(ValueError, match=f"looked into has no {BEYOND}"):
+            planned.of_summary({BEYOND: value}, planned.shown[0])
+
+    def test_multiples(self, place):
+        """On a GPU 1,024 tokens are trained on, and 2,048 positions are learned."""
+        text = next(one for one in suite.STUDIES if one.name == "text")
+        planned = text.at(place._replace(scale="gpu"))
+        learned, rope = (planned._made(rival)[0] for rival in ("learned", "rope"))
+        keys = [f"perplexity_{times}x" for times in ("0.5", 1, 2, 4, 8)]
+        assert [trainings._takes(learned, key) for key in keys] == [True, True, True, False, False]
+        assert all(trainings._takes(rope, key) for key in keys)
+        assert trainings._takes(learned, "perplexity_overlapping_2x")
+        assert not trainings._takes(learned, "passkey_4x")
 
 
 class TestBudgets:
@@ -236,6 +303,29 @@ class TestRunning:
                 design.at(place).run(lambda item: None)
         made = [name for call in trained for name in call]
         assert len(made) == len(set(made)) == 39
+
+    def test_code_that_changes_meanwhile(self, design, place, trained, monkeypatch):
+        """What was recorded before stays; of the training that ended then nothing is kept."""
+        hashes = iter([CODE, CODE, "1" * 16])
+        monkeypatch.setattr(
+            trainings, "describe_source", lambda: {**MADE.code, "modules": next(hashes)}
+        )
+        seen: list[str] = []
+        planned = design.at(place)
+        first, second, *_ = (job.folder.name for job in planned.quick)
+        said = f"code changed .* was {CODE}, and is {'1' * 16}. {second} is not recorded"
+        with pytest.raises(ValueError, match=said):
+            planned.run(lambda item: seen.append(item.name), quick=True)
+        assert seen == place.store.names("copying") == [first]
+
+    def test_code_that_is_not_accepted(self, design, place, trained, monkeypatch):
+        """It trains nothing, though the command began with other code."""
+        monkeypatch.setattr(
+            trainings, "describe_source", lambda: {**MADE.code, "modules": "1" * 16}
+        )
+        with pytest.raises(ValueError, match="the code has changed: its hash is 1111"):
+            design.at(place).run(lambda item: None)
+        assert trained == []
 
     def test_what_is_not_kept(self, design, place, trained, monkeypatch):
         kept = []
