@@ -45,6 +45,8 @@ class Claim(NamedTuple):
       judge: says what came out for one of the forms.
       forms: that are judged, each by itself.
       beside: a study, a score of it and contextual rivals, beside which the forms stand.
+      cut: a study and a form in which all layers update: what it loses without the update of each
+        of them is said beside the verdict.
       name: in a word or two, where claims are the rows of a table.
       words: what verdicts are called, where that is not their value.
     """
@@ -56,6 +58,7 @@ class Claim(NamedTuple):
     judge: Callable[[Studies, str], Verdict]
     forms: tuple[str, ...] = FORMS
     beside: tuple[str, str, tuple[str, ...]] | None = None
+    cut: tuple[str, str] | None = None
     name: str = ""
     words: Mapping[Kind, str] = {}
 
@@ -105,10 +108,14 @@ def _overhead(studies: Studies, form: str) -> Verdict:
         return Verdict(Kind.UNFINISHED, [], (f"overhead: {', '.join(unfinished)}",))
     parts = []
     for length, found in study.measured(form).items():
-        for what, most in (("time", MOST_TIME), ("parameters", MOST_PARAMETERS)):
+        for what, label, most in (
+            ("time", "time of a step", MOST_TIME),
+            ("parameters", "parameters", MOST_PARAMETERS),
+        ):
             saved = estimate([1 - x[what] for x in found])
-            score = f"share of {what} saved at {length:,} tokens"
-            parts.append(limited(saved, 1 - most, name=form, against="rope", score=score))
+            score = f"{label} over RoPE's, at {length:,} tokens"
+            part = limited(saved, 1 - most, name=form, against="rope", score=score, multiple=True)
+            parts.append(part)
     return every(*parts)
 
 
@@ -193,7 +200,8 @@ CLAIMS = (
     Claim(
         "Gains with little fine-tuning and few parameters",
         "RoPE models of 64 bytes tuned to 128 in 150 steps; perplexity and keys found at 128, "
-        "which is 1x below, better than with LoRA, LongLoRA, another rotary base and full tuning.",
+        "twice the length of the base and 1x below, better than with LoRA, LongLoRA, another "
+        "rotary base and full tuning.",
         "Llama 2 7B, 1,000 steps of 64 sequences of 8,192 tokens: `configs/context_extension.py`",
         ("context",),
         _tuning,
@@ -233,12 +241,14 @@ CLAIMS = (
     ),
     Claim(
         "Updates in later layers matter more",
-        "Updates in the last layers only (`late`): better at sorting longer words than in the "
-        "first only (`early`).",
+        "Where only two of six layers update, the fourth and the fifth (`late`) or the first two "
+        "(`early`), each at its own rate: the late ones better at sorting longer words. That says "
+        "nothing of a model in which all layers update: what is missed there `states` says.",
         GPU,
         ("ablations",),
         _ablation("early"),
         ("late",),
+        cut=("ablations", "tape"),
     ),
     Claim(
         "A wider class of algorithms",

@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
+import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator
 
 from train.comparison.plots import BODY, SMALL, TITLE
 from train.evidence.statistics import estimate
 from train.tasks import Score
 
+# Grey, which no share has.
+NO_VALUE = "0.8"
+
 
 def dots(
-    title: str, values: Mapping[str, Mapping[str, Mapping[int, float]]], scores: Sequence[Score]
+    title: str,
+    values: Mapping[str, Mapping[str, Mapping[int, float]]],
+    scores: Sequence[Score],
+    *,
+    red: Collection[str],
 ) -> Figure:
     """A panel for each score, a row for each rival, a dot for each seed, a line for the interval.
 
-    Where less is better the axis is logarithmic.
+    Where less is better the axis is logarithmic. Intervals of shares are drawn as far as a share
+    can be.
 
     Args:
       title: of the picture.
       values: by rival, key of the score, and seed.
       scores: of the panels.
+      red: the rivals that are drawn in red.
     """
     figure = Figure(figsize=(2 + 3.6 * len(scores), 1.4 + 0.3 * len(values)), layout="constrained")
     panels = figure.subplots(1, len(scores), sharey=True, squeeze=False)[0]
@@ -33,10 +44,13 @@ def dots(
             of_seeds = [*found.get(score.key, {}).values()]
             if not of_seeds:
                 continue
-            colour = "C3" if name.startswith("tape") else "C0"
+            colour = "C3" if name in red else "C0"
             panel.plot(of_seeds, [row] * len(of_seeds), "o", color=colour, alpha=0.5, markersize=6)
             mean = estimate(of_seeds)
-            panel.plot([mean.low, mean.high], [row, row], color=colour, linewidth=1.5)
+            low, high = mean.low, mean.high
+            if score.factor == 100:
+                low, high = max(low, 0), min(high, 100)
+            panel.plot([low, high], [row, row], color=colour, linewidth=1.5)
             panel.plot([mean.mean] * 2, [row - 0.3, row + 0.3], color=colour, linewidth=2)
         if not score.higher_is_better:
             panel.set_xscale("log")
@@ -53,17 +67,18 @@ def dots(
 
 
 def heat_map(title: str, values: Mapping[str, Mapping[str, float | None]]) -> Figure:
-    """A row for each rival, a column for each study, a colour and a number from 0 to 100.
+    """A row for each rival, a column for each study, a colour and a number from 0 to 100, or grey.
 
     Args:
       title: of the picture.
-      values: by rival and study; None where there is none yet.
+      values: by rival and study; None where there is none.
     """
     columns = list(next(iter(values.values())))
     cells = np.array([list(row.values()) for row in values.values()], float)
     figure = Figure(figsize=(2.2 + len(columns), 1.2 + 0.3 * len(values)), layout="constrained")
     panel = figure.subplots()
-    panel.imshow(cells, cmap="Blues", vmin=0, vmax=100, aspect="auto")
+    colours = matplotlib.colormaps["Blues"].with_extremes(bad=NO_VALUE)
+    panel.imshow(cells, cmap=colours, vmin=0, vmax=100, aspect="auto")
     for (row, column), value in np.ndenumerate(cells):
         if not np.isnan(value):
             colour = "white" if value > 60 else "black"
@@ -71,5 +86,7 @@ def heat_map(title: str, values: Mapping[str, Mapping[str, float | None]]) -> Fi
             text.set(ha="center", va="center")
     panel.set_xticks(range(len(columns)), columns, fontsize=BODY, rotation=30, ha="right")
     panel.set_yticks(range(len(values)), list(values), fontsize=BODY)
+    grey = Patch(color=NO_VALUE, label="not run, or not complete")
+    figure.legend(handles=[grey], loc="outside lower right", fontsize=SMALL)
     figure.suptitle(title, fontsize=TITLE)
     return figure

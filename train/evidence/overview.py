@@ -30,7 +30,7 @@ def tables(studies: Studies) -> Iterator[str]:
         rows = [[r, *(_cell(study, r, key) for study in shown.values())] for r in rivals]
         yield (
             f"{title}; five seeds, mean and 95 % interval; `-` is unfinished, and what is not "
-            "asked is empty. Of tasks and encodings left out no exact match is complete:"
+            "asked is empty. Tasks and encodings that have no complete row yet are left out."
         )
         yield text_table(["", *shown], rows)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,10 @@ from train.evidence.states import COLUMNS, PlannedStates, states_figure
 from train.evidence.statistics import estimate
 from train.evidence.studies import Place, State, Study
 from train.evidence.suite import BEYOND, INSIDE
-from train.evidence.suites import Suite
+from train.evidence.suites import TAPE, Suite
 from train.evidence.trainings import PlannedTrainings
 from train.evidence.verdicts import HEADER, Kind, Verdict
+from train.tasks import Score
 
 MOST_NAMES = 6
 # Per cent right at the trained lengths from which on a task counts as learned, on the page alone.
@@ -36,13 +37,24 @@ LEARNED = 95
 LEGEND = (
     "*Better by*: the mean paired difference over five seeds in the form's favour, in points of "
     "exact match, or in % of perplexity or growth, with its interval by Student's t, which may "
-    "leave what is possible. *p*: paired t test, adjusted by Holm's method. *Would have seen*: the "
-    "smallest difference found with a chance of 80 % ([protocol](protocol.md#statistic))."
+    "leave what is possible; of what a form costs, the multiple of RoPE's. *p*: paired t test, "
+    "adjusted by Holm's method. *Would have seen*: the smallest difference found with a chance of "
+    "80 % ([protocol](protocol.md#statistic))."
+)
+CAPTION = (
+    "*A dot is a seed, the bar the mean of the five, the line its 95 % interval, cut at 0 and "
+    "100 %. Red is TAPE, whole or with a part changed; blue is all else.*"
+)
+UNLEARNED = (
+    "\\* Training was still improving and hardly any encoding had learned the task: no finding "
+    "about encodings."
 )
 
 Studies = Mapping[str, Any]
-# Claims with the verdict on each of their forms.
-Judged = Sequence[tuple[Claim, Sequence[Verdict]]]
+# Claims with the verdict on each of their forms, and with those beside contextual rivals.
+Judged = Sequence[tuple[Claim, Sequence[Verdict], Sequence[Verdict]]]
+# Studies, each with a rival of which it has runs.
+Begun = Collection[tuple[str, str]]
 
 
 def studies_at(suite: Suite, place: Place) -> dict[str, Any]:
@@ -67,7 +79,7 @@ def write(suite: Suite, studies: Studies, page: Path, *, changed: Study | None =
     folder = page.parent / "images" / page.stem
     found: dict[str, Figure] = {}
     for study in _own(suite, studies).values() if changed is None else [changed]:
-        found |= figures(study)
+        found |= figures(suite, study)
     if suite.overview and (figure := overview.picture(_columns(suite, studies))) is not None:
         found[overview.PICTURE] = figure
     for name, figure in found.items():
@@ -85,19 +97,34 @@ def markdown(suite: Suite, studies: Studies, images: str) -> str:
       images: the folder of the pictures, as the page names it.
     """
     own = _own(suite, studies)
-    states = {name: study.state for name, study in own.items()}
+    states = {name: study.state for name, study in studies.items()}
+    begun = {(name, record.rival) for name, state in states.items() for record in state.finished}
+    states = {name: states[name] for name in own}
     folder = next(iter(own.values())).place.store.folder.name
-    parts = [f"<!-- {MARK} -->\n# {suite.title}", *_introduction(suite, states, folder)]
-    judged = [(claim, [claim.judge(studies, f) for f in claim.forms]) for claim in suite.claims]
-    parts += ["## Verdicts", _verdicts(suite, judged)]
+    judged = [
+        (claim, [claim.judge(studies, form) for form in claim.forms], standing(studies, claim))
+        for claim in suite.claims
+    ]
+    awaited = {
+        name
+        for claim, *found in judged
+        if any(verdict.missing for verdict in itertools.chain(*found))
+        for name in claim.studies
+    }
+    parts = [f"<!-- {MARK} -->\n# {suite.title}", *_introduction(suite, states, awaited, folder)]
+    parts += ["## Names", *_names(suite), "## Verdicts", *_verdicts(suite, studies, judged)]
     if suite.overview:
         columns = _columns(suite, studies)
         parts += overview.tables(columns)
         if overview.has_picture(columns):
             parts.append(f"![{suite.title}]({images}/{overview.PICTURE})")
-    parts += [*_tests(suite, studies, judged), "## Studies"]
+    parts += [*_tests(suite, studies, judged, begun), "## Studies"]
     for name, study in own.items():
-        parts += [f"### {name}", *_study(suite, study, states[name], images)]
+        parts += [f"### {name}", *_study(suite, study, states[name], name in awaited)]
+        for picture in figures_of(study):
+            parts.append(f"![{suite.headed(name)}]({images}/{picture})")
+            if isinstance(study, PlannedTrainings) and CAPTION not in parts:
+                parts.append(CAPTION)
     records = [record for state in states.values() for record in state.finished]
     parts += ["## Versions, hardware and code", _environments(records)]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -116,11 +143,13 @@ def _columns(suite: Suite, studies: Studies) -> dict[str, Any]:
     return {name: one for name, one in found.items() if BEYOND in one.design.scores}
 
 
-def figures(study: Study) -> dict[str, Figure]:
+def figures(suite: Suite, study: Study) -> dict[str, Figure]:
     """The pictures of a study by file name; none before a rival is complete."""
     if isinstance(study, PlannedTrainings):
-        values = _values(study)
-        return {f"{study.name}.png": dots(study.name, values, study.scores)} if values else {}
+        if not (values := _values(study)):
+            return {}
+        scores = [score._replace(label=_label(study, score)) for score in study.scores]
+        return {f"{study.name}.png": dots(suite.headed(study.name), values, scores, red=TAPE)}
     if isinstance(study, PlannedGrowth) and not study.state.unfinished:
         traces = study.traces(seed=protocol.REPORTING[0])
         return {
@@ -143,6 +172,14 @@ def figures_of(study: Study) -> list[str]:
     return []
 
 
+def _label(study: PlannedTrainings, score: Score) -> str:
+    """What a score is; of models that are tuned, also how long 1x is."""
+    label = f"exact match {score.label}" if score.key in (BEYOND, INSIDE) else score.label
+    if study.design.base is None:
+        return label
+    return label.replace(" 1x", f" 1x ({study.task.sequence_length} bytes)")
+
+
 def _values(study: PlannedTrainings) -> dict[str, dict[str, Mapping[int, float]]]:
     """The values of rivals that are complete, by rival and score that claims read."""
     found: dict[str, dict[str, Mapping[int, float]]] = {}
@@ -153,11 +190,17 @@ def _values(study: PlannedTrainings) -> dict[str, dict[str, Mapping[int, float]]
     return found
 
 
-def _introduction(suite: Suite, states: Mapping[str, State], folder: str) -> Iterator[str]:
+def _introduction(
+    suite: Suite, states: Mapping[str, State], awaited: Collection[str], folder: str
+) -> Iterator[str]:
     done = sum(len(state.finished) for state in states.values())
     total = sum(state.total for state in states.values())
     complete = [name for name, state in states.items() if not state.unfinished]
-    begun = [n for n, state in states.items() if state.unfinished and state.finished]
+    begun = [
+        name if name in awaited else f"{name} (no verdict waits for it)"
+        for name, state in states.items()
+        if state.unfinished and state.finished
+    ]
     none = [n for n, state in states.items() if not state.finished]
     spent = sum(record.seconds for state in states.values() for record in state.finished)
     yield suite.introduction
@@ -174,17 +217,36 @@ def _introduction(suite: Suite, states: Mapping[str, State], folder: str) -> Ite
     yield suite.closing
 
 
-def _verdicts(suite: Suite, found: Judged) -> str:
+def _names(suite: Suite) -> Iterator[str]:
+    """What the names in tables stand for: of tasks, where there are, and of what is compared."""
+    if suite.overview:
+        yield _two_columns(suite.subject, "what is asked", suite.asked)
+    yield _two_columns("name", "what it is", suite.names)
+
+
+def _two_columns(first: str, second: str, rows: Mapping[str, str]) -> str:
+    lines = [f"| `{name}` | {what} |" for name, what in rows.items()]
+    return "\n".join([f"| {first} | {second} |", "|---|---|", *lines])
+
+
+def _verdicts(suite: Suite, studies: Studies, found: Judged) -> Iterator[str]:
     """A line for each claim; with an overview, a column for each form."""
     if suite.overview:
-        forms = list(dict.fromkeys(form for claim, _ in found for form in claim.forms))
+        forms = list(dict.fromkeys(form for claim, *_ in found for form in claim.forms))
         rows = []
-        for claim, verdicts in found:
-            said = {f: claim.word(v.kind) for f, v in zip(claim.forms, verdicts, strict=True)}
+        for claim, verdicts, _ in found:
+            called = {kind: claim.word(kind) for kind in Kind}
+            if _unlearned(studies, claim):
+                called[Kind.NOT_TOLD] += "*"
+            said = {f: called[v.kind] for f, v in zip(claim.forms, verdicts, strict=True)}
             rows.append([claim.name, *(said.get(form, "") for form in forms)])
-        return text_table([suite.subject, *forms], rows)
+        table = text_table([suite.subject, *forms], rows)
+        yield table
+        if "*" in table:
+            yield UNLEARNED
+        return
     lines = []
-    for number, (claim, verdicts) in enumerate(found, 1):
+    for number, (claim, verdicts, _) in enumerate(found, 1):
         words = ", ".join(
             f"`{form}` **{claim.word(verdict.kind)}**"
             for form, verdict in zip(claim.forms, verdicts, strict=True)
@@ -192,10 +254,20 @@ def _verdicts(suite: Suite, found: Judged) -> str:
         if len({verdict.kind for verdict in verdicts}) == 1:
             words = f"**{claim.word(verdicts[0].kind)}**"
         lines.append(f"| {number} | {claim.title} | {words} |")
-    return "\n".join([f"| | {suite.subject} | verdict |", "|--:|---|---|", *lines])
+    yield "\n".join([f"| | {suite.subject} | verdict |", "|--:|---|---|", *lines])
 
 
-def _tests(suite: Suite, studies: Studies, found: Judged) -> Iterator[str]:
+def _unlearned(studies: Studies, claim: Claim) -> bool:
+    """Whether longer training was still better by the curve, and not two have learned the task."""
+    if len(claim.studies) != 1:
+        return False
+    study: PlannedTrainings = studies[claim.studies[0]]
+    if INSIDE not in study.design.shown or not (study.budget and study.budget.improving):
+        return False
+    return sum(mean >= LEARNED for mean in _learned(study).values()) < 2
+
+
+def _tests(suite: Suite, studies: Studies, found: Judged, begun: Begun) -> Iterator[str]:
     """What each verdict rests on."""
     yield LEGEND
     pages = {
@@ -203,12 +275,12 @@ def _tests(suite: Suite, studies: Studies, found: Judged) -> Iterator[str]:
         for name, designs in suite.read.items()
         for design in designs
     }
-    for number, (claim, verdicts) in enumerate(found, 1):
+    for number, (claim, verdicts, beside) in enumerate(found, 1):
         where = ", ".join(f"[{name}]({pages.get(name, '')}#{name})" for name in claim.studies)
         yield f"**{number}. {claim.title}.**\n\n" + "\n".join(
             [
                 f"* Test: {claim.test}",
-                *_found(claim, verdicts),
+                *_found(claim, verdicts, begun),
                 *_why(studies, claim, verdicts),
                 f"* Runs: {where}.",
                 f"* To settle it: {claim.needs}.",
@@ -216,28 +288,46 @@ def _tests(suite: Suite, studies: Studies, found: Judged) -> Iterator[str]:
         )
         if tested := [cells for verdict in verdicts for cells in verdict.rows]:
             yield text_table(HEADER, tested)
-        beside = standing(studies, claim)
         if rows := [cells for verdict in beside for cells in verdict.rows]:
             yield "Beside contextual rivals, a family for each form, which decides nothing above:"
-            yield "\n".join(_found(claim, beside))
+            yield "\n".join(_found(claim, beside, begun))
             yield text_table(HEADER, rows)
 
 
-def _found(claim: Claim, verdicts: Sequence[Verdict]) -> list[str]:
-    """A line for the forms of which the same is to be said."""
+def _found(claim: Claim, verdicts: Sequence[Verdict], begun: Begun) -> Iterator[str]:
+    """A line for the forms of which the same is to be said: those that are judged first."""
     said: dict[str, list[str]] = {}
-    for form, verdict in zip(claim.forms, verdicts, strict=True):
+    not_run = []
+    found = zip(claim.forms, verdicts, strict=True)
+    for form, verdict in sorted(found, key=lambda one: one[1].kind is Kind.UNFINISHED):
         words = f"**{claim.word(verdict.kind)}**."
         if verdict.kind is Kind.UNFINISHED:
-            more = len(verdict.missing) - MOST_NAMES
-            missing = "; ".join(verdict.missing[:MOST_NAMES])
+            if not any((study, form) in begun for study in claim.studies):
+                not_run.append(f"`{form}`")
+                continue
+            # Which runs these are is said of the study.
+            short = [what.partition(" (")[0] for what in verdict.missing]
+            more = len(short) - MOST_NAMES
+            missing = "; ".join(short[:MOST_NAMES])
             words += f" Missing: {missing}{f'; and {more} more' if more > 0 else ''}."
         said.setdefault(words, []).append(f"`{form}`")
-    return [f"* {', '.join(forms)}: {words}" for words, forms in said.items()]
+    for words, forms in said.items():
+        yield f"* {', '.join(forms)}: {words}"
+    if not_run:
+        yield f"* Not run: {', '.join(not_run)}."
 
 
 def _why(studies: Studies, claim: Claim, verdicts: Sequence[Verdict]) -> Iterator[str]:
-    """What the states of a form do where a claim of it is not confirmed."""
+    """What the states of a form do where a claim of it is not confirmed, or where it asks."""
+    for inner in studies.values():
+        if claim.cut and isinstance(inner, PlannedStates) and (cut := inner.cut(*claim.cut)):
+            lost = cut.lost.mean(0)
+            by_layer = ", ".join(f"{x:.3g} (layer {n})" for n, x in enumerate(lost, 1))
+            yield (
+                f"* Where all layers update, in `{claim.cut[1]}`, the loss rises by so many nats "
+                f"without the update of one of them: {by_layer}. That of layer "
+                f"{lost.argmax() + 1} is missed most ([{inner.name}](#{inner.name}))."
+            )
     for form, verdict in zip(claim.forms, verdicts, strict=True):
         if verdict.kind in (Kind.CONFIRMED, Kind.UNFINISHED):
             continue
@@ -252,7 +342,7 @@ def _why(studies: Studies, claim: Claim, verdicts: Sequence[Verdict]) -> Iterato
                     yield f"* What `{form}` does: {said} ([{inner.name}](#{inner.name}))."
 
 
-def _study(suite: Suite, study: Study, state: State, images: str) -> Iterator[str]:
+def _study(suite: Suite, study: Study, state: State, awaited: bool) -> Iterator[str]:
     yield f"{study.size}. `{suite.command} --only={study.name}`"
     if state.unfinished:
         names = ", ".join(f"`{name}`" for name in state.unfinished[:MOST_NAMES])
@@ -261,8 +351,14 @@ def _study(suite: Suite, study: Study, state: State, images: str) -> Iterator[st
         yield (
             f"**{made}: {len(state.finished)} of at least {state.total} runs.** Next: {names}"
             f"{f' and {more} more' if more > 0 else ''}."
+            f"{'' if awaited else ' No verdict waits for them.'}"
         )
     if isinstance(study, PlannedTrainings):
+        if study.design.base and (base := study.item(study.jobs[0]).base):
+            yield (
+                f"1x is {study.task.sequence_length} bytes; the models that are tuned were trained "
+                f"on {base.task.sequence_length}."
+            )
         yield _curve(study)
         for score in study.scores:
             yield _scores(study, score.key)
@@ -272,8 +368,6 @@ def _study(suite: Suite, study: Study, state: State, images: str) -> Iterator[st
         yield _growth(study)
     elif isinstance(study, PlannedStates) and (rows := study.rows()):
         yield text_table(COLUMNS, rows)
-    for name in figures_of(study):
-        yield f"![{study.name}]({images}/{name})"
 
 
 def _curve(study: PlannedTrainings) -> str:
@@ -286,7 +380,7 @@ def _curve(study: PlannedTrainings) -> str:
         for rival, found in study.curve().items()
     ]
     steps = (f"{m}x the steps" for m in protocol.MULTIPLES)
-    label = study.score(curve.score).label
+    label = _label(study, study.score(curve.score))
     said = "The budget is not chosen yet."
     if (budget := study.budget) is not None:
         said = f"Budget chosen: {budget.multiple}x."
@@ -312,26 +406,30 @@ def _scores(study: PlannedTrainings, key: str) -> str:
         rows.append([rival, str(study.rate(rival, key)), str(len(lost)), *cells])
     if not rows:
         return ""
-    header = ["", "rate", "diverged", *(score.label for score in shown)]
+    header = ["", "rate", "diverged", *(_label(study, score) for score in shown)]
     note = f"\n\nNot complete: {', '.join(lacking)}." if lacking else ""
     return (
-        f"Rates chosen by {study.score(key).label}; five seeds, mean and 95 % interval:\n\n"
-        f"{text_table(header, rows)}{note}{_not_learned(study, key)}"
+        f"Rates chosen by {_label(study, study.score(key))}; five seeds, mean and 95 % "
+        f"interval:\n\n{text_table(header, rows)}{note}{_not_learned(study)}"
     )
 
 
-def _not_learned(study: PlannedTrainings, key: str) -> str:
-    """Who has not learned the trained lengths at the rate that a score beyond them chose."""
+def _learned(study: PlannedTrainings) -> dict[str, float]:
+    """What rivals have at the trained lengths at the rate that the score beyond them chose."""
     if INSIDE not in study.design.shown:
-        return ""
-    score = study.score(INSIDE)
-    found = {r: study.values(r, key, score.key) for r in study.design.rivals}
-    means = {r: statistics.mean(values.values()) for r, values in found.items() if values}
-    below = [f"{r} {mean:.1f}" for r, mean in means.items() if mean < LEARNED]
+        return {}
+    found = {r: study.values(r, study.design.scores[0], INSIDE) for r in study.design.rivals}
+    return {r: statistics.mean(values.values()) for r, values in found.items() if values}
+
+
+def _not_learned(study: PlannedTrainings) -> str:
+    """Who has not learned the trained lengths."""
+    below = [f"{r} {mean:.1f}" for r, mean in _learned(study).items() if mean < LEARNED]
     if not below:
         return ""
+    label = _label(study, study.score(INSIDE))
     return (
-        f"\n\nNot learned whole (mean of the seeds below {LEARNED}, of: {score.label}): "
+        f"\n\nNot learned whole (mean of the seeds below {LEARNED}, of: {label}): "
         f"{'; '.join(below)}. What these do beyond says how much was learned as "
         "well as what carries over."
     )

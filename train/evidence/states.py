@@ -27,6 +27,8 @@ COLUMNS = ("study", "form", "moved, %", "score", "trained", "without updates", "
 FORMS = ("tape", "tape_heads", "tape_alibi")
 # In per cent: as far as a state is long. What goes far beyond it is drawn by its logarithm.
 FULL = 100.0
+# Studies in a row of the picture.
+SIDE_BY_SIDE = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,34 +246,42 @@ class PlannedStates(Measurements):
 def states_figure(study: PlannedStates) -> Figure | None:
     """How far states move and what their updates are for, by layer, every seed a dot.
 
-    A column for each study that is measured; None before one is.
+    Two panels, one above the other, for each study that is measured, a few studies side by side;
+    None before one is.
     """
     found = {pair: cut for pair in study.pairs if (cut := study.cut(*pair))}
     names = list(dict.fromkeys(name for name, _ in found))
     if not names:
         return None
-    size = (1.2 + 2.6 * len(names), 5.2)
-    made = Figure(figsize=size, layout="constrained")
-    panels = made.subplots(2, len(names), squeeze=False)
+    side_by_side = min(SIDE_BY_SIDE, len(names))
+    blocks = -(-len(names) // side_by_side)
+    made = Figure(figsize=(1.2 + 2.6 * side_by_side, 0.4 + 4.8 * blocks), layout="constrained")
+    panels = made.subplots(2 * blocks, side_by_side, squeeze=False)
+    lines = {}
     for (name, form), cut in found.items():
-        column, colour = names.index(name), f"C{study.design.forms.index(form)}"
-        rows = ((100 * cut.moved, "way from the start, %"), (cut.lost, "loss without, nats"))
-        for row, (values, label) in enumerate(rows):
-            panel = panels[row, column]
+        block, column = divmod(names.index(name), side_by_side)
+        colour = f"C{study.design.forms.index(form)}"
+        way, loss = panels[2 * block : 2 * block + 2, column]
+        for panel, values in ((way, 100 * cut.moved), (loss, cut.lost)):
             layers = np.arange(1, values.shape[1] + 1)
-            panel.plot(layers, values.mean(0), color=colour, label=form)
+            (lines[form],) = panel.plot(layers, values.mean(0), color=colour, label=form)
             panel.plot(layers, values.T, "o", color=colour, alpha=0.4, markersize=4)
             panel.set_xticks(layers)
             panel.tick_params(labelsize=SMALL)
             panel.grid(alpha=0.25)
-            if row == 0 and values.max() > 5 * FULL:
-                panel.set_yscale("symlog", linthresh=FULL)
-            if column == 0:
-                panel.set_ylabel(label, fontsize=BODY)
-        panels[0, column].set_title(name, fontsize=BODY)
-        panels[0, column].set_xlabel("entering layer", fontsize=SMALL)
-        panels[1, column].set_xlabel("update of layer", fontsize=SMALL)
+        if 100 * cut.moved.max() > 5 * FULL:
+            way.set_yscale("symlog", linthresh=FULL)
+            way.yaxis.set_major_formatter("{x:g}")
+        way.set_title(name, fontsize=BODY)
+        way.set_xlabel("entering layer", fontsize=SMALL)
+        loss.set_xlabel("update of layer", fontsize=SMALL)
+        if column == 0:
+            way.set_ylabel("way from the start, %", fontsize=BODY)
+            loss.set_ylabel("loss without, nats", fontsize=BODY)
     for panel in panels.flat:
-        panel.legend(fontsize=SMALL)
+        panel.set_visible(bool(panel.lines))
+    for way in panels[::2].flat:
+        way.set_ylim(bottom=0)
+    made.legend(handles=[*lines.values()], loc="outside lower right", ncols=3, fontsize=BODY)
     made.suptitle("What states do: how far they move, and which update is missed", fontsize=TITLE)
     return made

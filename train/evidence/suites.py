@@ -9,6 +9,53 @@ from train.evidence import claims, places, suite
 from train.evidence.claims import Claim
 from train.evidence.studies import Design
 
+# What is compared, by its name on both pages: TAPE, whole or with a part changed; and all else.
+TAPE = {
+    "tape": 'TAPE; heads are mixed as in the published code, `attention_mix="head_scale"`',
+    "tape_heads": 'TAPE; heads are mixed as the paper writes, `"heads"`, which is the default',
+    "tape_scale_alibi": "`tape` with ALiBi's bias on the same logits",
+    "tape_alibi": "`tape_heads` with ALiBi's bias on the same logits",
+    "tape_demo": (
+        '`tape_alibi` with `alpha=8` and `norm="rms"`, the form of `make demo`: it was chosen on '
+        "addressing, and is judged by the other tasks"
+    ),
+    "tape_fox": "`tape_heads` with FoX's decay",
+    "tape_chosen": (
+        "`tape_demo` with stretched positions in training, chosen among twelve options on [four "
+        "further tasks](../benchmarks/results/2026-11-24-remedies.md)"
+    ),
+    "place_weights": "`tape` with weights of the update that depend on a token's place",
+    "early": "`tape` in which the first and the second of six layers update, and no other",
+    "late": "`tape` in which the fourth and the fifth of six layers update, and no other",
+    "separate_cos_sin": "`tape` with weights of their own for cosines and for sines",
+    "mix_head_dim": "`tape` that mixes along the dimensions of a head, not over heads",
+    "no_equivariance": "`tape` that mixes all heads and dimensions by one matrix",
+}
+OTHERS = {
+    "rope_alibi": "RoPE with ALiBi's bias: TAPE with that bias, without its update",
+    "rope_fox": "RoPE with FoX's decay: `tape_fox` without its update",
+    "chosen_no_update": (
+        "`tape_chosen` without its update: RoPE with ALiBi's bias and stretched positions"
+    ),
+    "no_update": "`tape` without its update, which is RoPE",
+    "rope": "RoPE: queries and keys are rotated by their positions",
+    "alibi": "ALiBi: a bias in proportion to the distance",
+    "fire": "FIRE: a bias that is learned, by distance and length",
+    "none": "no encoding",
+    "sinusoidal": "sines and cosines of the position, added to the embeddings",
+    "learned": "a learned vector for each position, added to the embeddings",
+    "random_rope": "RoPE with positions drawn at random from a longer range",
+    "fox": "contextual: FoX, a decay by gates of the tokens in between",
+    "path": "contextual: PaTH, keys rewritten by the tokens in between",
+    "cope": "contextual: CoPE, positions counted by gates of queries and keys",
+    "selective_rope": "contextual: RoPE with angles that are sums over the tokens so far",
+    "mapformer_wm": "contextual: MapFormer, RoPE along a path of learned moves",
+    "lora": "tuned by low-rank terms",
+    "longlora": "tuned as LongLoRA does: by low-rank terms and shifted sparse attention",
+    "theta": "tuned with another base of RoPE's frequencies",
+    "full": "tuned in all parameters",
+}
+
 
 class Suite(NamedTuple):
     """Studies that have one page.
@@ -41,6 +88,33 @@ class Suite(NamedTuple):
     overview: bool = False
     read: Mapping[str, Sequence[Design]] = {}
 
+    @property
+    def names(self) -> dict[str, str]:
+        """What its studies compare, and what that is."""
+        found = {
+            name
+            for design in self.designs
+            for name in getattr(design, "rivals", getattr(design, "variants", ()))
+        }
+        return {name: what for name, what in {**TAPE, **OTHERS}.items() if name in found}
+
+    @property
+    def asked(self) -> dict[str, str]:
+        """By the names of claims what they ask; of several studies, how."""
+        return {
+            claim.name: claim.title + (f". {claim.test}" if len(claim.studies) > 1 else "")
+            for claim in self.claims
+        }
+
+    def headed(self, study: str) -> str:
+        """What pictures of a study are called: as the claim that is judged by it alone, if any."""
+        alone = [
+            f"{self.subject.capitalize()} {number}: {claim.title}"
+            for number, claim in enumerate(self.claims, 1)
+            if claim.studies == (study,)
+        ]
+        return alone[0] if len(alone) == 1 else study
+
 
 SUITES: dict[str, Suite] = {
     "claims": Suite(
@@ -52,9 +126,7 @@ SUITES: dict[str, Suite] = {
             "Every claim that the paper makes of TAPE, or others make of it, tested by experiments "
             "that fit on two CPU cores, by [a protocol](protocol.md) that was written before them. "
             "They are small: a verdict holds at the size that was trained, and each names the "
-            "larger test that would settle it. `tape` mixes heads as the published code does, by "
-            '`attention_mix="head_scale"`; `tape_heads` as the paper writes, by the default '
-            '`"heads"`.'
+            "larger test that would settle it."
         ),
         order="claims first",
         make="make evidence",
@@ -71,26 +143,18 @@ SUITES: dict[str, Suite] = {
         title="Where is TAPE ahead, and where is it not?",
         introduction=(
             "Tasks in which a place is to be found by content, or positions are to count what the "
-            "content says, and controls that need neither, at one size that fits on two CPU "
-            "cores, three layers of width 64; then text, sums and keys, with the configurations "
-            "and runs of [the claims](evidence.md); then whether one form is ahead in all of it. "
-            "By [the protocol](protocol.md) and its addenda [for these "
-            "tasks](protocol.md#addendum-tasks-of-places) and [for one "
-            "TAPE](protocol.md#addendum-one-tape-for-all), written before any run of the tasks, "
-            "but for [what walks ask](protocol.md#what-was-changed-in-place); what was known of "
-            "text, sums and keys then is said there. Each form of TAPE is "
-            "*ahead* if it is clearly better than RoPE, ALiBi, FIRE and no encoding, and, with a "
-            "bias, than the same without its update; *behind* if clearly worse than one of them, "
-            "by paired differences of five seeds and Holm's method. Contextual rivals are judged "
-            "apart. `tape` and `tape_scale_alibi` mix heads as the published code does, by "
-            '`attention_mix="head_scale"`, all others as the paper writes, which is the default. '
-            "`tape_demo` is the form of `make demo`: it was chosen on addressing, and is "
-            "judged by the other tasks. `tape_chosen` is that form with stretched positions in "
-            "training, chosen among twelve options on [four further "
-            "tasks](../benchmarks/results/2026-11-24-remedies.md); `chosen_no_update` is the same "
-            "without its update, RoPE with the bias and stretched positions. Tasks with `4x` in "
-            "their names are [the same with longer "
-            "trainings](protocol.md#addendum-longer-trainings-at-places)."
+            "content says, and two controls that need neither, `flip_flop` and `recall`; then "
+            "text, sums and keys, with the runs of [the claims](evidence.md); then whether one "
+            "form is ahead in all of it. All are small, and fit on two CPU cores. [The "
+            "protocol](protocol.md) and its addenda [for these "
+            "tasks](protocol.md#addendum-tasks-of-places), [for one "
+            "TAPE](protocol.md#addendum-one-tape-for-all) and [for longer "
+            "trainings](protocol.md#addendum-longer-trainings-at-places) were written before any "
+            "run of the tasks that they judge, but for [what walks "
+            "ask](protocol.md#what-was-changed-in-place), and say what was known then. A form of "
+            "TAPE is *ahead* if it is clearly better than RoPE, ALiBi, FIRE and no encoding, and, "
+            "with a bias, than the same without its update; *behind* if it is clearly worse than "
+            "one of them. Contextual rivals are judged apart."
         ),
         order="a task after the other",
         make="make evidence-places",

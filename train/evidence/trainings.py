@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,28 +13,23 @@ from typing import Any, NamedTuple, cast
 
 from tape_jax._src.checks import choose, require
 from train import experiment
-from train.comparison import evaluations, sweep
 from train.comparison.environment import describe_environment
 from train.comparison.jobs import Job
 from train.comparison.processes import EVALUATE, VALIDATE, Ended, shares, train_all
 from train.comparison.sweep import Setting
-from train.evaluation import fits
 from train.evidence import budgets, ladder, protocol
 from train.evidence.budgets import Budget, Curve
+from train.evidence.kept import kept, takes
 from train.evidence.records import Item, Made, Record, portable
 from train.evidence.source import describe_source
 from train.evidence.studies import Fields, Finished, Place, State, Study, options
 from train.experiment import Experiment
 from train.tasks import Score, Task
-from train.training import metrics, runs
+from train.training import runs
 from train.training.signals import NON_FINITE_EXIT_CODE
 
-# Losses of a run that a record keeps at most.
-MOST_LOSSES = 50
 # Further rates that a walk is expected to try, beside the first three.
 FURTHER = 0.5
-# At the end of a score's key: at so many times the trained length.
-TIMES = re.compile(r"_([\d.]+)x$")
 
 
 class Base(NamedTuple):
@@ -256,7 +250,7 @@ class PlannedTrainings(Study):
         if record.found["diverged"]:
             return self._worst(score)
         found = self._read_once(record).summary()
-        if score.key not in found and not _takes(self._made_once(record.rival)[0], score.key):
+        if score.key not in found and not takes(self._made_once(record.rival)[0], score.key):
             return self._worst(score)
         return self.of_summary(found, score, record.name)
 
@@ -463,7 +457,7 @@ class PlannedTrainings(Study):
                 f"and is {now['modules']}. {ended.job.folder.name} is not recorded, for it may be "
                 f"of either; remove {self.folder}, so that it is not continued",
             )
-            item, found = self.item(ended.job), _found(ended)
+            item, found = self.item(ended.job), kept(ended)
             if found["result"] is not None:
                 found["result"] |= dict.fromkeys(self.design.not_kept)
             self.place.store.put(item, found, Made(environment, code, ended.seconds))
@@ -492,36 +486,5 @@ class PlannedTrainings(Study):
             train_all(unfinished, self.place.side_by_side, same_share=True)
 
 
-def _takes(e: Experiment, key: str) -> bool:
-    """Whether a model takes the length of a score.
-
-    Lengths beyond the trained one, of which a key says no more, begin before its double.
-    """
-    limits = (e.model.max_length, e.model.position.max_length())
-    limit = min((one for one in limits if one is not None), default=None)
-    found = TIMES.search(key)
-    times = float(found[1]) if found else 2 if key.endswith("_outside") else 1
-    return fits(math.ceil(times * e.task.sequence_length), limit)
-
-
 def _silent(line: str) -> None:
     """Reports nothing."""
-
-
-def _found(ended: Ended) -> dict[str, Any]:
-    """What is kept of a training."""
-    folder = ended.job.folder
-    lines = metrics.read(folder / "metrics.jsonl")
-    every = max(1, -(-len(lines) // MOST_LOSSES))
-    found: dict[str, Any] = {
-        "result": None,
-        "diverged": None,
-        "losses": [[line["step"], line["loss"]] for line in lines[::-every][::-1]],
-    }
-    if ended.code == NON_FINITE_EXIT_CODE:
-        return found | {"diverged": {"step": lines[-1]["step"] if lines else 0}}
-    if ended.job.experiment.seed in protocol.CHOOSING:
-        return found | {"result": sweep.validate(folder).to_json()}
-    record = evaluations.saved(folder)
-    assert record is not None
-    return found | {"result": record["result"]}

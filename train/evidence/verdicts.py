@@ -214,19 +214,35 @@ def keeps(
     return limited(change, -allowed, name=name, against=f"itself, {first.label}", score=label)
 
 
-def limited(found: Estimate, least: float, *, name: str, against: str, score: str) -> Verdict:
-    """Whether an estimate is at least so much: all of its interval."""
+def limited(
+    found: Estimate, least: float, *, name: str, against: str, score: str, multiple: bool = False
+) -> Verdict:
+    """Whether an estimate is at least so much: all of its interval.
+
+    Args:
+      found: the estimate.
+      least: the limit.
+      name: of what is judged.
+      against: beside what it stands.
+      score: what is estimated, as :func:`best_of` has it.
+      multiple: whether it is 1 less a multiple, which is shown in its place, with its own limit.
+    """
     kind = Kind.NOT_TOLD
     if found.low >= least:
         kind = Kind.CONFIRMED
     elif found.high < least:
         kind = Kind.CONTRADICTED
-    show = shown_as(score)
+    show, shown = shown_as(score), found
+    limit = show(least)
+    if multiple:
+        show, limit = "{:.3f}".format, f"{1 - least:.3f}"
+        shown = found._replace(mean=1 - found.mean, low=1 - found.high, high=1 - found.low)
+    elif "perplexity" in score:
+        limit = f"{100 * math.expm1(-least):.3g} % more (1/{math.exp(-least):.3g} is {limit})"
     said = {Kind.CONFIRMED: "within", Kind.CONTRADICTED: "beyond", Kind.NOT_TOLD: "not told"}[kind]
-    limit = f"{against}, limit {show(least)}"
-    interval = f"{show(found.low)} to {show(found.high)}"
-    cells = [name, limit, score, show(found.mean), interval, "", show(found.smallest()), said]
-    return Verdict(kind, [cells])
+    interval = f"{show(shown.low)} to {show(shown.high)}"
+    cells = [name, f"{against}, limit {limit}", score, show(shown.mean), interval, ""]
+    return Verdict(kind, [[*cells, show(found.smallest()), said]])
 
 
 def every(*parts: Verdict) -> Verdict:

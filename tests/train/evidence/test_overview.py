@@ -4,9 +4,10 @@ import dataclasses
 
 import pytest
 
-from tests.train.evidence.results import BEYOND, finish, finish_all
+from tests.train.evidence.results import BEYOND, INSIDE, choose_all, finish, finish_all
 from tests.train.evidence.test_page import text_of
 from train.evidence import overview, page, places, suites
+from train.evidence.budgets import Curve
 from train.evidence.verdicts import wins
 
 
@@ -33,6 +34,7 @@ def test_from_nothing_to_the_end(two, place, tmp_path):
     studies = page.studies_at(two, place)
     text = text_of(studies, tmp_path, "places")
     assert "# Where is TAPE ahead, and where is it not?" in text
+    assert f"| `first` | {two.claims[0].title} |" in text
     assert "| second | unfinished | unfinished |" in text
     assert "Exact match beyond the trained length, %; five seeds" not in text
     assert "overview.png" not in text
@@ -46,6 +48,7 @@ def test_from_nothing_to_the_end(two, place, tmp_path):
     assert "Beside contextual rivals" in text
     assert "* `none`: **not told apart**." in text, "which is itself"
     assert text.index("overview.png") < text.index("* Test:")
+    assert f"![Task 1: {two.claims[0].title}](images/evidence/first.png)" in text
     (panel,) = overview.picture(studies).axes
     assert [label.get_text() for label in panel.get_yticklabels()] == ["tape", "rope", "none"]
     assert [text.get_text() for text in panel.texts] == ["62", "32", "22"], "of the first alone"
@@ -71,8 +74,43 @@ def test_of_what_nothing_is_known_is_left_out(two, place):
         assert [row[0] for row in rows] == ["tape", "rope"]
         assert [row[2] == "-" for row in rows] == [True, False]
         assert all("[" in row[1] for row in rows)
-    (panel,) = overview.picture(studies).axes
+    figure = overview.picture(studies)
+    (panel,) = figure.axes
     assert [label.get_text() for label in panel.get_yticklabels()] == ["tape", "rope"]
+    (image,) = panel.images
+    nothing, least = image.to_rgba([[float("nan"), 0.0]])[0]
+    assert len(set(nothing[:3])) == 1, "what is not there is grey"
+    assert min(least[:3]) > nothing[0]
+    assert figure.legends[0].get_texts()[0].get_text() == "not run, or not complete"
+
+
+@pytest.mark.parametrize(
+    ("curve", "learned", "marked"),
+    [
+        ((0.5, 0.9, 1), (), True),
+        ((0.5, 0.9, 1), ("rope",), True),
+        ((0.5, 0.9, 1), ("rope", "none"), False),
+        ((0.5, 0.5, 0.5), (), False),
+    ],
+)
+def test_what_hardly_anybody_has_learned_is_no_finding(two, place, curve, learned, marked):
+    """Where longer trainings were still better."""
+    chosen = Curve(INSIDE, most=1, rivals=("rope", "none"))
+    designs = [dataclasses.replace(two.designs[0], curve=chosen), two.designs[1]]
+    studies = page.studies_at(two._replace(designs=designs), place)
+    first, second = studies.values()
+    for job, inside in zip(first.curve_jobs, curve * 2, strict=True):
+        finish(first, job, 0.1, inside)
+    choose_all(first)
+    for rival in first.design.rivals:
+        for job in first.reports(rival, BEYOND):
+            finish(first, job, 0.1, 0.96 if rival in learned else 0.9)
+    finish_all(second, {"tape": 0.6, "rope": 0.3, "none": 0.2})
+    text = page.markdown(two, studies, "images")
+    told = f"not told apart{'*' * marked}"
+    assert f"| first  | {told} | {told} |" in text
+    assert "| second | ahead " in text
+    assert (page.UNLEARNED in text) == marked
 
 
 @pytest.mark.slow

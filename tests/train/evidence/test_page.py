@@ -59,6 +59,10 @@ def test_from_nothing_to_the_end(small, place, tmp_path):
     text = text_of(studies, tmp_path)
     assert "**0 of at least 33 runs**" in text
     assert "* Not made yet: copying." in text
+    assert "* Not run: `tape`, `none`.\n* Runs: [copying](#copying)." in text
+    assert page.CAPTION not in text
+    compared = re.findall(r"^\| `(\w+)` \| .+ \|$", text, re.MULTILINE)
+    assert compared == ["tape", "rope", "none"], "the names that this page has"
     assert (
         "| 1 | The lowest perplexity, against RoPE, ALiBi and absolute positions | **unfin" in text
     )
@@ -72,6 +76,7 @@ def test_from_nothing_to_the_end(small, place, tmp_path):
     assert "* Begun: copying." in text
     assert "Unfinished: 21 of at least 33 runs.** Next: `tape-1x-3e-3-seed5`" in text
     assert "`tape`: **unfinished**. Missing: copying, tape: seeds 5, 6; copying, rope: se" in text
+    assert "No verdict waits" not in text
     assert "25.00" not in text, "no average is made of fewer than five"
 
     finish_all(planned, {"tape": 0.6, "rope": 0.3, "none": 0.2})
@@ -79,12 +84,71 @@ def test_from_nothing_to_the_end(small, place, tmp_path):
     assert "**33 of at least 33 runs**, 0.6 hours" in text
     assert "* Studies finished under the protocol: copying." in text
     assert "`tape` **confirmed**, `none` **contradicted**" in text
-    assert re.search(r"\| tape \| 3e-3 \| +0 \| 62\.\d\d \[60\.\d\d, 64\.\d\d\] \|", text)
+    assert re.search(r"\| tape \| 3e-3 \| +0 \| +62\.\d\d \[60\.\d\d, 64\.\d\d\] \|", text)
     assert "| none | rope    | copying, beyond length 3, % | -1" in text
     assert f"* 33 runs: code `{CODE}`, devices 1 x none, python 3" in text
+    title = "Claim 1: The lowest perplexity, against RoPE, ALiBi and absolute positions"
+    assert f"![{title}](images/evidence/copying.png)\n\n{page.CAPTION}\n" in text
 
     diverge(planned, planned.reports("none", BEYOND)[2])
     assert re.search(r"\| none \| 3e-3 \| +1 \| ", text_of(studies, tmp_path))
+
+
+def test_what_is_judged_comes_first(small, place, tmp_path, monkeypatch):
+    """And what is begun is told from what is not run."""
+    claim = suites.SUITES["claims"].claims[0]._replace(forms=("late", "none", "tape"))
+    one = suites.SUITES["claims"]._replace(
+        designs=(dataclasses.replace(small, rivals={**small.rivals, "late": {}}),), claims=(claim,)
+    )
+    monkeypatch.setitem(suites.SUITES, "claims", one)
+    planned = studies_at(place)["copying"]
+    finish_all(small.at(place), {"tape": 0.6, "rope": 0.3})
+    text = text_of({"copying": planned}, tmp_path)
+    lines = (
+        "* `tape`: **confirmed**.",
+        "* `none`: **unfinished**. Missing: copying, none: seeds 2, 3, 4, 5, 6.",
+        "* Not run: `late`.",
+    )
+    assert "\n".join(lines) in text
+
+
+def test_what_no_claim_reads_is_said(small, place, tmp_path, monkeypatch):
+    claim = suites.SUITES["claims"].claims[0]._replace(forms=("tape",))
+    one = suites.SUITES["claims"]._replace(claims=(claim,))
+    monkeypatch.setitem(suites.SUITES, "claims", one)
+    planned = studies_at(place)["copying"]
+    finish_all(planned, {"tape": 0.6, "rope": 0.3})
+    text = text_of({"copying": planned}, tmp_path)
+    assert "* Begun: copying (no verdict waits for it)." in text
+    assert "Unfinished: 28 of at least 33 runs.** Next: `none-1x-3e-3-seed2`" in text
+    assert "`none-1x-3e-3-seed6`. No verdict waits for them." in text
+
+
+def test_pictures_show_forms_and_what_a_share_can_be(small, place):
+    planned = studies_at(place)["copying"]
+    finish_all(planned, {"tape": 0.5, "rope": 0.3, "none": 0.2})
+    for job, share in zip(planned.reports("tape", BEYOND), (1, 1, 1, 1, 0.8), strict=True):
+        finish(planned, job, share)
+    (figure,) = page.figures(suites.SUITES["claims"], planned).values()
+    assert figure.get_suptitle().startswith("Claim 1: ")
+    (panel,) = figure.axes
+    assert panel.get_xlabel() == "exact match beyond length 3, %"
+    dots, interval, _ = panel.lines[:3]
+    assert (dots.get_color(), panel.lines[3].get_color()) == ("C3", "C0")
+    low, high = interval.get_xdata()
+    assert 80 < low < 90
+    assert high == 100
+
+
+def test_what_is_tuned_has_its_length(place):
+    """1x is that of the tuning."""
+    (design,) = (one for one in suite.STUDIES if one.name == "context")
+    planned = design.at(place)
+    score = planned.score("perplexity_overlapping_1x")
+    label = page._label(planned, score)
+    assert label == "perplexity at 1x (128 bytes), overlapping windows"
+    said = page._study(suites.SUITES["claims"], planned, planned.state, True)
+    assert "1x is 128 bytes; the models that are tuned were trained on 64." in said
 
 
 def test_intervals_are_of_seeds(small, place, tmp_path):
@@ -96,7 +160,7 @@ def test_intervals_are_of_seeds(small, place, tmp_path):
     ):
         finish(planned, job, share)
     text = text_of({"copying": planned}, tmp_path)
-    found = re.search(r"\| tape \| 3e-3 \| +0 \| 47\.80 \[(.*), (.*)\] \| 100", text)
+    found = re.search(r"\| tape \| 3e-3 \| +0 \| +47\.80 \[(.*), (.*)\] \| +100", text)
     assert float(found[1]) < 0
     assert float(found[2]) > 90
 
@@ -118,7 +182,7 @@ def test_a_budget(small, place, tmp_path, monkeypatch):
     for rival, inside in (("tape", 1), ("rope", 0.949), ("none", 0.951)):
         for job in planned.reports(rival, BEYOND):
             finish(planned, job, 0.1, inside)
-    said = "(mean of the seeds below 95, of: up to length 3, %): rope 94.9. What"
+    said = "(mean of the seeds below 95, of: exact match up to length 3, %): rope 94.9. What"
     assert said in text_of(studies, tmp_path)
 
 
@@ -288,6 +352,18 @@ class TestSuites:
         few = ("all", *places.LONGER)
         forms = [set(claim.forms) for claim in one.claims if claim.name not in few]
         assert all({"tape", "tape_heads"} <= names or len(names) == 1 for names in forms)
+
+    def test_every_name_is_explained_once(self):
+        """The forms of both are TAPE's, and what they are without their update is not."""
+        names = {*suites.TAPE, *suites.OTHERS}
+        assert len(names) == len(suites.TAPE) + len(suites.OTHERS)
+        compared = set()
+        for one in suites.SUITES.values():
+            for design in one.designs:
+                compared |= {*getattr(design, "rivals", getattr(design, "variants", ()))}
+            assert {form for claim in one.claims for form in claim.forms} <= suites.TAPE.keys()
+        assert compared == names
+        assert set(places.WITHOUT_UPDATE.values()) <= suites.OTHERS.keys()
 
     @pytest.mark.parametrize("name", suites.SUITES)
     def test_the_quick_part_is_a_part(self, name):

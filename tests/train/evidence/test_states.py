@@ -1,14 +1,16 @@
 """What is said of states, and the runs that it is read off."""
 
 import dataclasses
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from tests.train.evidence.results import BEYOND, MADE, choose_all, diverge, finish_all
 from train.evidence import claims, page
-from train.evidence.states import StateUse, states_figure
+from train.evidence.states import Cut, StateUse, states_figure
 from train.evidence.suites import SUITES
 from train.evidence.trainings import Base, Trainings
 from train.evidence.verdicts import wins
@@ -72,6 +74,46 @@ def test_states_that_leave_by_many_times_their_length(planned):
     put(states, without=0.25, moved=30.0)
     way, loss = states_figure(states).axes
     assert (way.get_yscale(), loss.get_yscale()) == ("symlog", "linear")
+    assert way.get_ylim()[0] == 0, "a way is not negative"
+
+
+def test_many_studies_are_drawn_in_two_rows():
+    """Which fit on a page, and have one legend."""
+    cut = Cut(np.full((5, 3), 0.1), np.ones(5), np.ones(5), np.full((5, 2), 0.5))
+    forms = ("tape", "tape_alibi")
+    pairs = [(f"study {n}", form) for n in range(7) for form in forms]
+    study = SimpleNamespace(pairs=pairs, cut=lambda *pair: cut, design=SimpleNamespace(forms=forms))
+    figure = states_figure(study)
+    assert figure.get_figwidth() < 12
+    shown = [panel for panel in figure.axes if panel.get_visible()]
+    assert len(shown) == 2 * 7
+    assert [panel.get_title() for panel in shown if panel.get_title()] == [
+        f"study {n}" for n in range(7)
+    ]
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == list(forms)
+
+
+def test_updates_that_are_cut_off_stand_beside_a_claim_that_asks(planned):
+    states, trainings = planned
+    claim = claims.CLAIMS[0]._replace(
+        studies=("copying",),
+        judge=lambda s, form: wins(s["copying"], BEYOND, ["rope"], name=form),
+        forms=("tape",),
+        beside=None,
+        cut=("copying", "tape"),
+    )
+    suite = SUITES["claims"]._replace(claims=(claim,))
+    finish_all(trainings, RIGHT)
+    both = {"copying": trainings, "states": states}
+    assert "Where all layers update" not in page.markdown(suite, both, "images")
+    put(states, without=0.25, lost=(0.1, 0.4))
+    text = page.markdown(suite, both, "images")
+    said = (
+        "* `tape`: **confirmed**.\n* Where all layers update, in `tape`, the loss rises by so many"
+    )
+    assert said in text
+    assert re.search(r": 0\.10\d \(layer 1\), 0\.40\d \(layer 2\)\. That of layer 2 is mis", text)
 
 
 def test_missed_in_no_layer(planned):

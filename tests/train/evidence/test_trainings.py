@@ -19,7 +19,7 @@ from tests.train.evidence.results import (
 )
 from train.comparison.processes import EVALUATE, VALIDATE, Ended
 from train.evaluation.grids import Grid
-from train.evidence import suite, trainings
+from train.evidence import kept, suite, trainings
 from train.evidence.budgets import Budget, Curve
 from train.evidence.records import Store
 from train.evidence.trainings import Base
@@ -178,10 +178,10 @@ class TestScores:
         planned = text.at(place._replace(scale="gpu"))
         learned, rope = (planned._made(rival)[0] for rival in ("learned", "rope"))
         keys = [f"perplexity_{times}x" for times in ("0.5", 1, 2, 4, 8)]
-        assert [trainings._takes(learned, key) for key in keys] == [True, True, True, False, False]
-        assert all(trainings._takes(rope, key) for key in keys)
-        assert trainings._takes(learned, "perplexity_overlapping_2x")
-        assert not trainings._takes(learned, "passkey_4x")
+        assert [kept.takes(learned, key) for key in keys] == [True, True, True, False, False]
+        assert all(kept.takes(rope, key) for key in keys)
+        assert kept.takes(learned, "perplexity_overlapping_2x")
+        assert not kept.takes(learned, "passkey_4x")
 
 
 class TestBudgets:
@@ -263,7 +263,7 @@ class TestRunning:
                 finished(Ended(job, 0, 60.0))
 
         monkeypatch.setattr(trainings, "train_all", train_all)
-        monkeypatch.setattr(trainings, "_found", lambda ended: result_of(ended.job))
+        monkeypatch.setattr(trainings, "kept", lambda ended: result_of(ended.job))
         return calls
 
     def test_order(self, design, place, trained):
@@ -340,7 +340,7 @@ class TestRunning:
         job.folder.mkdir(parents=True)
         lines = [json.dumps({"step": step, "loss": 1.0}) for step in range(1, 121)]
         (job.folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-        found = trainings._found(Ended(job, NON_FINITE_EXIT_CODE, 1.0))
+        found = kept.kept(Ended(job, NON_FINITE_EXIT_CODE, 1.0))
         assert found["diverged"] == {"step": 120}
         assert len(found["losses"]) == 40
         assert found["losses"][-1] == [120, 1.0]

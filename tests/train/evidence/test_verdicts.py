@@ -1,6 +1,7 @@
 """Verdicts: what counts as confirmed, contradicted, or neither."""
 
 import dataclasses
+import math
 
 import pytest
 
@@ -82,8 +83,21 @@ def test_a_time_whose_interval_reaches_beyond_the_limit():
     """Steps of 1.116, 1.139 and 1.162 times RoPE's: the mean is below 1.15, the interval not."""
     saved = estimate([1 - x for x in (1.116, 1.139, 1.162)])
     assert 1 - saved.low == pytest.approx(1.196, abs=1e-3)
-    found = limited(saved, 1 - 1.15, name="tape", against="rope", score="time saved")
+    found = limited(saved, 1 - 1.15, name="tape", against="rope", score="time", multiple=True)
     assert found.kind is Kind.NOT_TOLD
+    (cells,) = found.rows
+    assert cells[1:5] == ["rope, limit 1.150", "time", "1.139", "1.082 to 1.196"]
+    plain = limited(saved, 1 - 1.15, name="tape", against="rope", score="time")
+    assert plain.kind is found.kind
+    assert plain.rows[0][1:4] == ["rope, limit -0.15", "time", "-0.14"]
+
+
+def test_a_limit_of_perplexity_says_by_how_much_it_may_rise():
+    fell = estimate([-0.01, -0.02, -0.03])
+    least = -math.log1p(0.05)
+    found = limited(fell, least, name="tape", against="itself", score="perplexity at 8x")
+    assert found.kind is Kind.CONFIRMED
+    assert found.rows[0][1] == "itself, limit 5 % more (1/1.05 is -4.8 %)"
 
 
 def test_wins(planned):
