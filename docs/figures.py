@@ -178,10 +178,10 @@ def draw_drift(model: tape.Transformer, variables: Any) -> Figure:
     head, frequency = 0, 2
     chosen = [e[:, head, frequency] for e in states]
     limit = 1.15 * max(np.abs(e).max() for e in chosen)
-    for layer, (e, (above, below)) in enumerate(zip(chosen, panels.T, strict=True)):
+    for layer, (e, (above, below)) in enumerate(zip(chosen, panels.T, strict=True), 1):
         plane(above, e, limit)
         plane(below, e / chosen[0], limit)
-        above.set_title(f"entering layer {layer}" + (": RoPE" if layer == 0 else ""), fontsize=11)
+        above.set_title(f"entering layer {layer}" + (": RoPE" if layer == 1 else ""), fontsize=11)
     panels[0, 0].set_ylabel("the state e")
     panels[1, 0].set_ylabel("e divided by RoPE's")
     bar = figure.colorbar(above.collections[0], ax=panels, shrink=0.7, pad=0.01)
