@@ -85,6 +85,10 @@ class RandomPositions:
     def __post_init__(self):
         choose("random positions", self.kind, ("spaced", "stretched", "shifted"))
         set_field(self, "range", positive("random_positions: range", self.range))
+        require(
+            self.range < 2**31,
+            f"random_positions: range must be less than 2^31; got {self.range}",
+        )
 
 
 MLP_PROJECTIONS = ("gate", "up", "down")

@@ -141,6 +141,12 @@ def test_wrong_head_shifts_are_named(wrong):
         positions.Tape(head_shift=wrong)
 
 
+@pytest.mark.parametrize("far", [2.0**31, (0.0, -1e300)])
+def test_heads_may_not_start_too_far_apart(far):
+    with pytest.raises(ValueError, match=r"head_shift must move heads by less than 2\^31 tokens"):
+        small_model(positions.Tape(head_shift=far), num_heads=2)
+
+
 @pytest.mark.parametrize("wrong", [True, 1.5, "2", [1], None, -1])
 def test_wrong_still_heads_are_named(wrong):
     with pytest.raises(ValueError, match="still_heads must be an integer from 0 on"):

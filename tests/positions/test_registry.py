@@ -109,8 +109,8 @@ def test_an_encoding_of_ones_own_needs_no_name():
             {"current": "no"},
             r"current must be True or False; got 'no'",
         ),
-        ("fox", {"shortest": "2"}, r"fox: shortest must be a number; got '2'"),
-        ("path+fox", {"bias": float("nan")}, r"fox: bias must be a number; got nan"),
+        ("fox", {"shortest": "2"}, r"fox: shortest must be a finite number; got '2'"),
+        ("path+fox", {"bias": float("nan")}, r"fox: bias must be a finite number; got nan"),
     ],
 )
 def test_unknown_names(position, options, words):
@@ -122,9 +122,10 @@ def test_unknown_names(position, options, words):
     ("make", "words"),
     [
         (lambda: Rope(learn_base="yes"), r"rope: learn_base must be True or False; got 'yes'"),
-        (lambda: Rope("large"), r"rope: base must be a number; got 'large'"),
-        (lambda: Fox(shortest="a"), r"fox: shortest must be a number; got 'a'"),
-        (lambda: dataclasses.replace(Fox(), longest=None), r"longest must be a number; got None"),
+        (lambda: Rope("large"), r"rope: base must be a finite number; got 'large'"),
+        (lambda: Tape(alpha=float("inf")), r"tape: alpha must be a finite number; got inf"),
+        (lambda: Fox(shortest="a"), r"fox: shortest must be a finite number; got 'a'"),
+        (lambda: dataclasses.replace(Fox(), longest=None), r"longest must be a finite number; got None"),
     ],
 )
 def test_options_of_another_type(make, words):

@@ -13,7 +13,13 @@ import numpy as np
 from tape_jax._src import algebra
 from tape_jax._src.checks import require, set_field
 from tape_jax._src.config import ModelConfig
-from tape_jax._src.positions.protocol import Encoding, Param, check_indices, table_rows
+from tape_jax._src.positions.protocol import (
+    Encoding,
+    Param,
+    check_indices,
+    require_whole_positions,
+    table_rows,
+)
 from tape_jax._src.segments import side_by_side, steps_since
 
 Array = jax.Array
@@ -65,6 +71,9 @@ class Learned(Encoding):
 
     def __post_init__(self):
         require(self.size > 0, f"{self.kind}: size must be positive; got {self.size}")
+
+    def check(self, config: ModelConfig) -> None:
+        require_whole_positions(self.kind, config)
 
     def max_length(self) -> int | None:
         return self.size

@@ -14,7 +14,7 @@ from tape_jax._src import algebra
 from tape_jax._src.checks import choose, require
 from tape_jax._src.config import ModelConfig
 from tape_jax._src.positions.layer import Layer, Terms
-from tape_jax._src.positions.protocol import Param, check_indices
+from tape_jax._src.positions.protocol import Param, check_indices, require_whole_positions
 from tape_jax._src.positions.some_heads import SomeHeads
 
 zeros = jax.nn.initializers.zeros
@@ -222,6 +222,10 @@ class T5Bias(SomeHeads):
             f"t5: expected buckets >= 2 and max_distance > buckets // 2; got buckets = "
             f"{self.buckets}, max_distance = {self.max_distance}",
         )
+
+    def check(self, config: ModelConfig) -> None:
+        super().check(config)
+        require_whole_positions(self.kind, config)
 
     def head_params(self, config: ModelConfig):
         normal = jax.nn.initializers.normal(0.02)

@@ -11,6 +11,7 @@ to attend (:meth:`Encoding.layer_terms`).
 from __future__ import annotations
 
 import dataclasses
+import math
 import numbers
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +37,7 @@ PLACES = ("embedding", "state", "logits", "weights", "bias", "decay")
 # What an option of each type has to be: in words, and whether a value is that.
 OPTION_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "bool": ("True or False", lambda x: isinstance(x, bool | np.bool_)),
-    "float": ("a number", lambda x: isinstance(x, numbers.Real) and x == x),
+    "float": ("a finite number", lambda x: isinstance(x, numbers.Real) and math.isfinite(x)),
 }
 
 
@@ -109,6 +110,16 @@ def as_positions(positions: Any) -> Array:
     return positions.astype(jnp.int32) if narrow else positions
 
 
+def require_whole_positions(kind: str, config: ModelConfig) -> None:
+    """Raises ValueError for positions that are drawn between integers, by which no table is read."""
+    draw = config.random_positions
+    require(
+        draw is None or draw.kind != "stretched",
+        f"{kind} looks positions up in a table, which stretched ones are not in; got "
+        f"random_positions = {draw}",
+    )
+
+
 def as_length(length: Any, batch: tuple[int, ...]) -> int | Array:
     """A length in tokens, or one for each sequence of a batch of this shape.
 
@@ -157,7 +168,7 @@ class Encoding:
     rewrites_keys: ClassVar[bool] = False
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Raises ValueError for an option of another type, before it is looked at, and for NaN."""
+        """Raises ValueError for an option of another type, before it is looked at, NaN and infinity too."""
         fields = {field.name: field.type for field in dataclasses.fields(cls)}
         for name, value in (dict(zip(fields, args, strict=False)) | options).items():
             kind, optional, _ = str(fields.get(name)).partition(" | None")

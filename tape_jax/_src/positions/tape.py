@@ -345,6 +345,12 @@ class Tape(Rope):
             f"{self.kind}: head_shift must be a number or one for each of the {heads} state heads "
             f"that rotate; got {self.head_shift}",
         )
+        farthest = max(map(abs, self.shifts(config)), default=0)
+        require(
+            farthest < 2**31,
+            f"{self.kind}: head_shift must move heads by less than 2^31 tokens; got "
+            f"{self.head_shift}, which moves one by {farthest:g}",
+        )
         if self.form == "tensor" and config.dim % self.l:
             raise ValueError(
                 f"{self.kind}: l = {self.l} does not divide the head dimension {config.dim}"
