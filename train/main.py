@@ -74,7 +74,13 @@ def _exit_code(argv: list[str]) -> int:
     except ModuleNotFoundError as error:
         _report(without_environment(error), debug)
         return USER_ERROR
+    except (MemoryError, OverflowError) as error:
+        _report(_too_large(error), debug)
+        return USER_ERROR
     except (ValueError, OSError, RuntimeError) as error:
+        if "RESOURCE_EXHAUSTED" in _first_line(error):
+            _report(_too_large(error), debug)
+            return USER_ERROR
         if (code := _peer_lost(error)) is not None:
             return code
         if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError):
@@ -98,6 +104,14 @@ def _peer_lost(error: Exception) -> int | None:
         flush=True,
     )
     return distributed.PEER_LOST
+
+
+def _too_large(error: Exception) -> str:
+    """What is the matter where memory, or the bits of an integer, do not suffice."""
+    return (
+        "what is asked for does not fit into this machine: give fewer or smaller numbers "
+        f"({type(error).__name__}: {_first_line(error)}); --debug shows where"
+    )
 
 
 def _report(error: Exception | str, debug: bool) -> None:

@@ -222,6 +222,25 @@ def test_wrong_calls_say_why_and_change_nothing(
     assert not places["new"].exists()
 
 
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (MemoryError("Unable to allocate 2.91 TiB"), r"\(MemoryError: Unable to allocate 2.91 TiB\)"),
+        (OverflowError("Python int too large"), r"\(OverflowError: Python int too large\)"),
+        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), r"\(RuntimeError: RESOURCE_EXHAUSTED"),
+    ],
+)
+def test_what_does_not_fit(monkeypatch, capsys, raised, said):
+    def run(args):
+        raise raised
+
+    monkeypatch.setattr("train.commands.score.run", run)
+    call = ["score", "--data=scrolls", "--subset=qasper", "--predictions=answers.json"]
+    assert main(call) == program.USER_ERROR
+    told = "error: what is asked for does not fit into this machine: give fewer or smaller numbers "
+    assert re.match(told + said, capsys.readouterr().err)
+
+
 def test_debug_shows_where(tmp_path, capsys):
     assert main(["eval", f"--run={tmp_path / 'new'}", "--debug"]) == program.USER_ERROR
     assert "Traceback" in capsys.readouterr().err
