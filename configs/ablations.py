@@ -8,8 +8,8 @@ equivariance keeps states stable is contradicted: in 48 layers they grow to thre
 without it, but to 42 % less where the update mixes along a head's dimensions, which breaks it too
 (60 steps, five seeds). Confirmed, by words of 11 to 20 symbols sorted right: that permutation
 equivariance matters (TAPE 19 %, weights by place 14), and that updates of later layers matter more
-(where only two of six layers update, two late ones 25 %, two early ones 17; where all do, cutting off
-the first one's costs most). TAPE without its update has 18 % and is not told apart.
+(where only two of six layers update, two late ones 25 %, two early ones 17; where all do, cutting
+off the first one's costs most). TAPE without its update has 18 % and is not told apart.
 Cost: two to three minutes of one core for a run, with evaluation; all variants with three seeds
 took 3.5 hours of processor time.
 Command: one variant of VARIANTS, or all of them with three seeds each:

@@ -125,7 +125,10 @@ def test_unknown_names(position, options, words):
         (lambda: Rope("large"), r"rope: base must be a finite number; got 'large'"),
         (lambda: Tape(alpha=float("inf")), r"tape: alpha must be a finite number; got inf"),
         (lambda: Fox(shortest="a"), r"fox: shortest must be a finite number; got 'a'"),
-        (lambda: dataclasses.replace(Fox(), longest=None), r"longest must be a finite number; got None"),
+        (
+            lambda: dataclasses.replace(Fox(), longest=None),
+            r"longest must be a finite number; got None",
+        ),
     ],
 )
 def test_options_of_another_type(make, words):

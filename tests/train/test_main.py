@@ -225,7 +225,7 @@ def test_wrong_calls_say_why_and_change_nothing(
 @pytest.mark.parametrize(
     ("raised", "said"),
     [
-        (MemoryError("Unable to allocate 2.91 TiB"), r"\(MemoryError: Unable to allocate 2.91 TiB\)"),
+        (MemoryError("Unable to allocate 3 TiB"), r"\(MemoryError: Unable to allocate 3 TiB\)"),
         (OverflowError("Python int too large"), r"\(OverflowError: Python int too large\)"),
         (RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), r"\(RuntimeError: RESOURCE_EXHAUSTED"),
     ],

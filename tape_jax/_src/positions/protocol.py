@@ -111,7 +111,7 @@ def as_positions(positions: Any) -> Array:
 
 
 def require_whole_positions(kind: str, config: ModelConfig) -> None:
-    """Raises ValueError for positions that are drawn between integers, by which no table is read."""
+    """Raises ValueError for positions drawn between integers: no table is read by them."""
     draw = config.random_positions
     require(
         draw is None or draw.kind != "stretched",
@@ -168,7 +168,7 @@ class Encoding:
     rewrites_keys: ClassVar[bool] = False
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Raises ValueError for an option of another type, before it is looked at, NaN and infinity too."""
+        """Raises ValueError for an option of another type or not finite, before it is looked at."""
         fields = {field.name: field.type for field in dataclasses.fields(cls)}
         for name, value in (dict(zip(fields, args, strict=False)) | options).items():
             kind, optional, _ = str(fields.get(name)).partition(" | None")
