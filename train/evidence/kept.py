@@ -9,7 +9,6 @@ from typing import Any
 from train.comparison import evaluations, sweep
 from train.comparison.processes import Ended
 from train.evaluation import fits
-from train.evidence import protocol
 from train.experiment import Experiment
 from train.training import metrics
 from train.training.signals import NON_FINITE_EXIT_CODE
@@ -20,8 +19,8 @@ MOST_LOSSES = 50
 TIMES = re.compile(r"_([\d.]+)x$")
 
 
-def kept(ended: Ended) -> dict[str, Any]:
-    """What is kept of a training."""
+def kept(ended: Ended, *, validated: bool) -> dict[str, Any]:
+    """What is kept of a training, which was validated, or evaluated by the test."""
     folder = ended.job.folder
     lines = metrics.read(folder / "metrics.jsonl")
     every = max(1, -(-len(lines) // MOST_LOSSES))
@@ -32,7 +31,7 @@ def kept(ended: Ended) -> dict[str, Any]:
     }
     if ended.code == NON_FINITE_EXIT_CODE:
         return found | {"diverged": {"step": lines[-1]["step"] if lines else 0}}
-    if ended.job.experiment.seed in protocol.CHOOSING:
+    if validated:
         return found | {"result": sweep.validate(folder).to_json()}
     record = evaluations.saved(folder)
     assert record is not None

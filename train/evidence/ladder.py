@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -23,7 +24,9 @@ class Step(NamedTuple):
     at_end: bool = False
 
 
-def step(scores: Mapping[str, float], first: str, ladder: Sequence[str]) -> Step:
+def step(
+    scores: Mapping[str, float], first: str, ladder: Sequence[str], equal: float = 0.0
+) -> Step:
     """The next step of a walk that ends where the best has both its neighbours.
 
     Args:
@@ -31,6 +34,8 @@ def step(scores: Mapping[str, float], first: str, ladder: Sequence[str]) -> Step
         then the smaller rate.
       first: where the walk begins; it and its neighbours are tried in any case.
       ladder: all rates, ascending.
+      equal: where the best has both its neighbours, the smallest of all that were tried and are no
+        more than this below it is chosen; 0: the best itself.
 
     Raises:
       ValueError: a rate that is not on the ladder.
@@ -54,4 +59,5 @@ def step(scores: Mapping[str, float], first: str, ladder: Sequence[str]) -> Step
     place = ladder.index(best)
     if missing := beside(place):
         return Step(missing)
-    return Step((), best, place in (0, len(ladder) - 1))
+    near = [rate for rate in ladder if scores.get(rate, -math.inf) >= scores[best] - equal]
+    return Step((), near[0] if equal else best, place in (0, len(ladder) - 1))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from configs import places
-from train.evidence import suite
+from train.evidence import protocol, suite
 from train.evidence.budgets import Curve
 from train.evidence.claims import Claim, Studies
 from train.evidence.statistics import estimate
@@ -57,6 +57,10 @@ MULTIPLE = 4
 LONGER = {f"{task}_{MULTIPLE}x": task for task in ("address", "recall")}
 LONGER_FORMS = ("tape_alibi", "tape_demo")
 
+# One of them once more, with other seeds and a steadier choice of rates: version 2 of the protocol.
+AGAIN, ASKED_BEFORE = "address_4x_again", "address_4x"
+AGAIN_FORM, AGAIN_RIVALS = "tape_demo", ("rope_alibi", "alibi", "fire")
+
 # Every form is judged by itself. The first two have no bias.
 FORMS = (
     "tape",
@@ -90,7 +94,7 @@ SHARED = {
 SHARED_FORMS = ("tape", "tape_heads", "tape_alibi", "tape_demo", "tape_chosen")
 ASKED = {**{task: (task, BEYOND) for task in TASKS}, **SHARED}
 # Longer trainings say nothing of one TAPE for all, which was asked before them.
-JUDGED = {**ASKED, **{name: (name, BEYOND) for name in LONGER}}
+JUDGED = {**ASKED, **{name: (name, BEYOND) for name in (*LONGER, AGAIN)}}
 
 # One TAPE for all: where it must be ahead, in how many others at least, and what share of longer
 # sums it must have right, in per cent.
@@ -109,8 +113,10 @@ MIXED = (
 WORDS = {Kind.CONFIRMED: "ahead", Kind.CONTRADICTED: "behind"}
 
 
-def rivals_of(form: str) -> list[str]:
+def rivals_of(form: str, name: str = "") -> list[str]:
     """What a form is compared with: of one with a bias, the same without its update too."""
+    if name == AGAIN:
+        return [*AGAIN_RIVALS]
     return [*RIVALS, *([WITHOUT_UPDATE[form]] if form in WITHOUT_UPDATE else [])]
 
 
@@ -130,7 +136,7 @@ def _beside(name: str) -> tuple[str, str, tuple[str, ...]] | None:
 def _judge(name: str) -> Callable[[Studies, str], Verdict]:
     """Whether a form is ahead at something."""
     study, key = JUDGED[name]
-    return lambda studies, form: wins(studies[study], key, rivals_of(form), name=form)
+    return lambda studies, form: wins(studies[study], key, rivals_of(form, name), name=form)
 
 
 def one_for_all(studies: Studies, form: str) -> Verdict:
@@ -214,6 +220,16 @@ def _longer(name: str) -> Trainings:
     )
 
 
+def _again() -> Trainings:
+    """A longer study with other seeds, and the rivals that had learned anything of it."""
+    return dataclasses.replace(
+        _longer(ASKED_BEFORE),
+        name=AGAIN,
+        rivals=encodings(AGAIN_FORM, *AGAIN_RIVALS),
+        seeds=protocol.AGAIN,
+    )
+
+
 def _with_more(study: str) -> Trainings:
     """A study of the claims, which has these rivals too; what is on record serves both."""
     (design,) = (one for one in suite.STUDIES if one.name == study)
@@ -226,6 +242,7 @@ STUDIES = (
     *(_study(task) for task in TASKS),
     *(_with_more(study) for study in dict.fromkeys(study for study, _ in SHARED.values())),
     *map(_longer, LONGER),
+    _again(),
 )
 _READ = {study for study, _ in MIXED}.difference(study.name for study in STUDIES)
 # Studies of the claims that are made and described there.
@@ -237,6 +254,24 @@ FIXED = (
     "its update"
 )
 BEYOND_IT = f"Exact match beyond the trained length; above {FIXED}."
+
+
+def _test(name: str) -> str:
+    """What a task asks of a form."""
+    if name == AGAIN:
+        return (
+            f"{BEYOND_IT.split('; ')[0]}; above {', '.join(f'`{r}`' for r in AGAIN_RIVALS)}, the "
+            "three that had learned anything of it, by version 2 of the protocol."
+        )
+    return BEYOND_IT if JUDGED[name][1] == BEYOND else f"Perplexity; below {FIXED}."
+
+
+def _forms(name: str) -> tuple[str, ...]:
+    """The forms that are judged by a task."""
+    if name == AGAIN:
+        return (AGAIN_FORM,)
+    return FORMS if name in TASKS else LONGER_FORMS if name in LONGER else SHARED_FORMS
+
 
 _HEADINGS = {task: task_type(task)(**places.TASKS[task]).heading for task in TASKS}
 TITLES = {
@@ -250,16 +285,17 @@ TITLES = {
         for name, task in LONGER.items()
     },
 }
+TITLES[AGAIN] = f"{TITLES[ASKED_BEFORE]}, asked again by other seeds"
 
 CLAIMS = (
     *(
         Claim(
             title=title,
-            test=BEYOND_IT if JUDGED[name][1] == BEYOND else f"Perplexity; below {FIXED}.",
+            test=_test(name),
             needs=GPU,
             studies=(JUDGED[name][0],),
             judge=_judge(name),
-            forms=FORMS if name in TASKS else LONGER_FORMS if name in LONGER else SHARED_FORMS,
+            forms=_forms(name),
             beside=_beside(name),
             name=name,
             words=WORDS,

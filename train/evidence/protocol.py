@@ -6,10 +6,33 @@ ladder, added them because on text the best rate of sinusoids was the end of the
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 VERSION = 1
 
 # Seeds by which learning rates are chosen, and those that claims are judged by.
 CHOOSING, REPORTING = (0, 1), (2, 3, 4, 5, 6)
+
+
+class Seeds(NamedTuple):
+    """How a study chooses and reports.
+
+    Attributes:
+      version: of the protocol.
+      choosing: seeds by which learning rates are chosen, by questions that no test asks.
+      reporting: seeds by which verdicts are found.
+      equal: by how many points of exact match the best rate must beat a smaller one to be chosen.
+    """
+
+    version: int = VERSION
+    choosing: tuple[int, ...] = CHOOSING
+    reporting: tuple[int, ...] = REPORTING
+    equal: float = 0.0
+
+
+SEEDS = Seeds()
+# Of version 2, which asks one question of version 1 again.
+AGAIN = Seeds(version=2, choosing=(7, 8, 9), reporting=(10, 11, 12, 13, 14), equal=2.0)
 
 RATES = (
     *("1e-5", "3e-5", "1e-4", "3e-4", "1e-3", "3e-3", "1e-2", "3e-2", "1e-1"),

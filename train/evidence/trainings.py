@@ -20,6 +20,7 @@ from train.comparison.sweep import Setting
 from train.evidence import budgets, ladder, protocol
 from train.evidence.budgets import Budget, Curve
 from train.evidence.kept import kept, takes
+from train.evidence.protocol import Seeds
 from train.evidence.records import Item, Made, Record, portable
 from train.evidence.source import describe_source
 from train.evidence.studies import Fields, Finished, Place, State, Study, options
@@ -66,6 +67,7 @@ class Trainings:
       quick: rivals of which one run belongs to the quick part.
       not_kept: fields of a result that records do without; there they are None.
       only: rivals whose runs are made; None: all.
+      seeds: by which rates are chosen, and by which it reports.
     """
 
     name: str
@@ -83,6 +85,7 @@ class Trainings:
     quick: Sequence[str] = ()
     not_kept: Sequence[str] = ()
     only: Sequence[str] | None = None
+    seeds: Seeds = protocol.SEEDS
 
     def at(self, place: Place) -> PlannedTrainings:
         """The study at a place."""
@@ -96,11 +99,12 @@ class PlannedTrainings(Study):
       design: the study.
       first: the rate that is tried first.
       rivals: whose runs are made, beside those that choose the budget.
+      seeds: of the design.
     """
 
     def __init__(self, design: Trainings, place: Place):
         self.name = design.name
-        self.design, self.place = design, place
+        self.design, self.place, self.seeds = design, place, design.seeds
         self.folder = place.runs / design.name
         self.rivals = [r for r in design.rivals if design.only is None or r in design.only]
         choose("scale", place.scale, design.first)
@@ -166,7 +170,7 @@ class PlannedTrainings(Study):
         if self.design.curve is not None:
             for rival in self.design.curve.rivals:
                 for multiple in protocol.MULTIPLES:
-                    first, seed = self.first, protocol.CHOOSING[0]
+                    first, seed = self.first, self.seeds.choosing[0]
                     yield rival, multiple, self._job_once(rival, first, seed, multiple)
 
     @property
@@ -179,11 +183,11 @@ class PlannedTrainings(Study):
         scores: dict[str, float] = {}
         jobs: list[Job] = []
         while True:
-            step = ladder.step(scores, self.first, protocol.RATES)
+            step = ladder.step(scores, self.first, protocol.RATES, self.seeds.equal)
             if not step.missing or self.budget is None:
                 return jobs, step
             tried = {
-                rate: [self.job(rival, rate, seed) for seed in protocol.CHOOSING]
+                rate: [self.job(rival, rate, seed) for seed in self.seeds.choosing]
                 for rate in step.missing
             }
             jobs += [job for of_rate in tried.values() for job in of_rate]
@@ -205,7 +209,7 @@ class PlannedTrainings(Study):
         rate = self.rate(rival, key)
         if rate is None:
             return None
-        return [self.job(rival, rate, seed) for seed in protocol.REPORTING]
+        return [self.job(rival, rate, seed) for seed in self.seeds.reporting]
 
     def values(self, rival: str, key: str, shown: str | None = None) -> dict[int, float] | None:
         """A score by seed, as it is shown; None unless every seed has reported.
@@ -303,7 +307,7 @@ class PlannedTrainings(Study):
     def state(self) -> State:
         """How far it is."""
         records = {job: self.record(job) for job in self.jobs}
-        unknown, choosing, reporting = [], len(protocol.CHOOSING), len(protocol.REPORTING)
+        unknown, choosing, reporting = [], len(self.seeds.choosing), len(self.seeds.reporting)
         for rival in self.rivals:
             jobs, step = self.walk(rival, self.design.scores[0])
             if step.best is None:
@@ -327,8 +331,8 @@ class PlannedTrainings(Study):
             if step.best is None:
                 # The other scores choose among the same runs, and often the same rate.
                 first = key == design.scores[0]
-                more = max(0, (3 + FURTHER) * len(protocol.CHOOSING) - len(jobs)) if first else 0
-                runs += multiple * (more + len(protocol.REPORTING) * (1 if first else 0.5))
+                more = max(0, (3 + FURTHER) * len(self.seeds.choosing) - len(jobs)) if first else 0
+                runs += multiple * (more + len(self.seeds.reporting) * (1 if first else 0.5))
         return (known + runs * design.minutes) / 60
 
     def minutes(self, job: Job) -> float:
@@ -363,7 +367,7 @@ class PlannedTrainings(Study):
     @property
     def quick(self) -> list[Job]:
         """The quick part: one run of each rival that has one."""
-        seed = protocol.CHOOSING[0]
+        seed = self.seeds.choosing[0]
         return [self._job_once(rival, self.first, seed, 1) for rival in self.design.quick]
 
     def record(self, job: Job) -> Record | None:
@@ -373,9 +377,9 @@ class PlannedTrainings(Study):
     def item(self, job: Job) -> Item:
         """What is kept of a run, before it is made."""
         e = job.experiment
-        asked = "test" if e.seed in protocol.REPORTING else "validation"
+        asked = "test" if e.seed in self.seeds.reporting else "validation"
         base = None if self.design.base is None else self._base_once(e.seed).experiment
-        described = {"version": protocol.VERSION, "asked": asked}
+        described = {"version": self.seeds.version, "asked": asked}
         return Item(self.name, job.folder.name, job.name, portable(e), base, described)
 
     def check(self, record: Record) -> None:
@@ -418,7 +422,7 @@ class PlannedTrainings(Study):
         given = (*self.place.overrides, *options({**fields, **design.rivals[rival]}))
         own = given
         if design.base is not None:
-            base = self._base_once(protocol.CHOOSING[0])
+            base = self._base_once(self.seeds.choosing[0])
             if not base.folder.exists():
                 runs.create(base.folder, base.experiment)
             own = (*given, *options({"adapt.base": str(base.folder)}))
@@ -457,14 +461,15 @@ class PlannedTrainings(Study):
                 f"and is {now['modules']}. {ended.job.folder.name} is not recorded, for it may be "
                 f"of either; remove {self.folder}, so that it is not continued",
             )
-            item, found = self.item(ended.job), kept(ended)
+            item = self.item(ended.job)
+            found = kept(ended, validated=ended.job.experiment.seed in self.seeds.choosing)
             if found["result"] is not None:
                 found["result"] |= dict.fromkeys(self.design.not_kept)
             self.place.store.put(item, found, Made(environment, code, ended.seconds))
             finished(item)
 
         accepted = (0, NON_FINITE_EXIT_CODE)
-        for seeds, ends in ((protocol.REPORTING, EVALUATE), (protocol.CHOOSING, VALIDATE)):
+        for seeds, ends in ((self.seeds.reporting, EVALUATE), (self.seeds.choosing, VALIDATE)):
             if jobs := [job for job in missing if job.experiment.seed in seeds]:
                 train_all(
                     jobs, side_by_side, same_share=True, ends=ends, finished=write,

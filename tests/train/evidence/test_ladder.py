@@ -55,6 +55,20 @@ def test_ties_and_divergence():
     assert walk(lambda rate: fast.get(rate, peak("1e-2")(rate)))[1].best == "3e-3"
 
 
+def test_the_smallest_of_those_that_are_nearly_the_best():
+    """Of all that were tried; the walk is that towards the best, and is none the longer."""
+    scores = {"1e-3": 88.0, "3e-3": 87.0, "1e-2": 89.5, "3e-2": 4.0}
+    assert step(scores, "3e-3", RATES).best == "1e-2"
+    assert step(scores, "3e-3", RATES, equal=2.0) == Step((), "1e-3")
+    assert step(scores, "3e-3", RATES, equal=1.0) == Step((), "1e-2")
+    assert step(scores | {"1e-3": 87.5}, "3e-3", RATES, equal=2.0) == Step((), "1e-3")
+    assert step(scores | {"1e-3": 87.4}, "3e-3", RATES, equal=2.0) == Step((), "1e-2")
+    del scores["3e-2"]
+    assert step(scores, "3e-3", RATES, equal=2.0).missing == ("3e-2",)
+    end = step(dict(zip(RATES, range(len(RATES)), strict=True)), "3e-3", RATES, equal=2.0)
+    assert end == Step((), RATES[-3], at_end=True)
+
+
 def test_two_peaks():
     """It ends at the first that has both its neighbours behind it, whatever lies further."""
     found = walk(lambda rate: {"3e-3": 2.0, "1e-4": 9.0}.get(rate, 1.0))[1]

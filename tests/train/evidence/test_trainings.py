@@ -19,7 +19,7 @@ from tests.train.evidence.results import (
 )
 from train.comparison.processes import EVALUATE, VALIDATE, Ended
 from train.evaluation.grids import Grid
-from train.evidence import kept, suite, trainings
+from train.evidence import kept, protocol, suite, trainings
 from train.evidence.budgets import Budget, Curve
 from train.evidence.records import Store
 from train.evidence.trainings import Base
@@ -62,6 +62,27 @@ class TestRates:
         finish(planned, reports[4], 0.25)
         assert planned.values("tape", BEYOND) == {2: 50.0, 3: 50.0, 4: 50.0, 5: 50.0, 6: 25.0}
         assert planned.values("tape", BEYOND, INSIDE) == dict.fromkeys(range(2, 7), 100.0)
+
+    def test_seeds_of_its_own(self, design, place):
+        """They choose, report, and ask what they do; its records say by which version."""
+        seeds = protocol.Seeds(2, (7, 8, 9), (10, 11), equal=2.0)
+        planned = dataclasses.replace(design, curve=None, seeds=seeds).at(place)
+        for rival in planned.rivals:
+            for job in planned.walk(rival, BEYOND)[0]:
+                rate = job.experiment.train.learning_rate
+                finish(planned, job, {1e-3: 0.85, 3e-3: 0.86}.get(rate, 0.1))
+        assert {job.experiment.seed for job in planned.walk("tape", BEYOND)[0]} == {7, 8, 9}
+        assert planned.rate("tape", BEYOND) == "1e-3"
+        reports = planned.reports("tape", BEYOND)
+        assert names(reports) == [f"tape-1x-1e-3-seed{seed}" for seed in (10, 11)]
+        chosen, reported = planned.walk("tape", BEYOND)[0][0], reports[0]
+        assert planned.item(chosen).protocol == {"version": 2, "asked": "validation"}
+        assert planned.item(reported).protocol == {"version": 2, "asked": "test"}
+        for job in reports:
+            finish(planned, job, 0.5)
+        assert planned.values("tape", BEYOND) == {10: 50.0, 11: 50.0}
+        first = design.at(place)
+        assert all(first.record(job) is None for job in first.curve_jobs)
 
     def test_a_walk(self, design, place):
         """A seed's luck does not choose, and it goes on until the best has both neighbours."""
@@ -263,7 +284,7 @@ class TestRunning:
                 finished(Ended(job, 0, 60.0))
 
         monkeypatch.setattr(trainings, "train_all", train_all)
-        monkeypatch.setattr(trainings, "kept", lambda ended: result_of(ended.job))
+        monkeypatch.setattr(trainings, "kept", lambda ended, validated: result_of(ended.job))
         return calls
 
     def test_order(self, design, place, trained):
@@ -340,7 +361,7 @@ class TestRunning:
         job.folder.mkdir(parents=True)
         lines = [json.dumps({"step": step, "loss": 1.0}) for step in range(1, 121)]
         (job.folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-        found = kept.kept(Ended(job, NON_FINITE_EXIT_CODE, 1.0))
+        found = kept.kept(Ended(job, NON_FINITE_EXIT_CODE, 1.0), validated=True)
         assert found["diverged"] == {"step": 120}
         assert len(found["losses"]) == 40
         assert found["losses"][-1] == [120, 1.0]
