@@ -39,6 +39,7 @@ PAGES = sorted(
 )
 # Pages whose code takes more than a few seconds.
 SLOW = {
+    "docs/encodings.md",
     "docs/howto/backend.md",
     "docs/howto/accelerators.md",
     "docs/howto/context.md",

@@ -36,9 +36,8 @@ def prefilled(model, variables, tokens, lengths, *, chunk):
 UNREVERSED = {"position": encoding("position_coupling", reverse_operands=False)}
 
 
-@pytest.mark.parametrize(
-    "name", mostly_slow([*CASES, "operands with the highest digit first"], "tape")
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*CASES, "operands with the highest digit first"])
 def test_a_prefill_in_chunks_equals_one_at_once(name, x64):
     model = small_model(dtype="float64", param_dtype="float64", **CASES.get(name, UNREVERSED))
     variables = random_variables(model)

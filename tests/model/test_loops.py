@@ -51,7 +51,7 @@ def loops(model, variables, tokens):
 
 
 @pytest.mark.parametrize(
-    "position", mostly_slow(["rope", positions.Tape(layers=(1, 3)), "tape+fox"], "rope", "tape+fox")
+    "position", mostly_slow(["rope", positions.Tape(layers=(1, 3)), "tape+fox"], "rope")
 )
 def test_layers_without_a_loop_equal_those_of_the_loop(position, monkeypatch):
     model = small_model(position, num_layers=4)

@@ -59,7 +59,7 @@ def test_packed_segments_equal_separate_sequences(kind):
     assert_near(logits[0, 4:], logits[2, :5])
 
 
-@pytest.mark.parametrize("kind", mostly_slow(positions.registry, "tape", "learned", "fire"))
+@pytest.mark.parametrize("kind", mostly_slow(positions.registry, "tape", "learned"))
 def test_padding_is_not_read_and_not_seen(kind):
     """Padded on either side, with ids and positions that no token has, a row stays what it is."""
     model, length = small_model(kind), 5

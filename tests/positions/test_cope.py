@@ -16,7 +16,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("ids", [None, IDS], ids=["alone", "packed"])
+@pytest.mark.parametrize(
+    "ids", [pytest.param(None, id="alone", marks=pytest.mark.slow), pytest.param(IDS, id="packed")]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_formula(name, ids, x64):
     encoding = CASES[name]

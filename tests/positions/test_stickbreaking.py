@@ -16,7 +16,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("ids", [None, IDS], ids=["alone", "packed"])
+@pytest.mark.parametrize(
+    "ids", [pytest.param(None, id="alone", marks=pytest.mark.slow), pytest.param(IDS, id="packed")]
+)
 @pytest.mark.parametrize("encoding", CASES, ids=str)
 def test_formula(encoding, ids, x64):
     pairs = drawn(encoding, ids=ids)

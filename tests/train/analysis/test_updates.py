@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 
 from tests.models import encoding, small_model
-from tests.selection import mostly_slow
 from train.analysis.updates import updating, without_layer
 from train.evaluation.inside import before_training
 
 
-@pytest.mark.parametrize("scan_layers", mostly_slow([True, False], False))
+@pytest.mark.slow
+@pytest.mark.parametrize("scan_layers", [True, False])
 def test_one_layer_cut_off(scan_layers):
     model = small_model(encoding("tape"), num_layers=4, scan_layers=scan_layers)
     fresh = jax.jit(model.init)(jax.random.key(0), np.zeros((1, 1), np.int32))

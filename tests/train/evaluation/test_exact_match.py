@@ -1,7 +1,6 @@
 """Exact match against token-by-token generation and against counts by hand."""
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,7 +12,6 @@ import pytest
 
 from tape_jax import RopeScaling, positions
 from tests.models import VOCAB, random_variables, small_model
-from tests.selection import mostly_slow
 from train.evaluation.exact_match import AtPlaces, Examples, answer, exact_match, greedy
 from train.tasks.arithmetic import Addition, AdditionEvaluation
 from train.tasks.digits import VOCABULARY
@@ -80,6 +78,7 @@ def generated_right(variables, examples):
 
 
 class TestExactMatch:
+    @pytest.mark.slow
     def test_equals_greedy_generation(self):
         variables = half_trained()
         examples = Addition(2).examples(range(1, 4), range(1, 4), samples=60)
@@ -133,12 +132,9 @@ class TestExactMatch:
         assert {rows for rows, _ in shapes} == {16}
         assert max(width for _, width in shapes) == examples.lengths.max() - 1
 
-    @pytest.mark.parametrize(
-        ("position", "dense"),
-        mostly_slow(
-            itertools.product(["random_rope", "dynamic"], [True, False]), ("random_rope", False)
-        ),
-    )
+    @pytest.mark.slow
+    @pytest.mark.parametrize("dense", [True, False])
+    @pytest.mark.parametrize("position", ["random_rope", "dynamic"])
     def test_padding_is_no_length(self, position, dense):
         """Draws and scaling by the length are those of each row alone, as wide as its batch is."""
         if position == "dynamic":

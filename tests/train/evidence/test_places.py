@@ -37,6 +37,7 @@ def test_every_form_is_compared_with_what_it_is_without_its_update():
     assert places.rivals_of("tape") == list(places.RIVALS)
 
 
+@pytest.mark.slow
 def test_without_its_update_the_chosen_form_is_rope_with_its_bias():
     """And is trained with its drawn positions."""
 
