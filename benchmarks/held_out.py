@@ -1,0 +1,112 @@
+"""What is held out, beside what is not: exact match of questions whose combinations were trained.
+
+Evaluations ask only what a hash keeps from training. Where it goes by few symbols, such as the row,
+the column and the value of a cell, a model that guesses among what it sees can have learned which
+combinations never are an answer, and then does worse than a guess where it is asked. Here the same
+random texts ask both.
+
+Run ``python -m benchmarks.held_out RUN...`` with finished runs of tasks of places
+(:mod:`train.tasks.places`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tape_jax._src.table import markdown
+from train.data import held_out
+from train.evaluation import Trained
+from train.tasks import task_name
+from train.tasks.places import PAD, PlaceTask
+from train.training import runs
+
+BATCH = 500
+HEADER = ("run", "questions", "trained", "held out", "longer, trained", "longer, held out")
+
+
+class Asked(NamedTuple):
+    """B questions and what a model answers.
+
+    Attributes:
+      right: bool [B].
+      held_out: bool [B], whether the combination was kept from training.
+    """
+
+    right: np.ndarray
+    held_out: np.ndarray
+
+    def shares(self) -> tuple[str, str]:
+        """Per cent right of those that were trained, and of those that were not."""
+        parts = (self.right[~self.held_out], self.right[self.held_out])
+        trained, kept = (f"{100 * x.mean():.1f}" if len(x) else "-" for x in parts)
+        return trained, kept
+
+
+def ask(trained: Trained, task: PlaceTask, columns: range, questions: int, seed: int = 0) -> Asked:
+    """Answers random questions, one a text, as they come.
+
+    Args:
+      trained: the model.
+      task: what is asked.
+      columns: of the cells; rows are those that are trained, and all cells that exist are equally
+        likely.
+      questions: about how many.
+      seed: of what is random.
+    """
+    rng = np.random.default_rng(seed)
+    cells = [cell for cell in itertools.product(task.trained[0], columns) if task.exists(*cell)]
+    rows, drawn = np.array(cells)[rng.integers(len(cells), size=questions)].T
+    texts = task.texts(rng, drawn, rows)
+    # As a task's own, counted from one, for zeros at the end of a row do not matter.
+    kept = held_out.symbols(texts.hashed.reshape(1, questions, -1) + 1)
+    answers, ends = texts.answers[:, -1], texts.places[:, -1]
+
+    @jax.jit
+    def said(tokens: jax.Array, ends: jax.Array) -> jax.Array:
+        logits = trained.apply(trained.variables, tokens)
+        return jnp.argmax(logits[jnp.arange(len(tokens)), ends], -1)
+
+    parts = np.array_split(np.arange(questions), max(1, questions // BATCH))
+    found = np.concatenate([said(texts.tokens[part], ends[part]) for part in parts])
+    due = answers != PAD
+    return Asked((found == answers)[due], kept[due])
+
+
+def row(folder: Path, questions: int) -> tuple[str, ...]:
+    """A row of the table.
+
+    Raises:
+      ValueError: the run is of another task.
+    """
+    trained = runs.restore_for_evaluation(folder)
+    task = trained.experiment.task
+    if not isinstance(task, PlaceTask):
+        raise ValueError(
+            f"expected a run of a task of places; {folder} is one of {task_name(task)!r}"
+        )
+    inside = ask(trained, task, task.trained[1], questions)
+    longer = ask(trained, task, range(task.trained_length + 1, task.longest_column + 1), questions)
+    shares = (*inside.shares(), *longer.shares())
+    return (f"{folder.parent.name}/{folder.name}", str(len(inside.right)), *shares)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.held_out", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a finished run")
+    parser.add_argument("--questions", type=int, default=6000, help="asked of each run (6000)")
+    options = parser.parse_args(argv)
+    print(markdown(HEADER, [row(folder, options.questions) for folder in options.runs]))
+
+
+if __name__ == "__main__":
+    main()
