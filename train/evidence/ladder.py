@@ -14,18 +14,18 @@ class Step(NamedTuple):
 
     Attributes:
       missing: rates that have no score yet and are needed next.
-      best: the rate that is chosen; None while rates are missing.
-      at_end: whether the best is the first or the last of the ladder, so that one beyond it may be
-        better.
+      chosen: the rate; None while some are missing.
+      at_end: whether it is the best and the first or the last of the ladder, so that one beyond it
+        may be better.
     """
 
     missing: tuple[str, ...]
-    best: str | None = None
+    chosen: str | None = None
     at_end: bool = False
 
 
 def step(
-    scores: Mapping[str, float], first: str, ladder: Sequence[str], equal: float = 0.0
+    scores: Mapping[str, float], first: str, ladder: Sequence[str], within: float = 0.0
 ) -> Step:
     """The next step of a walk that ends where the best has both its neighbours.
 
@@ -34,8 +34,8 @@ def step(
         then the smaller rate.
       first: where the walk begins; it and its neighbours are tried in any case.
       ladder: all rates, ascending.
-      equal: where the best has both its neighbours, the smallest of all that were tried and are no
-        more than this below it is chosen; 0: the best itself.
+      within: where the best has both its neighbours, the smallest of all that were tried and are at
+        most this much below it is chosen; 0: the best itself.
 
     Raises:
       ValueError: a rate that is not on the ladder.
@@ -59,5 +59,7 @@ def step(
     place = ladder.index(best)
     if missing := beside(place):
         return Step(missing)
-    near = [rate for rate in ladder if scores.get(rate, -math.inf) >= scores[best] - equal]
-    return Step((), near[0] if equal else best, place in (0, len(ladder) - 1))
+    if place in (0, len(ladder) - 1):
+        return Step((), best, at_end=True)
+    near = [rate for rate in ladder if scores.get(rate, -math.inf) >= scores[best] - within]
+    return Step((), near[0] if within else best)

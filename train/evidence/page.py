@@ -408,8 +408,10 @@ def _scores(study: PlannedTrainings, key: str) -> str:
         return ""
     header = ["", "rate", "diverged", *(_label(study, score) for score in shown)]
     note = f"\n\nNot complete: {', '.join(lacking)}." if lacking else ""
+    within = study.rule.within
+    chosen = f", the smallest within {within:g} points of the best" if within else ""
     return (
-        f"Rates chosen by {_label(study, study.score(key))}; five seeds, mean and 95 % "
+        f"Rates chosen by {_label(study, study.score(key))}{chosen}; five seeds, mean and 95 % "
         f"interval:\n\n{text_table(header, rows)}{note}{_not_learned(study)}"
     )
 

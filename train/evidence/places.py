@@ -57,9 +57,8 @@ MULTIPLE = 4
 LONGER = {f"{task}_{MULTIPLE}x": task for task in ("address", "recall")}
 LONGER_FORMS = ("tape_alibi", "tape_demo")
 
-# One of them once more, with other seeds and a steadier choice of rates: version 2 of the protocol.
-AGAIN, ASKED_BEFORE = "address_4x_again", "address_4x"
-AGAIN_FORM, AGAIN_RIVALS = "tape_demo", ("rope_alibi", "alibi", "fire")
+# One of them once more, with other seeds and another choice of rates: version 2 of the protocol.
+AGAIN, BEFORE = "address_4x_again", "address_4x"
 
 # Every form is judged by itself. The first two have no bias.
 FORMS = (
@@ -93,8 +92,40 @@ SHARED = {
 }
 SHARED_FORMS = ("tape", "tape_heads", "tape_alibi", "tape_demo", "tape_chosen")
 ASKED = {**{task: (task, BEYOND) for task in TASKS}, **SHARED}
-# Longer trainings say nothing of one TAPE for all, which was asked before them.
-JUDGED = {**ASKED, **{name: (name, BEYOND) for name in (*LONGER, AGAIN)}}
+
+
+class Question(NamedTuple):
+    """What forms are judged by.
+
+    Attributes:
+      study: its name.
+      key: of the score.
+      forms: each is judged by itself.
+      rivals: of every form; None: :func:`rivals_of`.
+      note: on how, beside its test.
+    """
+
+    study: str
+    key: str
+    forms: tuple[str, ...]
+    rivals: tuple[str, ...] | None = None
+    note: str = ""
+
+
+QUESTIONS = {
+    **{task: Question(task, BEYOND, FORMS) for task in TASKS},
+    **{name: Question(*asked, SHARED_FORMS) for name, asked in SHARED.items()},
+    # Longer trainings say nothing of one TAPE for all, which was asked before them.
+    **{name: Question(name, BEYOND, LONGER_FORMS) for name in LONGER},
+    AGAIN: Question(
+        AGAIN,
+        BEYOND,
+        ("tape_demo",),
+        ("rope_alibi", "alibi", "fire"),
+        f" A second try, by version 2 of the protocol, made because `{BEFORE}` did not tell it "
+        "apart, against the three best rivals there; both are to be quoted.",
+    ),
+}
 
 # One TAPE for all: where it must be ahead, in how many others at least, and what share of longer
 # sums it must have right, in per cent.
@@ -113,10 +144,8 @@ MIXED = (
 WORDS = {Kind.CONFIRMED: "ahead", Kind.CONTRADICTED: "behind"}
 
 
-def rivals_of(form: str, name: str = "") -> list[str]:
+def rivals_of(form: str) -> list[str]:
     """What a form is compared with: of one with a bias, the same without its update too."""
-    if name == AGAIN:
-        return [*AGAIN_RIVALS]
     return [*RIVALS, *([WITHOUT_UPDATE[form]] if form in WITHOUT_UPDATE else [])]
 
 
@@ -127,7 +156,7 @@ def contextual(task: str) -> tuple[str, ...]:
 
 def _beside(name: str) -> tuple[str, str, tuple[str, ...]] | None:
     """The contextual rivals, where a study has them."""
-    study, key = JUDGED[name]
+    study, key, *_ = QUESTIONS[name]
     (design,) = (one for one in STUDIES if one.name == study)
     rivals = contextual(name)
     return (study, key, rivals) if design.rivals.keys() >= {*rivals} else None
@@ -135,8 +164,8 @@ def _beside(name: str) -> tuple[str, str, tuple[str, ...]] | None:
 
 def _judge(name: str) -> Callable[[Studies, str], Verdict]:
     """Whether a form is ahead at something."""
-    study, key = JUDGED[name]
-    return lambda studies, form: wins(studies[study], key, rivals_of(form, name), name=form)
+    study, key, _, rivals, _ = QUESTIONS[name]
+    return lambda studies, form: wins(studies[study], key, rivals or rivals_of(form), name=form)
 
 
 def one_for_all(studies: Studies, form: str) -> Verdict:
@@ -221,12 +250,13 @@ def _longer(name: str) -> Trainings:
 
 
 def _again() -> Trainings:
-    """A longer study with other seeds, and the rivals that had learned anything of it."""
+    """A longer study by another rule, of fewer rivals."""
+    _, _, forms, rivals, _ = QUESTIONS[AGAIN]
     return dataclasses.replace(
-        _longer(ASKED_BEFORE),
+        _longer(BEFORE),
         name=AGAIN,
-        rivals=encodings(AGAIN_FORM, *AGAIN_RIVALS),
-        seeds=protocol.AGAIN,
+        rivals=encodings(*forms, *(rivals or ())),
+        rule=protocol.AGAIN,
     )
 
 
@@ -253,24 +283,14 @@ FIXED = (
     f"{', '.join(f'`{rival}`' for rival in RIVALS)} and, of a form with a bias, the same without "
     "its update"
 )
-BEYOND_IT = f"Exact match beyond the trained length; above {FIXED}."
 
 
-def _test(name: str) -> str:
-    """What a task asks of a form."""
-    if name == AGAIN:
-        return (
-            f"{BEYOND_IT.split('; ')[0]}; above {', '.join(f'`{r}`' for r in AGAIN_RIVALS)}, the "
-            "three that had learned anything of it, by version 2 of the protocol."
-        )
-    return BEYOND_IT if JUDGED[name][1] == BEYOND else f"Perplexity; below {FIXED}."
-
-
-def _forms(name: str) -> tuple[str, ...]:
-    """The forms that are judged by a task."""
-    if name == AGAIN:
-        return (AGAIN_FORM,)
-    return FORMS if name in TASKS else LONGER_FORMS if name in LONGER else SHARED_FORMS
+def _test(question: Question) -> str:
+    """What is asked of a form."""
+    beyond = question.key == BEYOND
+    score = "Exact match beyond the trained length; above" if beyond else "Perplexity; below"
+    rivals = ", ".join(f"`{rival}`" for rival in question.rivals or ()) or FIXED
+    return f"{score} {rivals}.{question.note}"
 
 
 _HEADINGS = {task: task_type(task)(**places.TASKS[task]).heading for task in TASKS}
@@ -285,17 +305,17 @@ TITLES = {
         for name, task in LONGER.items()
     },
 }
-TITLES[AGAIN] = f"{TITLES[ASKED_BEFORE]}, asked again by other seeds"
+TITLES[AGAIN] = f"{TITLES[BEFORE]}, asked again: other seeds, another choice of rates"
 
 CLAIMS = (
     *(
         Claim(
             title=title,
-            test=_test(name),
+            test=_test(QUESTIONS[name]),
             needs=GPU,
-            studies=(JUDGED[name][0],),
+            studies=(QUESTIONS[name].study,),
             judge=_judge(name),
-            forms=_forms(name),
+            forms=QUESTIONS[name].forms,
             beside=_beside(name),
             name=name,
             words=WORDS,

@@ -1,7 +1,8 @@
 """The numbers of docs/protocol.md, which says what they are for.
 
-None depends on a result, but for the rates from 3e-1 on: the addendum of 23 November 2026, a longer
-ladder, added them because on text the best rate of sinusoids was the end of the ladder before.
+None depends on a result but two: the rates from 3e-1 on, which the addendum of 23 November 2026
+added because on text the best rate of sinusoids was the end of the ladder before; and version 2,
+which was written when a question of version 1 had not been settled.
 """
 
 from __future__ import annotations
@@ -14,25 +15,26 @@ VERSION = 1
 CHOOSING, REPORTING = (0, 1), (2, 3, 4, 5, 6)
 
 
-class Seeds(NamedTuple):
+class Rule(NamedTuple):
     """How a study chooses and reports.
 
     Attributes:
       version: of the protocol.
       choosing: seeds by which learning rates are chosen, by questions that no test asks.
-      reporting: seeds by which verdicts are found.
-      equal: by how many points of exact match the best rate must beat a smaller one to be chosen.
+      reporting: other seeds, by which verdicts are found.
+      within: the smallest of the rates tried is chosen that is at most so many points of exact
+        match below the best; 0: the best itself.
     """
 
     version: int = VERSION
     choosing: tuple[int, ...] = CHOOSING
     reporting: tuple[int, ...] = REPORTING
-    equal: float = 0.0
+    within: float = 0.0
 
 
-SEEDS = Seeds()
-# Of version 2, which asks one question of version 1 again.
-AGAIN = Seeds(version=2, choosing=(7, 8, 9), reporting=(10, 11, 12, 13, 14), equal=2.0)
+RULE = Rule()
+# Version 2, which asks one question of version 1 again.
+AGAIN = Rule(version=2, choosing=(7, 8, 9), reporting=(10, 11, 12, 13, 14), within=2.0)
 
 RATES = (
     *("1e-5", "3e-5", "1e-4", "3e-4", "1e-3", "3e-3", "1e-2", "3e-2", "1e-1"),

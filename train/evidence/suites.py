@@ -17,7 +17,7 @@ TAPE = {
     "tape_alibi": "`tape_heads` with ALiBi's bias on the same logits",
     "tape_demo": (
         '`tape_alibi` with `alpha=8` and `norm="rms"`, the form of `make demo`: it was chosen on '
-        "addressing, and is judged by the other tasks"
+        "addressing, where its verdicts are of a form that was fitted to the task"
     ),
     "tape_fox": "`tape_heads` with FoX's decay",
     "tape_chosen": (
@@ -154,7 +154,10 @@ SUITES: dict[str, Suite] = {
             "ask](protocol.md#what-was-changed-in-place), and say what was known then. A form of "
             "TAPE is *ahead* if it is clearly better than RoPE, ALiBi, FIRE and no encoding, and, "
             "with a bias, than the same without its update; *behind* if it is clearly worse than "
-            "one of them. Contextual rivals are judged apart."
+            "one of them. Contextual rivals are judged apart. `address_4x_again` is a second try "
+            "against three of these rivals alone, by [version "
+            "2](protocol.md#version-2-addressing-asked-again), which was written when the first "
+            "had told nothing apart."
         ),
         order="a task after the other",
         make="make evidence-places",

@@ -20,7 +20,7 @@ from train.comparison.sweep import Setting
 from train.evidence import budgets, ladder, protocol
 from train.evidence.budgets import Budget, Curve
 from train.evidence.kept import kept, takes
-from train.evidence.protocol import Seeds
+from train.evidence.protocol import Rule
 from train.evidence.records import Item, Made, Record, portable
 from train.evidence.source import describe_source
 from train.evidence.studies import Fields, Finished, Place, State, Study, options
@@ -67,7 +67,7 @@ class Trainings:
       quick: rivals of which one run belongs to the quick part.
       not_kept: fields of a result that records do without; there they are None.
       only: rivals whose runs are made; None: all.
-      seeds: by which rates are chosen, and by which it reports.
+      rule: by which it chooses rates and reports.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Trainings:
     quick: Sequence[str] = ()
     not_kept: Sequence[str] = ()
     only: Sequence[str] | None = None
-    seeds: Seeds = protocol.SEEDS
+    rule: Rule = protocol.RULE
 
     def at(self, place: Place) -> PlannedTrainings:
         """The study at a place."""
@@ -99,12 +99,12 @@ class PlannedTrainings(Study):
       design: the study.
       first: the rate that is tried first.
       rivals: whose runs are made, beside those that choose the budget.
-      seeds: of the design.
+      rule: of the design.
     """
 
     def __init__(self, design: Trainings, place: Place):
         self.name = design.name
-        self.design, self.place, self.seeds = design, place, design.seeds
+        self.design, self.place, self.rule = design, place, design.rule
         self.folder = place.runs / design.name
         self.rivals = [r for r in design.rivals if design.only is None or r in design.only]
         choose("scale", place.scale, design.first)
@@ -170,7 +170,7 @@ class PlannedTrainings(Study):
         if self.design.curve is not None:
             for rival in self.design.curve.rivals:
                 for multiple in protocol.MULTIPLES:
-                    first, seed = self.first, self.seeds.choosing[0]
+                    first, seed = self.first, self.rule.choosing[0]
                     yield rival, multiple, self._job_once(rival, first, seed, multiple)
 
     @property
@@ -183,11 +183,11 @@ class PlannedTrainings(Study):
         scores: dict[str, float] = {}
         jobs: list[Job] = []
         while True:
-            step = ladder.step(scores, self.first, protocol.RATES, self.seeds.equal)
+            step = ladder.step(scores, self.first, protocol.RATES, self.rule.within)
             if not step.missing or self.budget is None:
                 return jobs, step
             tried = {
-                rate: [self.job(rival, rate, seed) for seed in self.seeds.choosing]
+                rate: [self.job(rival, rate, seed) for seed in self.rule.choosing]
                 for rate in step.missing
             }
             jobs += [job for of_rate in tried.values() for job in of_rate]
@@ -196,20 +196,21 @@ class PlannedTrainings(Study):
                 if not all(records):
                     return jobs, step
                 score = self.score(key)
+                assert score.higher_is_better or not self.rule.within, "points are of exact match"
                 values = [self.comparable(self.value(r, score), score) for r in records if r]
                 scores[rate] = statistics.fmean(values)
 
     def rate(self, rival: str, key: str) -> str | None:
         """The rate of a rival for a score; None while it is not known, or at the ladder's end."""
         _, step = self.walk(rival, key)
-        return None if step.at_end else step.best
+        return None if step.at_end else step.chosen
 
     def reports(self, rival: str, key: str) -> list[Job] | None:
         """The runs that claims about a score are judged by; None while their rate is not known."""
         rate = self.rate(rival, key)
         if rate is None:
             return None
-        return [self.job(rival, rate, seed) for seed in self.seeds.reporting]
+        return [self.job(rival, rate, seed) for seed in self.rule.reporting]
 
     def values(self, rival: str, key: str, shown: str | None = None) -> dict[int, float] | None:
         """A score by seed, as it is shown; None unless every seed has reported.
@@ -231,8 +232,8 @@ class PlannedTrainings(Study):
             return "the budget is not chosen yet"
         jobs, step = self.walk(rival, key)
         if step.at_end:
-            return f"{rival}: its best rate, {step.best}, is at the end of the ladder"
-        if step.best is None:
+            return f"{rival}: its best rate, {step.chosen}, is at the end of the ladder"
+        if step.chosen is None:
             tried = [job.folder.name for job in jobs if not self.record(job)]
             return f"{rival}: no rate yet ({len(tried)} runs to choose it, from {tried[0]} on)"
         reports = self.reports(rival, key) or ()
@@ -307,10 +308,10 @@ class PlannedTrainings(Study):
     def state(self) -> State:
         """How far it is."""
         records = {job: self.record(job) for job in self.jobs}
-        unknown, choosing, reporting = [], len(self.seeds.choosing), len(self.seeds.reporting)
+        unknown, choosing, reporting = [], len(self.rule.choosing), len(self.rule.reporting)
         for rival in self.rivals:
             jobs, step = self.walk(rival, self.design.scores[0])
-            if step.best is None:
+            if step.chosen is None:
                 more = max(0, 3 * choosing - len(jobs)) + reporting
                 unknown += [f"{rival}, {n} of {more} more" for n in range(1, more + 1)]
         return State(
@@ -328,11 +329,11 @@ class PlannedTrainings(Study):
         multiple = self.budget.multiple if self.budget else cast(Curve, design.curve).most
         for key, rival in itertools.product(design.scores, self.rivals):
             jobs, step = self.walk(rival, key)
-            if step.best is None:
+            if step.chosen is None:
                 # The other scores choose among the same runs, and often the same rate.
                 first = key == design.scores[0]
-                more = max(0, (3 + FURTHER) * len(self.seeds.choosing) - len(jobs)) if first else 0
-                runs += multiple * (more + len(self.seeds.reporting) * (1 if first else 0.5))
+                more = max(0, (3 + FURTHER) * len(self.rule.choosing) - len(jobs)) if first else 0
+                runs += multiple * (more + len(self.rule.reporting) * (1 if first else 0.5))
         return (known + runs * design.minutes) / 60
 
     def minutes(self, job: Job) -> float:
@@ -367,7 +368,7 @@ class PlannedTrainings(Study):
     @property
     def quick(self) -> list[Job]:
         """The quick part: one run of each rival that has one."""
-        seed = self.seeds.choosing[0]
+        seed = self.rule.choosing[0]
         return [self._job_once(rival, self.first, seed, 1) for rival in self.design.quick]
 
     def record(self, job: Job) -> Record | None:
@@ -377,10 +378,14 @@ class PlannedTrainings(Study):
     def item(self, job: Job) -> Item:
         """What is kept of a run, before it is made."""
         e = job.experiment
-        asked = "test" if e.seed in self.seeds.reporting else "validation"
+        asked = "validation" if self.validates(job) else "test"
         base = None if self.design.base is None else self._base_once(e.seed).experiment
-        described = {"version": self.seeds.version, "asked": asked}
+        described = {"version": self.rule.version, "asked": asked}
         return Item(self.name, job.folder.name, job.name, portable(e), base, described)
+
+    def validates(self, job: Job) -> bool:
+        """Whether a run is asked what no test asks, for it chooses a rate or a budget."""
+        return job.experiment.seed in self.rule.choosing
 
     def check(self, record: Record) -> None:
         """Raises ValueError, TypeError or KeyError if the results are none of the task."""
@@ -422,7 +427,7 @@ class PlannedTrainings(Study):
         given = (*self.place.overrides, *options({**fields, **design.rivals[rival]}))
         own = given
         if design.base is not None:
-            base = self._base_once(self.seeds.choosing[0])
+            base = self._base_once(self.rule.choosing[0])
             if not base.folder.exists():
                 runs.create(base.folder, base.experiment)
             own = (*given, *options({"adapt.base": str(base.folder)}))
@@ -462,15 +467,15 @@ class PlannedTrainings(Study):
                 f"of either; remove {self.folder}, so that it is not continued",
             )
             item = self.item(ended.job)
-            found = kept(ended, validated=ended.job.experiment.seed in self.seeds.choosing)
+            found = kept(ended, validated=self.validates(ended.job))
             if found["result"] is not None:
                 found["result"] |= dict.fromkeys(self.design.not_kept)
             self.place.store.put(item, found, Made(environment, code, ended.seconds))
             finished(item)
 
         accepted = (0, NON_FINITE_EXIT_CODE)
-        for seeds, ends in ((self.seeds.reporting, EVALUATE), (self.seeds.choosing, VALIDATE)):
-            if jobs := [job for job in missing if job.experiment.seed in seeds]:
+        for validated, ends in ((False, EVALUATE), (True, VALIDATE)):
+            if jobs := [job for job in missing if self.validates(job) == validated]:
                 train_all(
                     jobs, side_by_side, same_share=True, ends=ends, finished=write,
                     accepted=accepted,

@@ -48,25 +48,25 @@ def test_ends(best, count):
 def test_ties_and_divergence():
     """Where all are alike, as where all diverge, the first counts; else what does not diverge."""
     for value in (0.0, -math.inf):
-        assert walk(lambda rate, value=value: value)[1].best == "3e-3"
+        assert walk(lambda rate, value=value: value)[1].chosen == "3e-3"
     only = {"1e-3": 1.0, "3e-3": 0.0, "1e-2": 1.0, "3e-4": 0.0}
-    assert step(only, "3e-3", RATES).best == "1e-3"
+    assert step(only, "3e-3", RATES).chosen == "1e-3"
     fast = {"1e-2": -math.inf, "3e-2": -math.inf}
-    assert walk(lambda rate: fast.get(rate, peak("1e-2")(rate)))[1].best == "3e-3"
+    assert walk(lambda rate: fast.get(rate, peak("1e-2")(rate)))[1].chosen == "3e-3"
 
 
 def test_the_smallest_of_those_that_are_nearly_the_best():
     """Of all that were tried; the walk is that towards the best, and is none the longer."""
     scores = {"1e-3": 88.0, "3e-3": 87.0, "1e-2": 89.5, "3e-2": 4.0}
-    assert step(scores, "3e-3", RATES).best == "1e-2"
-    assert step(scores, "3e-3", RATES, equal=2.0) == Step((), "1e-3")
-    assert step(scores, "3e-3", RATES, equal=1.0) == Step((), "1e-2")
-    assert step(scores | {"1e-3": 87.5}, "3e-3", RATES, equal=2.0) == Step((), "1e-3")
-    assert step(scores | {"1e-3": 87.4}, "3e-3", RATES, equal=2.0) == Step((), "1e-2")
+    assert step(scores, "3e-3", RATES).chosen == "1e-2"
+    assert step(scores, "3e-3", RATES, within=2.0) == Step((), "1e-3")
+    assert step(scores, "3e-3", RATES, within=1.0) == Step((), "1e-2")
+    assert step(scores | {"1e-3": 87.5}, "3e-3", RATES, within=2.0) == Step((), "1e-3")
+    assert step(scores | {"1e-3": 87.4}, "3e-3", RATES, within=2.0) == Step((), "1e-2")
     del scores["3e-2"]
-    assert step(scores, "3e-3", RATES, equal=2.0).missing == ("3e-2",)
-    end = step(dict(zip(RATES, range(len(RATES)), strict=True)), "3e-3", RATES, equal=2.0)
-    assert end == Step((), RATES[-3], at_end=True)
+    assert step(scores, "3e-3", RATES, within=2.0).missing == ("3e-2",)
+    end = step(dict(zip(RATES, range(len(RATES)), strict=True)), "3e-3", RATES, within=2.0)
+    assert end == Step((), RATES[-1], at_end=True)
 
 
 def test_two_peaks():

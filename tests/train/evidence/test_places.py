@@ -63,7 +63,8 @@ def test_every_rival_is_compared_and_every_comparison_has_its_runs():
     asked = {claim.studies[0]: claim for claim in places.CLAIMS if len(claim.studies) == 1}
     for design in places.STUDIES:
         claim = asked[design.name]
-        rivals = (places.rivals_of(form, design.name) for form in claim.forms)
+        own = {question.study: question.rivals for question in places.QUESTIONS.values()}
+        rivals = (own[design.name] or places.rivals_of(form) for form in claim.forms)
         compared = set(itertools.chain(claim.forms, *rivals))
         if design.name in places.TASKS:
             assert compared | {*places.contextual(design.name)} == set(design.rivals)
@@ -88,18 +89,17 @@ def test_longer_trainings_differ_in_their_steps(place, name, task):
         )
 
 
-def test_what_is_asked_again_differs_in_its_seeds(place):
+def test_what_is_asked_again_differs_in_its_rule():
     """And none of them has been used in what it asks again."""
     ours = {design.name: design for design in places.STUDIES}
-    again, before = ours[places.AGAIN], ours[places.ASKED_BEFORE]
+    again, before = ours[places.AGAIN], ours[places.BEFORE]
     assert places.AGAIN not in places.ASKED
     assert again.rivals.items() <= before.rivals.items()
-    changed = {"name": before.name, "rivals": before.rivals, "seeds": before.seeds}
+    changed = {"name": before.name, "rivals": before.rivals, "rule": before.rule}
     assert dataclasses.replace(again, **changed) == before
-    seeds = [*before.seeds.choosing, *before.seeds.reporting, *again.seeds.choosing]
-    seeds += again.seeds.reporting
+    seeds = [x for one in (before, again) for x in (*one.rule.choosing, *one.rule.reporting)]
     assert len(seeds) == len(set(seeds))
-    assert len(again.seeds.reporting) == len(before.seeds.reporting)
+    assert len(again.rule.reporting) == len(before.rule.reporting)
 
 
 def test_studies_of_claims_keep_what_they_have():

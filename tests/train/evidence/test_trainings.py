@@ -41,7 +41,7 @@ class TestRates:
         assert names(jobs) == [
             f"tape-1x-{rate}-seed{seed}" for rate in ("1e-3", "3e-3", "1e-2") for seed in (0, 1)
         ]
-        assert (step.best, planned.reports("tape", BEYOND)) == (None, None)
+        assert (step.chosen, planned.reports("tape", BEYOND)) == (None, None)
         state = planned.state
         assert (state.total, len(state.finished), len(state.unfinished)) == (33, 0, 33)
         assert state.unfinished[-1] == "none, 5 of 5 more"
@@ -65,8 +65,8 @@ class TestRates:
 
     def test_seeds_of_its_own(self, design, place):
         """They choose, report, and ask what they do; its records say by which version."""
-        seeds = protocol.Seeds(2, (7, 8, 9), (10, 11), equal=2.0)
-        planned = dataclasses.replace(design, curve=None, seeds=seeds).at(place)
+        rule = protocol.Rule(2, (7, 8, 9), (10, 11), within=2.0)
+        planned = dataclasses.replace(design, curve=None, rule=rule).at(place)
         for rival in planned.rivals:
             for job in planned.walk(rival, BEYOND)[0]:
                 rate = job.experiment.train.learning_rate
@@ -91,7 +91,7 @@ class TestRates:
         for expected in (["1e-3", "3e-3", "1e-2"], ["1e-3", "3e-3", "1e-2", "3e-4"]):
             jobs, step = planned.walk("tape", BEYOND)
             assert rates(jobs) == expected
-            assert step.best is None
+            assert step.chosen is None
             for job in jobs:
                 rate, seed = job.folder.name.removeprefix("tape-1x-").split("-seed")
                 finish(planned, job, shares[rate][int(seed)])
@@ -271,20 +271,25 @@ class TestRunning:
     def trained(self, monkeypatch):
         """Stands for the processes that train: names of the runs, in order."""
         calls: list[list[str]] = []
+        # Only what chooses is validated, only what reports is tested.
+        choosing = (0, 1, 7, 8, 9)
 
         def train_all(jobs, side_by_side, *, same_share, ends, finished, accepted):
             assert accepted == (0, NON_FINITE_EXIT_CODE)
             assert same_share
-            # Only what chooses is validated, only what reports is tested.
             for job in jobs:
-                assert ends == (VALIDATE if job.experiment.seed in (0, 1) else EVALUATE)
+                assert ends == (VALIDATE if job.experiment.seed in choosing else EVALUATE)
             if jobs:
                 calls.append(names(jobs))
             for job in jobs:
                 finished(Ended(job, 0, 60.0))
 
+        def kept(ended, validated):
+            assert validated == (ended.job.experiment.seed in choosing)
+            return result_of(ended.job)
+
         monkeypatch.setattr(trainings, "train_all", train_all)
-        monkeypatch.setattr(trainings, "kept", lambda ended, validated: result_of(ended.job))
+        monkeypatch.setattr(trainings, "kept", kept)
         return calls
 
     def test_order(self, design, place, trained):
@@ -303,6 +308,14 @@ class TestRunning:
         assert planned.state.unfinished == []
         planned.run(lambda item: seen.append(item.name))
         assert len(trained) == 3
+
+    def test_order_by_another_rule(self, design, place, trained):
+        """Its own seeds choose, which are validated, and its own report, which are tested."""
+        ours = dataclasses.replace(design, curve=None, rule=protocol.AGAIN)
+        ours.at(place).run(lambda item: None)
+        seeds = [{int(name.rpartition("seed")[2]) for name in call} for call in trained]
+        assert seeds == [{7, 8, 9}, {7, 8, 9}, {10, 11, 12, 13, 14}]
+        assert ours.at(place).state.unfinished == []
 
     def test_quick_is_a_part_of_the_whole(self, design, place, trained):
         planned = design.at(place)
