@@ -305,7 +305,7 @@ TITLES = {
         for name, task in LONGER.items()
     },
 }
-TITLES[AGAIN] = f"{TITLES[BEFORE]}, asked again: other seeds, another choice of rates"
+TITLES[AGAIN] = f"{TITLES[BEFORE]}, asked again"
 
 CLAIMS = (
     *(
