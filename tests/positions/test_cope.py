@@ -6,7 +6,7 @@ import pytest
 from tape_jax import ModelConfig
 from tape_jax.positions import Cope
 from tests.models import small_model
-from tests.positions.pairs import HEADS, IDS, KV_HEADS, drawn, sigmoid
+from tests.positions.pairs import HEADS, KV_HEADS, alone_and_packed, drawn, sigmoid
 
 CASES = {
     "cut": Cope(positions=4),
@@ -16,9 +16,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "ids", [pytest.param(None, id="alone", marks=pytest.mark.slow), pytest.param(IDS, id="packed")]
-)
+@alone_and_packed
 @pytest.mark.parametrize("name", CASES)
 def test_formula(name, ids, x64):
     encoding = CASES[name]

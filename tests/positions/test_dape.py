@@ -5,7 +5,7 @@ import pytest
 
 from tape_jax._src.positions.bias import alibi_slopes
 from tape_jax.positions import DapeAlibi, DapeKerple
-from tests.positions.pairs import HEADS, IDS, drawn
+from tests.positions.pairs import HEADS, alone_and_packed, drawn
 
 
 def bias(pairs, h, distance):
@@ -15,7 +15,7 @@ def bias(pairs, h, distance):
     return -r1 * np.log(1 + r2 * distance)
 
 
-@pytest.mark.parametrize("ids", [None, IDS], ids=["alone", "packed"])
+@alone_and_packed
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "both ways"])
 @pytest.mark.parametrize("encoding", [DapeAlibi(width=5), DapeKerple()], ids=lambda x: x.kind)
 def test_formula(encoding, is_causal, ids, x64):

@@ -9,7 +9,16 @@ from tape_jax import ModelConfig
 from tape_jax._src.positions.bias import alibi_slopes
 from tape_jax.positions import GrapeAdditive, GrapePath
 from tests.positions import pairs as by_pairs
-from tests.positions.pairs import DIM, HEADS, IDS, KV_HEADS, drawn, sigmoid, softplus
+from tests.positions.pairs import (
+    DIM,
+    HEADS,
+    IDS,
+    KV_HEADS,
+    alone_and_packed,
+    drawn,
+    sigmoid,
+    softplus,
+)
 
 BACKENDS = {
     "reference": {"implementation": "reference"},
@@ -19,7 +28,7 @@ BACKENDS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ids", [None, IDS], ids=["alone", "packed"])
+@alone_and_packed
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "both ways"])
 @pytest.mark.parametrize("gate", ["query_key", "key"])
 def test_gates(gate, is_causal, ids, x64):
@@ -43,7 +52,7 @@ def test_gates(gate, is_causal, ids, x64):
         np.testing.assert_allclose(found, want, atol=1e-12)
 
 
-@pytest.mark.parametrize("ids", [None, IDS], ids=["alone", "packed"])
+@alone_and_packed
 @pytest.mark.parametrize("width", [None, 4])
 def test_path(width, ids, x64):
     pairs = drawn(GrapePath(width), ids=ids)

@@ -7,7 +7,7 @@ import pytest
 
 from tape_jax import attention
 from tape_jax.positions import StickBreaking
-from tests.positions.pairs import IDS, drawn, sigmoid
+from tests.positions.pairs import alone_and_packed, drawn, sigmoid
 
 CASES = [
     StickBreaking(current, remainder)
@@ -16,9 +16,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "ids", [pytest.param(None, id="alone", marks=pytest.mark.slow), pytest.param(IDS, id="packed")]
-)
+@alone_and_packed
 @pytest.mark.parametrize("encoding", CASES, ids=str)
 def test_formula(encoding, ids, x64):
     pairs = drawn(encoding, ids=ids)

@@ -140,6 +140,7 @@ def test_pictures_show_forms_and_what_a_share_can_be(small, place):
     assert high == 100
 
 
+@pytest.mark.slow
 def test_what_is_tuned_has_its_length(place):
     """1x is that of the tuning."""
     (design,) = (one for one in suite.STUDIES if one.name == "context")
