@@ -29,7 +29,7 @@ from train.tasks.places import PAD, PlaceTask
 from train.training import runs
 
 BATCH = 500
-HEADER = ("run", "questions", "trained", "held out", "longer, trained", "longer, held out")
+HEADER = ("run", "of each length", "trained", "held out", "longer, trained", "longer, held out")
 
 
 class Asked(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -61,5 +60,6 @@ def step(
         return Step(missing)
     if place in (0, len(ladder) - 1):
         return Step((), best, at_end=True)
-    near = [rate for rate in ladder if scores.get(rate, -math.inf) >= scores[best] - within]
+    tried = [rate for rate in ladder if rate in scores]
+    near = [rate for rate in tried if scores[rate] >= scores[best] - within]
     return Step((), near[0] if within else best)

@@ -63,6 +63,8 @@ def test_the_smallest_of_those_that_are_nearly_the_best():
     assert step(scores, "3e-3", RATES, within=1.0) == Step((), "1e-2")
     assert step(scores | {"1e-3": 87.5}, "3e-3", RATES, within=2.0) == Step((), "1e-3")
     assert step(scores | {"1e-3": 87.4}, "3e-3", RATES, within=2.0) == Step((), "1e-2")
+    nothing = dict.fromkeys(("1e-3", "3e-3", "1e-2"), -math.inf)
+    assert step(nothing, "3e-3", RATES, within=2.0) == Step((), "1e-3")
     del scores["3e-2"]
     assert step(scores, "3e-3", RATES, within=2.0).missing == ("3e-2",)
     end = step(dict(zip(RATES, range(len(RATES)), strict=True)), "3e-3", RATES, within=2.0)
