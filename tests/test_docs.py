@@ -377,6 +377,6 @@ def test_table_of_encodings_is_of_the_registry():
     assert named >= set(positions.registry)
 
 
-@pytest.mark.parametrize("kind", mostly_slow(positions.registry, "stickbreaking"))
+@pytest.mark.parametrize("kind", mostly_slow(positions.registry, "alibi"))
 def test_table_of_encodings_is_what_is_found(kind):
     assert symmetries.rows_of(read(symmetries.PAGE))[kind] == symmetries.row(kind)

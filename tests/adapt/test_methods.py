@@ -59,12 +59,18 @@ class TestTape:
         ("rope", "options", "model"),
         [
             (positions.Rope(base=500.0, scaling=RopeScaling("linear", 2.0)), {"norm": "rms"}, {}),
-            (
+            pytest.param(
                 positions.Yarn(scaling=YARN),
                 {"form": "tensor", "attention_mix": "heads", "learn_alpha": True},
                 {"num_kv_heads": 1, "scan_layers": False},
+                marks=pytest.mark.slow,
             ),
-            (positions.Rope(axes=2), {"layers": (1, 2), "norm": "unit"}, {"num_layers": 4}),
+            pytest.param(
+                positions.Rope(axes=2),
+                {"layers": (1, 2), "norm": "unit"},
+                {"num_layers": 4},
+                marks=pytest.mark.slow,
+            ),
         ],
     )
     def test_the_logits_stay(self, rope, options, model):

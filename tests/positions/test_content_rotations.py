@@ -144,7 +144,13 @@ BY_HAND = {
 }
 
 
-@pytest.mark.parametrize("segments", [None, PACKED], ids=["one segment", "packed"])
+@pytest.mark.parametrize(
+    "segments",
+    [
+        pytest.param(None, id="one segment", marks=pytest.mark.slow),
+        pytest.param(PACKED, id="packed"),
+    ],
+)
 @pytest.mark.parametrize(
     "name", mostly_slow(VARIANTS, "selective", "grape", "repo", "mapformer em")
 )

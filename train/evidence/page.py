@@ -411,7 +411,7 @@ def _scores(study: PlannedTrainings, key: str) -> str:
         return ""
     header = ["", "rate", "diverged", *(_label(study, score) for score in shown)]
     note = f"\n\nNot complete: {', '.join(lacking)}." if lacking else ""
-    within = study.rule.within
+    within = study.procedure.within
     chosen = f", the smallest within {within:g} points of the best" if within else ""
     return (
         f"Rates chosen by {_label(study, study.score(key))}{chosen}; five seeds, mean and 95 % "

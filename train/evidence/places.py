@@ -94,7 +94,7 @@ SHARED_FORMS = ("tape", "tape_heads", "tape_alibi", "tape_demo", "tape_chosen")
 ASKED = {**{task: (task, BEYOND) for task in TASKS}, **SHARED}
 
 
-class Question(NamedTuple):
+class Judgement(NamedTuple):
     """What forms are judged by.
 
     Attributes:
@@ -112,12 +112,12 @@ class Question(NamedTuple):
     note: str = ""
 
 
-QUESTIONS = {
-    **{task: Question(task, BEYOND, FORMS) for task in TASKS},
-    **{name: Question(*asked, SHARED_FORMS) for name, asked in SHARED.items()},
+JUDGEMENTS = {
+    **{task: Judgement(task, BEYOND, FORMS) for task in TASKS},
+    **{name: Judgement(*asked, SHARED_FORMS) for name, asked in SHARED.items()},
     # Longer trainings say nothing of one TAPE for all, which was asked before them.
-    **{name: Question(name, BEYOND, LONGER_FORMS) for name in LONGER},
-    AGAIN: Question(
+    **{name: Judgement(name, BEYOND, LONGER_FORMS) for name in LONGER},
+    AGAIN: Judgement(
         AGAIN,
         BEYOND,
         ("tape_demo",),
@@ -156,7 +156,7 @@ def contextual(task: str) -> tuple[str, ...]:
 
 def _beside(name: str) -> tuple[str, str, tuple[str, ...]] | None:
     """The contextual rivals, where a study has them."""
-    study, key, *_ = QUESTIONS[name]
+    study, key, *_ = JUDGEMENTS[name]
     (design,) = (one for one in STUDIES if one.name == study)
     rivals = contextual(name)
     return (study, key, rivals) if design.rivals.keys() >= {*rivals} else None
@@ -164,7 +164,7 @@ def _beside(name: str) -> tuple[str, str, tuple[str, ...]] | None:
 
 def _judge(name: str) -> Callable[[Studies, str], Verdict]:
     """Whether a form is ahead at something."""
-    study, key, _, rivals, _ = QUESTIONS[name]
+    study, key, _, rivals, _ = JUDGEMENTS[name]
     return lambda studies, form: wins(studies[study], key, rivals or rivals_of(form), name=form)
 
 
@@ -250,13 +250,13 @@ def _longer(name: str) -> Trainings:
 
 
 def _again() -> Trainings:
-    """A longer study by another rule, of fewer rivals."""
-    _, _, forms, rivals, _ = QUESTIONS[AGAIN]
+    """A longer study by another procedure, of fewer rivals."""
+    _, _, forms, rivals, _ = JUDGEMENTS[AGAIN]
     return dataclasses.replace(
         _longer(BEFORE),
         name=AGAIN,
         rivals=encodings(*forms, *(rivals or ())),
-        rule=protocol.AGAIN,
+        procedure=protocol.AGAIN,
     )
 
 
@@ -285,12 +285,12 @@ FIXED = (
 )
 
 
-def _test(question: Question) -> str:
+def _test(judgement: Judgement) -> str:
     """What is asked of a form."""
-    beyond = question.key == BEYOND
+    beyond = judgement.key == BEYOND
     score = "Exact match beyond the trained length; above" if beyond else "Perplexity; below"
-    rivals = ", ".join(f"`{rival}`" for rival in question.rivals or ()) or FIXED
-    return f"{score} {rivals}.{question.note}"
+    rivals = ", ".join(f"`{rival}`" for rival in judgement.rivals or ()) or FIXED
+    return f"{score} {rivals}.{judgement.note}"
 
 
 _HEADINGS = {task: task_type(task)(**places.TASKS[task]).heading for task in TASKS}
@@ -311,11 +311,11 @@ CLAIMS = (
     *(
         Claim(
             title=title,
-            test=_test(QUESTIONS[name]),
+            test=_test(JUDGEMENTS[name]),
             needs=GPU,
-            studies=(QUESTIONS[name].study,),
+            studies=(JUDGEMENTS[name].study,),
             judge=_judge(name),
-            forms=QUESTIONS[name].forms,
+            forms=JUDGEMENTS[name].forms,
             beside=_beside(name),
             name=name,
             words=WORDS,

@@ -15,7 +15,7 @@ VERSION = 1
 CHOOSING, REPORTING = (0, 1), (2, 3, 4, 5, 6)
 
 
-class Rule(NamedTuple):
+class Procedure(NamedTuple):
     """How a study chooses and reports.
 
     Attributes:
@@ -32,9 +32,9 @@ class Rule(NamedTuple):
     within: float = 0.0
 
 
-RULE = Rule()
+FIRST_PROCEDURE = Procedure()
 # Version 2, which asks one question of version 1 again.
-AGAIN = Rule(version=2, choosing=(7, 8, 9), reporting=(10, 11, 12, 13, 14), within=2.0)
+AGAIN = Procedure(version=2, choosing=(7, 8, 9), reporting=(10, 11, 12, 13, 14), within=2.0)
 
 RATES = (
     *("1e-5", "3e-5", "1e-4", "3e-4", "1e-3", "3e-3", "1e-2", "3e-2", "1e-1"),

@@ -24,6 +24,20 @@ Fields = Mapping[str, Any]
 Finished = Callable[[Item], None]
 
 
+class Base(NamedTuple):
+    """A run from which others start: each from the one that has its seed.
+
+    Attributes:
+      config: its config file.
+      fields: in which it differs from the file.
+      by_scale: further ones, by scale.
+    """
+
+    config: Path
+    fields: Fields
+    by_scale: Mapping[str, Fields]
+
+
 class Place(NamedTuple):
     """Where the suite is run, and at which scale.
 

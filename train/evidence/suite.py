@@ -11,8 +11,8 @@ from train.evidence.budgets import Curve
 from train.evidence.overhead import Cost
 from train.evidence.stability import Growth
 from train.evidence.states import StateUse
-from train.evidence.studies import Design, Fields
-from train.evidence.trainings import Base, Trainings
+from train.evidence.studies import Base, Design, Fields
+from train.evidence.trainings import Trainings
 
 CONFIGS = Path("configs")
 BEYOND, INSIDE = "exact_match_outside", "exact_match_inside"

@@ -9,7 +9,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from tape_jax._src.checks import choose, require
 from train import experiment
@@ -20,10 +20,10 @@ from train.comparison.sweep import Setting
 from train.evidence import budgets, ladder, protocol
 from train.evidence.budgets import Budget, Curve
 from train.evidence.kept import kept, takes
-from train.evidence.protocol import Rule
+from train.evidence.protocol import Procedure
 from train.evidence.records import Item, Made, Record, portable
 from train.evidence.source import describe_source
-from train.evidence.studies import Fields, Finished, Place, State, Study, options
+from train.evidence.studies import Base, Fields, Finished, Place, State, Study, options
 from train.experiment import Experiment
 from train.tasks import Score, Task
 from train.training import runs
@@ -31,20 +31,6 @@ from train.training.signals import NON_FINITE_EXIT_CODE
 
 # Further rates that a walk is expected to try, beside the first three.
 FURTHER = 0.5
-
-
-class Base(NamedTuple):
-    """A run from which others start: each from the one that has its seed.
-
-    Attributes:
-      config: its config file.
-      fields: in which it differs from the file.
-      by_scale: further ones, by scale.
-    """
-
-    config: Path
-    fields: Fields
-    by_scale: Mapping[str, Fields]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +53,7 @@ class Trainings:
       quick: rivals of which one run belongs to the quick part.
       not_kept: fields of a result that records do without; there they are None.
       only: rivals whose runs are made; None: all.
-      rule: by which it chooses rates and reports.
+      procedure: by which it chooses rates and reports.
     """
 
     name: str
@@ -85,7 +71,7 @@ class Trainings:
     quick: Sequence[str] = ()
     not_kept: Sequence[str] = ()
     only: Sequence[str] | None = None
-    rule: Rule = protocol.RULE
+    procedure: Procedure = protocol.FIRST_PROCEDURE
 
     def at(self, place: Place) -> PlannedTrainings:
         """The study at a place."""
@@ -99,12 +85,12 @@ class PlannedTrainings(Study):
       design: the study.
       first: the rate that is tried first.
       rivals: whose runs are made, beside those that choose the budget.
-      rule: of the design.
+      procedure: of the design.
     """
 
     def __init__(self, design: Trainings, place: Place):
         self.name = design.name
-        self.design, self.place, self.rule = design, place, design.rule
+        self.design, self.place, self.procedure = design, place, design.procedure
         self.folder = place.runs / design.name
         self.rivals = [r for r in design.rivals if design.only is None or r in design.only]
         choose("scale", place.scale, design.first)
@@ -170,7 +156,7 @@ class PlannedTrainings(Study):
         if self.design.curve is not None:
             for rival in self.design.curve.rivals:
                 for multiple in protocol.MULTIPLES:
-                    first, seed = self.first, self.rule.choosing[0]
+                    first, seed = self.first, self.procedure.choosing[0]
                     yield rival, multiple, self._job_once(rival, first, seed, multiple)
 
     @property
@@ -183,11 +169,11 @@ class PlannedTrainings(Study):
         scores: dict[str, float] = {}
         jobs: list[Job] = []
         while True:
-            step = ladder.step(scores, self.first, protocol.RATES, self.rule.within)
+            step = ladder.step(scores, self.first, protocol.RATES, self.procedure.within)
             if not step.missing or self.budget is None:
                 return jobs, step
             tried = {
-                rate: [self.job(rival, rate, seed) for seed in self.rule.choosing]
+                rate: [self.job(rival, rate, seed) for seed in self.procedure.choosing]
                 for rate in step.missing
             }
             jobs += [job for of_rate in tried.values() for job in of_rate]
@@ -196,7 +182,9 @@ class PlannedTrainings(Study):
                 if not all(records):
                     return jobs, step
                 score = self.score(key)
-                assert score.higher_is_better or not self.rule.within, "points are of exact match"
+                assert score.higher_is_better or not self.procedure.within, (
+                    "points are of exact match"
+                )
                 values = [self.comparable(self.value(r, score), score) for r in records if r]
                 scores[rate] = statistics.fmean(values)
 
@@ -210,7 +198,7 @@ class PlannedTrainings(Study):
         rate = self.rate(rival, key)
         if rate is None:
             return None
-        return [self.job(rival, rate, seed) for seed in self.rule.reporting]
+        return [self.job(rival, rate, seed) for seed in self.procedure.reporting]
 
     def values(self, rival: str, key: str, shown: str | None = None) -> dict[int, float] | None:
         """A score by seed, as it is shown; None unless every seed has reported.
@@ -308,7 +296,11 @@ class PlannedTrainings(Study):
     def state(self) -> State:
         """How far it is."""
         records = {job: self.record(job) for job in self.jobs}
-        unknown, choosing, reporting = [], len(self.rule.choosing), len(self.rule.reporting)
+        unknown, choosing, reporting = (
+            [],
+            len(self.procedure.choosing),
+            len(self.procedure.reporting),
+        )
         for rival in self.rivals:
             jobs, step = self.walk(rival, self.design.scores[0])
             if step.chosen is None:
@@ -332,8 +324,10 @@ class PlannedTrainings(Study):
             if step.chosen is None:
                 # The other scores choose among the same runs, and often the same rate.
                 first = key == design.scores[0]
-                more = max(0, (3 + FURTHER) * len(self.rule.choosing) - len(jobs)) if first else 0
-                runs += multiple * (more + len(self.rule.reporting) * (1 if first else 0.5))
+                more = (
+                    max(0, (3 + FURTHER) * len(self.procedure.choosing) - len(jobs)) if first else 0
+                )
+                runs += multiple * (more + len(self.procedure.reporting) * (1 if first else 0.5))
         return (known + runs * design.minutes) / 60
 
     def minutes(self, job: Job) -> float:
@@ -368,7 +362,7 @@ class PlannedTrainings(Study):
     @property
     def quick(self) -> list[Job]:
         """The quick part: one run of each rival that has one."""
-        seed = self.rule.choosing[0]
+        seed = self.procedure.choosing[0]
         return [self._job_once(rival, self.first, seed, 1) for rival in self.design.quick]
 
     def record(self, job: Job) -> Record | None:
@@ -380,12 +374,12 @@ class PlannedTrainings(Study):
         e = job.experiment
         asked = "validation" if self.validates(job) else "test"
         base = None if self.design.base is None else self._base_once(e.seed).experiment
-        described = {"version": self.rule.version, "asked": asked}
+        described = {"version": self.procedure.version, "asked": asked}
         return Item(self.name, job.folder.name, job.name, portable(e), base, described)
 
     def validates(self, job: Job) -> bool:
         """Whether a run is asked what no test asks, for it chooses a rate or a budget."""
-        return job.experiment.seed in self.rule.choosing
+        return job.experiment.seed in self.procedure.choosing
 
     def check(self, record: Record) -> None:
         """Raises ValueError, TypeError or KeyError if the results are none of the task."""
@@ -427,7 +421,7 @@ class PlannedTrainings(Study):
         given = (*self.place.overrides, *options({**fields, **design.rivals[rival]}))
         own = given
         if design.base is not None:
-            base = self._base_once(self.rule.choosing[0])
+            base = self._base_once(self.procedure.choosing[0])
             if not base.folder.exists():
                 runs.create(base.folder, base.experiment)
             own = (*given, *options({"adapt.base": str(base.folder)}))

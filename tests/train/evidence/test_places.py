@@ -63,7 +63,7 @@ def test_every_rival_is_compared_and_every_comparison_has_its_runs():
     asked = {claim.studies[0]: claim for claim in places.CLAIMS if len(claim.studies) == 1}
     for design in places.STUDIES:
         claim = asked[design.name]
-        own = {question.study: question.rivals for question in places.QUESTIONS.values()}
+        own = {judgement.study: judgement.rivals for judgement in places.JUDGEMENTS.values()}
         rivals = (own[design.name] or places.rivals_of(form) for form in claim.forms)
         compared = set(itertools.chain(claim.forms, *rivals))
         if design.name in places.TASKS:
@@ -95,11 +95,13 @@ def test_what_is_asked_again_differs_in_its_rule():
     again, before = ours[places.AGAIN], ours[places.BEFORE]
     assert places.AGAIN not in places.ASKED
     assert again.rivals.items() <= before.rivals.items()
-    changed = {"name": before.name, "rivals": before.rivals, "rule": before.rule}
+    changed = {"name": before.name, "rivals": before.rivals, "procedure": before.procedure}
     assert dataclasses.replace(again, **changed) == before
-    seeds = [x for one in (before, again) for x in (*one.rule.choosing, *one.rule.reporting)]
+    seeds = [
+        x for one in (before, again) for x in (*one.procedure.choosing, *one.procedure.reporting)
+    ]
     assert len(seeds) == len(set(seeds))
-    assert len(again.rule.reporting) == len(before.rule.reporting)
+    assert len(again.procedure.reporting) == len(before.procedure.reporting)
 
 
 def test_studies_of_claims_keep_what_they_have():

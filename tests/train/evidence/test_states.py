@@ -11,8 +11,9 @@ import pytest
 from tests.train.evidence.results import BEYOND, MADE, choose_all, diverge, finish_all
 from train.evidence import claims, page
 from train.evidence.states import Cut, StateUse, states_figure
+from train.evidence.studies import Base
 from train.evidence.suites import SUITES
-from train.evidence.trainings import Base, Trainings
+from train.evidence.trainings import Trainings
 from train.evidence.verdicts import wins
 
 RIGHT = {"tape": 0.6, "rope": 0.3, "none": 0.2}

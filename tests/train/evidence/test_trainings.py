@@ -22,7 +22,7 @@ from train.evaluation.grids import Grid
 from train.evidence import kept, protocol, suite, trainings
 from train.evidence.budgets import Budget, Curve
 from train.evidence.records import Store
-from train.evidence.trainings import Base
+from train.evidence.studies import Base
 from train.training.signals import NON_FINITE_EXIT_CODE, Stopped
 
 
@@ -65,8 +65,8 @@ class TestRates:
 
     def test_seeds_of_its_own(self, design, place):
         """They choose, report, and ask what they do; its records say by which version."""
-        rule = protocol.Rule(2, (7, 8, 9), (10, 11), within=2.0)
-        planned = dataclasses.replace(design, curve=None, rule=rule).at(place)
+        procedure = protocol.Procedure(2, (7, 8, 9), (10, 11), within=2.0)
+        planned = dataclasses.replace(design, curve=None, procedure=procedure).at(place)
         for rival in planned.rivals:
             for job in planned.walk(rival, BEYOND)[0]:
                 rate = job.experiment.train.learning_rate
@@ -311,7 +311,7 @@ class TestRunning:
 
     def test_order_by_another_rule(self, design, place, trained):
         """Its own seeds choose, which are validated, and its own report, which are tested."""
-        ours = dataclasses.replace(design, curve=None, rule=protocol.AGAIN)
+        ours = dataclasses.replace(design, curve=None, procedure=protocol.AGAIN)
         ours.at(place).run(lambda item: None)
         seeds = [{int(name.rpartition("seed")[2]) for name in call} for call in trained]
         assert seeds == [{7, 8, 9}, {7, 8, 9}, {10, 11, 12, 13, 14}]
