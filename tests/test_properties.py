@@ -20,7 +20,7 @@ from tests.drawn import DYNAMIC, LIMIT, TOLERANCE, Batch, Profile, assert_near, 
 
 ROWS, TIME = 3, 8
 
-QUICK, LONG = Profile("quick", calls=6, models=1), Profile("long", calls=40, models=3)
+QUICK, LONG = Profile("quick", calls=4, models=1), Profile("long", calls=40, models=3)
 
 
 def each_profile(test):

@@ -114,7 +114,8 @@ def test_types(backend, keywords, dtype):
         assert np.linalg.norm(x - y) <= TOLERANCE[dtype] * np.linalg.norm(y)
 
 
-@each("pallas", "splash", slow=("splash",))
+@pytest.mark.slow
+@each("pallas", "splash")
 def test_64_bit_types_enabled(backend, keywords):
     """A float32 call gives the same, whatever the type of its ids."""
     with jax.enable_x64(True):

@@ -131,6 +131,7 @@ def test_shapes_of_returned_states():
     chex.assert_shape(states.position, (2, 6, 2, 4))
 
 
+@pytest.mark.slow
 def test_an_initial_state_replaces_the_start():
     tokens, places = random_tokens(2, 6), jnp.arange(6)
     for position, state in (

@@ -63,6 +63,7 @@ def test_decoding_in_chunks_is_the_full_pass(kinds):
         )
 
 
+@pytest.mark.slow
 def test_the_parts_add_up():
     """The logits of TAPE with ALiBi are TAPE's, with the bias given as an array."""
     with jax.enable_x64(True):

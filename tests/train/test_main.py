@@ -72,6 +72,7 @@ def test_resuming_a_tape_model_is_exact(own, trained, capsys):
     chex.assert_trees_all_equal(state_of(own), state_of(trained))
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_reported_and_not_used(own, capsys):
     path = max((own / "checkpoints" / "00000006").rglob("d/*"), key=lambda p: p.stat().st_size)
     damaged = bytearray(path.read_bytes())

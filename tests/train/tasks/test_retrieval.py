@@ -116,6 +116,7 @@ def answered(model, lengths, depths=2, trials=3):
 
 
 class TestRetrieve:
+    @pytest.mark.slow
     def test_right_is_what_is_generated(self):
         model = trained()
         asked = answered(model, (230, 240))
