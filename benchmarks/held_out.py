@@ -17,18 +17,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from tape_jax._src.table import markdown
 from train.data import held_out
 from train.evaluation import Trained
+from train.evaluation.exact_match import Examples, exact_match
 from train.tasks import task_name
 from train.tasks.places import PAD, PlaceTask
 from train.training import runs
 
-BATCH = 500
 HEADER = ("run", "of each length", "trained", "held out", "longer, trained", "longer, held out")
 
 
@@ -67,17 +65,12 @@ def ask(trained: Trained, task: PlaceTask, columns: range, questions: int, seed:
     texts = task.texts(rng, drawn, rows)
     # As a task's own, counted from one, for zeros at the end of a row do not matter.
     kept = held_out.symbols(texts.hashed.reshape(1, questions, -1) + 1)
-    answers, ends = texts.answers[:, -1], texts.places[:, -1]
-
-    @jax.jit
-    def said(tokens: jax.Array, ends: jax.Array) -> jax.Array:
-        logits = trained.apply(trained.variables, tokens)
-        return jnp.argmax(logits[jnp.arange(len(tokens)), ends], -1)
-
-    parts = np.array_split(np.arange(questions), max(1, questions // BATCH))
-    found = np.concatenate([said(texts.tokens[part], ends[part]) for part in parts])
+    answers, ends = texts.answers[:, -1], texts.places[:, -1] + 1
+    tokens = np.pad(texts.tokens, ((0, 0), (0, 1)))
+    tokens[np.arange(questions), ends] = answers
     due = answers != PAD
-    return Asked((found == answers)[due], kept[due])
+    examples = Examples(tokens[due], ends[due], ends[due] + 1, np.stack([rows, drawn], 1)[due])
+    return Asked(exact_match(trained.apply, trained.variables, examples), kept[due])
 
 
 def row(folder: Path, questions: int) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ class Model:
     def __init__(self, wrong):
         self.variables, self.wrong = {}, jnp.asarray(wrong)
 
-    def apply(self, variables, tokens):
+    def apply(self, variables, tokens, length):
         key = tokens - TASK.first["q"] + TASK.first["k"]
         said = jnp.zeros(tokens.shape, jnp.int32)
         for place in range(0, tokens.shape[1] - 1, 2):

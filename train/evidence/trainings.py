@@ -296,11 +296,8 @@ class PlannedTrainings(Study):
     def state(self) -> State:
         """How far it is."""
         records = {job: self.record(job) for job in self.jobs}
-        unknown, choosing, reporting = (
-            [],
-            len(self.procedure.choosing),
-            len(self.procedure.reporting),
-        )
+        unknown: list[str] = []
+        choosing, reporting = len(self.procedure.choosing), len(self.procedure.reporting)
         for rival in self.rivals:
             jobs, step = self.walk(rival, self.design.scores[0])
             if step.chosen is None:

@@ -61,9 +61,9 @@ def test_without_its_update_the_chosen_form_is_rope_with_its_bias():
 
 def test_every_rival_is_compared_and_every_comparison_has_its_runs():
     asked = {claim.studies[0]: claim for claim in places.CLAIMS if len(claim.studies) == 1}
+    own = {judgement.study: judgement.rivals for judgement in places.JUDGEMENTS.values()}
     for design in places.STUDIES:
         claim = asked[design.name]
-        own = {judgement.study: judgement.rivals for judgement in places.JUDGEMENTS.values()}
         rivals = (own[design.name] or places.rivals_of(form) for form in claim.forms)
         compared = set(itertools.chain(claim.forms, *rivals))
         if design.name in places.TASKS:
