@@ -250,12 +250,12 @@ def _longer(name: str) -> Trainings:
 
 
 def _again() -> Trainings:
-    """A longer study by another procedure, of fewer rivals."""
+    """A longer study by another procedure, of fewer rivals and the contextual ones."""
     _, _, forms, rivals, _ = JUDGEMENTS[AGAIN]
     return dataclasses.replace(
         _longer(BEFORE),
         name=AGAIN,
-        rivals=encodings(*forms, *(rivals or ())),
+        rivals=encodings(*forms, *(rivals or ()), *contextual(AGAIN)),
         procedure=protocol.AGAIN,
     )
 

@@ -94,7 +94,9 @@ def test_what_is_asked_again_differs_in_its_rule():
     ours = {design.name: design for design in places.STUDIES}
     again, before = ours[places.AGAIN], ours[places.BEFORE]
     assert places.AGAIN not in places.ASKED
-    assert again.rivals.items() <= before.rivals.items()
+    beside = {rival: {KIND: rival} for rival in places.contextual(places.AGAIN)}
+    assert again.rivals.items() <= {**before.rivals, **beside}.items()
+    assert again.rivals.items() >= beside.items()
     changed = {"name": before.name, "rivals": before.rivals, "procedure": before.procedure}
     assert dataclasses.replace(again, **changed) == before
     seeds = [
