@@ -155,9 +155,10 @@ SUITES: dict[str, Suite] = {
             "TAPE is *ahead* if it is clearly better than RoPE, ALiBi, FIRE and no encoding, and, "
             "with a bias, than the same without its update; *behind* if it is clearly worse than "
             "one of them. Contextual rivals are judged apart. `address_4x_again` is a second try "
-            "against three of these rivals alone, and apart from them against contextual ones, by "
-            "[version 2](protocol.md#version-2-addressing-asked-again), which was written when the "
-            "first had told nothing apart."
+            "against three of these rivals alone, by [version "
+            "2](protocol.md#version-2-addressing-asked-again), which was written when the first "
+            "had told nothing apart; [an addendum](protocol.md#addendum-its-contextual-rivals), "
+            "written when that had been judged, sets contextual rivals beside it."
         ),
         order="a task after the other",
         make="make evidence-places",
