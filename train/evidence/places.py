@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -59,6 +60,8 @@ LONGER_FORMS = ("tape_alibi", "tape_demo")
 
 # One of them once more, with other seeds and another choice of rates: version 2 of the protocol.
 AGAIN, BEFORE = "address_4x_again", "address_4x"
+# By these runs, TAPE and contextual rivals, all with ALiBi's bias and all without any.
+BIASED, PLAIN = f"{AGAIN}, bias", f"{AGAIN}, plain"
 
 # Every form is judged by itself. The first two have no bias.
 FORMS = (
@@ -103,6 +106,7 @@ class Judgement(NamedTuple):
       forms: each is judged by itself.
       rivals: of every form; None: :func:`rivals_of`.
       note: on how, beside its test.
+      beside: whether they stand beside contextual rivals too, where the study has them.
     """
 
     study: str
@@ -110,6 +114,7 @@ class Judgement(NamedTuple):
     forms: tuple[str, ...]
     rivals: tuple[str, ...] | None = None
     note: str = ""
+    beside: bool = True
 
 
 JUDGEMENTS = {
@@ -125,6 +130,15 @@ JUDGEMENTS = {
         f" A second try, by version 2 of the protocol, made because `{BEFORE}` did not tell it "
         "apart, against the three best rivals there; both are to be quoted.",
     ),
+    BIASED: Judgement(
+        AGAIN,
+        BEYOND,
+        ("tape_demo", "tape_alibi"),
+        tuple(f"{name}_alibi" for name in CONTEXTUAL),
+        " All have ALiBi's bias; the options of `tape_demo` were chosen on this task.",
+        beside=False,
+    ),
+    PLAIN: Judgement(AGAIN, BEYOND, ("tape_heads",), CONTEXTUAL, " None has a bias.", beside=False),
 }
 
 # One TAPE for all: where it must be ahead, in how many others at least, and what share of longer
@@ -155,16 +169,18 @@ def contextual(task: str) -> tuple[str, ...]:
 
 
 def _beside(name: str) -> tuple[str, str, tuple[str, ...]] | None:
-    """The contextual rivals, where a study has them."""
-    study, key, *_ = JUDGEMENTS[name]
-    (design,) = (one for one in STUDIES if one.name == study)
+    """The contextual rivals, where a study has them and they are not asked about anyway."""
+    judgement = JUDGEMENTS[name]
+    (design,) = (one for one in STUDIES if one.name == judgement.study)
     rivals = contextual(name)
-    return (study, key, rivals) if design.rivals.keys() >= {*rivals} else None
+    if not judgement.beside or not design.rivals.keys() >= {*rivals}:
+        return None
+    return judgement.study, judgement.key, rivals
 
 
 def _judge(name: str) -> Callable[[Studies, str], Verdict]:
     """Whether a form is ahead at something."""
-    study, key, _, rivals, _ = JUDGEMENTS[name]
+    study, key, _, rivals, *_ = JUDGEMENTS[name]
     return lambda studies, form: wins(studies[study], key, rivals or rivals_of(form), name=form)
 
 
@@ -250,12 +266,13 @@ def _longer(name: str) -> Trainings:
 
 
 def _again() -> Trainings:
-    """A longer study by another procedure, of fewer rivals and the contextual ones."""
-    _, _, forms, rivals, _ = JUDGEMENTS[AGAIN]
+    """A longer study by another procedure, of all that is judged by it."""
+    asked = [one for one in JUDGEMENTS.values() if one.study == AGAIN]
+    compared = itertools.chain.from_iterable((*one.forms, *(one.rivals or ())) for one in asked)
     return dataclasses.replace(
         _longer(BEFORE),
         name=AGAIN,
-        rivals=encodings(*forms, *(rivals or ()), *contextual(AGAIN)),
+        rivals=encodings(*dict.fromkeys((*compared, *contextual(AGAIN)))),
         procedure=protocol.AGAIN,
     )
 
@@ -306,6 +323,8 @@ TITLES = {
     },
 }
 TITLES[AGAIN] = f"{TITLES[BEFORE]}, asked again"
+TITLES[BIASED] = f"{TITLES[AGAIN]}, all with ALiBi's bias"
+TITLES[PLAIN] = f"{TITLES[AGAIN]}, none with a bias"
 
 CLAIMS = (
     *(

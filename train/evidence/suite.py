@@ -37,6 +37,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "tape_fox": {KIND: "tape+fox", MIX: "heads"},
     "rope_alibi": {KIND: "rope+alibi"},
     "rope_fox": {KIND: "rope+fox"},
+    **{f"{name}_alibi": {KIND: f"{name}+alibi"} for name in CONTEXTUAL},
     # Every question by itself: its positions are drawn for its own length, whatever it is asked
     # together with.
     "random_rope": {KIND: "random_rope", "evaluation.shapes": 100_000},

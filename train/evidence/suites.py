@@ -49,6 +49,10 @@ OTHERS = {
     "path": "contextual: PaTH, keys rewritten by the tokens in between",
     "cope": "contextual: CoPE, positions counted by gates of queries and keys",
     "selective_rope": "contextual: RoPE with angles that are sums over the tokens so far",
+    "fox_alibi": "contextual: `fox` with ALiBi's bias on the same logits",
+    "path_alibi": "contextual: `path` with that bias",
+    "cope_alibi": "contextual: `cope` with that bias",
+    "selective_rope_alibi": "contextual: `selective_rope` with that bias",
     "mapformer_wm": "contextual: MapFormer, RoPE along a path of learned moves",
     "lora": "tuned by low-rank terms",
     "longlora": "tuned as LongLoRA does: by low-rank terms and shifted sparse attention",
@@ -158,7 +162,9 @@ SUITES: dict[str, Suite] = {
             "against three of these rivals alone, by [version "
             "2](protocol.md#version-2-addressing-asked-again), which was written when the first "
             "had told nothing apart; [an addendum](protocol.md#addendum-its-contextual-rivals), "
-            "written when that had been judged, sets contextual rivals beside it."
+            "written when that had been judged, sets contextual rivals beside it, and "
+            "[another](protocol.md#addendum-the-same-bias-for-all-and-none) asks of TAPE and of them "
+            "with the same bias, and without any."
         ),
         order="a task after the other",
         make="make evidence-places",

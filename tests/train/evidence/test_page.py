@@ -350,7 +350,7 @@ class TestSuites:
             (there,) = (x.designs for x in suites.SUITES.values() if x.name == other)
             assert set(map(id, designs)) <= set(map(id, there)), "as they are described there"
         assert {study for claim in one.claims for study in claim.studies} <= set(names)
-        few = ("all", *places.LONGER, places.AGAIN)
+        few = ("all", *places.LONGER, places.AGAIN, places.BIASED, places.PLAIN)
         forms = [set(claim.forms) for claim in one.claims if claim.name not in few]
         assert all({"tape", "tape_heads"} <= names or len(names) == 1 for names in forms)
 
@@ -383,7 +383,7 @@ class TestSuites:
         assert f"Version {protocol.VERSION}, written" in text
         assert protocol.AGAIN == (2, (7, 8, 9), (10, 11, 12, 13, 14), 2.0), "as is written"
         assert f"## Version {protocol.AGAIN.version}: " in text
-        assert f"`{places.AGAIN}`" in text
+        assert all(f"`{name}`" in text for name in (places.AGAIN, places.BIASED, places.PLAIN))
         assert "Seeds **7, 8 and 9 choose** learning rates, **10 to 14 report**" in text
         assert all(f"| {n} | " in text for n in range(1, len(claims.CLAIMS) + 1))
         assert all(f"\n| `{task}` | " in text for task in places.TASKS)
