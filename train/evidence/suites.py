@@ -163,8 +163,8 @@ SUITES: dict[str, Suite] = {
             "2](protocol.md#version-2-addressing-asked-again), which was written when the first "
             "had told nothing apart; [an addendum](protocol.md#addendum-its-contextual-rivals), "
             "written when that had been judged, sets contextual rivals beside it, and "
-            "[another](protocol.md#addendum-the-same-bias-for-all-and-none) asks of TAPE and of them "
-            "with the same bias, and without any."
+            "[another](protocol.md#addendum-the-same-bias-for-all-and-none) asks of TAPE and of "
+            "them with the same bias, and without any."
         ),
         order="a task after the other",
         make="make evidence-places",
