@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -268,11 +267,11 @@ def _longer(name: str) -> Trainings:
 def _again() -> Trainings:
     """A longer study by another procedure, of all that is judged by it."""
     asked = [one for one in JUDGEMENTS.values() if one.study == AGAIN]
-    compared = itertools.chain.from_iterable((*one.forms, *(one.rivals or ())) for one in asked)
+    compared = [name for one in asked for name in (*one.forms, *(one.rivals or ()))]
     return dataclasses.replace(
         _longer(BEFORE),
         name=AGAIN,
-        rivals=encodings(*dict.fromkeys((*compared, *contextual(AGAIN)))),
+        rivals=encodings(*compared),
         procedure=protocol.AGAIN,
     )
 
