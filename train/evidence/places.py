@@ -92,8 +92,7 @@ SHARED = {
     "addition": ("addition", BEYOND),
     "passkey": ("passkey", BEYOND),
 }
-_ALL = ("tape", "tape_heads", "tape_alibi", "tape_demo", "tape_chosen")
-SHARED_FORMS = {"text": (*_ALL, "tape_fox"), "addition": _ALL, "passkey": _ALL}
+SHARED_FORMS = ("tape", "tape_heads", "tape_alibi", "tape_demo", "tape_fox", "tape_chosen")
 ASKED = {**{task: (task, BEYOND) for task in TASKS}, **SHARED}
 
 
@@ -119,7 +118,7 @@ class Judgement(NamedTuple):
 
 JUDGEMENTS = {
     **{task: Judgement(task, BEYOND, FORMS) for task in TASKS},
-    **{name: Judgement(*asked, SHARED_FORMS[asked[0]]) for name, asked in SHARED.items()},
+    **{name: Judgement(*asked, SHARED_FORMS) for name, asked in SHARED.items()},
     # Longer trainings say nothing of one TAPE for all, which was asked before them.
     **{name: Judgement(name, BEYOND, LONGER_FORMS) for name in LONGER},
     AGAIN: Judgement(
@@ -281,15 +280,14 @@ def _with_more(study: str) -> Trainings:
     """A study of the claims, which has these rivals too; what is on record serves both."""
     (design,) = (one for one in suite.STUDIES if one.name == study)
     assert isinstance(design, Trainings)
-    forms = SHARED_FORMS[study]
-    without = (WITHOUT_UPDATE[form] for form in forms if form in WITHOUT_UPDATE)
-    more = encodings(*forms, *RIVALS, *without)
+    without = (WITHOUT_UPDATE[form] for form in SHARED_FORMS if form in WITHOUT_UPDATE)
+    more = encodings(*SHARED_FORMS, *RIVALS, *without)
     return dataclasses.replace(design, rivals={**design.rivals, **more}, quick=())
 
 
 STUDIES = (
     *(_study(task) for task in TASKS),
-    *map(_with_more, SHARED_FORMS),
+    *map(_with_more, dict.fromkeys(study for study, _ in SHARED.values())),
     *map(_longer, LONGER),
     _again(),
 )
