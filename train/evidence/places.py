@@ -70,6 +70,7 @@ FORMS = (
     "tape_alibi",
     "tape_demo",
     "tape_fox",
+    "tape_fox_open",
     "tape_chosen",
 )
 RIVALS = ("rope", "alibi", "fire", "none")
@@ -79,6 +80,7 @@ WITHOUT_UPDATE = {
     "tape_alibi": "rope_alibi",
     "tape_demo": "rope_alibi",
     "tape_fox": "rope_fox",
+    "tape_fox_open": "rope_fox_open",
     "tape_chosen": "chosen_no_update",
 }
 # Further contextual rivals: MapFormer's own task.
@@ -92,7 +94,7 @@ SHARED = {
     "addition": ("addition", BEYOND),
     "passkey": ("passkey", BEYOND),
 }
-SHARED_FORMS = ("tape", "tape_heads", "tape_alibi", "tape_demo", "tape_fox", "tape_chosen")
+SHARED_FORMS = tuple(form for form in FORMS if form != "tape_scale_alibi")
 ASKED = {**{task: (task, BEYOND) for task in TASKS}, **SHARED}
 
 

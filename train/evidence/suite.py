@@ -23,6 +23,8 @@ CONTEXTUAL = ("fox", "path", "cope", "selective_rope")
 SHALLOW = {"cpu": {"model.scan_layers": False}}
 
 KIND, MIX = "model.position.kind", "model.position.attention_mix"
+# Of FoX's gates, which start at 1/2 by default: at 0.993, so that 100 tokens back half is left.
+OPEN = {"model.position.bias": 5.0}
 FORMS: dict[str, dict[str, Any]] = {
     # The published code's form, the paper's, and both with ALiBi's bias on the same logits.
     "tape": {KIND: "tape", MIX: "head_scale"},
@@ -35,8 +37,10 @@ FORMS: dict[str, dict[str, Any]] = {
     "tape_chosen": places.CHOSEN,
     "chosen_no_update": places.NO_UPDATE,
     "tape_fox": {KIND: "tape+fox", MIX: "heads"},
+    "tape_fox_open": {KIND: "tape+fox", MIX: "heads", **OPEN},
     "rope_alibi": {KIND: "rope+alibi"},
     "rope_fox": {KIND: "rope+fox"},
+    "rope_fox_open": {KIND: "rope+fox", **OPEN},
     **{f"{name}_alibi": {KIND: f"{name}+alibi"} for name in CONTEXTUAL},
     # Every question by itself: its positions are drawn for its own length, whatever it is asked
     # together with.

@@ -20,6 +20,7 @@ TAPE = {
         "addressing, where its verdicts are of a form that was fitted to the task"
     ),
     "tape_fox": "`tape_heads` with FoX's decay",
+    "tape_fox_open": "`tape_fox` with gates that start at 0.993, `bias=5.0`, not at 1/2",
     "tape_chosen": (
         "`tape_demo` with stretched positions in training, chosen among twelve options on [four "
         "further tasks](../benchmarks/results/2026-11-24-remedies.md)"
@@ -34,6 +35,7 @@ TAPE = {
 OTHERS = {
     "rope_alibi": "RoPE with ALiBi's bias: TAPE with that bias, without its update",
     "rope_fox": "RoPE with FoX's decay: `tape_fox` without its update",
+    "rope_fox_open": "`tape_fox_open` without its update",
     "chosen_no_update": (
         "`tape_chosen` without its update: RoPE with ALiBi's bias and stretched positions"
     ),

@@ -15,7 +15,7 @@ from tests.train.evidence.results import BEYOND, finish_all
 from train import experiment
 from train.evidence import places
 from train.evidence.statistics import Estimate
-from train.evidence.suite import CONFIGS, KIND, STUDIES
+from train.evidence.suite import CONFIGS, KIND, OPEN, STUDIES
 from train.evidence.verdicts import Kind, Verdict
 from train.tasks import Score
 
@@ -30,7 +30,8 @@ def test_every_form_is_compared_with_what_it_is_without_its_update():
     kinds = {form: first.rivals[form][KIND] for form in places.FORMS}
     assert set(places.WITHOUT_UPDATE) == {form for form, kind in kinds.items() if "+" in kind}
     for form, rival in places.WITHOUT_UPDATE.items():
-        still = {KIND: f"rope+{kinds[form].removeprefix('tape+')}"}
+        of_bias = {name: x for name, x in first.rivals[form].items() if name in OPEN}
+        still = {KIND: f"rope+{kinds[form].removeprefix('tape+')}", **of_bias}
         assert first.rivals[rival] == (NO_UPDATE if form == "tape_chosen" else still)
         assert places.rivals_of(form) == [*places.RIVALS, rival]
     assert places.rivals_of("tape") == list(places.RIVALS)
