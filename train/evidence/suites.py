@@ -167,8 +167,9 @@ SUITES: dict[str, Suite] = {
             "written when that had been judged, sets contextual rivals beside it, and "
             "[another](protocol.md#addendum-the-same-bias-for-all-and-none) asks of TAPE and of "
             "them with the same bias, and without any. [The last "
-            "ones](protocol.md#addendum-a-decay-on-text) ask of text, sums and keys with FoX's "
-            "decay in TAPE."
+            "ones](protocol.md#addendum-a-decay-on-text), written with results of others seen, ask "
+            "of text, sums and keys with FoX's decay in TAPE, and of all tasks with gates that "
+            "start open."
         ),
         order="a task after the other",
         make="make evidence-places",
