@@ -282,8 +282,7 @@ def _with_more(study: str) -> Trainings:
     """A study of the claims, which has these rivals too; what is on record serves both."""
     (design,) = (one for one in suite.STUDIES if one.name == study)
     assert isinstance(design, Trainings)
-    without = (WITHOUT_UPDATE[form] for form in SHARED_FORMS if form in WITHOUT_UPDATE)
-    more = encodings(*SHARED_FORMS, *RIVALS, *without)
+    more = encodings(*SHARED_FORMS, *(r for form in SHARED_FORMS for r in rivals_of(form)))
     return dataclasses.replace(design, rivals={**design.rivals, **more}, quick=())
 
 
