@@ -71,6 +71,7 @@ FORMS = (
     "tape_demo",
     "tape_fox",
     "tape_fox_open",
+    "tape_fox_open_alibi",
     "tape_chosen",
 )
 RIVALS = ("rope", "alibi", "fire", "none")
@@ -81,6 +82,7 @@ WITHOUT_UPDATE = {
     "tape_demo": "rope_alibi",
     "tape_fox": "rope_fox",
     "tape_fox_open": "rope_fox_open",
+    "tape_fox_open_alibi": "rope_fox_open_alibi",
     "tape_chosen": "chosen_no_update",
 }
 # Further contextual rivals: MapFormer's own task.
@@ -155,6 +157,11 @@ MIXED = (
     ("ablations", BEYOND),
     *((f"length-{problem}", BEYOND) for problem in suite.PROBLEMS),
 )
+
+# FoX's decay beside ALiBi's bias: what has both and what has the bias alone, and where.
+DECAYED = {"tape_fox_open_alibi": "tape_alibi", "rope_fox_open_alibi": "rope_alibi"}
+DECAYED_AT = (*SHARED.values(), ("line_numbers", BEYOND), ("flip_flop", BEYOND))
+
 # What verdicts on tasks are called.
 WORDS = {Kind.CONFIRMED: "ahead", Kind.CONTRADICTED: "behind"}
 
@@ -233,6 +240,11 @@ def _sums_right(study: PlannedTrainings, form: str) -> Verdict:
 def mixing(studies: Studies, form: str) -> Verdict:
     """Whether mixing heads as the paper writes is better somewhere, and worse nowhere."""
     return together(form, [[(studies[study], key, "tape")] for study, key in MIXED])
+
+
+def decayed(studies: Studies, form: str) -> Verdict:
+    """Whether a decay beside the bias is better somewhere, and worse nowhere."""
+    return together(form, [[(studies[study], key, DECAYED[form])] for study, key in DECAYED_AT])
 
 
 def _study(task: str) -> Trainings:
@@ -367,6 +379,19 @@ CLAIMS = (
         judge=mixing,
         forms=("tape_heads",),
         name="mixing",
+        words={Kind.CONFIRMED: "better", Kind.CONTRADICTED: "worse"},
+    ),
+    Claim(
+        title="FoX's decay beside ALiBi's bias, not the bias alone",
+        test=(
+            f"{'; '.join(f'`{form}` beside `{alone}`' for form, alone in DECAYED.items())}, with "
+            "equal seeds: clearly better somewhere, and clearly worse nowhere. One family for each."
+        ),
+        needs=GPU,
+        studies=tuple(dict.fromkeys(study for study, _ in DECAYED_AT)),
+        judge=decayed,
+        forms=tuple(DECAYED),
+        name="decay",
         words={Kind.CONFIRMED: "better", Kind.CONTRADICTED: "worse"},
     ),
 )

@@ -38,9 +38,11 @@ FORMS: dict[str, dict[str, Any]] = {
     "chosen_no_update": places.NO_UPDATE,
     "tape_fox": {KIND: "tape+fox", MIX: "heads"},
     "tape_fox_open": {KIND: "tape+fox", MIX: "heads", **OPEN},
+    "tape_fox_open_alibi": {KIND: "tape+fox+alibi", MIX: "heads", **OPEN},
     "rope_alibi": {KIND: "rope+alibi"},
     "rope_fox": {KIND: "rope+fox"},
     "rope_fox_open": {KIND: "rope+fox", **OPEN},
+    "rope_fox_open_alibi": {KIND: "rope+fox+alibi", **OPEN},
     **{f"{name}_alibi": {KIND: f"{name}+alibi"} for name in CONTEXTUAL},
     # Every question by itself: its positions are drawn for its own length, whatever it is asked
     # together with.

@@ -21,6 +21,7 @@ TAPE = {
     ),
     "tape_fox": "`tape_heads` with FoX's decay",
     "tape_fox_open": "`tape_fox` with gates that start at 0.993, `bias=5.0`, not at 1/2",
+    "tape_fox_open_alibi": "`tape_fox_open` with ALiBi's bias beside the decay",
     "tape_chosen": (
         "`tape_demo` with stretched positions in training, chosen among twelve options on [four "
         "further tasks](../benchmarks/results/2026-11-24-remedies.md)"
@@ -36,6 +37,7 @@ OTHERS = {
     "rope_alibi": "RoPE with ALiBi's bias: TAPE with that bias, without its update",
     "rope_fox": "RoPE with FoX's decay: `tape_fox` without its update",
     "rope_fox_open": "`tape_fox_open` without its update",
+    "rope_fox_open_alibi": "`tape_fox_open_alibi` without its update",
     "chosen_no_update": (
         "`tape_chosen` without its update: RoPE with ALiBi's bias and stretched positions"
     ),
@@ -169,7 +171,7 @@ SUITES: dict[str, Suite] = {
             "them with the same bias, and without any. [The last "
             "ones](protocol.md#addendum-a-decay-on-text), written with results of others seen, ask "
             "of text, sums and keys with FoX's decay in TAPE, and of all tasks with gates that "
-            "start open."
+            "start open, by themselves and with ALiBi's bias beside them."
         ),
         order="a task after the other",
         make="make evidence-places",

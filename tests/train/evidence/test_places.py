@@ -37,6 +37,55 @@ def test_every_form_is_compared_with_what_it_is_without_its_update():
     assert places.rivals_of("tape") == list(places.RIVALS)
 
 
+def test_a_decay_is_compared_with_the_same_form_without_it():
+    """At the same tasks, by runs that the studies have."""
+    ours = {design.name: design.rivals for design in places.STUDIES}
+    for form, alone in places.DECAYED.items():
+        for study, _ in places.DECAYED_AT:
+            gates = {name: x for name, x in ours[study][form].items() if name in OPEN}
+            kind = ours[study][form][KIND].replace("+fox", "")
+            same = {name: x for name, x in ours[study][form].items() if name not in OPEN}
+            assert gates == OPEN
+            assert ours[study][alone] == {**same, KIND: kind}
+
+
+@pytest.mark.parametrize(
+    ("seen", "kind"),
+    [
+        ({}, Kind.NOT_TOLD),
+        ({"passkey": 1.0}, Kind.CONFIRMED),
+        ({"passkey": 1.0, "text": -1.0}, Kind.CONTRADICTED),
+    ],
+)
+def test_a_decay_is_better_somewhere_and_worse_nowhere(monkeypatch, seen, kind):
+    def found(form, asked):
+        return {
+            f"{study.name} {key} {rival}": Estimate(
+                mean=seen.get(study.name, 0.0),
+                low=-2.0,
+                high=2.0,
+                p=1e-4 if study.name in seen else 0.5,
+                spread=1.0,
+                number=5,
+            )
+            for study, key, rival in asked
+        }
+
+    def study(name):
+        return SimpleNamespace(
+            name=name,
+            missing=lambda rival, key: None,
+            score=lambda key: Score(key, "beyond", True),
+        )
+
+    monkeypatch.setattr("train.evidence.verdicts.differences", found)
+    studies = {name: study(name) for name, _ in places.DECAYED_AT}
+    verdict = places.decayed(studies, "rope_fox_open_alibi")
+    assert verdict.kind is kind
+    assert {cells[1] for cells in verdict.rows} == {"rope_alibi"}
+    assert len(verdict.rows) == len(places.DECAYED_AT)
+
+
 @pytest.mark.slow
 def test_without_its_update_the_chosen_form_is_rope_with_its_bias():
     """And is trained with its drawn positions."""
