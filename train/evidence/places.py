@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from configs import places
@@ -160,7 +160,14 @@ MIXED = (
 
 # FoX's decay beside ALiBi's bias: what has both and what has the bias alone, and where.
 DECAYED = {"tape_fox_open_alibi": "tape_alibi", "rope_fox_open_alibi": "rope_alibi"}
-DECAYED_AT = (*SHARED.values(), ("line_numbers", BEYOND), ("flip_flop", BEYOND))
+DECAYED_AT = (
+    ("text", "perplexity_1x"),
+    ("text", "perplexity_8x"),
+    ("addition", BEYOND),
+    ("passkey", BEYOND),
+    ("line_numbers", BEYOND),
+    ("flip_flop", BEYOND),
+)
 
 # What verdicts on tasks are called.
 WORDS = {Kind.CONFIRMED: "ahead", Kind.CONTRADICTED: "behind"}
@@ -239,12 +246,19 @@ def _sums_right(study: PlannedTrainings, form: str) -> Verdict:
 
 def mixing(studies: Studies, form: str) -> Verdict:
     """Whether mixing heads as the paper writes is better somewhere, and worse nowhere."""
-    return together(form, [[(studies[study], key, "tape")] for study, key in MIXED])
+    return _set_beside(studies, form, "tape", MIXED)
 
 
 def decayed(studies: Studies, form: str) -> Verdict:
     """Whether a decay beside the bias is better somewhere, and worse nowhere."""
-    return together(form, [[(studies[study], key, DECAYED[form])] for study, key in DECAYED_AT])
+    return _set_beside(studies, form, DECAYED[form], DECAYED_AT)
+
+
+def _set_beside(
+    studies: Studies, form: str, rival: str, scores: Sequence[tuple[str, str]]
+) -> Verdict:
+    """Whether a form is better than one rival by one score of a study at least, worse by none."""
+    return together(form, [[(studies[study], key, rival)] for study, key in scores])
 
 
 def _study(task: str) -> Trainings:

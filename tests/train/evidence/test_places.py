@@ -49,27 +49,25 @@ def test_a_decay_is_compared_with_the_same_form_without_it():
             assert ours[study][alone] == {**same, KIND: kind}
 
 
+@pytest.mark.parametrize(("form", "alone"), places.DECAYED.items())
 @pytest.mark.parametrize(
     ("seen", "kind"),
     [
         ({}, Kind.NOT_TOLD),
-        ({"passkey": 1.0}, Kind.CONFIRMED),
-        ({"passkey": 1.0, "text": -1.0}, Kind.CONTRADICTED),
+        ({"passkey": (1.0, 1e-4)}, Kind.CONFIRMED),
+        ({"passkey": (1.0, 1e-4), "flip_flop": (-1.0, 1e-4)}, Kind.CONTRADICTED),
+        # One of six: 0.02 by itself is 0.12.
+        ({"passkey": (1.0, 0.02)}, Kind.NOT_TOLD),
+        ({"passkey": (1.0, 0.008)}, Kind.CONFIRMED),
     ],
 )
-def test_a_decay_is_better_somewhere_and_worse_nowhere(monkeypatch, seen, kind):
+def test_a_decay_is_better_somewhere_and_worse_nowhere(monkeypatch, form, alone, seen, kind):
     def found(form, asked):
-        return {
-            f"{study.name} {key} {rival}": Estimate(
-                mean=seen.get(study.name, 0.0),
-                low=-2.0,
-                high=2.0,
-                p=1e-4 if study.name in seen else 0.5,
-                spread=1.0,
-                number=5,
-            )
-            for study, key, rival in asked
-        }
+        known = {}
+        for study, key, rival in asked:
+            mean, p = seen.get(study.name, (0.0, 0.5))
+            known[f"{study.name} {key} {rival}"] = Estimate(mean, -2.0, 2.0, p, 1.0, 5)
+        return known
 
     def study(name):
         return SimpleNamespace(
@@ -80,10 +78,10 @@ def test_a_decay_is_better_somewhere_and_worse_nowhere(monkeypatch, seen, kind):
 
     monkeypatch.setattr("train.evidence.verdicts.differences", found)
     studies = {name: study(name) for name, _ in places.DECAYED_AT}
-    verdict = places.decayed(studies, "rope_fox_open_alibi")
+    verdict = places.decayed(studies, form)
     assert verdict.kind is kind
-    assert {cells[1] for cells in verdict.rows} == {"rope_alibi"}
-    assert len(verdict.rows) == len(places.DECAYED_AT)
+    assert {cells[1] for cells in verdict.rows} == {alone}
+    assert len(verdict.rows) == 6
 
 
 @pytest.mark.slow
