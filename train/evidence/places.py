@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from configs import places
@@ -169,8 +169,9 @@ DECAYED_AT = (
     ("flip_flop", BEYOND),
 )
 
-# What verdicts on tasks are called.
+# What verdicts are called: on tasks, and of one form beside another.
 WORDS = {Kind.CONFIRMED: "ahead", Kind.CONTRADICTED: "behind"}
+COMPARED = {Kind.CONFIRMED: "better", Kind.CONTRADICTED: "worse"}
 
 
 def rivals_of(form: str) -> list[str]:
@@ -191,6 +192,11 @@ def _beside(name: str) -> tuple[str, str, tuple[str, ...]] | None:
     if not judgement.beside or not design.rivals.keys() >= {*rivals}:
         return None
     return judgement.study, judgement.key, rivals
+
+
+def _studies_of(scores: Iterable[tuple[str, str]]) -> tuple[str, ...]:
+    """The studies of scores, each once."""
+    return tuple(dict.fromkeys(study for study, _ in scores))
 
 
 def _judge(name: str) -> Callable[[Studies, str], Verdict]:
@@ -314,11 +320,11 @@ def _with_more(study: str) -> Trainings:
 
 STUDIES = (
     *(_study(task) for task in TASKS),
-    *map(_with_more, dict.fromkeys(study for study, _ in SHARED.values())),
+    *map(_with_more, _studies_of(SHARED.values())),
     *map(_longer, LONGER),
     _again(),
 )
-_READ = {study for study, _ in MIXED}.difference(study.name for study in STUDIES)
+_READ = {*_studies_of(MIXED)}.difference(study.name for study in STUDIES)
 # Studies of the claims that are made and described there.
 OF_CLAIMS = tuple(design for design in suite.STUDIES if design.name in _READ)
 
@@ -375,7 +381,7 @@ CLAIMS = (
             f"at none; more than {SUMS_RIGHT:g} % of longer sums right."
         ),
         needs=GPU,
-        studies=tuple(dict.fromkeys(study for study, _ in ASKED.values())),
+        studies=_studies_of(ASKED.values()),
         judge=one_for_all,
         forms=CANDIDATES,
         name="all",
@@ -389,11 +395,11 @@ CLAIMS = (
             "unless it is worse."
         ),
         needs=f"{GPU}, and the same without `--suite`",
-        studies=tuple(dict.fromkeys(study for study, _ in MIXED)),
+        studies=_studies_of(MIXED),
         judge=mixing,
         forms=("tape_heads",),
         name="mixing",
-        words={Kind.CONFIRMED: "better", Kind.CONTRADICTED: "worse"},
+        words=COMPARED,
     ),
     Claim(
         title="FoX's decay beside ALiBi's bias, not the bias alone",
@@ -402,10 +408,10 @@ CLAIMS = (
             "equal seeds: clearly better somewhere, and clearly worse nowhere. One family for each."
         ),
         needs=GPU,
-        studies=tuple(dict.fromkeys(study for study, _ in DECAYED_AT)),
+        studies=_studies_of(DECAYED_AT),
         judge=decayed,
         forms=tuple(DECAYED),
         name="decay",
-        words={Kind.CONFIRMED: "better", Kind.CONTRADICTED: "worse"},
+        words=COMPARED,
     ),
 )

@@ -13,7 +13,7 @@ import tape_jax as tape
 from configs.places import CHOSEN, NO_UPDATE
 from tests.train.evidence.results import BEYOND, finish_all
 from train import experiment
-from train.evidence import places
+from train.evidence import places, verdicts
 from train.evidence.statistics import Estimate
 from train.evidence.suite import CONFIGS, KIND, OPEN, STUDIES
 from train.evidence.verdicts import Kind, Verdict
@@ -23,6 +23,11 @@ ALL = dict.fromkeys(places.ASKED, Kind.CONFIRMED)
 LEAST = dict.fromkeys(places.ASKED, Kind.NOT_TOLD) | dict.fromkeys(
     (*places.REQUIRED, "table", "passkey"), Kind.CONFIRMED
 )
+
+
+def _study(name, missing):
+    """What verdicts read of a study."""
+    return SimpleNamespace(name=name, missing=missing, score=lambda key: Score(key, "beyond", True))
 
 
 def test_every_form_is_compared_with_what_it_is_without_its_update():
@@ -66,18 +71,11 @@ def test_a_decay_is_better_somewhere_and_worse_nowhere(monkeypatch, form, alone,
         known = {}
         for study, key, rival in asked:
             mean, p = seen.get(study.name, (0.0, 0.5))
-            known[f"{study.name} {key} {rival}"] = Estimate(mean, -2.0, 2.0, p, 1.0, 5)
+            known[verdicts._name((study, key, rival))] = Estimate(mean, -2.0, 2.0, p, 1.0, 5)
         return known
 
-    def study(name):
-        return SimpleNamespace(
-            name=name,
-            missing=lambda rival, key: None,
-            score=lambda key: Score(key, "beyond", True),
-        )
-
-    monkeypatch.setattr("train.evidence.verdicts.differences", found)
-    studies = {name: study(name) for name, _ in places.DECAYED_AT}
+    monkeypatch.setattr(verdicts, "differences", found)
+    studies = {name: _study(name, lambda rival, key: None) for name, _ in places.DECAYED_AT}
     verdict = places.decayed(studies, form)
     assert verdict.kind is kind
     assert {cells[1] for cells in verdict.rows} == {alone}
@@ -188,11 +186,7 @@ def test_one_for_all(monkeypatch, kinds, sums, worst, kind):
 
     def study(name):
         known = ("tape_alibi", "rope") if worst and name == "table" else ()
-        return SimpleNamespace(
-            name=name,
-            missing=lambda rival, key: None if rival in known else "all",
-            score=lambda key: Score(key, "beyond", True),
-        )
+        return _study(name, lambda rival, key: None if rival in known else "all")
 
     monkeypatch.setattr(places, "_judge", lambda name: lambda *_: verdict(name, kinds[name]))
     monkeypatch.setattr(places, "_sums_right", lambda *_: verdict("sums", sums))
