@@ -18,10 +18,13 @@ from functools import partial
 from typing import NamedTuple
 
 from train.data.packing import PACKINGS
+from train.tasks import TASKS, get_task, task_type
 from train.tasks.arithmetic import Addition
+from train.tasks.places import PlaceTask
+from train.tasks.questions import QuestionTask
 from train.tasks.text import Text
 
-ADDITION_TARGET = 100_000  # examples
+COMPUTED_TARGET = 100_000  # examples
 TEXT_TARGET = 5_000_000  # tokens
 
 
@@ -43,19 +46,19 @@ class Pipeline(NamedTuple):
     target: float
 
 
-def additions(batch_size: int) -> Iterator[Pipeline]:
-    """The addition data, as it is computed and as it comes out of grain."""
-    for digits in (5, 20, 40, 100):
-        task = Addition(digits)
+def computed(batch_size: int) -> Iterator[Pipeline]:
+    """Sums and tasks of places, as they are computed and as they come out of grain."""
+    sums = {f"addition, {digits} digits": Addition(digits) for digits in (5, 20, 40, 100)}
+    places = {name: get_task(name) for name in TASKS if issubclass(task_type(name), PlaceTask)}
+    for name, task in (sums | places).items():
         stream = iter(task.dataset(seed=0, batch_size=batch_size))
-        sizes = batch_size, task.sequence_length, ADDITION_TARGET * task.sequence_length
-        name = f"addition, {digits} digits"
+        sizes = batch_size, task.sequence_length, COMPUTED_TARGET * task.sequence_length
         numbers = itertools.count()
-        yield Pipeline(f"{name}, numpy", partial(_next_sums, task, numbers, batch_size), *sizes)
+        yield Pipeline(f"{name}, numpy", partial(_next, task, numbers, batch_size), *sizes)
         yield Pipeline(f"{name}, grain", partial(next, stream), *sizes)
 
 
-def _next_sums(task: Addition, numbers: Iterator[int], batch_size: int) -> object:
+def _next(task: QuestionTask, numbers: Iterator[int], batch_size: int) -> object:
     return task.batch(0, next(numbers), batch_size)
 
 
@@ -82,13 +85,13 @@ def examples_per_second(produce: Callable[[], object], size: int, seconds: float
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batch", type=int, default=512, help="examples in a batch of additions")
+    parser.add_argument("--batch", type=int, default=512, help="examples in a computed batch")
     parser.add_argument("--tokens", type=int, default=65_536, help="tokens in a batch of text")
     parser.add_argument("--seconds", type=float, default=2.0, help="duration of each measurement")
     parser.add_argument("--consumes", type=float, help="tokens/s of the model to be trained")
     options = parser.parse_args()
 
-    print(f"{platform.machine()}, one core, batches of {options.batch} additions")
+    print(f"{platform.machine()}, one core, batches of {options.batch} computed examples")
     print(f"and of {options.tokens:,} tokens of text")
     with tempfile.TemporaryDirectory() as cache:
         start = time.process_time()
@@ -96,7 +99,7 @@ def main() -> None:
         rate = count / (time.process_time() - start)
         print(f"reading the standard library and caching its {count:,} bytes: {rate:,.0f} bytes/s")
         print(f"{'data':<36} {'examples/s':>12} {'tokens/s':>14}  at least")
-        for pipeline in (*additions(options.batch), *texts(options.tokens, cache)):
+        for pipeline in (*computed(options.batch), *texts(options.tokens, cache)):
             rate = examples_per_second(pipeline.produce, pipeline.batch_size, options.seconds)
             tokens = rate * pipeline.length
             line = f"{pipeline.name:<36} {rate:>12,.0f} {tokens:>14,.0f}"

@@ -179,9 +179,13 @@ def test_ask(trained, capsys):
         (["eval", "--run={other}"], "is not a run"),
         (["eval", "--run={bare}"], "no checkpoint in .*bare"),
         (["eval", "--run={run}", "--config.train.steps=9"], "cannot be changed after training"),
-        (["eval", "--run={run}", "--config.evaluation.longest=0"], "longest must be at least 1"),
+        (
+            ["eval", "--run={run}", "--config.evaluation.longest=0"],
+            "longest must be a positive integer or None; got 0",
+        ),
         (["eval", "--run={run}", "--config.sharding.data=3"], "needs 3 devices; got 8"),
         (["ask", "--run={other}", "1+2"], "is not a run"),
+        (["ask", "--run={above}", "1+2"], "is not a run: .* in it are the runs bare"),
         (["ask", "--run={bare}", "1+2"], "no checkpoint in .*bare"),
         (["ask", "--run={run}", "1+x"], "expected a sum of two numbers"),
         (["ask", "--run={run}", "1+a"], "'a' .* is not in the vocabulary"),
@@ -212,6 +216,7 @@ def test_wrong_calls_say_why_and_change_nothing(
     places["bare"].mkdir()
     for name in ("experiment.json", "metrics.jsonl"):
         shutil.copy(trained / name, places["bare"])
+    places["above"] = tmp_path
     before = {folder: content(folder) for folder in (trained, tmp_path)}
 
     call = [a.format(run=trained, config=config, **places) for a in arguments]
@@ -306,8 +311,9 @@ def test_compare_interrupted_and_continued(config, tmp_path, monkeypatch, capsys
     for name in names:
         answers = re.findall(rf"^\* {name}, seed 0: (\d+)\+\d+ = .*(?:right|wrong)", out, re.M)
         assert [len(operand) for operand in answers] == [2, 2, 3]
-    assert f"ask --run={folder / 'rope'} 407+85" in out
-    assert (folder / "report.md").exists()
+    asking = f"ask --run={folder / 'rope'} 407+85"
+    assert asking in out
+    assert asking in (folder / "report.md").read_text()
 
     before = content(folder / "none")
     assert main(call) == 0

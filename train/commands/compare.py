@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import functools
 import re
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
     from train.comparison.report import by_name, result_section, sample_lines, write_report
     from train.comparison.tasks import compare
     from train.comparison.tune import tune
-    from train.training.messages import program
+    from train.training import messages
 
     require(args.jobs >= 1, f"compare: --jobs must be at least 1; got {args.jobs}")
     choice, names = chosen(args)
@@ -70,17 +69,16 @@ def run(args: argparse.Namespace) -> None:
     records = [record(job, ask=job in first_seeds) for job in jobs]
     results = {name: [r.result for r in group] for name, group in by_name(records).items()}
     compared = compare(task, results)
-    report = write_report(args.run, task, records, compared)
+    asking = messages.ask(jobs[0].folder, task)
+    report = write_report(args.run, task, records, compared, ask=asking)
     for heading, text in compared.sections.items():
         if words := _without_pictures(text):
             print(f"\n{heading}\n\n{words}")
     print(f"\n{result_section(task, records, compared)}\n\nreport: {report}\n")
     print("Asked what they have not seen:")
     print(sample_lines(records))
-    if example := getattr(task, "question_example", None):
-        print("ask it another:")
-        example = shlex.quote(example)
-        print(f"  {program()} ask --run={shlex.quote(str(jobs[0].folder))} {example}")
+    if asking:
+        print(f"ask it another:\n  {asking}")
 
 
 def chosen(args: argparse.Namespace) -> tuple[Choice, list[str]]:

@@ -152,7 +152,8 @@ def plan(
             experiment=experiment.from_file(config, own, report),
             command=(f"--config={config}", *own),
         )
-        asked = job.experiment.task, job.experiment.evaluation
+        model = job.experiment.model
+        asked = job.experiment.task, job.experiment.evaluation, runs.max_length(model)
         if asked not in prepared:
             loop.prepared(job.experiment, strict=True)
             prepared.append(asked)

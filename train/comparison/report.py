@@ -55,6 +55,7 @@ def write_report(
     runs: Sequence[RunRecord],
     compared: Comparison,
     *,
+    ask: str | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Path:
     """Writes ``report.md``, its figures, and its numbers as ``report.json``.
@@ -64,6 +65,7 @@ def write_report(
       task: that the models were trained on.
       runs: at least one; all of them were asked the same.
       compared: what is said of their results (:func:`train.comparison.tasks.compare`).
+      ask: the command that asks one of them a question; None: they take none.
       environment: versions and hardware by name; None: those of this process.
 
     Returns:
@@ -94,7 +96,7 @@ def write_report(
         "Result": result_section(task, runs, compared),
         **compared.sections,
         "Training": f"![Training loss](loss.png)\n\n{_facts(runs)}",
-        "Samples": sample_lines(runs),
+        "Samples": sample_lines(runs) + (f"\n\nAsk another:\n\n```\n{ask}\n```" if ask else ""),
         "Commands": "```\n" + "\n".join(run.command for run in runs) + "\n```",
         "Versions and hardware": text_table(
             ["what", "which"],

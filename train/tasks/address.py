@@ -4,9 +4,9 @@ A text is a list of distinct tokens, then queries, each an offset k and a token 
 
     m c x a k +2 c? +1 a?          two places after c stands a, and k after a
 
-A query's token has a symbol of its own, ``c?`` for ``c``, and so has every offset; the answer is
-due after the query's token and is not fed back. Nothing but the list says
-what follows what: lists are random.
+That is a training text; a person asks one question at a time, ``m c x a k +2 c?``. A query's token
+has a symbol of its own, ``c?`` for ``c``, and so has every offset; the answer is due after the
+query's token and is not fed back. Nothing but the list says what follows what: lists are random.
 
 **Why.** Attention finds x by content. What is asked for then is a place relative to that one, not
 to the query. A fixed encoding addresses relative to where the query stands, so it must have carried
@@ -33,7 +33,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from tape_jax._src.checks import choose, require
+from tape_jax._src.checks import choose, not_negative, require
 from train.data import synthetic
 from train.evaluation import Progress, Trained, fits
 from train.evaluation.grids import Wording
@@ -93,12 +93,11 @@ class Address(PlaceTask):
     rows: str = "offset"
 
     def __post_init__(self):
-        choose(f"{self.kind}: rows", self.rows, ROWS)
+        choose(f"rows of {self.kind}", self.rows, ROWS)
         counts = ("offsets", "symbols", "shortest", "longest", "questions")
         synthetic.require_positive(self.kind, **{name: getattr(self, name) for name in counts})
         for name in ("distractors", "gap"):
-            value = getattr(self, name)
-            require(value >= 0, f"{self.kind}: {name} must not be negative; got {value}")
+            not_negative(f"{self.kind}: {name}", getattr(self, name))
         require(
             self.offsets < self.shortest <= self.longest <= self.symbols,
             f"{self.kind}: expected offsets < shortest <= longest <= symbols, for an offset leads "
@@ -154,8 +153,8 @@ class Address(PlaceTask):
         first, *_, last = self.listed
         return (
             f"up to {self.symbols} distinct tokens from {first} to {last}, an offset from +1 to "
-            f"+{self.offsets}, and a token of the list with a question mark, such as "
-            f"'{' '.join(self.listed[2::-1])} +1 {self.listed[1]}?'"
+            f"+{self.offsets}, and a token of the list with a question mark, one question at a "
+            f"time, such as '{' '.join(self.listed[2::-1])} +1 {self.listed[1]}?'"
         )
 
     def texts(
@@ -227,9 +226,30 @@ class Address(PlaceTask):
             rows = ends[1:].astype(int).tolist()
         return rows, columns
 
-    def prepare(self, options: Any) -> str:
+    def needs(self, *lengths: int) -> dict[str, bool]:
+        """An offset that there is, and a list that it does not lead out of."""
+        row, column = lengths
+        by_offset = self.rows == "offset"
+        offset = row if by_offset else self.offsets
+        known = {f"an offset of at most {self.offsets}": row <= self.offsets} if by_offset else {}
+        return {
+            **super().needs(*lengths),
+            **known,
+            f"a list of more than {offset} tokens": column > offset,
+        }
+
+    def _by(self, options: AddressEvaluation) -> Address:
+        """The same by the rows that the evaluation names."""
+        require(
+            self.rows in ("offset", options.rows),
+            f"{self.kind}: rows are the evaluation's: give evaluation.rows={self.rows}, not "
+            f"task.rows; got evaluation.rows={options.rows}",
+        )
+        return dataclasses.replace(self, rows=options.rows)
+
+    def prepare(self, options: Any, limit: int | None = None) -> str:
         """As :meth:`PlaceTask.prepare`, by the rows that the evaluation names."""
-        return PlaceTask.prepare(dataclasses.replace(self, rows=options.rows), options)
+        return PlaceTask.prepare(self._by(options), options, limit)
 
     def evaluate(
         self, trained: Trained, options: AddressEvaluation, progress: Progress | None = None
@@ -238,7 +258,7 @@ class Address(PlaceTask):
 
         The same is asked again with the encoding as before training, if it has learned anything.
         """
-        asked = dataclasses.replace(self, rows=options.rows)
+        asked = self._by(options)
         without = untrained(trained)
         return AddressResult(
             options.rows,

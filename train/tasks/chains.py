@@ -124,6 +124,15 @@ class Chains(PlaceTask):
             reached = follows[reached]
         return hops + 1, len(follows), self.first["v"] + reached
 
+    def needs(self, *lengths: int) -> dict[str, bool]:
+        """Hops that are known, and do not go round the ring."""
+        hops, pairs = lengths
+        return {
+            f"at most {self.hops} hops": hops <= self.hops,
+            f"more than {hops} pairs": pairs > hops,
+            **super().needs(*lengths),
+        }
+
     @property
     def most(self) -> int:
         """As many as there are tokens."""

@@ -154,6 +154,12 @@ class Counting(PlaceTask):
         count = words[since:].count(f"{name}+")
         return count, len(words) + 1, self.first["v"] + count % len(VALUES)
 
+    def needs(self, *lengths: int) -> dict[str, bool]:
+        """Room for the increments, for what sets variables to zero, and for the read."""
+        increments, tokens = lengths
+        least = self.variables + increments + 1
+        return {f"at least {least} instructions": tokens >= least}
+
     @property
     def guess(self) -> int:
         """Among all values."""

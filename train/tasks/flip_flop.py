@@ -116,10 +116,10 @@ class FlipFlop(PlaceTask):
         lengths = sorted({*(n for n in powers if n > self.shortest), columns[0], columns[-1]})
         return [n for n in powers if n < columns[-1]], lengths
 
-    def exists(self, *lengths: int) -> bool:
-        """Whether the text is long enough for its write."""
+    def needs(self, *lengths: int) -> dict[str, bool]:
+        """A text that is long enough for its write."""
         row, column = lengths
-        return row < column
+        return {f"more than {row} instructions": column > row}
 
     @property
     def guess(self) -> int:

@@ -123,6 +123,14 @@ class LineNumbers(PlaceTask):
         require(k < len(found), f"line {line + 1} has no token {k + 1} in {text!r}")
         return line + 1, len(lines), self.first["l"] + LETTERS.index(found[k])
 
+    def needs(self, *lengths: int) -> dict[str, bool]:
+        """A number that is known, of a line that is there."""
+        line, lines = lengths
+        return {
+            f"a line of at most {self.lines}": line <= self.lines,
+            f"a text of at least {line} lines": lines >= line,
+        }
+
     @property
     def guess(self) -> int:
         """Among all letters."""

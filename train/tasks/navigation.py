@@ -59,12 +59,16 @@ class Navigation(PlaceTask):
     def __post_init__(self):
         fields = {name: getattr(self, name) for name in ("dimensions", "shortest", "longest")}
         synthetic.require_positive(self.kind, **fields)
-        least = 2 if self.undo else 4
         require(
-            self.dimensions <= 2 and least <= self.shortest <= self.longest < WIDE // 4,
-            f"{self.kind}: expected 1 or 2 dimensions and {least} <= shortest <= longest < "
+            self.dimensions <= 2 and self.least <= self.shortest <= self.longest < WIDE // 4,
+            f"{self.kind}: expected 1 or 2 dimensions and {self.least} <= shortest <= longest < "
             f"{WIDE // 4}, for shorter walks do not come back; got {fields}",
         )
+
+    @property
+    def least(self) -> int:
+        """Moves of the shortest walk that comes back as an evaluation asks for it."""
+        return 2 if self.undo else 4
 
     @property
     def trained(self) -> tuple[range, range]:
@@ -145,6 +149,15 @@ class Navigation(PlaceTask):
             known.setdefault(place, found)
         dims = 1 + bool({"U", "D"} & set(rest[::2]))
         return dims, len(rest) // 2, self.first["l"] + LETTERS.index(known[place])
+
+    def needs(self, *lengths: int) -> dict[str, bool]:
+        """A walk in the dimensions that there are, which can come back, and not from far away."""
+        dimensions, moves = lengths
+        return {
+            f"at most {self.dimensions} dimensions": dimensions <= self.dimensions,
+            f"at least {self.least} moves": moves >= self.least,
+            f"less than {WIDE // 2} moves": moves < WIDE // 2,
+        }
 
     @property
     def guess(self) -> int:

@@ -249,11 +249,11 @@ class PlaceTask(QuestionTask):
         return " ".join(names.get(int(token), "<unk>") for token in tokens)
 
     def unseen(self, seed: int) -> list[str]:
-        """Two questions of the trained length that were held out, and a longer one."""
-        row, n = self.trained[0][-1], self.trained_length
-        longer = min(self.longest_column, n + 1)
-        found = [self.ask([row, n], 2, seed), self.ask([row, longer], 1, seed)]
-        return [text for questions in found for text in self.ordinary(questions)]
+        """Two held-out questions of the trained length and one of the longest, of several rows."""
+        rows, n = self.trained[0], self.trained_length
+        few, half = rows[len(rows) // 3], rows[len(rows) // 2]
+        cells = ((few, n), (rows[-1], n), (half, self.longest_column))
+        return [text for cell in cells for text in self.ordinary(self.ask(cell, 1, seed))]
 
     def longest_asked(self, options: Options) -> int:
         """The greatest number of a column asked for."""
@@ -289,20 +289,18 @@ class PlaceTask(QuestionTask):
         )
         return self.trained[0], range(shortest, longest + 1)
 
-    def prepare(self, options: Any) -> str:
-        """Makes sure before training that the questions of the evaluation exist.
+    def needs(self, *lengths: int) -> dict[str, bool]:
+        """No more columns than can be asked for."""
+        most = self.most
+        return {} if most is None else {f"at most {most} {self.wording.unit}": lengths[1] <= most}
 
-        Returns:
-          What will be asked for, in a line.
-
-        Raises:
-          ValueError: if some of it cannot be asked.
-        """
-        rows, columns = self.axes(options)
-        for cell in itertools.product(rows, columns):
+    def prepare(self, options: Any, limit: int | None = None) -> str:
+        """As :meth:`QuestionTask.prepare`; that none of it is held out shows by asking."""
+        said = super().prepare(options, limit)
+        for cell in itertools.product(*self.axes(options)):
             if self.exists(*cell):
                 self.ask(cell, options.samples, options.seed)
-        return f"asked for {columns[0]} to {columns[-1]} {self.wording.unit} in the end"
+        return said
 
     @property
     def wording(self) -> Wording:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from tape_jax._src.checks import require
+from tape_jax._src.checks import not_negative, positive, require
 from train.data import held_out, synthetic
 from train.evaluation import Progress, Trained, fits
 from train.evaluation.exact_match import Examples, answer, exact_match
@@ -46,12 +46,11 @@ class Options:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            value, least = getattr(self, field.name), int(field.name != "seed")
-            require(
-                value is None or isinstance(value, str) or value >= least,
-                f"evaluation: {field.name} must "
-                f"{'be at least 1' if least else 'not be negative'}; got {value}",
-            )
+            what, value = f"evaluation: {field.name}", getattr(self, field.name)
+            if field.name == "seed":
+                not_negative(what, value)
+            elif not isinstance(field.default, str):
+                positive(what, value, optional=field.default is None)
 
 
 class Questions(NamedTuple):
@@ -80,6 +79,7 @@ class GridTask(synthetic.Stream):
           ``inputs`` and ``targets``, int32 [size, T], and ``weights``, float32 [size, T]: 1 where
           the target counts, else 0.
         """
+        synthetic.require_positive(self.kind, size=size)
         return self.examples_to_learn(synthetic.generator(seed, TRAINING, index), size)
 
     def validation(self, options: Any) -> Any:
@@ -260,16 +260,22 @@ class QuestionTask(GridTask):
         cells are asked for. Where fewer than ``samples`` exist, all of them are taken.
 
         Raises:
-          ValueError: ``samples`` or a length below 1, a seed out of range, or a cell that does not
-            exist (:meth:`exists`).
+          ValueError: ``samples`` or a length below 1, a length too few or too many, a seed out of
+            range, or a cell that does not exist (:meth:`needs`).
         """
         synthetic.require_positive(self.kind, samples=samples)
         synthetic.require_seed(self.kind, seed)
+        require(
+            len(lengths) == self.operands,
+            f"{self.kind}: expected {self.operands} lengths, {self.wording.cells}; got {lengths}",
+        )
         for length in lengths:
             synthetic.require_positive(self.kind, length=length)
+        lacking = [words for words, there in self.needs(*lengths).items() if not there]
         require(
-            self.exists(*lengths),
-            f"{self.kind}: there is no question of {self.wording.cells} {tuple(lengths)}",
+            not lacking,
+            f"{self.kind}: there is no question of {self.wording.cells} {tuple(lengths)}: expected "
+            f"{' and '.join(lacking)}",
         )
         return self.choose(synthetic.generator(seed, EVALUATION, *lengths), lengths, samples)
 
@@ -339,7 +345,12 @@ class QuestionTask(GridTask):
         )
 
     def evaluate(self, trained: Trained, options: Any, progress: Progress | None = None) -> Any:
-        """Exact match by length; what is too long for the model is not asked."""
+        """Exact match by length; what is too long for the model is not asked.
+
+        Raises:
+          ValueError: the longest length was given, and is too long.
+        """
+        self.longest_possible(options, trained.max_length)
         axes = self.axes(options)
         examples = self.examples(
             *axes, samples=options.samples, seed=options.seed, limit=trained.max_length
@@ -359,13 +370,51 @@ class QuestionTask(GridTask):
         """The greatest length asked for."""
         return self.reach * self.trained_length if options.longest is None else options.longest
 
+    def longest_possible(self, options: Options, limit: int | None) -> int:
+        """The greatest length asked for of which a model that accepts ``limit`` tokens takes some.
+
+        Raises:
+          ValueError: it takes none, or less than the longest length that options name.
+        """
+        there = [cell for cell in itertools.product(*self.axes(options)) if self.exists(*cell)]
+        able = [cell[-1] for cell in there if fits(self.width(*cell) - 1, limit)]
+        require(bool(able), f"{self.kind}: the model accepts {limit} tokens: too few to be asked")
+        wanted = options.longest
+        require(
+            wanted is None or max(able) == wanted,
+            f"evaluation.longest: a model that accepts {limit} tokens can be asked for up to "
+            f"{max(able)} {self.wording.unit}; got {wanted}",
+        )
+        return max(able)
+
+    def prepare(self, options: Any, limit: int | None = None) -> str:
+        """Makes sure before training that the questions of the evaluation exist.
+
+        Args:
+          options: of the evaluation.
+          limit: tokens that the model accepts; None: any number.
+
+        Returns:
+          What will be asked for, in a line.
+
+        Raises:
+          ValueError: if some of it cannot be asked.
+        """
+        longest, (*_, columns) = self.longest_possible(options, limit), self.axes(options)
+        less = "" if longest == columns[-1] else f", for the model accepts {limit} tokens"
+        return f"asked for {columns[0]} to {longest} {self.wording.unit} in the end{less}"
+
     def axes(self, options: Options) -> tuple[Sequence[int], ...]:
         """For each operand the lengths asked for."""
         return (range(1, self.longest_asked(options) + 1),) * self.operands
 
+    def needs(self, *lengths: int) -> dict[str, bool]:
+        """What a cell of the grid needs to have questions, in words, and whether it is so."""
+        return {}
+
     def exists(self, *lengths: int) -> bool:
-        """Whether a cell of the grid has questions."""
-        return True
+        """Whether a cell of the grid has questions: all that it :meth:`needs`."""
+        return all(self.needs(*lengths).values())
 
     def counted(self, *lengths: int) -> int:
         """The length under which tables count a cell."""

@@ -115,10 +115,10 @@ class Recall(PlaceTask):
         _, columns = super().axes(options)
         return [2**n for n in range(columns[-1].bit_length())], columns
 
-    def exists(self, *lengths: int) -> bool:
-        """Whether the key is one of the text's."""
+    def needs(self, *lengths: int) -> dict[str, bool]:
+        """A key that is one of the text's."""
         row, column = lengths
-        return row <= column
+        return {f"at least {row} pairs": column >= row, **super().needs(*lengths)}
 
     @property
     def most(self) -> int:

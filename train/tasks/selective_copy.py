@@ -110,6 +110,14 @@ class SelectiveCopy(PlaceTask):
         require(number < len(letters), f"there is no letter {number + 1} in {text!r}")
         return number + 1, len(body), self.first["l"] + LETTERS.index(letters[number])
 
+    def needs(self, *lengths: int) -> dict[str, bool]:
+        """A number that is known, and a text of which all letters are part."""
+        number, tokens = lengths
+        return {
+            f"a letter of at most {self.letters}": number <= self.letters,
+            f"a text of at least {self.letters} tokens": tokens >= self.letters,
+        }
+
     @property
     def guess(self) -> int:
         """Among the letters of a text."""

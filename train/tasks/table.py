@@ -148,6 +148,11 @@ class Table(PlaceTask):
         """As many as there are names for."""
         return 2 * self.columns
 
+    def needs(self, *lengths: int) -> dict[str, bool]:
+        """Rows and columns that there are names for."""
+        most = 2 * self.rows
+        return {f"at most {most} rows": lengths[0] <= most, **super().needs(*lengths)}
+
     def axes(self, options: Options) -> tuple[Sequence[int], ...]:
         """Rows too to twice those trained."""
         return range(2, 2 * self.rows + 1), super().axes(options)[1]

@@ -261,11 +261,12 @@ class Text(Tokenized):
         source = options.source
         return self if source is None else dataclasses.replace(self, held_out_source=source)
 
-    def prepare(self, options: Any) -> str:
+    def prepare(self, options: Any, limit: int | None = None) -> str:
         """Makes sure of all text that training and evaluation will read.
 
         Args:
           options: of the evaluation.
+          limit: tokens that the model accepts; longer windows are not asked for.
 
         Returns:
           How much it is, in a line.

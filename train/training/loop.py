@@ -17,6 +17,7 @@ from tape_jax._src.checks import require
 from tape_jax._src.model import Transformer
 from tape_jax.sharding import Sharding
 from train.compiled import compile_in_turn
+from train.evaluation import fits
 from train.experiment import Experiment
 from train.training import changes, distributed, messages, runs, tuned
 from train.training.checkpoint import Report
@@ -161,20 +162,26 @@ def abandonable(folder: Path) -> Iterator[None]:
 
 
 def prepared(experiment: Experiment, *, strict: bool) -> list[str]:
-    """What the task will read, in a line; none if it reads nothing.
+    """What the task will read or ask, in a line; none if there is nothing to say.
 
     Args:
       experiment: what is trained.
       strict: whether it is an error if something is missing; if not, the line says so.
 
     Raises:
-      ValueError: if something is missing that training or evaluation needs.
+      ValueError: if something is missing that training or evaluation needs, or the model does not
+        take it.
     """
+    longest, limit = experiment.task.sequence_length, runs.max_length(experiment.model)
+    require(
+        fits(longest, limit),
+        f"the training sequences have {longest} tokens, but the model accepts at most {limit}",
+    )
     prepare = getattr(experiment.task, "prepare", None)
     if prepare is None:
         return []
     try:
-        return [prepare(experiment.evaluation)]
+        return [prepare(experiment.evaluation, limit)]
     except ValueError as error:
         if strict:
             raise

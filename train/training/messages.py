@@ -54,11 +54,17 @@ def next_commands(folder: Path, experiment: Experiment, *, evaluated: bool = Fal
     """What can be done with a trained run."""
     task = experiment.task
     calls = [] if evaluated else [f"{program()} eval --run={_quoted(folder)}"]
-    if example := getattr(task, "question_example", None):
-        calls.append(f"{program()} ask --run={_quoted(folder)} {shlex.quote(example)}")
+    if asking := ask(folder, task):
+        calls.append(asking)
     elif hasattr(task, "codec"):
         calls.append(generate(folder, "Once upon a time"))
     return "\n".join(["go on with", *(f"  {call}" for call in calls)])
+
+
+def ask(folder: Path, task: Any) -> str | None:
+    """The command by which a run is asked a question of its task; None if it takes none."""
+    example = getattr(task, "question_example", None)
+    return example and f"{program()} ask --run={_quoted(folder)} {shlex.quote(example)}"
 
 
 def generate(folder: Path, prompt: str) -> str:

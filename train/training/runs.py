@@ -159,9 +159,13 @@ class TrainedRun(NamedTuple):
     @property
     def max_length(self) -> int | None:
         """The longest sequence, in tokens, that the model accepts; None: any."""
-        config = self.experiment.model
-        limits = (config.max_length, config.position.max_length())
-        return min((limit for limit in limits if limit is not None), default=None)
+        return max_length(self.experiment.model)
+
+
+def max_length(config: tape.ModelConfig) -> int | None:
+    """The longest sequence, in tokens, that a model accepts; None: any."""
+    limits = (config.max_length, config.position.max_length())
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def evaluation_sharding(
@@ -456,6 +460,8 @@ def _record(folder: Path) -> dict[str, Any]:
     """What a run's ``experiment.json`` holds."""
     require(folder.is_dir(), f"there is no run folder {folder}")
     record = read_record(folder)
-    require(record is not None, f"{folder} is not a run: it has no experiment.json of this project")
-    assert record is not None
+    if record is None:
+        inside = sorted(path.parent.name for path in folder.glob("*/experiment.json"))
+        hint = f"; in it are the runs {', '.join(inside)}" if inside else ""
+        raise ValueError(f"{folder} is not a run: it has no experiment.json of this project{hint}")
     return record

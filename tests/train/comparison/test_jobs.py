@@ -37,4 +37,6 @@ def test_what_cannot_be_asked_for_is_known_before(tmp_path, capsys):
     command = ["compare", "--config=configs/addressing_demo.py", f"--run={folder}"]
     assert main([*command, "--encodings=rope", "--config.evaluation.longest=400"]) == 2
     assert "from 10 to 32 tokens can be asked for; got 400" in capsys.readouterr().err
+    assert main([*command, "--encodings=rope", "--config.model.max_length=40"]) == 2
+    assert "sequences have 48 tokens, but the model accepts at most 40" in capsys.readouterr().err
     assert not folder.exists()

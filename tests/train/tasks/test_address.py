@@ -127,9 +127,11 @@ class TestOptions:
             ({"longest": 9}, "got offsets = 3, shortest = 4, longest = 9, symbols = 8"),
             ({"symbols": 3000}, "names for 2,756 symbols; got symbols = 3,000"),
             ({"questions": 0}, "address: questions must be a positive integer; got 0"),
-            ({"gap": -1}, "address: gap must not be negative; got -1"),
+            ({"gap": -1}, "address: gap must be an integer from 0 on; got -1"),
             ({"rows": "gap"}, r"a grid by gap needs some in training: task.gap is 0"),
-            ({"rows": "gaps"}, "rows"),
+            ({"gap": 1.5}, r"address: gap must be an integer from 0 on; got 1\.5"),
+            ({"distractors": "a"}, "address: distractors must be an integer from 0 on; got 'a'"),
+            ({"rows": "gaps"}, r"unknown rows of address 'gaps': .* \(did you mean 'gap'\?\)"),
         ],
     )
     def test_are_checked(self, options, message):
@@ -170,6 +172,15 @@ class TestJudging:
             task.prepare(AddressEvaluation(longest=99))
         with pytest.raises(ValueError, match=r"needs some in training: task\.gap is 0"):
             task.prepare(AddressEvaluation(rows="gap"))
+
+    def test_rows_are_the_evaluations(self):
+        """Not the task's, where they would be lost."""
+        task = Address(**SMALL, gap=1, rows="gap")
+        message = "give evaluation.rows=gap, not task.rows; got evaluation.rows=offset"
+        with pytest.raises(ValueError, match=message):
+            task.prepare(AddressEvaluation())
+        with pytest.raises(ValueError, match=message):
+            task.evaluate(Model(None, None, knowing, 9), AddressEvaluation())
 
     @pytest.mark.slow
     def test_a_result_is_read_back_and_drawn(self, task):

@@ -146,7 +146,9 @@ def test_misuse():
     ):
         with pytest.raises(ValueError, match=message):
             Algorithm(problem).question(text)
-    with pytest.raises(ValueError, match="evaluation: samples_per_length must be at least 1"):
+    with pytest.raises(
+        ValueError, match="evaluation: samples_per_length must be a positive integer"
+    ):
         AlgorithmEvaluation(samples_per_length=0)
 
 

@@ -239,6 +239,21 @@ def test_options_are_checked(kind, options, message):
 
 
 @pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"longest": "a"}, "evaluation: longest must be a positive integer or None; got 'a'"),
+        ({"longest": 7.5}, "evaluation: longest must be a positive integer or None; got 7.5"),
+        ({"samples": 0}, "evaluation: samples must be a positive integer; got 0"),
+        ({"samples": None}, "evaluation: samples must be a positive integer; got None"),
+        ({"seed": -1}, "evaluation: seed must be an integer from 0 on; got -1"),
+    ],
+)
+def test_evaluations_are_checked(task, options, message):
+    with pytest.raises(ValueError, match=message):
+        task.Evaluation(**options)
+
+
+@pytest.mark.parametrize(
     ("kind", "longest"), [("chains", 13), ("line_numbers", 2), ("recall", 13), ("table", 7)]
 )
 def test_what_cannot_be_asked_for(kind, longest):
@@ -265,6 +280,84 @@ def test_powers_of_two_are_asked_for(kind, columns):
         task.ask([9, 8], 1)
     with pytest.raises(ValueError, match=f"{kind}: there are no questions of"):
         task.examples([9], [8], samples=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "cell", "message"),
+    [
+        (
+            "address",
+            (4, 6),
+            r"length of the list, tokens \(4, 6\): expected an offset of at most 3",
+        ),
+        ("address", (3, 3), "expected a list of more than 3 tokens"),
+        ("address", (1, 13), "expected at most 12 tokens"),
+        ("address", (4, 13), "expected at most 12 tokens and an offset of at most 3"),
+        ("chains", (4, 6), "expected at most 3 hops"),
+        ("chains", (2, 2), "expected more than 2 pairs"),
+        ("chains", (1, 13), "expected at most 12 pairs"),
+        ("counting", (9, 11), "expected at least 12 instructions"),
+        ("flip_flop", (9, 9), "expected more than 9 instructions"),
+        ("line_numbers", (4, 5), "expected a line of at most 3"),
+        ("line_numbers", (3, 2), "expected a text of at least 3 lines"),
+        ("navigation", (3, 7), "expected at most 2 dimensions"),
+        ("navigation", (1, 3), "expected at least 4 moves"),
+        ("navigation", (1, 2048), "expected less than 2048 moves"),
+        ("recall", (5, 4), "expected at least 5 pairs"),
+        ("recall", (1, 13), "expected at most 12 pairs"),
+        ("selective_copy", (5, 8), "expected a letter of at most 4"),
+        ("selective_copy", (1, 3), "expected a text of at least 4 tokens"),
+        ("table", (7, 2), "expected at most 6 rows"),
+        ("table", (2, 7), "expected at most 6 columns"),
+        ("table", (2,), r"expected 2 lengths, rows of the table and columns of the table; got"),
+    ],
+)
+def test_a_cell_that_does_not_exist(kind, cell, message):
+    with pytest.raises(ValueError, match=f"{kind}: .*{message}"):
+        get_task(kind, **SMALL[kind]).ask(cell, 1)
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_every_cell_has_the_questions_that_it_says(kind):
+    """At all corners of what exists."""
+    task = get_task(kind, **SMALL[kind])
+    cells = [cell for cell in np.ndindex(9, 20) if all(cell) and task.exists(*cell)]
+    refused = []
+    for cell in cells:
+        try:
+            found = task.ordinary(task.ask(cell, 3))
+        except ValueError as error:
+            refused.append(str(error))
+        else:
+            for text in found:
+                assert task.read(text).lengths.ravel().tolist() == [*cell]
+    assert all("none may be asked about" in error for error in refused)
+    assert len(refused) < 0.2 * len(cells)
+
+
+def test_samples_are_of_several_rows_and_a_long_text(task):
+    texts = [task.read(text).lengths.ravel().tolist() for text in task.unseen(3)]
+    rows, columns = zip(*texts, strict=True)
+    assert list(columns) == [task.trained_length] * 2 + [task.longest_column]
+    assert len({*rows}) >= 2
+
+
+def test_a_model_that_does_not_take_all(task):
+    whole = task.prepare(task.Evaluation())
+    assert task.prepare(task.Evaluation(), limit=10_000) == whole
+    unit, longest = task.wording.unit, task.longest_column
+    assert whole == f"asked for {task.trained[1][0]} to {longest} {unit} in the end"
+    limit = task.width(task.trained[0][0], longest) - 2
+    less = task.prepare(task.Evaluation(), limit)
+    assert less == (
+        f"asked for {task.trained[1][0]} to {task.longest_possible(task.Evaluation(), limit)} "
+        f"{unit} in the end, for the model accepts {limit} tokens"
+    )
+    wanted = task.Evaluation(longest=longest)
+    with pytest.raises(ValueError, match=f"accepts {limit} tokens .* up to .* got {longest}"):
+        task.prepare(wanted, limit)
+    with pytest.raises(ValueError, match="accepts 3 tokens: too few to be asked"):
+        task.prepare(task.Evaluation(), 3)
 
 
 def test_a_move_that_takes_back_the_last_is_not_asked_about():

@@ -186,7 +186,7 @@ def test_bad_arguments(lengths, options, message):
 
 
 def test_longest_is_checked():
-    with pytest.raises(ValueError, match="longest must be at least 1; got 0"):
+    with pytest.raises(ValueError, match="longest must be a positive integer or None; got 0"):
         Few(longest=0)
 
 

@@ -193,7 +193,9 @@ class TestWords:
             Words("B5")
         with pytest.raises(ValueError, match="words: max_length must be a positive integer; got 0"):
             Words("A5", 0)
-        with pytest.raises(ValueError, match="evaluation: samples must be at least 1; got 0"):
+        with pytest.raises(
+            ValueError, match="evaluation: samples must be a positive integer; got 0"
+        ):
             WordEvaluation(samples=0)
 
 

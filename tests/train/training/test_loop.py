@@ -124,7 +124,7 @@ def test_it_says_what_begins_and_how_it_ended(tiny, tmp_path):
     parameters = sum(x.size for x in jax.tree.leaves(final_state(tmp_path / "run")[1].params))
     assert said[0] == (
         f"tape: {parameters:,} parameters; 12 steps of 8 x 10 tokens on 1 x cpu, in "
-        f"{tmp_path / 'run'}"
+        f"{tmp_path / 'run'}\nasked for 1 to 4 digits in the end"
     )
     loss = metrics.read(tmp_path / "run" / "metrics.jsonl")[-1]["loss"]
     assert re.fullmatch(
@@ -136,11 +136,11 @@ def test_what_will_be_read_is_made_sure_of_first(tiny, tmp_path, monkeypatch):
     """Nothing is made if it is missing; a run that was begun before goes on, and says so."""
     task = type(an_experiment().task)
 
-    def missing(self, options):
+    def missing(self, options, limit):
         raise ValueError(f"no text for {options.longest}")
 
     said = []
-    monkeypatch.setattr(task, "prepare", lambda self, options: "all here", raising=False)
+    monkeypatch.setattr(task, "prepare", lambda self, options, limit: "all here")
     loop.train(an_experiment(steps=1), tmp_path / "run", report=said.append)
     assert said[0].splitlines()[1:] == ["all here"]
     monkeypatch.setattr(task, "prepare", missing)
@@ -150,6 +150,20 @@ def test_what_will_be_read_is_made_sure_of_first(tiny, tmp_path, monkeypatch):
     (tmp_path / "run" / "checkpoints" / "00000001.sha256").unlink()
     loop.train(an_experiment(steps=1), tmp_path / "run", resume=True, report=said.append)
     assert any("it cannot be evaluated: no text for" in line for line in said)
+
+
+def test_what_the_model_does_not_take_is_known_first(tiny, tmp_path):
+    """By its own limit or its encoding's."""
+    for fields in ({"max_length": 9}, {"position": {"kind": "learned", "size": 9}}):
+        short = experiment.to_json(an_experiment())
+        short["model"] |= fields
+        with pytest.raises(ValueError, match=r"sequences have 10 tokens, .* accepts at most 9"):
+            loop.train(experiment.from_mapping(short), tmp_path / "run")
+    short["model"]["position"]["size"] = 12
+    short["evaluation"]["longest"] = 4
+    with pytest.raises(ValueError, match=r"accepts 12 tokens can be asked for up to .*; got 4"):
+        loop.train(experiment.from_mapping(short), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_different_seeds_differ(tiny, tmp_path):
