@@ -114,12 +114,12 @@ def markdown(suite: Suite, studies: Studies, images: str) -> str:
         for name in claim.studies
     }
     parts = [f"<!-- {MARK} -->\n# {suite.title}", *_introduction(suite, states, awaited, folder)]
-    parts += ["## Names", *_names(suite), "## Verdicts", *_verdicts(suite, studies, judged)]
-    if suite.overview:
-        columns = _columns(suite, studies)
-        parts += overview.tables(columns)
-        if overview.has_picture(columns):
-            parts.append(f"![{suite.title}]({images}/{overview.PICTURE})")
+    columns = _columns(suite, studies) if suite.overview else {}
+    parts += ["## Verdicts", *_verdicts(suite, studies, judged)]
+    if overview.has_picture(columns):
+        parts.append(f"![{suite.title}]({images}/{overview.PICTURE})")
+    parts += ["## Names", *_names(suite), f"## {suite.subject.capitalize()} by {suite.subject}"]
+    parts += overview.tables(columns)
     parts += [*_tests(suite, studies, judged, begun), "## Studies"]
     for name, study in own.items():
         parts += [f"### {name}", *_study(suite, study, states[name], name in awaited)]
