@@ -74,8 +74,9 @@ class Score(NamedTuple):
 class Task(Protocol):
     """What the training loop and the command line need to know about a task.
 
-    It may also have a method ``prepare(options)``, called before training: it raises ValueError if
-    something is missing that training or evaluation will read, and says in a line how much it is.
+    It may also have a method ``prepare(options, limit)``, called before training with the tokens
+    that the model accepts (None: any number): it raises ValueError if something is missing that
+    training or evaluation will read, or does not fit, and says in a line how much it is.
 
     Attributes:
       Evaluation: a frozen dataclass, every field with a default: the options of :meth:`evaluate`,

@@ -229,12 +229,10 @@ class Address(PlaceTask):
     def needs(self, *lengths: int) -> dict[str, bool]:
         """An offset that there is, and a list that it does not lead out of."""
         row, column = lengths
-        by_offset = self.rows == "offset"
-        offset = row if by_offset else self.offsets
-        known = {f"an offset of at most {self.offsets}": row <= self.offsets} if by_offset else {}
+        offset = min(row, self.offsets) if self.rows == "offset" else self.offsets
         return {
             **super().needs(*lengths),
-            **known,
+            f"an offset of at most {self.offsets}": self.rows != "offset" or row <= self.offsets,
             f"a list of more than {offset} tokens": column > offset,
         }
 

@@ -235,7 +235,7 @@ class Algorithm(DigitQuestions):
             title=f"{self.problem.replace('_', ' ').capitalize()}: exact match by length",
             rows="",
             columns="length of the word, symbols",
-            unit="length",
+            unit="symbols",
             questions="words",
             cells="lengths",
             trained=f"1 to {self.max_length} symbols",

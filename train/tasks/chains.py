@@ -127,9 +127,10 @@ class Chains(PlaceTask):
     def needs(self, *lengths: int) -> dict[str, bool]:
         """Hops that are known, and do not go round the ring."""
         hops, pairs = lengths
+        least = min(hops, self.hops)
         return {
             f"at most {self.hops} hops": hops <= self.hops,
-            f"more than {hops} pairs": pairs > hops,
+            f"more than {least} pairs": pairs > least,
             **super().needs(*lengths),
         }
 

@@ -126,9 +126,10 @@ class LineNumbers(PlaceTask):
     def needs(self, *lengths: int) -> dict[str, bool]:
         """A number that is known, of a line that is there."""
         line, lines = lengths
+        least = min(line, self.lines)
         return {
             f"a line of at most {self.lines}": line <= self.lines,
-            f"a text of at least {line} lines": lines >= line,
+            f"a text of at least {least} lines": lines >= least,
         }
 
     @property

@@ -150,13 +150,18 @@ class Navigation(PlaceTask):
         dims = 1 + bool({"U", "D"} & set(rest[::2]))
         return dims, len(rest) // 2, self.first["l"] + LETTERS.index(known[place])
 
+    @property
+    def most(self) -> int:
+        """What places are numbered for."""
+        return WIDE // 2 - 1
+
     def needs(self, *lengths: int) -> dict[str, bool]:
         """A walk in the dimensions that there are, which can come back, and not from far away."""
         dimensions, moves = lengths
         return {
             f"at most {self.dimensions} dimensions": dimensions <= self.dimensions,
             f"at least {self.least} moves": moves >= self.least,
-            f"less than {WIDE // 2} moves": moves < WIDE // 2,
+            **super().needs(*lengths),
         }
 
     @property

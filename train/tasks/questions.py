@@ -105,7 +105,8 @@ class QuestionTask(GridTask):
     A cell of its grid holds the questions with one length for each operand. A task is a frozen
     dataclass that gives
 
-    * its **cells**: :attr:`operands`, :attr:`trained_length` and :meth:`width`;
+    * its **cells**: :attr:`operands`, :attr:`trained_length` and :meth:`width`, and what a cell
+      :meth:`needs` to exist, if not all do;
     * **how many** questions a cell has, :meth:`number`, and all of them, :meth:`every`, which is
       called where they are few;
     * how random ones are **drawn**, :meth:`draw`;
@@ -267,7 +268,8 @@ class QuestionTask(GridTask):
         synthetic.require_seed(self.kind, seed)
         require(
             len(lengths) == self.operands,
-            f"{self.kind}: expected {self.operands} lengths, {self.wording.cells}; got {lengths}",
+            f"{self.kind}: expected a length for each of {self.operands}, {self.wording.cells}; "
+            f"got {lengths}",
         )
         for length in lengths:
             synthetic.require_positive(self.kind, length=length)
@@ -326,16 +328,7 @@ class QuestionTask(GridTask):
         )
         for length in itertools.chain(*lengths):
             synthetic.require_positive(self.kind, length=length)
-        wanted = {
-            cell: [axis[i] for axis, i in zip(lengths, cell, strict=True)]
-            for cell in np.ndindex(*map(len, lengths))
-        }
-        there = {cell: x for cell, x in wanted.items() if self.exists(*x)}
-        require(
-            bool(there), f"{self.kind}: there are no questions of {self.wording.cells} {lengths}"
-        )
-        able = {cell: x for cell, x in there.items() if fits(self.width(*x) - 1, limit)}
-        require(bool(able), f"{self.kind}: the model accepts {limit} tokens: too few to be asked")
+        able = self.askable(lengths, limit)
         width = max(self.width(*x) for x in able.values())
         asked = [self.write(self.ask(x, samples, seed), width) for x in able.values()]
         tokens, starts, ends = map(np.concatenate, zip(*asked, strict=True))
@@ -350,7 +343,7 @@ class QuestionTask(GridTask):
         Raises:
           ValueError: the longest length was given, and is too long.
         """
-        self.longest_possible(options, trained.max_length)
+        self.require_room(options, trained.max_length)
         axes = self.axes(options)
         examples = self.examples(
             *axes, samples=options.samples, seed=options.seed, limit=trained.max_length
@@ -370,22 +363,37 @@ class QuestionTask(GridTask):
         """The greatest length asked for."""
         return self.reach * self.trained_length if options.longest is None else options.longest
 
-    def longest_possible(self, options: Options, limit: int | None) -> int:
-        """The greatest length asked for of which a model that accepts ``limit`` tokens takes some.
+    def askable(
+        self, lengths: Sequence[Sequence[int]], limit: int | None
+    ) -> dict[tuple[int, ...], list[int]]:
+        """The cells of a grid that exist and that a model of ``limit`` tokens takes, by place.
 
         Raises:
-          ValueError: it takes none, or less than the longest length that options name.
+          ValueError: there are none.
         """
-        there = [cell for cell in itertools.product(*self.axes(options)) if self.exists(*cell)]
-        able = [cell[-1] for cell in there if fits(self.width(*cell) - 1, limit)]
-        require(bool(able), f"{self.kind}: the model accepts {limit} tokens: too few to be asked")
-        wanted = options.longest
+        wanted = {
+            cell: [axis[i] for axis, i in zip(lengths, cell, strict=True)]
+            for cell in np.ndindex(*map(len, lengths))
+        }
+        there = {cell: x for cell, x in wanted.items() if self.exists(*x)}
         require(
-            wanted is None or max(able) == wanted,
-            f"evaluation.longest: a model that accepts {limit} tokens can be asked for up to "
-            f"{max(able)} {self.wording.unit}; got {wanted}",
+            bool(there), f"{self.kind}: there are no questions of {self.wording.cells} {lengths}"
         )
-        return max(able)
+        able = {cell: x for cell, x in there.items() if fits(self.width(*x) - 1, limit)}
+        require(bool(able), f"{self.kind}: the model accepts {limit} tokens: too few to be asked")
+        return able
+
+    def require_room(self, options: Options, limit: int | None) -> None:
+        """Raises ValueError if options name a longest length that a model does not take."""
+        if options.longest is None or limit is None:
+            return
+        cells = [cell for cell in itertools.product(*self.axes(options)) if self.exists(*cell)]
+        most = max(self.width(*cell) - 1 for cell in cells if cell[-1] == options.longest)
+        require(
+            fits(most, limit),
+            f"evaluation.longest: questions of {options.longest} {self.wording.unit} have up to "
+            f"{most} tokens, but the model accepts {limit}",
+        )
 
     def prepare(self, options: Any, limit: int | None = None) -> str:
         """Makes sure before training that the questions of the evaluation exist.
@@ -400,9 +408,12 @@ class QuestionTask(GridTask):
         Raises:
           ValueError: if some of it cannot be asked.
         """
-        longest, (*_, columns) = self.longest_possible(options, limit), self.axes(options)
-        less = "" if longest == columns[-1] else f", for the model accepts {limit} tokens"
-        return f"asked for {columns[0]} to {longest} {self.wording.unit} in the end{less}"
+        self.require_room(options, limit)
+        axes = self.axes(options)
+        able = self.askable(axes, limit)
+        longest = max(lengths[-1] for lengths in able.values())
+        part = "" if able == self.askable(axes, None) else f", as far as {limit} tokens reach"
+        return f"asked for {axes[-1][0]} to {longest} {self.wording.unit} in the end{part}"
 
     def axes(self, options: Options) -> tuple[Sequence[int], ...]:
         """For each operand the lengths asked for."""

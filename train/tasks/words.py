@@ -307,7 +307,11 @@ class Words(QuestionTask):
         A causal model says of a word's beginning what it would say without the rest. Lengths in the
         trained range are read from words of the trained length all the same, since some encodings
         depend on the length of the sequence. What is too long for the model is not asked.
+
+        Raises:
+          ValueError: the longest length was given, and is too long.
         """
+        self.require_room(options, trained.max_length)
         longest = self.longest_asked(options)
         limit = longest if trained.max_length is None else trained.max_length - 1
         reads = list(dict.fromkeys(min(x, longest, limit) for x in (self.max_length, longest)))

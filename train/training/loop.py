@@ -174,8 +174,10 @@ def prepared(experiment: Experiment, *, strict: bool) -> list[str]:
     """
     longest, limit = experiment.task.sequence_length, runs.max_length(experiment.model)
     require(
-        fits(longest, limit),
-        f"the training sequences have {longest} tokens, but the model accepts at most {limit}",
+        experiment.steps == 0 or fits(longest, limit),
+        f"the training sequences have {longest} tokens, but the model accepts at most {limit}: "
+        "its max_length, or what its position encoding is made for, must be greater, or the task "
+        "smaller",
     )
     prepare = getattr(experiment.task, "prepare", None)
     if prepare is None:

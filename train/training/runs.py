@@ -47,6 +47,7 @@ from train.training import checkpoint
 from train.training.checkpoint import Checkpoints, Report
 
 ADAPTER = "adapter.safetensors"
+SHOWN = 5
 ONE_TOKEN = jax.ShapeDtypeStruct((1, 1), "int32")
 
 
@@ -462,6 +463,7 @@ def _record(folder: Path) -> dict[str, Any]:
     record = read_record(folder)
     if record is None:
         inside = sorted(path.parent.name for path in folder.glob("*/experiment.json"))
-        hint = f"; in it are the runs {', '.join(inside)}" if inside else ""
+        more = ", ..." if len(inside) > SHOWN else ""
+        hint = f"; in it are the runs {', '.join(inside[:SHOWN])}{more}" if inside else ""
         raise ValueError(f"{folder} is not a run: it has no experiment.json of this project{hint}")
     return record

@@ -292,7 +292,8 @@ def test_powers_of_two_are_asked_for(kind, columns):
         ),
         ("address", (3, 3), "expected a list of more than 3 tokens"),
         ("address", (1, 13), "expected at most 12 tokens"),
-        ("address", (4, 13), "expected at most 12 tokens and an offset of at most 3"),
+        ("address", (4, 13), "expected at most 12 tokens and an offset of at most 3$"),
+        ("address", (9, 5), "expected an offset of at most 3$"),
         ("chains", (4, 6), "expected at most 3 hops"),
         ("chains", (2, 2), "expected more than 2 pairs"),
         ("chains", (1, 13), "expected at most 12 pairs"),
@@ -302,14 +303,18 @@ def test_powers_of_two_are_asked_for(kind, columns):
         ("line_numbers", (3, 2), "expected a text of at least 3 lines"),
         ("navigation", (3, 7), "expected at most 2 dimensions"),
         ("navigation", (1, 3), "expected at least 4 moves"),
-        ("navigation", (1, 2048), "expected less than 2048 moves"),
+        ("navigation", (1, 2048), "expected at most 2047 moves"),
         ("recall", (5, 4), "expected at least 5 pairs"),
         ("recall", (1, 13), "expected at most 12 pairs"),
         ("selective_copy", (5, 8), "expected a letter of at most 4"),
         ("selective_copy", (1, 3), "expected a text of at least 4 tokens"),
         ("table", (7, 2), "expected at most 6 rows"),
         ("table", (2, 7), "expected at most 6 columns"),
-        ("table", (2,), r"expected 2 lengths, rows of the table and columns of the table; got"),
+        (
+            "table",
+            (2,),
+            "expected a length for each of 2, rows of the table and columns of the table",
+        ),
     ],
 )
 def test_a_cell_that_does_not_exist(kind, cell, message):
@@ -342,22 +347,54 @@ def test_samples_are_of_several_rows_and_a_long_text(task):
     assert len({*rows}) >= 2
 
 
+# What SMALL asks for in the end; then by a model of so many tokens, which one does not take all of.
+ASKED = {
+    "address": ("4 to 12 tokens", 12, "4 to 10 tokens"),
+    "chains": ("4 to 12 pairs", 22, "4 to 10 pairs"),
+    "counting": ("12 to 28 tokens", 26, "12 to 26 tokens"),
+    "flip_flop": ("6 to 20 tokens", 18, "6 to 16 tokens"),
+    "line_numbers": ("3 to 10 lines", 38, "3 to 9 lines"),
+    "navigation": ("4 to 14 moves", 27, "4 to 13 moves"),
+    "recall": ("4 to 12 pairs", 23, "4 to 11 pairs"),
+    "selective_copy": ("5 to 16 tokens", 16, "5 to 15 tokens"),
+    "table": ("2 to 6 columns", 47, "2 to 6 columns"),
+}
+
+
 def test_a_model_that_does_not_take_all(task):
-    whole = task.prepare(task.Evaluation())
-    assert task.prepare(task.Evaluation(), limit=10_000) == whole
-    unit, longest = task.wording.unit, task.longest_column
-    assert whole == f"asked for {task.trained[1][0]} to {longest} {unit} in the end"
-    limit = task.width(task.trained[0][0], longest) - 2
-    less = task.prepare(task.Evaluation(), limit)
-    assert less == (
-        f"asked for {task.trained[1][0]} to {task.longest_possible(task.Evaluation(), limit)} "
-        f"{unit} in the end, for the model accepts {limit} tokens"
+    whole, limit, part = ASKED[task.kind]
+    options, longest = task.Evaluation(), int(whole.split()[2])
+    for none in (None, 10_000):
+        assert task.prepare(options, none) == f"asked for {whole} in the end"
+    assert task.prepare(options, limit) == (
+        f"asked for {part} in the end, as far as {limit} tokens reach"
     )
-    wanted = task.Evaluation(longest=longest)
-    with pytest.raises(ValueError, match=f"accepts {limit} tokens .* up to .* got {longest}"):
-        task.prepare(wanted, limit)
-    with pytest.raises(ValueError, match="accepts 3 tokens: too few to be asked"):
-        task.prepare(task.Evaluation(), 3)
+    named = task.Evaluation(longest=longest)
+    with pytest.raises(ValueError, match=f"of {longest} .* have up to .* model accepts {limit}$"):
+        task.prepare(named, limit)
+    assert task.prepare(named, 10_000) == f"asked for {whole} in the end"
+    with pytest.raises(ValueError, match="accepts 2 tokens: too few to be asked"):
+        task.prepare(options, 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "cells"),
+    [
+        ("address", sum(40 - offset for offset in range(1, 21))),
+        ("chains", 31 + 30 + 29),
+        ("counting", sum(38 - increments for increments in range(1, 38))),
+        ("flip_flop", sum(range(40))),
+        ("line_numbers", sum(41 - line for line in range(1, 7))),
+        ("navigation", 2 * 37),
+        ("recall", sum(range(41))),
+        ("selective_copy", 8 * 33),
+        ("table", 12 * 12),
+    ],
+)
+def test_how_many_cells_exist(kind, cells):
+    """By the defaults, of 40 rows and columns."""
+    task = get_task(kind)
+    assert sum(task.exists(r, c) for r in range(1, 41) for c in range(1, 41)) == cells
 
 
 def test_a_move_that_takes_back_the_last_is_not_asked_about():

@@ -161,9 +161,24 @@ class TestANewTask:
 class TestTooLong:
     def test_is_not_asked(self):
         # A sum of numbers of 3 and 1 digits has up to 11 tokens to be read, of 3 and 2: 12.
-        options = AdditionEvaluation(samples_per_pair=2, longest=3)
+        options = AdditionEvaluation(samples_per_pair=2)
         grid = Addition(2).evaluate(Model(knowing, max_length=11), options)
-        np.testing.assert_array_equal(grid.counts, [[2, 2, 2], [2, 2, 0], [2, 0, 0]])
+        expected = [[2, 2, 2, 0], [2, 2, 0, 0], [2, 0, 0, 0], [0, 0, 0, 0]]
+        np.testing.assert_array_equal(grid.counts, expected)
+        said = Addition(2).prepare(options, 11)
+        assert said == "asked for 1 to 3 digits in the end, as far as 11 tokens reach"
+        assert Addition(2).prepare(options, 99) == "asked for 1 to 4 digits in the end"
+
+    def test_is_refused_if_it_was_named(self):
+        options = AdditionEvaluation(samples_per_pair=2, longest=3)
+        message = "longest: questions of 3 digits have up to 13 tokens, but the model accepts 12"
+        for ask in (
+            lambda: Addition(2).evaluate(Model(knowing, max_length=12), options),
+            lambda: Addition(2).prepare(options, 12),
+        ):
+            with pytest.raises(ValueError, match=message):
+                ask()
+        assert Addition(2).prepare(options, 13) == "asked for 1 to 3 digits in the end"
 
     def test_nothing_is_left(self):
         with pytest.raises(ValueError, match="last_digit: the model accepts 3 tokens: too few"):

@@ -274,6 +274,9 @@ class TestEvaluation:
         assert result.words.counts.tolist() == [[3] * 5 + [0] * 7]
         result = task.evaluate(Model(knowing(task, 9), 3), WordEvaluation(samples=3))
         assert result.words.counts.tolist() == [[3] * 2 + [0] * 10]
+        with pytest.raises(ValueError, match=r"of 6 elements have up to 7 tokens, .* accepts 6"):
+            task.evaluate(Model(knowing(task, 9), 6), WordEvaluation(longest=6))
+        assert task.prepare(WordEvaluation(longest=6), 7) == "asked for 1 to 6 elements in the end"
 
     def test_a_model_is_asked(self):
         task = Words("A5", 3)
