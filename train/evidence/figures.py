@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 
 import matplotlib
@@ -66,12 +67,20 @@ def dots(
     return figure
 
 
-def heat_map(title: str, values: Mapping[str, Mapping[str, float | None]]) -> Figure:
+def heat_map(
+    title: str,
+    values: Mapping[str, Mapping[str, float | None]],
+    *,
+    brackets: Collection[tuple[str, str]] = (),
+    meaning: str = "",
+) -> Figure:
     """A row for each rival, a column for each study, a colour and a number from 0 to 100, or grey.
 
     Args:
       title: of the picture.
       values: by rival and study; None where there is none.
+      brackets: rivals and studies whose numbers stand in brackets.
+      meaning: of brackets.
     """
     columns = list(next(iter(values.values())))
     cells = np.array([list(row.values()) for row in values.values()], float)
@@ -79,14 +88,18 @@ def heat_map(title: str, values: Mapping[str, Mapping[str, float | None]]) -> Fi
     panel = figure.subplots()
     colours = matplotlib.colormaps["Blues"].with_extremes(bad=NO_VALUE)
     panel.imshow(cells, cmap=colours, vmin=0, vmax=100, aspect="auto")
-    for (row, column), value in np.ndenumerate(cells):
+    for (row, rival), (column, study) in itertools.product(enumerate(values), enumerate(columns)):
+        value = cells[row, column]
         if not np.isnan(value):
             colour = "white" if value > 60 else "black"
-            text = panel.text(column, row, f"{value:.0f}", fontsize=SMALL, color=colour)
+            words = f"({value:.0f})" if (rival, study) in brackets else f"{value:.0f}"
+            text = panel.text(column, row, words, fontsize=SMALL, color=colour)
             text.set(ha="center", va="center")
     panel.set_xticks(range(len(columns)), columns, fontsize=BODY, rotation=30, ha="right")
     panel.set_yticks(range(len(values)), list(values), fontsize=BODY)
-    grey = Patch(color=NO_VALUE, label="not run, or not complete")
-    figure.legend(handles=[grey], loc="outside lower right", fontsize=SMALL)
+    handles = [Patch(color=NO_VALUE, label="not run, or not complete")]
+    if brackets:
+        handles.insert(0, Patch(color="none", label=f"( )  {meaning}"))
+    figure.legend(handles=handles, loc="outside lower right", fontsize=SMALL, ncols=2)
     figure.suptitle(title, fontsize=TITLE)
     return figure

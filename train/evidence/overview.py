@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping
 
 from matplotlib.figure import Figure
@@ -17,6 +18,8 @@ TITLES = {
     INSIDE: "Exact match at the trained lengths, %",
 }
 PICTURE = "overview.png"
+# Per cent right at the trained lengths from which on a task counts as learned, on the page alone.
+LEARNED = 95
 
 Studies = Mapping[str, PlannedTrainings]
 
@@ -55,7 +58,23 @@ def picture(studies: Studies) -> Figure | None:
         }
         for rival in rivals
     }
-    return heat_map(TITLES[BEYOND], found)
+    low = [
+        (rival, name)
+        for name, study in shown.items()
+        for rival, mean in learned(study).items()
+        if mean < LEARNED
+    ]
+    return heat_map(
+        TITLES[BEYOND], found, brackets=low, meaning=f"less than {LEARNED} % of the trained lengths"
+    )
+
+
+def learned(study: PlannedTrainings) -> dict[str, float]:
+    """What rivals have at the trained lengths at the rate that the score beyond them chose."""
+    if INSIDE not in study.design.shown:
+        return {}
+    found = {r: study.values(r, study.design.scores[0], INSIDE) for r in study.design.rivals}
+    return {r: statistics.mean(values.values()) for r, values in found.items() if values}
 
 
 def has_picture(studies: Studies) -> bool:

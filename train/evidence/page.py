@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from train.evidence import overview, protocol
 from train.evidence.claims import Claim, standing
 from train.evidence.figures import dots
 from train.evidence.overhead import PlannedCost
+from train.evidence.overview import LEARNED, learned
 from train.evidence.records import Record
 from train.evidence.stability import PlannedGrowth
 from train.evidence.states import COLUMNS, PlannedStates, states_figure
@@ -31,9 +31,7 @@ from train.evidence.verdicts import HEADER, Kind, Verdict
 from train.tasks import Score
 
 MOST_NAMES = 6
-# Per cent right at the trained lengths from which on a task counts as learned, on the page alone.
-LEARNED = 95
-# And up to which nobody has even begun to.
+# Per cent right at the trained lengths up to which nobody has even begun to learn a task.
 HARDLY = 50
 
 LEGEND = (
@@ -264,7 +262,7 @@ def _unlearned(studies: Studies, claim: Claim) -> bool:
     if len(claim.studies) != 1:
         return False
     study: PlannedTrainings = studies[claim.studies[0]]
-    means = _learned(study).values()
+    means = learned(study).values()
     if not means or sum(mean >= LEARNED for mean in means) > 1:
         return False
     return bool(study.budget and study.budget.improving) or max(means) < HARDLY
@@ -419,17 +417,9 @@ def _scores(study: PlannedTrainings, key: str) -> str:
     )
 
 
-def _learned(study: PlannedTrainings) -> dict[str, float]:
-    """What rivals have at the trained lengths at the rate that the score beyond them chose."""
-    if INSIDE not in study.design.shown:
-        return {}
-    found = {r: study.values(r, study.design.scores[0], INSIDE) for r in study.design.rivals}
-    return {r: statistics.mean(values.values()) for r, values in found.items() if values}
-
-
 def _not_learned(study: PlannedTrainings) -> str:
     """Who has not learned the trained lengths."""
-    below = [f"{r} {mean:.1f}" for r, mean in _learned(study).items() if mean < LEARNED]
+    below = [f"{r} {mean:.1f}" for r, mean in learned(study).items() if mean < LEARNED]
     if not below:
         return ""
     label = _label(study, study.score(INSIDE))

@@ -81,7 +81,22 @@ def test_of_what_nothing_is_known_is_left_out(two, place):
     nothing, least = image.to_rgba([[float("nan"), 0.0]])[0]
     assert len(set(nothing[:3])) == 1, "what is not there is grey"
     assert min(least[:3]) > nothing[0]
-    assert figure.legends[0].get_texts()[0].get_text() == "not run, or not complete"
+    said = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert said == ["not run, or not complete"]
+
+
+def test_what_has_not_learned_the_trained_lengths_stands_in_brackets(two, place):
+    studies = page.studies_at(two, place)
+    for study, inside in zip(studies.values(), (0.94, 0.96), strict=True):
+        choose_all(study)
+        for rival in study.design.rivals:
+            for job in study.reports(rival, BEYOND):
+                finish(study, job, 0.3, inside)
+    figure = overview.picture(studies)
+    (panel,) = figure.axes
+    assert [text.get_text() for text in panel.texts] == ["(30)", "30"] * 3
+    said = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert said == ["( )  less than 95 % of the trained lengths", "not run, or not complete"]
 
 
 @pytest.mark.parametrize(
