@@ -43,7 +43,7 @@ def get_config() -> ConfigDict:
     return ConfigDict(
         {
             "name": "addressing demo",
-            "seed": 0,
+            "seed": 2,
             "task": {
                 "name": "address",
                 "offsets": 8,

@@ -40,7 +40,8 @@ from train.evaluation import Progress, Trained, part_of
 from train.evaluation.grids import Grid, Wording, length_table, read_record
 from train.tasks import Score
 from train.tasks.groups import GROUPS, element_numbers, multiplication_table, running_products
-from train.tasks.questions import Options, Questions, QuestionTask, Written, scores_by_range
+from train.tasks.options import Options
+from train.tasks.questions import Questions, QuestionTask, Written, scores_by_range
 
 if TYPE_CHECKING:
     from train.evaluation.exact_match import Apply

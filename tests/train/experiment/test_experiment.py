@@ -266,8 +266,11 @@ def test_digits_come_from_the_task(file):
         ("--config.model.tie_embeddings=1", "expected bool, got 1"),
         ("--config.task.name=adition", "did you mean 'addition'?"),
         ("--config.task.max_digits=0", "max_digits must be a positive integer; got 0"),
-        ("--config.evaluation.longest=0", "evaluation: longest must be at least 1; got 0"),
-        ("--config.evaluation.seed=-1", "evaluation: seed must not be negative; got -1"),
+        (
+            "--config.evaluation.longest=0",
+            "evaluation: longest must be a positive integer or None; got 0",
+        ),
+        ("--config.evaluation.seed=-1", "evaluation: seed must be an integer from 0 on; got -1"),
         ("--config.model.position.layers=(1,)", "expected str | tuple[int, int], got (1,)"),
         ("--config.seed=-1", "seed must be in [0, 2**32); got -1"),
         ("--config.seed", "expected --config.field=value"),
