@@ -8,11 +8,12 @@ the rows and heads that it holds.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
@@ -37,7 +38,7 @@ def over_batch_and_heads(
         those of queries also as many as the keys'.
       axes: for each name of an argument or a result one letter for each axis: ``b`` batch, ``h``
         query heads, ``k`` key/value heads. Other letters, and axes without one, are never sharded.
-        An argument without letters is the same for the whole batch.
+        What has no letters is the same for the whole batch.
 
     Returns:
       What ``function`` returns: named arrays, their batch and heads full.
@@ -66,9 +67,13 @@ def over_batch_and_heads(
             return jnp.broadcast_to(x, (size, rows, *core)).reshape(size * rows, *core)
 
         args = jax.tree.unflatten(tree, [merged(*each) for each in found])
-        out = over_batch_and_heads(function, args, axes)
-        out = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), out)
-        return out, jax.tree.map(lambda x: True, out)
+        out, tree = jax.tree.flatten(over_batch_and_heads(function, args, axes))
+        of_rows = [bool(letters) for letters, _ in _leaves(jax.tree.unflatten(tree, out), axes)]
+        out = [
+            x.reshape(size, -1, *x.shape[1:]) if split else x
+            for x, split in zip(out, of_rows, strict=True)
+        ]
+        return jax.tree.unflatten(tree, out), jax.tree.unflatten(tree, of_rows)
 
     return once_differentiated(call)(args)
 
@@ -100,60 +105,110 @@ def first_derivative_only(function: Callable[[Named], Array], args: Named) -> Ar
 
 
 def differentiable_over_batch_and_heads(
-    function: Callable[[Named], Array], args: Named, axes: Mapping[str, str]
+    function: Callable[[Named], Array], args: Named, axes: Mapping[str, str], letters: str
 ) -> Array:
-    """A function of one row and one key/value head for all of them, by its own derivative.
+    """:func:`over_batch_and_heads` of a function that has a derivative in reverse, with it.
+
+    What travels from the forward to the backward pass is the function's own affair; which axes of
+    it are rows and heads is seen from how their sizes follow the numbers of rows and heads.
 
     Args:
-      function: of ``args`` without the axes of batch and heads, differentiable in reverse.
-      args: named arrays ``[B, Hk, ...]``, ``[B, ...]`` or the same for all. Those of floating-point
-        numbers have both axes, and get gradients.
-      axes: ``bk``, ``b`` or an empty string for each.
+      function: of any number of rows and key/value heads, each by itself. It closes over no arrays.
+      args: named arrays, or trees of arrays without letters. Batch and heads are full; what has
+        letters and is of floating-point numbers gets gradients.
+      axes: as in :func:`over_batch_and_heads`.
+      letters: likewise, of the result.
 
     Returns:
-      The function's results, ``[B, Hk, ...]``.
+      What ``function`` returns.
     """
+    floats = [name for name in args if axes[name] and jnp.issubdtype(args[name].dtype, np.floating)]
+    sizes = _sizes(args, axes)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
 
-    def everywhere(function: Callable[[Named], Any]) -> Callable[[Named], Any]:
-        for letter in "kb":
-            in_axes = {name: 0 if letter in axes[name] else None for name in args}
-            function = jax.vmap(function, in_axes=(in_axes,))
-        return function
-
-    # Of the function that pulls a cotangent back, whose arrays travel between the two passes. That
-    # of one row and head is alike for any number of them.
-    tree: Any = None
-
-    def forward(args: Named) -> Named:
-        nonlocal tree
-        floats = {name: x for name, x in args.items() if axes[name] == "bk"}
+    def forward(args: Named) -> tuple[Array, Any]:
         fixed = {name: x for name, x in args.items() if name not in floats}
-        out, pull = jax.vjp(lambda floats: function({**floats, **fixed}), floats)
-        leaves, tree = jax.tree.flatten(pull)
-        return {"out": out, "kept": leaves}
+        return jax.vjp(lambda given: function({**given, **fixed}), {n: args[n] for n in floats})
 
-    def backward(args: Named) -> Named:
-        return jax.tree.unflatten(tree, args["kept"])(args["d_out"])[0]
+    @functools.cache
+    def kept_of(rows: int, heads: int) -> tuple[list[jax.ShapeDtypeStruct], Any]:
+        """What is kept of so many rows and key/value heads: leaves and tree."""
+        factors = {"b": (rows, sizes["b"]), "k": (heads, sizes["k"]), "h": (heads, sizes["k"])}
 
-    results = dict.fromkeys(("out", "kept", "d_out"), "bk")
+        def resized(name: str) -> Any:
+            if not axes[name]:
+                return shapes[name]
+            scales = (factors.get(letter, (1, 1)) for letter in axes[name])
+            full = zip(shapes[name].shape, scales, strict=True)
+            size = tuple(n * times // of for n, (times, of) in full)
+            return jax.ShapeDtypeStruct(size, shapes[name].dtype)
+
+        return jax.tree.flatten(jax.eval_shape(forward, {name: resized(name) for name in args})[1])
+
+    @functools.cache
+    def kept_axes() -> dict[str, str]:
+        """Letters of what is kept, by name."""
+        rows, heads = sizes["b"], sizes["k"]
+        kept, taller, wider = (
+            kept_of(*at)[0] for at in ((rows, heads), (2 * rows, heads), (rows, 2 * heads))
+        )
+        leaves = zip(kept, taller, wider, strict=True)
+        return _numbered(_letters(x, more, wide, sizes) for x, more, wide in leaves)
+
+    def keep(args: Named) -> Named:
+        out, pull = forward(args)
+        return {"out": out, **_numbered(jax.tree.leaves(pull))}
+
+    def pull_back(args: Named) -> Named:
+        d_out = args["d_out"]
+        heads = d_out.shape[letters.index("h")] * sizes["k"] // sizes["h"]
+        _, tree = kept_of(d_out.shape[0], heads)
+        return jax.tree.unflatten(tree, [args[name] for name in kept_axes()])(d_out)[0]
 
     @jax.custom_vjp
     def call(args: Named) -> Array:
-        value = everywhere(lambda args: {"out": function(args)})
-        return over_batch_and_heads(value, args, {**axes, **results})["out"]
+        value = lambda args: {"out": function(args)}  # noqa: E731
+        return over_batch_and_heads(value, args, {**axes, "out": letters})["out"]
 
-    def keep(args: Named) -> tuple[Array, list[Array]]:
-        found = over_batch_and_heads(everywhere(forward), args, {**axes, **results})
-        return found["out"], found["kept"]
+    def call_forward(args: Named) -> tuple[Array, Named]:
+        found = over_batch_and_heads(keep, args, {**axes, "out": letters, **kept_axes()})
+        return found.pop("out"), found
 
-    def pull_back(kept: list[Array], d_out: Array) -> tuple[Named]:
-        every = jax.vmap(jax.vmap(backward))
-        given = {"kept": kept, "d_out": d_out}
-        found = over_batch_and_heads(every, given, {**axes, **results})
+    def call_backward(kept: Named, d_out: Array) -> tuple[Named]:
+        given = {**kept, "d_out": d_out}
+        found = over_batch_and_heads(pull_back, given, {**axes, "d_out": letters, **kept_axes()})
         return ({name: found.get(name) for name in args},)
 
-    call.defvjp(keep, pull_back)
+    call.defvjp(call_forward, call_backward)
     return call(args)
+
+
+def _numbered(values: Iterable[Any]) -> Named:
+    """Values under names that sort as they are given."""
+    return {f"kept{n:03}": x for n, x in enumerate(values)}
+
+
+def _letters(x: Any, of_more_rows: Any, of_more_heads: Any, sizes: Mapping[str, int]) -> str:
+    """Which axes of an array are rows and heads, given its shapes with twice as many of either.
+
+    Raises:
+      NotImplementedError: unless rows come first, and heads, if any, have an axis to themselves.
+    """
+    letters = ""
+    for n, more_rows, more_heads in zip(
+        x.shape, of_more_rows.shape, of_more_heads.shape, strict=True
+    ):
+        by_heads = next((letter for letter in "kh" if n == sizes[letter]), "?")
+        changed = "b" * (more_rows != n) + by_heads * (more_heads != n)
+        letters += changed if len(changed) < 2 else "?"
+        letters += "." * (not changed)
+    fixed = not letters.strip(".")
+    if not fixed and ("?" in letters or letters.rfind("b") != 0 or x.shape[0] != sizes["b"]):
+        raise NotImplementedError(
+            f"what the kernel keeps for its backward pass, {x.shape}, mixes rows and heads with "
+            "other axes"
+        )
+    return "" if fixed else letters
 
 
 def batch_size(args: Mapping[str, Any]) -> int:
@@ -163,10 +218,9 @@ def batch_size(args: Mapping[str, Any]) -> int:
 
 def _partitioned(function: Callable[[Named], Named], args: Named, axes: Mapping[str, str]) -> Named:
     """Calls ``function``, and says how it can be split over devices."""
-    sizes = {"b": 1, "k": 1, "h": 1}
-    for letters, x in _leaves(args, axes):
-        for letter, n in zip(letters, x.shape, strict=False):
-            sizes[letter] = max(sizes.get(letter, 1), n)
+    results = jax.eval_shape(function, args)
+    of_args, of_results = _sizes(args, axes), _sizes(results, axes)
+    sizes = {letter: max(n, of_results[letter]) for letter, n in of_args.items()}
     groups = sizes["h"] // sizes["k"]
     # What an axis, by its letter and its size, is split along.
     shared = {("b", sizes["b"]): "b"}
@@ -208,7 +262,7 @@ def _partitioned(function: Callable[[Named], Named], args: Named, axes: Mapping[
 
         return mesh, function, place(out_shapes), (place(arg_shapes[0]),)
 
-    rule = f"{notation(args)} -> {notation(jax.eval_shape(function, args))}"
+    rule = f"{notation(args)} -> {notation(results)}"
     options = {"g": groups} if "g" in whole else {}
     split = custom_partitioning(function)
     split.def_partition(
@@ -218,6 +272,16 @@ def _partitioned(function: Callable[[Named], Named], args: Named, axes: Mapping[
         **options,
     )
     return split(args)
+
+
+def _sizes(args: Named, axes: Mapping[str, str]) -> dict[str, int]:
+    """Rows, key/value heads and query heads, by letter, as far as arrays have them."""
+    sizes = {"b": 1, "k": 1, "h": 1}
+    for letters, x in _leaves(args, axes):
+        for letter, n in zip(letters, x.shape, strict=False):
+            if letter in sizes:
+                sizes[letter] = max(sizes[letter], n)
+    return sizes
 
 
 def _leaves(tree: Named, axes: Mapping[str, str]) -> Iterator[tuple[str, Any]]:

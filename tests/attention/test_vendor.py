@@ -255,6 +255,16 @@ REFUSALS = {
         VENDORS[4:],
         "Triton kernel takes a window as a mask as large as the logits",
     ),
+    "wide_keys": (
+        dict.fromkeys(ARRAYS, shaped(1, 8, 2, 256)),
+        VENDORS[3:4],
+        "keys of at most 128 and values and states of at most 256 together; got 256 and 512",
+    ),
+    "odd_widths": (
+        dict.fromkeys(ARRAYS, shaped(1, 8, 2, 96)),
+        VENDORS[4:],
+        "powers of two, at least 16; got 96 of keys and 192 of values",
+    ),
     "wide": (
         dict.fromkeys(ARRAYS, shaped(1, 8, 2, 258)),
         VENDORS[1:2],

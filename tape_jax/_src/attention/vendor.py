@@ -21,12 +21,10 @@ import numpy as np
 from tape_jax._src.attention import pallas_blocks
 from tape_jax._src.attention.request import (
     Request,
-    from_rows,
     refuse,
     refuse_large_indices,
     refuse_rows,
     same_segment,
-    to_rows,
     visible_positions,
 )
 from tape_jax._src.partition import Named, differentiable_over_batch_and_heads
@@ -124,12 +122,11 @@ class Vendor:
         """Raises NotImplementedError for calls that this kernel cannot do, beside the common."""
 
     def kernel(self, call: VendorCall, args: Named) -> Array:
-        """Attention of one row and one key/value head, ``[G, Tq, Dv + De]``; differentiable.
+        """Attention of any number of rows and heads, ``[B, Tq, Hq, Dv + De]``; differentiable.
 
         Args:
           call: what is known beside the arrays.
-          args: ``q [G, Tq, D]``, ``k [S, D]``, ``values [S, Dv + De]``, what :meth:`fixed` gives,
-            and maybe ``query_ids [Tq]`` and ``key_ids [S]``.
+          args: as in :meth:`everywhere`, ids ``[B, T]``, and what :meth:`fixed` gives.
         """
         raise NotImplementedError
 
@@ -138,26 +135,21 @@ class Vendor:
         return {}
 
     def everywhere(self, call: VendorCall, args: Named) -> Array:
-        """The kernel for all rows and heads, ``[B, Tq, Hq, Dv + De]``.
+        """The kernel, with its derivative, under ``vmap`` and in sharded programs.
 
         Args:
           call: what is known beside the arrays.
           args: ``q [B, Tq, Hq, D]``, ``k [B, S, Hk, D]``, ``values [B, S, Hk, Dv + De]``, and maybe
             ``query_ids [B|1, Tq]`` and ``key_ids [B|1, S]``.
         """
-        rows, queries, heads, width = args["q"].shape
-        kv_heads = args["k"].shape[2]
-        given = {name: args[name].swapaxes(1, 2) for name in ("k", "values")}
-        q = to_rows(args["q"], kv_heads, queries)
-        given["q"] = q.reshape(rows, kv_heads, -1, queries, width)
-        ids = {name: args[name] for name in ("query_ids", "key_ids") if name in args}
-        given |= {name: jnp.broadcast_to(x, (rows, x.shape[1])) for name, x in ids.items()}
-        fixed = self.fixed(call, heads // kv_heads)
-        axes = dict.fromkeys(("q", "k", "values"), "bk")
-        axes |= dict.fromkeys(ids, "b") | dict.fromkeys(fixed, "")
+        rows, _, heads, _ = args["q"].shape
+        ids: Named = {name: args[name] for name in ("query_ids", "key_ids") if name in args}
+        ids = {name: jnp.broadcast_to(x, (rows, x.shape[1])) for name, x in ids.items()}
+        fixed = self.fixed(call, heads // args["k"].shape[2])
+        axes = {"q": "b.h.", "k": "b.k.", "values": "b.k."}
+        axes |= dict.fromkeys(ids, "b.") | dict.fromkeys(fixed, "")
         kernel = functools.partial(self.kernel, call)
-        out = differentiable_over_batch_and_heads(kernel, {**given, **fixed}, axes)
-        return from_rows(out.reshape(rows, kv_heads, -1, out.shape[-1]), heads, queries)
+        return differentiable_over_batch_and_heads(kernel, {**args, **ids, **fixed}, axes, "b.h.")
 
     def check(self, request: Request) -> None:
         """Raises NotImplementedError unless the kernel can do this call on this machine."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +15,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_mask,
 )
 
-from tape_jax._src.attention.request import Request, refuse
+from tape_jax._src.attention.request import Request, from_rows, refuse, to_rows
 from tape_jax._src.attention.vendor import Vendor, VendorCall, pad_to, round_up, wide_types_enabled
 from tape_jax._src.checks import require
 from tape_jax._src.partition import Named
@@ -96,16 +98,36 @@ class Splash(Vendor):
         return {"kernel": kernel}
 
     def kernel(self, call: VendorCall, args: Named) -> Array:
+        kv_heads = args["k"].shape[2]
+        q = to_rows(args["q"], kv_heads, call.queries)
+        q = q.reshape(*q.shape[:2], -1, call.queries, q.shape[-1])
+        given = {"q": q, **{name: args[name].swapaxes(1, 2) for name in ("k", "values")}}
+        ids: Named = {name: args[name] for name in ("query_ids", "key_ids") if name in args}
+        of_head = functools.partial(self._head, call, args["kernel"])
+        of_row = jax.vmap(of_head, in_axes=(dict.fromkeys(given, 0), None))
+        out = jax.vmap(of_row)(given, ids)
+        out = out.reshape(*out.shape[:2], -1, out.shape[-1])
+        return from_rows(out, args["q"].shape[2], call.queries)
+
+    def _head(self, call: VendorCall, kernel: Callable, args: Named, ids: Named) -> Array:
+        """Attention of one row and key/value head, ``[G, Tq, Dv + De]``.
+
+        Args:
+          call: what is known beside the arrays.
+          kernel: of jax.
+          args: ``q [G, Tq, D]``, ``k [S, D]`` and ``values [S, Dv + De]``.
+          ids: maybe ``query_ids [Tq]`` and ``key_ids [S]``.
+        """
         (rows, _), (columns, _) = map(self._blocks, (call.queries, call.keys))
         # The kernel has no factor on the logits.
         q = (args["q"].astype(jnp.float32) * call.scale).astype(args["q"].dtype)
-        ids = None
-        if "query_ids" in args:
-            padded = (pad_to(args["query_ids"], rows, 0), pad_to(args["key_ids"], columns, 0))
+        segments = None
+        if ids:
+            padded = (pad_to(ids["query_ids"], rows, 0), pad_to(ids["key_ids"], columns, 0))
             common = jnp.promote_types(jnp.result_type(*padded), jnp.int32)
-            ids = splash_attention_kernel.SegmentIds(*(x.astype(common) for x in padded))
+            segments = splash_attention_kernel.SegmentIds(*(x.astype(common) for x in padded))
         k, values = (pad_to(args[name], columns, 0) for name in ("k", "values"))
-        return args["kernel"](pad_to(q, rows, 1), k, values, ids)[:, : call.queries]
+        return kernel(pad_to(q, rows, 1), k, values, segments)[:, : call.queries]
 
     def _blocks(self, length: int) -> tuple[int, int]:
         """Length to pad to, and a size of blocks that divides it."""

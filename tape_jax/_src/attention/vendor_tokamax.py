@@ -68,6 +68,17 @@ class Tokamax(Vendor):
             window and call.queries != call.keys,
             "tokamax's local_window_size= needs as many queries as keys",
         )
+        widths = (request.q.shape[-1], sum(call.widths))
+        refuse(
+            self.here() == "mosaic_gpu" and (widths[0] > 128 or widths[1] > 256),
+            "the blocks of tokamax's Mosaic kernel hold keys of at most 128 and values and states "
+            f"of at most 256 together; got {widths[0]} and {widths[1]}",
+        )
+        refuse(
+            self.here() == "triton" and any(n < 16 or n.bit_count() > 1 for n in widths),
+            "tokamax's Triton kernel takes widths that are powers of two, at least 16; got "
+            f"{widths[0]} of keys and {widths[1]} of values",
+        )
         # Release 0.0.17; before, it had no such mask.
         refuse(
             window and self.here() == "triton",
@@ -86,16 +97,16 @@ class Tokamax(Vendor):
         hide = columns > call.keys and not (call.is_causal and call.queries <= call.keys)
         reach = None if call.local_window_size is None else call.local_window_size - 1
         out = tokamax.dot_product_attention(
-            pad_to(args["q"], rows, 1).swapaxes(0, 1)[None],
-            pad_to(args["k"], columns, 0)[None, :, None],
-            pad_to(args["values"], columns, 0)[None, :, None],
+            pad_to(args["q"], rows, 1),
+            pad_to(args["k"], columns, 1),
+            pad_to(args["values"], columns, 1),
             scale=call.scale,
             is_causal=call.is_causal,
             local_window_size=None if reach is None else (reach, 0 if call.is_causal else reach),
             key_value_seq_lengths=jnp.full((1,), call.keys, jnp.int32) if hide else None,
             implementation=self.here(),
         )
-        return out[0].swapaxes(0, 1)[:, : call.queries]
+        return out[:, : call.queries]
 
 
 tokamax_mosaic = Tokamax(("mosaic_gpu",))
