@@ -98,8 +98,11 @@ def complex_multiply(x: Array, y: Array) -> Array:
     return jnp.concatenate([xr * yr - xi * yi, xr * yi + xi * yr], axis=-1)
 
 
-# For the backward pass both factors are kept, and not the halves of each.
-_multiply = jax.checkpoint(complex_multiply, prevent_cse=False)
+# For the backward pass both factors are kept as they are given, and not the halves of each.
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
+def _multiply(x: Array, y: Array, compute: jnp.dtype) -> Array:
+    """:func:`complex_multiply` in the type ``compute``, in that of ``x``."""
+    return complex_multiply(x.astype(compute), y.astype(compute)).astype(x.dtype)
 
 
 def rotate(q: Array, state: Array) -> Array:
@@ -126,13 +129,11 @@ def rotate(q: Array, state: Array) -> Array:
     tensor = is_tensor_form(state, q)
     state = repeat_heads(align_state(state), q.shape[-2], tensor=tensor)
     compute = jnp.promote_types(at_least_float32(q.dtype), state.dtype)
-    wide = q.astype(compute)
-    if tensor:
-        blocks = split_blocks(wide, state.shape[-2])
-        out = merge_blocks(precise_einsum("...ml,...mlr->...mr", blocks, state.astype(compute)))
-    else:
-        out = _multiply(wide, state.astype(compute))
-    return out.astype(q.dtype)
+    if not tensor:
+        return _multiply(q, state, compute)
+    blocks = split_blocks(q.astype(compute), state.shape[-2])
+    out = precise_einsum("...ml,...mlr->...mr", blocks, state.astype(compute))
+    return merge_blocks(out).astype(q.dtype)
 
 
 def repeat_heads(x: Array, heads: int, *, tensor: bool = False) -> Array:
