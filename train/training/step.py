@@ -27,6 +27,9 @@ Batch = dict[str, Array]
 # Of the running mean of gradient norms: what a step leaves of it, and the weight from which it is
 # believed, that of about 20 steps.
 MEMORY, KNOWN = 0.99, 0.2
+# By platform. XLA's fusion of kernels with slices runs a kernel of a scanned layer twice: once for
+# the layer, once to write what the backward pass keeps.
+COMPILER_OPTIONS = {"gpu": {"xla_gpu_enable_dynamic_slice_fusion": False}}
 
 
 class TrainState(NamedTuple):
@@ -217,7 +220,12 @@ def make_step(
             new = kept._replace(step=new.step)
         return new, metrics
 
-    return jax.jit(step, donate_argnums=0, out_shardings=None if places is None else (places, None))
+    return jax.jit(
+        step,
+        donate_argnums=0,
+        out_shardings=None if places is None else (places, None),
+        compiler_options=COMPILER_OPTIONS.get(jax.default_backend()),
+    )
 
 
 def is_bad(

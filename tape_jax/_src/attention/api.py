@@ -33,6 +33,7 @@ from tape_jax._src.attention.tuning import choice as tuned
 from tape_jax._src.attention.tuning.cases import Contender
 from tape_jax._src.attention.tuning.choice import Ranking
 from tape_jax._src.checks import choose, require
+from tape_jax._src.devices import compute_capability
 from tape_jax._src.operations import matrix_operations
 from tape_jax._src.sharding import Sharding
 
@@ -56,6 +57,11 @@ BACKENDS = {
 # What ``implementation=None`` tries where nothing was measured: plain JAX.
 STATIC = {"cpu": ("query_blocks", "chunked")}
 STATIC_ELSEWHERE = ("chunked",)
+# On Hopper, for operands of 16 bits, before that: kernels that were compared with the reference and
+# timed on an H200, fastest first (benchmarks/results/2026-11-26-nvidia-h200.md): without a state to
+# attend or with heads wider than 64, and with a state and heads up to that.
+HOPPER = ("cudnn", "tokamax_mosaic", "pallas")
+HOPPER_STATE, HOPPER_WIDTH = ("tokamax_mosaic", "cudnn", "pallas"), 64
 
 # ``reference`` comes before those where a head has at most so many query-key pairs, and the logits
 # of all heads and rows take at most so many bytes. On a CPU, forward and backward, from 1 to 2048
@@ -352,6 +358,11 @@ def _with_operations(plan: AttentionPlan, request: Request) -> AttentionPlan:
 def _static(request: Request) -> list[str]:
     """What to try where nothing was measured."""
     names = list(STATIC.get(jax.default_backend(), STATIC_ELSEWHERE))
+    capability = compute_capability()
+    if capability and capability[0] == 9 and request.compute_dtype.itemsize == 2:
+        attends = request.state is not None and request.attend_state
+        narrow = attends and request.q.shape[-1] <= HOPPER_WIDTH
+        names = [*(HOPPER_STATE if narrow else HOPPER), *names]
     pairs = request.query_length * request.key_length
     heads = request.q.shape[0] * request.query_heads
     size = pairs * heads * request.accumulator_dtype.itemsize
