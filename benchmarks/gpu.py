@@ -36,11 +36,17 @@ class Part:
       title: for the report.
       command: after ``python -m``.
       minutes: at most.
+      environment: what is set beside.
     """
 
     title: str
     command: str
     minutes: float
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+# The tests run on a CPU unless told otherwise; here their processes share the GPU's memory.
+OF_TESTS = {"JAX_PLATFORMS": "", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
 PLAN = (
@@ -49,7 +55,12 @@ PLAN = (
         "tape_jax.tune --minutes 9 --memory-limit 24",
         10,
     ),
-    Part("The compiled kernels against the reference", "pytest -m gpu tests/attention", 4),
+    Part(
+        "The compiled kernels against the reference",
+        "pytest -m gpu -n 12 tests/attention tests/positions",
+        5,
+        OF_TESTS,
+    ),
     Part(
         "Attention by itself: D = 64",
         "benchmarks.attention --head-dim 64 --lengths 1024 4096 16384 --memory-limit 24",
@@ -63,9 +74,10 @@ PLAN = (
     Part(
         "Training steps of the C4 model",
         "benchmarks.train_step --model c4 --lengths 1024 8192 "
-        "--rows rope:cudnn tape:pallas tape:tokamax_mosaic tape:tokamax_triton tape:cudnn",
+        "--rows rope:cudnn tape tape:tokamax_mosaic tape:cudnn tape:pallas",
         4,
     ),
+    Part("The position update", "benchmarks.update", 1),
     Part(
         "Attention by itself: other lengths",
         "benchmarks.attention --head-dim 64 128 --lengths 2048 8192 --memory-limit 24",
@@ -78,7 +90,11 @@ DRY = (
         "tape_jax.tune --head-dims 8 --lengths 32 --dtypes float32 --heads 2 --tokens 64",
         2,
     ),
-    Part("Tests that need a GPU", "pytest -m gpu -qq --collect-only tests/attention", 2),
+    Part(
+        "Tests that need a GPU",
+        "pytest -m gpu -qq --collect-only tests/attention tests/positions",
+        2,
+    ),
     Part("Attention by itself", "benchmarks.attention --lengths 32 64 --repeats 2", 2),
     Part(
         "Training steps of a tiny model",
@@ -86,6 +102,7 @@ DRY = (
         "--rows rope tape:chunked tape:cudnn",
         2,
     ),
+    Part("The position update", "benchmarks.update --length 32 --repeats 2", 2),
 )
 # Started in a process of its own: it would keep the GPU's memory from the others.
 DESCRIBE = "from tape_jax._src.timing import describe_device as d; print(d())"
@@ -118,7 +135,7 @@ def run(part: Part, limit: float, environment: Mapping[str, str]) -> PartOutcome
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, **environment},
+            env={**os.environ, **part.environment, **environment},
         )
         text, succeeded = done.stdout, done.returncode == 0
         if done.returncode:

@@ -3,10 +3,11 @@
     python -m benchmarks.train_step [--model tiny|small|c4] [--lengths T ...] [--rows NAME ...]
 
 A row is an encoding, or ``encoding:backend`` to name its attention backend, such as ``tape:pallas``
-or ``rope:cudnn``. The step is that of ``train.training.loop``: loss, gradients, clipping and an
-update by AdamW, on random tokens. Rows take turns; ratios are to the first row, run by run, and the
-first row's own second entry shows the noise. Memory is what the compiler plans: ``temporary`` for
-the step alone, ``in all`` with parameters, moments and batch. Model FLOP utilisation is that of
+or ``rope:cudnn``; ``tape:pallas:pallas`` names the implementation of TAPE's update too. The step is
+that of ``train.training.loop``: loss, gradients, clipping and an update by AdamW, on random tokens.
+Rows take turns; ratios are to the first row, run by run, and the first row's own second entry shows
+the noise. Memory is what the compiler plans: ``temporary`` for the step alone, ``in all`` with
+parameters, moments and batch. Model FLOP utilisation is that of
 :func:`train.training.flops.model_flops`, where the chip's peak is known.
 """
 
@@ -59,11 +60,11 @@ PRESETS = {
 
 
 def row_config(model: ModelConfig, row: str) -> ModelConfig:
-    """The model of a row: ``encoding`` or ``encoding:backend``."""
-    encoding, _, backend = row.partition(":")
-    return dataclasses.replace(
-        model, position=encoding, attention_implementation=backend or model.attention_implementation
-    )  # fmt: skip
+    """The model of a row: ``encoding``, ``encoding:backend`` or ``encoding:backend:update``."""
+    fields = ("position", "attention_implementation", "update_implementation")
+    names = row.split(":", len(fields) - 1)
+    given = {field: name for field, name in zip(fields, names, strict=False) if name}
+    return dataclasses.replace(model, **given)
 
 
 def report(
@@ -106,6 +107,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=10, help="timed steps of each (10)")
     parser.add_argument("--rows", nargs="+", default=["rope", "tape"], metavar="ENCODING[:BACKEND]")
     parser.add_argument("--dtype", help="compute type")
+    parser.add_argument("--state-dtype", help="type of the position states")
     parser.add_argument("--remat", help="what the backward pass recomputes: none, dots or full")
     options = parser.parse_args(argv)
     options.model = options.model or ("tiny" if jax.default_backend() == "cpu" else "c4")
@@ -118,13 +120,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures and prints."""
     options = parse(argv)
-    given = {name: getattr(options, name) for name in ("dtype", "remat") if getattr(options, name)}
+    names = ("dtype", "state_dtype", "remat")
+    given = {name: getattr(options, name) for name in names if getattr(options, name)}
     model = dataclasses.replace(PRESETS[options.model].model, **given)
     configs = {row: row_config(model, row) for row in options.rows}
     print(describe_device())
     print(
-        f"model {options.model}, {model.dtype}; median of {options.repeats} steps, +- half the "
-        "quartiles' distance; ratios to the first row"
+        f"model {options.model}, {model.dtype}, states in {model.state_dtype or 'float32'}; median "
+        f"of {options.repeats} steps, +- half the quartiles' distance; ratios to the first row"
     )
     for length in options.lengths:
         batch = max(1, options.tokens // length)

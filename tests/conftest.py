@@ -20,6 +20,9 @@ FLAGS = {
 if importlib.metadata.version("jax").startswith("0.10."):
     # Half of the time of compilation; later versions, which lack them, end at the sight of these.
     FLAGS |= {"xla_cpu_use_fusion_emitters": "false", "xla_cpu_parallel_codegen_split_count": "1"}
+if os.environ["JAX_PLATFORMS"] != "cpu":
+    # On a GPU: most of the time of these tests went into trying out products of the reference.
+    FLAGS["xla_gpu_autotune_level"] = "0"
 given = os.environ.get("XLA_FLAGS", "")
 added = [f"--{name}={value}" for name, value in FLAGS.items() if name not in given]
 os.environ["XLA_FLAGS"] = " ".join([given, *added]).strip()

@@ -107,6 +107,8 @@ def test_types(backend, keywords, dtype):
     """Within the tolerance for inputs that were rounded, and, by the norm, for exact ones."""
     taken = [n for n in ("grouped_heads", "grouped_heads_shared_state") if n not in
              REFUSED[keywords["implementation"]]]  # fmt: skip
+    if not taken:
+        pytest.skip(f"{keywords['implementation']} refuses these cases")
     with jax.enable_x64(dtype == "float64"):
         got = run(BY_NAME[taken[0]], dtype, **keywords)
     assert_close(got, expected(taken[0], dtype), TOLERANCE[dtype])
@@ -281,7 +283,11 @@ GPU_CASES = {
     "window_bidirectional": (515, {"local_window_size": 64}),
     "segments": (777, {"is_causal": True, "segment_ids": np.arange(777) // 100}),
     "grouped_heads": (257, {"is_causal": True, "heads": 8}),
+    "decay": (1000, {"is_causal": True, "log_decay": -np.arange(1000.0)[:, None] / 100}),
 }
+# Of so few tokens the gradients of queries and keys are differences of like numbers, zero or small:
+# their errors are relative to the largest gradient.
+FEW = 16
 
 
 @pytest.mark.gpu
@@ -294,8 +300,19 @@ GPU_CASES = {
     ],
 )
 @pytest.mark.parametrize("name", GPU_CASES)
-@skip_if_refused
 def test_compiled(name, backend, dim, dtype):
+    check_compiled(name, backend, dim, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [8, 16, 32, 80, 96, 256])
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+def test_compiled_head_dims(backend, dim):
+    check_compiled("causal_128", backend, dim, "bfloat16")
+
+
+@skip_if_refused
+def check_compiled(name, backend, dim, dtype):
     """Against ``reference`` in float32; NaN in memory that was freed must not come through."""
     length, keywords = GPU_CASES[name]
     keywords = dict(keywords)
@@ -309,5 +326,7 @@ def test_compiled(name, backend, dim, dtype):
     f = functools.partial(outputs_and_gradients, **keywords, implementation=backend)
     got = jax.jit(f)(*args)
     tolerance = {"bfloat16": 2e-2, "float16": 5e-3, "float32": 1e-5}[dtype]
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert jnp.linalg.norm(x - y) <= tolerance * jnp.linalg.norm(y) + 1e-6
+    lengths = [jnp.linalg.norm(y) for y in jax.tree.leaves(want)]
+    for x, y, own in zip(jax.tree.leaves(got), jax.tree.leaves(want), lengths, strict=True):
+        size = max(lengths) if length < FEW else own
+        assert jnp.linalg.norm(x - y) <= tolerance * size + 1e-6

@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import itertools
 import re
+import subprocess
 
 import chex
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import aot, attention, gpu, scaling, step, train_step
+from benchmarks import aot, attention, gpu, scaling, step, train_step, update
 from benchmarks.table import markdown
 from tape_jax import rotary_state, tune
 from tape_jax._src.attention import BACKENDS
@@ -162,6 +163,35 @@ def test_step(capsys, monkeypatch):
     ]
 
 
+def test_update(capsys):
+    """Each implementation in both directions, and why one is left out."""
+    tiny = "--batch 1 --length 8 --heads 3 --head-dim 4 --repeats 1 --mixes heads"
+    update.main(tiny.split())
+    out = capsys.readouterr().out
+    names = ["reference", "unrolled", "reference, again"]
+    rows = tables(out)
+    assert [row["by"] for row in rows] == 4 * names
+    assert rows[0]["update"] == "heads, float32, forward"
+    assert rows[-1]["update"] == "heads, bfloat16, forward and backward"
+    assert re.search(r"^pallas: skipped, .*needs a CUDA GPU", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("row", "wanted"),
+    [
+        ("tape", ("tape", None, None)),
+        ("rope:cudnn", ("rope", "cudnn", None)),
+        ("tape:pallas:reference", ("tape", "pallas", "reference")),
+        ("tape::unrolled", ("tape", None, "unrolled")),
+    ],
+)
+def test_models_of_rows(row, wanted):
+    config = train_step.row_config(train_step.PRESETS["tiny"].model, row)
+    encoding, *implementations = wanted
+    assert config.position == train_step.row_config(config, encoding).position
+    assert [config.attention_implementation, config.update_implementation] == implementations
+
+
 @pytest.mark.slow
 def test_gpu_plan(tmp_path, monkeypatch, capsys):
     """A report that is complete although a part fails and another has no time left."""
@@ -188,6 +218,21 @@ def test_reports_of_one_day_are_all_kept(tmp_path):
     assert first.name == "2026-11-22-chip.md"
     assert gpu.report_path(tmp_path, "chip", now).name == "2026-11-22-chip-190501.md"
     assert gpu.report_path(tmp_path, "chip", now, again=True) == first
+
+
+def test_tests_of_the_gpu_plan_see_the_gpu(monkeypatch):
+    """They run on a CPU unless told otherwise, where all that need a GPU are skipped."""
+    (part,) = [part for part in gpu.PLAN if part.command.startswith("pytest")]
+    given = {}
+
+    def note(command, env, **options):
+        given.update(env)
+        return subprocess.CompletedProcess(command, 0, stdout="")
+
+    monkeypatch.setattr(gpu.subprocess, "run", note)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert gpu.run(part, 60, {}).succeeded
+    assert given["JAX_PLATFORMS"] == ""
 
 
 def test_gpu_plan_begins_with_tuning():

@@ -1,0 +1,109 @@
+"""What the position update costs, by each of its implementations.
+
+    python -m benchmarks.update [--batch B] [--length T] [--heads H] [--mixes NAME ...]
+
+One run measures, in turns, forward and forward plus backward (gradients of everything), the update
+of states in float32 and bfloat16, with activations in bfloat16. ``moved`` is the least: inputs and
+outputs, once each, with which ``GB/s`` goes; ``ratio`` is to ``reference``, run by run, and its own
+second entry shows the noise. An implementation that cannot run here is skipped, and the output says
+so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.table import markdown, mebibytes
+from tape_jax import init_update, update_state
+from tape_jax._src.attention.tuning.programs import DIRECTIONS, both_ways
+from tape_jax._src.positions.update import UPDATES
+from tape_jax._src.timing import describe_device, take_turns
+from train.analysis.memory import Memory
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Command-line options: small on a CPU, the C4 model's batch elsewhere."""
+    cpu = jax.default_backend() == "cpu"
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.update", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--batch", type=int, default=1 if cpu else 16)
+    parser.add_argument("--length", type=int, default=256 if cpu else 1024)
+    parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--mixes", nargs="+", default=["head_scale", "heads"])
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--least", type=float, default=0.0 if cpu else 0.02)
+    return parser.parse_args(argv)
+
+
+def arguments(options: argparse.Namespace, mix: str, dtype: str) -> tuple[Any, ...]:
+    """Random parameters, state, attended state and activations."""
+    rng, hidden = np.random.default_rng(0), options.heads * options.head_dim
+    params = init_update(jax.random.key(0), hidden, options.heads, attention_mix=mix)
+    shape = (options.batch, options.length, options.heads, options.head_dim)
+    e, a = (jnp.asarray(rng.normal(size=shape), dtype) for _ in range(2))
+    return params, e, a, jnp.asarray(rng.normal(size=(*shape[:2], hidden)), "bfloat16")
+
+
+def measure(options: argparse.Namespace, mix: str, dtype: str, skipped: dict[str, str]) -> list:
+    """Lines of the table for one kind of update and type of state."""
+    args = arguments(options, mix, dtype)
+    programs = {}
+    for name in UPDATES:
+        try:
+            programs[name] = both_ways(functools.partial(update_state, implementation=name), args)
+        except NotImplementedError as error:
+            skipped[name] = str(error)
+    lines = []
+    for direction in DIRECTIONS:
+        calls: dict[str, Callable[[], Any]] = {
+            name: functools.partial(both[direction][0], *both[direction][1])
+            for name, both in programs.items()
+        }
+        calls["reference, again"] = calls["reference"]
+        timings = take_turns(calls, repeats=options.repeats, warm_up=2, least=options.least)
+        for name, timing in timings.items():
+            memory = Memory.of(programs[name.removesuffix(", again")][direction][0])
+            moved = memory.moved if memory else None
+            lines.append(
+                (
+                    f"{mix}, {dtype}, {direction}",
+                    name,
+                    f"{1e3 * timing.median:.3f}",
+                    f"{100 * timing.spread:.1f} %",
+                    f"{timing.ratio(timings['reference']):.3f}",
+                    mebibytes(moved),
+                    mebibytes(memory.temporary if memory else None),
+                    "-" if moved is None else f"{moved / timing.median / 1e9:.0f}",
+                )
+            )
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures and prints."""
+    options = parse(argv)
+    print(describe_device())
+    print(
+        f"states [{options.batch}, {options.length}, {options.heads}, {options.head_dim}]; median "
+        f"of {options.repeats} runs, +- half the quartiles' distance"
+    )
+    lines, skipped = [], {}
+    for mix, dtype in itertools.product(options.mixes, ("float32", "bfloat16")):
+        lines += measure(options, mix, dtype, skipped)
+    header = ("update", "by", "ms", "+-", "ratio", "moved MiB", "temporary MiB", "GB/s")
+    print(f"\n{markdown(header, lines)}")
+    for name, reason in skipped.items():
+        print(f"\n{name}: skipped, {reason}")
+
+
+if __name__ == "__main__":
+    main()
