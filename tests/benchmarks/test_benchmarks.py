@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import aot, attention, gpu, scaling, step, train_step, update
+from benchmarks import aot, attention, draw_attention, gpu, scaling, step, train_step, update
 from benchmarks.table import markdown
 from tape_jax import rotary_state, tune
 from tape_jax._src.attention import BACKENDS
@@ -74,6 +74,26 @@ def test_attention(capsys):
             which = "x plain" if row["attention"] == "plain" else "three calls x"
             assert float(row[which]) == 1
     assert re.search(r"^pallas: skipped, .*needs a CUDA GPU", out, re.MULTILINE)
+
+
+def test_what_attention_prints_is_drawn(tmp_path, capsys):
+    """Of two tables of one size the first; none of the forward pass alone."""
+    table = [
+        "**D = 64, T = 1024, batch 16, forward and backward**", "",
+        "| attention | ms | x plain |", "|---|--:|--:|", "| cudnn | 1.2 | 1.75 |",
+        "| chunked | 9.1 | 9.2 |", "| three calls | 2.1 | 2.5 |", "", "automatic: cudnn", "",
+    ]  # fmt: skip
+    other = [line.replace("1.75", "9.99") for line in table]
+    forward = [line.replace(" and backward", "").replace("1024", "4096") for line in table]
+    text = "\n".join([*table, *other, *forward])
+    assert draw_attention.read(text) == {(64, 1024): {"cudnn": 1.75, "three calls": 2.5}}
+    (tmp_path / "result.md").write_text(text)
+    draw_attention.main([str(tmp_path / "result.md"), str(tmp_path / "drawn.png")])
+    assert (tmp_path / "drawn.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "empty.md").write_text("nothing")
+    with pytest.raises(SystemExit):
+        draw_attention.main([str(tmp_path / "empty.md"), str(tmp_path / "drawn.png")])
+    assert "has no table of benchmarks.attention" in capsys.readouterr().err
 
 
 def test_attention_without_state(capsys):

@@ -1,7 +1,8 @@
 """Block sizes of the fused attention kernels: by kind of device, head dimension and type.
 
 The sizes for Ampere and Hopper are among those that compile without spilling registers, as
-``python -m benchmarks.tiles`` lists them; those for other chips are estimates. None was timed yet.
+``python -m benchmarks.tiles`` lists them; those for other chips are estimates. None was
+compared with others yet.
 """
 
 from __future__ import annotations
