@@ -324,6 +324,7 @@ def test_what_was_not_measured_is_not_chosen(monkeypatch, platform):
 def test_choice_on_hopper(monkeypatch, dtype, dim, state, wanted):
     """By what was measured on an H200, where this machine has measured nothing."""
     monkeypatch.setattr(api, "compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(api, "_release", lambda package: (0, 0, 17))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     x = jax.ShapeDtypeStruct((1, 2048, 2, dim), dtype)
     plan = attention_plan(x, x, x, state=x, attend_state=state, is_causal=True)
@@ -333,6 +334,21 @@ def test_choice_on_hopper(monkeypatch, dtype, dim, state, wanted):
     # What the libraries' kernels do not take.
     plan = attention_plan(x, x, x, state=x, is_causal=True, segment_ids=np.zeros((1, 2048), int))
     assert plan.implementation == wanted[-2 if len(wanted) > 1 else 0]
+
+
+@pytest.mark.parametrize("release", [(), (0, 0, 12)])
+@pytest.mark.usefixtures("any_device")
+def test_releases_that_were_not_measured_are_not_chosen(monkeypatch, release):
+    monkeypatch.setattr(api, "compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(api, "_release", lambda package: release)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    x = jax.ShapeDtypeStruct((1, 2048, 2, 64), "bfloat16")
+    assert attention_plan(x, x, x, state=x, is_causal=True).implementation == "cudnn"
+
+
+def test_releases():
+    assert api._release("jax") == jax.__version_info__
+    assert api._release("no-such-package") == ()
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (10, 0), (12, 0)])

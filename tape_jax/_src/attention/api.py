@@ -16,8 +16,11 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import importlib
+import importlib.metadata
 import inspect
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -62,6 +65,7 @@ STATIC_ELSEWHERE = ("chunked",)
 # attend or with heads wider than 64, and with a state and heads up to that.
 HOPPER = ("cudnn", "tokamax_mosaic", "pallas")
 HOPPER_STATE, HOPPER_WIDTH = ("tokamax_mosaic", "cudnn", "pallas"), 64
+HOPPER_TOKAMAX = (0, 0, 17)
 
 # ``reference`` comes before those where a head has at most so many query-key pairs, and the logits
 # of all heads and rows take at most so many bytes. On a CPU, forward and backward, from 1 to 2048
@@ -363,7 +367,9 @@ def _static(request: Request) -> list[str]:
     if capability and capability[0] == 9 and request.compute_dtype.itemsize == 2:
         attends = request.state is not None and request.attend_state
         narrow = attends and request.q.shape[-1] <= HOPPER_WIDTH
-        names = [*(HOPPER_STATE if narrow else HOPPER), *names]
+        order = HOPPER_STATE if narrow else HOPPER
+        new = _release("tokamax") >= HOPPER_TOKAMAX
+        names = [*(name for name in order if new or name != "tokamax_mosaic"), *names]
     pairs = request.query_length * request.key_length
     heads = request.q.shape[0] * request.query_heads
     size = pairs * heads * request.accumulator_dtype.itemsize
@@ -371,6 +377,16 @@ def _static(request: Request) -> list[str]:
     names.append("rows")
     names.insert(0 if small else len(names), "reference")
     return names
+
+
+@functools.cache
+def _release(package: str) -> tuple[int, ...]:
+    """The release of an installed package, or an empty one."""
+    try:
+        version = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ()
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
 
 def trials(request: Request) -> Iterator[tuple[str, Sequence[Mapping[str, Any]], str | None]]:
