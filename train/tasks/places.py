@@ -298,9 +298,8 @@ class PlaceTask(QuestionTask):
     def prepare(self, options: Any, limit: int | None = None) -> str:
         """As :meth:`QuestionTask.prepare`; that none of it is held out shows by asking."""
         said = super().prepare(options, limit)
-        for cell in itertools.product(*self.axes(options)):
-            if self.exists(*cell):
-                self.ask(cell, options.samples, options.seed)
+        for cell in self.askable(self.axes(options), None).values():
+            self.ask(tuple(cell), options.samples, options.seed)
         return said
 
     @property

@@ -363,7 +363,7 @@ class QuestionTask(GridTask):
         """Raises ValueError if options name a longest length that a model does not take."""
         if options.longest is None or limit is None:
             return
-        cells = [cell for cell in itertools.product(*self.axes(options)) if self.exists(*cell)]
+        cells = self.askable(self.axes(options), None).values()
         most = max(self.width(*cell) - 1 for cell in cells if cell[-1] == options.longest)
         require(
             fits(most, limit),
@@ -386,9 +386,9 @@ class QuestionTask(GridTask):
         """
         self.require_room(options, limit)
         axes = self.axes(options)
-        able = self.askable(axes, limit)
+        able, there = self.askable(axes, limit), self.askable(axes, None)
         longest = max(lengths[-1] for lengths in able.values())
-        part = "" if able == self.askable(axes, None) else f", as far as {limit} tokens reach"
+        part = "" if len(able) == len(there) else f", as far as {limit} tokens reach"
         return f"asked for {axes[-1][0]} to {longest} {self.wording.unit} in the end{part}"
 
     def axes(self, options: Options) -> tuple[Sequence[int], ...]:
