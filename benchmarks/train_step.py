@@ -105,7 +105,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="+", metavar="T")
     parser.add_argument("--tokens", type=int, help="tokens per batch, at every length")
     parser.add_argument("--repeats", type=int, default=10, help="timed steps of each (10)")
-    parser.add_argument("--rows", nargs="+", default=["rope", "tape"], metavar="ENCODING[:BACKEND]")
+    parser.add_argument(
+        "--rows", nargs="+", default=["rope", "tape"], metavar="ENCODING[:BACKEND[:UPDATE]]"
+    )
     parser.add_argument("--dtype", help="compute type")
     parser.add_argument("--state-dtype", help="type of the position states")
     parser.add_argument("--remat", help="what the backward pass recomputes: none, dots or full")

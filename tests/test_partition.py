@@ -71,18 +71,48 @@ def test_each_device_has_its_rows_and_heads(kv_heads):
         assert x.sharding.is_equivalent_to(placed[name], x.ndim)
 
 
-def test_vmap_merges_with_the_rows():
-    rows = [arrays(2), jax.tree.map(lambda x: x + 1, arrays(2))]
-    rows[1]["fixed"] = rows[0]["fixed"]
-    want = [result_and_gradients(scores, args) for args in rows]
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *rows)
-    stacked["fixed"] = rows[0]["fixed"]
-    in_axes = ({"q": 0, "k": 0, "ids": 0, "fixed": None},)
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(
+    "batched", [("q", "k", "ids"), ("q", "k"), ("q",), ("k",), ("ids",)], ids="+".join
+)
+def test_vmap_merges_with_the_rows(batched, rows):
+    calls = [arrays(2, rows) for _ in range(3)]
+    for n, call in enumerate(calls):
+        call |= {name: call[name] + n for name in batched}
+    want = jax.tree.map(
+        lambda *x: jnp.stack(x), *(result_and_gradients(scores, call) for call in calls)
+    )
+    stacked = calls[0] | {name: jnp.stack([call[name] for call in calls]) for name in batched}
+    in_axes = ({name: 0 if name in batched else None for name in stacked},)
     got = jit(jax.vmap(functools.partial(result_and_gradients, whole), in_axes=in_axes))(stacked)
-    assert_close(got, jax.tree.map(lambda *x: jnp.stack(x), *want), 1e-6)
+    assert_close(got, want, 1e-6)
 
 
-@pytest.mark.parametrize("merged", ["(b h) t d", "t b h d", "h t d"])
+def test_vmap_of_the_cotangent_alone():
+    args = arrays(2, 1)
+    jacobian = jit(jax.jacrev(lambda q: whole({**args, "q": q})[0, :, 0]))(args["q"])
+    want = jax.jacrev(lambda q: scores({**args, "q": q})[0, :, 0])(args["q"])
+    assert_close(jacobian, want, 1e-6)
+
+
+def test_what_is_kept_must_not_depend_on_the_number_of_heads():
+    """Its structure: as many arrays, of like axes, for one head as for two."""
+
+    def function(args):
+        k = args["k"]
+        if k.shape[2] > 1:
+            return jnp.sin(scores(args))
+        return jnp.sin(k[:, :, 0])[:, :, None] * args["q"]
+
+    def loss(q):
+        args = {**arrays(1), "q": q}
+        return differentiable_over_batch_and_heads(function, args, AXES, "b.h.").sum()
+
+    with pytest.raises(NotImplementedError, match="depends on how many rows and heads"):
+        jax.grad(loss)(arrays(1)["q"])
+
+
+@pytest.mark.parametrize("merged", ["(b h) t d", "t b h d", "h t d", "2b t h d"])
 def test_what_is_kept_must_have_its_rows_first(merged):
     """No other order can be split over devices, or taken for a batch, by sizes alone."""
 
@@ -90,6 +120,8 @@ def test_what_is_kept_must_have_its_rows_first(merged):
         shape = args["q"].shape
         if merged == "(b h) t d":
             return jnp.sin(args["q"].swapaxes(1, 2).reshape(-1, *shape[1::2])).reshape(shape)
+        if merged == "2b t h d":
+            return jnp.sin(jnp.concatenate([args["q"], 2 * args["q"]])).reshape(2, *shape).sum(0)
         if merged == "t b h d":
             return jnp.sin(args["q"].swapaxes(0, 1)).swapaxes(0, 1)
         return args["q"] * jnp.sin(args["q"].sum(0))

@@ -24,7 +24,7 @@ Named = dict[str, Any]
 
 
 def over_batch_and_heads(
-    function: Callable[[Named], Named], args: Named, axes: Mapping[str, str]
+    function: Callable[[Named], Named], args: Named, axes: Mapping[str, str], *, full: bool = False
 ) -> Named:
     """Runs ``function(args)`` so that batching and sharding pass through it.
 
@@ -39,6 +39,7 @@ def over_batch_and_heads(
       axes: for each name of an argument or a result one letter for each axis: ``b`` batch, ``h``
         query heads, ``k`` key/value heads. Other letters, and axes without one, are never sharded.
         What has no letters is the same for the whole batch.
+      full: whether the batch axis stays full under ``vmap``, and is never 1 instead.
 
     Returns:
       What ``function`` returns: named arrays, their batch and heads full.
@@ -61,13 +62,13 @@ def over_batch_and_heads(
         rows = max(x.shape[int(new)] for letters, x, new in found if letters)
 
         def merged(letters: str, x: Array, new: bool) -> Array:
-            if not new and (not letters or x.shape[0] == 1):
+            if not new and (not letters or (x.shape[0] == 1 and not full)):
                 return x
             core = x.shape[1 + new :]
             return jnp.broadcast_to(x, (size, rows, *core)).reshape(size * rows, *core)
 
         args = jax.tree.unflatten(tree, [merged(*each) for each in found])
-        out, tree = jax.tree.flatten(over_batch_and_heads(function, args, axes))
+        out, tree = jax.tree.flatten(over_batch_and_heads(function, args, axes, full=full))
         of_rows = [bool(letters) for letters, _ in _leaves(jax.tree.unflatten(tree, out), axes)]
         out = [
             x.reshape(size, -1, *x.shape[1:]) if split else x
@@ -109,8 +110,9 @@ def differentiable_over_batch_and_heads(
 ) -> Array:
     """:func:`over_batch_and_heads` of a function that has a derivative in reverse, with it.
 
-    What travels from the forward to the backward pass is the function's own affair; which axes of
-    it are rows and heads is seen from how their sizes follow the numbers of rows and heads.
+    What travels from the forward to the backward pass is the function's own affair, as long as it
+    is as many arrays for any number of rows and heads: which axes of it are rows and heads is seen
+    from how their sizes follow these numbers.
 
     Args:
       function: of any number of rows and key/value heads, each by itself. It closes over no arrays.
@@ -121,10 +123,14 @@ def differentiable_over_batch_and_heads(
 
     Returns:
       What ``function`` returns.
+
+    Raises:
+      NotImplementedError: where it is differentiated, if what travels does not follow the numbers.
     """
     floats = [name for name in args if axes[name] and jnp.issubdtype(args[name].dtype, np.floating)]
     sizes = _sizes(args, axes)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    every = functools.partial(over_batch_and_heads, full=True)
 
     def forward(args: Named) -> tuple[Array, Any]:
         fixed = {name: x for name, x in args.items() if name not in floats}
@@ -152,6 +158,8 @@ def differentiable_over_batch_and_heads(
         kept, taller, wider = (
             kept_of(*at)[0] for at in ((rows, heads), (2 * rows, heads), (rows, 2 * heads))
         )
+        for other in (taller, wider):
+            _check_alike(kept, other)
         leaves = zip(kept, taller, wider, strict=True)
         return _numbered(_letters(x, more, wide, sizes) for x, more, wide in leaves)
 
@@ -162,25 +170,37 @@ def differentiable_over_batch_and_heads(
     def pull_back(args: Named) -> Named:
         d_out = args["d_out"]
         heads = d_out.shape[letters.index("h")] * sizes["k"] // sizes["h"]
-        _, tree = kept_of(d_out.shape[0], heads)
-        return jax.tree.unflatten(tree, [args[name] for name in kept_axes()])(d_out)[0]
+        expected, tree = kept_of(d_out.shape[0], heads)
+        kept = [args[name] for name in kept_axes()]
+        _check_alike(kept, expected)
+        return jax.tree.unflatten(tree, kept)(d_out)[0]
 
     @jax.custom_vjp
     def call(args: Named) -> Array:
         value = lambda args: {"out": function(args)}  # noqa: E731
-        return over_batch_and_heads(value, args, {**axes, "out": letters})["out"]
+        return every(value, args, {**axes, "out": letters})["out"]
 
     def call_forward(args: Named) -> tuple[Array, Named]:
-        found = over_batch_and_heads(keep, args, {**axes, "out": letters, **kept_axes()})
+        found = every(keep, args, {**axes, "out": letters, **kept_axes()})
         return found.pop("out"), found
 
     def call_backward(kept: Named, d_out: Array) -> tuple[Named]:
         given = {**kept, "d_out": d_out}
-        found = over_batch_and_heads(pull_back, given, {**axes, "d_out": letters, **kept_axes()})
+        found = every(pull_back, given, {**axes, "d_out": letters, **kept_axes()})
         return ({name: found.get(name) for name in args},)
 
     call.defvjp(call_forward, call_backward)
     return call(args)
+
+
+def _check_alike(kept: list[Any], other: list[Any]) -> None:
+    """Raises NotImplementedError unless two lists hold as many arrays, of like axes and types."""
+    kinds = [[(x.ndim, x.dtype) for x in arrays] for arrays in (kept, other)]
+    if kinds[0] != kinds[1]:
+        raise NotImplementedError(
+            "what the kernel keeps for its backward pass depends on how many rows and heads there "
+            f"are: {len(kept)} arrays or {len(other)}, or such of other axes"
+        )
 
 
 def _numbered(values: Iterable[Any]) -> Named:

@@ -126,7 +126,8 @@ def make_step(
     the result is that of the whole batch, but that routers of experts balance each part by itself.
     Where the logits of a part would be large, they are computed in chunks
     (:func:`tape_jax.losses.cross_entropy`). What routers add is not in the reported ``loss`` (see
-    :func:`tape_jax.losses.added_by_routers`).
+    :func:`tape_jax.losses.added_by_routers`). On a GPU it has options of the compiler, so that it
+    cannot be traced as a part of another program there.
 
     Args:
       model: to train.

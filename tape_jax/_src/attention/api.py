@@ -16,11 +16,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-import functools
 import importlib
-import importlib.metadata
 import inspect
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -29,14 +26,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tape_jax._src.attention import reference
+from tape_jax._src.attention import hopper, reference
 from tape_jax._src.attention.normalise import normalise
 from tape_jax._src.attention.request import BiasFunction, Request, RowFunction
 from tape_jax._src.attention.tuning import choice as tuned
 from tape_jax._src.attention.tuning.cases import Contender
 from tape_jax._src.attention.tuning.choice import Ranking
 from tape_jax._src.checks import choose, require
-from tape_jax._src.devices import compute_capability
 from tape_jax._src.operations import matrix_operations
 from tape_jax._src.sharding import Sharding
 
@@ -60,12 +56,6 @@ BACKENDS = {
 # What ``implementation=None`` tries where nothing was measured: plain JAX.
 STATIC = {"cpu": ("query_blocks", "chunked")}
 STATIC_ELSEWHERE = ("chunked",)
-# On Hopper, for operands of 16 bits, before that: kernels that were compared with the reference and
-# timed on an H200, fastest first (benchmarks/results/2026-11-26-nvidia-h200.md): without a state to
-# attend or with heads wider than 64, and with a state and heads up to that.
-HOPPER = ("cudnn", "tokamax_mosaic", "pallas")
-HOPPER_STATE, HOPPER_WIDTH = ("tokamax_mosaic", "cudnn", "pallas"), 64
-HOPPER_TOKAMAX = (0, 0, 17)
 
 # ``reference`` comes before those where a head has at most so many query-key pairs, and the logits
 # of all heads and rows take at most so many bytes. On a CPU, forward and backward, from 1 to 2048
@@ -166,7 +156,8 @@ def attention(
       implementation: a name in ``BACKENDS``; several, of which the first that can do this call
         here is taken; or None for the fastest that can, by what ``python -m tape_jax.tune`` has
         measured on this machine; if nothing was, by times of an H200 on a Hopper GPU, in 16
-        bits, and plain JAX elsewhere.
+        bits, and plain JAX elsewhere. With kernels, shards of query heads must divide the key/value
+        heads; plain JAX takes any.
       options: keywords of the named implementation, such as ``block_q`` of ``chunked``.
       interpret: run kernels, where an implementation has any, in interpreted mode.
       sharding: a mesh and rules, by which ``ring`` splits the sequence. Others leave the mesh to
@@ -294,10 +285,11 @@ class _Choice(NamedTuple):
         order = [Contender(name) for name in static]
         if ranking is None:
             note = tuned.known().note
+            basis = hopper.BASIS if hopper.order(request) else note
             unmeasured = set(BACKENDS) - {*static, "ring"} if jax.default_backend() != "cpu" else ()
             excluded = {name: note for name in BACKENDS if name in unmeasured}
         else:
-            note = f"measured: {ranking.shape}"
+            basis = f"measured: {ranking.shape}"
             excluded = ranking.struck
             order = [x for x in order if x.implementation not in ranking.wrong]
             order = [x for x in ranking.order if x.implementation in BACKENDS] + order
@@ -306,7 +298,7 @@ class _Choice(NamedTuple):
         first: dict[str, Contender] = {}
         for candidate in order:
             first.setdefault(candidate.implementation, candidate)
-        return cls(request, [*first.values()], ranking, excluded, note)
+        return cls(request, [*first.values()], ranking, excluded, basis)
 
     def verdicts(self) -> Iterator[tuple[Contender, NotImplementedError | None]]:
         """Candidates, each with the reason why it cannot do this call, or None if it can.
@@ -362,14 +354,7 @@ def _with_operations(plan: AttentionPlan, request: Request) -> AttentionPlan:
 
 def _static(request: Request) -> list[str]:
     """What to try where nothing was measured."""
-    names = list(STATIC.get(jax.default_backend(), STATIC_ELSEWHERE))
-    capability = compute_capability()
-    if capability and capability[0] == 9 and request.compute_dtype.itemsize == 2:
-        attends = request.state is not None and request.attend_state
-        narrow = attends and request.q.shape[-1] <= HOPPER_WIDTH
-        order = HOPPER_STATE if narrow else HOPPER
-        new = _release("tokamax") >= HOPPER_TOKAMAX
-        names = [*(name for name in order if new or name != "tokamax_mosaic"), *names]
+    names = [*hopper.order(request), *STATIC.get(jax.default_backend(), STATIC_ELSEWHERE)]
     pairs = request.query_length * request.key_length
     heads = request.q.shape[0] * request.query_heads
     size = pairs * heads * request.accumulator_dtype.itemsize
@@ -377,16 +362,6 @@ def _static(request: Request) -> list[str]:
     names.append("rows")
     names.insert(0 if small else len(names), "reference")
     return names
-
-
-@functools.cache
-def _release(package: str) -> tuple[int, ...]:
-    """The release of an installed package, or an empty one."""
-    try:
-        version = importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ()
-    return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
 
 def trials(request: Request) -> Iterator[tuple[str, Sequence[Mapping[str, Any]], str | None]]:

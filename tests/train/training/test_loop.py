@@ -403,6 +403,24 @@ def test_routers_add_their_losses_to_what_is_minimised(monkeypatch, chunked):
     chex.assert_trees_all_close({name: found[name] for name in numbers}, numbers, rtol=1e-5)
 
 
+def test_options_of_the_compiler(monkeypatch):
+    """Those of a GPU are known to this release, and a step is the same by them."""
+    e = an_experiment()
+    model, optimizer = Tiny(e.model), training_step.make_optimizer(e.train)
+    batch = next(iter(e.task.dataset(0, 8)))
+
+    def stepped():
+        params = model.init(jax.random.key(0), batch["inputs"])["params"]
+        key = jax.random.key_data(jax.random.key(1))
+        state = training_step.TrainState(params, optimizer.init(params), jnp.int32(0), key)
+        return training_step.make_step(model, optimizer, e.train)(state, batch)
+
+    want = stepped()
+    given = training_step.COMPILER_OPTIONS["gpu"]
+    monkeypatch.setattr(training_step, "COMPILER_OPTIONS", {jax.default_backend(): given})
+    chex.assert_trees_all_equal(stepped(), want)
+
+
 class Quiet(Tiny):
     """The model without its noise, which differs between the parts of a batch."""
 
