@@ -9,15 +9,17 @@ Reads the first table of each head dimension and length, forward and backward, t
 from __future__ import annotations
 
 import argparse
-import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.table import tables
+from tape_jax._src.attention.tuning.picture import as_png
+from tape_jax._src.attention.tuning.programs import GRADIENTS
 from tape_jax._src.files import write_atomically
 from train.training.flops import PLAIN, STATE
 
-TITLE = re.compile(r"^\W*D = (\d+), T = (\d+), .*forward and backward\W*$")
+TITLE = re.compile(r"^\W*D = (\d+), T = (\d+), batch \d+, ([\w ]+)\W*$", re.MULTILINE)
 # Rows that are drawn, their names and colours.
 ROWS = {
     "tokamax_mosaic": ("tokamax, Mosaic", "#08519c"),
@@ -31,29 +33,20 @@ ROWS = {
 def read(text: str) -> dict[tuple[int, int], dict[str, float]]:
     """By head dimension and length, by row: times over plain attention."""
     found: dict[tuple[int, int], dict[str, float]] = {}
-    at, header = None, None
-    for line in text.splitlines():
-        if title := TITLE.match(line):
-            size = int(title[1]), int(title[2])
-            at, header = (None if size in found else size), None
-        elif line.startswith("|") and at is not None:
-            cells = [cell.strip() for cell in line.strip("|").split("|")]
-            if header is None:
-                header = cells
-            elif cells[0] in ROWS and "x plain" in header:
-                found.setdefault(at, {})[cells[0]] = float(cells[header.index("x plain")])
-        elif line.strip() and not line.startswith("|"):
-            at = None
+    _, *parts = TITLE.split(text)
+    for dim, length, direction, body in zip(*(parts[n::4] for n in range(4)), strict=True):
+        rows = [row for row in tables(body) if row.get("attention") in ROWS]
+        if direction == GRADIENTS:
+            times = {row["attention"]: float(row["x plain"]) for row in rows}
+            found.setdefault((int(dim), int(length)), times)
     return found
 
 
 def draw(found: dict[tuple[int, int], dict[str, float]]) -> bytes:
     """The picture as PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     width = 0.8 / len(ROWS)
     for n, (row, (label, colour)) in enumerate(ROWS.items()):
@@ -69,9 +62,7 @@ def draw(found: dict[tuple[int, int], dict[str, float]]) -> bytes:
     axes.set_title("Attention that attends the state, forward and backward")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=9, frameon=False, loc="upper left")
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110)
-    return buffer.getvalue()
+    return as_png(figure)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

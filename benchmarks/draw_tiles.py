@@ -6,11 +6,11 @@ Run ``python -m benchmarks.draw_tiles [--out FILE.png]``.
 from __future__ import annotations
 
 import argparse
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tape_jax._src.attention.tuning.picture import as_png
 from tape_jax._src.files import write_atomically
 
 WHOLE, PARTLY, SKIPPED = "#9ecae1", "#deebf7", "#f7f7f7"
@@ -20,17 +20,13 @@ BLOCKS, ROW, COLUMN = 6, 3, 1
 
 def draw() -> bytes:
     """The picture as PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 5.6), layout="constrained")
-    FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, width_ratios=[1, 1.25])
     _pairs(left)
     _program(right)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110)
-    return buffer.getvalue()
+    return as_png(figure)
 
 
 def _pairs(axes) -> None:

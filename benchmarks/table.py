@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 from tape_jax._src.table import markdown
 
-__all__ = ["markdown", "mebibytes", "ratio"]
+__all__ = ["markdown", "mebibytes", "ratio", "tables"]
 
 
 def mebibytes(size: float | None) -> str:
@@ -15,3 +17,17 @@ def mebibytes(size: float | None) -> str:
 def ratio(value: float | None, base: float | None) -> str:
     """How often ``base`` goes into ``value``; ``-`` where either is missing or zero."""
     return f"{value / base:.3f}" if value and base else "-"
+
+
+def tables(text: str) -> list[dict[str, str]]:
+    """Rows of all Markdown tables in a text, each by the header of its table."""
+    lines = (line for line in text.splitlines() if line.startswith("|"))
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    found: list[dict[str, str]] = []
+    header: list[str] = []
+    for row, following in itertools.zip_longest(cells, cells[1:]):
+        if following and following[0].startswith("--"):
+            header = row
+        elif not row[0].startswith("--"):
+            found.append(dict(zip(header, row, strict=True)))
+    return found

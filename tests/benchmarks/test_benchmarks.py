@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import itertools
 import re
 import subprocess
 
@@ -15,26 +14,13 @@ import numpy as np
 import pytest
 
 from benchmarks import aot, attention, draw_attention, gpu, scaling, step, train_step, update
-from benchmarks.table import markdown
+from benchmarks.table import markdown, tables
 from tape_jax import rotary_state, tune
 from tape_jax._src.attention import BACKENDS
 from tape_jax._src.attention import attention as attend
 from tape_jax._src.timing import Timing
 from train.analysis.memory import Memory
 from train.analysis.step_cost import Runner, StepMeasurement, TrainingStep
-
-
-def tables(text):
-    """Rows of all Markdown tables, each a dictionary by its header."""
-    lines = (line for line in text.splitlines() if line.startswith("|"))
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    found, header = [], None
-    for row, following in itertools.zip_longest(cells, cells[1:]):
-        if following and following[0].startswith("--"):
-            header = row
-        elif not row[0].startswith("--"):
-            found.append(dict(zip(header, row, strict=True)))
-    return found
 
 
 def test_tables():

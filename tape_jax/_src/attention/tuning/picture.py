@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from tape_jax._src.attention.tuning import store
 from tape_jax._src.attention.tuning.cases import CallShape
@@ -16,7 +17,6 @@ def draw(table: store.Table, shapes: Sequence[CallShape]) -> bytes:
     Raises:
       ImportError: if there is no matplotlib.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     kinds: dict[str, list[CallShape]] = {}
@@ -28,7 +28,6 @@ def draw(table: store.Table, shapes: Sequence[CallShape]) -> bytes:
     columns = min(4, len(kinds))
     rows = math.ceil(len(kinds) / columns)
     figure = Figure(figsize=(4 * columns, 3 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(rows, columns, squeeze=False).flat
     for axes, (title, group) in zip(panels, kinds.items(), strict=False):
         lines: dict[str, dict[int, float]] = {}
@@ -47,6 +46,14 @@ def draw(table: store.Table, shapes: Sequence[CallShape]) -> bytes:
         axes.set_ylabel("ms, forward and backward")
         if lines:
             axes.legend(fontsize=8)
+    return as_png(figure)
+
+
+def as_png(figure: Any) -> bytes:
+    """A figure of matplotlib as PNG, whatever backend it has chosen."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    FigureCanvasAgg(figure)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110)
     return buffer.getvalue()
