@@ -27,6 +27,7 @@ from tape_jax._src.attention.tuning.programs import DIRECTIONS, both_ways
 from tape_jax._src.positions.update import UPDATES
 from tape_jax._src.timing import describe_device, take_turns
 from train.analysis.memory import Memory
+from train.analysis.step_cost import again
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -62,16 +63,16 @@ def measure(options: argparse.Namespace, mix: str, dtype: str, skipped: dict[str
             programs[name] = both_ways(functools.partial(update_state, implementation=name), args)
         except NotImplementedError as error:
             skipped[name] = str(error)
+    programs[again("reference")] = programs["reference"]
     lines = []
     for direction in DIRECTIONS:
         calls: dict[str, Callable[[], Any]] = {
             name: functools.partial(both[direction][0], *both[direction][1])
             for name, both in programs.items()
         }
-        calls["reference, again"] = calls["reference"]
         timings = take_turns(calls, repeats=options.repeats, warm_up=2, least=options.least)
         for name, timing in timings.items():
-            memory = Memory.of(programs[name.removesuffix(", again")][direction][0])
+            memory = Memory.of(programs[name][direction][0])
             moved = memory.moved if memory else None
             lines.append(
                 (
