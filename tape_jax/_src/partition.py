@@ -8,6 +8,7 @@ the rows and heads that it holds.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -68,13 +69,14 @@ def over_batch_and_heads(
             return jnp.broadcast_to(x, (size, rows, *core)).reshape(size * rows, *core)
 
         args = jax.tree.unflatten(tree, [merged(*each) for each in found])
-        out, tree = jax.tree.flatten(over_batch_and_heads(function, args, axes, full=full))
-        of_rows = [bool(letters) for letters, _ in _leaves(jax.tree.unflatten(tree, out), axes)]
-        out = [
-            x.reshape(size, -1, *x.shape[1:]) if split else x
-            for x, split in zip(out, of_rows, strict=True)
-        ]
-        return jax.tree.unflatten(tree, out), jax.tree.unflatten(tree, of_rows)
+        out = over_batch_and_heads(function, args, axes, full=full)
+        tree = jax.tree.structure(out)
+        of_rows = jax.tree.unflatten(tree, [bool(letters) for letters, _ in _leaves(out, axes)])
+
+        def split(x: Array, has_rows: bool) -> Array:
+            return x.reshape(size, -1, *x.shape[1:]) if has_rows else x
+
+        return jax.tree.map(split, out, of_rows), of_rows
 
     return once_differentiated(call)(args)
 
@@ -128,7 +130,7 @@ def differentiable_over_batch_and_heads(
       NotImplementedError: where it is differentiated, if what travels does not follow the numbers.
     """
     floats = [name for name in args if axes[name] and jnp.issubdtype(args[name].dtype, np.floating)]
-    sizes = _sizes(args, axes)
+    sizes = _sizes(axes, args)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     every = functools.partial(over_batch_and_heads, full=True)
 
@@ -239,8 +241,7 @@ def batch_size(args: Mapping[str, Any]) -> int:
 def _partitioned(function: Callable[[Named], Named], args: Named, axes: Mapping[str, str]) -> Named:
     """Calls ``function``, and says how it can be split over devices."""
     results = jax.eval_shape(function, args)
-    of_args, of_results = _sizes(args, axes), _sizes(results, axes)
-    sizes = {letter: max(n, of_results[letter]) for letter, n in of_args.items()}
+    sizes = _sizes(axes, args, results)
     groups = sizes["h"] // sizes["k"]
     # What an axis, by its letter and its size, is split along.
     shared = {("b", sizes["b"]): "b"}
@@ -294,10 +295,10 @@ def _partitioned(function: Callable[[Named], Named], args: Named, axes: Mapping[
     return split(args)
 
 
-def _sizes(args: Named, axes: Mapping[str, str]) -> dict[str, int]:
+def _sizes(axes: Mapping[str, str], *trees: Named) -> dict[str, int]:
     """Rows, key/value heads and query heads, by letter, as far as arrays have them."""
     sizes = {"b": 1, "k": 1, "h": 1}
-    for letters, x in _leaves(args, axes):
+    for letters, x in itertools.chain(*(_leaves(tree, axes) for tree in trees)):
         for letter, n in zip(letters, x.shape, strict=False):
             if letter in sizes:
                 sizes[letter] = max(sizes[letter], n)

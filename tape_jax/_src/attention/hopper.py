@@ -25,9 +25,10 @@ TOKAMAX = (0, 0, 17)
 
 def order(request: Request) -> list[str]:
     """Kernels to try for a call, fastest first; none where they were not timed for its like."""
-    capability, shape = compute_capability(), CallShape.of(request)
+    capability = compute_capability()
     if capability is None or capability[0] != 9 or request.compute_dtype.itemsize != 2:
         return []
+    shape = CallShape.of(request)
     if shape is None or shape.length < SHORTEST:
         return []
     narrow = shape.state and shape.head_dim <= WIDEST_WITH_STATE
