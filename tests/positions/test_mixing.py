@@ -1,13 +1,14 @@
 """Products over heads, where the way to compute them depends on the machine."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 
-from tape_jax import ModelConfig, tensor_state, update_state
+from tape_jax import ModelConfig, init_update, tensor_state, update_state
 from tape_jax._src.positions.mixing import mix_heads, precise_product, sum_of_products
 from tape_jax._src.positions.norms import polar_factor
 from tape_jax.positions import MixHeadDim, NoEquivariance
@@ -15,19 +16,34 @@ from tape_jax.sharding import ShardingConfig
 from tests.arrays import normal
 
 
-def precisions(function, *args):
-    """Of all matrix products in a function."""
+def products(function, *args):
+    """All matrix products in a function."""
     found = []
 
     def collect(jaxpr):
         for equation in jaxpr.eqns:
             if equation.primitive.name == "dot_general":
-                found.append(equation.params["precision"])
+                found.append(equation)
             for inner in jaxprs_in_params(equation.params):
                 collect(inner)
 
     collect(jax.make_jaxpr(function)(*args).jaxpr)
     return found
+
+
+def precisions(function, *args):
+    """Of all matrix products in a function."""
+    return [equation.params["precision"] for equation in products(function, *args)]
+
+
+def test_states_are_mixed_in_full_precision():
+    """The product with the states carries them whole: rounded operands would round the states."""
+    params = init_update(jax.random.key(0), 8, 3, attention_mix="head_scale")
+    e, x = jnp.ones((1, 5, 3, 6)), jnp.ones((1, 5, 8))
+    plain = functools.partial(update_state, implementation="reference")
+    found = products(plain, params, e, e, x)
+    (mixing,) = [eqn for eqn in found if math.prod(eqn.outvars[0].aval.shape) == e.size]
+    assert mixing.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2
 
 
 def test_products_of_states_are_in_full_precision():
