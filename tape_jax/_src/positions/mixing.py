@@ -9,11 +9,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from tape_jax._src.algebra import at_least_float32, complex_multiply, precise_einsum
 from tape_jax._src.sharding import Axes, Sharding
 
 Array = jax.Array
+
+# Under which a policy of ``jax.checkpoint`` finds the sums that devices have added up.
+SUM_OVER_DEVICES = "tape_sum_over_devices"
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -128,10 +132,11 @@ def _sum_over_heads(matrix: Array, axes: Axes, states: Array, sharding: Sharding
 
     states_spec = sharding.spec(("batch", "sequence", kind, None), states.shape, "position states")
     out_shape = jax.eval_shape(product, matrix, states).shape
-    return jax.shard_map(
+    scattered = jax.shard_map(
         part,
         mesh=sharding.mesh,
         in_specs=(sharding.spec(axes, matrix.shape, "a mixing matrix"), states_spec),
         out_specs=sharding.spec(("batch", "sequence", "kv_heads", None), out_shape, "states"),
         check_vma=False,
     )(matrix, states)
+    return checkpoint_name(scattered, SUM_OVER_DEVICES)

@@ -18,6 +18,7 @@ from tape_jax._src.algebra import align_state, at_least_float32, check_state
 from tape_jax._src.checks import choose, require
 from tape_jax._src.positions.mixing import (
     ACTIVATIONS,
+    SUM_OVER_DEVICES,
     displacement,
     mix_attended,
     mix_heads,
@@ -159,9 +160,17 @@ def _with_attended(call: UpdateCall) -> Array:
 
 
 def reference(call: UpdateCall) -> Array:
-    """The update as the equations write it; for the backward pass the arguments alone are kept."""
+    """The update as the equations write it.
 
-    @functools.partial(jax.checkpoint, prevent_cse=False)
+    For the backward pass the arguments alone are kept, and where devices add up sums over heads
+    these, so that none is sent twice.
+    """
+
+    @functools.partial(
+        jax.checkpoint,
+        prevent_cse=False,
+        policy=jax.checkpoint_policies.save_only_these_names(SUM_OVER_DEVICES),
+    )
     def update(params: dict[str, Array], e: Array, a: Array | None, x: Array) -> Array:
         return _written(dataclasses.replace(call, params=params, e=e, a=a, x=x))
 
