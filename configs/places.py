@@ -31,6 +31,8 @@ TASKS: dict[str, dict[str, Any]] = {
     "line_numbers": {},
     "flip_flop": {},
     "recall": {},
+    "counting": {},
+    "selective_copy": {},
 }
 
 # The form of make demo, and what may help it beyond the trained lengths, each by itself; one is
