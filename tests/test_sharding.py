@@ -149,6 +149,7 @@ CASES = {
         {"mix": "head_scale", "scan_layers": False, "attention_implementation": "chunked"},
     ),
     "recomputed": ({"fsdp": 2, "sequence": 4}, {"mix": "head_scale", "remat": "full"}),
+    "recomputed_but_products": ({"fsdp": 2, "tensor": 2}, {"layers": 4, "remat": "dots"}),
     "experts": (
         {"data": 2, "fsdp": 2, "tensor": 2},
         {"experts": Experts(3, balance=0.1, z=0.1), "remat": "dots"},

@@ -27,6 +27,7 @@ from tape_jax._src.checks import require
 from tape_jax._src.config import Lora, ModelConfig, kinds_by_pairs
 from tape_jax._src.parameters import create, declare, gathered_product, kernel_std, lora_params
 from tape_jax._src.positions.layer import Layer, Order
+from tape_jax._src.positions.mixing import SUM_OVER_DEVICES
 from tape_jax._src.positions.protocol import Encoding, Param, State
 from tape_jax._src.sharding import Axes, Sharding, constrain
 
@@ -438,7 +439,7 @@ def remat_policy(name: str) -> Callable | None:
     policies = jax.checkpoint_policies
     dots = policies.save_from_both_policies(
         policies.dots_with_no_batch_dims_saveable,
-        policies.save_only_these_names(experts.PRODUCT),
+        policies.save_only_these_names(experts.PRODUCT, SUM_OVER_DEVICES),
     )
     return {"dots": dots, "full": None, "groups": None}[name]
 

@@ -1,16 +1,16 @@
 """Selective copying: which is the n-th token that is no filler?
 
 The task is that of Gu and Dao (2023, arXiv:2312.00752). A text is a few letters at random places
-among fillers, then their numbers::
+among fillers, then their numbers in any order::
 
-    . c . . a x . #2 #3       the second letter is a, the third x
+    . c . . a x . #3 #2       the third letter is x, the second a
 
 **Why.** Where a letter stands says nothing of its number: the letters before it are to be counted.
 A fixed encoding measures tokens; positions that count what the content says (CoPE's), or a state
 that moves by what a token is, can count letters.
 
-**Held out.** A hash of number and letter, with the letter before, keeps one combination in ten from
-being trained.
+**Held out.** A hash of the number, the letter's place and the twelve tokens up to it keeps one
+combination in ten from being trained.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 
 from tape_jax._src.checks import require
 from train.data import synthetic
-from train.tasks.places import Called, PlaceTask, Texts, with_queries
+from train.tasks.places import Called, PlaceTask, Texts, tokens_before, with_queries
 
 LETTERS, FILLER = string.ascii_lowercase, "."
 
@@ -33,6 +33,9 @@ LETTERS, FILLER = string.ascii_lowercase, "."
 @dataclasses.dataclass(frozen=True)
 class SelectiveCopy(PlaceTask):
     """Selective copying (the module's text describes it).
+
+    Numbers are in any order: in their own, a model may learn to look for the letter after the last
+    one found, and a question of one number alone is none that was trained.
 
     Attributes:
       letters: N; every text has so many of them, and is asked for all.
@@ -94,13 +97,14 @@ class SelectiveCopy(PlaceTask):
         body = np.full(keys.shape, first["f"])
         body[each, at] = first["l"] + letters
         if rows is None:
-            asked = np.broadcast_to(np.arange(self.letters), at.shape)
+            asked = rng.random(at.shape, np.float32).argsort(1)
         else:
             asked = rows[:, None] - 1
         found = letters[each, asked]
-        before = np.where(asked > 0, letters[each, asked - 1], len(LETTERS))
+        place = at[each, asked]
+        hashed = np.dstack([asked, place, tokens_before(body, place + 1)])
         tokens, places = with_queries(body, columns, first["n"] + asked[..., None])
-        return Texts(tokens, places, first["l"] + found, np.stack([asked, found, before], 2))
+        return Texts(tokens, places, first["l"] + found, hashed)
 
     def parse(self, tokens: np.ndarray) -> tuple[int, int, int]:
         """Number of the letter, tokens and answer of a question."""

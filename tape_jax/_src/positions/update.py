@@ -163,7 +163,7 @@ def reference(call: UpdateCall) -> Array:
     """The update as the equations write it.
 
     For the backward pass the arguments alone are kept, and where devices add up sums over heads
-    these, so that none is sent twice.
+    these, so that none is sent twice; under ``jax.checkpoint`` its policy decides.
     """
 
     @functools.partial(

@@ -5,7 +5,7 @@ import pytest
 
 from train.data.held_out import ONE_IN
 from train.tasks import TASKS, get_task, task_type
-from train.tasks.places import PAD, PlaceTask, tokens_before
+from train.tasks.places import HASHED, PAD, PlaceTask, tokens_before
 
 SMALL = {
     "address": {"offsets": 3, "symbols": 12, "shortest": 4, "longest": 6, "questions": 4},
@@ -33,6 +33,7 @@ ALIKE = {
     },
     "flip_flop": {"shortest": 14, "longest": 16, "questions": 1, "writes": 0.0},
     "navigation": {"dimensions": 1, "shortest": 4, "longest": 14},
+    "selective_copy": {"letters": 2, "shortest": 3, "longest": 4},
 }
 
 
@@ -118,8 +119,9 @@ def hashed(task, tokens, places, answers):
             line = " ".join(words).split("|")[int(asked[0][1:]) - 1].split()
             asked.append([*line, "|"][int(asked[1])])
         elif task.kind == "selective_copy":
-            letters = [word for word in words if word.isalpha()]
-            asked += letters[: int(asked[0][1:]) - 1][-1:]
+            letters = [n for n, word in enumerate(words) if word.isalpha()]
+            at = letters[int(asked[0][1:]) - 1]
+            asked += [str(at), *words[max(at + 1 - HASHED, 0) : at + 1]]
         found.add((task.names[answer], *asked))
     return found
 

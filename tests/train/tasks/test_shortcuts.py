@@ -73,7 +73,7 @@ RULES = {
     "address": (last_of_the_list, 13, 5),
     "table": (most_frequent_of_the_row, 48, 37),
     "line_numbers": (usual_place, 42, 42),
-    "selective_copy": (nearest_letter, 53, 49),
+    "selective_copy": (nearest_letter, 52, 50),
     "flip_flop": (last_bit, 58, 52),
     "counting": (every_increment, 74, 56),
     "navigation": (third_last_landmark, 28, 23),
