@@ -170,9 +170,11 @@ SUITES: dict[str, Suite] = {
             "written when that had been judged, sets contextual rivals beside it, and "
             "[another](protocol.md#addendum-the-same-bias-for-all-and-none) asks of TAPE and of "
             "them with the same bias, and without any.\n"
-            "* [The last ones](protocol.md#addendum-a-decay-on-text), written with results of "
-            "others seen, ask of text, sums and keys with FoX's decay in TAPE, and of all tasks "
-            "with gates that start open, by themselves and with ALiBi's bias beside them."
+            "* [Three more](protocol.md#addendum-a-decay-on-text), written with results of others "
+            "seen, ask of text, sums and keys with FoX's decay in TAPE, and of all tasks with "
+            "gates that start open, by themselves and with ALiBi's bias beside them.\n"
+            "* [The last](protocol.md#addendum-counting-and-copying) asks `counting` and "
+            "`selective_copy`, which one form was chosen on, and says what simple rules get there."
         ),
         order="a task after the other",
         make="make evidence-places",
