@@ -44,14 +44,14 @@ extend-demo: $(VENV)/.ready  ## train a small model on 64 bytes, adapt it to 128
 		--run=runs/longer_demo --methods=base,scaled,tape,lora,longlora,theta,full --seeds=3
 
 evidence: $(VENV)/.ready  ## test what is claimed of TAPE, hours; continues where it was stopped
-	$(BIN)/python -m train.main evidence
+	$(BIN)/python -m research.main evidence
 
 evidence-places: $(VENV)/.ready  ## the same of where TAPE is ahead: tasks of finding places, hours
-	$(BIN)/python -m train.main evidence --suite=places
+	$(BIN)/python -m research.main evidence --suite=places
 
 evidence-quick: $(VENV)/.ready  ## make a few of these runs again, in minutes
-	$(BIN)/python -m train.main evidence --quick
-	$(BIN)/python -m train.main evidence --suite=places --quick
+	$(BIN)/python -m research.main evidence --quick
+	$(BIN)/python -m research.main evidence --suite=places --quick
 
 test: $(VENV)/.ready  ## the tests, in about five minutes on two cores
 	$(PYTEST) -m "not slow"

@@ -39,12 +39,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 import tape_jax as tape
 from benchmarks.table import markdown, mebibytes
 from benchmarks.train_step import PRESETS, row_config
+from research.inside.memory import Memory
+from research.inside.step_cost import TrainingStep
 from tape_jax._src.attention import api
 from tape_jax._src.attention import attention as attend
-from tape_jax._src.files import write_atomically
+from tape_jax._src.core.files import write_atomically
 from train.analysis.ahead_of_time import TARGETS, Cuda, Tpu, as_if_on, ptxas
-from train.analysis.memory import Memory
-from train.analysis.step_cost import TrainingStep
 from train.training.flops import PLAIN, STATE, attention_flops, model_flops
 
 

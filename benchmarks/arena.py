@@ -27,14 +27,14 @@ import jax
 
 from benchmarks.table import mebibytes, ratio
 from benchmarks.train_step import PRESETS
+from research.inside.memory import Memory
+from research.inside.step_cost import StepMeasurement, TrainingStep, again, measure
 from tape_jax import ModelConfig, Transformer, positions
-from tape_jax._src.operations import matrix_operations
+from tape_jax._src.core.operations import matrix_operations
+from tape_jax._src.core.table import markdown
+from tape_jax._src.core.timing import describe_device
 from tape_jax._src.positions.creation import option_names
-from tape_jax._src.table import markdown
-from tape_jax._src.timing import describe_device
 from train.analysis import ahead_of_time
-from train.analysis.memory import Memory
-from train.analysis.step_cost import StepMeasurement, TrainingStep, again, measure
 
 # Beside the registry: combinations that are asked for most.
 COMBINATIONS = ("rope+alibi", "tape+alibi", "tape+fox")

@@ -35,15 +35,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.table import markdown, mebibytes
-from tape_jax._src import algebra
+from research.inside.memory import Memory
 from tape_jax._src.attention import attention, attention_plan
 from tape_jax._src.attention.api import BACKENDS, default
 from tape_jax._src.attention.normalise import normalise
 from tape_jax._src.attention.tuning.cases import Contender
 from tape_jax._src.attention.tuning.programs import DIRECTIONS, both_ways
-from tape_jax._src.checks import choose
-from tape_jax._src.timing import Timing, describe_device, take_turns
-from train.analysis.memory import Memory
+from tape_jax._src.core import algebra
+from tape_jax._src.core.checks import choose
+from tape_jax._src.core.timing import Timing, describe_device, take_turns
 from train.training.flops import PLAIN, STATE, THREE_CALLS, TWO_CALLS, Products, attention_flops
 
 Array = jax.Array

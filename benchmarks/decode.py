@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 
 import tape_jax as tape
-from tape_jax._src.table import markdown
-from tape_jax._src.timing import Timing, describe_device, take_turns
+from tape_jax._src.core.table import markdown
+from tape_jax._src.core.timing import Timing, describe_device, take_turns
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
 
     from benchmarks.table import markdown
-    from tape_jax._src.timing import Timing, describe_device
+    from tape_jax._src.core.timing import Timing, describe_device
 
     print(f"{describe_device()}; {STEPS} steps a run, {options.repeats} runs")
     folders = {"before": options.before} if options.before else {}

@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.table import tables
 from tape_jax._src.attention.tuning.picture import as_png
 from tape_jax._src.attention.tuning.programs import GRADIENTS
-from tape_jax._src.files import write_atomically
+from tape_jax._src.core.files import write_atomically
 from train.training.flops import PLAIN, STATE
 
 TITLE = re.compile(r"^\W*D = (\d+), T = (\d+), batch \d+, ([\w ]+)\W*$", re.MULTILINE)

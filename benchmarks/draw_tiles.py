@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tape_jax._src.attention.tuning.picture import as_png
-from tape_jax._src.files import write_atomically
+from tape_jax._src.core.files import write_atomically
 
 WHOLE, PARTLY, SKIPPED = "#9ecae1", "#deebf7", "#f7f7f7"
 READ, USED, KEPT, WRITTEN = "#c7e9c0", "#deebf7", "#fdd0a2", "#dadaeb"

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tape_jax._src.table import markdown
-from tape_jax._src.timing import Timing
+from tape_jax._src.core.table import markdown
+from tape_jax._src.core.timing import Timing
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 MODELS = {"demo": "addition_demo.py", "bytes": "bytes_demo.py", "c4": "c4_pretrain.py"}

@@ -25,7 +25,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tape_jax._src.files import write_atomically
+from tape_jax._src.core.files import write_atomically
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +105,7 @@ DRY = (
     Part("The position update", "benchmarks.update --length 32 --repeats 2", 2),
 )
 # Started in a process of its own: it would keep the GPU's memory from the others.
-DESCRIBE = "from tape_jax._src.timing import describe_device as d; print(d())"
+DESCRIBE = "from tape_jax._src.core.timing import describe_device as d; print(d())"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tape_jax._src.table import markdown
+from tape_jax._src.core.table import markdown
 from train.data import held_out
 from train.evaluation import Trained
 from train.evaluation.exact_match import Examples, exact_match

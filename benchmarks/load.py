@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import tape_jax as tape
-from tape_jax._src.timing import describe_device
+from tape_jax._src.core.timing import describe_device
 
 LAYERS, WIDTH = 8, 1024
 

@@ -23,11 +23,11 @@ import jax.numpy as jnp
 
 from benchmarks.table import markdown
 from benchmarks.train_step import PRESETS
+from research.inside.step_cost import Runner, TrainingStep
 from tape_jax import ModelConfig
 from tape_jax._src.attention.api import BACKENDS
 from tape_jax._src.attention.request import Request, refuse
-from tape_jax._src.timing import describe_device, take_turns
-from train.analysis.step_cost import Runner, TrainingStep
+from tape_jax._src.core.timing import describe_device, take_turns
 
 MODULE = "benchmarks.peers"
 

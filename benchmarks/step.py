@@ -18,8 +18,8 @@ from collections.abc import Sequence
 
 from benchmarks import attention
 from benchmarks.train_step import PRESETS
-from tape_jax._src.timing import describe_device
-from train.analysis.step_cost import measure
+from research.inside.step_cost import measure
+from tape_jax._src.core.timing import describe_device
 
 
 def main(argv: Sequence[str] | None = None) -> None:

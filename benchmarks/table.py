@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from tape_jax._src.table import markdown
+from tape_jax._src.core.table import markdown
 
 __all__ = ["markdown", "mebibytes", "ratio", "tables"]
 

@@ -20,9 +20,9 @@ from collections.abc import Sequence
 import jax
 
 from benchmarks.table import markdown, mebibytes, ratio
+from research.inside.step_cost import StepMeasurement, measure
 from tape_jax import ModelConfig
-from tape_jax._src.timing import describe_device
-from train.analysis.step_cost import StepMeasurement, measure
+from tape_jax._src.core.timing import describe_device
 from train.training.flops import model_flops, peak
 
 

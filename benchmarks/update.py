@@ -22,12 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.table import markdown, mebibytes
+from research.inside.memory import Memory
+from research.inside.step_cost import again
 from tape_jax import init_update, update_state
 from tape_jax._src.attention.tuning.programs import DIRECTIONS, both_ways
-from tape_jax._src.positions.update import UPDATES
-from tape_jax._src.timing import describe_device, take_turns
-from train.analysis.memory import Memory
-from train.analysis.step_cost import again
+from tape_jax._src.core.timing import describe_device, take_turns
+from tape_jax._src.positions.tape.update import UPDATES
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

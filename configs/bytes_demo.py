@@ -5,8 +5,8 @@ of TAPE and RoPE, lower than its at the trained length, rise beyond it unless at
 to 128 bytes. After so short a training the seeds do not tell TAPE from RoPE. Measured, mean of
 three seeds at 128 and 1,024 bytes, TAPE with attention_mix="head_scale": TAPE 4.47 and 10.4, RoPE
 4.50 and 9.9, ALiBi 4.93 and 4.86, sinusoidal 7.29 and 31.5. One rate for all, and too short to tell
-encodings apart. With four times the steps, tuned rates and five seeds (docs/protocol.md,
-docs/evidence.md) TAPE with ALiBi's bias has the lowest perplexity at the trained length, 3.208:
+encodings apart. With four times the steps, tuned rates and five seeds (research/protocol.md,
+research/evidence.md) TAPE with ALiBi's bias has the lowest perplexity at the trained length, 3.208:
 RoPE with that bias 3.222, TAPE 3.294, RoPE 3.309, ALiBi 3.493. That TAPE alone is ahead of RoPE is
 not told. At eight times that length, with rates chosen there, TAPE with the bias has 3.250, RoPE
 with it 3.307, which is not told apart, ALiBi 3.369, RoPE 10.7, TAPE 11.3, clearly worse than RoPE.

@@ -3,7 +3,7 @@
 Claim: tuned for 1,000 steps on sequences of twice the trained length, the model with TAPE in place
 of RoPE has a lower perplexity up to 8,192 tokens than the one with LoRA, LongLoRA or another rotary
 base, and finds more passkeys. At the size of
-configs/context_extension_demo.py perplexity contradicts it (docs/evidence.md).
+configs/context_extension_demo.py perplexity contradicts it (research/evidence.md).
 Cost: not measured; the recipe has not been run here.
 Command:
     python -m train.main compare --config=configs/context_extension.py --run=runs/longer \

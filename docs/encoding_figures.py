@@ -27,7 +27,7 @@ import tape_jax as tape
 from docs.figures import CONTENT, POSITION, new_figure
 from docs.symmetries import DIGITS, VOCAB, model_of
 from tape_jax import positions, testing
-from tape_jax._src.files import write_atomically
+from tape_jax._src.core.files import write_atomically
 
 SIZES = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "intermediate_size": 128}
 LENGTH, TEXTS, HEAD, COLUMNS = 64, 2, 1, 6

@@ -21,7 +21,7 @@ from matplotlib.patches import Circle, FancyBboxPatch
 
 import tape_jax as tape
 from examples.data import next_token_loss, repeated_halves
-from tape_jax._src.files import write_atomically
+from tape_jax._src.core.files import write_atomically
 from train.training import flops
 
 CONFIG = tape.ModelConfig(

@@ -25,7 +25,7 @@ import numpy as np
 import tape_jax as tape
 from tape_jax import positions, testing
 from tape_jax._src.attention import pallas_blocks
-from tape_jax._src.files import write_atomically
+from tape_jax._src.core.files import write_atomically
 
 PAGE = Path(__file__).parent / "encodings.md"
 BEGIN, END = "<!-- symmetries: begin -->", "<!-- symmetries: end -->"

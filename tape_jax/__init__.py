@@ -5,11 +5,12 @@ What is public is here and in the modules beside this file; ``_src`` may change 
 
 from tape_jax import adapt, losses, positions, sharding
 from tape_jax._src.adapt.methods import add_tape
-from tape_jax._src.algebra import rotate, transform
 from tape_jax._src.attention import AttentionPlan, AttentionRows, attention, attention_plan
-from tape_jax._src.cache import Cache, grow_cache, init_cache
-from tape_jax._src.config import Experts, Lora, ModelConfig, RandomPositions, RopeScaling
-from tape_jax._src.generate import (
+from tape_jax._src.core.algebra import rotate, transform
+from tape_jax._src.model.cache import Cache, grow_cache, init_cache
+from tape_jax._src.model.config import Experts, Lora, ModelConfig, RandomPositions, RopeScaling
+from tape_jax._src.model.decoder import States, Transformer
+from tape_jax._src.model.generate import (
     decode,
     extend,
     generate,
@@ -17,8 +18,7 @@ from tape_jax._src.generate import (
     prefill,
     sample_logits,
 )
-from tape_jax._src.linen import UpdateState
-from tape_jax._src.model import States, Transformer
+from tape_jax._src.model.linen import UpdateState
 from tape_jax._src.positions import init_update, rotary_state, tensor_state, update_state
 from tape_jax._src.pretrained.loading import from_pretrained
 from tape_jax._src.pretrained.saving import save_pretrained

@@ -42,7 +42,7 @@ from tape_jax._src.adapt.rules import (
     partition,
     trainable_mask,
 )
-from tape_jax._src.layout import restack
+from tape_jax._src.model.layout import restack
 
 __all__ = [
     "METHODS",

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 
-from tape_jax._src.algebra import at_least_32_bits, at_least_float32
-from tape_jax._src.checks import require
-from tape_jax._src.config import Experts
-from tape_jax._src.sharding import Sharding, constrain
+from tape_jax._src.core.algebra import at_least_32_bits, at_least_float32
+from tape_jax._src.core.checks import require
+from tape_jax._src.core.sharding import Sharding, constrain
+from tape_jax._src.model.config import Experts
 
 __all__ = ["CHUNK_LOGITS", "added_by_routers", "cross_entropy"]
 

@@ -19,7 +19,7 @@ can hold, say which of them are split over which axes of a mesh of devices:
 >>> logits = jax.jit(model.apply)(variables, sharding.place(tokens))
 """
 
-from tape_jax._src.sharding import (
+from tape_jax._src.core.sharding import (
     MESH_AXES,
     PRESETS,
     RULES,

@@ -35,8 +35,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tape_jax._src import algebra
-from tape_jax._src.draws import (
+from tape_jax._src.core import algebra
+from tape_jax._src.core.draws import (
     generator_of,
     random_orthogonal,
     random_params,

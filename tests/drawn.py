@@ -28,7 +28,7 @@ from tape_jax import (
     init_cache,
     prefill,
 )
-from tape_jax._src.layout import replaced, restack
+from tape_jax._src.model.layout import replaced, restack
 from tape_jax.positions import registry
 from tests.models import VOCAB, encoding, random_variables, small_model
 

@@ -1,22 +1,18 @@
 import dataclasses
 import math
-from pathlib import Path
 
 import jax
 import pytest
 
-from configs import places
+from research.configs import places
+from research.studies import options
 from tape_jax import positions
+from tests.paths import ROOT
 from train import experiment
-from train.evidence.studies import options
 from train.training import runs
 from train.training import step as training_step
 
-CONFIGS = sorted(
-    path
-    for path in (Path(__file__).parents[1] / "configs").glob("*.py")
-    if path.name != "__init__.py"
-)
+CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.py") if path.name != "__init__.py")
 
 
 def test_there_are_configs():

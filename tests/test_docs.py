@@ -20,17 +20,17 @@ import yaml
 
 import tape_jax
 from docs import encoding_figures, symmetries
+from research.commands import evidence
 from tape_jax import positions
 from tape_jax._src.attention import BACKENDS
 from tests import markdown
 from tests.models import random_variables, small_model
 from tests.modules import all_modules, public_modules
+from tests.paths import ROOT
 from tests.selection import mostly_slow
 from train import experiment, main
-from train.commands import evidence
 from train.tasks import TASKS
 
-ROOT = Path(__file__).parents[1]
 LLAMA = ROOT / "tests" / "golden" / "hf" / "llama3_gqa"
 PAGES = sorted(
     path
@@ -146,7 +146,7 @@ def test_examples_in_docstrings(workplace):
         for test in finder.find(module, extraglobs=given)
         if test.examples
     }
-    assert {"tape_jax.adapt", "tape_jax._src.model.Transformer"} <= set(tests)
+    assert {"tape_jax.adapt", "tape_jax._src.model.decoder.Transformer"} <= set(tests)
     for test in tests.values():
         runner.run(test)
     assert runner.failures == 0

@@ -4,15 +4,15 @@ import importlib
 import re
 import sys
 import types
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from tape_jax import testing
+from tests.paths import ROOT
 
-FOLDER = Path(__file__).parents[1] / "examples"
+FOLDER = ROOT / "examples"
 MODELS = ("plain_jax", "flax_linen", "flax_nnx", "equinox_module")
 CLASSIFIERS = {"vision": 300, "audio": 100}
 

@@ -5,14 +5,13 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from pathlib import Path
 
 import pytest
 
 import tape_jax
+from tests.paths import ROOT
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[1]
 SOURCES = ("pyproject.toml", "README.md", "tape_jax")
 
 USE = """

@@ -14,7 +14,7 @@ import logging
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,6 @@ COMMANDS = {
     "export": ("train.commands.export", "write a model as a Hugging Face Llama folder"),
     "inspect": ("train.commands.inspect", "draw what goes on inside a trained model"),
     "compare": ("train.commands.compare", "train and evaluate several encodings alike"),
-    "stability": ("train.commands.stability", "measure growth through depth, and divergence"),
-    "evidence": ("train.commands.evidence", "test what is claimed of TAPE, and write it down"),
     "plan": ("train.commands.plan", "say what a step would take on a machine that is not here"),
     "score": ("train.commands.score", "judge a file of SCROLLS predictions"),
 }
@@ -40,11 +38,17 @@ COMMANDS = {
 USER_ERROR = 2
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(
+    argv: Sequence[str] | None = None,
+    commands: Mapping[str, tuple[str, str]] = COMMANDS,
+    program: str = "train.main",
+) -> int:
     """Runs one command.
 
     Args:
       argv: the arguments after the program's name; None: those of this process.
+      commands: module and summary of each command by its name.
+      program: the module that was called.
 
     Returns:
       The exit code: 0, 2 for a wrong call, 3 for a loss that is not finite, 4 if another process
@@ -52,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     keep_freed_memory()
     argv = list(sys.argv[1:] if argv is None else argv)
-    code = _exit_code(argv)
+    code = _exit_code(argv, commands, program)
     if code and "jax" in sys.modules:
         from train.training import distributed
 
@@ -61,10 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _exit_code(argv: list[str]) -> int:
+def _exit_code(argv: list[str], commands: Mapping[str, tuple[str, str]], program: str) -> int:
     debug = "--debug" in argv
     try:
-        return _run(argv)
+        return _run(argv, commands, program)
     except Stopped as stop:
         print(stop, file=sys.stderr)
         return stop.exit_code
@@ -133,18 +137,22 @@ def without_environment(error: ModuleNotFoundError) -> str:
     return f"{error} in this Python, {sys.executable}: {advice}"
 
 
-def _run(argv: list[str]) -> int:
+def _run(
+    argv: list[str],
+    commands: Mapping[str, tuple[str, str]] = COMMANDS,
+    program: str = "train.main",
+) -> int:
     if not argv or argv[0] in ("-h", "--help"):
-        print(_overview())
+        print(_overview(commands, program))
         return 0 if argv else USER_ERROR
-    if argv[0] not in COMMANDS:
+    if argv[0] not in commands:
         raise ValueError(
-            f"unknown command {argv[0]!r}: expected one of {', '.join(map(repr, COMMANDS))}"
-            f"{outline.nearest(argv[0], COMMANDS)}"
+            f"unknown command {argv[0]!r}: expected one of {', '.join(map(repr, commands))}"
+            f"{outline.nearest(argv[0], commands)}"
         )
-    module = importlib.import_module(COMMANDS[argv[0]][0])
+    module = importlib.import_module(commands[argv[0]][0])
     parser = argparse.ArgumentParser(
-        prog=f"python -m train.main {argv[0]}",
+        prog=f"python -m {program} {argv[0]}",
         description=module.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -181,15 +189,20 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)[:300]
 
 
-def _overview() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:{width}}  {summary}" for name, (_, summary) in COMMANDS.items()]
-    usage = "usage: python -m train.main COMMAND ... (COMMAND --help says more)"
+def _overview(commands: Mapping[str, tuple[str, str]], program: str) -> str:
+    width = max(map(len, commands))
+    lines = [f"  {name:{width}}  {summary}" for name, (_, summary) in commands.items()]
+    usage = f"usage: python -m {program} COMMAND ... (COMMAND --help says more)"
     return "\n".join([usage, "", *lines])
 
 
-if __name__ == "__main__":
+def quiet() -> None:
+    """Lets errors of libraries be one line each, unless ``--debug`` is given."""
     if "--debug" not in sys.argv:
         logging.getLogger("absl").addFilter(_without_traceback)
         threading.excepthook = sys.unraisablehook = _one_line
+
+
+if __name__ == "__main__":
+    quiet()
     sys.exit(main())

@@ -104,7 +104,7 @@ def require_known(name: str, known: Iterable[str], where: str) -> None:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """As :func:`tape_jax._src.checks.nearest`, which is not to be had without jax."""
+    """As :func:`tape_jax._src.core.checks.nearest`, which is not to be had without jax."""
     called = {one.lower(): one for one in known}
     found = difflib.get_close_matches(name.lower(), called, n=1, cutoff=0.5)
     return f" (did you mean {called[found[0]]!r}?)" if found else ""
@@ -117,7 +117,7 @@ def config_fields(task: str) -> Fields | None:
         return None
     encodings = Encodings({each.kind(): each.fields() for each in _encodings()})
     encodings["kind"] = None
-    model = _find("tape_jax._src.config", "ModelConfig").fields()
+    model = _find("tape_jax._src.model.config", "ModelConfig").fields()
     return {
         "name": None,
         "seed": None,
@@ -126,7 +126,7 @@ def config_fields(task: str) -> Fields | None:
         "train": _find("train.experiment.description", "TrainConfig").fields(),
         "evaluation": asked.named("Evaluation").fields(),
         "adapt": _find("train.experiment.adaptation", "Adaptation").fields(),
-        "sharding": _find("tape_jax._src.sharding", "ShardingConfig").fields(),
+        "sharding": _find("tape_jax._src.core.sharding", "ShardingConfig").fields(),
     }
 
 

@@ -15,12 +15,12 @@ import pytest
 
 from benchmarks import aot, attention, draw_attention, gpu, scaling, step, train_step, update
 from benchmarks.table import markdown, tables
+from research.inside.memory import Memory
+from research.inside.step_cost import Runner, StepMeasurement, TrainingStep
 from tape_jax import rotary_state, tune
 from tape_jax._src.attention import BACKENDS
 from tape_jax._src.attention import attention as attend
-from tape_jax._src.timing import Timing
-from train.analysis.memory import Memory
-from train.analysis.step_cost import Runner, StepMeasurement, TrainingStep
+from tape_jax._src.core.timing import Timing
 
 
 def test_tables():

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from benchmarks import held_out
+from research.tasks.recall import Recall
 from train.tasks.arithmetic import Addition
 from train.tasks.places import PAD
-from train.tasks.recall import Recall
 
 TASK = Recall(symbols=6, shortest=2, longest=3)
 

@@ -103,7 +103,7 @@ def test_eval_with_updates_cut_off(own, capsys, monkeypatch):
     command = ["eval", f"--run={own}", "--cut-updates", "--config.evaluation.longest=2"]
     assert main(command) == 0
     assert "trained range" in capsys.readouterr().out
-    monkeypatch.setattr("train.comparison.evaluations.untrained", lambda trained: None)
+    monkeypatch.setattr("train.compare.evaluations.untrained", lambda trained: None)
     assert main(command) == program.USER_ERROR
     assert "the encoding 'tape' has no parameters" in capsys.readouterr().err
     assert content(own) == before

@@ -2,16 +2,14 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.paths import ROOT
 from train import main as program
 from train import outline
 from train.experiment import files
 from train.tasks import TASKS
-
-ROOT = Path(__file__).parents[2]
 
 
 def names(fields):

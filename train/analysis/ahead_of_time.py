@@ -22,9 +22,9 @@ import jax.extend.backend
 from jax._src.cudnn import fused_attention_stablehlo as cudnn_calls
 from jax.experimental import topologies
 
-from tape_jax._src import devices
 from tape_jax._src.attention import pallas_blocks, vendor_splash
-from tape_jax._src.checks import choose, require
+from tape_jax._src.core import devices
+from tape_jax._src.core.checks import choose, require
 from train.training.chips import CHIPS, Chip
 
 # 9.10, as cuDNN counts: the first that takes values wider than keys.

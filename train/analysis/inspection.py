@@ -12,9 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from tape_jax._src.checks import require
-from tape_jax._src.model import Transformer
-from train.comparison.plots import BODY, COLOURS, SMALL, TINY, TITLE
+from tape_jax._src.core.checks import require
+from tape_jax._src.model.decoder import Transformer
+from train.compare.plots import BODY, COLOURS, SMALL, TINY, TITLE
 from train.evaluation.grids import text_table
 from train.evaluation.inside import Inside, before_training, has_learned
 from train.experiment import Experiment

@@ -4,7 +4,7 @@
       --encodings=tape,rope
   python -m train.main compare --config=configs/context_extension.py --run=runs/longer \\
       --methods=base,tape,lora,longlora,theta,full
-  python -m train.main compare --config=configs/ablations.py --run=runs/ablations --variants=all \\
+  python -m research.main compare --config=research/configs/ablations.py --run=runs/ablations --variants=all \\
       --sweep train.learning_rate=1e-3,3e-3
 
 Steps, data and seeds are equal. Each training gets a run of its own inside the run folder. Called
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from train.comparison.jobs import Choice
+    from train.compare.jobs import Choice
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -43,13 +43,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Compares."""
-    from tape_jax._src.checks import require
-    from train.comparison import sweep
-    from train.comparison.jobs import claim, plan, record
-    from train.comparison.processes import train_all
-    from train.comparison.report import by_name, result_section, sample_lines, write_report
-    from train.comparison.tasks import compare
-    from train.comparison.tune import tune
+    from tape_jax._src.core.checks import require
+    from train.compare import sweep
+    from train.compare.jobs import claim, plan, record
+    from train.compare.processes import train_all
+    from train.compare.report import by_name, result_section, sample_lines, write_report
+    from train.compare.tasks import compare
+    from train.compare.tune import tune
     from train.training import messages
 
     require(args.jobs >= 1, f"compare: --jobs must be at least 1; got {args.jobs}")
@@ -83,8 +83,8 @@ def run(args: argparse.Namespace) -> None:
 
 def chosen(args: argparse.Namespace) -> tuple[Choice, list[str]]:
     """What is compared, and the names that were given."""
-    from train.comparison import sweep
-    from train.comparison.jobs import ENCODINGS, METHODS, Choice
+    from train.compare import sweep
+    from train.compare.jobs import ENCODINGS, METHODS, Choice
 
     if args.variants is None:
         by_encoding = args.encodings is not None

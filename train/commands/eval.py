@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> None:
     begun = time.monotonic()
 
     from train import experiment
-    from train.comparison.evaluations import evaluate, evaluate_untrained
+    from train.compare.evaluations import evaluate, evaluate_untrained
     from train.training import runs
     from train.training.clock import Clock
 

@@ -20,7 +20,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Exports."""
-    from tape_jax._src.checks import require
+    from tape_jax._src.core.checks import require
     from tape_jax.adapt import merge_lora
     from tape_jax.pretrained import save_pretrained
     from train.training import messages, runs

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> None:
     import jax
     import numpy as np
 
-    from tape_jax._src.checks import require
+    from tape_jax._src.core.checks import require
     from train.training.clock import Clock
     from train.training.generation import describe_cache, load, stream
 

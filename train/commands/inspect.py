@@ -32,10 +32,10 @@ def run(args: argparse.Namespace) -> None:
     """Looks inside."""
     import numpy as np
 
-    from tape_jax._src.checks import require
+    from tape_jax._src.core.checks import require
     from train.analysis import inspection
-    from train.comparison import plots
-    from train.comparison import tasks as of_tasks
+    from train.compare import plots
+    from train.compare import tasks as of_tasks
     from train.evaluation.inside import look
     from train.training import runs
 

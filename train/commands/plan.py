@@ -42,9 +42,9 @@ def run(args: argparse.Namespace) -> None:
     """Plans."""
     import jax
 
-    from tape_jax._src.checks import require
-    from tape_jax._src.files import write_atomically
-    from tape_jax._src.model import Transformer
+    from tape_jax._src.core.checks import require
+    from tape_jax._src.core.files import write_atomically
+    from tape_jax._src.model.decoder import Transformer
     from tape_jax.sharding import ShardingConfig
     from train import experiment
     from train.analysis import ahead_of_time, plan
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> None:
 
 def parse_mesh(text: str) -> ShardingConfig:
     """A mesh such as ``fsdp=8,tensor=4``."""
-    from tape_jax._src.checks import choose, require
+    from tape_jax._src.core.checks import choose, require
     from tape_jax.sharding import MESH_AXES, ShardingConfig
 
     sizes: dict[str, Any] = {}

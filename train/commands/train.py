@@ -86,11 +86,11 @@ def run(args: argparse.Namespace) -> None:
         tune=args.tune,
     )
     if args.evaluate and distributed.is_main():
-        from train.comparison.evaluations import evaluate
+        from train.compare.evaluations import evaluate
 
         evaluate(args.run, wanted.evaluation)
     if args.validate and distributed.is_main():
-        from train.comparison import sweep
+        from train.compare import sweep
 
         with metrics.Progress.of(f"validating {args.run.name}") as progress:
             sweep.validate(args.run, progress)

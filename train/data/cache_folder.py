@@ -9,7 +9,7 @@ from pathlib import Path
 def cache_folder() -> Path:
     """``TAPE_JAX_CACHE``, else ``tape-jax`` in the user's cache folder.
 
-    That is ``XDG_CACHE_HOME``, else ``~/.cache``. As ``tape_jax._src.files.cache_folder``, without
+    That is ``XDG_CACHE_HOME``, else ``~/.cache``. As ``tape_jax._src.core.files.cache_folder``, without
     loading jax.
 
     Raises:

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import tqdm
 
-from tape_jax._src.checks import choose, require
-from tape_jax._src.files import sync
+from tape_jax._src.core.checks import choose, require
+from tape_jax._src.core.files import sync
 from train.data import held_out
 from train.data.sources import Document, Source
 from train.data.tokenizers import Tokenizer

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tape_jax._src import algebra
-from tape_jax._src.layout import with_encoding
-from tape_jax._src.model import Transformer
+from tape_jax._src.core import algebra
+from tape_jax._src.model.decoder import Transformer
+from tape_jax._src.model.layout import with_encoding
 from train.evaluation import Trained
 
 

@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 
 from tape_jax import adapt
-from tape_jax._src.algebra import at_least_float32
-from tape_jax._src.checks import choose, require
-from tape_jax._src.config import ModelConfig, RopeScaling
-from tape_jax._src.layout import by_path, replaced, restack
-from tape_jax._src.model import Transformer
-from tape_jax._src.positions.rotary import START_FIELDS
+from tape_jax._src.core.algebra import at_least_float32
+from tape_jax._src.core.checks import choose, require
+from tape_jax._src.model.config import ModelConfig, RopeScaling
+from tape_jax._src.model.decoder import Transformer
+from tape_jax._src.model.layout import by_path, replaced, restack
+from tape_jax._src.positions.fixed.rotary import START_FIELDS
 from tape_jax.adapt import Adapted, Rule
 from tape_jax.positions import Encoding
 

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from tape_jax._src.checks import choose, require
-from tape_jax._src.config import ModelConfig
+from tape_jax._src.core.checks import choose, require
+from tape_jax._src.model.config import ModelConfig
 from tape_jax.sharding import ShardingConfig
 from train.experiment import schedules
 from train.experiment.adaptation import Adaptation

@@ -9,7 +9,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from tape_jax._src.checks import require
+from tape_jax._src.core.checks import require
 from train.outline import require_known
 
 

@@ -14,8 +14,8 @@ from absl import flags
 from ml_collections import ConfigDict, config_dict, config_flags
 
 from tape_jax import positions
-from tape_jax._src.checks import choose, require
-from tape_jax._src.config import ModelConfig, RopeScaling
+from tape_jax._src.core.checks import choose, require
+from tape_jax._src.model.config import ModelConfig, RopeScaling
 from tape_jax._src.positions.creation import option_names
 from tape_jax.sharding import ShardingConfig
 from train import outline

@@ -11,8 +11,8 @@ from typing import Any
 
 from tape_jax import positions
 from tape_jax._src.adapt.methods import rotary_start
-from tape_jax._src.checks import choose, require
-from tape_jax._src.config import ModelConfig
+from tape_jax._src.core.checks import choose, require
+from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.positions.creation import create, kinds, option_names, options_of, with_options
 from tape_jax._src.positions.creation import registry as encodings
 from tape_jax.pretrained import pretrained_config

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-from tape_jax._src.checks import choose, from_mapping
+from tape_jax._src.core.checks import choose, from_mapping
 from train.evaluation import Progress, Trained
 
 if TYPE_CHECKING:
@@ -22,19 +22,9 @@ if TYPE_CHECKING:
 TASKS: dict[str, str] = {
     "addition": "train.tasks.arithmetic:Addition",
     "address": "train.tasks.address:Address",
-    "algorithm": "train.tasks.algorithms:Algorithm",
-    "chains": "train.tasks.chains:Chains",
-    "counting": "train.tasks.counting:Counting",
-    "flip_flop": "train.tasks.flip_flop:FlipFlop",
-    "line_numbers": "train.tasks.line_numbers:LineNumbers",
-    "navigation": "train.tasks.navigation:Navigation",
     "passkey": "train.tasks.passkey:Passkey",
-    "recall": "train.tasks.recall:Recall",
     "scrolls": "train.tasks.scrolls:Scrolls",
-    "selective_copy": "train.tasks.selective_copy:SelectiveCopy",
-    "table": "train.tasks.table:Table",
     "text": "train.tasks.text:Text",
-    "words": "train.tasks.words:Words",
 }
 
 
@@ -142,3 +132,8 @@ def task_type(name: str) -> Any:
 def task_name(task: Task) -> str:
     """The name under which a task is registered."""
     return next(name for name in TASKS if task_type(name) is type(task))
+
+
+def program(task: Task) -> str:
+    """The module with a ``main`` that knows a task: that of the package which has the task."""
+    return f"{type(task).__module__.partition('.')[0]}.main"

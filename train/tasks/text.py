@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from tape_jax._src.checks import choose, require
+from tape_jax._src.core.checks import choose, require
 from train.data import synthetic, token_cache
 from train.data.cache_folder import cache_folder
 from train.data.packing import PACKINGS, Batch, Packed, endless_batches

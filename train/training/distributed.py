@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import jax
 from jax.experimental import multihost_utils
 
-from tape_jax._src.checks import require
-from tape_jax._src.processes import broadcast_text
+from tape_jax._src.core.checks import require
+from tape_jax._src.core.processes import broadcast_text
 
 T = TypeVar("T")
 

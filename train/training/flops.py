@@ -8,7 +8,7 @@ import math
 from flax.traverse_util import flatten_dict
 
 from tape_jax import ModelConfig, Transformer
-from tape_jax._src.config import MLP_PROJECTIONS
+from tape_jax._src.model.config import MLP_PROJECTIONS
 from train.experiment import Experiment
 from train.training import chips, runs
 

@@ -13,10 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 
 import tape_jax as tape
-from tape_jax._src.cache import Cache, check_length, depends_on_capacity, grow_cache, init_cache
-from tape_jax._src.checks import require
-from tape_jax._src.generate import decode, pad_prompts, prefill
-from tape_jax._src.model import Transformer
+from tape_jax._src.core.checks import require
+from tape_jax._src.model.cache import (
+    Cache,
+    check_length,
+    depends_on_capacity,
+    grow_cache,
+    init_cache,
+)
+from tape_jax._src.model.decoder import Transformer
+from tape_jax._src.model.generate import decode, pad_prompts, prefill
 from train.tasks.tokenized import Tokenized
 from train.training import runs
 

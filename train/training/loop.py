@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 from tape_jax._src.attention import recorded_plans
-from tape_jax._src.checks import require
-from tape_jax._src.model import Transformer
+from tape_jax._src.core.checks import require
+from tape_jax._src.model.decoder import Transformer
 from tape_jax.sharding import Sharding
 from train.compiled import compile_in_turn
 from train.evaluation import fits

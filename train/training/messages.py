@@ -22,11 +22,13 @@ from train.training.signals import NON_FINITE_EXIT_CODE, Stopped
 
 def program() -> str:
     """How to call the command line by this interpreter from the current folder."""
+    called = getattr(sys.modules["__main__"], "__spec__", None)
+    main = called.name if called and called.name.endswith(".main") else "train.main"
     if shutil.which("python") == sys.executable:
-        return "python -m train.main"
+        return f"python -m {main}"
     path = Path(sys.executable)
     near = path.is_relative_to(Path.cwd())
-    return f"{shlex.quote(str(path.relative_to(Path.cwd()) if near else path))} -m train.main"
+    return f"{shlex.quote(str(path.relative_to(Path.cwd()) if near else path))} -m {main}"
 
 
 def begins(experiment: Experiment, folder: Path) -> str:

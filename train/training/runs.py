@@ -22,9 +22,9 @@ import jax
 from jax.experimental import multihost_utils
 
 import tape_jax as tape
-from tape_jax._src.checks import require
-from tape_jax._src.files import write_atomically
-from tape_jax._src.model import Transformer
+from tape_jax._src.core.checks import require
+from tape_jax._src.core.files import write_atomically
+from tape_jax._src.model.decoder import Transformer
 from tape_jax.adapt import (
     Adapted,
     Fingerprint,

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tape_jax._src.algebra import at_least_float32
-from tape_jax._src.checks import require
-from tape_jax._src.experts import ROUTER_LOSSES
-from tape_jax._src.layout import layer_params
-from tape_jax._src.model import Transformer
+from tape_jax._src.core.algebra import at_least_float32
+from tape_jax._src.core.checks import require
+from tape_jax._src.model.decoder import Transformer
+from tape_jax._src.model.experts import ROUTER_LOSSES
+from tape_jax._src.model.layout import layer_params
 from tape_jax.adapt import merge
 from tape_jax.losses import CHUNK_LOGITS, added_by_routers, cross_entropy
 from train.experiment import USUALLY_NOT_DECAYED, Experiment, TrainConfig

@@ -19,13 +19,13 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from tape_jax._src import positions
 from tape_jax._src.adapt.identity import Fingerprint, digest, encoding_to_json, fingerprint
 from tape_jax._src.adapt.rules import Rule, parse_rule, table, trainable_mask
-from tape_jax._src.checks import from_mapping, require
-from tape_jax._src.config import Lora
-from tape_jax._src.files import write_atomically
-from tape_jax._src.layout import block_name, by_path, replaced, restack
-from tape_jax._src.model import (
+from tape_jax._src.core.checks import from_mapping, require
+from tape_jax._src.core.files import write_atomically
+from tape_jax._src.model.config import Lora
+from tape_jax._src.model.decoder import (
     Transformer,
 )
+from tape_jax._src.model.layout import block_name, by_path, replaced, restack
 
 FORMAT = "tape-jax adapter"
 VERSION = 1

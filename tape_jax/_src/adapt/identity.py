@@ -11,11 +11,11 @@ import jax
 import numpy as np
 
 from tape_jax._src import positions
-from tape_jax._src.checks import require
-from tape_jax._src.layout import OUTSIDE, by_path
-from tape_jax._src.model import (
+from tape_jax._src.core.checks import require
+from tape_jax._src.model.decoder import (
     Transformer,
 )
+from tape_jax._src.model.layout import OUTSIDE, by_path
 from tape_jax._src.positions.creation import options_of
 from tape_jax._src.positions.protocol import Encoding
 

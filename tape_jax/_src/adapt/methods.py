@@ -13,20 +13,20 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from tape_jax._src import positions
 from tape_jax._src.adapt.identity import Fingerprint, fingerprint
 from tape_jax._src.adapt.rules import Embeddings, Everything, LoraFactors, Norms, Position, Rule
-from tape_jax._src.algebra import at_least_float32
-from tape_jax._src.checks import choose, require
-from tape_jax._src.config import Lora, RopeScaling
-from tape_jax._src.layout import replaced, restack
-from tape_jax._src.model import (
+from tape_jax._src.core.algebra import at_least_float32
+from tape_jax._src.core.checks import choose, require
+from tape_jax._src.model.config import Lora, RopeScaling
+from tape_jax._src.model.decoder import (
     Transformer,
 )
-from tape_jax._src.parameters import (
+from tape_jax._src.model.layout import replaced, restack
+from tape_jax._src.model.parameters import (
     full_name,
     lora_params,
 )
 from tape_jax._src.positions.creation import option_names
+from tape_jax._src.positions.fixed.rotary import START_FIELDS
 from tape_jax._src.positions.protocol import Param
-from tape_jax._src.positions.rotary import START_FIELDS
 
 Array = jax.Array
 

@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from tape_jax._src.checks import choose, require
-from tape_jax._src.layout import by_path
-from tape_jax._src.model import (
+from tape_jax._src.core.checks import choose, require
+from tape_jax._src.core.sharding import ParameterSpec
+from tape_jax._src.model.decoder import (
     Transformer,
 )
-from tape_jax._src.sharding import ParameterSpec
+from tape_jax._src.model.layout import by_path
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,9 +32,9 @@ from tape_jax._src.attention.request import BiasFunction, Request, RowFunction
 from tape_jax._src.attention.tuning import choice as tuned
 from tape_jax._src.attention.tuning.cases import Contender
 from tape_jax._src.attention.tuning.choice import Ranking
-from tape_jax._src.checks import choose, require
-from tape_jax._src.operations import matrix_operations
-from tape_jax._src.sharding import Sharding
+from tape_jax._src.core.checks import choose, require
+from tape_jax._src.core.operations import matrix_operations
+from tape_jax._src.core.sharding import Sharding
 
 Array = jax.Array
 

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tape_jax._src import algebra
 from tape_jax._src.attention.block_bias import (
     ArrayBias,
     BlockBias,
@@ -37,8 +36,9 @@ from tape_jax._src.attention.request import (
     to_rows,
     visible_positions,
 )
-from tape_jax._src.checks import require
-from tape_jax._src.partition import once_differentiated
+from tape_jax._src.core import algebra
+from tape_jax._src.core.checks import require
+from tape_jax._src.core.partition import once_differentiated
 
 Array = jax.Array
 

@@ -13,7 +13,7 @@ import re
 
 from tape_jax._src.attention.request import Request
 from tape_jax._src.attention.tuning.cases import CallShape
-from tape_jax._src.devices import compute_capability
+from tape_jax._src.core.devices import compute_capability
 
 BASIS = "times of an H200; nothing was measured here (python -m tape_jax.tune does)"
 # Fastest first: without a state to attend or with wider heads, and with a state.

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tape_jax._src import algebra
 from tape_jax._src.attention.request import (
     MAX_INDEX,
     AttentionRows,
@@ -20,8 +19,9 @@ from tape_jax._src.attention.request import (
     RowFunction,
     refuse,
 )
-from tape_jax._src.checks import as_integers, concrete, require
-from tape_jax._src.sharding import Sharding
+from tape_jax._src.core import algebra
+from tape_jax._src.core.checks import as_integers, concrete, require
+from tape_jax._src.core.sharding import Sharding
 
 Array = jax.Array
 

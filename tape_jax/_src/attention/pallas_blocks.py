@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 
-from tape_jax._src.checks import require
-from tape_jax._src.devices import compute_capability as compute_capability
+from tape_jax._src.core.checks import require
+from tape_jax._src.core.devices import compute_capability as compute_capability
 
 
 @dataclasses.dataclass(frozen=True)

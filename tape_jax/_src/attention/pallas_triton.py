@@ -37,8 +37,8 @@ from tape_jax._src.attention.request import (
     refuse_large_indices,
     refuse_rows,
 )
-from tape_jax._src.devices import check_triton
-from tape_jax._src.partition import Named, batch_size, over_batch_and_heads
+from tape_jax._src.core.devices import check_triton
+from tape_jax._src.core.partition import Named, batch_size, over_batch_and_heads
 
 Array = jax.Array
 

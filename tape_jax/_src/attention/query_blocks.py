@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from tape_jax._src.attention import reference, rows
 from tape_jax._src.attention.request import Request, refuse
-from tape_jax._src.checks import require
+from tape_jax._src.core.checks import require
 
 Array = jax.Array
 

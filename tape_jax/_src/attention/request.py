@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tape_jax._src import algebra
-from tape_jax._src.checks import refuse as refuse
-from tape_jax._src.sharding import Sharding
+from tape_jax._src.core import algebra
+from tape_jax._src.core.checks import refuse as refuse
+from tape_jax._src.core.sharding import Sharding
 
 Array = jax.Array
 BiasFunction = Callable[[Array, Array], Array]

@@ -27,8 +27,8 @@ from tape_jax._src.attention import chunked
 from tape_jax._src.attention.block_bias import DecayBias
 from tape_jax._src.attention.request import Request, from_rows, refuse, refuse_rows, to_rows
 from tape_jax._src.attention.zigzag import CHUNKS, check_chunks, exchange, on_devices
-from tape_jax._src.checks import choose, require
-from tape_jax._src.sharding import Axes, Sharding
+from tape_jax._src.core.checks import choose, require
+from tape_jax._src.core.sharding import Axes, Sharding
 
 Array = jax.Array
 

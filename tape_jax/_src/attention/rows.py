@@ -15,7 +15,7 @@ from jax import lax
 
 from tape_jax._src.attention import reference
 from tape_jax._src.attention.request import AttentionRows, Request, RowFunction
-from tape_jax._src.checks import require
+from tape_jax._src.core.checks import require
 
 Array = jax.Array
 

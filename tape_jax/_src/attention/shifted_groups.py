@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tape_jax._src import algebra
 from tape_jax._src.attention.api import attention
-from tape_jax._src.checks import require
+from tape_jax._src.core import algebra
+from tape_jax._src.core.checks import require
 
 Array = jax.Array
 

@@ -27,7 +27,7 @@ from tape_jax._src.attention.request import (
     same_segment,
     visible_positions,
 )
-from tape_jax._src.partition import Named, differentiable_over_batch_and_heads
+from tape_jax._src.core.partition import Named, differentiable_over_batch_and_heads
 
 Array = jax.Array
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from tape_jax._src.attention import pallas_blocks
 from tape_jax._src.attention.request import Request, refuse
 from tape_jax._src.attention.vendor import Vendor, VendorCall, check_gpu, pad_to, round_up
-from tape_jax._src.partition import Named, first_derivative_only
+from tape_jax._src.core.partition import Named, first_derivative_only
 
 Array = jax.Array
 

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tape_jax._src.checks import require
-from tape_jax._src.sharding import Sharding
+from tape_jax._src.core.checks import require
+from tape_jax._src.core.sharding import Sharding
 
 Array = jax.Array
 

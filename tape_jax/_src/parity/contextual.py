@@ -18,13 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from tape_jax._src import positions
-from tape_jax._src.algebra import rotate
 from tape_jax._src.attention import AttentionRows, attention
-from tape_jax._src.checks import choose, require
-from tape_jax._src.config import ModelConfig
+from tape_jax._src.core.algebra import rotate
+from tape_jax._src.core.checks import choose, require
+from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.parity import coupled_positions
 from tape_jax._src.parity.deviations import Deviation, deviation
-from tape_jax._src.positions.bias import alibi_slopes
+from tape_jax._src.positions.fixed.bias import alibi_slopes
 from tape_jax._src.positions.layer import Layer
 from tape_jax._src.positions.protocol import Encoding, default_positions
 

@@ -21,16 +21,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from tape_jax._src import positions
-from tape_jax._src.checks import choose
-from tape_jax._src.config import ModelConfig, RopeScaling
-from tape_jax._src.layers import (
+from tape_jax._src.core.checks import choose
+from tape_jax._src.model.config import ModelConfig, RopeScaling
+from tape_jax._src.model.decoder import (
+    Transformer,
+)
+from tape_jax._src.model.layers import (
     Block,
     Context,
 )
-from tape_jax._src.model import (
-    Transformer,
-)
-from tape_jax._src.parameters import full_name
+from tape_jax._src.model.parameters import full_name
 from tape_jax._src.parity.deviations import TOLERANCE, Deviation, read_arrays, scaled_error
 from tape_jax._src.positions.ablations import split_tables
 from tape_jax._src.positions.protocol import (

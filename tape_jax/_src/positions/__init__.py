@@ -7,26 +7,26 @@ from tape_jax._src.positions.ablations import (
     RelaxedEquivariance,
     SeparateCosSin,
 )
-from tape_jax._src.positions.additive import Abacus, Learned, Sinusoidal
-from tape_jax._src.positions.bias import Alibi, Fire, Kerple, T5Bias
 from tape_jax._src.positions.combined import Combined
-from tape_jax._src.positions.cope import Cope
-from tape_jax._src.positions.coupling import PositionCoupling
+from tape_jax._src.positions.contextual.cope import Cope
+from tape_jax._src.positions.contextual.dape import DapeAlibi, DapeKerple
+from tape_jax._src.positions.contextual.forget import Fox
+from tape_jax._src.positions.contextual.grape import GrapeAdditive, GrapePath
+from tape_jax._src.positions.contextual.grape_rotary import GrapeMultiplicative
+from tape_jax._src.positions.contextual.mapformer import MapFormerEM, MapFormerWM
+from tape_jax._src.positions.contextual.path import PathAttention
+from tape_jax._src.positions.contextual.repo import Repo
+from tape_jax._src.positions.contextual.selective import SelectiveRope
+from tape_jax._src.positions.contextual.stickbreaking import StickBreaking
 from tape_jax._src.positions.creation import create, registry
-from tape_jax._src.positions.dape import DapeAlibi, DapeKerple
-from tape_jax._src.positions.forget import Fox
-from tape_jax._src.positions.grape import GrapeAdditive, GrapePath
-from tape_jax._src.positions.grape_rotary import GrapeMultiplicative
+from tape_jax._src.positions.fixed.additive import Abacus, Learned, Sinusoidal
+from tape_jax._src.positions.fixed.bias import Alibi, Fire, Kerple, T5Bias
+from tape_jax._src.positions.fixed.coupling import PositionCoupling
+from tape_jax._src.positions.fixed.rotary import RandomRope, Rope, Xpos, Yarn, rotary_state
 from tape_jax._src.positions.layer import Layer, Terms
-from tape_jax._src.positions.mapformer import MapFormerEM, MapFormerWM
-from tape_jax._src.positions.path import PathAttention
 from tape_jax._src.positions.protocol import Encoding, Param
-from tape_jax._src.positions.repo import Repo
-from tape_jax._src.positions.rotary import RandomRope, Rope, Xpos, Yarn, rotary_state
-from tape_jax._src.positions.selective import SelectiveRope
-from tape_jax._src.positions.stickbreaking import StickBreaking
-from tape_jax._src.positions.tape import Tape, init_update, tensor_state
-from tape_jax._src.positions.update import update_state
+from tape_jax._src.positions.tape.encoding import Tape, init_update, tensor_state
+from tape_jax._src.positions.tape.update import update_state
 
 __all__ = [
     "Abacus",

@@ -14,11 +14,14 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from tape_jax._src.algebra import at_least_float32, precise_einsum
-from tape_jax._src.checks import require, set_field
-from tape_jax._src.config import ModelConfig
-from tape_jax._src.positions.additive import sinusoids
-from tape_jax._src.positions.mixing import (
+from tape_jax._src.core.algebra import at_least_float32, precise_einsum
+from tape_jax._src.core.checks import require, set_field
+from tape_jax._src.core.segments import places
+from tape_jax._src.model.config import ModelConfig
+from tape_jax._src.positions.fixed.additive import sinusoids
+from tape_jax._src.positions.protocol import Param, State
+from tape_jax._src.positions.tape.encoding import Tape
+from tape_jax._src.positions.tape.mixing import (
     ACTIVATIONS,
     by_rows,
     mix_attended,
@@ -26,10 +29,7 @@ from tape_jax._src.positions.mixing import (
     mixing_matrix,
     scaled_mix,
 )
-from tape_jax._src.positions.norms import normalize
-from tape_jax._src.positions.protocol import Param, State
-from tape_jax._src.positions.tape import Tape
-from tape_jax._src.segments import places
+from tape_jax._src.positions.tape.norms import normalize
 
 Array = jax.Array
 zeros = jax.nn.initializers.zeros

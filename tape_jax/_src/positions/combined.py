@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from tape_jax._src.checks import require, set_field
-from tape_jax._src.config import ModelConfig
+from tape_jax._src.core.checks import require, set_field
+from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.positions.protocol import Encoding, Param, State
 

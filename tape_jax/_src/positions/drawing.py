@@ -7,9 +7,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from tape_jax._src.algebra import float_type
-from tape_jax._src.checks import concrete
-from tape_jax._src.config import RandomPositions
+from tape_jax._src.core.algebra import float_type
+from tape_jax._src.core.checks import concrete
+from tape_jax._src.model.config import RandomPositions
 from tape_jax._src.positions.protocol import as_positions, check_indices
 
 Array = jax.Array

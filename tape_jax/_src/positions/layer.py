@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tape_jax._src.algebra import at_least_float32
-from tape_jax._src.checks import require
-from tape_jax._src.config import ModelConfig
-from tape_jax._src.segments import running, side_by_side
+from tape_jax._src.core.algebra import at_least_float32
+from tape_jax._src.core.checks import require
+from tape_jax._src.core.segments import running, side_by_side
+from tape_jax._src.model.config import ModelConfig
 
 Array = jax.Array
 

@@ -21,11 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tape_jax._src.algebra import at_least_32_bits, at_least_float32
-from tape_jax._src.checks import as_integers, concrete, require
-from tape_jax._src.config import ModelConfig
+from tape_jax._src.core.algebra import at_least_32_bits, at_least_float32
+from tape_jax._src.core.checks import as_integers, concrete, require
+from tape_jax._src.core.sharding import Sharding
+from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.positions.layer import Layer, Terms
-from tape_jax._src.sharding import Sharding
 
 Array = jax.Array
 State = Any

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from tape_jax._src.checks import positive, require
-from tape_jax._src.config import ModelConfig
+from tape_jax._src.core.checks import positive, require
+from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.positions.protocol import Encoding, Param
 

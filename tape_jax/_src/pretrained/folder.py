@@ -20,8 +20,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from tape_jax._src.checks import choose, require
-from tape_jax._src.files import sync
+from tape_jax._src.core.checks import choose, require
+from tape_jax._src.core.files import sync
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from tape_jax._src import positions
-from tape_jax._src.checks import choose, require
-from tape_jax._src.config import ModelConfig, RopeScaling
-from tape_jax._src.layout import OUTSIDE, block_name, by_path, replaced
-from tape_jax._src.model import (
+from tape_jax._src.core.checks import choose, require
+from tape_jax._src.model.config import ModelConfig, RopeScaling
+from tape_jax._src.model.decoder import (
     Transformer,
 )
+from tape_jax._src.model.layout import OUTSIDE, block_name, by_path, replaced
 
 ARCHITECTURE = "LlamaForCausalLM"
 

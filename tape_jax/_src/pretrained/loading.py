@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from tape_jax._src.checks import choose, require, require_x64
-from tape_jax._src.config import ModelConfig
-from tape_jax._src.model import (
+from tape_jax._src.core.checks import choose, require, require_x64
+from tape_jax._src.model.config import ModelConfig
+from tape_jax._src.model.decoder import (
     Transformer,
 )
 from tape_jax._src.pretrained.folder import DTYPES, Folder, check, dtype_name, read_folder

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
 
-from tape_jax._src.checks import choose, require
-from tape_jax._src.model import (
+from tape_jax._src.core.checks import choose, require
+from tape_jax._src.model.decoder import (
     Transformer,
 )
 from tape_jax._src.pretrained.folder import (

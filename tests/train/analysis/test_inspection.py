@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from tape_jax import positions
-from tape_jax._src.layout import restack
+from tape_jax._src.model.layout import restack
 from tests.models import encoding, random_variables, small_model, without
 from train.analysis import inspection
-from train.comparison.plots import MARK
+from train.compare.plots import MARK
 from train.evaluation import inside as insides
 from train.evaluation.inside import Inside
 from train.main import main

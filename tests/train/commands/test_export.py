@@ -1,14 +1,12 @@
 """What has no place in a Llama folder is said in a line, with what can be done instead."""
 
-from pathlib import Path
-
 import pytest
 
+from tests.paths import ROOT
 from train import experiment
 from train.main import main
 from train.training import runs
 
-ROOT = Path(__file__).parents[3]
 LLAMA = ROOT / "tests/golden/hf/llama3_gqa"
 
 

@@ -1,7 +1,6 @@
 """Generation from the command line: it says what greedy generation says, and grows its cache."""
 
 import shutil
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -9,11 +8,11 @@ import pytest
 
 import tape_jax as tape
 from tests.models import random_variables, small_model
+from tests.paths import ROOT
 from train import experiment
 from train.main import main
 from train.training import generation, runs
 
-ROOT = Path(__file__).parents[3]
 HF = ROOT / "tests" / "golden" / "hf" / "llama3_gqa"
 CONFIG = """
 from ml_collections import ConfigDict

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tape_jax._src.config import ModelConfig
-from tape_jax._src.model import Transformer
+from tape_jax._src.model.config import ModelConfig
+from tape_jax._src.model.decoder import Transformer
 from train.data.packing import Packed, endless_batches
 from train.data.token_cache import TokenStream
 

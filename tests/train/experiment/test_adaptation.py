@@ -16,8 +16,9 @@ from jax.extend.core import jaxprs_in_params
 import tape_jax as tape
 from tape_jax import RopeScaling, adapt
 from tests.models import random_variables, small_model
+from tests.paths import GOLDEN
 from train import experiment
-from train.comparison.jobs import METHODS, plan
+from train.compare.jobs import METHODS, plan
 from train.experiment import adaptation
 from train.main import main
 from train.training import changes, loop, runs
@@ -25,7 +26,7 @@ from train.training import step as training_step
 
 pytest.importorskip("safetensors")
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "hf" / "llama2_mha"
+CONTEXTUAL = GOLDEN / "hf" / "llama2_mha"
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 19, (2, 16)))
 # Every method with either kind of base.
 CASES = [
@@ -183,7 +184,7 @@ def shapes_made(jaxpr):
 @pytest.mark.parametrize("method", ["tape", pytest.param("lora", marks=pytest.mark.slow), "full"])
 def test_nothing_is_made_for_frozen_parameters(method):
     """Neither gradient nor moments: no array of such a shape is among what a step computes."""
-    wanted = an_experiment(GOLDEN, method, norms=False, embeddings=False)
+    wanted = an_experiment(CONTEXTUAL, method, norms=False, embeddings=False)
     start = runs.start(wanted)
     optimizer = training_step.make_optimizer(wanted.train)
     state = jax.eval_shape(lambda p: training_step.init_state(wanted, optimizer, p), start.params)
@@ -194,7 +195,7 @@ def test_nothing_is_made_for_frozen_parameters(method):
     # The last layer of TAPE is a run of its own.
     kernels = {(layers, 64, 112) for layers in (1, 2, 3)}
     assert bool(made & kernels) == (method == "full")
-    bases = sum(x.size for x in jax.tree.leaves(tape.from_pretrained(GOLDEN)[1]))
+    bases = sum(x.size for x in jax.tree.leaves(tape.from_pretrained(CONTEXTUAL)[1]))
     moments = sum(x.size for x in jax.tree.leaves(state.opt_state))
     trainable = sum(x.size for x in jax.tree.leaves(state.params))
     assert moments - 2 * trainable in (1, 2)  # the counts of steps
@@ -279,7 +280,7 @@ class TestOfARun:
 )
 def test_wrong_sections(section, message):
     with pytest.raises(ValueError, match=message):
-        an_experiment(**{"base": GOLDEN, **section})
+        an_experiment(**{"base": CONTEXTUAL, **section})
 
 
 @pytest.mark.parametrize(
@@ -297,19 +298,21 @@ def test_wrong_sections(section, message):
 )
 def test_a_model_that_does_not_agree(model, message):
     with pytest.raises(ValueError, match=message):
-        an_experiment(GOLDEN, model=model)
+        an_experiment(CONTEXTUAL, model=model)
 
 
 def test_what_agrees_or_says_how_to_compute_may_be_stated():
     model = {"hidden_size": 64, "num_kv_heads": None, "dtype": "bfloat16", "remat": "full"}
-    found = an_experiment(GOLDEN, "theta", model=model, options={"base": 1e5}).model
+    found = an_experiment(CONTEXTUAL, "theta", model=model, options={"base": 1e5}).model
     assert (found.dtype, found.remat, found.param_dtype) == ("bfloat16", "full", "float32")
     assert found.position.base == 1e5
     assert found.lora is not None
     with pytest.raises(ValueError, match=r"adapt.base = .* and train.initial = 'runs/x'"):
-        an_experiment(GOLDEN, train={"initial": "runs/x"})
+        an_experiment(CONTEXTUAL, train={"initial": "runs/x"})
     with pytest.raises(ValueError, match="vocab_size = 160 is too small for the task"):
-        experiment.from_mapping(values(GOLDEN) | {"task": {"name": "passkey"}, "evaluation": {}})
+        experiment.from_mapping(
+            values(CONTEXTUAL) | {"task": {"name": "passkey"}, "evaluation": {}}
+        )
 
 
 def test_any_encoding_in_place_of_the_bases(config, tmp_path):
@@ -326,21 +329,21 @@ def test_any_encoding_in_place_of_the_bases(config, tmp_path):
         "scaling: none -> linear x 2",
     ]
     model = {"position": {"kind": "fox", "bias": 2.0}}
-    assert an_experiment(GOLDEN, "encoding", model=model).model.position.bias == 2.0
-    assert an_experiment(GOLDEN, "encoding", model=model).adapt.trained == (adapt.Everything(),)
+    assert an_experiment(CONTEXTUAL, "encoding", model=model).model.position.bias == 2.0
+    assert an_experiment(CONTEXTUAL, "encoding", model=model).adapt.trained == (adapt.Everything(),)
     with pytest.raises(ValueError, match=r"needs model.position.kind"):
-        an_experiment(GOLDEN, "encoding")
+        an_experiment(CONTEXTUAL, "encoding")
     with pytest.raises(ValueError, match=r"adapt.scaling .* encoding 'fox' has not"):
         experiment.from_file(config, [*options, "--config.model.position.kind=fox"])
     with pytest.raises(ValueError, match=r"unknown field 'gat' of the encoding 'fox'"):
-        an_experiment(GOLDEN, "encoding", model={"position": {"kind": "fox", "gat": "full"}})
+        an_experiment(CONTEXTUAL, "encoding", model={"position": {"kind": "fox", "gat": "full"}})
 
 
 @pytest.mark.slow
 def test_rules_take_the_place_of_the_methods():
-    wanted = an_experiment(GOLDEN, "lora", rules=["lora", "path:layers_*/mlp_norm/scale"])
+    wanted = an_experiment(CONTEXTUAL, "lora", rules=["lora", "path:layers_*/mlp_norm/scale"])
     assert runs.count_parameters(wanted)[1] == 3 * (64 + 4 * 2 * 8 * 64)
-    assert an_experiment(GOLDEN, "lora", norms=False).adapt.trained == (
+    assert an_experiment(CONTEXTUAL, "lora", norms=False).adapt.trained == (
         adapt.LoraFactors(),
         adapt.Embeddings(),
     )
@@ -362,7 +365,7 @@ from ml_collections import ConfigDict
 def get_config():
     return ConfigDict({{
         "task": {{"name": "addition", "max_digits": 4}},
-        "adapt": {{"base": {str(GOLDEN)!r}, "scaling": {{"kind": "linear", "factor": 2.0}}}},
+        "adapt": {{"base": {str(CONTEXTUAL)!r}, "scaling": {{"kind": "linear", "factor": 2.0}}}},
         "model": {{"position": {{"norm": "rms"}}}},
         "train": {{"steps": 2, "batch_size": 4, "learning_rate": 1e-3}},
         "evaluation": {{"longest": 3, "samples_per_pair": 2}},

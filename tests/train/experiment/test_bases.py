@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.paths import ROOT
 from tests.train import tokenizer_files
 from train import experiment
 from train.training import runs
 
-ROOT = Path(__file__).parents[3]
 RETROFIT = ROOT / "configs/retrofit.py"
 GOLDEN = ROOT / "tests/golden/hf/llama3_gqa"
 

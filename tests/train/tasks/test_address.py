@@ -9,7 +9,7 @@ import pytest
 
 from tests.models import random_variables, small_model
 from tests.train.tasks.places_models import Model
-from train.comparison.tasks import compare, inside
+from train.compare.tasks import compare, inside
 from train.evaluation.inside import before_training
 from train.tasks import get_task
 from train.tasks.address import SIGNS, Address, AddressEvaluation

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.train.tasks.byte_models import BYTES, trained
-from train.comparison.tasks import compare
+from train.compare.tasks import compare
 from train.tasks import get_task
 from train.tasks.passkey import Passkey
 

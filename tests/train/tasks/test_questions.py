@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from train import tasks
-from train.comparison.tasks import compare
+from train.compare.tasks import compare
 from train.evaluation.grids import Wording
 from train.tasks import get_task
 from train.tasks.arithmetic import Addition, AdditionEvaluation

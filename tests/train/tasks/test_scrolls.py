@@ -11,7 +11,7 @@ import tape_jax as tape
 from tests.train import tokenizer_files
 from tests.train.tasks.scrolls_archives import HARBOUR, RECORDS, qa, record, write
 from train import experiment
-from train.comparison.tasks import compare
+from train.compare.tasks import compare
 from train.data import tokenizers
 from train.main import main
 from train.tasks import get_task

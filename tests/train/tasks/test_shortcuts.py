@@ -3,12 +3,12 @@
 import itertools
 import re
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from configs.places import TASKS
+from research.configs.places import TASKS
+from tests.paths import ROOT
 from train import tasks
 from train.tasks import get_task, task_type
 from train.tasks.places import PlaceTask
@@ -80,7 +80,7 @@ RULES = {
     "recall": (last_value, 27, 22),
     "chains": (one_hop, 33, 33),
 }
-DOCS = Path(__file__).parents[3] / "docs" / "experiments.md"
+DOCS = ROOT / "docs" / "experiments.md"
 
 
 def found(rule, name, **options):
@@ -114,6 +114,6 @@ def test_rule(name):
 
 
 def test_walks_that_turn_back():
-    """Why they are not asked about (docs/protocol.md)."""
+    """Why they are not asked about (research/protocol.md)."""
     assert found(turned_back, "navigation", undo=True) == [47, 39]
     assert found(turned_back, "navigation") == [14, 11]

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from tape_jax._src.config import Experts, ModelConfig
+from tape_jax._src.model.config import Experts, ModelConfig
 from tape_jax.losses import added_by_routers
 from tests.models import random_variables, small_model
 from tests.selection import mostly_slow

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.paths import ROOT
 from train.training import distributed, metrics
 
-ROOT = Path(__file__).parents[3]
 STEPS = 12
 OPTIONS = {
     "task.max_digits": 2,

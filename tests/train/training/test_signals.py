@@ -3,13 +3,11 @@
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.paths import ROOT
 from train.training.signals import Signals
-
-ROOT = Path(__file__).parents[3]
 
 
 class TestSignals:

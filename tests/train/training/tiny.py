@@ -5,7 +5,7 @@ from pathlib import Path
 import flax.linen as nn
 import jax
 
-from tape_jax._src.config import ModelConfig
+from tape_jax._src.model.config import ModelConfig
 from train import experiment
 from train.training import metrics, runs
 from train.training import step as training_step

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tape_jax._src import algebra
 from tape_jax._src.attention.request import Request
+from tape_jax._src.core import algebra
 
 Array = jax.Array
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from tape_jax._src.attention.request import Request
 from tape_jax._src.attention.tuning import store
 from tape_jax._src.attention.tuning.cases import CallShape, Contender, Measured
-from tape_jax._src.processes import broadcast_text
+from tape_jax._src.core.processes import broadcast_text
 
 COMMAND = "python -m tape_jax.tune"
 # What beats the default takes at most this much of its time in either direction. Between processes

@@ -12,8 +12,8 @@ from tape_jax._src.attention.tuning import cases, choice, picture, store
 from tape_jax._src.attention.tuning.cases import CallShape, Contender, Measured
 from tape_jax._src.attention.tuning.measure import Limits
 from tape_jax._src.attention.tuning.session import finished, trials, tune
-from tape_jax._src.files import write_atomically
-from tape_jax._src.table import markdown
+from tape_jax._src.core.files import write_atomically
+from tape_jax._src.core.table import markdown
 
 # Seconds that a case takes, nearly all of them to compile: on two cores (Xeon).
 SECONDS_A_CASE = {"cpu": 20}

@@ -24,7 +24,7 @@ from tape_jax._src.attention.tuning.programs import (
     compiled,
 )
 from tape_jax._src.attention.tuning.programs import temporary as temporary_memory
-from tape_jax._src.timing import Timing, take_turns
+from tape_jax._src.core.timing import Timing, take_turns
 
 Array = jax.Array
 Attend = Callable[..., Any]
@@ -90,7 +90,7 @@ def measure(
       call: the function of q, k, v and perhaps e that a candidate is.
       default: the candidate that the others are to beat.
       limits: how much may be spent.
-      timer: measures functions by name, as :func:`tape_jax._src.timing.take_turns` does.
+      timer: measures functions by name, as :func:`tape_jax._src.core.timing.take_turns` does.
     """
     limits = limits or Limits()
     checked = check_shape(shape)

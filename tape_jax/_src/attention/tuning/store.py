@@ -24,8 +24,8 @@ from typing import Any
 import jax
 
 from tape_jax._src.attention.tuning.cases import CallShape, Contender, Measured
-from tape_jax._src.checks import require
-from tape_jax._src.files import cache_folder, write_atomically
+from tape_jax._src.core.checks import require
+from tape_jax._src.core.files import cache_folder, write_atomically
 
 FORMAT = "tape-jax attention measurements 2"
 # Packages other than jax whose kernels, or whose compiler, are measured.

@@ -1,0 +1,148 @@
+"""Tests what is claimed of TAPE, or where it is ahead, and writes a page that says what came out.
+
+  python -m research.main evidence
+  python -m research.main evidence --only=addition,passkey
+  python -m research.main evidence --suite=places
+  python -m research.main evidence --suite=places --only=address --rivals=tape_alibi,rope
+  python -m research.main evidence --config.scale=gpu
+
+Says what is missing and how long it will take, and makes it, claims first, by research/protocol.md.
+Each run is written to --results the moment it ends, and then the page: stopped anywhere, the same
+command continues. --plan stops before the first run. --quick makes a few of the runs once more in a
+folder of their own, and says whether they are those on record. --page runs nothing, and needs
+nothing but the results. Results by other code, another protocol or another config are named and
+left out. --rivals makes the runs of these rivals, and those by which a budget is chosen.
+
+--suite=places compares encodings at tasks in which a place is to be found by content, in place of
+the claims; its page is apart, and says too what the runs of the claims say of one TAPE for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from research.studies import Design
+    from research.suites import Suite
+
+RESULTS, RUNS, PAGE = Path("benchmarks/results"), Path("runs"), Path("docs")
+# What the folders of results and of runs are called.
+FOLDER = "evidence"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options."""
+    parser.add_argument("--suite", default="claims", help="claims (the default), or places")
+    parser.add_argument("--only", metavar="STUDY,...", help="studies of the page (all)")
+    parser.add_argument("--rivals", metavar="RIVAL,...", help="rivals of these studies (all)")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--quick", action="store_true", help="a few runs once more, in minutes")
+    what.add_argument("--page", action="store_true", help="write the page, run nothing")
+    what.add_argument("--plan", action="store_true", help="say what is missing, run nothing")
+    parser.add_argument("--jobs", type=int, default=2, help="trainings side by side (2)")
+    parser.add_argument("--results", type=Path, help="folder of the results files")
+    parser.add_argument("--runs", type=Path, help="folder of the run folders")
+    parser.add_argument("--out", type=Path, help="the page")
+    parser.set_defaults(overrides=())
+
+
+def run(args: argparse.Namespace) -> None:
+    """Runs what is missing."""
+    from research import page
+    from research.making import compared, make, plan, remarks
+    from research.records import Store
+    from research.source import describe_source
+    from research.studies import Place, apart
+    from research.suites import SUITES
+    from tape_jax._src.core.checks import choose, require
+
+    choose("suite", args.suite, SUITES)
+    suite = SUITES[args.suite]
+    require(args.jobs >= 1, f"evidence: --jobs must be at least 1; got {args.jobs}")
+    scale, code = scale_of(args.overrides), describe_source()
+    folder, name = f"{FOLDER}{apart(scale)}", f"{suite.name}{apart(scale)}"
+    # Runs of other code are not continued.
+    runs = (args.runs or RUNS / folder) / code["modules"]
+    recorded = Place(Store(args.results or RESULTS / folder), runs, args.jobs, scale)
+    with tempfile.TemporaryDirectory() as nowhere:
+        # What is only read needs no run folders, and neither finds nor leaves any.
+        read = recorded._replace(runs=Path(nowhere))
+        idle = args.page or args.plan
+        place, out = read if idle else recorded, args.out or PAGE / f"{name}.md"
+        if args.quick:
+            own = RUNS / f"{name}-quick" / code["modules"]
+            place = recorded._replace(store=Store(own / "results"), runs=own / "runs")
+            out = args.out or own / "page" / f"{name}.md"
+        studies = page.studies_at(suite, place)
+        own = [design.name for design in suite.designs]
+        chosen = args.only.split(",") if args.only is not None else own
+        for study in chosen:
+            choose("study", study, own)
+        makes = {name: studies[name] for name in chosen}
+        if args.rivals is not None:
+            narrowed = _narrowed(suite, chosen, args)
+            makes = {name: design.at(place) for name, design in narrowed.items()}
+        for remark in remarks(place.store, studies):
+            print(remark, file=sys.stderr)
+        if not args.page and not args.quick:
+            print(plan(suite, makes, args.jobs), flush=True)
+        if args.plan:
+            return
+        if not idle:
+            place.store.accept(code)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        page.write(suite, studies, out)
+        if not idle:
+            for study in makes.values():
+                make(suite, studies, study, out, quick=args.quick)
+        print(f"page: {out}")
+        if args.quick:
+            recorded_studies = page.studies_at(suite, read)
+            print(compared({name: studies[name] for name in own}, recorded_studies))
+            print(f"code: {code['modules']}")
+
+
+def _narrowed(suite: Suite, chosen: Sequence[str], args: argparse.Namespace) -> dict[str, Design]:
+    """Those of the chosen studies that have rivals that the command line names, with these alone.
+
+    Raises:
+      ValueError: no study has such a rival.
+    """
+    from research.trainings import Trainings
+    from tape_jax._src.core.checks import choose, require
+
+    for option in ("quick", "page"):
+        require(not getattr(args, option), f"evidence: --rivals has no part in --{option}")
+    rivals, found = args.rivals.split(","), {}
+    for design in suite.designs:
+        if design.name in chosen and isinstance(design, Trainings):
+            found[design.name] = dataclasses.replace(design, only=rivals)
+    known = dict.fromkeys(rival for design in found.values() for rival in design.rivals)
+    require(bool(known), f"evidence: {', '.join(chosen)}: no study of trainings, which have rivals")
+    for rival in rivals:
+        choose("rival", rival, known)
+    return {name: one for name, one in found.items() if not one.rivals.keys().isdisjoint(rivals)}
+
+
+def scale_of(overrides: Sequence[str]) -> str:
+    """The scale that the command line asks for.
+
+    Raises:
+      ValueError: it asks for anything else.
+    """
+    from tape_jax._src.core.checks import require
+    from train import experiment
+
+    scale, others = experiment.take_scale(overrides)
+    require(
+        not others,
+        f"evidence does not take {' '.join(others)}: the configs of the suite are fixed, but for "
+        "--config.scale=NAME",
+    )
+    return scale

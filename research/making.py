@@ -1,0 +1,112 @@
+"""Making what the suite lacks, and setting quick runs beside recorded ones."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from research import page
+from research.records import Item, Record, Store
+from research.studies import Measurements, Study
+from research.suites import SUITES, Suite
+from research.trainings import PlannedTrainings
+from train.evaluation.grids import text_table
+from train.tasks import Score
+
+
+def plan(suite: Suite, studies: Mapping[str, Study], side_by_side: int) -> str:
+    """What of some studies is missing, and how long it is expected to take."""
+    rows, hours = [], 0.0
+    for name, study in studies.items():
+        state = study.state
+        claims = [str(n) for n, claim in enumerate(suite.claims, 1) if name in claim.studies]
+        done = f"{len(state.finished)} of at least {state.total}"
+        rows.append([name, ", ".join(claims), done, f"{study.hours:.2f}"])
+        hours += study.hours
+    table = text_table(["study", f"{suite.subject}s", "runs", "hours of a core"], rows)
+    return (
+        f"{table}\n\nMissing: about {hours / side_by_side:.1f} hours of {side_by_side} idle cores."
+    )
+
+
+def make(suite: Suite, studies: dict[str, Any], study: Study, out: Path, *, quick: bool) -> None:
+    """Makes what a study lacks; the page follows every run.
+
+    Args:
+      suite: whose page it is.
+      studies: all of the page.
+      study: what is made: one of these, or one with a part of its runs.
+      out: the page.
+      quick: whether only the quick part is made.
+    """
+    start = time.monotonic()
+    made: list[Item] = []
+
+    def finished(item: Item) -> None:
+        made.append(item)
+        page.write(suite, studies, out, changed=studies[study.name])
+        state, took = study.state, (time.monotonic() - start) / 60
+        done = f"{len(state.finished)} of at least {state.total} runs"
+        print(f"{item.study}/{item.name}: {done}, {took:.0f} min", flush=True)
+
+    study.run(finished, quick=quick)
+    if made:
+        study.place.store.tidy(study.name)
+
+
+def remarks(store: Store, studies: Mapping[str, Study]) -> Iterator[str]:
+    """What of the records is left out, and why; and what no study of any suite uses."""
+    suites = [{design.name: design for design in suite.designs} for suite in SUITES.values()]
+    for study in studies.values():
+        yield from study.remarks()
+        unused = set(study.unused)
+        for designs in suites:
+            # Another suite may have more rivals in the same study.
+            if unused and study.name in designs:
+                unused &= {*designs[study.name].at(study.place).unused}
+        if unused:
+            yield f"not used by any study: {store.path(study.name)}: {', '.join(sorted(unused))}"
+    known = {*studies, *itertools.chain(*suites)}
+    for path in sorted(store.folder.glob("*.jsonl")):
+        if path.stem not in known:
+            yield f"not used by any study: {path}"
+
+
+def compared(here: dict[str, Any], recorded: dict[str, Any]) -> str:
+    """The scores of runs that were made here beside those on record."""
+    rows: list[list[str]] = []
+    for name, study in here.items():
+        if isinstance(study, Measurements):
+            rows += _measured(study, recorded[name])
+        if not isinstance(study, PlannedTrainings):
+            continue
+        before: PlannedTrainings = recorded[name]
+        for job, there in zip(study.quick, before.quick, strict=True):
+            mine, theirs = study.record(job), before.record(there)
+            if mine is None:
+                continue
+            for score in study.shown:
+                values = [_shown(study, score, record) for record in (mine, theirs)]
+                same = "-" if theirs is None else "equal" if values[0] == values[1] else "DIFFERS"
+                rows.append([f"{name}/{job.folder.name}", score.label, *values, same])
+    return text_table(["run", "score", "here", "on record", ""], rows)
+
+
+def _measured(here: Measurements, recorded: Measurements) -> Iterator[list[str]]:
+    """Measurements that were made here: whether all of their numbers are those on record."""
+    for item in here.items[: here.quick]:
+        mine, theirs = here.recorded(item), recorded.recorded(item)
+        if mine is None:
+            continue
+        same = "-" if theirs is None else "equal" if mine.found == theirs.found else "DIFFERS"
+        yield [f"{here.name}/{item.name}", "all that was measured", "", "", same]
+
+
+def _shown(study: PlannedTrainings, score: Score, record: Record | None) -> str:
+    """A score of a run, in a table."""
+    if record is None:
+        return "-"
+    return "diverged" if record.found["diverged"] else f"{study.value(record, score):.6g}"

@@ -1,0 +1,423 @@
+"""Where is TAPE ahead, and is one form of it ahead in all? (research/protocol.md, addenda.)"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from research import protocol, suite
+from research.budgets import Curve
+from research.claims import Claim, Studies
+from research.configs import places
+from research.statistics import estimate
+from research.suite import BEYOND, CONFIGS, CONTEXTUAL, INSIDE, SHALLOW, encodings
+from research.trainings import PlannedTrainings, Trainings
+from research.verdicts import (
+    Kind,
+    Verdict,
+    differences,
+    family,
+    limited,
+    missing,
+    row,
+    together,
+    wins,
+)
+from train.tasks import task_type
+
+
+class Size(NamedTuple):
+    """What a task takes.
+
+    Attributes:
+      minutes: of a run with the configuration's steps, on average of all rivals.
+      most: the largest multiple of these steps that the hours allow (research/protocol.md).
+      samples: questions of each cell of its grid.
+    """
+
+    minutes: float
+    most: int = 1
+    samples: int = 20
+
+
+# In the order in which they are made: controls last.
+FIRST = {
+    "address": Size(1.15, most=2),
+    "table": Size(1.3),
+    "navigation": Size(1.15),
+    "line_numbers": Size(1.5),
+    # Of a few cells.
+    "flip_flop": Size(0.85, samples=100),
+    "recall": Size(1.15),
+}
+# One TAPE for all, which was asked before, does not read these.
+LATER = {
+    "counting": Size(0.35),
+    "selective_copy": Size(0.35),
+}
+TASKS = FIRST | LATER
+
+# By name, the tasks that are asked of longer trainings too (research/protocol.md).
+MULTIPLE = 4
+LONGER = {f"{task}_{MULTIPLE}x": task for task in ("address", "recall")}
+LONGER_FORMS = ("tape_alibi", "tape_demo")
+
+# One of them once more, with other seeds and another choice of rates: version 2 of the protocol.
+AGAIN, BEFORE = "address_4x_again", "address_4x"
+# By these runs, TAPE and contextual rivals, all with ALiBi's bias and all without any.
+BIASED, PLAIN = f"{AGAIN}, bias", f"{AGAIN}, plain"
+
+# Every form is judged by itself. The first two have no bias.
+FORMS = (
+    "tape",
+    "tape_heads",
+    "tape_scale_alibi",
+    "tape_alibi",
+    "tape_demo",
+    "tape_fox",
+    "tape_fox_open",
+    "tape_fox_open_alibi",
+    "tape_chosen",
+)
+RIVALS = ("rope", "alibi", "fire", "none")
+# The form without its update: RoPE with the same bias, and of the chosen one with its option too.
+WITHOUT_UPDATE = {
+    "tape_scale_alibi": "rope_alibi",
+    "tape_alibi": "rope_alibi",
+    "tape_demo": "rope_alibi",
+    "tape_fox": "rope_fox",
+    "tape_fox_open": "rope_fox_open",
+    "tape_fox_open_alibi": "rope_fox_open_alibi",
+    "tape_chosen": "chosen_no_update",
+}
+# Further contextual rivals: MapFormer's own task.
+MORE = {"navigation": ("mapformer_wm",)}
+CURVE = ("tape_alibi", "rope_alibi")
+
+# What claims ask for and these forms are judged by too: study and score.
+SHARED = {
+    "text": ("text", "perplexity_1x"),
+    "text, 8x": ("text", "perplexity_8x"),
+    "addition": ("addition", BEYOND),
+    "passkey": ("passkey", BEYOND),
+}
+SHARED_FORMS = tuple(form for form in FORMS if form != "tape_scale_alibi")
+ASKED = {**{task: (task, BEYOND) for task in FIRST}, **SHARED}
+
+
+class Judgement(NamedTuple):
+    """What forms are judged by.
+
+    Attributes:
+      study: its name.
+      key: of the score.
+      forms: each is judged by itself.
+      rivals: of every form; None: :func:`rivals_of`.
+      note: on how, beside its test.
+      beside: whether they stand beside contextual rivals too, where the study has them.
+    """
+
+    study: str
+    key: str
+    forms: tuple[str, ...]
+    rivals: tuple[str, ...] | None = None
+    note: str = ""
+    beside: bool = True
+
+
+JUDGEMENTS = {
+    **{task: Judgement(task, BEYOND, FORMS) for task in TASKS},
+    **{name: Judgement(*asked, SHARED_FORMS) for name, asked in SHARED.items()},
+    # Longer trainings say nothing of one TAPE for all, which was asked before them.
+    **{name: Judgement(name, BEYOND, LONGER_FORMS) for name in LONGER},
+    AGAIN: Judgement(
+        AGAIN,
+        BEYOND,
+        ("tape_demo",),
+        ("rope_alibi", "alibi", "fire"),
+        f" A second try, by version 2 of the protocol, made because `{BEFORE}` did not tell it "
+        "apart, against the three best rivals there; both are to be quoted.",
+    ),
+    BIASED: Judgement(
+        AGAIN,
+        BEYOND,
+        ("tape_demo", "tape_alibi"),
+        tuple(f"{name}_alibi" for name in CONTEXTUAL),
+        " All have ALiBi's bias; the options of `tape_demo` were chosen on this task.",
+        beside=False,
+    ),
+    PLAIN: Judgement(AGAIN, BEYOND, ("tape_heads",), CONTEXTUAL, " None has a bias.", beside=False),
+}
+
+# One TAPE for all: where it must be ahead, in how many others at least, and what share of longer
+# sums it must have right, in per cent.
+CANDIDATES = ("tape_alibi", "tape_demo", "tape_chosen")
+REQUIRED, OTHERS, SUMS_RIGHT = ("text", "text, 8x", "address"), 2, 50.0
+
+# By which the paper's mixing of heads is set beside the published code's.
+MIXED = (
+    *SHARED.values(),
+    ("context", "perplexity_overlapping_1x"),
+    ("context", "passkey_1x"),
+    ("ablations", BEYOND),
+    *((f"length-{problem}", BEYOND) for problem in suite.PROBLEMS),
+)
+
+# FoX's decay beside ALiBi's bias: what has both and what has the bias alone, and where.
+DECAYED = {"tape_fox_open_alibi": "tape_alibi", "rope_fox_open_alibi": "rope_alibi"}
+DECAYED_AT = (
+    ("text", "perplexity_1x"),
+    ("text", "perplexity_8x"),
+    ("addition", BEYOND),
+    ("passkey", BEYOND),
+    ("line_numbers", BEYOND),
+    ("flip_flop", BEYOND),
+)
+
+# What verdicts are called: on tasks, and of one form beside another.
+WORDS = {Kind.CONFIRMED: "ahead", Kind.CONTRADICTED: "behind"}
+COMPARED = {Kind.CONFIRMED: "better", Kind.CONTRADICTED: "worse"}
+
+
+def rivals_of(form: str) -> list[str]:
+    """What a form is compared with: of one with a bias, the same without its update too."""
+    return [*RIVALS, *([WITHOUT_UPDATE[form]] if form in WITHOUT_UPDATE else [])]
+
+
+def contextual(task: str) -> tuple[str, ...]:
+    """The contextual rivals at a task, which are judged apart."""
+    return (*CONTEXTUAL, *MORE.get(task, ()))
+
+
+def _beside(name: str) -> tuple[str, str, tuple[str, ...]] | None:
+    """The contextual rivals, where a study has them and they are not asked about anyway."""
+    judgement = JUDGEMENTS[name]
+    (design,) = (one for one in STUDIES if one.name == judgement.study)
+    rivals = contextual(name)
+    if not judgement.beside or not design.rivals.keys() >= {*rivals}:
+        return None
+    return judgement.study, judgement.key, rivals
+
+
+def _studies_of(scores: Iterable[tuple[str, str]]) -> tuple[str, ...]:
+    """The studies of scores, each once."""
+    return tuple(dict.fromkeys(study for study, _ in scores))
+
+
+def _judge(name: str) -> Callable[[Studies, str], Verdict]:
+    """Whether a form is ahead at something."""
+    study, key, _, rivals, *_ = JUDGEMENTS[name]
+    return lambda studies, form: wins(studies[study], key, rivals or rivals_of(form), name=form)
+
+
+def one_for_all(studies: Studies, form: str) -> Verdict:
+    """Whether a form is ahead wherever it must be, at other tasks too, and behind nowhere.
+
+    What it is behind in is found among all of its differences, which are one family; where it is,
+    the others need not be known.
+    """
+    asked = [
+        (studies[study], key, rival) for study, key in ASKED.values() for rival in rivals_of(form)
+    ]
+    known = [one for one in asked if not missing(form, [one])]
+    compared = family(differences(form, known), len(asked))
+    behind = [
+        row(form, rival, f"{study.name}, {study.score(key).label}, all together", one)
+        for (study, key, rival), one in zip(known, compared.values(), strict=True)
+        if one.worse
+    ]
+    found = {name: _judge(name)(studies, form) for name in ASKED}
+    sums = _sums_right(studies["addition"], form)
+    ahead = {name for name, one in found.items() if one.kind is Kind.CONFIRMED}
+    enough = ahead.issuperset(REQUIRED) and len(ahead.difference(REQUIRED)) >= OTHERS
+    waiting = dict.fromkeys(what for one in (*found.values(), sums) for what in one.missing)
+    if behind or sums.kind is Kind.CONTRADICTED:
+        kind = Kind.CONTRADICTED
+    elif waiting:
+        kind = Kind.UNFINISHED
+    else:
+        kind = Kind.CONFIRMED if enough and sums.kind is Kind.CONFIRMED else Kind.NOT_TOLD
+    rows = [
+        [form, "all", name, *[""] * 4, WORDS.get(one.kind, one.kind.value)]
+        for name, one in found.items()
+        if one.kind is not Kind.UNFINISHED
+    ]
+    return Verdict(kind, [*rows, *behind, *sums.rows], tuple(waiting))
+
+
+def _sums_right(study: PlannedTrainings, form: str) -> Verdict:
+    """Whether enough of the sums are right that are longer than any trained on."""
+    if what := study.missing(form, BEYOND):
+        return Verdict(Kind.UNFINISHED, [], (f"{study.name}, {what}",))
+    values, label = study.values(form, BEYOND), study.score(BEYOND).label
+    assert values is not None
+    found = estimate([*values.values()])
+    return limited(found, SUMS_RIGHT, name=form, against="a share", score=f"{study.name}, {label}")
+
+
+def mixing(studies: Studies, form: str) -> Verdict:
+    """Whether mixing heads as the paper writes is better somewhere, and worse nowhere."""
+    return _set_beside(studies, form, "tape", MIXED)
+
+
+def decayed(studies: Studies, form: str) -> Verdict:
+    """Whether a decay beside the bias is better somewhere, and worse nowhere."""
+    return _set_beside(studies, form, DECAYED[form], DECAYED_AT)
+
+
+def _set_beside(
+    studies: Studies, form: str, rival: str, scores: Sequence[tuple[str, str]]
+) -> Verdict:
+    """Whether a form is better than one rival by one score of a study at least, worse by none."""
+    return together(form, [[(studies[study], key, rival)] for study, key in scores])
+
+
+def _study(task: str) -> Trainings:
+    size, fields = TASKS[task], {f"task.{name}": x for name, x in places.TASKS[task].items()}
+    return Trainings(
+        name=task,
+        config=CONFIGS / "places.py",
+        rivals=encodings(*FORMS, *WITHOUT_UPDATE.values(), *RIVALS, *contextual(task)),
+        fields={"task.name": task, **fields, "evaluation.samples": size.samples},
+        by_scale=SHALLOW,
+        scores=(BEYOND,),
+        shown=(INSIDE,),
+        curve=Curve(INSIDE, most=size.most, rivals=CURVE, sudden=True),
+        minutes=size.minutes,
+        # Where questions point is for pictures, and more than all the rest.
+        not_kept=("pointing",) if task == "address" else (),
+        quick=CURVE if task == "flip_flop" else (),
+    )
+
+
+def _longer(name: str) -> Trainings:
+    """A task's study with another budget and fewer rivals."""
+    rivals = dict.fromkeys(r for form in LONGER_FORMS for r in (form, *rivals_of(form)))
+    return dataclasses.replace(
+        _study(LONGER[name]),
+        name=name,
+        rivals=encodings(*rivals),
+        curve=None,
+        multiple=MULTIPLE,
+        quick=(),
+    )
+
+
+def _again() -> Trainings:
+    """A longer study by another procedure, of all that is judged by it."""
+    asked = [one for one in JUDGEMENTS.values() if one.study == AGAIN]
+    compared = [name for one in asked for name in (*one.forms, *(one.rivals or ()))]
+    return dataclasses.replace(
+        _longer(BEFORE),
+        name=AGAIN,
+        rivals=encodings(*compared),
+        procedure=protocol.AGAIN,
+    )
+
+
+def _with_more(study: str) -> Trainings:
+    """A study of the claims, which has these rivals too; what is on record serves both."""
+    (design,) = (one for one in suite.STUDIES if one.name == study)
+    assert isinstance(design, Trainings)
+    more = encodings(*SHARED_FORMS, *(r for form in SHARED_FORMS for r in rivals_of(form)))
+    return dataclasses.replace(design, rivals={**design.rivals, **more}, quick=())
+
+
+STUDIES = (
+    *(_study(task) for task in TASKS),
+    *map(_with_more, _studies_of(SHARED.values())),
+    *map(_longer, LONGER),
+    _again(),
+)
+_READ = {*_studies_of(MIXED)}.difference(study.name for study in STUDIES)
+# Studies of the claims that are made and described there.
+OF_CLAIMS = tuple(design for design in suite.STUDIES if design.name in _READ)
+
+GPU = "`python -m research.main evidence --suite=places --config.scale=gpu`"
+FIXED = (
+    f"{', '.join(f'`{rival}`' for rival in RIVALS)} and, of a form with a bias, the same without "
+    "its update"
+)
+
+
+def _test(judgement: Judgement) -> str:
+    """What is asked of a form."""
+    beyond = judgement.key == BEYOND
+    score = "Exact match beyond the trained length; above" if beyond else "Perplexity; below"
+    rivals = ", ".join(f"`{rival}`" for rival in judgement.rivals or ()) or FIXED
+    return f"{score} {rivals}.{judgement.note}"
+
+
+_HEADINGS = {task: task_type(task)(**places.TASKS[task]).heading for task in TASKS}
+TITLES = {
+    **_HEADINGS,
+    "text": "Bytes of text, at the trained length",
+    "text, 8x": "Bytes of text, at eight times the trained length",
+    "addition": "Sums longer than those trained on",
+    "passkey": "Passkeys in longer texts than those trained on",
+    **{
+        name: f"{_HEADINGS[task].removesuffix('.')}, with {MULTIPLE}x the steps"
+        for name, task in LONGER.items()
+    },
+}
+TITLES[AGAIN] = f"{TITLES[BEFORE]}, asked again"
+TITLES[BIASED] = f"{TITLES[AGAIN]}, all with ALiBi's bias"
+TITLES[PLAIN] = f"{TITLES[AGAIN]}, none with a bias"
+
+CLAIMS = (
+    *(
+        Claim(
+            title=title,
+            test=_test(JUDGEMENTS[name]),
+            needs=GPU,
+            studies=(JUDGEMENTS[name].study,),
+            judge=_judge(name),
+            forms=JUDGEMENTS[name].forms,
+            beside=_beside(name),
+            name=name,
+            words=WORDS,
+        )
+        for name, title in TITLES.items()
+    ),
+    Claim(
+        title="One TAPE for all",
+        test=(
+            f"Ahead at {'; '.join(REQUIRED)}; and at {OTHERS} other tasks above at least; behind "
+            f"at none; more than {SUMS_RIGHT:g} % of longer sums right."
+        ),
+        needs=GPU,
+        studies=_studies_of(ASKED.values()),
+        judge=one_for_all,
+        forms=CANDIDATES,
+        name="all",
+        words={Kind.CONFIRMED: "reached", Kind.CONTRADICTED: "missed"},
+    ),
+    Claim(
+        title="Heads mixed as the paper writes, not as its code does",
+        test=(
+            'TAPE with `attention_mix="heads"` beside `"head_scale"`, with equal seeds: clearly '
+            "better somewhere, and clearly worse nowhere. One family. It becomes the default "
+            "unless it is worse."
+        ),
+        needs=f"{GPU}, and the same without `--suite`",
+        studies=_studies_of(MIXED),
+        judge=mixing,
+        forms=("tape_heads",),
+        name="mixing",
+        words=COMPARED,
+    ),
+    Claim(
+        title="FoX's decay beside ALiBi's bias, not the bias alone",
+        test=(
+            f"{'; '.join(f'`{form}` beside `{alone}`' for form, alone in DECAYED.items())}, with "
+            "equal seeds: clearly better somewhere, and clearly worse nowhere. One family for each."
+        ),
+        needs=GPU,
+        studies=_studies_of(DECAYED_AT),
+        judge=decayed,
+        forms=tuple(DECAYED),
+        name="decay",
+        words=COMPARED,
+    ),
+)

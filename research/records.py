@@ -1,0 +1,305 @@
+"""What came out of each run of a study, a file for each study (:mod:`research.lines`).
+
+A record of another experiment than the study's, of another protocol (research/protocol.md), or by code
+that ``code.json`` does not name, is left out, and :meth:`Store.misfit` says why. Numbers that were
+measured are kept with six digits. Titles and labels are no part of a result: they are in the code.
+
+``code`` of a record has the commit and the hash of :mod:`research.source`; ``code.json``
+says which hashes are accepted, and why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from research import lines
+from tape_jax._src.core.checks import require
+from tape_jax._src.core.files import write_atomically
+from train import experiment
+from train.evaluation.grids import read_record
+from train.experiment import Experiment
+from train.experiment.adaptation import Adaptation
+from train.experiment.fields import build, flatten
+
+FORMAT = "tape-jax evidence, version 3"
+# Beside the records: which code may have made them.
+CODE = "code.json"
+DIGITS = 6
+# What a base is called, wherever the runs are.
+BASE = "base"
+# Fields of a record of which runs have much in common, and those that are known beforehand.
+SHARED = ("experiment", "base", "protocol", "environment", "code", "found")
+KNOWN = SHARED[:-1]
+
+
+class Item(NamedTuple):
+    """One run of a study.
+
+    Attributes:
+      study: its name.
+      name: of the run, unique in the study, fit for a file.
+      rival: what is compared.
+      experiment: what is run, seed included; what it adapts is called ``BASE``.
+      base: what it adapts, if anything.
+      protocol: what else decides what comes out, in JSON types.
+    """
+
+    study: str
+    name: str
+    rival: str
+    experiment: Experiment
+    base: Experiment | None = None
+    protocol: Mapping[str, Any] = {}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Record:
+    """What is kept of a run.
+
+    Attributes:
+      name, rival, protocol: of the :class:`Item`.
+      experiment, base: in JSON types.
+      found: what came out, in JSON types; its form is the study's.
+      environment: versions and hardware.
+      code: by which it was made.
+      seconds: of processor time that the last process of the run took.
+    """
+
+    name: str
+    rival: str
+    experiment: Mapping[str, Any]
+    base: Mapping[str, Any] | None
+    protocol: Mapping[str, Any]
+    found: Mapping[str, Any]
+    environment: Mapping[str, str]
+    code: Mapping[str, Any]
+    seconds: float
+
+    @property
+    def seed(self) -> int:
+        """The seed of the run."""
+        return self.experiment["seed"]
+
+
+class Made(NamedTuple):
+    """How a record came about: fields of :class:`Record`."""
+
+    environment: Mapping[str, str]
+    code: Mapping[str, Any]
+    seconds: float
+
+
+class _Study(NamedTuple):
+    """The records of a study by name, and what cannot be read."""
+
+    records: Mapping[str, Record]
+    problems: Sequence[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Store:
+    """The records in a folder, a file for each study.
+
+    Attributes:
+      folder: is made when the first is written.
+    """
+
+    folder: Path
+
+    def path(self, study: str) -> Path:
+        """Where the records of a study are."""
+        return self.folder / f"{study}.jsonl"
+
+    def get(self, item: Item) -> Record | None:
+        """The record of a run; None if there is none that fits."""
+        record = self._study(item.study).records.get(item.name)
+        return None if record is None or self._differences(record, item) else record
+
+    def misfit(self, item: Item) -> str | None:
+        """In what the record of this name differs from the run; None if in nothing, or of none."""
+        record = self._study(item.study).records.get(item.name)
+        return None if record is None else "; ".join(self._differences(record, item)) or None
+
+    @property
+    def accepted(self) -> dict[str, str]:
+        """The hashes of the code whose records count, each with a date and a reason.
+
+        Raises:
+          ValueError: ``code.json`` is of another form.
+        """
+        path = self.folder / CODE
+        try:
+            return _accepted(path, path.stat().st_mtime_ns)
+        except FileNotFoundError:
+            return {}
+
+    def accept(self, code: Mapping[str, Any]) -> None:
+        """Makes sure that records by this code will count: the first to come is accepted.
+
+        Raises:
+          ValueError: other code has made the records that are here.
+        """
+        accepted, path = self.accepted, self.folder / CODE
+        if not accepted:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            commit = code["commit"] or "no commit"
+            changed = " and changes" if code["dirty"] else ""
+            note = f"{datetime.date.today()}: the first, {commit}{changed}"
+            write_atomically(path, json.dumps({code["modules"]: note}, indent=2) + "\n")
+            return
+        require(
+            code["modules"] in accepted,
+            f"the code has changed: its hash is {code['modules']}, and {path} accepts "
+            f"{', '.join(accepted)}. Where 'make evidence-quick' finds the numbers that are on "
+            "record, add the hash there with a date and a reason; else move the folder away, and "
+            "begin anew",
+        )
+
+    def names(self, study: str) -> list[str]:
+        """The runs of a study that have records, whether they fit or not."""
+        return list(self._study(study).records)
+
+    def problems(self, study: str) -> Sequence[str]:
+        """What cannot be read of a study's file, and is left out."""
+        return self._study(study).problems
+
+    def put(self, item: Item, found: Mapping[str, Any], made: Made) -> None:
+        """Writes the record of a run, after which it counts in place of any before."""
+        record = {
+            "name": item.name,
+            "rival": item.rival,
+            "experiment": _in_json(item.experiment),
+            "base": None if item.base is None else _in_json(item.base),
+            "protocol": dict(item.protocol),
+            "environment": dict(made.environment),
+            "code": dict(made.code),
+            "seconds": round(made.seconds, 1),
+            "found": rounded(found),
+        }
+        lines.append(self.path(item.study), FORMAT, record, KNOWN)
+        # A run whose record does not fit would be made again and again.
+        why = self.misfit(item) or "; ".join(self.problems(item.study))
+        require(
+            self.get(item) is not None,
+            f"{self.path(item.study)}: {item.name} was written and cannot be read back: {why}",
+        )
+
+    def tidy(self, study: str) -> None:
+        """Writes a study's file anew, with all that its runs share in its first line."""
+        lines.rewrite(self.path(study), FORMAT, SHARED)
+
+    def _study(self, study: str) -> _Study:
+        path = self.path(study)
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            return _Study({}, [])
+        return _read(path, status.st_ino, status.st_size, status.st_mtime_ns)
+
+    def _differences(self, record: Record, item: Item) -> list[str]:
+        """In what a record and a run differ, with both values."""
+        there, here = _plain(record), _plain(item)
+        found = [
+            f"{name}: {there.get(name)!r} there, {here.get(name)!r} here"
+            for name in dict.fromkeys([*there, *here])
+            if there.get(name) != here.get(name)
+        ]
+        if (code := record.code.get("modules")) not in self.accepted:
+            found.append(f"code: {code!r} there, {CODE} accepts {', '.join(self.accepted) or None}")
+        return [*found, *_of_experiments(record, item.experiment, item.base)]
+
+
+def rounded(value: Any) -> Any:
+    """JSON types with every number that is not whole rounded to ``DIGITS`` digits."""
+    if isinstance(value, Mapping):
+        return {key: rounded(x) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(x) for x in value]
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+
+
+def portable(e: Experiment) -> Experiment:
+    """An experiment that does not say where the run is that it adapts."""
+    if e.adapt is None:
+        return e
+    return dataclasses.replace(e, adapt=dataclasses.replace(e.adapt, base=BASE))
+
+
+@functools.lru_cache(maxsize=256)
+def _accepted(path: Path, *version: int) -> dict[str, str]:
+    """The hashes in a file, in this version of it."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    fits = isinstance(found, dict) and all(isinstance(x, str) for x in found.values())
+    require(fits, f"{path}: expected hashes of code with a reason each; got {found!r}")
+    return found
+
+
+@functools.lru_cache(maxsize=256)
+def _read(path: Path, *version: int) -> _Study:
+    """The records of a file, in this version of it."""
+    contents = lines.read(path, FORMAT)
+    records, problems = {}, list(contents.problems)
+    for name, fields in contents.records.items():
+        try:
+            records[name] = _record(fields)
+        except ValueError as error:
+            problems.append(f"{path}: {name}: {error}")
+    return _Study(records, problems)
+
+
+def _record(fields: Mapping[str, Any]) -> Record:
+    """A record from its fields; ValueError if they are not."""
+    for name in ("experiment", "protocol", "found", "environment", "code"):
+        value = fields.get(name, {})
+        require(isinstance(value, dict), f"{name}: expected fields, got {value!r}")
+    return Record(**read_record(fields, Record))
+
+
+def _plain(described: Record | Item) -> dict[str, Any]:
+    """What a record and a run say beside their experiments."""
+    return {"rival": described.rival, **flatten(described.protocol, "protocol.")}
+
+
+@functools.lru_cache(maxsize=4096)
+def _of_experiments(record: Record, e: Experiment, base: Experiment | None) -> list[str]:
+    """In what the experiments of a record differ from these."""
+    if (record.base is None) != (base is None):
+        return ["only one of them adapts a base"]
+    pairs = [("", record.experiment, e)]
+    if record.base is not None and base is not None:
+        pairs.append(("base.", record.base, base))
+    found = []
+    for prefix, there, here in pairs:
+        # Mostly they are equal to the letter, which is soon seen.
+        if there == _in_json(here):
+            continue
+        try:
+            found += [prefix + x for x in experiment.differences(_experiment(there), here)]
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            found.append(f"{prefix}experiment: {type(error).__name__}: {error}")
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _in_json(e: Experiment) -> dict[str, Any]:
+    return json.loads(json.dumps(experiment.to_json(e)))
+
+
+def _experiment(values: Mapping[str, Any]) -> Experiment:
+    """The experiment of a record. It describes the whole model, so that no base is looked up.
+
+    A field that had not been added then has its default, which is what was run.
+    """
+    made = experiment.from_mapping({**values, "adapt": None})
+    if values["adapt"] is None:
+        return made
+    return dataclasses.replace(made, adapt=build(Adaptation, values["adapt"], "adapt"))

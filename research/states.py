@@ -1,0 +1,287 @@
+"""What TAPE's states do in the runs that report, and what is lost when updates are cut off.
+
+A model may need what it was trained with without being the better for it. So this says what a form
+of TAPE does where it is ahead or behind, and decides nothing (research/protocol.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from research import protocol
+from research.inside import updates
+from research.records import Item, Record
+from research.statistics import estimate
+from research.studies import Finished, Measurements, Place, State
+from research.trainings import PlannedTrainings, Trainings
+from train.compare import evaluations
+from train.compare.jobs import Job
+from train.compare.plots import BODY, SMALL, TITLE
+
+COLUMNS = ("study", "form", "moved, %", "score", "trained", "without updates", "by layer, nats")
+FORMS = ("tape", "tape_heads", "tape_alibi")
+# In per cent: as far as a state is long. What goes far beyond it is drawn by its logarithm.
+FULL = 100.0
+# Studies in a row of the picture.
+SIDE_BY_SIDE = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class StateUse:
+    """What states do in the reporting runs of other studies.
+
+    Attributes:
+      name: a word, fit for a folder.
+      of: the studies; of each, the runs whose rates its first score chose.
+      forms: of TAPE.
+      minutes: that one takes, for plans.
+    """
+
+    name: str
+    of: Sequence[Trainings]
+    forms: Sequence[str] = FORMS
+    minutes: float = 0.4
+
+    def at(self, place: Place) -> PlannedStates:
+        """The study at a place."""
+        return PlannedStates(self, place)
+
+
+class Cut(NamedTuple):
+    """What a run does without updates, a number a seed.
+
+    Attributes:
+      moved: by layer, how far the states that enter it are from their start, over its norm.
+      trained: the score as trained.
+      without: the score with every update as before training.
+      lost: by layer that updates, by how many nats the loss rises without its update.
+    """
+
+    moved: np.ndarray
+    trained: np.ndarray
+    without: np.ndarray
+    lost: np.ndarray
+
+    @property
+    def last(self) -> str:
+        """How far those that enter the last layer are, in per cent."""
+        return str(estimate((100 * self.moved[:, -1]).tolist()))
+
+
+class PlannedStates(Measurements):
+    """A study of states at a place."""
+
+    def __init__(self, design: StateUse, place: Place):
+        self.name = design.name
+        self.design, self.place, self.minutes = design, place, design.minutes
+        self.of = {trainings.name: trainings.at(place) for trainings in design.of}
+        self.pairs = [
+            (study, form)
+            for study, trainings in self.of.items()
+            for form in design.forms
+            if form in trainings.design.rivals
+        ]
+
+    def jobs(self, study: str, form: str) -> list[Job]:
+        """The runs that are looked into: that report, and did not diverge; none before a rate."""
+        trainings = self.of[study]
+        reports = trainings.reports(form, trainings.design.scores[0]) or []
+        records = [trainings.record(job) for job in reports]
+        return [
+            job
+            for job, record in zip(reports, records, strict=True)
+            if record is None or not record.found["diverged"]
+        ]
+
+    def _item(self, study: str, job: Job) -> Item:
+        described = {"version": protocol.VERSION, **updates.SIZES}
+        of = self.of[study].item(job)
+        return of._replace(study=self.name, name=f"{study}-{of.name}", protocol=described)
+
+    @property
+    def _looks(self) -> list[tuple[PlannedTrainings, Item, Job]]:
+        """What is measured, as far as it is known, with the runs that are looked into."""
+        return [
+            (self.of[study], self._item(study, job), job)
+            for study, form in self.pairs
+            for job in self.jobs(study, form)
+        ]
+
+    @property
+    def items(self) -> Sequence[Item]:
+        """What is measured, as far as it is known."""
+        return [item for _, item, _ in self._looks]
+
+    @property
+    def state(self) -> State:
+        """How far it is."""
+        known, unknown = super().state, []
+        for study, form in self.pairs:
+            trainings = self.of[study]
+            if trainings.reports(form, trainings.design.scores[0]) is None:
+                unknown += [f"{study}-{form}, seed {seed}" for seed in protocol.REPORTING]
+        return State(known.total + len(unknown), known.finished, [*known.unfinished, *unknown])
+
+    @property
+    def hours(self) -> float:
+        """Of one idle core that what is missing takes at most: runs of before are trained again."""
+        again = [
+            one.minutes(job)
+            for one, item, job in self._looks
+            if not self.recorded(item) and one.record(job) and not job.finished
+        ]
+        return super().hours + sum(again) / 60
+
+    @property
+    def size(self) -> str:
+        """The size of its runs, in words."""
+        return (
+            f"The reporting runs of {', '.join(self.of)}, trained again where they are not at "
+            f"hand; losses of {updates.EXAMPLES} examples"
+        )
+
+    def run(self, finished: Finished, *, quick: bool = False) -> None:
+        """Makes what is missing; no quick part."""
+        if quick:
+            return
+        for trainings in self.of.values():
+            here = [(item, job) for one, item, job in self._looks if one is trainings]
+            wanted = [job for item, job in here if not self.recorded(item)]
+            if again := [job for job in wanted if not job.finished]:
+                trainings.train_again(again)
+            self.make([item for item, _ in here], finished)
+
+    def measure(self, item: Item) -> dict[str, Any]:
+        """How far the states of a run move, and what it does without updates."""
+        folder = next(job.folder for _, one, job in self._looks if one.name == item.name)
+        saved = evaluations.saved(folder)
+        assert saved is not None
+        whole = item.experiment.task.read_result(saved["result"]).summary()
+        return {"trained": updates.finite(whole), **updates.measure(folder)}
+
+    def check(self, record: Record) -> None:
+        """Raises ValueError, TypeError or KeyError if it is no such measurement."""
+        for name in ("moved", "lost"):
+            np.asarray(record.found[name], float)
+        float(record.found["loss_without"]) - float(record.found["loss"])
+        for name in ("trained", "without"):
+            dict(record.found[name])
+
+    def cut(self, study: str, form: str, key: str | None = None) -> Cut | None:
+        """What was measured of a form in a study; None unless it is complete, with two seeds.
+
+        Args:
+          study: its name.
+          form: of TAPE.
+          key: the score; None: the study's first, by which the rates of these runs were chosen.
+        """
+        trainings, jobs = self.of[study], self.jobs(study, form)
+        score = trainings.score(key or trainings.design.scores[0])
+        here = [self.recorded(self._item(study, job)) for job in jobs]
+        if len(jobs) < 2 or not all(here):
+            return None
+        found = [record.found for record in here if record]
+        return Cut(
+            moved=np.array([x["moved"] for x in found]),
+            trained=np.array([trainings.of_summary(x["trained"], score) for x in found]),
+            without=np.array([trainings.of_summary(x["without"], score) for x in found]),
+            lost=np.array([x["lost"] for x in found]),
+        )
+
+    def rows(self) -> list[list[str]]:
+        """A row for each study and form that is complete: see :data:`COLUMNS`."""
+        rows = []
+        for study, form in self.pairs:
+            if (found := self.cut(study, form)) is None:
+                continue
+            trainings = self.of[study]
+            label = trainings.score(trainings.design.scores[0]).label
+            lost = ", ".join(f"{x:.3g}" for x in found.lost.mean(0))
+            cells = [found.last, label]
+            cells += [
+                str(estimate(found.trained.tolist())),
+                str(estimate(found.without.tolist())),
+                lost,
+            ]
+            rows.append([study, f"`{form}`", *cells])
+        return rows
+
+    def said(self, study: str, form: str) -> str | None:
+        """What a form does in a study, in a sentence; None before it is measured."""
+        trainings = self.of[study]
+        keys, changes = trainings.design.scores, []
+        cuts = [self.cut(study, form, key) for key in keys]
+        if (found := cuts[0]) is None:
+            return None
+        for key, cut in zip(keys, cuts, strict=True):
+            assert cut is not None
+            before, after = (estimate(x.tolist()) for x in (cut.trained, cut.without))
+            by = estimate((cut.without - cut.trained).tolist())
+            changes.append(f"{trainings.score(key).label} goes from {before} to {after}, by {by}")
+        chosen = f" (rates chosen by {trainings.score(keys[0]).label})" if len(keys) > 1 else ""
+        lost = [estimate(column) for column in found.lost.T.tolist()]
+        missed = [n for n, one in enumerate(lost, 1) if one.low > 0]
+        which = (
+            f"a layer alone without its update raises the loss, by an interval above zero: "
+            f"{', '.join(map(str, missed))}"
+            if missed
+            else "no layer alone without its update raises the loss by an interval above zero"
+        )
+        runs = len(found.trained)
+        of = (
+            "" if runs == len(protocol.REPORTING) else f", of the {runs} runs that did not diverge,"
+        )
+        return (
+            f"in {study}{of} the states that enter its last layer are {found.last} % of their norm "
+            f"away from their start. With the updates of a trained model cut off{chosen}, "
+            f"{'; '.join(changes)}; {which}"
+        )
+
+
+def states_figure(study: PlannedStates) -> Figure | None:
+    """How far states move and what their updates are for, by layer, every seed a dot.
+
+    Two panels, one above the other, for each study that is measured, a few studies side by side;
+    None before one is.
+    """
+    found = {pair: cut for pair in study.pairs if (cut := study.cut(*pair))}
+    names = list(dict.fromkeys(name for name, _ in found))
+    if not names:
+        return None
+    side_by_side = min(SIDE_BY_SIDE, len(names))
+    blocks = -(-len(names) // side_by_side)
+    made = Figure(figsize=(1.2 + 2.6 * side_by_side, 0.4 + 4.8 * blocks), layout="constrained")
+    panels = made.subplots(2 * blocks, side_by_side, squeeze=False)
+    lines = {}
+    for (name, form), cut in found.items():
+        block, column = divmod(names.index(name), side_by_side)
+        colour = f"C{study.design.forms.index(form)}"
+        way, loss = panels[2 * block : 2 * block + 2, column]
+        for panel, values in ((way, 100 * cut.moved), (loss, cut.lost)):
+            layers = np.arange(1, values.shape[1] + 1)
+            (lines[form],) = panel.plot(layers, values.mean(0), color=colour, label=form)
+            panel.plot(layers, values.T, "o", color=colour, alpha=0.4, markersize=4)
+            panel.set_xticks(layers)
+            panel.tick_params(labelsize=SMALL)
+            panel.grid(alpha=0.25)
+        if 100 * cut.moved.max() > 5 * FULL:
+            way.set_yscale("symlog", linthresh=FULL)
+            way.yaxis.set_major_formatter("{x:g}")
+        way.set_title(name, fontsize=BODY)
+        way.set_xlabel("entering layer", fontsize=SMALL)
+        loss.set_xlabel("update of layer", fontsize=SMALL)
+        if column == 0:
+            way.set_ylabel("way from the start, %", fontsize=BODY)
+            loss.set_ylabel("loss without, nats", fontsize=BODY)
+    for panel in panels.flat:
+        panel.set_visible(bool(panel.lines))
+    for way in panels[::2].flat:
+        way.set_ylim(bottom=0)
+    made.legend(handles=[*lines.values()], loc="outside lower right", ncols=3, fontsize=BODY)
+    made.suptitle("What states do: how far they move, and which update is missed", fontsize=TITLE)
+    return made

@@ -1,0 +1,86 @@
+"""Differences between runs of equal seeds: intervals of Student's t, and Holm's adjustment."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import scipy.stats
+
+from research.protocol import CHANCE, LEVEL
+from tape_jax._src.core.checks import require
+from train.evaluation.intervals import half_width
+
+# Values that differ by less are the same, but for rounding.
+ALIKE = 1e-12
+
+
+class Estimate(NamedTuple):
+    """A mean with its interval of Student's t at the protocol's level.
+
+    Attributes:
+      mean, low, high: of the values.
+      p: of the mean being zero, two-sided.
+      spread: standard deviation of the values.
+      number: of values.
+    """
+
+    mean: float
+    low: float
+    high: float
+    p: float
+    spread: float
+    number: int
+
+    def __str__(self) -> str:
+        digits = 3 if abs(self.mean) < 10 else 2 if abs(self.mean) < 100 else 1
+        return f"{self.mean:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+
+    def smallest(self, tests: int = 1) -> float:
+        """The mean that would have been told from zero with the protocol's chance.
+
+        Args:
+          tests: number of those in the family, at the strictest level of which this one stands.
+        """
+        freedom = self.number - 1
+        reach = scipy.stats.t.ppf([1 - LEVEL / tests / 2, CHANCE], freedom).sum()
+        return float(reach) * self.spread / math.sqrt(self.number)
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """The mean of values, at least two."""
+    require(len(values) >= 2, f"an interval needs at least two values; got {len(values)}")
+    mean, spread = statistics.fmean(values), statistics.stdev(values)
+    if spread < ALIKE:
+        return Estimate(mean, mean, mean, float(abs(mean) < ALIKE), 0.0, len(values))
+    half, p = half_width(values, 1 - LEVEL), float(scipy.stats.ttest_1samp(values, 0).pvalue)
+    return Estimate(mean, mean - half, mean + half, p, spread, len(values))
+
+
+def difference(first: Mapping[int, float], second: Mapping[int, float]) -> Estimate:
+    """By how much the first exceeds the second, from their values by seed.
+
+    Raises:
+      ValueError: the seeds differ.
+    """
+    require(
+        first.keys() == second.keys(),
+        f"seeds must be equal to be compared; got {sorted(first)} and {sorted(second)}",
+    )
+    return estimate([first[seed] - second[seed] for seed in first])
+
+
+def holm(p: Mapping[str, float], size: int = 0) -> dict[str, float]:
+    """The p-values of a family, adjusted by Holm's method.
+
+    Args:
+      p: those that are known.
+      size: of the family, if it is larger: the others are taken to be one.
+    """
+    order = sorted(p, key=p.__getitem__)
+    count = max(size, len(order))
+    steps = [min(1.0, (count - i) * p[name]) for i, name in enumerate(order)]
+    return dict(zip(order, np.maximum.accumulate(steps).tolist(), strict=True))

@@ -1,0 +1,491 @@
+"""Studies of trainings: the rates that rivals are tried at, and the seeds of what was chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from research import budgets, ladder, protocol
+from research.budgets import Budget, Curve
+from research.kept import kept, takes
+from research.protocol import Procedure
+from research.records import Item, Made, Record, portable
+from research.source import describe_source
+from research.studies import Base, Fields, Finished, Place, State, Study, options
+from tape_jax._src.core.checks import choose, require
+from train import experiment
+from train.compare.environment import describe_environment
+from train.compare.jobs import Job
+from train.compare.processes import EVALUATE, VALIDATE, Ended, shares, train_all
+from train.compare.sweep import Setting
+from train.experiment import Experiment
+from train.tasks import Score, Task
+from train.training import runs
+from train.training.signals import NON_FINITE_EXIT_CODE
+
+# Further rates that a walk is expected to try, beside the first three.
+FURTHER = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainings:
+    """Rivals that are trained alike and judged by scores of their task (research/protocol.md).
+
+    Attributes:
+      name: a word, fit for a folder.
+      config: the config file.
+      rivals: by name, the fields of the config in which each differs; the first are made first.
+      scores: keys of those that claims read; each has its own choice of rates.
+      minutes: that a run takes of one idle core with the configuration's steps, for plans.
+      shown: keys of further scores, of the runs that the first score chose.
+      fields: those in which all rivals differ from the file.
+      by_scale: further ones, by scale.
+      first: by scale, the rate that is tried first.
+      curve: by which the budget is chosen; None: it is `multiple`.
+      multiple: of the configuration's steps, where there is no curve.
+      base: what is adapted, if anything.
+      quick: rivals of which one run belongs to the quick part.
+      not_kept: fields of a result that records do without; there they are None.
+      only: rivals whose runs are made; None: all.
+      procedure: by which it chooses rates and reports.
+    """
+
+    name: str
+    config: Path
+    rivals: Mapping[str, Fields]
+    scores: Sequence[str]
+    minutes: float
+    shown: Sequence[str] = ()
+    fields: Fields = dataclasses.field(default_factory=dict)
+    by_scale: Mapping[str, Fields] = dataclasses.field(default_factory=dict)
+    first: Mapping[str, str] = dataclasses.field(default_factory=lambda: protocol.FIRST)
+    curve: Curve | None = None
+    multiple: int = 1
+    base: Base | None = None
+    quick: Sequence[str] = ()
+    not_kept: Sequence[str] = ()
+    only: Sequence[str] | None = None
+    procedure: Procedure = protocol.FIRST_PROCEDURE
+
+    def at(self, place: Place) -> PlannedTrainings:
+        """The study at a place."""
+        return PlannedTrainings(self, place)
+
+
+class PlannedTrainings(Study):
+    """A study of trainings at a place.
+
+    Attributes:
+      design: the study.
+      first: the rate that is tried first.
+      rivals: whose runs are made, beside those that choose the budget.
+      procedure: of the design.
+    """
+
+    def __init__(self, design: Trainings, place: Place):
+        self.name = design.name
+        self.design, self.place, self.procedure = design, place, design.procedure
+        self.folder = place.runs / design.name
+        self.rivals = [r for r in design.rivals if design.only is None or r in design.only]
+        choose("scale", place.scale, design.first)
+        self.first = design.first[place.scale]
+        self._budget: Budget | None = None
+        self._made_once = functools.cache(self._made)
+        self._job_once = functools.cache(self._job)
+        self._base_once = functools.cache(self._base)
+        self._read_once = functools.cache(self._read)
+
+    @functools.cached_property
+    def task(self) -> Task:
+        """What the rivals are trained on."""
+        return self._made_once(next(iter(self.design.rivals)))[0].task
+
+    @property
+    def _known_scores(self) -> dict[str, Score]:
+        return {score.key: score for score in self.task.scores}
+
+    @property
+    def scores(self) -> list[Score]:
+        """Those that claims read."""
+        return [self._known_scores[key] for key in self.design.scores]
+
+    @property
+    def shown(self) -> list[Score]:
+        """Those, and the others that are shown."""
+        return self.scores + [self._known_scores[key] for key in self.design.shown]
+
+    def score(self, key: str) -> Score:
+        """A score of the task."""
+        return self._known_scores[key]
+
+    @property
+    def budget(self) -> Budget | None:
+        """How long the rivals are trained; None while the curve for it is not complete."""
+        if self._budget is None:
+            curve, values = self.design.curve, self.curve()
+            if curve is None:
+                self._budget = Budget(self.design.multiple, None)
+            elif all(len(found) == len(protocol.MULTIPLES) for found in values.values()):
+                self._budget = budgets.choose(
+                    values,
+                    curve.most,
+                    higher_is_better=self.score(curve.score).higher_is_better,
+                    sudden=curve.sudden,
+                )
+        return self._budget
+
+    def curve(self) -> dict[str, dict[int, float]]:
+        """The score that the budget is chosen by, by rival and multiple, as far as it is known."""
+        found: dict[str, dict[int, float]] = {}
+        for rival, multiple, job in self._curve_jobs():
+            assert self.design.curve is not None
+            if record := self.record(job):
+                value = self.value(record, self.score(self.design.curve.score))
+                found.setdefault(rival, {})[multiple] = value
+            else:
+                found.setdefault(rival, {})
+        return found
+
+    def _curve_jobs(self) -> Iterator[tuple[str, int, Job]]:
+        if self.design.curve is not None:
+            for rival in self.design.curve.rivals:
+                for multiple in protocol.MULTIPLES:
+                    first, seed = self.first, self.procedure.choosing[0]
+                    yield rival, multiple, self._job_once(rival, first, seed, multiple)
+
+    @property
+    def curve_jobs(self) -> list[Job]:
+        """The runs by which the budget is chosen; some of them also choose rates."""
+        return [job for _, _, job in self._curve_jobs()]
+
+    def walk(self, rival: str, key: str) -> tuple[list[Job], ladder.Step]:
+        """The runs that choose a rival's rate for a score, as far as known, and what they say."""
+        scores: dict[str, float] = {}
+        jobs: list[Job] = []
+        while True:
+            step = ladder.step(scores, self.first, protocol.RATES, self.procedure.within)
+            if not step.missing or self.budget is None:
+                return jobs, step
+            tried = {
+                rate: [self.job(rival, rate, seed) for seed in self.procedure.choosing]
+                for rate in step.missing
+            }
+            jobs += [job for of_rate in tried.values() for job in of_rate]
+            for rate, of_rate in tried.items():
+                records = [self.record(job) for job in of_rate]
+                if not all(records):
+                    return jobs, step
+                score = self.score(key)
+                assert score.higher_is_better or not self.procedure.within, (
+                    "points are of exact match"
+                )
+                values = [self.comparable(self.value(r, score), score) for r in records if r]
+                scores[rate] = statistics.fmean(values)
+
+    def rate(self, rival: str, key: str) -> str | None:
+        """The rate of a rival for a score; None while it is not known, or at the ladder's end."""
+        _, step = self.walk(rival, key)
+        return None if step.at_end else step.chosen
+
+    def reports(self, rival: str, key: str) -> list[Job] | None:
+        """The runs that claims about a score are judged by; None while their rate is not known."""
+        rate = self.rate(rival, key)
+        if rate is None:
+            return None
+        return [self.job(rival, rate, seed) for seed in self.procedure.reporting]
+
+    def values(self, rival: str, key: str, shown: str | None = None) -> dict[int, float] | None:
+        """A score by seed, as it is shown; None unless every seed has reported.
+
+        Args:
+          rival: whose it is.
+          key: of the score by which the rate was chosen.
+          shown: key of the score that is wanted; None: the same.
+        """
+        records = [self.record(job) for job in self.reports(rival, key) or ()]
+        if not records or not all(records):
+            return None
+        score = self.score(shown or key)
+        return {record.seed: self.value(record, score) for record in records if record}
+
+    def missing(self, rival: str, key: str) -> str | None:
+        """What of a rival is missing for a score, in words; None if nothing is."""
+        if self.budget is None:
+            return "the budget is not chosen yet"
+        jobs, step = self.walk(rival, key)
+        if step.at_end:
+            return f"{rival}: its best rate, {step.chosen}, is at the end of the ladder"
+        if step.chosen is None:
+            tried = [job.folder.name for job in jobs if not self.record(job)]
+            return f"{rival}: no rate yet ({len(tried)} runs to choose it, from {tried[0]} on)"
+        reports = self.reports(rival, key) or ()
+        seeds = [str(job.experiment.seed) for job in reports if not self.record(job)]
+        word = "seed" if len(seeds) == 1 else "seeds"
+        return f"{rival}: {word} {', '.join(seeds)}" if seeds else None
+
+    def diverged(self, rival: str, key: str) -> dict[int, int]:
+        """The seeds of a rival that diverged, with the last step that was logged before."""
+        records = [self.record(job) for job in self.reports(rival, key) or ()]
+        return {r.seed: r.found["diverged"]["step"] for r in records if r and r.found["diverged"]}
+
+    def value(self, record: Record, score: Score) -> float:
+        """A score of a run, as it is shown; the worst one if it diverged or cannot take the length.
+
+        Raises:
+          ValueError: it has none, for whatever other reason.
+        """
+        if record.found["diverged"]:
+            return self._worst(score)
+        found = self._read_once(record).summary()
+        if score.key not in found and not takes(self._made_once(record.rival)[0], score.key):
+            return self._worst(score)
+        return self.of_summary(found, score, record.name)
+
+    def of_summary(
+        self, summary: Mapping[str, float], score: Score, run: str = "a run that is looked into"
+    ) -> float:
+        """A score as it is shown, from the summary of a result.
+
+        Args:
+          summary: of the result.
+          score: which one.
+          run: whose result it is, for errors.
+
+        Raises:
+          ValueError: it is not there, or no number.
+        """
+        found = summary.get(score.key, math.nan)
+        require(
+            math.isfinite(found),
+            f"{self.name}: {run} has no {score.key}, though it did not diverge and takes the "
+            f"length; it has {dict(summary)}",
+        )
+        return score.factor * found
+
+    def _worst(self, score: Score) -> float:
+        """Nothing right, or a guess among all tokens."""
+        return 0.0 if score.higher_is_better else float(self.task.vocab_size)
+
+    @staticmethod
+    def comparable(value: float, score: Score) -> float:
+        """The higher the better; perplexities by their logarithms."""
+        return value if score.higher_is_better else -math.log(value)
+
+    @property
+    def jobs(self) -> list[Job]:
+        """Its runs, as far as they are known."""
+        known = dict.fromkeys(self.curve_jobs)
+        for key in self.design.scores:
+            for rival in self.rivals:
+                known |= dict.fromkeys(self.walk(rival, key)[0])
+                known |= dict.fromkeys(self.reports(rival, key) or ())
+        return list(known)
+
+    @property
+    def items(self) -> list[Item]:
+        """Its runs, as far as they are known."""
+        return list(map(self.item, self.jobs))
+
+    @property
+    def state(self) -> State:
+        """How far it is."""
+        records = {job: self.record(job) for job in self.jobs}
+        unknown: list[str] = []
+        choosing, reporting = len(self.procedure.choosing), len(self.procedure.reporting)
+        for rival in self.rivals:
+            jobs, step = self.walk(rival, self.design.scores[0])
+            if step.chosen is None:
+                more = max(0, 3 * choosing - len(jobs)) + reporting
+                unknown += [f"{rival}, {n} of {more} more" for n in range(1, more + 1)]
+        return State(
+            total=len(records) + len(unknown),
+            finished=[record for record in records.values() if record],
+            unfinished=[job.folder.name for job, found in records.items() if not found] + unknown,
+        )
+
+    @property
+    def hours(self) -> float:
+        """Of one idle core that what is missing is expected to take."""
+        design = self.design
+        known = sum(self.minutes(job) for job in self.jobs if not self.record(job))
+        runs = 0.0
+        multiple = self.budget.multiple if self.budget else cast(Curve, design.curve).most
+        for key, rival in itertools.product(design.scores, self.rivals):
+            jobs, step = self.walk(rival, key)
+            if step.chosen is None:
+                # The other scores choose among the same runs, and often the same rate.
+                first = key == design.scores[0]
+                more = (
+                    max(0, (3 + FURTHER) * len(self.procedure.choosing) - len(jobs)) if first else 0
+                )
+                runs += multiple * (more + len(self.procedure.reporting) * (1 if first else 0.5))
+        return (known + runs * design.minutes) / 60
+
+    def minutes(self, job: Job) -> float:
+        """Of one idle core that a run is expected to take."""
+        once = self._made_once(job.name)[0].train.steps
+        return self.design.minutes * job.experiment.train.steps / once
+
+    @property
+    def size(self) -> str:
+        """The size of its runs, in words."""
+        made = [self._made_once(rival)[0] for rival in self.design.rivals]
+        layers, e = sorted({one.model.num_layers for one in made}), made[0]
+        steps = e.train.steps * (self.budget.multiple if self.budget else 1)
+        return (
+            f"`{self.design.config}`: {len(self.design.rivals)} rivals, "
+            f"{' or '.join(map(str, layers))} layers of width {e.model.hidden_size}, "
+            f"{steps:,} steps of {e.train.batch_size} sequences"
+        )
+
+    def run(self, finished: Finished, *, quick: bool = False) -> None:
+        """Makes what is missing, or one run of each rival that the quick part has."""
+        if quick:
+            self._train(self.quick, finished)
+            return
+        self._train(self.curve_jobs, finished)
+        for key in self.design.scores:
+            rivals = self.rivals
+            while self._train([j for r in rivals for j in self.walk(r, key)[0]], finished):
+                pass
+            self._train([j for r in rivals for j in self.reports(r, key) or ()], finished)
+
+    @property
+    def quick(self) -> list[Job]:
+        """The quick part: one run of each rival that has one."""
+        seed = self.procedure.choosing[0]
+        return [self._job_once(rival, self.first, seed, 1) for rival in self.design.quick]
+
+    def record(self, job: Job) -> Record | None:
+        """The record of a run; None if it is not finished."""
+        return self.recorded(self.item(job))
+
+    def item(self, job: Job) -> Item:
+        """What is kept of a run, before it is made."""
+        e = job.experiment
+        asked = "validation" if self.validates(job) else "test"
+        base = None if self.design.base is None else self._base_once(e.seed).experiment
+        described = {"version": self.procedure.version, "asked": asked}
+        return Item(self.name, job.folder.name, job.name, portable(e), base, described)
+
+    def validates(self, job: Job) -> bool:
+        """Whether a run is asked what no test asks, for it chooses a rate or a budget."""
+        return job.experiment.seed in self.procedure.choosing
+
+    def check(self, record: Record) -> None:
+        """Raises ValueError, TypeError or KeyError if the results are none of the task."""
+        if not record.found["diverged"]:
+            self._read_once(record)
+
+    def _read(self, record: Record) -> Any:
+        return self.task.read_result(record.found["result"])
+
+    def job(self, rival: str, rate: str, seed: int) -> Job:
+        """A run with the budget of the study, which must be known."""
+        assert self.budget is not None
+        return self._job_once(rival, rate, seed, self.budget.multiple)
+
+    def _job(self, rival: str, rate: str, seed: int, multiple: int) -> Job:
+        made, given = self._made_once(rival)
+        fields: dict[str, Any] = {"train.learning_rate": rate, "seed": seed}
+        train = dataclasses.replace(made.train, learning_rate=float(rate))
+        if multiple != 1:
+            train = dataclasses.replace(train, steps=multiple * train.steps)
+            fields["train.steps"] = train.steps
+        e = dataclasses.replace(made, seed=seed, train=train)
+        if e.adapt is not None:
+            folder = str(self._base_once(seed).folder)
+            e = dataclasses.replace(e, adapt=dataclasses.replace(e.adapt, base=folder))
+            fields["adapt.base"] = folder
+        return Job(
+            name=rival,
+            setting=Setting(),
+            folder=self.folder / f"{rival}-{multiple}x-{rate}-seed{seed}",
+            experiment=e,
+            command=(f"--config={self.design.config}", *given, *options(fields)),
+        )
+
+    def _made(self, rival: str) -> tuple[Experiment, tuple[str, ...]]:
+        """The experiment of a rival, whatever its rate and seed, and the command line for it."""
+        design = self.design
+        fields = {**design.fields, **design.by_scale.get(self.place.scale, {})}
+        given = (*self.place.overrides, *options({**fields, **design.rivals[rival]}))
+        own = given
+        if design.base is not None:
+            base = self._base_once(self.procedure.choosing[0])
+            if not base.folder.exists():
+                runs.create(base.folder, base.experiment)
+            own = (*given, *options({"adapt.base": str(base.folder)}))
+        return experiment.from_file(design.config, own, _silent), given
+
+    def _base(self, seed: int) -> Job:
+        base = self.design.base
+        assert base is not None
+        fields = {**base.fields, **base.by_scale[self.place.scale], "seed": seed}
+        given = (*self.place.overrides, *options(fields))
+        return Job(
+            name="base",
+            setting=Setting(),
+            folder=self.folder / f"base-seed{seed}",
+            experiment=experiment.from_file(base.config, given, _silent),
+            command=(f"--config={base.config}", *given),
+        )
+
+    def _train(self, jobs: Sequence[Job], finished: Finished) -> bool:
+        """Makes those runs that have no record; whether there were any."""
+        missing = [job for job in dict.fromkeys(jobs) if not self.record(job)]
+        if not missing:
+            return False
+        code, side_by_side = describe_source(), self.place.side_by_side
+        self.place.store.accept(code)
+        cores = len(shares(side_by_side)[0])
+        environment = {**describe_environment(), "cores of a training": str(cores)}
+        self._make_bases(missing)
+
+        def write(ended: Ended) -> None:
+            # Every training imports the code as it is when it starts.
+            now = describe_source()
+            require(
+                now["modules"] == code["modules"],
+                f"the code changed while {self.name} was trained: its hash was {code['modules']}, "
+                f"and is {now['modules']}. {ended.job.folder.name} is not recorded, for it may be "
+                f"of either; remove {self.folder}, so that it is not continued",
+            )
+            item = self.item(ended.job)
+            found = kept(ended, validated=self.validates(ended.job))
+            if found["result"] is not None:
+                found["result"] |= dict.fromkeys(self.design.not_kept)
+            self.place.store.put(item, found, Made(environment, code, ended.seconds))
+            finished(item)
+
+        accepted = (0, NON_FINITE_EXIT_CODE)
+        for validated, ends in ((False, EVALUATE), (True, VALIDATE)):
+            if jobs := [job for job in missing if self.validates(job) == validated]:
+                train_all(
+                    jobs, side_by_side, same_share=True, ends=ends, finished=write,
+                    accepted=accepted,
+                )  # fmt: skip
+        return True
+
+    def train_again(self, jobs: Sequence[Job]) -> None:
+        """Makes the folders of runs that are not at hand, whether they have records or not."""
+        self._make_bases(jobs)
+        train_all(jobs, self.place.side_by_side, same_share=True)
+
+    def _make_bases(self, jobs: Sequence[Job]) -> None:
+        """Makes what runs start from."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.design.base is not None:
+            bases = map(self._base_once, dict.fromkeys(job.experiment.seed for job in jobs))
+            unfinished = [base for base in bases if not base.finished]
+            train_all(unfinished, self.place.side_by_side, same_share=True)
+
+
+def _silent(line: str) -> None:
+    """Reports nothing."""

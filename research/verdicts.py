@@ -1,0 +1,252 @@
+"""How results become verdicts (research/protocol.md): the interval, never the mean, meets a limit."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from research.protocol import LEVEL
+from research.statistics import Estimate, difference, holm
+from research.trainings import PlannedTrainings
+from train.tasks import Score
+
+# Of the rows of a verdict.
+HEADER = ("", "against", "by", "better by", "95 % interval", "p", "would have seen", "")
+
+
+class Kind(enum.Enum):
+    """What the results say of a claim, the one that counts most first."""
+
+    UNFINISHED = "unfinished"
+    CONTRADICTED = "contradicted"
+    NOT_TOLD = "not told apart"
+    CONFIRMED = "confirmed"
+
+
+class Verdict(NamedTuple):
+    """What the results say of a claim.
+
+    Attributes:
+      kind: in a word.
+      rows: the tests that it rests on, under :data:`HEADER`.
+      missing: what is not there yet, in words.
+    """
+
+    kind: Kind
+    rows: list[list[str]]
+    missing: tuple[str, ...] = ()
+
+
+# A study, the key of a score of it, and a rival in it.
+Comparison = tuple[PlannedTrainings, str, str]
+
+
+class Compared(NamedTuple):
+    """How one rival stands to another.
+
+    Attributes:
+      difference: by how much it is better.
+      p: adjusted for the family.
+      smallest: difference that would have been seen.
+    """
+
+    difference: Estimate
+    p: float
+    smallest: float
+
+    @property
+    def better(self) -> bool:
+        """Whether it is clearly better."""
+        return self.p < LEVEL and self.difference.mean > 0
+
+    @property
+    def worse(self) -> bool:
+        """Whether it is clearly worse."""
+        return self.p < LEVEL and self.difference.mean < 0
+
+    @property
+    def word(self) -> str:
+        """Which of these."""
+        return "better" if self.better else "worse" if self.worse else "not told"
+
+
+def family(differences: Mapping[str, Estimate], size: int = 0) -> dict[str, Compared]:
+    """Differences that are tested together.
+
+    Args:
+      differences: those that are known.
+      size: of the family, if more will be known. What is clear now is then clear in the end: of the
+        others nothing is supposed, and Holm's method asks for most where they are of no help.
+    """
+    size = max(size, len(differences))
+    adjusted = holm({name: found.p for name, found in differences.items()}, size)
+    return {
+        name: Compared(found, adjusted[name], found.smallest(size))
+        for name, found in differences.items()
+    }
+
+
+def best_of(
+    own: Mapping[int, float], rivals: Mapping[str, Mapping[int, float]], *, name: str, score: str
+) -> Verdict:
+    """Whether something is better than all rivals: values by seed, the higher the better.
+
+    Args:
+      own: its values.
+      rivals: theirs, by name.
+      name: of what is judged.
+      score: what the values are; if it speaks of perplexity or growth they are minus its logarithm.
+    """
+    found = family({rival: difference(own, values) for rival, values in rivals.items()})
+    rows = [row(name, rival, score, one) for rival, one in found.items()]
+    return Verdict(leads(found, [found]), rows)
+
+
+def row(name: str, rival: str, score: str, one: Compared) -> list[str]:
+    """A row for a comparison."""
+    show = shown_as(score)
+    interval = f"{show(one.difference.low)} to {show(one.difference.high)}"
+    p = f"{one.p:.3f}" if one.p >= 0.001 else "< 0.001"
+    return [
+        name,
+        rival,
+        score,
+        show(one.difference.mean),
+        interval,
+        p,
+        show(one.smallest),
+        one.word,
+    ]
+
+
+def shown_as(score: str):
+    """How differences of a score are written: points, or for logarithms a share in per cent."""
+    if "perplexity" in score or "growth" in score:
+        return lambda x: f"{100 * math.expm1(x):+.1f} %" if abs(x) < 5 else f"x {math.exp(x):.3g}"
+    return lambda x: f"{x:+.2f}"
+
+
+def wins(
+    study: PlannedTrainings, key: str, rivals: Sequence[str], *, name: str = "tape"
+) -> Verdict:
+    """Whether one rival of a study is better than each of others by a score."""
+    return together(name, [[(study, key, rival) for rival in rivals]])
+
+
+def together(form: str, groups: Sequence[Sequence[Comparison]]) -> Verdict:
+    """Whether a form leads in one group of comparisons at least, and trails in none: one family.
+
+    Args:
+      form: what is judged.
+      groups: to lead in one is to be better in all of it.
+    """
+    asked = [*itertools.chain(*groups)]
+    if waiting := missing(form, asked):
+        return Verdict(Kind.UNFINISHED, [], waiting)
+    found = family(differences(form, asked))
+    rows = [
+        row(form, rival, f"{study.name}, {study.score(key).label}", one)
+        for (study, key, rival), one in zip(asked, found.values(), strict=True)
+    ]
+    return Verdict(leads(found, [map(_name, group) for group in groups]), rows)
+
+
+def missing(form: str, asked: Iterable[Comparison]) -> tuple[str, ...]:
+    """What comparisons of a form lack, in words."""
+    found = (
+        (study, study.missing(name, key)) for study, key, rival in asked for name in (form, rival)
+    )
+    return tuple(dict.fromkeys(f"{study.name}, {what}" for study, what in found if what))
+
+
+def differences(form: str, asked: Iterable[Comparison]) -> dict[str, Estimate]:
+    """By how much a form is better in comparisons that lack nothing."""
+    found = {}
+    for study, key, rival in asked:
+        score = study.score(key)
+        own, other = (comparable(study, name, key, score) for name in (form, rival))
+        found[_name((study, key, rival))] = difference(own, other)
+    return found
+
+
+def _name(one: Comparison) -> str:
+    """What a comparison is called."""
+    study, key, rival = one
+    return f"{study.name} {key} {rival}"
+
+
+def leads(found: Mapping[str, Compared], groups: Iterable[Iterable[str]]) -> Kind:
+    """Whether something is better in all of one group at least, and worse nowhere."""
+    if any(one.worse for one in found.values()):
+        return Kind.CONTRADICTED
+    led = any(all(found[name].better for name in group) for group in groups)
+    return Kind.CONFIRMED if led else Kind.NOT_TOLD
+
+
+def comparable(study: PlannedTrainings, rival: str, key: str, score: Score) -> dict[int, float]:
+    """A score of a rival whose runs are complete, the higher the better, by seed."""
+    values = study.values(rival, key, score.key)
+    assert values is not None
+    return {seed: study.comparable(value, score) for seed, value in values.items()}
+
+
+def keeps(
+    study: PlannedTrainings, short: str, long: str, *, name: str = "tape", loss: float
+) -> Verdict:
+    """Whether a rival loses at most so much from one score to another, in the same runs.
+
+    Args:
+      study: of the rival.
+      short: key of the score at the trained length.
+      long: key of the one beyond, by which the rate was chosen.
+      name: of the rival.
+      loss: that is allowed, in points; of perplexities, the share by which they may rise.
+    """
+    if what := study.missing(name, long):
+        return Verdict(Kind.UNFINISHED, [], (f"{study.name}, {what}",))
+    first, second = study.score(short), study.score(long)
+    change = difference(comparable(study, name, long, second), comparable(study, name, long, first))
+    allowed = loss if first.higher_is_better else math.log1p(loss)
+    label = f"{study.name}, {second.label}"
+    return limited(change, -allowed, name=name, against=f"itself, {first.label}", score=label)
+
+
+def limited(
+    found: Estimate, least: float, *, name: str, against: str, score: str, multiple: bool = False
+) -> Verdict:
+    """Whether an estimate is at least so much: all of its interval.
+
+    Args:
+      found: the estimate.
+      least: the limit.
+      name: of what is judged.
+      against: beside what it stands.
+      score: what is estimated, as :func:`best_of` has it.
+      multiple: whether it is 1 less a multiple, which is shown in its place, with its own limit.
+    """
+    kind = Kind.NOT_TOLD
+    if found.low >= least:
+        kind = Kind.CONFIRMED
+    elif found.high < least:
+        kind = Kind.CONTRADICTED
+    show, shown = shown_as(score), found
+    limit = show(least)
+    if multiple:
+        show, limit = "{:.3f}".format, f"{1 - least:.3f}"
+        shown = found._replace(mean=1 - found.mean, low=1 - found.high, high=1 - found.low)
+    elif "perplexity" in score:
+        limit = f"{100 * math.expm1(-least):.3g} % more (1/{math.exp(-least):.3g} is {limit})"
+    said = {Kind.CONFIRMED: "within", Kind.CONTRADICTED: "beyond", Kind.NOT_TOLD: "not told"}[kind]
+    interval = f"{show(shown.low)} to {show(shown.high)}"
+    cells = [name, f"{against}, limit {limit}", score, show(shown.mean), interval, ""]
+    return Verdict(kind, [[*cells, show(found.smallest()), said]])
+
+
+def every(*parts: Verdict) -> Verdict:
+    """All of them must be confirmed; what speaks against counts more than what is not told."""
+    kind = min((part.kind for part in parts), key=list(Kind).index)
+    rows = [cells for part in parts for cells in part.rows]
+    return Verdict(kind, rows, tuple(dict.fromkeys(x for part in parts for x in part.missing)))

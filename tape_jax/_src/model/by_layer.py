@@ -1,0 +1,81 @@
+"""Decoding with layers by themselves: so a CPU reads parameters and caches where they are.
+
+A loop over layers has to cut each layer's part out of every stack: it copies all parameters and all
+of the cache for each new token. Here that is done once, before the loop over tokens. There an array
+is written in place only if it is written and read in the same shape: none has axes of length 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from tape_jax._src.model.cache import Cache
+from tape_jax._src.model.decoder import Transformer
+from tape_jax._src.model.layout import replaced, restack
+
+# Of parameters, which are there twice while decoding.
+MOST_BYTES = 2**30
+
+
+class Loop(NamedTuple):
+    """What a loop over tokens works with.
+
+    Attributes:
+      model, variables: the model, in the layout that suits the loop.
+      cache: what the loop carries of the cache.
+      enter: makes the cache that the model takes of what the loop carries.
+      leave: its inverse.
+      finish: makes a cache of the form that was given of what the loop carries.
+    """
+
+    model: Transformer
+    variables: Any
+    cache: Cache
+    enter: Callable[[Cache], Cache]
+    leave: Callable[[Cache], Cache]
+    finish: Callable[[Cache], Cache]
+
+
+def loop_over_tokens(model: Transformer, variables: Any, cache: Cache) -> Loop:
+    """By layers where that is faster and memory suffices, or as it is."""
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(variables["params"]))
+    fits = not model.config.scan_layers or size <= MOST_BYTES
+    if jax.default_backend() != "cpu" or model.sharding is not None or not fits:
+        return Loop(model, variables, cache, *(lambda cache: cache,) * 3)
+    single = replaced(model, scan_layers=False)
+    variables = {**variables, "params": restack(variables["params"], model, single)}
+    counts = [len(run.k) for run in cache.layers]
+    layers = tuple(
+        jax.tree.map(lambda x, i=i: x[i : i + 1], run)
+        for run, n in zip(cache.layers, counts, strict=True)
+        for i in range(n)
+    )
+    shapes = jax.tree.map(lambda x: x.shape, layers)
+
+    def enter(cache: Cache) -> Cache:
+        full = jax.tree.map(lambda x, shape: x.reshape(shape), cache.layers, shapes)
+        return dataclasses.replace(cache, layers=full)
+
+    def finish(cache: Cache) -> Cache:
+        single = iter(enter(cache).layers)
+        runs = (tuple(itertools.islice(single, n)) for n in counts)
+        stacked = tuple(jax.tree.map(lambda *x: jnp.concatenate(x), *run) for run in runs)
+        return dataclasses.replace(cache, layers=stacked)
+
+    carried = _without_axes(dataclasses.replace(cache, layers=layers))
+    return Loop(single, variables, carried, enter, _without_axes, finish)
+
+
+def _without_axes(cache: Cache) -> Cache:
+    """The cache with no axis of length 1 in what its layers keep."""
+
+    def squeeze(x: jax.Array) -> jax.Array:
+        return x.reshape([n for n in x.shape if n > 1])
+
+    return dataclasses.replace(cache, layers=jax.tree.map(squeeze, cache.layers))

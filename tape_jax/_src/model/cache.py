@@ -1,0 +1,447 @@
+"""The cache of decoding: what is kept of past tokens, and how new ones are written into it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+import flax
+import jax
+import jax.numpy as jnp
+
+from tape_jax._src.core import algebra
+from tape_jax._src.core.checks import choose, positive, require, require_x64
+from tape_jax._src.core.segments import PADDING, places, without_padding
+from tape_jax._src.model.config import ModelConfig
+from tape_jax._src.positions.layer import Layer
+from tape_jax._src.positions.protocol import Encoding, Param, as_length, default_positions
+
+if TYPE_CHECKING:
+    from tape_jax._src.model.decoder import (
+        Transformer,
+    )
+
+Array = jax.Array
+
+
+@flax.struct.dataclass
+class LayerCache:
+    """What one layer keeps of past tokens; slots not yet written are zero.
+
+    Heads come before time: so the products of a single query read it as it is.
+
+    Attributes:
+      k: rotated keys ``[B, H_kv, S, D]`` (``M * R`` wide in tensor form); in at least float32 where
+        the encoding rewrites them.
+      v: values ``[B, H_kv, S, D]``.
+      e: position states, ``[B, H_kv, S, D]`` or ``[B, H_kv, S, M, L, R]``; None unless attended.
+      kept: what else the encoding keeps of each token, by name, ``[B, heads, S, ...]``.
+    """
+
+    k: Array
+    v: Array
+    e: Array | None
+    kept: dict[str, Array] = flax.struct.field(default_factory=dict)
+
+
+@flax.struct.dataclass
+class Cache:
+    """Everything that cached decoding keeps of the tokens it has seen; see :func:`init_cache`.
+
+    ``S`` is the capacity in tokens, ``n`` the number of layers of a run of like layers.
+
+    Attributes:
+      index: number of slots written, int32.
+      tokens: ``[B, S]`` int32.
+      positions: ``[B, S]`` int32 or, if :func:`init_cache` was told so, of a floating type.
+      segment_ids: ``[B, S]`` int32; 0 is padding, and what is not yet written.
+      layers: per block (see :attr:`Transformer.blocks`) a ``LayerCache`` with
+        a leading axis ``n``, the number of its layers.
+      key: random key of the encoding's draw, or None for its fixed draw.
+      length: int32 ``[B]``, for how many tokens of each sequence random positions are drawn and
+        dynamic scaling is fixed, or None for the capacity.
+      kept: what the encoding keeps of each token's embedding, by name, ``[B, heads, S, ...]``.
+      encoding: the encoding whose keys these are.
+    """
+
+    index: Array
+    tokens: Array
+    positions: Array
+    segment_ids: Array
+    layers: tuple[LayerCache, ...]
+    key: Array | None = None
+    length: Array | None = None
+    kept: dict[str, Array] = flax.struct.field(default_factory=dict)
+    encoding: Encoding = flax.struct.field(pytree_node=False, default=Encoding())
+
+    @property
+    def capacity(self) -> int:
+        """Number of slots."""
+        return self.tokens.shape[-1]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of everything that grows with the capacity, in bytes."""
+        arrays = (self.tokens, self.positions, self.segment_ids, self.layers, self.kept)
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
+
+
+def init_cache(
+    model: Transformer,
+    batch_size: int,
+    capacity: int,
+    *,
+    dtype: Any = None,
+    state_dtype: Any = None,
+    key: Array | None = None,
+    length: int | Array | None = None,
+    position_dtype: Any = jnp.int32,
+) -> Cache:
+    """An empty cache for decoding ``batch_size`` sequences of up to ``capacity`` tokens.
+
+    Args:
+      model: the model that will use it.
+      batch_size: number of sequences ``B``.
+      capacity: number of slots ``S``.
+      dtype: type of keys and values; None: the model's compute type. Keys that every new token
+        rewrites are kept in at least float32: they would be rounded as often.
+      state_dtype: type of position states; None: that of the model's states or, if it is narrower,
+        the compute type, to which products round the states that are attended anyway.
+      key: random key for encodings that draw; None: their fixed draw.
+      length: for how many tokens random positions are drawn and dynamic scaling is fixed, an
+        integer or one for each sequence ``[B]``; None: the capacity. Results agree with a full pass
+        that is given the same ``length``.
+      position_dtype: type of the positions, float32 or float64 for fractional ones.
+
+    Raises:
+      ValueError: if a size is not positive, the capacity is more than the model or its encoding
+        takes, the encoding has n-dimensional coordinates, or positions cannot have the given type.
+    """
+    c, encoding = model.config, model.encoding
+    if batch_size < 1 or capacity < 1:
+        raise ValueError(
+            f"batch_size and capacity must be positive; got {batch_size} and {capacity}"
+        )
+    dtype = jnp.dtype(dtype or c.dtype).name
+    require_x64(
+        dtype=dtype, state_dtype=state_dtype or c.state_dtype, position_dtype=position_dtype
+    )
+    check_length(model, capacity, what="a cache")
+    if encoding.coordinate_axes > 1:
+        raise ValueError(
+            f"a cache holds one coordinate per token; {encoding.kind!r} has "
+            f"axes={encoding.coordinate_axes}"
+        )
+    choose("position_dtype", jnp.dtype(position_dtype).name, ("int32", "float32", "float64"))
+    if length is not None:
+        length = jnp.broadcast_to(jnp.int32(as_length(length, (batch_size,))), (batch_size,))
+    state_dtype = None if state_dtype is None else jnp.dtype(state_dtype).name
+    layers, kept = _layers(model, batch_size, capacity, dtype, state_dtype)
+
+    def slots(dtype: Any = jnp.int32) -> Array:
+        return jnp.zeros((batch_size, capacity), dtype)
+
+    return Cache(
+        index=jnp.int32(0),
+        tokens=slots(),
+        positions=slots(position_dtype),
+        segment_ids=slots(),
+        layers=_empty(layers),
+        key=key,
+        length=length,
+        kept=_empty(kept),
+        encoding=encoding,
+    )
+
+
+def _empty(shapes: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+
+def check_cache(model: Transformer, cache: Cache) -> None:
+    """Raises ValueError unless the cache is of the model's encoding, with layers of its shapes."""
+    old, own = cache.encoding, model.encoding
+    kinds = (old.kind, own.kind) if old.kind != own.kind else (old, own)
+    require(
+        old == own,
+        "the cache is of another encoding, {!r}; this model has {!r}".format(*kinds),
+    )
+
+    def shapes(layers: Any) -> str:
+        names = jax.tree_util.tree_leaves_with_path(layers)
+        return ", ".join(f"{jax.tree_util.keystr(path)} {x.shape}" for path, x in names)
+
+    given = shapes((cache.layers, cache.kept))
+    expected = shapes(_layers(model, len(cache.tokens), cache.capacity, model.config.dtype))
+    require(
+        given == expected,
+        f"the cache is of another model: its layers are {given}; this one's are {expected}",
+    )
+
+
+def _layers(
+    model: Transformer, batch_size: int, capacity: int, dtype: str, state_dtype: str | None = None
+) -> tuple[tuple[LayerCache, ...], dict[str, Any]]:
+    """What the layers of a cache are, and its ``kept``: ShapeDtypeStructs in place of arrays."""
+    blocks = tuple(model.blocks)
+    types = model.state_dtype.name, dtype, state_dtype
+    return _layers_of(model.config, blocks, batch_size, capacity, *types)
+
+
+@functools.lru_cache(maxsize=128)
+def _layers_of(
+    config: ModelConfig,
+    blocks: tuple[tuple[int, int, bool], ...],
+    batch_size: int,
+    capacity: int,
+    carried_dtype: str,
+    dtype: str,
+    state_dtype: str | None,
+) -> tuple[tuple[LayerCache, ...], dict[str, Any]]:
+    encoding, shape = config.position, jax.ShapeDtypeStruct
+    tokens = (batch_size, capacity)
+    x = shape((*tokens, config.hidden_size), config.dtype)
+    positions = shape(tokens, jnp.int32)
+
+    def parameters(specs: dict[str, Param]) -> dict[str, Any]:
+        return {name: shape(spec.shape, config.param_dtype) for name, spec in specs.items()}
+
+    def kept(find: Any, params: Any, **entering: Any) -> dict[str, Any]:
+        """What the encoding keeps of the tokens that enter a layer."""
+
+        def run(params: Any, x: Array, positions: Array, entering: Any) -> dict[str, Array]:
+            layer = Layer(x, positions, None, True, config, **entering)
+            find(params, layer)
+            return layer.new
+
+        return jax.eval_shape(run, params, x, positions, entering)
+
+    def start_state(p: Array, x: Array, params: Any) -> Any:
+        start = encoding.start_from_embeddings(params, Layer(x, p, None, True, config))
+        if start is None:
+            start = encoding.start(p, config, length=capacity, dtype=jnp.dtype(carried_dtype))
+        return start
+
+    def carried(state: Any) -> Any:
+        return encoding.carry(state, tokens, config)
+
+    begins = parameters(encoding.input_params(config))
+    start = jax.eval_shape(start_state, positions, x, begins)
+    e = jax.eval_shape(lambda state: encoding.rotation(carried(state))[1], start)
+    q = shape((*tokens, config.num_heads, config.dim), dtype)
+    head = shape((*tokens, config.kv_heads, config.dim), dtype)
+    rotated = head if e is None else jax.eval_shape(algebra.rotate, head, e)
+
+    def slots(like: jax.ShapeDtypeStruct, *n: int) -> Any:
+        """Heads before time; ``n`` layers."""
+        batch, time, heads, *tail = like.shape
+        return shape((*n, batch, heads, time, *tail), like.dtype)
+
+    def kept_state(e: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        narrower = min(e.dtype, jnp.dtype(config.dtype), key=lambda x: x.itemsize)
+        return shape(e.shape, state_dtype or narrower)
+
+    def layer(updates: bool, n: int) -> LayerCache:
+        keeps_state = updates and encoding.attends_state and e is not None
+        params = parameters(encoding.layer_params(config, updates=updates))
+        state = jax.eval_shape(carried, start) if updates else start
+        more = kept(encoding.layer_terms, params, q=q, k=head, state=state)
+        wide = algebra.at_least_float32(dtype)
+        return LayerCache(
+            k=slots(shape(rotated.shape, wide if encoding.rewrites_keys else dtype), n),
+            v=slots(head, n),
+            e=slots(kept_state(e), n) if keeps_state else None,
+            kept={name: slots(x, n) for name, x in more.items()},
+        )
+
+    layers = tuple(layer(updates, stop - start) for start, stop, updates in blocks)
+    first = kept(encoding.start_from_embeddings, begins)
+    return layers, {name: slots(x) for name, x in first.items()}
+
+
+def grow_cache(model: Transformer, cache: Cache, capacity: int) -> Cache:
+    """The cache with more slots; outside of ``jax.jit``.
+
+    Args:
+      model: the model that uses it.
+      cache: a cache of ``model``.
+      capacity: slots of the new one, at least as many as the old one has.
+
+    Raises:
+      ValueError: if there would be fewer slots, more than the model or its encoding takes, or if
+        the encoding draws positions or scales frequencies for the capacity, no ``length`` having
+        been given: what the cache holds would then be for another one.
+    """
+    old = cache.capacity
+    capacity = positive("capacity", capacity)
+    require(capacity >= old, f"a cache of capacity {old} cannot shrink to {capacity}")
+    check_cache(model, cache)
+    check_length(model, capacity, what="a cache")
+    require(
+        int(cache.index) <= old,
+        f"the cache of capacity {old} was written past it, {int(cache.index)} tokens in all: some "
+        "are lost, and more slots do not bring them back",
+    )
+    require(
+        cache.length is not None or not depends_on_capacity(model, old, capacity, key=cache.key),
+        f"the encoding {model.encoding.kind!r} depends on the capacity, {old}: give init_cache the "
+        "final capacity at once, or a length",
+    )
+
+    def grow(x: Array, axis: int) -> Array:
+        pads = [(0, capacity - old if i == axis else 0) for i in range(x.ndim)]
+        return jnp.pad(x, pads)
+
+    return dataclasses.replace(
+        cache,
+        tokens=grow(cache.tokens, 1),
+        positions=grow(cache.positions, 1),
+        segment_ids=grow(cache.segment_ids, 1),
+        layers=jax.tree.map(functools.partial(grow, axis=3), cache.layers),
+        kept=jax.tree.map(functools.partial(grow, axis=2), cache.kept),
+    )
+
+
+def depends_on_capacity(
+    model: Transformer, old: int, new: int, *, key: Array | None = None
+) -> bool:
+    """Whether tokens have other position states in a cache of ``new`` slots than of ``old``.
+
+    So it is where positions are drawn, or frequencies scaled, for a length.
+    """
+
+    if key is not None and model.config.random_positions is not None:
+        return old != new
+
+    def start(length: int) -> Any:
+        dtype = model.state_dtype
+        return model.encoding.start(
+            jnp.arange(min(old, new)), model.config, key=key, length=length, dtype=dtype
+        )
+
+    same = jax.tree.map(lambda a, b: bool(jnp.array_equal(a, b)), start(old), start(new))
+    return not all(jax.tree.leaves(same))
+
+
+def check_length(model: Transformer, length: int, *, what: str = "a sequence") -> None:
+    """Raises ValueError if ``length`` tokens are more than the model or its encoding takes."""
+    encoding = model.encoding
+    for limit, whose in (
+        (model.config.max_length, "the model's max_length"),
+        (encoding.max_length(), f"the limit of the encoding {encoding.kind!r}"),
+    ):
+        if limit is not None and length > limit:
+            raise ValueError(f"{what} of {length} tokens exceeds {whose} of {limit}")
+
+
+def append(
+    cache: Cache, tokens: Array, positions: Array | None, segment_ids: Array | None
+) -> Cache:
+    """The cache with the new tokens, their positions and segments written behind the old ones.
+
+    Without segment ids they belong to the segment of their row's last real token, without positions
+    they follow the last of their segment.
+    """
+    if tokens.ndim != 2 or tokens.shape[0] != cache.tokens.shape[0]:
+        raise ValueError(
+            f"with a cache for {cache.tokens.shape[0]} sequences, tokens must have shape "
+            f"({cache.tokens.shape[0]}, T); got {tokens.shape}"
+        )
+    time = tokens.shape[1]
+    used = 0 if isinstance(cache.index, jax.core.Tracer) else int(cache.index)
+    if used + time > cache.capacity:
+        raise ValueError(
+            f"{time} tokens do not fit into a cache of capacity {cache.capacity} with {used} in use"
+        )
+    if segment_ids is None:
+        last, found = _last(cache.segment_ids, cache.segment_ids != PADDING)
+        segment_ids, place = jnp.where(found, last, 1)[:, None], default_positions(time)
+    else:
+        segment_ids = jnp.broadcast_to(segment_ids, tokens.shape)
+        place = places(segment_ids)
+    if positions is None:
+        same = cache.segment_ids[:, None] == segment_ids[..., None]
+        last, found = _last(cache.positions[:, None], same)
+        positions = jnp.where(found, last + 1, 0) + place
+    kept = cache.positions.dtype
+    require(
+        jnp.issubdtype(kept, jnp.floating) or not jnp.issubdtype(positions.dtype, jnp.floating),
+        f"positions of type {positions.dtype} would be cut to the {kept} of the cache: give "
+        "init_cache position_dtype='float32'",
+    )
+
+    def put(old: Array, new: Array) -> Array:
+        new = jnp.broadcast_to(without_padding(new, segment_ids), tokens.shape).astype(old.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(old, new, cache.index, axis=1)
+
+    return dataclasses.replace(
+        cache,
+        index=cache.index + time,
+        tokens=put(cache.tokens, tokens),
+        positions=put(cache.positions, positions),
+        segment_ids=put(cache.segment_ids, segment_ids),
+    )
+
+
+def _last(x: Array, chosen: Array) -> tuple[Array, Array]:
+    """Of the chosen entries along the last axis the last one; and whether there is one.
+
+    ``x`` broadcasts to ``chosen [..., S]``; both results are ``[...]``.
+    """
+    slot = jnp.where(chosen, jnp.arange(chosen.shape[-1]), -1).max(-1, keepdims=True)
+    last = jnp.take_along_axis(jnp.broadcast_to(x, chosen.shape), jnp.maximum(slot, 0), axis=-1)
+    return last[..., 0], slot[..., 0] >= 0
+
+
+def entries(
+    cache: LayerCache, k: Array, v: Array, e: Array | None, kept: dict[str, Array]
+) -> LayerCache:
+    """Keys, values, states and the rest of new tokens ``[B, T, H, ...]`` in the form of a cache."""
+    state = None if cache.e is None or e is None else _as_slots(cache.e, e)
+    more = {name: _as_slots(old, kept[name]) for name, old in cache.kept.items()}
+    return LayerCache(k=_as_slots(cache.k, k), v=_as_slots(cache.v, v), e=state, kept=more)
+
+
+def _as_slots(old: Array, new: Array) -> Array:
+    """``new [B, T, H, ...]`` in the form of ``old [B, H, S, ...]``."""
+    new = jnp.swapaxes(new, -old.ndim + 1, -old.ndim + 2)
+    shape = (*old.shape[:2], new.shape[-old.ndim + 2], *old.shape[3:])
+    return jnp.broadcast_to(new, shape).astype(old.dtype)
+
+
+def keep(cache: Cache, new: dict[str, Array], index: Array | int) -> dict[str, Array]:
+    """``Cache.kept`` with what new tokens, ``[B, T, H, ...]``, add from the slot ``index`` on."""
+    return {
+        name: jax.lax.dynamic_update_slice_in_dim(old, _as_slots(old, new[name]), index, axis=2)
+        for name, old in cache.kept.items()
+    }
+
+
+def with_entries(cache: LayerCache, new: LayerCache, index: Array | int) -> LayerCache:
+    """The cache of one layer with new tokens in the slots from ``index`` on."""
+    slots, time = cache.k.shape[2], new.k.shape[2]
+    if time > 1:
+        return write_cache(cache, new, index)
+    here = jnp.arange(slots) == index
+
+    def choose_slot(old: Array, new: Array) -> Array:
+        # One pass that can be fused with what comes before, unlike a copy and an update.
+        return jnp.where(here.reshape(-1, *(1,) * (old.ndim - 3)), new, old)
+
+    return jax.tree.map(choose_slot, cache, new)
+
+
+def write_cache(
+    cache: LayerCache, new: LayerCache, index: Array | int, *, axis: int = 2
+) -> LayerCache:
+    """The cache with the slots from ``index`` on, along ``axis``, overwritten by ``new``.
+
+    Of ``new`` keys may be all there are, rewritten ones.
+    """
+
+    def put(old: Array, new: Array) -> Array:
+        # What is as long as the cache begins where it begins: indices are clamped.
+        return jax.lax.dynamic_update_slice_in_dim(old, new, index, axis=axis)
+
+    return jax.tree.map(put, cache, new)

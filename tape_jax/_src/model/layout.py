@@ -1,0 +1,184 @@
+"""How a model lays out its parameters, and the way from one layout to another."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tape_jax._src.core.checks import require
+from tape_jax._src.model.decoder import (
+    Transformer,
+)
+from tape_jax._src.model.parameters import full_name
+
+# In place of a block's number, for parameters outside of the layers.
+OUTSIDE = -1
+
+
+def replaced(model: Transformer, **changes: Any) -> Transformer:
+    """The model with fields of its configuration changed."""
+    return Transformer(dataclasses.replace(model.config, **changes), sharding=model.sharding)
+
+
+def with_encoding(model: Transformer, params: Any, other: Any) -> dict[str, Any]:
+    """Parameters of a model, with those of its position encoding taken from ``other``.
+
+    Args:
+      model: whose parameters they are.
+      params: nested dict of arrays.
+      other: a dict of the same structure.
+    """
+    own = {path for path, spec in model.parameters().items() if spec.role == "position"}
+    ours, theirs = flatten_dict(params, sep="/"), flatten_dict(other, sep="/")
+    return unflatten_dict({p: (theirs if p in own else ours)[p] for p in ours}, sep="/")
+
+
+def layer_params(model: Transformer, params: Any) -> list[dict[str, Any]]:
+    """What the encoding declares with ``Encoding.layer_params``, of each of the model's blocks."""
+    c, encoding = model.config, model.encoding
+    return [
+        {
+            name: params[f"layers_{start}"][full_name("position", name)]
+            for name in encoding.layer_params(c, updates=updates)
+        }
+        for start, _, updates in model.blocks
+    ]
+
+
+def restack(
+    params: Any, old: Transformer, new: Transformer, *, donate: bool = False
+) -> dict[str, Any]:
+    """Parameters of ``old`` in the layout of ``new``.
+
+    A model keeps the parameters of each run of like layers stacked, ``layers_<first>/...`` with a
+    leading axis; without ``scan_layers`` every layer has its own. Where a run is the same in both
+    layouts its arrays are handed on as they are; only the others are sliced or concatenated.
+
+    Args:
+      params: nested dict of jax arrays, numpy arrays (sliced as views) or ShapeDtypeStructs. It may
+        hold some of the parameters only.
+      old: the model whose layout ``params`` has.
+      new: the model whose layout is wanted, with as many layers.
+      donate: delete each jax array once its parts are made, so that at no time more than one
+        parameter's stack exists twice. ``params`` cannot be used afterwards.
+
+    Returns:
+      The same parameters, of the same types. Arrays with a NamedSharding keep it; the axis of
+      layers is no longer sharded where its new length does not divide.
+
+    Raises:
+      ValueError: if the numbers of layers differ, ``params`` does not have the layout of ``old``,
+        or only some layers of a run of ``new`` have a parameter.
+    """
+    layers = old.config.num_layers
+    require(
+        new.config.num_layers == layers,
+        f"restack needs equal numbers of layers; got {layers} and {new.config.num_layers}",
+    )
+    sources, result = {start: stop for start, stop, _ in old.blocks}, {}
+    for path, leaves in by_path(params).items():
+        if OUTSIDE in leaves:
+            result[path] = leaves[OUTSIDE]
+            continue
+        for first in leaves:
+            require(
+                first in sources,
+                f"parameters have layers_{first}, the model has "
+                f"{', '.join(f'layers_{a}' for a in sources)}",
+            )
+        made: dict[str, Any] = {}
+        for start, stop, _ in new.blocks:
+            parts = [
+                (x, max(start - first, 0), min(stop, sources[first]) - first)
+                for first, x in sorted(leaves.items())
+                if first < stop and sources[first] > start
+            ]
+            found = sum(upper - lower for _, lower, upper in parts)
+            if found == 0:
+                continue
+            require(
+                found == stop - start,
+                f"{path}: {found} of the layers {start} to {stop - 1} have this parameter; a run "
+                "needs it in all or none",
+            )
+            stacked = (old.config.scan_layers, new.config.scan_layers)
+            made[block_name(start, path)] = _assemble(parts, *stacked)
+        result |= made
+        for x in leaves.values():
+            if donate and isinstance(x, jax.Array) and not any(x is y for y in made.values()):
+                x.delete()
+    return unflatten_dict(result, sep="/")
+
+
+def by_path(params: Any) -> dict[str, dict[int, Any]]:
+    """Leaves by their path without the number of a block, then by that number.
+
+    ``layers_3/mlp/up/kernel`` is entry 3 of ``layers/mlp/up/kernel``; leaves outside of the layers
+    are entry OUTSIDE of their own path.
+    """
+    result: dict[str, dict[int, Any]] = {}
+    for name, x in flatten_dict(params, sep="/").items():
+        block, _, rest = name.partition("/")
+        number = block.removeprefix("layers_")
+        inside = number != block and number.isdigit()
+        path, entry = (f"layers/{rest}", int(number)) if inside else (name, OUTSIDE)
+        result.setdefault(path, {})[entry] = x
+    return result
+
+
+def block_name(first: int, path: str) -> str:
+    """Inverse of :func:`by_path` for one leaf."""
+    return path if first == OUTSIDE else f"layers_{first}/{path.removeprefix('layers/')}"
+
+
+def _assemble(parts: list[tuple[Any, int, int]], stacked: bool, stack: bool) -> Any:
+    """The rows ``lower .. upper`` of each part, one after the other.
+
+    ``stacked`` and ``stack`` say whether the parts, and the result, have an axis of layers.
+    """
+    x, lower, upper = parts[0]
+    if len(parts) == 1 and stacked == stack and (not stacked or upper - lower == x.shape[0]):
+        return x
+
+    def build(xp: Any, *leaves: Any) -> Any:
+        spans = [(lower, upper) for _, lower, upper in parts]
+        if not stack:
+            return leaves[0][spans[0][0]]
+        if not stacked:
+            return xp.stack(leaves)
+        rows = [leaf[a:b] for leaf, (a, b) in zip(leaves, spans, strict=True)]
+        return rows[0] if len(rows) == 1 else xp.concatenate(rows)
+
+    leaves = [leaf for leaf, _, _ in parts]
+    if isinstance(x, np.ndarray):
+        return np.asarray(build(np, *leaves))
+    if isinstance(x, jax.ShapeDtypeStruct):
+        shape = jax.eval_shape(lambda *leaves: build(jnp, *leaves), *leaves)
+        sharding = _restacked_sharding(x, shape.shape, stacked, stack)
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+    result = build(jnp, *leaves)
+    sharding = _restacked_sharding(x, result.shape, stacked, stack)
+    return result if sharding is None else jax.device_put(result, sharding)
+
+
+def _restacked_sharding(
+    x: Any, shape: tuple[int, ...], stacked: bool, stack: bool
+) -> NamedSharding | None:
+    """The NamedSharding of ``x`` for its restacked form of ``shape``; None if it has none."""
+    sharding = None if isinstance(x, jax.core.Tracer) else x.sharding
+    if not isinstance(sharding, NamedSharding):
+        return None
+    spec = [*sharding.spec, *[None] * (len(x.shape) - len(sharding.spec))]
+    lead = spec.pop(0) if stacked else None
+    if stack:
+        names = () if lead is None else (lead,) if isinstance(lead, str) else lead
+        divides = shape[0] % math.prod(sharding.mesh.shape[name] for name in names) == 0
+        spec.insert(0, lead if divides else None)
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind)

@@ -1,0 +1,100 @@
+"""Contextual position encoding: positions are counts of what a query lets in."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from tape_jax._src.core.checks import positive, require, set_field
+from tape_jax._src.model.config import ModelConfig
+from tape_jax._src.positions.contextual import rows as by_rows
+from tape_jax._src.positions.layer import Layer, Terms
+from tape_jax._src.positions.protocol import Encoding, Param
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Cope(Encoding):
+    """CoPE (Golovneva et al. 2024, section 4): a learned vector for each count of gates.
+
+    Query ``i`` lets key ``l`` in by ``g_il = sigmoid(q_i . k_l / sqrt(D))``. The place of key ``j``
+    is the sum of the gates of the keys ``j .. i`` that the query sees, at most ``positions - 1``;
+    between whole places vectors are interpolated. To the logit is added ``q_i . e(place) /
+    sqrt(D)``, with vectors that all heads of a layer share. The rotation by another encoding enters
+    the gates with the logits, and not ``q_i . e``.
+
+    Attributes:
+      positions: number of vectors; None: one more than the model's ``max_length``, as in the
+        published code, so that no place is cut.
+      separate_key: gates have keys of their own, a further projection of what enters the layer.
+      divide: whether ``q_i . e`` is divided by ``sqrt(D)``.
+
+    Raises:
+      ValueError: for options out of range; without ``positions`` in a model without ``max_length``;
+        where tokens see later ones, which no place is defined for.
+    """
+
+    kind: ClassVar[str] = "cope"
+    acts_on: ClassVar[tuple[str, ...]] = ("logits",)
+    reads_positions: ClassVar[bool] = False
+
+    positions: int | None = 64
+    separate_key: bool = False
+    divide: bool = True
+
+    def __post_init__(self):
+        set_field(self, "positions", positive("cope: positions", self.positions, optional=True))
+
+    def check(self, config: ModelConfig) -> None:
+        require(
+            self.positions is not None or config.max_length is not None,
+            "cope: positions=None is for a model with a max_length; this one has none",
+        )
+
+    def _size(self, config: ModelConfig) -> int:
+        return self.positions or (config.max_length or 0) + 1
+
+    def layer_params(self, config: ModelConfig, *, updates: bool):
+        zeros = jax.nn.initializers.zeros
+        params = {"vectors": Param((config.dim, self._size(config)), zeros, (None, None))}
+        if self.separate_key:
+            shape = (config.hidden_size, config.kv_heads * config.dim)
+            normal = jax.nn.initializers.normal(0.02)
+            params["gate_key_kernel"] = Param(shape, normal, ("embed", "kv_heads"))
+        return params
+
+    def layer_terms(self, params, layer: Layer) -> Terms:
+        layer.require_causal(self.kind, "it counts from a key up to the query")
+        config, q = layer.config, layer.q
+        assert q is not None
+        scale = config.dim**-0.5
+        vectors = params["vectors"]
+        gate_keys = None
+        if self.separate_key:
+            own = layer.product(params["gate_key_kernel"]).astype(q.dtype)
+            own = own.reshape(*own.shape[:-1], config.kv_heads, config.dim)
+            gate_keys = layer.keep("gate_key", own).astype(q.dtype)
+
+        def logits_fn(logits: Array, rows: Any) -> Array:
+            queries = by_rows.of_queries(q, rows)
+            gates = logits
+            if gate_keys is not None:
+                keys = by_rows.of_keys(gate_keys, rows)
+                gates = by_rows.products(queries, keys, logits.dtype) * scale
+            gates = jnp.where(rows.visible, jax.nn.sigmoid(gates), 0)
+            place = jnp.minimum(by_rows.sums_from(gates), vectors.shape[-1] - 1)
+            found = jnp.moveaxis(layer.product(vectors, queries), 1, 2)
+            below = jnp.floor(place)
+
+            def at(place: Array) -> Array:
+                return jnp.take_along_axis(found, place.astype(jnp.int32), axis=-1)
+
+            low, high = at(below), at(jnp.ceil(place))
+            added = low + (place - below) * (high - low)
+            return logits + (scale * added if self.divide else added)
+
+        return Terms(logits_fn=logits_fn)

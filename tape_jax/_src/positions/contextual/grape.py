@@ -1,0 +1,161 @@
+"""GRAPE's additive forms: linear biases with gates, and biases summed along the path."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from tape_jax._src.core.checks import choose, require
+from tape_jax._src.model.config import ModelConfig
+from tape_jax._src.positions.contextual import rows as by_rows
+from tape_jax._src.positions.fixed.bias import alibi_slopes
+from tape_jax._src.positions.layer import Layer, Terms
+from tape_jax._src.positions.protocol import Encoding, Param
+
+Array = jax.Array
+
+GATES = ("query_key", "key")
+# Directions are divided by their norm, or by this where it is less.
+SHORTEST = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class GrapeAdditive(Encoding):
+    """GRAPE-A (Zhang et al. 2025, arXiv:2512.07805): ALiBi with gates of the query and of the key.
+
+    ``b_ij = -|i - j| slope_h softplus(omega_h) (softplus(q_i . v_h / sqrt(D)) + softplus(k_j . u_h
+    / sqrt(D)))``, with ALiBi's slopes and unit vectors ``u``, ``v`` for each query head. Gates see
+    queries and keys before any rotation.
+
+    Attributes:
+      gate: ``query_key``, or ``key``: the second gate alone; in the published code
+        ``a-querykeygated`` and ``a-keygated``.
+
+    Raises:
+      ValueError: for an unknown gate.
+    """
+
+    kind: ClassVar[str] = "grape_additive"
+    acts_on: ClassVar[tuple[str, ...]] = ("bias",)
+
+    gate: str = "query_key"
+
+    def __post_init__(self):
+        choose("grape_additive gate", self.gate, GATES)
+
+    def layer_params(self, config: ModelConfig, *, updates: bool):
+        heads = config.num_heads
+        # The softplus of this is 1.
+        one = jax.nn.initializers.constant(math.log(math.e - 1))
+        normal = jax.nn.initializers.normal(config.dim**-0.5)
+        direction = Param((heads, config.dim), normal, ("heads", None))
+        params = {"omega": Param((heads,), one, ("heads",)), "key_direction": direction}
+        return params if self.gate == "key" else {**params, "query_direction": direction}
+
+    def layer_terms(self, params, layer: Layer) -> Terms:
+        config, p = layer.config, layer.positions
+        assert layer.q is not None
+        assert layer.k is not None
+        slopes = jnp.asarray(alibi_slopes(config.num_heads), layer.dtype)
+        slopes = slopes * jax.nn.softplus(params["omega"].astype(layer.dtype))
+        keys = layer.keep("gate", _gate(layer.k, params["key_direction"], layer.dtype))
+        queries = None
+        if self.gate == "query_key":
+            queries = _gate(layer.q, params["query_direction"], layer.dtype)
+
+        def bias(i: Array, j: Array) -> Array:
+            distance = jnp.abs(p[..., i][..., :, None] - p[..., j][..., None, :])
+            gates = jnp.moveaxis(keys[..., j, :], -1, -2)[..., None, :]
+            if queries is not None:
+                own = queries[..., i - layer.index, :]
+                gates = gates + jnp.moveaxis(own, -1, -2)[..., None]
+            slope = slopes[:, None, None] * gates
+            return -distance[..., None, :, :].astype(layer.dtype) * slope
+
+        return Terms(bias=bias)
+
+
+def _gate(x: Array, direction: Array, dtype: Any) -> Array:
+    """``softplus(x . direction / sqrt(D))``, ``[..., T, Hq]``, for a direction of each query head.
+
+    Args:
+      x: ``[..., T, H, D]``; its head ``h`` is that of query heads ``h G`` to ``h G + G - 1``.
+      direction: ``[Hq, D]``, of any length.
+      dtype: of the result.
+    """
+    direction = direction.astype(dtype)
+    square = jnp.sum(direction**2, axis=-1, keepdims=True)
+    unit = direction / jnp.sqrt(jnp.maximum(square, SHORTEST**2))
+    heads, dim = x.shape[-2:]
+    unit = unit.reshape(heads, -1, dim)
+    along = jnp.einsum("...hd,hgd->...hg", x.astype(dtype), unit)
+    return jax.nn.softplus(along.reshape(*x.shape[:-2], -1) * dim**-0.5)
+
+
+@dataclasses.dataclass(frozen=True)
+class GrapePath(Encoding):
+    """GRAPE-AP (Zhang et al. 2025, arXiv:2512.07805): a bias summed from the key to the query.
+
+    ``b_ij = sum_{j < l <= i} slope_h log sigmoid(p_i . rot(n_l) / d)`` over the keys ``l`` that the
+    query sees, with ALiBi's slopes; ``p = x W`` of what enters the layer, ``d`` wide in each head,
+    ``n = p / rms(p)``, and ``rot`` the rotation by ``-l`` radians of every pair of coordinates
+    ``(c, c + d / 2)``, ``l`` being the position. Only one side is rotated, as in the published
+    code, ``ap-v1``, so that biases depend on where positions start.
+
+    Attributes:
+      width: ``d``, even; None: the head dimension.
+
+    Raises:
+      ValueError: for a width out of range; where tokens see later ones, to which no path leads.
+    """
+
+    kind: ClassVar[str] = "grape_path"
+    acts_on: ClassVar[tuple[str, ...]] = ("logits",)
+
+    width: int | None = None
+
+    def __post_init__(self):
+        require(
+            self.width is None or (self.width > 0 and self.width % 2 == 0),
+            f"grape_path: width must be positive and even, or None; got {self.width}",
+        )
+
+    def _width(self, config: ModelConfig) -> int:
+        return config.dim if self.width is None else self.width
+
+    def layer_params(self, config: ModelConfig, *, updates: bool):
+        shape = (config.hidden_size, config.num_heads * self._width(config))
+        normal = jax.nn.initializers.normal(0.02)
+        return {"path_kernel": Param(shape, normal, ("embed", "heads"))}
+
+    def layer_terms(self, params, layer: Layer) -> Terms:
+        layer.require_causal(self.kind, "it sums from a key up to the query")
+        width = self._width(layer.config)
+        own = layer.product(params["path_kernel"])
+        own = own.reshape(*own.shape[:-1], layer.config.num_heads, width)
+        keys = layer.keep("path", _turned(own, layer.query_positions))
+        keys = keys.astype(own.dtype)
+        slopes = jnp.asarray(alibi_slopes(layer.config.num_heads), own.dtype)
+
+        def logits_fn(logits: Array, rows: Any) -> Array:
+            sides = by_rows.of_queries(own, rows), by_rows.of_keys(keys, rows)
+            along = by_rows.products(*sides, own.dtype) / width
+            steps = slopes[:, None, None] * jax.nn.log_sigmoid(along)
+            steps = jnp.where(rows.visible, steps, 0)
+            return logits + by_rows.sums_behind(steps).astype(logits.dtype)
+
+        return Terms(logits_fn=logits_fn)
+
+
+def _turned(p: Array, positions: Array) -> Array:
+    """``p / rms(p)``, ``[..., T, H, d]``, rotated by minus its position."""
+    mean = jnp.mean(p**2, axis=-1, keepdims=True)
+    p = p * jax.lax.rsqrt(mean + jnp.finfo(p.dtype).eps)
+    angle = positions.astype(p.dtype)[..., None, None]
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    first, second = jnp.split(p, 2, axis=-1)
+    return jnp.concatenate([first * cos + second * sin, second * cos - first * sin], axis=-1)

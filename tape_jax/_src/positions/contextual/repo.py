@@ -1,0 +1,114 @@
+"""RePo: RoPE at positions that each token chooses."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from tape_jax._src.core.checks import choose, not_negative, positive, require, set_field
+from tape_jax._src.model.config import ModelConfig
+from tape_jax._src.positions.fixed.rotary import Rope, content_state, frequencies
+from tape_jax._src.positions.layer import Layer, Terms
+from tape_jax._src.positions.protocol import Encoding, Param, State
+
+FORMS = ("swiglu", "linear")
+
+
+@dataclasses.dataclass(frozen=True)
+class Repo(Encoding):
+    """RePo (Li et al. 2025, arXiv:2512.14391): RoPE at real positions made of the content.
+
+    Context re-positioning: the position of a token, for each key/value head, is ``(silu(x W_gate) *
+    (x W_content)) W`` of what enters the layer; neither a sum over tokens nor their order is in it.
+
+    Attributes:
+      form: ``swiglu``, as above; ``linear``: ``x W``; in the published code
+        ``swigluex_multihead`` and ``multihead_continuous``.
+      width: of the gated layer; None: an eighth of the hidden size.
+      base: the rotary base.
+      first_layer: from which layer on; those before it have ordinary RoPE of the same base. The
+        published model leaves the first 5 of its 16 layers to RoPE.
+
+    Raises:
+      ValueError: for options out of range; where no layer would choose positions; without a width
+        for a hidden size below 8.
+    """
+
+    kind: ClassVar[str] = "repo"
+    acts_on: ClassVar[tuple[str, ...]] = ("state",)
+
+    form: str = "swiglu"
+    width: int | None = None
+    base: float = 500_000.0
+    first_layer: int = 0
+
+    def __post_init__(self):
+        choose("repo form", self.form, FORMS)
+        set_field(self, "width", positive("repo: width", self.width, optional=True))
+        require(self.base > 1, f"repo: the rotary base must exceed 1; got {self.base}")
+        set_field(self, "first_layer", not_negative("repo: first_layer", self.first_layer))
+
+    @property
+    def reads_positions(self) -> bool:
+        return self.first_layer > 0
+
+    @property
+    def reads_start(self) -> bool:
+        return self.first_layer > 0
+
+    def check(self, config: ModelConfig) -> None:
+        require(
+            self.first_layer < config.num_layers,
+            f"repo: no layer would choose positions: first_layer = {self.first_layer} of "
+            f"{config.num_layers} layers",
+        )
+        require(
+            self.form == "linear" or self.width is not None or config.hidden_size >= 8,
+            f"repo: an eighth of the hidden size {config.hidden_size} is nothing: give width",
+        )
+
+    def layer_params(self, config: ModelConfig, *, updates: bool):
+        if self.first_layer > 0 and not updates:
+            return {}
+        init = jax.nn.initializers.truncated_normal(0.02, lower=-3.0, upper=3.0)
+        hidden, heads = config.hidden_size, config.kv_heads
+        if self.form == "linear":
+            return {"place_kernel": Param((hidden, heads), init, ("embed", "kv_heads"))}
+        width = self.width or hidden // 8
+        return {
+            "place_gate": Param((hidden, width), init, ("embed", None)),
+            "place_content": Param((hidden, width), init, ("embed", None)),
+            "place_kernel": Param((width, heads), init, (None, "kv_heads")),
+        }
+
+    def start(self, positions, config, *, key=None, length=None, dtype=jnp.float32, params=None):
+        if self.first_layer == 0:
+            return None
+        rope = Rope(base=self.base)
+        return rope.start(positions, config, key=key, length=length, dtype=dtype)
+
+    def carry(self, state: State, shape: tuple[int, ...], config: ModelConfig) -> State:
+        # From the first layer that chooses positions on, nobody reads it.
+        return None
+
+    def rotation(self, state: State):
+        return state, state
+
+    def updates(self, layer: int, num_layers: int) -> bool:
+        return 0 < self.first_layer <= layer
+
+    def layer_terms(self, params, layer: Layer) -> Terms:
+        if not params:
+            return Terms()
+        if self.form == "linear":
+            places = layer.product(params["place_kernel"])
+        else:
+            gate = jax.nn.silu(layer.product(params["place_gate"]))
+            content = layer.product(params["place_content"])
+            places = layer.product(params["place_kernel"], gate * content)
+        places = layer.tap("pos", places)
+        turns = jnp.asarray(frequencies(layer.config.dim, self.base), layer.dtype)
+        return Terms(state=content_state(places[..., None] * turns))

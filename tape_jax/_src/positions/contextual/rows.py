@@ -1,0 +1,58 @@
+"""Rows of logits, all keys of some queries, for the encodings that rewrite them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tape_jax._src.core.algebra import precise_einsum
+
+Array = jax.Array
+
+# Sums along keys are products with triangles of so many of them: on a CPU a quarter of the time of
+# a cumulative sum.
+BLOCK = 32
+
+
+def of_queries(x: Array, rows: Any) -> Array:
+    """Of ``x [..., T, heads, D]``, of all new tokens, those of some rows, ``[B, Q, heads, D]``."""
+    return jnp.take(all_axes(x), rows.queries, axis=1)
+
+
+def of_keys(x: Array, rows: Any) -> Array:
+    """Of ``x [..., S, heads, D]``, of all keys, those that rows have, ``[B, K, heads, D]``."""
+    return all_axes(x)[:, : rows.visible.shape[-1]]
+
+
+def all_axes(x: Array) -> Array:
+    """``[..., T, heads, D]`` with its batch axes as one, ``[B, T, heads, D]``."""
+    return x.reshape(-1, *x.shape[-3:])
+
+
+def products(queries: Array, keys: Array, dtype: Any) -> Array:
+    """Inner products ``[B, Hq, Q, S]`` of ``[B, Q, Hq, D]`` and ``[B, S, Hk, D]``.
+
+    Query head ``h`` reads the key head ``h // (Hq / Hk)``. Sums are of type ``dtype``.
+    """
+    batch, count, heads, _ = queries.shape
+    queries = queries.reshape(batch, count, keys.shape[2], -1, queries.shape[-1])
+    out = jnp.einsum("bqhgd,bshd->bhgqs", queries, keys, preferred_element_type=dtype)
+    return out.reshape(batch, heads, count, -1)
+
+
+def sums_from(x: Array) -> Array:
+    """Of ``x [..., S]`` the sum over each key and all behind it."""
+    *lead, keys = x.shape
+    blocks = jnp.pad(x, [(0, 0)] * len(lead) + [(0, -keys % BLOCK)]).reshape(*lead, -1, BLOCK)
+    within = precise_einsum("...l,lj->...j", blocks, jnp.tri(BLOCK, dtype=x.dtype))
+    count = blocks.shape[-2]
+    after = precise_einsum("...b,bc->...c", blocks.sum(-1), jnp.tri(count, k=-1, dtype=x.dtype))
+    return (within + after[..., None]).reshape(*lead, -1)[..., :keys]
+
+
+def sums_behind(x: Array) -> Array:
+    """Of ``x [..., S]`` the sum over all keys behind each."""
+    pads = [(0, 0)] * (x.ndim - 1) + [(0, 1)]
+    return sums_from(jnp.pad(x[..., 1:], pads))

@@ -1,0 +1,495 @@
+"""Rotary states and the encodings that never change them: RoPE, YaRN, xPos, randomised RoPE."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from tape_jax._src.core import algebra
+from tape_jax._src.core.checks import concrete, not_negative, require, require_x64, set_field
+from tape_jax._src.model.config import ModelConfig, RandomPositions, RopeScaling
+from tape_jax._src.positions.drawing import drawn_positions
+from tape_jax._src.positions.protocol import Encoding, Param, State, as_positions
+
+Array = jax.Array
+
+# Fields of :class:`Rope` that say where a rotary state starts.
+START_FIELDS = ("base", "scaling", "axes", "partial_rotary_factor", "learn_base", "still_heads")
+
+
+def frequencies(
+    head_dim: int,
+    base: float = 10_000.0,
+    scaling: RopeScaling | None = None,
+    length: int | None = None,
+    partial_rotary_factor: float = 1.0,
+) -> np.ndarray:
+    """Angular frequencies of RoPE (RoFormer, section 3.2.2), adapted by ``scaling``.
+
+    Args:
+      head_dim: ``D``, even.
+      base: the rotary base.
+      scaling: linear (Chen et al. 2023), NTK and dynamic NTK (bloc97 2023), YaRN (Peng et al.
+        2023, section 3.2) or llama3 (Llama 3, section 3.2).
+      length: sequence length in tokens; read by ``dynamic`` alone.
+      partial_rotary_factor: share of the dimensions that rotate (Black et al. 2022, section 2.1.1);
+        the frequencies of the others, which come last, are zero.
+
+    Returns:
+      Frequencies in radians per token, float64 ``[D/2]``.
+    """
+    if partial_rotary_factor < 1:
+        turning = _turning(head_dim, partial_rotary_factor)
+        moving = frequencies(turning, base, scaling, length) if turning else np.zeros(0)
+        return np.pad(moving, (0, (head_dim - turning) // 2))
+    scaling = scaling or RopeScaling()
+    exponent = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+    stretch = scaling.factor
+    if scaling.kind == "dynamic":
+        stretch = dynamic_stretch(scaling, length or 0)
+    if scaling.kind in ("ntk", "dynamic") and head_dim > 2:
+        base = base * stretch ** (head_dim / (head_dim - 2))
+    omega = base**-exponent
+    if scaling.kind == "linear":
+        return omega / scaling.factor
+    if scaling.kind == "yarn":
+        return _yarn(omega, head_dim, base, scaling)
+    if scaling.kind == "llama3":
+        rotations = scaling.original_length * omega / (2 * math.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        keep = np.clip((rotations - low) / (high - low), 0.0, 1.0)
+        return omega * (keep + (1 - keep) / scaling.factor)
+    return omega
+
+
+def _turning(head_dim: int, partial_rotary_factor: float) -> int:
+    """How many dimensions of a head rotate."""
+    return 2 * int(head_dim * partial_rotary_factor / 2)
+
+
+def dynamic_stretch(scaling: RopeScaling, length: Any) -> Any:
+    """By what dynamic NTK multiplies its base for ``length`` tokens, before the exponent."""
+    excess = length / scaling.original_length - 1
+    return 1 + scaling.factor * excess * (excess > 0)
+
+
+def _yarn(omega: np.ndarray, head_dim: int, base: float, scaling: RopeScaling) -> np.ndarray:
+    def dimension(rotations: float) -> float:
+        return (
+            head_dim
+            * math.log(scaling.original_length / (rotations * 2 * math.pi))
+            / (2 * math.log(base))
+        )
+
+    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = (np.arange(head_dim // 2) - low) / max(high - low, 1e-3)
+    keep = 1 - np.clip(ramp, 0.0, 1.0)
+    return omega * (keep + (1 - keep) / scaling.factor)
+
+
+def angles(
+    positions: Array,
+    head_dim: int,
+    base: float = 10_000.0,
+    *,
+    scaling: RopeScaling | None = None,
+    axes: int = 1,
+    length: int | Array | None = None,
+    partial_rotary_factor: float = 1.0,
+    log_stretch: Array | None = None,
+    dtype: Any = None,
+) -> Array:
+    """Angles ``[..., T, D/2]`` in radians, at least float32.
+
+    With ``axes = n > 1`` the frequencies are shared out among the coordinates as evenly as
+    ``D/2`` allows, and each coordinate has a whole range of them (axial RoPE). Arguments are those
+    of :func:`rotary_state`.
+    """
+    require(
+        head_dim > 0 and head_dim % 2 == 0,
+        f"the head dimension must be even and positive; got {head_dim}",
+    )
+    positions = as_positions(positions)
+    if axes < 1 or 2 * axes > head_dim:
+        raise ValueError(
+            f"axes must lie in 1..{head_dim // 2} (half the head dimension); got {axes}"
+        )
+    if axes > 1 and (positions.ndim < 2 or positions.shape[-1] != axes):
+        raise ValueError(
+            f"axes={axes} expects coordinates of shape [..., T, {axes}]; got {positions.shape}"
+        )
+    if positions.ndim < 1:
+        raise ValueError("positions must have shape [..., T]; got a scalar")
+    if length is None:
+        length = positions.shape[-1 if axes == 1 else -2]
+    require_x64(dtype=dtype)
+    wanted = algebra.float_type(dtype)
+    compute = algebra.at_least_float32(
+        jnp.promote_types(wanted, positions.dtype)
+        if jnp.issubdtype(positions.dtype, jnp.floating)
+        else wanted
+    )
+    known = length if isinstance(length, int | np.integer) else None
+    stretch = None
+    if scaling is not None and scaling.kind == "dynamic" and known is None:
+        stretch = dynamic_stretch(scaling, jnp.asarray(length, compute)[..., None])
+    counts = [len(part) for part in np.array_split(np.arange(head_dim // 2), axes)]
+    parts = []
+    for axis, count in enumerate(counts):
+        omega = frequencies(2 * count, base, scaling, known, partial_rotary_factor)
+        t = positions[..., axis] if axes > 1 else positions
+        turns = jnp.asarray(omega, compute)
+        # The logarithm of what multiplies the base, [...].
+        change = None if log_stretch is None else jnp.asarray(log_stretch, compute)
+        if stretch is not None:
+            turning = _turning(2 * count, partial_rotary_factor)
+            power = turning / (turning - 2) if turning > 2 else 0.0
+            change = power * jnp.log(stretch) + (0 if change is None else change)
+        if change is not None:
+            unit = frequencies(2 * count, math.e, None, None, partial_rotary_factor)
+            powers = np.log(unit, out=np.zeros_like(unit), where=unit > 0)
+            turns = turns * jnp.exp(change[..., None] * jnp.asarray(powers, compute))
+        parts.append(t.astype(compute)[..., None] * turns)
+    return jnp.concatenate(parts, axis=-1)
+
+
+def state_at(angles: Array) -> Array:
+    """The rotary state ``[..., D]`` of angles ``[..., D/2]``."""
+    return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
+
+
+@jax.custom_jvp
+def content_state(angles: Array) -> Array:
+    """:func:`state_at` of angles that every layer makes anew, and that have gradients.
+
+    Computed once: otherwise XLA puts sines and cosines into each of the programs that rotate by
+    them, five to a layer on a CPU.
+    """
+    return lax.optimization_barrier(state_at(angles))
+
+
+@content_state.defjvp
+def _content_state_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    state, (change,) = content_state(*primals), tangents
+    return state, jax.checkpoint(_turned, prevent_cse=False)(state, change)
+
+
+def _turned(state: Array, change: Array) -> Array:
+    cos, sin = jnp.split(state, 2, axis=-1)
+    return jnp.concatenate([-sin * change, cos * change], axis=-1)
+
+
+def rotary_state(
+    positions: Array,
+    head_dim: int,
+    base: float = 10_000.0,
+    *,
+    scaling: RopeScaling | None = None,
+    axes: int = 1,
+    length: int | Array | None = None,
+    partial_rotary_factor: float = 1.0,
+    log_stretch: Array | None = None,
+    dtype: Any = None,
+) -> Array:
+    """The rotary start state, RoPE's table (TAPE, section 3.2; RoFormer, equation 15).
+
+    Args:
+      positions: ``[..., T]`` integers or floats; with ``axes=n > 1`` coordinates ``[..., T, n]``.
+      head_dim: ``D``, even.
+      base: the rotary base.
+      scaling: a :class:`tape_jax.RopeScaling`, or None.
+      axes: coordinates per token.
+      length: sequence length in tokens, for dynamic scaling, an integer or integers that broadcast
+        to ``[...]``; None: ``T``.
+      partial_rotary_factor: share of the dimensions of a head that rotate.
+      log_stretch: a scalar array ``s``, which may be learned: the base is multiplied by ``exp(s)``,
+        after scaling; None: as 0.
+      dtype: type of the result; None: jax's default float. Angles are always computed in at least
+        float32, so that positions beyond 256 stay apart.
+
+    Returns:
+      ``[..., T, D]``: ``[cos half | sin half]``.
+
+    Raises:
+      ValueError: if the head dimension is odd or the shapes do not fit.
+    """
+    theta = angles(
+        positions,
+        head_dim,
+        base,
+        scaling=scaling,
+        axes=axes,
+        length=length,
+        partial_rotary_factor=partial_rotary_factor,
+        log_stretch=log_stretch,
+        dtype=dtype,
+    )
+    e = state_at(theta) * (scaling or RopeScaling()).state_magnitude
+    return e.astype(algebra.float_type(dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope(Encoding):
+    """Rotary position embedding (Su et al. 2021).
+
+    Attributes:
+      base: the rotary base.
+      scaling: adaptation of the frequencies to longer sequences.
+      axes: coordinates per token.
+      partial_rotary_factor: share of the dimensions of a head that rotate (Black et al. 2022); the
+        others carry content only, whatever the distance.
+      learn_base: the base is learned, one for the model, from ``base``.
+      still_heads: how many state heads, the last ones, do not rotate at all: theirs is attention
+        without positions.
+
+    Raises:
+      ValueError: for options out of range; where ``still_heads`` leaves no head to rotate.
+    """
+
+    kind: ClassVar[str] = "rope"
+    acts_on: ClassVar[tuple[str, ...]] = ("state",)
+
+    base: float = 10_000.0
+    scaling: RopeScaling = RopeScaling()
+    axes: int = 1
+    partial_rotary_factor: float = 1.0
+    learn_base: bool = False
+    still_heads: int = 0
+
+    def __post_init__(self):
+        require(self.base > 1, f"{self.kind}: the rotary base must exceed 1; got {self.base}")
+        require(self.axes >= 1, f"{self.kind}: axes must be positive; got {self.axes}")
+        require(
+            0 <= self.partial_rotary_factor <= 1,
+            f"{self.kind}: partial_rotary_factor is a share from 0 to 1; got "
+            f"{self.partial_rotary_factor}",
+        )
+        require(
+            isinstance(self.scaling, RopeScaling),
+            f"{self.kind}: scaling must be a RopeScaling; got {self.scaling!r}",
+        )
+        still_heads = not_negative(f"{self.kind}: still_heads", self.still_heads)
+        set_field(self, "still_heads", still_heads)
+
+    def check(self, config: ModelConfig) -> None:
+        require(
+            self.still_heads < config.kv_heads,
+            f"{self.kind}: still_heads = {self.still_heads} leaves none of the model's "
+            f"{config.kv_heads} state heads to rotate; the encoding 'none' is that",
+        )
+
+    @property
+    def coordinate_axes(self) -> int:
+        return self.axes
+
+    @property
+    def starts_by_head(self) -> bool:
+        return self.still_heads > 0
+
+    @property
+    def heads_axis(self) -> int:
+        """The axis of a state's heads."""
+        return -2
+
+    def shifts(self, config: ModelConfig) -> tuple[float, ...]:
+        """By how many tokens the start of each head that rotates is moved."""
+        return (0,) * (config.kv_heads - self.still_heads)
+
+    def input_params(self, config: ModelConfig):
+        if not self.learn_base:
+            return {}
+        return {"log_stretch": Param((), jax.nn.initializers.zeros, ())}
+
+    def start(self, positions, config, **options):
+        if not self.starts_by_head:
+            return self.start_at(positions, config, **options)
+        positions, shifts = as_positions(positions), self.shifts(config)
+        made = {shift: self.start_at(positions + shift, config, **options) for shift in set(shifts)}
+        states = [made[shift] for shift in shifts]
+        if self.still_heads:
+            still = self.start_at(jnp.zeros_like(positions), config, **options)
+            states += [still] * self.still_heads
+
+        def joined(*heads: Array) -> Array:
+            return jnp.concatenate([algebra.align_state(x) for x in heads], self.heads_axis)
+
+        return jax.tree.map(joined, *states)
+
+    def start_at(self, positions, config, *, key=None, length=None, dtype=jnp.float32, params=None):
+        """The start that all heads share, as :meth:`start` describes it."""
+        state = rotary_state(
+            positions,
+            config.dim,
+            self.base,
+            scaling=self.scaling,
+            axes=self.axes,
+            length=length,
+            partial_rotary_factor=self.partial_rotary_factor,
+            log_stretch=(params or {}).get("log_stretch"),
+            dtype=dtype,
+        )
+        return algebra.with_heads(state)
+
+    def rotation(self, state: State):
+        return state, state
+
+
+@dataclasses.dataclass(frozen=True)
+class Yarn(Rope):
+    """RoPE with YaRN's frequencies and magnitude (Peng et al. 2023); a name for that scaling.
+
+    Raises:
+      ValueError: as :class:`Rope` does; for a scaling of another kind.
+    """
+
+    kind: ClassVar[str] = "yarn"
+
+    scaling: RopeScaling = RopeScaling(kind="yarn", factor=2.0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(
+            self.scaling.kind == "yarn",
+            f"yarn: scaling.kind must be 'yarn'; got {self.scaling.kind!r}",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Xpos(Rope):
+    """xPos (Sun et al. 2022): rotary states whose magnitudes decay with distance.
+
+    Queries are scaled by ``s_j^((t - c) / scale_base)`` and keys by its inverse, with
+    ``s_j = (2j + 0.4 D) / (1.4 D)``. Only differences of positions matter: ``c`` is the middle of
+    the sequence, or of the cache, so that the scales stay near 1. They are numbers as far as the
+    compute type goes: with the default ``scale_base`` for sequences of 22,000 tokens in float16,
+    of 258,000 in bfloat16 and float32. Positions farther from ``c`` than half of that are refused
+    or, where they are not known yet, traced ones, give NaN.
+
+    Attributes:
+      scale_base: tokens over which the slowest decay is ``s_0``.
+
+    Raises:
+      ValueError: as :class:`Rope` does; for positions too far from ``c``, where they are known.
+    """
+
+    kind: ClassVar[str] = "xpos"
+
+    scale_base: float = 2048.0
+
+    def start_at(self, positions, config, *, key=None, length=None, dtype=jnp.float32, params=None):
+        e = super().start_at(positions, config, key=key, length=length, dtype=dtype, params=params)
+        scale = (np.arange(0, config.dim, 2) + 0.4 * config.dim) / (1.4 * config.dim)
+        rates = np.log(scale) / self.scale_base
+        largest = min(_largest_scale(d) for d in (config.dtype, dtype))
+        reach = math.log(largest) / float(np.abs(rates).max())
+        compute = algebra.at_least_float32(dtype)
+        t = as_positions(positions)
+        t = (t.mean(-1) if self.axes > 1 else t).astype(compute)
+        centre = jnp.minimum(jnp.asarray(t.shape[-1] if length is None else length) / 2, reach)
+        t = t - centre.astype(compute)[..., None]
+        far = concrete(t)
+        if far is not None and far.size and (far := np.abs(far).max()) > reach:
+            raise ValueError(
+                f"xpos: in {config.dtype}, positions may lie up to {reach:.0f} tokens from the "
+                f"middle of the length that they are for; got one {far:.0f} tokens from it. Give "
+                "length= so that it holds all positions, a wider dtype, or a larger scale_base"
+            )
+        t = jnp.where(jnp.abs(t) <= reach, t, jnp.nan)
+        decay = jnp.exp(t[..., None] * jnp.asarray(rates, compute))
+        decay = algebra.with_heads(jnp.concatenate([decay, decay], axis=-1).astype(dtype))
+        return e * decay, e / decay
+
+    def rotation(self, state: State):
+        return state
+
+
+def _largest_scale(dtype: Any) -> float:
+    """A scale that, as its inverse, leaves the type's numbers a factor of 64 above, 4,096 below."""
+    numbers = jnp.finfo(dtype)
+    # XLA takes the subnormal numbers of wider exponents for zero.
+    least = numbers.smallest_subnormal if numbers.dtype == jnp.float16 else numbers.tiny
+    return min(float(numbers.max) / 64, 1 / (4096 * float(least)))
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomRope(Rope):
+    """Randomised positions (Ruoss et al. 2023): RoPE at a sorted random subset of a long range.
+
+    One draw serves every layer, head and batch row of a call, as far as their lengths agree: a
+    shorter row has fewer of the same places, whatever else is in its batch. The draw follows the
+    model's random stream ``"positions"``; without it a fixed draw is used, so that evaluation is
+    repeatable.
+
+    Positions index the draw. Beyond the length that it was made for they are refused or, where they
+    are not known yet, traced ones, make the state NaN.
+
+    Attributes:
+      range: positions are drawn from ``0 .. range - 1`` without replacement.
+      seed: seed of the fixed draw.
+      each_layer: every layer has its own draw, as in the published code.
+
+    Raises:
+      ValueError: as :class:`Rope` does; for options that do not go together, or beside
+        ``random_positions``.
+    """
+
+    kind: ClassVar[str] = "random_rope"
+
+    range: int = 2048
+    seed: int = 0
+    each_layer: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(self.axes == 1, f"random_rope: one coordinate is drawn per token; got {self.axes}")
+        require(self.range > 0, f"random_rope: range must be positive; got {self.range}")
+        require(
+            not (self.each_layer and self.still_heads),
+            f"random_rope: still_heads exists with one draw for all layers only; got each_layer = "
+            f"True, still_heads = {self.still_heads}",
+        )
+
+    def check(self, config: ModelConfig) -> None:
+        super().check(config)
+        require(
+            config.random_positions is None,
+            f"random_rope draws positions by itself; got random_positions = "
+            f"{config.random_positions}",
+        )
+
+    def max_length(self) -> int:
+        return self.range
+
+    def start_at(self, positions, config, *, key=None, length=None, dtype=jnp.float32, params=None):
+        length = jnp.shape(positions)[-1] if length is None else length
+        key = jax.random.key(self.seed) if key is None else key
+        draw, states = RandomPositions(range=self.range), []
+        for k in jax.random.split(key, config.num_layers) if self.each_layer else [key]:
+            drawn = drawn_positions(draw, positions, length, k, self.kind)
+            state = super().start_at(
+                drawn, config, length=jnp.asarray(length), dtype=dtype, params=params
+            )
+            states.append(jnp.where(algebra.with_heads((drawn >= 0)[..., None]), state, jnp.nan))
+        return (jnp.stack(states), jnp.int32(0)) if self.each_layer else states[0]
+
+    def rotation(self, state: State):
+        if self.each_layer:
+            tables, layer = state
+            state = tables[layer]
+        return state, state
+
+    def updates(self, layer: int, num_layers: int) -> bool:
+        return self.each_layer
+
+    def update_state(self, params, state, attended, x, *, sharding=None, implementation=None):
+        tables, layer = state
+        return tables, layer + 1

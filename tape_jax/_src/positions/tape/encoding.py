@@ -1,0 +1,450 @@
+"""TAPE: position states that evolve with the content (Zhu et al., ICML 2025).
+
+Pure functions on arrays, and the encoding that the model uses. One layer computes
+
+    e' = norm((I + alpha A(x)) (e + alpha Mix(a))),   A(x) = W_down diag(act(x W_x)) W_up,
+
+where ``a = A e`` is the state averaged by the attention probabilities and ``A(x)`` is one
+heads x heads matrix per token. Both factors act on the heads axis alone, never on what the
+symmetry group acts on, so the update commutes with :func:`tape_jax.transform`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tape_jax._src.core.algebra import check_state, float_type
+from tape_jax._src.core.checks import choose, positive, require, require_x64, set_field
+from tape_jax._src.model.config import ModelConfig, RopeScaling
+from tape_jax._src.positions.fixed.rotary import Rope, angles
+from tape_jax._src.positions.protocol import Param, State
+from tape_jax._src.positions.tape.mixing import ACTIVATIONS
+from tape_jax._src.positions.tape.norms import NORMS
+from tape_jax._src.positions.tape.update import UPDATE_PARAMS, UPDATES, update_state
+
+Array = jax.Array
+
+ATTENTION_MIXES = ("none", "head_scale", "heads")
+DEGREES = (1, 3)
+FORMS = ("rotary", "tensor")
+
+
+def tensor_state(
+    positions: Array,
+    head_dim: int,
+    l: int = 2,
+    r: int = 2,
+    *,
+    base: float = 10_000.0,
+    scaling: RopeScaling | None = None,
+    axes: int = 1,
+    length: int | Array | None = None,
+    partial_rotary_factor: float = 1.0,
+    log_stretch: Array | None = None,
+    start: Array | None = None,
+    dtype: Any = None,
+) -> Array:
+    """The start state in tensor form (TAPE, section 3.2): rotations on the diagonals of blocks.
+
+    Block ``m`` has ``L/2`` rotations by the frequencies ``m L/2 ..``, followed by ``R - L`` zero
+    columns, so that an unchanged state gives exactly the logits of RoPE for every even ``L``.
+
+    Args:
+      positions: ``[..., T]`` (``[..., T, n]`` for ``axes=n > 1``).
+      head_dim: ``D = M * L``.
+      l: rows of a block.
+      r: columns of a block.
+      base, scaling, axes, length, partial_rotary_factor, log_stretch, dtype: as in
+        :func:`tape_jax.rotary_state`.
+      start: a start of one's own, broadcastable to the result; needed where none exists, for odd
+        ``l`` or ``r < l``.
+
+    Returns:
+      ``[..., T, 1, M, L, R]``.
+
+    Raises:
+      ValueError: if ``l`` does not divide ``head_dim``, or no start exists and none is given.
+    """
+    if l < 1 or r < 1 or head_dim % l:
+        raise ValueError(f"l must divide the head dimension: got l={l}, r={r}, head_dim={head_dim}")
+    blocks = head_dim // l
+    dtype = float_type(dtype)
+    require_x64(dtype=dtype)
+    if start is not None:
+        time = jnp.shape(positions) if axes == 1 else jnp.shape(positions)[:-1]
+        shape = (*time, 1, blocks, l, r)
+        start = jnp.asarray(start)
+        try:
+            return jnp.broadcast_to(start, shape).astype(dtype)
+        except ValueError:
+            raise ValueError(
+                f"start of shape {start.shape} does not broadcast to {shape}, [..., T, 1, M, L, R]"
+            ) from None
+    if l % 2 or r < l:
+        raise ValueError(
+            f"a start state exists for even l and r >= l; got l={l}, r={r}: give start= "
+            f"(broadcastable to [..., T, 1, {blocks}, {l}, {r}])"
+        )
+    theta = angles(
+        positions,
+        head_dim,
+        base,
+        scaling=scaling,
+        axes=axes,
+        length=length,
+        partial_rotary_factor=partial_rotary_factor,
+        log_stretch=log_stretch,
+        dtype=dtype,
+    )
+    magnitude = (scaling or RopeScaling()).state_magnitude
+    c, s = jnp.cos(theta) * magnitude, jnp.sin(theta) * magnitude
+    rotation = jnp.stack([jnp.stack([c, s], -1), jnp.stack([-s, c], -1)], -2)
+    rotation = rotation.reshape(*theta.shape[:-1], blocks, l // 2, 2, 2)
+    # Not by an einsum, whose operands some machines round.
+    diagonal = np.eye(l // 2, dtype=theta.dtype)[:, None, :, None]
+    state = rotation[..., None, :] * diagonal
+    state = state.reshape(*theta.shape[:-1], 1, blocks, l, l)
+    padding = [(0, 0)] * (state.ndim - 1) + [(0, r - l)]
+    return jnp.pad(state, padding).astype(dtype)
+
+
+def update_params(
+    hidden_size: int,
+    num_heads: int,
+    *,
+    num_kv_heads: int | None = None,
+    width: int | None = None,
+    attention_mix: str = "heads",
+    mlp_mix: bool = True,
+    degree: int = 1,
+) -> dict[str, Param]:
+    """Shapes and initialisers of one layer's update; see :func:`init_update`."""
+    choose("attention_mix", attention_mix, ATTENTION_MIXES)
+    choose("degree", degree, DEGREES)
+    positive("hidden_size", hidden_size)
+    heads = num_kv_heads or num_heads
+    if num_heads < 1 or num_heads % heads:
+        raise ValueError(f"num_heads = {num_heads} is not a multiple of num_kv_heads = {heads}")
+    width = 4 * heads if width is None else width
+    require(width > 0, f"the update's width must be positive; got {width}")
+    zeros = jax.nn.initializers.zeros
+    fan_in = jax.nn.initializers.lecun_normal()
+    params = {}
+    if attention_mix == "head_scale":
+        params["mix"] = Param((num_heads,), zeros, ("heads",))
+    elif attention_mix == "heads":
+        params["mix"] = Param((heads, num_heads), zeros, (None, "heads"))
+    if degree == 3:
+        normal = jax.nn.initializers.normal(num_heads**-0.5)
+        params["origin"] = Param((heads, num_heads), normal, (None, "heads"))
+        params["target"] = Param((heads, num_heads), zeros, (None, "heads"))
+    if mlp_mix:
+        params["wx"] = Param((hidden_size, width), fan_in, ("embed", None))
+        params["up"] = Param((width, heads), zeros, (None, "kv_heads"))
+        params["down"] = Param(
+            (heads, width), jax.nn.initializers.normal(width**-0.5), (None, None)
+        )
+    return params
+
+
+def init_update(
+    key: Array,
+    hidden_size: int,
+    num_heads: int,
+    *,
+    num_kv_heads: int | None = None,
+    width: int | None = None,
+    attention_mix: str = "heads",
+    mlp_mix: bool = True,
+    degree: int = 1,
+    dtype: Any = None,
+) -> dict[str, Array]:
+    """Parameters of :func:`update_state` for one layer.
+
+    ``mix``, ``target`` and ``up`` are zero, so that an untrained update changes nothing: TAPE
+    starts as RoPE.
+
+    Args:
+      key: random key.
+      hidden_size: width of ``x``.
+      num_heads: query heads ``H_q``.
+      num_kv_heads: state heads ``H_kv``; None: ``num_heads``.
+      width: ``P``; None: ``4 * H_kv``.
+      attention_mix: ``heads``, a matrix over heads (the paper); ``head_scale``, one scalar per
+        query head (the published code); ``none``.
+      mlp_mix: whether the MLP's output mixes the states.
+      degree: 1, or 3 for products of three states, with ``origin`` and ``target [H_kv, H_q]``.
+      dtype: type of the parameters; None: jax's default float, float64 where 64-bit types are
+        enabled.
+
+    Returns:
+      ``mix [H_kv, H_q]`` or ``[H_q]``, ``wx [hidden, P]``, ``up [P, H_kv]``, ``down [H_kv, P]``;
+      those that the options leave out are absent.
+
+    Raises:
+      ValueError: for options out of range; for query heads that are not a multiple of the state
+        heads; for a type of 64 bits while such are disabled.
+    """
+    dtype = float_type(dtype)
+    require_x64(dtype=dtype)
+    specs = update_params(
+        hidden_size,
+        num_heads,
+        num_kv_heads=num_kv_heads,
+        width=width,
+        attention_mix=attention_mix,
+        mlp_mix=mlp_mix,
+        degree=degree,
+    )
+    keys = jax.random.split(key, max(len(specs), 1))
+    return {
+        name: spec.init(k, spec.shape, dtype)
+        for k, (name, spec) in zip(keys, specs.items(), strict=False)
+    }
+
+
+def _is_finite(x: Any) -> bool:
+    number = isinstance(x, int | float | np.number) and not isinstance(x, bool)
+    return number and bool(np.isfinite(x))
+
+
+@dataclasses.dataclass(frozen=True)
+class Tape(Rope):
+    """TAPE as the model's position encoding.
+
+    Attributes:
+      base, scaling, axes, partial_rotary_factor, learn_base: of the start state, as in RoPE.
+      still_heads: how many state heads, the last ones, do not rotate. They take no part in updates:
+        a mix of states that turn with positions and of others would break the shift invariance.
+      head_shift: tokens by which each state head that rotates starts later than the one before it,
+        or for each of them by how many it starts later, ``t + c_h``. It leaves RoPE's logits and
+        every symmetry as they are, and lets a mix of heads be a state of another place: from one
+        start for all heads, sums over heads only stretch it.
+      form: ``rotary`` (one complex number per pair, the fast path) or ``tensor``.
+      l, r: rows and columns of a block in tensor form.
+      attention_mix: ``heads`` (the paper), ``head_scale`` (the published code) or ``none``.
+      mlp_mix: whether the MLP's output mixes the states.
+      degree: 1, or 3: to ``z = e + alpha Mix(a)`` is added ``alpha z conj(w) u``, in tensor form
+        ``alpha Z W^T U``, with learned mixes ``w`` and ``u`` of the attended states of all heads
+        (:func:`tape_jax.update_state`), which moves a token from one that it attends to another: to
+        "as far from there as I am from here". For 3 ``norm`` must bound the states.
+      width: ``P``; None: four times the state heads.
+      activation: of the gate.
+      alpha: step size, or its start if ``learn_alpha``.
+      learn_alpha: one learned step size per layer.
+      alpha_per_head: one for each state head of a layer instead, if ``learn_alpha``.
+      norm: ``none``, ``rms`` or ``unit``.
+      layers: ``all`` or ``(start, stop)``: the layers that update the state, ``stop`` exclusive.
+        The last layer of a model never does, for nobody would read the result.
+
+    Raises:
+      ValueError: for options out of range, that do not go together, or that do not fit the model.
+    """
+
+    kind: ClassVar[str] = "tape"
+
+    head_shift: float | tuple[float, ...] = 0.0
+    form: str = "rotary"
+    l: int = 2
+    r: int = 2
+    attention_mix: str = "heads"
+    mlp_mix: bool = True
+    degree: int = 1
+    width: int | None = None
+    activation: str = "silu"
+    alpha: float = 1.0
+    learn_alpha: bool = False
+    alpha_per_head: bool = False
+    norm: str = "none"
+    layers: str | tuple[int, int] = "all"
+
+    def __post_init__(self):
+        super().__post_init__()
+        choose(f"{self.kind} form", self.form, FORMS)
+        choose(f"{self.kind} attention_mix", self.attention_mix, ATTENTION_MIXES)
+        choose(f"{self.kind} activation", self.activation, ACTIVATIONS)
+        choose(f"{self.kind} norm", self.norm, NORMS)
+        choose(f"{self.kind} degree", self.degree, DEGREES)
+        require(
+            self.degree == 1 or self.norm != "none",
+            f"{self.kind}: products of states grow without bounds: degree = {self.degree} needs a "
+            "norm, 'rms' or 'unit'; got 'none'",
+        )
+        require(
+            self.learn_alpha or not self.alpha_per_head,
+            f"{self.kind}: alpha_per_head needs learn_alpha=True; a fixed alpha is one number",
+        )
+        require(
+            self.l >= 1 and self.r >= 1,
+            f"{self.kind}: l and r must be positive; got l={self.l}, r={self.r}",
+        )
+        require(
+            self.width is None or self.width > 0,
+            f"{self.kind}: width must be positive or None; got {self.width}",
+        )
+        if isinstance(self.head_shift, list):
+            set_field(self, "head_shift", tuple(self.head_shift))
+        step = self.head_shift
+        require(
+            all(map(_is_finite, step if isinstance(step, tuple) else (step,))),
+            f"{self.kind}: head_shift must be a finite number, or a tuple of such; got {step!r}",
+        )
+        for name, default in (("still_heads", 0), ("degree", 1)):
+            value = getattr(self, name)
+            require(
+                value == default or self._updates_as_tape,
+                f"{self.kind}: {name} is an option of TAPE's own update; got {value}",
+            )
+        if isinstance(self.layers, list):
+            set_field(self, "layers", tuple(self.layers))
+        if self.layers != "all":
+            valid = (
+                isinstance(self.layers, tuple)
+                and len(self.layers) == 2
+                and all(isinstance(n, int) for n in self.layers)
+                and 0 <= self.layers[0] <= self.layers[1]
+            )
+            require(
+                valid,
+                f"{self.kind}: layers must be 'all' or (start, stop) with 0 <= start <= stop; got "
+                f"{self.layers!r}",
+            )
+
+    @property
+    def attends_state(self) -> bool:
+        return self.attention_mix != "none" or self.degree > 1
+
+    @property
+    def starts_by_head(self) -> bool:
+        return self.still_heads > 0 or bool(np.any(self.head_shift))
+
+    @property
+    def heads_axis(self) -> int:
+        return -2 if self.form == "rotary" else -4
+
+    def shifts(self, config: ModelConfig) -> tuple[float, ...]:
+        step, heads = self.head_shift, range(config.kv_heads - self.still_heads)
+        shifts = step if isinstance(step, tuple) else tuple(step * h for h in heads)
+        # Whole ones leave integers what they are.
+        return tuple(int(c) if c == int(c) else c for c in shifts)
+
+    @property
+    def _updates_as_tape(self) -> bool:
+        return type(self).update_state is Tape.update_state
+
+    def check(self, config: ModelConfig) -> None:
+        super().check(config)
+        heads = config.kv_heads - self.still_heads
+        require(
+            not isinstance(self.head_shift, tuple) or len(self.head_shift) == heads,
+            f"{self.kind}: head_shift must be a number or one for each of the {heads} state heads "
+            f"that rotate; got {self.head_shift}",
+        )
+        farthest = max(map(abs, self.shifts(config)), default=0)
+        require(
+            farthest < 2**31,
+            f"{self.kind}: head_shift must move heads by less than 2^31 tokens; got "
+            f"{self.head_shift}, which moves one by {farthest:g}",
+        )
+        if self.form == "tensor" and config.dim % self.l:
+            raise ValueError(
+                f"{self.kind}: l = {self.l} does not divide the head dimension {config.dim}"
+            )
+        if self.layers != "all" and int(self.layers[1]) > config.num_layers:
+            raise ValueError(
+                f"{self.kind}: layers = {self.layers} goes past the model's {config.num_layers} "
+                "layers"
+            )
+
+    def updates(self, layer: int, num_layers: int) -> bool:
+        if layer == num_layers - 1 or not (self.mlp_mix or self.attends_state):
+            return False
+        return self.layers == "all" or self.layers[0] <= layer < self.layers[1]  # type: ignore[operator]
+
+    def start_at(self, positions, config, *, key=None, length=None, dtype=jnp.float32, params=None):
+        if self.form == "rotary":
+            return super().start_at(
+                positions, config, key=key, length=length, dtype=dtype, params=params
+            )
+        return tensor_state(
+            positions,
+            config.dim,
+            self.l,
+            self.r,
+            base=self.base,
+            scaling=self.scaling,
+            axes=self.axes,
+            length=length,
+            partial_rotary_factor=self.partial_rotary_factor,
+            log_stretch=(params or {}).get("log_stretch"),
+            dtype=dtype,
+        )
+
+    def carry(self, state: State, shape: tuple[int, ...], config: ModelConfig) -> State:
+        like = jax.ShapeDtypeStruct((*shape, config.kv_heads, config.dim), state.dtype)
+        heads = (1, config.kv_heads)
+        check_state(state, like, name="the initial state", of="keys", heads=heads)
+        tail = 1 if self.form == "rotary" else 3
+        if state.ndim < len(shape) + 1 + tail and tail == 1:
+            state = jnp.expand_dims(state, -2)
+        return jnp.broadcast_to(state, (*like.shape[:-1], *state.shape[state.ndim - tail :]))
+
+    def layer_params(self, config: ModelConfig, *, updates: bool) -> dict[str, Param]:
+        if not updates:
+            return {}
+        params = self.mixing_params(config)
+        if self.learn_alpha:
+            turning = config.kv_heads - self.still_heads
+            shape, axes = ((turning,), (None,)) if self.alpha_per_head else ((), ())
+            params["alpha"] = Param(shape, jax.nn.initializers.constant(self.alpha), axes)
+        return params
+
+    def mixing_params(self, config: ModelConfig) -> dict[str, Param]:
+        """The parameters of the two mixings."""
+        group = config.num_heads // config.kv_heads
+        heads = config.kv_heads - self.still_heads
+        return update_params(
+            config.hidden_size,
+            group * heads,
+            num_kv_heads=heads,
+            width=self.width,
+            attention_mix=self.attention_mix,
+            mlp_mix=self.mlp_mix,
+            degree=self.degree,
+        )
+
+    @property
+    def update_implementations(self) -> tuple[str, ...]:
+        return tuple(UPDATES) if self._updates_as_tape else ()
+
+    def update_state(
+        self, params, state: State, attended, x, *, sharding=None, implementation=None
+    ) -> State:
+        axis, heads = self.heads_axis, state.shape[self.heads_axis]
+        turning, still = heads - self.still_heads, None
+        if self.still_heads:
+            # Devices have their shares of all heads, not of those that rotate.
+            sharding = None
+            state, still = jnp.split(state, [turning], axis)
+            if attended is not None:
+                queries = turning * attended.shape[axis] // heads
+                attended = jnp.split(attended, [queries], axis)[0]
+        new = update_state(
+            {name: params[name] for name in UPDATE_PARAMS if name in params},
+            state,
+            attended,
+            x,
+            params.get("alpha", self.alpha),
+            norm=self.norm,
+            magnitude=self.scaling.state_magnitude,
+            activation=self.activation,
+            num_kv_heads=turning,
+            sharding=sharding,
+            implementation=implementation,
+        )
+        return new if still is None else jnp.concatenate([new, still], axis)

@@ -1,0 +1,284 @@
+"""One update of the position states, by one of several implementations.
+
+All compute what :func:`reference` writes down. An implementation takes an :class:`UpdateCall` and
+returns the new state, or raises NotImplementedError with the reason why it cannot.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from tape_jax._src.core.algebra import align_state, at_least_float32, check_state
+from tape_jax._src.core.checks import choose, require
+from tape_jax._src.core.sharding import Sharding
+from tape_jax._src.positions.tape.mixing import (
+    ACTIVATIONS,
+    SUM_OVER_DEVICES,
+    displacement,
+    mix_attended,
+    mix_heads,
+    mixing_matrix,
+    scaled_mix,
+)
+from tape_jax._src.positions.tape.norms import NORMS
+from tape_jax._src.positions.tape.update_call import UpdateCall
+from tape_jax._src.positions.tape.update_unrolled import unrolled
+
+Array = jax.Array
+
+UPDATE_PARAMS = ("mix", "origin", "target", "wx", "up", "down")
+# Those that multiply attended states.
+OF_ATTENDED = ("mix", "origin", "target")
+
+
+def update_state(
+    params: dict[str, Array],
+    state: Array,
+    attended: Array | None,
+    x: Array,
+    alpha: float | Array = 1.0,
+    *,
+    norm: str = "none",
+    magnitude: float = 1.0,
+    activation: str = "silu",
+    num_kv_heads: int | None = None,
+    sharding: Sharding | None = None,
+    implementation: str | Sequence[str] | None = None,
+    interpret: bool = False,
+) -> Array:
+    """One layer's update of the position states (TAPE, equations 6 to 8).
+
+    ``(I + alpha A(x)) (e + alpha Mix(a))``, then the norm. ``A(x)`` is contracted to a heads x
+    heads matrix per token first, which costs a fraction of projecting the states up to width ``P``.
+
+    With ``origin`` and ``target``, matrices over heads, the sum ``z = e + alpha Mix(a)`` becomes
+    ``z + alpha z conj(w) u`` with ``w = origin a`` and ``u = target a``, in tensor form ``Z + alpha
+    Z W^T U``: a state that lies from ``u`` as it lay from ``w``. Where all states are turned alike,
+    ``Z W^T`` stays as it is, so that the product turns as ``U`` does.
+
+    Args:
+      params: from :func:`tape_jax.init_update`; absent entries leave their part out.
+      state: ``e``, ``[T, D]`` or ``[batch..., T, H_kv | 1, D]``, in tensor form ``[T, 1, M, L, R]``
+        or ``[batch..., T, H_kv | 1, M, L, R]``; batch axes may be 1.
+      attended: ``a``, with query heads ``H_q`` and the rest as ``state``; may be None if ``params``
+        has neither ``mix`` nor ``origin``.
+      x: the MLP's output before its residual addition ``[..., T, hidden]``.
+      alpha: step size, a number, a scalar array or one for each state head ``[H_kv]``.
+      norm: ``none``; ``rms``, which divides by the root mean square over the blocks of a head;
+        ``unit``, which takes each block's polar factor.
+      magnitude: scale of the start state (YaRN's), which the norms restore.
+      activation: one of ``silu``, ``gelu``, ``relu``, ``tanh``, ``identity``.
+      num_kv_heads: state heads, where neither ``state`` nor ``params`` tells.
+      sharding: a mesh and rules; where they split heads, sums over heads are one reduce-scatter.
+      implementation: how it is computed, a name or names in order of preference: ``reference``, as
+        the equations are written, with derivatives of any order; ``unrolled``, products over heads
+        written out, with a derivative of its own that keeps the arguments alone: for CPUs;
+        ``pallas``, one kernel each way, for NVIDIA GPUs from Ampere on; slower on those measured.
+        None: ``unrolled`` on a CPU, unless heads are split over devices, else ``reference``.
+      interpret: run ``pallas`` by XLA operations on any device, slowly.
+
+    Derivatives in forward mode are those of ``reference`` alone, but ``unrolled`` has those of
+    gradients, as in ``jax.hessian``. ``pallas`` has none of second order.
+
+    Returns:
+      The new state, ``[..., T, H_kv, D]`` or ``[..., T, H_kv, M, L, R]``, in the type of ``state``.
+
+    Raises:
+      ValueError: if shapes disagree or an option is unknown.
+      NotImplementedError: if no named implementation can do the call here.
+    """
+    require(
+        isinstance(params, Mapping),
+        f"the first argument must be a dict of parameters, as in update_state(params, state, "
+        f"attended, x); got {type(params).__name__}",
+    )
+    for name in params:
+        choose("parameter of an update", name, UPDATE_PARAMS)
+    choose("norm", norm, NORMS)
+    choose("activation", activation, ACTIVATIONS)
+    names = implementation_names(implementation)
+    tensor, heads = _check_update(state, attended, x, params, num_kv_heads)
+    e = state if tensor else align_state(state)
+    call = UpdateCall(
+        params=dict(params),
+        e=e,
+        a=attended if any(name in params for name in OF_ATTENDED) else None,
+        x=x,
+        alpha=alpha,
+        heads=heads,
+        tensor=tensor,
+        norm=norm,
+        magnitude=magnitude,
+        activation=activation,
+        sharding=sharding,
+        interpret=interpret,
+    )
+    if "origin" in params:
+        call = _displaced(call)
+    if names is None:
+        on_cpu = jax.default_backend() == "cpu"
+        names = ("unrolled", "reference") if on_cpu else ("reference",)
+    refused = []
+    for name in names:
+        try:
+            return UPDATES[name](call)
+        except NotImplementedError as error:
+            refused.append((name, error))
+    reasons = "; ".join(f"update implementation {name!r}: {why}" for name, why in refused)
+    raise NotImplementedError(reasons) from refused[-1][1]
+
+
+def _displaced(call: UpdateCall) -> UpdateCall:
+    """What is left to do once attended states are mixed in and have moved the state."""
+    a = call.flat_attended()
+    matrices = {name: call.params[name].astype(a.dtype) for name in ("origin", "target")}
+    matrices["target"] = scaled_mix(matrices["target"], call.alpha)
+    mixed = (mix_attended(a, x, call.heads, call.sharding) for x in matrices.values())
+    z = _with_attended(call)
+    z = jnp.broadcast_to(z, (*a.shape[:-2], call.heads, z.shape[-1]))
+    z, w, u = (
+        x.reshape(*x.shape[:-1], *call.block).astype(at_least_float32(x.dtype)) for x in (z, *mixed)
+    )
+    z = z + displacement(z, w, u, tensor=call.tensor)
+    params = {name: x for name, x in call.params.items() if name not in OF_ATTENDED}
+    return dataclasses.replace(call, params=params, e=z.astype(call.e.dtype), a=None)
+
+
+def _with_attended(call: UpdateCall) -> Array:
+    """``e + alpha Mix(a)``, flat."""
+    mix, flat = call.params.get("mix"), call.flat_state()
+    if mix is None:
+        return flat
+    scaled = scaled_mix(mix.astype(flat.dtype), call.alpha)
+    return flat + mix_attended(call.flat_attended(), scaled, call.heads, call.sharding)
+
+
+def reference(call: UpdateCall) -> Array:
+    """The update as the equations write it.
+
+    For the backward pass the arguments alone are kept, and where devices add up sums over heads
+    these, so that none is sent twice; under ``jax.checkpoint`` its policy decides.
+    """
+
+    @functools.partial(
+        jax.checkpoint,
+        prevent_cse=False,
+        policy=jax.checkpoint_policies.save_only_these_names(SUM_OVER_DEVICES),
+    )
+    def update(params: dict[str, Array], e: Array, a: Array | None, x: Array) -> Array:
+        return _written(dataclasses.replace(call, params=params, e=e, a=a, x=x))
+
+    return update(call.params, call.e, call.a, call.x)
+
+
+def _written(call: UpdateCall) -> Array:
+    up, flat = call.params.get("up"), _with_attended(call)
+    dtype = flat.dtype
+    if up is not None:
+        # With the identity in the matrix the states are read once, and not again for a sum.
+        matrix = mixing_matrix(
+            call.x, call.params, call.alpha, call.activation, dtype=at_least_float32(dtype)
+        )
+        matrix = (matrix + jnp.eye(call.heads, dtype=matrix.dtype)).astype(dtype)
+        flat = mix_heads(matrix, flat, call.sharding)
+    return call.normalized(flat)
+
+
+def _pallas(call: UpdateCall) -> Array:
+    # Pallas takes a second to import.
+    from tape_jax._src.positions.tape.update_pallas import fused
+
+    return fused(call)
+
+
+UPDATES: Mapping[str, Callable[[UpdateCall], Array]] = {
+    "reference": reference,
+    "unrolled": unrolled,
+    "pallas": _pallas,
+}
+
+
+def implementation_names(implementation: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    """The names to try, checked; None for an automatic choice.
+
+    Raises:
+      ValueError: if one is unknown, or there is none.
+    """
+    if implementation is None:
+        return None
+    require(
+        isinstance(implementation, Iterable) and len(implementation) > 0,
+        f"update implementation must be a name, several or None; got {implementation!r}",
+    )
+    names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
+    for name in names:
+        choose("update implementation", name, UPDATES)
+    return names
+
+
+def _check_update(e, a, x, params, num_kv_heads) -> tuple[bool, int]:
+    """Whether the state has tensor form, and the number of its heads; ValueError on misfits."""
+    mix, up = params.get("mix"), params.get("up")
+    if x.ndim < 2:
+        raise ValueError(f"x must have shape [..., T, hidden]; got {x.shape}")
+    present = [name for name in ("wx", "up", "down") if name in params]
+    if present and len(present) < 3:
+        raise ValueError(f"params must have all of wx, up and down, or none; got {present}")
+    pair = [name for name in ("origin", "target") if name in params]
+    if len(pair) == 1:
+        raise ValueError(f"params must have both of origin and target, or neither; got {pair}")
+    if a is None and (mix is not None or pair):
+        name = "a mix" if mix is not None else "an origin"
+        raise ValueError(f"params has {name}, so attended, the attended state, is needed; got None")
+    require(e.ndim >= 2, f"state must have shape [T, D] or more axes; got {e.shape}")
+    like = e if a is None else a
+    # Five axes may be [T, 1, M, L, R], or all those of a rotary state.
+    tensor = like.ndim == x.ndim + 3 or (a is None and e.ndim == 5 != x.ndim + 1)
+    width = math.prod(e.shape[-3:-1]) if tensor else e.shape[-1]
+    have = e.shape[-4 if tensor else -2] if e.ndim > 2 else 1
+    heads = num_kv_heads or (up.shape[-1] if up is not None else None)
+    if heads is None and mix is not None and mix.ndim == 2:
+        heads = mix.shape[0]
+    if heads is None and pair:
+        heads = params["target"].shape[0]
+    if heads is None:
+        heads = have if have > 1 or mix is None else mix.shape[-1]
+    if have not in (1, heads):
+        raise ValueError(
+            f"state of shape {e.shape} has {have} heads; the parameters expect {heads}"
+        )
+    keys = jax.ShapeDtypeStruct((*x.shape[:-1], heads, width), e.dtype)
+    check_state(e, keys, name="state", of=f"x of shape {x.shape}, keys", heads=(1, heads))
+    if mix is not None or pair:
+        assert a is not None
+        queries = a.shape[a.ndim - (4 if tensor else 2)]
+        for name in (name for name in OF_ATTENDED if name in params):
+            shape, full = params[name].shape, (heads, queries)
+            if name != "mix" and shape != full:
+                raise ValueError(f"{name} must have shape {full}, like mix; got {shape}")
+            if shape not in ((queries,), full) or queries % heads:
+                raise ValueError(
+                    f"{name} of shape {shape} fits neither ({queries},) nor {full}: attended has "
+                    f"shape {a.shape}, the state {heads} heads"
+                )
+        block = e.shape[-3:] if tensor else e.shape[-1:]
+        if a.shape[a.ndim - len(block) :] != block or a.shape[: x.ndim - 1] != x.shape[:-1]:
+            raise ValueError(
+                f"attended must have shape {(*x.shape[:-1], queries, *block)} to fit state of "
+                f"shape {e.shape} and x of shape {x.shape}; got {a.shape}"
+            )
+    if up is not None:
+        wx, down = params["wx"], params["down"]
+        width = wx.shape[-1]
+        if wx.shape[0] != x.shape[-1] or up.shape != (width, heads) or down.shape != (heads, width):
+            raise ValueError(
+                f"expected wx [{x.shape[-1]}, P], up [P, {heads}], down [{heads}, P]; got "
+                f"{wx.shape}, {up.shape}, {down.shape}"
+            )
+    return tensor, heads

@@ -1,0 +1,299 @@
+"""What is put into a model: nothing changes before training, and everything has its place."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import tape_jax as tape
+from tape_jax import RopeScaling, adapt, positions
+from tape_jax._src.model.config import Lora
+from tests.models import random_variables, small_model, without
+
+KEY = jax.random.key(7)
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 13, (2, 9)))
+YARN = RopeScaling("yarn", factor=2.0, original_length=16)
+
+
+def logits(model, variables, tokens=TOKENS, **options):
+    return jax.jit(lambda v: model.apply(v, tokens, **options))(variables)
+
+
+def difference(actual, expected):
+    """The largest difference, relative to the largest expected value."""
+    return float(jnp.abs(actual - expected).max() / jnp.abs(expected).max())
+
+
+def wanted(model):
+    """Shapes and types of the parameters that the model itself would make, by path."""
+    axes = model.encoding.coordinate_axes
+    places = None if axes == 1 else jnp.zeros((1, 2, axes))
+    made = jax.eval_shape(
+        lambda: model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32), positions=places)
+    )
+    return described(made)
+
+
+def described(variables):
+    flat = flatten_dict(variables["params"], sep="/")
+    return {name: (x.shape, x.dtype) for name, x in flat.items()}
+
+
+def is_shared(new, old):
+    """Whether every parameter of ``old`` that kept its shape is the same array in ``new``."""
+    new = flatten_dict(new["params"], sep="/")
+    return [
+        name
+        for name, x in flatten_dict(old["params"], sep="/").items()
+        if name in new and new[name].shape == x.shape and new[name] is not x
+    ] == []
+
+
+class TestTape:
+    @pytest.mark.parametrize(
+        ("rope", "options", "model"),
+        [
+            (positions.Rope(base=500.0, scaling=RopeScaling("linear", 2.0)), {"norm": "rms"}, {}),
+            pytest.param(
+                positions.Yarn(scaling=YARN),
+                {"form": "tensor", "attention_mix": "heads", "learn_alpha": True},
+                {"num_kv_heads": 1, "scan_layers": False},
+                marks=pytest.mark.slow,
+            ),
+            pytest.param(
+                positions.Rope(axes=2),
+                {"layers": (1, 2), "norm": "unit"},
+                {"num_layers": 4},
+                marks=pytest.mark.slow,
+            ),
+        ],
+    )
+    def test_the_logits_stay(self, rope, options, model):
+        old = small_model(rope, **model)
+        variables = random_variables(old)
+        new, adapted = tape.add_tape(old, variables, key=KEY, **options)
+        places = jnp.stack([jnp.arange(9)] * rope.axes, -1) if rope.axes > 1 else None
+        expected = logits(old, variables, positions=places)
+        assert difference(logits(new, adapted, positions=places), expected) < 1e-6
+        assert new.encoding == positions.Tape(
+            base=rope.base, scaling=rope.scaling, axes=rope.axes, **options
+        )
+        assert described(adapted) == wanted(new)
+        assert is_shared(adapted, variables)
+
+    @pytest.mark.slow
+    def test_the_logits_stay_in_float64(self, x64):
+        old = small_model("rope", dtype="float64", param_dtype="float64")
+        variables = random_variables(old)
+        new, adapted = tape.add_tape(old, variables, key=KEY)
+        assert difference(logits(new, adapted), logits(old, variables)) < 1e-12
+
+    def test_initial_values(self):
+        old = small_model("rope", hidden_size=64, num_layers=4)
+        _, adapted = tape.add_tape(old, random_variables(old), key=KEY)
+        block = adapted["params"]["layers_0"]
+        assert not block["position_mix"].any()
+        assert not block["position_up"].any()
+        np.testing.assert_allclose(block["position_wx"].std(), 64**-0.5, rtol=0.1)
+        np.testing.assert_allclose(block["position_down"].std(), 8**-0.5, rtol=0.3)
+        for first, second in ((0, 1), (1, 2)):  # every layer has its own draw
+            assert (block["position_wx"][first] != block["position_wx"][second]).all()
+        _, again = tape.add_tape(old, random_variables(old), key=KEY)
+        chex.assert_trees_all_equal(again, adapted)
+
+    def test_it_can_train(self):
+        old = small_model("rope", num_layers=2, scan_layers=False)
+        model, variables = tape.add_tape(old, random_variables(old), key=KEY)
+        gradient = jax.jit(jax.grad(lambda v: model.apply(v, TOKENS).var()))(variables)
+        block = gradient["params"]["layers_0"]
+        assert block["position_mix"].any()
+        assert block["position_up"].any()
+
+    def test_shapes_types_and_shardings_alone(self):
+        """As for a model too large to be made: nothing is computed."""
+        mesh = Mesh(np.array(jax.devices()[:2]), ("model",))
+        split = NamedSharding(mesh, PartitionSpec(None, None, "model"))
+        old = small_model("rope", dtype="bfloat16", param_dtype="bfloat16")
+
+        def shape(x):
+            sharding = split if len(x.shape) == 3 else None
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        made = jax.eval_shape(old.init, jax.random.key(0), TOKENS)
+        new, adapted = tape.add_tape(old, jax.tree.map(shape, made), key=KEY, dtype="float32")
+        assert {name: x[0] for name, x in described(adapted).items()} == {
+            name: x[0] for name, x in wanted(new).items()
+        }
+        for name, x in flatten_dict(adapted["params"], sep="/").items():
+            assert isinstance(x, jax.ShapeDtypeStruct)
+            assert x.dtype == ("float32" if "position" in name else "bfloat16")
+            assert x.sharding == (split if name.endswith("kernel") and "head" not in name else None)
+
+    def test_misuse(self):
+        rope = small_model("rope")
+        variables = random_variables(rope)
+        for kind in ("tape", "alibi", "xpos", "random_rope"):
+            with pytest.raises(ValueError, match=rf"'rope' or 'yarn'; this one has '{kind}'"):
+                tape.add_tape(small_model(kind), variables, key=KEY)
+        with pytest.raises(ValueError, match=r"unknown field 'nrm'.*did you mean 'norm'"):
+            tape.add_tape(rope, variables, key=KEY, nrm="rms")
+        with pytest.raises(ValueError, match=r"base is the model's own, 10000\.0"):
+            tape.add_tape(rope, variables, key=KEY, base=5.0)
+        with pytest.raises(ValueError, match="goes past the model's 3 layers"):
+            tape.add_tape(rope, variables, key=KEY, layers=(1, 4))
+
+
+class TestLora:
+    @pytest.mark.parametrize("scan_layers", [True, False])
+    def test_at_first_nothing_changes(self, scan_layers):
+        old = small_model("rope", scan_layers=scan_layers, num_layers=1)
+        variables = random_variables(old)
+        new, adapted = adapt.add_lora(old, variables, key=KEY, rank=3, targets=["q", "down"])
+        assert new.config.lora == Lora(3, 16.0, ("q", "down"))
+        assert described(adapted) == wanted(new)
+        assert is_shared(adapted, variables)
+        assert difference(logits(new, adapted), logits(old, variables)) == 0
+        factors = {n: x for n, x in flatten_dict(adapted["params"], sep="/").items() if "lora" in n}
+        assert all(bool(x.any()) == n.endswith("a") for n, x in factors.items())
+
+    def test_merged_it_is_a_plain_model(self):
+        old = small_model("rope", num_kv_heads=1)
+        new = dataclasses.replace(old.config, lora=Lora(2, 3.0, ("q", "k", "v", "out", "gate")))
+        new = tape.Transformer(new)
+        variables = random_variables(new)
+        merged, plain = adapt.merge_lora(new, variables)
+        assert merged == old
+        assert described(plain) == wanted(old)
+        assert difference(logits(merged, plain), logits(new, variables)) < 1e-5
+        assert difference(logits(merged, plain), logits(old, without(variables, "lora_"))) > 0.01
+
+    def test_merging_rounds_once(self):
+        new = small_model("rope", lora=Lora(2, 3.0, ("k",)), param_dtype="bfloat16")
+        variables = random_variables(new)
+        _, plain = adapt.merge_lora(new, variables)
+        old = variables["params"]["layers_0"]["attention"]["k"]
+        kernel, a, b = (np.asarray(old[n], np.float64) for n in ("kernel", "lora_a", "lora_b"))
+        merged = plain["params"]["layers_0"]["attention"]["k"]["kernel"]
+        chex.assert_type(merged, jnp.bfloat16)
+        np.testing.assert_allclose(np.asarray(merged, np.float64), kernel + 1.5 * a @ b, rtol=2**-8)
+
+    def test_misuse(self):
+        model = small_model("rope", lora=Lora())
+        with pytest.raises(ValueError, match="has low-rank terms already"):
+            adapt.add_lora(model, random_variables(model), key=KEY)
+        plain = small_model("rope")
+        with pytest.raises(ValueError, match="no low-rank terms"):
+            adapt.merge_lora(plain, random_variables(plain))
+        with pytest.raises(ValueError, match=r"unknown lora target 'o'"):
+            adapt.add_lora(plain, random_variables(plain), key=KEY, targets=("q", "o"))
+
+
+class TestRotation:
+    def test_theta(self):
+        old = small_model(positions.Rope(scaling=RopeScaling("linear", 2.0)))
+        variables = random_variables(old)
+        new, same = adapt.scale_theta(old, variables, 1e6)
+        assert same is variables
+        assert new.encoding == positions.Rope(base=1e6, scaling=RopeScaling("linear", 2.0))
+        again, _ = adapt.scale_theta(small_model("tape"), variables, 1e6)
+        assert again.encoding == positions.Tape(base=1e6)
+
+    def test_scaling_is_that_of_positions(self):
+        old = small_model("rope", max_length=16)
+        variables = random_variables(old)
+        new = adapt.with_scaling(old, RopeScaling("linear", 2.0), max_length=32)
+        assert new.config.max_length == 32
+        expected = logits(old, variables)
+        assert difference(logits(new, variables, positions=2 * jnp.arange(9)), expected) < 1e-6
+        assert difference(logits(new, variables), expected) > 0.01
+        assert adapt.with_scaling(old, RopeScaling("linear", 2.0)).config.max_length == 16
+
+    def test_yarn_becomes_rope_with_that_scaling(self):
+        yarn = small_model(positions.Yarn(base=100.0, scaling=YARN))
+        new = adapt.with_scaling(yarn, RopeScaling("ntk", 2.0))
+        assert new.encoding == positions.Rope(base=100.0, scaling=RopeScaling("ntk", 2.0))
+
+    def test_other_encodings_are_refused(self):
+        with pytest.raises(ValueError, match="a rotary encoding; got 'alibi'"):
+            adapt.scale_theta(small_model("alibi"), {}, 1e6)
+
+
+class TestAdapt:
+    MODEL = small_model("rope")
+    VARIABLES = random_variables(MODEL)
+
+    @pytest.mark.parametrize(
+        ("method", "options", "rules", "changes"),
+        [
+            ("tape", {"norm": "rms"}, "position", {"position": positions.Tape(norm="rms")}),
+            ("lora", {}, "lora", {"lora": Lora(8, 16.0, ("q", "k", "v", "out"))}),
+            ("longlora", {"rank": 2}, "lora", {"lora": Lora(2), "shifted_groups": 4}),
+            (
+                "theta",
+                {"base": 5e5},
+                "lora",
+                {"lora": Lora(), "position": positions.Rope(base=5e5)},
+            ),
+            ("full", {}, "all", {}),
+        ],
+    )
+    def test_methods(self, method, options, rules, changes):
+        made = adapt.adapt(self.MODEL, self.VARIABLES, method, key=KEY, **options)
+        assert made.model.config == dataclasses.replace(self.MODEL.config, **changes)
+        assert described(made.variables) == wanted(made.model)
+        assert made.method == method
+        extra = [] if method == "full" else ["norms", "embeddings"]
+        assert [str(rule) for rule in made.rules] == [rules, *extra]
+        adapt.trainable_mask(made.model, made.rules)
+        assert made.base == adapt.fingerprint(self.MODEL, self.VARIABLES)
+
+    def test_rules_can_be_left_out_and_positions_scaled(self):
+        made = adapt.adapt(
+            self.MODEL,
+            self.VARIABLES,
+            "tape",
+            key=KEY,
+            norms=False,
+            embeddings=False,
+            scaling=RopeScaling("linear", 2.0),
+        )
+        assert made.rules == (adapt.Position(),)
+        assert made.model.encoding == positions.Tape(scaling=RopeScaling("linear", 2.0))
+
+    def test_a_model_without_values(self):
+        shapes = jax.eval_shape(self.MODEL.init, jax.random.key(0), TOKENS)
+        for method in adapt.METHODS:
+            options = {"position": "fox"} if method == "encoding" else {}
+            made = adapt.adapt(self.MODEL, shapes, method, key=KEY, **options)
+            assert described(made.variables) == wanted(made.model)
+            assert made.base is None
+
+    def test_long_lora_is_evaluated_with_full_attention(self):
+        made = adapt.adapt(self.MODEL, self.VARIABLES, "longlora", key=KEY, groups=2)
+        tokens = jnp.concatenate([TOKENS[:, :8], TOKENS[:, :8]], axis=1)
+        expected = logits(self.MODEL, self.VARIABLES, tokens)
+        assert difference(logits(made.model, made.variables, tokens), expected) > 0.01
+        full = adapt.full_attention(made.model)
+        assert difference(logits(full, made.variables, tokens), expected) < 1e-6
+        assert adapt.merge_lora(made.model, made.variables)[0] == self.MODEL
+
+    @pytest.mark.parametrize(
+        ("method", "options", "message"),
+        [
+            ("taep", {}, r"unknown method 'taep'.*did you mean 'tape'"),
+            ("lora", {"rnk": 2}, r"unknown option of the method 'lora' 'rnk'.*did you mean 'rank'"),
+            ("full", {"rank": 2}, r"unknown option of the method 'full' 'rank'"),
+            ("tape", {"rank": 2}, r"unknown field 'rank' of position encoding 'tape'"),
+            ("theta", {"key": None}, r"the method 'theta' needs a random key"),
+            ("encoding", {}, r"the method 'encoding' needs position="),
+            ("lora", {"rank": 0}, r"rank must be a positive integer; got 0"),
+        ],
+    )
+    def test_misuse(self, method, options, message):
+        with pytest.raises(ValueError, match=message):
+            adapt.adapt(self.MODEL, self.VARIABLES, method, **{"key": KEY, **options})

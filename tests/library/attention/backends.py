@@ -1,0 +1,196 @@
+"""The attention backends that are tested, what each refuses, and how their results are compared.
+
+``reference`` in float64 is the oracle of the others. To have a backend tested, add a line to
+BACKENDS, or to GPU_BACKENDS if it runs on a GPU only, and say in REFUSED which cases it does not
+take.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tape_jax._src.attention import attention
+from tape_jax._src.attention.pallas_blocks import Tiles
+from tests.library.attention.cases import BY_NAME, CASES, MASKED, call, inputs
+
+# Keywords of attention. Blocks are small, so that cases span several; those of splash cannot be.
+BACKENDS = {
+    "reference": {"implementation": "reference"},
+    "chunked": {"implementation": "chunked", "options": {"block_q": 8, "block_k": 4}},
+    "rows": {"implementation": "rows", "options": {"block_q": 4}},
+    "query_blocks": {"implementation": "query_blocks", "options": {"block_q": 8}},
+    "pallas": {
+        "implementation": "pallas",
+        "interpret": True,
+        "options": {"tiles": Tiles.same(16, 16)},
+    },
+    "splash": {"implementation": "splash", "interpret": True},
+}
+GPU_BACKENDS = ("pallas", "tokamax_mosaic", "tokamax_triton", "cudnn")
+COMPILED = {f"{name}_compiled": {"implementation": name} for name in GPU_BACKENDS}
+# Cases of CASES for interpreters too slow for all: each kind of mask, state and shape once. Rows
+# without keys have tests of their own.
+SUBSET = {
+    "pallas": (
+        "causal", "two_batch_axes", "one_token", "shared_state", "grouped_heads_shared_state",
+        "window_bidirectional", "cross", "window_passed", "cache", "own_query_state",
+        "state_not_attended", "no_state", "decay", "decay_grouped", "decay_shared", "decay_cache",
+        "decay_cross",
+    ),
+    "splash": (
+        "two_batch_axes", "grouped_heads_shared_state", "window_bidirectional", "cross", "cache",
+        "tensor_cache", "state_not_attended",
+    ),
+}  # fmt: skip
+# Names of the cases that a backend refuses.
+WITH_MASK = {case.name for case in MASKED}
+WITH_BIAS = {case.name for case in CASES if case.bias is not None}
+TENSOR = {case.name for case in CASES if case.form == "tensor"}
+WITH_SEGMENTS = {case.name for case in CASES if case.segments is not None}
+WITH_WINDOW = {case.name for case in CASES + MASKED if case.local_window_size is not None}
+WITH_DECAY = {case.name for case in CASES if case.log_decay is not None}
+KEYLESS_ROWS = {"before_the_keys", "window_passed"}
+OFFSET = {case.name for case in CASES if case.query_offset}
+VENDOR = WITH_MASK | WITH_BIAS | WITH_DECAY
+REFUSED = {
+    "reference": set(),
+    "chunked": set(),
+    "rows": set(),
+    "query_blocks": WITH_WINDOW,
+    "pallas": WITH_MASK | WITH_BIAS | TENSOR,
+    "splash": VENDOR,
+    # All of them, having no mesh; with one, test_ring.py has its tests.
+    "ring": {case.name for case in CASES + MASKED},
+    **dict.fromkeys(("tokamax", "tokamax_mosaic"), VENDOR | WITH_SEGMENTS | KEYLESS_ROWS | OFFSET),
+    # All of them, whose widths are small and no powers of two.
+    "tokamax_triton": {case.name for case in CASES + MASKED},
+    "cudnn": VENDOR | WITH_SEGMENTS | KEYLESS_ROWS | OFFSET | {"window_bidirectional"},
+}
+ARRAYS = ("q", "k", "v", "state")
+# Largest error relative to the largest value, against float64.
+TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
+# Less optimisation halves the time that compilation takes; what is computed stays the same.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def skip_if_refused(test):
+    """Skips a test of a call that the backend refuses. What is refused is itself tested."""
+
+    @functools.wraps(test)
+    def wrapped(*args, **keywords):
+        try:
+            return test(*args, **keywords)
+        except NotImplementedError as reason:
+            pytest.skip(str(reason))
+
+    return wrapped
+
+
+def each(*names, compiled=False, slow=()):
+    """Runs a test for the named backends, all of BACKENDS if none, and compiled ones on a GPU."""
+    chosen = [
+        pytest.param(n, BACKENDS[n], id=n, marks=pytest.mark.slow if n in slow else ())
+        for n in names or BACKENDS
+    ]
+    if compiled:
+        chosen += [pytest.param(n, k, id=n, marks=pytest.mark.gpu) for n, k in COMPILED.items()]
+
+    def decorate(test):
+        return pytest.mark.parametrize(("backend", "keywords"), chosen)(skip_if_refused(test))
+
+    return decorate
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def qkve(length, heads=2, kv_heads=2, dim=16, batch=2, dtype=jnp.float32):
+    """Random q, k, v in ``dtype`` and a state in float32."""
+    shapes = [(batch, length, h, dim) for h in (heads, kv_heads, kv_heads, kv_heads)]
+    arrays = [normal(seed, *shape) for seed, shape in enumerate(shapes)]
+    return [x.astype(dtype) for x in arrays[:3]] + arrays[3:]
+
+
+def attend(q, k, v, state, **keywords):
+    """attention with the state by position, for lists of arrays."""
+    return attention(q, k, v, state=state, **keywords)
+
+
+def outputs_and_gradients(*args, **keywords):
+    """``(o, a)`` and the gradients of a scalar of them to the first four arguments, in float32."""
+
+    def loss(*args):
+        o, a = attend(*args, **keywords)
+        weights = [jnp.sin(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape) for x in (o, a)]
+        return jnp.sum(o * weights[0]) + jnp.sum(a * weights[1]), (o, a)
+
+    gradients, out = jax.grad(loss, (0, 1, 2, 3), has_aux=True)(*args)
+    return jax.tree.map(lambda x: x.astype(jnp.float32), (out, gradients))
+
+
+def run(case, dtype, rounding=None, **keywords):
+    """Outputs and the gradients of all floats, for fixed cotangents; all as float64 numpy.
+
+    Inputs and cotangents are rounded to the type ``rounding`` first.
+    """
+
+    def cast(x):
+        return jnp.asarray(x.astype(jnp.dtype(rounding or dtype)), dtype)
+
+    floats, fixed = inputs(case)
+    rng = np.random.default_rng(1)
+
+    @jit
+    def outputs_and_gradients(floats):
+        out, pull = jax.vjp(lambda f: call(attention, case, f, fixed, **keywords), floats)
+        cotangents = jax.tree.map(lambda x: cast(rng.normal(size=x.shape)), out)
+        return out, pull(cotangents)[0]
+
+    out = outputs_and_gradients(jax.tree.map(cast, floats))
+    chex.assert_trees_all_equal_dtypes(*jax.tree.leaves(out))
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), out)
+
+
+@functools.cache
+def expected(name, rounding="float64"):
+    """Outputs and gradients of ``reference`` in float64."""
+    with jax.enable_x64(True):
+        return run(BY_NAME[name], "float64", rounding, implementation="reference")
+
+
+def assert_close(got, want, tolerance):
+    chex.assert_trees_all_equal_shapes(got, want)
+    scale = jax.tree.map(lambda x: max(1.0, np.abs(x).max()), want)
+    got, want = (jax.tree.map(np.divide, x, scale) for x in (got, want))
+    chex.assert_trees_all_close(got, want, rtol=0, atol=tolerance)
+
+
+def assert_sharded_alone(function, reference, ids, *args):
+    """Sharded over batch and heads, a function gives what the reference does, by itself.
+
+    Args:
+      function: of ids ``[B, T]`` and arrays ``[B, T, H, D]``.
+      reference: likewise, with a keyword ``implementation``.
+      ids, *args: its arguments.
+    """
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    rows, heads = PartitionSpec("data"), PartitionSpec("data", None, "model")
+    want = jit(functools.partial(reference, implementation="reference"))(ids, *args)
+    ids = jax.device_put(ids, NamedSharding(mesh, rows))
+    args = jax.device_put(args, NamedSharding(mesh, heads))
+    compiled = jit(function).lower(ids, *args).compile()
+    collective = r"all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+    assert not re.search(collective, compiled.as_text())
+    got = compiled(ids, *args)
+    placed = NamedSharding(mesh, heads)
+    assert all(x.sharding.is_equivalent_to(placed, x.ndim) for x in jax.tree.leaves(got))
+    chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), atol=1e-5)

@@ -1,0 +1,497 @@
+"""The public attention call: checks, choice of an implementation, errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tape_jax._src.attention import api, attention, attention_plan
+from tape_jax._src.attention.normalise import normalise
+
+T, H, D = 6, 4, 8
+
+
+def arrays(**shapes):
+    """Float arrays of the given shapes; q, k, v and state have defaults, None leaves one out."""
+    defaults = {"q": (2, T, H, D), "k": (2, T, 2, D), "v": (2, T, 2, D), "state": (2, T, 2, D)}
+    shapes = {**defaults, **shapes}
+    return {name: jnp.ones(shape) for name, shape in shapes.items() if shape is not None}
+
+
+INTS = np.zeros((2, T), np.int32)
+
+# name: (keywords, what the message must hold).
+WRONG = {
+    "no_heads_axis": (
+        {"q": jnp.ones((T, D)), "k": jnp.ones((T, D)), "v": jnp.ones((T, D))},
+        r"\[batch..., time, heads, head_dim\].*\(6, 8\)",
+    ),
+    "axes_disagree": (arrays(k=(T, 2, D)), r"\(2, 6, 4, 8\).*\(6, 2, 8\)"),
+    "batch_disagrees": (arrays(k=(3, T, 2, D)), "batch axes.*disagree"),
+    "k_v_lengths": (arrays(v=(2, 5, 2, D)), "k and v must agree"),
+    "k_v_heads": (arrays(v=(2, T, 1, D)), "k and v must agree"),
+    "empty": (arrays(k=(2, 0, 2, D), v=(2, 0, 2, D)), "must not be empty"),
+    "heads_not_divisible": (
+        arrays(k=(2, T, 3, D), v=(2, T, 3, D), state=None),
+        "multiple of key/value heads.*4 query heads, 3 key/value heads",
+    ),
+    "integer_q": ({**arrays(), "q": jnp.ones((2, T, H, D), int)}, "q must be floating.*int"),
+    "odd_head_dim": (
+        arrays(q=(2, T, H, 7), k=(2, T, 2, 7), state=(2, T, 2, 7)),
+        "even.*head dimension 7",
+    ),
+    "key_width": (arrays(k=(2, T, 2, 6)), r"head dimension 8; .*k \(2, 6, 2, 6\)"),
+    "rotated_key_width": (
+        arrays(k=(2, T, 2, 6), query_state=(2, T, 2, D)) | {"keys_rotated": True},
+        r"head dimension 8 \(rotated\)",
+    ),
+    "tensor_rotated_key_width": (
+        arrays(state=(2, T, 2, 4, 2, 3), query_state=(2, T, 2, 4, 2, 3)) | {"keys_rotated": True},
+        r"head dimension 12 \(rotated\)",
+    ),
+    "state_length": (
+        arrays(state=(2, 5, 2, D)),
+        r"state of shape \(2, 5, 2, 8\).*k of shape \(2, 6, 2, 8\)",
+    ),
+    "state_heads": (arrays(state=(2, T, 4, D)), "state of shape.*does not fit"),
+    "state_heads_divide": (
+        arrays(q=(2, T, 4, D), k=(2, T, 4, D), v=(2, T, 4, D), state=(2, T, 2, D)),
+        r"state of shape .*does not fit k .*h = 1, 4",
+    ),
+    "state_without_batch": (
+        arrays(state=(T, 2, D)),
+        r"state of shape \(6, 2, 8\) does not fit k of shape \(2, 6, 2, 8\): expected \(6, 8\) or "
+        r"\(2, 6, h, 8\), batch axes full or 1, h = 1, 2",
+    ),
+    "state_without_heads": (
+        arrays(state=(2, T, D)),
+        r"state\[\.\.\., None, :\] has an axis of heads",
+    ),
+    "tensor_state_without_batch": (
+        arrays(state=(T, 2, 4, 2, 3)),
+        r"expected \(6, 1, M, L, R\) or \(2, 6, h, M, L, R\)",
+    ),
+    "query_state_without_batch": (
+        arrays(query_state=(T, H, D)),
+        r"query_state of shape \(6, 4, 8\).*expected \(6, 8\) or \(2, 6, h, 8\), .*h = 1, 2, 4",
+    ),
+    "state_dim": (arrays(state=(2, T, 2, 6)), "state of shape.*does not fit"),
+    "state_batch": (arrays(state=(3, T, 2, D)), "state of shape.*does not fit"),
+    "state_integer": (
+        arrays() | {"state": jnp.ones((2, T, 2, D), int)},
+        "state must be a floating",
+    ),
+    "tensor_state_blocks": (arrays(state=(2, T, 2, 3, 2, 2)), r"M \* L = 8"),
+    "query_state_length": (
+        arrays(query_state=(2, 5, 2, D)),
+        r"query_state of shape \(2, 5, 2, 8\).*q of shape",
+    ),
+    "query_state_heads": (arrays(query_state=(2, T, 3, D)), "query_state of shape.*does not fit"),
+    "query_state_form": (arrays(query_state=(2, T, 2, 4, 2, 2)), "one form"),
+    "query_state_missing": (arrays(q=(2, 3, H, D)), "query_state is required.*differ in length"),
+    "query_state_alone": (
+        arrays(state=None, query_state=(2, T, 2, D)),
+        "query_state without state",
+    ),
+    "keys_rotated_alone": (arrays() | {"keys_rotated": True}, "keys_rotated=True needs"),
+    "segments_float": (arrays() | {"segment_ids": jnp.ones((2, T))}, "must be integers.*float32"),
+    "segments_bool": (arrays() | {"segment_ids": INTS > 0}, "must be integers.*bool"),
+    "segments_length": (
+        arrays() | {"segment_ids": INTS[:, :5]},
+        r"expected shape \(2, 6\).*got \(2, 5\)",
+    ),
+    "segments_triple": (arrays() | {"segment_ids": (INTS, INTS, INTS)}, "a pair of arrays; got 3"),
+    "segments_not_a_pair": (
+        arrays(q=(2, 3, H, D), query_state=(2, 3, 2, D)) | {"segment_ids": INTS},
+        "tuple.*3 queries, 6 keys",
+    ),
+    "decay_integer": (
+        arrays() | {"log_decay": jnp.ones((2, T, H), int)},
+        "log_decay must be floating-point; got int",
+    ),
+    "decay_without_heads": (
+        arrays() | {"log_decay": jnp.ones((2, T))},
+        r"log_decay: expected shape \(2, 6, 4\), one head .*; got \(2, 6\)",
+    ),
+    "decay_kv_heads": (arrays() | {"log_decay": jnp.ones((2, T, 2))}, r"got \(2, 6, 2\)"),
+    "decay_length": (
+        arrays() | {"log_decay": (jnp.ones((T, H)), jnp.ones((5, H)))},
+        r"key log_decay: expected shape \(2, 6, 4\).*got \(5, 4\)",
+    ),
+    "decay_batch": (
+        arrays() | {"log_decay": (jnp.ones((3, T, 1)), jnp.ones((T, H)))},
+        r"query log_decay: expected .* got \(3, 6, 1\)",
+    ),
+    "decay_not_a_pair": (
+        arrays(q=(2, 3, H, D), query_state=(2, 3, 2, D)) | {"log_decay": jnp.ones((T, 1))},
+        "log_decay must be a tuple .*3 queries, 6 keys",
+    ),
+    "decay_triple": (arrays() | {"log_decay": (1.0,) * 3}, "log_decay must be .* pair .*got 3"),
+    "window": (arrays() | {"local_window_size": 0}, "local_window_size must be at least 1; got 0"),
+    "window_pair": (
+        arrays() | {"local_window_size": (3, 0)},
+        r"local_window_size must be one positive integer, .*; got \(3, 0\)",
+    ),
+    "window_float": (arrays() | {"local_window_size": 3.0}, "one positive integer, .*; got 3.0"),
+    "scale_name": (arrays() | {"scale": "big"}, "scale must be a number, .*; got 'big'"),
+    "implementation_number": (
+        arrays() | {"implementation": 3},
+        "implementation must be a name, several or None; got 3",
+    ),
+    "bias_shape": (
+        arrays() | {"bias": jnp.ones((3, T, T))},
+        r"bias must broadcast to .*\(2, 4, 6, 6\); got \(3, 6, 6\)",
+    ),
+    "bias_bool": (arrays() | {"bias": jnp.ones((T, T), bool)}, "use mask"),
+    "bias_function_shape": (
+        arrays() | {"bias": lambda i, j: jnp.ones((3, 6, 6))},
+        r"value of the bias function must broadcast to .*got \(3, 6, 6\)",
+    ),
+    "bias_function_bool": (
+        arrays() | {"bias": lambda i, j: j <= i[:, None]},
+        r"value of the bias function must be floating-point \(for a boolean, use mask\); got bool",
+    ),
+    "bias_function_none": (
+        arrays() | {"bias": lambda i, j: None},
+        "value of the bias function must be a floating-point array; got None",
+    ),
+    "mask_type": (arrays() | {"mask": jnp.ones((T, T))}, "mask must be boolean"),
+    "mask_shape": (arrays() | {"mask": jnp.ones((5, T), bool)}, "mask must broadcast"),
+    "mask_of_keys": (
+        arrays() | {"mask": jnp.ones((2, T), bool)},
+        r"got \(2, 6\): .* mask\[:, None, None, :\] .*; segment_ids= hides padding",
+    ),
+    "offset_type": (arrays() | {"query_offset": 1.5}, "query_offset must be an integer .*float32"),
+    "offset_shape": (
+        arrays() | {"query_offset": INTS},
+        r"or one a row, \(2,\); got shape \(2, 6\)",
+    ),
+    "offset_rows": (arrays() | {"query_offset": INTS[:, 0][[0, 1, 1]]}, r"got shape \(3,\)"),
+    "index_range": (
+        arrays() | {"query_offset": 2**31 - 12},
+        "together must be below 2\\*\\*31; got 6, 6 and 2147483636",
+    ),
+    "index_range_of_an_array": (
+        arrays() | {"query_offset": np.array(2**31 - 12)},
+        "together must be below 2\\*\\*31; got 6, 6 and 2147483636",
+    ),
+    "unsigned_offset": (
+        arrays() | {"query_offset": np.array([0, 2**32 - 1], np.uint32)},
+        "together must be below .* and 4294967295",
+    ),
+    "long_offset": (
+        arrays() | {"query_offset": np.array([2**32, -5])},
+        "query_offset must fit in int32, .* values from -5 to 4294967296",
+    ),
+    "long_segments": (
+        arrays() | {"segment_ids": (INTS, np.full((2, T), 2**32 + 1))},
+        "key segment_ids must fit in int32, .* to 4294967297",
+    ),
+    "long_segments_in_a_list": (
+        arrays() | {"segment_ids": [2**32 + 1] * T},
+        "segment_ids must fit in 32 bits: .*4294967297",
+    ),
+    "unknown_name": (arrays() | {"implementation": "chunky"}, "did you mean 'chunked'"),
+    "unknown_option": (
+        arrays() | {"implementation": "chunked", "options": {"block": 4}},
+        "unknown option .*'chunked' 'block'.*did you mean",
+    ),
+    "options_of_none": (
+        arrays() | {"options": {"block_q": 4}},
+        "keywords of one implementation; got implementation=None",
+    ),
+    "options_of_several": (
+        arrays() | {"options": {"block_q": 4}, "implementation": ("chunked", "reference")},
+        "keywords of one implementation",
+    ),
+    "unknown_among_names": (
+        arrays() | {"implementation": ["pallas", "chunky"]},
+        "did you mean 'chunked'",
+    ),
+    "no_names": (arrays() | {"implementation": ()}, "implementation must hold a name"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_calls(name):
+    keywords, message = WRONG[name]
+    for function in (attention, attention_plan):
+        with pytest.raises(ValueError, match=message):
+            function(**keywords)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("scale", 0.5), ("local_window_size", 3), ("is_causal", True)]
+)
+def test_traced_scalars_are_named(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be .*, known when the call is compiled"):
+        jax.jit(lambda x: attention(**arrays(), **{name: x}))(value)
+
+
+def test_empty_block():
+    with pytest.raises(ValueError, match="block_q must be at least 1; got 0"):
+        attention(**arrays(), implementation="chunked", options={"block_q": 0})
+
+
+@pytest.mark.parametrize("window", [2**31 - 1, sys.maxsize, np.int64(2**40)])
+def test_a_window_may_be_wider_than_32_bits(window):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, T, 1, D)), jnp.float32)
+
+    def attend(implementation, **keywords):
+        return attention(x, x, x, query_offset=3, implementation=implementation, **keywords)[0]
+
+    offset = jax.jit(lambda o: attention(x, x, x, local_window_size=window, query_offset=o)[0])
+    for name in ("reference", "chunked"):
+        for causal in (False, True):
+            want = attend(name, is_causal=causal)
+            found = attend(name, is_causal=causal, local_window_size=window)
+            np.testing.assert_allclose(found, want, atol=1e-6)
+    np.testing.assert_allclose(offset(jnp.int32(3)), attend("reference"), atol=1e-6)
+
+
+def test_named_implementation_never_falls_back():
+    call = arrays() | {"mask": jnp.ones((T, T), bool), "implementation": "splash"}
+    with pytest.raises(NotImplementedError, match="'splash': mask="):
+        attention(**call, interpret=True)
+    plan = attention_plan(**call, interpret=True)
+    assert plan.implementation is None
+    assert list(plan.rejected) == ["splash"]
+
+
+def test_a_function_as_bias_has_the_same_queries_in_all_rows():
+    call = arrays() | {"bias": lambda i, j: 0.1 * (i[:, None] - j)}
+    for offset in (3, jnp.array(3), jnp.array([3])):
+        attention(**call, query_offset=offset)
+    with pytest.raises(NotImplementedError, match=r"with one query_offset a row .* jax\.vmap"):
+        attention(**call, query_offset=jnp.array([3, 4]))
+
+
+def plan_at(length, **keywords):
+    x = jnp.zeros((1, length, 1, 2))
+    return attention_plan(x, x, x, **keywords)
+
+
+def test_choice_counts_all_heads_and_rows():
+    """Pairs of one head and bytes of all logits: both must be few for ``reference``."""
+
+    def choice(batch, length, heads, dtype="float32", keys=None):
+        q = jax.ShapeDtypeStruct((batch, length, heads, 64), dtype)
+        k = jax.ShapeDtypeStruct((batch, keys or length, 1, 64), dtype)
+        return attention_plan(q, k, k).implementation
+
+    assert choice(8, 128, 32) == "reference"
+    assert choice(64, 128, 32) == choice(8, 128, 256) == choice(64, 64, 32, keys=256) == "chunked"
+    assert choice(16, 128, 16, "bfloat16") == choice(16, 128, 16) == "reference"
+    assert choice(64, 1, 32, keys=512) == "reference"
+    assert choice(1, 256, 1) == choice(8, 256, 4) == choice(2, 1024, 4) == "query_blocks"
+    assert choice(2, 4096, 4) == "chunked"
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_what_was_not_measured_is_not_chosen(monkeypatch, platform):
+    """Kernels are neither taken nor imported on a machine that has measured nothing."""
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    monkeypatch.setitem(api.BACKENDS, "pallas", "no.such.module")
+    x = jax.ShapeDtypeStruct((1, 2048, 2, 64), "bfloat16")
+    plan = attention_plan(x, x, x, state=x, is_causal=True)
+    assert plan.implementation == "chunked"
+    assert set(plan.rejected) == set(api.BACKENDS) - {"chunked", "ring"}
+    note = "nothing was measured here (python -m tape_jax.tune does)"
+    assert plan.rejected["pallas"] == plan.rejected["splash"] == plan.basis == note
+    assert plan.measured is None
+    assert plan.options == {}
+    with pytest.raises(NotImplementedError, match="cannot be imported here: ModuleNotFoundError"):
+        attention(*[jnp.zeros(x.shape, x.dtype)] * 3, implementation="pallas")
+
+
+def test_choice_by_length():
+    assert plan_at(64).implementation == "reference"
+    plan = plan_at(1024)
+    assert plan.implementation == "query_blocks"
+    assert plan.rejected["reference"] == "can do this call, but 'query_blocks' is tried first"
+    assert plan_at(1024, implementation="reference").implementation == "reference"
+
+
+def abstract(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+@pytest.mark.parametrize(
+    "name", ["state_heads", "query_state_form", "segments_triple", "mask_shape", "decay_length"]
+)
+def test_plan_checks_shapes_without_arrays(name):
+    keywords, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        attention_plan(**abstract(keywords))
+
+
+def test_plan_of_shapes_is_that_of_arrays():
+    """A call too large to be made is planned; an integer offset stays known, a traced one not."""
+    keywords = arrays() | {"mask": jnp.ones((T, T), bool)}
+    assert attention_plan(**abstract(keywords)) == attention_plan(**keywords)
+    x = jax.ShapeDtypeStruct((8, 2**20, 32, 128), "bfloat16")
+    assert attention_plan(x, x, x, state=x, is_causal=True).implementation == "chunked"
+    splash = {"implementation": "splash", "interpret": True, "is_causal": True}
+    assert attention_plan(x, x, x, query_offset=3, **splash).implementation == "splash"
+    traced = jax.ShapeDtypeStruct((), "int32")
+    assert attention_plan(x, x, x, query_offset=traced, **splash).implementation is None
+
+
+def test_plan_takes_scalars_of_numpy_and_jax():
+    given = {"local_window_size": np.int64(4), "is_causal": np.bool_(True)}
+    for scale in (np.float32(0.5), jnp.float32(0.5)):
+        attention(**arrays(), **given, scale=scale)
+        plan = attention_plan(**arrays(), **given, scale=scale, query_offset=np.array(0))
+        assert plan.implementation == "reference"
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_states_of_queries_are_not_repeated(heads):
+    """Backends broadcast a state over the query heads that share it."""
+    state = jnp.ones((2, T, heads, D))
+    request = normalise(**arrays(), query_state=state)
+    assert request.query_state.shape == state.shape
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """Registers a backend, as one module and its name in the tables."""
+
+    def register(**functions):
+        module = types.ModuleType("tests.library.attention.extra_backend")
+        vars(module).update(functions)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setitem(api.BACKENDS, "extra", module.__name__)
+        monkeypatch.setattr(api, "STATIC", {"cpu": ("extra", *api.STATIC["cpu"])})
+        monkeypatch.setattr(api, "SMALL_PAIRS", 0)
+
+    return register
+
+
+def refuse(request):
+    raise NotImplementedError("not on this device")
+
+
+def test_a_new_backend_is_used(registered):
+    def attend(request, *, value=1.0):
+        return jnp.full((2, T, H, D), value), jnp.full((2, T, H, D), -value)
+
+    registered(check=lambda request: None, attend=attend)
+    o, a = attention(**arrays())
+    assert (o == 1).all()
+    assert (a == -1).all()
+    o, _ = attention(**arrays(), implementation="extra", options={"value": 3.0})
+    assert (o == 3).all()
+
+
+def test_a_backend_that_cannot_is_skipped(registered):
+    registered(check=refuse, attend=None)
+    o, _ = attention(**arrays())
+    np.testing.assert_allclose(o, 1, rtol=1e-6)
+    assert attention_plan(**arrays()).rejected["extra"] == "not on this device"
+    with pytest.raises(NotImplementedError, match="'extra': not on this device"):
+        attention(**arrays(), implementation="extra")
+
+
+def test_names_are_tried_in_order(registered):
+    """The first that can is taken; only NotImplementedError leads on to the next."""
+    registered(check=refuse, attend=None)
+    plan = attention_plan(**arrays(), implementation=("extra", "chunked", "reference"))
+    assert plan.implementation == "chunked"
+    assert plan.rejected == {
+        "extra": "not on this device",
+        "reference": "can do this call, but 'chunked' is tried first",
+    }
+    with api.recorded_plans() as plans:
+        attention(**arrays(), implementation=["extra", "chunked", "reference"])
+    assert plans == [dataclasses.replace(plan, operations=None)]
+    with pytest.raises(NotImplementedError, match=r"'extra': not on .*; .*'pallas': needs a CUDA"):
+        attention(**arrays(), implementation=("extra", "pallas"))
+
+
+def test_what_is_refused_while_running_is_tried_elsewhere(registered):
+    def attend(request):
+        raise NotImplementedError("only seen while tracing")
+
+    registered(check=lambda request: None, attend=attend)
+    with api.recorded_plans() as plans:
+        attention(**arrays())
+    assert plans[0].implementation == "query_blocks"
+    assert plans[0].rejected["extra"] == "only seen while tracing"
+    with pytest.raises(NotImplementedError, match="'extra': only seen while tracing"):
+        attention(**arrays(), implementation="extra")
+
+
+@pytest.mark.parametrize("error", [ImportError, AttributeError, RuntimeError])
+def test_what_cannot_be_imported_is_a_reason(monkeypatch, tmp_path, error):
+    """As with a library of another version: an automatic choice goes on, a name says why."""
+    (tmp_path / "broken_backend.py").write_text(f"raise {error.__name__}('moved in jax 9')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(api.BACKENDS, "extra", "broken_backend")
+    monkeypatch.setattr(api, "STATIC", {"cpu": ("extra", *api.STATIC["cpu"])})
+    monkeypatch.setattr(api, "SMALL_PAIRS", 0)
+    reason = f"cannot be imported here: {error.__name__}: moved in jax 9"
+    attention(**arrays())
+    assert attention_plan(**arrays()).rejected["extra"] == reason
+    assert attention_plan(**arrays(), implementation="extra").rejected == {"extra": reason}
+    for options in (None, {"block_q": 4}):
+        with pytest.raises(NotImplementedError, match=reason) as raised:
+            attention(**arrays(), implementation="extra", options=options)
+        assert isinstance(raised.value.__cause__.__cause__, error)
+
+
+def test_an_error_in_a_backend_is_not_swallowed(registered):
+    def attend(request):
+        raise TypeError("a bug")
+
+    registered(check=lambda request: None, attend=attend)
+    with pytest.raises(TypeError, match="a bug"):
+        attention(**arrays())
+
+
+def test_backends_are_imported_when_needed():
+    code = (
+        "import sys, tape_jax; "
+        "print([m for m in sys.modules if m.startswith('tape_jax._src.attention.')])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "chunked" not in out.stdout
+    assert "api" in out.stdout
+
+
+@pytest.mark.parametrize("batch", [(), (2,), (2, 3)])
+@pytest.mark.parametrize("tensor", [False, True])
+def test_shapes(batch, tensor):
+    tail = (4, 2, 3) if tensor else (D,)
+    shapes = {
+        "q": (*batch, T, H, D),
+        "k": (*batch, T, 2, D),
+        "v": (*batch, T, 2, 5),
+        "state": (*batch, T, 1, *tail),
+    }
+    floats = {n: jax.ShapeDtypeStruct(shape, jnp.float32) for n, shape in shapes.items()}
+    o, a = jax.eval_shape(lambda x: attention(**x), floats)
+    assert o.shape == (*batch, T, H, 5)
+    assert a.shape == (*batch, T, H, *tail)
+    assert jax.eval_shape(lambda x: attention(**x, attend_state=False), floats)[1] is None
+
+
+def test_unattended_state_costs_nothing():
+    """attend_state=False multiplies values of width D only, as state=None does."""
+
+    def flops(**keywords):
+        x = jnp.zeros((1, 64, 1, 64))
+        f = jax.jit(lambda x: attention(x, x, x, **keywords, implementation="reference")[0])
+        return f.lower(x).compile().cost_analysis()["flops"]
+
+    state = jnp.zeros((64, 64))
+    products = 2 * 64**3
+    plain, unattended = flops(), flops(state=state, attend_state=False)
+    assert unattended - plain < products / 4

@@ -1,0 +1,234 @@
+"""Attention under jit, grad, vmap, scan, checkpoint and shardings is what it is by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tape_jax._src.attention import attention, chunked
+from tests.library.attention.backends import (
+    ARRAYS,
+    BACKENDS,
+    assert_close,
+    assert_sharded_alone,
+    attend,
+    each,
+    jit,
+    outputs_and_gradients,
+    qkve,
+)
+from tests.library.attention.cases import BY_NAME, bias_function, call, inputs, oracle
+from tests.selection import mostly_slow
+
+
+@pytest.mark.parametrize(
+    "transform", mostly_slow(["jit_grad", "grad_jit", "vmap", "checkpoint", "scan"], "vmap", "scan")
+)
+def test_bias_closures(transform):
+    """Gradients reach floats that a bias function closes over, whatever transforms the call."""
+    case = BY_NAME["multi_query"]
+    floats, fixed = inputs(case)
+    floats = {n: jnp.asarray(x, jnp.float32) for n, x in floats.items()}
+    rank = jnp.asarray(fixed["rank"])
+
+    def f(floats, rank):
+        bias = bias_function(jnp.tanh(floats["bias"]), floats["phase"], rank + 1)
+        o, a = attend(
+            *(floats[name] for name in ARRAYS), is_causal=True, bias=bias, **BACKENDS["chunked"]
+        )
+        return jnp.sum(jnp.sin(o)) + jnp.sum(a**2)
+
+    def by_row(floats, rank):
+        batched = dict.fromkeys(floats, 0) | {"bias": None}
+        return jnp.sum(jax.vmap(f, in_axes=(batched, 0))(floats, rank))
+
+    def by_scan(floats, rank):
+        rest = {n: x for n, x in floats.items() if n != "bias"}
+
+        def step(total, x):
+            return total + f({**rest, "bias": x}, rank), None
+
+        total, _ = jax.lax.scan(step, 0.0, floats["bias"][None])
+        return total
+
+    gradient = {
+        "jit_grad": jit(jax.grad(f)),
+        "grad_jit": jax.grad(jax.jit(f)),
+        "vmap": jit(jax.grad(by_row)),
+        "checkpoint": jit(jax.grad(jax.checkpoint(f))),
+        "scan": jit(jax.grad(by_scan)),
+    }[transform](floats, rank)
+    assert_close(gradient, closure_gradients(), 2e-5)
+
+
+@pytest.mark.slow
+def test_outside_jit():
+    """A call that is not compiled gives the same, gradients of closures included."""
+    case = BY_NAME["multi_query"]
+    floats, fixed = inputs(case)
+    floats = {n: jnp.asarray(x, jnp.float32) for n, x in floats.items()}
+
+    def f(floats):
+        o, a = call(attention, case, floats, fixed, **BACKENDS["chunked"])
+        return jnp.sum(o) + jnp.sum(a)
+
+    chex.assert_trees_all_close(jax.grad(f)(floats), jit(jax.grad(f))(floats), atol=1e-5)
+
+
+@functools.cache
+def closure_gradients():
+    """The gradients of test_bias_closures by ``reference``, the bias given as an array."""
+    case = BY_NAME["multi_query"]
+    floats, fixed = inputs(case)
+    index = np.arange(case.queries)
+
+    def f(floats):
+        bias = bias_function(jnp.tanh(floats["bias"]), floats["phase"], fixed["rank"] + 1)
+        o, a = attend(
+            *(floats[name] for name in ARRAYS),
+            is_causal=True,
+            bias=bias(index, index),
+            implementation="reference",
+        )
+        return jnp.sum(jnp.sin(o)) + jnp.sum(a**2)
+
+    with jax.enable_x64(True):
+        return jit(jax.grad(f))(jax.tree.map(jnp.asarray, floats))
+
+
+@each("pallas", "splash", slow=["splash"])
+def test_transformations(backend, keywords):
+    """Gradients of a rematerialised and scanned call and under vmap are those of ``reference``."""
+    q, k, v, e = qkve(19)
+
+    def loss(k, q, v, e, **implementation):
+        o, a = attention(q, k, v, state=e, is_causal=True, **implementation)
+        return jnp.sum(jnp.sin(o)) + jnp.sum(a**2)
+
+    def scanned(k, q, v, e):
+        def step(total, x):
+            return total + jax.checkpoint(functools.partial(loss, **keywords))(x, q, v, e), None
+
+        return jax.lax.scan(step, 0.0, k[None])[0]
+
+    want = jit(jax.grad(functools.partial(loss, implementation="reference")))
+    assert_close(jit(jax.grad(scanned))(k, q, v, e), want(k, q, v, e), 1e-5)
+    # All rows share the state of the first.
+    row = jax.grad(functools.partial(loss, **keywords))
+    by_row = jit(jax.vmap(row, in_axes=(0, 0, 0, None)))
+    assert_close(by_row(k, q, v, e[0]), want(k, q, v, e[:1]), 1e-5)
+
+
+@pytest.mark.slow
+@each("pallas", "splash", slow=["splash"])
+@pytest.mark.parametrize("kv_heads", mostly_slow([4, 2], 2))
+def test_sharded_over_batch_and_heads(backend, keywords, kv_heads):
+    """Each device attends with its rows and heads, and talks to no other."""
+    args = qkve(19, heads=4, kv_heads=kv_heads)
+    ids = jnp.sort(jnp.asarray(np.random.default_rng(0).integers(0, 3, (2, 19))))
+
+    def f(ids, *args, **implementation):
+        return outputs_and_gradients(*args, is_causal=True, segment_ids=ids, **implementation)
+
+    assert_sharded_alone(functools.partial(f, **keywords), f, ids, *args)
+
+
+@each("pallas", "splash")
+def test_sharded_time_is_gathered(backend, keywords):
+    """A sharded axis over which the kernels cannot be split gives the right result too."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    args = qkve(20, heads=2, kv_heads=1)
+    want = jit(functools.partial(attend, is_causal=True, implementation="reference"))(*args)
+    f = jit(functools.partial(attend, is_causal=True, **keywords))
+    got = f(*jax.device_put(args, NamedSharding(mesh, PartitionSpec("data", "model"))))
+    chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), atol=1e-6)
+
+
+@each()
+def test_traced_offset(backend, keywords):
+    """query_offset may be traced, and batched by vmap."""
+    case = BY_NAME["cache"]
+    floats = {name: jnp.asarray(x, jnp.float32) for name, x in inputs(case)[0].items()}
+
+    @jit
+    @functools.partial(jax.vmap, in_axes=(0, None, 0))
+    def f(q, rest, offset):
+        return attention(
+            q, *rest[:2], state=rest[2], is_causal=True, local_window_size=case.local_window_size,
+            keys_rotated=True, query_offset=offset, query_state=floats["query_state"], **keywords,
+        )  # fmt: skip
+
+    offsets = [18, 3, -2]
+    q = jnp.stack([floats["q"]] * 3)
+    got = f(q, [floats[name] for name in ARRAYS[1:]], jnp.asarray(offsets))
+    for n, offset in enumerate(offsets):
+        want = oracle(dataclasses.replace(case, query_offset=offset), *inputs(case))
+        assert_close(jax.tree.map(lambda x, n=n: np.asarray(x[n], np.float64), got), want, 1e-5)
+
+
+@pytest.mark.slow
+@each(slow=["splash"])
+def test_one_offset_for_each_row(backend, keywords):
+    """Outputs and gradients are those of the rows, each by itself with its own offset."""
+    case = BY_NAME["cache"]
+    floats = {name: jnp.asarray(x, jnp.float32) for name, x in inputs(case)[0].items()}
+    fixed = {"is_causal": True, "local_window_size": 9, "keys_rotated": True, **keywords}
+
+    def loss(floats, offset):
+        o, a = attention(**floats, query_offset=offset, **fixed)
+        return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.cos(a)), (o, a)
+
+    gradients = jax.grad(loss, has_aux=True)
+    got = jit(gradients)(floats, jnp.array([18, 5]))
+    both = zip(*(jnp.split(x, 2) for x in floats.values()), strict=True)
+    rows = [
+        gradients(dict(zip(floats, row, strict=True)), n)
+        for row, n in zip(both, (18, 5), strict=True)
+    ]
+    chex.assert_trees_all_close(got, jax.tree.map(lambda *x: jnp.concatenate(x), *rows), atol=1e-5)
+
+
+def test_an_equal_bias_function_is_not_compiled_anew():
+    """Nor is another one taken for it, be it a constant or an array that differs."""
+    q, k, v, e = qkve(19)
+    table = jnp.arange(19.0)
+
+    def attend(slope, table):
+        def bias(i, j):
+            return slope * table[jnp.abs(i[:, None] - j)]
+
+        return attention(q, k, v, state=e, is_causal=True, bias=bias, implementation="chunked")[0]
+
+    first, compiled = attend(0.25, table), chunked._attend_compiled._cache_size()
+    chex.assert_trees_all_equal(attend(0.25, table), first)
+    other_table = attend(0.25, -table)
+    assert chunked._attend_compiled._cache_size() == compiled
+    other_slope = attend(-0.25, table)
+    chex.assert_trees_all_close(other_slope, other_table, atol=1e-6)
+    assert jnp.abs(other_slope - first).max() > 1e-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transform", mostly_slow([jax.jit, jax.vmap], jax.vmap))
+def test_chunked_names_who_has_second_derivatives(transform):
+    q, k, v, e = qkve(19)
+
+    def loss(q, implementation):
+        options = {"state": e, "is_causal": True, "implementation": implementation}
+        return jnp.sum(attention(q, k, v, **options)[0] ** 2)
+
+    def squared(q, implementation):
+        return jnp.sum(jax.grad(loss)(q, implementation) ** 2)
+
+    given = q[None] if transform is jax.vmap else q
+    second = transform(jax.grad(functools.partial(squared, implementation="reference")))(given)
+    assert jnp.isfinite(second).all()
+    with pytest.raises(NotImplementedError, match="second order: name implementation='reference'"):
+        transform(jax.grad(functools.partial(squared, implementation="chunked")))(given)

@@ -1,0 +1,497 @@
+"""What is chosen by measurement, where it is kept, and what does not count. Nothing is timed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import types
+import warnings
+
+import jax
+import numpy as np
+import pytest
+
+from tape_jax import attention, attention_plan, tune
+from tape_jax._src.attention import api
+from tape_jax._src.attention.normalise import normalise
+from tape_jax._src.attention.tuning import cases, choice, command, measure, session, store
+from tape_jax._src.attention.tuning.cases import CallShape, Contender, Measured
+from tape_jax._src.core import processes
+from tape_jax._src.core.timing import Timing
+from tape_jax.sharding import ShardingConfig
+
+SHAPE = CallShape(8, 64, "float32", True, 1, 2, 2)
+BLOCKS = {"block_q": 64, "block_k": 64}
+QUICK = Contender("chunked", BLOCKS)
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch, tmp_path):
+    """A cache folder of its own, and nothing known."""
+    monkeypatch.setenv("TAPE_JAX_CACHE", str(tmp_path))
+    store.key.cache_clear()
+    store.device.cache_clear()
+    choice.forget()
+    yield tmp_path / "attention"
+    choice.forget()
+
+
+def result(contender, forward=1.0, gradients=2.0, **other):
+    contender = Contender(contender) if isinstance(contender, str) else contender
+    return Measured(contender, forward, gradients, error=0.0, **other)
+
+
+def timer(seconds):
+    """A clock by which every function takes what the first word of its name that is given says."""
+
+    def take_turns(functions, **_):
+        for function in functions.values():
+            function()
+        return {name: Timing((seconds.get(name, 1.0),)) for name in functions}
+
+    return take_turns
+
+
+def plan_of(shape, **keywords):
+    q, k, v, *e = shape.structs()
+    return attention_plan(q, k, v, state=e[0] if e else None, is_causal=True, **keywords)
+
+
+def known(*results, shape=SHAPE):
+    store.write({shape: list(results)})
+    choice.forget()
+
+
+def test_what_was_measured_is_taken():
+    known(result("reference"), result("chunked", 0.9, 1.8), result(QUICK, 0.5, 1.0))
+    plan = plan_of(SHAPE)
+    assert (plan.implementation, plan.options) == ("chunked", BLOCKS)
+    assert plan.measured == {"chunked": (0.5, 1.0), "reference": (1.0, 2.0)}
+    assert plan.basis == "measured: D 8, T 64, float32, 1 x 2 heads, state"
+    assert plan.rejected == {
+        "reference": "measured: 1e+03 ms forward and 2e+03 ms with gradients, 'chunked' 500 and "
+        "1e+03 ms",
+        **dict.fromkeys(("query_blocks", "rows"), "can do this call, but 'chunked' is tried first"),
+    }
+    arrays = SHAPE.arrays()
+    with api.recorded_plans() as plans:
+        got = attention(*arrays[:3], state=arrays[3], is_causal=True)
+    assert [dataclasses.replace(x, operations=plan.operations) for x in plans] == [plan]
+    want = attention(*arrays[:3], state=arrays[3], is_causal=True, implementation="reference")
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), got, want)
+
+
+def test_nothing_measured_is_said():
+    plan = plan_of(SHAPE)
+    assert (plan.implementation, plan.measured) == ("reference", None)
+    assert plan.basis == "nothing was measured here (python -m tape_jax.tune does)"
+    known(result("chunked"), shape=dataclasses.replace(SHAPE, length=1024))
+    assert plan_of(SHAPE).basis.startswith("no shape near this one was measured here")
+    assert plan_of(SHAPE, implementation="chunked").basis == "named"
+
+
+@pytest.mark.parametrize(
+    ("forward", "gradients", "taken"),
+    [(0.8, 1.6, "chunked"), (0.8, 1.7, "reference"), (0.83, 1.0, "reference"), (0.5, 2.1, "ref")],
+)
+def test_the_default_gives_way_to_what_is_faster_both_ways(forward, gradients, taken):
+    """By more than what another process shows."""
+    best = choice.ranked([result("reference"), result("chunked", forward, gradients)], "reference")
+    assert best[0].contender.implementation.startswith(taken)
+    assert len(best) == 2
+
+
+@pytest.mark.parametrize(("spread", "taken"), [(0.1, "chunked"), (0.12, "reference")])
+def test_what_may_be_noise_is_not_taken(spread, taken):
+    """A fifth less, in runs that differ by as much."""
+    noisy = [
+        result("reference", spreads=(0.0, spread)),
+        result("chunked", 0.5, 1.6, spreads=(0.1, spread)),
+    ]
+    assert choice.ranked(noisy, "reference")[0].contender.implementation == taken
+
+
+def test_what_disagrees_is_never_taken():
+    """Not even where it is what is taken without measurements."""
+    shape = dataclasses.replace(SHAPE, length=512)
+    wrong = Measured(Contender("chunked"), error=0.1, struck="disagrees", wrong=True)
+    known(result("reference"), wrong, shape=shape)
+    plan = plan_of(dataclasses.replace(SHAPE, length=8192))
+    assert plan.implementation == "rows"
+    assert plan.rejected["chunked"] == "disagrees"
+
+
+def test_what_disagrees_anywhere_is_taken_nowhere():
+    """In calls of types of the same width."""
+    wrong = Measured(QUICK, error=0.1, struck="disagrees", wrong=True)
+    shapes = [dataclasses.replace(SHAPE, length=length) for length in (64, 128)]
+    fast = [result("reference"), result("chunked"), result(QUICK, 0.1, 0.1)]
+    half = [dataclasses.replace(shape, dtype="bfloat16") for shape in shapes[1:]]
+    store.write({shapes[0]: [wrong], shapes[1]: fast, half[0]: fast})
+    choice.forget()
+    assert plan_of(shapes[1]).options == {}
+    assert plan_of(half[0]).options == BLOCKS
+
+
+def test_what_took_too_long_is_still_there():
+    known(Measured(Contender("chunked"), error=1e-7, struck="takes 9 s"), shape=SHAPE)
+    plan = plan_of(dataclasses.replace(SHAPE, length=4096))
+    assert plan.implementation == "chunked"
+    assert plan.measured == {}
+
+
+@pytest.mark.parametrize(
+    ("length", "rows", "nearest"),
+    [(64, 1, 64), (100, 1, 128), (33, 1, 64), (9999, 1, 128), (31, 1, None), (256, 16, 256)],
+)
+def test_the_nearest_shape_counts(length, rows, nearest):
+    table = [
+        CallShape(64, 64, "float32", True),
+        CallShape(64, 128, "float32", True),
+        CallShape(64, 256, "float32", True, 8, 8, 8),
+        CallShape(128, 512, "float32", True),
+        CallShape(64, length, "bfloat16", True),
+        CallShape(64, length, "float32", False),
+    ]
+    found = choice.nearest(CallShape(64, length, "float32", True, 1, rows, rows), table)
+    assert (found and found.length) == nearest
+
+
+def test_short_calls_of_another_head_dimension_say_nothing():
+    table = [CallShape(8, 16, "float32", True), CallShape(64, 256, "float32", True)]
+    assert choice.nearest(CallShape(64, 100, "float32", True), table) is None
+    assert choice.nearest(CallShape(8, 16, "float32", True), table) == table[0]
+
+
+def test_types_of_one_width_are_alike():
+    table = [CallShape(64, 64, "bfloat16", True)]
+    assert choice.nearest(CallShape(64, 64, "float16", True), table)
+    assert choice.nearest(CallShape(64, 64, "float64", True), table) is None
+
+
+def test_calls_with_far_more_keys_than_queries_are_not_known():
+    known(result("chunked", 0.1, 0.1), result("reference"))
+    q = jax.ShapeDtypeStruct((1, 1, 2, 8), "float32")
+    k = jax.ShapeDtypeStruct((1, 64, 2, 8), "float32")
+    e = jax.ShapeDtypeStruct((1, 64, 2, 8), "float32")
+    query_state = jax.ShapeDtypeStruct((1, 1, 2, 8), "float32")
+    plan = attention_plan(q, k, k, state=e, query_state=query_state, query_offset=63)
+    assert (plan.implementation, plan.measured) == ("reference", None)
+
+
+def test_options_that_do_not_suit_a_call_are_not_carried_over():
+    known(result("reference"), result("chunked", 0.8, 1.6), result(QUICK, 0.5, 1.0))
+    plan = plan_of(dataclasses.replace(SHAPE, length=40))
+    assert (plan.implementation, plan.options) == ("chunked", {})
+    assert plan.measured["chunked"] == (0.8, 1.6)
+
+
+@pytest.mark.parametrize(("length", "taken"), [(64, "reference"), (181, "reference"), (182, "ch")])
+def test_the_reference_is_not_taken_where_its_memory_was_not_tried(length, taken):
+    """Except where it is so small a call that it is the default."""
+    known(result("reference", 0.1, 0.1), result("chunked"))
+    plan = plan_of(dataclasses.replace(SHAPE, length=length))
+    assert plan.implementation.startswith(taken)
+
+
+def test_layers_keep_little_for_the_backward_pass():
+    shape = dataclasses.replace(SHAPE, length=8192)
+    known(result("reference", 0.1, 0.1), result("chunked"), shape=shape)
+    assert plan_of(shape).implementation == "chunked"
+
+
+def test_what_refuses_a_call_is_passed_over(extra):
+    def check(request):
+        if request.mask is not None:
+            raise NotImplementedError("no masks")
+
+    extra(check=check, attend=None)
+    known(result("extra", 0.1, 0.1), result("chunked", 0.2, 0.2), result("reference"))
+    assert plan_of(SHAPE).implementation == "extra"
+    plan = plan_of(SHAPE, mask=jax.ShapeDtypeStruct((64, 64), "bool"))
+    assert plan.implementation == "chunked"
+    assert plan.rejected["extra"] == "no masks"
+
+
+@pytest.fixture
+def extra(monkeypatch):
+    """Registers a backend."""
+
+    def register(**functions):
+        module = types.ModuleType("tests.library.attention.tuned_backend")
+        vars(module).update(functions)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setitem(api.BACKENDS, "extra", module.__name__)
+
+    return register
+
+
+def test_a_backend_that_disagrees_is_struck_off(extra):
+    """In one gradient of one row, though it is by far the fastest."""
+    from tape_jax._src.attention import reference
+
+    @jax.custom_vjp
+    def wrong(x):
+        return x
+
+    wrong.defvjp(lambda x: (x, None), lambda _, g: (g.at[0, 5].multiply(1.1),))
+
+    def attend(request, *, right=False):
+        if right:
+            return reference.attend(request)
+        return reference.attend(dataclasses.replace(request, k=wrong(request.k)))
+
+    extra(check=lambda request: None, attend=attend, candidates=lambda request: [{"right": True}])
+    seconds = {"extra": 0.01, "extra right=True": 0.5}
+    table = session.tune([SHAPE], seconds=60, say=lambda line: None, timer=timer(seconds))
+    by_name = {str(x.contender): x for x in table[SHAPE]}
+    assert by_name["extra"].struck.startswith("disagrees with the reference: error ")
+    assert by_name["extra"].error > 1e-2
+    assert not by_name["extra"].timed
+    assert by_name["extra right=True"].error < 1e-6
+    plan = plan_of(SHAPE)
+    assert (plan.implementation, plan.options) == ("extra", {"right": True})
+    assert "needs a CUDA GPU" in plan.rejected["pallas"]
+
+
+def test_errors_are_of_rows():
+    wanted = np.ones((4, 8))
+    wanted[3] = 1e-3
+    got = wanted.copy()
+    assert measure.row_error(got, wanted) == 0
+    got[3] *= 2
+    assert measure.row_error(got, wanted) == pytest.approx(1e-3, rel=0.2)
+    got[0] *= 1.5
+    assert measure.row_error(got, wanted) == pytest.approx(0.5 / 1.87, rel=0.01)
+    got[1, 1] = np.nan
+    assert measure.row_error(got, wanted) == np.inf
+
+
+@pytest.mark.slow
+def test_a_stopped_run_goes_on(monkeypatch):
+    """Each case is written at once; what is there is not measured again, unless asked."""
+    shapes = [SHAPE, dataclasses.replace(SHAPE, state=False)]
+    lines = []
+    options = {"seconds": 60, "say": lines.append, "timer": timer({})}
+
+    def stop(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    session.tune(shapes[:1], **options)
+    with pytest.raises(KeyboardInterrupt):
+        session.tune(shapes, **options | {"timer": stop})
+    assert list(store.read()[0]) == shapes[:1]
+    assert list(session.tune(shapes, **options)) == shapes
+    assert len(lines) == 2
+    monkeypatch.setattr(session, "measure", stop)
+    session.tune(shapes, **options)
+    with pytest.raises(KeyboardInterrupt):
+        session.tune(shapes, **options, again=True)
+
+
+def test_the_time_is_limited():
+    lines = []
+    assert session.tune([SHAPE], seconds=0, say=lines.append) == {}
+    assert lines == ["1 of 1 cases are left: the time is over"]
+    limits = measure.Limits(deadline=0.0)
+    found = measure.measure(SHAPE, [QUICK], session.caller, limits=limits, timer=timer({}))
+    assert [x.struck for x in found] == [measure.LATE]
+    assert not session.finished(found)
+
+
+@pytest.mark.parametrize("length", [64, 512])
+def test_what_the_others_are_to_beat_is_measured_first(length):
+    """Where time is short, nothing is taken that was not compared with it."""
+    found = session.trials(dataclasses.replace(SHAPE, length=length))
+    assert found.candidates[0] == found.default
+    assert len(set(map(str, found.candidates))) == len(found.candidates) > 3
+
+
+def test_what_would_take_too_long_is_not_tried():
+    table = {SHAPE: [result(QUICK, 0.5, 1.0), result("reference", 0.1, 0.2)]}
+    longer = dataclasses.replace(SHAPE, length=128)
+    limits = measure.Limits(seconds=3)
+    why = session.foreseen(QUICK, longer, table, limits)
+    assert why == "would take about 4 s a call, limit 3 s"
+    assert session.foreseen(Contender("reference"), longer, table, limits) is None
+    assert session.foreseen(QUICK, SHAPE, table, limits) is None
+
+
+def test_limits_of_a_call():
+    for limits, why in (
+        (measure.Limits(memory=0), "needs 0.0 GiB, limit 0 GiB"),
+        (measure.Limits(seconds=0), r"s a call, limit 0 s"),
+    ):
+        (found,) = measure.measure(SHAPE, [QUICK], session.caller, limits=limits, timer=timer({}))
+        assert why in found.struck
+
+
+def broken(text):
+    record = json.loads(text)
+    record["cases"][0]["results"][0]["forward"] = 1e-9
+    return json.dumps(record)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda text: text[: len(text) // 2], "damaged: "),
+        (lambda text: "[]", "not a file of this format"),
+        (lambda text: text.replace('"jax": "', '"jax": "0.'), "of another jax: 0."),
+        (lambda text: text.replace('"kernels": "', '"kernels": "0'), "of another kernels: 0"),
+        (broken, "damaged: its hash is another"),
+        (lambda text: "\\xff", "damaged: "),
+    ],
+)
+def test_files_that_do_not_count_are_named(change, why):
+    known(result("chunked", 0.1, 0.1), result("reference"))
+    file = store.path()
+    file.write_text(change(file.read_text()))
+    choice.forget()
+    with pytest.warns(UserWarning, match=why) as warned:
+        assert plan_of(SHAPE).measured is None
+    assert str(file) in str(warned[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert plan_of(SHAPE).implementation == "reference"
+
+
+def test_files_of_before_are_named_where_there_is_no_other():
+    known(result("chunked", 0.1, 0.1), result("reference"))
+    old = store.path().with_name(store.path().name.replace(store.path().stem[-12:], "0" * 12))
+    os.rename(store.path(), old)
+    choice.forget()
+    with pytest.warns(UserWarning, match="its name is another file's"):
+        assert plan_of(SHAPE).measured is None
+    known(result("chunked", 0.1, 0.1), result("reference"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert plan_of(SHAPE).implementation == "chunked"
+
+
+def test_a_power_cut_leaves_the_old_file(monkeypatch):
+    known(result("chunked", 0.1, 0.1), result("reference"))
+    before = store.path().read_bytes()
+
+    def cut(*_):
+        raise OSError("no power")
+
+    monkeypatch.setattr(os, "replace", cut)
+    with pytest.raises(OSError, match="no power"):
+        store.write({SHAPE: [result("reference")]})
+    assert store.path().read_bytes() == before
+    assert [file.suffix for file in store.folder().iterdir()] == [".json"]
+
+
+def test_what_is_written_is_read():
+    table = {SHAPE: [result(QUICK), Measured(Contender("pallas"), struck="no GPU")]}
+    assert store.loads(store.dumps(table)) == table
+    tiles = Contender("pallas", {"tiles": [[64, 64, 4, 2]] * 3})
+    assert store.loads(store.dumps({SHAPE: [result(tiles)]}))[SHAPE][0].contender == tiles
+
+
+def test_the_file_is_read_once(monkeypatch):
+    known(result("chunked", 0.1, 0.1), result("reference"))
+    assert plan_of(SHAPE).implementation == "chunked"
+    monkeypatch.setattr(store, "read", None)
+    assert plan_of(SHAPE).implementation == "chunked"
+
+
+def test_import_reads_nothing(folder):
+    """Nor does a call that names its implementation, and neither measures."""
+    folder.mkdir()
+    store.path().write_text("damaged")
+    code = (
+        "import warnings, sys; warnings.simplefilter('error'); import tape_jax, jax.numpy as jnp; "
+        "import tape_jax.tune; x = jnp.ones((1, 4, 1, 2)); "
+        "tape_jax.attention(x, x, x, implementation='chunked'); "
+        "print([m for m in sys.modules if m.endswith(('tuning.measure', 'tuning.command'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_processes_agree_on_what_the_first_measured(monkeypatch, tmp_path):
+    """Without that, several go by nothing; each plays its part here in turn."""
+    known(result("chunked", 0.1, 0.1), result("reference"))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    choice.forget()
+    plan = plan_of(SHAPE)
+    assert plan.implementation == "reference"
+    assert "processes might not agree" in plan.basis
+
+    sent = []
+    monkeypatch.setattr(choice, "broadcast_text", lambda text: sent.append(text) or text)
+    tune.agree()
+    assert plan_of(SHAPE).implementation == "chunked"
+
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setenv("TAPE_JAX_CACHE", str(tmp_path / "empty"))
+    monkeypatch.setattr(choice, "broadcast_text", lambda text: sent[0])
+    tune.agree()
+    assert plan_of(SHAPE).implementation == "chunked"
+    monkeypatch.setattr(choice, "broadcast_text", lambda text: " ")
+    tune.agree()
+    assert plan_of(SHAPE).implementation == "reference"
+
+
+def test_broadcast_text(monkeypatch):
+    sent = []
+    monkeypatch.setattr(
+        processes.multihost_utils, "broadcast_one_to_all", lambda x: sent.append(x) or x
+    )
+    assert processes.broadcast_text("é") == "é"
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(processes.multihost_utils, "broadcast_one_to_all", lambda x: sent.pop(0))
+    assert processes.broadcast_text("something else") == "é"
+
+
+@pytest.mark.slow
+def test_the_command(capsys, folder, monkeypatch):
+    monkeypatch.setattr(
+        command,
+        "tune",
+        lambda *args, **keywords: session.tune(*args, **keywords, timer=timer({"chunked": 0.5})),
+    )
+    options = ["--head-dims", "8", "--lengths", "16", "--dtypes", "float32", "--heads", "2"]
+    assert tune.main([*options, "--tokens", "32"]) == 0
+    out = capsys.readouterr().out
+    assert "\n2 cases to measure in about 1 min; nothing is begun after 15 min" in out
+    assert "1 of 2, D 8, T 16, float32, 2 x 2 heads, state: chunked, 500 ms forward" in out
+    assert "0.50 and 0.50 x reference" in out
+    assert "splash: needs a TPU" in out
+    (file,) = folder.glob("*.json")
+    assert f"written: {file}" in out
+    assert f"picture: {file.with_suffix('.png')}" in out
+    assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    tune.main([*options, "--tokens", "32"])
+    out = capsys.readouterr().out
+    assert "2 of them were measured before" in out
+    assert "\n0 cases to measure" in out
+    assert "no picture: " in out
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_default_cases(monkeypatch, backend):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    found = cases.shapes()
+    assert len(found) == len(set(found)) == {"cpu": 20, "gpu": 56}[backend]
+    assert found[0].dtype == {"cpu": "float32", "gpu": "bfloat16"}[backend]
+    lengths = [x.length for x in found if x.dtype == found[0].dtype]
+    assert lengths == sorted(lengths)
+    assert {x.state for x in found} == {True, False}
+    one = cases.shapes(lengths=[512], dtypes=["float32"], head_dims=[32], heads=[2], tokens=1024)
+    assert one == [CallShape(32, 512, "float32", state, 2, 2, 2) for state in (True, False)]
+
+
+def test_a_mesh_divides_the_shape():
+    """What counts is what one device computes."""
+    sharding = ShardingConfig(data=2, tensor=2, fsdp=2).build()
+    shape = dataclasses.replace(SHAPE, batch=8, heads=4, kv_heads=2)
+    q, k, v, e = shape.arrays()
+    found = CallShape.of(normalise(q, k, v, state=e, sharding=sharding))
+    assert found == dataclasses.replace(shape, batch=2, heads=2, kv_heads=1)

@@ -1,0 +1,134 @@
+"""Functions with a derivative of their own, over rows and heads that are split or batched."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tape_jax._src.core.partition import differentiable_over_batch_and_heads
+from tests.library.attention.backends import assert_close, jit, normal
+
+AXES = {"q": "b.h.", "k": "b.k.", "ids": "b.", "fixed": ""}
+
+
+def scores(args):
+    """Something of queries and keys by head, with what is the same for all."""
+    q, k = args["q"], args["k"]
+    wide = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
+    mean = jnp.cumsum(wide * args["ids"][..., None, None], axis=1)
+    return jnp.sin(q) * mean * args["fixed"]
+
+
+def arrays(kv_heads, rows=2):
+    return {
+        "q": normal(0, rows, 5, 4, 6),
+        "k": normal(1, rows, 5, kv_heads, 6),
+        "ids": jnp.arange(rows * 5).reshape(rows, 5),
+        "fixed": jnp.arange(6.0),
+    }
+
+
+def result_and_gradients(function, args):
+    def loss(q, k):
+        out = function({**args, "q": q, "k": k})
+        return jnp.sum(jnp.cos(out)), out
+
+    gradients, out = jax.grad(loss, (0, 1), has_aux=True)(args["q"], args["k"])
+    return out, gradients
+
+
+def whole(args):
+    return differentiable_over_batch_and_heads(scores, args, AXES, "b.h.")
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_outputs_and_gradients(kv_heads):
+    args = arrays(kv_heads)
+    got = jit(functools.partial(result_and_gradients, whole))(args)
+    assert_close(got, result_and_gradients(scores, args), 1e-6)
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_each_device_has_its_rows_and_heads(kv_heads):
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    spec = {
+        "q": PartitionSpec("data", None, "model"), "k": PartitionSpec("data", None, "model"),
+        "ids": PartitionSpec("data"), "fixed": PartitionSpec(),
+    }  # fmt: skip
+    args = arrays(kv_heads)
+    want = result_and_gradients(scores, args)
+    placed = {name: NamedSharding(mesh, x) for name, x in spec.items()}
+    args = jax.device_put(args, placed)
+    compiled = jit(functools.partial(result_and_gradients, whole)).lower(args).compile()
+    assert "all-gather" not in compiled.as_text()
+    got = compiled(args)
+    assert_close(jax.device_get(got), want, 1e-6)
+    out, (of_q, of_k) = got
+    for x, name in ((out, "q"), (of_q, "q"), (of_k, "k")):
+        assert x.sharding.is_equivalent_to(placed[name], x.ndim)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(
+    "batched", [("q", "k", "ids"), ("q", "k"), ("q",), ("k",), ("ids",)], ids="+".join
+)
+def test_vmap_merges_with_the_rows(batched, rows):
+    calls = [arrays(2, rows) for _ in range(3)]
+    for n, call in enumerate(calls):
+        call |= {name: call[name] + n for name in batched}
+    want = jax.tree.map(
+        lambda *x: jnp.stack(x), *(result_and_gradients(scores, call) for call in calls)
+    )
+    stacked = calls[0] | {name: jnp.stack([call[name] for call in calls]) for name in batched}
+    in_axes = ({name: 0 if name in batched else None for name in stacked},)
+    got = jit(jax.vmap(functools.partial(result_and_gradients, whole), in_axes=in_axes))(stacked)
+    assert_close(got, want, 1e-6)
+
+
+def test_vmap_of_the_cotangent_alone():
+    args = arrays(2, 1)
+    jacobian = jit(jax.jacrev(lambda q: whole({**args, "q": q})[0, :, 0]))(args["q"])
+    want = jax.jacrev(lambda q: scores({**args, "q": q})[0, :, 0])(args["q"])
+    assert_close(jacobian, want, 1e-6)
+
+
+def test_what_is_kept_must_not_depend_on_the_number_of_heads():
+    """Its structure: as many arrays, of like axes, for one head as for two."""
+
+    def function(args):
+        k = args["k"]
+        if k.shape[2] > 1:
+            return jnp.sin(scores(args))
+        return jnp.sin(k[:, :, 0])[:, :, None] * args["q"]
+
+    def loss(q):
+        args = {**arrays(1), "q": q}
+        return differentiable_over_batch_and_heads(function, args, AXES, "b.h.").sum()
+
+    with pytest.raises(NotImplementedError, match="depends on how many rows and heads"):
+        jax.grad(loss)(arrays(1)["q"])
+
+
+@pytest.mark.parametrize("merged", ["(b h) t d", "t b h d", "h t d", "2b t h d"])
+def test_what_is_kept_must_have_its_rows_first(merged):
+    """No other order can be split over devices, or taken for a batch, by sizes alone."""
+
+    def function(args):
+        shape = args["q"].shape
+        if merged == "(b h) t d":
+            return jnp.sin(args["q"].swapaxes(1, 2).reshape(-1, *shape[1::2])).reshape(shape)
+        if merged == "2b t h d":
+            return jnp.sin(jnp.concatenate([args["q"], 2 * args["q"]])).reshape(2, *shape).sum(0)
+        if merged == "t b h d":
+            return jnp.sin(args["q"].swapaxes(0, 1)).swapaxes(0, 1)
+        return args["q"] * jnp.sin(args["q"].sum(0))
+
+    def loss(q):
+        args = {**arrays(2), "q": q}
+        return differentiable_over_batch_and_heads(function, args, AXES, "b.h.").sum()
+
+    with pytest.raises(NotImplementedError, match=r"keeps for its backward pass.* mixes rows"):
+        jax.grad(loss)(arrays(2)["q"])

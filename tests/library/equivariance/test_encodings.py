@@ -1,0 +1,122 @@
+"""The symmetries that other encodings have, and those that ablations of TAPE break."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tape_jax import testing
+from tape_jax._src.parity import language_models
+from tape_jax.testing import SymmetryError
+from tests.library.equivariance.checks import (
+    build,
+    check_group,
+    check_permutations,
+    check_shift,
+    inputs_of,
+    raises,
+)
+from tests.paths import GOLDEN
+from tests.selection import mostly_slow
+
+
+@pytest.mark.parametrize("name", ["yarn", "xpos", "alibi", "t5"])
+def test_relative_encodings(x64, name):
+    model = build(name, "float64")
+    check_permutations(model, 0)
+    check_shift(model, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "moved_by"), [("sinusoidal", 1.0), ("learned", 1.0), ("fire", 0.3)]
+)
+def test_absolute_encodings_see_the_shift(x64, name, moved_by):
+    model = build(name, "float64")
+    check_permutations(model, 0)
+    with raises(moved_by, "shift of positions by 37"):
+        check_shift(model, 0)
+
+
+def test_random_positions_go_with_their_tokens(x64):
+    check_permutations(build("random_rope", "float64"), 0)
+
+
+def test_abacus_sees_permutations_but_no_positions(x64):
+    model = build("abacus", "float64")
+    check_shift(model, 0)
+    with raises(1.0, "permutation"):
+        check_permutations(model, 0)
+
+
+def test_without_an_encoding_only_the_mask_orders_the_tokens(x64):
+    check_permutations(build("none", "float64"), 0)
+
+
+ABLATIONS = {
+    "tape_separate_cos_sin": "phase equivariance",
+    "tape_mix_head_dim": "orthogonal equivariance",
+    "tape_no_equivariance": "orthogonal equivariance",
+    "tape_relaxed_equivariance": "phase equivariance",
+}
+
+
+@pytest.mark.parametrize("name", mostly_slow(ABLATIONS, "tape_no_equivariance"))
+def test_ablations_break_the_group_and_the_shift_but_not_permutations(x64, name):
+    model = build(name, "float64")
+    check_permutations(model, 1)
+    with raises(1.0, ABLATIONS[name]):
+        check_group(model, 1)
+    with raises(1.0, "shift of positions by 37"):
+        check_shift(model, 1)
+
+
+def test_weights_by_place_break_permutations_and_nothing_else(x64):
+    model = build("tape_place_weights", "float64")
+    with raises(1.0, "permutation equivariance"):
+        check_permutations(model, 1)
+    check_shift(model, 1)
+    check_group(model, 1, states=((True, False),) * model.config.num_layers)
+
+
+def test_relaxed_equivariance_is_whole_without_its_mirror_and_broken_by_degrees(x64):
+    model = build("tape_relaxed_equivariance", "float64")
+    variables = inputs_of(model, 1)[-1]
+
+    def shrunk(factor):
+        def shrink(path, x):
+            return x * factor if path[-1].key == "position_mirror" else x
+
+        return jax.tree.map_with_path(shrink, variables)
+
+    check_group(model, 1, variables=shrunk(0.0))
+    broken = []
+    for factor in (1e-3, 1e-4):
+        with pytest.raises(SymmetryError) as caught:
+            check_group(model, 1, variables=shrunk(factor))
+        broken.append(caught.value.difference)
+    assert broken[0] == pytest.approx(10 * broken[1], rel=0.05)
+
+
+MOVED_BY = {"adape_tiny": None, "adatensor_tiny": 1.3, "adavector_tiny": 3.2, "adawoeq_tiny": 2.4}
+
+
+@pytest.mark.parametrize(
+    ("file", "moved_by"), mostly_slow(MOVED_BY.items(), ("adatensor_tiny", 1.3))
+)
+def test_recorded_models_move_by_what_was_measured_on_the_reference(x64, file, moved_by):
+    """Logits of the published code after a shift by 37, from the notes on the recorded runs."""
+    golden = language_models.Golden(GOLDEN / f"{file}.npz")
+    model = golden.model("float64")
+    weights = {name: jnp.asarray(x, "float64") for name, x in golden.weights().items()}
+    variables = {"params": language_models.convert(weights, golden, model)}
+    tokens = jnp.asarray(golden.arrays["input_ids"])
+
+    def fn(places):
+        return model.apply(variables, tokens, positions=places)
+
+    places = jnp.arange(tokens.shape[1])
+    if moved_by is None:
+        testing.assert_shift_invariant(fn, places)
+        return
+    with pytest.raises(SymmetryError) as caught:
+        testing.assert_shift_invariant(fn, places)
+    assert caught.value.difference == pytest.approx(moved_by, abs=0.05)

@@ -1,0 +1,104 @@
+"""The models that decode, and three ways through one: whole, in chunks, and token by token."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tape_jax import RopeScaling, Transformer, init_cache, positions
+from tape_jax._src.model.generate import extend, prefill
+from tests.models import DIGITS, VOCAB, jit_quickly
+
+tape = positions.Tape
+
+
+VARIANTS = {
+    "tensor, 2 x 3 blocks": {"position": tape(form="tensor", r=3, norm="rms")},
+    "tensor, 4 x 4 blocks, grouped": {
+        "position": tape(form="tensor", l=4, r=4, attention_mix="head_scale", norm="unit"),
+        "num_heads": 4,
+        "num_kv_heads": 2,
+    },
+    "a scale for each head, grouped": {
+        "position": tape(attention_mix="head_scale", norm="unit"),
+        "num_heads": 4,
+        "num_kv_heads": 2,
+    },
+    "one group, dynamic scaling": {
+        "position": tape(norm="rms", scaling=RopeScaling("dynamic", 2.0, original_length=4)),
+        "num_heads": 4,
+        "num_kv_heads": 1,
+    },
+    "MLP alone": {"position": tape(attention_mix="none", learn_alpha=True)},
+    "learned base": {"position": tape(learn_base=True, learn_alpha=True, alpha_per_head=True)},
+    "attention alone": {"position": tape(mlp_mix=False, learn_alpha=True)},
+    "a range of layers": {"position": tape(layers=(1, 3)), "num_layers": 5},
+    "not scanned": {"position": tape(layers=(1, 2)), "scan_layers": False, "tie_embeddings": True},
+    "window": {"position": tape(), "local_window_size": 3},
+    "window, bias": {"position": positions.Alibi(), "local_window_size": 4},
+    "a draw for each layer": {"position": positions.RandomRope(range=64, each_layer=True)},
+}
+
+
+CASES = {**{kind: {"position": kind} for kind in positions.registry}, **VARIANTS}
+LENGTHS = (5, 1, 3)  # lengths of the prompts
+PADDED = max(LENGTHS)
+NEW = 5  # tokens after each
+CAPACITY = PADDED + NEW + 1
+jit_model = functools.partial(jit_quickly, static_argnums=0)
+
+
+@jit_model
+def full_pass(model, variables, tokens):
+    """Logits ``[B, T, vocab]`` of whole sequences."""
+    return model.apply(variables, tokens, length=CAPACITY)
+
+
+@jit_model
+def chunked_pass(model, variables, tokens, lengths):
+    """The same from a prefill with padding of all but the last tokens, and chunks of two tokens."""
+    start = PADDED - 1
+    first, cache = prefill(model, variables, tokens[:, :start], lengths - 1, capacity=CAPACITY)
+
+    def step(cache, chunk):
+        logits, cache = extend(model, variables, cache, chunk)
+        return cache, logits
+
+    chunks = tokens[:, start:].reshape(len(tokens), -1, 2).transpose(1, 0, 2)
+    _, rest = jax.lax.scan(step, cache, chunks)
+    return jnp.concatenate([first, *rest], axis=1)
+
+
+@jit_model
+def stepwise_pass(model, variables, tokens):
+    """The same token by token, from an empty cache."""
+
+    def step(cache, token):
+        logits, cache = extend(model, variables, cache, token[:, None])
+        return cache, logits[:, 0]
+
+    cache = init_cache(model, tokens.shape[0], CAPACITY)
+    return jax.lax.scan(step, cache, tokens.T)[1].transpose(1, 0, 2)
+
+
+jit_prefill = jit_quickly(
+    prefill,
+    static_argnums=0,
+    static_argnames=("capacity", "chunk"),
+)
+
+jit_extend = jit_model(extend)
+jit_apply = jit_model(Transformer.apply)
+
+
+def ragged_tokens():
+    """The same tokens padded on the left and on the right, each time with digits."""
+    generator = np.random.default_rng(0)
+    left = np.full((len(LENGTHS), PADDED + NEW), DIGITS[0])
+    right = np.full_like(left, DIGITS[1])
+    for i, length in enumerate(LENGTHS):
+        row = generator.integers(0, VOCAB, length + NEW)
+        left[i, -row.size :] = row
+        right[i, : row.size] = row
+    return jnp.asarray(left, jnp.int32), jnp.asarray(right, jnp.int32)

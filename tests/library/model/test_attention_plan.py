@@ -1,0 +1,65 @@
+"""Backends of a model's attention, what they cost, and the size of a cache."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tape_jax import init_cache
+from tests.library.model.calls import random_tokens, run
+from tests.models import assert_near, random_variables, small_model
+
+
+def test_backends_agree():
+    variables, tokens = random_variables(small_model("tape")), random_tokens(2, 9)
+    results = [
+        run(small_model("tape", attention_implementation=name), variables, tokens)
+        for name in ("reference", "chunked")
+    ]
+    assert_near(*results)
+
+
+def test_unknown_attention_is_refused_at_once():
+    with pytest.raises(ValueError, match=r"implementation 'chunkd'.*did you mean 'chunked'"):
+        small_model("tape", attention_implementation="chunkd")
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_attention_plan(scan_layers):
+    """One plan for each run of layers, from shapes alone; the last layer attends no state."""
+    model = small_model("tape", scan_layers=scan_layers)
+    plans = model.attention_plan(2, 7)
+    assert list(plans) == (
+        ["layers_0", "layers_2"] if scan_layers else ["layers_0", "layers_1", "layers_2"]
+    )
+    assert {plan.implementation for plan in plans.values()} == {"reference"}
+    assert plans["layers_0"].operations > plans["layers_2"].operations > 0
+    ids = jax.ShapeDtypeStruct((2, 8192), jnp.int32)
+    plans = model.attention_plan(2, 8192, segment_ids=ids)
+    assert {plan.implementation for plan in plans.values()} == {"chunked"}
+
+
+def test_attention_plan_says_what_rewriting_rows_costs():
+    (fox,), (cope,) = (small_model(k).attention_plan(1, 16).values() for k in ("fox", "cope"))
+    pairs, heads, width = 16 * 16, 2, 8
+    assert fox.operations == 2 * 2 * width * pairs * heads
+    assert cope.operations > fox.operations
+
+
+def test_attention_plan_of_a_named_implementation():
+    plans = small_model("fire", attention_implementation="chunked").attention_plan(
+        1, 8, is_causal=False
+    )
+    assert [plan.implementation for plan in plans.values()] == ["chunked"]
+    with pytest.raises(NotImplementedError, match="'splash': needs a TPU"):
+        small_model("tape", attention_implementation="splash").attention_plan(1, 8)
+    with pytest.raises(ValueError, match="max_length of 4"):
+        small_model("tape", max_length=4).attention_plan(1, 8)
+
+
+def test_the_size_of_a_cache():
+    model = small_model("tape", num_heads=4, num_kv_heads=2, dtype="bfloat16")
+    cache = jax.eval_shape(lambda: init_cache(model, 3, 10))
+    keys_and_values = 3 * 2 * (3 * 10 * 2 * 4) * 2
+    states = 2 * (3 * 10 * 2 * 4) * 2
+    assert cache.capacity == 10
+    assert cache.nbytes == keys_and_values + states + 3 * (3 * 10) * 4

@@ -1,0 +1,46 @@
+"""A loop over tokens with layers by themselves, beside the one that scans them."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tape_jax._src.model import by_layer
+from tape_jax._src.model.generate import decode, prefill
+from tests.library.model.generate.passes import CAPACITY, CASES
+from tests.models import assert_near, random_variables, small_model
+from tests.selection import mostly_slow
+
+
+@pytest.mark.parametrize("name", mostly_slow([*CASES], "tape"))
+def test_layers_by_themselves_decode_what_a_scan_does(name, x64, monkeypatch):
+    model = small_model(dtype="float64", param_dtype="float64", **CASES[name])
+    variables = random_variables(model, std=1.0)
+
+    def generated(prompt):
+        # One row: the batch is an axis of length 1 too. Larger batches are in tests/generate.
+        _, cache = prefill(model, variables, prompt[:, :-1], capacity=CAPACITY)
+        return decode(model, variables, cache, prompt[:, -1], 4)
+
+    prompt = jnp.arange(1, 6)[None]
+    new, by_layers = jax.jit(generated)(prompt)
+    monkeypatch.setattr(by_layer, "MOST_BYTES", 0)
+    scanned, expected = jax.jit(lambda prompt: generated(prompt))(prompt)
+    chex.assert_trees_all_equal(new, scanned)
+    chex.assert_trees_all_equal_shapes_and_dtypes(by_layers, expected)
+    for a, b in zip(by_layers.layers, expected.layers, strict=True):
+        assert_near(a.k, b.k, 1e-10)
+        assert_near(a.v, b.v, 1e-10)
+
+
+@pytest.mark.slow
+def test_what_the_loop_carries_has_no_axis_of_one_and_comes_back():
+    model = small_model(num_layers=3)
+    variables = random_variables(model)
+    _, cache = prefill(model, variables, jnp.ones((1, 3), jnp.int32), capacity=5)
+    loop = by_layer.loop_over_tokens(model, variables, cache)
+    assert len(loop.model.blocks) == 3
+    assert all(1 not in run.k.shape for run in loop.cache.layers)
+    assert [run.k.shape[:2] for run in loop.enter(loop.cache).layers] == [(1, 1)] * 3
+    chex.assert_trees_all_equal(loop.leave(loop.enter(loop.cache)), loop.cache)
+    chex.assert_trees_all_equal(loop.finish(loop.cache), cache)

@@ -1,0 +1,130 @@
+"""Tokens, positions and batch axes of every kind that a call may have."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tape_jax import init_cache, positions
+from tests.library.model.calls import random_tokens, run
+from tests.models import VOCAB, assert_near, jit_quickly, random_variables, small_model
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8])
+def test_ids_of_a_type_that_has_no_number_for_the_vocabulary(dtype):
+    model = small_model("none", num_layers=1, vocab_size=300)
+    variables, tokens = random_variables(model), random_tokens(2, 4)
+    expected = run(model, variables, tokens)
+    chex.assert_trees_all_equal(run(model, variables, tokens.astype(dtype)), expected)
+
+
+@pytest.mark.parametrize("name", ["tokens", "positions", "segment_ids"])
+def test_64_bit_integers_are_not_cut(name):
+    wide = np.array([[0, 1, 2**32 + 1]])
+    given = {"tokens": np.array([[1, 2, 3]]), name: wide}
+    model = small_model("rope", num_layers=1)
+    with pytest.raises(ValueError, match=f"{name} must fit in int32"):
+        model.apply(random_variables(model), **given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "position", [positions.Tape(form="tensor", attention_mix="heads"), "fire", "abacus"]
+)
+def test_any_batch_axes(position):
+    model = small_model(position)
+    variables, tokens = random_variables(model), random_tokens(2, 3, 5)
+    places = jnp.asarray(np.random.default_rng(1).integers(0, 9, (2, 3, 5)))
+    segments = jnp.asarray([2, 2, 1, 1, 1])
+    options = {"positions": places, "segment_ids": segments}
+    whole = run(model, variables, tokens, **options)
+    chex.assert_shape(whole, (2, 3, 5, VOCAB))
+    flat = run(
+        model, variables, tokens.reshape(6, 5), positions=places.reshape(6, 5), segment_ids=segments
+    )
+    assert_near(flat, whole.reshape(6, 5, VOCAB))
+    one = run(model, variables, tokens[1, 2], positions=places[1, 2], segment_ids=segments)
+    assert_near(one, whole[1, 2])
+    mapped = jit_quickly(
+        jax.vmap(lambda t, p: model.apply(variables, t, positions=p, segment_ids=segments)),
+    )(tokens, places)
+    assert_near(mapped, whole)
+
+
+@pytest.mark.parametrize("shape", [(5,), (1, 5), (2, 5)])
+def test_positions_broadcast(shape):
+    model = small_model("tape")
+    variables, tokens = random_variables(model), random_tokens(2, 5)
+    places = jnp.broadcast_to(jnp.arange(5), shape)
+    assert_near(run(model, variables, tokens, positions=places), run(model, variables, tokens))
+
+
+@pytest.mark.parametrize("position", ["rope", positions.Tape(form="tensor", layers=(0, 0))])
+def test_positions_may_lack_batch_axes(position):
+    model = small_model(position)
+    variables, tokens = random_variables(model), random_tokens(2, 3, 5)
+    places = jnp.asarray(np.random.default_rng(1).integers(0, 9, (3, 5)))
+    whole = run(model, variables, tokens, positions=jnp.broadcast_to(places, tokens.shape))
+    assert_near(run(model, variables, tokens, positions=places), whole)
+
+
+def test_indices_beyond_a_table_are_refused_or_give_nan():
+    """For token ids and every encoding with a table, never the row of a neighbour."""
+    tokens, zeros = jnp.array([[3, 4, 5, 6]]), jnp.zeros(4, int)
+    for kind, size, what in (
+        ("none", VOCAB, "token ids"),
+        ("learned", 40, "learned: positions"),
+        ("random_rope", 4, "random_rope: positions"),
+    ):
+        model = small_model(kind, num_layers=1)
+        variables = random_variables(model)
+        apply = functools.partial(model.apply, variables)
+        for wrong in (size, -1):
+            given = {"tokens": tokens, "positions": zeros}
+            name = "tokens" if kind == "none" else "positions"
+            given[name] = given[name].at[..., 2].set(wrong)
+            with pytest.raises(ValueError, match=rf"{what} must lie in 0 \.\. {size - 1}; got"):
+                apply(**given)
+            logits = jax.jit(apply)(**given)
+            assert jnp.isnan(logits[0, 2:]).all()
+            cache = init_cache(model, 1, 4)
+            with pytest.raises(ValueError, match=rf"{what} must lie in 0 \.\. {size - 1}; got"):
+                apply(**given, cache=cache)
+            assert jnp.isnan(jax.jit(apply)(**given, cache=cache)[0][0, 2:]).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["alibi", "fire", "t5", "abacus"])
+def test_narrow_integers_do_not_overflow(kind):
+    """Unsigned differences would wrap around, and sums of small types too."""
+    model = small_model(kind, num_layers=1)
+    variables, tokens = random_variables(model), random_tokens(1, 6)
+    at = np.array([0, 3, 60, 61, 100, 127])
+    expected = run(model, variables, tokens, positions=at, is_causal=False)
+    for dtype in (np.uint8, np.int8, np.uint32):
+        found = run(model, variables, tokens, positions=at.astype(dtype), is_causal=False)
+        assert_near(found, expected)
+
+
+@pytest.mark.parametrize(
+    "position",
+    [
+        positions.Rope(axes=2),
+        positions.Tape(axes=2, base=100.0),
+        positions.Tape(axes=2, form="tensor", r=3),
+    ],
+)
+def test_coordinates_of_two_axes(position):
+    model = small_model(position)
+    variables, tokens = random_variables(model), random_tokens(2, 6)
+    row, column = np.divmod(np.arange(6), 3)
+    places = np.stack([row, column], axis=-1)
+    expected = run(model, variables, tokens, positions=places)
+    assert_near(run(model, variables, tokens, positions=places + np.array([7, -4])), expected)
+    for axis in range(2):
+        moved = places.copy()
+        moved[0, axis] += 1
+        assert jnp.abs(run(model, variables, tokens, positions=moved) - expected).max() > 1e-3

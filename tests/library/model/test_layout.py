@@ -1,0 +1,132 @@
+"""Parameters moved between layouts: values, types, shardings, and what is not copied."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tape_jax import positions
+from tape_jax._src.model.layout import layer_params, with_encoding
+from tape_jax.adapt import restack
+from tests.models import random_variables, small_model
+
+# Runs of 5 layers; then one run each; then every layer on its own.
+LAYOUTS = {
+    "0-5": small_model("rope", num_layers=5),
+    "0-4, 4-5": small_model("tape", num_layers=5),
+    "0-1, 1-3, 3-5": small_model(positions.Tape(layers=(1, 3)), num_layers=5),
+    "each": small_model("rope", num_layers=5, scan_layers=False),
+}
+
+
+def parameters():
+    """One array per layer, whose values tell the layer, and one outside of the layers."""
+    x = np.arange(5, dtype=np.float32)[:, None] * 10 + np.arange(3, dtype=np.float32)
+    return {"layers_0": {"mlp": {"kernel": x}}, "head": {"kernel": np.ones((2, 2))}}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("back", LAYOUTS)
+def test_there_and_back(name, back):
+    rope, first, second = LAYOUTS["0-5"], LAYOUTS[name], LAYOUTS[back]
+    there = restack(parameters(), rope, first)
+    starts = {"0-5": {0}, "0-4, 4-5": {0, 4}, "0-1, 1-3, 3-5": {0, 1, 3}, "each": set(range(5))}
+    assert set(there) == {"head", *(f"layers_{i}" for i in starts[name])}
+    for block, leaves in there.items():
+        if block != "head":
+            rows = np.atleast_2d(leaves["mlp"]["kernel"])
+            assert (rows.ndim == 2) == (leaves["mlp"]["kernel"].ndim == 2) or name == "each"
+            begin = int(block.removeprefix("layers_"))
+            np.testing.assert_array_equal(rows[:, 0], np.arange(begin, begin + len(rows)) * 10)
+    again = restack(restack(there, first, second), second, rope)
+    chex.assert_trees_all_equal(again, parameters())
+
+
+def test_what_stays_is_not_copied_and_numpy_arrays_are_views():
+    rope, tape = LAYOUTS["0-5"], LAYOUTS["0-4, 4-5"]
+    params = parameters()
+    kernel = params["layers_0"]["mlp"]["kernel"]
+    moved = restack(params, rope, tape)
+    assert moved["head"]["kernel"] is params["head"]["kernel"]
+    for block in ("layers_0", "layers_4"):
+        assert np.shares_memory(moved[block]["mlp"]["kernel"], kernel)
+    on_device = jax.tree.map(jnp.asarray, moved)
+    other = restack(on_device, tape, small_model("tape", num_layers=5, num_heads=4))
+    assert all(a is b for a, b in zip(*map(jax.tree.leaves, (on_device, other)), strict=True))
+
+
+def test_parameters_of_the_encoding_are_told_from_the_others():
+    """Those of the layers as it names them; and exchanged, those of the embeddings too."""
+    model = small_model(positions.Tape(layers=(1, 3)), num_layers=5)
+    params = random_variables(model)["params"]
+    own = layer_params(model, params)
+    assert [sorted(layer) for layer in own] == [[], ["down", "mix", "up", "wx"], []]
+    assert own[1]["up"] is params["layers_1"]["position_up"]
+
+    for kind, expected in (("learned", {"position_table"}), ("rope", set())):
+        model = small_model(kind)
+        params = random_variables(model)["params"]
+        found = flatten_dict(with_encoding(model, params, jax.tree.map(lambda x: None, params)))
+        assert {"/".join(path) for path, x in found.items() if x is None} == expected
+        assert set(found) == set(flatten_dict(params))
+
+
+def test_donated_arrays_are_deleted_once_their_parts_are_made():
+    params = jax.tree.map(jnp.array, parameters())
+    kernel = params["layers_0"]["mlp"]["kernel"]
+    moved = restack(params, LAYOUTS["0-5"], LAYOUTS["0-4, 4-5"], donate=True)
+    assert kernel.is_deleted()
+    back = restack(moved, LAYOUTS["0-4, 4-5"], LAYOUTS["0-5"], donate=True)
+    chex.assert_trees_all_equal(back, parameters())
+    same = restack(back, LAYOUTS["0-5"], LAYOUTS["0-5"], donate=True)
+    chex.assert_trees_all_equal(same, parameters())
+
+
+@pytest.mark.parametrize("target", ["0-4, 4-5", "each"])
+def test_shapes_alone_move_like_arrays(target):
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, "bfloat16"), parameters())
+    moved = restack(shapes, LAYOUTS["0-5"], LAYOUTS[target])
+    arrays = restack(parameters(), LAYOUTS["0-5"], LAYOUTS[target])
+    expected = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, "bfloat16"), arrays)
+    assert flatten_dict(moved) == flatten_dict(expected)
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_shardings_are_kept(abstract):
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("layers", "model"))
+    kernel = NamedSharding(mesh, PartitionSpec("layers", None, "model"))
+    old, new = (small_model(p, num_layers=6) for p in ("rope", positions.Tape(layers=(0, 2))))
+    each = small_model("rope", num_layers=6, scan_layers=False)
+    x = np.arange(6.0 * 3 * 8, dtype=np.float32).reshape(6, 3, 8)
+    x = (
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=kernel)
+        if abstract
+        else (jax.device_put(x, kernel))
+    )
+    params = {"layers_0": {"kernel": x}}
+    moved = restack(params, old, new)
+    for block in ("layers_0", "layers_2"):
+        assert moved[block]["kernel"].sharding == kernel
+    # 5 layers do not divide between 2 devices.
+    uneven = restack(params, old, small_model("tape", num_layers=6))["layers_0"]["kernel"]
+    assert uneven.sharding == NamedSharding(mesh, PartitionSpec(None, None, "model"))
+    own = restack(params, old, each)
+    assert own["layers_3"]["kernel"].sharding == NamedSharding(mesh, PartitionSpec(None, "model"))
+    together = restack(own, each, old)["layers_0"]["kernel"]
+    assert together.sharding == NamedSharding(mesh, PartitionSpec(None, None, "model"))
+    if not abstract:
+        np.testing.assert_array_equal(together, x)
+
+
+def test_layouts_that_do_not_fit():
+    rope = LAYOUTS["0-5"]
+    with pytest.raises(ValueError, match="equal numbers of layers; got 5 and 3"):
+        restack(parameters(), rope, small_model("rope"))
+    with pytest.raises(ValueError, match="have layers_3, the model has layers_0, layers_4"):
+        restack({"layers_3": {"x": np.ones(2)}}, LAYOUTS["0-4, 4-5"], rope)
+    tape = random_variables(LAYOUTS["0-4, 4-5"])["params"]
+    with pytest.raises(ValueError, match=r"position_down: 4 of the layers 0 to 4 have this"):
+        restack(tape, LAYOUTS["0-4, 4-5"], rope)

@@ -1,0 +1,93 @@
+"""Parameters: their shapes and number, and what shares them."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tape_jax import ModelConfig, Transformer
+from tests.library.model.calls import random_tokens, run
+from tests.models import assert_near, random_variables, small_model
+from tests.selection import mostly_slow
+
+
+def test_tied_embeddings():
+    model = small_model("tape", tie_embeddings=True)
+    variables, tokens = random_variables(model), random_tokens(2, 5)
+    assert "head" not in variables["params"]
+    logits, states = run(model, variables, tokens, return_states=True)
+    assert_near(logits, states.final_norm @ variables["params"]["embedding"].T)
+
+
+def test_untied_embeddings():
+    model = small_model("tape")
+    variables = random_variables(model)
+    logits, states = run(model, variables, random_tokens(2, 5), return_states=True)
+    assert_near(logits, states.final_norm @ variables["params"]["head"]["kernel"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    mostly_slow([{}, {"tie_embeddings": True}, {"dtype": "bfloat16"}], {"tie_embeddings": True}),
+)
+def test_logits_of_a_few_tokens_at_a_time(options):
+    model = small_model("tape", **options)
+    variables, tokens = random_variables(model), random_tokens(2, 6)
+    expected = run(model, variables, tokens)
+    hidden = run(model, variables, tokens, output="hidden")
+    chex.assert_shape(hidden, (2, 6, model.config.hidden_size))
+    chex.assert_type(hidden, model.config.dtype)
+    parts = [model.project(variables, hidden[:, i : i + 2]) for i in (0, 2, 4)]
+    chex.assert_trees_all_equal_dtypes(parts[0], expected)
+    assert_near(jnp.concatenate(parts, axis=1), expected)
+    made = jax.eval_shape(lambda: model.init(jax.random.key(0), tokens, output="hidden"))
+    chex.assert_trees_all_equal_shapes_and_dtypes(made, variables)
+
+
+def test_grouped_queries_equal_repeated_keys_and_values():
+    grouped = small_model("rope", num_heads=4, num_kv_heads=2, head_dim=6, num_layers=2)
+    full = small_model("rope", num_heads=4, head_dim=6, num_layers=2)
+    variables, tokens = random_variables(grouped), random_tokens(2, 6)
+
+    def repeat(path, x):
+        if not {"k", "v"} & {entry.key for entry in path}:
+            return x
+        return x.reshape(2, 16, 2, 6).repeat(2, axis=2).reshape(2, 16, 24)
+
+    expected = run(full, jax.tree.map_with_path(repeat, variables), tokens)
+    assert_near(run(grouped, variables, tokens), expected)
+
+
+def test_shapes_of_parameters_with_an_explicit_head_dim():
+    model = small_model("tape", num_heads=4, num_kv_heads=2, head_dim=6, num_layers=4)
+    params = random_variables(model)["params"]
+    layers, last = params["layers_0"], params["layers_3"]
+    kernels = {name: leaf["kernel"].shape for name, leaf in layers["attention"].items()}
+    assert kernels == {"q": (3, 16, 24), "k": (3, 16, 12), "v": (3, 16, 12), "out": (3, 24, 16)}
+    assert layers["position_mix"].shape == (3, 2, 4)
+    assert layers["position_wx"].shape == (3, 16, 8)
+    assert layers["position_up"].shape == (3, 8, 2)
+    assert layers["position_down"].shape == (3, 2, 8)
+    assert last["attention"]["q"]["kernel"].shape == (1, 16, 24)
+
+
+def test_the_number_of_parameters():
+    layers, hidden, heads, kv, dim, mlp, vocab = 32, 4096, 32, 8, 128, 14336, 128256
+    config = ModelConfig(
+        vocab, hidden, layers, heads, num_kv_heads=kv, head_dim=dim, intermediate_size=mlp
+    )
+    shapes = jax.eval_shape(
+        Transformer(config).init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32)
+    )
+    block = hidden * dim * (2 * heads + 2 * kv) + 3 * hidden * mlp + 2 * hidden
+    width = 4 * kv
+    update = kv * heads + hidden * width + 2 * width * kv
+    expected = layers * block + (layers - 1) * update + 2 * vocab * hidden + hidden
+    assert sum(x.size for x in jax.tree.leaves(shapes)) == expected
+    assert (expected - (layers - 1) * update) == 8_030_261_248, "Llama 3 8B"
+
+
+def test_equal_models_are_one_key():
+    assert hash(small_model("tape")) == hash(small_model("tape"))
+    assert small_model("tape") == small_model("tape")
+    assert small_model("tape") != small_model("rope")

@@ -1,0 +1,105 @@
+"""Types of numbers: half precision, states' own, and 64 bits."""
+
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tape_jax import init_cache, init_update, positions, rotary_state, tensor_state
+from tests.library.model.calls import random_tokens, run
+from tests.models import assert_near, random_variables, small_model
+from tests.selection import mostly_slow
+
+
+@pytest.mark.parametrize(
+    ("position", "dtype"),
+    mostly_slow(
+        itertools.product(["tape", positions.Tape(form="tensor"), "fire"], ["bfloat16", "float16"]),
+        ("tape", "bfloat16"),
+        ("fire", "float16"),
+    ),
+)
+def test_half_precision_is_near_float32(position, dtype):
+    wide, narrow = small_model(position), small_model(position, dtype=dtype)
+    variables, tokens = random_variables(wide, std=0.1), random_tokens(2, 16)
+    expected = run(wide, variables, tokens)
+    logits, states = run(narrow, variables, tokens, return_states=True)
+    chex.assert_type(logits, jnp.float32)
+    chex.assert_type(states.hidden[1], dtype)
+    for state in states.position:
+        if state is not None:
+            chex.assert_type(state, jnp.float32)
+    assert_near(logits, expected, 2e-2 if dtype == "bfloat16" else 4e-3)
+
+
+def test_the_type_of_states_can_be_chosen():
+    model = small_model("tape", dtype="bfloat16", state_dtype="bfloat16")
+    _, states = run(model, random_variables(model), random_tokens(1, 4), return_states=True)
+    for state in states.position:
+        chex.assert_type(state, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("position", ["tape", "alibi", "rope", "xpos"])
+def test_far_positions_stay_apart_in_bfloat16(position):
+    model = small_model(position, dtype="bfloat16", num_layers=2)
+    variables, tokens = random_variables(model, std=0.4), random_tokens(1, 12)
+    near = run(model, variables, tokens, positions=jnp.arange(12))
+    far = run(model, variables, tokens, positions=jnp.arange(12) + 1000)
+    # By so much a model in this type differs from one in float32, too.
+    assert_near(far, near, 5e-2)
+    merged = run(model, variables, tokens, positions=jnp.arange(12) // 8 * 8)
+    noticed = jnp.abs(merged - near).max() / jnp.abs(near).max()
+    assert noticed > 0.2, "the test would not notice merged positions"
+
+
+def test_float64(x64):
+    model = small_model("tape", dtype="float64", param_dtype="float64")
+    variables = random_variables(model)
+    logits, states = run(model, variables, random_tokens(1, 4), return_states=True)
+    chex.assert_type([logits, *states.hidden, *states.position], jnp.float64)
+
+
+@pytest.mark.parametrize(
+    "position", mostly_slow(["tape", "fire", "sinusoidal", "xpos", "random_rope"], "tape", "fire")
+)
+def test_x64_changes_nothing_for_a_float32_model(position):
+    model = small_model(position)
+    variables, tokens = random_variables(model), random_tokens(2, 6)
+    expected = run(model, variables, tokens, return_states=True)
+    with jax.enable_x64(True):
+        actual = run(model, variables, tokens, return_states=True)
+    chex.assert_trees_all_equal_dtypes(actual, expected)
+    chex.assert_trees_all_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("field", ["dtype", "param_dtype", "state_dtype"])
+def test_64_bits_are_refused_where_they_are_disabled(field):
+    """A model may be described and made; what would be computed in float32 is not."""
+    model, tokens = small_model("tape", num_layers=1, **{field: "float64"}), jnp.ones((1, 2), int)
+    words = f"{field} = float64 needs 64-bit types.*jax_enable_x64"
+    with pytest.raises(ValueError, match=words):
+        model.init(jax.random.key(0), tokens)
+    with pytest.raises(ValueError, match=words):
+        model.apply(random_variables(small_model("tape", num_layers=1)), tokens)
+    if field != "param_dtype":
+        with pytest.raises(ValueError, match=words):
+            init_cache(model, 1, 3)
+    with jax.enable_x64(True):
+        params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+        assert (params["embedding"].dtype == jnp.float64) == (field == "param_dtype")
+
+
+def test_functions_refuse_64_bits_too():
+    for call in (
+        lambda **options: rotary_state(jnp.arange(3), 8, **options),
+        lambda **options: tensor_state(jnp.arange(3), 8, **options),
+        lambda **options: init_update(jax.random.key(0), 8, 2, **options),
+        lambda **options: init_cache(small_model("rope"), 1, 3, **options),
+    ):
+        with pytest.raises(ValueError, match="dtype = float64 needs 64-bit types"):
+            call(dtype=jnp.float64)
+    with pytest.raises(ValueError, match="position_dtype = float64 needs 64-bit types"):
+        init_cache(small_model("rope"), 1, 3, position_dtype=np.float64)

@@ -1,0 +1,164 @@
+"""Wrong configurations, encodings, inputs and caches: errors that say what was given."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tape_jax import ModelConfig, init_cache, positions
+from tape_jax._src.core.checks import from_mapping
+from tests.library.model.calls import random_tokens
+from tests.models import encoding, small_model
+
+
+def trace(model, tokens=None, **options):
+    """Initialises without computing anything."""
+    tokens = jnp.zeros((2, 5), jnp.int32) if tokens is None else tokens
+    return jax.eval_shape(lambda: model.init(jax.random.key(0), tokens, **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vocab_size": 0}, "vocab_size must be a positive integer; got 0"),
+        ({"num_layers": 0}, "num_layers must be a positive integer; got 0"),
+        ({"hidden_size": 16.0}, "hidden_size must be a positive integer; got 16.0"),
+        ({"max_length": 0}, "max_length must be a positive integer or None; got 0"),
+        ({"local_window_size": -1}, "local_window_size must be a positive integer or None; got -1"),
+        ({"head_dim": 7}, "head dimension must be even; got 7"),
+        ({"hidden_size": 20, "num_heads": 4}, "head dimension must be even; got 5"),
+        ({"hidden_size": 18, "num_heads": 4}, "hidden_size = 18 is not a multiple of num_heads"),
+        ({"num_heads": 4, "num_kv_heads": 3}, "num_heads = 4 is not a multiple of num_kv_heads"),
+        ({"dtype": "bfloat"}, r"unknown model dtype 'bfloat'.*did you mean 'bfloat16'"),
+        ({"param_dtype": "int8"}, "unknown model param_dtype 'int8'"),
+        ({"state_dtype": "int8"}, "unknown model state_dtype 'int8'"),
+        ({"remat": "dot"}, r"unknown remat policy 'dot'.*did you mean 'dots'"),
+        (
+            {"hiden_size": 8},
+            r"unknown field 'hiden_size' of model \(did you mean 'hidden_size'\?\)",
+        ),
+    ],
+)
+def test_bad_configurations(options, message):
+    with pytest.raises(ValueError, match=message):
+        from_mapping(ModelConfig, {"vocab_size": 5, "hidden_size": 16, **options}, what="model")
+
+
+@pytest.mark.parametrize(
+    ("position", "options", "message"),
+    [
+        ("taep", {}, r"unknown position encoding 'taep'.*did you mean 'tape'"),
+        ({"kind": "tape", "norms": "rms"}, {}, r"unknown field 'norms'.*did you mean 'norm'"),
+        ({"norm": "rsm"}, {}, r"unknown tape norm 'rsm'.*did you mean 'rms'"),
+        ({"form": "tensors"}, {}, r"unknown tape form 'tensors'.*did you mean 'tensor'"),
+        ({"attention_mix": "head"}, {}, r"unknown tape attention_mix 'head'.*did you mean"),
+        ({"activation": "slu"}, {}, r"unknown tape activation 'slu'.*did you mean 'silu'"),
+        ({"layers": (2, 1)}, {}, r"layers must be 'all' or \(start, stop\).*got \(2, 1\)"),
+        ({"layers": (1, 4)}, {}, r"layers = \(1, 4\) goes past the model's 3 layers"),
+        ({"form": "tensor", "l": 3}, {}, "l = 3 does not divide the head dimension 8"),
+        ({"form": "tensor", "l": 4, "r": 2}, {}, "start state exists for even l and r >= l"),
+        ({"kind": "abacus"}, {}, "abacus: digits"),
+        ({"kind": "rope", "axes": 5}, {"positions": jnp.zeros((5, 5))}, r"axes must lie in 1\.\.4"),
+        (
+            {"kind": "tape_mix_head_dim"},
+            {"num_kv_heads": 1},
+            "one state per query head; got num_heads = 2",
+        ),
+        ("tape", {"attention_implementation": "chunky"}, r"'chunky'.*did you mean 'chunked'"),
+    ],
+)
+def test_bad_encodings_and_backends(position, options, message):
+    inputs = {name: options[name] for name in options if name == "positions"}
+    config = {name: options[name] for name in options if name != "positions"}
+    with pytest.raises(ValueError, match=message):
+        trace(small_model(positions.create(position), **config), **inputs)
+
+
+GRID = positions.Rope(axes=2)
+
+
+@pytest.mark.parametrize(
+    ("position", "tokens", "options", "message"),
+    [
+        ("tape", jnp.zeros((2, 5)), {}, r"tokens must be integers .* float32 of shape \(2, 5\)"),
+        ("tape", jnp.int32(3), {}, r"tokens must be integers .* shape \(\)"),
+        ("tape", jnp.zeros((2, 0), jnp.int32), {}, r"at least one token; got shape \(2, 0\)"),
+        ("tape", None, {"positions": jnp.arange(6)}, r"positions of shape \(6,\).*\(2, 5\)"),
+        ("tape", None, {"positions": jnp.zeros((3, 5))}, r"positions of shape \(3, 5\)"),
+        ("tape", None, {"positions": jnp.zeros((1, 2, 5))}, r"positions of shape \(1, 2, 5\)"),
+        ("tape", None, {"positions": jnp.int32(3)}, r"positions of shape \(\)"),
+        ("alibi", None, {"positions": jnp.ones(5, bool)}, "positions must be integers or floats"),
+        ("tape", None, {"positions": jnp.zeros((2, 5, 2))}, r"positions of shape \(2, 5, 2\)"),
+        (GRID, None, {}, r"axes=2: give positions= of shape \(2, 5, 2\)"),
+        (GRID, None, {"positions": jnp.zeros((2, 5))}, r"expected \(2, 5, 2\)"),
+        (GRID, None, {"positions": jnp.zeros((2, 5, 3))}, r"expected \(2, 5, 2\)"),
+        ("tape", None, {"segment_ids": jnp.zeros((2, 5))}, "segment_ids must be integers; got fl"),
+        ("tape", None, {"segment_ids": jnp.zeros(4, jnp.int32)}, r"segment_ids of shape \(4,\)"),
+        ("tape", None, {"mask": jnp.ones((5, 5))}, "mask must be boolean"),
+        ("tape", None, {"mask": jnp.ones((5, 4), bool)}, r"mask must broadcast .* got .*5, 4\)"),
+        (
+            "tape",
+            None,
+            {"initial_state": jnp.zeros((4, 8))},
+            r"state of shape \(4, 8\) .* \(2, 5, 2, 8\)",
+        ),
+        ("tape", jnp.zeros((1, 9), jnp.int32), {}, "9 tokens exceeds the model's max_length of 8"),
+        (
+            positions.Learned(size=4),
+            None,
+            {},
+            "5 tokens exceeds the limit of the encoding 'learned' of 4",
+        ),
+        (positions.RandomRope(range=4), None, {}, "the limit of the encoding 'random_rope' of 4"),
+        (encoding("random_rope"), None, {"length": 65}, "65 positions do not fit"),
+        ("tape", None, {"length": 0}, "length must be positive; got 0"),
+        ("tape", None, {"length": 5.0}, r"length must be an integer or .* got float32 of shape"),
+        ("tape", None, {"length": jnp.ones(3, int)}, r"broadcast to the batch \(2,\); got .* \(3,"),
+        ("tape", None, {"output": "hiden"}, r"unknown output 'hiden'.*did you mean 'hidden'"),
+    ],
+)
+def test_bad_inputs(position, tokens, options, message):
+    with pytest.raises(ValueError, match=message):
+        trace(small_model(position, max_length=8), tokens, **options)
+
+
+@pytest.mark.parametrize("length", [[-5, 3], [0, 3]])
+def test_lengths_that_are_none(length):
+    model = small_model("rope", num_layers=1)
+    with pytest.raises(ValueError, match=r"length must be positive; got \[(-5|0), 3\]"):
+        model.apply({}, random_tokens(2, 4), length=np.array(length))
+
+
+def test_a_named_implementation_never_falls_back():
+    with pytest.raises(NotImplementedError, match="'splash': needs a TPU"):
+        trace(small_model("tape", attention_implementation="splash"))
+
+
+def test_lists_are_named():
+    with pytest.raises(ValueError, match="tokens must be an array; got list"):
+        small_model("rope", num_layers=1).apply({}, [[1, 2, 3]])
+
+
+@pytest.mark.parametrize(
+    ("batch", "capacity", "shape", "used", "message"),
+    [
+        (2, 4, (2, 5), 0, "5 tokens do not fit into a cache of capacity 4 with 0 in use"),
+        (2, 6, (2, 5), 2, "5 tokens do not fit into a cache of capacity 6 with 2 in use"),
+        (3, 6, (2, 5), 0, r"cache for 3 sequences, tokens must have shape \(3, T\); got \(2, 5\)"),
+        (2, 6, (5,), 0, r"tokens must have shape \(2, T\); got \(5,\)"),
+        (2, 6, (1, 2, 5), 0, r"tokens must have shape \(2, T\); got \(1, 2, 5\)"),
+        (2, 9, (2, 5), 0, "a cache of 9 tokens exceeds the model's max_length of 8"),
+        (0, 5, (2, 5), 0, "batch_size and capacity must be positive; got 0 and 5"),
+        (2, 0, (2, 5), 0, "batch_size and capacity must be positive; got 2 and 0"),
+    ],
+)
+def test_bad_caches(batch, capacity, shape, used, message):
+    model = small_model("tape", max_length=8)
+    tokens = jnp.zeros(shape, jnp.int32)
+
+    def use_cache():
+        cache = init_cache(model, batch, capacity).replace(index=jnp.int32(used))
+        model.init(jax.random.key(0), tokens, cache=cache)
+
+    with pytest.raises(ValueError, match=message):
+        use_cache()

@@ -1,0 +1,93 @@
+"""Every recorded run of another author's encoding that ships with the tests."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tape_jax._src.parity import contextual, deviations, report
+from tests.paths import GOLDEN
+from tests.selection import mostly_slow
+
+CONTEXTUAL = GOLDEN / "contextual"
+FILES = sorted(path.stem for path in CONTEXTUAL.glob("*.npz"))
+RECORDED = [name for name in FILES if name != "position_coupling_tiny"]
+
+
+def test_every_encoding_has_a_file():
+    assert {name.rpartition("_")[0] for name in FILES} == {
+        *contextual.ENCODINGS,
+        *contextual.IDS,
+    }
+
+
+@pytest.mark.parametrize("name", mostly_slow(RECORDED, "fox_tiny"))
+def test_outputs_and_gradients(name):
+    lines, ok = report.report(CONTEXTUAL / f"{name}.npz")
+    assert ok, "\n".join(lines)
+    with np.load(CONTEXTUAL / f"{name}.npz") as file:
+        recorded = set(file.files)
+    inputs = {name.removeprefix("grad_") for name in recorded if name.startswith("grad_")}
+    compared = {line.split()[1].rstrip(":") for line in lines[1:]}
+    constant = recorded - compared - inputs - set(contextual.NOT_COMPARED)
+    assert not constant, f"neither compared nor an input: {constant}"
+
+
+@pytest.mark.slow
+def test_position_ids(tmp_path):
+    path = CONTEXTUAL / "position_coupling_tiny.npz"
+    lines, ok = report.report(path)
+    assert ok, "\n".join(lines)
+    assert [line.split()[1] for line in lines[1:]] == ["input_ids:", "label_ids:"]
+    with np.load(path) as file:
+        arrays = {name: x[:4] if x.ndim else x for name, x in file.items()}
+    arrays["label_ids"][3, 1] += 1
+    np.savez(tmp_path / path.name, **arrays)
+    lines, ok = report.report(tmp_path / path.name)
+    assert not ok
+    assert [line.split()[1] for line in lines if "FAILED" in line] == ["label_ids:"]
+
+
+def test_a_wrong_number_is_seen(tmp_path, capsys):
+    with np.load(CONTEXTUAL / "fox_tiny.npz") as file:
+        arrays = dict(file)
+    arrays["grad_W_f"] = arrays["grad_W_f"] + 1e-3
+    path = tmp_path / "fox_wrong.npz"
+    np.savez(path, **arrays)
+    assert report.main([str(path)]) == 1
+    failed = [line for line in capsys.readouterr().out.splitlines() if "FAILED" in line]
+    assert [line.split()[:2] for line in failed] == [
+        [precision, "grad_W_f:"] for precision in ("float32", "float64")
+    ]
+
+
+def test_an_unknown_encoding_and_array_are_named(tmp_path, capsys):
+    with np.load(CONTEXTUAL / "fox_tiny.npz") as file:
+        arrays = dict(file)
+    meta = json.dumps(json.loads(str(arrays["meta"])) | {"name": "focks"})
+    np.savez(tmp_path / "focks_tiny.npz", **{**arrays, "meta": np.array(meta)})
+    np.savez(tmp_path / "fox_more.npz", **arrays, more=np.ones(3))
+    assert report.main([str(tmp_path / "focks_tiny.npz"), str(tmp_path / "fox_more.npz")]) == 2
+    errors = capsys.readouterr().err
+    assert "did you mean 'fox'" in errors
+    assert "not known here: ['more']" in errors
+
+
+@pytest.mark.slow
+def test_the_name_of_a_file_need_not_say_what_it_is(tmp_path):
+    with np.load(CONTEXTUAL / "grape_a_kgated_tiny.npz") as file:
+        np.savez(tmp_path / "recorded.npz", **file)
+    assert report.report(tmp_path / "recorded.npz")[1]
+
+
+@pytest.mark.parametrize("missing", ["W_f", "do"])
+def test_what_is_missing_is_named(missing, tmp_path, capsys):
+    with np.load(CONTEXTUAL / "fox_tiny.npz") as file:
+        arrays = {name: x for name, x in file.items() if name != missing}
+    np.savez(tmp_path / "fox_less.npz", **arrays)
+    assert report.main([str(tmp_path / "fox_less.npz")]) == 2
+    assert f"{missing!r} is recorded neither as an array nor in meta" in capsys.readouterr().err
+
+
+def test_tolerances():
+    assert deviations.TOLERANCE == {"float32": 3e-5, "float64": 1e-9}

@@ -1,0 +1,123 @@
+"""GRAPE's additive forms against loops over pairs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tape_jax import ModelConfig
+from tape_jax._src.positions.fixed.bias import alibi_slopes
+from tape_jax.positions import GrapeAdditive, GrapePath
+from tests.library.positions import pairs as by_pairs
+from tests.library.positions.pairs import (
+    DIM,
+    HEADS,
+    IDS,
+    KV_HEADS,
+    alone_and_packed,
+    drawn,
+    sigmoid,
+    softplus,
+)
+
+BACKENDS = {
+    "reference": {"implementation": "reference"},
+    "rows": {"implementation": "rows", "block_q": 4},
+    "chunked": {"implementation": "chunked", "block_q": 8, "block_k": 4},
+}
+
+
+@pytest.mark.slow
+@alone_and_packed
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "both ways"])
+@pytest.mark.parametrize("gate", ["query_key", "key"])
+def test_gates(gate, is_causal, ids, x64):
+    pairs = drawn(GrapeAdditive(gate), ids=ids)
+    q, k, p = pairs.arrays["q"], pairs.arrays["k"], pairs.params
+
+    def along(x, direction):
+        return softplus(x @ direction / np.linalg.norm(direction) / np.sqrt(DIM))
+
+    def logit(b, h, i, j):
+        gates = along(k[b, j, h // (HEADS // KV_HEADS)], p["key_direction"][h])
+        if gate == "query_key":
+            gates += along(q[b, i, h], p["query_direction"][h])
+        distance = abs(pairs.place(b, i) - pairs.place(b, j))
+        slope = alibi_slopes(HEADS)[h] * softplus(p["omega"][h])
+        return pairs.scores(b, h)[i, j] - distance * slope * gates
+
+    want = pairs.softmax(logit, is_causal=is_causal)
+    for backend in BACKENDS.values():
+        found = pairs.attend(is_causal=is_causal, **backend)
+        np.testing.assert_allclose(found, want, atol=1e-12)
+
+
+@alone_and_packed
+@pytest.mark.parametrize("width", [None, 4])
+def test_path(width, ids, x64):
+    pairs = drawn(GrapePath(width), ids=ids)
+    x, kernel = pairs.arrays["x"], pairs.params["path_kernel"]
+    features = (x @ kernel).reshape(*x.shape[:2], HEADS, -1)
+    half = features.shape[-1] // 2
+
+    def step(b, h, i, n):
+        p = features[b, n, h]
+        p = p / np.sqrt(np.mean(p**2))
+        turned = (p[:half] + 1j * p[half:]) * np.exp(-1j * pairs.place(b, n))
+        turned = np.concatenate([turned.real, turned.imag])
+        return alibi_slopes(HEADS)[h] * np.log(sigmoid(features[b, i, h] @ turned / (2 * half)))
+
+    def logit(b, h, i, j):
+        path = [n for n in pairs.seen(b, i) if n > j]
+        return pairs.scores(b, h)[i, j] + sum(step(b, h, i, n) for n in path)
+
+    want = pairs.softmax(logit)
+    for name in ("reference", "rows"):
+        np.testing.assert_allclose(pairs.attend(**BACKENDS[name]), want, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gate", ["query_key", "key"])
+def test_gradients_reach_gates_block_by_block(gate, x64):
+    pairs = drawn(GrapeAdditive(gate), ids=IDS)
+    arrays = {name: jnp.asarray(x) for name, x in pairs.arrays.items()}
+    params = {name: jnp.asarray(x) for name, x in pairs.params.items()}
+
+    def gradients(backend):
+        def loss(params, arrays):
+            return jnp.sum(jnp.sin(by_pairs.attend(pairs, params, arrays, **backend)))
+
+        return jax.jit(jax.grad(loss, (0, 1)))(params, arrays)
+
+    want = gradients(BACKENDS["reference"])
+    assert all(jnp.abs(x).max() > 1e-3 for x in want[0].values())
+    for name in ("rows", "chunked"):
+        found = gradients(BACKENDS[name])
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-12), found, want)
+
+
+@pytest.mark.slow
+def test_no_direction_has_a_finite_gradient():
+    pairs = drawn(GrapeAdditive())
+    arrays = {name: jnp.asarray(x, jnp.float32) for name, x in pairs.arrays.items()}
+    params = {name: jnp.zeros(x.shape) for name, x in pairs.params.items()}
+    found = jax.grad(lambda p: jnp.sum(by_pairs.attend(pairs, p, arrays) ** 2))(params)
+    assert all(np.isfinite(x).all() for x in found.values())
+
+
+def test_gates_start_as_alibi_does():
+    """Softplus of omega is 1: the bias is that of ALiBi times the gates."""
+    config = ModelConfig(13, hidden_size=16, num_layers=1, num_heads=2)
+    specs = GrapeAdditive().layer_params(config, updates=False)
+    omega = specs["omega"].init(jax.random.key(0), (2,), jnp.float32)
+    np.testing.assert_allclose(jax.nn.softplus(omega), 1, atol=1e-6)
+
+
+def test_wrong_calls():
+    with pytest.raises(ValueError, match="unknown grape_additive gate 'keys'"):
+        GrapeAdditive(gate="keys")
+    for width in (0, 3):
+        with pytest.raises(ValueError, match=f"width must be positive and even.*got {width}"):
+            GrapePath(width)
+    with pytest.raises(ValueError, match="'grape_path' needs is_causal=True"):
+        drawn(GrapePath()).attend(is_causal=False)

@@ -1,0 +1,180 @@
+"""What the encodings that look at pairs of tokens have in common, in models."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tape_jax as tape
+from tape_jax import attention_plan, positions, testing
+from tape_jax.positions import (
+    Combined,
+    Cope,
+    DapeAlibi,
+    DapeKerple,
+    GrapeAdditive,
+    GrapePath,
+    Kerple,
+    StickBreaking,
+)
+from tests.library.positions import pairs as by_pairs
+from tests.library.positions.pairs import drawn
+from tests.models import VOCAB, random_variables, small_model
+from tests.selection import mostly_slow
+
+ENCODINGS = {
+    "kerple": Kerple(),
+    "power": Kerple("power"),
+    "dape_kerple": DapeKerple(width=6),
+    "dape_alibi": DapeAlibi(width=6),
+    "cope": Cope(positions=5),
+    "cope, own keys": Cope(positions=5, separate_key=True, divide=False),
+    "stickbreaking": StickBreaking(),
+    "stickbreaking, current": StickBreaking(current=True),
+    "stickbreaking, remainder": StickBreaking(remainder="value"),
+    "grape_additive": GrapeAdditive(),
+    "grape_additive, key": GrapeAdditive("key"),
+    "grape_path": GrapePath(width=4),
+    # With another one that has a state, a decay, or that is of the other kind.
+    "rope+cope": positions.create("rope+cope", positions=5),
+    "tape+dape_kerple": positions.create("tape+dape_kerple"),
+    "alibi+stickbreaking": positions.create("alibi+stickbreaking"),
+    "rope+kerple": positions.create("rope+kerple"),
+    "tape+grape_additive": positions.create("tape+grape_additive"),
+    "fox+grape_path+stickbreaking": positions.create("fox+grape_path+stickbreaking"),
+}
+GROUPED = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "num_layers": 2}
+
+
+def packed_rows(time):
+    """Ids of a row padded on the left, a packed one, and one of interleaved segments."""
+    rng = np.random.default_rng(0)
+    padded = (np.arange(time) >= 4).astype(int)
+    packed = 1 + (np.arange(time) >= 7)
+    return np.stack([padded, packed, rng.integers(1, 3, time)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    mostly_slow(ENCODINGS, "cope, own keys", "grape_additive", "fox+grape_path+stickbreaking"),
+)
+def test_decoding_equals_the_full_pass(name, x64):
+    """In chunks and then token by token, of padded, packed and interleaved rows."""
+    options = {"dtype": "float64", "param_dtype": "float64", **GROUPED}
+    model = small_model(ENCODINGS[name], **options)
+    variables = random_variables(model)
+    time = 16
+    tokens = np.random.default_rng(1).integers(0, VOCAB, (3, time))
+    ids = packed_rows(time)
+    full = jax.jit(model.apply)(variables, tokens, segment_ids=ids)
+    extend = jax.jit(tape.extend, static_argnums=0)
+    cache = tape.init_cache(model, 3, time + 2)
+    found, start = [], 0
+    for size in (6, 4, 1, 1, 4):
+        part = slice(start, start + size)
+        logits, cache = extend(model, variables, cache, tokens[:, part], segment_ids=ids[:, part])
+        found.append(logits)
+        start += size
+    assert start == time
+    found = np.concatenate(found, axis=1)
+    np.testing.assert_allclose(found[ids != 0], np.asarray(full)[ids != 0], atol=1e-10)
+
+
+SHIFTED = [name for name in ENCODINGS if "grape_path" not in name]
+
+
+@pytest.mark.parametrize("name", mostly_slow(SHIFTED, "dape_kerple", "grape_additive"))
+def test_only_differences_of_positions_matter(name):
+    model = small_model(ENCODINGS[name], num_layers=2)
+    variables = random_variables(model)
+    tokens = np.arange(8)[None] % VOCAB
+    testing.assert_shift_invariant(
+        jax.jit(lambda at: model.apply(variables, tokens, positions=at)), jnp.arange(8.0)
+    )
+
+
+def test_the_path_depends_on_where_positions_start():
+    model = small_model(GrapePath(), num_layers=2)
+    variables, tokens = random_variables(model), np.arange(8)[None] % VOCAB
+    apply = jax.jit(lambda at: model.apply(variables, tokens, positions=at))
+    assert jnp.abs(apply(jnp.arange(8.0)) - apply(jnp.arange(8.0) + 1)).max() > 1e-3
+
+
+ALONE = [name for name in ENCODINGS if "+" not in name]
+
+
+@pytest.mark.parametrize("name", mostly_slow(ALONE, "cope", "grape_path", "stickbreaking"))
+def test_half_precision_is_summed_in_float32(name):
+    """Of the same numbers in bfloat16, terms differ by the rounding of single products alone."""
+    time, rng = 300, np.random.default_rng(0)
+    exact = drawn(ENCODINGS[name], time=time, dtype="float32")
+    half = {n: jnp.asarray(x, jnp.bfloat16) for n, x in exact.arrays.items()}
+    params = {
+        n: jnp.asarray(jnp.asarray(x, jnp.bfloat16), jnp.float32) for n, x in exact.params.items()
+    }
+    rows = tape.AttentionRows(
+        jnp.arange(time, dtype=jnp.int32),
+        jnp.arange(time, dtype=jnp.int32),
+        jnp.tril(jnp.ones((1, 1, time, time), bool)),
+    )
+    heads = by_pairs.HEADS
+    logits = jnp.asarray(rng.normal(size=(by_pairs.BATCH, heads, time, time)), jnp.float32)
+    logits = jnp.where(rows.visible, logits, -jnp.inf if name in STICKS else 0)
+
+    @jax.jit
+    def added(arrays, logits):
+        pairs = dataclasses.replace(exact, arrays=arrays)
+        terms = exact.encoding.layer_terms(params, by_pairs.layer_of(pairs, arrays))
+        if terms.bias is not None:
+            return terms.bias(rows.queries, rows.queries)
+        return (terms.weights_fn or terms.logits_fn)(logits, rows)
+
+    found = added(half, logits)
+    want = added({n: x.astype(jnp.float32) for n, x in half.items()}, logits)
+    assert found.dtype == want.dtype == jnp.float32
+    # CoPE's own keys are a product in the compute type, as all keys are.
+    tolerance = 2e-2 if name == "cope, own keys" else 1e-5
+    scale = max(1, float(jnp.abs(want).max()))
+    np.testing.assert_allclose(found / scale, want / scale, atol=tolerance)
+
+
+STICKS = [name for name in ALONE if "stick" in name]
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_which_implementations_can_do_it(name):
+    """Functions of pairs stay with ``chunked``; rows need those that have them."""
+    pairs = drawn(ENCODINGS[name], dtype="float32")
+    arrays = {n: jnp.asarray(x) for n, x in pairs.arrays.items()}
+    layer = by_pairs.layer_of(pairs, arrays)
+    terms = pairs.encoding.layer_terms({n: jnp.asarray(x) for n, x in pairs.params.items()}, layer)
+    given = {n: getattr(terms, n) for n in ("bias", "logits_fn", "weights_fn") if getattr(terms, n)}
+    plan = attention_plan(
+        *(arrays[n] for n in "qkv"), is_causal=True, implementation="chunked", **given
+    )
+    if "bias" in given:
+        assert plan.implementation == "chunked"
+    else:
+        assert "'rows' and 'reference' have" in plan.rejected["chunked"]
+
+
+@pytest.mark.parametrize(
+    ("position", "words"),
+    [
+        ("cope+dape_alibi", "'cope' and 'dape_alibi' do not go together: each rewrites the logits"),
+        ("cope+grape_path", "each rewrites the logits"),
+    ],
+)
+def test_what_does_not_go_together(position, words):
+    with pytest.raises(ValueError, match=words):
+        positions.create(position)
+
+
+def test_what_goes_together():
+    both = positions.create("rope+kerple", form="power")
+    assert both == Combined((positions.Rope(), Kerple("power")))
+    config = small_model(both).config
+    assert set(both.layer_params(config, updates=False)) == {"kerple_r1", "kerple_r2"}

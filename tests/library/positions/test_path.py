@@ -1,0 +1,364 @@
+"""PaTH: its operator along time, and the keys that decoding rewrites."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tape_jax as tape
+from tape_jax import ModelConfig, Transformer, positions
+from tape_jax._src.attention import recorded_plans
+from tape_jax._src.positions.contextual import householder
+from tape_jax._src.positions.layer import Layer
+from tests.models import VOCAB, random_variables, small_model
+from tests.selection import mostly_slow
+
+DIM = 4
+INTERLEAVED = [5, 5, 2, 5, 2, 2, 0, 5, 5, 0, 2, 5, 5]
+
+
+def step_by_step(q, k, w, beta, ids):
+    """``q_i^T H_i ... H_{j+1} k_j`` of one head, in loops: 0 across segments and after a query."""
+    found = np.zeros((len(q), len(k)))
+    for j in range(len(k)):
+        key = k[j]
+        for i in range(j, len(q)):
+            if ids[i] != ids[j]:
+                continue
+            if i > j:
+                key = key - beta[i] * (w[i] @ key) * w[i]
+            found[i, j] = q[i] @ key
+    return found
+
+
+def inputs(time=13, heads=4, kv_heads=2, seed=0, dtype="float64"):
+    """q, k, v, w, beta of a batch of two; some of each head's ``w`` are alike."""
+    rng = np.random.default_rng(seed)
+    shapes = [(2, time, n, DIM) for n in (heads, kv_heads, kv_heads, kv_heads)]
+    q, k, v, w = (rng.normal(size=shape) for shape in shapes)
+    w[:, 1:4] = w[:, :1]
+    w /= np.linalg.norm(w, axis=-1, keepdims=True)
+    beta = rng.uniform(0, 2, (2, time, kv_heads))
+    return tuple(jnp.asarray(x, dtype) for x in (q, k, v, w, beta))
+
+
+def segments(time=13):
+    return jnp.asarray([np.resize(INTERLEAVED, time), np.arange(time) // 5 + 1], jnp.int32)
+
+
+def expected(q, k, w, beta, ids):
+    """The recurrence for all heads and rows of a batch."""
+    groups = q.shape[2] // k.shape[2]
+    k, w, beta = (np.repeat(x, groups, axis=2) for x in (k, w, beta))
+    ids = np.zeros(q.shape[:2]) if ids is None else np.asarray(ids)
+    of_head = [
+        [
+            step_by_step(q[b, :, h], k[b, :, h], w[b, :, h], beta[b, :, h], ids[b])
+            for h in range(q.shape[2])
+        ]
+        for b in range(len(q))
+    ]
+    return np.asarray(of_head)
+
+
+def attend(q, k, v, w, beta, ids, chunk, implementation=None, **options):
+    """Attention whose logits are the operator's, in chunks."""
+    config = ModelConfig(2, hidden_size=8, num_layers=1, num_heads=q.shape[2], head_dim=DIM)
+    config = dataclasses.replace(config, num_kv_heads=k.shape[2], position=Given(chunk=chunk))
+    x = jnp.zeros((*q.shape[:2], 8), q.dtype)
+    layer = Layer(x, jnp.arange(q.shape[1]), ids, True, config, q=q, k=k)
+    terms = config.position.layer_terms({"w": w, "beta": beta}, layer)
+    blocks = {"options": {"block_q": 5}} if implementation == "rows" else {}
+    return tape.attention(
+        q, k, v, is_causal=True, segment_ids=ids, logits_fn=terms.logits_fn,
+        implementation=implementation, **blocks, **options,
+    )[0]  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Given(positions.PathAttention):
+    """PaTH with ``w`` and ``beta`` themselves as its parameters."""
+
+    def vectors(self, params, layer):
+        return params["w"]
+
+    def strengths(self, params, layer):
+        return params["beta"]
+
+
+def specified(q, k, v, w, beta, ids, local_window_size=None):
+    """The same by the dense specification."""
+    logits = householder.dense_products(q, k, w, beta, ids) / DIM**0.5
+    i = np.arange(q.shape[1])
+    seen = i[:, None] >= i
+    if local_window_size is not None:
+        seen = seen & (i > i[:, None] - local_window_size)
+    if ids is not None:
+        seen = seen & (np.asarray(ids)[:, None, :, None] == np.asarray(ids)[:, None, None])
+    weights = jax.nn.softmax(jnp.where(seen, logits, -jnp.inf), axis=-1)
+    return jnp.einsum("bhij,bjhd->bihd", weights, jnp.repeat(v, q.shape[2] // v.shape[2], axis=2))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_specification_is_the_recurrence(x64, packed):
+    q, k, _, w, beta = inputs()
+    ids = segments() if packed else None
+    found = householder.dense_products(q, k, w, beta, ids)
+    np.testing.assert_allclose(found, expected(*map(np.asarray, (q, k, w, beta)), ids), atol=1e-12)
+    own = jnp.einsum("bihd,bihd->bhi", q, jnp.repeat(k, 2, axis=2))
+    chex.assert_trees_all_close(jnp.diagonal(found, axis1=2, axis2=3), own, atol=1e-12)
+
+
+CASES = [
+    (chunk, packed, window, implementation)
+    for chunk in (1, 3, 5, 8, 64)
+    for packed in (False, True)
+    for window in (None, 4)
+    for implementation in ("reference", "rows")
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("chunk", "packed", "window", "implementation"),
+    mostly_slow(CASES, (3, True, None, "rows"), (5, False, 4, "reference")),
+)
+def test_chunks_equal_the_specification(x64, chunk, packed, window, implementation):
+    """And so do gradients by everything."""
+    ids, given = segments() if packed else None, inputs()
+
+    def loss(function, given):
+        out = function(*given, ids)
+        return jnp.sum(jnp.sin(out)), out
+
+    blockwise = functools.partial(
+        attend, chunk=chunk, implementation=implementation, local_window_size=window
+    )
+    dense = functools.partial(specified, local_window_size=window)
+    found = jax.jit(jax.value_and_grad(functools.partial(loss, blockwise), has_aux=True))(given)
+    want = jax.value_and_grad(functools.partial(loss, dense), has_aux=True)(given)
+    chex.assert_trees_all_close(found, want, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 13])
+def test_inverse(x64, size):
+    system = np.tril(np.random.default_rng(0).uniform(-2, 2, (3, size, size)), -1)
+    found = householder.inverse(jnp.asarray(system))
+    np.testing.assert_allclose(found, np.linalg.inv(np.eye(size) + system), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.slow
+def test_second_derivatives(x64):
+    q, k, v, w, beta = inputs(time=5, heads=1, kv_heads=1)
+
+    def loss(function, w):
+        return jnp.sum(jnp.sin(function(q, k, v, w, beta, None)))
+
+    blockwise = functools.partial(attend, chunk=2, implementation="reference")
+    found, want = (
+        jax.grad(lambda w, f=f: jnp.sum(jnp.sin(jax.grad(functools.partial(loss, f))(w))))(w)
+        for f in (blockwise, specified)
+    )
+    chex.assert_trees_all_close(found, want, atol=1e-9)
+
+
+@pytest.mark.slow
+def test_bfloat16_sums_are_float32():
+    given = inputs(time=61, dtype="bfloat16")
+    wide = [x.astype(jnp.float32) for x in given]
+    found = attend(*given, None, 8)
+    assert found.dtype == jnp.bfloat16
+    want = attend(*wide, None, 8)
+    np.testing.assert_allclose(found.astype(jnp.float32), want, atol=0.02)
+
+
+# --- The encoding in a model ---------------------------------------------------------------------
+
+
+def model_of(position="path", **options):
+    options = {"num_heads": 4, "num_kv_heads": 2, "num_layers": 2} | options
+    kind = {"dtype": "float64", "param_dtype": "float64"}
+    return small_model(positions.create(position), **kind | options)
+
+
+def prefill(model, variables, tokens, *, capacity, **options):
+    run = functools.partial(tape.prefill, model, capacity=capacity)
+    return jax.jit(run)(variables, tokens, **options)
+
+
+def tokens_of(*shape):
+    return jnp.asarray(np.random.default_rng(1).integers(0, VOCAB, shape), jnp.int32)
+
+
+def test_without_beta_there_is_no_encoding(x64):
+    model, plain = (model_of(kind, num_layers=1) for kind in ("path", "none"))
+    variables, tokens = random_variables(model), tokens_of(2, 9)
+
+    def off(path, x):
+        return jnp.full_like(x, -1e9) if path[-1].key == "position_beta_bias" else x
+
+    names = {path[-1].key for path, _ in jax.tree_util.tree_leaves_with_path(variables)}
+    assert "position_beta_bias" in names
+    still = jax.tree.map_with_path(off, variables)
+    run, bare = jax.jit(model.apply), jax.jit(plain.apply)(variables, tokens)
+    chex.assert_trees_all_close(run(still, tokens), bare, atol=1e-12)
+    moved = run(variables, tokens) - bare
+    assert jnp.abs(moved).max() > 1e-3
+
+
+IDS = jnp.asarray(
+    [
+        [0, 0, 0, *[1] * 13],
+        [3] * 16,
+        [5, 5, 2, 5, 2, 2, 0, 5, 5, 0, 2, 5, 5, 2, 2, 5],
+        [1] * 5 + [2] * 8 + [0] * 3,
+    ],
+    jnp.int32,
+)
+
+DECODED = [
+    (position, scan, heads)
+    for position in ("path", "path_fox", "path+alibi")
+    for scan in (True, False)
+    for heads in (1, 2, 4)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("position", "scan", "kv_heads"),
+    mostly_slow(DECODED, ("path_fox", False, 1)),
+)
+def test_decoding_equals_the_full_pass(x64, position, scan, kv_heads):
+    model = model_of({"kind": position, "chunk": 3}, scan_layers=scan, num_kv_heads=kv_heads)
+    variables, tokens = random_variables(model), tokens_of(*IDS.shape)
+    full = jax.jit(model.apply)(variables, tokens, segment_ids=IDS)
+    step = jax.jit(functools.partial(tape.extend, model))
+    first, cache = prefill(model, variables, tokens[:, :7], segment_ids=IDS[:, :7], capacity=9)
+    found = [first]
+    cache = tape.grow_cache(model, cache, 21)
+    for start, stop in [(7, 8), (8, 12), *((i, i + 1) for i in range(12, 16))]:
+        part = slice(start, stop)
+        logits, cache = step(variables, cache, tokens[:, part], segment_ids=IDS[:, part])
+        found.append(logits)
+    chex.assert_shape(cache.layers[0].k, (2 if scan else 1, 4, kv_heads, 21, DIM))
+    found = jnp.concatenate(found, axis=1)
+    chex.assert_trees_all_close(found[IDS != 0], full[IDS != 0], atol=1e-10)
+
+
+@pytest.mark.slow
+def test_one_new_token_attends_by_any_implementation(x64):
+    model = model_of(attention_implementation=("chunked", "rows"), num_layers=1)
+    variables, tokens = random_variables(model), tokens_of(2, 5)
+    full = jax.jit(model.apply)(variables, tokens)
+    _, cache = prefill(model, variables, tokens[:, :4], capacity=6)
+    with recorded_plans() as found:
+        logits, _ = jax.jit(functools.partial(tape.extend, model))(variables, cache, tokens[:, 4:])
+    assert {plan.implementation for plan in found} == {"chunked"}
+    chex.assert_trees_all_close(logits[:, 0], full[:, -1], atol=1e-10)
+
+
+@pytest.mark.slow
+def test_ragged_prompts_are_generated_alike(x64):
+    model = model_of("path_fox", num_layers=1)
+    variables, prompts = random_variables(model, std=0.5), [[1, 2, 3, 4, 5], [6, 7], [8]]
+    found = tape.generate(model, variables, prompts, 6)
+    padding = 5 - np.asarray([len(prompt) for prompt in prompts])
+    ids = jnp.asarray(np.arange(11) >= padding[:, None], jnp.int32)
+    logits = jax.jit(model.apply)(variables, found, segment_ids=ids)
+    np.testing.assert_array_equal(found[:, 5:], logits[:, 4:-1].argmax(-1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_rewritten_keys_do_not_drift(dtype):
+    """200 times rewritten, in float32 whatever the compute type."""
+    exact = model_of(dtype="float32", param_dtype="float32", num_layers=1)
+    model = Transformer(dataclasses.replace(exact.config, dtype=dtype))
+    variables, tokens = random_variables(exact), tokens_of(1, 216)
+    _, cache = prefill(model, variables, tokens[:, :16], capacity=216)
+    assert cache.layers[0].k.dtype == jnp.float32
+    assert cache.layers[0].v.dtype == jnp.dtype(dtype)
+
+    def step(cache, token):
+        logits, cache = tape.extend(model, variables, cache, token[:, None])
+        return cache, logits[:, 0]
+
+    _, found = jax.jit(lambda cache: jax.lax.scan(step, cache, tokens[:, 16:].T))(cache)
+    found = jnp.swapaxes(found, 0, 1)
+    want, same = (jax.jit(m.apply)(variables, tokens)[:, 16:] for m in (exact, model))
+    if dtype == "float32":
+        np.testing.assert_allclose(found, want, atol=1e-4)
+    else:
+        late = slice(100, None)
+        off = [jnp.abs(x - want)[:, late].mean() for x in (found, same)]
+        assert off[0] < 1.25 * off[1], f"decoding is off by {off[0]}, the full pass by {off[1]}"
+
+
+@pytest.mark.slow
+def test_gradients_pass_a_cache(x64):
+    """Prefilling and one more token, against the full pass."""
+    model = model_of({"kind": "path", "chunk": 2}, num_layers=1, scan_layers=False)
+    variables, tokens = random_variables(model), tokens_of(1, 6)
+
+    def cached(variables):
+        _, cache = tape.prefill(model, variables, tokens[:, :5], capacity=6)
+        return jnp.sum(jnp.sin(tape.extend(model, variables, cache, tokens[:, 5:])[0]))
+
+    def full(variables):
+        return jnp.sum(jnp.sin(model.apply(variables, tokens)[:, 5:]))
+
+    found, want = (jax.jit(jax.grad(loss))(variables) for loss in (cached, full))
+    chex.assert_trees_all_close(found, want, atol=1e-9)
+
+
+@pytest.mark.slow
+def test_any_batch_axes(x64):
+    model = model_of("path", num_layers=1)
+    variables, tokens = random_variables(model), tokens_of(2, 3, 7)
+    ids = jnp.asarray([1, 1, 1, 2, 2, 1, 1])
+    found = model.apply(variables, tokens, segment_ids=jnp.broadcast_to(ids, tokens.shape))
+    for row, logits in zip(tokens.reshape(6, 7), found.reshape(6, 7, -1), strict=True):
+        chex.assert_trees_all_close(
+            model.apply(variables, row, segment_ids=ids), logits, atol=1e-12
+        )
+
+
+def test_parameters():
+    config = model_of("path", num_layers=1).config
+
+    def shapes(**options):
+        specs = positions.PathAttention(**options).layer_params(config, updates=False)
+        return {name: spec.shape for name, spec in specs.items()}
+
+    beta = {"beta_kernel": (16, 2), "beta_bias": (2,)}
+    assert shapes() == beta | {"w_down": (16, 32), "w_up": (32, 8), "w_taps": (8, 3)}
+    assert shapes(rank=None, taps=0) == beta | {"w_kernel": (16, 8)}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"rank": 0}, r"rank must be a positive integer or None; got 0"),
+        ({"taps": -1}, r"taps must be an integer from 0 on; got -1"),
+        ({"chunk": 0}, r"chunk must be a positive integer; got 0"),
+        ({"beta_max": 2.5}, r"0 < beta_max <= 2, .*got 2\.5"),
+        ({"eps": 0.0}, r"eps must be positive; got 0"),
+    ],
+)
+def test_wrong_options(options, words):
+    with pytest.raises(ValueError, match=words):
+        positions.PathAttention(**options)
+
+
+def test_wrong_calls():
+    model = model_of(dtype="float32", param_dtype="float32")
+    with pytest.raises(ValueError, match="'path' needs is_causal=True"):
+        model.apply(random_variables(model), tokens_of(1, 4), is_causal=False)
+    with pytest.raises(ValueError, match=r"'rope' and 'path' do not go together"):
+        positions.create("rope+path")

@@ -1,0 +1,204 @@
+"""Positions drawn in training, for every encoding."""
+
+import functools
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tape_jax import ModelConfig, RandomPositions, grow_cache, init_cache, positions, testing
+from tape_jax._src.positions.drawing import drawn_positions
+from tape_jax.positions import RandomRope, Rope
+from tests.library.positions.decoding import assert_chunks_equal_the_full_pass, stream_key
+from tests.models import encoding, random_variables, small_model
+from tests.selection import mostly_slow
+
+KINDS = ("spaced", "stretched", "shifted")
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 13, (2, 6)))
+KEY = jax.random.key(5)
+
+
+def model_of(kind, position="tape", size=40, **options):
+    draw = None if kind is None else RandomPositions(kind, size)
+    if isinstance(position, str) and "+" not in position:
+        position = encoding(position, **({"threshold": 3.0} if position == "fire" else {}))
+    types = {"dtype": "float64", "param_dtype": "float64"}
+    return small_model(position, random_positions=draw, num_layers=2, **types, **options)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def logits(model, variables, key=None, positions=None):
+    rngs = None if key is None else {"positions": key}
+    return model.apply(variables, TOKENS, rngs=rngs, positions=positions)
+
+
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, "spaced", "stretched"))
+def test_draws(x64, kind):
+    """In order, below the range, one for all rows as far as their lengths agree."""
+    draw, places = RandomPositions(kind, 50), jnp.arange(6)
+    found = np.stack([drawn_positions(draw, places, 6, jax.random.key(seed)) for seed in range(40)])
+    steps = np.diff(found)
+    assert found.min() >= 0
+    assert found.max() < 50
+    assert found[:, -1].max() > 40
+    assert len(np.unique(found[:, -1])) > 15
+    if kind == "spaced":
+        assert steps.min() >= 1
+        assert len(np.unique(steps[0])) > 1
+    elif kind == "stretched":
+        chex.assert_trees_all_close(steps, steps[:, :1] * np.ones(5), atol=1e-12)
+        assert 1 <= steps.min() < 1.5
+        assert found[:, 0].max() == 0
+    else:
+        assert (steps == 1).all()
+        assert found[:, 0].min() < 5
+    # What is not known yet is not refused.
+    rows = jax.jit(drawn_positions, static_argnums=0)(draw, places, jnp.array([6, 2, 50]), KEY)
+    chex.assert_trees_all_close(rows[0], drawn_positions(draw, places, 6, KEY), atol=1e-12)
+    chex.assert_trees_all_close(rows[1, :2], drawn_positions(draw, places[:2], 2, KEY), atol=1e-12)
+    assert (rows[1, 2:] == -1).all()
+    with pytest.raises(ValueError, match="random_positions: 51 positions do not fit"):
+        drawn_positions(draw, places, 51, KEY)
+    with pytest.raises(
+        ValueError, match=r"random_positions: positions must lie in 0 \.\. 4; got 5"
+    ):
+        drawn_positions(draw, places, 5, KEY)
+    with pytest.raises(ValueError, match="random_positions: positions must be integers"):
+        drawn_positions(draw, places / 2, 6, KEY)
+
+
+CASES = [
+    *((kind, position) for kind in KINDS for position in ("tape", "alibi", "fire", "sinusoidal")),
+    *((kind, position) for kind in ("spaced", "shifted") for position in ("learned", "t5")),
+    ("stretched", "tape+alibi"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "position"), mostly_slow(CASES, ("stretched", "tape+alibi"), ("shifted", "learned"))
+)
+def test_an_encoding_reads_what_is_drawn(x64, kind, position):
+    """With the random stream; without it positions are plain."""
+    model, plain = model_of(kind, position), model_of(None, position)
+    variables = random_variables(plain)
+    expected = logits(plain, variables)
+    chex.assert_trees_all_equal(logits(model, variables), expected)
+    key = jax.random.fold_in(stream_key(model, 5), 0)
+    places = drawn_positions(model.config.random_positions, jnp.arange(6), 6, key)
+    found = logits(model, variables, KEY)
+    chex.assert_trees_all_close(found, logits(plain, variables, positions=places), atol=1e-12)
+    relative = position not in ("fire", "sinusoidal", "learned")
+    assert (np.abs(found - expected).max() > 1e-4) == (kind != "shifted" or not relative)
+
+
+def test_spaced_is_random_rope(x64):
+    config, places = model_of(None, "random_rope").config, jnp.array([[0, 1, 4], [5, 2, 0]])
+    found = RandomRope(range=64).start(places, config, key=KEY, length=6)
+    drawn = drawn_positions(RandomPositions("spaced", 64), places, 6, KEY)
+    chex.assert_trees_all_equal(found, Rope().start(drawn, config))
+
+
+DECODED = [*((kind, "tape") for kind in KINDS), ("spaced", "learned"), ("stretched", "fire")]
+
+
+@pytest.mark.parametrize(("kind", "position"), mostly_slow(DECODED, ("stretched", "tape")))
+def test_decoding_in_chunks_is_the_full_pass(x64, kind, position):
+    assert_chunks_equal_the_full_pass(model_of(kind, position), key=5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_drawn_positions_go_with_their_tokens(x64, kind):
+    model = model_of(kind, "tape+alibi")
+
+    def fn(places, tokens, mask, variables):
+        options = {"positions": places, "mask": mask, "is_causal": False}
+        return model.apply(variables, tokens, rngs={"positions": KEY}, **options)
+
+    testing.assert_permutation_equivariant(
+        fn,
+        *(jnp.arange(6), TOKENS, jnp.tri(6, dtype=bool), random_variables(model)),
+        in_axes=(-1, -1, {-2, -1}, None),
+        out_axes=-2,
+    )
+
+
+@pytest.mark.slow
+def test_without_a_key_decoding_has_plain_positions(x64):
+    assert_chunks_equal_the_full_pass(model_of("spaced", "fire"))
+
+
+@pytest.mark.slow
+def test_a_draw_is_for_one_capacity(x64):
+    model = model_of("stretched")
+    cache = init_cache(model, 1, 4, key=KEY)
+    with pytest.raises(ValueError, match="depends on the capacity, 4"):
+        grow_cache(model, cache, 8)
+    assert grow_cache(model, init_cache(model, 1, 4), 8).capacity == 8
+    assert grow_cache(model, init_cache(model, 1, 4, key=KEY, length=8), 8).capacity == 8
+
+
+@pytest.mark.slow
+def test_positions_out_of_range(x64):
+    """An error or, where they are traced, no number; other rows do not notice."""
+    model = model_of("shifted")
+    variables = random_variables(model)
+    places = jnp.array([[0, 1, 2, 3, 4, 6], [0, 1, 2, 3, 4, 5]])
+    found = logits(model, variables, KEY, positions=places)
+    assert jnp.isnan(found[0, 5]).all()
+    chex.assert_trees_all_close(found[1], logits(model, variables, KEY)[1], atol=1e-12)
+    with pytest.raises(ValueError, match=r"positions must lie in 0 \.\. 5; got 6"):
+        model.apply(variables, TOKENS, positions=places, rngs={"positions": KEY})
+
+
+@pytest.mark.parametrize("position", [*positions.registry, "alibi+fox", "path+fox"])
+def test_encodings_that_read_no_positions_refuse_a_draw(position):
+    kinds = {*position.split("+")}
+    by_content = {"none", "selective_rope", "grape_m_ctx", "repo", "mapformer_wm", "mapformer_em"}
+    by_content |= {"fox", "path", "cope", "stickbreaking", "abacus", "position_coupling"}
+    if kinds <= by_content:
+        told = rf"which '{re.escape(position)}' does not; got RandomPositions\(kind='spaced', ran"
+        with pytest.raises(ValueError, match=told):
+            model_of("spaced", position)
+    elif position != "random_rope":
+        model_of("spaced", position)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("position", positions.registry)
+def test_an_encoding_says_whether_it_reads_positions(position):
+    model, places = small_model(position), jnp.array([0, 2, 3, 7, 11, 13])
+    variables = random_variables(model)
+    moved = logits(model, variables, positions=places) - logits(model, variables)
+    assert bool((moved != 0).any()) == model.encoding.reads_positions
+
+
+def test_some_heads_of_a_combination_take_a_draw(x64):
+    model = model_of("spaced", positions.create("rope+fox", on_heads=1))
+    jax.eval_shape(model.init, jax.random.key(0), TOKENS)
+    model_of("spaced", positions.Repo(width=4, first_layer=1))
+
+
+def test_misuse():
+    with pytest.raises(ValueError, match=r"unknown random positions 'space'.*'spaced'"):
+        RandomPositions("space")
+    with pytest.raises(ValueError, match="random_positions: range must be a positive integer"):
+        RandomPositions(range=0)
+    with pytest.raises(ValueError, match=r"range must be less than 2\^31; got 4294967296"):
+        RandomPositions(range=2**32)
+    for position in ("learned", "t5", "rope+t5"):
+        with pytest.raises(ValueError, match="looks positions up in a table, which stretched"):
+            model_of("stretched", position)
+    with pytest.raises(ValueError, match="random_positions must be a RandomPositions or None"):
+        ModelConfig(13, random_positions="spaced")
+    with pytest.raises(
+        ValueError, match=r"range = 41 exceeds what .* 'learned' takes, 40 positions"
+    ):
+        model_of("spaced", "learned", 41)
+    with pytest.raises(ValueError, match="one position a token; 'rope' has axes = 2"):
+        model_of("spaced", Rope(axes=2))
+    with pytest.raises(ValueError, match="random_rope draws positions by itself"):
+        model_of("spaced", "random_rope")

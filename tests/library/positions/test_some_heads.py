@@ -1,0 +1,97 @@
+"""Biases and decays that only the first heads have."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tape_jax import ModelConfig
+from tape_jax.positions import Layer, create
+from tests.library.equivariance.checks import check_permutations, check_shift
+from tests.library.positions.decoding import assert_chunks_equal_the_full_pass
+from tests.models import random_variables, small_model
+from tests.selection import mostly_slow
+
+KINDS = ("alibi", "kerple", "fire", "t5", "fox")
+TIME, HIDDEN = 5, 16
+
+
+def terms(encoding, heads, params, *, is_causal=True):
+    config = ModelConfig(13, HIDDEN, num_heads=heads, num_kv_heads=1, head_dim=4, dtype="float64")
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, TIME, HIDDEN)))
+    return encoding.layer_terms(params, Layer(x, jnp.arange(TIME), None, is_causal, config))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_heads_are_those_of_a_model_of_so_many(x64, kind):
+    config = ModelConfig(13, HIDDEN, num_heads=3, num_kv_heads=1, head_dim=4)
+    encoding, all_heads = create(kind, on_heads=2), create(kind)
+    specs = encoding.layer_params(config, updates=True)
+    keys = jax.random.split(jax.random.key(0), max(len(specs), 1))
+    params = {
+        name: jnp.abs(jax.random.normal(key, spec.shape))
+        for key, (name, spec) in zip(keys, specs.items(), strict=False)
+    }
+    found, two = terms(encoding, 3, params), terms(all_heads, 2, params)
+    if kind in ("alibi", "fox"):
+        for whole, part in zip(found.log_decay, two.log_decay, strict=True):
+            chex.assert_trees_all_equal(whole[..., :2], part)
+            assert not whole[..., 2].any()
+    if kind == "fox":
+        return
+    # Where tokens see later ones ALiBi is a bias.
+    found, two = (terms(e, n, params, is_causal=False) for e, n in ((encoding, 3), (all_heads, 2)))
+    at = jnp.arange(TIME)
+    whole, part = (x.bias(at, at) for x in (found, two))
+    chex.assert_trees_all_equal(whole[..., :2, :, :], part)
+    assert np.abs(part).max() > 0
+    assert not whole[..., 2, :, :].any()
+
+
+@pytest.mark.slow
+def test_all_heads_by_number_are_all_heads(x64):
+    models = [
+        small_model(create("tape+alibi+fox", **options), dtype="float64", num_heads=2)
+        for options in ({}, {"alibi_on_heads": 2, "fox_on_heads": 2})
+    ]
+    variables = random_variables(models[0])
+    tokens = jnp.arange(6)[None]
+    expected, found = (model.apply(variables, tokens) for model in models)
+    chex.assert_trees_all_equal(found, expected)
+
+
+DECODED = {
+    "tape+alibi+fox": {"alibi_on_heads": 1, "fox_on_heads": 3},
+    "fire": {"on_heads": 2},
+    "rope+kerple": {"on_heads": 1},
+    "rope+t5": {"on_heads": 3},
+}
+
+
+@pytest.mark.parametrize("kinds", mostly_slow(DECODED, "tape+alibi+fox"))
+def test_decoding_in_chunks_is_the_full_pass(x64, kinds):
+    types = {"dtype": "float64", "param_dtype": "float64"}
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "num_layers": 2}
+    model = small_model(create(kinds, **DECODED[kinds]), **types, **sizes)
+    assert_chunks_equal_the_full_pass(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kinds", ["tape+alibi", "tape+t5", "rope+kerple"])
+def test_symmetries(x64, kinds):
+    model = small_model(create(kinds, on_heads=1), dtype="float64", param_dtype="float64")
+    check_permutations(model, 0)
+    check_shift(model, 0)
+
+
+def test_an_implementation_of_the_update_is_the_states(x64):
+    model = small_model(create("tape+alibi", on_heads=1), update_implementation="unrolled")
+    assert model.attention_plan(1, 4)
+
+
+def test_misuse():
+    with pytest.raises(ValueError, match="alibi: on_heads = 3 are more than the model's 2 heads"):
+        small_model(create("tape+alibi", on_heads=3))
+    with pytest.raises(ValueError, match="fox: on_heads must be a positive integer or None; got 0"):
+        small_model(create("fox", on_heads=0))

@@ -1,0 +1,135 @@
+"""Llama folders against numbers of transformers, and back again byte for byte."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import tape_jax as tape
+from tape_jax._src.pretrained import folder as folders
+from tests.library.pretrained.folders import (
+    HF,
+    MHA,
+    NAMES,
+    SCALINGS,
+    SINGLE,
+    TIED,
+    as_type,
+    change_tensors,
+    checkpoint_files,
+)
+from tests.selection import mostly_slow
+
+
+class TestAgainstTransformers:
+    @pytest.mark.parametrize("name", mostly_slow(NAMES, "tied_sharded_headdim"))
+    def test_float32(self, name):
+        expected = np.load(HF / name / "expected.npz")
+        model, variables = tape.from_pretrained(HF / name)
+        tokens = jnp.asarray(expected["input_ids"])
+        logits, states = model.apply(variables, tokens, return_states=True)
+        np.testing.assert_allclose(logits, expected["logits"], atol=3e-5)
+        for i, hidden in enumerate([*states.hidden[:-1], states.final_norm]):
+            np.testing.assert_allclose(hidden, expected[f"hidden_{i}"], atol=3e-5)
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits)[:, :-1], tokens[:, 1:, None], -1)
+        np.testing.assert_allclose(-chosen.mean(), expected["loss"], atol=3e-5)
+        out = tape.generate(model, variables, jnp.asarray(expected["prompt"]), max_new_tokens=16)
+        np.testing.assert_array_equal(out[:, 9:], expected["greedy"])
+
+    @pytest.mark.slow
+    @pytest.mark.usefixtures("x64")
+    @pytest.mark.parametrize("name", mostly_slow(NAMES, "llama3_gqa"))
+    def test_float64(self, name):
+        expected = np.load(HF / name / "expected.npz")
+        model, variables = tape.from_pretrained(HF / name, dtype="float64")
+        logits = model.apply(variables, jnp.asarray(expected["input_ids"]))
+        assert logits.dtype == jnp.float64
+        np.testing.assert_allclose(logits, np.load(HF / name / "double.npz")["logits"], atol=1e-12)
+        np.testing.assert_allclose(logits, expected["logits_f64"], atol=1e-5)
+
+    @pytest.mark.usefixtures("x64")
+    @pytest.mark.parametrize(
+        "case", mostly_slow(sorted({n.split("/")[0] for n in SCALINGS.files}), "both_forms")
+    )
+    def test_every_form_of_rotary_parameters(self, case, copy):
+        path = copy()
+        (path / "config.json").write_text(str(SCALINGS[f"{case}/config"]))
+        model, variables = tape.from_pretrained(path, dtype="float64")
+        logits = model.apply(variables, jnp.asarray(np.load(MHA / "expected.npz")["input_ids"]))
+        # Beyond the trained length, torch rounds the dynamic base to float32.
+        tolerance = 1e-6 if case == "legacy_dynamic" else 1e-12
+        np.testing.assert_allclose(logits[:, -6:], SCALINGS[f"{case}/logits"], atol=tolerance)
+
+
+class TestRoundTrip:
+    @pytest.mark.parametrize("name", NAMES)
+    def test_golden_folders(self, name, tmp_path):
+        model, variables = tape.from_pretrained(HF / name)
+        tape.save_pretrained(tmp_path / "new", model, variables, like=HF / name)
+        assert checkpoint_files(tmp_path / "new") == checkpoint_files(HF / name)
+
+    @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+    def test_every_value_of_narrow_types(self, copy, tmp_path, dtype):
+        """Subnormal numbers, infinities and NaNs among them; also by way of float32."""
+        path = copy(MHA, pad_token_id=7, a_field_of_tomorrow=[1])
+        (path / "tokenizer.model").write_bytes(b"\0\1")
+        (path / "notes.txt").write_text("not taken along")
+
+        def change(tensors):
+            as_type(dtype)(tensors)
+            bits = np.arange(160 * 64, dtype=np.uint16) * 7
+            tensors["model.embed_tokens.weight"] = bits.view(dtype).reshape(160, 64)
+
+        change_tensors(path, change)
+        model, variables = tape.from_pretrained(path)
+        tape.save_pretrained(tmp_path / "new", model, variables, like=path)
+        wanted = checkpoint_files(path)
+        del wanted["notes.txt"]
+        assert checkpoint_files(tmp_path / "new") == wanted
+
+        def finite(tensors):
+            table = tensors["model.embed_tokens.weight"]
+            table[~np.isfinite(table.astype(np.float32))] = 0
+
+        change_tensors(path, finite)
+        model, variables = tape.from_pretrained(path, dtype="float32")
+        tape.save_pretrained(tmp_path / "wide", model, variables, like=path)
+        assert (tmp_path / "wide" / SINGLE).read_bytes() == (path / SINGLE).read_bytes()
+
+    def test_foreign_order_metadata_and_old_buffers(self, copy, tmp_path):
+        """A file that the safetensors package would write otherwise."""
+        path = copy()
+        tensors = safetensors.numpy.load_file(path / SINGLE)
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
+        ordered = dict(sorted(tensors.items(), reverse=True))
+        specs = {name: folders.Tensor("F32", x.shape) for name, x in ordered.items()}
+        header = folders.make_header(specs, {"z": "1", "format": "pt", "a": "é"})
+        header = (len(header)).to_bytes(8, "little") + header[8:] + b" " * 8
+        (path / SINGLE).write_bytes(header + b"".join(x.tobytes() for x in ordered.values()))
+        model, variables = tape.from_pretrained(path)
+        tape.save_pretrained(tmp_path / "new", model, variables, like=path)
+        assert checkpoint_files(tmp_path / "new") == checkpoint_files(path)
+
+    def test_head_beside_tied_embeddings(self, copy, tmp_path):
+        path = copy(MHA, tie_word_embeddings=True)
+        table = "model.embed_tokens.weight"
+        change_tensors(path, lambda tensors: tensors.update({"lm_head.weight": tensors[table]}))
+        model, variables = tape.from_pretrained(path)
+        assert "head" not in variables["params"]
+        tape.save_pretrained(tmp_path / "new", model, variables, like=path)
+        assert checkpoint_files(tmp_path / "new") == checkpoint_files(path)
+
+    def test_without_scan(self, tmp_path):
+        model, variables = tape.from_pretrained(TIED, scan_layers=False)
+        tape.save_pretrained(tmp_path / "new", model, variables, like=TIED)
+        assert checkpoint_files(tmp_path / "new") == checkpoint_files(TIED)
+
+
+def test_safetensors_is_optional(monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(NotImplementedError, match=r"pip install 'tape-jax\[pretrained\]'"):
+        tape.from_pretrained(MHA)

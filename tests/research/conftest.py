@@ -1,0 +1,58 @@
+"""A suite of one small study."""
+
+import json
+
+import pytest
+
+from research.records import CODE as CODE_FILE
+from research.records import Store
+from research.studies import Place
+from research.trainings import Trainings
+from tests.research.results import BEYOND, CODE, INSIDE, MADE
+
+CONFIG = """
+from ml_collections import ConfigDict
+
+SCALES = {"gpu": {"task.max_length": 6}}
+
+def get_config():
+    return ConfigDict({
+        "name": "small",
+        "task": {"name": "algorithm", "problem": "copy", "max_length": 3},
+        "model": {"hidden_size": 8, "num_heads": 1, "num_layers": 1},
+        "train": {"steps": 2, "batch_size": 4, "learning_rate": 1e-3},
+        "evaluation": {"longest": 4, "samples_per_length": 5},
+    })
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "small.py"
+    path.write_text(CONFIG)
+    return path
+
+
+@pytest.fixture
+def design(config):
+    """A study of three rivals."""
+    return Trainings(
+        name="copying",
+        config=config,
+        rivals={name: {"model.position.kind": name} for name in ("tape", "rope", "none")},
+        scores=(BEYOND,),
+        shown=(INSIDE,),
+        minutes=1.0,
+        quick=("tape", "rope"),
+    )
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """One that makes its results by the code of :data:`MADE`, which is accepted."""
+    for module in ("source", "studies", "trainings"):
+        monkeypatch.setattr(f"research.{module}.describe_source", lambda: MADE.code)
+    folder = tmp_path / "results"
+    folder.mkdir()
+    (folder / CODE_FILE).write_text(json.dumps({CODE: "2026-01-01: the first"}))
+    return Place(Store(folder), tmp_path / "runs")

@@ -1,0 +1,229 @@
+"""Growth through depth against norms worked out by hand, divergence, and what is written."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from research.inside import stability
+from research.inside.stability import Profile, Trace
+from research.main import main
+from tape_jax import positions
+from tests.models import random_variables, small_model
+from train import experiment
+from train.compare import sweep
+from train.compare.plots import MARK
+from train.training import step as training_step
+
+CONFIG = """
+from ml_collections import ConfigDict
+
+VARIANTS = {
+    "tape": {},
+    "rope": {"model.position.kind": "rope"},
+    "tensor": {"model.position.form": "tensor"},
+    "rms": {"model.position.norm": "rms"},
+}
+
+def get_config():
+    return ConfigDict({
+        "task": {"name": "addition", "max_digits": 1},
+        "model": {"hidden_size": 8, "num_heads": 2, "num_layers": 2},
+        "train": {"steps": 3, "batch_size": 4, "learning_rate": 1e-3},
+    })
+"""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    path = tmp_path_factory.mktemp("configs") / "small.py"
+    path.write_text(CONFIG)
+    return path
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory, config):
+    """TAPE with three layers, RoPE with two, not to be changed: the folder and the traces."""
+    folder = tmp_path_factory.mktemp("out")
+    tape, rope = sweep.variants(config, ["tape", "rope"])
+    traces = stability.measure(config, [tape], [3], folder, noise=0.3)
+    return folder, [*traces, *stability.measure(config, [rope], [2], folder, noise=0.3)]
+
+
+def batch_of(tokens):
+    return {
+        "inputs": tokens,
+        "targets": np.roll(tokens, 1),
+        "weights": np.ones(tokens.shape, np.float32),
+    }
+
+
+@pytest.mark.parametrize(
+    "position",
+    [
+        {},
+        pytest.param({"form": "tensor"}, marks=pytest.mark.slow),
+        pytest.param({"kind": "tape_place_weights"}, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.slow
+def test_profile(position):
+    """The states that the model returns, and the gradients of single layers."""
+    model = small_model(positions.create(position), num_layers=3)
+    variables = random_variables(model, std=0.3)
+    tokens = np.arange(12).reshape(2, 6) % 7
+    profile = stability.make_probe(model)(variables["params"], batch_of(tokens))
+
+    def loss(params):
+        logits, states = model.apply({"params": params}, tokens, return_states=True)
+        batch = batch_of(tokens)
+        total = training_step.weighted_loss(logits, batch["targets"], batch["weights"])
+        return total / 12, states.position
+
+    grads, states = jax.jit(jax.grad(loss, has_aux=True))(variables["params"])
+    entering = [model.encoding.rotation(state)[1] for state in states]
+    tail = (-3, -2, -1) if position.get("form") == "tensor" else -1
+    norms = [np.sqrt(np.square(e).sum(tail)) for e in entering]
+    relative = [np.max(norm / norms[0]) for norm in norms]
+    np.testing.assert_allclose(profile.states, relative, rtol=1e-4)
+    assert profile.growth == max(profile.states) > 1.05
+
+    for layer, found in enumerate(profile.gradients):
+        run, row = ("layers_0", layer) if layer < 2 else ("layers_2", 0)
+        squares = [np.square(x[row]).sum() for x in jax.tree.leaves(grads[run])]
+        assert found == pytest.approx(math.sqrt(sum(squares)), rel=1e-4)
+    assert profile.spread == max(profile.gradients) / min(profile.gradients)
+
+
+def test_profiles_that_are_not_finite():
+    profile = Profile(stability.finite([1.0, np.inf]), stability.finite([0.5, np.nan]))
+    assert profile == Profile((1.0, None), (0.5, None))
+    assert (profile.growth, profile.spread) == (math.inf, math.inf)
+    assert Profile((), (0.0, 2.0, 0.5)).growth == 1
+    assert Profile((), (0.0, 2.0, 0.5)).spread == 4
+
+
+@pytest.mark.slow
+def test_traces(measured, config):
+    _, traces = measured
+    assert [(t.variant, t.depth) for t in traces] == [("tape", 3), ("rope", 2)]
+    for t in traces:
+        assert t.diverged is None
+        assert len(t.losses) == len(t.gradients) == 3
+        assert all(len(getattr(t, m).gradients) == t.depth for m in stability.MOMENTS)
+        np.testing.assert_allclose(t.initial.states, np.ones(t.depth), rtol=1e-5)
+        if t.variant == "rope":
+            assert t.disturbed == t.initial
+            np.testing.assert_allclose(t.trained.states, np.ones(t.depth), rtol=1e-5)
+    tape = traces[0]
+    assert tape.disturbed.states[0] == tape.trained.states[0] == pytest.approx(1)
+    assert tape.disturbed.growth > 1.1
+    assert tape.trained.growth != tape.initial.growth
+
+
+@pytest.mark.parametrize(
+    ("losses", "norms", "step"),
+    [
+        ((1.0, 1.9, 2.1, 0.1), (1.0,) * 4, 3),
+        ((1.0, math.nan), (1.0, 1.0), 2),
+        ((1.0, 0.5), (1.0, math.inf), 2),
+        ((1.0, 2.0, 0.5, 0.4), (1.0,) * 4, None),
+    ],
+)
+def test_divergence(config, monkeypatch, losses, norms, step):
+    """The first step that is bad ends a training."""
+    steps = zip(losses, norms, strict=True)
+
+    def step_fn(state, batch):
+        loss, norm = next(steps)
+        return state, {"loss": loss, "gradient_norm": norm}
+
+    state = training_step.TrainState({}, None, None, None)
+    monkeypatch.setattr(stability.jax, "jit", lambda f: lambda: state)
+    monkeypatch.setattr(
+        stability, "make_probe", lambda model: lambda params, batch: Profile((), ())
+    )
+    monkeypatch.setattr(training_step, "make_step", lambda *args: step_fn)
+    e = experiment.from_file(config, [f"--config.train.steps={len(losses)}"])
+    t = stability.trace(e, "wild", noise=0.1)
+    assert t.diverged == step
+    assert t.losses == stability.finite(losses[:step])
+    json.dumps(dataclasses.asdict(t), allow_nan=False)
+
+
+@pytest.mark.slow
+def test_what_is_measured_is_kept(measured, config, monkeypatch, tmp_path):
+    folder, traces = measured
+    path = folder / "stability.json"
+    assert stability.load(path) == traces
+    before = path.read_bytes()
+    monkeypatch.setattr(stability, "trace", None)
+    settings = sweep.variants(config, ["rope"])
+    again = stability.measure(config, settings, [2], folder, noise=0.3)
+    assert again == [traces[1]]
+    assert path.read_bytes() == before
+    with pytest.raises(ValueError, match=r"was measured with .*0\.3.* choose another folder"):
+        stability.measure(config, settings, [2], folder, noise=0.2)
+    other = tmp_path / "stability.json"
+    other.write_text("[]")
+    with pytest.raises(ValueError, match="is not a measurement of stability"):
+        stability.measure(config, settings, [2], tmp_path)
+    with pytest.raises(ValueError, match="no variants, or no depths"):
+        stability.measure(config, settings, [], tmp_path)
+
+
+@pytest.mark.slow
+def test_table_and_pictures(measured):
+    _, traces = measured
+    deep = dataclasses.replace(traces[0], depth=6)
+    bad = dataclasses.replace(
+        traces[0],
+        variant="bad",
+        trained=Profile((1.0, None, 3.0), (None,) * 3),
+        losses=(1.0, None),
+        diverged=2,
+    )
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in stability.table([*traces, bad]).splitlines()
+    ]
+    assert rows[0][:3] == ["variant", "layers", "largest state, initial"]
+    assert (rows[-1][0], rows[-1][4], rows[-1][-2:]) == (
+        "bad",
+        "not finite",
+        ["not finite", "step 2"],
+    )
+    assert rows[2][-1] == "no"
+    pictures = stability.figures([deep, *traces, bad])
+    growth = pictures["depth.png"].axes[1]
+    x, y = next(line for line in growth.lines if line.get_label() == "tape").get_data()
+    np.testing.assert_array_equal(x, [3, 6])
+    np.testing.assert_allclose(y, [traces[0].disturbed.growth] * 2)
+    layers = pictures["layers.png"].axes[1]
+    (line,) = (line for line in layers.lines if line.get_label() == "bad")
+    np.testing.assert_allclose(line.get_ydata(), traces[0].disturbed.states)
+
+
+@pytest.mark.slow
+def test_command(config, tmp_path, capsys):
+    out = tmp_path / "out"
+    call = ["stability", f"--config={config}", f"--out={out}", "--variants=rms", "--depths=2"]
+    assert main([*call, "--steps=1"]) == 0
+    assert "written: " in capsys.readouterr().out
+    assert {path.name for path in out.iterdir()} == {
+        "stability.json",
+        "stability.txt",
+        "depth.png",
+        "layers.png",
+    }
+    assert MARK.encode() in (out / "depth.png").read_bytes()
+    (t,) = stability.load(out / "stability.json")
+    assert isinstance(t, Trace)
+    assert (t.variant, t.depth, len(t.losses)) == ("rms", 2, 1)
+    assert main([*call, "--steps=2"]) == 2
+    assert "choose another folder" in capsys.readouterr().err
+    assert main([*call, "--depths=2,x"]) == 2
+    assert "--depths must be numbers such as 4,8,16; got 2,x" in capsys.readouterr().err

@@ -1,0 +1,84 @@
+"""The variants of research/configs/ablations.py: each is an experiment of its own, and each trains."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from research.configs import ablations
+from tape_jax import Transformer
+from train import experiment
+from train.compare import sweep
+from train.training import step as training_step
+
+PATH = Path(ablations.__file__)
+VARIANTS = sweep.variants(PATH)
+
+
+def made(setting):
+    return experiment.from_file(PATH, setting.overrides)
+
+
+def test_names_and_experiments_are_unique():
+    names = [setting.name for setting in VARIANTS]
+    assert names == list(ablations.VARIANTS)
+    described = [experiment.to_json(made(setting)) for setting in VARIANTS]
+    for i, one in enumerate(described):
+        assert one not in described[:i], names[i]
+    assert made(VARIANTS[0]) == experiment.from_file(PATH)
+
+
+def test_variants_are_what_they_are_named_for():
+    models = {setting.name: made(setting).model for setting in VARIANTS}
+    base = models["tape"]
+    for name, model in models.items():
+        # One thing at a time, but for what has to go with it.
+        different = [
+            field.name
+            for field in dataclasses.fields(model)
+            if getattr(model, field.name) != getattr(base, field.name)
+        ]
+        assert different == {"tape": [], "window": ["local_window_size"]}.get(
+            name, ["position", "local_window_size"] if name == "window_rope" else ["position"]
+        )
+        updating = [model.position.updates(i, 6) for i in range(6)]
+        expected = {
+            **{other: [] for other in ("rope", "no_update", "partial_rope", "window_rope")},
+            "early": [0, 1],
+            "middle": [2, 3],
+            "late": [3, 4],
+        }.get(name, [0, 1, 2, 3, 4])
+        assert np.flatnonzero(updating).tolist() == expected, name
+
+
+each = pytest.mark.parametrize("setting", VARIANTS, ids=lambda setting: setting.name)
+
+
+@each
+def test_every_variant_can_be_built(setting):
+    """Traced only: shapes, types and options fit together."""
+    e = made(setting)
+    state = jax.eval_shape(
+        lambda: training_step.init_state(e, training_step.make_optimizer(e.train))
+    )
+    own = {path[-1].key for path, _ in jax.tree.leaves_with_path(state.params)}
+    updates = any(e.model.position.updates(i, 6) for i in range(6))
+    assert any(name.startswith("position_") for name in own) == updates
+
+
+@pytest.mark.slow
+@each
+def test_every_variant_takes_a_step(setting):
+    e = made(setting)
+    optimizer = training_step.make_optimizer(e.train)
+    step = training_step.make_step(Transformer(e.model), optimizer, e.train)
+    state = training_step.init_state(e, optimizer)
+    before = jax.tree.map(np.asarray, state.params)
+    after, metrics = step(state, e.task.batch(0, 0, 4))
+    assert np.isfinite(metrics["loss"])
+    # The first step of the warm-up moves what has a gradient, and decay the rest.
+    moved = jax.tree.map(lambda a, b: bool(np.any(a != b)), before, after.params)
+    assert moved["embedding"]
+    assert all(map(np.all, jax.tree.map(np.isfinite, jax.tree.leaves(after.params))))

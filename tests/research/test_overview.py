@@ -1,0 +1,143 @@
+"""All studies of a suite beside each other."""
+
+import dataclasses
+
+import pytest
+
+from research import overview, page, places, suites
+from research.budgets import Curve
+from research.verdicts import wins
+from tests.research.results import BEYOND, INSIDE, choose_all, finish, finish_all
+from tests.research.test_page import text_of
+
+
+@pytest.fixture
+def two(design, monkeypatch):
+    """The suite of places with two studies and two forms."""
+    designs = [dataclasses.replace(design, name=name) for name in ("first", "second")]
+    claims = [
+        places.CLAIMS[0]._replace(
+            studies=(one.name,),
+            judge=lambda s, form, name=one.name: wins(s[name], BEYOND, ["rope"], name=form),
+            forms=("tape", "none"),
+            name=one.name,
+            beside=(one.name, BEYOND, ("none",)),
+        )
+        for one in designs
+    ]
+    small = suites.SUITES["places"]._replace(designs=designs, claims=claims, read={})
+    monkeypatch.setitem(suites.SUITES, "places", small)
+    return small
+
+
+def test_from_nothing_to_the_end(two, place, tmp_path):
+    studies = page.studies_at(two, place)
+    text = text_of(studies, tmp_path, "places")
+    assert "# Where is TAPE ahead, and where is it not?" in text
+    assert f"| `first` | {two.claims[0].title} |" in text
+    assert "| second | unfinished | unfinished |" in text
+    assert "Exact match beyond the trained length, %; five seeds" not in text
+    assert "overview.png" not in text
+    assert overview.picture(studies) is None
+
+    finish_all(studies["first"], {"tape": 0.6, "rope": 0.3, "none": 0.2})
+    text = text_of(studies, tmp_path, "places")
+    assert "| first  | ahead      | behind     |" in text
+    assert "| second | unfinished | unfinished |" in text
+    assert "`python -m research.main evidence --suite=places --only=second`" in text
+    assert "Beside contextual rivals" in text
+    assert "* `none`: **not told apart**." in text, "which is itself"
+    assert text.index("overview.png") < text.index("* Test:")
+    assert f"![Task 1: {two.claims[0].title}](images/evidence/first.png)" in text
+    (panel,) = overview.picture(studies).axes
+    assert [label.get_text() for label in panel.get_yticklabels()] == ["tape", "rope", "none"]
+    assert [text.get_text() for text in panel.texts] == ["62", "32", "22"], "of the first alone"
+
+    planned = studies["second"]
+    finish_all(planned, {"tape": 0.3, "rope": 0.3, "none": 0.3})
+    for i, job in enumerate(planned.reports("tape", BEYOND)):
+        finish(planned, job, 0.3 + 0.1 * (-1) ** i)
+    text = text_of(studies, tmp_path, "places")
+    assert "| second | not told apart | not told apart |" in text
+    assert "* `tape`, `none`: **not told apart**.\n" in text
+
+
+def test_of_what_nothing_is_known_is_left_out(two, place):
+    studies = page.studies_at(two, place)
+    assert list(overview.tables(studies)) == []
+    finish_all(studies["first"], {"tape": 0.6, "rope": 0.3})
+    finish_all(studies["second"], {"rope": 0.3})
+    _, table, _, inside = overview.tables(studies)
+    for text in (table, inside):
+        header, _, *rows = [[x.strip() for x in row.split("|")[1:-1]] for row in text.splitlines()]
+        assert header == ["", "first", "second"]
+        assert [row[0] for row in rows] == ["tape", "rope"]
+        assert [row[2] == "-" for row in rows] == [True, False]
+        assert all("[" in row[1] for row in rows)
+    figure = overview.picture(studies)
+    (panel,) = figure.axes
+    assert [label.get_text() for label in panel.get_yticklabels()] == ["tape", "rope"]
+    (image,) = panel.images
+    nothing, least = image.to_rgba([[float("nan"), 0.0]])[0]
+    assert len(set(nothing[:3])) == 1, "what is not there is grey"
+    assert min(least[:3]) > nothing[0]
+    said = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert said == ["not run, or not complete"]
+
+
+def test_what_has_not_learned_the_trained_lengths_stands_in_brackets(two, place):
+    studies = page.studies_at(two, place)
+    for study, inside in zip(studies.values(), (0.94, 0.96), strict=True):
+        choose_all(study)
+        for rival in study.design.rivals:
+            for job in study.reports(rival, BEYOND):
+                finish(study, job, 0.3, inside)
+    figure = overview.picture(studies)
+    (panel,) = figure.axes
+    assert [text.get_text() for text in panel.texts] == ["(30)", "30"] * 3
+    said = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert said == ["( )  less than 95 % of the trained lengths", "not run, or not complete"]
+
+
+@pytest.mark.parametrize(
+    ("curve", "learned", "others", "marked"),
+    [
+        ((0.5, 0.9, 1), (), 0.9, True),
+        ((0.5, 0.9, 1), ("rope",), 0.9, True),
+        ((0.5, 0.9, 1), ("rope", "none"), 0.9, False),
+        ((0.5, 0.5, 0.5), (), 0.9, False),
+        ((0.5, 0.5, 0.5), (), 0.49, True),
+        ((0.5, 0.5, 0.5), ("rope",), 0.49, False),
+    ],
+)
+def test_what_hardly_anybody_has_learned_is_no_finding(two, place, curve, learned, others, marked):
+    """Where longer trainings were still better, or nobody has half of it right."""
+    chosen = Curve(INSIDE, most=1, rivals=("rope", "none"))
+    designs = [dataclasses.replace(two.designs[0], curve=chosen), two.designs[1]]
+    studies = page.studies_at(two._replace(designs=designs), place)
+    first, second = studies.values()
+    for job, inside in zip(first.curve_jobs, curve * 2, strict=True):
+        finish(first, job, 0.1, inside)
+    choose_all(first)
+    for rival in first.design.rivals:
+        for job in first.reports(rival, BEYOND):
+            finish(first, job, 0.1, 0.96 if rival in learned else others)
+    finish_all(second, {"tape": 0.6, "rope": 0.3, "none": 0.2})
+    text = page.markdown(two, studies, "images")
+    told = f"not told apart{'*' * marked}"
+    assert f"| first  | {told} | {told} |" in text
+    assert "| second | ahead " in text
+    assert (page.UNLEARNED in text) == marked
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["address", "navigation"])
+def test_a_run_of_a_task(name, place):
+    """What an evaluation says is kept and read back, also where numbers are missing."""
+    (design,) = (one for one in places.STUDIES if one.name == name)
+    small = {"model.num_layers": 2, "train.steps": 1, "evaluation.samples": 1}
+    planned = dataclasses.replace(design, by_scale={"cpu": small}).at(place)
+    job = planned._job_once("tape_demo", "3e-3", 2, 1)
+    planned._train([job], lambda item: None)
+    record = planned.record(job)
+    assert all(0 <= planned.value(record, score) <= 100 for score in planned.shown)

@@ -1,0 +1,418 @@
+"""The page: complete at every moment, and made of nothing but the results."""
+
+import dataclasses
+import itertools
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from research import claims, making, page, places, protocol, suite, suites
+from research.budgets import Curve
+from research.main import main
+from research.records import Store
+from research.studies import Place
+from research.trainings import PlannedTrainings, Trainings
+from research.verdicts import Kind, wins
+from tests.research.results import (
+    BEYOND,
+    CODE,
+    INSIDE,
+    choose_all,
+    diverge,
+    finish,
+    finish_all,
+)
+
+
+@pytest.fixture
+def small(design, monkeypatch):
+    """The suite of the claims with one study."""
+    claim = claims.CLAIMS[0]._replace(
+        studies=("copying",),
+        judge=lambda s, form: wins(s["copying"], BEYOND, ["rope"], name=form),
+        forms=("tape", "none"),
+        beside=None,
+    )
+    one = suites.SUITES["claims"]._replace(designs=(design,), claims=(claim,))
+    monkeypatch.setitem(suites.SUITES, "claims", one)
+    return design
+
+
+def studies_at(place):
+    return page.studies_at(suites.SUITES["claims"], place)
+
+
+def text_of(studies, folder, name="claims") -> str:
+    path = folder / "docs" / "evidence.md"
+    path.parent.mkdir(exist_ok=True)
+    page.write(suites.SUITES[name], studies, path)
+    text = path.read_text()
+    for picture in re.findall(r"!\[.*\]\((.*)\)", text):
+        assert (path.parent / picture).read_bytes().startswith(b"\x89PNG")
+    return text
+
+
+def test_from_nothing_to_the_end(small, place, tmp_path):
+    studies = studies_at(place)
+    text = text_of(studies, tmp_path)
+    assert "**0 of at least 33 runs**" in text
+    assert "* Not made yet: copying." in text
+    assert "* Not run: `tape`, `none`.\n* Runs: [copying](#copying)." in text
+    assert page.CAPTION not in text
+    compared = re.findall(r"^\| `(\w+)` \| .+ \|$", text, re.MULTILINE)
+    assert compared == ["tape", "rope", "none"], "the names that this page has"
+    assert (
+        "| 1 | The lowest perplexity, against RoPE, ALiBi and absolute positions | **unfin" in text
+    )
+    assert "Nothing has been run." in text
+
+    planned = studies["copying"]
+    choose_all(planned)
+    for job in planned.reports("tape", BEYOND)[:3]:
+        finish(planned, job, 0.25)
+    text = text_of(studies, tmp_path)
+    assert "* Begun: copying." in text
+    assert "Unfinished: 21 of at least 33 runs.** Next: `tape-1x-3e-3-seed5`" in text
+    assert "`tape`: **unfinished**. Missing: copying, tape: seeds 5, 6; copying, rope: se" in text
+    assert "No verdict waits" not in text
+    assert "25.00" not in text, "no average is made of fewer than five"
+
+    finish_all(planned, {"tape": 0.6, "rope": 0.3, "none": 0.2})
+    text = text_of(studies, tmp_path)
+    assert "**33 of at least 33 runs**, 0.6 hours" in text
+    assert "* Studies finished under the protocol: copying." in text
+    assert "`tape` **confirmed**, `none` **contradicted**" in text
+    assert re.search(r"\| tape \| 3e-3 \| +0 \| +62\.\d\d \[60\.\d\d, 64\.\d\d\] \|", text)
+    assert "| none | rope    | copying, beyond length 3, % | -1" in text
+    assert f"* 33 runs: code `{CODE}`, devices 1 x none, python 3" in text
+    title = "Claim 1: The lowest perplexity, against RoPE, ALiBi and absolute positions"
+    assert f"![{title}](images/evidence/copying.png)\n\n{page.CAPTION}\n" in text
+
+    diverge(planned, planned.reports("none", BEYOND)[2])
+    assert re.search(r"\| none \| 3e-3 \| +1 \| ", text_of(studies, tmp_path))
+
+
+def test_what_is_judged_comes_first(small, place, tmp_path, monkeypatch):
+    """And what is begun is told from what is not run."""
+    claim = suites.SUITES["claims"].claims[0]._replace(forms=("late", "none", "tape"))
+    one = suites.SUITES["claims"]._replace(
+        designs=(dataclasses.replace(small, rivals={**small.rivals, "late": {}}),), claims=(claim,)
+    )
+    monkeypatch.setitem(suites.SUITES, "claims", one)
+    planned = studies_at(place)["copying"]
+    finish_all(small.at(place), {"tape": 0.6, "rope": 0.3})
+    text = text_of({"copying": planned}, tmp_path)
+    lines = (
+        "* `tape`: **confirmed**.",
+        "* `none`: **unfinished**. Missing: copying, none: seeds 2, 3, 4, 5, 6.",
+        "* Not run: `late`.",
+    )
+    assert "\n".join(lines) in text
+
+
+def test_what_no_claim_reads_is_said(small, place, tmp_path, monkeypatch):
+    claim = suites.SUITES["claims"].claims[0]._replace(forms=("tape",))
+    one = suites.SUITES["claims"]._replace(claims=(claim,))
+    monkeypatch.setitem(suites.SUITES, "claims", one)
+    planned = studies_at(place)["copying"]
+    finish_all(planned, {"tape": 0.6, "rope": 0.3})
+    text = text_of({"copying": planned}, tmp_path)
+    assert "* Begun: copying (no verdict waits for it)." in text
+    assert "Unfinished: 28 of at least 33 runs.** Next: `none-1x-3e-3-seed2`" in text
+    assert "`none-1x-3e-3-seed6`. No verdict waits for them." in text
+
+
+def test_pictures_show_forms_and_what_a_share_can_be(small, place):
+    planned = studies_at(place)["copying"]
+    finish_all(planned, {"tape": 0.5, "rope": 0.3, "none": 0.2})
+    for job, share in zip(planned.reports("tape", BEYOND), (1, 1, 1, 1, 0.8), strict=True):
+        finish(planned, job, share)
+    (figure,) = page.figures(suites.SUITES["claims"], planned).values()
+    assert figure.get_suptitle().startswith("Claim 1: ")
+    (panel,) = figure.axes
+    assert panel.get_xlabel() == "exact match beyond length 3, %"
+    dots, interval, _ = panel.lines[:3]
+    assert (dots.get_color(), panel.lines[3].get_color()) == ("C3", "C0")
+    low, high = interval.get_xdata()
+    assert 80 < low < 90
+    assert high == 100
+
+
+@pytest.mark.slow
+def test_what_is_tuned_has_its_length(place):
+    """1x is that of the tuning."""
+    (design,) = (one for one in suite.STUDIES if one.name == "context")
+    planned = design.at(place)
+    score = planned.score("perplexity_overlapping_1x")
+    label = page._label(planned, score)
+    assert label == "perplexity at 1x (128 bytes), overlapping windows"
+    said = page._study(suites.SUITES["claims"], planned, planned.state, True)
+    assert "1x is 128 bytes; the models that are tuned were trained on 64." in said
+
+
+def test_intervals_are_of_seeds(small, place, tmp_path):
+    """Seeds at 91, 20 and 18 of a hundred are far apart, however many answers each gave."""
+    planned = studies_at(place)["copying"]
+    choose_all(planned)
+    for job, share in zip(
+        planned.reports("tape", BEYOND), (0.91, 0.2, 0.18, 0.2, 0.9), strict=True
+    ):
+        finish(planned, job, share)
+    text = text_of({"copying": planned}, tmp_path)
+    found = re.search(r"\| tape \| 3e-3 \| +0 \| +47\.80 \[(.*), (.*)\] \| +100", text)
+    assert float(found[1]) < 0
+    assert float(found[2]) > 90
+
+
+def test_a_budget(small, place, tmp_path, monkeypatch):
+    wide = dataclasses.replace(small, curve=Curve(INSIDE, most=1, rivals=("rope", "none")))
+    one = suites.SUITES["claims"]._replace(designs=(wide,))
+    monkeypatch.setitem(suites.SUITES, "claims", one)
+    studies = studies_at(place)
+    assert "The budget is not chosen" not in text_of(studies, tmp_path)
+    for job, inside in zip(studies["copying"].curve_jobs, (0.5, 0.9, 1) * 2, strict=True):
+        assert "Budget chosen" not in text_of(studies, tmp_path)
+        finish(studies["copying"], job, 0.1, inside)
+    text = text_of(studies, tmp_path)
+    assert "Budget chosen: 1x. Training was still improving there" in text
+    assert re.search(r"\| rope \| +50\.000 \| +90\.000 \| +100\.000 \|", text)
+    planned = studies["copying"]
+    choose_all(planned)
+    for rival, inside in (("tape", 1), ("rope", 0.949), ("none", 0.951)):
+        for job in planned.reports(rival, BEYOND):
+            finish(planned, job, 0.1, inside)
+    said = "(mean of the seeds below 95, of: exact match up to length 3, %): rope 94.9. What"
+    assert said in text_of(studies, tmp_path)
+
+
+def test_a_page_of_another_hand_is_left_alone(small, place, tmp_path):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "evidence.md").write_text("mine")
+    with pytest.raises(ValueError, match="was not written by this program"):
+        text_of(studies_at(place), tmp_path)
+
+
+class TestCommand:
+    def call(self, tmp_path, *arguments):
+        return main(
+            [
+                "evidence",
+                f"--results={tmp_path / 'results'}",
+                f"--runs={tmp_path / 'runs'}",
+                f"--out={tmp_path / 'docs' / 'evidence.md'}",
+                *arguments,
+            ]
+        )
+
+    def test_page(self, small, place, tmp_path, capsys):
+        assert self.call(tmp_path, "--page") == 0
+        assert "evidence.md" in capsys.readouterr().out
+        assert [path.name for path in place.store.folder.iterdir()] == ["code.json"]
+        assert not place.runs.exists()
+
+    def test_plan(self, small, place, tmp_path, capsys):
+        assert self.call(tmp_path, "--plan") == 0
+        said = capsys.readouterr().out
+        assert re.search(r"\| copying \| +1 \| 0 of at least 33 \| +0\.60 \|", said)
+        assert "Missing: about 0.3 hours of 2 idle cores." in said
+        assert not (tmp_path / "docs").exists()
+
+    def test_other_code_makes_nothing(self, small, place, tmp_path, capsys):
+        (place.store.folder / "code.json").write_text('{"2222": "2026-01-02: of before"}')
+        assert self.call(tmp_path) == 2
+        assert "the code has changed" in capsys.readouterr().err
+        assert not (tmp_path / "docs").exists()
+
+    def test_what_is_left_out_and_what_is_not_used_is_said(
+        self, small, place, tmp_path, monkeypatch, capsys
+    ):
+        planned = small.at(place)
+        finish_all(planned, {"tape": 0.5, "rope": 0.3, "none": 0.2})
+        place.store.path("copying").rename(place.store.path("other"))
+        finish(planned, planned.walk("tape", BEYOND)[0][0], 0.25)
+        changed = dataclasses.replace(small, fields={"train.batch_size": 8})
+        one = suites.SUITES["claims"]._replace(designs=(changed,))
+        monkeypatch.setitem(suites.SUITES, "claims", one)
+        assert self.call(tmp_path, "--page") == 0
+        first, second = capsys.readouterr().err.splitlines()
+        assert first == (
+            f"left out: {place.store.path('copying')}: tape-1x-1e-3-seed0: "
+            "train.batch_size: 4 there, 8 here"
+        )
+        assert second == f"not used by any study: {place.store.path('other')}"
+        assert "**0 of at least 33 runs**" in (tmp_path / "docs" / "evidence.md").read_text()
+
+    def test_runs_elsewhere(self, small, place, tmp_path):
+        """What is on record needs no runs, wherever they are said to be."""
+        planned = small.at(place)
+        finish_all(planned, {"tape": 0.5, "rope": 0.3, "none": 0.2})
+        assert self.call(tmp_path, f"--runs={tmp_path / 'elsewhere'}") == 0
+        assert "**33 of at least 33 runs**" in (tmp_path / "docs" / "evidence.md").read_text()
+        assert not (tmp_path / "elsewhere").exists()
+
+    def test_what_was_made_is_tidied(self, small, place, tmp_path, monkeypatch):
+        """In the end the first line has what all runs share."""
+
+        def run(study, finished, *, quick):
+            finish_all(study, {"tape": 0.5, "rope": 0.3, "none": 0.2})
+            finished(study.items[0])
+
+        monkeypatch.setattr(PlannedTrainings, "run", run)
+        assert self.call(tmp_path) == 0
+        text = place.store.path("copying").read_text()
+        assert text.count('"counts"') == 1, "in the first line"
+        assert small.at(place).state.unfinished == []
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--only=copyin"], "unknown study 'copyin'.*did you mean 'copying'"),
+            (["--config.train.steps=1"], "evidence does not take --config.train.steps=1"),
+            (["--config.scale=tpu"], "unknown scale 'tpu'"),
+            (["--suite=place"], "unknown suite 'place'.*did you mean 'places'"),
+            (["--jobs=0"], "--jobs must be at least 1; got 0"),
+            (["--rivals=tap"], "unknown rival 'tap'.*did you mean 'tape'"),
+            (["--rivals=tape", "--quick"], "--rivals has no part in --quick"),
+            (["--rivals=tape", "--page"], "--rivals has no part in --page"),
+            (["--rivals=rope", "--suite=measured"], "overhead: no study of trainings"),
+        ],
+    )
+    def test_misuse(self, small, tmp_path, monkeypatch, capsys, arguments, message):
+        costs = suites.SUITES["claims"]._replace(
+            designs=[one for one in suite.STUDIES if one.name == "overhead"]
+        )
+        monkeypatch.setitem(suites.SUITES, "measured", costs)
+        assert self.call(tmp_path, *arguments) == 2
+        assert re.search(message, capsys.readouterr().err)
+        assert not (tmp_path / "docs").exists()
+
+    def test_some_rivals_alone(self, small, place, tmp_path, monkeypatch, capsys):
+        """What chooses the budget is made too; the page is of all rivals."""
+        wide = dataclasses.replace(small, curve=Curve(INSIDE, most=1, rivals=("rope",)))
+        one = suites.SUITES["claims"]._replace(designs=(wide,))
+        monkeypatch.setitem(suites.SUITES, "claims", one)
+        made = []
+        monkeypatch.setattr(
+            PlannedTrainings, "run", lambda study, *_, **__: made.append(study.rivals)
+        )
+        assert self.call(tmp_path, "--rivals=none") == 0
+        assert made == [["none"]]
+        assert "0 of at least 14" in capsys.readouterr().out
+        text = (tmp_path / "docs" / "evidence.md").read_text()
+        assert re.search(r"\*\*0 of at least 36 runs\*\*", text)
+
+    def test_suites_share_records(self, small, place, tmp_path, monkeypatch, capsys):
+        """What only another suite has is used, and what none has is said."""
+        fewer = dataclasses.replace(small, rivals={"rope": small.rivals["rope"]})
+        one = suites.SUITES["claims"]._replace(designs=(fewer,), name="fewer", claims=())
+        monkeypatch.setitem(suites.SUITES, "fewer", one)
+        planned = small.at(place)
+        finish_all(planned, {"tape": 0.5, "rope": 0.3, "none": 0.2})
+        assert self.call(tmp_path, "--suite=fewer", "--page") == 0
+        assert capsys.readouterr().err == ""
+        monkeypatch.delitem(suites.SUITES, "claims")
+        assert self.call(tmp_path, "--suite=fewer", "--page") == 0
+        said = capsys.readouterr().err.strip()
+        assert said.startswith(f"not used by any study: {place.store.path('copying')}: none-1x-1e-")
+        assert said.count(",") == 2 * 11 - 1
+
+    def test_beside_what_is_on_record(self, small, place, tmp_path):
+        recorded = small.at(place)
+        first, second = recorded.quick
+        finish(recorded, first, 0.5)
+        finish(recorded, second, 0.5)
+        text = place.store.path("copying").read_text()
+        (tmp_path / "here").mkdir()
+        (tmp_path / "here" / "copying.jsonl").write_text(text)
+        shutil.copy(place.store.folder / "code.json", tmp_path / "here")
+        here = small.at(place._replace(store=Store(tmp_path / "here")))
+        finish(here, first, 0.25)
+        table = making.compared({"copying": here}, {"copying": recorded})
+        assert re.search(r"tape-1x-3e-3-seed0 \| beyond.* \| +25 \| +50 \| DIFFERS", table)
+        assert re.search(r"rope-1x-3e-3-seed0 \| beyond.* \| +50 \| +50 \| equal", table)
+        diverge(here, second)
+        table = making.compared({"copying": here}, {"copying": recorded})
+        assert re.search(r"rope-1x-3e-3-seed0 \| beyond.* \| diverged \| +50 \| DIFFERS", table)
+        assert "none" not in table
+
+
+class TestSuites:
+    """The suites themselves."""
+
+    @pytest.mark.parametrize("name", suites.SUITES)
+    def test_every_claim_names_studies_that_exist(self, name):
+        one = suites.SUITES[name]
+        names = [design.name for design in itertools.chain(one.designs, *one.read.values())]
+        assert len(set(names)) == len(names)
+        for other, designs in one.read.items():
+            (there,) = (x.designs for x in suites.SUITES.values() if x.name == other)
+            assert set(map(id, designs)) <= set(map(id, there)), "as they are described there"
+        assert {study for claim in one.claims for study in claim.studies} <= set(names)
+        few = ("all", "decay", *places.LONGER, places.AGAIN, places.BIASED, places.PLAIN)
+        forms = [set(claim.forms) for claim in one.claims if claim.name not in few]
+        assert all({"tape", "tape_heads"} <= names or len(names) == 1 for names in forms)
+
+    def test_every_name_is_explained_once(self):
+        """Forms are TAPE's, but where a decay is asked about, and what has no update is not."""
+        names = {*suites.TAPE, *suites.OTHERS}
+        assert len(names) == len(suites.TAPE) + len(suites.OTHERS)
+        compared = set()
+        for one in suites.SUITES.values():
+            for design in one.designs:
+                compared |= {*getattr(design, "rivals", getattr(design, "variants", ()))}
+            forms = {form for claim in one.claims if claim.name != "decay" for form in claim.forms}
+            assert forms <= suites.TAPE.keys()
+        assert compared == names
+        assert set(places.WITHOUT_UPDATE.values()) <= suites.OTHERS.keys()
+
+    @pytest.mark.parametrize("name", suites.SUITES)
+    def test_the_quick_part_is_a_part(self, name):
+        """Whatever budget is chosen, the whole has these runs of the smallest one."""
+        designs = [one for one in suites.SUITES[name].designs if isinstance(one, Trainings)]
+        assert 2 <= sum(len(design.quick) for design in designs) <= 3
+        for design in designs:
+            curve = design.curve
+            fixed = design.multiple == 1 if curve is None else curve.most == 1
+            assert fixed or set(design.quick) <= set(curve.rivals if curve else ())
+
+    def test_the_written_protocol(self):
+        """It has the ladder, the version, the claims, and the tasks of the code."""
+        text = Path("research/protocol.md").read_text()
+        assert f"The ladder is {', '.join(protocol.RATES)}." in " ".join(text.split())
+        assert f"Version {protocol.VERSION}, written" in text
+        assert protocol.AGAIN == (2, (7, 8, 9), (10, 11, 12, 13, 14), 2.0), "as is written"
+        assert f"## Version {protocol.AGAIN.version}: " in text
+        assert all(f"`{name}`" in text for name in (places.AGAIN, places.BIASED, places.PLAIN))
+        assert "Seeds **7, 8 and 9 choose** learning rates, **10 to 14 report**" in text
+        assert all(f"| {n} | " in text for n in range(1, len(claims.CLAIMS) + 1))
+        assert all(f"\n| `{task}` | " in text for task in places.TASKS)
+        assert all(f"`{task}`" in text for task in places.LONGER)
+        for form in places.FORMS:
+            rivals = [rival for rival in places.rivals_of(form) if rival not in places.RIVALS]
+            cell = ", ".join(f"`{rival}`" for rival in rivals)
+            assert re.search(rf"\n\| `{form}` \| [^|]+ \| {cell} ?\|", text)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", suites.SUITES)
+    @pytest.mark.parametrize("scale", ["cpu", "gpu"])
+    def test_all_is_planned_and_judged(self, tmp_path, name, scale):
+        """Every experiment of a suite can be made, and every claim judged, before any has run."""
+        one = suites.SUITES[name]
+        place = Place(Store(tmp_path), tmp_path / "runs", scale=scale)
+        studies = page.studies_at(one, place)
+        found = {claim.judge(studies, f).kind for claim in one.claims for f in claim.forms}
+        assert found == {Kind.UNFINISHED}
+        text = page.markdown(one, studies, "images")
+        assert all(f"\n### {design.name}\n" in text for design in one.designs)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", suites.SUITES)
+    def test_the_committed_page_is_that_of_the_committed_results(self, tmp_path, name):
+        one = suites.SUITES[name]
+        store = Store(Path("research/records"))
+        text = page.markdown(
+            one, page.studies_at(one, Place(store, tmp_path)), f"images/{one.name}"
+        )
+        assert Path(f"docs/{one.name}.md").read_text() == text

@@ -1,0 +1,216 @@
+"""Tasks of places, and whether one form is ahead in all."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import chex
+import flax
+import jax
+import numpy as np
+import pytest
+
+import tape_jax as tape
+from research import places, verdicts
+from research.configs.places import CHOSEN, NO_UPDATE
+from research.statistics import Estimate
+from research.suite import CONFIGS, KIND, OPEN, STUDIES
+from research.verdicts import Kind, Verdict
+from tests.research.results import BEYOND, finish_all
+from train import experiment
+from train.tasks import Score
+
+ALL = dict.fromkeys(places.ASKED, Kind.CONFIRMED)
+LEAST = dict.fromkeys(places.ASKED, Kind.NOT_TOLD) | dict.fromkeys(
+    (*places.REQUIRED, "table", "passkey"), Kind.CONFIRMED
+)
+
+
+def _study(name, missing):
+    """What verdicts read of a study."""
+    return SimpleNamespace(name=name, missing=missing, score=lambda key: Score(key, "beyond", True))
+
+
+def test_every_form_is_compared_with_what_it_is_without_its_update():
+    first = places.STUDIES[0]
+    kinds = {form: first.rivals[form][KIND] for form in places.FORMS}
+    assert set(places.WITHOUT_UPDATE) == {form for form, kind in kinds.items() if "+" in kind}
+    for form, rival in places.WITHOUT_UPDATE.items():
+        of_bias = {name: x for name, x in first.rivals[form].items() if name in OPEN}
+        still = {KIND: f"rope+{kinds[form].removeprefix('tape+')}", **of_bias}
+        assert first.rivals[rival] == (NO_UPDATE if form == "tape_chosen" else still)
+        assert places.rivals_of(form) == [*places.RIVALS, rival]
+    assert places.rivals_of("tape") == list(places.RIVALS)
+
+
+def test_a_decay_is_compared_with_the_same_form_without_it():
+    """At the same tasks, by runs that the studies have."""
+    ours = {design.name: design.rivals for design in places.STUDIES}
+    for form, alone in places.DECAYED.items():
+        for study, _ in places.DECAYED_AT:
+            gates = {name: x for name, x in ours[study][form].items() if name in OPEN}
+            kind = ours[study][form][KIND].replace("+fox", "")
+            same = {name: x for name, x in ours[study][form].items() if name not in OPEN}
+            assert gates == OPEN
+            assert ours[study][alone] == {**same, KIND: kind}
+
+
+@pytest.mark.parametrize(("form", "alone"), places.DECAYED.items())
+@pytest.mark.parametrize(
+    ("seen", "kind"),
+    [
+        ({}, Kind.NOT_TOLD),
+        ({"passkey": (1.0, 1e-4)}, Kind.CONFIRMED),
+        ({"passkey": (1.0, 1e-4), "flip_flop": (-1.0, 1e-4)}, Kind.CONTRADICTED),
+        # One of six: 0.02 by itself is 0.12.
+        ({"passkey": (1.0, 0.02)}, Kind.NOT_TOLD),
+        ({"passkey": (1.0, 0.008)}, Kind.CONFIRMED),
+    ],
+)
+def test_a_decay_is_better_somewhere_and_worse_nowhere(monkeypatch, form, alone, seen, kind):
+    def found(form, asked):
+        known = {}
+        for study, key, rival in asked:
+            mean, p = seen.get(study.name, (0.0, 0.5))
+            known[verdicts._name((study, key, rival))] = Estimate(mean, -2.0, 2.0, p, 1.0, 5)
+        return known
+
+    monkeypatch.setattr(verdicts, "differences", found)
+    studies = {name: _study(name, lambda rival, key: None) for name, _ in places.DECAYED_AT}
+    verdict = places.decayed(studies, form)
+    assert verdict.kind is kind
+    assert {cells[1] for cells in verdict.rows} == {alone}
+    assert len(verdict.rows) == 6
+
+
+@pytest.mark.slow
+def test_without_its_update_the_chosen_form_is_rope_with_its_bias():
+    """And is trained with its drawn positions."""
+
+    def made(fields):
+        given = [f"--config.{name}={value}" for name, value in fields.items()]
+        return experiment.from_file(CONFIGS / "places.py", given).model
+
+    still, chosen = made(NO_UPDATE), made(CHOSEN)
+    rope = made({KIND: "rope+alibi"})
+    assert still.random_positions == chosen.random_positions is not None
+    tokens = np.arange(12)[None]
+    variables = jax.jit(tape.Transformer(rope).init)(jax.random.key(0), tokens)
+    chex.assert_trees_all_close(
+        tape.Transformer(still).apply(variables, tokens),
+        tape.Transformer(rope).apply(variables, tokens),
+        atol=1e-6,
+    )
+    with pytest.raises(flax.errors.ScopeParamNotFoundError):
+        tape.Transformer(chosen).apply(variables, tokens)
+
+
+def test_every_rival_is_compared_and_every_comparison_has_its_runs():
+    ours = {design.name: set(design.rivals) for design in places.STUDIES}
+    compared = {name: set[str]() for name in ours}
+    for judgement in places.JUDGEMENTS.values():
+        for form in judgement.forms:
+            compared[judgement.study] |= {form, *(judgement.rivals or places.rivals_of(form))}
+    for task in (*places.TASKS, places.AGAIN):
+        assert compared[task] | {*places.contextual(task)} == ours[task]
+    assert all(ours[name] >= some for name, some in compared.items())
+    assert all(compared.values())
+    assert "mapformer_wm" in places.contextual("navigation")
+
+
+@pytest.mark.parametrize(("name", "task"), places.LONGER.items())
+def test_longer_trainings_differ_in_their_steps(place, name, task):
+    """And one TAPE for all does not ask for them."""
+    ours = {design.name: design for design in places.STUDIES}
+    longer, once = ours[name], ours[task]
+    assert name not in places.ASKED
+    assert longer.rivals.items() <= once.rivals.items()
+    for job in longer.at(place).jobs:
+        e = job.experiment
+        rate, seed = f"{e.train.learning_rate:g}", e.seed
+        same = once.at(place)._job(job.name, rate, seed, 1).experiment
+        assert e == dataclasses.replace(
+            same, train=dataclasses.replace(same.train, steps=places.MULTIPLE * same.train.steps)
+        )
+
+
+def test_what_is_asked_again_differs_in_its_rule():
+    """And none of them has been used in what it asks again."""
+    ours = {design.name: design for design in places.STUDIES}
+    again, before = ours[places.AGAIN], ours[places.BEFORE]
+    assert places.AGAIN not in places.ASKED
+    plain = {rival: {KIND: rival} for rival in ("fox", "path", "cope", "selective_rope")}
+    biased = {f"{rival}_alibi": {KIND: f"{rival}+alibi"} for rival in plain}
+    more = {**plain, **biased, "tape_heads": ours["address"].rivals["tape_heads"]}
+    assert more.items() <= again.rivals.items() <= {**before.rivals, **more}.items()
+    changed = {"name": before.name, "rivals": before.rivals, "procedure": before.procedure}
+    assert dataclasses.replace(again, **changed) == before
+    seeds = [
+        x for one in (before, again) for x in (*one.procedure.choosing, *one.procedure.reporting)
+    ]
+    assert len(seeds) == len(set(seeds))
+    assert len(again.procedure.reporting) == len(before.procedure.reporting)
+
+
+def test_studies_of_claims_keep_what_they_have():
+    """So that a run that is on record serves both pages."""
+    ours = {design.name: design for design in places.STUDIES}
+    for theirs in STUDIES:
+        if theirs.name in ours:
+            here = ours[theirs.name]
+            assert here.rivals.items() >= theirs.rivals.items()
+            for field in ("config", "fields", "by_scale", "scores", "curve", "first", "base"):
+                assert getattr(here, field) == getattr(theirs, field)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "sums", "worst", "kind"),
+    [
+        (ALL, Kind.CONFIRMED, 0, Kind.CONFIRMED),
+        (LEAST, Kind.CONFIRMED, 0, Kind.CONFIRMED),
+        (LEAST | {"table": Kind.NOT_TOLD}, Kind.CONFIRMED, 0, Kind.NOT_TOLD),
+        (ALL | {"text, 8x": Kind.NOT_TOLD}, Kind.CONFIRMED, 0, Kind.NOT_TOLD),
+        (ALL, Kind.NOT_TOLD, 0, Kind.NOT_TOLD),
+        (ALL, Kind.CONTRADICTED, 0, Kind.CONTRADICTED),
+        (ALL | {"recall": Kind.UNFINISHED}, Kind.CONFIRMED, 0, Kind.UNFINISHED),
+        (ALL, Kind.UNFINISHED, 0, Kind.UNFINISHED),
+        # Behind, by the one study that has run: clearly enough for all fifty together, or not.
+        (ALL | {"recall": Kind.UNFINISHED}, Kind.CONFIRMED, 1e-4, Kind.CONTRADICTED),
+        (ALL | {"recall": Kind.UNFINISHED}, Kind.CONFIRMED, 0.004, Kind.UNFINISHED),
+    ],
+)
+def test_one_for_all(monkeypatch, kinds, sums, worst, kind):
+    """By the verdicts of the tasks, and by one p-value where a form is behind."""
+
+    def verdict(name, kind):
+        return Verdict(kind, [], (name,) if kind is Kind.UNFINISHED else ())
+
+    def study(name):
+        known = ("tape_alibi", "rope") if worst and name == "table" else ()
+        return _study(name, lambda rival, key: None if rival in known else "all")
+
+    monkeypatch.setattr(places, "_judge", lambda name: lambda *_: verdict(name, kinds[name]))
+    monkeypatch.setattr(places, "_sums_right", lambda *_: verdict("sums", sums))
+    behind = Estimate(mean=-1.0, low=-2.0, high=-0.5, p=worst, spread=1.0, number=5)
+    monkeypatch.setattr(
+        places, "differences", lambda form, known: dict.fromkeys(["it"] * bool(known), behind)
+    )
+    studies = {name: study(name) for name, _ in places.ASKED.values()}
+    found = places.one_for_all(studies, "tape_alibi")
+    assert found.kind is kind
+    waiting = [name for name, one in (*kinds.items(), ("sums", sums)) if one is Kind.UNFINISHED]
+    assert found.missing == tuple(waiting)
+
+
+@pytest.mark.parametrize(
+    ("share", "kind"),
+    [(0.4, Kind.CONTRADICTED), (0.49, Kind.NOT_TOLD), (0.6, Kind.CONFIRMED)],
+)
+def test_longer_sums(design, place, share, kind):
+    """All of the interval is on one side."""
+    planned = design.at(place)
+    assert places._sums_right(planned, "tape").kind is Kind.UNFINISHED
+    finish_all(planned, {"tape": share})
+    found = places._sums_right(planned, "tape")
+    assert found.kind is kind
+    assert found.rows[0][1] == "a share, limit +50.00"
+    assert planned.score(BEYOND).label in found.rows[0][2]

@@ -1,0 +1,222 @@
+"""Records: read back as written, left out and named where they are of anything else."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from research.records import FORMAT, Item, Store, portable, rounded
+from tests.research.results import CODE, MADE
+from train import experiment
+from train.experiment.adaptation import Adaptation
+
+
+@pytest.fixture
+def item(config):
+    return Item(
+        "copying",
+        "tape-seed1",
+        "tape",
+        experiment.from_file(config, ["--config.seed=1"]),
+        protocol={"repeats": 20},
+    )
+
+
+def change(place, edit):
+    """Changes the file of the records: ``edit`` takes its first line and the last."""
+    path = place.store.path("copying")
+    values = [json.loads(line) for line in path.read_text().splitlines()]
+    edit(values[0]["shared"], values[-1])
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
+
+
+def test_round_trip(place, item):
+    assert place.store.get(item) is None
+    assert place.store.misfit(item) is None
+    place.store.put(item, {"result": [1]}, MADE._replace(seconds=12.34))
+    record = place.store.get(item)
+    assert (record.name, record.rival, record.seed) == ("tape-seed1", "tape", 1)
+    assert (record.found, record.seconds) == ({"result": [1]}, 12.3)
+    assert (record.environment, record.code) == (MADE.environment, MADE.code)
+    assert (record.base, record.protocol) == (None, {"repeats": 20})
+    assert place.store.misfit(item) is None
+    assert place.store.names("copying") == ["tape-seed1"]
+    assert place.store.problems("copying") == []
+
+
+def test_the_newer_record_counts(place, item):
+    place.store.put(item, {"result": [1]}, MADE)
+    assert place.store.get(item).found == {"result": [1]}
+    place.store.put(item, {"result": [2]}, MADE)
+    assert place.store.get(item).found == {"result": [2]}
+    place.store.tidy("copying")
+    assert place.store.get(item).found == {"result": [2]}
+
+
+def test_six_digits():
+    found = {"a": [1234567.0, 0.12345678, (1e-9,)], "b": 12345678, "c": True, "d": None, "e": "1.0"}
+    assert rounded(found) == {
+        "a": [1234570.0, 0.123457, [1e-9]],
+        "b": 12345678,
+        "c": True,
+        "d": None,
+        "e": "1.0",
+    }
+
+
+def test_only_results_are_rounded(place, item):
+    """What was run is kept to the last digit, or it would not be known again."""
+    train = dataclasses.replace(item.experiment.train, learning_rate=0.00123456789)
+    item = item._replace(experiment=dataclasses.replace(item.experiment, train=train))
+    place.store.put(item, {"loss": 0.00123456789}, MADE)
+    record = place.store.get(item)
+    assert record.experiment["train"]["learning_rate"] == 0.00123456789
+    assert record.found == {"loss": 0.00123457}
+
+
+def test_a_record_from_before_a_field_had_been_added(place, item):
+    """A new field of a config has a default, which is what was run then."""
+    place.store.put(item, {}, MADE)
+    change(place, lambda shared, _: shared["experiment"]["train"].pop("spike"))
+    assert place.store.get(item) is not None
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (
+            lambda shared, _: shared["experiment"]["train"].update(steps=3),
+            "train.steps: 3 there, 2 here",
+        ),
+        (lambda _, line: line.update(rival="rope"), "rival: 'rope' there, 'tape' here"),
+        (
+            lambda shared, _: shared["protocol"].update(repeats=9),
+            "protocol.repeats: 9 there, 20 here",
+        ),
+        (
+            lambda shared, _: shared.update(base=shared["experiment"]),
+            "only one of them adapts a base",
+        ),
+        (
+            lambda shared, _: shared["experiment"]["model"].update(window=8),
+            "experiment: ValueError: unknown field 'window' of model",
+        ),
+        (lambda shared, _: shared["experiment"].pop("adapt"), "experiment: KeyError: 'adapt'"),
+        (
+            lambda shared, _: shared["code"].update(modules="1" * 16),
+            f"code: '{'1' * 16}' there, code.json accepts {CODE}",
+        ),
+    ],
+)
+def test_of_another_run(place, item, edit, message):
+    """It is left out, it is said in what it differs, and the run can be made again."""
+    place.store.put(item, {}, MADE)
+    change(place, edit)
+    assert place.store.get(item) is None
+    assert place.store.misfit(item).startswith(message)
+    assert place.store.names("copying") == ["tape-seed1"]
+    place.store.put(item, {"result": 1}, MADE)
+    assert place.store.get(item).found == {"result": 1}
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda _, line: line.pop("rival"), "tape-seed1: a Record has the fields .* got"),
+        (lambda shared, _: shared.pop("code"), "a Record has the fields .* got"),
+        (lambda shared, _: shared.update(protocol=3), "protocol: expected fields, got 3"),
+        (lambda shared, _: shared.pop("experiment"), "tape-seed1: a Record has the fields"),
+    ],
+)
+def test_unreadable(place, item, edit, message):
+    place.store.put(item, {}, MADE)
+    change(place, edit)
+    assert place.store.get(item) is None
+    (problem,) = place.store.problems("copying")
+    assert problem.startswith(f"{place.store.path('copying')}: tape-seed1: ")
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(problem)
+
+
+def test_files_of_the_version_before(place, item):
+    path = place.store.path("copying")
+    path.write_text('{"format": "tape-jax evidence, version 2"}\n')
+    assert place.store.get(item) is None
+    (problem,) = place.store.problems("copying")
+    assert f"expected the format {FORMAT!r}" in problem
+
+
+class TestCode:
+    """Which code may have made the records."""
+
+    def test_the_first_is_accepted(self, tmp_path):
+        store = Store(tmp_path / "new")
+        assert store.accepted == {}
+        store.accept(MADE.code)
+        assert list(store.accepted) == [CODE]
+        assert store.accepted[CODE].endswith(f"the first, {'0' * 40}")
+        store.accept(MADE.code)
+
+    def test_no_other_is_without_a_word(self, place, item):
+        other = {**MADE.code, "modules": "1" * 16}
+        with pytest.raises(
+            ValueError, match=r"the code has changed: its hash is 1111.*evidence-qu"
+        ):
+            place.store.accept(other)
+        with pytest.raises(ValueError, match="was written and cannot be read back: code: '1111"):
+            place.store.put(item, {}, MADE._replace(code=other))
+        assert place.store.get(item) is None
+        path = place.store.folder / "code.json"
+        path.write_text(json.dumps({**place.store.accepted, "1" * 16: "2026-01-02: the same"}))
+        place.store.accept(other)
+        assert place.store.get(item) is not None
+
+    @pytest.mark.parametrize("text", ["", "[1]", '{"a": 1}'])
+    def test_a_damaged_list(self, place, text):
+        (place.store.folder / "code.json").write_text(text)
+        with pytest.raises(ValueError, match=r"code\.json"):
+            assert place.store.accepted
+
+
+def test_wherever_the_base_is(place, item):
+    """Runs can be moved; which run is adapted, and how, cannot."""
+
+    def adapted(folder, method="lora", seed=1):
+        e = dataclasses.replace(item.experiment, adapt=Adaptation(folder, method))
+        base = dataclasses.replace(item.experiment, seed=seed)
+        return item._replace(experiment=portable(e), base=base)
+
+    place.store.put(adapted("runs/base"), {}, MADE)
+    assert place.store.get(adapted("/elsewhere/base")) is not None
+    assert place.store.misfit(adapted("runs/base", seed=2)) == "base.seed: 1 there, 2 here"
+    assert "adapt.method: 'lora' there" in place.store.misfit(adapted("runs/base", "full"))
+
+
+class TestCommitted:
+    """The records in the repository."""
+
+    store = Store(Path("research/records"))
+    studies = tuple(sorted(path.stem for path in store.folder.glob("*.jsonl")))
+
+    def test_all_are_read_once(self):
+        codes = [
+            record.code["modules"]
+            for study in self.studies
+            for record in self.store._study(study).records.values()
+        ]
+        assert all(self.store._study(x) is self.store._study(x) for x in self.studies)
+        assert set(codes) <= set(self.store.accepted)
+        assert [self.store.problems(study) for study in self.studies] == [[]] * len(self.studies)
+
+    def test_form(self):
+        """No wording, six digits, and the code that made it."""
+        for study in self.studies:
+            text = self.store.path(study).read_text()
+            assert '"wording"' not in text
+            for line in text.splitlines()[1:]:
+                record = json.loads(line)
+                assert all(rounded(v) == v for k, v in record.items() if k.startswith("found"))
+            header = json.loads(text[: text.index("\n")])
+            # States are looked into in runs of several tasks.
+            assert study == "states" or header["shared"]["experiment"]["task"]

@@ -1,0 +1,203 @@
+"""What is said of states, and the runs that it is read off."""
+
+import dataclasses
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from research import claims, page
+from research.states import Cut, StateUse, states_figure
+from research.studies import Base
+from research.suites import SUITES
+from research.trainings import Trainings
+from research.verdicts import wins
+from tests.research.results import BEYOND, MADE, choose_all, diverge, finish_all
+
+RIGHT = {"tape": 0.6, "rope": 0.3, "none": 0.2}
+
+
+@pytest.fixture
+def planned(design, place):
+    """A study of states of three layers, and the study that it reads."""
+    of = dataclasses.replace(design, fields={"model.num_layers": 3})
+    found = StateUse("states", [of], forms=("tape", "tape_heads")).at(place)
+    return found, found.of["copying"]
+
+
+def put(states, without: float, lost=(0.5, 0.0), moved=0.2) -> None:
+    """Writes what looking into every run would have found."""
+    for i, item in enumerate(states.items):
+        found = {
+            "moved": [0.0, 0.1, moved + 0.01 * i],
+            "trained": {BEYOND: 0.6 + 0.01 * i},
+            "without": {BEYOND: without + 0.01 * i},
+            "loss": 1.0,
+            "loss_without": 2.0,
+            "lost": [x + 0.01 * (-1) ** i for x in lost],
+        }
+        states.place.store.put(item, found, MADE)
+
+
+def test_from_nothing_to_a_sentence(planned):
+    states, trainings = planned
+    assert states.pairs == [("copying", "tape")], "of forms that a study has"
+    assert states.items == []
+    assert len(states.state.unfinished) == states.state.total == 5
+    choose_all(trainings)
+    assert [item.name for item in states.items][:1] == ["copying-tape-1x-3e-3-seed2"]
+    finish_all(trainings, RIGHT)
+    assert states.cut("copying", "tape") is None
+    assert states.said("copying", "tape") is None
+    assert states_figure(states) is None
+    put(states, without=0.25)
+    assert not states.state.unfinished
+    found = states.cut("copying", "tape")
+    np.testing.assert_allclose(found.without, [25, 26, 27, 28, 29])
+    np.testing.assert_allclose(found.trained, [60, 61, 62, 63, 64])
+    said = states.said("copying", "tape")
+    assert "22.00 [20.04, 23.96] % of their norm" in said
+    assert "to 27.00 [" in said
+    assert ", by -35.00 [" in said
+    assert said.endswith("raises the loss, by an interval above zero: 1")
+    (row,) = states.rows()
+    assert row[:2] == ["copying", "`tape`"]
+    assert len(row) == len(page.COLUMNS)
+    assert {panel.get_yscale() for panel in states_figure(states).axes} == {"linear"}
+
+
+def test_states_that_leave_by_many_times_their_length(planned):
+    states, trainings = planned
+    choose_all(trainings)
+    finish_all(trainings, RIGHT)
+    put(states, without=0.25, moved=30.0)
+    way, loss = states_figure(states).axes
+    assert (way.get_yscale(), loss.get_yscale()) == ("symlog", "linear")
+    assert way.get_ylim()[0] == 0, "a way is not negative"
+
+
+def test_many_studies_are_drawn_in_two_rows():
+    """Which fit on a page, and have one legend."""
+    cut = Cut(np.full((5, 3), 0.1), np.ones(5), np.ones(5), np.full((5, 2), 0.5))
+    forms = ("tape", "tape_alibi")
+    pairs = [(f"study {n}", form) for n in range(7) for form in forms]
+    study = SimpleNamespace(pairs=pairs, cut=lambda *pair: cut, design=SimpleNamespace(forms=forms))
+    figure = states_figure(study)
+    assert figure.get_figwidth() < 12
+    shown = [panel for panel in figure.axes if panel.get_visible()]
+    assert len(shown) == 2 * 7
+    assert [panel.get_title() for panel in shown if panel.get_title()] == [
+        f"study {n}" for n in range(7)
+    ]
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == list(forms)
+
+
+def test_updates_that_are_cut_off_stand_beside_a_claim_that_asks(planned):
+    states, trainings = planned
+    claim = claims.CLAIMS[0]._replace(
+        studies=("copying",),
+        judge=lambda s, form: wins(s["copying"], BEYOND, ["rope"], name=form),
+        forms=("tape",),
+        beside=None,
+        cut=("copying", "tape"),
+    )
+    suite = SUITES["claims"]._replace(claims=(claim,))
+    finish_all(trainings, RIGHT)
+    both = {"copying": trainings, "states": states}
+    assert "Where all layers update" not in page.markdown(suite, both, "images")
+    put(states, without=0.25, lost=(0.1, 0.4))
+    text = page.markdown(suite, both, "images")
+    said = (
+        "* `tape`: **confirmed**.\n* Where all layers update, in `tape`, the loss rises by so many"
+    )
+    assert said in text
+    assert re.search(r": 0\.10\d \(layer 1\), 0\.40\d \(layer 2\)\. That of layer 2 is mis", text)
+
+
+def test_missed_in_no_layer(planned):
+    states, trainings = planned
+    choose_all(trainings)
+    finish_all(trainings, RIGHT)
+    put(states, without=0.25, lost=(0.0, 0.0))
+    assert states.said("copying", "tape").endswith("by an interval above zero")
+    assert "; no layer alone" in states.said("copying", "tape")
+
+
+def test_runs_that_diverged_are_left_out(planned):
+    states, trainings = planned
+    choose_all(trainings)
+    finish_all(trainings, RIGHT)
+    diverge(trainings, trainings.reports("tape", BEYOND)[0])
+    assert len(states.items) == 4
+
+
+def test_page(planned):
+    """A claim that is not confirmed says what the states of the form do."""
+    states, trainings = planned
+    claim = claims.CLAIMS[0]._replace(
+        studies=("copying",),
+        judge=lambda s, form: wins(s["copying"], BEYOND, ["rope"], name=form),
+        forms=("tape",),
+        beside=None,
+    )
+    suite = SUITES["claims"]._replace(claims=(claim,))
+    choose_all(trainings)
+    finish_all(trainings, {"tape": 0.1, "rope": 0.3, "none": 0.2})
+    put(states, without=0.0)
+    text = page.markdown(suite, {"copying": trainings, "states": states}, "images")
+    assert "* `tape`: **contradicted**.\n* What `tape` does: in copying the states" in text
+    assert "### states" in text
+    assert f"| {page.COLUMNS[0]} " in text
+
+
+@pytest.mark.slow
+def test_runs_are_made_and_looked_into(planned):
+    states, trainings = planned
+    choose_all(trainings)
+    finish_all(trainings, RIGHT)
+    made = []
+    states.run(made.append, quick=True)
+    assert not made
+    states.run(made.append)
+    assert [item.name for item in made] == [item.name for item in states.items]
+    found = states.recorded(made[0]).found
+    assert len(found["moved"]) == 3
+    assert len(found["lost"]) == 2
+    assert BEYOND in found["without"]
+    states.run(lambda item: pytest.fail("made twice"))
+
+
+@pytest.mark.slow
+def test_adapted_models(place):
+    """They are trained again with their bases, and have updates of their own."""
+    sizes = {"model.hidden_size": 8, "model.num_heads": 1, "model.position.kind": "rope"}
+    key = "perplexity_overlapping_1x"
+    of = Trainings(
+        name="adapting",
+        config=Path("configs/context_extension_demo.py"),
+        rivals={name: {"adapt.method": name} for name in ("tape", "lora")},
+        fields={"train.steps": 2, "evaluation.tokens": 2048},
+        base=Base(Path("configs/bytes_demo.py"), sizes, {"cpu": {"train.steps": 2}}),
+        scores=(key,),
+        minutes=1.0,
+    )
+    states = StateUse("states", [of], forms=("tape",)).at(place)
+    trainings = states.of["adapting"]
+    found = {"result": None, "diverged": {"step": 1}, "losses": []}
+    for rates in range(3):
+        for job in trainings.walk("tape", key)[0][2 * rates :]:
+            place.store.put(trainings.item(job), found, MADE)
+    for job in trainings.reports("tape", key)[1:]:
+        place.store.put(trainings.item(job), found, MADE)
+    made = []
+    states.run(made.append)
+    assert [item.name for item in made] == [item.name for item in states.items]
+    assert len(made) == 1, "the others diverged"
+    assert made[0].base.model.position.kind == "rope"
+    seen = states.recorded(made[0]).found
+    assert key in seen["without"]
+    assert key in seen["trained"]
+    assert max(seen["moved"]) > 0

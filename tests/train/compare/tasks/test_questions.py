@@ -1,0 +1,56 @@
+"""What a report says of questions: which were held out, and over what intervals are."""
+
+import re
+
+import numpy as np
+import pytest
+
+from train.compare.tasks import compare
+from train.evaluation.grids import INTERVALS
+from train.tasks import get_task
+from train.tasks.address_result import AddressResult
+
+
+def grid_of(task, right):
+    """All cells of an evaluation, of whose 20 questions so many are right."""
+    axes = task.axes(task.Evaluation())
+    counts = np.full([1, *map(len, axes)][-2:], 20)
+    return task.grid(axes, np.full(counts.shape, right), counts)
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        (
+            get_task("algorithm", problem="copy", max_length=3),
+            "Inside the trained range, the words asked were held out of training; where * stands, "
+            "there are too few to hold any out.",
+        ),
+        (
+            get_task("addition", max_digits=2),
+            "Inside the trained range, the sums asked were held out of training; where * or \u2022 "
+            "stands, there are too few to hold any out.",
+        ),
+        (get_task("table", rows=3, columns=3), "The questions asked were held out of training."),
+    ],
+    ids=["words", "sums", "places"],
+)
+def test_what_was_held_out(task, said):
+    """A mark is spoken of where one stands."""
+    grid = grid_of(task, 10)
+    compared = compare(task, {"one": [grid]})
+    assert compared.introduction == f"{task.introduction(grid)} {said}"
+    text = "".join(compared.sections.values())
+    assert ("*" in text.replace("\\*", "")) == grid.shared.any() == ("*" in said)
+
+
+def test_addressing_of_several_seeds():
+    """The mean over the seeds, with an interval over them, not over all questions."""
+    task = get_task("address", offsets=2, symbols=8, shortest=3, longest=4)
+    results = [AddressResult("offset", grid_of(task, n), None, None) for n in (5, 10, 15)]
+    compared = compare(task, {"three": results, "one": [results[1]] * 3})
+    assert compared.sections["By length"].startswith(f"{INTERVALS}.\n\n")
+    table = compared.sections["Exact match"]
+    # Student's interval of 25, 50 and 75 % reaches 62 points to either side.
+    assert re.search(r"\| three +\| +50\.0 \[0, 100\] \|", table)
+    assert re.search(r"\| one +\| +50\.0 \[50\.0, 50\.0\] \|", table)

@@ -1,0 +1,42 @@
+"""Which run each rival gets."""
+
+import pytest
+
+from train import experiment
+from train.compare.jobs import ENCODINGS, plan
+from train.main import main
+
+
+def test_a_plan_of_several_seeds(config, tmp_path):
+    jobs = plan(config, tmp_path, ENCODINGS, ["tape", "none"], 2, ["--config.seed=7"])
+    assert [job.label for job in jobs] == [
+        "tape, seed 7",
+        "tape, seed 8",
+        "none, seed 7",
+        "none, seed 8",
+    ]
+    assert [job.folder.name for job in jobs] == ["tape", "tape-seed8", "none", "none-seed8"]
+    assert [job.experiment.seed for job in jobs] == [7, 8, 7, 8]
+    assert [job.experiment.model.position.kind for job in jobs[1:3]] == ["tape", "none"]
+    for job in jobs:
+        file, *own = job.command
+        assert experiment.from_file(file.partition("=")[2], own) == job.experiment
+
+
+def test_what_joins_several_encodings():
+    assert ENCODINGS.overrides("rope") == ("--config.model.position.kind=rope",)
+    for name in ("path_fox", "tape+alibi"):
+        assert ENCODINGS.overrides(name) == (f"--config.model.position.kind={name}",)
+    with pytest.raises(ValueError, match=r"unknown position encoding 'alib'.*mean 'alibi'"):
+        ENCODINGS.overrides("tape+alib")
+
+
+def test_what_cannot_be_asked_for_is_known_before(tmp_path, capsys):
+    """Nothing is written for a comparison whose trainings would refuse."""
+    folder = tmp_path / "compared"
+    command = ["compare", "--config=configs/addressing_demo.py", f"--run={folder}"]
+    assert main([*command, "--encodings=rope", "--config.evaluation.longest=400"]) == 2
+    assert "from 10 to 32 tokens can be asked for; got 400" in capsys.readouterr().err
+    assert main([*command, "--encodings=rope", "--config.model.max_length=40"]) == 2
+    assert "sequences have 48 tokens, but the model accepts at most 40" in capsys.readouterr().err
+    assert not folder.exists()

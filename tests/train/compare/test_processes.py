@@ -1,0 +1,128 @@
+"""Trainings in processes of their own: their cores, their environment, and how they fail."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from train import experiment
+from train import main as program
+from train.compare import processes
+from train.compare.jobs import ENCODINGS, Job, plan
+from train.compare.sweep import Setting
+from train.training.signals import Stopped
+
+
+def test_a_training_that_fails_is_reported(config, tmp_path):
+    wanted = experiment.from_file(config)
+    job = Job("tape", Setting(), tmp_path / "tape", wanted, command=("--config=nowhere.py",))
+    with pytest.raises(
+        Stopped, match=r"tape, seed 0 failed(.|\n)*no config file nowhere"
+    ) as stopped:
+        processes.train_all([job], 1)
+    assert stopped.value.exit_code == program.USER_ERROR
+
+
+CHILD = """
+import pathlib, signal, sys, time
+def save(*_):
+    pathlib.Path(sys.argv[1], "saved").touch()
+    sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+pathlib.Path(sys.argv[1], "began").touch()
+time.sleep(60 if sys.argv[2] == "waits" else 0)
+"""
+
+
+@pytest.fixture
+def children(config, tmp_path, monkeypatch):
+    """Two jobs: ``rope`` ends at once, once ``none`` has begun, which goes on until it is told."""
+    jobs = plan(config, tmp_path, ENCODINGS, ["none", "rope"], 1, [])
+    started = {}
+
+    def start(job, *_, **__):
+        job.folder.mkdir()
+        what = "waits" if job.name == "none" else "ends"
+        if what == "ends":
+            while not (tmp_path / "none" / "began").exists():
+                time.sleep(0.01)
+        call = [sys.executable, "-c", CHILD, str(job.folder), what]
+        started[job.name] = subprocess.Popen(call)
+        return started[job.name]
+
+    monkeypatch.setattr(processes, "_start", start)
+    monkeypatch.setattr(processes, "SECONDS_BETWEEN_LOOKS", 0.01)
+    yield jobs, started
+    for process in started.values():
+        process.kill()
+
+
+@pytest.mark.parametrize("error", [OSError("no room"), KeyboardInterrupt()])
+def test_an_exception_leaves_nothing_running(children, tmp_path, error):
+    """What runs beside has saved and ended before the exception goes on."""
+    jobs, started = children
+
+    def finished(ended):
+        assert ended.job.name == "rope"
+        raise error
+
+    expected = Stopped if isinstance(error, KeyboardInterrupt) else OSError
+    with pytest.raises(expected):
+        processes.train_all(jobs, 2, finished=finished)
+    assert started["none"].returncode == 143
+    assert (tmp_path / "none" / "saved").exists()
+
+
+@pytest.mark.parametrize("same_share", [False, True])
+def test_the_last_one_gets_all_cores_unless_told_otherwise(
+    config, tmp_path, monkeypatch, same_share
+):
+    shares = []
+
+    def start(job, share, **_):
+        shares.append(share)
+        return subprocess.Popen([sys.executable, "-c", ""])
+
+    monkeypatch.setattr(processes, "_start", start)
+    monkeypatch.setattr(processes, "SECONDS_BETWEEN_LOOKS", 0.01)
+    processes.train_all(
+        plan(config, tmp_path, ENCODINGS, ["rope"], 1, []), 2, same_share=same_share
+    )
+    assert shares == processes.shares(2 if same_share else 1)[:1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side_by_side", [1, 2])
+def test_seeds_share_compiled_programs(config, tmp_path, monkeypatch, side_by_side):
+    """Each is compiled once, by whoever comes first; the others find it."""
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    monkeypatch.setenv("JAX_DEBUG_LOG_MODULES", "jax._src.compiler")
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TAPE_JAX_CACHE", str(tmp_path))
+    jobs = plan(config, tmp_path / "runs", ENCODINGS, ["rope"], 2, [])
+    (tmp_path / "runs").mkdir()
+    processes.train_all(jobs, side_by_side)
+    assert all(job.finished for job in jobs)
+    printed = "".join(job.log.read_text() for job in jobs)
+    for name in ("init_state", "step", "_all_right"):
+        compiled = len(list((tmp_path / "compiled").glob(f"jit_{name}-*-cache")))
+        assert compiled >= 1
+        assert printed.count(f"PERSISTENT COMPILATION CACHE MISS for 'jit_{name}'") == compiled
+        assert printed.count(f"Persistent compilation cache hit for 'jit_{name}'") == compiled
+
+
+def test_programs_come_before_seeds(config, tmp_path):
+    jobs = plan(config, tmp_path, ENCODINGS, ["none", "rope"], 3, [])
+    order = processes._distinct_first(jobs)
+    assert [(job.name, job.experiment.seed) for job in order] == [
+        ("none", 0), ("rope", 0), ("none", 1), ("none", 2), ("rope", 1), ("rope", 2),
+    ]  # fmt: skip
+
+
+def test_cores_are_divided():
+    cores = sorted(os.sched_getaffinity(0))
+    assert processes.shares(1) == [cores]
+    assert processes.shares(len(cores)) == [[core] for core in cores]
+    assert all(len(share) == 1 for share in processes.shares(len(cores) + 1))

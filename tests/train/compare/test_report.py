@@ -1,0 +1,260 @@
+"""The report: what it says, whom it declares the winner, and that nothing else is overwritten."""
+
+import dataclasses
+import json
+import re
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from tests.train.grids import sum_grid
+from train.compare.report import (
+    ONE_SEED,
+    PAGE,
+    RunRecord,
+    fitting_table,
+    score_table,
+    verdict,
+    write_report,
+)
+from train.compare.tasks import Comparison, compare
+from train.evaluation.grids import text_table
+from train.tasks import Score
+from train.tasks.arithmetic import Addition
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedResult:
+    """A result with a given summary."""
+
+    values: dict
+
+    def summary(self):
+        return self.values
+
+
+class FixedTask:
+    """A task whose report is fixed."""
+
+    scores = (Score("loss", "loss, nats", False), Score("right", "right, %", True, 100))
+
+
+def compared():
+    """What is said of two results."""
+    figure = Figure()
+    figure.subplots().plot([1, 2])
+    sections = {"Of its own": "2 results ![x](own.png)"}
+    return Comparison("A title", "What was asked.", sections, {"own.png": figure})
+
+
+def make_run(name="tape", seed=0, **changes):
+    fields = {
+        "name": name,
+        "seed": seed,
+        "result": FixedResult({"loss": 1.5}),
+        "steps": [0, 10, 20],
+        "losses": [2.0, 0.5, 0.1],
+        "command": f"python -m train.main train --run=runs/{name}",
+        "facts": {"parameters": "12 k"},
+        "samples": ["407+85 = 492 (right)"],
+    }
+    return RunRecord(**{**fields, **changes})
+
+
+def losses(**by_name):
+    """Runs with the given loss for each seed."""
+    return [
+        make_run(name, seed, result=FixedResult({"loss": value}))
+        for name, values in by_name.items()
+        for seed, value in enumerate(values)
+    ]
+
+
+def squeezed(text):
+    """Without the spaces that align tables."""
+    return re.sub(" +", " ", text)
+
+
+class TestReport:
+    def test_content(self, tmp_path):
+        folder = tmp_path / "new" / "report"
+        runs = [make_run("tape"), make_run("rope", samples=["99+1 = 10 (wrong: it is 100)"])]
+        path = write_report(folder, FixedTask(), runs, compared())
+        assert path == folder / "report.md"
+        assert sorted(p.name for p in folder.iterdir()) == [
+            *("loss.png", "own.png", "report.json", "report.md")
+        ]
+        record = json.loads((folder / "report.json").read_text())
+        assert [(r["name"], r["seed"]) for r in record["runs"]] == [("tape", 0), ("rope", 0)]
+        assert record["runs"][0]["scores"] == runs[0].result.summary()
+        text = path.read_text()
+        for part in (
+            "# A title\n\nWhat was asked.",
+            "## Of its own\n\n2 results ![x](own.png)",
+            "![Training loss](loss.png)",
+            "| parameters | 12 k | 12 k |",
+            "* tape, seed 0: 407+85 = 492 (right)",
+            "* rope, seed 0: 99+1 = 10 (wrong: it is 100)",
+            "```\n" + runs[0].command + "\n" + runs[1].command + "\n```",
+            f"| numpy | {np.__version__}",
+        ):
+            assert part in squeezed(text)
+
+    def test_addition(self, tmp_path):
+        lengths, counts = (1, 2, 3), np.full((3, 3), 10)
+        grid = sum_grid(lengths, lengths, counts - 1, counts, counts < 0, 2)
+        runs = [make_run("tape", seed, result=grid) for seed in (0, 1)]
+        task = Addition(max_digits=2)
+        said = compare(task, {"tape": [grid, grid]})
+        text = write_report(tmp_path, task, runs, said).read_text()
+        assert (tmp_path / "exact_match.png").read_bytes().startswith(b"\x89PNG")
+        assert "numbers of 1 to 2 digits" in text
+        assert "180 in all" in text
+        assert "| tape | 2 | 90.00 ± 0.00 | 90.00 ± 0.00 |" in squeezed(text)
+
+    def test_given_environment(self, tmp_path):
+        given = {"gpu": "a big one"}
+        text = write_report(
+            tmp_path, FixedTask(), [make_run()], compared(), environment=given
+        ).read_text()
+        assert "| gpu | a big one |" in squeezed(text)
+        assert "numpy" not in text
+
+    def test_replaces_its_own(self, tmp_path):
+        write_report(tmp_path, FixedTask(), [make_run(command="first")], compared())
+        path = write_report(tmp_path, FixedTask(), [make_run(command="second")], compared())
+        assert "\nsecond\n" in path.read_text()
+        assert len(list(tmp_path.iterdir())) == 4
+
+    @pytest.mark.parametrize("name", ["report.md", "report.json", "own.png", "loss.png"])
+    def test_leaves_other_files_alone(self, tmp_path, name):
+        (tmp_path / name).write_text("precious")
+        with pytest.raises(ValueError, match=f"{name} exists and was not written by this program"):
+            write_report(tmp_path, FixedTask(), [make_run()], compared())
+        assert [p.name for p in tmp_path.iterdir()] == [name]
+        assert (tmp_path / name).read_text() == "precious"
+
+    def test_folder_in_the_way(self, tmp_path):
+        (tmp_path / "report.md").mkdir()
+        with pytest.raises(ValueError, match="exists and is not a file"):
+            write_report(tmp_path, FixedTask(), [make_run()], compared())
+
+    def test_folder_is_a_file(self, tmp_path):
+        path = tmp_path / "file"
+        path.write_text("precious")
+        for folder in (path, path / "below"):
+            with pytest.raises(ValueError, match="is not a folder and cannot become one"):
+                write_report(folder, FixedTask(), [make_run()], compared())
+        assert path.read_text() == "precious"
+
+    @pytest.mark.parametrize(
+        ("runs", "message"),
+        [
+            ([], "no runs to report"),
+            ([make_run(), make_run()], "runs of the same name and seed"),
+            ([make_run("a"), make_run("b", facts={})], "different facts"),
+            ([make_run(losses=[1.0])], "has 3 steps but 1 losses"),
+        ],
+    )
+    def test_runs_that_do_not_fit(self, tmp_path, runs, message):
+        with pytest.raises(ValueError, match=message):
+            write_report(tmp_path / "report", FixedTask(), runs, compared())
+        assert not (tmp_path / "report").exists()
+
+
+class TestVerdict:
+    def test_a_clear_winner(self):
+        text = verdict(FixedTask.scores, losses(rope=[2.0, 2.1, 2.2], tape=[1.5, 1.6, 1.72]))
+        assert text == (
+            "* **loss, nats**: tape wins (tape 1.607, rope 2.100; every difference is beyond the "
+            "spread of the seeds)."
+        )
+
+    def test_higher_is_better(self):
+        runs = [
+            make_run(name, seed, result=FixedResult({"right": value + seed / 1000}))
+            for name, value in (("a", 0.5), ("b", 0.9))
+            for seed in range(3)
+        ]
+        runs = [dataclasses.replace(r, result=FixedResult({"right": 0.5})) for r in runs[:3]] + [
+            dataclasses.replace(r, result=FixedResult({"right": v}))
+            for r, v in zip(runs[3:], (0.90, 0.91, 0.92), strict=True)
+        ]
+        assert "**right, %**: b wins (b 91.00, a 50.00;" in verdict(FixedTask.scores, runs)
+
+    def test_seeds_that_do_not_suffice(self):
+        runs = losses(tape=[1.0, 2.0, 3.0], rope=[1.5, 1.9, 3.1], alibi=[9.0, 9.5, 10.1])
+        assert verdict(FixedTask.scores, runs) == (
+            "* **loss, nats**: no clear winner. Best on average is tape (tape 2.000, rope 2.167, "
+            "alibi 9.533); the seeds do not tell it from rope."
+        )
+
+    def test_one_seed_proves_nothing(self):
+        text = verdict(FixedTask.scores, losses(tape=[1.0], rope=[5.0]))
+        assert text == f"* **loss, nats**: best is tape (tape 1.000, rope 5.000).\n\n{ONE_SEED}"
+
+    def test_the_caveat_of_one_seed_stands_once(self):
+        runs = [
+            make_run(name, result=FixedResult({"right": x, "loss": x}))
+            for name, x in (("tape", 0.5), ("rope", 0.25))
+        ]
+        text = verdict(FixedTask.scores, runs)
+        assert len([line for line in text.splitlines() if line.startswith("* ")]) == 2
+        assert text.count("chance") == 1
+
+    def test_equal(self):
+        assert "all equal, 1.000" in verdict(
+            FixedTask.scores, losses(tape=[1.0, 1.0], rope=[1.0, 1.0])
+        )
+
+    def test_nothing_to_compare(self):
+        assert verdict(FixedTask.scores, losses(tape=[1.0, 2.0])) == ""
+
+
+def test_the_table_of_scores():
+    """Mean and sample deviation, by hand: 1, 2, 3 give 2 and 1."""
+    assert score_table(FixedTask.scores, losses(tape=[1.0, 2.0, 3.0], rope=[2.5, 2.5, 2.5])).split(
+        "\n"
+    ) == [
+        "|      | seeds |    loss, nats |",
+        "| ---- | ----: | ------------: |",
+        "| tape |     3 | 2.000 ± 1.000 |",
+        "| rope |     3 | 2.500 ± 0.000 |",
+        "",
+        "Mean ± standard deviation over seeds.",
+    ]
+
+
+class TestFittingTable:
+    """Names of the columns are as wide as ``label``; their cells are not."""
+
+    @staticmethod
+    def table(columns, rows, label):
+        header = ["", *(f"{label}{i}" for i in range(columns))]
+        body = [[f"row{j}", *(f"{i}.{j}" for i in range(columns))] for j in range(rows)]
+        return header, body, fitting_table(header, body)
+
+    def test_stays_as_it_is_where_it_fits(self):
+        header, body, found = self.table(3, 2, "x")
+        assert found == text_table(header, body)
+
+    def test_is_turned_where_it_is_narrower_so(self):
+        header, body, found = self.table(5, 2, "x" * 30)
+        turned = [[header[i + 1], *(row[i + 1] for row in body)] for i in range(5)]
+        assert found == text_table(["", "row0", "row1"], turned)
+
+    def test_is_cut_into_parts_where_both_are_too_wide(self):
+        header, body, found = self.table(40, 40, "column")
+        parts = [part.splitlines() for part in found.split("\n\n")]
+        assert len(parts) > 1
+        assert max(len(line) for part in parts for line in part) <= PAGE
+        cells = [[[c.strip() for c in line.split("|")[1:-1]] for line in part] for part in parts]
+        for number, line in enumerate([header, *body]):
+            row = number + (number > 0)  # Past the rule.
+            assert [c for part in cells for c in part[row][1:]] == line[1:]
+            assert {part[row][0] for part in cells} == {line[0]}
+
+    def test_a_column_that_never_fits_has_a_table_of_its_own(self):
+        *_, found = self.table(2, 60, "x" * 200)
+        assert found.count("\n\n") == 1

@@ -1,0 +1,100 @@
+"""Evaluations of runs, and the files that they leave in the run folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from tape_jax._src.core.checks import require
+from tape_jax._src.core.files import write_atomically
+from tape_jax.sharding import ShardingConfig
+from train.compare import plots
+from train.compare.tasks import compare
+from train.evaluation.inside import untrained
+from train.tasks import Result
+from train.training import runs
+from train.training.metrics import Progress
+
+FORMAT = "tape-jax evaluation, version 1"
+
+
+def evaluate(folder: Path, options: Any, mesh: ShardingConfig | None = None) -> Result:
+    """Evaluates a run and writes the result into its folder.
+
+    Args:
+      folder: of the run.
+      options: an instance of the task's ``Evaluation``.
+      mesh: on which; None: the run's own, if the devices here fit it, else the first of them.
+
+    Raises:
+      ValueError: if the folder is not a run, a file there is not of this program, or the devices do
+        not fit ``mesh``.
+    """
+    path = folder / "evaluation.json"
+    again = saved(folder) is not None
+    require(
+        again or not path.exists(),
+        f"{path} is not an evaluation written by this program: it is not replaced",
+    )
+    trained = runs.restore_for_evaluation(folder, mesh)
+    task = trained.experiment.task
+    with Progress.of(f"evaluating {folder.name}") as progress:
+        result = task.evaluate(trained, options, progress)
+    files: dict[str, str] = getattr(result, "files", dict)()
+    for name in files:
+        require(
+            again or not (folder / name).exists(),
+            f"{folder / name} is not of an evaluation by this program: it is not replaced",
+        )
+    record = {
+        "format": FORMAT,
+        "step": trained.step,
+        "options": options_to_json(options),
+        "result": result.to_json(),
+    }
+    write_atomically(path, json.dumps(record) + "\n")
+    write_atomically(folder / "evaluation.txt", f"step {trained.step}\n\n{result.table()}\n")
+    for name, content in files.items():
+        write_atomically(folder / name, content)
+    figures = compare(task, {trained.experiment.label: [result]}).figures
+    for name, figure in figures.items():
+        plots.save(figure, folder / f"evaluation_{name}")
+    return result
+
+
+def evaluate_untrained(folder: Path, options: Any, mesh: ShardingConfig | None = None) -> Result:
+    """Evaluates a run with its position encoding as before training, and writes nothing.
+
+    TAPE's states then stay at their start: its updates are cut off.
+
+    Args:
+      folder: of the run.
+      options: an instance of the task's ``Evaluation``.
+      mesh: as for :func:`evaluate`.
+
+    Raises:
+      ValueError: as :func:`evaluate` does, or if the encoding has learned nothing.
+    """
+    trained = runs.restore_for_evaluation(folder, mesh)
+    without = untrained(trained)
+    if without is None:
+        kind = trained.experiment.model.position.kind
+        raise ValueError(f"{folder}: the encoding {kind!r} has no parameters, and so no updates")
+    with Progress.of(f"evaluating {folder.name} without updates") as progress:
+        return trained.experiment.task.evaluate(without, options, progress)
+
+
+def options_to_json(options: Any) -> dict[str, Any]:
+    """The options of an evaluation as they come back from a file."""
+    return json.loads(json.dumps(dataclasses.asdict(options)))
+
+
+def saved(folder: Path) -> dict[str, Any] | None:
+    """What :func:`evaluate` wrote: ``step``, ``options`` and ``result``; None if it did not."""
+    try:
+        record = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) and record.get("format") == FORMAT else None

@@ -1,0 +1,221 @@
+"""The trainings of a comparison: what is compared, and which run each rival gets.
+
+Steps, data and seeds are equal. Each training has a run of its own inside the folder of the
+comparison.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tape_jax import positions
+from tape_jax._src.core.checks import choose, require
+from tape_jax._src.core.files import write_atomically
+from tape_jax._src.positions.creation import kinds
+from train import experiment
+from train.compare import evaluations
+from train.compare.report import RunRecord
+from train.compare.sweep import Setting
+from train.experiment import Experiment, adaptation
+from train.tasks import program
+from train.training import changes, loop, metrics, runs
+
+FORMAT = "tape-jax comparison, version 1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What is compared.
+
+    Attributes:
+      what: in words.
+      known: by name the ``--config.a.b=value`` options that make it.
+      parts: of a name the known ones that it joins; ValueError if it joins another.
+      combined: the field of the config that takes such a name, if any.
+    """
+
+    what: str
+    known: Mapping[str, Sequence[str]]
+    parts: Callable[[str], list[str]] | None = None
+    combined: str | None = None
+
+    def overrides(self, name: str) -> Sequence[str]:
+        """The ``--config.a.b=value`` options that make a name; ValueError for an unknown one."""
+        if self.parts and len(self.parts(name)) > 1:
+            return (f"--config.{self.combined}={name}",)
+        choose(self.what, name, self.known)
+        return self.known[name]
+
+    @classmethod
+    def of_field(cls, what: str, field: str, values: Iterable[str], **options: Any) -> Choice:
+        """The choice among values of one field of the config."""
+        return cls(what, {value: (f"--config.{field}={value}",) for value in values}, **options)
+
+
+ENCODINGS = Choice.of_field(
+    "position encoding",
+    "model.position.kind",
+    positions.registry,
+    parts=kinds,
+    combined="model.position.kind",
+)
+METHODS = Choice.of_field("adapt method", "adapt.method", adaptation.METHODS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One training of the comparison.
+
+    Attributes:
+      name: of the encoding, method or variant.
+      setting: of the sweep.
+      folder: the run's.
+      experiment: what is trained there.
+      command: arguments of ``train`` that do it from the start.
+    """
+
+    name: str
+    setting: Setting
+    folder: Path
+    experiment: Experiment
+    command: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        """Short and unique."""
+        return f"{self.setting.folder(self.name)}, seed {self.experiment.seed}"
+
+    @property
+    def log(self) -> Path:
+        """What the training prints."""
+        return self.folder.with_name(f"{self.folder.name}.log")
+
+    def samples(self) -> Sequence[str]:
+        """What the trained model does when it is asked something unseen."""
+        trained = runs.restore_for_evaluation(self.folder)
+        return self.experiment.task.samples(trained, self.experiment.evaluation)
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has been trained and evaluated as wanted."""
+        record = evaluations.saved(self.folder)
+        return (
+            record is not None
+            and record["step"] == self.experiment.steps
+            and record["options"] == evaluations.options_to_json(self.experiment.evaluation)
+        )
+
+
+def plan(
+    config: Path,
+    folder: Path,
+    choice: Choice,
+    names: Sequence[str],
+    seeds: int,
+    overrides: Sequence[str],
+    settings: Sequence[Setting] = (Setting(),),
+    report: Callable[[str], None] = print,
+) -> list[Job]:
+    """The trainings of a comparison, checked before anything is written.
+
+    Each name is trained with every one of the settings.
+
+    Raises:
+      ValueError: for a name that is unknown or given twice, a config that does not fit, what the
+        task cannot be asked for, or a run that exists and is of another experiment.
+    """
+    require(seeds >= 1, f"compare: --seeds must be at least 1; got {seeds}")
+    chosen = {name: choice.overrides(name) for name in names}
+    require(len(set(names)) == len(names), f"compare: {choice.what} given twice: {names}")
+    report = functools.cache(report)  # Seeds and settings have the same to say.
+    first_seed = experiment.from_file(config, overrides, report=lambda _: None).seed
+    jobs, prepared = [], []
+    seeds_of_each = range(first_seed, first_seed + seeds)
+    for name, setting, seed in itertools.product(names, settings, seeds_of_each):
+        another = seed != first_seed
+        own = (
+            *overrides,
+            *chosen[name],
+            *setting.overrides,
+            *([f"--config.seed={seed}"] if another else []),
+        )
+        job = Job(
+            name=name,
+            setting=setting,
+            folder=folder / (setting.folder(name) + (f"-seed{seed}" if another else "")),
+            experiment=experiment.from_file(config, own, report),
+            command=(f"--config={config}", *own),
+        )
+        model = job.experiment.model
+        asked = job.experiment.task, job.experiment.evaluation, runs.max_length(model)
+        if asked not in prepared:
+            loop.prepared(job.experiment, strict=True)
+            prepared.append(asked)
+        if job.folder.exists():
+            changes.check_same(job.folder, job.experiment)
+        jobs.append(job)
+    return jobs
+
+
+def claim(folder: Path, jobs: Sequence[Job]) -> None:
+    """Makes the folder of a comparison, or makes sure that it is one.
+
+    Raises:
+      ValueError: if the folder exists, is not empty and is not a comparison.
+    """
+    marker = folder / "comparison.json"
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        try:
+            ours = json.loads(marker.read_text(encoding="utf-8"))["format"] == FORMAT
+        except (OSError, ValueError, KeyError, TypeError):
+            ours = False
+        require(ours, f"{folder} exists and is not a comparison: choose another --run")
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {"format": FORMAT, "runs": [job.folder.name for job in jobs]}
+    write_atomically(marker, json.dumps(content, indent=2) + "\n")
+
+
+def record(job: Job, *, ask: bool) -> RunRecord:
+    """What the report says of a finished job, with samples if ``ask``."""
+    evaluated = evaluations.saved(job.folder)
+    assert evaluated is not None
+    lines = metrics.read(job.folder / "metrics.jsonl")
+    speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
+    parameters, trained = runs.count_parameters(job.experiment)
+    train = job.experiment.train
+    return RunRecord(
+        name=job.name,
+        seed=job.experiment.seed,
+        result=job.experiment.task.read_result(evaluated["result"]),
+        steps=[line["step"] for line in lines],
+        losses=[line["loss"] for line in lines],
+        command=shlex.join(
+            [
+                "python",
+                "-m",
+                program(job.experiment.task),
+                "train",
+                f"--run={job.folder}",
+                *job.command,
+            ]
+        ),
+        facts={
+            **({"setting": job.setting.name} if job.setting.name else {}),
+            "parameters": f"{parameters:,}",
+            "of these trained": f"{trained:,} ({trained / parameters:.2%})",
+            "steps": f"{job.experiment.steps:,}",
+            "batch": f"{train.batch_size:,}",
+            "last loss": f"{lines[-1]['loss']:.5f}" if lines else "-",
+            "tokens per second, median": (
+                f"{sorted(speeds)[len(speeds) // 2]:,.0f}" if speeds else "-"
+            ),
+        },
+        samples=job.samples() if ask else (),
+    )

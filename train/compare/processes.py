@@ -1,0 +1,214 @@
+"""Trainings in processes of their own, side by side."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from train.compare.jobs import Job
+from train.tasks import program
+from train.training import metrics
+from train.training.signals import Signals, Stopped
+
+SECONDS_BETWEEN_LOOKS = 0.5
+# What a training does when it is done.
+EVALUATE, VALIDATE = ("--evaluate",), ("--validate",)
+SAVING = "the trainings save; again to abandon their steps since the last checkpoints"
+
+
+# What runs by jobs: the process, and the cores that it has.
+Running = dict[Job, tuple[subprocess.Popen, list[int]]]
+
+
+class Ended(NamedTuple):
+    """How a training went.
+
+    Attributes:
+      job: what was trained.
+      code: the exit code of its process.
+      seconds: of processor time that the process took.
+    """
+
+    job: Job
+    code: int
+    seconds: float
+
+
+def train_all(
+    jobs: Sequence[Job],
+    side_by_side: int,
+    *,
+    same_share: bool = False,
+    ends: Sequence[str] = EVALUATE,
+    finished: Callable[[Ended], None] = lambda ended: None,
+    accepted: Container[int] = (0,),
+) -> None:
+    """Trains in processes of their own, ``side_by_side`` at a time, and evaluates.
+
+    Args:
+      jobs: what is to be trained; runs that were begun are continued.
+      side_by_side: number of processes.
+      same_share: whether each has its share of the cores also where fewer are left to run. With
+        more of them a training rounds otherwise.
+      ends: options of ``train`` that say what follows it: the test, or the validation of a sweep.
+      finished: called whenever one has ended in an accepted way.
+      accepted: exit codes; any other is a failure, which stops the rest.
+
+    Raises:
+      Stopped: if a training fails, or on SIGINT, SIGTERM or SIGHUP, after all have saved; after a
+        second SIGINT they end without. Whatever else is raised, they have saved and ended before.
+    """
+    if not same_share:
+        side_by_side = min(side_by_side, len(jobs))
+    waiting = collections.deque(_distinct_first(jobs))
+    free = collections.deque(shares(side_by_side))
+    running: Running = {}
+    failed: list[tuple[Job, int]] = []
+    with Signals(lambda: SAVING) as signals, _progress() as show, _ending(running):
+        while running or waiting:
+            while waiting and free and not failed and not signals.received:
+                job, share = waiting.popleft(), free.popleft()
+                process = _start(job, share, alone=side_by_side == 1, ends=ends)
+                running[job] = (process, share)
+            if failed or signals.received:
+                waiting.clear()
+                _end(running)
+            for job, (process, share) in list(running.items()):
+                show(job)
+                if (ended := _ended(job, process)) is not None:
+                    del running[job]
+                    free.append(share)
+                    if ended.code in accepted:
+                        finished(ended)
+                    elif not signals.received:
+                        failed.append((job, ended.code))
+            time.sleep(SECONDS_BETWEEN_LOOKS if running else 0)
+    if signals.received:
+        raise Stopped(
+            f"stopped by {signal.Signals(signals.received).name}; what was trained is saved, and "
+            "the same command continues",
+            128 + signals.received,
+        )
+    if failed:
+        job, code = failed[0]
+        last = "\n".join(job.log.read_text(encoding="utf-8").strip().splitlines()[-5:])
+        raise Stopped(
+            f"the training of {job.label} failed; {job.log} ends with:\n{last}",
+            code if code > 0 else 128 - code,
+        )
+
+
+def _distinct_first(jobs: Sequence[Job]) -> list[Job]:
+    """Those first that differ in more than the seed: what they compile, the others find."""
+    first: dict[Any, Job] = {}
+    for job in jobs:
+        first.setdefault((job.name, job.setting), job)
+    return [*first.values(), *(job for job in jobs if job is not first[job.name, job.setting])]
+
+
+@contextlib.contextmanager
+def _ending(running: Running) -> Iterator[None]:
+    """Leaves nothing running where an exception leaves the block."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        # The second signal that a training receives ends it at once.
+        _end(running)
+        raise Stopped(
+            "abandoned; what was saved before stays, and the same command continues",
+            128 + signal.SIGINT,
+        ) from None
+    except BaseException:
+        _end(running)
+        raise
+
+
+def _end(running: Running) -> None:
+    """Lets all save what they have, and waits until they are gone."""
+    for process, _ in running.values():
+        process.terminate()
+    for process, _ in running.values():
+        process.wait()
+
+
+def _ended(job: Job, process: subprocess.Popen) -> Ended | None:
+    """How a training went; None while it goes on."""
+    seconds = 0.0
+    if process.returncode is None:
+        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+        if not pid:
+            return None
+        process.returncode = os.waitstatus_to_exitcode(status)
+        seconds = usage.ru_utime + usage.ru_stime
+    return Ended(job, process.returncode, seconds)
+
+
+def _start(job: Job, cores: list[int], *, alone: bool, ends: Sequence[str]) -> subprocess.Popen:
+    """Starts a training on the given cores, in a session of its own."""
+    arguments = [*ends, *(["--resume"] if job.folder.exists() else [])]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(len(cores))}
+    if len(cores) == 1:
+        flags = os.environ.get("XLA_FLAGS", "")
+        environment["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
+    if not alone:
+        environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    with open(job.log, "a", encoding="utf-8") as log:
+        # The terminal's Ctrl-C must reach this process only, which passes it on once.
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", program(job.experiment.task), "train"),
+                f"--run={job.folder}",
+                *(*job.command, *arguments),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+    if hasattr(os, "sched_setaffinity"):
+        with contextlib.suppress(ProcessLookupError):  # It may have ended already.
+            os.sched_setaffinity(process.pid, cores)
+    return process
+
+
+def shares(count: int) -> list[list[int]]:
+    """The cores that this process may use, divided among ``count`` processes."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+    else:
+        cores = list(range(os.cpu_count() or 1))
+    if count >= len(cores):
+        return [[cores[i % len(cores)]] for i in range(count)]
+    return [cores[i * len(cores) // count : (i + 1) * len(cores) // count] for i in range(count)]
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[Job], None]]:
+    """A function that shows how far a job is, one bar for each that has begun."""
+
+    def lines_of(job: Job) -> list[dict[str, Any]]:
+        return metrics.read(job.folder / "metrics.jsonl")
+
+    bars: dict[Job, metrics.Progress] = {}
+
+    def show(job: Job) -> None:
+        if lines := lines_of(job):
+            step, steps = lines[-1]["step"], job.experiment.steps
+            if job not in bars:
+                bars[job] = metrics.Progress(steps, start=step, label=job.label, row=len(bars))
+            done = step == steps
+            bars[job].update(step, "evaluating" if done else metrics.describe(lines[-1]))
+
+    try:
+        yield show
+    finally:
+        for bar in bars.values():
+            bar.close()

@@ -1,0 +1,275 @@
+"""The report that sets trained models side by side, and says who won."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tape_jax._src.core.checks import require
+from tape_jax._src.core.files import write_atomically
+from train.compare.environment import describe_environment
+from train.compare.plots import MARK, loss_curves, require_ours, save
+from train.compare.tasks import Comparison
+from train.evaluation.grids import text_table
+from train.evaluation.intervals import half_width
+from train.tasks import Score, Task
+
+# The widest table, in characters.
+PAGE = 120
+ONE_SEED = "One seed each cannot tell any of this from chance; --seeds=3 trains each three times."
+
+
+@dataclasses.dataclass(frozen=True)
+class RunRecord:
+    """What the report says of one run.
+
+    Attributes:
+      name: what is compared, such as the position encoding.
+      seed: of the run; name and seed together are unique in the report.
+      result: of its evaluation.
+      steps: [S] training steps at which the loss was logged.
+      losses: [S] cross entropy, in nats for each token that counts.
+      command: repeats the run.
+      facts: more about the run, such as the number of its parameters; the same names in all runs.
+      samples: lines that show what the trained model does.
+    """
+
+    name: str
+    seed: int
+    result: Any
+    steps: Sequence[int]
+    losses: Sequence[float]
+    command: str
+    facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    samples: Sequence[str] = ()
+
+
+def write_report(
+    folder: Path,
+    task: Task,
+    runs: Sequence[RunRecord],
+    compared: Comparison,
+    *,
+    ask: str | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Path:
+    """Writes ``report.md``, its figures, and its numbers as ``report.json``.
+
+    Args:
+      folder: created if it does not exist.
+      task: that the models were trained on.
+      runs: at least one; all of them were asked the same.
+      compared: what is said of their results (:func:`train.compare.tasks.compare`).
+      ask: the command that asks one of them a question; None: they take none.
+      environment: versions and hardware by name; None: those of this process.
+
+    Returns:
+      The path of the report.
+
+    Raises:
+      ValueError: runs that cannot be compared, or a file in the way that is not ours; then nothing
+        is written.
+    """
+    require(len(runs) > 0, "no runs to report")
+    labels = [(run.name, run.seed) for run in runs]
+    require(len(set(labels)) == len(labels), f"runs of the same name and seed: {labels}")
+    facts = [list(run.facts) for run in runs]
+    require(facts.count(facts[0]) == len(facts), f"the runs state different facts: {facts}")
+    groups = by_name(runs)
+    curves = {name: [(r.steps, r.losses) for r in group] for name, group in groups.items()}
+    figures = {**compared.figures, "loss.png": loss_curves(curves)}
+    for name in ("report.md", "report.json", *figures):
+        require_ours(folder / name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ValueError(f"{folder} is not a folder and cannot become one: {error}") from error
+
+    for name, figure in figures.items():
+        save(figure, folder / name)
+    sections = {
+        "Result": result_section(task, runs, compared),
+        **compared.sections,
+        "Training": f"![Training loss](loss.png)\n\n{_facts(runs)}",
+        "Samples": sample_lines(runs) + (f"\n\nAsk another:\n\n```\n{ask}\n```" if ask else ""),
+        "Commands": "```\n" + "\n".join(run.command for run in runs) + "\n```",
+        "Versions and hardware": text_table(
+            ["what", "which"],
+            [list(x) for x in (environment or describe_environment()).items()],
+        ),
+    }
+    parts = [f"<!-- {MARK} -->\n# {compared.title}", compared.introduction]
+    parts += [f"## {heading}\n\n{text}" for heading, text in sections.items() if text]
+    write_atomically(folder / "report.md", "\n\n".join(parts) + "\n")
+    described = [
+        {
+            **{name: getattr(run, name) for name in ("name", "seed", "command")},
+            "facts": dict(run.facts),
+            "scores": run.result.summary(),
+        }
+        for run in runs
+    ]
+    record = {"format": f"tape-jax report, version 1, {MARK}", "runs": described}
+    write_atomically(folder / "report.json", json.dumps(record, indent=2) + "\n")
+    return folder / "report.md"
+
+
+def sample_lines(runs: Sequence[RunRecord]) -> str:
+    """A list of what the runs did when they were asked."""
+    return "\n".join(f"* {_label(run)}: {line}" for run in runs for line in run.samples)
+
+
+def by_name(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
+    """The runs of each name, in their order."""
+    groups: dict[str, list[RunRecord]] = {}
+    for run in runs:
+        groups.setdefault(run.name, []).append(run)
+    return groups
+
+
+def result_section(task: Task, runs: Sequence[RunRecord], compared: Comparison) -> str:
+    """Who is best by the task's scores, and a table of these and others, in one order."""
+    scores = compared.scores or task.scores
+    judged = [score for score in scores if score in task.scores]
+    return f"{verdict(judged, runs)}\n\n{score_table(scores, runs)}"
+
+
+def score_table(scores: Sequence[Score], runs: Sequence[RunRecord]) -> str:
+    """Mean and standard deviation over seeds of every score, by name."""
+    groups = by_name(runs)
+    columns = [s for s in scores if any(s.key in r.result.summary() for r in runs)]
+    rows = []
+    for name, group in groups.items():
+        cells = [mean_and_spread(_values(group, score)) for score in columns]
+        rows.append([name, str(len(group)), *cells])
+    note = "\n\nMean ± standard deviation over seeds." if len(runs) > len(groups) else ""
+    return fitting_table(["", "seeds", *(score.label for score in columns)], rows) + note
+
+
+def fitting_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table no wider than a page: as it is, else turned by its diagonal, else in parts."""
+    turned = list(zip(header, *rows, strict=True))
+    for head, body in ((header, rows), (turned[0], turned[1:])):
+        if _width(table := text_table(head, body)) <= PAGE:
+            return table
+
+    def part(start: int, stop: int) -> str:
+        chosen = [turned[0], *turned[start:stop]]
+        head, *body = zip(*chosen, strict=True)
+        return text_table(head, body)
+
+    parts, start = [], 1
+    while start < len(turned):
+        stop = start + 1
+        while stop < len(turned) and _width(part(start, stop + 1)) <= PAGE:
+            stop += 1
+        parts.append(part(start, stop))
+        start = stop
+    return "\n\n".join(parts)
+
+
+def _width(table: str) -> int:
+    return table.index("\n")
+
+
+def verdict(scores: Sequence[Score], runs: Sequence[RunRecord]) -> str:
+    """A sentence for each score: who is best, and whether the seeds suffice to say so."""
+    groups = by_name(runs)
+    lines = [f"* {line}" for score in scores if (line := _verdict(score, groups))]
+    if lines and min(map(len, groups.values())) < 2:
+        lines += ["", ONE_SEED]
+    return "\n".join(lines)
+
+
+def _verdict(score: Score, groups: Mapping[str, Sequence[RunRecord]]) -> str:
+    """Compares the best mean with every other by the paired differences of equal seeds.
+
+    A difference counts if the 95 % interval of Student's t around its mean leaves out zero.
+    """
+    values = {name: found for name, group in groups.items() if (found := by_seed(group, score))}
+    if len(values) < 2:
+        return ""
+    means = {name: statistics.fmean(found.values()) for name, found in values.items()}
+    ranking = sorted(means, key=lambda name: means[name], reverse=score.higher_is_better)
+    best, *others = ranking
+    intro = f"**{score.label}**: "
+    numbers = ", ".join(f"{name} {_number(means[name])}" for name in ranking)
+    if all(values[name] == values[best] for name in others):
+        return f"{intro}all equal, {_number(means[best])}."
+    if min(map(len, values.values())) < 2:
+        return f"{intro}best is {best} ({numbers})."
+    unclear = [
+        name for name in others if not paired_difference(values[best], values[name]).is_clear
+    ]
+    if unclear:
+        return (
+            f"{intro}no clear winner. Best on average is {best} ({numbers}); the seeds do not tell "
+            f"it from {', '.join(unclear)}."
+        )
+    return f"{intro}{best} wins ({numbers}; every difference is beyond the spread of the seeds)."
+
+
+class Difference(NamedTuple):
+    """The mean of paired differences, and its 95 % interval of Student's t."""
+
+    mean: float
+    low: float
+    high: float
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the interval leaves out zero."""
+        return self.low > 0 or self.high < 0
+
+
+def paired_difference(first: Mapping[int, float], second: Mapping[int, float]) -> Difference:
+    """By how much the first exceeds the second, from their values by seed.
+
+    Seeds that only one of them has do not count; of fewer than two the interval is everything.
+    """
+    found = [first[seed] - second[seed] for seed in first.keys() & second.keys()]
+    if len(found) < 2:
+        return Difference(found[0] if found else math.nan, -math.inf, math.inf)
+    mean, reach = statistics.fmean(found), half_width(found)
+    return Difference(mean, mean - reach, mean + reach)
+
+
+def by_seed(group: Sequence[RunRecord], score: Score) -> dict[int, float]:
+    """A score, as it is shown, of the runs of one name; seeds without it are left out."""
+    summaries = {run.seed: run.result.summary() for run in group}
+    return {s: score.factor * x[score.key] for s, x in summaries.items() if score.key in x}
+
+
+def _values(group: Sequence[RunRecord], score: Score) -> list[float]:
+    return list(by_seed(group, score).values())
+
+
+def mean_and_spread(values: Sequence[float]) -> str:
+    """The mean and, of several, their standard deviation; a dash of none."""
+    if not values:
+        return "-"
+    mean = statistics.fmean(values)
+    if len(values) == 1:
+        return _number(mean)
+    return f"{_number(mean)} ± {_number(statistics.stdev(values), like=mean)}"
+
+
+def _number(value: float, like: float | None = None) -> str:
+    """Three decimals below 10 and fewer above, or as many as the number ``like`` gets."""
+    size = abs(value if like is None else like)
+    return f"{value:.{3 if size < 10 else 2 if size < 100 else 1}f}"
+
+
+def _label(run: RunRecord) -> str:
+    return f"{run.name}, seed {run.seed}"
+
+
+def _facts(runs: Sequence[RunRecord]) -> str:
+    """The facts of all runs, a column for each run."""
+    rows = [[fact, *(run.facts[fact] for run in runs)] for fact in runs[0].facts]
+    return fitting_table(["", *map(_label, runs)], rows) if rows else ""

@@ -1,0 +1,83 @@
+"""What a report says of the results of each task.
+
+A task may have a function ``compare(task, results)``, named by a line in ``COMPARISONS``, which
+sets its models side by side. One function serves every other
+:class:`train.tasks.questions.QuestionTask`; the reports of tasks without any have scores, losses
+and samples only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from train.evaluation import Trained
+from train.tasks import Score, Task, task_name
+from train.tasks.questions import QuestionTask
+
+COMPARISONS: dict[str, str] = {
+    "address": "train.compare.tasks.address:compare",
+    "passkey": "train.compare.tasks.passkey:compare",
+    "scrolls": "train.compare.tasks.scrolls:compare",
+    "text": "train.compare.tasks.text:compare",
+}
+# What there is to see inside a model of one task only.
+INSIDE: dict[str, str] = {"address": "train.compare.tasks.address:inside"}
+QUESTIONS = "train.compare.tasks.questions:compare"
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What a report says of several models of one task, beside their scores.
+
+    Attributes:
+      title: of the report.
+      introduction: in a paragraph what the models were trained on and asked.
+      sections: Markdown by heading; figures appear there by their file names.
+      figures: matplotlib figures by file name.
+      scores: those of the table of results, in order; none: the task's.
+    """
+
+    title: str
+    introduction: str
+    sections: Mapping[str, str]
+    figures: Mapping[str, Figure]
+    scores: Sequence[Score] = ()
+
+
+def compare(task: Task, results: Mapping[str, Sequence[Any]]) -> Comparison:
+    """Sets models side by side.
+
+    Args:
+      task: on which they were trained and judged.
+      results: for each name its results, one for each seed.
+
+    Raises:
+      ValueError: results that cannot be compared.
+    """
+    name = task_name(task)
+    found = COMPARISONS.get(name, QUESTIONS if isinstance(task, QuestionTask) else None)
+    if found is None:
+        return Comparison(name.capitalize(), f"Models trained on the task {name!r}.", {}, {})
+    return _named(found)(task, results)
+
+
+def inside(task: Task, trained: Trained) -> dict[str, Figure]:
+    """Figures of the inside of a model that are of its task alone, by file name; mostly none.
+
+    Args:
+      task: on which it was trained.
+      trained: the model.
+    """
+    found = INSIDE.get(task_name(task))
+    return _named(found)(task, trained) if found else {}
+
+
+def _named(function: str) -> Callable[..., Any]:
+    """What a line of a registry names."""
+    module, _, name = function.partition(":")
+    return getattr(importlib.import_module(module), name)

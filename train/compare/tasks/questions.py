@@ -1,0 +1,51 @@
+"""What a report says of questions of several lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from train.compare.plots import heat_maps, length_curves
+from train.compare.tasks import Comparison
+from train.evaluation.grids import (
+    INTERVALS,
+    Grid,
+    averages_table,
+    length_table,
+    pool,
+    require_same_questions,
+)
+from train.tasks.questions import QuestionTask
+
+
+def compare(task: QuestionTask, results: Mapping[str, Sequence[Grid]]) -> Comparison:
+    """A figure, and exact match by length; of several seeds, their means.
+
+    The figure has a curve for each name or, with two operands, a heat map.
+    """
+    grids = {name: pool(list(of_seeds)) for name, of_seeds in results.items()}
+    first = require_same_questions(grids)
+    wording = first.wording
+    if task.operands == 1:
+        marks, lengths, by = "*", "length", ""
+        label = f"{wording.questions} answered right, %"
+        figure = length_curves({"": grids}, title=wording.title, y_label=label)
+    else:
+        marks, lengths = "* or \u2022", wording.cells
+        by = f", by {task.counted_as}"
+        figure = heat_maps(grids)
+    picture = f"![Exact match by {lengths}](exact_match.png)"
+    said = f"The {wording.questions} asked were held out of training."
+    if first.shared.any():
+        said = (
+            f"Inside the trained range, the {wording.questions} asked were held out of training; "
+            f"where {marks} stands, there are too few to hold any out."
+        )
+    return Comparison(
+        title=task.heading,
+        introduction=f"{task.introduction(first)} {said}",
+        sections={
+            "Exact match": f"{averages_table(grids)}\n\n{picture}",
+            "By length": f"{INTERVALS}{by}.\n\n{length_table(grids)}",
+        },
+        figures={"exact_match.png": figure},
+    )

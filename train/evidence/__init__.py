@@ -1,1 +1,0 @@
-"""What is claimed of TAPE, the experiments that test it, and the page that says what came out."""
