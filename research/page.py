@@ -206,7 +206,7 @@ def _introduction(
     yield suite.introduction
     yield (
         f"`{suite.make}` makes what is missing, {suite.order}, and writes this page after every "
-        f"run, from the files in `benchmarks/results/{folder}`. Finished: **"
+        f"run, from the files in `research/{folder}`. Finished: **"
         f"{done} of at least {total} runs**, {spent / 3600:.1f} hours of processor time."
     )
     yield (
@@ -474,11 +474,10 @@ def _growth(study: PlannedGrowth) -> str:
 def _environments(records: Sequence[Record]) -> str:
     if not records:
         return "Nothing has been run."
-    counts = Counter(
-        (tuple(sorted(record.environment.items())), record.code["modules"]) for record in records
-    )
+    counts = Counter(tuple(sorted(record.environment.items())) for record in records)
     lines = []
-    for (environment, code), count in counts.most_common():
+    for environment, count in counts.most_common():
         described = ", ".join(f"{name} {value}" for name, value in environment)
-        lines.append(f"* {count} runs: code `{code}`, {described}")
-    return "\n".join(lines)
+        lines.append(f"* {count} runs: {described}")
+    commits = {record.code["commit"] for record in records}
+    return "\n".join(lines) + f"\n\nEach record names the commit that made it; {len(commits)} have."

@@ -11,7 +11,7 @@ from research.budgets import Curve
 from research.claims import Claim, Studies
 from research.configs import places
 from research.statistics import estimate
-from research.suite import BEYOND, CONFIGS, CONTEXTUAL, INSIDE, SHALLOW, encodings
+from research.suite import BEYOND, CONTEXTUAL, INSIDE, OWN, SHALLOW, encodings
 from research.trainings import PlannedTrainings, Trainings
 from research.verdicts import (
     Kind,
@@ -277,7 +277,7 @@ def _study(task: str) -> Trainings:
     size, fields = TASKS[task], {f"task.{name}": x for name, x in places.TASKS[task].items()}
     return Trainings(
         name=task,
-        config=CONFIGS / "places.py",
+        config=OWN / "places.py",
         rivals=encodings(*FORMS, *WITHOUT_UPDATE.values(), *RIVALS, *contextual(task)),
         fields={"task.name": task, **fields, "evaluation.samples": size.samples},
         by_scale=SHALLOW,

@@ -1,17 +1,16 @@
 """What came out of each run of a study, a file for each study (:mod:`research.lines`).
 
-A record of another experiment than the study's, of another protocol (research/protocol.md), or by code
-that ``code.json`` does not name, is left out, and :meth:`Store.misfit` says why. Numbers that were
-measured are kept with six digits. Titles and labels are no part of a result: they are in the code.
+A record of another experiment than the study's, or of another protocol (research/protocol.md), is
+left out, and :meth:`Store.misfit` says why. Numbers that were measured are kept with six digits.
+Titles and labels are no part of a result: they are in the code.
 
-``code`` of a record has the commit and the hash of :mod:`research.source`; ``code.json``
-says which hashes are accepted, and why.
+``code`` of a record has the commit of :mod:`research.source`. Whether the code of today still gives
+the numbers on record is what ``make evidence-quick`` measures.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import functools
 import json
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,6 @@ from typing import Any, NamedTuple
 
 from research import lines
 from tape_jax._src.core.checks import require
-from tape_jax._src.core.files import write_atomically
 from train import experiment
 from train.evaluation.grids import read_record
 from train.experiment import Experiment
@@ -28,8 +26,6 @@ from train.experiment.adaptation import Adaptation
 from train.experiment.fields import build, flatten
 
 FORMAT = "tape-jax evidence, version 3"
-# Beside the records: which code may have made them.
-CODE = "code.json"
 DIGITS = 6
 # What a base is called, wherever the runs are.
 BASE = "base"
@@ -126,41 +122,6 @@ class Store:
         record = self._study(item.study).records.get(item.name)
         return None if record is None else "; ".join(self._differences(record, item)) or None
 
-    @property
-    def accepted(self) -> dict[str, str]:
-        """The hashes of the code whose records count, each with a date and a reason.
-
-        Raises:
-          ValueError: ``code.json`` is of another form.
-        """
-        path = self.folder / CODE
-        try:
-            return _accepted(path, path.stat().st_mtime_ns)
-        except FileNotFoundError:
-            return {}
-
-    def accept(self, code: Mapping[str, Any]) -> None:
-        """Makes sure that records by this code will count: the first to come is accepted.
-
-        Raises:
-          ValueError: other code has made the records that are here.
-        """
-        accepted, path = self.accepted, self.folder / CODE
-        if not accepted:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            commit = code["commit"] or "no commit"
-            changed = " and changes" if code["dirty"] else ""
-            note = f"{datetime.date.today()}: the first, {commit}{changed}"
-            write_atomically(path, json.dumps({code["modules"]: note}, indent=2) + "\n")
-            return
-        require(
-            code["modules"] in accepted,
-            f"the code has changed: its hash is {code['modules']}, and {path} accepts "
-            f"{', '.join(accepted)}. Where 'make evidence-quick' finds the numbers that are on "
-            "record, add the hash there with a date and a reason; else move the folder away, and "
-            "begin anew",
-        )
-
     def names(self, study: str) -> list[str]:
         """The runs of a study that have records, whether they fit or not."""
         return list(self._study(study).records)
@@ -210,8 +171,6 @@ class Store:
             for name in dict.fromkeys([*there, *here])
             if there.get(name) != here.get(name)
         ]
-        if (code := record.code.get("modules")) not in self.accepted:
-            found.append(f"code: {code!r} there, {CODE} accepts {', '.join(self.accepted) or None}")
         return [*found, *_of_experiments(record, item.experiment, item.base)]
 
 
@@ -229,18 +188,6 @@ def portable(e: Experiment) -> Experiment:
     if e.adapt is None:
         return e
     return dataclasses.replace(e, adapt=dataclasses.replace(e.adapt, base=BASE))
-
-
-@functools.lru_cache(maxsize=256)
-def _accepted(path: Path, *version: int) -> dict[str, str]:
-    """The hashes in a file, in this version of it."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    fits = isinstance(found, dict) and all(isinstance(x, str) for x in found.values())
-    require(fits, f"{path}: expected hashes of code with a reason each; got {found!r}")
-    return found
 
 
 @functools.lru_cache(maxsize=256)

@@ -14,7 +14,7 @@ from research.states import StateUse
 from research.studies import Base, Design, Fields
 from research.trainings import Trainings
 
-CONFIGS = Path("configs")
+CONFIGS, OWN = Path("configs"), Path("research/configs")
 BEYOND, INSIDE = "exact_match_outside", "exact_match_inside"
 # A regular and a context-free one.
 PROBLEMS = ("parity", "reverse")
@@ -139,7 +139,7 @@ _MADE: tuple[Design, ...] = (
     ),
     Trainings(
         name="ablations",
-        config=CONFIGS / "ablations.py",
+        config=OWN / "ablations.py",
         rivals={
             "tape": VARIANTS["tape"],
             "tape_heads": VARIANTS["heads"],
@@ -155,7 +155,7 @@ _MADE: tuple[Design, ...] = (
     ),
     Growth(
         name="stability",
-        config=CONFIGS / "ablations.py",
+        config=OWN / "ablations.py",
         variants=("tape", "separate_cos_sin", "mix_head_dim", "no_equivariance"),
         depths=(16, 48),
         steps=60,
@@ -163,7 +163,7 @@ _MADE: tuple[Design, ...] = (
     *(
         Trainings(
             name=f"length-{problem}",
-            config=CONFIGS / "length_suite.py",
+            config=OWN / "length_suite.py",
             rivals=encodings("tape", "tape_heads", "rope", "alibi", "fire", "none"),
             fields={"task.problem": problem},
             by_scale={"cpu": {**SHALLOW["cpu"], "train.steps": 1000}},

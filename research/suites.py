@@ -140,8 +140,8 @@ SUITES: dict[str, Suite] = {
         make="make evidence",
         command="python -m research.main evidence",
         closing=(
-            "What was found before the protocol is on [a page of its own](evidence_before.md), and "
-            "decides nothing here."
+            "The records of what was found before the protocol are in "
+            "[records_before/](records_before), and decide nothing here."
         ),
     ),
     "places": Suite(

@@ -443,25 +443,18 @@ class PlannedTrainings(Study):
         if not missing:
             return False
         code, side_by_side = describe_source(), self.place.side_by_side
-        self.place.store.accept(code)
         cores = len(shares(side_by_side)[0])
         environment = {**describe_environment(), "cores of a training": str(cores)}
         self._make_bases(missing)
 
         def write(ended: Ended) -> None:
             # Every training imports the code as it is when it starts.
-            now = describe_source()
-            require(
-                now["modules"] == code["modules"],
-                f"the code changed while {self.name} was trained: its hash was {code['modules']}, "
-                f"and is {now['modules']}. {ended.job.folder.name} is not recorded, for it may be "
-                f"of either; remove {self.folder}, so that it is not continued",
-            )
+            made = code if describe_source() == code else {**code, "dirty": True}
             item = self.item(ended.job)
             found = kept(ended, validated=self.validates(ended.job))
             if found["result"] is not None:
                 found["result"] |= dict.fromkeys(self.design.not_kept)
-            self.place.store.put(item, found, Made(environment, code, ended.seconds))
+            self.place.store.put(item, found, Made(environment, made, ended.seconds))
             finished(item)
 
         accepted = (0, NON_FINITE_EXIT_CODE)

@@ -1,4 +1,4 @@
-"""How results become verdicts (research/protocol.md): the interval, never the mean, meets a limit."""
+"""How results become verdicts (research/protocol.md): intervals, never means, meet a limit."""
 
 from __future__ import annotations
 

@@ -112,7 +112,6 @@ def test_what_points_the_other_way_is_found():
     assert not may_import("train", "training", "train.compare.plots")
     assert not may_import("train", "commands", "research.claims")
     assert may_import("tape_jax._src", "model", "tape_jax._src.positions.tape.encoding.Tape")
-    assert not may_import("tape_jax._src", "positions", "tape_jax._src.attention.api.attention")
     assert not may_import("tape_jax._src", "attention", "tape_jax._src.positions.protocol.Param")
     assert not may_import("tape_jax._src", "model", "tape_jax.testing")
 

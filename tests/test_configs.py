@@ -12,7 +12,12 @@ from train import experiment
 from train.training import runs
 from train.training import step as training_step
 
-CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.py") if path.name != "__init__.py")
+CONFIGS = sorted(
+    path
+    for folder in ("configs", "research/configs")
+    for path in (ROOT / folder).glob("*.py")
+    if path.name != "__init__.py"
+)
 
 
 def test_there_are_configs():

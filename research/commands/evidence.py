@@ -10,8 +10,8 @@ Says what is missing and how long it will take, and makes it, claims first, by r
 Each run is written to --results the moment it ends, and then the page: stopped anywhere, the same
 command continues. --plan stops before the first run. --quick makes a few of the runs once more in a
 folder of their own, and says whether they are those on record. --page runs nothing, and needs
-nothing but the results. Results by other code, another protocol or another config are named and
-left out. --rivals makes the runs of these rivals, and those by which a budget is chosen.
+nothing but the results. Results by another protocol or another config are named and left out.
+--rivals makes the runs of these rivals, and those by which a budget is chosen.
 
 --suite=places compares encodings at tasks in which a place is to be found by content, in place of
 the claims; its page is apart, and says too what the runs of the claims say of one TAPE for all.
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from research.studies import Design
     from research.suites import Suite
 
-RESULTS, RUNS, PAGE = Path("benchmarks/results"), Path("runs"), Path("docs")
-# What the folders of results and of runs are called.
-FOLDER = "evidence"
+RESULTS, RUNS, PAGE = Path("research"), Path("runs"), Path("research")
+# What the folder of results is called.
+FOLDER = "records"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +57,6 @@ def run(args: argparse.Namespace) -> None:
     from research import page
     from research.making import compared, make, plan, remarks
     from research.records import Store
-    from research.source import describe_source
     from research.studies import Place, apart
     from research.suites import SUITES
     from tape_jax._src.core.checks import choose, require
@@ -65,10 +64,9 @@ def run(args: argparse.Namespace) -> None:
     choose("suite", args.suite, SUITES)
     suite = SUITES[args.suite]
     require(args.jobs >= 1, f"evidence: --jobs must be at least 1; got {args.jobs}")
-    scale, code = scale_of(args.overrides), describe_source()
+    scale = scale_of(args.overrides)
     folder, name = f"{FOLDER}{apart(scale)}", f"{suite.name}{apart(scale)}"
-    # Runs of other code are not continued.
-    runs = (args.runs or RUNS / folder) / code["modules"]
+    runs = args.runs or RUNS / folder
     recorded = Place(Store(args.results or RESULTS / folder), runs, args.jobs, scale)
     with tempfile.TemporaryDirectory() as nowhere:
         # What is only read needs no run folders, and neither finds nor leaves any.
@@ -76,9 +74,10 @@ def run(args: argparse.Namespace) -> None:
         idle = args.page or args.plan
         place, out = read if idle else recorded, args.out or PAGE / f"{name}.md"
         if args.quick:
-            own = RUNS / f"{name}-quick" / code["modules"]
-            place = recorded._replace(store=Store(own / "results"), runs=own / "runs")
-            out = args.out or own / "page" / f"{name}.md"
+            RUNS.mkdir(exist_ok=True)
+            apart_from = Path(tempfile.mkdtemp(prefix=f"{name}-quick-", dir=RUNS))
+            place = recorded._replace(store=Store(apart_from / "results"), runs=apart_from / "runs")
+            out = args.out or apart_from / "page" / f"{name}.md"
         studies = page.studies_at(suite, place)
         own = [design.name for design in suite.designs]
         chosen = args.only.split(",") if args.only is not None else own
@@ -94,8 +93,6 @@ def run(args: argparse.Namespace) -> None:
             print(plan(suite, makes, args.jobs), flush=True)
         if args.plan:
             return
-        if not idle:
-            place.store.accept(code)
         out.parent.mkdir(parents=True, exist_ok=True)
         page.write(suite, studies, out)
         if not idle:
@@ -105,7 +102,6 @@ def run(args: argparse.Namespace) -> None:
         if args.quick:
             recorded_studies = page.studies_at(suite, read)
             print(compared({name: studies[name] for name in own}, recorded_studies))
-            print(f"code: {code['modules']}")
 
 
 def _narrowed(suite: Suite, chosen: Sequence[str], args: argparse.Namespace) -> dict[str, Design]:

@@ -14,15 +14,16 @@ attention_mix="head_scale",
 Cost: 90 to 215 seconds for a training with its evaluation, on one of two cores that other work kept
 busy.
 Command: for each problem (multiply, copy, reverse, sort, parity, majority, modular_sum)
-    python -m research.main compare --config=research/configs/length_suite.py --run=runs/length_suite/copy \
+    python -m research.main compare --config=research/configs/length_suite.py \
+        --run=runs/length_suite/copy \
         --encodings=tape,rope --seeds=3 --config.task.problem=copy
-Two of the problems, parity and reverse, are judged by research/protocol.md, with 1,000 steps and five
-seeds: that TAPE learns a wider class of algorithms is contradicted, in both forms. Beyond 10
+Two of the problems, parity and reverse, are judged by research/protocol.md, with 1,000 steps and
+five seeds: that TAPE learns a wider class of algorithms is contradicted, in both forms. Beyond 10
 symbols it is right in 53 % of parities (ALiBi 65, FIRE 71, no encoding 74; a guess: 50) and 9 %
 of reversals (ALiBi 28, FIRE 42, no encoding 26), and not told apart from RoPE in either;
 parities were still improving at the trained lengths:
     python -m research.main evidence --only=length-parity,length-reverse
-All of them with more encodings, from before that protocol, are in docs/evidence_before.md.
+All of them with more encodings, from before that protocol, are in research/records_before.
 """
 
 from typing import Any

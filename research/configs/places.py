@@ -3,8 +3,8 @@ r"""Where a place must be found by content: tasks of addressing at one size, for
 Each is trained on short texts and asked about texts of up to twice the length; the texts of
 train/tasks say what an encoding would need for it.
 
-Claim: none beforehand. research/protocol.md says how encodings are compared, research/places.md what came
-out.
+Claim: none beforehand. research/protocol.md says how encodings are compared, research/places.md
+what came out.
 Cost: about a minute of one core for a training with its evaluation, as judged there; PaTH and CoPE
 take twice as long.
 Command: for all tasks that are judged, make evidence-places, which is
@@ -22,7 +22,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-# By name, the options of the tasks that research/protocol.md judges, where they are not the defaults.
+# By name, the options of the tasks that research/protocol.md judges, where they are not the
+# defaults.
 TASKS: dict[str, dict[str, Any]] = {
     # As in configs/addressing_demo.py.
     "address": {"offsets": 8, "symbols": 32, "shortest": 10, "longest": 16, "questions": 16},

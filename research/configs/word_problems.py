@@ -17,9 +17,10 @@ hold any out of training.
 Cost: in seconds of one core, with evaluation, for one, two and four layers: TAPE 22, 40 and 73,
 RoPE 20, 33 and 57, none 20, 31 and 55.
 Command: for each group and depth
-    python -m research.main compare --config=research/configs/word_problems.py --run=runs/words/A5-4 \
+    python -m research.main compare --config=research/configs/word_problems.py \
+        --run=runs/words/A5-4 \
         --encodings=tape,rope --seeds=3 --config.task.group=A5 --config.model.num_layers=4
-These numbers are from before research/protocol.md, and all of them in docs/evidence_before.md.
+These numbers are from before research/protocol.md, and all of them in research/records_before.
 """
 
 from typing import Any

@@ -1,14 +1,11 @@
 """A suite of one small study."""
 
-import json
-
 import pytest
 
-from research.records import CODE as CODE_FILE
 from research.records import Store
 from research.studies import Place
 from research.trainings import Trainings
-from tests.research.results import BEYOND, CODE, INSIDE, MADE
+from tests.research.results import BEYOND, INSIDE, MADE
 
 CONFIG = """
 from ml_collections import ConfigDict
@@ -49,10 +46,7 @@ def design(config):
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """One that makes its results by the code of :data:`MADE`, which is accepted."""
+    """One that makes its results by the code of :data:`MADE`."""
     for module in ("source", "studies", "trainings"):
         monkeypatch.setattr(f"research.{module}.describe_source", lambda: MADE.code)
-    folder = tmp_path / "results"
-    folder.mkdir()
-    (folder / CODE_FILE).write_text(json.dumps({CODE: "2026-01-01: the first"}))
-    return Place(Store(folder), tmp_path / "runs")
+    return Place(Store(tmp_path / "results"), tmp_path / "runs")

@@ -1,4 +1,4 @@
-"""The variants of research/configs/ablations.py: each is an experiment of its own, and each trains."""
+"""The variants of research/configs/ablations.py: each is an experiment of its own, and trains."""
 
 import dataclasses
 from pathlib import Path

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from research.trainings import PlannedTrainings, Trainings
 from research.verdicts import Kind, wins
 from tests.research.results import (
     BEYOND,
-    CODE,
     INSIDE,
     choose_all,
     diverge,
@@ -86,7 +84,7 @@ def test_from_nothing_to_the_end(small, place, tmp_path):
     assert "`tape` **confirmed**, `none` **contradicted**" in text
     assert re.search(r"\| tape \| 3e-3 \| +0 \| +62\.\d\d \[60\.\d\d, 64\.\d\d\] \|", text)
     assert "| none | rope    | copying, beyond length 3, % | -1" in text
-    assert f"* 33 runs: code `{CODE}`, devices 1 x none, python 3" in text
+    assert "* 33 runs: devices 1 x none, python 3" in text
     title = "Claim 1: The lowest perplexity, against RoPE, ALiBi and absolute positions"
     assert f"![{title}](images/evidence/copying.png)\n\n{page.CAPTION}\n" in text
 
@@ -209,7 +207,7 @@ class TestCommand:
     def test_page(self, small, place, tmp_path, capsys):
         assert self.call(tmp_path, "--page") == 0
         assert "evidence.md" in capsys.readouterr().out
-        assert [path.name for path in place.store.folder.iterdir()] == ["code.json"]
+        assert not place.store.folder.exists()
         assert not place.runs.exists()
 
     def test_plan(self, small, place, tmp_path, capsys):
@@ -217,12 +215,6 @@ class TestCommand:
         said = capsys.readouterr().out
         assert re.search(r"\| copying \| +1 \| 0 of at least 33 \| +0\.60 \|", said)
         assert "Missing: about 0.3 hours of 2 idle cores." in said
-        assert not (tmp_path / "docs").exists()
-
-    def test_other_code_makes_nothing(self, small, place, tmp_path, capsys):
-        (place.store.folder / "code.json").write_text('{"2222": "2026-01-02: of before"}')
-        assert self.call(tmp_path) == 2
-        assert "the code has changed" in capsys.readouterr().err
         assert not (tmp_path / "docs").exists()
 
     def test_what_is_left_out_and_what_is_not_used_is_said(
@@ -326,7 +318,6 @@ class TestCommand:
         text = place.store.path("copying").read_text()
         (tmp_path / "here").mkdir()
         (tmp_path / "here" / "copying.jsonl").write_text(text)
-        shutil.copy(place.store.folder / "code.json", tmp_path / "here")
         here = small.at(place._replace(store=Store(tmp_path / "here")))
         finish(here, first, 0.25)
         table = making.compared({"copying": here}, {"copying": recorded})

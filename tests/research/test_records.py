@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from research.records import FORMAT, Item, Store, portable, rounded
-from tests.research.results import CODE, MADE
+from tests.research.results import MADE
 from train import experiment
 from train.experiment.adaptation import Adaptation
 
@@ -103,10 +104,6 @@ def test_a_record_from_before_a_field_had_been_added(place, item):
             "experiment: ValueError: unknown field 'window' of model",
         ),
         (lambda shared, _: shared["experiment"].pop("adapt"), "experiment: KeyError: 'adapt'"),
-        (
-            lambda shared, _: shared["code"].update(modules="1" * 16),
-            f"code: '{'1' * 16}' there, code.json accepts {CODE}",
-        ),
     ],
 )
 def test_of_another_run(place, item, edit, message):
@@ -141,42 +138,11 @@ def test_unreadable(place, item, edit, message):
 
 def test_files_of_the_version_before(place, item):
     path = place.store.path("copying")
+    path.parent.mkdir()
     path.write_text('{"format": "tape-jax evidence, version 2"}\n')
     assert place.store.get(item) is None
     (problem,) = place.store.problems("copying")
     assert f"expected the format {FORMAT!r}" in problem
-
-
-class TestCode:
-    """Which code may have made the records."""
-
-    def test_the_first_is_accepted(self, tmp_path):
-        store = Store(tmp_path / "new")
-        assert store.accepted == {}
-        store.accept(MADE.code)
-        assert list(store.accepted) == [CODE]
-        assert store.accepted[CODE].endswith(f"the first, {'0' * 40}")
-        store.accept(MADE.code)
-
-    def test_no_other_is_without_a_word(self, place, item):
-        other = {**MADE.code, "modules": "1" * 16}
-        with pytest.raises(
-            ValueError, match=r"the code has changed: its hash is 1111.*evidence-qu"
-        ):
-            place.store.accept(other)
-        with pytest.raises(ValueError, match="was written and cannot be read back: code: '1111"):
-            place.store.put(item, {}, MADE._replace(code=other))
-        assert place.store.get(item) is None
-        path = place.store.folder / "code.json"
-        path.write_text(json.dumps({**place.store.accepted, "1" * 16: "2026-01-02: the same"}))
-        place.store.accept(other)
-        assert place.store.get(item) is not None
-
-    @pytest.mark.parametrize("text", ["", "[1]", '{"a": 1}'])
-    def test_a_damaged_list(self, place, text):
-        (place.store.folder / "code.json").write_text(text)
-        with pytest.raises(ValueError, match=r"code\.json"):
-            assert place.store.accepted
 
 
 def test_wherever_the_base_is(place, item):
@@ -201,12 +167,12 @@ class TestCommitted:
 
     def test_all_are_read_once(self):
         codes = [
-            record.code["modules"]
+            record.code["commit"]
             for study in self.studies
             for record in self.store._study(study).records.values()
         ]
         assert all(self.store._study(x) is self.store._study(x) for x in self.studies)
-        assert set(codes) <= set(self.store.accepted)
+        assert all(re.fullmatch("[0-9a-f]{40}", commit) for commit in codes)
         assert [self.store.problems(study) for study in self.studies] == [[]] * len(self.studies)
 
     def test_form(self):

@@ -23,7 +23,8 @@ class TestMeasurements:
             ),
         )
         design = Growth(
-            "growth", Path("research/configs/ablations.py"), ["tape", "rope"], [2, 3], steps=1, seeds=(2, 3)
+            "growth", Path("research/configs/ablations.py"), ["tape", "rope"], [2, 3], steps=1,
+            seeds=(2, 3)
         )  # fmt: skip
         planned = design.at(place)
         assert [item.name for item in planned.items[:3]] == [

@@ -4,7 +4,8 @@
       --encodings=tape,rope
   python -m train.main compare --config=configs/context_extension.py --run=runs/longer \\
       --methods=base,tape,lora,longlora,theta,full
-  python -m research.main compare --config=research/configs/ablations.py --run=runs/ablations --variants=all \\
+  python -m research.main compare --config=research/configs/ablations.py --run=runs/ablations \\
+      --variants=all \\
       --sweep train.learning_rate=1e-3,3e-3
 
 Steps, data and seeds are equal. Each training gets a run of its own inside the run folder. Called

@@ -9,8 +9,8 @@ from pathlib import Path
 def cache_folder() -> Path:
     """``TAPE_JAX_CACHE``, else ``tape-jax`` in the user's cache folder.
 
-    That is ``XDG_CACHE_HOME``, else ``~/.cache``. As ``tape_jax._src.core.files.cache_folder``, without
-    loading jax.
+    That is ``XDG_CACHE_HOME``, else ``~/.cache``. As ``tape_jax._src.core.files.cache_folder``,
+    without loading jax.
 
     Raises:
       OSError: if there is none: a user may have no home.
