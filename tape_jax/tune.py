@@ -13,7 +13,7 @@ measured: the same command goes on where it was stopped.
 import sys
 from collections.abc import Sequence
 
-from tape_jax._src.attention.tuning.choice import agree, forget
+from tape_jax._src.attention.tuning.records import agree, forget
 
 __all__ = ["agree", "forget", "main"]
 
