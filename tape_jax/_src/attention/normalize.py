@@ -104,7 +104,7 @@ def _visibility(
         f"queries, keys and query_offset together must be below 2**31; got {queries}, {keys} and "
         f"{farthest or 0}",
     )
-    segments = _segments(segment_ids, batch, queries, keys)
+    segments = _segments(segment_ids, batch, (queries, keys))
     if window is not None:
         window = _known("local_window_size", window, operator.index, "one positive integer")
         require(window >= 1, f"local_window_size must be at least 1; got {window}")
@@ -225,64 +225,57 @@ def _check_key_width(
     )
 
 
-def _segments(
-    ids: Any, batch: Sequence[int], query_length: int, key_length: int
-) -> tuple[Array, Array] | None:
-    """Segment ids of queries ``[B|1, Tq]`` and of keys ``[B|1, S]``."""
-    if ids is None:
-        return None
-    if not isinstance(ids, tuple):
-        _check_one_for_both("segment_ids", query_length, key_length)
-        # One object, by which backends know that every query sees its own key.
-        own = _ids("segment_ids", ids, batch, query_length)
+def _of_both(
+    name: str, given: Any, lengths: tuple[int, int], convert: Callable[[str, Any, int], Array]
+) -> tuple[Array, Array]:
+    """Return what queries and keys have: of one array the same object, or of a pair of arrays.
+
+    Args:
+      name: of the argument.
+      given: the array, or a tuple of two.
+      lengths: queries and keys.
+      convert: checks an array, by its name and length.
+    """
+    if not isinstance(given, tuple):
+        require(
+            lengths[0] == lengths[1],
+            f"{name} must be a tuple (queries', keys') where lengths differ: {lengths[0]} queries, "
+            f"{lengths[1]} keys",
+        )
+        own = convert(name, given, lengths[0])
         return own, own
-    _check_pair("segment_ids", ids)
-    return (
-        _ids("query segment_ids", ids[0], batch, query_length),
-        _ids("key segment_ids", ids[1], batch, key_length),
-    )
-
-
-def _ids(name: str, ids: Any, batch: Sequence[int], length: int) -> Array:
-    """Segment ids ``[batch..., length]`` as ``[B|1, length]``."""
-    ids = as_integers(name, ids)
-    require(
-        jnp.issubdtype(ids.dtype, jnp.integer), f"segment_ids must be integers; got {ids.dtype}"
-    )
-    require(
-        ids.ndim >= 1 and ids.shape[-1] == length and _batch_fits(ids.shape[:-1], batch),
-        f"{name}: expected shape {(*batch, length)}, batch axes may be missing; got {ids.shape}",
-    )
-    return _flatten(ids, batch, 1)
-
-
-def _check_one_for_both(name: str, query_length: int, key_length: int) -> None:
-    """One array for queries and keys needs as many of both."""
-    require(
-        query_length == key_length,
-        f"{name} must be a tuple (queries', keys') where lengths differ: {query_length} queries, "
-        f"{key_length} keys",
-    )
-
-
-def _check_pair(name: str, given: tuple[Any, ...]) -> None:
     require(len(given) == 2, f"{name} must be an array or a pair of arrays; got {len(given)}")
+    queries = convert(f"query {name}", given[0], lengths[0])
+    return queries, convert(f"key {name}", given[1], lengths[1])
+
+
+def _segments(
+    ids: Any, batch: Sequence[int], lengths: tuple[int, int]
+) -> tuple[Array, Array] | None:
+    """Return segment ids of queries ``[B|1, Tq]`` and of keys ``[B|1, S]``."""
+
+    def converted(name: str, ids: Any, length: int) -> Array:
+        ids = as_integers(name, ids)
+        require(
+            jnp.issubdtype(ids.dtype, jnp.integer), f"segment_ids must be integers; got {ids.dtype}"
+        )
+        require(
+            ids.ndim >= 1 and ids.shape[-1] == length and _batch_fits(ids.shape[:-1], batch),
+            f"{name}: expected shape {(*batch, length)}, batch axes may be missing; got "
+            f"{ids.shape}",
+        )
+        return _flatten(ids, batch, 1)
+
+    return None if ids is None else _of_both("segment_ids", ids, lengths, converted)
 
 
 def _log_decay(
     given: Any, batch: Sequence[int], pairs: tuple[int, int, int]
 ) -> tuple[Array, Array] | None:
-    """Log decay of queries ``[B|1, Tq, Hq|1]`` and of keys ``[B|1, S, Hq|1]``, of one type."""
-    heads, *lengths = pairs
-    if given is None:
-        return None
-    names = ("query log_decay", "key log_decay")
-    if not isinstance(given, tuple):
-        _check_one_for_both("log_decay", *lengths)
-        given, names = (given, given), ("log_decay", "log_decay")
-    _check_pair("log_decay", given)
-    arrays = []
-    for name, x, length in zip(names, given, lengths, strict=True):
+    """Return log decay of queries ``[B|1, Tq, Hq|1]`` and of keys ``[B|1, S, Hq|1]``, one type."""
+    heads, *_ = pairs
+
+    def converted(name: str, x: Any, length: int) -> Array:
         x = jnp.asarray(x)
         require(
             jnp.issubdtype(x.dtype, jnp.floating), f"{name} must be floating-point; got {x.dtype}"
@@ -295,10 +288,13 @@ def _log_decay(
             f"{name}: expected shape {(*batch, length, heads)}, one head for all or batch axes "
             f"missing; got {x.shape}",
         )
-        arrays.append(_flatten(x, batch, 2))
-    dtype = algebra.at_least_float32(jnp.result_type(*arrays))
-    queries, keys = (x.astype(dtype) for x in arrays)
-    return queries, keys
+        return _flatten(x, batch, 2)
+
+    if given is None:
+        return None
+    queries, keys = _of_both("log_decay", given, pairs[1:], converted)
+    dtype = algebra.at_least_float32(jnp.result_type(queries, keys))
+    return queries.astype(dtype), keys.astype(dtype)
 
 
 def _bias(

@@ -37,6 +37,7 @@ def measured(tmp_path, monkeypatch):
     """The folder of a machine that has found ``chunked`` fast."""
     folder = tmp_path / "measured"
     monkeypatch.setenv("TAPE_JAX_CACHE", str(folder))
+    monkeypatch.setenv("XLA_FLAGS", "")
     records.key.cache_clear()
     records.device.cache_clear()
     fast, slow = Measured("chunked", 1.0, 2.0), Measured("reference", 2.0, 4.0)

@@ -214,11 +214,7 @@ def key() -> dict[str, Any]:
     for name in LIBRARIES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    set_here = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
-    if "XLA_FLAGS" in set_here:
-        set_here["XLA_FLAGS"] = " ".join(
-            sorted(re.sub(WITHOUT_EFFECT, "", set_here["XLA_FLAGS"]).split())
-        )
+    flags = {name: re.sub(WITHOUT_EFFECT, "", os.environ.get(name, "")) for name in VARIABLES}
     return {
         "device": device(),
         "jax": jax.__version__,
@@ -226,7 +222,7 @@ def key() -> dict[str, Any]:
         "libraries": versions,
         "driver": _driver(),
         "runtime": jax.local_devices()[0].client.platform_version,
-        "flags": {name: flags for name, flags in set_here.items() if flags},
+        "flags": {name: sorted(given.split()) for name, given in flags.items()},
         "64-bit types": jax.dtypes.canonicalize_dtype(np.int64) == np.int64,
         "precision of products": str(getattr(jax.config, "jax_default_matmul_precision", None)),
         "kernels": source_hash(),
@@ -425,7 +421,6 @@ def adopt(text: str | None) -> None:
     global _agreed
     _agreed = text
     known.cache_clear()
-    _nearest.cache_clear()
 
 
 class Ranking(NamedTuple):
@@ -450,7 +445,7 @@ def ranking(request: Request, default: Callable[[Request], str]) -> Ranking | No
       default: the implementation that a call takes without measurements.
     """
     shape = CallShape.of(request)
-    near = None if shape is None else _nearest(shape)
+    near = None if shape is None else nearest(shape, known().table)
     if shape is None or near is None:
         return None
     results, usual = known().table[near], default(request)
@@ -460,11 +455,6 @@ def ranking(request: Request, default: Callable[[Request], str]) -> Ranking | No
         results = [x for x in results if x.implementation != "reference"]
     struck = {x.implementation: x for x in results if x.struck is not None}
     return Ranking(near, ranked(results, usual), struck)
-
-
-@functools.cache
-def _nearest(shape: CallShape) -> CallShape | None:
-    return nearest(shape, known().table)
 
 
 def nearest(shape: CallShape, table: Iterable[CallShape]) -> CallShape | None:
