@@ -98,6 +98,7 @@ def attention(
       bias: added to the scaled logits: an array that broadcasts to ``[..., Hq, Tq, S]``, or a
         function of query indices ``[Q]`` (``query_offset`` included) and key indices ``[K]``, both
         int32, to what broadcasts to ``[..., Hq, Q, K]``. Gradients reach what it closes over.
+        Call from within ``jax.jit``: outside, ``chunked`` compiles a function anew at each call.
       scale: factor on the logits; None: ``1 / sqrt(D)``.
       query_state: state of the queries, in the form of ``state``, but its number of heads is any
         that divides ``Hq``. None: ``state``, which must then have the queries' length.

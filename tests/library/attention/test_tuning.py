@@ -157,16 +157,23 @@ def test_the_nearest_shape_counts(length, rows, nearest):
     assert (found and found.length) == nearest
 
 
-def test_short_calls_of_another_head_dimension_say_nothing():
-    table = [CallShape(8, 16, "float32", True), CallShape(64, 256, "float32", True)]
-    assert records.nearest(CallShape(64, 100, "float32", True), table) is None
-    assert records.nearest(CallShape(8, 16, "float32", True), table) == table[0]
+@pytest.mark.parametrize(
+    ("measured", "call", "known"),
+    [
+        ([(8, 16), (64, 256)], (64, 100), None),
+        ([(8, 16), (64, 256)], (8, 16), (8, 16)),
+        ([(64, 64, "bfloat16")], (64, 64, "float16"), (64, 64, "bfloat16")),
+        ([(64, 64, "bfloat16")], (64, 64, "float64"), None),
+    ],
+)
+def test_what_another_kind_of_call_says(measured, call, known):
+    """Short calls of another head dimension nothing, types of one width the same."""
 
+    def shape(dim, length, dtype="float32"):
+        return CallShape(dim, length, dtype, True)
 
-def test_types_of_one_width_are_alike():
-    table = [CallShape(64, 64, "bfloat16", True)]
-    assert records.nearest(CallShape(64, 64, "float16", True), table)
-    assert records.nearest(CallShape(64, 64, "float64", True), table) is None
+    found = records.nearest(shape(*call), [shape(*each) for each in measured])
+    assert found == (known and shape(*known))
 
 
 def test_calls_with_far_more_keys_than_queries_are_not_known():
@@ -179,18 +186,16 @@ def test_calls_with_far_more_keys_than_queries_are_not_known():
     assert (plan.implementation, plan.measured) == ("reference", None)
 
 
-@pytest.mark.parametrize(("length", "taken"), [(64, "reference"), (181, "reference"), (182, "ch")])
-def test_the_reference_is_not_taken_where_its_memory_was_not_tried(length, taken):
-    """Except where it is so small a call that it is the default."""
-    known(result("reference", 0.1, 0.1), result("chunked"))
+@pytest.mark.parametrize(
+    ("measured", "length", "taken"),
+    [(64, 64, "reference"), (64, 181, "reference"), (64, 182, "ch"), (8192, 8192, "chunked")],
+)
+def test_the_reference_is_not_taken_where_its_memory_was_not_tried(measured, length, taken):
+    """Except in so small a call that it is the default; each layer of a model keeps its logits."""
+    measured = dataclasses.replace(SHAPE, length=measured)
+    known(result("reference", 0.1, 0.1), result("chunked"), shape=measured)
     plan = plan_of(dataclasses.replace(SHAPE, length=length))
     assert plan.implementation.startswith(taken)
-
-
-def test_layers_keep_little_for_the_backward_pass():
-    shape = dataclasses.replace(SHAPE, length=8192)
-    known(result("reference", 0.1, 0.1), result("chunked"), shape=shape)
-    assert plan_of(shape).implementation == "chunked"
 
 
 def test_what_refuses_a_call_is_passed_over(extra):

@@ -359,11 +359,13 @@ def describe(results: Sequence[Measured], default: str) -> str:
     if not ranked:
         return "nothing was measured"
     best = ranked[0]
-    text = f"{best.implementation}, {1e3 * best.forward:.3g} ms forward, "
-    text += f"{1e3 * best.gradients:.3g} ms with gradients"
     base = next((x for x in ranked if x.implementation == default), best)
+    text = (
+        f"{best.implementation}, {1e3 * best.forward:.3g} ms forward, "
+        f"{1e3 * best.gradients:.3g} ms with gradients"
+    )
     if best is not base:
-        ratios = best.forward / base.forward, best.gradients / base.gradients
-        text += f": {ratios[0]:.2f} and {ratios[1]:.2f} x {default}"
+        text += f": {best.forward / base.forward:.2f} and "
+        text += f"{best.gradients / base.gradients:.2f} x {default}"
     wrong = [x.implementation for x in results if x.wrong]
     return text + (f"; struck off: {', '.join(wrong)}" if wrong else "")
