@@ -167,7 +167,7 @@ def candidates(
     ranking = None if request.interpret else records.ranking(request, default)
     found: list[Candidate] = []
     if ranking is None:
-        note = records.known().note
+        note = records.known()[1]
         kept = {"ring", *(x.implementation for x in usual)}
         others = () if jax.default_backend() == "cpu" else BACKENDS
         excluded = {name: note for name in others if name not in kept}

@@ -220,7 +220,8 @@ def key() -> dict[str, Any]:
         "jax": jax.__version__,
         "jaxlib": importlib.metadata.version("jaxlib"),
         "libraries": versions,
-        "driver": _driver(),
+        "driver": _first_match("/proc/driver/nvidia/version", r"^NVRM version:\s*(.+)$"),
+        "cudnn": _cudnn(),
         "runtime": jax.local_devices()[0].client.platform_version,
         "flags": {name: sorted(given.split()) for name, given in flags.items()},
         "64-bit types": jax.dtypes.canonicalize_dtype(np.int64) == np.int64,
@@ -240,12 +241,18 @@ def device() -> str:
     return f"{kind} {found or platform.processor() or platform.machine()}, {cores} cores"
 
 
-def _driver() -> str:
-    """The version of NVIDIA's driver; empty without one."""
-    return _first_match("/proc/driver/nvidia/version", r"^NVRM version:\s*(.+)$")
+def _cudnn() -> str:
+    """The version of the cuDNN that jax has loaded; empty without one."""
+    try:
+        from jax._src.lib import cuda_versions
+
+        return "" if cuda_versions is None else str(cuda_versions.cudnn_get_version())
+    except (ImportError, AttributeError, RuntimeError):
+        return ""
 
 
 def _first_match(file: str, pattern: str) -> str:
+    """What a pattern finds in a file; empty if there is nothing."""
     try:
         found = re.search(pattern, Path(file).read_text(), re.MULTILINE)
     except OSError:
@@ -356,30 +363,26 @@ def locked() -> Iterator[None]:
         yield
 
 
-class Known(NamedTuple):
-    """What was measured on this machine, and why there is nothing for a call not in it."""
-
-    table: Mapping[CallShape, list[Measured]]
-    note: str
-
-
 _agreed: str | None = None
 
 
 @functools.cache
-def known() -> Known:
-    """What was measured on this machine, read once; files that do not count are named."""
+def known() -> tuple[Table, str]:
+    """What was measured here, read once, and why there is nothing for a call that is not in it.
+
+    Files that do not count are named in a warning.
+    """
     if _agreed is not None:
         return _known(loads(_agreed, check=False) if _agreed else None)
     if jax.process_count() > 1:
-        return Known({}, "nothing is read where several processes might not agree")
+        return {}, "nothing is read where several processes might not agree"
     table, ignored = read()
     for file, why in ignored.items() if table is None else ():
         warnings.warn(f"{file} is ignored: {why}. {COMMAND} measures again", stacklevel=2)
     return _known(table)
 
 
-def _known(table: Table | None) -> Known:
+def _known(table: Table | None) -> tuple[Table, str]:
     """The measurements, without what disagrees in any call of types of the same width."""
     wrong = {
         (shape.itemsize, x.implementation): x
@@ -392,7 +395,7 @@ def _known(table: Table | None) -> Known:
         for shape, results in (table or {}).items()
     }
     what = "no shape near this one" if table else "nothing"
-    return Known(clean, f"{what} was measured here ({COMMAND} does)")
+    return clean, f"{what} was measured here ({COMMAND} does)"
 
 
 def forget() -> None:
@@ -445,10 +448,10 @@ def ranking(request: Request, default: Callable[[Request], str]) -> Ranking | No
       default: the implementation that a call takes without measurements.
     """
     shape = CallShape.of(request)
-    near = None if shape is None else nearest(shape, known().table)
+    near = None if shape is None else nearest(shape, known()[0])
     if shape is None or near is None:
         return None
-    results, usual = known().table[near], default(request)
+    results, usual = known()[0][near], default(request)
     size = shape.logits * request.accumulator_dtype.itemsize
     untried = shape.logits > REACH * near.logits or size > MOST_BYTES
     if untried and usual != "reference":
