@@ -2,18 +2,18 @@
 
     python -m tape_jax.tune [--head-dims D ...] [--lengths T ...] [--dtypes NAME ...]
 
-Every implementation that can run here, with the block sizes that it has to offer, is compared with
-the reference, outputs and gradients; one that disagrees is struck off. The others are timed in
-turns, forward and with gradients, in causal calls with a state and without; on a CPU at fewer
-shapes. What is found is kept in the user's cache folder (TAPE_JAX_CACHE names another), from where
-tape_jax.attention takes it with implementation=None. Each case is written as soon as it is
+Every implementation that can run here, with its default options, is compared with the reference at
+the shape that is timed, outputs and gradients; one that disagrees is struck off. The others are
+timed in turns, forward and with gradients, in causal calls with a state and without; on a CPU at
+fewer shapes. What is found is kept in the user's cache folder (TAPE_JAX_CACHE names another), from
+where tape_jax.attention takes it with implementation=None. Each case is written as soon as it is
 measured: the same command goes on where it was stopped.
 """
 
 import sys
 from collections.abc import Sequence
 
-from tape_jax._src.attention.tuning.choice import agree, forget
+from tape_jax._src.attention.tuning.records import agree, forget
 
 __all__ = ["agree", "forget", "main"]
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import jax
 
-from tape_jax._src.attention.tuning import choice, session, store
-from tape_jax._src.attention.tuning.cases import CallShape
-from tape_jax._src.attention.tuning.measure import Limits
+from tape_jax._src.attention.tuning import measure, records
+from tape_jax._src.attention.tuning.records import CallShape
 from tape_jax.sharding import Sharding
 from train.experiment import Experiment
 from train.training import distributed
@@ -34,21 +33,22 @@ def prepare(
         return
     if tune and jax.default_backend() != "cpu" and distributed.is_main():
         _measure(experiment, sharding, report)
-    choice.agree()
+    records.agree()
 
 
 def _measure(experiment: Experiment, sharding: Sharding | None, report: Report) -> None:
-    known = store.read()[0] or {}
+    known = records.read()[0] or {}
     wanted = [shape for shape in shapes(experiment, sharding) if not _is_known(shape, known)]
     if not wanted:
         return
     report(
-        f"nothing like this was measured on {store.device()}: attention is measured first, for a "
+        f"nothing like this was measured on {records.device()}: attention is measured first, for a "
         "minute at most (--no-tune leaves it out; python -m tape_jax.tune does it thoroughly)"
     )
-    limits = Limits(memory=MEMORY)
+    limits, each = measure.Limits(memory=MEMORY), SECONDS / len(wanted)
     try:
-        session.tune(wanted, seconds=SECONDS, brief=True, limits=limits, say=report)
+        for shape in wanted:
+            measure.tune([shape], seconds=each, limits=limits, say=report)
     except OSError as error:
         report(f"what was measured cannot be kept: {error}")
 
@@ -77,9 +77,9 @@ def shapes(experiment: Experiment, sharding: Sharding | None) -> list[CallShape]
     ]
 
 
-def _is_known(shape: CallShape, known: store.Table) -> bool:
+def _is_known(shape: CallShape, known: records.Table) -> bool:
     """Whether there is a measurement of this head dimension at about this length."""
-    near = choice.nearest(shape, known)
+    near = records.nearest(shape, known)
     return (
         near is not None
         and near.head_dim == shape.head_dim

@@ -7,8 +7,9 @@ import dataclasses
 import jax
 import pytest
 
-from tape_jax._src.attention.tuning import choice, session, store
-from tape_jax._src.attention.tuning.cases import CallShape, Contender, Measured
+from tape_jax._src.attention.tuning import measure as tuning
+from tape_jax._src.attention.tuning import records
+from tape_jax._src.attention.tuning.records import CallShape, Measured
 from tape_jax.sharding import ShardingConfig
 from tests.train.training.tiny import an_experiment
 from train import main as program
@@ -19,11 +20,11 @@ from train.training import loop, tuned
 def accelerator(monkeypatch, tmp_path):
     """An accelerator as far as the choice goes, and an empty cache folder."""
     monkeypatch.setenv("TAPE_JAX_CACHE", str(tmp_path / "cache"))
-    store.device()
+    records.device()
     monkeypatch.setattr(tuned.jax, "default_backend", lambda: "gpu")
-    choice.forget()
+    records.forget()
     yield
-    choice.forget()
+    records.forget()
 
 
 @pytest.fixture
@@ -31,11 +32,11 @@ def measured(monkeypatch):
     """The shapes that were measured, each with the seconds that there were."""
     calls = []
 
-    def measure(shape, found, call, *, limits, **_):
+    def measure(shape, names, **_):
         calls.append(shape)
-        return [Measured(Contender("chunked"), 1.0, 2.0, error=0.0)]
+        return [Measured("chunked", 1.0, 2.0, error=0.0)]
 
-    monkeypatch.setattr(session, "measure", measure)
+    monkeypatch.setattr(tuning, "measure", measure)
     return calls
 
 
@@ -71,7 +72,7 @@ def test_a_cpu_measures_nothing_unasked(measured, monkeypatch):
 
 def test_only_the_first_process_measures(measured, monkeypatch):
     agreed = []
-    monkeypatch.setattr(tuned.choice, "agree", lambda: agreed.append(True))
+    monkeypatch.setattr(tuned.records, "agree", lambda: agreed.append(True))
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     assert prepare(an_experiment()) == []
     assert (measured, agreed) == ([], [True])
@@ -81,7 +82,7 @@ def test_a_folder_that_cannot_be_written_is_no_reason_to_stop(measured, monkeypa
     def refuse(table):
         raise OSError("read-only")
 
-    monkeypatch.setattr(store, "write", refuse)
+    monkeypatch.setattr(records, "write", refuse)
     assert prepare(an_experiment())[-1] == "what was measured cannot be kept: read-only"
 
 

@@ -97,9 +97,7 @@ def test_parameters_in_place_of_variables():
         lambda: decode(model, params, cache, token, 1),
         lambda: add_tape(model, params, key=jax.random.key(0)),
     ):
-        with pytest.raises(
-            ValueError, match=r"must be \{'params': .* keys \['embedding'"
-        ):
+        with pytest.raises(ValueError, match=r"must be \{'params': .* keys \['embedding'"):
             call()
     with pytest.raises(ValueError, match=r"variables must be .* got list"):
         generate(model, [], [[1]], 2)
