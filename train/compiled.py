@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import jax
 
-from train.data.cache_folder import cache_folder
+from train.files import cache_folder
 
 # The least recently used programs go first.
 MOST_BYTES = 1 << 30

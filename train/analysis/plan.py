@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tape_jax._src.model.decoder import Transformer
+from tape_jax import Transformer
 from tape_jax.sharding import MESH_AXES, Sharding, ShardingConfig
 from train.analysis import ahead_of_time
 from train.analysis.ahead_of_time import Cuda, Machine

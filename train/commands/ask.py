@@ -18,7 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Asks."""
-    from tape_jax._src.core.checks import require
+    from train.checks import require
     from train.evaluation.exact_match import answer
     from train.training import messages, runs
 

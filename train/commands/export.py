@@ -20,9 +20,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Exports."""
-    from tape_jax._src.core.checks import require
     from tape_jax.adapt import merge_lora
     from tape_jax.pretrained import save_pretrained
+    from train.checks import require
     from train.training import messages, runs
 
     wanted, adapter = runs.load(args.run), args.run / runs.ADAPTER

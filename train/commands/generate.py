@@ -4,8 +4,7 @@
   python -m train.main generate --model=llama/ --adapter=tape.safetensors --prompt "Once" \\
       --temperature=0.8 --top-p=0.95 --seed=1
 
-A single prompt is continued before your eyes, several together, as one batch. The cache starts
-small and grows as it fills.
+A single prompt is continued before your eyes, several together, as one batch.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def run(args: argparse.Namespace) -> None:
     import jax
     import numpy as np
 
-    from tape_jax._src.core.checks import require
+    from train.checks import require
     from train.training.clock import Clock
     from train.training.generation import describe_cache, load, stream
 

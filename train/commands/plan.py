@@ -42,12 +42,12 @@ def run(args: argparse.Namespace) -> None:
     """Plans."""
     import jax
 
-    from tape_jax._src.core.checks import require
-    from tape_jax._src.core.files import write_atomically
-    from tape_jax._src.model.decoder import Transformer
+    from tape_jax import Transformer
     from tape_jax.sharding import ShardingConfig
     from train import experiment
     from train.analysis import ahead_of_time, plan
+    from train.checks import require
+    from train.files import write_atomically
 
     jax.config.update("jax_platforms", "cpu")
     wanted = experiment.from_file(args.config, args.overrides)
@@ -73,8 +73,8 @@ def run(args: argparse.Namespace) -> None:
 
 def parse_mesh(text: str) -> ShardingConfig:
     """A mesh such as ``fsdp=8,tensor=4``."""
-    from tape_jax._src.core.checks import choose, require
     from tape_jax.sharding import MESH_AXES, ShardingConfig
+    from train.checks import choose, require
 
     sizes: dict[str, Any] = {}
     for part in text.split(","):

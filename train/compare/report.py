@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tape_jax._src.core.checks import require
-from tape_jax._src.core.files import write_atomically
+from train.checks import require
 from train.compare.environment import describe_environment
 from train.compare.plots import MARK, loss_curves, require_ours, save
 from train.compare.tasks import Comparison
 from train.evaluation.grids import text_table
 from train.evaluation.intervals import half_width
+from train.files import write_atomically
 from train.tasks import Score, Task
 
 # The widest table, in characters.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tape_jax._src.core.files import write_atomically
 from train.compare import sweep
 from train.compare.jobs import Job, claim
 from train.compare.processes import EVALUATE, VALIDATE, train_all
 from train.compare.sweep import Setting
+from train.files import write_atomically
 from train.tasks import Result
 from train.training import metrics
 

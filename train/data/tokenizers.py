@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from tape_jax._src.core.checks import require
+from train.checks import require
 
 _SPECIAL_NAMES = {
     "bos": ("<s>", "<bos>", "<|begin_of_text|>", "[BOS]"),

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tape_jax._src.core.checks import require
-from tape_jax._src.model.decoder import Transformer
+from tape_jax import Transformer
+from train.checks import require
 from train.compiled import compile_in_turn
 from train.evaluation import Progress, fits
 

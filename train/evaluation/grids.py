@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tape_jax._src.core.checks import require
+from train.checks import require
 from train.evaluation.intervals import half_width
 
 FORMAT = "tape-jax exact-match grid, version 2"

@@ -28,8 +28,8 @@ from typing import Any
 
 import numpy as np
 
-from tape_jax._src.core.checks import require
-from tape_jax._src.model.decoder import Transformer
+from tape_jax import Transformer
+from train.checks import require
 from train.evaluation import Progress, fits
 from train.evaluation.grids import read_record, text_table
 from train.evaluation.window_losses import losses_and_places, windows_of, with_window

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tape_jax._src.core.checks import require
-from tape_jax._src.model.decoder import Transformer
+from tape_jax import Transformer
+from train.checks import require
 from train.compiled import compile_in_turn
 
 # Tokens whose logits are in memory at a time.

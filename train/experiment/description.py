@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from tape_jax._src.core.checks import choose, require
-from tape_jax._src.model.config import ModelConfig
+from tape_jax import ModelConfig
 from tape_jax.sharding import ShardingConfig
+from train.checks import choose, require
 from train.experiment import schedules
 from train.experiment.adaptation import Adaptation
 from train.tasks import Task, task_name

@@ -13,12 +13,11 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_dict, config_flags
 
-from tape_jax import positions
-from tape_jax._src.core.checks import choose, require
-from tape_jax._src.model.config import ModelConfig, RopeScaling
-from tape_jax._src.positions.creation import option_names
+from tape_jax import ModelConfig, RopeScaling, positions
+from tape_jax.positions import option_names
 from tape_jax.sharding import ShardingConfig
 from train import outline
+from train.checks import choose, require
 from train.data import tokenizers
 from train.experiment import adaptation
 from train.experiment.adaptation import Adaptation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import optax
 
-from tape_jax._src.core.checks import choose, require
+from train.checks import choose, require
 
 DECAYS = ("constant", "linear", "polynomial", "cosine")
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-from tape_jax._src.core.checks import choose, from_mapping
+from train.checks import choose, from_mapping
 from train.evaluation import Progress, Trained
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from tape_jax._src.core.checks import choose, not_negative, require
+from train.checks import choose, not_negative, require
 from train.data import synthetic
 from train.evaluation import Progress, Trained, fits
 from train.evaluation.grids import Wording

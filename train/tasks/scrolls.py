@@ -32,9 +32,8 @@ import jax.numpy as jnp
 import numpy as np
 import tqdm
 
-from tape_jax._src.core.checks import choose, require
-from tape_jax._src.model.decoder import Transformer
-from tape_jax._src.model.generate import decode, pad_prompts, prefill
+from tape_jax import Transformer, decode, pad_prompts, prefill
+from train.checks import choose, require
 from train.data import synthetic
 from train.data.tokenizers import Tokenizer
 from train.evaluation import Progress, Trained

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from tape_jax._src.core.checks import choose, require
+from train.checks import choose, require
 from train.data import synthetic, token_cache
-from train.data.cache_folder import cache_folder
 from train.data.packing import PACKINGS, Batch, Packed, endless_batches
 from train.data.sources import get_source
 from train.data.token_cache import Corpus, TokenStream
 from train.data.tokenizers import Tokenizer
 from train.evaluation import Progress, Trained
+from train.files import cache_folder
 from train.tasks import Result, Score, retrieval, text_evaluation
 from train.tasks.questions import VALIDATION_SEED
 from train.tasks.tokenized import Tokenized

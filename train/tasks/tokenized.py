@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tape_jax._src.core.checks import require
+from train.checks import require
 from train.data import tokenizers
 from train.data.tokenizers import Tokenizer
 

@@ -8,9 +8,11 @@ import math
 from flax.traverse_util import flatten_dict
 
 from tape_jax import ModelConfig, Transformer
-from tape_jax._src.model.config import MLP_PROJECTIONS
 from train.experiment import Experiment
 from train.training import chips, runs
+
+# Of an MLP, or of an expert.
+MLP_PROJECTIONS = ("gate", "up", "down")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from tape_jax._src.attention import AttentionPlan
+from tape_jax import AttentionPlan
 from train.experiment import Experiment
 from train.training import runs
 from train.training.clock import Clock

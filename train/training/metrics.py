@@ -20,7 +20,7 @@ import jax
 import tensorboardX
 import tqdm
 
-from tape_jax._src.core.files import write_atomically
+from train.files import write_atomically
 
 BAR = (
     "{desc}: {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}, {remaining} left{postfix}]"

@@ -11,13 +11,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tape_jax._src.core.algebra import at_least_float32
-from tape_jax._src.core.checks import require
-from tape_jax._src.model.decoder import Transformer
-from tape_jax._src.model.experts import ROUTER_LOSSES
-from tape_jax._src.model.layout import layer_params
+from tape_jax import Transformer
 from tape_jax.adapt import merge
-from tape_jax.losses import CHUNK_LOGITS, added_by_routers, cross_entropy
+from tape_jax.losses import CHUNK_LOGITS, added_by_encoding, added_by_routers, cross_entropy
+from train.checks import require
 from train.experiment import USUALLY_NOT_DECAYED, Experiment, TrainConfig
 from train.training import runs
 
@@ -30,6 +27,8 @@ MEMORY, KNOWN = 0.99, 0.2
 # By platform. XLA's fusion of kernels with slices runs a kernel of a scanned layer twice: once for
 # the layer, once to write what the backward pass keeps.
 COMPILER_OPTIONS = {"gpu": {"xla_gpu_enable_dynamic_slice_fusion": False}}
+# What :func:`tape_jax.losses.added_by_routers` reports.
+ROUTER_LOSSES = ("balance_loss", "z_loss")
 
 
 class TrainState(NamedTuple):
@@ -137,7 +136,7 @@ def make_step(
     """
 
     experts = model.config.experts
-    names = ("loss", *(f"{name}_loss" for name in ROUTER_LOSSES if experts))
+    names = ("loss", *(ROUTER_LOSSES if experts else ()))
 
     def loss_fn(
         params: Any, frozen: Any, part: Batch, key: Array, share: Array
@@ -169,7 +168,7 @@ def make_step(
         """What the encoding adds to the loss, if anything."""
         if not hasattr(model, "encoding"):
             return None
-        return model.encoding.loss(layer_params(model, params), step / config.steps)
+        return added_by_encoding(model, params, step / config.steps)
 
     def parts_of(batch: Batch) -> Batch:
         def split(x: Array) -> Array:
@@ -179,7 +178,9 @@ def make_step(
         return jax.tree.map(split, batch)
 
     def zeros_like(params: Any) -> Any:
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, at_least_float32(x.dtype)), params)
+        zeros = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), params
+        )
         return zeros if places is None else jax.lax.with_sharding_constraint(zeros, places.params)
 
     def step(
