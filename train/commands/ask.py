@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> None:
     require(
         hasattr(task, "question"),
         f"the task of {args.run} takes no questions; to have a prompt continued:\n"
-        f"  {messages.generate(args.run, args.questions[0])}",
+        f"  {messages.generate(args.run, task, args.questions[0])}",
     )
     trained = runs.restore_model(args.run)
     limit = trained.max_length

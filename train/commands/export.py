@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> None:
 
     wanted, adapter = runs.load(args.run), args.run / runs.ADAPTER
     kind = wanted.model.position.kind
-    use = f"it stays a run, {messages.generate(args.run, 'Once upon a time')}"
+    use = f"it stays a run, {messages.generate(args.run, wanted.task, 'Once upon a time')}"
     if wanted.adapt and adapter.exists():
         call = f"generate --model={wanted.adapt.base} --adapter={adapter}"
         use = f"what was trained is in {adapter}, as {call} takes it"

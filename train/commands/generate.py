@@ -24,7 +24,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--adapter", type=Path, help="an adapter for the Llama folder")
     parser.add_argument("--tokenizer", help="of the Llama folder, if it is not in there")
     parser.add_argument("--prompt", action="append", required=True, help="may be repeated")
-    parser.add_argument("--new", type=int, default=128, help="tokens at most (128)")
+    parser.add_argument(
+        "--new", "--max-new-tokens", type=int, default=128, help="tokens at most (128)"
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token (0)")
     parser.add_argument("--top-k", type=int, help="draw from so many tokens only")
     parser.add_argument("--top-p", type=float, help="draw from tokens of this probability only")

@@ -20,6 +20,7 @@ from train.checks import require
 from train.compiled import compile_in_turn
 from train.evaluation import fits
 from train.experiment import Experiment
+from train.tasks import Task
 from train.training import changes, distributed, messages, runs
 from train.training.checkpoint import Checkpoints, Report
 from train.training.clock import Clock
@@ -70,8 +71,10 @@ def train(
     data = iter(experiment.task.dataset(experiment.seed, config.batch_size, *share))
     read = prepared(experiment, strict=not continued)
 
-    with abandonable(folder), contextlib.ExitStack() as stack:
-        signals = Signals(lambda: messages.saving(folder), lambda: messages.abandoned(folder))
+    with abandonable(folder, experiment.task), contextlib.ExitStack() as stack:
+        signals = Signals(
+            lambda: messages.saving(folder), lambda: messages.abandoned(folder, experiment.task)
+        )
         # Several processes must stop after the same step: distributed.preempted sees to that.
         if jax.process_count() == 1:
             stack.enter_context(signals)
@@ -98,7 +101,7 @@ def train(
         if start < last:
             report("\n".join([messages.begins(experiment, folder), *read]))
         clock.lap("to start")
-        loop = Loop(folder, config.save_every, sharding, program.step, begin.frozen, saved, metrics)
+        loop = Loop(experiment, folder, sharding, program.step, begin.frozen, saved, metrics)
         state = loop.run(range(start + 1, last + 1), state, trace, signals, report)
         clock.lap("to train")
         checkpoints.wait()
@@ -151,8 +154,8 @@ class Loop:
     """The steps of a training.
 
     Attributes:
+      experiment: what is trained.
       folder: the run's.
-      save_every: steps between two checkpoints.
       sharding: of :func:`build_sharding`.
       step: one optimiser step (:func:`train.training.step.make_step`).
       frozen: the parameters that do not train, or None.
@@ -160,8 +163,8 @@ class Loop:
       metrics: where the numbers of each step go.
     """
 
+    experiment: Experiment
     folder: Path
-    save_every: int
     sharding: Sharding | None
     step: jax.stages.Wrapped
     frozen: Any
@@ -181,7 +184,7 @@ class Loop:
         Raises:
           Stopped: after saving, on a signal; or when a number is not finite.
         """
-        checkpoints = self.saved.checkpoints
+        checkpoints, save_every = self.saved.checkpoints, self.experiment.train.save_every
         try:
             for step in steps:
                 trace.before(step, state)
@@ -193,14 +196,14 @@ class Loop:
                 state, values = self.step(state, batch, self.frozen)
                 self.metrics.record(step, values)
                 stop = signals.received or (signal.SIGTERM if distributed.preempted(step) else 0)
-                if stop or step % self.save_every == 0 or step == steps[-1]:
+                if stop or step % save_every == 0 or step == steps[-1]:
                     self.metrics.flush()
                     if not all_finite(state):
                         raise NonFiniteError(step, "a parameter or its moments")
                     self.saved.save(step, state)
                 if stop:
                     checkpoints.wait()
-                    raise messages.interrupted(self.folder, step, stop)
+                    raise messages.interrupted(self.folder, self.experiment.task, step, stop)
         except NonFiniteError as error:
             checkpoints.wait()
             raise messages.diverged(self.folder, checkpoints.steps()[-1], error) from error
@@ -262,12 +265,12 @@ def open_metrics(experiment: Experiment, folder: Path, start: int, sums: Sums) -
 
 
 @contextlib.contextmanager
-def abandonable(folder: Path) -> Iterator[None]:
+def abandonable(folder: Path, task: Task) -> Iterator[None]:
     """Says what is saved where Ctrl-C ends a training at once, after all in this block is done."""
     try:
         yield
     except KeyboardInterrupt:
-        raise Stopped(messages.abandoned(folder), 128 + signal.SIGINT) from None
+        raise Stopped(messages.abandoned(folder, task), 128 + signal.SIGINT) from None
 
 
 def prepared(experiment: Experiment, *, strict: bool) -> list[str]:
