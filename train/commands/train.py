@@ -4,11 +4,11 @@
   python -m train.main train --run=runs/x --resume [--config.train.steps=6000]
 
 --config with --resume starts the run if it is not there yet: one command for a scheduler. Any field
-(--help-config lists them) can be changed: --config.model.position.kind=rope; with --resume, those on
-which nothing depends that is trained. With --config.adapt.base=FOLDER a trained model is adapted, by the
-method of --config.adapt.method. Ctrl-C or SIGTERM saves before leaving, a second Ctrl-C does not.
+can be changed (--help-config lists them): --config.model.position.kind=rope; with --resume, those
+on which nothing depends that is trained. With --config.adapt.base=FOLDER a trained model is adapted
+by --config.adapt.method. Ctrl-C or SIGTERM saves before leaving, a second Ctrl-C does not. On a GPU
+or TPU where nothing like it was measured, attention is measured first, for a minute (--no-tune).
 
-On a GPU or TPU where nothing like it was measured, attention is measured first, for a minute.
 All devices: --config.sharding.data=-1 (each has all parameters) or --config.sharding.fsdp=-1 (each
 has its part); also tensor and sequence. Several hosts: the same command on each, with --distributed
 where SLURM, Open MPI, Kubernetes or a TPU pod tell each process its place, or with

@@ -106,10 +106,7 @@ def train(
         clock.lap("to train")
         checkpoints.wait()
         if experiment.adapt and experiment.adapt.trains:
-            try:
-                report(f"written: {runs.write_adapter(folder, begin, state.params)}")
-            except NotImplementedError as reason:
-                report(f"no adapter file: {reason}")
+            report_adapter(folder, begin, state.params, report)
         clock.lap("to save")
         report(messages.ended(folder, last, metrics.last, clock))
 
@@ -215,6 +212,14 @@ class Loop:
             lowered = self.step.lower(state, batch, self.frozen)
         report(messages.describe_attention(plans))
         compile_in_turn(lowered)
+
+
+def report_adapter(folder: Path, begin: runs.Start, params: Any, report: Report) -> None:
+    """Writes what an adapted run trained, if safetensors is installed."""
+    try:
+        report(f"written: {runs.write_adapter(folder, begin, params)}")
+    except NotImplementedError as reason:
+        report(f"no adapter file: {reason}")
 
 
 def measure_attention(
