@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 MODULES = (
     "tape_jax",
     *("train/data", "train/evaluation", "train/tasks", "train/experiment", "train/training"),
-    *("train/analysis", "train/compiled.py"),
+    *("train/analysis", "train/process.py"),
     *(f"train/compare/{name}.py" for name in ("evaluations", "processes", "sweep")),
     "research/overhead.py",
 )

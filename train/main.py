@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 # Nothing that takes long to load: it waits until the arguments are right.
-from train import compiled
 from train.checks import nearest
-from train.training.allocator import keep_freed_memory
+from train.process import keep_freed_memory, keep_programs
 from train.training.signals import Stopped
 
 COMMANDS = {
@@ -172,7 +171,7 @@ def _run(
     if rest and not takes_config:
         raise ValueError(f"{argv[0]} does not take {' '.join(rest)}; see --help")
     args.overrides = rest
-    compiled.keep()
+    keep_programs()
     return module.run(args) or 0
 
 

@@ -24,7 +24,7 @@ from jax.experimental import topologies
 
 from tape_jax import tune
 from train.checks import choose, require
-from train.training.chips import CHIPS, Chip
+from train.training.flops import CHIPS, Chip
 
 # 9.10, as cuDNN counts: the first that takes values wider than keys.
 CUDNN_VERSION = 91_000

@@ -46,10 +46,9 @@ def run(args: argparse.Namespace) -> None:
     from train.checks import require
     from train.compare import sweep
     from train.compare.jobs import claim, plan, record
-    from train.compare.processes import train_all
+    from train.compare.processes import train_all, tune
     from train.compare.report import by_name, result_section, sample_lines, write_report
     from train.compare.tasks import compare
-    from train.compare.tune import tune
     from train.training import messages
 
     require(args.jobs >= 1, f"compare: --jobs must be at least 1; got {args.jobs}")

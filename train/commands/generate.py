@@ -42,8 +42,8 @@ def run(args: argparse.Namespace) -> None:
     import numpy as np
 
     from train.checks import require
-    from train.training.clock import Clock
     from train.training.generation import describe_cache, load, stream
+    from train.training.metrics import Clock
 
     clock = Clock(begun)
     require(args.new >= 1, f"generate: --new must be at least 1; got {args.new}")

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
 
     from train import experiment
     from train.training import distributed, loop, messages, metrics, runs
-    from train.training.clock import Clock
+    from train.training.metrics import Clock
 
     if args.distributed:
         distributed.initialize(args.distributed)

@@ -14,8 +14,7 @@ from train.checks import require
 from train.compare.environment import describe_environment
 from train.compare.plots import MARK, loss_curves, require_ours, save
 from train.compare.tasks import Comparison
-from train.evaluation.grids import text_table
-from train.evaluation.intervals import half_width
+from train.evaluation.grids import half_width, text_table
 from train.files import write_atomically
 from train.tasks import Score, Task
 

@@ -18,8 +18,8 @@ import numpy as np
 
 from tape_jax import Transformer
 from train.checks import require
-from train.compiled import compile_in_turn
 from train.evaluation import Progress, fits
+from train.process import compile_in_turn
 
 Apply = Callable[..., jax.Array]
 

@@ -14,7 +14,7 @@ import optax
 
 from tape_jax import Transformer
 from train.checks import require
-from train.compiled import compile_in_turn
+from train.process import compile_in_turn
 
 # Tokens whose logits are in memory at a time.
 CHUNK = 1024

@@ -18,6 +18,7 @@ from tape_jax.positions import option_names
 from tape_jax.sharding import ShardingConfig
 from train.checks import choose, require, require_known
 from train.data import tokenizers
+from train.data.tokenizers import Tokenized
 from train.experiment import adaptation
 from train.experiment.adaptation import Adaptation
 from train.experiment.description import Experiment, TrainConfig
@@ -31,7 +32,6 @@ from train.experiment.records import (
     to_json,
 )
 from train.tasks import task_name, task_type
-from train.tasks.tokenized import Tokenized
 
 Report = Callable[[str], None]
 

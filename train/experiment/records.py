@@ -16,12 +16,12 @@ from tape_jax.pretrained import pretrained_config
 from tape_jax.sharding import ShardingConfig
 from train.checks import choose, require, require_known
 from train.data import tokenizers
+from train.data.tokenizers import Tokenized
 from train.experiment import adaptation
 from train.experiment.adaptation import Adaptation
 from train.experiment.description import Experiment, TrainConfig
 from train.experiment.fields import build, build_field, convert, flatten, hints_of, shallow
 from train.tasks import Task, task_name, task_type
-from train.tasks.tokenized import Tokenized
 
 FORMAT = "tape-jax run, version 1"
 ABSENT = "(absent)"

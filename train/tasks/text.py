@@ -25,12 +25,11 @@ from train.data import synthetic, token_cache
 from train.data.packing import PACKINGS, Batch, Packed, endless_batches
 from train.data.sources import get_source
 from train.data.token_cache import Corpus, TokenStream
-from train.data.tokenizers import Tokenizer
+from train.data.tokenizers import Tokenized, Tokenizer
 from train.evaluation import Progress, Trained
 from train.files import cache_folder
 from train.tasks import Result, Score, retrieval, text_evaluation
 from train.tasks.questions import VALIDATION_SEED
-from train.tasks.tokenized import Tokenized
 
 if TYPE_CHECKING:
     import grain
@@ -47,7 +46,7 @@ class Text(Tokenized):
       source: where the text comes from: ``stdlib``, ``tfds:c4/en``, a glob, or ``tokens:`` and a
         glob (see :mod:`train.data.sources`).
       text_field: field of a jsonl line, or feature of a tfds corpus, that holds the text.
-      tokenizer, tokenizer_fingerprint, vocab_size: see :class:`train.tasks.tokenized.Tokenized`.
+      tokenizer, tokenizer_fingerprint, vocab_size: see :class:`train.data.tokenizers.Tokenized`.
       sequence_length: T.
       packing: ``concatenated`` or ``documents`` (see :mod:`train.data.packing`).
       held_out: share of the documents that is kept out of training, if ``held_out_source`` is None;

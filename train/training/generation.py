@@ -15,8 +15,8 @@ import numpy as np
 import tape_jax as tape
 from tape_jax import Cache, Transformer, decode, init_cache, pad_prompts, prefill
 from train.checks import require
+from train.data.tokenizers import Tokenized
 from train.evaluation import fits
-from train.tasks.tokenized import Tokenized
 from train.training import runs
 
 TOKENS_AT_ONCE = 16

@@ -17,15 +17,14 @@ from tape_jax import Transformer, recorded_plans
 from tape_jax import tune as tuning
 from tape_jax.sharding import Sharding
 from train.checks import require
-from train.compiled import compile_in_turn
 from train.evaluation import fits
 from train.experiment import Experiment
+from train.process import compile_in_turn
 from train.tasks import Task
 from train.training import changes, distributed, messages, runs
 from train.training.checkpoint import Checkpoints, Report
-from train.training.clock import Clock
 from train.training.flops import peak, step_flops
-from train.training.metrics import Metrics, NonFiniteError, ProfilerTrace, Sums, Work
+from train.training.metrics import Clock, Metrics, NonFiniteError, ProfilerTrace, Sums, Work
 from train.training.signals import Signals, Stopped
 from train.training.step import TrainState, all_finite, init_state, make_optimizer, make_step
 

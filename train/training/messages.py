@@ -17,8 +17,7 @@ from train import tasks
 from train.experiment import Experiment
 from train.tasks import Task
 from train.training import runs
-from train.training.clock import Clock
-from train.training.metrics import NonFiniteError
+from train.training.metrics import Clock, NonFiniteError
 from train.training.signals import NON_FINITE_EXIT_CODE, Stopped
 
 

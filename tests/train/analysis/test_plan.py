@@ -12,7 +12,7 @@ from train.analysis.ahead_of_time import TARGETS, Machine
 from train.analysis.collectives import Collective
 from train.commands.plan import parse_mesh
 from train.main import main
-from train.training import chips
+from train.training import flops
 
 
 def device(process, platform="cuda"):
@@ -75,7 +75,7 @@ def a_plan(memory, operations=1e12, traffic=(), **mesh):
 
 
 def test_the_best_fits_and_may_be_fastest():
-    chip = chips.CHIPS["h100"]
+    chip = flops.CHIPS["h100"]
     slow = a_plan(10**9, 2e15, fsdp=4)
     fast = a_plan(2 * 10**9, 1e15, fsdp=2, tensor=2)
     large = a_plan(chip.memory, 1e12, data=4)

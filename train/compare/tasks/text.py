@@ -8,7 +8,8 @@ import numpy as np
 
 from train.compare import plots
 from train.compare.plots import Series
-from train.compare.tasks import Comparison, passkey
+from train.compare.tasks import Comparison
+from train.compare.tasks.questions import passkey_section
 from train.evaluation.grids import pool
 from train.evaluation.perplexity import (
     PROTOCOLS,
@@ -59,7 +60,7 @@ def compare(task: Text, results: Mapping[str, Sequence[TextResult]]) -> Comparis
         if all(r.passkey is not None for r in group)
     }
     if grids:
-        sections["Passkey retrieval"] = passkey.section(grids)
+        sections["Passkey retrieval"] = passkey_section(grids)
         figures["passkey.png"] = plots.heat_maps(grids)
     lengths = ", ".join(f"{n:,}" for n in first.lengths)
     return Comparison(
