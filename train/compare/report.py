@@ -22,6 +22,11 @@ from train.tasks import Score, Task
 PAGE = 120
 ONE_SEED = "One seed each cannot tell any of this from chance; --seeds=3 trains each three times."
 
+TWO_SEEDS = (
+    "Two seeds leave an interval one degree of freedom, at which it reaches 12.7 standard errors "
+    "to either side: hardly any difference is clear. --seeds=3 trains each three times."
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
@@ -180,8 +185,9 @@ def verdict(scores: Sequence[Score], runs: Sequence[RunRecord]) -> str:
     """A sentence for each score: who is best, and whether the seeds suffice to say so."""
     groups = by_name(runs)
     lines = [f"* {line}" for score in scores if (line := _verdict(score, groups))]
-    if lines and min(map(len, groups.values())) < 2:
-        lines += ["", ONE_SEED]
+    fewest = min(map(len, groups.values()))
+    if lines and fewest <= 2:
+        lines += ["", ONE_SEED if fewest < 2 else TWO_SEEDS]
     return "\n".join(lines)
 
 

@@ -196,6 +196,27 @@ class Text(Tokenized):
         pad = next(i for i in (codec.pad, codec.eos, codec.bos) if i is not None)
         return Packed(self.training_stream(), self.sequence_length, self.packing, pad)
 
+    @property
+    def training_sequences(self) -> int:
+        """Sequences in an epoch."""
+        return len(self.packed())
+
+    def held_out_batch(self, size: int) -> Batch | None:
+        """The first ``size`` windows of held-out text, to be watched while training goes on.
+
+        Where there are fewer, rows of weight 0 fill the batch; None: there is not one.
+        """
+        length = self.sequence_length
+        tokens = self.evaluation_tokens(size * length + 1)
+        count = (len(tokens) - 1) // length
+        if not count:
+            return None
+        windows = np.arange(count)[:, None] * length + np.arange(length)
+        inputs, targets = (np.resize(tokens[windows + i], (size, length)) for i in (0, 1))
+        weights = np.zeros((size, length), np.float32)
+        weights[:count] = 1
+        return {"inputs": inputs, "targets": targets, "weights": weights}
+
     def evaluation_documents(
         self, limit_tokens: int | None = None, *, validation: bool = False
     ) -> Iterator[np.ndarray]:

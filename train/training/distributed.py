@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+import tqdm
 from jax.experimental import multihost_utils
 
 from train.checks import require
@@ -111,7 +112,8 @@ def is_main() -> bool:
 def report(message: str) -> None:
     """Prints a sentence, once for all processes."""
     if is_main():
-        print(message, flush=True)
+        tqdm.tqdm.write(message)  # Above a progress bar, if there is one.
+        sys.stdout.flush()
 
 
 def agreed(value: Callable[[], T]) -> T:

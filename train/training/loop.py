@@ -24,6 +24,7 @@ from train.tasks import Task
 from train.training import changes, distributed, messages, runs
 from train.training.checkpoint import Checkpoints, Report
 from train.training.flops import peak, step_flops
+from train.training.held_out import HeldOut
 from train.training.metrics import Clock, Metrics, NonFiniteError, ProfilerTrace, Sums, Work
 from train.training.signals import Signals, Stopped
 from train.training.step import TrainState, all_finite, init_state, make_optimizer, make_step
@@ -95,10 +96,10 @@ def train(
         if begun:
             report(f"continuing {folder} from step {start} of {last}")
         begin = begin._replace(params=None)  # Else the first parameters would stay in memory.
-        metrics = stack.enter_context(open_metrics(experiment, folder, start, saved.sums))
-        trace = stack.enter_context(ProfilerTrace(folder / "profile", profile))
         if start < last:
             report("\n".join([messages.begins(experiment, folder), *read]))
+        metrics = stack.enter_context(open_metrics(experiment, folder, start, saved.sums))
+        trace = stack.enter_context(ProfilerTrace(folder / "profile", profile))
         clock.lap("to start")
         loop = Loop(experiment, folder, sharding, program.step, begin.frozen, saved, metrics)
         state = loop.run(range(start + 1, last + 1), state, trace, signals, report)
@@ -181,6 +182,7 @@ class Loop:
           Stopped: after saving, on a signal; or when a number is not finite.
         """
         checkpoints, save_every = self.saved.checkpoints, self.experiment.train.save_every
+        held_out = HeldOut.of(self.experiment, self.sharding, self.frozen) if steps else None
         try:
             for step in steps:
                 trace.before(step, state)
@@ -197,6 +199,8 @@ class Loop:
                     if not all_finite(state):
                         raise NonFiniteError(step, "a parameter or its moments")
                     self.saved.save(step, state)
+                    if held_out and not stop:
+                        report(held_out.describe(step, state.params))
                 if stop:
                     checkpoints.wait()
                     raise messages.interrupted(self.folder, self.experiment.task, step, stop)

@@ -108,14 +108,10 @@ def diverged(folder: Path, saved: int, error: NonFiniteError) -> Stopped:
 
 
 def describe_attention(plans: Sequence[AttentionPlan]) -> str:
-    """Which implementations of attention the plans of a step name, and why no other."""
-    rejected = {plan.implementation: plan.rejected for plan in plans}
+    """Which implementations of attention the plans of a step name, and by what they were chosen."""
     taken = {f"{plan.implementation}{_keywords(plan.options)}": plan.basis for plan in plans}
     bases = "; ".join(sorted(set(taken.values()) - {"named", ""}))
-    lines = [f"attention: {', '.join(taken)}" + (f" ({bases})" if bases else "")]
-    reasons = {name: why for others in rejected.values() for name, why in others.items()}
-    lines += [f"  not {name}: {why}" for name, why in reasons.items() if name not in rejected]
-    return "\n".join(lines)
+    return f"attention: {', '.join(taken)}" + (f" ({bases})" if bases else "")
 
 
 def _keywords(options: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from tests.train.grids import sum_grid
 from train.compare.report import (
     ONE_SEED,
     PAGE,
+    TWO_SEEDS,
     RunRecord,
     fitting_table,
     score_table,
@@ -193,6 +194,13 @@ class TestVerdict:
     def test_one_seed_proves_nothing(self):
         text = verdict(FixedTask.scores, losses(tape=[1.0], rope=[5.0]))
         assert text == f"* **loss, nats**: best is tape (tape 1.000, rope 5.000).\n\n{ONE_SEED}"
+
+    def test_two_seeds_leave_one_degree_of_freedom(self):
+        runs = losses(tape=[1.0, 1.1], rope=[2.0, 2.3])
+        assert verdict(FixedTask.scores, runs).endswith(f"\n\n{TWO_SEEDS}")
+        assert TWO_SEEDS not in verdict(
+            FixedTask.scores, losses(tape=[1.0, 1.1, 1.2], rope=[2.0, 2.3, 2.4])
+        )
 
     def test_the_caveat_of_one_seed_stands_once(self):
         runs = [
