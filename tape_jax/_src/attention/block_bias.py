@@ -22,7 +22,7 @@ Array = jax.Array
 
 
 class BlockBias(Protocol):
-    """What a blockwise backend needs of a bias. ``i`` and ``j`` number the blocks."""
+    """A bias as a blockwise backend needs it. ``i`` and ``j`` number the blocks."""
 
     def block(self, source: Any, i: Array, j: Array) -> Array:
         """The bias of query block ``i`` and key block ``j``, ``[B|1, Hq|1, Q|1, K|1]``."""
@@ -31,7 +31,7 @@ class BlockBias(Protocol):
         """Where the gradients of all blocks are summed, in at least float32."""
 
     def block_gradient(self, source: Any, i: Array, j: Array, gradient: Array) -> Any:
-        """What one block adds, given the gradient ``[B, Hq, Q, K]`` of its logits."""
+        """Return the share of one block, given the gradient ``[B, Hq, Q, K]`` of its logits."""
 
     def add(self, total: Any, part: Any, i: Array, j: Array) -> Any:
         """Adds the result of :meth:`block_gradient` to the sum."""

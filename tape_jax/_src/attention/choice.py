@@ -107,7 +107,7 @@ TIMED_RELEASES = {"tokamax_mosaic": ("tokamax", (0, 0, 17))}
 
 
 class Candidate(NamedTuple):
-    """What may do a call.
+    """One way to do a call.
 
     Attributes:
       implementation: its name in ``BACKENDS``.
@@ -123,7 +123,7 @@ class Candidate(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """What may do a call, the best first; the first that can is taken.
+    """Ways to do a call, the best first; the first that can is taken.
 
     Attributes:
       order: each implementation once.

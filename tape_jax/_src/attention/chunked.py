@@ -117,7 +117,7 @@ def block_length(length: int, heads: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """What is known about the blocks at compile time.
+    """The static part of a call: sizes and numbers of blocks.
 
     Indices of blocks are ``i`` for queries and ``j`` for keys.
     """
@@ -272,7 +272,7 @@ def _attend(blocks: Blocks, bias: BlockBias | None, arrays: Arrays) -> Array:
 
 
 class Saved(NamedTuple):
-    """What the backward pass needs: the inputs, the output and each row's softmax.
+    """Residuals of the backward pass: the inputs, the output and each row's softmax.
 
     ``top`` is the largest logit, ``total`` the sum of ``exp(logit - top)``. They stay apart: in
     ``top + log(total)`` a large ``top`` would round the other away.
@@ -344,7 +344,7 @@ def gradients(blocks: Blocks, bias: BlockBias | None, saved: Saved, d_out: Array
     meet = blocks.meet(arrays.visibility)
 
     def visit(i, j):
-        """What block (i, j) adds to the gradients of q, k, values and the bias."""
+        """Return the share of block (i, j) of the gradients of q, k, values and the bias."""
         q, k = _take(arrays.q, i, blocks.rows, 2), _take(arrays.k, j, blocks.block_k, 2)
         values = _take(arrays.values, j, blocks.block_k, 2)
         d_rows = _take(d_out, i, blocks.rows, 2)

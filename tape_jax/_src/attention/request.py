@@ -1,4 +1,4 @@
-"""What every attention backend is given: one validated, normalised call."""
+"""One call of attention, checked and normalized, as every backend is given it."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ class _Inputs(NamedTuple):
 
 
 class _Visitor(NamedTuple):
-    """What travels, cut into chunks: ``C'`` keys, padded to whole blocks.
+    """The arrays that travel, cut into chunks: ``C'`` keys, padded to whole blocks.
 
     Attributes:
       k: rotated keys ``[2, B, Hk, C', D']``.
@@ -184,7 +184,7 @@ class _Visitor(NamedTuple):
 
 
 class _Host(NamedTuple):
-    """What stays: queries by rows ``[2, B, Hk, G * C', D']``, ids and decay as a visitor's."""
+    """The arrays that stay: queries ``[2, B, Hk, G * C', D']``, ids and decay as a visitor's."""
 
     q: Array
     ids: Array | None
@@ -193,7 +193,7 @@ class _Host(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
-    """What is known at compile time.
+    """The static part of a call.
 
     Attributes:
       names: axes of the mesh that split the sequence.
@@ -224,7 +224,7 @@ class _Ring:
         return jnp.array(every[:3] if self.band.is_causal and self.zigzag else every, jnp.int32)
 
     def passed_on(self, x: Any) -> Any:
-        """What the neighbour has sent."""
+        """Return the arrays that the neighbour has sent."""
         hops = [(d, (d + 1) % self.count) for d in range(self.count)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.names, hops), x)
 
@@ -335,7 +335,7 @@ class _Attended(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """What the backward pass needs: inputs, and what all keys make of each row."""
+    """Residuals of the backward pass: inputs, and what all keys make of each row."""
 
     host: _Host
     visitor: _Visitor

@@ -28,7 +28,7 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class VendorCall:
-    """What a kernel knows of a call beside its arrays.
+    """The static part of a call of a kernel.
 
     Attributes:
       scale: factor on the logits.

@@ -150,7 +150,7 @@ class _KeysBelow(splash_attention_mask.Mask):
 
 
 def _splash_mask(call: VendorCall, padded: tuple[int, int]) -> splash_attention_mask.Mask:
-    """What position hides, and the keys that are padding if a query could see them."""
+    """Return the mask of position, and of padding where a query could see it."""
     masks, band = splash_attention_mask, call.band
     if band.local_window_size is not None:
         reach = band.local_window_size - 1

@@ -74,7 +74,7 @@ class Band:
 )
 @dataclasses.dataclass(frozen=True)
 class Visibility:
-    """What is visible in one call, or in a block of its queries and keys.
+    """The visible keys of one call, or of a block of its queries and keys.
 
     Attributes:
       band: the causal rule and the window.

@@ -1,4 +1,4 @@
-"""What is particular to log decay; its results are tested with those of all other calls."""
+"""Log decay alone; its results are tested with those of all other calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is chosen by measurement, where it is kept, and what does not count. Nothing is timed."""
+"""The choice by measurement, where measurements are kept, and which do not count."""
 
 from __future__ import annotations
 
@@ -496,7 +496,7 @@ def test_default_cases(monkeypatch, backend):
 
 
 def test_a_mesh_divides_the_shape():
-    """What counts is what one device computes."""
+    """The share of one device counts."""
     sharding = ShardingConfig(data=2, tensor=2, fsdp=2).build()
     shape = dataclasses.replace(SHAPE, batch=8, heads=4, kv_heads=2)
     q, k, v, e = shape.arrays()

@@ -1,4 +1,4 @@
-"""What a query sees, by blocks and as pairs, against loops."""
+"""Visible keys, by blocks and as pairs, against loops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What :mod:`tape_jax.tune` does."""
+"""The command :mod:`tape_jax.tune`."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def report(table: Table, shapes: Sequence[CallShape]) -> str:
-    """What calls of each shape take, and why others were left out."""
+    """Return the table of what calls take, and why other implementations were left out."""
     shape = ("D", "T", "type", "sequences x heads", "state")
     times = ("forward ms", "x default", "and backward ms", "x default", "default")
     heading = (*shape, "taken", *times)

@@ -108,7 +108,7 @@ def shapes(
 
 
 class Trials(NamedTuple):
-    """What could do a call.
+    """The implementations that could do a call.
 
     Attributes:
       names: of implementations to be measured, the default first.
@@ -122,7 +122,7 @@ class Trials(NamedTuple):
 
 
 def trials(shape: CallShape) -> Trials:
-    """What could do a call of a shape on one device."""
+    """Return the implementations that could do a call of a shape on one device."""
     found: list[Trials] = []
 
     def decide(q: Array, k: Array, v: Array, e: Array | None = None) -> None:
@@ -248,7 +248,7 @@ def measure(
 
 
 class _Truth:
-    """What the reference says of a call, with products in full precision.
+    """Outputs and gradients of the reference, with products in full precision.
 
     It is computed a block of queries at a time, so that a shape may be as large as those that are
     timed.
@@ -354,7 +354,7 @@ def _first_line(error: Exception) -> str:
 
 
 def describe(results: Sequence[Measured], default: str) -> str:
-    """What is taken in a case, and what was struck off, in a line."""
+    """Return a line about a case: the implementation taken, and those struck off."""
     ranked = records.ranked(results, default)
     if not ranked:
         return "nothing was measured"

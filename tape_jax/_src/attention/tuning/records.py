@@ -1,4 +1,4 @@
-"""What was measured on this machine, in a file of the user's cache folder, and what a call takes.
+"""Measurements of this machine, in a file of the user's cache folder, and the choice by them.
 
 One file holds all that was measured on one kind of device with one state of everything that may
 change the outcome: versions, the driver, flags of the compiler, the code of the implementations.
@@ -147,7 +147,7 @@ class CallShape:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What became of an implementation at a shape.
+    """The outcome of measuring an implementation at a shape.
 
     Attributes:
       implementation: its name.
@@ -185,7 +185,7 @@ class Measured:
 
     @property
     def score(self) -> float:
-        """What makes one better than another if smaller: the geometric mean of both times.
+        """The geometric mean of both times: the smaller is better.
 
         A trace does not know whether it will be differentiated, so that one choice serves both. A
         quotient of two scores gives each direction the same say, however long it takes.
@@ -209,7 +209,7 @@ def path() -> Path:
 
 @functools.cache
 def key() -> dict[str, Any]:
-    """What the measurements of a file hold for."""
+    """Return everything that may change the outcome of measurements."""
     versions = {}
     for name in LIBRARIES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -252,7 +252,7 @@ def _cudnn() -> str:
 
 
 def _first_match(file: str, pattern: str) -> str:
-    """What a pattern finds in a file; empty if there is nothing."""
+    """Return the first match of a pattern in a file; empty if there is none."""
     try:
         found = re.search(pattern, Path(file).read_text(), re.MULTILINE)
     except OSError:
@@ -282,7 +282,7 @@ def write(table: Table) -> Path:
 
 
 def read() -> tuple[Table | None, dict[Path, str]]:
-    """What was measured on this machine, or None, and by file why others of it are not used."""
+    """Read the measurements of this machine, or None, and by file why others are not used."""
     ignored: dict[Path, str] = {}
     table = None
     try:
@@ -368,7 +368,7 @@ _agreed: str | None = None
 
 @functools.cache
 def known() -> tuple[Table, str]:
-    """What was measured here, read once, and why there is nothing for a call that is not in it.
+    """Return the measurements, read once, and why there is nothing for a call not in them.
 
     Files that do not count are named in a warning.
     """
@@ -427,7 +427,7 @@ def adopt(text: str | None) -> None:
 
 
 class Ranking(NamedTuple):
-    """What was measured at the shape nearest to a call's.
+    """The measurements at the shape nearest to a call's.
 
     Attributes:
       shape: that shape.
@@ -441,7 +441,7 @@ class Ranking(NamedTuple):
 
 
 def ranking(request: Request, default: Callable[[Request], str]) -> Ranking | None:
-    """What was measured at the shape nearest to a call's; None if nothing near was.
+    """Return the measurements at the shape nearest to a call's; None if nothing near was measured.
 
     Args:
       request: the call.
@@ -484,7 +484,7 @@ def nearest(shape: CallShape, table: Iterable[CallShape]) -> CallShape | None:
 
 
 def ranked(results: Iterable[Measured], default: str) -> list[Measured]:
-    """What was timed, the best first.
+    """Return the implementations that were timed, the best first.
 
     The default gives way only to what is faster in both directions, by more than noise.
     """
