@@ -81,8 +81,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "partial": {"model.position.partial_rotary_factor": 0.5},
     "partial_rope": {"model.position.kind": "rope", "model.position.partial_rotary_factor": 0.5},
     # Attention to the last eight tokens only.
-    "window": {"model.local_window_size": 8},
-    "window_rope": {"model.local_window_size": 8, "model.position.kind": "rope"},
+    "window": {"model.local_window_size": 7},
+    "window_rope": {"model.local_window_size": 7, "model.position.kind": "rope"},
 }
 
 

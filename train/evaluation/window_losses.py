@@ -66,9 +66,10 @@ def token_losses(model: Transformer, variables: Any, tokens: jax.Array) -> jax.A
 
 def with_window(model: Transformer, window: int) -> Transformer:
     """The same model, of which tokens see at most ``window`` tokens, themselves included."""
-    own = model.config.local_window_size
-    narrow = window if own is None else min(own, window)
-    return Transformer(dataclasses.replace(model.config, local_window_size=narrow))
+    own, before = model.config.local_window_size, window - 1
+    if own is not None:
+        before = min(before, own[0] if isinstance(own, tuple) else own)
+    return Transformer(dataclasses.replace(model.config, local_window_size=before))
 
 
 def windows_of(sizes: Sequence[int], length: int, stride: int) -> tuple[np.ndarray, np.ndarray]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from train.experiment.description import Experiment, TrainConfig
 from train.experiment.fields import build, build_field, convert, flatten, hints_of, shallow
 from train.tasks import Task, task_name, task_type
 
-FORMAT = "tape-jax run, version 1"
+FORMAT = "tape-jax run, version 2"
+# Before, a window counted a token's own place.
+FORMAT_BEFORE = "tape-jax run, version 1"
 ABSENT = "(absent)"
 
 
@@ -82,7 +85,27 @@ def read_record(folder: Path) -> dict[str, Any] | None:
         record = json.loads((folder / "experiment.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return record if isinstance(record, dict) and record.get("format") == FORMAT else None
+    if not isinstance(record, dict) or record.get("format") not in (FORMAT, FORMAT_BEFORE):
+        return None
+    return record if record["format"] == FORMAT else _converted(record)
+
+
+def _converted(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record of version 1 in the form of today, with the same window."""
+    found = copy.deepcopy({**record, "format": FORMAT})
+    for model in _models(found):
+        if model.get("local_window_size") is not None:
+            model["local_window_size"] -= 1
+    return found
+
+
+def _models(values: Any) -> Iterator[dict[str, Any]]:
+    """Yield every description of a model in a record, wherever it stands."""
+    if isinstance(values, dict):
+        if "local_window_size" in values:
+            yield values
+        for value in values.values():
+            yield from _models(value)
 
 
 def differences(first: Experiment, second: Experiment) -> list[str]:

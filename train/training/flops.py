@@ -99,20 +99,30 @@ def peak(device_kind: str, dtype: str) -> float | None:
     return chip.operations if chip and dtype == "bfloat16" else None
 
 
+Window = int | tuple[int, int] | None
+
+
 def visible_pairs(
-    length: int, *, is_causal: bool = True, local_window_size: int | None = None
+    length: int, *, is_causal: bool = True, local_window_size: Window = None
 ) -> float:
     """Pairs of a query and a key that it sees; the causal rule leaves half of them.
 
     Pairs on the edge count half, so that a window as long as the sequence changes nothing.
     """
-    outside = 0 if local_window_size is None else max(0, length - local_window_size) ** 2
-    return (length**2 - outside) / (2 if is_causal else 1)
+    window = local_window_size
+    left, right = window if isinstance(window, tuple) else (window, window)
+
+    def half(side: int | None) -> float:
+        """Pairs before, or behind, a query's own place."""
+        outside = 0 if side is None else max(0, length - side - 1)
+        return (length**2 - outside**2) / 2
+
+    return half(left) + (0 if is_causal else half(right))
 
 
 def attention_flops(
     products: int, length: int, *, batch: int, heads: int, head_dim: int, is_causal: bool = True,
-    local_window_size: int | None = None,
+    local_window_size: Window = None,
 ) -> float:  # fmt: skip
     """Operations (a multiplication and an addition are two) of a number of products.
 

@@ -55,7 +55,9 @@ def attention(
     *,
     state: Array | None = None,
     is_causal: bool = False,
-    local_window_size: int | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    query_seq_lengths: Array | None = None,
+    key_value_seq_lengths: Array | None = None,
     mask: Array | None = None,
     bias: Array | BiasFunction | None = None,
     scale: float | None = None,
@@ -91,9 +93,11 @@ def attention(
         may be 1; nothing between the two is guessed. None: nothing is rotated or attended but the
         values.
       is_causal: key ``j`` is visible to query ``i`` only if ``j <= i + query_offset``.
-      local_window_size: positive, ``w``; key ``j`` is visible only if ``i + query_offset - w < j``,
-        and unless causal ``j < i + query_offset + w``: the query's own place counts, so that
-        ``jax.nn.dot_product_attention`` calls the same window ``w - 1``.
+      local_window_size: as in ``jax.nn``: how many keys before and behind its own place a query
+        sees, an integer or a pair ``(left, right)``; 0: its own alone. Places are counted in the
+        call, hidden ones too.
+      query_seq_lengths, key_value_seq_lengths: integers ``[batch...]``, as in ``jax.nn``: what lies
+        behind a row's length is padding, and outputs of such queries are zero.
       mask: boolean, broadcasts to ``[..., Hq, Tq, S]``, True where visible.
       bias: added to the scaled logits: an array that broadcasts to ``[..., Hq, Tq, S]``, or a
         function of query indices ``[Q]`` (``query_offset`` included) and key indices ``[K]``, both
@@ -143,7 +147,8 @@ def attention(
       NotImplementedError: if no named implementation can do this call here; the message says why.
     """
     request = normalize(
-        q, k, v, state=state, is_causal=is_causal, local_window_size=local_window_size, mask=mask,
+        q, k, v, state=state, is_causal=is_causal, local_window_size=local_window_size,
+        query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths, mask=mask,
         bias=bias, scale=scale, query_state=query_state, query_offset=query_offset,
         keys_rotated=keys_rotated, segment_ids=segment_ids, log_decay=log_decay,
         attend_state=attend_state, interpret=interpret, sharding=sharding, logits_fn=logits_fn,

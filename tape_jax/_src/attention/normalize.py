@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,10 +20,13 @@ from tape_jax._src.attention.request import (
 )
 from tape_jax._src.attention.visibility import MAX_INDEX, Band, Visibility
 from tape_jax._src.core import algebra
-from tape_jax._src.core.checks import as_integers, concrete, require
+from tape_jax._src.core.checks import as_integers, concrete, not_negative, require, truth
 from tape_jax._src.core.sharding import Sharding
 
 Array = jax.Array
+
+# Of queries, keys and values.
+TYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16", "float64")))
 
 
 def normalize(
@@ -33,7 +36,9 @@ def normalize(
     *,
     state: Array | None = None,
     is_causal: bool = False,
-    local_window_size: int | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    query_seq_lengths: Array | None = None,
+    key_value_seq_lengths: Array | None = None,
     mask: Array | None = None,
     bias: Array | BiasFunction | None = None,
     scale: float | None = None,
@@ -60,8 +65,9 @@ def normalize(
     _check_key_width(q, k, state, query_state, keys_rotated)
     *batch, query_length, query_heads, dim = q.shape
     pairs = (query_heads, query_length, k.shape[-3])
+    lengths = {"query": query_seq_lengths, "key_value": key_value_seq_lengths}
     visibility = _visibility(
-        is_causal, local_window_size, mask, query_offset, segment_ids, batch, pairs
+        is_causal, local_window_size, mask, query_offset, segment_ids, lengths, batch, pairs
     )
     refuse(
         callable(bias) and jnp.ndim(visibility.query_offset) > 0,
@@ -89,10 +95,11 @@ def normalize(
 
 def _visibility(
     is_causal: bool,
-    window: int | None,
+    window: int | tuple[int, int] | None,
     mask: Array | None,
     offset: int | Array,
     segment_ids: Any,
+    lengths: dict[str, Any],
     batch: Sequence[int],
     pairs: tuple[int, int, int],
 ) -> Visibility:
@@ -105,17 +112,56 @@ def _visibility(
         f"{farthest or 0}",
     )
     segments = _segments(segment_ids, batch, (queries, keys))
-    if window is not None:
-        window = _known("local_window_size", window, operator.index, "one positive integer")
-        require(window >= 1, f"local_window_size must be at least 1; got {window}")
-        # A wider window hides no more, and sums with it would leave 32-bit integers.
-        window = min(window, MAX_INDEX if farthest is None else queries + keys + farthest)
     if mask is not None:
         mask = jnp.asarray(mask)
         require(mask.dtype == jnp.bool_, f"mask must be boolean, True = visible; got {mask.dtype}")
         mask = _broadcastable("mask", mask, batch, pairs)
-    band = Band(_known("is_causal", is_causal, bool, "True or False"), window)
+    within = _within_lengths(lengths, batch, (queries, keys))
+    if within is not None and segments is None:
+        # Ids that no other token has.
+        segments = jnp.where(within[0], 0, -1), jnp.where(within[1], 0, -2)
+    elif within is not None:
+        both = within[0][:, None, :, None] & within[1][:, None, None]
+        mask = both if mask is None else mask & both
+    # A wider window hides no more, and sums with it would leave 32-bit integers.
+    widest = MAX_INDEX if farthest is None else queries + keys + farthest
+    words = "an integer from 0 on, or a pair (left, right) of them"
+    sizes = _known("local_window_size", window, _window, words)
+    sides = None if sizes is None else (min(sizes[0], widest), min(sizes[1], widest))
+    causal = _known("is_causal", is_causal, functools.partial(truth, "is_causal"), "True or False")
+    band = Band(causal, sides)
     return Visibility(band, offset, segments, mask)
+
+
+def _window(given: Any) -> tuple[int, int] | None:
+    """Return how many keys before and behind its own a query sees; ValueError for anything else."""
+    if given is None:
+        return None
+    sizes = given if isinstance(given, tuple | list) else (given, given)
+    left, right = (not_negative("local_window_size", size) for size in sizes)
+    return left, right
+
+
+def _within_lengths(
+    lengths: dict[str, Any], batch: Sequence[int], sizes: tuple[int, int]
+) -> tuple[Array, Array] | None:
+    """Return which queries ``[B|1, Tq]`` and keys ``[B|1, S]`` lie within their row's length."""
+    if all(x is None for x in lengths.values()):
+        return None
+    found = []
+    for (name, given), size in zip(lengths.items(), sizes, strict=True):
+        at = jnp.arange(size, dtype=jnp.int32)[None]
+        if given is None:
+            found.append(at >= 0)
+            continue
+        given = as_integers(f"{name}_seq_lengths", given)
+        require(
+            given.shape == (*batch,) and jnp.issubdtype(given.dtype, jnp.integer),
+            f"{name}_seq_lengths must be integers of shape {(*batch,)}, one a row; got "
+            f"{given.dtype} of shape {given.shape}",
+        )
+        found.append(at < given.reshape(-1, 1))
+    return found[0], found[1]
 
 
 def _row_function(name: str, function: Any) -> RowFunction | None:
@@ -167,7 +213,8 @@ def _check_inputs(q: Array, k: Array, v: Array) -> None:
     )
     for name, x in (("q", q), ("k", k), ("v", v)):
         require(
-            jnp.issubdtype(x.dtype, jnp.floating), f"{name} must be floating-point; got {x.dtype}"
+            x.dtype in TYPES,
+            f"{name} must be floating-point, {', '.join(t.name for t in TYPES)}; got {x.dtype}",
         )
 
 

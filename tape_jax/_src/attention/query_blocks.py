@@ -28,7 +28,7 @@ MOST_LOGITS = 2**22
 def check(request: Request) -> None:
     """Raises NotImplementedError where another implementation needs less memory or time."""
     refuse(
-        request.visibility.band.local_window_size is not None,
+        request.visibility.band.window is not None,
         "it computes what a window hides; 'chunked' leaves that out",
     )
     size = block_size(request)

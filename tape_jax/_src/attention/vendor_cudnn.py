@@ -46,7 +46,7 @@ class Cudnn(Vendor):
             "query_offset= is not in the kernel",
         )
         refuse(
-            call.band.local_window_size is not None and not call.band.is_causal,
+            call.band.window is not None and not call.band.is_causal,
             "local_window_size= needs is_causal=True in the kernel",
         )
         capability = pallas_blocks.compute_capability()
@@ -60,12 +60,11 @@ class Cudnn(Vendor):
     def _values_and_states(self, call: VendorCall, args: Named) -> Array:
         width = self._width(args["q"].shape[-1], call)
         q, k = (pad_to(args[name], width, -1) for name in "qk")
-        window = call.band.local_window_size
         attend = functools.partial(
             jax.nn.dot_product_attention,
             scale=call.scale,
             is_causal=call.band.is_causal,
-            local_window_size=None if window is None else (window - 1, 0),
+            local_window_size=call.band.window,
             implementation=self.implementation,
         )
         parts = jnp.split(args["values"], call.widths[:1], axis=-1)

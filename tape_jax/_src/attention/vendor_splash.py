@@ -152,9 +152,8 @@ class _KeysBelow(splash_attention_mask.Mask):
 def _splash_mask(call: VendorCall, padded: tuple[int, int]) -> splash_attention_mask.Mask:
     """Return the mask of position, and of padding where a query could see it."""
     masks, band = splash_attention_mask, call.band
-    if band.local_window_size is not None:
-        reach = band.local_window_size - 1
-        mask: Any = masks.LocalMask(padded, (reach, band.highest), call.offset)
+    if band.window is not None:
+        mask: Any = masks.LocalMask(padded, (band.window[0], band.highest), call.offset)
     elif band.is_causal:
         mask = masks.CausalMask(padded, call.offset)
     else:

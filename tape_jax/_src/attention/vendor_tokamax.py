@@ -59,7 +59,7 @@ class Tokamax(Vendor):
 
     def check_call(self, call: VendorCall, request: Request) -> None:
         refuse(wide_types_enabled(), "the kernel does not compile with 64-bit types enabled")
-        window = call.band.local_window_size is not None
+        window = call.band.window is not None
         refuse(
             call.offset != 0 and call.band.hides,
             "tokamax's function takes no query_offset=",
@@ -94,16 +94,15 @@ class Tokamax(Vendor):
             flags.FLAGS(sys.argv[:1])
         rows, columns = (round_up(n, self.MULTIPLE) for n in (call.queries, call.keys))
         # The padding is visible unless the causal rule hides it anyway.
-        is_causal, window = call.band.is_causal, call.band.local_window_size
+        is_causal, window = call.band.is_causal, call.band.window
         hide = columns > call.keys and not (is_causal and call.queries <= call.keys)
-        reach = None if window is None else window - 1
         out = tokamax.dot_product_attention(
             pad_to(args["q"], rows, 1),
             pad_to(args["k"], columns, 1),
             pad_to(args["values"], columns, 1),
             scale=call.scale,
             is_causal=is_causal,
-            local_window_size=None if reach is None else (reach, 0 if is_causal else reach),
+            local_window_size=(window[0], 0) if window and is_causal else window,
             key_value_seq_lengths=jnp.full((1,), call.keys, jnp.int32) if hide else None,
             implementation=self.here(),
         )

@@ -28,27 +28,31 @@ class Band:
     """The causal rule and the window, ``is_causal`` and ``local_window_size`` of a call.
 
     Key ``j`` is visible to query ``i``, offset included, only if ``lowest <= j - i <= highest``.
+
+    Attributes:
+      is_causal: whether later keys are hidden.
+      window: how many keys before and behind its own place a query sees, or None for all.
     """
 
     is_causal: bool = False
-    local_window_size: int | None = None
+    window: tuple[int, int] | None = None
 
     @property
     def lowest(self) -> int | None:
         """The smallest distance of a visible key; None: no limit."""
-        return None if self.local_window_size is None else 1 - self.local_window_size
+        return None if self.window is None else -self.window[0]
 
     @property
     def highest(self) -> int | None:
         """The largest distance of a visible key; None: no limit."""
         if self.is_causal:
             return 0
-        return None if self.local_window_size is None else self.local_window_size - 1
+        return None if self.window is None else self.window[1]
 
     @property
     def hides(self) -> bool:
         """Whether there is any limit."""
-        return self.is_causal or self.local_window_size is not None
+        return self.is_causal or self.window is not None
 
     def pairs(self, queries: Any, keys: Any) -> Any:
         """Return which keys are visible by position.
@@ -165,7 +169,7 @@ class Visibility:
             "queries": queries,
             "keys": keys,
             "query_offset": abs(offset),
-            "local_window_size": self.band.local_window_size or 0,
+            "local_window_size": max(self.band.window or (0,)),
         }
         given = ", ".join(f"{name} = {size}" for name, size in sizes.items())
         refuse(max(sizes.values()) > MAX_INDEX, f"each of these is at most {MAX_INDEX}: {given}")

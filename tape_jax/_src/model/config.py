@@ -11,7 +11,16 @@ import jax.numpy as jnp
 
 from tape_jax._src.attention import BACKENDS
 from tape_jax._src.core.algebra import at_least_float32
-from tape_jax._src.core.checks import choose, number, positive, require, set_field, truth, type_name
+from tape_jax._src.core.checks import (
+    choose,
+    not_negative,
+    number,
+    positive,
+    require,
+    set_field,
+    truth,
+    type_name,
+)
 from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.creation import create
 from tape_jax._src.positions.drawing import RandomPositions
@@ -112,6 +121,13 @@ def _names(what: str, names: Any) -> str | tuple[str, ...] | None:
     return tuple(names)
 
 
+def _window(what: str, value: Any) -> Any:
+    """An integer from 0 on, a pair of them, or None; ValueError if it is none of these."""
+    if isinstance(value, tuple | list) and len(value) == 2:
+        return tuple(not_negative(what, size) for size in value)
+    return None if value is None else not_negative(what, value)
+
+
 def _one_of(what: str, *allowed: Any) -> Callable[[str, Any], Any]:
     """A check that a value is one of these; types are given in any way that numpy knows."""
     return lambda _, value: type_name(what, value, allowed)
@@ -143,7 +159,8 @@ FIELDS: dict[str, Callable[[str, Any], Any]] = {
     "position": lambda _, value: create(value),
     **dict.fromkeys(("vocab_size", "hidden_size", "num_layers", "num_heads"), positive),
     **dict.fromkeys(("num_kv_heads", "head_dim", "intermediate_size", "max_length"), _or_none),
-    **dict.fromkeys(("local_window_size", "shifted_groups"), _or_none),
+    "local_window_size": _window,
+    "shifted_groups": _or_none,
     **dict.fromkeys(("attention_implementation", "update_implementation"), _names),
     **dict.fromkeys(("tie_embeddings", "scan_layers"), truth),
     "norm_eps": number,
@@ -187,7 +204,8 @@ class ModelConfig:
         in order of preference, or None for the fastest that can.
       update_implementation: as ``implementation`` of :func:`tape_jax.update_state`, for position
         encodings that have several.
-      local_window_size: width of a sliding window in tokens, or None.
+      local_window_size: as in ``jax.nn``: how many tokens before and behind its own a token sees,
+        an integer or a pair ``(left, right)``; None: all.
       remat: what the backward pass recomputes: ``none``; ``dots``: all but matrix products;
         ``full``: all but what enters each layer; ``groups``: all but what enters every few layers,
         which runs layers forward a third time, and needs ``scan_layers`` and no ``experts``.
@@ -217,7 +235,7 @@ class ModelConfig:
     state_dtype: str | None = None
     attention_implementation: str | tuple[str, ...] | None = None
     update_implementation: str | tuple[str, ...] | None = None
-    local_window_size: int | None = None
+    local_window_size: int | tuple[int, int] | None = None
     remat: str = "none"
     scan_layers: bool = True
     init_scale: float | None = None

@@ -41,7 +41,7 @@ class Case:
     state_batch: bool = True
     query_state: bool = False
     is_causal: bool = True
-    local_window_size: int | None = None
+    local_window_size: int | tuple[int, int] | None = None
     scale: float | None = None
     bias: str | None = None
     segments: str | None = None
@@ -70,18 +70,19 @@ CASES = [
     Case("one_token", queries=1),
     Case("shared_state", state_heads=1, state_batch=False),
     Case("grouped_heads", heads=6, kv_heads=2, bias="array", segments="same"),
-    Case("grouped_heads_shared_state", heads=4, kv_heads=2, state_heads=1, local_window_size=7),
+    Case("grouped_heads_shared_state", heads=4, kv_heads=2, state_heads=1, local_window_size=6),
     Case("multi_query", heads=4, kv_heads=1, state_heads=1, bias="function"),
-    Case("window", local_window_size=5, queries=33),
-    Case("window_bidirectional", local_window_size=5, queries=33, is_causal=False),
-    Case("window_one", local_window_size=1),
+    Case("window", local_window_size=4, queries=33),
+    Case("window_bidirectional", local_window_size=4, queries=33, is_causal=False),
+    Case("window_of_two_sides", local_window_size=(6, 2), queries=33, is_causal=False),
+    Case("window_one", local_window_size=0),
     Case("segments", segments="same", queries=33, is_causal=False),
     Case("bias_row", bias="row", is_causal=False),
     Case("bias_function", bias="function", queries=21, segments="same"),
     Case("cross", queries=7, keys=21, is_causal=False, segments="pair"),
     Case("suffix", queries=5, keys=21, query_offset=16, bias="function"),
     Case("before_the_keys", queries=12, keys=20, query_offset=-5),
-    Case("window_passed", queries=12, keys=9, query_offset=3, local_window_size=4),
+    Case("window_passed", queries=12, keys=9, query_offset=3, local_window_size=3),
     Case(
         "cache",
         queries=3,
@@ -89,7 +90,7 @@ CASES = [
         query_offset=18,
         keys_rotated=True,
         heads=4,
-        local_window_size=9,
+        local_window_size=8,
     ),
     Case("cache_without_state", queries=3, keys=11, form=None, query_offset=8),
     Case("tensor", form="tensor"),
@@ -99,7 +100,7 @@ CASES = [
     Case("state_not_attended", attend_state=False),
     Case("no_state", form=None, value_dim=8, scale=0.3),
     Case("decay", log_decay="same"),
-    Case("decay_grouped", heads=6, log_decay="same", segments="same", local_window_size=9),
+    Case("decay_grouped", heads=6, log_decay="same", segments="same", local_window_size=8),
     Case("decay_shared", log_decay="shared", form=None, scale=0.3, is_causal=False),
     Case("decay_cache", queries=3, keys=21, query_offset=18, form=None, heads=4, log_decay="pair"),
     Case("decay_cross", queries=17, keys=21, segments="pair", is_causal=False, log_decay="mixed"),
@@ -108,7 +109,7 @@ CASES = [
 MASKED = [
     Case("mask", mask="full", is_causal=False),
     Case("mask_grouped", mask="full", heads=4, bias="array"),
-    Case("mask_heads", mask="heads", heads=4, local_window_size=9, segments="same"),
+    Case("mask_heads", mask="heads", heads=4, local_window_size=8, segments="same"),
     Case("mask_keys", mask="keys", heads=4, batch=(2, 3), queries=9),
     Case("mask_queries", mask="queries", is_causal=False),
     Case("mask_and_decay", mask="heads", heads=4, form=None, bias="function", log_decay="pair"),
@@ -315,13 +316,9 @@ def _visible(
     at = i + case.query_offset
     if case.is_causal and j > at:
         return False
-    if case.local_window_size is not None and not at - case.local_window_size < j:
-        return False
-    if (
-        case.local_window_size is not None
-        and not case.is_causal
-        and not j < at + case.local_window_size
-    ):
+    window = case.local_window_size
+    left, right = window if isinstance(window, tuple) else (window, window)
+    if window is not None and not at - left <= j <= at + right:
         return False
     if "mask" in fixed:
         full = (*case.batch, case.heads, case.queries, case.key_length)

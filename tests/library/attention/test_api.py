@@ -131,12 +131,22 @@ WRONG = {
         "log_decay must be a tuple .*3 queries, 6 keys",
     ),
     "decay_triple": (arrays() | {"log_decay": (1.0,) * 3}, "log_decay must be .* pair .*got 3"),
-    "window": (arrays() | {"local_window_size": 0}, "local_window_size must be at least 1; got 0"),
-    "window_pair": (
-        arrays() | {"local_window_size": (3, 0)},
-        r"local_window_size must be one positive integer, .*; got \(3, 0\)",
+    "window": (arrays() | {"local_window_size": -1}, "an integer from 0 on, or a pair .* got -1"),
+    "window_true": (arrays() | {"local_window_size": True}, "an integer from 0 on.* got True"),
+    "causal_text": (arrays() | {"is_causal": "no"}, "is_causal must be True or False.* got 'no'"),
+    "types": (
+        {name: x.astype(jnp.float8_e4m3fn) for name, x in arrays().items()},
+        "must be floating-point, float32, .*; got float8_e4m3fn",
     ),
-    "window_float": (arrays() | {"local_window_size": 3.0}, "one positive integer, .*; got 3.0"),
+    "lengths": (
+        arrays() | {"query_seq_lengths": jnp.ones(3, int)},
+        r"query_seq_lengths must be integers of shape \(\), one a row; got int32 of shape \(3,\)",
+    ),
+    "window_pair": (
+        arrays() | {"local_window_size": (3, 0, 1)},
+        r"an integer from 0 on, or a pair .*; got \(3, 0, 1\)",
+    ),
+    "window_float": (arrays() | {"local_window_size": 3.0}, "an integer from 0 on.*; got 3.0"),
     "scale_name": (arrays() | {"scale": "big"}, "scale must be a number, .*; got 'big'"),
     "implementation_number": (
         arrays() | {"implementation": 3},

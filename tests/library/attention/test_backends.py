@@ -218,7 +218,7 @@ def test_symmetries(backend, keywords):
 
 HIDDEN = {
     "causal": ({"is_causal": True}, slice(0, 32), slice(32, 64)),
-    "window": ({"local_window_size": 9}, slice(32, 64), slice(0, 16)),
+    "window": ({"local_window_size": 8}, slice(32, 64), slice(0, 16)),
     "segments": ({"segment_ids": np.repeat([3, -1], 32)}, slice(0, 32), slice(32, 64)),
     "mask_of_keys": ({"mask": np.repeat([True, False], 32)}, slice(0, 64), slice(32, 64)),
     "mask": (
@@ -285,8 +285,8 @@ def test_chunked_fits_16k_tokens_in_2_gib():
 GPU_CASES = {
     **{f"causal_{t}": (t, {"is_causal": True}) for t in (1, 2, 63, 128, 1000, 4095, 4096)},
     "bidirectional": (333, {}),
-    "window": (1025, {"is_causal": True, "local_window_size": 100}),
-    "window_bidirectional": (515, {"local_window_size": 64}),
+    "window": (1025, {"is_causal": True, "local_window_size": 99}),
+    "window_bidirectional": (515, {"local_window_size": 63}),
     "segments": (777, {"is_causal": True, "segment_ids": np.arange(777) // 100}),
     "grouped_heads": (257, {"is_causal": True, "heads": 8}),
     "decay": (1000, {"is_causal": True, "log_decay": -np.arange(1000.0)[:, None] / 100}),

@@ -71,7 +71,7 @@ CASES = {
         {"heads": 4, "state": (1, D), "query_state": True},
         {"segment_ids": SEGMENTS},
     ),
-    "window": ({"sequence": 4}, {}, {"local_window_size": 7}),
+    "window": ({"sequence": 4}, {}, {"local_window_size": 6}),
     "bidirectional": (
         {"sequence": 8},
         {"state": (1, D)},
@@ -85,7 +85,7 @@ CASES = {
     "decay": (
         {"sequence": 2},
         {"heads": 4, "log_decay": 4},
-        {"segment_ids": SEGMENTS, "local_window_size": 30},
+        {"segment_ids": SEGMENTS, "local_window_size": 29},
     ),
     "decay_on_four": (
         {"sequence": 4, "tensor": 2},

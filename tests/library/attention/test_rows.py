@@ -161,7 +161,7 @@ def test_one_offset_for_each_row(backend, x64):
         shapes.append((rows.queries.shape, rows.places.shape))
         return found["logits_fn"](logits, rows)
 
-    given = {"is_causal": True, "local_window_size": 9, "keys_rotated": True, **OPTIONS[backend]}
+    given = {"is_causal": True, "local_window_size": 8, "keys_rotated": True, **OPTIONS[backend]}
     given |= {"logits_fn": noted, "weights_fn": found["weights_fn"]}
     got = attention(**arrays, query_offset=jnp.asarray(offsets), **given)
     assert set(shapes) == {((3,), (2, 3))}

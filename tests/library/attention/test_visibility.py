@@ -11,15 +11,15 @@ import pytest
 from tape_jax._src.attention.visibility import Band, Visibility, segments_meet, visible_blocks
 
 Q, K = 12, 10
-BANDS = [Band(causal, window) for causal in (True, False) for window in (None, 1, 4)]
+BANDS = [Band(causal, window) for causal in (True, False) for window in (None, (0, 0), (3, 1))]
 
 
 def visible(band, i, j):
     """From the definitions of :func:`tape_jax.attention`."""
     found = j <= i or not band.is_causal
-    window = band.local_window_size
-    if window is not None:
-        found &= i - window < j and (band.is_causal or j < i + window)
+    if band.window is not None:
+        left, right = band.window
+        found &= i - left <= j <= i + right
     return found
 
 

@@ -201,8 +201,8 @@ class TestModelConfig:
             ({"intermediate_size": 1.5}, r"intermediate_size must be .* got 1\.5"),
             ({"max_length": 0}, r"max_length must be a positive integer or None; got 0"),
             (
-                {"local_window_size": 0},
-                r"local_window_size must be a positive integer.*; got 0",
+                {"local_window_size": -1},
+                r"local_window_size must be an integer from 0 on; got -1",
             ),
             ({"num_kv_heads": 3}, r"num_heads = 4 is not a multiple of num_kv_heads = 3"),
             ({"num_kv_heads": 8}, r"num_heads = 4 is not a multiple of num_kv_heads = 8"),

@@ -13,7 +13,7 @@ from tests.selection import mostly_slow
 
 def banded(time, local_window_size):
     i, j = np.arange(time)[:, None], np.arange(time)
-    return (j <= i) & (j > i - local_window_size)
+    return (j <= i) & (j >= i - local_window_size)
 
 
 def test_window_equals_its_mask():

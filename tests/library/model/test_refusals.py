@@ -24,7 +24,7 @@ def trace(model, tokens=None, **options):
         ({"num_layers": 0}, "num_layers must be a positive integer; got 0"),
         ({"hidden_size": 16.0}, "hidden_size must be a positive integer; got 16.0"),
         ({"max_length": 0}, "max_length must be a positive integer or None; got 0"),
-        ({"local_window_size": -1}, "local_window_size must be a positive integer or None; got -1"),
+        ({"local_window_size": -1}, "local_window_size must be an integer from 0 on; got -1"),
         ({"head_dim": 7}, "head dimension must be even; got 7"),
         ({"hidden_size": 20, "num_heads": 4}, "head dimension must be even; got 5"),
         ({"hidden_size": 18, "num_heads": 4}, "hidden_size = 18 is not a multiple of num_heads"),

@@ -96,7 +96,7 @@ def specified(q, k, v, w, beta, ids, local_window_size=None):
     i = np.arange(q.shape[1])
     seen = i[:, None] >= i
     if local_window_size is not None:
-        seen = seen & (i > i[:, None] - local_window_size)
+        seen = seen & (i >= i[:, None] - local_window_size)
     if ids is not None:
         seen = seen & (np.asarray(ids)[:, None, :, None] == np.asarray(ids)[:, None, None])
     weights = jax.nn.softmax(jnp.where(seen, logits, -jnp.inf), axis=-1)

@@ -80,7 +80,7 @@ class TestTokenLosses:
 
 
 def test_window_narrows_only():
-    assert with_window(small_model("rope"), 5).config.local_window_size == 5
+    assert with_window(small_model("rope"), 5).config.local_window_size == 4
     assert with_window(small_model("rope", local_window_size=3), 5).config.local_window_size == 3
 
 

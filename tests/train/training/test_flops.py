@@ -32,9 +32,9 @@ def test_products():
     [
         ({}, 8),
         ({"is_causal": False}, 16),
-        ({"local_window_size": 4}, 8),
-        ({"local_window_size": 1}, 3.5),
-        ({"is_causal": False, "local_window_size": 3}, 15),
+        ({"local_window_size": 3}, 8),
+        ({"local_window_size": 0}, 3.5),
+        ({"is_causal": False, "local_window_size": 2}, 15),
     ],
 )
 def test_visible_pairs(options, pairs):

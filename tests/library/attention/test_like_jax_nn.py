@@ -1,0 +1,94 @@
+"""Keywords that ``jax.nn.dot_product_attention`` has too mean what they mean there."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tape_jax import attention
+from tests.selection import mostly_slow
+
+B, T, S, D = 2, 7, 9, 8
+KEYWORDS = {
+    "is_causal": (False, True),
+    "local_window_size": (None, 0, 3, (2, 1), (0, 4)),
+    "query_seq_lengths": (None, jnp.array([7, 4], jnp.int32)),
+    "key_value_seq_lengths": (None, jnp.array([5, 9], jnp.int32)),
+    "mask": (False, True),
+    "bias": (False, True),
+    "scale": (None, 0.3),
+}
+# Of heads 4 and 2, and of types.
+FORMS = (((4, 4), "float32"), ((4, 2), "float32"), ((4, 1), "bfloat16"))
+
+
+def arrays(heads, dtype):
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    q, (k, v) = normal(B, T, heads[0], D), (normal(B, S, heads[1], D) for _ in range(2))
+    mask = jnp.asarray(rng.random((B, 1, T, S)) < 0.7)
+    return (q, k, v), {"mask": mask, "bias": normal(1, heads[0], T, S)}
+
+
+def seen(call):
+    """Which queries see any key: of the others jax.nn makes a mean of hidden values, we zeros."""
+    i, j = np.arange(T)[:, None], np.arange(S)
+    found = np.ones((B, 1, T, S), bool)
+    if call["is_causal"]:
+        found &= j <= i
+    if (window := call["local_window_size"]) is not None:
+        left, right = window if isinstance(window, tuple) else (window, window)
+        found &= (i - left <= j) & (j <= i + right)
+    if (lengths := call["key_value_seq_lengths"]) is not None:
+        found &= j < np.asarray(lengths)[:, None, None, None]
+    if call["mask"] is not None:
+        found &= np.asarray(call["mask"])
+    return found.any(-1)[:, 0]
+
+
+def test_there_is_every_keyword_of_jax_nn():
+    theirs = set(inspect.signature(jax.nn.dot_product_attention).parameters)
+    ours = set(inspect.signature(attention).parameters)
+    # What a state needs has no residual.
+    assert theirs - ours - {"query", "key", "value"} <= {"return_residual"}
+
+
+@pytest.mark.parametrize(("heads", "dtype"), mostly_slow(FORMS, FORMS[1]))
+def test_over_their_product(heads, dtype):
+    (q, k, v), given = arrays(heads, dtype)
+    tolerance = 2e-2 if dtype == "bfloat16" else 2e-6
+    ran = 0
+    for values in itertools.product(*KEYWORDS.values()):
+        call = dict(zip(KEYWORDS, values, strict=True))
+        call |= {name: given[name] if call[name] else None for name in given}
+        want = jax.nn.dot_product_attention(q, k, v, implementation="xla", **call)
+        got, attended = attention(q, k, v, implementation="reference", **call)
+        assert attended is None
+        assert (got.shape, got.dtype) == (want.shape, want.dtype)
+        rows = seen(call)
+        if call["query_seq_lengths"] is not None:
+            rows = rows | (np.arange(T) >= np.asarray(call["query_seq_lengths"])[:, None])
+        np.testing.assert_allclose(
+            *(np.asarray(x, np.float32)[rows] for x in (got, want)), atol=tolerance, rtol=tolerance
+        )
+        ran += 1
+    assert ran == 320
+
+
+@pytest.mark.parametrize("implementation", ["chunked", "rows", None])
+def test_windows_and_lengths_of_every_implementation(implementation):
+    (q, k, v), _ = arrays((4, 2), "float32")
+    lengths = {name: KEYWORDS[name][1] for name in ("query_seq_lengths", "key_value_seq_lengths")}
+    for window in ((2, 3), (4, 0)):
+        call = {"local_window_size": window, **lengths}
+        got = attention(q, k, v, implementation=implementation, **call)[0]
+        want = attention(q, k, v, implementation="reference", **call)[0]
+        np.testing.assert_allclose(got, want, atol=2e-6)
