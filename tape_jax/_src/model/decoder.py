@@ -317,7 +317,7 @@ class Transformer(nn.Module):
             h = jnp.where((positions < 0)[..., None], jnp.nan, h)
         h = constrain(sharding, h, "batch", "sequence", "hidden")
         layer = entered_layer(context, c, h, sharding, cache)
-        made = encoding.start_from_embeddings(params, layer)
+        made, kept = encoding.start_from_embeddings(params, layer)
         state = made if initial_state is None else initial_state
         lead = positions.ndim - (encoding.coordinate_axes > 1)
         # A state has all batch axes or, where heads share it, none.
@@ -356,7 +356,7 @@ class Transformer(nn.Module):
                 record = self._in_order(record, ring, time_axis if made is None else 1)
             out.append(record)
         if cache is not None:
-            kept = keep(cache, layer.new, context.index)
+            kept = keep(cache, kept, context.index)
             out.append(dataclasses.replace(cache, layers=caches, kept=kept))
         return out[0] if len(out) == 1 else tuple(out)
 

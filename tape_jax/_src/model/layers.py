@@ -236,7 +236,7 @@ class Attention(nn.Module):
             if e is not None:
                 k = algebra.rotate(k, e)
                 options = {"keys_rotated": True}
-            new = entries(cache, k, v, e, layer.new)
+            new = entries(cache, k, v, e, terms.kept or {})
             write = with_entries if c.scan_layers else write_cache
             seen = write(cache, new, context.index)
             rewritten = seen

@@ -150,7 +150,7 @@ def test_no_encoding_does_nothing():
     assert none.acts_on == ()
     layer = Layer(jnp.zeros((3, 16)), places, None, True, CONFIG)
     assert none.layer_terms({}, layer) == Terms()
-    assert none.start_from_embeddings({}, layer) is None
+    assert none.start_from_embeddings({}, layer) == (None, {})
     assert none.max_length() is None
     assert none.input_params(CONFIG) == {}
     assert none.layer_params(CONFIG, updates=True) == {}

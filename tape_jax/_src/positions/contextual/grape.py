@@ -62,7 +62,8 @@ class GrapeAdditive(Encoding):
         assert layer.k is not None
         slopes = jnp.asarray(alibi_slopes(config.num_heads), layer.dtype)
         slopes = slopes * jax.nn.softplus(params["omega"].astype(layer.dtype))
-        keys = layer.keep("gate", _gate(layer.k, params["key_direction"], layer.dtype))
+        own_keys = _gate(layer.k, params["key_direction"], layer.dtype)
+        keys = layer.of_all_keys("gate", own_keys)
         queries = None
         if self.gate == "query_key":
             queries = _gate(layer.q, params["query_direction"], layer.dtype)
@@ -76,7 +77,7 @@ class GrapeAdditive(Encoding):
             slope = slopes[:, None, None] * gates
             return -distance[..., None, :, :].astype(layer.dtype) * slope
 
-        return Terms(bias=bias)
+        return Terms(bias=bias, kept={"gate": own_keys})
 
 
 def _gate(x: Array, direction: Array, dtype: Any) -> Array:
@@ -137,8 +138,8 @@ class GrapePath(Encoding):
         width = self._width(layer.config)
         own = layer.product(params["path_kernel"])
         own = own.reshape(*own.shape[:-1], layer.config.num_heads, width)
-        keys = layer.keep("path", _turned(own, layer.query_positions))
-        keys = keys.astype(own.dtype)
+        turned = _turned(own, layer.query_positions)
+        keys = layer.of_all_keys("path", turned).astype(own.dtype)
         slopes = jnp.asarray(alibi_slopes(layer.config.num_heads), own.dtype)
 
         def logits_fn(logits: Array, rows: Any) -> Array:
@@ -148,7 +149,7 @@ class GrapePath(Encoding):
             steps = jnp.where(rows.visible, steps, 0)
             return logits + by_rows.sums_behind(steps).astype(logits.dtype)
 
-        return Terms(logits_fn=logits_fn)
+        return Terms(logits_fn=logits_fn, kept={"path": turned})
 
 
 def _turned(p: Array, positions: Array) -> Array:

@@ -86,6 +86,7 @@ class GrapeMultiplicative(Encoding):
             steps = jax.nn.softplus(steps)
         else:
             steps = jax.nn.sigmoid(steps / self.sigmoid_scale)
-        phase = layer.running_sum("phase", steps) - steps
+        total = layer.running_sum("phase", steps)
         turns = jnp.exp(params["log_frequencies"].astype(layer.dtype))
-        return Terms(state=content_state(-phase[..., None] * turns))
+        state = content_state(-(total - steps)[..., None] * turns)
+        return Terms(state=state, kept={"phase": total})
