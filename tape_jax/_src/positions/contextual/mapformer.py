@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tape_jax._src.core.algebra import rotate
+from tape_jax._src.core.algebra import align_state, rotate
 from tape_jax._src.core.checks import positive, require, set_field
 from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.positions.fixed.rotary import content_state
@@ -142,7 +142,7 @@ class MapFormerEM(MapFormerWM):
         state, keys = layer.state if isinstance(layer.state, tuple) else (layer.state,) * 2
 
         def rotated(vectors: Array, state: Array, like: Array) -> Array:
-            time = state.shape[-2] if state.ndim == 2 else state.shape[-3]
+            time = align_state(state).shape[-3]
             shape = (*like.shape[:-3], time, *like.shape[-2:])
             found = rotate(jnp.broadcast_to(vectors.astype(q.dtype), shape), state)
             found = jnp.repeat(found, config.num_heads // found.shape[-2], axis=-2)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tape_jax._src.core.algebra import check_state, float_type
+from tape_jax._src.core.algebra import align_state, check_state, float_type
 from tape_jax._src.core.checks import choose, positive, require, require_x64, set_field
 from tape_jax._src.model.config import ModelConfig, RopeScaling
 from tape_jax._src.positions.fixed.rotary import Rope, angles
@@ -388,10 +388,8 @@ class Tape(Rope):
     def carry(self, state: State, shape: tuple[int, ...], config: ModelConfig) -> State:
         like = jax.ShapeDtypeStruct((*shape, config.kv_heads, config.dim), state.dtype)
         heads = (1, config.kv_heads)
-        check_state(state, like, name="the initial state", of="keys", heads=heads)
-        tail = 1 if self.form == "rotary" else 3
-        if state.ndim < len(shape) + 1 + tail and tail == 1:
-            state = jnp.expand_dims(state, -2)
+        tail = check_state(state, like, name="the initial state", of="keys", heads=heads)
+        state = align_state(state)
         return jnp.broadcast_to(state, (*like.shape[:-1], *state.shape[state.ndim - tail :]))
 
     def layer_params(self, config: ModelConfig, *, updates: bool) -> dict[str, Param]:

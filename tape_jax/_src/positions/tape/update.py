@@ -15,7 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tape_jax._src.core.algebra import align_state, at_least_float32, check_state, precise_einsum
+from tape_jax._src.core.algebra import (
+    align_state,
+    at_least_float32,
+    check_state,
+    is_tensor_form,
+    precise_einsum,
+)
 from tape_jax._src.core.checks import choose, refuse, require
 from tape_jax._src.core.sharding import Sharding
 from tape_jax._src.positions.tape.mixing import (
@@ -372,8 +378,7 @@ def _check_update(e, a, x, params, num_kv_heads) -> tuple[bool, int]:
         raise ValueError(f"params has {name}, so attended, the attended state, is needed; got None")
     require(e.ndim >= 2, f"state must have shape [T, D] or more axes; got {e.shape}")
     like = e if a is None else a
-    # Five axes may be [T, 1, M, L, R], or all those of a rotary state.
-    tensor = like.ndim == x.ndim + 3 or (a is None and e.ndim == 5 != x.ndim + 1)
+    tensor = is_tensor_form(like, jax.ShapeDtypeStruct((*x.shape[:-1], 1, like.shape[-1]), e.dtype))
     width = math.prod(e.shape[-3:-1]) if tensor else e.shape[-1]
     have = e.shape[-4 if tensor else -2] if e.ndim > 2 else 1
     heads = num_kv_heads or (up.shape[-1] if up is not None else None)
