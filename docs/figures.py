@@ -73,7 +73,9 @@ def states_of(model: tape.Transformer, variables: Any, shift: int = 0) -> list[n
     places = jnp.arange(LENGTH) + shift
     _, states = model.apply(variables, tokens, positions=places, return_states=True)
     shape = (1, LENGTH, CONFIG.kv_heads, CONFIG.dim)
-    return [as_complex(model.encoding.carry(e, shape[:2], CONFIG))[0] for e in states.position]
+    return [
+        as_complex(model.encoding.carry(e, shape[:2], CONFIG.sizes))[0] for e in states.position
+    ]
 
 
 def plane(axes: Any, numbers: np.ndarray, limit: float) -> None:

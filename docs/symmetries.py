@@ -244,8 +244,8 @@ def parameters(kind: str) -> str:
     def count(params: Any) -> int:
         return sum(math.prod(param.shape) for param in params.values())
 
-    layer = count(encoding.layer_params(config, updates=model.blocks[0][2]))
-    once = count(encoding.input_params(config))
+    layer = count(encoding.layer_params(config.sizes, updates=model.blocks[0][2]))
+    once = count(encoding.input_params(config.sizes))
     return ", ".join([f"{layer:,}"] * (layer > 0 or not once) + [f"once {once:,}"] * (once > 0))
 
 

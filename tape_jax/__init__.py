@@ -8,7 +8,7 @@ from tape_jax._src.adapt.methods import add_tape
 from tape_jax._src.attention import AttentionPlan, AttentionRows, attention, attention_plan
 from tape_jax._src.core.algebra import rotate, transform
 from tape_jax._src.model.cache import Cache, grow_cache, init_cache
-from tape_jax._src.model.config import Experts, Lora, ModelConfig, RandomPositions, RopeScaling
+from tape_jax._src.model.config import Experts, Lora, ModelConfig
 from tape_jax._src.model.decoder import States, Transformer
 from tape_jax._src.model.generate import (
     decode,
@@ -20,6 +20,8 @@ from tape_jax._src.model.generate import (
 )
 from tape_jax._src.model.linen import UpdateState
 from tape_jax._src.positions import init_update, rotary_state, tensor_state, update_state
+from tape_jax._src.positions.drawing import RandomPositions
+from tape_jax._src.positions.fixed.rotary import RopeScaling
 from tape_jax._src.pretrained.loading import from_pretrained
 from tape_jax._src.pretrained.saving import save_pretrained
 

@@ -15,10 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tape_jax import adapt
+from tape_jax import ModelConfig, RopeScaling, adapt
 from tape_jax._src.core.algebra import at_least_float32
 from tape_jax._src.core.checks import choose, require
-from tape_jax._src.model.config import ModelConfig, RopeScaling
 from tape_jax._src.model.decoder import Transformer
 from tape_jax._src.model.layout import by_path, replaced, restack
 from tape_jax._src.positions.fixed.rotary import START_FIELDS

@@ -13,9 +13,8 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_dict, config_flags
 
-from tape_jax import positions
+from tape_jax import ModelConfig, RopeScaling, positions
 from tape_jax._src.core.checks import choose, require
-from tape_jax._src.model.config import ModelConfig, RopeScaling
 from tape_jax._src.positions.creation import option_names
 from tape_jax.sharding import ShardingConfig
 from train import outline

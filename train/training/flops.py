@@ -105,7 +105,7 @@ def _mlp_products(config: ModelConfig) -> int:
 
 def _update_products(config: ModelConfig) -> int:
     """Multiplications of one token's position update in the rotary form, but for scales."""
-    params = Transformer(config).encoding.layer_params(config, updates=True)
+    params = Transformer(config).encoding.layer_params(config.sizes, updates=True)
     over_heads = (params[name].shape for name in ("mix", "origin", "target") if name in params)
     mixing = sum(math.prod(shape) * config.dim for shape in over_heads if len(shape) == 2)
     if "wx" not in params:

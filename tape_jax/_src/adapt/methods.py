@@ -15,17 +15,18 @@ from tape_jax._src.adapt.identity import Fingerprint, fingerprint
 from tape_jax._src.adapt.rules import Embeddings, Everything, LoraFactors, Norms, Position, Rule
 from tape_jax._src.core.algebra import at_least_float32
 from tape_jax._src.core.checks import choose, require
-from tape_jax._src.model.config import Lora, RopeScaling
+from tape_jax._src.model.config import Lora
 from tape_jax._src.model.decoder import (
     Transformer,
 )
+from tape_jax._src.model.inputs import check_variables
 from tape_jax._src.model.layout import replaced, restack
 from tape_jax._src.model.parameters import (
     full_name,
     lora_params,
 )
 from tape_jax._src.positions.creation import option_names
-from tape_jax._src.positions.fixed.rotary import START_FIELDS
+from tape_jax._src.positions.fixed.rotary import START_FIELDS, RopeScaling
 from tape_jax._src.positions.protocol import Param
 
 Array = jax.Array
@@ -101,15 +102,16 @@ def with_encoding(
     Raises:
       ValueError: if the encoding, or an option, is unknown or does not fit the model.
     """
+    check_variables(variables)
     encoding = _with_start_of(model.encoding, position)
     new = replaced(model, position=encoding)
     layers = new.config.num_layers
     # Of the parameters of a layer, or of none, where they are: and their keys.
     groups: list[tuple[str, dict[str, Param], int | None, int]] = [
-        ("", encoding.input_params(new.config), None, layers)
+        ("", encoding.input_params(new.config.sizes), None, layers)
     ]
     for start, stop, _ in new.blocks:
-        specs = encoding.layer_params(new.config, updates=encoding.updates(start, layers))
+        specs = encoding.layer_params(new.config.sizes, updates=encoding.updates(start, layers))
         stack = stop - start if new.config.scan_layers else None
         groups.append((f"layers_{start}/", specs, stack, start))
     wanted = {full_name("position", name) for _, specs, _, _ in groups for name in specs}
@@ -405,6 +407,7 @@ def adapt(
       ValueError: for an unknown method or option, a missing key, or a model that does not fit.
     """
     choose("method", method, METHODS)
+    check_variables(variables)
     chosen = METHODS[method]
     if chosen.options is not None:
         for name in options:

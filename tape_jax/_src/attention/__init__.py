@@ -7,7 +7,7 @@ from tape_jax._src.attention.api import (
     attention_plan,
     recorded_plans,
 )
-from tape_jax._src.attention.request import AttentionRows
+from tape_jax._src.core.rows import AttentionRows
 
 __all__ = [
     "BACKENDS",

@@ -6,40 +6,22 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from tape_jax._src.core import algebra
 from tape_jax._src.core.checks import refuse as refuse
+from tape_jax._src.core.rows import AttentionRows as AttentionRows
+from tape_jax._src.core.rows import RowFunction as RowFunction
 from tape_jax._src.core.sharding import Sharding
 
 Array = jax.Array
 BiasFunction = Callable[[Array, Array], Array]
-RowFunction = Callable[[Array, "AttentionRows"], Array]
 
 # The largest index that a kernel takes: sums of a few of them are 32-bit integers.
 MAX_INDEX = 2**29
-
-
-class AttentionRows(NamedTuple):
-    """Rows of logits, of some queries and all keys, as functions that rewrite them see them.
-
-    Where ``K`` stands below, keys that are hidden from all of these queries, because they are
-    later, may be left out: then ``K < S``, and of what is per key a function takes the first ``K``.
-
-    Attributes:
-      queries: which queries, int32 ``[Q]``, counted from the first of the call: by it a function
-        takes their part of an array that it closes over.
-      places: of the queries among the keys, ``query_offset`` included, int32 ``[Q]``, or
-        ``[B, Q]`` where rows of the batch have offsets of their own.
-      visible: booleans ``[B|1, Hq|1, Q, K]``.
-    """
-
-    queries: Array
-    places: Array
-    visible: Array
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -67,6 +68,28 @@ def not_negative(what: str, value: Any) -> int:
     if number is None or number < 0:
         raise ValueError(f"{what} must be an integer from 0 on; got {value!r}")
     return number
+
+
+def truth(what: str, value: Any) -> bool:
+    """A truth value of Python or numpy as ``bool``; ValueError if it is none."""
+    require(isinstance(value, bool | np.bool_), f"{what} must be True or False; got {value!r}")
+    return bool(value)
+
+
+def number(what: str, value: Any, *, optional: bool = False) -> float | None:
+    """A finite number from 0 on as Python's ``float``; ValueError if it is none."""
+    if optional and value is None:
+        return None
+    try:
+        found = math.nan if isinstance(value, bool | str) else float(value)
+    except TypeError:
+        found = math.nan
+    or_none = " or None" if optional else ""
+    require(
+        found >= 0 and math.isfinite(found),
+        f"{what} must be a number from 0 on{or_none}; got {value!r}",
+    )
+    return found
 
 
 def _integer(value: Any) -> int | None:

@@ -5,18 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tape_jax._src.core.checks import choose, nearest, require
-
-if TYPE_CHECKING:
-    from tape_jax._src.model.decoder import (
-        Transformer,
-    )
 
 Array = jax.Array
 Axes = tuple[str | None, ...]
@@ -58,6 +53,15 @@ class ParameterSpec(NamedTuple):
     shape: jax.ShapeDtypeStruct
     axes: Axes
     role: str | None = None
+
+
+class Model(Protocol):
+    """A model that declares its parameters, such as :class:`tape_jax.Transformer`."""
+
+    @property
+    def config(self) -> Any: ...
+
+    def parameters(self) -> dict[str, ParameterSpec]: ...
 
 
 def _checked_rule(rule: Any) -> Rule:
@@ -238,7 +242,7 @@ class Sharding:
         """As :meth:`spec`, with the mesh."""
         return NamedSharding(self.mesh, self.spec(axes, shape, what))
 
-    def check(self, model: Transformer, *, batch_size: int, length: int) -> None:
+    def check(self, model: Model, *, batch_size: int, length: int) -> None:
         """Raises ValueError unless the mesh divides all that a step of ``model`` has.
 
         Args:
@@ -284,7 +288,7 @@ class Sharding:
                 + (", into two chunks for each device" if axis == "sequence" else ""),
             )
 
-    def of(self, model: Transformer, tree: Any) -> Any:
+    def of(self, model: Model, tree: Any) -> Any:
         """Shardings of whatever is shaped like the parameters of ``model``.
 
         Args:
@@ -345,7 +349,7 @@ class Sharding:
 
         return jax.tree.map(put, batch)
 
-    def table(self, model: Transformer) -> str:
+    def table(self, model: Model) -> str:
         """All parameters with shape, logical axes, where they go, and bytes on each device."""
         rows = [("parameter", "shape", "type", "logical axes", "split over", "bytes per device")]
         total = 0
@@ -406,3 +410,8 @@ def _joined(names: Sequence[str]) -> str:
 def _shape_text(mesh: Mesh | AbstractMesh) -> str:
     sizes: Mapping[str, int] = mesh.shape
     return ", ".join(f"{name}={size}" for name, size in sizes.items())
+
+
+def splits_sequence(sharding: Sharding | None) -> bool:
+    """Whether a mesh splits sequences."""
+    return sharding is not None and sharding.shards("sequence") > 1

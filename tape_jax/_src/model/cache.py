@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import flax
 import jax
@@ -13,14 +13,10 @@ import jax.numpy as jnp
 from tape_jax._src.core import algebra
 from tape_jax._src.core.checks import choose, positive, require, require_x64
 from tape_jax._src.core.segments import PADDING, places, without_padding
+from tape_jax._src.core.sharding import Model
 from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.positions.layer import Layer
 from tape_jax._src.positions.protocol import Encoding, Param, as_length, default_positions
-
-if TYPE_CHECKING:
-    from tape_jax._src.model.decoder import (
-        Transformer,
-    )
 
 Array = jax.Array
 
@@ -88,7 +84,7 @@ class Cache:
 
 
 def init_cache(
-    model: Transformer,
+    model: Model,
     batch_size: int,
     capacity: int,
     *,
@@ -118,7 +114,7 @@ def init_cache(
       ValueError: if a size is not positive, the capacity is more than the model or its encoding
         takes, the encoding has n-dimensional coordinates, or positions cannot have the given type.
     """
-    c, encoding = model.config, model.encoding
+    c, encoding = model.config, model.config.position
     if batch_size < 1 or capacity < 1:
         raise ValueError(
             f"batch_size and capacity must be positive; got {batch_size} and {capacity}"
@@ -159,9 +155,9 @@ def _empty(shapes: Any) -> Any:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
-def check_cache(model: Transformer, cache: Cache) -> None:
+def check_cache(model: Model, cache: Cache) -> None:
     """Raises ValueError unless the cache is of the model's encoding, with layers of its shapes."""
-    old, own = cache.encoding, model.encoding
+    old, own = cache.encoding, model.config.position
     kinds = (old.kind, own.kind) if old.kind != own.kind else (old, own)
     require(
         old == own,
@@ -181,11 +177,11 @@ def check_cache(model: Transformer, cache: Cache) -> None:
 
 
 def _layers(
-    model: Transformer, batch_size: int, capacity: int, dtype: str, state_dtype: str | None = None
+    model: Model, batch_size: int, capacity: int, dtype: str, state_dtype: str | None = None
 ) -> tuple[tuple[LayerCache, ...], dict[str, Any]]:
     """What the layers of a cache are, and its ``kept``: ShapeDtypeStructs in place of arrays."""
-    blocks = tuple(model.blocks)
-    types = model.state_dtype.name, dtype, state_dtype
+    blocks = tuple(model.config.blocks)
+    types = model.config.carried_dtype.name, dtype, state_dtype
     return _layers_of(model.config, blocks, batch_size, capacity, *types)
 
 
@@ -199,7 +195,7 @@ def _layers_of(
     dtype: str,
     state_dtype: str | None,
 ) -> tuple[tuple[LayerCache, ...], dict[str, Any]]:
-    encoding, shape = config.position, jax.ShapeDtypeStruct
+    encoding, sizes, shape = config.position, config.sizes, jax.ShapeDtypeStruct
     tokens = (batch_size, capacity)
     x = shape((*tokens, config.hidden_size), config.dtype)
     positions = shape(tokens, jnp.int32)
@@ -209,19 +205,19 @@ def _layers_of(
 
     def kept(params: Any, x: Array, positions: Array, entering: Any) -> dict[str, Any]:
         """What the encoding keeps of the tokens that enter a layer."""
-        layer = Layer(x, positions, None, True, config, **entering)
+        layer = Layer(x, positions, None, True, sizes, **entering)
         return encoding.layer_terms(params, layer).kept or {}
 
     def begin(p: Array, x: Array, params: Any) -> tuple[Any, dict[str, Array]]:
-        start, kept = encoding.start_from_embeddings(params, Layer(x, p, None, True, config))
+        start, kept = encoding.start_from_embeddings(params, Layer(x, p, None, True, sizes))
         if start is None:
-            start = encoding.start(p, config, length=capacity, dtype=jnp.dtype(carried_dtype))
+            start = encoding.start(p, sizes, length=capacity, dtype=jnp.dtype(carried_dtype))
         return start, kept
 
     def carried(state: Any) -> Any:
-        return encoding.carry(state, tokens, config)
+        return encoding.carry(state, tokens, sizes)
 
-    begins = parameters(encoding.input_params(config))
+    begins = parameters(encoding.input_params(sizes))
     start, first = jax.eval_shape(begin, positions, x, begins)
     e = jax.eval_shape(lambda state: encoding.rotation(carried(state))[1], start)
     q = shape((*tokens, config.num_heads, config.dim), dtype)
@@ -239,7 +235,7 @@ def _layers_of(
 
     def layer(updates: bool, n: int) -> LayerCache:
         keeps_state = updates and encoding.attends_state and e is not None
-        params = parameters(encoding.layer_params(config, updates=updates))
+        params = parameters(encoding.layer_params(sizes, updates=updates))
         state = jax.eval_shape(carried, start) if updates else start
         entering = {"q": q, "k": head, "state": state}
         more = jax.eval_shape(kept, params, x, positions, entering)
@@ -255,7 +251,7 @@ def _layers_of(
     return layers, {name: slots(x) for name, x in first.items()}
 
 
-def grow_cache(model: Transformer, cache: Cache, capacity: int) -> Cache:
+def grow_cache(model: Model, cache: Cache, capacity: int) -> Cache:
     """The cache with more slots; outside of ``jax.jit``.
 
     Args:
@@ -280,8 +276,8 @@ def grow_cache(model: Transformer, cache: Cache, capacity: int) -> Cache:
     )
     require(
         cache.length is not None or not depends_on_capacity(model, old, capacity, key=cache.key),
-        f"the encoding {model.encoding.kind!r} depends on the capacity, {old}: give init_cache the "
-        "final capacity at once, or a length",
+        f"the encoding {model.config.position.kind!r} depends on the capacity, {old}: give "
+        "init_cache the final capacity at once, or a length",
     )
 
     def grow(x: Array, axis: int) -> Array:
@@ -298,9 +294,7 @@ def grow_cache(model: Transformer, cache: Cache, capacity: int) -> Cache:
     )
 
 
-def depends_on_capacity(
-    model: Transformer, old: int, new: int, *, key: Array | None = None
-) -> bool:
+def depends_on_capacity(model: Model, old: int, new: int, *, key: Array | None = None) -> bool:
     """Whether tokens have other position states in a cache of ``new`` slots than of ``old``.
 
     So it is where positions are drawn, or frequencies scaled, for a length.
@@ -310,18 +304,18 @@ def depends_on_capacity(
         return old != new
 
     def start(length: int) -> Any:
-        dtype = model.state_dtype
-        return model.encoding.start(
-            jnp.arange(min(old, new)), model.config, key=key, length=length, dtype=dtype
+        dtype = model.config.carried_dtype
+        return model.config.position.start(
+            jnp.arange(min(old, new)), model.config.sizes, key=key, length=length, dtype=dtype
         )
 
     same = jax.tree.map(lambda a, b: bool(jnp.array_equal(a, b)), start(old), start(new))
     return not all(jax.tree.leaves(same))
 
 
-def check_length(model: Transformer, length: int, *, what: str = "a sequence") -> None:
+def check_length(model: Model, length: int, *, what: str = "a sequence") -> None:
     """Raises ValueError if ``length`` tokens are more than the model or its encoding takes."""
-    encoding = model.encoding
+    encoding = model.config.position
     for limit, whose in (
         (model.config.max_length, "the model's max_length"),
         (encoding.max_length(), f"the limit of the encoding {encoding.kind!r}"),
@@ -350,8 +344,7 @@ def append(
             f"{time} tokens do not fit into a cache of capacity {cache.capacity} with {used} in use"
         )
     if segment_ids is None:
-        last, found = _last(cache.segment_ids, cache.segment_ids != PADDING)
-        segment_ids, place = jnp.where(found, last, 1)[:, None], default_positions(time)
+        segment_ids, place = last_segment(cache)[:, None], default_positions(time)
     else:
         segment_ids = jnp.broadcast_to(segment_ids, tokens.shape)
         place = places(segment_ids)
@@ -377,6 +370,12 @@ def append(
         positions=put(cache.positions, positions),
         segment_ids=put(cache.segment_ids, segment_ids),
     )
+
+
+def last_segment(cache: Cache) -> Array:
+    """The segment of each row's last real token, int32 ``[B]``; 1 where there is none."""
+    last, found = _last(cache.segment_ids, cache.segment_ids != PADDING)
+    return jnp.where(found, last, 1)
 
 
 def _last(x: Array, chosen: Array) -> tuple[Array, Array]:

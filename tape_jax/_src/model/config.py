@@ -3,93 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from tape_jax._src.core.checks import choose, positive, require, set_field, type_name
+import jax.numpy as jnp
 
-
-@dataclasses.dataclass(frozen=True)
-class RopeScaling:
-    """How rotary frequencies are adapted to sequences longer than those trained on.
-
-    Attributes:
-      kind: ``none``; ``linear`` (positions divided by ``factor``); ``ntk`` (base multiplied by
-        ``factor ** (D / (D - 2))``); ``dynamic`` (NTK with a factor that follows the sequence
-        length); ``yarn`` (frequencies blended by wavelength, states scaled by a magnitude);
-        ``llama3``.
-      factor: ratio of the wanted length to the trained one.
-      original_length: the trained length, in tokens (dynamic, yarn, llama3).
-      beta_fast, beta_slow: yarn; rotations over ``original_length`` above which a frequency is
-        kept, and below which it is fully interpolated.
-      low_freq_factor, high_freq_factor: llama3; the corresponding bounds.
-      magnitude: yarn; factor on the states. None: ``0.1 ln(factor) + 1``.
-      truncate: yarn; round the blending range outwards to whole dimensions, as published.
-    """
-
-    kind: str = "none"
-    factor: float = 1.0
-    original_length: int = 2048
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    magnitude: float | None = None
-    truncate: bool = True
-
-    def __post_init__(self):
-        choose("rope scaling", self.kind, ("none", "linear", "ntk", "dynamic", "yarn", "llama3"))
-        require(self.factor > 0, f"rope scaling: factor must be positive; got {self.factor}")
-        require(
-            self.original_length > 0,
-            f"rope scaling: original_length must be positive; got {self.original_length}",
-        )
-        require(
-            self.high_freq_factor > self.low_freq_factor,
-            f"rope scaling: high_freq_factor {self.high_freq_factor} must exceed "
-            f"low_freq_factor {self.low_freq_factor}",
-        )
-
-    @property
-    def state_magnitude(self) -> float:
-        """Factor on the start state: ``magnitude`` or ``0.1 ln(factor) + 1`` for yarn, else 1."""
-        if self.kind != "yarn":
-            return 1.0
-        if self.magnitude is not None:
-            return self.magnitude
-        return 0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class RandomPositions:
-    """Positions drawn in training, for every encoding that reads positions.
-
-    So angles, distances and rows of tables are trained that sequences of the trained length do not
-    have. Drawn is where the model has a random stream ``"positions"``, as in training, or its cache
-    a key; without it, as in evaluation, positions are what they are. One draw serves every layer,
-    head and row of a call.
-
-    Attributes:
-      kind: ``spaced``: the i-th position is the i-th of a random subset of ``0 .. range - 1``, in
-        order (Ruoss et al. 2023); ``stretched``: all positions times one number from 1 to ``range /
-        length``, whose logarithm is uniform, not for ``learned`` and ``t5``, which look whole
-        positions up; ``shifted``: one number from ``0 .. range - length`` added to all, random
-        starts, which only encodings of absolute positions notice.
-      range: drawn positions lie below it.
-    """
-
-    kind: str = "spaced"
-    range: int = 2048
-
-    def __post_init__(self):
-        choose("random positions", self.kind, ("spaced", "stretched", "shifted"))
-        set_field(self, "range", positive("random_positions: range", self.range))
-        require(
-            self.range < 2**31,
-            f"random_positions: range must be less than 2^31; got {self.range}",
-        )
-
+from tape_jax._src.attention import BACKENDS
+from tape_jax._src.core.algebra import at_least_float32
+from tape_jax._src.core.checks import choose, number, positive, require, set_field, truth, type_name
+from tape_jax._src.core.sizes import Sizes
+from tape_jax._src.positions.creation import create
+from tape_jax._src.positions.drawing import RandomPositions
 
 MLP_PROJECTIONS = ("gate", "up", "down")
 PROJECTIONS = ("q", "k", "v", "out", *MLP_PROJECTIONS)
@@ -170,6 +95,69 @@ def kinds_by_pairs(encoding: Any) -> list[str]:
     return [x.kind for x in members if own & {*x.acts_on} or tuple(x.acts_on) == ("bias",)]
 
 
+def runs(flags: Sequence[Any]) -> list[tuple[int, int, Any]]:
+    """Maximal runs ``(start, stop, flag)`` of equal neighbours: one scan each."""
+    edges = [i for i in range(len(flags)) if i == 0 or flags[i] != flags[i - 1]]
+    return [(a, b, flags[a]) for a, b in zip(edges, [*edges[1:], len(flags)], strict=True)]
+
+
+def _names(what: str, names: Any) -> str | tuple[str, ...] | None:
+    """A name, names as a tuple, or None; ValueError if it is none of these."""
+    if names is None or isinstance(names, str):
+        return names
+    require(
+        isinstance(names, Sequence) and len(names) > 0,
+        f"{what} must be a name, names or None; got {names!r}",
+    )
+    return tuple(names)
+
+
+def _one_of(what: str, *allowed: Any) -> Callable[[str, Any], Any]:
+    """A check that a value is one of these; types are given in any way that numpy knows."""
+    return lambda _, value: type_name(what, value, allowed)
+
+
+def _remat(_: str, value: Any) -> Any:
+    choose("remat policy", value, ("none", "dots", "full", "groups"))
+    return value
+
+
+def _optional(cls: type) -> Callable[[str, Any], Any]:
+    """A check that a value is an instance of a class, or None."""
+
+    def check(what: str, value: Any) -> Any:
+        article = "an" if cls.__name__[0] in "AEIO" else "a"
+        require(
+            value is None or isinstance(value, cls),
+            f"{what} must be {article} {cls.__name__} or None; got {value!r}",
+        )
+        return value
+
+    return check
+
+
+_or_none = functools.partial(positive, optional=True)
+_COMPUTED = ("float32", "bfloat16", "float16", "float64")
+# How each field of ModelConfig is checked, and brought into one form.
+FIELDS: dict[str, Callable[[str, Any], Any]] = {
+    "position": lambda _, value: create(value),
+    **dict.fromkeys(("vocab_size", "hidden_size", "num_layers", "num_heads"), positive),
+    **dict.fromkeys(("num_kv_heads", "head_dim", "intermediate_size", "max_length"), _or_none),
+    **dict.fromkeys(("local_window_size", "shifted_groups"), _or_none),
+    **dict.fromkeys(("attention_implementation", "update_implementation"), _names),
+    **dict.fromkeys(("tie_embeddings", "scan_layers"), truth),
+    "norm_eps": number,
+    "init_scale": functools.partial(number, optional=True),
+    "dtype": _one_of("model dtype", *_COMPUTED),
+    "param_dtype": _one_of("model param_dtype", *_COMPUTED),
+    "state_dtype": _one_of("model state_dtype", None, "float32", "bfloat16", "float64"),
+    "remat": _remat,
+    "lora": _optional(Lora),
+    "experts": _optional(Experts),
+    "random_positions": _optional(RandomPositions),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A Llama-style decoder.
@@ -239,42 +227,16 @@ class ModelConfig:
     random_positions: RandomPositions | None = None
 
     def __post_init__(self):
-        # Encodings and implementations say of themselves what they are called, and build on this
-        # file: it cannot import them before they have imported it.
-        from tape_jax._src.attention import BACKENDS
-        from tape_jax._src.positions import create
+        for name, check in FIELDS.items():
+            set_field(self, name, check(f"model: {name}", getattr(self, name)))
+        self._check_heads()
+        self._check_implementations()
+        self._check_random_positions()
+        self._check_mlp()
+        self.position.check(self.sizes)
 
-        set_field(self, "position", create(self.position))
-        known = {
-            "attention_implementation": BACKENDS,
-            "update_implementation": self.position.update_implementations,
-        }
-        for field, implementations in known.items():
-            names = getattr(self, field)
-            if names is not None and not isinstance(names, str):
-                require(
-                    isinstance(names, Sequence) and len(names) > 0,
-                    f"model: {field} must be a name, names or None; got {names!r}",
-                )
-                set_field(self, field, tuple(names))
-            require(
-                names is None or len(implementations) > 0,
-                f"model: {field} = {names!r}, but position encoding {self.position.kind!r} has no "
-                "implementations to choose from",
-            )
-            for name in (names,) if isinstance(names, str) else names or ():
-                choose(field.replace("_", " "), name, implementations)
-        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads"):
-            set_field(self, name, positive(f"model: {name}", getattr(self, name)))
-        optional = (
-            "num_kv_heads",
-            "head_dim",
-            "intermediate_size",
-            "max_length",
-            "local_window_size",
-        )
-        for name in (*optional, "shifted_groups"):
-            set_field(self, name, positive(f"model: {name}", getattr(self, name), optional=True))
+    def _check_heads(self) -> None:
+        """Raises ValueError for numbers of heads that do not go together."""
         require(
             self.num_heads % self.kv_heads == 0,
             f"model: num_heads = {self.num_heads} is not a multiple of num_kv_heads = "
@@ -297,55 +259,97 @@ class ModelConfig:
             f"model: shifted_groups = {self.shifted_groups} cuts sequences up, which "
             f"{' and '.join(map(repr, by_pairs))} cannot take: pairs of tokens are looked at",
         )
+
+    def _check_implementations(self) -> None:
+        """Raises ValueError for a name that neither attention nor the encoding knows."""
+        known = {
+            "attention_implementation": tuple(BACKENDS),
+            "update_implementation": self.position.update_implementations,
+        }
+        for field, implementations in known.items():
+            names = getattr(self, field)
+            require(
+                names is None or len(implementations) > 0,
+                f"model: {field} = {names!r}, but position encoding {self.position.kind!r} has no "
+                "implementations to choose from",
+            )
+            for name in (names,) if isinstance(names, str) else names or ():
+                choose(field.replace("_", " "), name, implementations)
+
+    def _check_random_positions(self) -> None:
+        """Raises ValueError for drawn positions that the encoding does not take."""
+        draw, encoding = self.random_positions, self.position
+        if draw is None:
+            return
+        kind, limit = encoding.kind, encoding.max_length()
         require(
-            self.lora is None or isinstance(self.lora, Lora),
-            f"model: lora must be a Lora or None; got {self.lora!r}",
+            encoding.reads_positions,
+            f"model: random_positions are for an encoding that reads positions, which {kind!r} "
+            f"does not; got {draw!r}",
         )
         require(
-            self.experts is None or isinstance(self.experts, Experts),
-            f"model: experts must be an Experts or None; got {self.experts!r}",
-        )
-        draw, limit = self.random_positions, self.position.max_length()
-        require(
-            draw is None or isinstance(draw, RandomPositions),
-            f"model: random_positions must be a RandomPositions or None; got {draw!r}",
+            encoding.coordinate_axes == 1,
+            f"model: random_positions are for one position a token; {kind!r} has axes = "
+            f"{encoding.coordinate_axes}",
         )
         require(
-            draw is None or self.position.reads_positions,
-            f"model: random_positions are for an encoding that reads positions, which "
-            f"{self.position.kind!r} does not; got {draw!r}",
+            draw.kind in encoding.takes_drawn,
+            f"model: {kind!r} takes random_positions of the kinds {encoding.takes_drawn}; got "
+            f"{draw}",
         )
         require(
-            draw is None or self.position.coordinate_axes == 1,
-            f"model: random_positions are for one position a token; {self.position.kind!r} has "
-            f"axes = {self.position.coordinate_axes}",
+            limit is None or draw.range <= limit,
+            f"model: random_positions.range = {draw.range} exceeds what the encoding {kind!r} "
+            f"takes, {limit} positions",
         )
-        require(
-            draw is None or limit is None or draw.range <= limit,
-            f"model: random_positions.range = {draw and draw.range} exceeds what the encoding "
-            f"{self.position.kind!r} takes, {limit} positions",
-        )
+
+    def _check_mlp(self) -> None:
+        """Raises ValueError for experts beside what they do not go together with."""
         targets = set(self.lora.targets if self.lora and self.experts else ())
         require(
             targets.isdisjoint(MLP_PROJECTIONS),
             "model: low-rank terms are for projections that all tokens share, not for those of "
             f"experts; got lora.targets = {self.lora and self.lora.targets}",
         )
-        computed = ("float32", "bfloat16", "float16", "float64")
-        allowed = {
-            "dtype": computed,
-            "param_dtype": computed,
-            "state_dtype": (None, "float32", "bfloat16", "float64"),
-        }
-        for field, types in allowed.items():
-            set_field(self, field, type_name(f"model {field}", getattr(self, field), types))
-        choose("remat policy", self.remat, ("none", "dots", "full", "groups"))
         require(
             self.remat != "groups" or (self.scan_layers and self.experts is None),
             "remat='groups' needs scan_layers=True and experts=None; got "
             f"scan_layers={self.scan_layers}, experts={self.experts}",
         )
-        self.position.check(self)
+
+    @property
+    def runs(self) -> list[tuple[int, int, bool]]:
+        """Runs of like layers: (first, one past the last, whether they update the state)."""
+        n = self.num_layers
+        return runs([self.position.updates(i, n) for i in range(n)])
+
+    @property
+    def blocks(self) -> list[tuple[int, int, bool]]:
+        """What has parameters of its own, ``layers_<first>``: runs, or layers if not scanned."""
+        if self.scan_layers:
+            return self.runs
+        return [(i, i + 1, updates) for a, b, updates in self.runs for i in range(a, b)]
+
+    @property
+    def carried_dtype(self) -> jnp.dtype:
+        """Type of the position states."""
+        return jnp.dtype(self.state_dtype or at_least_float32(self.dtype))
+
+    @property
+    def sizes(self) -> Sizes:
+        """What the position encoding is told of the model."""
+        return Sizes(
+            hidden_size=self.hidden_size,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.dim,
+            vocab_size=self.vocab_size,
+            max_length=self.max_length,
+            dtype=self.dtype,
+            state_dtype=self.state_dtype,
+            embedding_std=self.embedding_std,
+        )
 
     @property
     def kv_heads(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax
 import flax.linen as nn
@@ -13,46 +13,25 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 
 from tape_jax._src.attention import AttentionPlan, recorded_plans
-from tape_jax._src.attention.zigzag import from_zigzag, to_zigzag
+from tape_jax._src.attention.zigzag import from_zigzag
 from tape_jax._src.core import algebra
-from tape_jax._src.core.checks import choose, require, require_x64
-from tape_jax._src.core.segments import PADDING, places, without_padding
-from tape_jax._src.core.sharding import ParameterSpec, Sharding, constrain
-from tape_jax._src.model.cache import (
-    Cache,
-    append,
-    check_cache,
-    keep,
-    write_cache,
-)
-from tape_jax._src.model.config import ModelConfig
-from tape_jax._src.model.inputs import check_initial_state, check_inputs, check_sharded
-from tape_jax._src.model.layers import (
-    Attention,
+from tape_jax._src.core.checks import choose, require_x64
+from tape_jax._src.core.sharding import ParameterSpec, Sharding, constrain, splits_sequence
+from tape_jax._src.model.attention_layer import Attention, entered_layer
+from tape_jax._src.model.block import (
     Block,
-    Context,
-    Linear,
-    RMSNorm,
     constrain_state,
-    entered_layer,
     in_groups,
     pack_state,
     remat_policy,
-    runs,
-    splits_sequence,
     unrolls,
 )
+from tape_jax._src.model.cache import Cache, LayerCache, keep, write_cache
+from tape_jax._src.model.config import ModelConfig
+from tape_jax._src.model.inputs import Call, Context, check_call
+from tape_jax._src.model.layers import Linear, RMSNorm
 from tape_jax._src.model.parameters import create, declare, declared_params, gathered
-from tape_jax._src.positions.drawing import drawn_positions
-from tape_jax._src.positions.protocol import (
-    Encoding,
-    Param,
-    State,
-    as_length,
-    as_positions,
-    default_positions,
-    table_rows,
-)
+from tape_jax._src.positions.protocol import Encoding, Param, State, as_positions, table_rows
 
 Array = jax.Array
 
@@ -73,6 +52,20 @@ class States:
     hidden: tuple[Array, ...]
     position: tuple[State, ...]
     final_norm: Array
+
+
+class Run(NamedTuple):
+    """Like layers that follow each other.
+
+    Attributes:
+      name: of their parameters.
+      length: how many.
+      options: of each :class:`Block`.
+    """
+
+    name: str
+    length: int
+    options: dict[str, Any]
 
 
 class Transformer(nn.Module):
@@ -99,21 +92,17 @@ class Transformer(nn.Module):
     @property
     def runs(self) -> list[tuple[int, int, bool]]:
         """Runs of like layers: (first, one past the last, whether they update the state)."""
-        n = self.config.num_layers
-        return runs([self.encoding.updates(i, n) for i in range(n)])
+        return self.config.runs
 
     @property
     def blocks(self) -> list[tuple[int, int, bool]]:
         """What has parameters of its own, ``layers_<first>``: runs, or layers if not scanned."""
-        if self.config.scan_layers:
-            return self.runs
-        return [(i, i + 1, updates) for a, b, updates in self.runs for i in range(a, b)]
+        return self.config.blocks
 
     @property
     def state_dtype(self) -> jnp.dtype:
         """Type of the position states."""
-        c = self.config
-        return jnp.dtype(c.state_dtype or algebra.at_least_float32(c.dtype))
+        return self.config.carried_dtype
 
     @nn.nowrap
     def parameters(self) -> dict[str, ParameterSpec]:
@@ -233,132 +222,107 @@ class Transformer(nn.Module):
         Raises:
           ValueError: if shapes, types or lengths do not fit; the message gives both sides.
         """
-        c, encoding = self.config, self.encoding
+        c = self.config
         sharding = None if self.is_initializing() else self.sharding
         require_x64(dtype=c.dtype, param_dtype=c.param_dtype, state_dtype=c.state_dtype)
         choose("output", output, ("logits", "hidden"))
-        check_inputs(self, tokens, positions, segment_ids, cache)
-        check_initial_state(encoding, initial_state)
-        if cache is not None:
-            check_cache(self, cache)
-            require(
-                length is None,
-                f"with a cache, length is the cache's: give init_cache length={length}",
-            )
-            require(
-                not self.has_rng("positions"),
-                "with a cache, the key of a draw is the cache's: give init_cache key=, in place of "
-                "the random stream 'positions'",
-            )
-        positions = None if positions is None else as_positions(positions)
-        if sharding is not None:
-            check_sharded(sharding, c, tokens, initial_state, cache)
-        ring = sharding if splits_sequence(sharding) else None
-        time = tokens.shape[-1]
+        check_call(
+            self, tokens, positions, segment_ids, initial_state=initial_state, cache=cache,
+            length=length, draws=self.has_rng("positions"), sharding=sharding,
+        )  # fmt: skip
         key = self.make_rng("positions") if self.has_rng("positions") else None
-        key = key if cache is None else cache.key
-        draw = c.random_positions
-
-        def drawn(positions: Array, length: int | Array) -> Array:
-            if draw is None or key is None:
-                return positions
-            # Not the key itself, by which encodings draw.
-            return drawn_positions(draw, positions, length, jax.random.fold_in(key, 0))
-
+        positions = None if positions is None else as_positions(positions)
+        shared: dict[str, Any] = {"mask": mask, "is_causal": is_causal}
         if cache is None:
-            if length is not None:
-                length = as_length(length, tokens.shape[:-1])
-            elif segment_ids is None:
-                length = time
-            else:
-                # Nothing is drawn for none; of a row that is all padding nothing is read.
-                length = jnp.maximum((segment_ids != PADDING).sum(-1, dtype=jnp.int32), 1)
-            if positions is None:
-                positions = default_positions(time) if segment_ids is None else places(segment_ids)
-            tokens = without_padding(tokens, segment_ids)
-            positions = without_padding(positions, segment_ids, axes=encoding.coordinate_axes)
-            positions = drawn(positions, length)
-            at = encoding.coordinates(tokens, positions, segment_ids)
-            time_axis = positions.ndim - 1 - (encoding.coordinate_axes > 1)
-            if ring is not None:
-                positions = to_zigzag(ring, positions, time_axis)
-                tokens = to_zigzag(ring, tokens, 1)
-                at = to_zigzag(ring, at, at.ndim - 1 - (encoding.coordinate_axes > 1))
-                if segment_ids is not None:
-                    segment_ids = to_zigzag(ring, segment_ids, segment_ids.ndim - 1)
-            context = Context(positions, segment_ids, mask, 0, is_causal)
+            shared |= {"length": length, "key": key}
+            call = Call.whole(c, tokens, positions, segment_ids, **shared)
         else:
-            cache = append(cache, tokens, positions, segment_ids)
-            start = cache.index - time
-            length = cache.capacity if cache.length is None else cache.length
+            call = Call.continued(c, tokens, positions, segment_ids, cache=cache, **shared)
+        ring = sharding if splits_sequence(sharding) else None
+        if ring is not None:
+            call = call.on_ring(ring, self.encoding.coordinate_axes)
 
-            def recent(x: Array) -> Array:
-                return jax.lax.dynamic_slice_in_dim(x, start, time, axis=1)
-
-            ids = (recent(cache.segment_ids), cache.segment_ids)
-            every = drawn(cache.positions, length)
-            context = Context(every, ids, mask, start, is_causal)
-            at = recent(encoding.coordinates(cache.tokens, every, cache.segment_ids))
-            tokens, positions, segment_ids = recent(cache.tokens), recent(every), ids[0]
-        at = without_padding(at, segment_ids, axes=encoding.coordinate_axes)
-
-        spec = Param(
-            (c.vocab_size, c.hidden_size), nn.initializers.normal(c.embedding_std), EMBEDDING_AXES
-        )
-        table = create(self, "embedding", spec, c.param_dtype, role="embeddings")
-        table = gathered(sharding, table, EMBEDDING_AXES)
-        h = table_rows("token ids", table, tokens).astype(c.dtype)
-        specs = encoding.input_params(c)
-        params = declare(self, "position", specs, c.param_dtype, sharding)
-        added = encoding.embed(params, at, c, key)
-        if added is not None:
-            h = h + added.astype(c.dtype)
-        if draw is not None and key is not None:
-            h = jnp.where((positions < 0)[..., None], jnp.nan, h)
-        h = constrain(sharding, h, "batch", "sequence", "hidden")
-        layer = entered_layer(context, c, h, sharding, cache)
-        made, kept = encoding.start_from_embeddings(params, layer)
-        state = made if initial_state is None else initial_state
-        lead = positions.ndim - (encoding.coordinate_axes > 1)
-        # A state has all batch axes or, where heads share it, none.
-        if (lead > 1 or encoding.starts_by_head) and lead < tokens.ndim:
-            positions = jnp.expand_dims(positions, tuple(range(tokens.ndim - lead)))
-            time_axis = tokens.ndim - 1
-        if state is None:
-            state = encoding.start(
-                positions,
-                c,
-                key=key,
-                length=length,
-                dtype=self.state_dtype,
-                params=params,
-            )
-        state = encoding.locate(state, at)
-        h, caches, hidden, states = self._blocks(h, state, context, cache, return_states, sharding)
+        table, h, params = self._embed(call, sharding)
+        layer = entered_layer(call.context, c, h, sharding, call.cache)
+        made, kept = self.encoding.start_from_embeddings(params, layer)
+        given = made if initial_state is None else initial_state
+        state, time_axis = self._start(call, params, given)
+        h, caches, hidden, states = self._blocks(h, state, call, return_states, sharding)
         final = RMSNorm(c, name="final_norm")(h)
-        if cache is not None:
+        if call.cache is not None:
             # Traced, nothing else says that no slot was left.
-            final = jnp.where(cache.index > cache.capacity, jnp.nan, final)
+            final = jnp.where(call.cache.index > call.cache.capacity, jnp.nan, final)
         if ring is not None:
             final = from_zigzag(ring, final, 1)
-        logits = None
+        out: list[Any] = [final]
         if output == "logits" or self.is_initializing():
-            if c.tie_embeddings:
-                logits = final @ table.T.astype(c.dtype)
-            else:
-                logits = self._head(sharding)(final)
-            logits = constrain(sharding, logits, "batch", "sequence", "vocab")
-            logits = logits.astype(algebra.at_least_float32(c.dtype))
-        out: list[Any] = [logits if output == "logits" else final]
+            logits = self._logits(final, table, sharding)
+            out = [logits if output == "logits" else final]
         if return_states:
             record = States(hidden=(*hidden, h), position=tuple(states), final_norm=final)
             if ring is not None:
                 record = self._in_order(record, ring, time_axis if made is None else 1)
             out.append(record)
-        if cache is not None:
-            kept = keep(cache, kept, context.index)
-            out.append(dataclasses.replace(cache, layers=caches, kept=kept))
+        if call.cache is not None:
+            kept = keep(call.cache, kept, call.context.index)
+            out.append(dataclasses.replace(call.cache, layers=caches, kept=kept))
         return out[0] if len(out) == 1 else tuple(out)
+
+    @nn.nowrap
+    def _embed(
+        self, call: Call, sharding: Sharding | None
+    ) -> tuple[Array, Array, dict[str, Array]]:
+        """Return the table, the embedded tokens ``[..., T, hidden]``, the encoding's parameters."""
+        c, encoding = self.config, self.encoding
+        init = nn.initializers.normal(c.embedding_std)
+        spec = Param((c.vocab_size, c.hidden_size), init, EMBEDDING_AXES)
+        table = create(self, "embedding", spec, c.param_dtype, role="embeddings")
+        table = gathered(sharding, table, EMBEDDING_AXES)
+        h = table_rows("token ids", table, call.tokens).astype(c.dtype)
+        specs = encoding.input_params(c.sizes)
+        params = declare(self, "position", specs, c.param_dtype, sharding)
+        added = encoding.embed(params, call.at, c.sizes, call.key)
+        if added is not None:
+            h = h + added.astype(c.dtype)
+        if c.random_positions is not None and call.key is not None:
+            h = jnp.where((call.positions < 0)[..., None], jnp.nan, h)
+        return table, constrain(sharding, h, "batch", "sequence", "hidden"), params
+
+    @nn.nowrap
+    def _start(self, call: Call, params: dict[str, Array], given: State) -> tuple[State, int]:
+        """Return the state that enters the first layer, ``given`` if it is not None.
+
+        Also the axis of time in a state that heads share.
+        """
+        encoding, positions = self.encoding, call.positions
+        lead = positions.ndim - (encoding.coordinate_axes > 1)
+        time_axis = lead - 1
+        # A state has all batch axes or, where heads share it, none.
+        if (lead > 1 or encoding.starts_by_head) and lead < call.tokens.ndim:
+            positions = jnp.expand_dims(positions, tuple(range(call.tokens.ndim - lead)))
+            time_axis = call.tokens.ndim - 1
+        state = given
+        if state is None:
+            state = encoding.start(
+                positions,
+                self.config.sizes,
+                key=call.key,
+                length=call.length,
+                dtype=self.state_dtype,
+                params=params,
+            )
+        return encoding.locate(state, call.at), time_axis
+
+    @nn.nowrap
+    def _logits(self, final: Array, table: Array, sharding: Sharding | None) -> Array:
+        """Return the logits ``[..., T, vocab]`` of what leaves the last norm."""
+        c = self.config
+        if c.tie_embeddings:
+            logits = final @ table.T.astype(c.dtype)
+        else:
+            logits = self._head(sharding)(final)
+        logits = constrain(sharding, logits, "batch", "sequence", "vocab")
+        return logits.astype(algebra.at_least_float32(c.dtype))
 
     @nn.nowrap
     def project(self, variables: Any, hidden: Array) -> Array:
@@ -409,72 +373,82 @@ class Transformer(nn.Module):
         )
 
     def _blocks(
-        self,
-        h: Array,
-        state: State,
-        context: Context,
-        cache: Cache | None,
-        record: bool,
-        sharding: Sharding | None,
-    ):
-        """Runs all layers; returns what leaves them, their caches, and what entered each."""
-        c, encoding = self.config, self.encoding
+        self, h: Array, state: State, call: Call, record: bool, sharding: Sharding | None
+    ) -> tuple[Array, tuple[Any, ...], list[Array], list[State]]:
+        """Run all layers; return what leaves them, their caches, and what entered each."""
+        c, cache = self.config, call.cache
         caches, hidden, states = [], [], []
-        entered: Any
-        unroll = cache is None and sharding is None and not self.is_initializing()
-        unroll = unroll and unrolls(c)
         for number, (start, stop, updates) in enumerate(self.blocks):
-            block: Any = Block
-            if c.remat != "none":
-                block = nn.remat(block, policy=remat_policy(c.remat), prevent_cse=not c.scan_layers)
-            name = f"layers_{start}"
-            options: dict[str, Any] = {
-                "config": c,
-                "encoding": encoding,
-                "updates": updates,
-                "record": record,
-                "sharding": sharding,
-            }
             own = None if cache is None else cache.layers[number]
             if updates:
-                state = encoding.carry(state, h.shape[:-1], c)
+                state = self.encoding.carry(state, h.shape[:-1], c.sizes)
                 packed = constrain_state(sharding, pack_state(state, h.ndim - 1))
                 carry, fixed = (h, packed), None
             else:
                 carry, fixed = (h, None), state
-            grouped = c.remat == "groups" and not (
-                record or self.is_initializing() or self.is_mutable_collection("maps")
-            )
-            if grouped and own is None and stop - start > 2:
-                params = self.variables["params"][name]
-                carry = in_groups(Block(**options, parent=None), params, carry, fixed, context)
-                new = entered = None
-            elif c.scan_layers:
-                block = nn.scan(
-                    block,
-                    variable_axes={"params": 0, "maps": 0, "losses": 0},
-                    split_rngs={"params": True},
-                    in_axes=(nn.broadcast, nn.broadcast, 0),
-                    length=stop - start,
-                    unroll=unroll,
-                )
-                if c.remat != "none" and stop - start == 1 and not self.is_initializing():
-                    block, carry = _gradients_at_once(block, self.variables["params"][name], carry)
-                carry, (new, entered) = block(**options, name=name)(carry, fixed, context, own)
-                if own is not None:
-                    own = write_cache(own, new, context.index, axis=3)
-            else:
-                own = jax.tree.map(lambda x: x[0], own)
-                carry, outputs = block(**options, name=name)(carry, fixed, context, own)
-                own, entered = jax.tree.map(lambda x: x[None], outputs)
+            options: dict[str, Any] = {
+                "config": c,
+                "encoding": self.encoding,
+                "updates": updates,
+                "record": record,
+                "sharding": sharding,
+            }
+            run = Run(f"layers_{start}", stop - start, options)
+            carry, own, entered = self._run(run, carry, fixed, call.context, own)
             h = carry[0]
             state = carry[1].unpack() if updates else state
             caches.append(own)
-            if record:
-                for i in range(stop - start):
-                    hidden.append(entered[0][i])
-                    states.append(jax.tree.map(lambda x, i=i: x[i], entered[1]))
+            for i in range(stop - start if record else 0):
+                hidden.append(entered[0][i])
+                states.append(jax.tree.map(lambda x, i=i: x[i], entered[1]))
         return h, tuple(caches), hidden, states
+
+    def _run(
+        self, run: Run, carry: Any, fixed: State, context: Context, cache: LayerCache | None
+    ) -> tuple[Any, LayerCache | None, Any]:
+        """Run like layers: as a scan, in groups that are computed again, or one by one.
+
+        Args:
+          run: of which layers.
+          carry: hidden and position states that enter.
+          fixed: the position state, where these layers do not update it.
+          context: of the call.
+          cache: of these layers, with a leading axis of layers.
+
+        Returns:
+          What leaves the last layer, the new cache, and what entered each layer if recorded.
+        """
+        c, block = self.config, Block
+        if c.remat != "none":
+            block = nn.remat(block, policy=remat_policy(c.remat), prevent_cse=not c.scan_layers)
+        grouped = c.remat == "groups" and not (
+            run.options["record"] or self.is_initializing() or self.is_mutable_collection("maps")
+        )
+        if grouped and cache is None and run.length > 2:
+            plain = Block(**run.options, parent=None)
+            params = self.variables["params"][run.name]
+            return in_groups(plain, params, carry, fixed, context), None, None
+        if not c.scan_layers:
+            one = jax.tree.map(lambda x: x[0], cache)
+            carry, outputs = block(**run.options, name=run.name)(carry, fixed, context, one)
+            return carry, *jax.tree.map(lambda x: x[None], outputs)
+        sharding = run.options["sharding"]
+        alone = cache is None and sharding is None and not self.is_initializing()
+        scanned: Any = nn.scan(
+            block,
+            variable_axes={"params": 0, "maps": 0, "losses": 0},
+            split_rngs={"params": True},
+            in_axes=(nn.broadcast, nn.broadcast, 0),
+            length=run.length,
+            unroll=alone and unrolls(c),
+        )
+        if c.remat != "none" and run.length == 1 and not self.is_initializing():
+            params = self.variables["params"][run.name]
+            scanned, carry = _gradients_at_once(scanned, params, carry)
+        carry, (new, entered) = scanned(**run.options, name=run.name)(carry, fixed, context, cache)
+        if cache is not None:
+            cache = write_cache(cache, new, context.index, axis=3)
+        return carry, cache, entered
 
 
 def _gradients_at_once(block: Any, params: Any, carry: Any) -> tuple[Any, Any]:

@@ -16,30 +16,19 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from tape_jax._src.core.checks import as_integers, concrete, require
-from tape_jax._src.core.segments import places
+from tape_jax._src.core.segments import PADDING, places
 from tape_jax._src.model.by_layer import loop_over_tokens
-from tape_jax._src.model.cache import (
-    Cache,
-    append,
-    check_length,
-    init_cache,
-)
-from tape_jax._src.model.decoder import (
-    Transformer,
-)
-from tape_jax._src.model.inputs import check_inputs
-from tape_jax._src.positions.protocol import (
-    as_positions,
-    check_indices,
-    default_positions,
-)
+from tape_jax._src.model.cache import Cache, append, check_length, init_cache, last_segment
+from tape_jax._src.model.decoder import Transformer
+from tape_jax._src.model.inputs import check_inputs, check_variables
+from tape_jax._src.positions.protocol import as_positions, check_indices, default_positions
 
 Array = jax.Array
 
@@ -91,6 +80,7 @@ def generate(
         not in the vocabulary; if the sequence is longer than the model, its encoding or
         ``capacity`` admits; if a sampling option is out of range.
     """
+    check_variables(variables)
     n = _positive("max_new_tokens", max_new_tokens)
     vocab_size = model.config.vocab_size
     _check_ids("pad_id", np.asarray(pad_id), vocab_size)
@@ -217,6 +207,7 @@ def prefill(
       ValueError: as :func:`tape_jax.init_cache` and the model raise it; if both ``lengths`` and
         ``segment_ids`` are given.
     """
+    check_variables(variables)
     require(
         lengths is None or segment_ids is None,
         "prefill takes lengths, of prompts padded on the left, or segment_ids; got both",
@@ -311,10 +302,31 @@ def extend(
       Logits ``[B, T, vocab]`` and the cache, ``T`` tokens longer. Where no slots are left for them,
       which cannot be refused under ``jax.jit``, these and all later logits are NaN.
     """
+    check_variables(variables)
     result: Any = model.apply(
         variables, tokens, positions=positions, segment_ids=segment_ids, cache=cache
     )
     return result
+
+
+class _Decoding(NamedTuple):
+    """What goes around the loop of :func:`decode`.
+
+    Attributes:
+      made: tokens generated.
+      cache: holds all tokens but ``token``.
+      token: the last of each row, ``[B]``.
+      done: whether a row has come to a stop, ``[B]``.
+      padded: whether ``token`` is padding behind a stop, ``[B]``.
+      out: what was generated, ``[B, N]``.
+    """
+
+    made: Array
+    cache: Any
+    token: Array
+    done: Array
+    padded: Array
+    out: Array
 
 
 def decode(
@@ -328,10 +340,13 @@ def decode(
     temperature: float | Array = 1.0,
     top_k: int | Array | None = None,
     top_p: float | Array | None = None,
-    stop: Array | None = None,
+    stop: Iterable[int] | Array | None = None,
     pad_id: int | Array = 0,
 ) -> tuple[Array, Cache]:
     """Generates tokens in one loop.
+
+    What follows a stop is padding, in the cache too: :func:`extend` goes on behind the stop. Only a
+    stop that is the last of the ``N`` tokens is not in the cache yet, as any last token.
 
     A random draw depends on ``key`` and the number of slots in use, so decoding in several calls
     draws what one call does.
@@ -344,7 +359,7 @@ def decode(
       max_new_tokens: ``N``.
       key: random key; None: greedy.
       temperature, top_k, top_p: as in :func:`sample_logits`.
-      stop: token ids ``[K]`` that end a row, or None.
+      stop: token ids that end a row, a collection or an array ``[K]``; or None.
       pad_id: what follows them.
 
     Returns:
@@ -354,6 +369,7 @@ def decode(
     Raises:
       ValueError: if the cache is too small, unless it is traced.
     """
+    check_variables(variables)
     max_new_tokens = _positive("max_new_tokens", max_new_tokens)
     batch = cache.tokens.shape[0]
     token = as_integers("token", token)
@@ -368,27 +384,31 @@ def decode(
         f"{max_new_tokens} tokens do not fit into a cache of capacity {cache.capacity} with "
         f"{index} in use",
     )
+    stop = stop if isinstance(stop, jax.Array) else _stop_ids(stop, model.config.vocab_size)
     by = loop_over_tokens(model, jax.tree.map(jnp.asarray, variables), cache)
+    ids = None if stop is None else last_segment(cache)
 
     def unfinished(loop):
-        n, _, _, done, _ = loop
-        return (n < max_new_tokens) & ~jnp.all(done)
+        # Until the stop of every row has entered the cache.
+        return (loop.made < max_new_tokens) & ~jnp.all(loop.padded)
 
     def step(loop):
-        n, cache, token, done, out = loop
+        cache, done = by.enter(loop.cache), loop.done
         draw = None if key is None else jax.random.fold_in(key, cache.index)
-        logits, cache = extend(by.model, by.variables, by.enter(cache), token[:, None])
+        segment = None if ids is None else jnp.where(loop.padded, PADDING, ids)[:, None]
+        token = loop.token[:, None]
+        logits, cache = extend(by.model, by.variables, cache, token, segment_ids=segment)
         token = sample_logits(logits[:, 0], draw, temperature=temperature, top_k=top_k, top_p=top_p)
         token = jnp.where(done, jnp.int32(pad_id), token)
-        if stop is not None:
-            done = done | jnp.isin(token, stop)
-        out = jax.lax.dynamic_update_slice_in_dim(out, token[:, None], n, axis=1)
-        return n + 1, by.leave(cache), token, done, out
+        out = jax.lax.dynamic_update_slice_in_dim(loop.out, token[:, None], loop.made, axis=1)
+        ended = done if stop is None else done | jnp.isin(token, stop)
+        return _Decoding(loop.made + 1, by.leave(cache), token, ended, done, out)
 
     out = jnp.full((batch, max_new_tokens), pad_id, jnp.int32)
-    start = (jnp.int32(0), by.cache, token.astype(jnp.int32), jnp.zeros(batch, bool), out)
-    _, cache, _, _, out = jax.lax.while_loop(unfinished, step, start)
-    return out, by.finish(cache)
+    none = jnp.zeros(batch, bool)
+    start = _Decoding(jnp.int32(0), by.cache, token.astype(jnp.int32), none, none, out)
+    end = jax.lax.while_loop(unfinished, step, start)
+    return end.out, by.finish(end.cache)
 
 
 def sample_logits(
@@ -415,6 +435,11 @@ def sample_logits(
     Raises:
       ValueError: if an option that is a Python number is out of range.
     """
+    dtype = getattr(logits, "dtype", None)
+    require(
+        dtype is not None and jnp.issubdtype(dtype, jnp.floating),
+        f"logits must be an array of floats [..., vocab]; got {dtype or type(logits).__name__}",
+    )
     _check_sampling(temperature, top_k, top_p)
     drawn = _draw(logits, key, temperature, top_k, top_p)
     return jnp.where(jnp.isnan(logits).any(-1), -1, drawn).astype(jnp.int32)

@@ -1,35 +1,217 @@
-"""What a model may be called with."""
+"""What a model is called with: the checks, and the same call in one form."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Self
 
+import flax
 import jax
 import jax.numpy as jnp
 
+from tape_jax._src.attention.zigzag import to_zigzag
 from tape_jax._src.core.checks import concrete, require, require_whole
-from tape_jax._src.core.segments import PADDING
-from tape_jax._src.core.sharding import Sharding
-from tape_jax._src.model.cache import Cache, check_length
+from tape_jax._src.core.segments import PADDING, places, without_padding
+from tape_jax._src.core.sharding import Model, Sharding, splits_sequence
+from tape_jax._src.model.cache import Cache, append, check_cache, check_length
 from tape_jax._src.model.config import ModelConfig
-from tape_jax._src.model.layers import splits_sequence
-from tape_jax._src.positions.protocol import Encoding, State
-
-if TYPE_CHECKING:
-    from tape_jax._src.model.decoder import Transformer
+from tape_jax._src.positions.drawing import drawn_positions
+from tape_jax._src.positions.protocol import (
+    Encoding,
+    State,
+    as_length,
+    as_positions,
+    default_positions,
+)
 
 Array = jax.Array
 
 
+@flax.struct.dataclass
+class Context:
+    """What all layers of one call share.
+
+    Attributes:
+      positions: of the keys, ``[..., S]`` or ``[..., S, n]``.
+      segment_ids: integers ``[..., T]``, a pair (queries', keys'), or None.
+      mask: booleans that broadcast to ``[..., H, T, S]``, or None.
+      index: index of the first query among the keys.
+      is_causal: whether queries see earlier keys only.
+    """
+
+    positions: Array
+    segment_ids: Any
+    mask: Array | None
+    index: Array | int
+    is_causal: bool = flax.struct.field(pytree_node=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of a model, full or with a cache, in one form.
+
+    Attributes:
+      tokens: the new tokens ``[..., T]``.
+      positions: theirs, ``[..., T]`` or ``[..., T, n]``; drawn, where positions are.
+      segment_ids: theirs, ``[..., T]``, or None.
+      at: what :meth:`Encoding.coordinates` says of them.
+      length: for how many tokens positions are drawn and scaling is fixed.
+      key: of draws, or None.
+      context: what all layers share.
+      cache: with the new tokens in it, or None.
+    """
+
+    tokens: Array
+    positions: Array
+    segment_ids: Array | None
+    at: Array
+    length: int | Array
+    key: Array | None
+    context: Context
+    cache: Cache | None = None
+
+    @classmethod
+    def whole(
+        cls,
+        config: ModelConfig,
+        tokens: Array,
+        positions: Array | None,
+        segment_ids: Array | None,
+        *,
+        length: int | Array | None,
+        key: Array | None,
+        **shared: Any,
+    ) -> Self:
+        """A full pass; ``shared`` are the mask and whether it is causal."""
+        encoding, time = config.position, tokens.shape[-1]
+        if length is not None:
+            length = as_length(length, tokens.shape[:-1])
+        elif segment_ids is None:
+            length = time
+        else:
+            # Nothing is drawn for none; of a row that is all padding nothing is read.
+            length = jnp.maximum((segment_ids != PADDING).sum(-1, dtype=jnp.int32), 1)
+        if positions is None:
+            positions = default_positions(time) if segment_ids is None else places(segment_ids)
+        tokens = without_padding(tokens, segment_ids)
+        positions = without_padding(positions, segment_ids, axes=encoding.coordinate_axes)
+        positions = _drawn(config, positions, length, key)
+        at = encoding.coordinates(tokens, positions, segment_ids)
+        at = without_padding(at, segment_ids, axes=encoding.coordinate_axes)
+        context = Context(positions, segment_ids, index=0, **shared)
+        return cls(tokens, positions, segment_ids, at, length, key, context)
+
+    @classmethod
+    def continued(
+        cls,
+        config: ModelConfig,
+        tokens: Array,
+        positions: Array | None,
+        segment_ids: Array | None,
+        *,
+        cache: Cache,
+        **shared: Any,
+    ) -> Self:
+        """Tokens that follow those of a cache."""
+        encoding, time = config.position, tokens.shape[-1]
+        cache = append(cache, tokens, positions, segment_ids)
+        start = cache.index - time
+        length = cache.capacity if cache.length is None else cache.length
+
+        def recent(x: Array) -> Array:
+            return jax.lax.dynamic_slice_in_dim(x, start, time, axis=1)
+
+        ids = (recent(cache.segment_ids), cache.segment_ids)
+        every = _drawn(config, cache.positions, length, cache.key)
+        at = recent(encoding.coordinates(cache.tokens, every, cache.segment_ids))
+        at = without_padding(at, ids[0], axes=encoding.coordinate_axes)
+        context = Context(every, ids, index=start, **shared)
+        new = (recent(cache.tokens), recent(every), ids[0])
+        return cls(*new, at, length, cache.key, context, cache)
+
+    def on_ring(self, ring: Sharding, axes: int) -> Self:
+        """The call with its tokens as a mesh that splits sequences holds them.
+
+        Args:
+          ring: the mesh.
+          axes: coordinates per token.
+        """
+
+        def held(x: Array | None, more: bool = False) -> Any:
+            return None if x is None else to_zigzag(ring, x, x.ndim - 1 - more)
+
+        positions, ids = held(self.positions, axes > 1), held(self.segment_ids)
+        return dataclasses.replace(
+            self,
+            tokens=held(self.tokens),
+            positions=positions,
+            segment_ids=ids,
+            at=held(self.at, axes > 1),
+            context=self.context.replace(positions=positions, segment_ids=ids),  # type: ignore[attr-defined]
+        )
+
+
+def _drawn(config: ModelConfig, positions: Array, length: Any, key: Array | None) -> Array:
+    """Draw positions, where the config says so and there is a key."""
+    draw = config.random_positions
+    if draw is None or key is None:
+        return positions
+    # Not the key itself, by which encodings draw.
+    return drawn_positions(draw, positions, length, jax.random.fold_in(key, 0))
+
+
+def check_call(
+    model: Model,
+    tokens: Array,
+    positions: Array | None,
+    segment_ids: Array | None,
+    *,
+    initial_state: State,
+    cache: Cache | None,
+    length: int | Array | None,
+    draws: bool,
+    sharding: Sharding | None,
+) -> None:
+    """Raises ValueError unless a model can be called like this; ``draws``: with a random stream."""
+    check_inputs(model, tokens, positions, segment_ids, cache)
+    check_initial_state(model.config.position, initial_state)
+    if cache is not None:
+        check_cache(model, cache)
+        require(
+            length is None,
+            f"with a cache, length is the cache's: give init_cache length={length}",
+        )
+        require(
+            not draws,
+            "with a cache, the key of a draw is the cache's: give init_cache key=, in place of "
+            "the random stream 'positions'",
+        )
+    if positions is not None:
+        as_positions(positions)
+    if sharding is not None:
+        check_sharded(sharding, model.config, tokens, initial_state, cache)
+
+
+def check_variables(variables: Any) -> None:
+    """Raises ValueError unless these are a model's variables, ``{"params": ...}``."""
+    mapping = isinstance(variables, Mapping)
+    given = f"keys {sorted(map(str, variables))}" if mapping else type(variables).__name__
+    require(
+        mapping and "params" in variables,
+        f"variables must be {{'params': ...}}, as init makes them; got {given}",
+    )
+
+
 def check_inputs(
-    model: Transformer,
+    model: Model,
     tokens: Array,
     positions: Array | None,
     segment_ids: Array | None,
     cache: Cache | None,
 ) -> None:
     """Raises ValueError unless these fit each other and the model; the message gives both sides."""
-    encoding = model.encoding
+    encoding = model.config.position
     for name, x in (("tokens", tokens), ("positions", positions), ("segment_ids", segment_ids)):
         require(
             x is None or hasattr(x, "dtype"),

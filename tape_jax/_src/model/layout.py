@@ -46,7 +46,7 @@ def layer_params(model: Transformer, params: Any) -> list[dict[str, Any]]:
     return [
         {
             name: params[f"layers_{start}"][full_name("position", name)]
-            for name in encoding.layer_params(c, updates=updates)
+            for name in encoding.layer_params(c.sizes, updates=updates)
         }
         for start, _, updates in model.blocks
     ]

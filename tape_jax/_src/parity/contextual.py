@@ -21,7 +21,7 @@ from tape_jax._src import positions
 from tape_jax._src.attention import AttentionRows, attention
 from tape_jax._src.core.algebra import rotate
 from tape_jax._src.core.checks import choose, require
-from tape_jax._src.model.config import ModelConfig
+from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.parity import coupled_positions
 from tape_jax._src.parity.deviations import Deviation, deviation
 from tape_jax._src.positions.fixed.bias import alibi_slopes
@@ -355,21 +355,20 @@ def _run(
     encoding = _changed(recorded.encoding, changes, noted)
     batch, time, heads, dim = q.shape
     x = arrays.get("x", jnp.zeros((batch, time, heads * dim), q.dtype))
-    config = ModelConfig(
-        vocab_size=2,
+    sizes = Sizes(
         hidden_size=x.shape[-1],
         num_layers=1,
         num_heads=heads,
         num_kv_heads=k.shape[-2],
         head_dim=dim,
-        position=encoding,
+        vocab_size=2,
         dtype=q.dtype.name,
-        param_dtype=q.dtype.name,
     )
-    layer = Layer(x, default_positions(time), None, True, config, q=q, k=k)
+    encoding.check(sizes)
+    layer = Layer(x, default_positions(time), None, True, sizes, q=q, k=k)
     state, _ = encoding.start_from_embeddings(params, layer)
     if state is None:
-        state = encoding.start(layer.positions, config, dtype=q.dtype)
+        state = encoding.start(layer.positions, sizes, dtype=q.dtype)
     layer = dataclasses.replace(layer, state=state)
     terms = encoding.layer_terms(params, layer)
     rotations = encoding.rotation(state) if terms.state is None else (terms.state, terms.state)

@@ -23,12 +23,14 @@ import numpy as np
 from tape_jax._src import positions
 from tape_jax._src.core.algebra import align_state, is_tensor_form
 from tape_jax._src.core.checks import choose
-from tape_jax._src.model.config import ModelConfig, RopeScaling
+from tape_jax._src.model.block import Block
+from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.model.decoder import Transformer
-from tape_jax._src.model.layers import Block, Context
+from tape_jax._src.model.inputs import Context
 from tape_jax._src.model.parameters import full_name
 from tape_jax._src.parity.deviations import TOLERANCE, Deviation, read_arrays, scaled_error
 from tape_jax._src.positions.ablations import split_tables
+from tape_jax._src.positions.fixed.rotary import RopeScaling
 from tape_jax._src.positions.protocol import default_positions
 
 Array = jax.Array
@@ -349,7 +351,7 @@ def _leaving_state(golden, model: Transformer, weights: Weights, states, places:
     block = Block(model.config, model.encoding, updates=True)
     params = block_params(weights, golden.variant, last, position=True)
     h = states.hidden[last]
-    state = model.encoding.carry(states.position[last], h.shape[:-1], model.config)
+    state = model.encoding.carry(states.position[last], h.shape[:-1], model.config.sizes)
     context = Context(places, None, None, 0, True)
     (_, state), _ = block.apply({"params": params}, (h, state), None, context, None)
     return state

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from tape_jax._src.core.algebra import at_least_float32, precise_einsum
 from tape_jax._src.core.checks import require, set_field
 from tape_jax._src.core.segments import places
-from tape_jax._src.model.config import ModelConfig
+from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.fixed.additive import sinusoids
 from tape_jax._src.positions.protocol import Param, State
 from tape_jax._src.positions.tape.encoding import Tape
@@ -66,7 +66,7 @@ class SeparateCosSin(Tape):
         super().__post_init__()
         require(self.form == "rotary", f"{self.kind} exists in rotary form only; got {self.form!r}")
 
-    def mixing_params(self, config: ModelConfig) -> dict[str, Param]:
+    def mixing_params(self, sizes: Sizes) -> dict[str, Param]:
         def twice(name: str, spec: Param) -> Param:
             if name == "wx":
                 return spec
@@ -77,7 +77,7 @@ class SeparateCosSin(Tape):
 
             return Param((2, *spec.shape), init, (None, *spec.axes))
 
-        shared = super().mixing_params(config)
+        shared = super().mixing_params(sizes)
         return {name: twice(name, spec) for name, spec in shared.items()}
 
     def update_state(
@@ -113,23 +113,23 @@ class _Untied(Tape):
             f"l={self.l}, r={self.r}",
         )
 
-    def check(self, config: ModelConfig) -> None:
-        super().check(config)
+    def check(self, sizes: Sizes) -> None:
+        super().check(sizes)
         require(
-            config.kv_heads == config.num_heads,
-            f"{self.kind} has one state per query head; got num_heads = {config.num_heads}, "
-            f"num_kv_heads = {config.kv_heads}",
+            sizes.num_kv_heads == sizes.num_heads,
+            f"{self.kind} has one state per query head; got num_heads = {sizes.num_heads}, "
+            f"num_kv_heads = {sizes.num_kv_heads}",
         )
 
-    def features(self, config: ModelConfig) -> int:
+    def features(self, sizes: Sizes) -> int:
         """Numbers that the MLP mixing mixes."""
         raise NotImplementedError
 
-    def mixing_params(self, config: ModelConfig) -> dict[str, Param]:
-        shared = super().mixing_params(config)
+    def mixing_params(self, sizes: Sizes) -> dict[str, Param]:
+        shared = super().mixing_params(sizes)
         if not self.mlp_mix:
             return shared
-        width, n = shared["wx"].shape[-1], self.features(config)
+        width, n = shared["wx"].shape[-1], self.features(sizes)
         normal = jax.nn.initializers.normal(width**-0.5)
         return shared | {
             "up": Param((width, n), zeros, (None, None)),
@@ -187,20 +187,20 @@ class MixHeadDim(_Untied):
 
     attention_mix: str = "head_scale"
 
-    def features(self, config: ModelConfig) -> int:
-        return config.dim
+    def features(self, sizes: Sizes) -> int:
+        return sizes.head_dim
 
     def flatten(self, table: Array) -> Array:
         return table
 
-    def mixing_params(self, config: ModelConfig) -> dict[str, Param]:
-        params = super().mixing_params(config)
+    def mixing_params(self, sizes: Sizes) -> dict[str, Param]:
+        params = super().mixing_params(sizes)
         if "mix" in params:
             require(
                 self.attention_mix == "head_scale",
                 f"{self.kind} has a scale per dimension; got attention_mix={self.attention_mix!r}",
             )
-            params["mix"] = Param((config.dim,), zeros, (None,))
+            params["mix"] = Param((sizes.head_dim,), zeros, (None,))
         return params
 
     def scale_attended(self, attended: Array, mix: Array) -> Array:
@@ -218,8 +218,8 @@ class NoEquivariance(_Untied):
 
     kind: ClassVar[str] = "tape_no_equivariance"
 
-    def features(self, config: ModelConfig) -> int:
-        return config.num_heads * config.dim
+    def features(self, sizes: Sizes) -> int:
+        return sizes.num_heads * sizes.head_dim
 
     def flatten(self, table: Array) -> Array:
         return table.reshape(*table.shape[:-2], 1, -1)
@@ -250,9 +250,9 @@ class PlaceWeights(Tape):
         super().__post_init__()
         require(self.waves > 0, f"{self.kind}: waves must be positive; got {self.waves}")
 
-    def mixing_params(self, config: ModelConfig) -> dict[str, Param]:
-        places = Param((2 * self.waves, config.kv_heads), zeros, (None, "kv_heads"))
-        return super().mixing_params(config) | {"places": places}
+    def mixing_params(self, sizes: Sizes) -> dict[str, Param]:
+        places = Param((2 * self.waves, sizes.num_kv_heads), zeros, (None, "kv_heads"))
+        return super().mixing_params(sizes) | {"places": places}
 
     def coordinates(self, tokens, positions, segment_ids=None) -> Array:
         if segment_ids is None:
@@ -262,13 +262,13 @@ class PlaceWeights(Tape):
     def locate(self, state: State, coordinates: Array) -> State:
         return state, coordinates
 
-    def carry(self, state: State, shape: tuple[int, ...], config: ModelConfig) -> State:
+    def carry(self, state: State, shape: tuple[int, ...], sizes: Sizes) -> State:
         if not isinstance(state, tuple):
-            return super().carry(state, shape, config)
+            return super().carry(state, shape, sizes)
         e, places = state
         if places.ndim <= len(shape):
-            places = jnp.broadcast_to(places[..., None], (*shape, config.kv_heads))
-        return super().carry(e, shape, config), places
+            places = jnp.broadcast_to(places[..., None], (*shape, sizes.num_kv_heads))
+        return super().carry(e, shape, sizes), places
 
     def rotation(self, state: State) -> tuple[Array | None, Array | None]:
         return super().rotation(state[0] if isinstance(state, tuple) else state)
@@ -319,9 +319,11 @@ class RelaxedEquivariance(Tape):
             f"{self.kind}: penalty must be two numbers of at least 0; got {self.penalty}",
         )
 
-    def mixing_params(self, config: ModelConfig) -> dict[str, Param]:
-        mirror = Param((2, config.kv_heads, config.dim // 2), zeros, (None, "kv_heads", None))
-        return super().mixing_params(config) | {"mirror": mirror}
+    def mixing_params(self, sizes: Sizes) -> dict[str, Param]:
+        mirror = Param(
+            (2, sizes.num_kv_heads, sizes.head_dim // 2), zeros, (None, "kv_heads", None)
+        )
+        return super().mixing_params(sizes) | {"mirror": mirror}
 
     def update_state(
         self, params, state: State, attended, x, *, sharding=None, implementation=None

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from tape_jax._src.core.checks import require, set_field
-from tape_jax._src.model.config import ModelConfig
+from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.positions.protocol import Encoding, Param, State
 
@@ -89,6 +89,13 @@ class Combined(Encoding):
         """Whether one of them does."""
         return any(encoding.rewrites_keys for encoding in self.encodings)
 
+    @property
+    def takes_drawn(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The kinds that all of them take."""
+        return tuple(
+            x for x in Encoding.takes_drawn if all(x in e.takes_drawn for e in self.encodings)
+        )
+
     def _of(self, place: str) -> Encoding:
         """The one that acts there; none at all if no one does."""
         return next((x for x in self.encodings if place in x.acts_on), Encoding())
@@ -136,20 +143,20 @@ class Combined(Encoding):
     def reads_start(self) -> bool:
         return self._state.reads_start
 
-    def check(self, config: ModelConfig) -> None:
+    def check(self, sizes: Sizes) -> None:
         for encoding in self.encodings:
-            encoding.check(config)
+            encoding.check(sizes)
 
     def max_length(self) -> int | None:
         limits = [encoding.max_length() for encoding in self.encodings]
         return min((n for n in limits if n is not None), default=None)
 
-    def input_params(self, config: ModelConfig) -> dict[str, Param]:
-        return self._gathered(lambda one: one.input_params(config))
+    def input_params(self, sizes: Sizes) -> dict[str, Param]:
+        return self._gathered(lambda one: one.input_params(sizes))
 
-    def layer_params(self, config: ModelConfig, *, updates: bool) -> dict[str, Param]:
+    def layer_params(self, sizes: Sizes, *, updates: bool) -> dict[str, Param]:
         return self._gathered(
-            lambda one: one.layer_params(config, updates=updates and one is self._state)
+            lambda one: one.layer_params(sizes, updates=updates and one is self._state)
         )
 
     def coordinates(
@@ -158,14 +165,14 @@ class Combined(Encoding):
         return self._embedding.coordinates(tokens, positions, segment_ids)
 
     def embed(
-        self, params: dict[str, Array], coordinates: Array, config: ModelConfig, key: Array | None
+        self, params: dict[str, Array], coordinates: Array, sizes: Sizes, key: Array | None
     ) -> Array | None:
-        own = self._own(self._embedding, params, self._embedding.input_params(config))
-        return self._embedding.embed(own, coordinates, config, key)
+        own = self._own(self._embedding, params, self._embedding.input_params(sizes))
+        return self._embedding.embed(own, coordinates, sizes, key)
 
-    def start(self, positions: Array, config: ModelConfig, **options: Any) -> State:
+    def start(self, positions: Array, sizes: Sizes, **options: Any) -> State:
         # Names of the one with a state have no prefix.
-        return self._state.start(positions, config, **options)
+        return self._state.start(positions, sizes, **options)
 
     def start_from_embeddings(
         self, params: dict[str, Array], layer: Layer
@@ -175,8 +182,8 @@ class Combined(Encoding):
     def locate(self, state: State, coordinates: Array) -> State:
         return self._state.locate(state, coordinates)
 
-    def carry(self, state: State, shape: tuple[int, ...], config: ModelConfig) -> State:
-        return self._state.carry(state, shape, config)
+    def carry(self, state: State, shape: tuple[int, ...], sizes: Sizes) -> State:
+        return self._state.carry(state, shape, sizes)
 
     def rotation(self, state: State) -> tuple[Array | None, Array | None]:
         return self._state.rotation(state)
@@ -209,7 +216,7 @@ class Combined(Encoding):
 
     def _terms_of(self, encoding: Encoding, params: dict[str, Array], layer: Layer) -> Terms:
         prefix = self._prefix(encoding)
-        specs = encoding.layer_params(layer.config, updates=True)
+        specs = encoding.layer_params(layer.sizes, updates=True)
         terms = encoding.layer_terms(self._own(encoding, params, specs), layer.renamed(prefix))
         kept = terms.kept or {}
         return terms._replace(kept={prefix + name: x for name, x in kept.items()})

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tape_jax._src.core.checks import choose, from_mapping, nearest
-from tape_jax._src.model.config import RopeScaling
 from tape_jax._src.positions.ablations import (
     MixHeadDim,
     NoEquivariance,
@@ -35,7 +34,7 @@ from tape_jax._src.positions.contextual.stickbreaking import StickBreaking
 from tape_jax._src.positions.fixed.additive import Abacus, Learned, Sinusoidal
 from tape_jax._src.positions.fixed.bias import Alibi, Fire, Kerple, T5Bias
 from tape_jax._src.positions.fixed.coupling import PositionCoupling
-from tape_jax._src.positions.fixed.rotary import RandomRope, Rope, Xpos, Yarn
+from tape_jax._src.positions.fixed.rotary import RandomRope, Rope, RopeScaling, Xpos, Yarn
 from tape_jax._src.positions.protocol import Encoding
 from tape_jax._src.positions.tape.encoding import Tape
 

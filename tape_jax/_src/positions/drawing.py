@@ -2,17 +2,47 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 
 from tape_jax._src.core.algebra import float_type
-from tape_jax._src.core.checks import concrete
-from tape_jax._src.model.config import RandomPositions
+from tape_jax._src.core.checks import choose, concrete, positive, require, set_field
 from tape_jax._src.positions.protocol import as_positions, check_indices
 
 Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomPositions:
+    """Positions drawn in training, for every encoding that reads positions.
+
+    So angles, distances and rows of tables are trained that sequences of the trained length do not
+    have. Drawn is where the model has a random stream ``"positions"``, as in training, or its cache
+    a key; without it, as in evaluation, positions are what they are. One draw serves every layer,
+    head and row of a call.
+
+    Attributes:
+      kind: ``spaced``: the i-th position is the i-th of a random subset of ``0 .. range - 1``, in
+        order (Ruoss et al. 2023); ``stretched``: all positions times one number from 1 to ``range /
+        length``, whose logarithm is uniform, not for ``learned`` and ``t5``, which look whole
+        positions up; ``shifted``: one number from ``0 .. range - length`` added to all, random
+        starts, which only encodings of absolute positions notice.
+      range: drawn positions lie below it.
+    """
+
+    kind: str = "spaced"
+    range: int = 2048
+
+    def __post_init__(self):
+        choose("random positions", self.kind, ("spaced", "stretched", "shifted"))
+        set_field(self, "range", positive("random_positions: range", self.range))
+        require(
+            self.range < 2**31,
+            f"random_positions: range must be less than 2^31; got {self.range}",
+        )
 
 
 def drawn_positions(

@@ -20,7 +20,7 @@ from jax import lax
 from tape_jax._src.core.algebra import at_least_float32
 from tape_jax._src.core.checks import require
 from tape_jax._src.core.segments import running, side_by_side
-from tape_jax._src.model.config import ModelConfig
+from tape_jax._src.core.sizes import Sizes
 
 Array = jax.Array
 
@@ -76,7 +76,7 @@ class Layer:
       positions: of all keys, ``[..., S]``, or ``[..., S, n]``.
       segment_ids: integers ``[..., T]``, a pair (of the new tokens, of all keys), or None.
       is_causal: whether tokens see earlier ones only.
-      config: the model's.
+      sizes: the model's.
       q, k: projected queries and keys of the new tokens, ``[..., T, heads, D]``, not rotated.
       state: the position state that enters the layer; None where it is made.
       kept: in cached decoding what was kept of each token by name, ``[B, heads, S, ...]``; else
@@ -90,7 +90,7 @@ class Layer:
     positions: Array
     segment_ids: Array | tuple[Array, Array] | None
     is_causal: bool
-    config: ModelConfig
+    sizes: Sizes
     q: Array | None = None
     k: Array | None = None
     state: Any = None

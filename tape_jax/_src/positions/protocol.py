@@ -24,7 +24,7 @@ import numpy as np
 from tape_jax._src.core.algebra import at_least_32_bits, at_least_float32
 from tape_jax._src.core.checks import as_integers, concrete, require
 from tape_jax._src.core.sharding import Sharding
-from tape_jax._src.model.config import ModelConfig
+from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.layer import Layer, Terms
 
 Array = jax.Array
@@ -110,16 +110,6 @@ def as_positions(positions: Any) -> Array:
     return positions.astype(jnp.int32) if narrow else positions
 
 
-def require_whole_positions(kind: str, config: ModelConfig) -> None:
-    """Raises ValueError for positions drawn between integers: no table is read by them."""
-    draw = config.random_positions
-    require(
-        draw is None or draw.kind != "stretched",
-        f"{kind} looks positions up in a table, which stretched ones are not in; got "
-        f"random_positions = {draw}",
-    )
-
-
 def as_length(length: Any, batch: tuple[int, ...]) -> int | Array:
     """A length in tokens, or one for each sequence of a batch of this shape.
 
@@ -166,6 +156,8 @@ class Encoding:
     acts_on: ClassVar[tuple[str, ...]] = ()
     # Whether layer_terms rewrites what decoding keeps of earlier keys.
     rewrites_keys: ClassVar[bool] = False
+    # Kinds of RandomPositions that it takes: a table has no rows for stretched ones.
+    takes_drawn: ClassVar[tuple[str, ...]] = ("spaced", "stretched", "shifted")
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Raises ValueError for an option of another type or not finite, before it is looked at."""
@@ -203,18 +195,18 @@ class Encoding:
         own, makers = type(self), ("start", "start_from_embeddings", "rotation")
         return any(getattr(own, name) is not getattr(Encoding, name) for name in makers)
 
-    def check(self, config: ModelConfig) -> None:
+    def check(self, sizes: Sizes) -> None:
         """Raises ValueError if the encoding does not fit the model."""
 
     def max_length(self) -> int | None:
         """Longest sequence that the encoding can address, in tokens; None: any."""
         return None
 
-    def input_params(self, config: ModelConfig) -> dict[str, Param]:
+    def input_params(self, sizes: Sizes) -> dict[str, Param]:
         """Parameters used once, at the embeddings or for the start state."""
         return {}
 
-    def layer_params(self, config: ModelConfig, *, updates: bool) -> dict[str, Param]:
+    def layer_params(self, sizes: Sizes, *, updates: bool) -> dict[str, Param]:
         """Parameters of one layer; ``updates`` says whether it updates the state."""
         return {}
 
@@ -229,7 +221,7 @@ class Encoding:
         return positions
 
     def embed(
-        self, params: dict[str, Array], coordinates: Array, config: ModelConfig, key: Array | None
+        self, params: dict[str, Array], coordinates: Array, sizes: Sizes, key: Array | None
     ) -> Array | None:
         """Vectors ``[..., T, hidden]`` added to the token embeddings, or None."""
         return None
@@ -237,7 +229,7 @@ class Encoding:
     def start(
         self,
         positions: Array,
-        config: ModelConfig,
+        sizes: Sizes,
         *,
         key: Array | None = None,
         length: int | Array | None = None,
@@ -248,7 +240,7 @@ class Encoding:
 
         Args:
           positions: ``[..., T]`` or ``[..., T, n]``.
-          config: the model's.
+          sizes: the model's.
           key: random key for encodings that draw; None: their fixed draw.
           length: the sequence length, in tokens, for which a draw or a dynamic scaling is made, an
             integer or one for each sequence ``[...]``; None: that of ``positions``.
@@ -276,7 +268,7 @@ class Encoding:
         """The state entering the first layer with what :meth:`coordinates` says of its tokens."""
         return state
 
-    def carry(self, state: State, shape: tuple[int, ...], config: ModelConfig) -> State:
+    def carry(self, state: State, shape: tuple[int, ...], sizes: Sizes) -> State:
         """The start state with all axes that an updating layer gives it, tokens being ``shape``."""
         return state
 
@@ -284,9 +276,7 @@ class Encoding:
         """The states ``e`` by which queries and keys are rotated; ``(None, None)``: not at all."""
         return None, None
 
-    def pair_bias(
-        self, params: dict[str, Array], query: Array, key: Array, config: ModelConfig
-    ) -> Array:
+    def pair_bias(self, params: dict[str, Array], query: Array, key: Array, sizes: Sizes) -> Array:
         """Bias ``[..., H, Q, K]`` of the logits at positions ``[..., Q]`` and ``[..., K]``."""
         raise NotImplementedError(f"the encoding {self.kind!r} does not bias the logits")
 
@@ -301,7 +291,7 @@ class Encoding:
             return Terms()
         p = layer.positions
         return Terms(
-            bias=lambda i, j: self.pair_bias(params, p[..., i], p[..., j], layer.config),
+            bias=lambda i, j: self.pair_bias(params, p[..., i], p[..., j], layer.sizes),
         )
 
     def updates(self, layer: int, num_layers: int) -> bool:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from tape_jax._src.core.checks import positive, require
-from tape_jax._src.model.config import ModelConfig
+from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.positions.protocol import Encoding, Param
 
@@ -20,7 +20,7 @@ Array = jax.Array
 class SomeHeads(Encoding):
     """A bias or a decay for all query heads or, as in a model of so many, for the first ones.
 
-    What derives from it describes all heads of the config that it is given, by :meth:`head_params`
+    What derives from it describes all heads of the sizes that it is given, by :meth:`head_params`
     and by :meth:`pair_bias` or :meth:`head_terms`.
 
     Attributes:
@@ -32,15 +32,15 @@ class SomeHeads(Encoding):
 
     on_heads: int | None = dataclasses.field(default=None, kw_only=True)
 
-    def check(self, config: ModelConfig) -> None:
+    def check(self, sizes: Sizes) -> None:
         positive(f"{self.kind}: on_heads", self.on_heads, optional=True)
         require(
-            self.on_heads is None or self.on_heads <= config.num_heads,
+            self.on_heads is None or self.on_heads <= sizes.num_heads,
             f"{self.kind}: on_heads = {self.on_heads} are more than the model's "
-            f"{config.num_heads} heads",
+            f"{sizes.num_heads} heads",
         )
 
-    def head_params(self, config: ModelConfig) -> dict[str, Param]:
+    def head_params(self, sizes: Sizes) -> dict[str, Param]:
         """Parameters of one layer, for all heads."""
         return {}
 
@@ -48,29 +48,20 @@ class SomeHeads(Encoding):
         """What is added to the attention of all heads; by default :meth:`pair_bias`."""
         return super().layer_terms(params, layer)
 
-    def layer_params(self, config: ModelConfig, *, updates: bool) -> dict[str, Param]:
-        return self.head_params(self._of_its_heads(config))
+    def layer_params(self, sizes: Sizes, *, updates: bool) -> dict[str, Param]:
+        return self.head_params(self._of_its_heads(sizes))
 
     def layer_terms(self, params: dict[str, Array], layer: Layer) -> Terms:
         if self.on_heads is None:
             return self.head_terms(params, layer)
-        own = dataclasses.replace(layer, config=self._of_its_heads(layer.config))
-        others = layer.config.num_heads - self.on_heads
+        own = dataclasses.replace(layer, sizes=self._of_its_heads(layer.sizes))
+        others = layer.sizes.num_heads - self.on_heads
         return _with_others(self.head_terms(params, own), others)
 
-    def _of_its_heads(self, config: ModelConfig) -> ModelConfig:
+    def _of_its_heads(self, sizes: Sizes) -> Sizes:
         if self.on_heads is None:
-            return config
-        return dataclasses.replace(
-            config,
-            position=self,
-            num_heads=self.on_heads,
-            num_kv_heads=None,
-            head_dim=config.dim,
-            shifted_groups=None,
-            random_positions=None,
-            update_implementation=None,
-        )
+            return sizes
+        return dataclasses.replace(sizes, num_heads=self.on_heads, num_kv_heads=self.on_heads)
 
 
 def _with_others(terms: Terms, count: int) -> Terms:

@@ -14,11 +14,12 @@ import jax.numpy as jnp
 
 from tape_jax._src import positions
 from tape_jax._src.core.checks import choose, require
-from tape_jax._src.model.config import ModelConfig, RopeScaling
+from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.model.decoder import (
     Transformer,
 )
 from tape_jax._src.model.layout import OUTSIDE, block_name, by_path, replaced
+from tape_jax._src.positions.fixed.rotary import RopeScaling
 
 ARCHITECTURE = "LlamaForCausalLM"
 

@@ -10,8 +10,8 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 from tape_jax import adapt
+from tape_jax._src.model.block import MOST_UNROLLED
 from tape_jax._src.model.config import Lora
-from tape_jax._src.model.layers import MOST_UNROLLED
 from tape_jax.sharding import ParameterSpec
 from tests.models import random_variables, small_model
 

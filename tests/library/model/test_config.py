@@ -63,6 +63,11 @@ class TestRopeScaling:
         assert dataclasses.replace(yarn, factor=0.5).state_magnitude == 1.0
         assert dataclasses.replace(yarn, magnitude=1.3).state_magnitude == 1.3
 
+    def test_numbers_of_jax_can_be_hashed(self):
+        config = ModelConfig(10, norm_eps=jnp.float32(1e-5), tie_embeddings=np.bool_(True))
+        assert type(config.norm_eps) is float
+        assert hash(config) == hash(dataclasses.replace(config))
+
     @pytest.mark.parametrize(
         ("fields", "words"),
         [
@@ -215,6 +220,11 @@ class TestModelConfig:
                 {"experts": Experts(4), "lora": Lora(targets=("q", "down"))},
                 r"low-rank terms are for projections that .* got lora.targets = \('q', 'down'\)",
             ),
+            ({"tie_embeddings": "false"}, r"tie_embeddings must be True or False; got 'false'"),
+            ({"scan_layers": 1}, r"scan_layers must be True or False; got 1"),
+            ({"norm_eps": -1.0}, r"norm_eps must be a number from 0 on; got -1\.0"),
+            ({"norm_eps": math.nan}, r"norm_eps must be a number from 0 on; got nan"),
+            ({"init_scale": "1"}, r"init_scale must be a number from 0 on or None; got '1'"),
             ({"lora": {"rank": 2}}, r"lora must be a Lora or None; got \{'rank': 2\}"),
         ],
     )

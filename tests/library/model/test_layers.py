@@ -11,22 +11,15 @@ import numpy as np
 import pytest
 
 from tape_jax import ModelConfig, Transformer, init_cache, positions
+from tape_jax._src.model.attention_layer import Attention
+from tape_jax._src.model.block import Block, pack_state, remat_policy
 from tape_jax._src.model.cache import (
     LayerCache,
     write_cache,
 )
-from tape_jax._src.model.config import Lora
-from tape_jax._src.model.layers import (
-    MLP,
-    Attention,
-    Block,
-    Context,
-    Linear,
-    RMSNorm,
-    pack_state,
-    remat_policy,
-    runs,
-)
+from tape_jax._src.model.config import Lora, runs
+from tape_jax._src.model.inputs import Context
+from tape_jax._src.model.layers import MLP, Linear, RMSNorm
 from tape_jax._src.model.parameters import declared_params
 from tape_jax._src.positions.protocol import (
     default_positions,

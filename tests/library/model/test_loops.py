@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from tape_jax import Experts, Transformer, positions
-from tape_jax._src.model import layers
+from tape_jax._src.model import block
 from tape_jax.sharding import ShardingConfig
 from tests.library.model.calls import loss_and_gradients, random_tokens, run
 from tests.models import assert_near, jit_quickly, random_variables, small_model
@@ -58,7 +58,7 @@ def test_layers_without_a_loop_equal_those_of_the_loop(position, monkeypatch):
     variables, tokens = random_variables(model), random_tokens(2, 8)
     unrolled = loss_and_gradients(model, variables, tokens)
     whole = loops(model, variables, tokens)
-    monkeypatch.setattr(layers, "MOST_UNROLLED", 3)
+    monkeypatch.setattr(block, "MOST_UNROLLED", 3)
     assert whole < loops(model, variables, tokens)
     again = jax.jit(functools.partial(loss_and_gradients.__wrapped__, model))
     chex.assert_trees_all_close(again(variables, tokens), unrolled, atol=1e-5, rtol=1e-4)
@@ -78,9 +78,9 @@ def test_layers_without_a_loop_equal_those_of_the_loop(position, monkeypatch):
 )
 def test_a_cpu_has_few_layers_without_a_loop(options, expected, monkeypatch):
     model = small_model(**options)
-    assert layers.unrolls(model.config) == expected
+    assert block.unrolls(model.config) == expected
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert not layers.unrolls(model.config)
+    assert not block.unrolls(model.config)
 
 
 @pytest.mark.slow

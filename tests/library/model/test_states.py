@@ -25,8 +25,8 @@ from tests.selection import mostly_slow
 
 def with_initial_position(model, variables):
     """Variables in which the parameters of the encoding have their initial values."""
-    updating = model.encoding.layer_params(model.config, updates=True)
-    updating |= model.encoding.input_params(model.config)
+    updating = model.encoding.layer_params(model.config.sizes, updates=True)
+    updating |= model.encoding.input_params(model.config.sizes)
 
     def reset(path, x):
         name = path[-1].key.removeprefix("position_")

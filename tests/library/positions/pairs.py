@@ -114,7 +114,7 @@ def drawn(
     arrays = {
         name: rng.normal(size=(BATCH, time, *shape)).astype(dtype) for name, shape in shapes.items()
     }
-    specs = encoding.layer_params(config_of(encoding, heads, kv_heads, dtype), updates=False)
+    specs = encoding.layer_params(config_of(encoding, heads, kv_heads, dtype).sizes, updates=False)
     params = {name: rng.normal(size=spec.shape).astype(dtype) for name, spec in specs.items()}
     return Pairs(encoding, arrays, params, ids)
 
@@ -127,7 +127,7 @@ def layer_of(pairs: Pairs, arrays: dict[str, Any], *, is_causal: bool = True) ->
         rows = [[pairs.place(b, t) for t in range(len(row))] for b, row in enumerate(ids)]
         places, ids = jnp.asarray(rows, jnp.int32), jnp.asarray(ids)
     x, q, k = (arrays[name] for name in "xqk")
-    return Layer(x, places, ids, is_causal, pairs.config, q=q, k=k)
+    return Layer(x, places, ids, is_causal, pairs.config.sizes, q=q, k=k)
 
 
 def attend(

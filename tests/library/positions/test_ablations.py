@@ -27,7 +27,7 @@ def silu(x):
 
 
 def params_of(encoding) -> dict[str, np.ndarray]:
-    specs = encoding.layer_params(CONFIG, updates=True)
+    specs = encoding.layer_params(CONFIG.sizes, updates=True)
     return {name: normal(*spec.shape, seed=i) for i, (name, spec) in enumerate(specs.items())}
 
 
@@ -136,13 +136,13 @@ KINDS = [SeparateCosSin, MixHeadDim, NoEquivariance]
 @pytest.mark.parametrize("norm", ["none", "rms", "unit"])
 def test_they_start_as_rope_and_stay_so_untrained(cls, norm):
     encoding = cls(norm=norm)
-    start = encoding.start(jnp.arange(TIME), CONFIG)
+    start = encoding.start(jnp.arange(TIME), CONFIG.sizes)
     q = jnp.asarray(normal(TIME, HEADS, DIM), jnp.float32)
     np.testing.assert_allclose(
         rotate(q, start), rotate(q, rotary_state(np.arange(TIME), DIM)), atol=1e-6
     )
-    state = encoding.carry(start, (TIME,), CONFIG)
-    specs = encoding.layer_params(CONFIG, updates=True)
+    state = encoding.carry(start, (TIME,), CONFIG.sizes)
+    specs = encoding.layer_params(CONFIG.sizes, updates=True)
     params = {k: s.init(jax.random.key(0), s.shape, jnp.float32) for k, s in specs.items()}
     got = jax.jit(encoding.update_state)(params, state, 2 * state, jnp.ones((TIME, HIDDEN)))
     np.testing.assert_allclose(got, state, atol=1e-6)
@@ -198,7 +198,7 @@ def test_misuse():
             cls().check(grouped)
         cls().check(CONFIG)
     with pytest.raises(ValueError, match=r"a scale per dimension; got attention_mix='heads'"):
-        MixHeadDim(attention_mix="heads").layer_params(CONFIG, updates=True)
+        MixHeadDim(attention_mix="heads").layer_params(CONFIG.sizes, updates=True)
     with pytest.raises(ValueError, match=r"unknown tape_mix_head_dim norm 'unt'"):
         MixHeadDim(norm="unt")
 
@@ -206,7 +206,7 @@ def test_misuse():
 def test_they_are_tape_otherwise():
     for cls in KINDS:
         assert issubclass(cls, Tape)
-        assert cls().layer_params(CONFIG, updates=False) == {}
+        assert cls().layer_params(CONFIG.sizes, updates=False) == {}
         assert [cls(layers=(1, 2)).updates(i, 3) for i in range(3)] == [False, True, False]
 
 
@@ -224,7 +224,7 @@ def test_place_weights(x64, mix):
     assert params["places"].shape == (4, HEADS)
     e, a, x = normal(TIME, HEADS, DIM), normal(TIME, HEADS, DIM, seed=1), normal(TIME, HIDDEN)
     places = np.array([0, 1, 0, 1, 2])
-    state = encoding.carry((jnp.asarray(e), jnp.asarray(places)), (TIME,), CONFIG)
+    state = encoding.carry((jnp.asarray(e), jnp.asarray(places)), (TIME,), CONFIG.sizes)
     got, kept = encoding.update_state(params, state, jnp.asarray(a), x)
     waves = np.stack(
         [f(places * omega) for omega in (1, 100**-0.5) for f in (np.sin, np.cos)], axis=-1
@@ -276,8 +276,8 @@ def test_relaxed_equivariance_is_held_back_by_its_loss():
 @pytest.mark.parametrize("norm", ["rms", "unit"])
 def test_broken_updates_are_bounded_like_others(cls, norm):
     encoding = cls(norm=norm)
-    start = encoding.start(jnp.arange(TIME), CONFIG)
-    state = encoding.carry(encoding.locate(start, jnp.arange(TIME)), (TIME,), CONFIG)
+    start = encoding.start(jnp.arange(TIME), CONFIG.sizes)
+    state = encoding.carry(encoding.locate(start, jnp.arange(TIME)), (TIME,), CONFIG.sizes)
     attended = jnp.asarray(normal(TIME, HEADS, DIM), jnp.float32)
     params = params_of(encoding)
     new = encoding.update_state(

@@ -34,13 +34,15 @@ class TestAlibi:
     def test_bias_is_the_recorded_one_up_to_a_constant_per_query(self):
         table = recorded("alibi")["model.layers.0.self_attn.alibi"][0, :, :, :17]
         places = jnp.arange(17)
-        got = np.asarray(Alibi().pair_bias({}, places, places, config(4)))
+        got = np.asarray(Alibi().pair_bias({}, places, places, config(4).sizes))
         visible = np.tril(np.ones((17, 17), bool))
         difference = np.where(visible, got - table, 0) - (got - table)[..., :1] * visible
         np.testing.assert_allclose(difference, 0, atol=1e-5)
 
     def test_bias_by_distance(self):
-        got = Alibi().pair_bias({}, jnp.array([[3], [7]]), jnp.array([[2, 9], [7, 0]]), config(2))
+        got = Alibi().pair_bias(
+            {}, jnp.array([[3], [7]]), jnp.array([[2, 9], [7, 0]]), config(2).sizes
+        )
         distances = np.array([[[1, 6]], [[0, 7]]])
         want = -np.array([2.0**-4, 2.0**-8])[:, None, None] * distances[:, None]
         np.testing.assert_allclose(got, want, rtol=1e-6)
@@ -70,7 +72,7 @@ class TestKerple:
         params = {"r1": jnp.array([0.4, -1.0]), "r2": jnp.array([-0.7, 2.6])}
 
         def loss(params):
-            return jnp.sum(Kerple(form).pair_bias(params, places, places, config(2)))
+            return jnp.sum(Kerple(form).pair_bias(params, places, places, config(2).sizes))
 
         found = jax.grad(loss)(params)
         assert found["r1"][0] < 0
@@ -189,11 +191,11 @@ class TestT5:
         encoding = T5Bias(buckets=4, max_distance=8)
         table = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
         query, key = jnp.array([[9, 2]]), jnp.array([[0, 8, 9]])
-        got = encoding.pair_bias({"table": table}, query, key, config(3))
+        got = encoding.pair_bias({"table": table}, query, key, config(3).sizes)
         for i, t in enumerate((9, 2)):
             for j, s in enumerate((0, 8, 9)):
                 np.testing.assert_array_equal(got[0, :, i, j], table[t5_bucket(t - s, 4, 8)])
-        assert encoding.layer_params(config(3), updates=True)["table"].shape == (4, 3)
+        assert encoding.layer_params(config(3).sizes, updates=True)["table"].shape == (4, 3)
 
     @pytest.mark.parametrize("options", [{"buckets": 1}, {"buckets": 8, "max_distance": 4}])
     def test_misuse(self, options):
@@ -205,21 +207,21 @@ class TestT5:
 def test_bfloat16_models_have_float32_biases(encoding):
     """Positions above 256 stay apart: bias 1000 tokens back differs from 1001 or not at all."""
     c = config(2, dtype="bfloat16")
-    specs = encoding.layer_params(c, updates=False)
+    specs = encoding.layer_params(c.sizes, updates=False)
     params = {
         k: s.init(jax.random.key(0), s.shape, jnp.bfloat16) + jnp.bfloat16(0.5)
         for k, s in specs.items()
     }
     places = jnp.arange(1000, 1004)
-    got = encoding.pair_bias(params, places, places, c)
+    got = encoding.pair_bias(params, places, places, c.sizes)
     assert got.dtype == jnp.float32
     assert "bias" in encoding.acts_on
     widened = {k: v.astype(jnp.float32) for k, v in params.items()}
-    np.testing.assert_array_equal(got, encoding.pair_bias(widened, places, places, config(2)))
+    np.testing.assert_array_equal(got, encoding.pair_bias(widened, places, places, config(2).sizes))
     if encoding.kind != "t5":
         assert len(np.unique(got[0, 3])) == 4
 
 
 def test_other_encodings_have_no_bias():
     with pytest.raises(NotImplementedError, match=r"'rope' does not bias the logits"):
-        Rope().pair_bias({}, jnp.arange(3), jnp.arange(3), config(2))
+        Rope().pair_bias({}, jnp.arange(3), jnp.arange(3), config(2).sizes)

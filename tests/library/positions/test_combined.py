@@ -88,7 +88,9 @@ def test_alibi_beside_rope_is_the_bias_of_its_paper(is_causal):
         encoding = config.position
         generator = np.random.default_rng(0)
         q, k, v = (jnp.asarray(generator.normal(size=(2, 7, 2, 8))) for _ in range(3))
-        layer = positions.Layer(jnp.zeros((2, 7, 16)), jnp.arange(7), None, is_causal, config, q, k)
+        layer = positions.Layer(
+            jnp.zeros((2, 7, 16)), jnp.arange(7), None, is_causal, config.sizes, q, k
+        )
         terms = encoding.layer_terms({}, layer)
         e = positions.rotary_state(jnp.arange(7), 8)
         options = {"state": e, "attend_state": False, "is_causal": is_causal}

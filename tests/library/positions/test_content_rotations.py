@@ -53,14 +53,14 @@ def drawn(specs, generator, dtype="float64"):
 def inputs(encoding, dtype="float64", segment_ids=None, kv_heads=KV_HEADS):
     """Parameters, and a layer that random numbers enter."""
     config, generator = config_of(encoding, dtype, kv_heads), np.random.default_rng(0)
-    params = drawn(encoding.input_params(config), generator, dtype)
-    params |= drawn(encoding.layer_params(config, updates=True), generator, dtype)
+    params = drawn(encoding.input_params(config.sizes), generator, dtype)
+    params |= drawn(encoding.layer_params(config.sizes, updates=True), generator, dtype)
     x, q, k = (
         jnp.asarray(generator.normal(size=(B, T, *tail)), dtype)
         for tail in ((HIDDEN,), (HEADS, D), (kv_heads, D))
     )
     ids = None if segment_ids is None else jnp.asarray(segment_ids)
-    return params, Layer(x, default_positions(T), ids, True, config, q=q, k=k)
+    return params, Layer(x, default_positions(T), ids, True, config.sizes, q=q, k=k)
 
 
 def state_of(encoding, params, layer):
@@ -257,7 +257,7 @@ def test_gated_and_content_free_starts():
     """What initial values say: GRAPE and RePo start without positions, MapFormer with its grid."""
     config = config_of(positions.Encoding(), "float32")
     wm = positions.MapFormerWM(grid=16.0)
-    specs = wm.input_params(config)
+    specs = wm.input_params(config.sizes)
     omega = specs["omega"].init(jax.random.key(0), specs["omega"].shape, jnp.float32)
     np.testing.assert_allclose(omega, [2 * np.pi * np.array([1, 1 / 4, 1 / 16])] * 2, rtol=1e-6)
     for step, size in (("softplus", 1e-3), ("sigmoid", sigmoid(np.log(np.expm1(1e-3)) / 16))):
@@ -270,7 +270,7 @@ def test_gated_and_content_free_starts():
             if name.startswith("position_")
         }
         x = jnp.asarray(np.random.default_rng(0).normal(size=(T, 16)), jnp.float32)
-        layer = Layer(x, default_positions(T), None, True, model.config)
+        layer = Layer(x, default_positions(T), None, True, model.config.sizes)
         expected = tape.rotary_state(-size * jnp.arange(T, dtype=jnp.float32), 8)
         found = grape.layer_terms(own, layer).state[:, 0]
         np.testing.assert_allclose(found, expected, atol=1e-6)

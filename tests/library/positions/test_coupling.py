@@ -100,12 +100,12 @@ def test_one_random_offset_moves_all_ids():
     encoding, ids = coupling(), jnp.asarray(ids_of(encoded("12+3=15 ")[None]))
     offsets = set()
     for seed in range(60):
-        got = encoding.embed(TABLE, ids, CONFIG, jax.random.key(seed))[..., 0]
+        got = encoding.embed(TABLE, ids, CONFIG.sizes, jax.random.key(seed))[..., 0]
         assert got[0, -1] == 0
         (offset,) = set(np.asarray(got - ids)[0, :-1].tolist())
         offsets.add(offset)
     assert offsets == {0, 1, 2, 3, 4, 5}
-    np.testing.assert_array_equal(encoding.embed(TABLE, ids, CONFIG, None)[..., 0], ids)
+    np.testing.assert_array_equal(encoding.embed(TABLE, ids, CONFIG.sizes, None)[..., 0], ids)
 
 
 @pytest.mark.slow
@@ -121,9 +121,9 @@ def test_what_has_no_id_is_refused_or_nan(text, options, words):
     encoding = coupling(**options)
     ids = jnp.asarray(ids_of(text, **options))
     with pytest.raises(ValueError, match=words):
-        encoding.embed(TABLE, ids, CONFIG, None)
+        encoding.embed(TABLE, ids, CONFIG.sizes, None)
     for key in (None, jax.random.key(0)):
-        got = jax.jit(lambda x, key=key: encoding.embed(TABLE, x, CONFIG, key))(ids)[:, 0]
+        got = jax.jit(lambda x, key=key: encoding.embed(TABLE, x, CONFIG.sizes, key))(ids)[:, 0]
         limit = 40 if key is None else 35
         np.testing.assert_array_equal(jnp.isnan(got), (ids < 0) | (ids >= limit))
 

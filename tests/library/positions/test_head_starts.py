@@ -51,18 +51,20 @@ def test_shifted_heads_start_as_rope(x64, name):
 
 def test_shifts_are_tokens(x64):
     config = wide_model(tape.positions.Tape()).config
-    start = positions.Tape(head_shift=5.0).start(jnp.arange(4)[None], config, dtype=jnp.float64)
+    start = positions.Tape(head_shift=5.0).start(
+        jnp.arange(4)[None], config.sizes, dtype=jnp.float64
+    )
     later = positions.rotary_state(jnp.arange(4) + np.array([[0], [5], [10]]), 4)
     chex.assert_trees_all_equal(start, later.swapaxes(0, 1)[None])
-    bare = positions.Tape(head_shift=5.0).start(jnp.arange(4), config, dtype=jnp.float64)
+    bare = positions.Tape(head_shift=5.0).start(jnp.arange(4), config.sizes, dtype=jnp.float64)
     chex.assert_trees_all_equal(bare, start[0])
 
 
 def test_still_heads_do_not_rotate(x64):
     model = wide_model(positions.Rope(still_heads=1))
     config = model.config
-    start = model.encoding.start(jnp.arange(5)[None], config, dtype=jnp.float64)
-    plain = positions.Rope().start(jnp.arange(5)[None], config, dtype=jnp.float64)
+    start = model.encoding.start(jnp.arange(5)[None], config.sizes, dtype=jnp.float64)
+    plain = positions.Rope().start(jnp.arange(5)[None], config.sizes, dtype=jnp.float64)
     chex.assert_trees_all_equal(start[:, :, :2], jnp.broadcast_to(plain, (1, 5, 2, 4)))
     chex.assert_trees_all_equal(start[:, :, 2], jnp.array([1.0, 1, 0, 0]) * jnp.ones((1, 5, 4)))
 

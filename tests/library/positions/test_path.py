@@ -70,7 +70,7 @@ def attend(q, k, v, w, beta, ids, chunk, implementation=None, **options):
     config = ModelConfig(2, hidden_size=8, num_layers=1, num_heads=q.shape[2], head_dim=DIM)
     config = dataclasses.replace(config, num_kv_heads=k.shape[2], position=Given(chunk=chunk))
     x = jnp.zeros((*q.shape[:2], 8), q.dtype)
-    layer = Layer(x, jnp.arange(q.shape[1]), ids, True, config, q=q, k=k)
+    layer = Layer(x, jnp.arange(q.shape[1]), ids, True, config.sizes, q=q, k=k)
     terms = config.position.layer_terms({"w": w, "beta": beta}, layer)
     blocks = {"options": {"block_q": 5}} if implementation == "rows" else {}
     return tape.attention(
@@ -336,7 +336,7 @@ def test_parameters():
     config = model_of("path", num_layers=1).config
 
     def shapes(**options):
-        specs = positions.PathAttention(**options).layer_params(config, updates=False)
+        specs = positions.PathAttention(**options).layer_params(config.sizes, updates=False)
         return {name: spec.shape for name, spec in specs.items()}
 
     beta = {"beta_kernel": (16, 2), "beta_bias": (2,)}

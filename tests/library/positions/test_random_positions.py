@@ -96,9 +96,9 @@ def test_an_encoding_reads_what_is_drawn(x64, kind, position):
 
 def test_spaced_is_random_rope(x64):
     config, places = model_of(None, "random_rope").config, jnp.array([[0, 1, 4], [5, 2, 0]])
-    found = RandomRope(range=64).start(places, config, key=KEY, length=6)
+    found = RandomRope(range=64).start(places, config.sizes, key=KEY, length=6)
     drawn = drawn_positions(RandomPositions("spaced", 64), places, 6, KEY)
-    chex.assert_trees_all_equal(found, Rope().start(drawn, config))
+    chex.assert_trees_all_equal(found, Rope().start(drawn, config.sizes))
 
 
 DECODED = [*((kind, "tape") for kind in KINDS), ("spaced", "learned"), ("stretched", "fire")]

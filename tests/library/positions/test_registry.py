@@ -148,19 +148,19 @@ def test_no_encoding_does_nothing():
     assert none.coordinate_axes == 1
     assert not none.attends_state
     assert none.acts_on == ()
-    layer = Layer(jnp.zeros((3, 16)), places, None, True, CONFIG)
+    layer = Layer(jnp.zeros((3, 16)), places, None, True, CONFIG.sizes)
     assert none.layer_terms({}, layer) == Terms()
     assert none.start_from_embeddings({}, layer) == (None, {})
     assert none.max_length() is None
-    assert none.input_params(CONFIG) == {}
-    assert none.layer_params(CONFIG, updates=True) == {}
+    assert none.input_params(CONFIG.sizes) == {}
+    assert none.layer_params(CONFIG.sizes, updates=True) == {}
     assert none.coordinates(jnp.zeros(3, int), places) is places
     assert none.embed({}, places, CONFIG, None) is None
-    assert none.start(places, CONFIG) is None
+    assert none.start(places, CONFIG.sizes) is None
     assert none.rotation(None) == (None, None)
     assert not none.updates(0, 2)
     state = object()
-    assert none.carry(state, (3,), CONFIG) is state
+    assert none.carry(state, (3,), CONFIG.sizes) is state
     assert none.update_state({}, state, None, jnp.zeros((3, 16))) is state
 
 

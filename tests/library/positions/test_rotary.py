@@ -143,7 +143,7 @@ class TestRotaryState:
         )
         assert len(np.unique(np.asarray(got, np.float32), axis=0)) == 44
         config = ModelConfig(5, hidden_size=64, num_heads=1, dtype="bfloat16")
-        start = Rope().start(positions, config, dtype=jnp.bfloat16)
+        start = Rope().start(positions, config.sizes, dtype=jnp.bfloat16)
         np.testing.assert_array_equal(start, got)
 
     @pytest.mark.parametrize("narrow", [jnp.bfloat16, jnp.float16])
@@ -227,7 +227,7 @@ class TestRope:
     def test_start_and_rotation(self):
         scaling = RopeScaling("linear", 2.0)
         rope = Rope(base=100.0, scaling=scaling)
-        start = rope.start(jnp.arange(5), CONFIG)
+        start = rope.start(jnp.arange(5), CONFIG.sizes)
         np.testing.assert_array_equal(start, rotary_state(np.arange(5), 8, 100.0, scaling=scaling))
         queries, keys = rope.rotation(start)
         assert queries is start
@@ -239,7 +239,7 @@ class TestRope:
     def test_where_positions_have_a_batch_states_have_heads(self, kind):
         places = jnp.arange(5)
         alone, batched = (
-            kind().start(x, CONFIG) for x in (places, jnp.stack([places + 7, places]))
+            kind().start(x, CONFIG.sizes) for x in (places, jnp.stack([places + 7, places]))
         )
         for one, two in zip(jax.tree.leaves(alone), jax.tree.leaves(batched), strict=True):
             assert (one.shape, two.shape) == ((5, 8), (2, 5, 1, 8))
@@ -248,20 +248,20 @@ class TestRope:
     @pytest.mark.parametrize("factor", [1.0, 0.5])
     def test_a_learned_base(self, x64, factor):
         rope = Rope(base=100.0, partial_rotary_factor=factor, learn_base=True)
-        (spec,) = rope.input_params(CONFIG).values()
+        (spec,) = rope.input_params(CONFIG.sizes).values()
         untrained = {"log_stretch": spec.init(jax.random.key(0), spec.shape, jnp.float64)}
         trained = {"log_stretch": jnp.log(3.0)}
         for params, base in ((None, 100.0), (untrained, 100.0), (trained, 300.0)):
-            got = rope.start(jnp.arange(50), CONFIG, dtype=jnp.float64, params=params)
+            got = rope.start(jnp.arange(50), CONFIG.sizes, dtype=jnp.float64, params=params)
             want = rotary_state(
                 np.arange(50), 8, base, partial_rotary_factor=factor, dtype=jnp.float64
             )
             np.testing.assert_allclose(got, want, atol=1e-12)
-        assert Rope().input_params(CONFIG) == {}
+        assert Rope().input_params(CONFIG.sizes) == {}
 
     def test_length_reaches_dynamic_scaling(self):
         rope = Rope(scaling=RopeScaling("dynamic", 2.0, original_length=4))
-        got = rope.start(jnp.arange(5), CONFIG, length=12)
+        got = rope.start(jnp.arange(5), CONFIG.sizes, length=12)
         want = rotary_state(np.arange(5), 8, scaling=rope.scaling, length=12)
         np.testing.assert_array_equal(got, want)
 
@@ -280,7 +280,7 @@ class TestXpos:
     def test_recorded_tables(self, x64):
         """The reference's scales are 1 in the middle of its longest sequence, ours of this one."""
         file = recorded("xpos")
-        queries, keys = Xpos().start(jnp.arange(17), CONFIG, dtype=jnp.float64)
+        queries, keys = Xpos().start(jnp.arange(17), CONFIG.sizes, dtype=jnp.float64)
         q, k = (np.asarray(x[:, :4]) + 1j * np.asarray(x[:, 4:]) for x in (queries, keys))
         np.testing.assert_allclose(np.angle(q / k), 0, atol=1e-14)
         freqs = file["f64/xpos_freqs"][:, :4]
@@ -326,8 +326,8 @@ class TestXpos:
             start(far)
 
     def test_coordinates_decay_with_their_mean(self, x64):
-        plain = Xpos().start(jnp.array([3.0]), CONFIG, dtype=jnp.float64)[0]
-        got = Xpos(axes=2).start(jnp.array([[2.0, 4.0]]), CONFIG, dtype=jnp.float64)[0]
+        plain = Xpos().start(jnp.array([3.0]), CONFIG.sizes, dtype=jnp.float64)[0]
+        got = Xpos(axes=2).start(jnp.array([[2.0, 4.0]]), CONFIG.sizes, dtype=jnp.float64)[0]
         modulus = [np.hypot(x[:, :4], x[:, 4:]) for x in (plain, got)]
         np.testing.assert_allclose(*modulus, rtol=1e-12)
 
@@ -343,7 +343,7 @@ class TestRandomRope:
 
     def draw(self, length, key=None, **options):
         encoding = RandomRope(range=300, **options)
-        return encoding.start(jnp.arange(length), self.CONFIG, key=key)
+        return encoding.start(jnp.arange(length), self.CONFIG.sizes, key=key)
 
     @pytest.mark.slow
     def test_draws_are_sorted_in_range_and_without_repeats(self):
@@ -367,8 +367,8 @@ class TestRandomRope:
 
     def test_positions_index_the_draw(self):
         encoding = RandomRope(range=300)
-        all_of_them = encoding.start(jnp.arange(8), self.CONFIG, length=8)
-        some = encoding.start(jnp.array([[2, 5], [7, 0]]), self.CONFIG, length=8)
+        all_of_them = encoding.start(jnp.arange(8), self.CONFIG.sizes, length=8)
+        some = encoding.start(jnp.array([[2, 5], [7, 0]]), self.CONFIG.sizes, length=8)
         np.testing.assert_array_equal(some[:, :, 0], np.asarray(all_of_them)[[[2, 5], [7, 0]]])
 
     @pytest.mark.slow
@@ -378,7 +378,9 @@ class TestRandomRope:
         encoding = RandomRope(range=300, each_layer=each_layer)
 
         def start(positions, length):
-            state = encoding.start(positions, self.CONFIG, length=length, key=jax.random.key(3))
+            state = encoding.start(
+                positions, self.CONFIG.sizes, length=length, key=jax.random.key(3)
+            )
             return state[0] if each_layer else state
 
         lengths = jnp.array([4, 1, 300, 301])
@@ -416,9 +418,9 @@ class TestRandomRope:
         with pytest.raises(ValueError, match=r"301 positions do not fit into range = 300"):
             self.draw(301)
         with pytest.raises(ValueError, match=r"301 positions"):
-            RandomRope(range=300).start(jnp.arange(5), self.CONFIG, length=301)
+            RandomRope(range=300).start(jnp.arange(5), self.CONFIG.sizes, length=301)
         with pytest.raises(ValueError, match=r"random_rope: positions must be integers"):
-            RandomRope().start(jnp.arange(5.0), self.CONFIG)
+            RandomRope().start(jnp.arange(5.0), self.CONFIG.sizes)
         with pytest.raises(ValueError, match=r"one coordinate is drawn per token; got 2"):
             RandomRope(axes=2)
         with pytest.raises(ValueError, match=r"range must be positive; got 0"):

@@ -20,14 +20,14 @@ TIME, HIDDEN = 5, 16
 def terms(encoding, heads, params, *, is_causal=True):
     config = ModelConfig(13, HIDDEN, num_heads=heads, num_kv_heads=1, head_dim=4, dtype="float64")
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, TIME, HIDDEN)))
-    return encoding.layer_terms(params, Layer(x, jnp.arange(TIME), None, is_causal, config))
+    return encoding.layer_terms(params, Layer(x, jnp.arange(TIME), None, is_causal, config.sizes))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_first_heads_are_those_of_a_model_of_so_many(x64, kind):
     config = ModelConfig(13, HIDDEN, num_heads=3, num_kv_heads=1, head_dim=4)
     encoding, all_heads = create(kind, on_heads=2), create(kind)
-    specs = encoding.layer_params(config, updates=True)
+    specs = encoding.layer_params(config.sizes, updates=True)
     keys = jax.random.split(jax.random.key(0), max(len(specs), 1))
     params = {
         name: jnp.abs(jax.random.normal(key, spec.shape))

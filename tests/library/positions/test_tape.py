@@ -366,7 +366,7 @@ class TestEncoding:
         assert updating(attention_mix="none") == [0, 1, 2]
 
     def test_parameters(self):
-        specs = Tape(learn_alpha=True, alpha=0.5, width=6).layer_params(CONFIG, updates=True)
+        specs = Tape(learn_alpha=True, alpha=0.5, width=6).layer_params(CONFIG.sizes, updates=True)
         assert {name: spec.shape for name, spec in specs.items()} == {
             "mix": (2, 4),
             "wx": (32, 6),
@@ -375,10 +375,10 @@ class TestEncoding:
             "alpha": (),
         }
         assert float(specs["alpha"].init(jax.random.key(0), (), jnp.float32)) == 0.5
-        each = Tape(learn_alpha=True, alpha_per_head=True).layer_params(CONFIG, updates=True)
+        each = Tape(learn_alpha=True, alpha_per_head=True).layer_params(CONFIG.sizes, updates=True)
         assert each["alpha"].shape == (2,)
-        assert Tape().layer_params(CONFIG, updates=False) == {}
-        assert set(Tape(mlp_mix=False).layer_params(CONFIG, updates=True)) == {"mix"}
+        assert Tape().layer_params(CONFIG.sizes, updates=False) == {}
+        assert set(Tape(mlp_mix=False).layer_params(CONFIG.sizes, updates=True)) == {"mix"}
 
     @pytest.mark.parametrize("learned", [True, False])
     def test_update_is_the_pure_function_with_its_options(self, x64, learned):
@@ -411,7 +411,7 @@ class TestEncoding:
     )
     def test_carried_states_have_all_axes(self, form, shape, start):
         state = normal(*start)
-        got = Tape(form=form, r=3).carry(jnp.asarray(state), (3, 5), CONFIG)
+        got = Tape(form=form, r=3).carry(jnp.asarray(state), (3, 5), CONFIG.sizes)
         assert got.shape == (3, 5, 2, *shape)
         want = state[..., None, :] if form == "rotary" and state.ndim < 4 else state
         np.testing.assert_array_equal(got, np.broadcast_to(np.float32(want), got.shape))
@@ -422,12 +422,12 @@ class TestEncoding:
     def test_a_state_that_does_not_fit_the_tokens(self, shape):
         """It has the shape ``[T, D]`` or all axes, and no meaning is guessed."""
         with pytest.raises(ValueError, match=r"the initial state .*shape"):
-            Tape().carry(jnp.zeros(shape), (3, 5), CONFIG)
+            Tape().carry(jnp.zeros(shape), (3, 5), CONFIG.sizes)
 
     @pytest.mark.parametrize("shape", [(4, 2, 2), (1, 4, 2, 2), (1, 1, 4, 2, 2), (3, 5, 4, 2, 2)])
     def test_a_tensor_state_that_does_not_fit_the_tokens(self, shape):
         with pytest.raises(ValueError, match="state"):
-            Tape(form="tensor").carry(jnp.zeros(shape), (3, 5), CONFIG)
+            Tape(form="tensor").carry(jnp.zeros(shape), (3, 5), CONFIG.sizes)
 
     def test_start(self):
         places = jnp.arange(5)
@@ -435,7 +435,7 @@ class TestEncoding:
             ("rotary", rotary_state(places, 8, 100.0)),
             ("tensor", tensor_state(places, 8, 4, 5, base=100.0)),
         ):
-            got = Tape(form=form, base=100.0, l=4, r=5).start(places, CONFIG)
+            got = Tape(form=form, base=100.0, l=4, r=5).start(places, CONFIG.sizes)
             np.testing.assert_array_equal(got, want)
 
     @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import tape_jax as tape
-from tape_jax._src.model.config import RopeScaling
+from tape_jax import RopeScaling
 from tape_jax._src.pretrained.llama import model_config, to_json
 from tests.library.pretrained.folders import MHA
 from tests.models import small_model

@@ -12,7 +12,7 @@ import pytest
 import safetensors.numpy
 
 import tape_jax as tape
-from tape_jax._src.model.config import RopeScaling
+from tape_jax import RopeScaling
 from tape_jax.adapt import add_lora
 from tests.library.pretrained.folders import (
     INDEX,

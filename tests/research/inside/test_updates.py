@@ -24,6 +24,6 @@ def test_one_layer_cut_off(scan_layers):
             bool((a != b).any())
             for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(trained), strict=True)
         )
-        assert changed == len(model.encoding.layer_params(model.config, updates=True))
+        assert changed == len(model.encoding.layer_params(model.config.sizes, updates=True))
         found = without_layer(model, found, layer, whole)
     jax.tree.map(np.testing.assert_array_equal, found, whole)

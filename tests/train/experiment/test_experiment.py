@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from tape_jax import positions
-from tape_jax._src.model.config import Experts, ModelConfig, RandomPositions, RopeScaling
+from tape_jax import Experts, ModelConfig, RandomPositions, RopeScaling, positions
 from tape_jax.sharding import ShardingConfig
 from train import experiment
 from train.experiment import TrainConfig, from_file, from_mapping, to_json

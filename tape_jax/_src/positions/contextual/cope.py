@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from tape_jax._src.core.checks import positive, require, set_field
-from tape_jax._src.model.config import ModelConfig
+from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.contextual import rows as by_rows
 from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.positions.protocol import Encoding, Param
@@ -49,34 +49,34 @@ class Cope(Encoding):
     def __post_init__(self):
         set_field(self, "positions", positive("cope: positions", self.positions, optional=True))
 
-    def check(self, config: ModelConfig) -> None:
+    def check(self, sizes: Sizes) -> None:
         require(
-            self.positions is not None or config.max_length is not None,
+            self.positions is not None or sizes.max_length is not None,
             "cope: positions=None is for a model with a max_length; this one has none",
         )
 
-    def _size(self, config: ModelConfig) -> int:
-        return self.positions or (config.max_length or 0) + 1
+    def _size(self, sizes: Sizes) -> int:
+        return self.positions or (sizes.max_length or 0) + 1
 
-    def layer_params(self, config: ModelConfig, *, updates: bool):
+    def layer_params(self, sizes: Sizes, *, updates: bool):
         zeros = jax.nn.initializers.zeros
-        params = {"vectors": Param((config.dim, self._size(config)), zeros, (None, None))}
+        params = {"vectors": Param((sizes.head_dim, self._size(sizes)), zeros, (None, None))}
         if self.separate_key:
-            shape = (config.hidden_size, config.kv_heads * config.dim)
+            shape = (sizes.hidden_size, sizes.num_kv_heads * sizes.head_dim)
             normal = jax.nn.initializers.normal(0.02)
             params["gate_key_kernel"] = Param(shape, normal, ("embed", "kv_heads"))
         return params
 
     def layer_terms(self, params, layer: Layer) -> Terms:
         layer.require_causal(self.kind, "it counts from a key up to the query")
-        config, q = layer.config, layer.q
+        sizes, q = layer.sizes, layer.q
         assert q is not None
-        scale = config.dim**-0.5
+        scale = sizes.head_dim**-0.5
         vectors = params["vectors"]
         gate_keys, kept = None, None
         if self.separate_key:
             own = layer.product(params["gate_key_kernel"]).astype(q.dtype)
-            own = own.reshape(*own.shape[:-1], config.kv_heads, config.dim)
+            own = own.reshape(*own.shape[:-1], sizes.num_kv_heads, sizes.head_dim)
             kept = {"gate_key": own}
             gate_keys = layer.of_all_keys("gate_key", own).astype(q.dtype)
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from tape_jax._src.core.checks import positive, set_field
-from tape_jax._src.model.config import ModelConfig
+from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.fixed.bias import Alibi, Kerple
 from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.positions.protocol import Encoding, Param
@@ -43,14 +43,14 @@ class Dape(Encoding):
     def __post_init__(self):
         set_field(self, "width", positive(f"{self.kind}: width", self.width))
 
-    def layer_params(self, config: ModelConfig, *, updates: bool):
-        heads = config.num_heads
+    def layer_params(self, sizes: Sizes, *, updates: bool):
+        heads = sizes.num_heads
 
         def linear(inputs: int, *shape: int, axes: tuple[str | None, ...]) -> Param:
             return Param(shape, _uniform(inputs**-0.5), axes)
 
         return {
-            **self.additive.layer_params(config, updates=updates),
+            **self.additive.layer_params(sizes, updates=updates),
             "w1": linear(2 * heads, 2 * heads, self.width, axes=(None, None)),
             "b1": linear(2 * heads, self.width, axes=(None,)),
             "w2": linear(self.width, self.width, heads, axes=(None, "heads")),
@@ -63,7 +63,7 @@ class Dape(Encoding):
         def logits_fn(logits: Array, rows: Any) -> Array:
             queries = jnp.take(positions, rows.queries, axis=-1)
             seen = keys[..., : logits.shape[-1]]
-            bias = self.additive.pair_bias(params, queries, seen, layer.config)
+            bias = self.additive.pair_bias(params, queries, seen, layer.sizes)
             if bias.ndim > 3:
                 bias = jnp.broadcast_to(bias, (*layer.x.shape[:-2], *logits.shape[1:]))
             bias = bias.reshape(-1, *logits.shape[1:]).astype(logits.dtype)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tape_jax._src.core.checks import choose, require
-from tape_jax._src.model.config import ModelConfig
+from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.positions.protocol import Param
 from tape_jax._src.positions.some_heads import SomeHeads
@@ -56,21 +56,21 @@ class Fox(SomeHeads):
             f"fox: expected 0 < shortest <= longest; got {self.shortest} and {self.longest}",
         )
 
-    def head_params(self, config: ModelConfig):
+    def head_params(self, sizes: Sizes):
         if self.gate == "fixed":
             return {}
-        heads = config.num_heads
+        heads = sizes.num_heads
         constant = jax.nn.initializers.constant(self.bias)
         params = {"forget_bias": Param((heads,), constant, ("heads",))}
         if self.gate == "full":
             normal = jax.nn.initializers.normal(0.02)
-            shape = (config.hidden_size, heads)
+            shape = (sizes.hidden_size, heads)
             params["forget_kernel"] = Param(shape, normal, ("embed", "heads"))
         return params
 
     def log_gates(self, params, layer: Layer) -> jax.Array:
         """``log f [..., T, H]``, in at least float32."""
-        shape = (*layer.x.shape[:-1], layer.config.num_heads)
+        shape = (*layer.x.shape[:-1], layer.sizes.num_heads)
         if self.gate == "fixed":
             tokens = np.geomspace(self.shortest, self.longest, shape[-1])
             return jnp.broadcast_to(jnp.asarray(-1 / tokens, layer.dtype), shape)
@@ -83,7 +83,7 @@ class Fox(SomeHeads):
         layer.require_causal(self.kind, "what comes after a token would be favoured, not forgotten")
         log_gates = self.log_gates(params, layer)
         if self.scaled:
-            log_gates = log_gates * layer.config.dim**-0.5
+            log_gates = log_gates * layer.sizes.head_dim**-0.5
         total = layer.running_sum("log_decay", log_gates)
         decay = total, layer.of_all_keys("log_decay", total)
         return Terms(log_decay=decay, kept={"log_decay": total})

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from tape_jax._src.core.checks import choose, require
-from tape_jax._src.model.config import ModelConfig
+from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.contextual import rows as by_rows
 from tape_jax._src.positions.fixed.bias import alibi_slopes
 from tape_jax._src.positions.layer import Layer, Terms
@@ -47,20 +47,20 @@ class GrapeAdditive(Encoding):
     def __post_init__(self):
         choose("grape_additive gate", self.gate, GATES)
 
-    def layer_params(self, config: ModelConfig, *, updates: bool):
-        heads = config.num_heads
+    def layer_params(self, sizes: Sizes, *, updates: bool):
+        heads = sizes.num_heads
         # The softplus of this is 1.
         one = jax.nn.initializers.constant(math.log(math.e - 1))
-        normal = jax.nn.initializers.normal(config.dim**-0.5)
-        direction = Param((heads, config.dim), normal, ("heads", None))
+        normal = jax.nn.initializers.normal(sizes.head_dim**-0.5)
+        direction = Param((heads, sizes.head_dim), normal, ("heads", None))
         params = {"omega": Param((heads,), one, ("heads",)), "key_direction": direction}
         return params if self.gate == "key" else {**params, "query_direction": direction}
 
     def layer_terms(self, params, layer: Layer) -> Terms:
-        config, p = layer.config, layer.positions
+        sizes, p = layer.sizes, layer.positions
         assert layer.q is not None
         assert layer.k is not None
-        slopes = jnp.asarray(alibi_slopes(config.num_heads), layer.dtype)
+        slopes = jnp.asarray(alibi_slopes(sizes.num_heads), layer.dtype)
         slopes = slopes * jax.nn.softplus(params["omega"].astype(layer.dtype))
         own_keys = _gate(layer.k, params["key_direction"], layer.dtype)
         keys = layer.of_all_keys("gate", own_keys)
@@ -125,22 +125,22 @@ class GrapePath(Encoding):
             f"grape_path: width must be positive and even, or None; got {self.width}",
         )
 
-    def _width(self, config: ModelConfig) -> int:
-        return config.dim if self.width is None else self.width
+    def _width(self, sizes: Sizes) -> int:
+        return sizes.head_dim if self.width is None else self.width
 
-    def layer_params(self, config: ModelConfig, *, updates: bool):
-        shape = (config.hidden_size, config.num_heads * self._width(config))
+    def layer_params(self, sizes: Sizes, *, updates: bool):
+        shape = (sizes.hidden_size, sizes.num_heads * self._width(sizes))
         normal = jax.nn.initializers.normal(0.02)
         return {"path_kernel": Param(shape, normal, ("embed", "heads"))}
 
     def layer_terms(self, params, layer: Layer) -> Terms:
         layer.require_causal(self.kind, "it sums from a key up to the query")
-        width = self._width(layer.config)
+        width = self._width(layer.sizes)
         own = layer.product(params["path_kernel"])
-        own = own.reshape(*own.shape[:-1], layer.config.num_heads, width)
+        own = own.reshape(*own.shape[:-1], layer.sizes.num_heads, width)
         turned = _turned(own, layer.query_positions)
         keys = layer.of_all_keys("path", turned).astype(own.dtype)
-        slopes = jnp.asarray(alibi_slopes(layer.config.num_heads), own.dtype)
+        slopes = jnp.asarray(alibi_slopes(layer.sizes.num_heads), own.dtype)
 
         def logits_fn(logits: Array, rows: Any) -> Array:
             sides = by_rows.of_queries(own, rows), by_rows.of_keys(keys, rows)

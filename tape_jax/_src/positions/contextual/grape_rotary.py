@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from tape_jax._src.core.checks import choose, require
-from tape_jax._src.model.config import ModelConfig
+from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.fixed.rotary import content_state, frequencies
 from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.positions.protocol import Encoding, Param
@@ -58,23 +58,23 @@ class GrapeMultiplicative(Encoding):
             value = getattr(self, name)
             require(value > 0, f"{self.kind}: {name} must be positive; got {value}")
 
-    def layer_params(self, config: ModelConfig, *, updates: bool):
-        phases = config.kv_heads if self.per_head else 1
+    def layer_params(self, sizes: Sizes, *, updates: bool):
+        phases = sizes.num_kv_heads if self.per_head else 1
         axis = "kv_heads" if self.per_head else None
         # The inverse of softplus.
         bias = jax.nn.initializers.constant(math.log(math.expm1(self.initial_step)))
-        shape: tuple[int, ...] = (config.dim // 2,)
+        shape: tuple[int, ...] = (sizes.head_dim // 2,)
         axes: tuple[str | None, ...] = (None,)
         if self.frequencies_per_head:
-            shape, axes = (config.kv_heads, *shape), ("kv_heads", None)
+            shape, axes = (sizes.num_kv_heads, *shape), ("kv_heads", None)
 
         def log_frequencies(key, shape, dtype):
-            rope = jnp.log(jnp.asarray(frequencies(config.dim, self.base)))
+            rope = jnp.log(jnp.asarray(frequencies(sizes.head_dim, self.base)))
             return jnp.broadcast_to(rope, shape).astype(dtype)
 
         zeros = jax.nn.initializers.zeros
         return {
-            "step_kernel": Param((config.hidden_size, phases), zeros, ("embed", axis)),
+            "step_kernel": Param((sizes.hidden_size, phases), zeros, ("embed", axis)),
             "step_bias": Param((phases,), bias, (axis,)),
             "log_frequencies": Param(shape, log_frequencies, axes),
         }

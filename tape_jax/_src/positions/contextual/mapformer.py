@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,11 @@ import numpy as np
 
 from tape_jax._src.core.algebra import align_state, rotate
 from tape_jax._src.core.checks import positive, require, set_field
-from tape_jax._src.model.config import ModelConfig
+from tape_jax._src.core.rows import AttentionRows
+from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.fixed.rotary import content_state
 from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.positions.protocol import Encoding, Param, State
-
-if TYPE_CHECKING:
-    from tape_jax._src.attention import AttentionRows
 
 Array = jax.Array
 
@@ -58,14 +56,14 @@ class MapFormerWM(Encoding):
         planes = head_dim // 2
         return 2 * np.pi * self.grid ** -(np.arange(planes) / max(planes - 1, 1))
 
-    def input_params(self, config: ModelConfig):
-        heads, planes = config.kv_heads, config.dim // 2
+    def input_params(self, sizes: Sizes):
+        heads, planes = sizes.num_kv_heads, sizes.head_dim // 2
 
         def omega(key, shape, dtype):
-            return jnp.broadcast_to(jnp.asarray(self.frequencies(config.dim), dtype), shape)
+            return jnp.broadcast_to(jnp.asarray(self.frequencies(sizes.head_dim), dtype), shape)
 
         return {
-            "delta_in": Param((config.hidden_size, self.rank), uniform, ("embed", None)),
+            "delta_in": Param((sizes.hidden_size, self.rank), uniform, ("embed", None)),
             "delta_out": Param((self.rank, heads * planes), uniform, (None, "kv_heads")),
             "omega": Param((heads, planes), omega, ("kv_heads", None)),
         }
@@ -82,7 +80,7 @@ class MapFormerWM(Encoding):
     def state_of(self, params, path: Array, layer: Layer) -> Array:
         """The state ``[..., T, H, D]`` of tokens that are there."""
         state = content_state(params["omega"].astype(path.dtype) * path)
-        return state.astype(layer.config.state_dtype or layer.dtype)
+        return state.astype(layer.sizes.state_dtype or layer.dtype)
 
     def start_from_embeddings(self, params, layer: Layer) -> tuple[State, dict[str, Array]]:
         path = self.path(params, layer)
@@ -111,11 +109,11 @@ class MapFormerEM(MapFormerWM):
     kind: ClassVar[str] = "mapformer_em"
     acts_on: ClassVar[tuple[str, ...]] = ("state", "logits")
 
-    def layer_params(self, config: ModelConfig, *, updates: bool):
+    def layer_params(self, sizes: Sizes, *, updates: bool):
         init = jax.nn.initializers.normal(0.02)
         return {
-            "q0": Param((config.num_heads, config.dim), init, ("heads", None)),
-            "k0": Param((config.kv_heads, config.dim), init, ("kv_heads", None)),
+            "q0": Param((sizes.num_heads, sizes.head_dim), init, ("heads", None)),
+            "k0": Param((sizes.num_kv_heads, sizes.head_dim), init, ("kv_heads", None)),
         }
 
     def start_from_embeddings(self, params, layer: Layer) -> tuple[State, dict[str, Array]]:
@@ -131,7 +129,7 @@ class MapFormerEM(MapFormerWM):
         return None, None
 
     def layer_terms(self, params, layer: Layer) -> Terms:
-        q, k, config = layer.q, layer.k, layer.config
+        q, k, sizes = layer.q, layer.k, layer.sizes
         assert q is not None
         assert k is not None
         require(
@@ -145,7 +143,7 @@ class MapFormerEM(MapFormerWM):
             time = align_state(state).shape[-3]
             shape = (*like.shape[:-3], time, *like.shape[-2:])
             found = rotate(jnp.broadcast_to(vectors.astype(q.dtype), shape), state)
-            found = jnp.repeat(found, config.num_heads // found.shape[-2], axis=-2)
+            found = jnp.repeat(found, sizes.num_heads // found.shape[-2], axis=-2)
             return found.reshape(-1, time, *q.shape[-2:]).swapaxes(1, 2)
 
         q0 = rotated(params["q0"], state, q)
@@ -158,6 +156,6 @@ class MapFormerEM(MapFormerWM):
                 k0[:, :, : logits.shape[-1]],
                 preferred_element_type=logits.dtype,
             )
-            return logits * (places * config.dim**-0.5)
+            return logits * (places * sizes.head_dim**-0.5)
 
         return Terms(logits_fn=logits_fn)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tape_jax._src.core.checks import not_negative, positive, require, set_field
-from tape_jax._src.model.config import ModelConfig
+from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.contextual import householder
 from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.positions.protocol import Encoding, Param
@@ -63,17 +63,17 @@ class PathAttention(Encoding):
         )
         require(self.eps > 0, f"path: eps must be positive; got {self.eps}")
 
-    def layer_params(self, config: ModelConfig, *, updates: bool):
+    def layer_params(self, sizes: Sizes, *, updates: bool):
         normal = jax.nn.initializers.normal(0.02)
-        heads, width = config.kv_heads, config.kv_heads * config.dim
+        heads, width = sizes.num_kv_heads, sizes.num_kv_heads * sizes.head_dim
         params = {
-            "beta_kernel": Param((config.hidden_size, heads), normal, ("embed", "kv_heads")),
+            "beta_kernel": Param((sizes.hidden_size, heads), normal, ("embed", "kv_heads")),
             "beta_bias": Param((heads,), jax.nn.initializers.zeros, ("kv_heads",)),
         }
         if self.rank is None:
-            params["w_kernel"] = Param((config.hidden_size, width), normal, ("embed", "kv_heads"))
+            params["w_kernel"] = Param((sizes.hidden_size, width), normal, ("embed", "kv_heads"))
         else:
-            params["w_down"] = Param((config.hidden_size, self.rank), normal, ("embed", None))
+            params["w_down"] = Param((sizes.hidden_size, self.rank), normal, ("embed", None))
             params["w_up"] = Param((self.rank, width), normal, (None, "kv_heads"))
         if self.taps:
             params["w_taps"] = Param((width, self.taps), normal, ("kv_heads", None))
@@ -81,7 +81,7 @@ class PathAttention(Encoding):
 
     def projections(self, params, layer: Layer) -> Array:
         """``x W_down W_up [..., T, H_kv, D]``, which the convolution reads."""
-        heads, dim = layer.config.kv_heads, layer.config.dim
+        heads, dim = layer.sizes.num_kv_heads, layer.sizes.head_dim
         if self.rank is None:
             z = layer.product(params["w_kernel"])
         else:

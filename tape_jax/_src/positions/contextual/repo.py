@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from tape_jax._src.core.checks import choose, not_negative, positive, require, set_field
-from tape_jax._src.model.config import ModelConfig
+from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.fixed.rotary import Rope, content_state, frequencies
 from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.positions.protocol import Encoding, Param, State
@@ -59,22 +59,22 @@ class Repo(Encoding):
     def reads_start(self) -> bool:
         return self.first_layer > 0
 
-    def check(self, config: ModelConfig) -> None:
+    def check(self, sizes: Sizes) -> None:
         require(
-            self.first_layer < config.num_layers,
+            self.first_layer < sizes.num_layers,
             f"repo: no layer would choose positions: first_layer = {self.first_layer} of "
-            f"{config.num_layers} layers",
+            f"{sizes.num_layers} layers",
         )
         require(
-            self.form == "linear" or self.width is not None or config.hidden_size >= 8,
-            f"repo: an eighth of the hidden size {config.hidden_size} is nothing: give width",
+            self.form == "linear" or self.width is not None or sizes.hidden_size >= 8,
+            f"repo: an eighth of the hidden size {sizes.hidden_size} is nothing: give width",
         )
 
-    def layer_params(self, config: ModelConfig, *, updates: bool):
+    def layer_params(self, sizes: Sizes, *, updates: bool):
         if self.first_layer > 0 and not updates:
             return {}
         init = jax.nn.initializers.truncated_normal(0.02, lower=-3.0, upper=3.0)
-        hidden, heads = config.hidden_size, config.kv_heads
+        hidden, heads = sizes.hidden_size, sizes.num_kv_heads
         if self.form == "linear":
             return {"place_kernel": Param((hidden, heads), init, ("embed", "kv_heads"))}
         width = self.width or hidden // 8
@@ -84,13 +84,13 @@ class Repo(Encoding):
             "place_kernel": Param((width, heads), init, (None, "kv_heads")),
         }
 
-    def start(self, positions, config, *, key=None, length=None, dtype=jnp.float32, params=None):
+    def start(self, positions, sizes, *, key=None, length=None, dtype=jnp.float32, params=None):
         if self.first_layer == 0:
             return None
         rope = Rope(base=self.base)
-        return rope.start(positions, config, key=key, length=length, dtype=dtype)
+        return rope.start(positions, sizes, key=key, length=length, dtype=dtype)
 
-    def carry(self, state: State, shape: tuple[int, ...], config: ModelConfig) -> State:
+    def carry(self, state: State, shape: tuple[int, ...], sizes: Sizes) -> State:
         # From the first layer that chooses positions on, nobody reads it.
         return None
 
@@ -112,5 +112,5 @@ class Repo(Encoding):
         if not params:
             return Terms()
         places = self.places(params, layer)
-        turns = jnp.asarray(frequencies(layer.config.dim, self.base), layer.dtype)
+        turns = jnp.asarray(frequencies(layer.sizes.head_dim, self.base), layer.dtype)
         return Terms(state=content_state(places[..., None] * turns))

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from tape_jax._src.core.checks import choose, positive, require, set_field
-from tape_jax._src.model.config import ModelConfig
+from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.fixed.rotary import content_state, frequencies
 from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.positions.protocol import Encoding, Param
@@ -84,16 +84,16 @@ class SelectiveRope(Encoding):
             f"{self.kind}: temperature must be positive; got {self.temperature}",
         )
 
-    def check(self, config: ModelConfig) -> None:
+    def check(self, sizes: Sizes) -> None:
         require(
-            config.hidden_size % config.kv_heads == 0,
-            f"{self.kind}: each of the {config.kv_heads} key/value heads has its share of the "
-            f"hidden size; got {config.hidden_size}, which they do not divide",
+            sizes.hidden_size % sizes.num_kv_heads == 0,
+            f"{self.kind}: each of the {sizes.num_kv_heads} key/value heads has its share of the "
+            f"hidden size; got {sizes.hidden_size}, which they do not divide",
         )
         require(
-            self.spacing == "rope" or config.dim > 2,
+            self.spacing == "rope" or sizes.head_dim > 2,
             f"{self.kind}: with spacing='rfa' the slowest of two or more frequencies stands still; "
-            f"got a head dimension of {config.dim}",
+            f"got a head dimension of {sizes.head_dim}",
         )
 
     @property
@@ -109,8 +109,8 @@ class SelectiveRope(Encoding):
         rising = np.tan(np.linspace(0, self._theta * np.pi, head_dim // 2) / 2)
         return self.temperature * rising / rising.max()
 
-    def layer_params(self, config: ModelConfig, *, updates: bool):
-        heads, width, hidden = config.kv_heads, config.dim // 2, config.hidden_size
+    def layer_params(self, sizes: Sizes, *, updates: bool):
+        heads, width, hidden = sizes.num_kv_heads, sizes.head_dim // 2, sizes.hidden_size
         by_head = (heads, width)
         params = {"conv_kernel": Param((*by_head, self.taps), normal, ("kv_heads", None, None))}
         if self.rank is None:
@@ -130,13 +130,13 @@ class SelectiveRope(Encoding):
         if self.learn_temperature:
 
             def start(key, shape, dtype):
-                return jnp.asarray(self.temperatures(config.dim), dtype)
+                return jnp.asarray(self.temperatures(sizes.head_dim), dtype)
 
             params["temperature"] = Param((width,), start, (None,))
         return params
 
     def layer_terms(self, params, layer: Layer) -> Terms:
-        heads, width = layer.config.kv_heads, layer.config.dim // 2
+        heads, width = layer.sizes.num_kv_heads, layer.sizes.head_dim // 2
         shares = functools.partial(_shares, heads=heads, dtype=layer.dtype)
 
         # The backward pass makes the shares again: with them it would keep several copies of x.
@@ -157,7 +157,7 @@ class SelectiveRope(Encoding):
             logits = layer.product(params["gate_kernel"], shares(layer.x).reshape(layer.x.shape))
             gate = jax.nn.sigmoid(logits + params["gate_bias"].astype(layer.dtype))
             phi = phi * gate[..., None]
-        temperature = params.get("temperature", self.temperatures(layer.config.dim))
+        temperature = params.get("temperature", self.temperatures(layer.sizes.head_dim))
         kept["angle"] = layer.running_sum("angle", phi)
         angles = kept["angle"] * jnp.asarray(temperature, layer.dtype)
         return Terms(state=content_state(angles), kept=kept)

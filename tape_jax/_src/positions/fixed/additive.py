@@ -13,12 +13,11 @@ import numpy as np
 from tape_jax._src.core import algebra
 from tape_jax._src.core.checks import require, set_field
 from tape_jax._src.core.segments import side_by_side, steps_since
-from tape_jax._src.model.config import ModelConfig
+from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.protocol import (
     Encoding,
     Param,
     check_indices,
-    require_whole_positions,
     table_rows,
 )
 
@@ -46,9 +45,9 @@ class Sinusoidal(Encoding):
 
     base: float = 10_000.0
 
-    def embed(self, params, coordinates, config: ModelConfig, key):
-        compute = algebra.at_least_float32(config.dtype)
-        return sinusoids(coordinates, config.hidden_size, self.base, compute)
+    def embed(self, params, coordinates, sizes: Sizes, key):
+        compute = algebra.at_least_float32(sizes.dtype)
+        return sinusoids(coordinates, sizes.hidden_size, self.base, compute)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +64,7 @@ class Learned(Encoding):
     """
 
     kind: ClassVar[str] = "learned"
+    takes_drawn: ClassVar[tuple[str, ...]] = ("spaced", "shifted")
     acts_on: ClassVar[tuple[str, ...]] = ("embedding",)
 
     size: int = 2048
@@ -72,17 +72,14 @@ class Learned(Encoding):
     def __post_init__(self):
         require(self.size > 0, f"{self.kind}: size must be positive; got {self.size}")
 
-    def check(self, config: ModelConfig) -> None:
-        require_whole_positions(self.kind, config)
-
     def max_length(self) -> int | None:
         return self.size
 
-    def input_params(self, config: ModelConfig):
-        init = jax.nn.initializers.normal(config.embedding_std)
-        return {"table": Param((self.size, config.hidden_size), init, (None, "embed"))}
+    def input_params(self, sizes: Sizes):
+        init = jax.nn.initializers.normal(sizes.embedding_std)
+        return {"table": Param((self.size, sizes.hidden_size), init, (None, "embed"))}
 
-    def embed(self, params, coordinates, config: ModelConfig, key):
+    def embed(self, params, coordinates, sizes: Sizes, key):
         return table_rows(f"{self.kind}: positions", params["table"], coordinates)
 
 
@@ -122,11 +119,11 @@ class Abacus(Learned):
         except TypeError:
             raise ValueError(f"abacus: digits must be token ids; got {self.digits!r}") from None
 
-    def check(self, config: ModelConfig) -> None:
+    def check(self, sizes: Sizes) -> None:
         require(bool(self.digits), "abacus: digits, the token ids of the digits, must be given")
         require(
-            min(self.digits) >= 0 and max(self.digits) < config.vocab_size,
-            f"abacus: digits must be token ids in 0 .. {config.vocab_size - 1}; got {self.digits}",
+            min(self.digits) >= 0 and max(self.digits) < sizes.vocab_size,
+            f"abacus: digits must be token ids in 0 .. {sizes.vocab_size - 1}; got {self.digits}",
         )
         require(
             self.size > self.max_offset,
@@ -147,7 +144,7 @@ class Abacus(Learned):
 
         return side_by_side(within, jnp.broadcast_to(segment_ids, tokens.shape), is_digit)
 
-    def embed(self, params, coordinates, config: ModelConfig, key):
+    def embed(self, params, coordinates, sizes: Sizes, key):
         what = f"{self.kind}: places within a number"
         return moved_rows(what, params["table"], coordinates, self.max_offset, key)
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from tape_jax._src.core import algebra
 from tape_jax._src.core.checks import choose, require
-from tape_jax._src.model.config import ModelConfig
+from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.layer import Layer, Terms
-from tape_jax._src.positions.protocol import Param, check_indices, require_whole_positions
+from tape_jax._src.positions.protocol import Param, check_indices
 from tape_jax._src.positions.some_heads import SomeHeads
 
 zeros = jax.nn.initializers.zeros
@@ -61,30 +61,30 @@ class Alibi(SomeHeads):
     def __post_init__(self):
         choose("alibi slopes", self.slopes, SLOPES)
 
-    def head_params(self, config: ModelConfig):
+    def head_params(self, sizes: Sizes):
         if self.slopes == "fixed":
             return {}
 
         def init(key, shape, dtype):
             if self.slopes == "learned_from_zero":
                 return jnp.zeros(shape, dtype)
-            return jnp.asarray(alibi_slopes(config.num_heads), dtype)
+            return jnp.asarray(alibi_slopes(sizes.num_heads), dtype)
 
-        return {"slopes": Param((config.num_heads,), init, ("heads",))}
+        return {"slopes": Param((sizes.num_heads,), init, ("heads",))}
 
-    def _slopes(self, params, config: ModelConfig):
-        slopes = params.get("slopes", alibi_slopes(config.num_heads))
-        return jnp.asarray(slopes, algebra.at_least_float32(config.dtype))
+    def _slopes(self, params, sizes: Sizes):
+        slopes = params.get("slopes", alibi_slopes(sizes.num_heads))
+        return jnp.asarray(slopes, algebra.at_least_float32(sizes.dtype))
 
-    def pair_bias(self, params, query, key, config: ModelConfig):
-        slopes = self._slopes(params, config)
+    def pair_bias(self, params, query, key, sizes: Sizes):
+        slopes = self._slopes(params, sizes)
         distance = jnp.abs(query[..., :, None] - key[..., None, :]).astype(slopes.dtype)
         return -slopes[:, None, None] * distance[..., None, :, :]
 
     def head_terms(self, params, layer: Layer) -> Terms:
         if not layer.is_causal:
             return super().head_terms(params, layer)
-        slopes = self._slopes(params, layer.config)
+        slopes = self._slopes(params, layer.sizes)
         # From the first on: where positions start says nothing.
         first = layer.positions[..., :1]
 
@@ -120,16 +120,16 @@ class Kerple(SomeHeads):
     def __post_init__(self):
         choose("kerple form", self.form, FORMS)
 
-    def head_params(self, config: ModelConfig):
+    def head_params(self, sizes: Sizes):
         # What is a factor of a logarithm, or of a power, is drawn as the published code does.
         highest = {"log": (2.0, 1.0), "power": (1.0, 2.0)}[self.form]
         return {
-            name: Param((config.num_heads,), jax.nn.initializers.uniform(most), ("heads",))
+            name: Param((sizes.num_heads,), jax.nn.initializers.uniform(most), ("heads",))
             for name, most in zip(("r1", "r2"), highest, strict=True)
         }
 
-    def pair_bias(self, params, query, key, config: ModelConfig):
-        compute = algebra.at_least_float32(config.dtype)
+    def pair_bias(self, params, query, key, sizes: Sizes):
+        compute = algebra.at_least_float32(sizes.dtype)
         r1, r2 = (
             jnp.maximum(params[name].astype(compute), 0.01)[:, None, None] for name in ("r1", "r2")
         )
@@ -172,20 +172,20 @@ class Fire(SomeHeads):
     def __post_init__(self):
         require(self.width > 0, f"fire: width must be positive; got {self.width}")
 
-    def head_params(self, config: ModelConfig):
+    def head_params(self, sizes: Sizes):
         normal = jax.nn.initializers.lecun_normal()
         constant = jax.nn.initializers.constant
         return {
             "w1": Param((1, self.width), normal, (None, None)),
             "b1": Param((self.width,), zeros, (None,)),
-            "w2": Param((self.width, config.num_heads), normal, (None, "heads")),
-            "b2": Param((config.num_heads,), zeros, ("heads",)),
+            "w2": Param((self.width, sizes.num_heads), normal, (None, "heads")),
+            "b2": Param((sizes.num_heads,), zeros, ("heads",)),
             "c": Param((), constant(self.c), ()),
             "multiplier": Param((), ones, ()),
         }
 
-    def pair_bias(self, params, query, key, config: ModelConfig):
-        compute = algebra.at_least_float32(config.dtype)
+    def pair_bias(self, params, query, key, sizes: Sizes):
+        compute = algebra.at_least_float32(sizes.dtype)
         p = {name: value.astype(compute) for name, value in params.items()}
         query, key = query.astype(compute), key.astype(compute)
         distance = query[..., :, None] - key[..., None, :]
@@ -211,6 +211,7 @@ class T5Bias(SomeHeads):
     """
 
     kind: ClassVar[str] = "t5"
+    takes_drawn: ClassVar[tuple[str, ...]] = ("spaced", "shifted")
     acts_on: ClassVar[tuple[str, ...]] = ("bias",)
 
     buckets: int = 32
@@ -223,13 +224,9 @@ class T5Bias(SomeHeads):
             f"{self.buckets}, max_distance = {self.max_distance}",
         )
 
-    def check(self, config: ModelConfig) -> None:
-        super().check(config)
-        require_whole_positions(self.kind, config)
-
-    def head_params(self, config: ModelConfig):
+    def head_params(self, sizes: Sizes):
         normal = jax.nn.initializers.normal(0.02)
-        return {"table": Param((self.buckets, config.num_heads), normal, (None, "heads"))}
+        return {"table": Param((self.buckets, sizes.num_heads), normal, (None, "heads"))}
 
     def bucket(self, distance: jax.Array) -> jax.Array:
         """Bucket of each distance (query position minus key position), in tokens."""
@@ -239,9 +236,9 @@ class T5Bias(SomeHeads):
         coarse = exact + (ratio * (self.buckets - exact)).astype(jnp.int32)
         return jnp.where(distance < exact, distance, jnp.minimum(coarse, self.buckets - 1))
 
-    def pair_bias(self, params, query, key, config: ModelConfig):
+    def pair_bias(self, params, query, key, sizes: Sizes):
         for positions in (query, key):
             check_indices(f"{self.kind}: positions", positions)
         bucket = self.bucket(query[..., :, None] - key[..., None, :])
-        table = params["table"].astype(algebra.at_least_float32(config.dtype))
+        table = params["table"].astype(algebra.at_least_float32(sizes.dtype))
         return jnp.moveaxis(table[bucket.astype(jnp.int32)], -1, -3)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from tape_jax._src.core.checks import concrete, positive, require, set_field
 from tape_jax._src.core.segments import running, side_by_side
-from tape_jax._src.model.config import ModelConfig
+from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.fixed.additive import Learned, moved_rows, places_in_runs, previous
 
 Array = jax.Array
@@ -87,7 +87,7 @@ class PositionCoupling(Learned):
             "depend on tokens that are not written yet",
         )
 
-    def check(self, config: ModelConfig) -> None:
+    def check(self, sizes: Sizes) -> None:
         given = (*self.digits, *(x for x in (self.plus, self.equals) if x is not None))
         require(
             bool(self.digits) and len(given) == len(self.digits) + 2,
@@ -95,9 +95,9 @@ class PositionCoupling(Learned):
             f"{self.digits}, {self.plus} and {self.equals}",
         )
         require(
-            min(given) >= 0 and max(given) < config.vocab_size and len(set(given)) == len(given),
+            min(given) >= 0 and max(given) < sizes.vocab_size and len(set(given)) == len(given),
             f"{self.kind}: digits, plus and equals must be different token ids in 0 .. "
-            f"{config.vocab_size - 1}; got {self.digits}, {self.plus} and {self.equals}",
+            f"{sizes.vocab_size - 1}; got {self.digits}, {self.plus} and {self.equals}",
         )
         require(
             self.size > self.max_offset,
@@ -112,7 +112,7 @@ class PositionCoupling(Learned):
             return self._ids(jnp.zeros_like(tokens), tokens)
         return side_by_side(self._ids, jnp.broadcast_to(segment_ids, tokens.shape), tokens)
 
-    def embed(self, params, coordinates, config: ModelConfig, key):
+    def embed(self, params, coordinates, sizes: Sizes, key):
         known = concrete(coordinates)
         require(
             known is None or not (known == UNENDED).any(),

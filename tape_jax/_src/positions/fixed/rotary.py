@@ -12,15 +12,73 @@ import numpy as np
 from jax import lax
 
 from tape_jax._src.core import algebra
-from tape_jax._src.core.checks import concrete, not_negative, require, require_x64, set_field
-from tape_jax._src.model.config import ModelConfig, RandomPositions, RopeScaling
-from tape_jax._src.positions.drawing import drawn_positions
+from tape_jax._src.core.checks import (
+    choose,
+    concrete,
+    not_negative,
+    require,
+    require_x64,
+    set_field,
+)
+from tape_jax._src.core.sizes import Sizes
+from tape_jax._src.positions.drawing import RandomPositions, drawn_positions
 from tape_jax._src.positions.protocol import Encoding, Param, State, as_positions
 
 Array = jax.Array
 
 # Fields of :class:`Rope` that say where a rotary state starts.
 START_FIELDS = ("base", "scaling", "axes", "partial_rotary_factor", "learn_base", "still_heads")
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are adapted to sequences longer than those trained on.
+
+    Attributes:
+      kind: ``none``; ``linear`` (positions divided by ``factor``); ``ntk`` (base multiplied by
+        ``factor ** (D / (D - 2))``); ``dynamic`` (NTK with a factor that follows the sequence
+        length); ``yarn`` (frequencies blended by wavelength, states scaled by a magnitude);
+        ``llama3``.
+      factor: ratio of the wanted length to the trained one.
+      original_length: the trained length, in tokens (dynamic, yarn, llama3).
+      beta_fast, beta_slow: yarn; rotations over ``original_length`` above which a frequency is
+        kept, and below which it is fully interpolated.
+      low_freq_factor, high_freq_factor: llama3; the corresponding bounds.
+      magnitude: yarn; factor on the states. None: ``0.1 ln(factor) + 1``.
+      truncate: yarn; round the blending range outwards to whole dimensions, as published.
+    """
+
+    kind: str = "none"
+    factor: float = 1.0
+    original_length: int = 2048
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    magnitude: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self):
+        choose("rope scaling", self.kind, ("none", "linear", "ntk", "dynamic", "yarn", "llama3"))
+        require(self.factor > 0, f"rope scaling: factor must be positive; got {self.factor}")
+        require(
+            self.original_length > 0,
+            f"rope scaling: original_length must be positive; got {self.original_length}",
+        )
+        require(
+            self.high_freq_factor > self.low_freq_factor,
+            f"rope scaling: high_freq_factor {self.high_freq_factor} must exceed "
+            f"low_freq_factor {self.low_freq_factor}",
+        )
+
+    @property
+    def state_magnitude(self) -> float:
+        """Factor on the start state: ``magnitude`` or ``0.1 ln(factor) + 1`` for yarn, else 1."""
+        if self.kind != "yarn":
+            return 1.0
+        if self.magnitude is not None:
+            return self.magnitude
+        return 0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0
 
 
 def frequencies(
@@ -280,11 +338,11 @@ class Rope(Encoding):
         still_heads = not_negative(f"{self.kind}: still_heads", self.still_heads)
         set_field(self, "still_heads", still_heads)
 
-    def check(self, config: ModelConfig) -> None:
+    def check(self, sizes: Sizes) -> None:
         require(
-            self.still_heads < config.kv_heads,
+            self.still_heads < sizes.num_kv_heads,
             f"{self.kind}: still_heads = {self.still_heads} leaves none of the model's "
-            f"{config.kv_heads} state heads to rotate; the encoding 'none' is that",
+            f"{sizes.num_kv_heads} state heads to rotate; the encoding 'none' is that",
         )
 
     @property
@@ -300,23 +358,23 @@ class Rope(Encoding):
         """The axis of a state's heads."""
         return -2
 
-    def shifts(self, config: ModelConfig) -> tuple[float, ...]:
+    def shifts(self, sizes: Sizes) -> tuple[float, ...]:
         """By how many tokens the start of each head that rotates is moved."""
-        return (0,) * (config.kv_heads - self.still_heads)
+        return (0,) * (sizes.num_kv_heads - self.still_heads)
 
-    def input_params(self, config: ModelConfig):
+    def input_params(self, sizes: Sizes):
         if not self.learn_base:
             return {}
         return {"log_stretch": Param((), jax.nn.initializers.zeros, ())}
 
-    def start(self, positions, config, **options):
+    def start(self, positions, sizes, **options):
         if not self.starts_by_head:
-            return self.start_at(positions, config, **options)
-        positions, shifts = as_positions(positions), self.shifts(config)
-        made = {shift: self.start_at(positions + shift, config, **options) for shift in set(shifts)}
+            return self.start_at(positions, sizes, **options)
+        positions, shifts = as_positions(positions), self.shifts(sizes)
+        made = {shift: self.start_at(positions + shift, sizes, **options) for shift in set(shifts)}
         states = [made[shift] for shift in shifts]
         if self.still_heads:
-            still = self.start_at(jnp.zeros_like(positions), config, **options)
+            still = self.start_at(jnp.zeros_like(positions), sizes, **options)
             states += [still] * self.still_heads
 
         def joined(*heads: Array) -> Array:
@@ -324,11 +382,11 @@ class Rope(Encoding):
 
         return jax.tree.map(joined, *states)
 
-    def start_at(self, positions, config, *, key=None, length=None, dtype=jnp.float32, params=None):
+    def start_at(self, positions, sizes, *, key=None, length=None, dtype=jnp.float32, params=None):
         """The start that all heads share, as :meth:`start` describes it."""
         state = rotary_state(
             positions,
-            config.dim,
+            sizes.head_dim,
             self.base,
             scaling=self.scaling,
             axes=self.axes,
@@ -385,11 +443,11 @@ class Xpos(Rope):
 
     scale_base: float = 2048.0
 
-    def start_at(self, positions, config, *, key=None, length=None, dtype=jnp.float32, params=None):
-        e = super().start_at(positions, config, key=key, length=length, dtype=dtype, params=params)
-        scale = (np.arange(0, config.dim, 2) + 0.4 * config.dim) / (1.4 * config.dim)
+    def start_at(self, positions, sizes, *, key=None, length=None, dtype=jnp.float32, params=None):
+        e = super().start_at(positions, sizes, key=key, length=length, dtype=dtype, params=params)
+        scale = (np.arange(0, sizes.head_dim, 2) + 0.4 * sizes.head_dim) / (1.4 * sizes.head_dim)
         rates = np.log(scale) / self.scale_base
-        largest = min(_largest_scale(d) for d in (config.dtype, dtype))
+        largest = min(_largest_scale(d) for d in (sizes.dtype, dtype))
         reach = math.log(largest) / float(np.abs(rates).max())
         compute = algebra.at_least_float32(dtype)
         t = as_positions(positions)
@@ -399,7 +457,7 @@ class Xpos(Rope):
         far = concrete(t)
         if far is not None and far.size and (far := np.abs(far).max()) > reach:
             raise ValueError(
-                f"xpos: in {config.dtype}, positions may lie up to {reach:.0f} tokens from the "
+                f"xpos: in {sizes.dtype}, positions may lie up to {reach:.0f} tokens from the "
                 f"middle of the length that they are for; got one {far:.0f} tokens from it. Give "
                 "length= so that it holds all positions, a wider dtype, or a larger scale_base"
             )
@@ -443,6 +501,8 @@ class RandomRope(Rope):
     """
 
     kind: ClassVar[str] = "random_rope"
+    # It draws them by itself.
+    takes_drawn: ClassVar[tuple[str, ...]] = ()
 
     range: int = 2048
     seed: int = 0
@@ -458,25 +518,17 @@ class RandomRope(Rope):
             f"True, still_heads = {self.still_heads}",
         )
 
-    def check(self, config: ModelConfig) -> None:
-        super().check(config)
-        require(
-            config.random_positions is None,
-            f"random_rope draws positions by itself; got random_positions = "
-            f"{config.random_positions}",
-        )
-
     def max_length(self) -> int:
         return self.range
 
-    def start_at(self, positions, config, *, key=None, length=None, dtype=jnp.float32, params=None):
+    def start_at(self, positions, sizes, *, key=None, length=None, dtype=jnp.float32, params=None):
         length = jnp.shape(positions)[-1] if length is None else length
         key = jax.random.key(self.seed) if key is None else key
         draw, states = RandomPositions(range=self.range), []
-        for k in jax.random.split(key, config.num_layers) if self.each_layer else [key]:
+        for k in jax.random.split(key, sizes.num_layers) if self.each_layer else [key]:
             drawn = drawn_positions(draw, positions, length, k, self.kind)
             state = super().start_at(
-                drawn, config, length=jnp.asarray(length), dtype=dtype, params=params
+                drawn, sizes, length=jnp.asarray(length), dtype=dtype, params=params
             )
             states.append(jnp.where(algebra.with_heads((drawn >= 0)[..., None]), state, jnp.nan))
         return (jnp.stack(states), jnp.int32(0)) if self.each_layer else states[0]

@@ -20,8 +20,8 @@ import numpy as np
 
 from tape_jax._src.core.algebra import align_state, check_state, float_type
 from tape_jax._src.core.checks import choose, positive, require, require_x64, set_field
-from tape_jax._src.model.config import ModelConfig, RopeScaling
-from tape_jax._src.positions.fixed.rotary import Rope, angles
+from tape_jax._src.core.sizes import Sizes
+from tape_jax._src.positions.fixed.rotary import Rope, RopeScaling, angles
 from tape_jax._src.positions.protocol import Param, State
 from tape_jax._src.positions.tape.mixing import ACTIVATIONS
 from tape_jax._src.positions.tape.norms import NORMS
@@ -327,8 +327,8 @@ class Tape(Rope):
     def heads_axis(self) -> int:
         return -2 if self.form == "rotary" else -4
 
-    def shifts(self, config: ModelConfig) -> tuple[float, ...]:
-        step, heads = self.head_shift, range(config.kv_heads - self.still_heads)
+    def shifts(self, sizes: Sizes) -> tuple[float, ...]:
+        step, heads = self.head_shift, range(sizes.num_kv_heads - self.still_heads)
         shifts = step if isinstance(step, tuple) else tuple(step * h for h in heads)
         # Whole ones leave integers what they are.
         return tuple(int(c) if c == int(c) else c for c in shifts)
@@ -337,27 +337,27 @@ class Tape(Rope):
     def _updates_as_tape(self) -> bool:
         return type(self).update_state is Tape.update_state
 
-    def check(self, config: ModelConfig) -> None:
-        super().check(config)
-        heads = config.kv_heads - self.still_heads
+    def check(self, sizes: Sizes) -> None:
+        super().check(sizes)
+        heads = sizes.num_kv_heads - self.still_heads
         require(
             not isinstance(self.head_shift, tuple) or len(self.head_shift) == heads,
             f"{self.kind}: head_shift must be a number or one for each of the {heads} state heads "
             f"that rotate; got {self.head_shift}",
         )
-        farthest = max(map(abs, self.shifts(config)), default=0)
+        farthest = max(map(abs, self.shifts(sizes)), default=0)
         require(
             farthest < 2**31,
             f"{self.kind}: head_shift must move heads by less than 2^31 tokens; got "
             f"{self.head_shift}, which moves one by {farthest:g}",
         )
-        if self.form == "tensor" and config.dim % self.l:
+        if self.form == "tensor" and sizes.head_dim % self.l:
             raise ValueError(
-                f"{self.kind}: l = {self.l} does not divide the head dimension {config.dim}"
+                f"{self.kind}: l = {self.l} does not divide the head dimension {sizes.head_dim}"
             )
-        if self.layers != "all" and int(self.layers[1]) > config.num_layers:
+        if self.layers != "all" and int(self.layers[1]) > sizes.num_layers:
             raise ValueError(
-                f"{self.kind}: layers = {self.layers} goes past the model's {config.num_layers} "
+                f"{self.kind}: layers = {self.layers} goes past the model's {sizes.num_layers} "
                 "layers"
             )
 
@@ -366,14 +366,14 @@ class Tape(Rope):
             return False
         return self.layers == "all" or self.layers[0] <= layer < self.layers[1]  # type: ignore[operator]
 
-    def start_at(self, positions, config, *, key=None, length=None, dtype=jnp.float32, params=None):
+    def start_at(self, positions, sizes, *, key=None, length=None, dtype=jnp.float32, params=None):
         if self.form == "rotary":
             return super().start_at(
-                positions, config, key=key, length=length, dtype=dtype, params=params
+                positions, sizes, key=key, length=length, dtype=dtype, params=params
             )
         return tensor_state(
             positions,
-            config.dim,
+            sizes.head_dim,
             self.l,
             self.r,
             base=self.base,
@@ -385,29 +385,29 @@ class Tape(Rope):
             dtype=dtype,
         )
 
-    def carry(self, state: State, shape: tuple[int, ...], config: ModelConfig) -> State:
-        like = jax.ShapeDtypeStruct((*shape, config.kv_heads, config.dim), state.dtype)
-        heads = (1, config.kv_heads)
+    def carry(self, state: State, shape: tuple[int, ...], sizes: Sizes) -> State:
+        like = jax.ShapeDtypeStruct((*shape, sizes.num_kv_heads, sizes.head_dim), state.dtype)
+        heads = (1, sizes.num_kv_heads)
         tail = check_state(state, like, name="the initial state", of="keys", heads=heads)
         state = align_state(state)
         return jnp.broadcast_to(state, (*like.shape[:-1], *state.shape[state.ndim - tail :]))
 
-    def layer_params(self, config: ModelConfig, *, updates: bool) -> dict[str, Param]:
+    def layer_params(self, sizes: Sizes, *, updates: bool) -> dict[str, Param]:
         if not updates:
             return {}
-        params = self.mixing_params(config)
+        params = self.mixing_params(sizes)
         if self.learn_alpha:
-            turning = config.kv_heads - self.still_heads
+            turning = sizes.num_kv_heads - self.still_heads
             shape, axes = ((turning,), (None,)) if self.alpha_per_head else ((), ())
             params["alpha"] = Param(shape, jax.nn.initializers.constant(self.alpha), axes)
         return params
 
-    def mixing_params(self, config: ModelConfig) -> dict[str, Param]:
+    def mixing_params(self, sizes: Sizes) -> dict[str, Param]:
         """The parameters of the two mixings."""
-        group = config.num_heads // config.kv_heads
-        heads = config.kv_heads - self.still_heads
+        group = sizes.num_heads // sizes.num_kv_heads
+        heads = sizes.num_kv_heads - self.still_heads
         return update_params(
-            config.hidden_size,
+            sizes.hidden_size,
             group * heads,
             num_kv_heads=heads,
             width=self.width,

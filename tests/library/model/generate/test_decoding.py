@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tape_jax import init_cache
+from tape_jax import decode, extend, init_cache, prefill
 from tests.library.model.generate.passes import (
     CASES,
     LENGTHS,
@@ -101,3 +101,28 @@ def test_fractional_positions_are_kept(kind):
     third, cache = jit_extend(model, variables, cache, tokens[:, 6:])
     np.testing.assert_array_equal(cache.positions, at)
     assert_near(jnp.concatenate([first, second, third], axis=1), full, 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["tape", "fox"])
+def test_a_conversation_goes_on_behind_a_stop(kind):
+    """Padding behind a stop is none of a row's text, whenever the row has stopped."""
+    model = small_model(kind)
+    variables = random_variables(model)
+    prompts = jnp.array([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
+    turn = jnp.array([[3, 1, 2], [2, 2, 5], [6, 1, 1]])
+
+    def said(stop):
+        _, cache = prefill(model, variables, prompts[:, :-1], capacity=16)
+        return decode(model, variables, cache, prompts[:, -1], 6, stop=stop)
+
+    first = np.asarray(said(None)[0])
+    # The first row stops at once, another one later or never.
+    stop = [int(first[0, 0])]
+    new, cache = said(stop)
+    logits, _ = extend(model, variables, cache, turn)
+    for row, own in enumerate(np.asarray(new)):
+        (ends,) = np.nonzero(own == stop[0])
+        text = own[: ends[0] + 1] if ends.size else own[:-1]
+        whole = jnp.concatenate([prompts[row], text, turn[row]])[None]
+        want = model.apply(variables, whole)[0, -3:]
+        assert_near(logits[row], want, 1e-5)

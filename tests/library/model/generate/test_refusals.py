@@ -1,14 +1,17 @@
 """Prompts, lengths and tokens that cannot be: errors that say what was given."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tape_jax import init_cache, positions
+from tape_jax import add_tape, init_cache, positions, sample_logits
 from tape_jax._src.model.generate import decode, generate, prefill
 from tests.models import VOCAB, small_model
 
 RAGGED = [[1, 2], [3]]
+# Variables that nobody reads.
+ANY = {"params": {}}
 
 
 @pytest.mark.parametrize(
@@ -54,25 +57,25 @@ RAGGED = [[1, 2], [3]]
 def test_bad_calls(prompts, options, message):
     model = small_model("rope", num_layers=1, max_length=8)
     with pytest.raises(ValueError, match=message):
-        generate(model, {}, prompts, **{"max_new_tokens": 2, **options})
+        generate(model, ANY, prompts, **{"max_new_tokens": 2, **options})
 
 
 @pytest.mark.parametrize(("kind", "limit"), [("learned", 40), ("random_rope", 64)])
 def test_the_limit_of_the_encoding(kind, limit):
     with pytest.raises(ValueError, match=f"exceeds the limit of the encoding '{kind}' of {limit}"):
-        generate(small_model(kind), {}, [[1, 2]], limit - 1)
+        generate(small_model(kind), ANY, [[1, 2]], limit - 1)
 
 
 def test_coordinates_of_several_axes_cannot_be_cached():
     with pytest.raises(ValueError, match="one coordinate per token; 'rope' has axes=2"):
-        generate(small_model(positions.Rope(axes=2)), {}, [[1, 2]], 3)
+        generate(small_model(positions.Rope(axes=2)), ANY, [[1, 2]], 3)
 
 
 @pytest.mark.parametrize("lengths", [[4, 1], [-1, 1], [1.0, 2.0], [1], 2])
 def test_lengths_of_prompts_that_cannot_be(lengths):
     model = small_model("rope", num_layers=1)
     with pytest.raises(ValueError, match=r"lengths must be integers in 0 \.\. 3 of shape \(2,\)"):
-        prefill(model, {}, jnp.ones((2, 3), int), np.asarray(lengths), capacity=4)
+        prefill(model, ANY, jnp.ones((2, 3), int), np.asarray(lengths), capacity=4)
 
 
 def test_what_decoding_does_not_take():
@@ -80,6 +83,27 @@ def test_what_decoding_does_not_take():
     cache = init_cache(model, 2, 4)
     for token in (np.array([1.5, 2.0]), np.array([1]), 1):
         with pytest.raises(ValueError, match=r"token must be integers of shape \(2,\)"):
-            decode(model, {}, cache, token, 1)
+            decode(model, ANY, cache, token, 1)
     with pytest.raises(ValueError, match="max_new_tokens must be a positive integer; got 0"):
-        decode(model, {}, cache, np.array([1, 2]), 0)
+        decode(model, ANY, cache, np.array([1, 2]), 0)
+
+
+def test_parameters_in_place_of_variables():
+    model, params = small_model("rope", num_layers=1), {"embedding": 0, "head": {}}
+    cache, token = init_cache(model, 1, 4), jnp.array([1])
+    for call in (
+        lambda: generate(model, params, [[1]], 2),
+        lambda: prefill(model, params, token[None], capacity=4),
+        lambda: decode(model, params, cache, token, 1),
+        lambda: add_tape(model, params, key=jax.random.key(0)),
+    ):
+        with pytest.raises(ValueError, match=r"must be \{'params': .* keys \['embedding'"):
+            call()
+    with pytest.raises(ValueError, match=r"variables must be .* got list"):
+        generate(model, [], [[1]], 2)
+
+
+@pytest.mark.parametrize("logits", [[0.5, 1.0], np.array([1, 2]), jnp.array([True])])
+def test_logits_that_are_no_array_of_floats(logits):
+    with pytest.raises(ValueError, match="logits must be an array of floats"):
+        sample_logits(logits)

@@ -1,0 +1,171 @@
+"""One decoder block, and how runs of like blocks are compiled."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import flax
+import flax.linen as nn
+import jax
+
+from tape_jax._src.core.sharding import Sharding, constrain
+from tape_jax._src.model import experts
+from tape_jax._src.model.attention_layer import Attention
+from tape_jax._src.model.cache import LayerCache
+from tape_jax._src.model.config import ModelConfig, kinds_by_pairs
+from tape_jax._src.model.inputs import Context
+from tape_jax._src.model.layers import MLP, ExpertMLP, RMSNorm
+from tape_jax._src.model.parameters import declare
+from tape_jax._src.positions.protocol import Encoding, State
+from tape_jax._src.positions.tape.mixing import SUM_OVER_DEVICES
+
+Array = jax.Array
+# Layers, at most, that are compiled one by one where a loop over them is slower.
+MOST_UNROLLED = 8
+
+
+@flax.struct.dataclass
+class PackedState:
+    """A position state between two layers, where ``remat`` keeps it for the backward pass.
+
+    A TPU fills up the last two axes of an array to tiles of 8 x 128, which for 12 heads of 64
+    numbers takes 2.7 times the memory. So the axes behind time are one.
+
+    Attributes:
+      flat: the state with arrays ``[B, T, N]``.
+      tails: of each array the axes that became one.
+    """
+
+    flat: State
+    tails: tuple[tuple[int, ...], ...] = flax.struct.field(pytree_node=False)
+
+    def unpack(self) -> State:
+        """The state with arrays ``[B, T, H, ...]``."""
+        arrays, tree = jax.tree.flatten(self.flat)
+        pairs = zip(arrays, self.tails, strict=True)
+        heads = [x.reshape(*x.shape[:-1], *tail) if tail else x for x, tail in pairs]
+        return jax.tree.unflatten(tree, heads)
+
+
+def pack_state(state: State, axes: int) -> PackedState:
+    """Packs a state, of whose arrays the first ``axes`` axes are left as they are."""
+    arrays, tree = jax.tree.flatten(state)
+    flat = [x.reshape(*x.shape[:axes], -1) if x.ndim > axes else x for x in arrays]
+    return PackedState(jax.tree.unflatten(tree, flat), tuple(x.shape[axes:] for x in arrays))
+
+
+class Block(nn.Module):
+    """One decoder block: attention, MLP, and the update of the position state between them.
+
+    Attributes:
+      updates: whether this layer updates the state; if not, it hands it on unchanged.
+      record: whether the hidden and position states that enter are returned.
+      sharding: a mesh and rules, or None.
+    """
+
+    config: ModelConfig
+    encoding: Encoding
+    updates: bool
+    record: bool = False
+    sharding: Sharding | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        carry: tuple[Array, State],
+        fixed_state: State,
+        context: Context,
+        cache: LayerCache | None,
+    ) -> tuple[tuple[Array, State], tuple[LayerCache | None, Any]]:
+        c, encoding = self.config, self.encoding
+        h, state = carry
+        packed = isinstance(state, PackedState)
+        if packed:
+            state = state.unpack()
+        if not self.updates:
+            state = fixed_state
+        entered = (h, state) if self.record else None
+        specs = encoding.layer_params(c.sizes, updates=self.updates)
+        params = declare(self, "position", specs, c.param_dtype, self.sharding)
+        attends_state = self.updates and encoding.attends_state
+        out, attended, cache = Attention(
+            c, encoding, attend_state=attends_state, sharding=self.sharding, name="attention"
+        )(RMSNorm(c, name="attention_norm")(h), state, params, context, cache)
+        h = self._residual(h + out)
+        x = self._residual(self._mlp(RMSNorm(c, name="mlp_norm")(h), context))
+        if self.updates:
+            options: dict[str, Any] = {} if self.sharding is None else {"sharding": self.sharding}
+            if c.update_implementation is not None:
+                options["implementation"] = c.update_implementation
+            state = encoding.update_state(params, state, attended, x, **options)
+            state = pack_state(state, x.ndim - 1) if packed else state
+            state = constrain_state(self.sharding, state)
+        return (h + x, state if self.updates else None), (cache, entered)
+
+    @nn.nowrap
+    def _mlp(self, x: Array, context: Context) -> Array:
+        if self.config.experts is None:
+            return MLP(self.config, self.sharding, name="mlp")(x)
+        ids = context.segment_ids
+        ids = ids[0] if isinstance(ids, tuple) else ids
+        return ExpertMLP(self.config, self.sharding, name="mlp")(x, ids)
+
+    def _residual(self, h: Array) -> Array:
+        return constrain(self.sharding, h, "batch", "sequence", "hidden")
+
+
+def constrain_state(sharding: Sharding | None, state: State) -> State:
+    """Position states ``[B, T, H_kv, ...]`` kept where the rules put them."""
+
+    def keep(x: Array) -> Array:
+        # Beside states there may be the number of a layer.
+        return constrain(sharding, x, "batch", "sequence", "kv_heads") if x.ndim else x
+
+    return jax.tree.map(keep, state)
+
+
+def remat_policy(name: str) -> Callable | None:
+    """The policy of ``jax.checkpoint`` that ``ModelConfig.remat`` names."""
+    policies = jax.checkpoint_policies
+    dots = policies.save_from_both_policies(
+        policies.dots_with_no_batch_dims_saveable,
+        policies.save_only_these_names(experts.PRODUCT, SUM_OVER_DEVICES),
+    )
+    return {"dots": dots, "full": None, "groups": None}[name]
+
+
+def unrolls(config: ModelConfig) -> bool:
+    """Whether the program has each layer by itself where a training step would loop over them.
+
+    On a CPU a sixth of a step goes into zeroing, writing and reading the stacks in which a loop
+    keeps activations. Without it a program compiles for longer and keeps a quarter more memory; up
+    to three times as much, for less time or none, where pairs of tokens are looked at.
+    """
+    few = config.num_layers <= MOST_UNROLLED and config.remat == "none"
+    by_pairs = kinds_by_pairs(config.position)
+    return few and not by_pairs and jax.default_backend() == "cpu"
+
+
+def in_groups(block: Block, params: Any, carry: Any, fixed: State, context: Context) -> Any:
+    """What leaves a run of like layers, of which the backward pass keeps what enters every n-th.
+
+    From there it makes what enters the layers of a group, and then each layer, again.
+    """
+    layers = jax.tree.leaves(params)[0].shape[0]
+    size = math.isqrt(layers - 1) + 1
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def layer(carry: Any, params: Any) -> tuple[Any, None]:
+        out: Any = block.apply({"params": params}, carry, fixed, context, None)
+        return out[0], None
+
+    @jax.checkpoint
+    def group(carry: Any, params: Any) -> Any:
+        return jax.lax.scan(layer, carry, params)[0]
+
+    for first in range(0, layers, size):
+        carry = group(carry, jax.tree.map(lambda x, i=first: x[i : i + size], params))
+    return carry
