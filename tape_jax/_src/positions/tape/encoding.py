@@ -371,18 +371,9 @@ class Tape(Rope):
             return super().start_at(
                 positions, sizes, key=key, length=length, dtype=dtype, params=params
             )
+        options = self.start_options(params)
         return tensor_state(
-            positions,
-            sizes.head_dim,
-            self.l,
-            self.r,
-            base=self.base,
-            scaling=self.scaling,
-            axes=self.axes,
-            length=length,
-            partial_rotary_factor=self.partial_rotary_factor,
-            log_stretch=(params or {}).get("log_stretch"),
-            dtype=dtype,
+            positions, sizes.head_dim, self.l, self.r, length=length, dtype=dtype, **options
         )
 
     def carry(self, state: State, shape: tuple[int, ...], sizes: Sizes) -> State:
