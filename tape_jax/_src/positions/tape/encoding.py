@@ -24,7 +24,7 @@ from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.fixed.rotary import Rope, RopeScaling, angles
 from tape_jax._src.positions.protocol import Param, State
 from tape_jax._src.positions.tape.mixing import ACTIVATIONS
-from tape_jax._src.positions.tape.norms import NORMS
+from tape_jax._src.positions.tape.norms import NORMS, normalize
 from tape_jax._src.positions.tape.update import UPDATE_PARAMS, UPDATES, update_state
 
 Array = jax.Array
@@ -406,6 +406,11 @@ class Tape(Rope):
             mlp_mix=self.mlp_mix,
             degree=self.degree,
         )
+
+    def normalized(self, state: Array) -> Array:
+        """The state, bounded by the norm."""
+        magnitude, tensor = self.scaling.state_magnitude, self.form == "tensor"
+        return normalize(state, self.norm, magnitude, tensor=tensor)
 
     @property
     def update_implementations(self) -> tuple[str, ...]:
