@@ -41,7 +41,7 @@ from benchmarks.table import markdown, mebibytes
 from benchmarks.train_step import PRESETS, row_config
 from research.inside.memory import Memory
 from research.inside.step_cost import TrainingStep
-from tape_jax._src.attention import api
+from tape_jax._src.attention import BACKENDS
 from tape_jax._src.attention import attention as attend
 from tape_jax._src.core.files import write_atomically
 from train.analysis.ahead_of_time import TARGETS, Cuda, Tpu, as_if_on, ptxas
@@ -142,15 +142,15 @@ def step_program(row: str, length: int, tokens: int) -> AotProgram:
 def programs(target: Cuda | Tpu) -> list[AotProgram]:
     """What is compiled for a target."""
     if isinstance(target, Tpu):
-        kernels, plain = [name for name in ("splash",) if name in api.BACKENDS], "splash"
+        kernels, plain = [name for name in ("splash",) if name in BACKENDS], "splash"
     else:
         skipped = ("reference", "chunked", "splash")
-        kernels, plain = [name for name in api.BACKENDS if name not in skipped], "cudnn"
+        kernels, plain = [name for name in BACKENDS if name not in skipped], "cudnn"
     found = [attention_program(name, dim, "bfloat16") for name in kernels for dim in (64, 128)]
     if "pallas" in kernels:
         found.append(attention_program("pallas", 64, "float32"))
         found.append(attention_program("pallas", 128, "float32"))
-    if plain in api.BACKENDS:
+    if plain in BACKENDS:
         found += [attention_program(plain, dim, "bfloat16", state=False) for dim in (64, 128)]
     for mix, dtype in itertools.product(("heads", "head_scale"), ("float32", "bfloat16")):
         found += [update_program(dtype, mix, backward=backward) for backward in (False, True)]

@@ -37,10 +37,9 @@ import numpy as np
 from benchmarks.table import markdown, mebibytes
 from research.inside.memory import Memory
 from tape_jax._src.attention import attention, attention_plan
-from tape_jax._src.attention.api import BACKENDS, default
-from tape_jax._src.attention.normalise import normalise
-from tape_jax._src.attention.tuning.cases import Contender
-from tape_jax._src.attention.tuning.programs import DIRECTIONS, both_ways
+from tape_jax._src.attention.choice import BACKENDS, default
+from tape_jax._src.attention.normalize import normalize
+from tape_jax._src.attention.tuning.measure import DIRECTIONS, both_ways
 from tape_jax._src.core import algebra
 from tape_jax._src.core.checks import choose
 from tape_jax._src.core.timing import Timing, describe_device, take_turns
@@ -172,7 +171,7 @@ def rows(options: argparse.Namespace, dim: int, length: int) -> dict[str, Row]:
     for name in options.backends:
         products = (TWO_CALLS if name == "cudnn" else STATE) if attends else PLAIN
         found[name] = Row(products, by(name, attends), inputs)
-    static = chosen(inputs, attends, call)[1].implementation
+    static = chosen(inputs, attends, call)[1]
     for name, backend in (("automatic", None), ("static", static)):
         found[name] = Row(STATE if attends else PLAIN, by(backend, attends), inputs)
     library = best_library(options, by, inputs)
@@ -186,15 +185,13 @@ def rows(options: argparse.Namespace, dim: int, length: int) -> dict[str, Row]:
     return found
 
 
-def chosen(
-    inputs: Sequence[Array], attends: bool, call: Mapping[str, Any]
-) -> tuple[Contender, Contender]:
+def chosen(inputs: Sequence[Array], attends: bool, call: Mapping[str, Any]) -> tuple[str, str]:
     """What ``implementation=None`` takes, and what it takes where nothing was measured."""
     q, k, v, e = inputs
     keywords = {"state": e, "attend_state": attends, **call}
     plan = attention_plan(q, k, v, **keywords)
     assert plan.implementation is not None
-    return Contender(plan.implementation, plan.options), default(normalise(q, k, v, **keywords))
+    return plan.implementation, default(normalize(q, k, v, **keywords))
 
 
 def best_library(options: argparse.Namespace, by: Callable, inputs: Sequence[Array]) -> str | None:

@@ -66,7 +66,7 @@ def step_of(case: str) -> Iterator[None]:
 
 def serve() -> None:
     """Prints how long a run of a step took, for each name of a case that is read."""
-    from train.training.allocator import keep_freed_memory
+    from train.process import keep_freed_memory
 
     keep_freed_memory()
     cases = {name: step_of(name) for name in CASES}

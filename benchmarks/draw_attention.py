@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.table import tables
-from tape_jax._src.attention.tuning.picture import as_png
-from tape_jax._src.attention.tuning.programs import GRADIENTS
+from tape_jax._src.attention.tuning.command import as_png
+from tape_jax._src.attention.tuning.measure import GRADIENTS
 from tape_jax._src.core.files import write_atomically
 from train.training.flops import PLAIN, STATE
 

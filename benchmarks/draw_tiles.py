@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tape_jax._src.attention.tuning.picture import as_png
+from tape_jax._src.attention.tuning.command import as_png
 from tape_jax._src.core.files import write_atomically
 
 WHOLE, PARTLY, SKIPPED = "#9ecae1", "#deebf7", "#f7f7f7"

@@ -25,8 +25,9 @@ from benchmarks.table import markdown
 from benchmarks.train_step import PRESETS
 from research.inside.step_cost import Runner, TrainingStep
 from tape_jax import ModelConfig
-from tape_jax._src.attention.api import BACKENDS
+from tape_jax._src.attention.choice import BACKENDS
 from tape_jax._src.attention.request import Request, refuse
+from tape_jax._src.attention.visibility import Band
 from tape_jax._src.core.timing import describe_device, take_turns
 
 MODULE = "benchmarks.peers"
@@ -40,9 +41,10 @@ class Library:
 
     def check(self, request: Request) -> None:
         """Refuses what the step here does not ask for."""
-        plain = request.is_causal and request.segments is None and request.mask is None
-        plain = plain and request.bias is None and request.local_window_size is None
-        plain = plain and request.query_offset == 0 and request.attended_state() is None
+        visibility = request.visibility
+        plain = visibility.band == Band(is_causal=True) and visibility.query_offset == 0
+        plain = plain and visibility.segments is None and visibility.mask is None
+        plain = plain and request.bias is None and request.attended_state() is None
         refuse(not plain, "only causal attention of whole sequences, without a state to attend")
 
     def attend(self, request: Request) -> tuple[jax.Array, None]:

@@ -25,7 +25,7 @@ from benchmarks.table import markdown, mebibytes
 from research.inside.memory import Memory
 from research.inside.step_cost import again
 from tape_jax import init_update, update_state
-from tape_jax._src.attention.tuning.programs import DIRECTIONS, both_ways
+from tape_jax._src.attention.tuning.measure import DIRECTIONS, both_ways
 from tape_jax._src.core.timing import describe_device, take_turns
 from tape_jax._src.positions.tape.update import UPDATES
 

@@ -12,7 +12,7 @@ import scipy.stats
 
 from research.protocol import CHANCE, LEVEL
 from tape_jax._src.core.checks import require
-from train.evaluation.intervals import half_width
+from train.evaluation.grids import half_width
 
 # Values that differ by less are the same, but for rounding.
 ALIKE = 1e-12

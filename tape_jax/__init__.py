@@ -5,7 +5,13 @@ What is public is here and in the modules beside this file; ``_src`` may change 
 
 from tape_jax import adapt, losses, positions, sharding
 from tape_jax._src.adapt.methods import add_tape
-from tape_jax._src.attention import AttentionPlan, AttentionRows, attention, attention_plan
+from tape_jax._src.attention import (
+    AttentionPlan,
+    AttentionRows,
+    attention,
+    attention_plan,
+    recorded_plans,
+)
 from tape_jax._src.core.algebra import rotate, transform
 from tape_jax._src.model.cache import Cache, grow_cache, init_cache
 from tape_jax._src.model.config import Experts, Lora, ModelConfig
@@ -54,6 +60,7 @@ __all__ = [
     "pad_prompts",
     "positions",
     "prefill",
+    "recorded_plans",
     "rotary_state",
     "rotate",
     "sample_logits",

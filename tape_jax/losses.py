@@ -12,8 +12,10 @@ from tape_jax._src.core.algebra import at_least_32_bits, at_least_float32
 from tape_jax._src.core.checks import require
 from tape_jax._src.core.sharding import Sharding, constrain
 from tape_jax._src.model.config import Experts
+from tape_jax._src.model.decoder import Transformer
+from tape_jax._src.model.layout import layer_params
 
-__all__ = ["CHUNK_LOGITS", "added_by_routers", "cross_entropy"]
+__all__ = ["CHUNK_LOGITS", "added_by_encoding", "added_by_routers", "cross_entropy"]
 
 Array = jax.Array
 
@@ -114,3 +116,17 @@ def added_by_routers(sown: Any, experts: Experts) -> tuple[Array, dict[str, Arra
     every = {name: jnp.concatenate(values) for name, values in layers.items()}
     added = sum(getattr(experts, name) * x.sum() for name, x in every.items())
     return jnp.asarray(added), {f"{name}_loss": x.mean() for name, x in every.items()}
+
+
+def added_by_encoding(model: Transformer, params: Any, progress: Array | float) -> Array | None:
+    """What the position encoding adds to the loss of a training step, whatever the batch.
+
+    Args:
+      model: whose parameters they are.
+      params: nested dict of the model's parameters.
+      progress: share of the training that is done, 0 at its start and 1 at its end.
+
+    Returns:
+      A scalar, or None if the encoding adds nothing (:meth:`Encoding.loss`).
+    """
+    return model.encoding.loss(layer_params(model, params), progress)

@@ -47,6 +47,7 @@ from tape_jax._src.positions import (
     tensor_state,
     update_state,
 )
+from tape_jax._src.positions.creation import kinds, option_names, options_of
 
 __all__ = [
     "Abacus",
@@ -87,6 +88,9 @@ __all__ = [
     "Yarn",
     "create",
     "init_update",
+    "kinds",
+    "option_names",
+    "options_of",
     "registry",
     "rotary_state",
     "tensor_state",

@@ -2,20 +2,27 @@
 
     python -m tape_jax.tune [--head-dims D ...] [--lengths T ...] [--dtypes NAME ...]
 
-Every implementation that can run here, with the block sizes that it has to offer, is compared with
-the reference, outputs and gradients; one that disagrees is struck off. The others are timed in
-turns, forward and with gradients, in causal calls with a state and without; on a CPU at fewer
-shapes. What is found is kept in the user's cache folder (TAPE_JAX_CACHE names another), from where
-tape_jax.attention takes it with implementation=None. Each case is written as soon as it is
+Every implementation that can run here, with its default options, is compared with the reference at
+the shape that is timed, outputs and gradients; one that disagrees is struck off. The others are
+timed in turns, forward and with gradients, in causal calls with a state and without; on a CPU at
+fewer shapes. What is found is kept in the user's cache folder (TAPE_JAX_CACHE names another), from
+where tape_jax.attention takes it with implementation=None. Each case is written as soon as it is
 measured: the same command goes on where it was stopped.
 """
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from unittest import mock
 
-from tape_jax._src.attention.tuning.choice import agree, forget
+from tape_jax._src.attention import pallas_blocks, vendor_splash
+from tape_jax._src.attention.tuning.records import CallShape, agree, forget, nearest
+from tape_jax._src.core import devices
 
-__all__ = ["agree", "forget", "main"]
+__all__ = ["agree", "assume_device", "forget", "main", "prepare"]
+
+# Temporary memory that a call may take which :func:`prepare` measures.
+MEMORY = 16 * 2.0**30
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,6 +34,86 @@ def main(argv: Sequence[str] | None = None) -> int:
     from tape_jax._src.attention.tuning import command
 
     return command.main(argv, description=__doc__)
+
+
+def prepare(
+    *,
+    head_dim: int,
+    length: int,
+    dtype: str,
+    batch: int,
+    num_heads: int,
+    num_kv_heads: int,
+    seconds: float = 60.0,
+    report: Callable[[str], None] = print,
+) -> None:
+    """Measures causal calls of one shape, with a state and without, unless they are known.
+
+    Known is a shape of this head dimension whose length is within a factor of two. Calls from
+    several processes on one machine wait for the one that measures.
+
+    Args:
+      head_dim, length, dtype, batch, num_heads, num_kv_heads: of the call on one device.
+      seconds: after which nothing new is begun.
+      report: called with a sentence about what is done, and about a file that cannot be written.
+    """
+    from tape_jax._src.attention.tuning import measure, records
+
+    table = records.read()[0] or {}
+
+    def is_known(shape: CallShape) -> bool:
+        near = nearest(shape, table)
+        return (
+            near is not None
+            and near.head_dim == head_dim
+            and max(near.length, length) <= 2 * min(near.length, length)
+        )
+
+    shapes = [
+        CallShape(head_dim, length, dtype, state, batch, num_heads, num_kv_heads)
+        for state in (True, False)
+    ]
+    wanted = [shape for shape in shapes if not is_known(shape)]
+    if not wanted:
+        return
+    report(
+        f"nothing like this was measured on {records.device()}: attention is measured first, for "
+        f"{seconds:.0f} seconds at most (python -m tape_jax.tune does it thoroughly)"
+    )
+    limits, each = measure.Limits(memory=MEMORY), seconds / len(wanted)
+    try:
+        for shape in wanted:
+            measure.tune([shape], seconds=each, limits=limits, say=report)
+    except OSError as error:
+        report(f"what was measured cannot be kept: {error}")
+
+
+@contextlib.contextmanager
+def assume_device(
+    compute_capability: tuple[int, int] | None = None, *, tpu: bool = False
+) -> Iterator[None]:
+    """Chooses implementations inside as on another device, for compilation ahead of time.
+
+    What jax itself says of its backend is for the caller to change.
+
+    Args:
+      compute_capability: of an NVIDIA GPU; None: there is none.
+      tpu: whether it is a TPU.
+    """
+
+    def capability() -> tuple[int, int] | None:
+        return compute_capability
+
+    def nothing_to_check(*_: object, **__: object) -> None:
+        pass
+
+    with contextlib.ExitStack() as stack:
+        for module in (pallas_blocks, devices):
+            stack.enter_context(mock.patch.object(module, "compute_capability", new=capability))
+        if tpu:
+            splash = vendor_splash.Splash
+            stack.enter_context(mock.patch.object(splash, "check_device", new=nothing_to_check))
+        yield
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ LAYERS: dict[str, tuple[str | tuple[str, ...], ...]] = {
         ("pretrained", "adapt", "parity"),
     ),
     "train": (
-        "outline",
+        ("checks", "files"),
         "data",
         "compiled",
         "evaluation",

@@ -71,10 +71,8 @@ def test_the_size_of_the_paper():
 
 def test_the_demo_of_addressing_among_places():
     """Its task and its form are repeated there, and all of its training but the steps."""
-    demo, others = (
-        next(path for path in CONFIGS if path.stem == name)
-        for name in ("addressing_demo", "places")
-    )
+    demo = ROOT / "configs/addressing_demo.py"
+    others = ROOT / "research/configs/places.py"
     fields = {f"task.{name}": value for name, value in places.TASKS["address"].items()}
     first = experiment.from_file(demo)
     second = experiment.from_file(others, options({**fields, **places.VARIANTS["base"]}))

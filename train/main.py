@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import re
 import sys
 import threading
 import traceback
@@ -19,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 # Nothing that takes long to load: it waits until the arguments are right.
-from train import compiled, outline
-from train.training.allocator import keep_freed_memory
+from train.checks import nearest
+from train.process import keep_freed_memory, keep_programs
 from train.training.signals import Stopped
 
 COMMANDS = {
@@ -148,7 +149,7 @@ def _run(
     if argv[0] not in commands:
         raise ValueError(
             f"unknown command {argv[0]!r}: expected one of {', '.join(map(repr, commands))}"
-            f"{outline.nearest(argv[0], commands)}"
+            f"{nearest(argv[0], commands)}"
         )
     module = importlib.import_module(commands[argv[0]][0])
     parser = argparse.ArgumentParser(
@@ -159,19 +160,43 @@ def _run(
     )
     module.configure(parser)
     parser.add_argument("--debug", action="store_true", help="show where an error comes from")
+    takes_config = parser.get_default("overrides") is not None
+    if takes_config:
+        parser.add_argument("--help-config", action="store_true", help="list the config's fields")
+        if "--help-config" in argv:
+            print(_help_config(argv))
+            return 0
+    _check_options(argv[0], parser, argv[1:], takes_config=takes_config)
     args, rest = parser.parse_known_args(argv[1:])
-    # The name of an encoding alone does, as in ModelConfig.
-    kind = "--config.model.position"
-    rest = [
-        x.replace(f"{kind}=", f"{kind}.kind=", 1) if x.startswith(f"{kind}=") else x for x in rest
-    ]
-    if rest and not hasattr(args, "overrides"):
+    if rest and not takes_config:
         raise ValueError(f"{argv[0]} does not take {' '.join(rest)}; see --help")
-    if hasattr(args, "overrides"):
-        outline.check(getattr(args, "config", None), getattr(args, "run", None), rest)
     args.overrides = rest
-    compiled.keep()
+    keep_programs()
     return module.run(args) or 0
+
+
+def _check_options(
+    command: str, parser: argparse.ArgumentParser, argv: Sequence[str], *, takes_config: bool
+) -> None:
+    """Raises ValueError for an option that a command does not have; it names the nearest one."""
+    known = re.findall(r"--[a-z][a-z-]*", parser.format_help())
+    for argument in argv:
+        name = argument.partition("=")[0]
+        if not re.match("--.", name) or name in known:
+            continue
+        if not (takes_config and name.startswith("--config.")):
+            raise ValueError(f"{command} has no option {name!r}{nearest(name, known)}; see --help")
+
+
+def _help_config(argv: Sequence[str]) -> str:
+    """The fields that ``--config.a.b=value`` can change, for the config file or run of a call."""
+    from train import experiment
+
+    given = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    given.add_argument("--config", type=Path)
+    given.add_argument("--run", type=Path)
+    args, rest = given.parse_known_args(argv)
+    return experiment.help_config(args.config, args.run, rest)
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:

@@ -12,7 +12,7 @@ from research.inside.memory import Memory
 from tape_jax import ModelConfig, Transformer
 from tape_jax._src.core.timing import Timing, take_turns
 from train.experiment import TrainConfig
-from train.training.allocator import keep_freed_memory
+from train.process import keep_freed_memory
 from train.training.step import TrainState, make_optimizer, make_step
 
 

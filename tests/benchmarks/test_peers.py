@@ -13,7 +13,7 @@ import pytest
 from benchmarks import peers
 from benchmarks.train_step import PRESETS
 from tape_jax import attention, rotary_state
-from tape_jax._src.attention.api import BACKENDS
+from tape_jax._src.attention.choice import BACKENDS
 from tape_jax._src.core.timing import Timing
 
 

@@ -2,6 +2,8 @@
 
 import pytest
 
+import research  # noqa: F401 - it registers tasks, which the tests of all tasks know too.
+
 CONFIG = """
 from ml_collections import ConfigDict
 

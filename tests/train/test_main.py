@@ -4,6 +4,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -13,6 +15,7 @@ import jax
 import pytest
 
 from tape_jax.sharding import ShardingConfig
+from tests.paths import ROOT
 from train import main as program
 from train.main import main
 from train.training import metrics, runs
@@ -153,8 +156,16 @@ def test_ask(trained, capsys):
     [
         (["trian"], "unknown command 'trian'.*did you mean 'train'"),
         (["train", "--run={new}"], "give --config=FILE, or --resume"),
-        (["train", "--run={new}", "--config={config}", "--stepz=3"], "unknown option '--stepz=3'"),
+        (
+            ["train", "--run={new}", "--config={config}", "--stepz=3"],
+            "train has no option '--stepz'",
+        ),
         (["train", "--run={new}", "--config={config}", "--config.train.stesp=3"], "'steps'"),
+        (["train", "--run={new}", "--config={config}", "--config.seeed=3"], "mean 'seed'"),
+        (["train", "--run={new}", "--config={config}", "--config.task=x"], "is a group"),
+        (["compare", "--run={new}", "--config={config}", "--seed=3"], "mean '--seeds'"),
+        (["generate", "--run={run}", "--promt=1+2"], "mean '--prompt'"),
+        (["ask", "--run={run}", "1+2", "--config.seed=1"], "ask has no option"),
         (["train", "--run={new}", "--config={config}", "--config.model.position.kind=rop"], "rope"),
         (["train", "--run={new}", "--config={config}x"], "there is no config file"),
         (["train", "--run={run}", "--config={config}"], "exists already: continue it with --res"),
@@ -190,7 +201,7 @@ def test_ask(trained, capsys):
         (["ask", "--run={run}", "1+x"], "expected a sum of two numbers"),
         (["ask", "--run={run}", "1+a"], "'a' .* is not in the vocabulary"),
         (["ask", "--run={run}", "123456789+123456789"], "needs .* tokens.* at most 30"),
-        (["ask", "--run={run}", "1+2", "--loud"], "ask does not take --loud"),
+        (["ask", "--run={run}", "1+2", "--loud"], "ask has no option '--loud'"),
         (["compare", "--run={other}", "--config={config}", "--encodings=tape"], "not a comparison"),
         (["compare", "--run={run}", "--config={config}", "--encodings=tape"], "not a comparison"),
         (["compare", "--run={new}", "--config={config}", "--encodings=tape,rop"], "mean 'rope'"),
@@ -338,3 +349,77 @@ def test_a_sweep_compares_what_validated_best(config, tmp_path, capsys):
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.sha256")} == before
     assert main([*call[:-2], "--sweep=train.learning_rat=1"]) == program.USER_ERROR
     assert "learning_rat" in capsys.readouterr().err
+
+
+def test_a_misspelt_field_of_a_file_is_named(tmp_path, capsys):
+    file = tmp_path / "config.py"
+    start = "from ml_collections import ConfigDict\ndef get_config():\n    return ConfigDict("
+    file.write_text(
+        start + "{'task': {'name': 'text'}, 'model': {'position': 'rope', 'num_layer': 1}})"
+    )
+    assert main(["train", f"--config={file}", f"--run={tmp_path / 'run'}"]) == program.USER_ERROR
+    said = capsys.readouterr().err
+    assert "unknown field 'num_layer' of config.model (did you mean 'num_layers'?)" in said
+
+
+def test_the_fields_of_a_config_are_listed(trained, config, capsys):
+    """Those of the file's task, of another one, and of a run's."""
+    assert main(["train", f"--config={config}", "--help-config"]) == 0
+    out = capsys.readouterr().out
+    for name in ("learning_rate", "position.kind", "max_digits", "options.rank"):
+        assert name in out
+    call = ["train", f"--config={config}", "--config.task.name=text", "--help-config"]
+    assert main(call) == 0
+    assert "tokenizer_fingerprint" in capsys.readouterr().out
+    assert main(["eval", f"--run={trained}", "--help-config"]) == 0
+    assert "max_digits" in capsys.readouterr().out
+
+
+def test_help_loads_nothing_that_takes_long():
+    done = python(
+        """
+import contextlib, sys
+from train import main
+for command in main.COMMANDS:
+    with contextlib.suppress(SystemExit):
+        main.main([command, "--help"])
+print([name for name in ("jax", "numpy", "matplotlib", "tape_jax") if name in sys.modules])
+"""
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def python(code, *options):
+    """Runs code in a process of its own, in the root of the repository."""
+    return subprocess.run(
+        [sys.executable, *options, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_a_python_without_the_environment_is_told_where_it_is(tmp_path):
+    """Without packages of its own, as the system's Python is."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from train.main import main; "
+    code += "sys.exit(main(['ask', '--run=x', '1+2']))"
+    done = python(code, "-S")
+    assert done.returncode == program.USER_ERROR
+    assert done.stderr.startswith("error: No module named 'jax' in this Python")
+    assert ".venv" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("made", "active", "advice"),
+    [
+        (False, False, "`make .venv/.ready` sets up an environment"),
+        (True, False, "call .venv/bin/python"),
+        (True, True, "`make -B .venv/.ready` installs"),
+    ],
+)
+def test_what_to_do_where_a_module_is_missing(tmp_path, monkeypatch, made, active, advice):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".venv").mkdir()
+    if made:
+        (tmp_path / ".venv" / ".ready").touch()
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv" if active else "/usr"))
+    error = ModuleNotFoundError("No module named 'grain'", name="grain")
+    assert advice in program.without_environment(error)

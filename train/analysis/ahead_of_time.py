@@ -22,10 +22,9 @@ import jax.extend.backend
 from jax._src.cudnn import fused_attention_stablehlo as cudnn_calls
 from jax.experimental import topologies
 
-from tape_jax._src.attention import pallas_blocks, vendor_splash
-from tape_jax._src.core import devices
-from tape_jax._src.core.checks import choose, require
-from train.training.chips import CHIPS, Chip
+from tape_jax import tune
+from train.checks import choose, require
+from train.training.flops import CHIPS, Chip
 
 # 9.10, as cuDNN counts: the first that takes values wider than keys.
 CUDNN_VERSION = 91_000
@@ -222,17 +221,14 @@ def as_if_on(target: Cuda | Tpu, device: Any) -> Iterator[None]:
     platform = "gpu" if isinstance(target, Cuda) else "tpu"
     answers: list[tuple[Any, str, Any]] = [
         (jax, "default_backend", lambda: platform),
-        (pallas_blocks, "compute_capability", lambda: capability),
-        (devices, "compute_capability", lambda: capability),
         (jax.extend.backend, "get_default_device", lambda: device),
         (cudnn_calls, "check_cudnn_version", lambda: CUDNN_VERSION),
         (cudnn_calls, "check_compute_capability", at_least),
     ]
-    if isinstance(target, Tpu):
-        answers.append((vendor_splash.Splash, "check_device", lambda self, interpret: None))
     with contextlib.ExitStack() as stack:
         for owner, name, answer in answers:
             stack.enter_context(mock.patch.object(owner, name, new=answer))
+        stack.enter_context(tune.assume_device(capability, tpu=capability is None))
         yield
 
 

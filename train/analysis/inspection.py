@@ -12,8 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from tape_jax._src.core.checks import require
-from tape_jax._src.model.decoder import Transformer
+from tape_jax import Transformer
+from train.checks import require
 from train.compare.plots import BODY, COLOURS, SMALL, TINY, TITLE
 from train.evaluation.grids import text_table
 from train.evaluation.inside import Inside, before_training, has_learned

@@ -17,11 +17,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tape_jax._src.model.decoder import Transformer
+from tape_jax import Transformer
 from tape_jax.sharding import MESH_AXES, Sharding, ShardingConfig
 from train.analysis import ahead_of_time
 from train.analysis.ahead_of_time import Cuda, Machine
 from train.analysis.collectives import Collective, collectives
+from train.evaluation.grids import text_table
 from train.experiment import Experiment
 from train.training import runs
 from train.training.flops import step_flops
@@ -29,6 +30,8 @@ from train.training.step import TrainState, init_state, make_optimizer, make_ste
 
 # A part of the memory that the runtime keeps for itself.
 RESERVED = 0.08
+# What takes time, as in :attr:`Plan.times`.
+PARTS = ("compute", "memory", "links", "network")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,13 +91,14 @@ class Plan:
     def times(self) -> dict[str, float]:
         """The least that computing, moving data to and from memory, and sending take."""
         chip = self.machine.chip
-        return {
-            "compute": self.operations / chip.operations,
+        seconds = (
+            self.operations / chip.operations,
             # Whatever is there is written once and read once.
-            "memory": 2 * self.total / chip.bandwidth,
-            "links": sum(t.bytes for t in self.traffic if not t.hosts) / chip.link,
-            "network": sum(t.bytes for t in self.traffic if t.hosts) / chip.network,
-        }
+            2 * self.total / chip.bandwidth,
+            sum(t.bytes for t in self.traffic if not t.hosts) / chip.link,
+            sum(t.bytes for t in self.traffic if t.hosts) / chip.network,
+        )
+        return dict(zip(PARTS, seconds, strict=True))
 
     @property
     def fastest(self) -> float:
@@ -206,24 +210,22 @@ def best(plans: Sequence[Plan]) -> Plan | None:
 
 def summary(plans: Sequence[Plan]) -> str:
     """One line for each mesh."""
-    rows: list[tuple[str, ...]] = [
-        ("mesh", "GB per device", "fits", "compute", "memory", "links", "network", "step at least"),
-        ("---", "---:", "---", "---:", "---:", "---:", "---:", "---:"),
-    ]
+    header = ["mesh", "GB per device", "fits", *PARTS, "step at least"]
+    rows = []
     for p in plans:
         if p.error:
-            rows.append((p.name, f"not possible: {p.error}", *[""] * 6))
+            rows.append([p.name, f"not possible: {p.error}", *[""] * 6])
             continue
         rows.append(
-            (
+            [
                 p.name,
                 f"{p.total / 1e9:.2f}",
                 "yes" if p.fits else f"no, {p.machine.chip.memory / 1e9:.0f} GB there",
                 *(milliseconds(seconds) for seconds in p.times.values()),
                 f"{milliseconds(p.fastest)} to {milliseconds(p.slowest)}",
-            )
+            ]
         )
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return text_table(header, rows)
 
 
 def details(p: Plan) -> str:
@@ -247,13 +249,6 @@ def details(p: Plan) -> str:
         f"{milliseconds(p.slowest)} if nothing overlaps; at most {rate:,.0f} tokens a second"
     )
     return "\n".join(lines)
-
-
-def to_json(p: Plan) -> dict[str, Any]:
-    """The plan in JSON types."""
-    fields = dataclasses.asdict(dataclasses.replace(p, machine=None))  # type: ignore[arg-type]
-    times = {"times": p.times, "fits": p.fits} if not p.error else {}
-    return {**fields, "machine": p.machine.name, **times}
 
 
 def milliseconds(seconds: float) -> str:

@@ -18,7 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Asks."""
-    from tape_jax._src.core.checks import require
+    from train.checks import require
     from train.evaluation.exact_match import answer
     from train.training import messages, runs
 
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> None:
     require(
         hasattr(task, "question"),
         f"the task of {args.run} takes no questions; to have a prompt continued:\n"
-        f"  {messages.generate(args.run, args.questions[0])}",
+        f"  {messages.generate(args.run, task, args.questions[0])}",
     )
     trained = runs.restore_model(args.run)
     limit = trained.max_length

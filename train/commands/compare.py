@@ -5,8 +5,7 @@
   python -m train.main compare --config=configs/context_extension.py --run=runs/longer \\
       --methods=base,tape,lora,longlora,theta,full
   python -m research.main compare --config=research/configs/ablations.py --run=runs/ablations \\
-      --variants=all \\
-      --sweep train.learning_rate=1e-3,3e-3
+      --variants=all --sweep train.learning_rate=1e-3,3e-3
 
 Steps, data and seeds are equal. Each training gets a run of its own inside the run folder. Called
 again, finished runs are kept and unfinished ones continued. Beside them are written report.md, with
@@ -44,13 +43,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Compares."""
-    from tape_jax._src.core.checks import require
+    from train.checks import require
     from train.compare import sweep
     from train.compare.jobs import claim, plan, record
-    from train.compare.processes import train_all
+    from train.compare.processes import train_all, tune
     from train.compare.report import by_name, result_section, sample_lines, write_report
     from train.compare.tasks import compare
-    from train.compare.tune import tune
     from train.training import messages
 
     require(args.jobs >= 1, f"compare: --jobs must be at least 1; got {args.jobs}")

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> None:
     from train import experiment
     from train.compare.evaluations import evaluate, evaluate_untrained
     from train.training import runs
-    from train.training.clock import Clock
+    from train.training.metrics import Clock
 
     clock = Clock(begun)
     options, mesh = experiment.change_evaluation(runs.load(args.run), args.overrides)

@@ -20,14 +20,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Exports."""
-    from tape_jax._src.core.checks import require
     from tape_jax.adapt import merge_lora
     from tape_jax.pretrained import save_pretrained
+    from train.checks import require
     from train.training import messages, runs
 
     wanted, adapter = runs.load(args.run), args.run / runs.ADAPTER
     kind = wanted.model.position.kind
-    use = f"it stays a run, {messages.generate(args.run, 'Once upon a time')}"
+    use = f"it stays a run, {messages.generate(args.run, wanted.task, 'Once upon a time')}"
     if wanted.adapt and adapter.exists():
         call = f"generate --model={wanted.adapt.base} --adapter={adapter}"
         use = f"what was trained is in {adapter}, as {call} takes it"

@@ -4,8 +4,7 @@
   python -m train.main generate --model=llama/ --adapter=tape.safetensors --prompt "Once" \\
       --temperature=0.8 --top-p=0.95 --seed=1
 
-A single prompt is continued before your eyes, several together, as one batch. The cache starts
-small and grows as it fills.
+A single prompt is continued before your eyes, several together, as one batch.
 """
 
 from __future__ import annotations
@@ -25,7 +24,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--adapter", type=Path, help="an adapter for the Llama folder")
     parser.add_argument("--tokenizer", help="of the Llama folder, if it is not in there")
     parser.add_argument("--prompt", action="append", required=True, help="may be repeated")
-    parser.add_argument("--new", type=int, default=128, help="tokens at most (128)")
+    parser.add_argument(
+        "--new", "--max-new-tokens", type=int, default=128, help="tokens at most (128)"
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token (0)")
     parser.add_argument("--top-k", type=int, help="draw from so many tokens only")
     parser.add_argument("--top-p", type=float, help="draw from tokens of this probability only")
@@ -40,9 +41,9 @@ def run(args: argparse.Namespace) -> None:
     import jax
     import numpy as np
 
-    from tape_jax._src.core.checks import require
-    from train.training.clock import Clock
+    from train.checks import require
     from train.training.generation import describe_cache, load, stream
+    from train.training.metrics import Clock
 
     clock = Clock(begun)
     require(args.new >= 1, f"generate: --new must be at least 1; got {args.new}")

@@ -32,8 +32,8 @@ def run(args: argparse.Namespace) -> None:
     """Looks inside."""
     import numpy as np
 
-    from tape_jax._src.core.checks import require
     from train.analysis import inspection
+    from train.checks import require
     from train.compare import plots
     from train.compare import tasks as of_tasks
     from train.evaluation.inside import look

@@ -13,7 +13,6 @@ slice; a100, h100, h200 with GPUs of one host, or hosts x GPUs.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +30,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="such as fsdp=8,tensor=4; may be repeated; without it several are tried",
     )
-    parser.add_argument(
-        "--table", action="store_true", help="show where every parameter goes on the best mesh"
-    )
-    parser.add_argument("--json", type=Path, help="where the numbers are written too")
     parser.set_defaults(overrides=())
 
 
@@ -42,12 +37,9 @@ def run(args: argparse.Namespace) -> None:
     """Plans."""
     import jax
 
-    from tape_jax._src.core.checks import require
-    from tape_jax._src.core.files import write_atomically
-    from tape_jax._src.model.decoder import Transformer
-    from tape_jax.sharding import ShardingConfig
     from train import experiment
     from train.analysis import ahead_of_time, plan
+    from train.checks import require
 
     jax.config.update("jax_platforms", "cpu")
     wanted = experiment.from_file(args.config, args.overrides)
@@ -59,22 +51,16 @@ def run(args: argparse.Namespace) -> None:
         found.append(one)
         print(f"{one.name}: {one.error or f'compiled in {one.seconds:.0f} s'}", flush=True)
     print(f"\n{wanted.name} on {args.topology}\n\n{plan.summary(found)}\n")
-    if args.json:
-        write_atomically(args.json, json.dumps([plan.to_json(one) for one in found], indent=2))
     best = plan.best(found)
     require(best is not None, f"no mesh of these fits {args.topology}")
     assert best is not None
     print(f"best: {plan.details(best)}")
-    if args.table:
-        sizes: dict[str, Any] = dict(best.mesh)
-        sharding = ShardingConfig(**sizes).build(len(machine.devices))
-        print(f"\n{sharding.table(Transformer(wanted.model))}")
 
 
 def parse_mesh(text: str) -> ShardingConfig:
     """A mesh such as ``fsdp=8,tensor=4``."""
-    from tape_jax._src.core.checks import choose, require
     from tape_jax.sharding import MESH_AXES, ShardingConfig
+    from train.checks import choose, require
 
     sizes: dict[str, Any] = {}
     for part in text.split(","):

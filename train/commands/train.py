@@ -4,12 +4,10 @@
   python -m train.main train --run=runs/x --resume [--config.train.steps=6000]
 
 --config with --resume starts the run if it is not there yet: one command for a scheduler. Any field
-of the config can be changed: --config.model.position.kind=rope; with --resume, those on which
-nothing depends that is trained. With --config.adapt.base=FOLDER a trained model is adapted, by the
-method of --config.adapt.method. Ctrl-C or SIGTERM saves before leaving, a second Ctrl-C does not.
-
-On a GPU or TPU where nothing like it was measured, attention is measured first, for a minute at
-most: see python -m tape_jax.tune. With --no-tune it is not.
+can be changed (--help-config lists them): --config.model.position.kind=rope; with --resume, those
+on which nothing depends that is trained. With --config.adapt.base=FOLDER a trained model is adapted
+by --config.adapt.method. Ctrl-C or SIGTERM saves before leaving, a second Ctrl-C does not. On a GPU
+or TPU where nothing like it was measured, attention is measured first, for a minute (--no-tune).
 
 All devices: --config.sharding.data=-1 (each has all parameters) or --config.sharding.fsdp=-1 (each
 has its part); also tensor and sequence. Several hosts: the same command on each, with --distributed
@@ -68,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
 
     from train import experiment
     from train.training import distributed, loop, messages, metrics, runs
-    from train.training.clock import Clock
+    from train.training.metrics import Clock
 
     if args.distributed:
         distributed.initialize(args.distributed)

@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tape_jax._src.core.checks import require
-from tape_jax._src.core.files import write_atomically
 from tape_jax.sharding import ShardingConfig
+from train.checks import require
 from train.compare import plots
 from train.compare.tasks import compare
 from train.evaluation.inside import untrained
+from train.files import write_atomically
 from train.tasks import Result
 from train.training import runs
 from train.training.metrics import Progress

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from tape_jax import positions
-from tape_jax._src.core.checks import choose, require
-from tape_jax._src.core.files import write_atomically
-from tape_jax._src.positions.creation import kinds
 from train import experiment
+from train.checks import choose, require
 from train.compare import evaluations
 from train.compare.report import RunRecord
 from train.compare.sweep import Setting
 from train.experiment import Experiment, adaptation
+from train.files import write_atomically
 from train.tasks import program
 from train.training import changes, loop, metrics, runs
 
@@ -63,7 +62,7 @@ ENCODINGS = Choice.of_field(
     "position encoding",
     "model.position.kind",
     positions.registry,
-    parts=kinds,
+    parts=positions.kinds,
     combined="model.position.kind",
 )
 METHODS = Choice.of_field("adapt method", "adapt.method", adaptation.METHODS)

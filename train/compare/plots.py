@@ -22,9 +22,9 @@ from matplotlib.patches import Rectangle
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import LogFormatter, MaxNLocator
 
-from tape_jax._src.core.checks import require
-from tape_jax._src.core.files import write_atomically
+from train.checks import require
 from train.evaluation.grids import Grid, require_same_questions
+from train.files import write_atomically
 
 MARK = "written by tape-jax"
 COLOURS = "cividis"

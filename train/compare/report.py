@@ -10,18 +10,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tape_jax._src.core.checks import require
-from tape_jax._src.core.files import write_atomically
+from train.checks import require
 from train.compare.environment import describe_environment
 from train.compare.plots import MARK, loss_curves, require_ours, save
 from train.compare.tasks import Comparison
-from train.evaluation.grids import text_table
-from train.evaluation.intervals import half_width
+from train.evaluation.grids import half_width, text_table
+from train.files import write_atomically
 from train.tasks import Score, Task
 
 # The widest table, in characters.
 PAGE = 120
 ONE_SEED = "One seed each cannot tell any of this from chance; --seeds=3 trains each three times."
+
+TWO_SEEDS = (
+    "Two seeds leave an interval one degree of freedom, at which it reaches 12.7 standard errors "
+    "to either side: hardly any difference is clear. --seeds=3 trains each three times."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,11 +182,16 @@ def _width(table: str) -> int:
 
 
 def verdict(scores: Sequence[Score], runs: Sequence[RunRecord]) -> str:
-    """A sentence for each score: who is best, and whether the seeds suffice to say so."""
+    """Who is best, and whether the seeds suffice to say so; scores of one outcome in a sentence."""
     groups = by_name(runs)
-    lines = [f"* {line}" for score in scores if (line := _verdict(score, groups))]
-    if lines and min(map(len, groups.values())) < 2:
-        lines += ["", ONE_SEED]
+    found: dict[str, list[str]] = {}
+    for score in scores:
+        if outcome := _verdict(score, groups):
+            found.setdefault(outcome, []).append(score.label)
+    lines = [f"* **{'; '.join(labels)}**: {outcome}" for outcome, labels in found.items()]
+    fewest = min(map(len, groups.values()))
+    if lines and fewest <= 2:
+        lines += ["", ONE_SEED if fewest < 2 else TWO_SEEDS]
     return "\n".join(lines)
 
 
@@ -197,21 +206,19 @@ def _verdict(score: Score, groups: Mapping[str, Sequence[RunRecord]]) -> str:
     means = {name: statistics.fmean(found.values()) for name, found in values.items()}
     ranking = sorted(means, key=lambda name: means[name], reverse=score.higher_is_better)
     best, *others = ranking
-    intro = f"**{score.label}**: "
-    numbers = ", ".join(f"{name} {_number(means[name])}" for name in ranking)
     if all(values[name] == values[best] for name in others):
-        return f"{intro}all equal, {_number(means[best])}."
+        return "all equal."
     if min(map(len, values.values())) < 2:
-        return f"{intro}best is {best} ({numbers})."
+        return f"best is {best}."
     unclear = [
         name for name in others if not paired_difference(values[best], values[name]).is_clear
     ]
     if unclear:
         return (
-            f"{intro}no clear winner. Best on average is {best} ({numbers}); the seeds do not tell "
-            f"it from {', '.join(unclear)}."
+            f"no clear winner. Best on average is {best}; the seeds do not tell it from "
+            f"{', '.join(unclear)}."
         )
-    return f"{intro}{best} wins ({numbers}; every difference is beyond the spread of the seeds)."
+    return f"{best} wins; every difference is beyond the spread of the seeds."
 
 
 class Difference(NamedTuple):

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import scipy.stats
 
-from tape_jax._src.core.checks import choose, require
-from tape_jax._src.core.files import write_atomically
+from train.checks import choose, require
 from train.evaluation import Progress
 from train.evaluation.grids import text_table
+from train.files import write_atomically
 from train.tasks import Result, Score, Task, task_name
 from train.training import runs
 

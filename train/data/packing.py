@@ -17,7 +17,7 @@ from typing import Any
 import grain
 import numpy as np
 
-from tape_jax._src.core.checks import choose, require
+from train.checks import choose, require
 from train.data import synthetic
 from train.data.token_cache import TokenStream
 

@@ -28,7 +28,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 
-from tape_jax._src.core.checks import nearest, require
+from train.checks import nearest, require
 from train.data.tokenizers import Tokenizer
 
 _READ = 1 << 20

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import grain
 import numpy as np
 
-from tape_jax._src.core.checks import require
+from train.checks import require
 
 Batch = dict[str, np.ndarray]
 

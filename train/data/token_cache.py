@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import tqdm
 
-from tape_jax._src.core.checks import choose, require
-from tape_jax._src.core.files import sync
+from train.checks import choose, require
 from train.data import held_out
 from train.data.sources import Document, Source
 from train.data.tokenizers import Tokenizer
+from train.files import sync
 
 FORMAT = "tape-jax tokens, version 1"
 SIDES = ("all", "train", "held_out")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from tape_jax._src.model.decoder import Transformer
+from tape_jax import Transformer
 
 # Called with the numbers of items done and of items to be done.
 Progress = Callable[[int, int], None]

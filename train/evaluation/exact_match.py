@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tape_jax._src.core.checks import require
-from tape_jax._src.model.decoder import Transformer
-from train.compiled import compile_in_turn
+from tape_jax import Transformer
+from train.checks import require
 from train.evaluation import Progress, fits
+from train.process import compile_in_turn
 
 Apply = Callable[..., jax.Array]
 

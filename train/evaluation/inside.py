@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
-from tape_jax._src.core import algebra
-from tape_jax._src.model.decoder import Transformer
-from tape_jax._src.model.layout import with_encoding
+from tape_jax import Transformer
 from train.evaluation import Trained
 
 
@@ -92,8 +91,9 @@ def look(
     keys = jax.ShapeDtypeStruct((batch, length, config.kv_heads, config.dim), jnp.float32)
 
     def full(e: jax.Array) -> jax.Array:
-        e = algebra.align_state(e)
-        tail = e.shape[-3:] if algebra.is_tensor_form(e, keys) else e.shape[-1:]
+        if e.ndim == 2:  # Rotary [T, D], the same for all heads.
+            e = e[:, None]
+        tail = e.shape[-3:] if e.ndim > keys.ndim else e.shape[-1:]
         return jnp.broadcast_to(e, (*keys.shape[:-1], *tail))
 
     @jax.jit
@@ -127,7 +127,10 @@ def before_training(model: Transformer, variables: Any) -> Any:
     TAPE's states then stay at their start.
     """
     fresh = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
-    return {**variables, "params": with_encoding(model, variables["params"], fresh)}
+    own = {path for path, spec in model.parameters().items() if spec.role == "position"}
+    trained, fresh = (flatten_dict(x, sep="/") for x in (variables["params"], fresh))
+    params = {path: (fresh if path in own else trained)[path] for path in trained}
+    return {**variables, "params": unflatten_dict(params, sep="/")}
 
 
 class Changed(NamedTuple):

@@ -28,8 +28,8 @@ from typing import Any
 
 import numpy as np
 
-from tape_jax._src.core.checks import require
-from tape_jax._src.model.decoder import Transformer
+from tape_jax import Transformer
+from train.checks import require
 from train.evaluation import Progress, fits
 from train.evaluation.grids import read_record, text_table
 from train.evaluation.window_losses import losses_and_places, windows_of, with_window
@@ -196,15 +196,7 @@ def measure(
     Raises:
       ValueError: no texts, texts of other lengths, or a stride longer than a window.
     """
-    block = lengths[-1]
-    sizes = [len(text) - 1 for text in texts]
-    require(
-        bool(sizes) and all(size > 0 and size % block == 0 for size in sizes),
-        f"evaluation: expected texts of n x {block} + 1 tokens; got {[len(t) for t in texts]}",
-    )
-    tokens = np.concatenate(texts).astype(np.int32)
-    is_target = np.ones(len(tokens), bool)
-    is_target[np.cumsum([len(text) for text in texts]) - 1] = False
+    sizes, tokens, is_target = _joined(texts, lengths[-1])
     plan = {
         (protocol, n): windows_of(sizes, n, stride if protocol == "overlapping" else n)
         for protocol in protocols
@@ -235,12 +227,9 @@ def measure(
             advance,
         )
         before += length * len(starts)
-        losses, bins = losses[is_target], places[is_target] // bin
-        blocks = losses.reshape(-1, block).mean(axis=1)
-        sums, counts = (np.bincount(bins, x, -(-length // bin)) for x in (losses, None))
-        means = np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > 0)
+        found = losses[is_target], places[is_target] // bin
         measurements.append(
-            Measurement(protocol, length, tuple(blocks.tolist()), tuple(means.tolist()))
+            Measurement(protocol, length, *_means(*found, lengths[-1], length, bin))
         )
     return Perplexity(
         trained=trained,
@@ -251,6 +240,33 @@ def measure(
         text_bytes=text_bytes,
         measurements=tuple(measurements),
     )
+
+
+def _joined(texts: Sequence[np.ndarray], block: int) -> tuple[list[int], np.ndarray, np.ndarray]:
+    """Numbers of targets of each text, the tokens of all, and which of them have a target.
+
+    Raises:
+      ValueError: no texts, or texts of other lengths than n x ``block`` + 1.
+    """
+    sizes = [len(text) - 1 for text in texts]
+    require(
+        bool(sizes) and all(size > 0 and size % block == 0 for size in sizes),
+        f"evaluation: expected texts of n x {block} + 1 tokens; got {[len(t) for t in texts]}",
+    )
+    tokens = np.concatenate(texts).astype(np.int32)
+    is_target = np.ones(len(tokens), bool)
+    is_target[np.cumsum([len(text) for text in texts]) - 1] = False
+    return sizes, tokens, is_target
+
+
+def _means(
+    losses: np.ndarray, bins: np.ndarray, block: int, length: int, bin: int
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """The mean loss of each block of targets, and of each bin of places in a window."""
+    blocks = losses.reshape(-1, block).mean(axis=1)
+    sums, counts = (np.bincount(bins, x, -(-length // bin)) for x in (losses, None))
+    means = np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > 0)
+    return tuple(blocks.tolist()), tuple(means.tolist())
 
 
 def require_same_targets(results: Mapping[str, Sequence[Perplexity]]) -> Perplexity:

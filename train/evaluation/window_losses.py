@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tape_jax._src.core.checks import require
-from tape_jax._src.model.decoder import Transformer
-from train.compiled import compile_in_turn
+from tape_jax import Transformer
+from train.checks import require
+from train.process import compile_in_turn
 
 # Tokens whose logits are in memory at a time.
 CHUNK = 1024

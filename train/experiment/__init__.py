@@ -12,6 +12,7 @@ from train.experiment.files import (
     change,
     change_evaluation,
     from_file,
+    help_config,
     take_scale,
 )
 from train.experiment.records import (
@@ -35,6 +36,7 @@ __all__ = [
     "differences",
     "from_file",
     "from_mapping",
+    "help_config",
     "read_record",
     "take_scale",
     "to_json",

@@ -9,20 +9,18 @@ all others stay as they are, take part in no gradient, and are in no checkpoint.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
 
-from tape_jax import ModelConfig, RopeScaling, adapt
-from tape_jax._src.core.algebra import at_least_float32
-from tape_jax._src.core.checks import choose, require
-from tape_jax._src.model.decoder import Transformer
-from tape_jax._src.model.layout import by_path, replaced, restack
-from tape_jax._src.positions.fixed.rotary import START_FIELDS
-from tape_jax.adapt import Adapted, Rule
-from tape_jax.positions import Encoding
+from tape_jax import ModelConfig, RopeScaling, Transformer, adapt
+from tape_jax.adapt import Adapted, Rule, restack
+from tape_jax.positions import Encoding, Rope
+from train.checks import choose, require
 
 Array = jax.Array
 
@@ -42,8 +40,8 @@ COMPUTED = (
     "state_dtype",
 )
 
-# Options of TAPE that the base decides.
-OF_THE_BASE = START_FIELDS
+# Options of TAPE that the base decides: where its rotary state starts.
+OF_THE_BASE = tuple(f.name for f in dataclasses.fields(Rope))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,8 +163,8 @@ def apply(
         options["donate"] = True
     if method != "full":
         # Rounded to fewer digits a new parameter would lose its first small steps.
-        options["dtype"] = at_least_float32(model.config.param_dtype)
-    before = set(by_path(variables["params"]))
+        options["dtype"] = _wide(model.config.param_dtype)
+    before = set(_by_name(variables["params"]))
     made = adapt.adapt(
         adapt.full_attention(model),
         variables,
@@ -177,15 +175,15 @@ def apply(
     )
     rules = adaptation.trained
     if rules:
-        chosen = by_path(adapt.trainable_mask(made.model, rules))
-        left_out = sorted(p for p in chosen if p not in before and not all(chosen[p].values()))
+        chosen = _by_name(adapt.trainable_mask(made.model, rules))
+        left_out = sorted(p for p in chosen if p not in before and not all(chosen[p]))
         require(
             not left_out,
             f"adapt.rules choose not all that the method {method!r} adds: {', '.join(left_out)}",
         )
     adapted = made.model
     if adaptation.max_length is not None:
-        adapted = replaced(adapted, max_length=adaptation.max_length)
+        adapted = _replaced(adapted, max_length=adaptation.max_length)
     return dataclasses.replace(made, model=adapted, rules=rules, method=adaptation.method)
 
 
@@ -209,6 +207,24 @@ def describe(
     return apply(adaptation, model, variables, key=jax.random.key(0), position=position)
 
 
+def _wide(dtype: Any) -> Any:
+    """A type of parameters that train: at least float32."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _replaced(model: Transformer, **changes: Any) -> Transformer:
+    """The model with fields of its configuration changed."""
+    return Transformer(dataclasses.replace(model.config, **changes), sharding=model.sharding)
+
+
+def _by_name(params: Any) -> dict[str, list[Any]]:
+    """Leaves by their path without the number of a layer."""
+    found: dict[str, list[Any]] = {}
+    for path, leaf in flatten_dict(params, sep="/").items():
+        found.setdefault(re.sub(r"^layers_\d+/", "layers/", path), []).append(leaf)
+    return found
+
+
 def _options_of_its_own(position: Encoding) -> dict[str, Any]:
     """The options of TAPE that are not the base's."""
     return {name: value for name, value in vars(position).items() if name not in OF_THE_BASE}
@@ -218,7 +234,7 @@ def computed_as(
     model: Transformer, variables: Any, wanted: ModelConfig
 ) -> tuple[Transformer, dict[str, Any]]:
     """A model that is computed, and laid out, as ``wanted`` says: its fields of COMPUTED."""
-    new = replaced(model, **{name: getattr(wanted, name) for name in COMPUTED})
+    new = _replaced(model, **{name: getattr(wanted, name) for name in COMPUTED})
     return new, {**variables, "params": restack(variables["params"], model, new, donate=True)}
 
 
@@ -235,4 +251,4 @@ def split_params(model: Transformer, params: Any, rules: Sequence[Rule | str]) -
     if not rules:
         return jax.tree.map(lambda _: None, params), params
     trainable, frozen = adapt.partition(params, adapt.trainable_mask(model, rules))
-    return jax.tree.map(lambda x: x.astype(at_least_float32(x.dtype)), trainable), frozen
+    return jax.tree.map(lambda x: x.astype(_wide(x.dtype)), trainable), frozen

@@ -9,8 +9,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from tape_jax._src.core.checks import require
-from train.outline import require_known
+from train.checks import require, require_known
 
 
 def build(cls: type, values: Mapping[str, Any], path: str, what: str | None = None) -> Any:
@@ -28,16 +27,18 @@ def build(cls: type, values: Mapping[str, Any], path: str, what: str | None = No
     ]
     missing = [name for name in required if name not in values]
     require(not missing, f"{path} lacks {', '.join(missing)}")
-    converted = {}
-    for name, value in values.items():
-        inner = inner_dataclass(hints[name])
-        if inner and isinstance(value, Mapping):
-            default = fields[name].default
-            start = shallow(default) if dataclasses.is_dataclass(default) else {}
-            converted[name] = build(inner, {**start, **value}, f"{path}.{name}")
-        else:
-            converted[name] = convert(value, hints[name], f"{path}.{name}")
-    return cls(**converted)
+    return cls(**{n: build_field(cls, n, x, f"{path}.{n}") for n, x in values.items()})
+
+
+def build_field(cls: type, name: str, value: Any, path: str) -> Any:
+    """The value of one field of ``cls``, converted to its type."""
+    hint = hints_of(cls)[name]
+    inner = inner_dataclass(hint)
+    if inner is None or not isinstance(value, Mapping):
+        return convert(value, hint, path)
+    default = next(f.default for f in dataclasses.fields(cls) if f.name == name)
+    start = shallow(default) if dataclasses.is_dataclass(default) else {}
+    return build(inner, {**start, **value}, path)
 
 
 def convert(value: Any, hint: Any, path: str) -> Any:

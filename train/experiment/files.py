@@ -14,11 +14,11 @@ from absl import flags
 from ml_collections import ConfigDict, config_dict, config_flags
 
 from tape_jax import ModelConfig, RopeScaling, positions
-from tape_jax._src.core.checks import choose, require
-from tape_jax._src.positions.creation import option_names
+from tape_jax.positions import option_names
 from tape_jax.sharding import ShardingConfig
-from train import outline
+from train.checks import choose, require, require_known
 from train.data import tokenizers
+from train.data.tokenizers import Tokenized
 from train.experiment import adaptation
 from train.experiment.adaptation import Adaptation
 from train.experiment.description import Experiment, TrainConfig
@@ -28,10 +28,10 @@ from train.experiment.records import (
     base_tokenizer,
     from_mapping,
     position_fields,
+    read_record,
     to_json,
 )
 from train.tasks import task_name, task_type
-from train.tasks.tokenized import Tokenized
 
 Report = Callable[[str], None]
 
@@ -64,7 +64,7 @@ def from_file(
     values = {"name": Path(path).stem, **_load_file(Path(path), scale)}
     task = _named(overrides, "task.name") or values["task"].get("name", "addition")
     template = _template(task)
-    outline.check_names(values, template)
+    _check_names(values, template)
     given = _parse(overrides, template)
     if "adapt" in values:
         kind, old, dropped = _choose_method(values, given)
@@ -223,7 +223,7 @@ def _load_file(path: Path, scale: str = THIS_SCALE) -> dict[str, Any]:
 
 def _template(task: str) -> dict[str, Any]:
     """Every field that may be given on the command line, with placeholders for values."""
-    encodings = outline.Encodings(
+    encodings = _Encodings(
         {kind: _placeholders(hints_of(cls)) for kind, cls in positions.registry.items()}
     )
     encodings["kind"] = config_dict.placeholder(str)
@@ -245,6 +245,90 @@ def _template(task: str) -> dict[str, Any]:
     }
 
 
+class _Encodings(dict[str, Any]):
+    """Fields of encodings; also known, but not listed, under names that begin with their kind's."""
+
+    def __init__(self, fields: Mapping[str, Mapping[str, Any]]):
+        """Of each kind its fields."""
+        super().__init__({name: x for own in fields.values() for name, x in own.items()})
+        self._longer = {f"{kind}_{n}": x for kind, own in fields.items() for n, x in own.items()}
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or name in self._longer
+
+    def __missing__(self, name: str) -> Any:
+        return self._longer[name]
+
+
+def _check_names(
+    values: Mapping[str, Any], known: Mapping[str, Any], where: str = "config"
+) -> None:
+    """Raises ValueError for a name in nested mappings that ``known`` has not."""
+    for name, value in values.items():
+        if name not in known:
+            require_known(name, known, where)
+        if isinstance(known[name], Mapping):
+            require(isinstance(value, Mapping), f"{where}.{name}: expected fields, got {value!r}")
+            _check_names(value, known[name], f"{where}.{name}")
+
+
+def _spelled_out(options: Sequence[str]) -> list[str]:
+    """The options, of which ``--config.model.position=tape+fox`` names encodings in short."""
+    short, whole = "--config.model.position=", "--config.model.position.kind="
+    return [o.replace(short, whole, 1) if o.startswith(short) else o for o in options]
+
+
+def _check_options(options: Sequence[str], known: Mapping[str, Any]) -> None:
+    """Raises ValueError unless each option is ``--config.a.b=value`` of a field that is known."""
+    for option in options:
+        name, equals, _ = option.removeprefix("--config.").partition("=")
+        require(
+            option.startswith("--config.") and bool(equals),
+            f"unknown option {option!r}: expected --config.field=value",
+        )
+        node: Any = known
+        where = "config"
+        for part in name.split("."):
+            require(isinstance(node, Mapping), f"{where} is a single value, it has no {part!r}")
+            if part not in node:
+                require_known(part, node, where)
+            node, where = node[part], f"{where}.{part}"
+        if isinstance(node, Mapping):
+            raise ValueError(f"{where} is a group; give one of its fields: {', '.join(node)}")
+
+
+def help_config(
+    path: Path | None = None, run: Path | None = None, options: Sequence[str] = ()
+) -> str:
+    """The fields that ``--config.a.b=value`` can change, a section a paragraph.
+
+    Args:
+      path: a config file, whose task's fields are listed.
+      run: a run folder, whose task it is where no file is given.
+      options: ``--config.task.name=NAME`` among them chooses another task.
+    """
+    record = read_record(run) if run and path is None else None
+    values = _load_file(path) if path else record["experiment"] if record else {}
+    task = _named(options, "task.name") or values.get("task", {}).get("name", "addition")
+    sections = []
+    for name, fields in _template(task).items():
+        if isinstance(fields, Mapping):
+            of = f" (of the task {task})" if name in ("task", "evaluation") else ""
+            sections.append(f"--config.{name}.FIELD=VALUE{of}:\n  " + ", ".join(_dotted(fields)))
+    return "\n\n".join(["--config.name=TEXT, --config.seed=NUMBER", *sections])
+
+
+def _dotted(fields: Mapping[str, Any], before: str = "") -> list[str]:
+    """The names of single values in nested mappings."""
+    return [
+        name
+        for key, inner in fields.items()
+        for name in (
+            _dotted(inner, f"{before}{key}.") if isinstance(inner, Mapping) else [before + key]
+        )
+    ]
+
+
 def _placeholders(hints: Mapping[str, Any]) -> dict[str, Any]:
     """Text is taken as it is; everything else is read as a Python literal, ``None`` included."""
     result: dict[str, Any] = {}
@@ -259,8 +343,8 @@ def _placeholders(hints: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parse(overrides: Sequence[str], template: Mapping[str, Any]) -> dict[str, Any]:
     """``--config.a.b=value`` options as ``{"a.b": value}``."""
-    overrides = outline.spelled_out(overrides)
-    outline.check_options(overrides, template)
+    overrides = _spelled_out(overrides)
+    _check_options(overrides, template)
     # A flag is described by all of its config: one of the fields that are given is soon made.
     chosen: dict[str, Any] = {}
     for override in overrides:

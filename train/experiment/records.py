@@ -9,22 +9,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tape_jax import positions
-from tape_jax._src.adapt.methods import rotary_start
-from tape_jax._src.core.checks import choose, require
-from tape_jax._src.model.config import ModelConfig
-from tape_jax._src.positions.creation import create, kinds, option_names, options_of, with_options
-from tape_jax._src.positions.creation import registry as encodings
+from tape_jax import ModelConfig, positions
+from tape_jax.adapt import rotary_start
+from tape_jax.positions import create, option_names, options_of
 from tape_jax.pretrained import pretrained_config
 from tape_jax.sharding import ShardingConfig
+from train.checks import choose, require, require_known
 from train.data import tokenizers
+from train.data.tokenizers import Tokenized
 from train.experiment import adaptation
 from train.experiment.adaptation import Adaptation
 from train.experiment.description import Experiment, TrainConfig
-from train.experiment.fields import build, convert, flatten, hints_of, shallow
-from train.outline import require_known
+from train.experiment.fields import build, build_field, convert, flatten, hints_of, shallow
 from train.tasks import Task, task_name, task_type
-from train.tasks.tokenized import Tokenized
 
 FORMAT = "tape-jax run, version 1"
 ABSENT = "(absent)"
@@ -202,13 +199,13 @@ def encoding_of(values: Any, task: Task | None = None) -> positions.Encoding:
     for name in values:
         require_known(name, known, f"the encoding {kind!r}")
     writing = {"digits": getattr(task, "digit_ids", None), **getattr(task, "writing", {})}
-    made = []
-    for cls, fields in with_options([(encodings[name], {}) for name in kinds(kind)], values):
-        hints = hints_of(cls)
-        told = {n: value for n, value in writing.items() if n in hints and value is not None}
-        what = f"the encoding {cls.kind!r}"
-        made.append(build(cls, {**told, **fields}, "model.position", what))
-    return create(made)
+    given = {known[name] for name in values}
+    for name, (cls, field) in known.items():
+        if (cls, field) not in given and writing.get(field) is not None:
+            values[name] = writing[field]
+            given.add((cls, field))
+    options = {n: build_field(*known[n], x, f"model.position.{n}") for n, x in values.items()}
+    return create(kind, **options)
 
 
 def position_fields(values: Any) -> dict[str, Any]:

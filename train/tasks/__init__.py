@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-from tape_jax._src.core.checks import choose, from_mapping
+from train.checks import choose, from_mapping
 from train.evaluation import Progress, Trained
 
 if TYPE_CHECKING:
@@ -66,7 +66,9 @@ class Task(Protocol):
 
     It may also have a method ``prepare(options, limit)``, called before training with the tokens
     that the model accepts (None: any number): it raises ValueError if something is missing that
-    training or evaluation will read, or does not fit, and says in a line how much it is.
+    training or evaluation will read, or does not fit, and says in a line how much it is. With
+    ``training_sequences``, the number of sequences in an epoch, and ``held_out_batch(size)``, a
+    batch that is not trained on or None, training says how the loss of that batch goes.
 
     Attributes:
       Evaluation: a frozen dataclass, every field with a default: the options of :meth:`evaluate`,

@@ -33,15 +33,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from tape_jax._src.core.checks import choose, not_negative, require
+from train.checks import choose, not_negative, require
 from train.data import synthetic
 from train.evaluation import Progress, Trained, fits
 from train.evaluation.grids import Wording
 from train.evaluation.inside import untrained
-from train.tasks.address_result import AddressResult
+from train.tasks.address_result import AddressResult, Pointing, point
 from train.tasks.options import Options
 from train.tasks.places import PAD, Called, PlaceEvaluation, PlaceTask, Texts
-from train.tasks.pointing import Pointing, point
 
 SIGNS = ("-", "*", "/", "=", ".", ",", ";", "!", "_", "~")
 ROWS = {"offset": "offset", "gap": "gap, tokens", "distractors": "distractors, tokens"}

@@ -1,4 +1,4 @@
-"""What came out of an evaluation of addressing."""
+"""What came out of an evaluation of addressing: exact match, and where questions point."""
 
 from __future__ import annotations
 
@@ -6,8 +6,79 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
+from train.evaluation import Trained
 from train.evaluation.grids import Grid, Wording, length_table, read_record
-from train.tasks.pointing import Pointing
+from train.evaluation.inside import look
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pointing:
+    """What the last token of questions points at, on average over questions of each offset.
+
+    Attributes:
+      places: [R], of a list's tokens, counted from the one that is asked about, which is 0.
+      attention: float [L, H, K, R], by layer, head and offset the probability of each place.
+      states: float [L, H, K, R], the cosine between the state that enters each layer, and those of
+        each place that enter the first; None for encodings without a state.
+    """
+
+    places: np.ndarray
+    attention: np.ndarray
+    states: np.ndarray | None
+
+    def to_json(self) -> dict[str, Any]:
+        """The numbers in JSON types, to four digits."""
+
+        def rounded(x: np.ndarray | None) -> Any:
+            return x if x is None else np.round(x.astype(float), 4).tolist()
+
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: rounded(x) for name, x in values.items()}
+
+    @classmethod
+    def from_json(cls, record: Any) -> Pointing:
+        """What :meth:`to_json` described; ValueError if it is something else."""
+        values = read_record(record, cls)
+        states = values.pop("states")
+        arrays = {name: np.array(x, float) for name, x in values.items()}
+        return cls(**arrays, states=None if states is None else np.array(states, float))
+
+
+def point(trained: Trained, tokens: np.ndarray, found: np.ndarray, length: int) -> Pointing:
+    """Looks inside a model that reads questions.
+
+    Args:
+      trained: the model.
+      tokens: integers [K, S, T]: S questions of each offset, which begin with lists.
+      found: int [K, S], the places of the tokens that are asked about.
+      length: tokens of each list.
+    """
+    offsets, samples, width = tokens.shape
+    rows = tokens.reshape(-1, width)
+    inside = look(trained.model, trained.variables, rows, [[""] * width] * len(rows))
+    relative = np.arange(length) - found.reshape(-1, 1)
+    places = np.arange(-length + 1, length)
+
+    def mean(values: np.ndarray) -> np.ndarray:
+        """Of values [L, B, T, H] those of each place: [L, H, K, R]."""
+        aligned = np.full((*values.shape[:2], values.shape[3], len(places)), np.nan)
+        each = np.arange(len(rows))[:, None]
+        columns = relative + length - 1
+        aligned[:, each, :, columns] = np.moveaxis(values[:, :, :length], (1, 2), (0, 1))
+        grouped = aligned.reshape(len(values), offsets, samples, *aligned.shape[2:])
+        known = ~np.isnan(grouped)
+        total = np.where(known, grouped, 0).sum(2) / np.maximum(known.sum(2), 1)
+        return np.where(known.any(2), total, np.nan).swapaxes(1, 2)
+
+    attention = mean(np.swapaxes(inside.maps[:, :, -1], 2, 3))
+    if inside.states is None:
+        return Pointing(places, attention, None)
+    e = inside.flat_states
+    e = e / np.linalg.norm(e, axis=-1, keepdims=True)
+    return Pointing(places, attention, mean(np.einsum("lbhd,bthd->lbth", e[:, :, -1], e[0])))
+
 
 FORMAT = "tape-jax addressing, version 1"
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tape_jax._src.core.checks import require
+from train.checks import require
 from train.tasks.questions import QuestionTask, Written
 
 

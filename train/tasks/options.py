@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from tape_jax._src.core.checks import not_negative, positive
+from train.checks import not_negative, positive
 
 
 @dataclasses.dataclass(frozen=True)

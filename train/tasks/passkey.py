@@ -12,8 +12,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from tape_jax._src.core.checks import require
-from tape_jax._src.model.generate import generate
+from tape_jax import generate
+from train.checks import require
 from train.data import synthetic, tokenizers
 from train.evaluation import Progress, Trained, fits
 from train.evaluation.exact_match import Examples

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from tape_jax._src.core.checks import require
+from train.checks import require
 from train.data import held_out, synthetic
 from train.evaluation.grids import Grid, Wording
 from train.tasks import Score

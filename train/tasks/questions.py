@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from tape_jax._src.core.checks import require
+from train.checks import require
 from train.data import held_out, synthetic
 from train.evaluation import Progress, Trained, fits
 from train.evaluation.exact_match import Examples, answer, exact_match

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tape_jax._src.core.checks import require
+from train.checks import require
 from train.data import held_out, synthetic, tokenizers
 from train.evaluation import Progress, Trained, fits, part_of
 from train.evaluation.exact_match import AtPlaces, Examples, exact_match

@@ -32,16 +32,14 @@ import jax.numpy as jnp
 import numpy as np
 import tqdm
 
-from tape_jax._src.core.checks import choose, require
-from tape_jax._src.model.decoder import Transformer
-from tape_jax._src.model.generate import decode, pad_prompts, prefill
+from tape_jax import Transformer, decode, pad_prompts, prefill
+from train.checks import choose, require
 from train.data import synthetic
-from train.data.tokenizers import Tokenizer
+from train.data.tokenizers import Tokenized, Tokenizer
 from train.evaluation import Progress, Trained
 from train.tasks import Score
 from train.tasks.scrolls_files import SPLITS, SUBSETS, ScrollsRecord, read
 from train.tasks.scrolls_metrics import SCORES, Outcome, score
-from train.tasks.tokenized import Tokenized
 
 _CHARACTERS_PER_TOKEN = 8
 _SAMPLES = 3

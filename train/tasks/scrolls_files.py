@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NamedTuple
 
-from tape_jax._src.core.checks import choose, require
+from train.checks import choose, require
 
 SPLITS = ("train", "validation", "test")
 

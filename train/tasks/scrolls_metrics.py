@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tape_jax._src.core.checks import require
+from train.checks import require
 from train.evaluation.grids import read_record, text_table
 from train.tasks import Score
 from train.tasks.scrolls_files import SUBSETS, ScrollsRecord

@@ -20,17 +20,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from tape_jax._src.core.checks import choose, require
+from train.checks import choose, require
 from train.data import synthetic, token_cache
-from train.data.cache_folder import cache_folder
 from train.data.packing import PACKINGS, Batch, Packed, endless_batches
 from train.data.sources import get_source
 from train.data.token_cache import Corpus, TokenStream
-from train.data.tokenizers import Tokenizer
+from train.data.tokenizers import Tokenized, Tokenizer
 from train.evaluation import Progress, Trained
+from train.files import cache_folder
 from train.tasks import Result, Score, retrieval, text_evaluation
 from train.tasks.questions import VALIDATION_SEED
-from train.tasks.tokenized import Tokenized
 
 if TYPE_CHECKING:
     import grain
@@ -47,7 +46,7 @@ class Text(Tokenized):
       source: where the text comes from: ``stdlib``, ``tfds:c4/en``, a glob, or ``tokens:`` and a
         glob (see :mod:`train.data.sources`).
       text_field: field of a jsonl line, or feature of a tfds corpus, that holds the text.
-      tokenizer, tokenizer_fingerprint, vocab_size: see :class:`train.tasks.tokenized.Tokenized`.
+      tokenizer, tokenizer_fingerprint, vocab_size: see :class:`train.data.tokenizers.Tokenized`.
       sequence_length: T.
       packing: ``concatenated`` or ``documents`` (see :mod:`train.data.packing`).
       held_out: share of the documents that is kept out of training, if ``held_out_source`` is None;
@@ -196,6 +195,27 @@ class Text(Tokenized):
         codec = self.codec
         pad = next(i for i in (codec.pad, codec.eos, codec.bos) if i is not None)
         return Packed(self.training_stream(), self.sequence_length, self.packing, pad)
+
+    @property
+    def training_sequences(self) -> int:
+        """Sequences in an epoch."""
+        return len(self.packed())
+
+    def held_out_batch(self, size: int) -> Batch | None:
+        """The first ``size`` windows of held-out text, to be watched while training goes on.
+
+        Where there are fewer, rows of weight 0 fill the batch; None: there is not one.
+        """
+        length = self.sequence_length
+        tokens = self.evaluation_tokens(size * length + 1)
+        count = (len(tokens) - 1) // length
+        if not count:
+            return None
+        windows = np.arange(count)[:, None] * length + np.arange(length)
+        inputs, targets = (np.resize(tokens[windows + i], (size, length)) for i in (0, 1))
+        weights = np.zeros((size, length), np.float32)
+        weights[:count] = 1
+        return {"inputs": inputs, "targets": targets, "weights": weights}
 
     def evaluation_documents(
         self, limit_tokens: int | None = None, *, validation: bool = False

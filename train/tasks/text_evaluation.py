@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from tape_jax._src.core.checks import choose, require
-from tape_jax._src.model.generate import generate
+from tape_jax import generate
+from train.checks import choose, require
 from train.evaluation import Progress, Trained
 from train.evaluation.exact_match import Examples
 from train.evaluation.grids import Grid, read_record

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tape_jax._src.core.checks import require
+from train.checks import require
 from train.experiment import Experiment, changed_fields, differences
 from train.training import runs
 from train.training.checkpoint import Report

@@ -24,8 +24,8 @@ from typing import Any, TypeVar
 import jax
 import orbax.checkpoint.experimental.v1 as ocp
 
-from tape_jax._src.core.checks import require
-from tape_jax._src.core.files import sync, write_atomically
+from train.checks import require
+from train.files import sync, write_atomically
 from train.training import distributed
 
 T = TypeVar("T")

@@ -18,10 +18,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
+import tqdm
 from jax.experimental import multihost_utils
 
-from tape_jax._src.core.checks import require
-from tape_jax._src.core.processes import broadcast_text
+from train.checks import require
 
 T = TypeVar("T")
 
@@ -111,7 +112,8 @@ def is_main() -> bool:
 def report(message: str) -> None:
     """Prints a sentence, once for all processes."""
     if is_main():
-        print(message, flush=True)
+        tqdm.tqdm.write(message)  # Above a progress bar, if there is one.
+        sys.stdout.flush()
 
 
 def agreed(value: Callable[[], T]) -> T:
@@ -128,9 +130,18 @@ def agreed(value: Callable[[], T]) -> T:
             message = {"value": value()}
         except (ValueError, OSError) as error:
             message = {"error": str(error)}
-    received = json.loads(broadcast_text(json.dumps(message)))
+    received = json.loads(_of_first(json.dumps(message)))
     require("error" not in received, received.get("error", ""))
     return received["value"]
+
+
+def _of_first(text: str) -> str:
+    """The text of process 0, in all."""
+    given = np.frombuffer(text.encode() if is_main() else b"", np.uint8)
+    length = int(multihost_utils.broadcast_one_to_all(np.int32(len(given))))
+    padded = np.zeros(length, np.uint8)
+    padded[: len(given)] = given
+    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded))).decode()
 
 
 def preempted(step: int) -> bool:

@@ -13,17 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import tape_jax as tape
-from tape_jax._src.core.checks import require
-from tape_jax._src.model.cache import (
-    Cache,
-    check_length,
-    depends_on_capacity,
-    grow_cache,
-    init_cache,
-)
-from tape_jax._src.model.decoder import Transformer
-from tape_jax._src.model.generate import decode, pad_prompts, prefill
-from train.tasks.tokenized import Tokenized
+from tape_jax import Cache, Transformer, decode, init_cache, pad_prompts, prefill
+from train.checks import require
+from train.data.tokenizers import Tokenized
+from train.evaluation import fits
 from train.training import runs
 
 TOKENS_AT_ONCE = 16
@@ -98,10 +91,12 @@ def stream(
     tokens, lengths = pad_prompts(prompts, vocab_size=model.config.vocab_size)
     longest = tokens.shape[1]
     total = longest + new
-    check_length(model, total, what=f"a prompt of {longest} tokens and {new} new ones")
-    capacity = min(2 * longest + TOKENS_AT_ONCE, total)
-    if depends_on_capacity(model, capacity, total):
-        capacity = total
+    limit = runs.max_length(model.config)
+    require(
+        fits(total, limit),
+        f"a prompt of {longest} tokens and {new} new ones make {total}, but the model accepts at "
+        f"most {limit}",
+    )
     stop = None if speaker.eos is None else jnp.array([speaker.eos])
     # Padding after a stop repeats it, so that a row is known to have ended.
     step = jax.jit(
@@ -109,15 +104,13 @@ def stream(
         static_argnums=3,
         donate_argnums=1,
     )
-    cache = init_cache(model, len(prompts), capacity)
+    cache = init_cache(model, len(prompts), total)
     if longest > 1:
         fill = jax.jit(functools.partial(prefill, model), static_argnames="capacity")
-        _, cache = fill(variables, tokens[:, :-1], lengths - 1, capacity=capacity)
+        _, cache = fill(variables, tokens[:, :-1], lengths - 1, capacity=total)
     last, rows = tokens[:, -1], np.zeros((len(prompts), 0), np.int32)
     while rows.shape[1] < new:
         count = min(TOKENS_AT_ONCE, new - rows.shape[1])
-        if longest + rows.shape[1] + count > cache.capacity:
-            cache = grow_cache(model, cache, min(2 * cache.capacity, total))
         written, cache = step(variables, cache, last, count)
         last, rows = written[:, -1], np.concatenate([rows, written], axis=1)
         yield [_before(row.tolist(), speaker.eos) for row in rows], cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import signal
 from collections.abc import Iterator
@@ -12,20 +13,21 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from tape_jax._src.attention import recorded_plans
-from tape_jax._src.core.checks import require
-from tape_jax._src.model.decoder import Transformer
+from tape_jax import Transformer, recorded_plans
+from tape_jax import tune as tuning
 from tape_jax.sharding import Sharding
-from train.compiled import compile_in_turn
+from train.checks import require
 from train.evaluation import fits
 from train.experiment import Experiment
-from train.training import changes, distributed, messages, runs, tuned
-from train.training.checkpoint import Report
-from train.training.clock import Clock
+from train.process import compile_in_turn
+from train.tasks import Task
+from train.training import changes, distributed, messages, runs
+from train.training.checkpoint import Checkpoints, Report
 from train.training.flops import peak, step_flops
-from train.training.metrics import Metrics, NonFiniteError, ProfilerTrace, Sums, Work
+from train.training.held_out import HeldOut
+from train.training.metrics import Clock, Metrics, NonFiniteError, ProfilerTrace, Sums, Work
 from train.training.signals import Signals, Stopped
-from train.training.step import all_finite, init_state, make_optimizer, make_step
+from train.training.step import TrainState, all_finite, init_state, make_optimizer, make_step
 
 
 def train(
@@ -59,7 +61,7 @@ def train(
     clock = clock or Clock()
     config, last = experiment.train, experiment.steps
     sharding = build_sharding(experiment, report)
-    tuned.prepare(experiment, sharding, report, tune=tune)
+    measure_attention(experiment, sharding, report, tune=tune)
     continued = resume and distributed.agreed(lambda: runs.exists(folder))
     if continued:
         distributed.agreed(lambda: changes.check_same(folder, experiment, changes.LONGER))
@@ -69,8 +71,10 @@ def train(
     data = iter(experiment.task.dataset(experiment.seed, config.batch_size, *share))
     read = prepared(experiment, strict=not continued)
 
-    with abandonable(folder), contextlib.ExitStack() as stack:
-        signals = Signals(lambda: messages.saving(folder), lambda: messages.abandoned(folder))
+    with abandonable(folder, experiment.task), contextlib.ExitStack() as stack:
+        signals = Signals(
+            lambda: messages.saving(folder), lambda: messages.abandoned(folder, experiment.task)
+        )
         # Several processes must stop after the same step: distributed.preempted sees to that.
         if jax.process_count() == 1:
             stack.enter_context(signals)
@@ -81,17 +85,9 @@ def train(
                 report(begin.describe())
         distributed.agreed(lambda: stack.enter_context(runs.guarded(folder)))
         checkpoints = stack.enter_context(runs.checkpoints(folder, keep=config.keep, report=report))
-        sums = Sums()
+        saved = Saved(checkpoints, data, Sums())
         begun = continued and distributed.agreed(lambda: runs.has_trained(folder))
-        if begun:
-            start, state = checkpoints.restore(program.template, data, sums)
-            checkpoints.forget_after(start)
-        else:
-            seed = np.asarray(jax.random.key_data(jax.random.key(experiment.seed)))
-            compile_in_turn(program.initial.lower(begin.params, seed))
-            start, state = 0, program.initial(begin.params, seed)
-            checkpoints.save(0, state, data, sums)
-            checkpoints.wait()  # From here on a run without checkpoints has lost them.
+        start, state = saved.restore(program) if begun else saved.first(program, begin, experiment)
         if continued and distributed.agreed(
             lambda: changes.take_over(folder, experiment, start, report)
         ):
@@ -100,65 +96,189 @@ def train(
         if begun:
             report(f"continuing {folder} from step {start} of {last}")
         begin = begin._replace(params=None)  # Else the first parameters would stay in memory.
-        metrics = stack.enter_context(
-            Metrics(
-                folder,
-                last,
-                start,
-                describe_work(experiment),
-                config.log_every,
-                sums=sums,
-                write=distributed.is_main(),
-                patience=config.skip,
-            )
-        )
-        trace = stack.enter_context(ProfilerTrace(folder / "profile", profile))
         if start < last:
             report("\n".join([messages.begins(experiment, folder), *read]))
+        metrics = stack.enter_context(open_metrics(experiment, folder, start, saved.sums))
+        trace = stack.enter_context(ProfilerTrace(folder / "profile", profile))
         clock.lap("to start")
-        try:
-            for step in range(start + 1, last + 1):
-                trace.before(step, state)
-                batch = next(data)
-                if sharding is not None:
-                    batch = sharding.place(batch)
-                if step == start + 1:
-                    with recorded_plans() as plans:
-                        lowered = program.step.lower(state, batch, begin.frozen)
-                    report(messages.describe_attention(plans))
-                    compile_in_turn(lowered)
-                state, values = program.step(state, batch, begin.frozen)
-                metrics.record(step, values)
-                stop = signals.received or (signal.SIGTERM if distributed.preempted(step) else 0)
-                if stop or step % config.save_every == 0 or step == last:
-                    metrics.flush()
-                    if not all_finite(state):
-                        raise NonFiniteError(step, "a parameter or its moments")
-                    checkpoints.save(step, state, data, sums)
-                if stop:
-                    checkpoints.wait()
-                    raise messages.interrupted(folder, step, stop)
-        except NonFiniteError as error:
-            checkpoints.wait()
-            raise messages.diverged(folder, checkpoints.steps()[-1], error) from error
+        loop = Loop(experiment, folder, sharding, program.step, begin.frozen, saved, metrics)
+        state = loop.run(range(start + 1, last + 1), state, trace, signals, report)
         clock.lap("to train")
         checkpoints.wait()
         if experiment.adapt and experiment.adapt.trains:
-            try:
-                report(f"written: {runs.write_adapter(folder, begin, state.params)}")
-            except NotImplementedError as reason:
-                report(f"no adapter file: {reason}")
+            report_adapter(folder, begin, state.params, report)
         clock.lap("to save")
         report(messages.ended(folder, last, metrics.last, clock))
 
 
+class Saved(NamedTuple):
+    """What a checkpoint holds beside the state, and where it goes.
+
+    Attributes:
+      checkpoints: of the run.
+      data: the iterator of batches.
+      sums: what the next line of metrics will be made of.
+    """
+
+    checkpoints: Checkpoints
+    data: Any
+    sums: Sums
+
+    def save(self, step: int, state: TrainState) -> None:
+        """Saves in the background."""
+        self.checkpoints.save(step, state, self.data, self.sums)
+
+    def restore(self, program: StepProgram) -> tuple[int, TrainState]:
+        """The step and the state of the newest intact checkpoint; later ones no longer count."""
+        start, state = self.checkpoints.restore(program.template, self.data, self.sums)
+        self.checkpoints.forget_after(start)
+        return start, state
+
+    def first(
+        self, program: StepProgram, begin: runs.Start, experiment: Experiment
+    ) -> tuple[int, TrainState]:
+        """Step 0 and the state before training, which is saved."""
+        seed = np.asarray(jax.random.key_data(jax.random.key(experiment.seed)))
+        compile_in_turn(program.initial.lower(begin.params, seed))
+        state = program.initial(begin.params, seed)
+        self.save(0, state)
+        self.checkpoints.wait()  # From here on a run without checkpoints has lost them.
+        return 0, state
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """The steps of a training.
+
+    Attributes:
+      experiment: what is trained.
+      folder: the run's.
+      sharding: of :func:`build_sharding`.
+      step: one optimiser step (:func:`train.training.step.make_step`).
+      frozen: the parameters that do not train, or None.
+      saved: where checkpoints go, and the batches.
+      metrics: where the numbers of each step go.
+    """
+
+    experiment: Experiment
+    folder: Path
+    sharding: Sharding | None
+    step: jax.stages.Wrapped
+    frozen: Any
+    saved: Saved
+    metrics: Metrics
+
+    def run(
+        self,
+        steps: range,
+        state: TrainState,
+        trace: ProfilerTrace,
+        signals: Signals,
+        report: Report,
+    ) -> TrainState:
+        """Takes all steps, saves on the way and after the last one, and returns the last state.
+
+        Raises:
+          Stopped: after saving, on a signal; or when a number is not finite.
+        """
+        checkpoints, save_every = self.saved.checkpoints, self.experiment.train.save_every
+        held_out = HeldOut.of(self.experiment, self.sharding, self.frozen) if steps else None
+        try:
+            for step in steps:
+                trace.before(step, state)
+                batch = next(self.saved.data)
+                if self.sharding is not None:
+                    batch = self.sharding.place(batch)
+                if step == steps.start:
+                    self._compile(state, batch, report)
+                state, values = self.step(state, batch, self.frozen)
+                self.metrics.record(step, values)
+                stop = signals.received or (signal.SIGTERM if distributed.preempted(step) else 0)
+                if stop or step % save_every == 0 or step == steps[-1]:
+                    self.metrics.flush()
+                    if not all_finite(state):
+                        raise NonFiniteError(step, "a parameter or its moments")
+                    self.saved.save(step, state)
+                    if held_out and not stop:
+                        report(held_out.describe(step, state.params))
+                if stop:
+                    checkpoints.wait()
+                    raise messages.interrupted(self.folder, self.experiment.task, step, stop)
+        except NonFiniteError as error:
+            checkpoints.wait()
+            raise messages.diverged(self.folder, checkpoints.steps()[-1], error) from error
+        return state
+
+    def _compile(self, state: TrainState, batch: Any, report: Report) -> None:
+        """Compiles the step, and says which attention it takes."""
+        with recorded_plans() as plans:
+            lowered = self.step.lower(state, batch, self.frozen)
+        report(messages.describe_attention(plans))
+        compile_in_turn(lowered)
+
+
+def report_adapter(folder: Path, begin: runs.Start, params: Any, report: Report) -> None:
+    """Writes what an adapted run trained, if safetensors is installed."""
+    try:
+        report(f"written: {runs.write_adapter(folder, begin, params)}")
+    except NotImplementedError as reason:
+        report(f"no adapter file: {reason}")
+
+
+def measure_attention(
+    experiment: Experiment, sharding: Sharding | None, report: Report, *, tune: bool
+) -> None:
+    """Measures attention on an accelerator that knows no calls like those of a training.
+
+    That takes a minute at most, apart from a compilation that was begun. It is measured with a
+    state and without, whatever the encoding: trainings of one comparison then need the same. All
+    processes go by what the first has measured.
+
+    Args:
+      experiment: what is trained.
+      sharding: of :func:`build_sharding`.
+      report: called with what is done.
+      tune: whether to measure; if not, only what is known is shared.
+    """
+    model, train = experiment.model, experiment.train
+    if model.attention_implementation is not None:
+        return
+    if tune and jax.default_backend() != "cpu" and distributed.is_main():
+        copies, parts = (1, 1) if sharding is None else map(sharding.shards, ("batch", "heads"))
+        heads = max(1, model.num_heads // parts)
+        tuning.prepare(
+            head_dim=model.dim,
+            length=experiment.task.sequence_length,
+            dtype=model.dtype,
+            batch=max(1, train.batch_size // train.accumulate // copies),
+            num_heads=heads,
+            num_kv_heads=max(1, heads * model.kv_heads // model.num_heads),
+            report=report,
+        )
+    tuning.agree()
+
+
+def open_metrics(experiment: Experiment, folder: Path, start: int, sums: Sums) -> Metrics:
+    """The outputs of a training that goes on from a step."""
+    return Metrics(
+        folder,
+        experiment.steps,
+        start,
+        describe_work(experiment),
+        experiment.train.log_every,
+        sums=sums,
+        write=distributed.is_main(),
+        patience=experiment.train.skip,
+    )
+
+
 @contextlib.contextmanager
-def abandonable(folder: Path) -> Iterator[None]:
+def abandonable(folder: Path, task: Task) -> Iterator[None]:
     """Says what is saved where Ctrl-C ends a training at once, after all in this block is done."""
     try:
         yield
     except KeyboardInterrupt:
-        raise Stopped(messages.abandoned(folder), 128 + signal.SIGINT) from None
+        raise Stopped(messages.abandoned(folder, task), 128 + signal.SIGINT) from None
 
 
 def prepared(experiment: Experiment, *, strict: bool) -> list[str]:

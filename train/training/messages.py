@@ -12,18 +12,18 @@ from typing import Any
 
 import jax
 
-from tape_jax._src.attention import AttentionPlan
+from tape_jax import AttentionPlan
+from train import tasks
 from train.experiment import Experiment
+from train.tasks import Task
 from train.training import runs
-from train.training.clock import Clock
-from train.training.metrics import NonFiniteError
+from train.training.metrics import Clock, NonFiniteError
 from train.training.signals import NON_FINITE_EXIT_CODE, Stopped
 
 
-def program() -> str:
-    """How to call the command line by this interpreter from the current folder."""
-    called = getattr(sys.modules["__main__"], "__spec__", None)
-    main = called.name if called and called.name.endswith(".main") else "train.main"
+def program(task: Task) -> str:
+    """How to call the command line that knows a task, by this interpreter from this folder."""
+    main = tasks.program(task)
     if shutil.which("python") == sys.executable:
         return f"python -m {main}"
     path = Path(sys.executable)
@@ -55,30 +55,30 @@ def ended(folder: Path, steps: int, values: Mapping[str, float], clock: Clock) -
 def next_commands(folder: Path, experiment: Experiment, *, evaluated: bool = False) -> str:
     """What can be done with a trained run."""
     task = experiment.task
-    calls = [] if evaluated else [f"{program()} eval --run={_quoted(folder)}"]
+    calls = [] if evaluated else [f"{program(task)} eval --run={_quoted(folder)}"]
     if asking := ask(folder, task):
         calls.append(asking)
     elif hasattr(task, "codec"):
-        calls.append(generate(folder, "Once upon a time"))
+        calls.append(generate(folder, task, "Once upon a time"))
     return "\n".join(["go on with", *(f"  {call}" for call in calls)])
 
 
 def ask(folder: Path, task: Any) -> str | None:
     """The command by which a run is asked a question of its task; None if it takes none."""
     example = getattr(task, "question_example", None)
-    return example and f"{program()} ask --run={_quoted(folder)} {shlex.quote(example)}"
+    return example and f"{program(task)} ask --run={_quoted(folder)} {shlex.quote(example)}"
 
 
-def generate(folder: Path, prompt: str) -> str:
+def generate(folder: Path, task: Task, prompt: str) -> str:
     """The command by which a run continues a prompt."""
-    return f"{program()} generate --run={_quoted(folder)} --prompt {shlex.quote(prompt)}"
+    return f"{program(task)} generate --run={_quoted(folder)} --prompt {shlex.quote(prompt)}"
 
 
-def interrupted(folder: Path, step: int, number: int) -> Stopped:
+def interrupted(folder: Path, task: Task, step: int, number: int) -> Stopped:
     """What is raised when a signal has stopped a training that is saved."""
     return Stopped(
         f"stopped by {signal.Signals(number).name} after step {step}, which is saved; to "
-        f"continue:\n{_resume(folder)}",
+        f"continue:\n{_resume(folder, task)}",
         128 + number,
     )
 
@@ -88,11 +88,11 @@ def saving(folder: Path) -> str:
     return f"saving; again to abandon the steps since {_newest(folder)}"
 
 
-def abandoned(folder: Path) -> str:
+def abandoned(folder: Path, task: Task) -> str:
     """What is left of a training that did not wait until it was saved."""
     return (
         f"the steps since {_newest(folder)} are abandoned; that step of {folder} is saved, to "
-        f"continue:\n{_resume(folder)}"
+        f"continue:\n{_resume(folder, task)}"
     )
 
 
@@ -108,14 +108,10 @@ def diverged(folder: Path, saved: int, error: NonFiniteError) -> Stopped:
 
 
 def describe_attention(plans: Sequence[AttentionPlan]) -> str:
-    """Which implementations of attention the plans of a step name, and why no other."""
-    rejected = {plan.implementation: plan.rejected for plan in plans}
+    """Which implementations of attention the plans of a step name, and by what they were chosen."""
     taken = {f"{plan.implementation}{_keywords(plan.options)}": plan.basis for plan in plans}
     bases = "; ".join(sorted(set(taken.values()) - {"named", ""}))
-    lines = [f"attention: {', '.join(taken)}" + (f" ({bases})" if bases else "")]
-    reasons = {name: why for others in rejected.values() for name, why in others.items()}
-    lines += [f"  not {name}: {why}" for name, why in reasons.items() if name not in rejected]
-    return "\n".join(lines)
+    return f"attention: {', '.join(taken)}" + (f" ({bases})" if bases else "")
 
 
 def _keywords(options: Mapping[str, Any]) -> str:
@@ -128,8 +124,8 @@ def _newest(folder: Path) -> int:
     return max(runs.saved_steps(folder), default=0)
 
 
-def _resume(folder: Path) -> str:
-    return f"  {program()} train --run={_quoted(folder)} --resume"
+def _resume(folder: Path, task: Task) -> str:
+    return f"  {program(task)} train --run={_quoted(folder)} --resume"
 
 
 def _quoted(folder: Path) -> str:

@@ -22,9 +22,7 @@ import jax
 from jax.experimental import multihost_utils
 
 import tape_jax as tape
-from tape_jax._src.core.checks import require
-from tape_jax._src.core.files import write_atomically
-from tape_jax._src.model.decoder import Transformer
+from tape_jax import Transformer
 from tape_jax.adapt import (
     Adapted,
     Fingerprint,
@@ -35,6 +33,7 @@ from tape_jax.adapt import (
 )
 from tape_jax.pretrained import pretrained_config
 from tape_jax.sharding import Sharding, ShardingConfig
+from train.checks import require
 from train.experiment import (
     FORMAT,
     Experiment,
@@ -43,6 +42,7 @@ from train.experiment import (
     read_record,
     to_json,
 )
+from train.files import write_atomically
 from train.training import checkpoint
 from train.training.checkpoint import Checkpoints, Report
 

@@ -11,13 +11,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tape_jax._src.core.algebra import at_least_float32
-from tape_jax._src.core.checks import require
-from tape_jax._src.model.decoder import Transformer
-from tape_jax._src.model.experts import ROUTER_LOSSES
-from tape_jax._src.model.layout import layer_params
+from tape_jax import Transformer
 from tape_jax.adapt import merge
-from tape_jax.losses import CHUNK_LOGITS, added_by_routers, cross_entropy
+from tape_jax.losses import CHUNK_LOGITS, added_by_encoding, added_by_routers, cross_entropy
+from train.checks import require
 from train.experiment import USUALLY_NOT_DECAYED, Experiment, TrainConfig
 from train.training import runs
 
@@ -30,6 +27,8 @@ MEMORY, KNOWN = 0.99, 0.2
 # By platform. XLA's fusion of kernels with slices runs a kernel of a scanned layer twice: once for
 # the layer, once to write what the backward pass keeps.
 COMPILER_OPTIONS = {"gpu": {"xla_gpu_enable_dynamic_slice_fusion": False}}
+# What :func:`tape_jax.losses.added_by_routers` reports.
+ROUTER_LOSSES = ("balance_loss", "z_loss")
 
 
 class TrainState(NamedTuple):
@@ -136,73 +135,10 @@ def make_step(
       places: a :class:`TrainState` of shardings (:meth:`Sharding.of` its shapes), or None.
     """
 
-    experts = model.config.experts
-    names = ("loss", *(f"{name}_loss" for name in ROUTER_LOSSES if experts))
-
-    def loss_fn(
-        params: Any, frozen: Any, part: Batch, key: Array, share: Array
-    ) -> tuple[Array, dict[str, Array]]:
-        """What is minimised, and the losses that are reported; ``share`` is a part's weight."""
-        variables = {"params": params if frozen is None else merge(params, frozen)}
-        options: dict[str, Any] = {
-            "positions": part.get("positions"),
-            "segment_ids": part.get("segment_ids"),
-            "rngs": {"positions": key},
-        }
-        whole = part["targets"].size * model.config.vocab_size <= CHUNK_LOGITS
-        options["output"] = "logits" if whole else "hidden"
-        options["mutable"] = ["losses"] if experts else False
-        result: Any = model.apply(variables, part["inputs"], **options)
-        out, sown = result if experts else (result, None)
-        wanted = part["targets"], part["weights"]
-        if whole:
-            loss = weighted_loss(out, *wanted)
-        else:
-            kernel = model.output_kernel(variables)
-            loss = cross_entropy(out, kernel, *wanted, sharding=model.sharding)
-        if experts is None:
-            return loss, {"loss": loss}
-        added, means = added_by_routers(sown, experts)
-        return loss + share * added, {"loss": loss} | {k: share * x for k, x in means.items()}
-
-    def added_loss(params: Any, step: Array) -> Array | None:
-        """What the encoding adds to the loss, if anything."""
-        if not hasattr(model, "encoding"):
-            return None
-        return model.encoding.loss(layer_params(model, params), step / config.steps)
-
-    def parts_of(batch: Batch) -> Batch:
-        def split(x: Array) -> Array:
-            # Every part takes rows from all devices, so that none has to send its rows away.
-            return jnp.moveaxis(x.reshape(-1, config.accumulate, *x.shape[1:]), 1, 0)
-
-        return jax.tree.map(split, batch)
-
-    def zeros_like(params: Any) -> Any:
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, at_least_float32(x.dtype)), params)
-        return zeros if places is None else jax.lax.with_sharding_constraint(zeros, places.params)
-
     def step(
         state: TrainState, batch: Batch, frozen: Any = None
     ) -> tuple[TrainState, dict[str, Array]]:
-        step_key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-        keys = jax.random.split(step_key, config.accumulate)
-        weight = jnp.maximum(batch["weights"].sum(), 1e-9)
-        share = weight / config.accumulate
-
-        def add(sums: Any, part: tuple[Batch, Array]) -> tuple[Any, None]:
-            function = jax.value_and_grad(loss_fn, has_aux=True)
-            (_, losses), grads = function(state.params, frozen, *part, share)
-            added = jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, (losses, grads))
-            return added, None
-
-        start = dict.fromkeys(names, jnp.float32(0)), zeros_like(state.params)
-        (losses, grads), _ = jax.lax.scan(add, start, (parts_of(batch), keys))
-        losses, grads = jax.tree.map(lambda x: x / weight, (losses, grads))
-        loss = losses["loss"]
-        if added_loss(state.params, state.step) is not None:
-            slopes = jax.grad(added_loss)(state.params, state.step)
-            grads = jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, slopes)
+        losses, grads = gradients(model, config, state, batch, frozen, places)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         norm = optax.tree.norm(grads)
         metrics = {
@@ -213,7 +149,7 @@ def make_step(
         params = optax.apply_updates(state.params, updates)
         new = TrainState(params, opt_state, state.step + 1, state.key, state.usual_norm)
         if config.skip:
-            bad = is_bad(loss, norm, state.usual_norm, config.spike)
+            bad = is_bad(losses["loss"], norm, state.usual_norm, config.spike)
             metrics["skipped"] = bad
             if state.usual_norm is not None:
                 new = new._replace(usual_norm=add_to_mean(state.usual_norm, norm))
@@ -227,6 +163,97 @@ def make_step(
         out_shardings=None if places is None else (places, None),
         compiler_options=COMPILER_OPTIONS.get(jax.default_backend()),
     )
+
+
+def gradients(
+    model: Transformer,
+    config: TrainConfig,
+    state: TrainState,
+    batch: Batch,
+    frozen: Any = None,
+    places: Any = None,
+) -> tuple[dict[str, Array], Any]:
+    """The losses of a batch that are reported, and the gradient of all that is minimised.
+
+    Args:
+      model: to train.
+      config: how to train.
+      state: before the step.
+      batch: of the task.
+      frozen: the parameters that do not train, or None.
+      places: a :class:`TrainState` of shardings, or None.
+    """
+    step_key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+    keys = jax.random.split(step_key, config.accumulate)
+    weight = jnp.maximum(batch["weights"].sum(), 1e-9)
+    share = weight / config.accumulate
+
+    def loss_of(params: Any, part: Batch, key: Array) -> tuple[Array, dict[str, Array]]:
+        variables = {"params": params if frozen is None else merge(params, frozen)}
+        return part_loss(model, variables, part, key, share)
+
+    def add(sums: Any, part: tuple[Batch, Array]) -> tuple[Any, None]:
+        (_, losses), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params, *part)
+        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, (losses, grads)), None
+
+    def rows(x: Array) -> Array:
+        # Every part takes rows from all devices, so that none has to send its rows away.
+        return jnp.moveaxis(x.reshape(-1, config.accumulate, *x.shape[1:]), 1, 0)
+
+    def added_loss(params: Any) -> Array | None:
+        if not hasattr(model, "encoding"):
+            return None
+        return added_by_encoding(model, params, state.step / config.steps)
+
+    zeros = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), state.params
+    )
+    if places is not None:
+        zeros = jax.lax.with_sharding_constraint(zeros, places.params)
+    names = ("loss", *(ROUTER_LOSSES if model.config.experts else ()))
+    start = dict.fromkeys(names, jnp.float32(0)), zeros
+    (losses, grads), _ = jax.lax.scan(add, start, (jax.tree.map(rows, batch), keys))
+    losses, grads = jax.tree.map(lambda x: x / weight, (losses, grads))
+    if added_loss(state.params) is not None:
+        slopes = jax.grad(added_loss)(state.params)
+        grads = jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, slopes)
+    return losses, grads
+
+
+def part_loss(
+    model: Transformer, variables: Any, part: Batch, key: Array, share: Array
+) -> tuple[Array, dict[str, Array]]:
+    """What is minimised of a part of a batch, and the losses that are reported.
+
+    Args:
+      model: to train.
+      variables: of the model.
+      part: some rows of a batch.
+      key: random key for positions that are drawn.
+      share: the part's weight, by which what routers add is multiplied.
+    """
+    experts = model.config.experts
+    whole = part["targets"].size * model.config.vocab_size <= CHUNK_LOGITS
+    result: Any = model.apply(
+        variables,
+        part["inputs"],
+        positions=part.get("positions"),
+        segment_ids=part.get("segment_ids"),
+        rngs={"positions": key},
+        output="logits" if whole else "hidden",
+        mutable=["losses"] if experts else False,
+    )
+    out, sown = result if experts else (result, None)
+    wanted = part["targets"], part["weights"]
+    if whole:
+        loss = weighted_loss(out, *wanted)
+    else:
+        kernel = model.output_kernel(variables)
+        loss = cross_entropy(out, kernel, *wanted, sharding=model.sharding)
+    if experts is None:
+        return loss, {"loss": loss}
+    added, means = added_by_routers(sown, experts)
+    return loss + share * added, {"loss": loss} | {k: share * x for k, x in means.items()}
 
 
 def is_bad(

@@ -1,23 +1,10 @@
-"""The public attention call: checks, normalisation, choice of a backend, errors.
-
-A backend is a module, or an object in one, with two functions:
-
-* ``check(request)`` raises NotImplementedError with the reason if it cannot do this call here;
-* ``attend(request, **options)`` returns ``o [B, Tq, Hq, Dv]`` and ``a [B, Tq, Hq, De]`` or None.
-
-and perhaps a third, ``candidates(request)``: other options, in JSON types, worth measuring.
-
-To add one, write the module and add its line to :data:`BACKENDS`. It is taken by itself where
-``python -m tape_jax.tune`` has found it right and fast.
-"""
+"""The public attention call: checked, and run by the first implementation that can do it."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
 import dataclasses
-import importlib
-import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -26,42 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tape_jax._src.attention import hopper, reference
-from tape_jax._src.attention.normalise import normalise
+from tape_jax._src.attention import choice, reference
+from tape_jax._src.attention.choice import Candidate, Candidates
+from tape_jax._src.attention.normalize import normalize
 from tape_jax._src.attention.request import BiasFunction, Request, RowFunction
-from tape_jax._src.attention.tuning import choice as tuned
-from tape_jax._src.attention.tuning.cases import Contender
-from tape_jax._src.attention.tuning.choice import Ranking
 from tape_jax._src.core.checks import choose, require
 from tape_jax._src.core.operations import matrix_operations
 from tape_jax._src.core.sharding import Sharding
 
 Array = jax.Array
-
-# Name to module, or to "module:object". A module is imported when it may be taken, or is named.
-BACKENDS = {
-    "pallas": "tape_jax._src.attention.pallas_triton",
-    "tokamax": "tape_jax._src.attention.vendor_tokamax:tokamax",
-    "tokamax_mosaic": "tape_jax._src.attention.vendor_tokamax:tokamax_mosaic",
-    "tokamax_triton": "tape_jax._src.attention.vendor_tokamax:tokamax_triton",
-    "cudnn": "tape_jax._src.attention.vendor_cudnn:cudnn",
-    "splash": "tape_jax._src.attention.vendor_splash:splash",
-    "ring": "tape_jax._src.attention.ring",
-    "chunked": "tape_jax._src.attention.chunked",
-    "rows": "tape_jax._src.attention.rows",
-    "query_blocks": "tape_jax._src.attention.query_blocks",
-    "reference": "tape_jax._src.attention.reference",
-}
-
-# What ``implementation=None`` tries where nothing was measured: plain JAX.
-STATIC = {"cpu": ("query_blocks", "chunked")}
-STATIC_ELSEWHERE = ("chunked",)
-
-# ``reference`` comes before those where a head has at most so many query-key pairs, and the logits
-# of all heads and rows take at most so many bytes. On a CPU, forward and backward, from 1 to 2048
-# heads in all and T 32 to 512, it is then 0.9 to 1.4 times as fast; beyond either limit ``chunked``
-# is 0.9 to 4 times as fast.
-SMALL_PAIRS, SMALL_BYTES = 2**15, 2**24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +98,7 @@ def attention(
       bias: added to the scaled logits: an array that broadcasts to ``[..., Hq, Tq, S]``, or a
         function of query indices ``[Q]`` (``query_offset`` included) and key indices ``[K]``, both
         int32, to what broadcasts to ``[..., Hq, Q, K]``. Gradients reach what it closes over.
+        Call from within ``jax.jit``: outside, ``chunked`` compiles a function anew at each call.
       scale: factor on the logits; None: ``1 / sqrt(D)``.
       query_state: state of the queries, in the form of ``state``, but its number of heads is any
         that divides ``Hq``. None: ``state``, which must then have the queries' length.
@@ -181,7 +142,7 @@ def attention(
       ValueError: if the call is wrong: shapes, types or names.
       NotImplementedError: if no named implementation can do this call here; the message says why.
     """
-    request = normalise(
+    request = normalize(
         q, k, v, state=state, is_causal=is_causal, local_window_size=local_window_size, mask=mask,
         bias=bias, scale=scale, query_state=query_state, query_offset=query_offset,
         keys_rotated=keys_rotated, segment_ids=segment_ids, log_decay=log_decay,
@@ -221,8 +182,8 @@ def attention_plan(
 
     def decide(arrays: dict[int, Array]) -> None:
         args, kwargs = jax.tree.unflatten(tree, [arrays.get(n, x) for n, x in enumerate(leaves)])
-        request = normalise(*args, **kwargs)
-        plan = _plan(_Choice.of(request, names, options or {}))
+        request = normalize(*args, **kwargs)
+        plan = _plan(request, choice.candidates(request, names, options or {}))
         plans.append(_with_operations(plan, request))
 
     jax.eval_shape(decide, arrays)
@@ -254,95 +215,45 @@ class _Record(NamedTuple):
 _record: contextvars.ContextVar[_Record | None] = contextvars.ContextVar("record", default=None)
 
 
-class _Choice(NamedTuple):
-    """What may do a call.
-
-    Attributes:
-      request: the call.
-      order: what to try, the best first.
-      ranking: what was measured near the call, if that is what the order rests on.
-      excluded: what is not tried, and why.
-      basis: what the order rests on, in words.
-    """
-
-    request: Request
-    order: list[Contender]
-    ranking: Ranking | None = None
-    excluded: Mapping[str, str] = MappingProxyType({})
-    basis: str = ""
-
-    @classmethod
-    def of(
-        cls, request: Request, names: Sequence[str] | None, options: Mapping[str, Any]
-    ) -> _Choice:
-        """What the caller names, or what was measured. Depends on static shapes only."""
-        if names is not None:
-            return cls(request, [Contender(name, options) for name in names], basis="named")
-        static = _static(request)
-        ranking = None
-        if not request.interpret:
-            ranking = tuned.ranking(request, default(request).implementation, _would_try)
-        order = [Contender(name) for name in static]
-        if ranking is None:
-            note = tuned.known().note
-            basis = hopper.BASIS if hopper.order(request) else note
-            unmeasured = set(BACKENDS) - {*static, "ring"} if jax.default_backend() != "cpu" else ()
-            excluded = {name: note for name in BACKENDS if name in unmeasured}
-        else:
-            basis = f"measured: {ranking.shape}"
-            excluded = ranking.struck
-            order = [x for x in order if x.implementation not in ranking.wrong]
-            order = [x for x in ranking.order if x.implementation in BACKENDS] + order
-        if request.sharding is not None and request.sharding.shards("sequence") > 1:
-            order.insert(0, Contender("ring"))
-        first: dict[str, Contender] = {}
-        for candidate in order:
-            first.setdefault(candidate.implementation, candidate)
-        return cls(request, [*first.values()], ranking, excluded, basis)
-
-    def verdicts(self) -> Iterator[tuple[Contender, NotImplementedError | None]]:
-        """Candidates, each with the reason why it cannot do this call, or None if it can.
-
-        One at a time: what comes after the one that is taken is not imported.
-        """
-        for candidate in self.order:
-            try:
-                _check(candidate.implementation, self.request, candidate.options)
-            except NotImplementedError as refusal:
-                yield candidate, refusal
-            else:
-                yield candidate, None
-
-
 def _plan(
-    choice: _Choice, refused: Mapping[str, NotImplementedError] = MappingProxyType({})
+    request: Request,
+    candidates: Candidates,
+    refused: Mapping[str, NotImplementedError] = MappingProxyType({}),
 ) -> AttentionPlan:
-    """The plan that verdicts on all candidates make; ``refused`` goes before them."""
-    verdicts = [(c, refused.get(c.implementation, refusal)) for c, refusal in choice.verdicts()]
+    """Return the plan that verdicts on all candidates make; ``refused`` goes before them."""
+    verdicts = [
+        (candidate, refused.get(candidate.implementation, refusal))
+        for candidate, refusal in candidates.verdicts(request)
+    ]
     chosen = next((candidate for candidate, refusal in verdicts if refusal is None), None)
-    name = None if chosen is None else chosen.implementation
-    seconds = choice.ranking.seconds if choice.ranking else None
-
-    def slower(other: str) -> str:
-        if name is None or seconds is None or not {name, other} <= seconds.keys():
-            return f"can do this call, but {name!r} is tried first"
-        mine, theirs = ([f"{1e3 * x:.3g}" for x in seconds[each]] for each in (name, other))
-        return (
-            f"measured: {theirs[0]} ms forward and {theirs[1]} ms with gradients, {name!r} "
-            f"{mine[0]} and {mine[1]} ms"
-        )
-
     reasons = {
-        candidate.implementation: str(refusal or slower(candidate.implementation))
+        candidate.implementation: str(refusal or _later(candidate, chosen))
         for candidate, refusal in verdicts
         if candidate is not chosen
     }
+    basis = (chosen or candidates.order[0]).basis
+    if chosen is None:
+        return AttentionPlan(None, reasons, basis=basis)
+    excluded = {n: x for n, x in candidates.excluded.items() if n != chosen.implementation}
+    seconds = {x.implementation: x.seconds for x in candidates.order if x.seconds is not None}
     return AttentionPlan(
-        name,
-        {other: why for other, why in {**reasons, **choice.excluded}.items() if other != name},
-        {} if chosen is None else dict(chosen.options),
-        None if seconds is None else dict(seconds),
-        choice.basis,
+        chosen.implementation,
+        {**reasons, **excluded},
+        dict(chosen.options),
+        seconds if candidates.measured else None,
+        basis,
+    )
+
+
+def _later(other: Candidate, chosen: Candidate | None) -> str:
+    """Return why a candidate that can do a call is not taken."""
+    assert chosen is not None
+    if chosen.seconds is None or other.seconds is None:
+        return f"can do this call, but {chosen.implementation!r} is tried first"
+    mine, theirs = ([f"{1e3 * x:.3g}" for x in each.seconds or ()] for each in (chosen, other))
+    return (
+        f"measured: {theirs[0]} ms forward and {theirs[1]} ms with gradients, "
+        f"{chosen.implementation!r} {mine[0]} and {mine[1]} ms"
     )
 
 
@@ -350,56 +261,6 @@ def _with_operations(plan: AttentionPlan, request: Request) -> AttentionPlan:
     """The plan of a call with the operations of its products."""
     operations = matrix_operations(lambda: reference.attend(request))
     return dataclasses.replace(plan, operations=operations)
-
-
-def _static(request: Request) -> list[str]:
-    """What to try where nothing was measured."""
-    names = [*hopper.order(request), *STATIC.get(jax.default_backend(), STATIC_ELSEWHERE)]
-    pairs = request.query_length * request.key_length
-    heads = request.q.shape[0] * request.query_heads
-    size = pairs * heads * request.accumulator_dtype.itemsize
-    small = pairs <= SMALL_PAIRS and size <= SMALL_BYTES
-    names.append("rows")
-    names.insert(0 if small else len(names), "reference")
-    return names
-
-
-def trials(request: Request) -> Iterator[tuple[str, Sequence[Mapping[str, Any]], str | None]]:
-    """What is worth measuring: names, options beside none, and why one cannot do a call."""
-    for name in BACKENDS:
-        if name in ("ring", "tokamax"):  # Of several devices; the first of two others.
-            continue
-        try:
-            _check(name, request, {})
-        except NotImplementedError as refusal:
-            yield name, (), str(refusal)
-        else:
-            yield name, _options(name, request), None
-
-
-def default(request: Request) -> Contender:
-    """What a call takes where nothing was measured."""
-    return next(c for c in map(Contender, _static(request)) if _can(request, c))
-
-
-def _can(request: Request, candidate: Contender) -> bool:
-    """Whether an implementation can do a call with these options."""
-    try:
-        _check(candidate.implementation, request, candidate.options)
-    except (NotImplementedError, KeyError):
-        return False
-    return True
-
-
-def _would_try(request: Request, candidate: Contender) -> bool:
-    """Whether an implementation would try these options in a call."""
-    can = _can(request, candidate)
-    return can and candidate.options in _options(candidate.implementation, request)
-
-
-def _options(name: str, request: Request) -> Sequence[Mapping[str, Any]]:
-    """The options beside none that are worth measuring."""
-    return getattr(_backend(name), "candidates", lambda request: ())(request)
 
 
 def _names(
@@ -412,7 +273,7 @@ def _names(
         f"implementation must be a name, several or None; got {implementation!r}",
     )
     for name in names or ():
-        choose("attention implementation", name, BACKENDS)
+        choose("attention implementation", name, choice.BACKENDS)
     require(names is None or len(names) > 0, "implementation must hold a name; got an empty one")
     require(
         not options or (names is not None and len(names) == 1),
@@ -422,42 +283,22 @@ def _names(
     return None if names is None else tuple(names)
 
 
-def _backend(name: str) -> Any:
-    """The backend of a name; NotImplementedError if it cannot be imported."""
-    module, _, attribute = BACKENDS[name].partition(":")
-    try:
-        found = importlib.import_module(module)
-    except Exception as error:  # What a library of another version may raise.
-        kind = type(error).__name__
-        raise NotImplementedError(f"cannot be imported here: {kind}: {error}") from error
-    return getattr(found, attribute) if attribute else found
-
-
-def _check(name: str, request: Request, options: Mapping[str, Any]) -> None:
-    """Raises NotImplementedError if a backend cannot do a call, ValueError for unknown options."""
-    backend = _backend(name)
-    for option in options:
-        _, *known = inspect.signature(backend.attend).parameters
-        choose(f"option of attention implementation {name!r}", option, known)
-    backend.check(request)
-
-
 def _attend(
     request: Request, names: Sequence[str] | None, options: Mapping[str, Any]
 ) -> tuple[Array, Array | None]:
-    """Runs the first candidate that can do this call."""
-    choice = _Choice.of(request, names, options)
+    """Run the first candidate that can do this call."""
+    candidates = choice.candidates(request, names, options)
     refused: dict[str, NotImplementedError] = {}
-    for candidate, refusal in choice.verdicts():
+    for candidate, refusal in candidates.verdicts(request):
         name = candidate.implementation
         if refusal is None:
             try:
-                out = _backend(name).attend(request, **candidate.options)
+                out = choice.backend(name).attend(request, **candidate.options)
             except NotImplementedError as error:
                 refusal = error
             else:
                 if (record := _record.get()) is not None:
-                    plan = _plan(choice, refused)
+                    plan = _plan(request, candidates, refused)
                     if record.operations:
                         plan = _with_operations(plan, request)
                     record.plans.append(plan)

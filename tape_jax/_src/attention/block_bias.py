@@ -10,21 +10,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Hashable
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tape_jax._src.attention.jaxpr_key import jaxpr_key
 from tape_jax._src.attention.request import BiasFunction, decays
 
 Array = jax.Array
 
 
 class BlockBias(Protocol):
-    """What a blockwise backend needs of a bias. ``i`` and ``j`` number the blocks."""
+    """A bias as a blockwise backend needs it. ``i`` and ``j`` number the blocks."""
 
     def block(self, source: Any, i: Array, j: Array) -> Array:
         """The bias of query block ``i`` and key block ``j``, ``[B|1, Hq|1, Q|1, K|1]``."""
@@ -33,7 +31,7 @@ class BlockBias(Protocol):
         """Where the gradients of all blocks are summed, in at least float32."""
 
     def block_gradient(self, source: Any, i: Array, j: Array, gradient: Array) -> Any:
-        """What one block adds, given the gradient ``[B, Hq, Q, K]`` of its logits."""
+        """Return the share of one block, given the gradient ``[B, Hq, Q, K]`` of its logits."""
 
     def add(self, total: Any, part: Any, i: Array, j: Array) -> Any:
         """Adds the result of :meth:`block_gradient` to the sum."""
@@ -78,24 +76,20 @@ class ArrayBias:
         return total.astype(source.dtype)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class FunctionBias:
     """A bias given as a function of query and key indices.
 
     ``source`` is what the function closes over: floating-point arrays, which get gradients; other
     arrays; and the number that is added to query indices.
 
-    Functions that compute the same are equal, so that a call with a new one is not compiled anew.
-
     Attributes:
       jaxpr: what is computed.
-      key: the same for functions that compute the same.
       is_float: of each array that it closes over.
       query_length, key_length, block_q, block_k: as in ``chunked.Blocks``.
     """
 
-    jaxpr: Any = dataclasses.field(compare=False)
-    key: Hashable
+    jaxpr: Any
     is_float: tuple[bool, ...]
     query_length: int
     key_length: int
@@ -110,7 +104,7 @@ class FunctionBias:
         is_float = tuple(jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in closed.consts)
         floats = [x for x, f in zip(closed.consts, is_float, strict=True) if f]
         others = [x for x, f in zip(closed.consts, is_float, strict=True) if not f]
-        description = cls(closed.jaxpr, jaxpr_key(closed.jaxpr), is_float, **sizes)
+        description = cls(closed.jaxpr, is_float, **sizes)
         return description, (floats, others, offset)
 
     def _value(self, floats: list[Array], others: list[Array], offset: Array, i: Array, j: Array):

@@ -27,15 +27,13 @@ from tape_jax._src.attention.block_bias import (
 )
 from tape_jax._src.attention.request import (
     Request,
-    add_offset,
     from_rows,
     hide,
     pairs_to_rows,
     refuse_rows,
-    same_segment,
     to_rows,
-    visible_positions,
 )
+from tape_jax._src.attention.visibility import Visibility, visible_blocks
 from tape_jax._src.core import algebra
 from tape_jax._src.core.checks import require
 from tape_jax._src.core.partition import once_differentiated
@@ -47,23 +45,11 @@ Array = jax.Array
 # 4096. Elsewhere not measured yet.
 BLOCK_LOGITS = {"cpu": 2**18}
 BLOCK_LOGITS_ELSEWHERE = 2**24
-# Queries and keys in a block, to be measured.
-BLOCKS_TO_TRY = ((64, 64), (128, 64), (128, 128), (256, 128), (512, 256), (512, 512), (1024, 1024))
 
 
 def check(request: Request) -> None:
     """Raises NotImplementedError for what rewrites whole rows."""
     refuse_rows(request)
-
-
-def candidates(request: Request) -> list[dict[str, Any]]:
-    """Options worth measuring: blocks of up to four times the logits of the default ones."""
-    most = 4 * math.prod(default_blocks(request))
-    return [
-        {"block_q": q, "block_k": k}
-        for q, k in BLOCKS_TO_TRY
-        if q <= request.query_length and k <= request.key_length and q * k <= most
-    ]
 
 
 def attend(
@@ -91,24 +77,24 @@ def attend(
         key_length=request.key_length,
         block_q=min(block_q or default_q, request.query_length),
         block_k=min(block_k or default_k, request.key_length),
-        is_causal=request.is_causal,
-        local_window_size=request.local_window_size,
         groups=request.groups,
         scale=request.scale,
     )
     q, k = request.rotated()
-    offset = jnp.asarray(request.query_offset, jnp.int32)
-    bias, source = _block_bias(request, blocks, offset)
+    visibility = _padded_visibility(request.visibility, blocks)
+    bias, source = _block_bias(request, blocks, jnp.asarray(visibility.query_offset))
     arrays = Arrays(
         q=to_rows(pad(q, blocks.block_q, axis=1), request.kv_heads, blocks.block_q),
         k=pad(k.transpose(0, 2, 1, 3), blocks.block_k, axis=2),
         values=pad(request.values().transpose(0, 2, 1, 3), blocks.block_k, axis=2),
         bias=source,
-        segments=_padded_segments(request, blocks),
-        mask=None if request.mask is None else _padded_pairs(request.mask, blocks),
-        offset=offset,
+        visibility=visibility,
     )
-    out = _attend_compiled(blocks, bias, arrays)
+    if callable(request.bias):
+        # Another call cannot know this program for its own: it is kept as long as this one lasts.
+        out = jax.jit(partial(_attend, blocks, bias))(arrays)
+    else:
+        out = _attend_compiled(blocks, bias, arrays)
     out = from_rows(out, request.query_heads, blocks.block_q)[:, : request.query_length]
     width = request.v.shape[-1]
     return out[..., :width], None if out.shape[-1] == width else out[..., width:]
@@ -131,7 +117,7 @@ def block_length(length: int, heads: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """What is known about the blocks at compile time.
+    """The static part of a call: sizes and numbers of blocks.
 
     Indices of blocks are ``i`` for queries and ``j`` for keys.
     """
@@ -140,8 +126,6 @@ class Blocks:
     key_length: int
     block_q: int
     block_k: int
-    is_causal: bool
-    local_window_size: int | None
     groups: int
     scale: float
 
@@ -160,27 +144,28 @@ class Blocks:
         """Number of blocks of keys."""
         return -(-self.key_length // self.block_k)
 
-    def query_index(self, i: Array, offset: Array) -> Array:
-        """Indices of the rows of block ``i``, offset included: ``[rows]`` or ``[B, rows]``."""
-        index = i * self.block_q + jnp.arange(self.block_q, dtype=jnp.int32)
-        return add_offset(jnp.tile(index, self.groups), offset)
-
-    def key_index(self, j: Array) -> Array:
-        """Indices of the keys of block ``j``."""
-        return j * self.block_k + jnp.arange(self.block_k, dtype=jnp.int32)
-
-    def visible_keys(self, i: Array, offset: Array) -> tuple[Array, Array]:
-        """First key block that any query of block ``i`` sees by position, and one past the last."""
+    def visible_keys(self, i: Array, visibility: Visibility) -> tuple[Array, Array]:
+        """Return the first block of keys that position lets block ``i`` see, and the end."""
+        band, offset = visibility.band, jnp.asarray(visibility.query_offset)
         first = i * self.block_q + offset.min()
         last = jnp.minimum((i + 1) * self.block_q, self.query_length) - 1 + offset.max()
-        begin, end = jnp.int32(0), jnp.int32(self.key_blocks)
-        if self.is_causal:
-            end = jnp.minimum(end, last // self.block_k + 1)
-        if self.local_window_size is not None:
-            begin = jnp.maximum(begin, (first - self.local_window_size + 1) // self.block_k)
-        if self.local_window_size is not None and not self.is_causal:
-            end = jnp.minimum(end, (last + self.local_window_size - 1) // self.block_k + 1)
-        return begin, end
+        limits = (band.lowest, band.highest)
+        return visible_blocks(limits, first, last, self.block_k, self.key_blocks)
+
+    def meet(self, visibility: Visibility) -> Array | None:
+        """Return :meth:`Visibility.blocks_meet` of these blocks."""
+        return visibility.blocks_meet(
+            (self.block_q, self.query_blocks), (self.block_k, self.key_blocks)
+        )
+
+    def visible(self, visibility: Visibility, i: Array, j: Array) -> Array | None:
+        """Return which pairs of block ``(i, j)`` are visible, ``[B|1, Hq|1, Q|1, K|1]``."""
+        own = visibility.of_queries(i * self.block_q, self.block_q)
+        pairs = own.of_keys(j * self.block_k, self.block_k).pairs(self.block_q, self.block_k)
+        if self.key_length % self.block_k:
+            exist = j * self.block_k + jnp.arange(self.block_k) < self.key_length
+            pairs = exist[None, None, None] if pairs is None else pairs & exist
+        return pairs
 
 
 class Arrays(NamedTuple):
@@ -191,18 +176,14 @@ class Arrays(NamedTuple):
       k: rotated keys ``[B, Hk, S', D']``.
       values: ``[v | e]``, ``[B, Hk, S', Dv + De]``.
       bias: the source of the bias.
-      segments: ids ``[B|1, Tq']`` and ``[B|1, S']``, or None.
-      mask: booleans ``[B|1, Hq|1, Tq'|1, S'|1]``, True where visible, or None.
-      offset: int32 added to query indices, a scalar or ``[B]``.
+      visibility: of padded queries and keys, its offset an int32 array.
     """
 
     q: Array
     k: Array
     values: Array
     bias: Any
-    segments: tuple[Array, Array] | None
-    mask: Array | None
-    offset: Any
+    visibility: Any
 
 
 def _block_bias(request: Request, blocks: Blocks, offset: Array) -> tuple[BlockBias | None, Any]:
@@ -238,9 +219,15 @@ def _padded_pairs(x: Array, blocks: Blocks) -> Array:
     return x
 
 
-def _padded_segments(request: Request, blocks: Blocks) -> tuple[Array, Array] | None:
-    """Segment ids; padding repeats the last id, so that a block's range of ids does not grow."""
-    return None if request.segments is None else _padded_times(*request.segments, blocks)
+def _padded_visibility(visibility: Visibility, blocks: Blocks) -> Visibility:
+    """Return it padded to whole blocks; ids repeat the last one, so that no range of ids grows."""
+    segments, mask = visibility.segments, visibility.mask
+    return dataclasses.replace(
+        visibility,
+        query_offset=jnp.asarray(visibility.query_offset, jnp.int32),
+        segments=None if segments is None else _padded_times(*segments, blocks),
+        mask=None if mask is None else _padded_pairs(mask, blocks),
+    )
 
 
 def _padded_times(queries: Array, keys: Array, blocks: Blocks) -> tuple[Array, Array]:
@@ -269,51 +256,13 @@ def _logits(blocks: Blocks, bias: BlockBias | None, arrays: Arrays, i: Array, j:
     )
     if bias is not None:
         logits = logits + by_rows(bias.block(arrays.bias, i, j)).astype(logits.dtype)
-    query_index, key_index = blocks.query_index(i, arrays.offset), blocks.key_index(j)
-    rules = [
-        visible_positions(
-            query_index,
-            key_index,
-            is_causal=blocks.is_causal,
-            local_window_size=blocks.local_window_size,
-        ),
-        key_index < blocks.key_length if blocks.key_length % blocks.block_k else None,
-    ]
-    if arrays.segments is not None:
-        queries = _take(arrays.segments[0], i, blocks.block_q, 1)
-        keys = _take(arrays.segments[1], j, blocks.block_k, 1)
-        rules.append(same_segment(jnp.tile(queries, blocks.groups), keys))
-    if arrays.mask is not None:
-        visible = ArrayBias(blocks.block_q, blocks.block_k).block(arrays.mask, i, j)
-        rules.append(by_rows(visible))
-    return hide(logits, rules)
+    visible = blocks.visible(arrays.visibility, i, j)
+    return hide(logits, None if visible is None else by_rows(visible))
 
 
 def _product(spec: str, x: Array, y: Array) -> Array:
     """A product with operands in the compute type, summed in at least float32."""
     return jnp.einsum(spec, x, y, preferred_element_type=algebra.at_least_float32(x.dtype))
-
-
-def _blocks_meet(blocks: Blocks, arrays: Arrays) -> Array | None:
-    """``[query blocks, key blocks]``: whether segment ids and mask let two blocks meet.
-
-    Ids do where their ranges overlap.
-    """
-    shape = (blocks.query_blocks, blocks.key_blocks)
-    meet = None
-    if arrays.segments is not None:
-        queries = arrays.segments[0].reshape(-1, blocks.query_blocks, blocks.block_q)
-        keys = arrays.segments[1].reshape(-1, blocks.key_blocks, blocks.block_k)
-        lowest = jnp.maximum(queries.min((0, 2))[:, None], keys.min((0, 2)))
-        highest = jnp.minimum(queries.max((0, 2))[:, None], keys.max((0, 2)))
-        meet = lowest <= highest
-    if arrays.mask is not None:
-        mask = arrays.mask.any((0, 1))
-        rows, columns = (n if size > 1 else 1 for n, size in zip(shape, mask.shape, strict=True))
-        mask = mask.reshape(rows, -1, columns, mask.shape[1] // columns).any((1, 3))
-        mask = jnp.broadcast_to(mask, shape)
-        meet = mask if meet is None else meet & mask
-    return meet
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -323,7 +272,7 @@ def _attend(blocks: Blocks, bias: BlockBias | None, arrays: Arrays) -> Array:
 
 
 class Saved(NamedTuple):
-    """What the backward pass needs: the inputs, the output and each row's softmax.
+    """Residuals of the backward pass: the inputs, the output and each row's softmax.
 
     ``top`` is the largest logit, ``total`` the sum of ``exp(logit - top)``. They stay apart: in
     ``top + log(total)`` a large ``top`` would round the other away.
@@ -337,7 +286,7 @@ class Saved(NamedTuple):
 
 def forward(blocks: Blocks, bias: BlockBias | None, arrays: Arrays) -> tuple[Array, Saved]:
     """The output, and what the backward pass needs."""
-    meet = _blocks_meet(blocks, arrays)
+    meet = blocks.meet(arrays.visibility)
     rows = (*arrays.q.shape[:2], blocks.rows)
     acc = algebra.at_least_float32(arrays.q.dtype)
 
@@ -365,7 +314,7 @@ def forward(blocks: Blocks, bias: BlockBias | None, arrays: Arrays) -> tuple[Arr
             jnp.zeros((*rows, 1), acc),
             jnp.zeros((*rows, arrays.values.shape[-1]), acc),
         )
-        top, total, out = lax.fori_loop(*blocks.visible_keys(i, arrays.offset), step, start)
+        top, total, out = lax.fori_loop(*blocks.visible_keys(i, arrays.visibility), step, start)
         total = jnp.where(total > 0, total, 1)
         return out / total, top, total
 
@@ -392,10 +341,10 @@ def gradients(blocks: Blocks, bias: BlockBias | None, saved: Saved, d_out: Array
     compute, acc = arrays.q.dtype, saved.out.dtype
     delta = jnp.sum(d_out * saved.out, axis=-1, keepdims=True)
     d_out = d_out.astype(compute)
-    meet = _blocks_meet(blocks, arrays)
+    meet = blocks.meet(arrays.visibility)
 
     def visit(i, j):
-        """What block (i, j) adds to the gradients of q, k, values and the bias."""
+        """Return the share of block (i, j) of the gradients of q, k, values and the bias."""
         q, k = _take(arrays.q, i, blocks.rows, 2), _take(arrays.k, j, blocks.block_k, 2)
         values = _take(arrays.values, j, blocks.block_k, 2)
         d_rows = _take(d_out, i, blocks.rows, 2)
@@ -430,7 +379,7 @@ def gradients(blocks: Blocks, bias: BlockBias | None, saved: Saved, d_out: Array
             return dq + parts[0], (_add_at(dk, parts[1], j), _add_at(d_values, parts[2], j), d_bias)
 
         dq = jnp.zeros((*arrays.q.shape[:2], blocks.rows, arrays.q.shape[-1]), acc)
-        dq, totals = lax.fori_loop(*blocks.visible_keys(i, arrays.offset), step, (dq, totals))
+        dq, totals = lax.fori_loop(*blocks.visible_keys(i, arrays.visibility), step, (dq, totals))
         return totals, dq
 
     start = (
@@ -445,9 +394,7 @@ def gradients(blocks: Blocks, bias: BlockBias | None, saved: Saved, d_out: Array
         k=dk * blocks.scale,
         values=d_values,
         bias=None if bias is None else bias.finish(arrays.bias, d_bias),
-        segments=None,
-        mask=None,
-        offset=None,
+        visibility=None,
     )
 
 

@@ -102,22 +102,3 @@ def default_tiles(dtype: jnp.dtype, width: int) -> Tiles:
     capability = compute_capability()
     table = TABLE["hopper" if capability is None else GENERATIONS.get(capability, "small")]
     return table[jnp.dtype(dtype).itemsize, 64 if width <= 64 else 128]
-
-
-def tiles_to_try(dtype: jnp.dtype, width: int) -> list[list[list[int]]]:
-    """Blocks to measure beside the default ones: lists of the numbers of each :class:`Tile`."""
-    at = jnp.dtype(dtype).itemsize, 64 if width <= 64 else 128
-    small, large = (32, 64) if at == (4, 128) else (64, 128)
-    found = [tables[at] for tables in TABLE.values()]
-    found += [
-        Tiles.same(queries, keys, warps, stages)
-        for queries, keys, warps in ((small, small // 2, 4), (small, small, 4), (large, small, 8))
-        for stages in (2, 3)
-    ]
-    default = default_tiles(dtype, width)
-    lists = [[list(dataclasses.astuple(tile)) for tile in _tiles(x)] for x in found if x != default]
-    return [x for n, x in enumerate(lists) if x not in lists[:n]]
-
-
-def _tiles(tiles: Tiles) -> tuple[Tile, Tile, Tile]:
-    return tiles.forward, tiles.query_gradients, tiles.key_gradients

@@ -36,7 +36,7 @@ HALVES = (np.int32(0), np.int32(1))
 
 @dataclasses.dataclass(frozen=True)
 class KernelCall:
-    """What the kernels know about a call at compile time.
+    """The static part of a call of the kernels.
 
     Attributes:
       scale: factor on the logits.

@@ -31,12 +31,8 @@ from tape_jax._src.attention import pallas_blocks
 from tape_jax._src.attention import pallas_kernels as kernels
 from tape_jax._src.attention.pallas_blocks import Tile, Tiles, default_tiles
 from tape_jax._src.attention.pallas_kernels import KernelCall
-from tape_jax._src.attention.request import (
-    Request,
-    refuse,
-    refuse_large_indices,
-    refuse_rows,
-)
+from tape_jax._src.attention.request import Request, refuse, refuse_rows
+from tape_jax._src.attention.visibility import segments_meet, visible_blocks
 from tape_jax._src.core.devices import check_triton
 from tape_jax._src.core.partition import Named, batch_size, over_batch_and_heads
 
@@ -75,9 +71,12 @@ def _check_device(interpret: bool) -> None:
 def _check_call(request: Request) -> None:
     states = [x for x in (request.state, request.query_state) if x is not None]
     dim, value_dim = request.q.shape[-1], request.v.shape[-1]
+    visibility = request.visibility
     refuse_rows(request)
     refuse(request.bias is not None, "bias= is not in the kernels")
-    refuse(request.mask is not None, "mask= is not in the kernels; segment_ids= hides padding too")
+    refuse(
+        visibility.mask is not None, "mask= is not in the kernels; segment_ids= hides padding too"
+    )
     refuse(any(x.ndim != 4 for x in states), "only the rotary form of the state is in the kernels")
     refuse(dim % 2 == 1, f"the head dimension must be even; got {dim}")
     refuse(
@@ -86,13 +85,7 @@ def _check_call(request: Request) -> None:
     )
     for x in (request.q, request.k, request.v, *states, *(request.log_decay or ())):
         refuse(x.dtype.name not in TYPES, f"types are {', '.join(TYPES)}; got {x.dtype}")
-    refuse_large_indices(request)
-
-
-def candidates(request: Request) -> list[dict[str, Any]]:
-    """Options worth measuring, beside the default ones."""
-    width = max(request.q.shape[-1], request.v.shape[-1])
-    return [{"tiles": tiles} for tiles in pallas_blocks.tiles_to_try(request.q.dtype, width)]
+    visibility.refuse_large_indices(request.query_length, request.key_length)
 
 
 def attend(
@@ -121,12 +114,8 @@ def attend(
     dim, value_dim = request.q.shape[-1], request.v.shape[-1]
     call = KernelCall(
         scale=request.scale,
-        lowest=None if request.local_window_size is None else 1 - request.local_window_size,
-        highest=0
-        if request.is_causal
-        else None
-        if request.local_window_size is None
-        else request.local_window_size - 1,
+        lowest=request.visibility.band.lowest,
+        highest=request.visibility.band.highest,
         rotate_keys=request.state is not None and not request.keys_rotated,
         attend_state=request.state is not None and request.attend_state,
         compute=jnp.dtype(request.compute_dtype),
@@ -146,7 +135,7 @@ def _arrays(request: Request, call: KernelCall) -> Named:
         "q": _halves(request.q),
         "k": _halves(request.k),
         "v": _pad_last(request.v),
-        "offset": jnp.asarray(request.query_offset, jnp.int32).reshape(-1),
+        "offset": jnp.asarray(request.visibility.query_offset, jnp.int32).reshape(-1),
     }
     if request.state is not None and (call.rotate_keys or call.attend_state):
         arrays["e"] = _halves(request.state)
@@ -155,9 +144,9 @@ def _arrays(request: Request, call: KernelCall) -> Named:
         if state.shape[2] not in heads:
             state = jnp.repeat(state, request.query_heads // state.shape[2], axis=2)
         arrays["query_state"] = _halves(state)
-    if request.segments is not None:
-        common = jnp.promote_types(jnp.result_type(*request.segments), jnp.int32)
-        arrays["query_ids"], arrays["key_ids"] = (x.astype(common) for x in request.segments)
+    if (segments := request.visibility.segments) is not None:
+        common = jnp.promote_types(jnp.result_type(*segments), jnp.int32)
+        arrays["query_ids"], arrays["key_ids"] = (x.astype(common) for x in segments)
     if request.log_decay is not None:
         decay = (x.swapaxes(1, 2) for x in request.log_decay)
         arrays["query_decay"], arrays["key_decay"] = decay
@@ -307,25 +296,10 @@ def _bounds(call: KernelCall, tile: Tile, inputs: Named, *, by_queries: bool) ->
         shift = -shift
     first = jnp.arange(0, length, size, dtype=jnp.int32)
     last = jnp.minimum(first + size, length) - 1
-    begin, end = jnp.zeros_like(first + shift), jnp.full_like(first + shift, count)
-    if low is not None:
-        begin = jnp.clip((first + shift + low) // other_size, 0, count)
-    if high is not None:
-        end = jnp.clip((last + shift + high) // other_size + 1, 0, count)
+    begin, end = visible_blocks((low, high), first + shift, last + shift, other_size, count)
     if own_ids in inputs:
-        mine = _id_ranges(inputs[own_ids], size)
-        theirs = _id_ranges(inputs[other_ids], other_size)
-        meet = jnp.maximum(mine[0][..., None], theirs[0][:, None]) <= jnp.minimum(
-            mine[1][..., None], theirs[1][:, None]
-        )
+        meet = segments_meet((inputs[own_ids], inputs[other_ids]), size, other_size)
         met = jnp.any(meet, axis=-1)
         begin = jnp.maximum(begin, jnp.argmax(meet, axis=-1))
         end = jnp.where(met, jnp.minimum(end, count - jnp.argmax(meet[..., ::-1], axis=-1)), 0)
     return jnp.stack(jnp.broadcast_arrays(begin, end), axis=-1).astype(jnp.int32)
-
-
-def _id_ranges(ids: Array, size: int) -> tuple[Array, Array]:
-    """Smallest and largest id of each block, ``[B|1, blocks]``."""
-    ids = jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % size)), mode="edge")
-    ids = ids.reshape(ids.shape[0], -1, size)
-    return ids.min(axis=-1), ids.max(axis=-1)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,14 +23,12 @@ Array = jax.Array
 # At most so many blocks, of at least so many queries; logits of a block, over batch and heads.
 MOST_BLOCKS, LEAST_QUERIES = 4, 128
 MOST_LOGITS = 2**22
-# Queries in the smallest block to be measured.
-LEAST_TRIED = 64
 
 
 def check(request: Request) -> None:
     """Raises NotImplementedError where another implementation needs less memory or time."""
     refuse(
-        request.local_window_size is not None,
+        request.visibility.band.local_window_size is not None,
         "it computes what a window hides; 'chunked' leaves that out",
     )
     size = block_size(request)
@@ -46,13 +43,6 @@ def block_size(request: Request) -> int:
     """Queries in a block."""
     time = request.query_length
     return min(max(LEAST_QUERIES, -(-time // MOST_BLOCKS)), time)
-
-
-def candidates(request: Request) -> list[dict[str, Any]]:
-    """Options worth measuring: blocks of half, twice and four times the queries."""
-    size = block_size(request)
-    sizes = dict.fromkeys(min(size * part // 2, request.query_length) for part in (1, 4, 8))
-    return [{"block_q": each} for each in sizes if LEAST_TRIED <= each != size]
 
 
 def attend(request: Request, *, block_q: int | None = None) -> tuple[Array, Array | None]:

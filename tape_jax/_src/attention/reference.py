@@ -18,14 +18,11 @@ from tape_jax._src.attention.request import (
     AttentionRows,
     Request,
     RowFunction,
-    add_offset,
     decays,
     from_rows,
     hide,
     pairs_to_rows,
-    same_segment,
     to_rows,
-    visible_positions,
 )
 
 Array = jax.Array
@@ -52,8 +49,10 @@ def attend(request: Request) -> tuple[Array, Array | None]:
     q = to_rows(q, request.kv_heads, request.query_length)
     k = k.transpose(0, 2, 1, 3)
     logits = product("bhrd,bhkd->bhrk", q, k) * request.scale
-    rows = _rows(request) if request.needs_rows else None
-    logits = _masked(_by_rows(request.logits_fn, logits, rows, request), request)
+    visible = request.visibility.pairs(request.query_length, request.key_length)
+    rows = _rows(request, visible) if request.needs_rows else None
+    logits = _by_rows(request.logits_fn, logits, rows, request)
+    logits = _masked(logits, visible, request)
     if request.weights_fn is None:
         weights, total = _softmax(logits)
     else:
@@ -93,38 +92,28 @@ def _by_rows(
     return function(logits.reshape(-1, *pairs), rows).reshape(logits.shape)
 
 
-def _rows(request: Request) -> AttentionRows:
-    """All rows of the call."""
-    queries = jnp.arange(request.query_length, dtype=jnp.int32)
-    index = add_offset(queries, request.query_offset)
-    keys = jnp.arange(request.key_length, dtype=jnp.int32)
-    rules = [
-        visible_positions(
-            index,
-            keys,
-            is_causal=request.is_causal,
-            local_window_size=request.local_window_size,
-        ),
-        None if request.segments is None else same_segment(*request.segments),
-        request.mask,
-    ]
-    every = jnp.ones((1, 1, queries.size, keys.size), bool)
+def _rows(request: Request, visible: Array | None) -> AttentionRows:
+    """Return all rows of the call."""
+    every = jnp.ones((1, 1, request.query_length, request.key_length), bool)
     return AttentionRows(
-        queries, index, functools.reduce(lambda a, b: a if b is None else a & b, rules, every)
+        jnp.arange(request.query_length, dtype=jnp.int32),
+        request.visibility.places(request.query_length),
+        every if visible is None else every & visible,
     )
 
 
-def _masked(logits: Array, request: Request) -> Array:
-    """Adds bias and decay to logits ``[B, Hk, G * Tq, S]``; -inf where a key is not visible."""
+def _masked(logits: Array, visible: Array | None, request: Request) -> Array:
+    """Add bias and decay to logits ``[B, Hk, G * Tq, S]``; -inf where a key is not visible."""
     by_rows = functools.partial(
         pairs_to_rows,
         kv_heads=request.kv_heads,
         groups=request.groups,
         block=request.query_length,
     )
-    i = add_offset(jnp.arange(request.query_length, dtype=jnp.int32), request.query_offset)
-    j = jnp.arange(request.key_length, dtype=jnp.int32)
-    bias = request.bias(i, j) if callable(request.bias) else request.bias
+    bias = request.bias
+    if callable(bias):
+        keys = jnp.arange(request.key_length, dtype=jnp.int32)
+        bias = bias(request.visibility.places(request.query_length), keys)
     if bias is not None:
         logits = logits + by_rows(bias).astype(logits.dtype)
     if request.log_decay is not None:
@@ -134,15 +123,4 @@ def _masked(logits: Array, request: Request) -> Array:
             queries = lax.stop_gradient(queries)
         decay = decays(queries, keys)
         logits = logits + by_rows(decay).astype(logits.dtype)
-    i = jnp.concatenate([i] * request.groups, axis=-1)
-    rules = [
-        visible_positions(
-            i, j, is_causal=request.is_causal, local_window_size=request.local_window_size
-        )
-    ]
-    if request.segments is not None:
-        queries, keys = request.segments
-        rules.append(same_segment(jnp.tile(queries, request.groups), keys))
-    if request.mask is not None:
-        rules.append(by_rows(request.mask))
-    return hide(logits, rules)
+    return hide(logits, None if visible is None else by_rows(visible))

@@ -1,16 +1,14 @@
-"""What every attention backend is given: one validated, normalised call."""
+"""One call of attention, checked and normalized, as every backend is given it."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import operator
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
+from tape_jax._src.attention.visibility import Visibility
 from tape_jax._src.core import algebra
 from tape_jax._src.core.checks import refuse as refuse
 from tape_jax._src.core.rows import AttentionRows as AttentionRows
@@ -19,9 +17,6 @@ from tape_jax._src.core.sharding import Sharding
 
 Array = jax.Array
 BiasFunction = Callable[[Array, Array], Array]
-
-# The largest index that a kernel takes: sums of a few of them are 32-bit integers.
-MAX_INDEX = 2**29
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,19 +34,15 @@ class Request:
         ``[B|1, S, Hk|1, M, L, R]``, or None.
       query_state: state of the queries ``[B|1, Tq, He, ...]``, ``He`` a divisor of ``Hq``; None:
         nothing is rotated.
-      segments: integer ids of queries ``[B|1, Tq]`` and of keys ``[B|1, S]``, or None.
       bias: ``[B|1, Hq|1, Tq|1, S|1]``, or a function of query indices ``[Q]`` (offset included) and
         key indices ``[K]`` to ``[B|1, Hq|1, Q|1, K|1]``, or None.
-      mask: boolean ``[B|1, Hq|1, Tq|1, S|1]``, True where visible, or None.
       log_decay: of queries ``[B|1, Tq, Hq|1]`` and of keys ``[B|1, S, Hq|1]``, both float32 or
         float64; see :func:`decays`. Or None.
-      query_offset: what is added to a query's index before it is compared with a key's: an int,
-        or int32, a scalar or one a row ``[B]``.
+      visibility: which keys a query sees, and the offset of the queries.
       scale: factor on the logits.
       logits_fn, weights_fn: of logits ``[B, Hq, Q, K]`` and :class:`AttentionRows`, to as many
         logits and to weights, or None.
-      is_causal, local_window_size, keys_rotated, attend_state, interpret, sharding: as in
-        :func:`tape_jax.attention`.
+      keys_rotated, attend_state, interpret, sharding: as in :func:`tape_jax.attention`.
     """
 
     q: Array
@@ -59,14 +50,10 @@ class Request:
     v: Array
     state: Array | None
     query_state: Array | None
-    segments: tuple[Array, Array] | None
     bias: Array | BiasFunction | None
-    mask: Array | None
     log_decay: tuple[Array, Array] | None
-    query_offset: int | Array
+    visibility: Visibility
     scale: float
-    is_causal: bool
-    local_window_size: int | None
     keys_rotated: bool
     attend_state: bool
     interpret: bool
@@ -153,19 +140,6 @@ def refuse_rows(request: Request) -> None:
         )
 
 
-def refuse_large_indices(request: Request) -> None:
-    """Raises NotImplementedError where a kernel's indices would leave 32-bit integers."""
-    offset = request.query_offset if isinstance(request.query_offset, int) else 0
-    sizes = {
-        "queries": request.query_length,
-        "keys": request.key_length,
-        "query_offset": abs(offset),
-        "local_window_size": request.local_window_size or 0,
-    }
-    given = ", ".join(f"{name} = {size}" for name, size in sizes.items())
-    refuse(max(sizes.values()) > MAX_INDEX, f"each of these is at most {MAX_INDEX}: {given}")
-
-
 def to_rows(x: Array, kv_heads: int, block: int) -> Array:
     """Puts the ``G`` query heads that share a key/value head below one another.
 
@@ -217,43 +191,6 @@ def decays(queries: Array, keys: Array) -> Array:
     return queries.swapaxes(1, 2)[..., None] - keys.swapaxes(1, 2)[..., None, :]
 
 
-def add_offset(index: Array, offset: Any) -> Array:
-    """Indices ``[Q]`` of queries as places among the keys, ``[B, Q]`` if rows have their own."""
-    return index + (offset[:, None] if jnp.ndim(offset) else offset)
-
-
-def visible_positions(
-    query_index: Array, key_index: Array, *, is_causal: bool, local_window_size: int | None
-) -> Array | None:
-    """Which keys the causal rule and the window let a query see.
-
-    Args:
-      query_index: integers ``[Q]`` or ``[B, Q]``, offset included.
-      key_index: integers ``[K]``.
-      is_causal: key ``j`` is visible to query ``i`` only if ``j <= i``.
-      local_window_size: ``w``: only if ``i - w < j``, and unless causal ``j < i + w``.
-
-    Returns:
-      Booleans ``[Q, K]`` or ``[B, 1, Q, K]``, or None if all are visible.
-    """
-    i, j = query_index[..., None], key_index
-    i = i if query_index.ndim == 1 else i[:, None]
-    rules = []
-    if is_causal:
-        rules.append(j <= i)
-    if local_window_size is not None:
-        rules.append(j > i - local_window_size)
-    if local_window_size is not None and not is_causal:
-        rules.append(j < i + local_window_size)
-    return functools.reduce(operator.and_, rules) if rules else None
-
-
-def same_segment(query_ids: Array, key_ids: Array) -> Array:
-    """Booleans ``[B|1, 1, Q, K]``: whether ids ``[B|1, Q]`` and ``[B|1, K]`` are equal."""
-    return query_ids[:, None, :, None] == key_ids[:, None, None, :]
-
-
-def hide(logits: Array, rules: Sequence[Array | None]) -> Array:
-    """Puts -inf where any of the boolean ``rules`` (None: all visible) says not visible."""
-    given = [rule for rule in rules if rule is not None]
-    return jnp.where(functools.reduce(operator.and_, given), logits, -jnp.inf) if given else logits
+def hide(logits: Array, visible: Array | None) -> Array:
+    """Put -inf where a key is not visible; None: all are."""
+    return logits if visible is None else jnp.where(visible, logits, -jnp.inf)

@@ -26,6 +26,7 @@ from jax import lax
 from tape_jax._src.attention import chunked
 from tape_jax._src.attention.block_bias import DecayBias
 from tape_jax._src.attention.request import Request, from_rows, refuse, refuse_rows, to_rows
+from tape_jax._src.attention.visibility import Band, Visibility
 from tape_jax._src.attention.zigzag import CHUNKS, check_chunks, exchange, on_devices
 from tape_jax._src.core.checks import choose, require
 from tape_jax._src.core.sharding import Axes, Sharding
@@ -44,17 +45,18 @@ def check(request: Request) -> None:
             "with a mesh that has an axis 'sequence'"
         )
     refuse_rows(request)
-    for name in ("mask", "bias"):
+    for name, given in (("mask", request.visibility.mask), ("bias", request.bias)):
         refuse(
-            getattr(request, name) is not None,
+            given is not None,
             f"{name}= speaks of pairs of tokens on different devices; segment_ids= hides padding",
         )
-    own_offset = isinstance(request.query_offset, int) and request.query_offset == 0
+    offset = request.visibility.query_offset
+    own_offset = isinstance(offset, int) and offset == 0
     if not own_offset or request.query_length != request.key_length or request.keys_rotated:
         raise NotImplementedError(
             "takes queries and keys of the same tokens; got "
             f"{request.query_length} queries, {request.key_length} keys, query_offset = "
-            f"{request.query_offset}, keys_rotated = {request.keys_rotated}"
+            f"{offset}, keys_rotated = {request.keys_rotated}"
         )
 
 
@@ -100,20 +102,19 @@ def attend(
     heads = request.query_heads // sharding.shards("heads")
     rows = batch // sharding.shards("batch")
     default = chunked.block_length(chunk, max(rows * heads, 1))
+    band = request.visibility.band
     ring = _Ring(
         names=names,
         count=count,
         # Where nothing depends on the order, any will do.
-        zigzag=order == "zigzag" or request.is_causal or request.local_window_size is not None,
-        exchange=order == "natural"
-        and (request.is_causal or request.local_window_size is not None),
+        zigzag=order == "zigzag" or band.hides,
+        exchange=order == "natural" and band.hides,
+        band=band,
         blocks=chunked.Blocks(
             query_length=chunk,
             key_length=chunk,
             block_q=min(block_q or default, chunk),
             block_k=min(block_k or default, chunk),
-            is_causal=request.is_causal,
-            local_window_size=request.local_window_size,
             groups=heads if shared else request.groups,
             scale=request.scale,
         ),
@@ -122,9 +123,8 @@ def attend(
     state = request.attended_state()
     if state is not None:
         state = jnp.broadcast_to(state, (batch, *state.shape[1:]))
-    segments = None if request.segments is None else tuple(request.segments)
     v = request.v.astype(request.compute_dtype)
-    inputs = _Inputs(q, k, v, state, segments, request.log_decay)
+    inputs = _Inputs(q, k, v, state, request.visibility.segments, request.log_decay)
     out = _attend_compiled(ring, sharding, _specs(sharding, inputs), inputs)
     width = request.v.shape[-1]
     return out[..., :width], None if state is None else out[..., width:]
@@ -159,7 +159,7 @@ class _Inputs(NamedTuple):
 
 
 class _Visitor(NamedTuple):
-    """What travels, cut into chunks: ``C'`` keys, padded to whole blocks.
+    """The arrays that travel, cut into chunks: ``C'`` keys, padded to whole blocks.
 
     Attributes:
       k: rotated keys ``[2, B, Hk, C', D']``.
@@ -184,7 +184,7 @@ class _Visitor(NamedTuple):
 
 
 class _Host(NamedTuple):
-    """What stays: queries by rows ``[2, B, Hk, G * C', D']``, ids and decay as a visitor's."""
+    """The arrays that stay: queries ``[2, B, Hk, G * C', D']``, ids and decay as a visitor's."""
 
     q: Array
     ids: Array | None
@@ -193,13 +193,14 @@ class _Host(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
-    """What is known at compile time.
+    """The static part of a call.
 
     Attributes:
       names: axes of the mesh that split the sequence.
       count: of the devices along them.
       zigzag: whether device ``d`` holds chunks ``d`` and ``2n - 1 - d``, or ``2d`` and ``2d + 1``.
       exchange: whether the arrays come, and the result goes, in natural order.
+      band: the causal rule and the window.
       blocks: of one chunk against another.
     """
 
@@ -207,6 +208,7 @@ class _Ring:
     count: int
     zigzag: bool
     exchange: bool
+    band: Band
     blocks: chunked.Blocks
 
     def chunk(self, device: Array, slot: Array) -> Array:
@@ -219,10 +221,10 @@ class _Ring:
         """Slots of queries and keys ``[pairs, 2]`` that may see one another."""
         every = [(1, 0), (0, 0), (1, 1), (0, 1)]
         # No chunk of the first half of a sequence sees one of the second.
-        return jnp.array(every[:3] if self.blocks.is_causal and self.zigzag else every, jnp.int32)
+        return jnp.array(every[:3] if self.band.is_causal and self.zigzag else every, jnp.int32)
 
     def passed_on(self, x: Any) -> Any:
-        """What the neighbour has sent."""
+        """Return the arrays that the neighbour has sent."""
         hops = [(d, (d + 1) % self.count) for d in range(self.count)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.names, hops), x)
 
@@ -333,7 +335,7 @@ class _Attended(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """What the backward pass needs: inputs, and what all keys make of each row."""
+    """Residuals of the backward pass: inputs, and what all keys make of each row."""
 
     host: _Host
     visitor: _Visitor
@@ -408,15 +410,13 @@ def _arrays(
     query, key = pair
     chunk = jax.tree.map(lambda x: x[key], visitor)
     ids = None if host.ids is None else (host.ids[query], chunk.ids)
-    distance = ring.chunk(here, query) - ring.chunk(device, key)
+    offset = (ring.chunk(here, query) - ring.chunk(device, key)) * ring.blocks.key_length
     return chunked.Arrays(
         q=host.q[query],
         k=chunk.k,
         values=chunk.values(),
         bias=None if host.decay is None else (host.decay[query], chunk.decay),
-        segments=ids,
-        mask=None,
-        offset=(distance * ring.blocks.key_length).astype(jnp.int32),
+        visibility=Visibility(ring.band, offset.astype(jnp.int32), ids),
     )
 
 

@@ -15,6 +15,7 @@ from jax import lax
 
 from tape_jax._src.attention import reference
 from tape_jax._src.attention.request import AttentionRows, Request, RowFunction
+from tape_jax._src.attention.visibility import part
 from tape_jax._src.core.checks import require
 
 Array = jax.Array
@@ -48,7 +49,9 @@ def attend(request: Request, *, block_q: int | None = None) -> tuple[Array, Arra
     size = min(block_q or _block_length(request), time)
     q, k = request.rotated()
     request = dataclasses.replace(request, q=q, k=k, query_state=None, keys_rotated=True)
-    parts = PARTS if request.is_causal and isinstance(request.query_offset, int) else 1
+    visibility = request.visibility
+    known = visibility.band.is_causal and isinstance(visibility.query_offset, int)
+    parts = PARTS if known else 1
     span = size * -(-time // (size * parts))
     found = [
         _by_blocks(seen_part(request, start, min(span, time - start)), size)
@@ -64,7 +67,7 @@ def _by_blocks(request: Request, size: int) -> tuple[Array, Array | None]:
 
     @jax.checkpoint
     def block(start: Array) -> Any:
-        return reference.attend(part(request, start, size))
+        return reference.attend(_of_queries(request, start, size))
 
     # The last block ends with the last query, so it may begin within the one before.
     starts = jnp.minimum(jnp.arange(0, time, size, dtype=jnp.int32), time - size)
@@ -84,58 +87,50 @@ def _block_length(request: Request) -> int:
     return length if jax.default_backend() == "cpu" else 1 << length.bit_length() - 1
 
 
-def part(request: Request, start: int | Array, size: int) -> Request:
-    """The part of a call that belongs to the ``size`` queries from ``start`` on."""
-
-    def own(x: Array, axis: int) -> Array:
-        return x if x.shape[axis] == 1 else lax.dynamic_slice_in_dim(x, start, size, axis)
+def _of_queries(request: Request, start: int | Array, size: int) -> Request:
+    """Return the part of a call that belongs to the ``size`` queries from ``start`` on."""
 
     def shifted(function: RowFunction | None) -> RowFunction | None:
         if function is None:
             return None
         return lambda logits, rows: function(logits, _from(start, rows))
 
-    segments, bias, mask = request.segments, request.bias, request.mask
-    decay = request.log_decay
+    bias, decay = request.bias, request.log_decay
     return dataclasses.replace(
         request,
         q=lax.dynamic_slice_in_dim(request.q, start, size, 1),
-        segments=None if segments is None else (own(segments[0], 1), segments[1]),
-        bias=bias if bias is None or callable(bias) else own(bias, 2),
-        mask=None if mask is None else own(mask, 2),
-        log_decay=None if decay is None else (own(decay[0], 1), decay[1]),
-        query_offset=request.query_offset + start,
+        bias=bias if bias is None or callable(bias) else part(bias, start, size, 2),
+        log_decay=None if decay is None else (part(decay[0], start, size, 1), decay[1]),
+        visibility=request.visibility.of_queries(start, size),
         logits_fn=shifted(request.logits_fn),
         weights_fn=shifted(request.weights_fn),
     )
 
 
 def seen_part(request: Request, start: int, size: int) -> Request:
-    """The same without the keys that the causal rule hides from all of these queries."""
-    own, seen = part(request, start, size), request.key_length
-    if request.is_causal and isinstance(request.query_offset, int):
-        seen = min(max(start + size + request.query_offset, 1), seen)
+    """Return the same without the keys that the causal rule hides from all of these queries."""
+    own, seen = _of_queries(request, start, size), request.key_length
+    visibility = request.visibility
+    if visibility.band.is_causal and isinstance(visibility.query_offset, int):
+        seen = min(max(start + size + visibility.query_offset, 1), seen)
     return _first_keys(own, seen)
 
 
 def _first_keys(request: Request, seen: int) -> Request:
-    """The call with the first ``seen`` keys only."""
+    """Return the call with the first ``seen`` keys only."""
 
     def cut(x: Array, axis: int) -> Array:
-        return x if x.shape[axis] == 1 else jax.lax.slice_in_dim(x, 0, seen, axis=axis)
+        return x if x.shape[axis] == 1 else lax.slice_in_dim(x, 0, seen, axis=axis)
 
-    segments, bias, mask, decay, state = (
-        request.segments, request.bias, request.mask, request.log_decay, request.state,
-    )  # fmt: skip
+    bias, decay, state = request.bias, request.log_decay, request.state
     return dataclasses.replace(
         request,
         k=cut(request.k, 1),
         v=cut(request.v, 1),
         state=None if state is None else cut(state, 1),
-        segments=None if segments is None else (segments[0], cut(segments[1], 1)),
         bias=bias if bias is None or callable(bias) else cut(bias, 3),
-        mask=None if mask is None else cut(mask, 3),
         log_decay=None if decay is None else (decay[0], cut(decay[1], 1)),
+        visibility=request.visibility.of_keys(0, seen),
     )
 
 

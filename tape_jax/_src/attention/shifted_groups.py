@@ -49,21 +49,8 @@ def shifted_group_attention(
       ValueError: if ``T`` is not a multiple of ``2 * groups``, heads cannot be halved, a state or a
         decay does not fit, or one of the excepted keywords is given.
     """
-    time, batch = q.shape[-3], q.ndim - 3
-    require(
-        time % (2 * groups) == 0,
-        f"shifted_groups = {groups} needs a length that is a multiple of {2 * groups}; got {time}",
-    )
-    for name in ("mask", "bias", "logits_fn", "weights_fn"):
-        require(
-            options.get(name) is None,
-            f"shifted_groups = {groups} needs an encoding and a call without {name}; got one",
-        )
-    heads = k.shape[-2]
-    require(
-        q.shape[-2] % 2 == 0 and (heads == 1 or heads % 2 == 0),
-        f"shifted_groups = {groups} shifts half of the heads; got q {q.shape}, k {k.shape}",
-    )
+    _check(q, k, groups, options)
+    time, batch, heads = q.shape[-3], q.ndim - 3, k.shape[-2]
     half = time // groups // 2
 
     def grouped(x: Array) -> Array:
@@ -110,3 +97,21 @@ def shifted_group_attention(
         **options,
     )
     return joined(out), None if attended is None else joined(attended)
+
+
+def _check(q: Array, k: Array, groups: int, options: dict[str, Any]) -> None:
+    """Raise ValueError unless length and heads can be divided, and nothing else is asked for."""
+    time, heads = q.shape[-3], k.shape[-2]
+    require(
+        time % (2 * groups) == 0,
+        f"shifted_groups = {groups} needs a length that is a multiple of {2 * groups}; got {time}",
+    )
+    for name in ("mask", "bias", "logits_fn", "weights_fn"):
+        require(
+            options.get(name) is None,
+            f"shifted_groups = {groups} needs an encoding and a call without {name}; got one",
+        )
+    require(
+        q.shape[-2] % 2 == 0 and (heads == 1 or heads % 2 == 0),
+        f"shifted_groups = {groups} shifts half of the heads; got q {q.shape}, k {k.shape}",
+    )

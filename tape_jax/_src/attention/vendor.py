@@ -19,14 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tape_jax._src.attention import pallas_blocks
-from tape_jax._src.attention.request import (
-    Request,
-    refuse,
-    refuse_large_indices,
-    refuse_rows,
-    same_segment,
-    visible_positions,
-)
+from tape_jax._src.attention.request import Request, refuse, refuse_rows
+from tape_jax._src.attention.visibility import Band, Visibility
 from tape_jax._src.core.partition import Named, differentiable_over_batch_and_heads
 
 Array = jax.Array
@@ -34,11 +28,11 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class VendorCall:
-    """What a kernel knows of a call beside its arrays.
+    """The static part of a call of a kernel.
 
     Attributes:
       scale: factor on the logits.
-      is_causal, local_window_size: as in :func:`tape_jax.attention`.
+      band: the causal rule and the window.
       offset: index of the first query among the keys.
       queries, keys: how many there are.
       widths: of the values, and of the state as a value (0: not attended).
@@ -47,8 +41,7 @@ class VendorCall:
     """
 
     scale: float
-    is_causal: bool
-    local_window_size: int | None
+    band: Band
     offset: int
     queries: int
     keys: int
@@ -59,46 +52,32 @@ class VendorCall:
     @classmethod
     def of(cls, request: Request) -> VendorCall:
         """Raises NotImplementedError for what no kernel here takes."""
-        offset = request.query_offset
+        visibility = request.visibility
+        offset, segments = visibility.query_offset, visibility.segments
         if not isinstance(offset, int):
             raise NotImplementedError(
                 "query_offset= must be known when the call is compiled, and one for all rows"
             )
-        refuse_large_indices(request)
+        visibility.refuse_large_indices(request.query_length, request.key_length)
         state = request.state if request.attend_state else None
         return cls(
             scale=request.scale,
-            is_causal=request.is_causal,
-            local_window_size=request.local_window_size,
+            band=visibility.band,
             offset=offset,
             queries=request.query_length,
             keys=request.key_length,
             widths=(request.v.shape[-1], 0 if state is None else math.prod(state.shape[3:])),
-            same_ids=request.segments is not None and request.segments[0] is request.segments[1],
+            same_ids=segments is not None and segments[0] is segments[1],
             interpret=request.interpret,
         )
 
-    def key_ranges(self) -> tuple[np.ndarray, np.ndarray]:
-        """For each query the first key that position lets it see, and one past the last.
-
-        Both may lie outside the keys that there are. Integers ``[Tq]``, int32.
-        """
-        at = np.arange(self.queries, dtype=np.int32) + np.int32(self.offset)
-        first = (
-            np.full_like(at, 0)
-            if self.local_window_size is None
-            else at - np.int32(self.local_window_size - 1)
-        )
-        if self.is_causal:
-            return first, at + 1
-        return first, np.full_like(
-            at, self.keys
-        ) if self.local_window_size is None else at + self.local_window_size
-
     def rows_that_see(self) -> np.ndarray:
         """Booleans ``[Tq]``: whether position lets a query see any key."""
-        first, last = self.key_ranges()
-        return np.maximum(first, 0) < np.minimum(last, self.keys)
+        at, last = np.arange(self.queries, dtype=np.int32) + np.int32(self.offset), self.keys - 1
+        lowest, highest = self.band.lowest, self.band.highest
+        first = np.zeros_like(at) if lowest is None else np.maximum(at + np.int32(lowest), 0)
+        end = np.full_like(at, last) if highest is None else at + np.int32(highest)
+        return first <= np.minimum(end, last)
 
 
 class Vendor:
@@ -160,14 +139,15 @@ class Vendor:
         refuse_rows(request)
         refuse(request.bias is not None, "bias= is not in the kernel")
         refuse(
-            request.mask is not None, "mask= is not in the kernel; segment_ids= hides padding too"
+            request.visibility.mask is not None,
+            "mask= is not in the kernel; segment_ids= hides padding too",
         )
         refuse(
             request.log_decay is not None,
             "log_decay= is not in the kernel, and as a bias would be as large as the logits",
         )
         refuse(
-            request.segments is not None and not self.segments,
+            request.visibility.segments is not None and not self.segments,
             "segment_ids= would need a mask as large as the logits",
         )
         name = request.compute_dtype.name
@@ -193,8 +173,8 @@ class Vendor:
         call = self._checked(request)
         q, k = request.rotated()
         args = {"q": q, "k": k, "values": request.values()}
-        if request.segments is not None:
-            args["query_ids"], args["key_ids"] = request.segments
+        if request.visibility.segments is not None:
+            args["query_ids"], args["key_ids"] = request.visibility.segments
         out = _attend_compiled(self, call, args)
         width = call.widths[0]
         return out[..., :width], None if out.shape[-1] == width else out[..., width:]
@@ -214,13 +194,9 @@ def _rows_that_see(call: VendorCall, args: Named) -> Array | None:
         return None if seen.all() else jnp.asarray(seen)[None]
     if call.same_ids and call.offset == 0:
         return None  # Every query sees its own key.
-    i = jnp.arange(call.queries, dtype=jnp.int32) + call.offset
-    j = jnp.arange(call.keys, dtype=jnp.int32)
-    near = visible_positions(
-        i, j, is_causal=call.is_causal, local_window_size=call.local_window_size
-    )
-    same = same_segment(args["query_ids"], args["key_ids"])[:, 0]
-    return jnp.any(same if near is None else same & near, axis=-1)
+    ids = (args["query_ids"], args["key_ids"])
+    pairs = Visibility(call.band, call.offset, ids).pairs(call.queries, call.keys)
+    return None if pairs is None else jnp.any(pairs, axis=(1, -1))
 
 
 def check_gpu(interpret: bool, oldest: tuple[int, int], architecture: str) -> None:

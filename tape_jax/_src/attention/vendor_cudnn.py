@@ -42,11 +42,11 @@ class Cudnn(Vendor):
 
     def check_call(self, call: VendorCall, request: Request) -> None:
         refuse(
-            call.offset != 0 and (call.is_causal or call.local_window_size is not None),
+            call.offset != 0 and call.band.hides,
             "query_offset= is not in the kernel",
         )
         refuse(
-            call.local_window_size is not None and not call.is_causal,
+            call.band.local_window_size is not None and not call.band.is_causal,
             "local_window_size= needs is_causal=True in the kernel",
         )
         capability = pallas_blocks.compute_capability()
@@ -60,11 +60,11 @@ class Cudnn(Vendor):
     def _values_and_states(self, call: VendorCall, args: Named) -> Array:
         width = self._width(args["q"].shape[-1], call)
         q, k = (pad_to(args[name], width, -1) for name in "qk")
-        window = call.local_window_size
+        window = call.band.local_window_size
         attend = functools.partial(
             jax.nn.dot_product_attention,
             scale=call.scale,
-            is_causal=call.is_causal,
+            is_causal=call.band.is_causal,
             local_window_size=None if window is None else (window - 1, 0),
             implementation=self.implementation,
         )

@@ -53,11 +53,6 @@ class Splash(Vendor):
             "the kernel does not compile with 64-bit types enabled",
         )
 
-    def candidates(self, request: Request) -> list[dict[str, Any]]:
-        """Options worth measuring, beside the default ones."""
-        longest = max(request.query_length, request.key_length)
-        return [{"block": block} for block in (128, 256, 512, 1024, 2048) if block <= longest]
-
     def attend(self, request: Request, *, block: int | None = None) -> tuple[Array, Array | None]:
         """Computes attention by splash kernels.
 
@@ -155,17 +150,17 @@ class _KeysBelow(splash_attention_mask.Mask):
 
 
 def _splash_mask(call: VendorCall, padded: tuple[int, int]) -> splash_attention_mask.Mask:
-    """What position hides, and the keys that are padding if a query could see them."""
-    masks = splash_attention_mask
-    if call.local_window_size is not None:
-        reach = (call.local_window_size - 1, 0 if call.is_causal else call.local_window_size - 1)
-        mask: Any = masks.LocalMask(padded, reach, call.offset)
-    elif call.is_causal:
+    """Return the mask of position, and of padding where a query could see it."""
+    masks, band = splash_attention_mask, call.band
+    if band.local_window_size is not None:
+        reach = band.local_window_size - 1
+        mask: Any = masks.LocalMask(padded, (reach, band.highest), call.offset)
+    elif band.is_causal:
         mask = masks.CausalMask(padded, call.offset)
     else:
         mask = masks.FullMask(padded)
-    unbounded = not call.is_causal and call.local_window_size is None
-    if padded[1] > call.keys and (unbounded or call.key_ranges()[1].max() > call.keys):
+    last = call.keys if band.highest is None else call.queries + call.offset + band.highest
+    if padded[1] > call.keys and (band.highest is None or last > call.keys):
         mask = mask & _KeysBelow(padded, call.keys)
     return mask
 

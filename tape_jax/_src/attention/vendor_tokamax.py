@@ -59,9 +59,9 @@ class Tokamax(Vendor):
 
     def check_call(self, call: VendorCall, request: Request) -> None:
         refuse(wide_types_enabled(), "the kernel does not compile with 64-bit types enabled")
-        window = call.local_window_size is not None
+        window = call.band.local_window_size is not None
         refuse(
-            call.offset != 0 and (call.is_causal or window),
+            call.offset != 0 and call.band.hides,
             "tokamax's function takes no query_offset=",
         )
         refuse(
@@ -94,15 +94,16 @@ class Tokamax(Vendor):
             flags.FLAGS(sys.argv[:1])
         rows, columns = (round_up(n, self.MULTIPLE) for n in (call.queries, call.keys))
         # The padding is visible unless the causal rule hides it anyway.
-        hide = columns > call.keys and not (call.is_causal and call.queries <= call.keys)
-        reach = None if call.local_window_size is None else call.local_window_size - 1
+        is_causal, window = call.band.is_causal, call.band.local_window_size
+        hide = columns > call.keys and not (is_causal and call.queries <= call.keys)
+        reach = None if window is None else window - 1
         out = tokamax.dot_product_attention(
             pad_to(args["q"], rows, 1),
             pad_to(args["k"], columns, 1),
             pad_to(args["values"], columns, 1),
             scale=call.scale,
-            is_causal=call.is_causal,
-            local_window_size=None if reach is None else (reach, 0 if call.is_causal else reach),
+            is_causal=is_causal,
+            local_window_size=None if reach is None else (reach, 0 if is_causal else reach),
             key_value_seq_lengths=jnp.full((1,), call.keys, jnp.int32) if hide else None,
             implementation=self.here(),
         )

@@ -1,19 +1,16 @@
-"""The public attention call: checks, choice of an implementation, errors."""
+"""The public attention call: what is wrong, refused and planned, and shapes."""
 
 from __future__ import annotations
 
-import dataclasses
-import subprocess
 import sys
-import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tape_jax._src.attention import api, attention, attention_plan
-from tape_jax._src.attention.normalise import normalise
+from tape_jax._src.attention import attention, attention_plan
+from tape_jax._src.attention.normalize import normalize
 
 T, H, D = 6, 4, 8
 
@@ -273,52 +270,6 @@ def test_a_function_as_bias_has_the_same_queries_in_all_rows():
         attention(**call, query_offset=jnp.array([3, 4]))
 
 
-def plan_at(length, **keywords):
-    x = jnp.zeros((1, length, 1, 2))
-    return attention_plan(x, x, x, **keywords)
-
-
-def test_choice_counts_all_heads_and_rows():
-    """Pairs of one head and bytes of all logits: both must be few for ``reference``."""
-
-    def choice(batch, length, heads, dtype="float32", keys=None):
-        q = jax.ShapeDtypeStruct((batch, length, heads, 64), dtype)
-        k = jax.ShapeDtypeStruct((batch, keys or length, 1, 64), dtype)
-        return attention_plan(q, k, k).implementation
-
-    assert choice(8, 128, 32) == "reference"
-    assert choice(64, 128, 32) == choice(8, 128, 256) == choice(64, 64, 32, keys=256) == "chunked"
-    assert choice(16, 128, 16, "bfloat16") == choice(16, 128, 16) == "reference"
-    assert choice(64, 1, 32, keys=512) == "reference"
-    assert choice(1, 256, 1) == choice(8, 256, 4) == choice(2, 1024, 4) == "query_blocks"
-    assert choice(2, 4096, 4) == "chunked"
-
-
-@pytest.mark.parametrize("platform", ["gpu", "tpu"])
-def test_what_was_not_measured_is_not_chosen(monkeypatch, platform):
-    """Kernels are neither taken nor imported on a machine that has measured nothing."""
-    monkeypatch.setattr(jax, "default_backend", lambda: platform)
-    monkeypatch.setitem(api.BACKENDS, "pallas", "no.such.module")
-    x = jax.ShapeDtypeStruct((1, 2048, 2, 64), "bfloat16")
-    plan = attention_plan(x, x, x, state=x, is_causal=True)
-    assert plan.implementation == "chunked"
-    assert set(plan.rejected) == set(api.BACKENDS) - {"chunked", "ring"}
-    note = "nothing was measured here (python -m tape_jax.tune does)"
-    assert plan.rejected["pallas"] == plan.rejected["splash"] == plan.basis == note
-    assert plan.measured is None
-    assert plan.options == {}
-    with pytest.raises(NotImplementedError, match="cannot be imported here: ModuleNotFoundError"):
-        attention(*[jnp.zeros(x.shape, x.dtype)] * 3, implementation="pallas")
-
-
-def test_choice_by_length():
-    assert plan_at(64).implementation == "reference"
-    plan = plan_at(1024)
-    assert plan.implementation == "query_blocks"
-    assert plan.rejected["reference"] == "can do this call, but 'query_blocks' is tried first"
-    assert plan_at(1024, implementation="reference").implementation == "reference"
-
-
 def abstract(tree):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
@@ -356,114 +307,8 @@ def test_plan_takes_scalars_of_numpy_and_jax():
 def test_states_of_queries_are_not_repeated(heads):
     """Backends broadcast a state over the query heads that share it."""
     state = jnp.ones((2, T, heads, D))
-    request = normalise(**arrays(), query_state=state)
+    request = normalize(**arrays(), query_state=state)
     assert request.query_state.shape == state.shape
-
-
-@pytest.fixture
-def registered(monkeypatch):
-    """Registers a backend, as one module and its name in the tables."""
-
-    def register(**functions):
-        module = types.ModuleType("tests.library.attention.extra_backend")
-        vars(module).update(functions)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-        monkeypatch.setitem(api.BACKENDS, "extra", module.__name__)
-        monkeypatch.setattr(api, "STATIC", {"cpu": ("extra", *api.STATIC["cpu"])})
-        monkeypatch.setattr(api, "SMALL_PAIRS", 0)
-
-    return register
-
-
-def refuse(request):
-    raise NotImplementedError("not on this device")
-
-
-def test_a_new_backend_is_used(registered):
-    def attend(request, *, value=1.0):
-        return jnp.full((2, T, H, D), value), jnp.full((2, T, H, D), -value)
-
-    registered(check=lambda request: None, attend=attend)
-    o, a = attention(**arrays())
-    assert (o == 1).all()
-    assert (a == -1).all()
-    o, _ = attention(**arrays(), implementation="extra", options={"value": 3.0})
-    assert (o == 3).all()
-
-
-def test_a_backend_that_cannot_is_skipped(registered):
-    registered(check=refuse, attend=None)
-    o, _ = attention(**arrays())
-    np.testing.assert_allclose(o, 1, rtol=1e-6)
-    assert attention_plan(**arrays()).rejected["extra"] == "not on this device"
-    with pytest.raises(NotImplementedError, match="'extra': not on this device"):
-        attention(**arrays(), implementation="extra")
-
-
-def test_names_are_tried_in_order(registered):
-    """The first that can is taken; only NotImplementedError leads on to the next."""
-    registered(check=refuse, attend=None)
-    plan = attention_plan(**arrays(), implementation=("extra", "chunked", "reference"))
-    assert plan.implementation == "chunked"
-    assert plan.rejected == {
-        "extra": "not on this device",
-        "reference": "can do this call, but 'chunked' is tried first",
-    }
-    with api.recorded_plans() as plans:
-        attention(**arrays(), implementation=["extra", "chunked", "reference"])
-    assert plans == [dataclasses.replace(plan, operations=None)]
-    with pytest.raises(NotImplementedError, match=r"'extra': not on .*; .*'pallas': needs a CUDA"):
-        attention(**arrays(), implementation=("extra", "pallas"))
-
-
-def test_what_is_refused_while_running_is_tried_elsewhere(registered):
-    def attend(request):
-        raise NotImplementedError("only seen while tracing")
-
-    registered(check=lambda request: None, attend=attend)
-    with api.recorded_plans() as plans:
-        attention(**arrays())
-    assert plans[0].implementation == "query_blocks"
-    assert plans[0].rejected["extra"] == "only seen while tracing"
-    with pytest.raises(NotImplementedError, match="'extra': only seen while tracing"):
-        attention(**arrays(), implementation="extra")
-
-
-@pytest.mark.parametrize("error", [ImportError, AttributeError, RuntimeError])
-def test_what_cannot_be_imported_is_a_reason(monkeypatch, tmp_path, error):
-    """As with a library of another version: an automatic choice goes on, a name says why."""
-    (tmp_path / "broken_backend.py").write_text(f"raise {error.__name__}('moved in jax 9')")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(api.BACKENDS, "extra", "broken_backend")
-    monkeypatch.setattr(api, "STATIC", {"cpu": ("extra", *api.STATIC["cpu"])})
-    monkeypatch.setattr(api, "SMALL_PAIRS", 0)
-    reason = f"cannot be imported here: {error.__name__}: moved in jax 9"
-    attention(**arrays())
-    assert attention_plan(**arrays()).rejected["extra"] == reason
-    assert attention_plan(**arrays(), implementation="extra").rejected == {"extra": reason}
-    for options in (None, {"block_q": 4}):
-        with pytest.raises(NotImplementedError, match=reason) as raised:
-            attention(**arrays(), implementation="extra", options=options)
-        assert isinstance(raised.value.__cause__.__cause__, error)
-
-
-def test_an_error_in_a_backend_is_not_swallowed(registered):
-    def attend(request):
-        raise TypeError("a bug")
-
-    registered(check=lambda request: None, attend=attend)
-    with pytest.raises(TypeError, match="a bug"):
-        attention(**arrays())
-
-
-def test_backends_are_imported_when_needed():
-    code = (
-        "import sys, tape_jax; "
-        "print([m for m in sys.modules if m.startswith('tape_jax._src.attention.')])"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "chunked" not in out.stdout
-    assert "api" in out.stdout
 
 
 @pytest.mark.parametrize("batch", [(), (2,), (2, 3)])

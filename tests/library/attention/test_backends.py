@@ -16,7 +16,8 @@ import pytest
 from jax.test_util import check_grads
 
 from tape_jax import testing
-from tape_jax._src.attention import api, attention, attention_plan
+from tape_jax._src.attention import BACKENDS as IMPLEMENTATIONS
+from tape_jax._src.attention import attention, attention_plan
 from tests.library.attention.backends import (
     BACKENDS,
     GPU_BACKENDS,
@@ -54,7 +55,7 @@ def test_reference_gradients(name, x64):
 
 
 @pytest.mark.usefixtures("any_device")
-@pytest.mark.parametrize("backend", api.BACKENDS)
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 def test_refused_cases(backend):
     """A backend refuses what REFUSED says, and no more."""
 
@@ -101,18 +102,17 @@ def test_blocks_of_any_size(name, block_q, block_k):
     assert_close(got, expected(name), TOLERANCE["float32"])
 
 
-@each(compiled=True)
+@each(compiled=True, refused=[("pallas", "float64"), ("splash", "float64"), ("splash", "float16")])
 @pytest.mark.parametrize("dtype", mostly_slow(["float64", "bfloat16", "float16"], "bfloat16"))
 def test_types(backend, keywords, dtype):
     """Within the tolerance for inputs that were rounded, and, by the norm, for exact ones."""
-    taken = [n for n in ("grouped_heads", "grouped_heads_shared_state") if n not in
-             REFUSED[keywords["implementation"]]]  # fmt: skip
-    if not taken:
-        pytest.skip(f"{keywords['implementation']} refuses these cases")
+    name = "grouped_heads"
+    if name in REFUSED[keywords["implementation"]]:
+        name = "grouped_heads_shared_state"
     with jax.enable_x64(dtype == "float64"):
-        got = run(BY_NAME[taken[0]], dtype, **keywords)
-    assert_close(got, expected(taken[0], dtype), TOLERANCE[dtype])
-    for x, y in zip(*map(jax.tree.leaves, (got, expected(taken[0]))), strict=True):
+        got = run(BY_NAME[name], dtype, **keywords)
+    assert_close(got, expected(name, dtype), TOLERANCE[dtype])
+    for x, y in zip(*map(jax.tree.leaves, (got, expected(name))), strict=True):
         assert np.linalg.norm(x - y) <= TOLERANCE[dtype] * np.linalg.norm(y)
 
 
@@ -216,20 +216,26 @@ def test_symmetries(backend, keywords):
     )  # fmt: skip
 
 
-@each("chunked", "pallas", slow=["pallas"])
-@pytest.mark.parametrize(
-    ("options", "rows", "unseen"),
-    [
-        ({"is_causal": True}, slice(0, 32), slice(32, 64)),
-        ({"local_window_size": 9}, slice(32, 64), slice(0, 16)),
-        ({"segment_ids": np.repeat([3, -1], 32)}, slice(0, 32), slice(32, 64)),
-        ({"mask": np.repeat([True, False], 32)}, slice(0, 64), slice(32, 64)),
-        ({"mask": np.kron([[1, 1], [1, 0]], np.ones((32, 32))) > 0}, slice(32, 64), slice(32, 64)),
-    ],
-    ids=["causal", "window", "segments", "mask of keys", "mask"],
+HIDDEN = {
+    "causal": ({"is_causal": True}, slice(0, 32), slice(32, 64)),
+    "window": ({"local_window_size": 9}, slice(32, 64), slice(0, 16)),
+    "segments": ({"segment_ids": np.repeat([3, -1], 32)}, slice(0, 32), slice(32, 64)),
+    "mask_of_keys": ({"mask": np.repeat([True, False], 32)}, slice(0, 64), slice(32, 64)),
+    "mask": (
+        {"mask": np.kron([[1, 1], [1, 0]], np.ones((32, 32))) > 0},
+        slice(32, 64),
+        slice(32, 64),
+    ),
+}
+
+
+@each(
+    "chunked", "pallas", slow=["pallas"], refused=[("pallas", "mask"), ("pallas", "mask_of_keys")]
 )
-def test_hidden_blocks_are_not_read(backend, keywords, options, rows, unseen):
+@pytest.mark.parametrize("name", HIDDEN)
+def test_hidden_blocks_are_not_read(backend, keywords, name):
     """NaN there reaches no output and no gradient of rows that do not see them."""
+    options, rows, unseen = HIDDEN[name]
     q, k, v, e = qkve(64, heads=1, kv_heads=1, batch=1)
 
     @jit

@@ -1,4 +1,4 @@
-"""What is particular to log decay; its results are tested with those of all other calls."""
+"""Log decay alone; its results are tested with those of all other calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tape_jax._src.attention import attention, attention_plan
+from tape_jax._src.attention import attention
 from tape_jax._src.attention.shifted_groups import shifted_group_attention
 from tests.library.attention.backends import (
     BACKENDS,
@@ -53,22 +53,6 @@ def test_forgetting_attention(backend):
         got = found, pull(jnp.asarray(d_o))[0]
         assert found.dtype == ("float64" if exact else "float32")
     assert_close(jax.device_get(got), (o, gradients), 1e-9 if exact else 3e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", OURS)
-def test_alibi_is_a_decay(backend):
-    """``-slope * t`` gives what the bias of ALiBi does."""
-    q, k, v, e = qkve(33, heads=4)
-    slopes = 2.0 ** -jnp.arange(1, 5)
-
-    def alibi(query, key):
-        return -slopes[:, None, None] * (query[:, None] - key)
-
-    want = attention(q, k, v, state=e, is_causal=True, bias=alibi, implementation="reference")
-    decay = -slopes * jnp.arange(33.0)[:, None]
-    found = attention(q, k, v, state=e, is_causal=True, log_decay=decay, **BACKENDS[backend])
-    chex.assert_trees_all_close(found, want, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -291,14 +275,6 @@ def test_shifted_groups(heads):
     chex.assert_trees_all_close(*gradients, atol=1e-5)
     with pytest.raises(ValueError, match=r"log_decay: expected shape .*; got \(23, 1\)"):
         shifted(jnp.zeros((23, 1)))
-
-
-def test_plan():
-    x = jax.ShapeDtypeStruct((2, 8, 2, 16), "float32")
-    decay = jax.ShapeDtypeStruct((8, 1), "float32")
-    assert attention_plan(x, x, x, log_decay=decay).implementation == "reference"
-    plan = attention_plan(x, x, x, log_decay=decay, implementation="splash", interpret=True)
-    assert plan.rejected["splash"].startswith("log_decay= is not in the kernel")
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What is particular to the fused kernels; their results are tested with all other backends'."""
+"""The fused kernels alone; their results are tested with all other backends'."""
 
 from __future__ import annotations
 

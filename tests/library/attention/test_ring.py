@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import AxisType
 
 from tape_jax._src.attention import attention, attention_plan, chunked, ring, zigzag
+from tape_jax._src.attention.visibility import Band
 from tape_jax.sharding import ShardingConfig
 from tests.selection import mostly_slow
 from train.analysis.collectives import collectives
@@ -162,8 +163,9 @@ def test_zigzag_gives_each_device_both_ends(devices):
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_causal_work_is_equal_at_every_step(devices):
     """Of the pairs of chunks that meet at a step, as many are visible on every device."""
-    blocks = chunked.Blocks(4, 4, 4, 4, is_causal=True, local_window_size=None, groups=1, scale=1.0)
-    found = ring._Ring(("sequence",), devices, zigzag=True, exchange=False, blocks=blocks)
+    blocks = chunked.Blocks(4, 4, 4, 4, groups=1, scale=1.0)
+    band = Band(is_causal=True)
+    found = ring._Ring(("sequence",), devices, True, False, band, blocks)
     for hop in range(devices):
         visible = [
             sum(

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from tape_jax._src.attention import api, attention, attention_plan, rows
+from tape_jax._src.attention import BACKENDS, attention, attention_plan, rows
+from tape_jax._src.attention.normalize import normalize
 from tape_jax._src.attention.shifted_groups import shifted_group_attention
 from tests.library.attention.backends import assert_close, jit, normal, qkve
 from tests.library.attention.cases import BY_NAME, call, inputs, oracle
@@ -240,7 +241,7 @@ def test_other_backends_refuse(name):
     q, k, v, _ = qkve(9)
     q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
     given = {"is_causal": True, name: lambda logits, rows: logits}
-    for backend in set(api.BACKENDS) - set(EVERY):
+    for backend in set(BACKENDS) - set(EVERY):
         with pytest.raises(NotImplementedError):
             attention(q, k, v, implementation=backend, **given)
     for backend in ("chunked", "pallas", "splash", "cudnn"):
@@ -327,7 +328,7 @@ def test_memory_is_linear():
 def test_blocks_shrink_as_calls_grow():
     def block(*shape):
         x = jnp.zeros((*shape, 2))
-        return rows._block_length(api.normalise(x, x, x, is_causal=True))
+        return rows._block_length(normalize(x, x, x, is_causal=True))
 
     assert block(1, 1024, 2) == 512
     assert block(4, 1024, 2) == 128

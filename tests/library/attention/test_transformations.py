@@ -151,7 +151,7 @@ def test_sharded_time_is_gathered(backend, keywords):
     chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), atol=1e-6)
 
 
-@each()
+@each(refused=["query_blocks", "splash"])
 def test_traced_offset(backend, keywords):
     """query_offset may be traced, and batched by vmap."""
     case = BY_NAME["cache"]
@@ -174,7 +174,7 @@ def test_traced_offset(backend, keywords):
 
 
 @pytest.mark.slow
-@each(slow=["splash"])
+@each(refused=["query_blocks", "splash"])
 def test_one_offset_for_each_row(backend, keywords):
     """Outputs and gradients are those of the rows, each by itself with its own offset."""
     case = BY_NAME["cache"]
@@ -195,24 +195,45 @@ def test_one_offset_for_each_row(backend, keywords):
     chex.assert_trees_all_close(got, jax.tree.map(lambda *x: jnp.concatenate(x), *rows), atol=1e-5)
 
 
-def test_an_equal_bias_function_is_not_compiled_anew():
-    """Nor is another one taken for it, be it a constant or an array that differs."""
+def bias_of(table, factor, wrap=lambda f: f):
+    """A bias that reads a table within what ``wrap`` returns, its derivative times ``factor``."""
+    scaled = jax.custom_jvp(lambda x: x)
+    scaled.defjvp(lambda x, t: (x[0], factor * t[0]))
+    return wrap(lambda i, j: scaled(jnp.asarray(table)[jnp.abs(i[:, None] - j)]))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["", "jit", "remat"])
+def test_no_bias_function_is_taken_for_another(wrap):
+    """Whether they differ in an array, or in their derivatives alone."""
     q, k, v, e = qkve(19)
-    table = jnp.arange(19.0)
 
-    def attend(slope, table):
-        def bias(i, j):
-            return slope * table[jnp.abs(i[:, None] - j)]
+    def loss(table, factor, implementation):
+        bias = bias_of(table, factor, wrap)
+        call = {"is_causal": True, "bias": bias, "implementation": implementation}
+        return jnp.sum(jnp.sin(attention(q, k, v, state=e, **call)[0]))
 
-        return attention(q, k, v, state=e, is_causal=True, bias=bias, implementation="chunked")[0]
+    for sign, factor in ((1.0, 1.0), (-1.0, 1.0), (1.0, 3.0)):
+        table = sign * jnp.arange(19.0) / 4
+        found, want = (
+            jax.value_and_grad(loss)(table, factor, name) for name in ("chunked", "reference")
+        )
+        assert_close(found, want, 1e-5)
 
-    first, compiled = attend(0.25, table), chunked._attend_compiled._cache_size()
-    chex.assert_trees_all_equal(attend(0.25, table), first)
-    other_table = attend(0.25, -table)
-    assert chunked._attend_compiled._cache_size() == compiled
-    other_slope = attend(-0.25, table)
-    chex.assert_trees_all_close(other_slope, other_table, atol=1e-6)
-    assert jnp.abs(other_slope - first).max() > 1e-2
+
+def test_a_bias_function_is_compiled_once_with_the_program_around_it():
+    """Outside of a program each call compiles its own, which goes when the call is over."""
+    q, k, v, e = qkve(19)
+
+    def call(table):
+        call = {"is_causal": True, "bias": bias_of(table, 1.0), "implementation": "chunked"}
+        return attention(q, k, v, state=e, **call)[0]
+
+    compiled, kept = jax.jit(call), chunked._attend_compiled._cache_size()
+    for n in range(3):
+        table = jnp.arange(19.0) + n
+        chex.assert_trees_all_close(compiled(table), call(table), atol=1e-6)
+    assert compiled._cache_size() == 1
+    assert chunked._attend_compiled._cache_size() == kept
 
 
 @pytest.mark.slow

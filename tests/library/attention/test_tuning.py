@@ -1,9 +1,9 @@
-"""What is chosen by measurement, where it is kept, and what does not count. Nothing is timed."""
+"""The choice by measurement, where measurements are kept, and which do not count."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
+import functools
 import os
 import subprocess
 import sys
@@ -15,37 +15,34 @@ import numpy as np
 import pytest
 
 from tape_jax import attention, attention_plan, tune
-from tape_jax._src.attention import api
-from tape_jax._src.attention.normalise import normalise
-from tape_jax._src.attention.tuning import cases, choice, command, measure, session, store
-from tape_jax._src.attention.tuning.cases import CallShape, Contender, Measured
+from tape_jax._src.attention import choice, recorded_plans, reference
+from tape_jax._src.attention.normalize import normalize
+from tape_jax._src.attention.tuning import measure, records
+from tape_jax._src.attention.tuning.records import CallShape, Measured
 from tape_jax._src.core import processes
 from tape_jax._src.core.timing import Timing
 from tape_jax.sharding import ShardingConfig
 
 SHAPE = CallShape(8, 64, "float32", True, 1, 2, 2)
-BLOCKS = {"block_q": 64, "block_k": 64}
-QUICK = Contender("chunked", BLOCKS)
 
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch, tmp_path):
     """A cache folder of its own, and nothing known."""
     monkeypatch.setenv("TAPE_JAX_CACHE", str(tmp_path))
-    store.key.cache_clear()
-    store.device.cache_clear()
-    choice.forget()
+    records.key.cache_clear()
+    records.device.cache_clear()
+    records.forget()
     yield tmp_path / "attention"
-    choice.forget()
+    records.forget()
 
 
-def result(contender, forward=1.0, gradients=2.0, **other):
-    contender = Contender(contender) if isinstance(contender, str) else contender
-    return Measured(contender, forward, gradients, error=0.0, **other)
+def result(name, forward=1.0, gradients=2.0, **other):
+    return Measured(name, forward, gradients, error=0.0, **other)
 
 
 def timer(seconds):
-    """A clock by which every function takes what the first word of its name that is given says."""
+    """A clock by which every function takes what its name says."""
 
     def take_turns(functions, **_):
         for function in functions.values():
@@ -61,14 +58,14 @@ def plan_of(shape, **keywords):
 
 
 def known(*results, shape=SHAPE):
-    store.write({shape: list(results)})
-    choice.forget()
+    records.write({shape: list(results)})
+    records.forget()
 
 
 def test_what_was_measured_is_taken():
-    known(result("reference"), result("chunked", 0.9, 1.8), result(QUICK, 0.5, 1.0))
+    known(result("reference"), result("chunked", 0.5, 1.0))
     plan = plan_of(SHAPE)
-    assert (plan.implementation, plan.options) == ("chunked", BLOCKS)
+    assert (plan.implementation, plan.options) == ("chunked", {})
     assert plan.measured == {"chunked": (0.5, 1.0), "reference": (1.0, 2.0)}
     assert plan.basis == "measured: D 8, T 64, float32, 1 x 2 heads, state"
     assert plan.rejected == {
@@ -77,7 +74,7 @@ def test_what_was_measured_is_taken():
         **dict.fromkeys(("query_blocks", "rows"), "can do this call, but 'chunked' is tried first"),
     }
     arrays = SHAPE.arrays()
-    with api.recorded_plans() as plans:
+    with recorded_plans() as plans:
         got = attention(*arrays[:3], state=arrays[3], is_causal=True)
     assert [dataclasses.replace(x, operations=plan.operations) for x in plans] == [plan]
     want = attention(*arrays[:3], state=arrays[3], is_causal=True, implementation="reference")
@@ -99,8 +96,8 @@ def test_nothing_measured_is_said():
 )
 def test_the_default_gives_way_to_what_is_faster_both_ways(forward, gradients, taken):
     """By more than what another process shows."""
-    best = choice.ranked([result("reference"), result("chunked", forward, gradients)], "reference")
-    assert best[0].contender.implementation.startswith(taken)
+    best = records.ranked([result("reference"), result("chunked", forward, gradients)], "reference")
+    assert best[0].implementation.startswith(taken)
     assert len(best) == 2
 
 
@@ -111,13 +108,13 @@ def test_what_may_be_noise_is_not_taken(spread, taken):
         result("reference", spreads=(0.0, spread)),
         result("chunked", 0.5, 1.6, spreads=(0.1, spread)),
     ]
-    assert choice.ranked(noisy, "reference")[0].contender.implementation == taken
+    assert records.ranked(noisy, "reference")[0].implementation == taken
 
 
 def test_what_disagrees_is_never_taken():
     """Not even where it is what is taken without measurements."""
     shape = dataclasses.replace(SHAPE, length=512)
-    wrong = Measured(Contender("chunked"), error=0.1, struck="disagrees", wrong=True)
+    wrong = Measured("chunked", error=0.1, struck="disagrees", wrong=True)
     known(result("reference"), wrong, shape=shape)
     plan = plan_of(dataclasses.replace(SHAPE, length=8192))
     assert plan.implementation == "rows"
@@ -126,18 +123,18 @@ def test_what_disagrees_is_never_taken():
 
 def test_what_disagrees_anywhere_is_taken_nowhere():
     """In calls of types of the same width."""
-    wrong = Measured(QUICK, error=0.1, struck="disagrees", wrong=True)
+    wrong = Measured("chunked", error=0.1, struck="disagrees", wrong=True)
     shapes = [dataclasses.replace(SHAPE, length=length) for length in (64, 128)]
-    fast = [result("reference"), result("chunked"), result(QUICK, 0.1, 0.1)]
+    fast = [result("reference"), result("chunked", 0.1, 0.1)]
     half = [dataclasses.replace(shape, dtype="bfloat16") for shape in shapes[1:]]
-    store.write({shapes[0]: [wrong], shapes[1]: fast, half[0]: fast})
-    choice.forget()
-    assert plan_of(shapes[1]).options == {}
-    assert plan_of(half[0]).options == BLOCKS
+    records.write({shapes[0]: [wrong], shapes[1]: fast, half[0]: fast})
+    records.forget()
+    assert plan_of(shapes[1]).implementation == "reference"
+    assert plan_of(half[0]).implementation == "chunked"
 
 
 def test_what_took_too_long_is_still_there():
-    known(Measured(Contender("chunked"), error=1e-7, struck="takes 9 s"), shape=SHAPE)
+    known(Measured("chunked", error=1e-7, struck="takes 9 s"), shape=SHAPE)
     plan = plan_of(dataclasses.replace(SHAPE, length=4096))
     assert plan.implementation == "chunked"
     assert plan.measured == {}
@@ -156,20 +153,27 @@ def test_the_nearest_shape_counts(length, rows, nearest):
         CallShape(64, length, "bfloat16", True),
         CallShape(64, length, "float32", False),
     ]
-    found = choice.nearest(CallShape(64, length, "float32", True, 1, rows, rows), table)
+    found = records.nearest(CallShape(64, length, "float32", True, 1, rows, rows), table)
     assert (found and found.length) == nearest
 
 
-def test_short_calls_of_another_head_dimension_say_nothing():
-    table = [CallShape(8, 16, "float32", True), CallShape(64, 256, "float32", True)]
-    assert choice.nearest(CallShape(64, 100, "float32", True), table) is None
-    assert choice.nearest(CallShape(8, 16, "float32", True), table) == table[0]
+@pytest.mark.parametrize(
+    ("measured", "call", "known"),
+    [
+        ([(8, 16), (64, 256)], (64, 100), None),
+        ([(8, 16), (64, 256)], (8, 16), (8, 16)),
+        ([(64, 64, "bfloat16")], (64, 64, "float16"), (64, 64, "bfloat16")),
+        ([(64, 64, "bfloat16")], (64, 64, "float64"), None),
+    ],
+)
+def test_what_another_kind_of_call_says(measured, call, known):
+    """Short calls of another head dimension nothing, types of one width the same."""
 
+    def shape(dim, length, dtype="float32"):
+        return CallShape(dim, length, dtype, True)
 
-def test_types_of_one_width_are_alike():
-    table = [CallShape(64, 64, "bfloat16", True)]
-    assert choice.nearest(CallShape(64, 64, "float16", True), table)
-    assert choice.nearest(CallShape(64, 64, "float64", True), table) is None
+    found = records.nearest(shape(*call), [shape(*each) for each in measured])
+    assert found == (known and shape(*known))
 
 
 def test_calls_with_far_more_keys_than_queries_are_not_known():
@@ -182,30 +186,21 @@ def test_calls_with_far_more_keys_than_queries_are_not_known():
     assert (plan.implementation, plan.measured) == ("reference", None)
 
 
-def test_options_that_do_not_suit_a_call_are_not_carried_over():
-    known(result("reference"), result("chunked", 0.8, 1.6), result(QUICK, 0.5, 1.0))
-    plan = plan_of(dataclasses.replace(SHAPE, length=40))
-    assert (plan.implementation, plan.options) == ("chunked", {})
-    assert plan.measured["chunked"] == (0.8, 1.6)
-
-
-@pytest.mark.parametrize(("length", "taken"), [(64, "reference"), (181, "reference"), (182, "ch")])
-def test_the_reference_is_not_taken_where_its_memory_was_not_tried(length, taken):
-    """Except where it is so small a call that it is the default."""
-    known(result("reference", 0.1, 0.1), result("chunked"))
+@pytest.mark.parametrize(
+    ("measured", "length", "taken"),
+    [(64, 64, "reference"), (64, 181, "reference"), (64, 182, "ch"), (8192, 8192, "chunked")],
+)
+def test_the_reference_is_not_taken_where_its_memory_was_not_tried(measured, length, taken):
+    """Except in so small a call that it is the default; each layer of a model keeps its logits."""
+    measured = dataclasses.replace(SHAPE, length=measured)
+    known(result("reference", 0.1, 0.1), result("chunked"), shape=measured)
     plan = plan_of(dataclasses.replace(SHAPE, length=length))
     assert plan.implementation.startswith(taken)
 
 
-def test_layers_keep_little_for_the_backward_pass():
-    shape = dataclasses.replace(SHAPE, length=8192)
-    known(result("reference", 0.1, 0.1), result("chunked"), shape=shape)
-    assert plan_of(shape).implementation == "chunked"
-
-
 def test_what_refuses_a_call_is_passed_over(extra):
     def check(request):
-        if request.mask is not None:
+        if request.visibility.mask is not None:
             raise NotImplementedError("no masks")
 
     extra(check=check, attend=None)
@@ -224,14 +219,13 @@ def extra(monkeypatch):
         module = types.ModuleType("tests.library.attention.tuned_backend")
         vars(module).update(functions)
         monkeypatch.setitem(sys.modules, module.__name__, module)
-        monkeypatch.setitem(api.BACKENDS, "extra", module.__name__)
+        monkeypatch.setitem(choice.BACKENDS, "extra", module.__name__)
 
     return register
 
 
 def test_a_backend_that_disagrees_is_struck_off(extra):
     """In one gradient of one row, though it is by far the fastest."""
-    from tape_jax._src.attention import reference
 
     @jax.custom_vjp
     def wrong(x):
@@ -239,21 +233,19 @@ def test_a_backend_that_disagrees_is_struck_off(extra):
 
     wrong.defvjp(lambda x: (x, None), lambda _, g: (g.at[0, 5].multiply(1.1),))
 
-    def attend(request, *, right=False):
-        if right:
-            return reference.attend(request)
+    def attend(request):
         return reference.attend(dataclasses.replace(request, k=wrong(request.k)))
 
-    extra(check=lambda request: None, attend=attend, candidates=lambda request: [{"right": True}])
-    seconds = {"extra": 0.01, "extra right=True": 0.5}
-    table = session.tune([SHAPE], seconds=60, say=lambda line: None, timer=timer(seconds))
-    by_name = {str(x.contender): x for x in table[SHAPE]}
+    extra(check=lambda request: None, attend=attend)
+    seconds = {"extra": 0.01, "chunked": 0.5}
+    table = measure.tune([SHAPE], seconds=60, say=lambda line: None, timer=timer(seconds))
+    by_name = {x.implementation: x for x in table[SHAPE]}
     assert by_name["extra"].struck.startswith("disagrees with the reference: error ")
     assert by_name["extra"].error > 1e-2
     assert not by_name["extra"].timed
-    assert by_name["extra right=True"].error < 1e-6
+    assert by_name["chunked"].error < 1e-5
     plan = plan_of(SHAPE)
-    assert (plan.implementation, plan.options) == ("extra", {"right": True})
+    assert plan.implementation == "chunked"
     assert "needs a CUDA GPU" in plan.rejected["pallas"]
 
 
@@ -280,59 +272,45 @@ def test_a_stopped_run_goes_on(monkeypatch):
     def stop(*args, **kwargs):
         raise KeyboardInterrupt
 
-    session.tune(shapes[:1], **options)
+    measure.tune(shapes[:1], **options)
     with pytest.raises(KeyboardInterrupt):
-        session.tune(shapes, **options | {"timer": stop})
-    assert list(store.read()[0]) == shapes[:1]
-    assert list(session.tune(shapes, **options)) == shapes
+        measure.tune(shapes, **options | {"timer": stop})
+    assert list(records.read()[0]) == shapes[:1]
+    assert list(measure.tune(shapes, **options)) == shapes
     assert len(lines) == 2
-    monkeypatch.setattr(session, "measure", stop)
-    session.tune(shapes, **options)
+    monkeypatch.setattr(measure, "measure", stop)
+    measure.tune(shapes, **options)
     with pytest.raises(KeyboardInterrupt):
-        session.tune(shapes, **options, again=True)
+        measure.tune(shapes, **options, again=True)
 
 
 def test_the_time_is_limited():
     lines = []
-    assert session.tune([SHAPE], seconds=0, say=lines.append) == {}
+    assert measure.tune([SHAPE], seconds=0, say=lines.append) == {}
     assert lines == ["1 of 1 cases are left: the time is over"]
-    limits = measure.Limits(deadline=0.0)
-    found = measure.measure(SHAPE, [QUICK], session.caller, limits=limits, timer=timer({}))
+    found = measure.measure(SHAPE, ["chunked"], limits=measure.Limits(deadline=0.0))
     assert [x.struck for x in found] == [measure.LATE]
-    assert not session.finished(found)
+    assert not measure.finished(found)
 
 
 @pytest.mark.parametrize("length", [64, 512])
 def test_what_the_others_are_to_beat_is_measured_first(length):
     """Where time is short, nothing is taken that was not compared with it."""
-    found = session.trials(dataclasses.replace(SHAPE, length=length))
-    assert found.candidates[0] == found.default
-    assert len(set(map(str, found.candidates))) == len(found.candidates) > 3
+    found = measure.trials(dataclasses.replace(SHAPE, length=length))
+    assert found.names[0] == found.default
+    assert len(set(found.names)) == len(found.names) > 3
 
 
-def test_what_would_take_too_long_is_not_tried():
-    table = {SHAPE: [result(QUICK, 0.5, 1.0), result("reference", 0.1, 0.2)]}
-    longer = dataclasses.replace(SHAPE, length=128)
-    limits = measure.Limits(seconds=3)
-    why = session.foreseen(QUICK, longer, table, limits)
-    assert why == "would take about 4 s a call, limit 3 s"
-    assert session.foreseen(Contender("reference"), longer, table, limits) is None
-    assert session.foreseen(QUICK, SHAPE, table, limits) is None
-
-
-def test_limits_of_a_call():
-    for limits, why in (
-        (measure.Limits(memory=0), "needs 0.0 GiB, limit 0 GiB"),
-        (measure.Limits(seconds=0), r"s a call, limit 0 s"),
-    ):
-        (found,) = measure.measure(SHAPE, [QUICK], session.caller, limits=limits, timer=timer({}))
-        assert why in found.struck
-
-
-def broken(text):
-    record = json.loads(text)
-    record["cases"][0]["results"][0]["forward"] = 1e-9
-    return json.dumps(record)
+@pytest.mark.parametrize(
+    ("limits", "why"),
+    [
+        ({"memory": 0}, "RuntimeError: needs 0.0 GiB, limit 0 GiB"),
+        ({"seconds": 0}, "s a call, limit 0 s"),
+    ],
+)
+def test_limits_of_a_call(limits, why):
+    (found,) = measure.measure(SHAPE, ["chunked"], limits=measure.Limits(**limits))
+    assert why in found.struck
 
 
 @pytest.mark.parametrize(
@@ -342,15 +320,19 @@ def broken(text):
         (lambda text: "[]", "not a file of this format"),
         (lambda text: text.replace('"jax": "', '"jax": "0.'), "of another jax: 0."),
         (lambda text: text.replace('"kernels": "', '"kernels": "0'), "of another kernels: 0"),
-        (broken, "damaged: its hash is another"),
+        (lambda text: text.replace('"shape"', '"form"'), "damaged: 'shape'"),
+        (
+            lambda text: text.replace("measurements 3", "measurements 2"),
+            "not a file of this format",
+        ),
         (lambda text: "\\xff", "damaged: "),
     ],
 )
 def test_files_that_do_not_count_are_named(change, why):
     known(result("chunked", 0.1, 0.1), result("reference"))
-    file = store.path()
+    file = records.path()
     file.write_text(change(file.read_text()))
-    choice.forget()
+    records.forget()
     with pytest.warns(UserWarning, match=why) as warned:
         assert plan_of(SHAPE).measured is None
     assert str(file) in str(warned[0].message)
@@ -361,9 +343,9 @@ def test_files_that_do_not_count_are_named(change, why):
 
 def test_files_of_before_are_named_where_there_is_no_other():
     known(result("chunked", 0.1, 0.1), result("reference"))
-    old = store.path().with_name(store.path().name.replace(store.path().stem[-12:], "0" * 12))
-    os.rename(store.path(), old)
-    choice.forget()
+    old = records.path().with_name(records.path().name.replace(records.path().stem[-12:], "0" * 12))
+    os.rename(records.path(), old)
+    records.forget()
     with pytest.warns(UserWarning, match="its name is another file's"):
         assert plan_of(SHAPE).measured is None
     known(result("chunked", 0.1, 0.1), result("reference"))
@@ -374,36 +356,63 @@ def test_files_of_before_are_named_where_there_is_no_other():
 
 def test_a_power_cut_leaves_the_old_file(monkeypatch):
     known(result("chunked", 0.1, 0.1), result("reference"))
-    before = store.path().read_bytes()
+    before = records.path().read_bytes()
 
     def cut(*_):
         raise OSError("no power")
 
     monkeypatch.setattr(os, "replace", cut)
     with pytest.raises(OSError, match="no power"):
-        store.write({SHAPE: [result("reference")]})
-    assert store.path().read_bytes() == before
-    assert [file.suffix for file in store.folder().iterdir()] == [".json"]
+        records.write({SHAPE: [result("reference")]})
+    assert records.path().read_bytes() == before
+    assert [file.suffix for file in records.folder().iterdir()] == [".json"]
 
 
 def test_what_is_written_is_read():
-    table = {SHAPE: [result(QUICK), Measured(Contender("pallas"), struck="no GPU")]}
-    assert store.loads(store.dumps(table)) == table
-    tiles = Contender("pallas", {"tiles": [[64, 64, 4, 2]] * 3})
-    assert store.loads(store.dumps({SHAPE: [result(tiles)]}))[SHAPE][0].contender == tiles
+    table = {SHAPE: [result("chunked"), Measured("pallas", struck="no GPU")]}
+    assert records.loads(records.dumps(table)) == table
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("XLA_FLAGS", "--xla_cpu_enable_fast_math=true"), ("NVIDIA_TF32_OVERRIDE", "0")],
+)
+def test_what_changes_the_outcome_is_in_the_key(monkeypatch, name, value):
+    before = records.path()
+    monkeypatch.setenv(name, value)
+    records.key.cache_clear()
+    assert records.path() != before
+
+
+def test_wide_types_have_a_file_of_their_own():
+    before = records.path()
+    records.key.cache_clear()
+    with jax.enable_x64(True):
+        assert records.path() != before
+    records.key.cache_clear()
+    with jax.default_matmul_precision("highest"):
+        assert records.path() != before
+
+
+def test_flags_without_effect_do_not_count(monkeypatch):
+    before = records.path()
+    others = "--xla_dump_to=/tmp/x --xla_force_host_platform_device_count=3"
+    monkeypatch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {others}")
+    records.key.cache_clear()
+    assert records.path() == before
 
 
 def test_the_file_is_read_once(monkeypatch):
     known(result("chunked", 0.1, 0.1), result("reference"))
     assert plan_of(SHAPE).implementation == "chunked"
-    monkeypatch.setattr(store, "read", None)
+    monkeypatch.setattr(records, "read", None)
     assert plan_of(SHAPE).implementation == "chunked"
 
 
 def test_import_reads_nothing(folder):
     """Nor does a call that names its implementation, and neither measures."""
     folder.mkdir()
-    store.path().write_text("damaged")
+    records.path().write_text("damaged")
     code = (
         "import warnings, sys; warnings.simplefilter('error'); import tape_jax, jax.numpy as jnp; "
         "import tape_jax.tune; x = jnp.ones((1, 4, 1, 2)); "
@@ -418,22 +427,22 @@ def test_processes_agree_on_what_the_first_measured(monkeypatch, tmp_path):
     """Without that, several go by nothing; each plays its part here in turn."""
     known(result("chunked", 0.1, 0.1), result("reference"))
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    choice.forget()
+    records.forget()
     plan = plan_of(SHAPE)
     assert plan.implementation == "reference"
     assert "processes might not agree" in plan.basis
 
     sent = []
-    monkeypatch.setattr(choice, "broadcast_text", lambda text: sent.append(text) or text)
+    monkeypatch.setattr(records, "broadcast_text", lambda text: sent.append(text) or text)
     tune.agree()
     assert plan_of(SHAPE).implementation == "chunked"
 
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setenv("TAPE_JAX_CACHE", str(tmp_path / "empty"))
-    monkeypatch.setattr(choice, "broadcast_text", lambda text: sent[0])
+    monkeypatch.setattr(records, "broadcast_text", lambda text: sent[0])
     tune.agree()
     assert plan_of(SHAPE).implementation == "chunked"
-    monkeypatch.setattr(choice, "broadcast_text", lambda text: " ")
+    monkeypatch.setattr(records, "broadcast_text", lambda text: " ")
     tune.agree()
     assert plan_of(SHAPE).implementation == "reference"
 
@@ -452,14 +461,12 @@ def test_broadcast_text(monkeypatch):
 @pytest.mark.slow
 def test_the_command(capsys, folder, monkeypatch):
     monkeypatch.setattr(
-        command,
-        "tune",
-        lambda *args, **keywords: session.tune(*args, **keywords, timer=timer({"chunked": 0.5})),
+        measure, "tune", functools.partial(measure.tune, timer=timer({"chunked": 0.5}))
     )
     options = ["--head-dims", "8", "--lengths", "16", "--dtypes", "float32", "--heads", "2"]
     assert tune.main([*options, "--tokens", "32"]) == 0
     out = capsys.readouterr().out
-    assert "\n2 cases to measure in about 1 min; nothing is begun after 15 min" in out
+    assert "\n2 cases to measure; nothing is begun after 15 min" in out
     assert "1 of 2, D 8, T 16, float32, 2 x 2 heads, state: chunked, 500 ms forward" in out
     assert "0.50 and 0.50 x reference" in out
     assert "splash: needs a TPU" in out
@@ -478,20 +485,40 @@ def test_the_command(capsys, folder, monkeypatch):
 @pytest.mark.parametrize("backend", ["cpu", "gpu"])
 def test_default_cases(monkeypatch, backend):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    found = cases.shapes()
+    found = measure.shapes()
     assert len(found) == len(set(found)) == {"cpu": 20, "gpu": 56}[backend]
     assert found[0].dtype == {"cpu": "float32", "gpu": "bfloat16"}[backend]
     lengths = [x.length for x in found if x.dtype == found[0].dtype]
     assert lengths == sorted(lengths)
     assert {x.state for x in found} == {True, False}
-    one = cases.shapes(lengths=[512], dtypes=["float32"], head_dims=[32], heads=[2], tokens=1024)
+    one = measure.shapes(lengths=[512], dtypes=["float32"], head_dims=[32], heads=[2], tokens=1024)
     assert one == [CallShape(32, 512, "float32", state, 2, 2, 2) for state in (True, False)]
 
 
 def test_a_mesh_divides_the_shape():
-    """What counts is what one device computes."""
+    """The share of one device counts."""
     sharding = ShardingConfig(data=2, tensor=2, fsdp=2).build()
     shape = dataclasses.replace(SHAPE, batch=8, heads=4, kv_heads=2)
     q, k, v, e = shape.arrays()
-    found = CallShape.of(normalise(q, k, v, state=e, sharding=sharding))
+    found = CallShape.of(normalize(q, k, v, state=e, sharding=sharding))
     assert found == dataclasses.replace(shape, batch=2, heads=2, kv_heads=1)
+
+
+@pytest.mark.parametrize("value", ["x" * 300, "~nobody_of_this_name/x", None, "file"])
+def test_a_folder_that_cannot_be(monkeypatch, tmp_path, capsys, value):
+    """Calls go on, the command says why it does not. The last is a file."""
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    if value is None:
+        for name in ("TAPE_JAX_CACHE", "XDG_CACHE_HOME"):
+            monkeypatch.delenv(name, raising=False)
+        nowhere = records.Path("~nobody_of_this_name")
+        monkeypatch.setattr(records.Path, "home", nowhere.expanduser)
+    else:
+        monkeypatch.setenv("TAPE_JAX_CACHE", value)
+    records.forget()
+    assert plan_of(SHAPE).measured is None
+    with pytest.raises(SystemExit) as stopped:
+        tune.main(["--lengths", "16", "--head-dims", "8"])
+    assert stopped.value.code == 1
+    assert "tape_jax.tune: measurements cannot be kept: " in capsys.readouterr().err

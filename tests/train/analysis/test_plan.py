@@ -1,6 +1,7 @@
 """Plans: what can be tested without the compilers of other machines."""
 
 import dataclasses
+import re
 import types
 
 import jax
@@ -12,7 +13,7 @@ from train.analysis.ahead_of_time import TARGETS, Machine
 from train.analysis.collectives import Collective
 from train.commands.plan import parse_mesh
 from train.main import main
-from train.training import chips
+from train.training import flops
 
 
 def device(process, platform="cuda"):
@@ -75,7 +76,7 @@ def a_plan(memory, operations=1e12, traffic=(), **mesh):
 
 
 def test_the_best_fits_and_may_be_fastest():
-    chip = chips.CHIPS["h100"]
+    chip = flops.CHIPS["h100"]
     slow = a_plan(10**9, 2e15, fsdp=4)
     fast = a_plan(2 * 10**9, 1e15, fsdp=2, tensor=2)
     large = a_plan(chip.memory, 1e12, data=4)
@@ -85,12 +86,11 @@ def test_the_best_fits_and_may_be_fastest():
     assert plan.best([large, impossible]) is None
     assert fast.times["compute"] == pytest.approx(1e15 / chip.operations)
     assert fast.times["memory"] == pytest.approx(4e9 / chip.bandwidth)
-    text = plan.summary(found)
+    text = re.sub(" +", " ", plan.summary(found))
     assert "| fsdp=2, tensor=2 | 2.00 | yes |" in text
     assert "no, 80 GB there" in text
     assert "not possible: heads = 3" in text
     assert "2.000 GB  in all" in plan.details(fast)
-    assert plan.to_json(fast)["fits"] is True
 
 
 def test_meshes_worth_trying_fit_and_differ():

@@ -1,4 +1,4 @@
-"""Generation from the command line: it says what greedy generation says, and grows its cache."""
+"""Generation from the command line: it says what greedy generation says."""
 
 import shutil
 
@@ -47,8 +47,7 @@ def test_one_prompt_is_continued_greedily(run, capsys):
 
 
 @pytest.mark.slow
-def test_a_small_cache_grows(run, monkeypatch):
-    """Several tokens at a time, in a cache that has to grow twice, give what one call gives."""
+def test_several_calls_give_what_one_gives(run, monkeypatch):
     monkeypatch.setattr(generation, "TOKENS_AT_ONCE", 5)
     speaker = generation.load(run)
     prompts = [speaker.encode("1+2"), speaker.encode("31+45")]

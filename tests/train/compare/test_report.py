@@ -12,6 +12,7 @@ from tests.train.grids import sum_grid
 from train.compare.report import (
     ONE_SEED,
     PAGE,
+    TWO_SEEDS,
     RunRecord,
     fitting_table,
     score_table,
@@ -167,8 +168,7 @@ class TestVerdict:
     def test_a_clear_winner(self):
         text = verdict(FixedTask.scores, losses(rope=[2.0, 2.1, 2.2], tape=[1.5, 1.6, 1.72]))
         assert text == (
-            "* **loss, nats**: tape wins (tape 1.607, rope 2.100; every difference is beyond the "
-            "spread of the seeds)."
+            "* **loss, nats**: tape wins; every difference is beyond the spread of the seeds."
         )
 
     def test_higher_is_better(self):
@@ -181,18 +181,25 @@ class TestVerdict:
             dataclasses.replace(r, result=FixedResult({"right": v}))
             for r, v in zip(runs[3:], (0.90, 0.91, 0.92), strict=True)
         ]
-        assert "**right, %**: b wins (b 91.00, a 50.00;" in verdict(FixedTask.scores, runs)
+        assert "**right, %**: b wins;" in verdict(FixedTask.scores, runs)
 
     def test_seeds_that_do_not_suffice(self):
         runs = losses(tape=[1.0, 2.0, 3.0], rope=[1.5, 1.9, 3.1], alibi=[9.0, 9.5, 10.1])
         assert verdict(FixedTask.scores, runs) == (
-            "* **loss, nats**: no clear winner. Best on average is tape (tape 2.000, rope 2.167, "
-            "alibi 9.533); the seeds do not tell it from rope."
+            "* **loss, nats**: no clear winner. Best on average is tape; the seeds do not tell it "
+            "from rope."
         )
 
     def test_one_seed_proves_nothing(self):
         text = verdict(FixedTask.scores, losses(tape=[1.0], rope=[5.0]))
-        assert text == f"* **loss, nats**: best is tape (tape 1.000, rope 5.000).\n\n{ONE_SEED}"
+        assert text == f"* **loss, nats**: best is tape.\n\n{ONE_SEED}"
+
+    def test_two_seeds_leave_one_degree_of_freedom(self):
+        runs = losses(tape=[1.0, 1.1], rope=[2.0, 2.3])
+        assert verdict(FixedTask.scores, runs).endswith(f"\n\n{TWO_SEEDS}")
+        assert TWO_SEEDS not in verdict(
+            FixedTask.scores, losses(tape=[1.0, 1.1, 1.2], rope=[2.0, 2.3, 2.4])
+        )
 
     def test_the_caveat_of_one_seed_stands_once(self):
         runs = [
@@ -203,10 +210,18 @@ class TestVerdict:
         assert len([line for line in text.splitlines() if line.startswith("* ")]) == 2
         assert text.count("chance") == 1
 
+    def test_scores_of_one_outcome_stand_together(self):
+        runs = [
+            make_run(name, seed, result=FixedResult({"right": x, "loss": 1 - x}))
+            for name, x in (("tape", 0.5), ("rope", 0.25))
+            for seed in range(3)
+        ]
+        (line,) = verdict(FixedTask.scores, runs).splitlines()
+        labels = "; ".join(score.label for score in FixedTask.scores)
+        assert line.startswith(f"* **{labels}**: tape wins")
+
     def test_equal(self):
-        assert "all equal, 1.000" in verdict(
-            FixedTask.scores, losses(tape=[1.0, 1.0], rope=[1.0, 1.0])
-        )
+        assert "all equal." in verdict(FixedTask.scores, losses(tape=[1.0, 1.0], rope=[1.0, 1.0]))
 
     def test_nothing_to_compare(self):
         assert verdict(FixedTask.scores, losses(tape=[1.0, 2.0])) == ""

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from train.data import held_out, tokenizers
-from train.data.cache_folder import cache_folder
 from train.data.sources import Document, TextFiles, get_source
 from train.data.token_cache import Corpus, open_stream
+from train.files import cache_folder
 
 BYTES = tokenizers.load("bytes")
 

@@ -11,10 +11,10 @@ import pytest
 from tests.train import tokenizer_files
 from train import experiment
 from train.data import held_out, tokenizers
+from train.data.tokenizers import Tokenized
 from train.tasks import get_task, retrieval, text_evaluation
 from train.tasks.questions import VALIDATION_SEED
 from train.tasks.text import Text
-from train.tasks.tokenized import Tokenized
 
 
 @pytest.fixture

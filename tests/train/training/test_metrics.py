@@ -2,13 +2,14 @@ import io
 import json
 import struct
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
 
 from train.training import metrics
-from train.training.metrics import Metrics, NonFiniteError, Progress
+from train.training.metrics import Clock, Metrics, NonFiniteError, Progress, spoken
 
 
 class Terminal(io.StringIO):
@@ -166,3 +167,39 @@ def test_progress_of_items(monkeypatch):
         update(512, 1000)
         update(1000, 1000)
     assert "evaluating: 100%" in file.getvalue()
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """A clock that is moved by hand."""
+    time = [100.0]
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: time[0])
+    return time
+
+
+def test_compilation_is_counted_apart(now):
+    watch = Clock(98.0)
+    watch.lap("to start")
+    now[0] += 10
+    for event in metrics.COMPILATION:
+        jax.monitoring.record_event_duration_secs(event, 2.0)
+    jax.monitoring.record_event_duration_secs("/jax/something/else", 5.0)
+    watch.lap("to train")
+    now[0] += 3
+    watch.lap("to train")
+    watch.lap("to save")
+    assert str(watch) == "15.0 s: 2.0 s to start, 6.0 s to compile, 7.0 s to train"
+
+
+def test_a_program_that_is_compiled_is_noticed():
+    watch = Clock()
+    jax.jit(lambda x: x + 17.25)(1.0)
+    watch.lap("to add")
+    assert watch._parts["to compile"] > 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(3.21, "3.2 s"), (75, "1 min 15 s"), (7380, "2 h 3 min")]
+)
+def test_times_in_words(seconds, words):
+    assert spoken(seconds) == words

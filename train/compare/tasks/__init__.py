@@ -21,7 +21,7 @@ from train.tasks.questions import QuestionTask
 
 COMPARISONS: dict[str, str] = {
     "address": "train.compare.tasks.address:compare",
-    "passkey": "train.compare.tasks.passkey:compare",
+    "passkey": "train.compare.tasks.questions:compare_passkeys",
     "scrolls": "train.compare.tasks.scrolls:compare",
     "text": "train.compare.tasks.text:compare",
 }

@@ -23,8 +23,7 @@ from train.evaluation.grids import (
     require_same_questions,
 )
 from train.tasks.address import Address
-from train.tasks.address_result import AddressResult
-from train.tasks.pointing import Pointing
+from train.tasks.address_result import AddressResult, Pointing
 
 MARGIN = 3
 POINTED = "attention, or likeness of states"

@@ -1,4 +1,4 @@
-"""What a report says of questions of several lengths."""
+"""What a report says of questions of several lengths, and of passkeys."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from train.evaluation.grids import (
     pool,
     require_same_questions,
 )
+from train.tasks.passkey import Passkey
 from train.tasks.questions import QuestionTask
 
 
@@ -48,4 +49,29 @@ def compare(task: QuestionTask, results: Mapping[str, Sequence[Grid]]) -> Compar
             "By length": f"{INTERVALS}{by}.\n\n{length_table(grids)}",
         },
         figures={"exact_match.png": figure},
+    )
+
+
+def compare_passkeys(task: Passkey, results: Mapping[str, Sequence[Grid]]) -> Comparison:
+    """Heat maps and exact match by length; of several seeds, their means."""
+    grids = {name: pool(list(of_seeds)) for name, of_seeds in results.items()}
+    first = next(iter(grids.values()))
+    lengths = ", ".join(f"{n:,}" for n in first.columns)
+    return Comparison(
+        title="Passkey retrieval beyond the trained length",
+        introduction=(
+            f"Trained to find a key of {task.digits} digits in {task.sequence_length:,} bytes "
+            f"of filler, and asked for keys held out of training in {lengths} bytes. An answer "
+            "is right if it is to the last digit, and ends there."
+        ),
+        sections={"Passkey retrieval": passkey_section(grids)},
+        figures={"passkey.png": heat_maps(grids)},
+    )
+
+
+def passkey_section(grids: Mapping[str, Grid]) -> str:
+    """What a report says of grids, but for their figure."""
+    return (
+        f"{INTERVALS}.\n\n"
+        f"{averages_table(grids)}\n\n![Passkey retrieval](passkey.png)\n\n{length_table(grids)}"
     )

@@ -8,7 +8,8 @@ import numpy as np
 
 from train.compare import plots
 from train.compare.plots import Series
-from train.compare.tasks import Comparison, passkey
+from train.compare.tasks import Comparison
+from train.compare.tasks.questions import passkey_section
 from train.evaluation.grids import pool
 from train.evaluation.perplexity import (
     PROTOCOLS,
@@ -31,16 +32,7 @@ def compare(task: Text, results: Mapping[str, Sequence[TextResult]]) -> Comparis
     """
     found = {name: [r.perplexity for r in group] for name, group in results.items()}
     first = require_same_targets(found)
-    sections = {
-        f"Perplexity, {PROTOCOLS[protocol]}": table(
-            {name: (protocol, group) for name, group in found.items()}
-        )
-        for protocol in first.protocols
-    }
-    if all(r.text_bytes for group in found.values() for r in group):
-        columns = {name: (first.protocols[0], group) for name, group in found.items()}
-        heading = f"Bits per byte, {PROTOCOLS[first.protocols[0]]}"
-        sections[heading] = table(columns, Perplexity.bits_per_byte)
+    sections = tables(found)
     sections["Perplexity by length"] = f"{note(found)}\n\n![Perplexity by length](perplexity.png)"
     figures = {
         "perplexity.png": plots.line_panels(
@@ -68,7 +60,7 @@ def compare(task: Text, results: Mapping[str, Sequence[TextResult]]) -> Comparis
         if all(r.passkey is not None for r in group)
     }
     if grids:
-        sections["Passkey retrieval"] = passkey.section(grids)
+        sections["Passkey retrieval"] = passkey_section(grids)
         figures["passkey.png"] = plots.heat_maps(grids)
     lengths = ", ".join(f"{n:,}" for n in first.lengths)
     return Comparison(
@@ -89,6 +81,22 @@ def compare(task: Text, results: Mapping[str, Sequence[TextResult]]) -> Comparis
             *retrieval.SCORES,
         ],
     )
+
+
+def tables(results: Mapping[str, Sequence[Perplexity]]) -> dict[str, str]:
+    """Perplexity by length for each way of measuring, and bits per byte where bytes are known."""
+    protocols = require_same_targets(results).protocols
+    found = {
+        f"Perplexity, {PROTOCOLS[protocol]}": table(
+            {name: (protocol, group) for name, group in results.items()}
+        )
+        for protocol in protocols
+    }
+    if all(r.text_bytes for group in results.values() for r in group):
+        columns = {name: (protocols[0], group) for name, group in results.items()}
+        heading = f"Bits per byte, {PROTOCOLS[protocols[0]]}"
+        found[heading] = table(columns, Perplexity.bits_per_byte)
+    return found
 
 
 def by_length(

@@ -1,22 +1,20 @@
-"""What :mod:`tape_jax.tune` does."""
+"""The command :mod:`tape_jax.tune`."""
 
 from __future__ import annotations
 
 import argparse
 import collections
+import io
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
-from tape_jax._src.attention.tuning import cases, choice, picture, store
-from tape_jax._src.attention.tuning.cases import CallShape, Contender, Measured
-from tape_jax._src.attention.tuning.measure import Limits
-from tape_jax._src.attention.tuning.session import finished, trials, tune
+from tape_jax._src.attention.tuning import measure, records
+from tape_jax._src.attention.tuning.records import CallShape, Table
 from tape_jax._src.core.files import write_atomically
 from tape_jax._src.core.table import markdown
-
-# Seconds that a case takes, nearly all of them to compile: on two cores (Xeon).
-SECONDS_A_CASE = {"cpu": 20}
 
 
 def main(argv: Sequence[str] | None = None, *, description: str | None = None) -> int:
@@ -40,66 +38,60 @@ def main(argv: Sequence[str] | None = None, *, description: str | None = None) -
 
 
 def _run(options: argparse.Namespace) -> int:
-    wanted = cases.shapes(
+    wanted = measure.shapes(
         options.head_dims,
         options.lengths,
         options.dtypes,
         heads=options.heads,
         tokens=options.tokens,
     )
-    print(f"{store.device()}, jax {jax.__version__}; {len(wanted)} cases, kept in {store.path()}")
-    table, ignored = store.read()
-    for file, why in ignored.items():
-        print(f"{file} is ignored: {why}")
+    file = records.path()
+    print(f"{records.device()}, jax {jax.__version__}; {len(wanted)} cases, kept in {file}")
+    table, ignored = records.read()
+    for other, why in ignored.items():
+        print(f"{other} is ignored: {why}")
     known = {} if options.again else table or {}
-    done = [shape for shape in wanted if shape in known and finished(known[shape])]
+    done = sum(shape in known and measure.finished(known[shape]) for shape in wanted)
     if done:
-        print(f"{len(done)} of them were measured before; --again measures them anew")
-    print(forecast(len(wanted) - len(done), options.minutes))
-    table = tune(
+        print(f"{done} of them were measured before; --again measures them anew")
+    print(
+        f"{len(wanted) - done} cases to measure; nothing is begun after {options.minutes:g} min "
+        "(--minutes), and the same command goes on"
+    )
+    table = measure.tune(
         wanted,
         seconds=60 * options.minutes,
         again=options.again,
-        limits=Limits(seconds=options.seconds, memory=options.memory_limit * 2**30),
+        limits=measure.Limits(seconds=options.seconds, memory=options.memory_limit * 2**30),
         say=lambda line: print(line, flush=True),
     )
     measured = [shape for shape in wanted if shape in table]
     if not measured:
         return 0
-    print(f"\n{report(table, measured)}\n\nwritten: {store.path()}")
+    print(f"\n{report(table, measured)}\n\nwritten: {file}")
     try:
-        drawn = picture.draw(table, measured)
+        drawn = draw(table, measured)
     except ImportError as error:
         print(f"no picture: {error}")
     else:
-        to = store.path().with_suffix(".png")
+        to = file.with_suffix(".png")
         write_atomically(to, drawn)
         print(f"picture: {to}")
     return 0
 
 
-def forecast(cases: int, minutes: float) -> str:
-    """How long it takes to measure so many cases, where that is known, and when it ends."""
-    each = SECONDS_A_CASE.get(jax.default_backend())
-    about = f" in about {max(1, round(cases * each / 60))} min" if cases and each else ""
-    return (
-        f"{cases} cases to measure{about}; nothing is begun after {minutes:g} min (--minutes), and "
-        "the same command goes on"
-    )
-
-
-def report(table: store.Table, shapes: Sequence[CallShape]) -> str:
-    """What calls of each shape take, and why others were left out."""
-    lines = [_line(shape, table[shape]) for shape in shapes]
+def report(table: Table, shapes: Sequence[CallShape]) -> str:
+    """Return the table of what calls take, and why other implementations were left out."""
     shape = ("D", "T", "type", "sequences x heads", "state")
     times = ("forward ms", "x default", "and backward ms", "x default", "default")
+    heading = (*shape, "taken", *times)
+    text = markdown(heading, [_line(shape, table[shape]) for shape in shapes])
     left: dict[tuple[str, str], int] = collections.Counter(
-        (str(result.contender), result.struck)
-        for shape in shapes
-        for result in table[shape]
+        (result.implementation, result.struck)
+        for results in map(table.__getitem__, shapes)
+        for result in results
         if result.struck is not None
     )
-    text = markdown((*shape, "taken", *times), lines)
     if left:
         text += "\n\nNot taken:\n" + "\n".join(
             f"  {name}: {why}" + f" ({count} cases)" * (count > 1)
@@ -108,26 +100,18 @@ def report(table: store.Table, shapes: Sequence[CallShape]) -> str:
     return text
 
 
-def _line(shape: CallShape, results: Sequence[Measured]) -> tuple[object, ...]:
-    default: Contender = trials(shape).default
-    ranked = choice.ranked(results, default.implementation)
-    best = ranked[0] if ranked else Measured(default)
-    base = next((x for x in ranked if x.contender == default), best)
-
-    def times(mine: float, theirs: float) -> tuple[str, str]:
-        return (f"{1e3 * mine:.3g}", f"{mine / theirs:.3f}") if ranked else ("-", "-")
-
-    return (
-        shape.head_dim,
-        shape.length,
-        shape.dtype,
-        f"{shape.batch} x {shape.heads}",
-        "yes" if shape.state else "no",
-        best.contender if ranked else "not measured",
-        *times(best.forward, base.forward),
-        *times(best.gradients, base.gradients),
-        default,
-    )
+def _line(shape: CallShape, results: Sequence[records.Measured]) -> tuple[object, ...]:
+    default = measure.trials(shape).default
+    heads = f"{shape.batch} x {shape.heads}"
+    row = (shape.head_dim, shape.length, shape.dtype, heads, "yes" if shape.state else "no")
+    ranked = records.ranked(results, default)
+    if not ranked:
+        return (*row, "not measured", *["-"] * 4, default)
+    best = ranked[0]
+    base = next((x for x in ranked if x.implementation == default), best)
+    pairs = ((best.forward, base.forward), (best.gradients, base.gradients))
+    times = [text for x, y in pairs for text in (f"{1e3 * x:.3g}", f"{x / y:.3f}")]
+    return (*row, best.implementation, *times, default)
 
 
 def _positive(text: str) -> int:
@@ -135,3 +119,48 @@ def _positive(text: str) -> int:
     if number < 1:
         raise ValueError(text)
     return number
+
+
+def draw(table: Table, shapes: Sequence[CallShape]) -> bytes:
+    """Time by length as PNG: one panel for each kind of call, one line for each implementation.
+
+    Raises:
+      ImportError: if there is no matplotlib.
+    """
+    from matplotlib.figure import Figure
+
+    kinds: dict[str, list[CallShape]] = {}
+    for shape in shapes:
+        one = shape.batch == shape.heads == 1
+        title = f"D {shape.head_dim}, {shape.dtype}, {'state' if shape.state else 'no state'}, "
+        title += "one head" if one else f"{shape.heads} heads, batches"
+        kinds.setdefault(title, []).append(shape)
+    columns = min(4, len(kinds))
+    rows = math.ceil(len(kinds) / columns)
+    figure = Figure(figsize=(4 * columns, 3 * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).flat
+    for axes, (title, group) in zip(panels, kinds.items(), strict=False):
+        lines: dict[str, list[tuple[int, float]]] = {}
+        for shape in group:
+            for result in table[shape]:
+                if result.timed:
+                    point = (shape.length, 1e3 * result.gradients)
+                    lines.setdefault(result.implementation, []).append(point)
+        for name, line in sorted(lines.items()):
+            axes.plot(*zip(*sorted(line), strict=True), marker="o", label=name)
+        axes.set(xlabel="length", ylabel="ms, forward and backward", yscale="log")
+        axes.set_xscale("log", base=2)
+        axes.set_title(title, fontsize=9)
+        if lines:
+            axes.legend(fontsize=8)
+    return as_png(figure)
+
+
+def as_png(figure: Any) -> bytes:
+    """A figure of matplotlib as PNG, whatever backend it has chosen."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    FigureCanvasAgg(figure)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110)
+    return buffer.getvalue()

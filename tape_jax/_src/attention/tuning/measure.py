@@ -1,48 +1,59 @@
-"""Checks candidates against the reference, and times those that agree."""
+"""Checks implementations against the reference, and times those that agree."""
 
 from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 import math
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tape_jax._src.attention import choice
 from tape_jax._src.attention.api import attention
-from tape_jax._src.attention.tuning.cases import CallShape, Contender, Measured
-from tape_jax._src.attention.tuning.programs import (
-    DIRECTIONS,
-    FORWARD,
-    GRADIENTS,
-    Program,
-    compiled,
-)
-from tape_jax._src.attention.tuning.programs import temporary as temporary_memory
+from tape_jax._src.attention.normalize import normalize
+from tape_jax._src.attention.tuning import records
+from tape_jax._src.attention.tuning.records import CallShape, Measured, Table
 from tape_jax._src.core.timing import Timing, take_turns
 
 Array = jax.Array
 Attend = Callable[..., Any]
+Program = tuple[jax.stages.Compiled, tuple[Any, ...]]
 
-# What is checked has at most so many logits, in at most two sequences of two key/value heads: the
-# reference keeps all of them.
-MOST_LOGITS = {"cpu": 2**23}
-MOST_LOGITS_ELSEWHERE = 2**26
+FORWARD, GRADIENTS = DIRECTIONS = ("forward", "forward and backward")
+# What is measured by default, by platform: tokens are those of a batch of several heads. A chip is
+# filled as in training; a CPU meets both small models and single sequences, whose best choices
+# differ, has no arithmetic in 16 bits, and takes long.
+ACCELERATOR: Mapping[str, Any] = {
+    "head_dims": (64, 128),
+    "lengths": (256, 512, 1024, 2048, 4096, 8192, 16_384),
+    "dtypes": ("bfloat16", "float32"),
+    "heads": (12,),
+    "tokens": 16_384,
+}
+CPU: Mapping[str, Any] = {
+    "head_dims": (64,),
+    "lengths": (128, 256, 512, 1024, 2048),
+    "dtypes": ("float32",),
+    "heads": (1, 8),
+    "tokens": 2048,
+}
 # The largest error, of a row relative to its length and that of the others; or this many times the
 # error that the reference has in the type of the call.
-TOLERANCE = {"float32": 1e-4, "float64": 1e-4}
-TOLERANCE_IN_16_BITS = 2e-2
+TOLERANCE, TOLERANCE_IN_16_BITS = 1e-4, 2e-2
 TIMES_REFERENCE = 4.0
-# Why a candidate was left out for which there was no time.
+# Timed runs of each; seconds that one lasts at least.
+REPEATS = 7
+LEAST = {"cpu": 0.002}
+LEAST_ELSEWHERE = 0.02
+# Why an implementation was left out for which there was no time.
 LATE = "not measured: no time left"
-# Where a call takes so many seconds, so many runs do, and what takes so many times as long as the
-# fastest of those before it is not timed.
-SLOW, SLOW_REPEATS, FAR = 0.3, (1, 3), 4.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,151 +61,219 @@ class Limits:
     """How much is spent on a case.
 
     Attributes:
-      repeats: timed runs of each candidate in the first round, and in the second.
-      least: seconds that a timed run lasts at least; None: by platform.
       seconds: the most that a call may take, forward and backward, to be timed.
       memory: temporary memory in bytes that a call may need.
-      deadline: of ``time.monotonic``; candidates that come later are left out.
+      deadline: of ``time.monotonic``; implementations that come later are left out.
     """
 
-    repeats: tuple[int, int] = (3, 7)
-    least: float | None = None
     seconds: float = 3.0
     memory: float = 4 * 2.0**30
     deadline: float = math.inf
 
-    def shortest(self) -> float:
-        """Seconds that a timed run lasts at least."""
-        if self.least is not None:
-            return self.least
-        return 0.002 if jax.default_backend() == "cpu" else 0.02
+
+def shapes(
+    head_dims: Sequence[int] | None = None,
+    lengths: Sequence[int] | None = None,
+    dtypes: Sequence[str] | None = None,
+    *,
+    heads: Sequence[int] | None = None,
+    tokens: int | None = None,
+) -> list[CallShape]:
+    """The shapes to measure, what is used most and takes least first; None: by platform.
+
+    Args:
+      head_dims, lengths, dtypes: of the calls.
+      heads: several numbers of heads. One head stands for one sequence.
+      tokens: in a batch.
+    """
+    cpu = jax.default_backend() == "cpu"
+    usual = CPU if cpu else ACCELERATOR
+    # Who runs on a CPU takes float32.
+    types = sorted(
+        dtypes or usual["dtypes"], key=lambda name: (jnp.dtype(name).itemsize < 4) == cpu
+    )
+    tokens = tokens or usual["tokens"]
+    every = itertools.product(
+        types,
+        sorted(lengths or usual["lengths"]),
+        head_dims or usual["head_dims"],
+        heads or usual["heads"],
+        (True, False),
+    )
+    return [
+        CallShape(dim, length, dtype, state, batch, count, count)
+        for dtype, length, dim, count, state in every
+        for batch in (1 if count == 1 else max(1, tokens // length),)
+    ]
+
+
+class Trials(NamedTuple):
+    """The implementations that could do a call.
+
+    Attributes:
+      names: of implementations to be measured, the default first.
+      refused: by name why others cannot do it.
+      default: what is taken where nothing was measured.
+    """
+
+    names: list[str]
+    refused: dict[str, str]
+    default: str
+
+
+def trials(shape: CallShape) -> Trials:
+    """Return the implementations that could do a call of a shape on one device."""
+    found: list[Trials] = []
+
+    def decide(q: Array, k: Array, v: Array, e: Array | None = None) -> None:
+        request = normalize(q, k, v, state=e, is_causal=True)
+        default, refused = choice.default(request), {}
+        # ``tokamax`` is the first that runs here of two others.
+        names = [name for name in choice.BACKENDS if name not in ("ring", "tokamax")]
+        for name in names:
+            try:
+                choice.check(name, request)
+            except NotImplementedError as refusal:
+                refused[name] = str(refusal)
+        able = [name for name in names if name not in refused]
+        found.append(Trials(sorted(able, key=lambda name: name != default), refused, default))
+
+    jax.eval_shape(decide, *shape.structs())
+    return found[0]
+
+
+def tune(
+    shapes: Sequence[CallShape],
+    *,
+    seconds: float,
+    again: bool = False,
+    limits: Limits | None = None,
+    say: Callable[[str], None] = print,
+    timer: Callable[..., Mapping[str, Timing]] = take_turns,
+) -> Table:
+    """Measures what the file of this machine lacks, and writes each case as soon as it is done.
+
+    Args:
+      shapes: to measure, in this order.
+      seconds: after which nothing new is begun.
+      again: whether to measure what the file has, too.
+      limits: what may be spent on a case.
+      say: called with a line about each case.
+      timer: measures functions by name, as :func:`tape_jax._src.core.timing.take_turns` does.
+
+    Returns:
+      All that the file holds.
+    """
+    end = time.monotonic() + seconds
+    limits = dataclasses.replace(limits or Limits(), deadline=end)
+    table: Table = {}
+    for done, shape in enumerate(shapes):
+        # One case at a time, so that several processes measure in turns and not beside each other.
+        with records.locked():
+            table = records.read()[0] or {}
+            if shape in table and not again and finished(table[shape]):
+                continue
+            if time.monotonic() >= end:
+                say(f"{len(shapes) - done} of {len(shapes)} cases are left: the time is over")
+                break
+            found = trials(shape)
+            results = [Measured(name, struck=why) for name, why in found.refused.items()]
+            results += measure(shape, found.names, limits=limits, timer=timer)
+            table[shape] = results
+            records.write(table)
+        say(f"{done + 1} of {len(shapes)}, {shape}: {describe(results, found.default)}")
+    records.forget()
+    return table
+
+
+def finished(results: Sequence[Measured]) -> bool:
+    """Whether there was time for all implementations."""
+    return all(result.struck != LATE for result in results)
 
 
 def measure(
     shape: CallShape,
-    found: Sequence[Contender],
-    call: Callable[[Contender], Attend],
+    names: Sequence[str],
     *,
-    default: Contender | None = None,
-    limits: Limits | None = None,
+    limits: Limits,
     timer: Callable[..., Mapping[str, Timing]] = take_turns,
 ) -> list[Measured]:
-    """Checks all candidates at a shape, and times those that agree with the reference.
-
-    They run in turns, few times; the fastest, and ``default``, once more and more often, so that
-    what wins does not win by luck.
+    """Checks implementations at a shape, and times in turns those that agree with the reference.
 
     Args:
       shape: of the call.
-      found: the candidates.
-      call: the function of q, k, v and perhaps e that a candidate is.
-      default: the candidate that the others are to beat.
+      names: of the implementations.
       limits: how much may be spent.
-      timer: measures functions by name, as :func:`tape_jax._src.core.timing.take_turns` does.
+      timer: as in :func:`tune`.
     """
-    limits = limits or Limits()
-    checked = check_shape(shape)
-    inputs = checked.arrays()
-    wanted = _Truth(inputs)
+    inputs = shape.arrays()
+    truth = _Truth(inputs)
     results: dict[str, Measured] = {}
     programs: dict[str, dict[str, Program]] = {}
-    took: dict[str, float] = {}
-    if checked != shape:
-        inputs = shape.arrays()
-    for one in found:
-        struck = error = None
-        wrong = False
+    for name in names:
         if time.monotonic() > limits.deadline:
-            struck = LATE
+            results[name] = Measured(name, struck=LATE)
+            continue
+        try:
+            own = both_ways(caller(name), inputs)
+            error = truth.error(_run_once(own, limits))
+        except Exception as reason:  # Whatever a compiler or a library may raise.
+            results[name] = Measured(name, struck=_first_line(reason))
+            continue
+        if error <= truth.tolerance:
+            results[name], programs[name] = Measured(name, error=error), own
         else:
-            try:
-                both = compiled(call(one), wanted.inputs, GRADIENTS)
-                error = wanted.error(both)
-                if error <= wanted.tolerance:
-                    if checked != shape:
-                        both = compiled(call(one), inputs, GRADIENTS)
-                    own = {FORWARD: compiled(call(one), inputs, FORWARD), GRADIENTS: both}
-                    fastest = min(took.values(), default=math.inf)
-                    took[str(one)] = _run_once(own, limits, math.inf if one == default else fastest)
-                    programs[str(one)] = own
-                else:
-                    wrong = True
-                    struck = f"disagrees with the reference: error {error:.1e}, allowed "
-                    struck += f"{wanted.tolerance:.1e}"
-            except Exception as reason:  # Whatever a compiler or a library may raise.
-                struck = _first_line(reason)
-        results[str(one)] = Measured(one, error=error, struck=struck, wrong=wrong)
-
-    def timed(names: Sequence[str], repeats: int) -> None:
-        found: dict[str, dict[str, Timing]] = {name: {} for name in names}
-        for direction in DIRECTIONS:
-            calls = {name: _bound(*programs[name][direction]) for name in names}
-            timings = timer(
-                calls, repeats=repeats, warm_up=1, least=limits.shortest(), before=hand_back_memory
-            )
-            for name, timing in timings.items():
-                found[name][direction] = timing
-        for name, got in found.items():
-            forward, gradients = (got[direction] for direction in DIRECTIONS)
-            results[name] = dataclasses.replace(
-                results[name],
-                forward=forward.median,
-                gradients=gradients.median,
-                spreads=(forward.spread, gradients.spread),
-            )
-
-    slow = max(took.values(), default=0.0) >= SLOW
-    first, second = SLOW_REPEATS if slow else limits.repeats
-    timed(list(programs), first)
-    if time.monotonic() < limits.deadline:
-        timed(_finalists(results, default), second)
+            why = f"disagrees with the reference: error {error:.1e}, allowed {truth.tolerance:.1e}"
+            results[name] = Measured(name, error=error, struck=why, wrong=True)
+    least = LEAST.get(jax.default_backend(), LEAST_ELSEWHERE)
+    forward, gradients = (
+        timer(
+            {name: _bound(*own[direction]) for name, own in programs.items()},
+            repeats=REPEATS,
+            warm_up=1,
+            least=least,
+            before=hand_back_memory,
+        )
+        for direction in DIRECTIONS
+    )
+    for name in programs:
+        both = (forward[name], gradients[name])
+        results[name] = dataclasses.replace(
+            results[name],
+            forward=both[0].median,
+            gradients=both[1].median,
+            spreads=(both[0].spread, both[1].spread),
+        )
     return list(results.values())
 
 
-def check_shape(shape: CallShape) -> CallShape:
-    """The shape at which a candidate is compared with the reference: as large as memory allows."""
-    most = MOST_LOGITS.get(jax.default_backend(), MOST_LOGITS_ELSEWHERE)
-    kv_heads = min(2, shape.kv_heads)
-    small = dataclasses.replace(
-        shape,
-        batch=min(2, shape.batch),
-        heads=kv_heads * (shape.heads // shape.kv_heads),
-        kv_heads=kv_heads,
-    )
-    return dataclasses.replace(small, length=min(shape.length, math.isqrt(most // small.rows)))
-
-
 class _Truth:
-    """What the reference says of a call, with products in full precision.
+    """Outputs and gradients of the reference, with products in full precision.
+
+    It is computed a block of queries at a time, so that a shape may be as large as those that are
+    timed.
 
     Attributes:
-      inputs: of the call.
       tolerance: the largest error that is allowed.
     """
 
     def __init__(self, inputs: Sequence[Array]):
-        self.inputs = inputs
         wide = tuple(x.astype(jnp.float32) for x in inputs)
-
-        def reference(q: Array, k: Array, v: Array, e: Array | None = None) -> Any:
-            return attention(q, k, v, state=e, is_causal=True, implementation="reference")
-
         with jax.default_matmul_precision("highest"):
-            self._wanted = _run(compiled(reference, wide, GRADIENTS))
-        floor = TOLERANCE.get(inputs[0].dtype.name, TOLERANCE_IN_16_BITS)
-        own = self.error(compiled(reference, inputs, GRADIENTS))
-        self.tolerance = max(floor, TIMES_REFERENCE * own)
+            program, args = compiled(caller("rows"), wide, GRADIENTS)
+            self._wanted = _arrays(program(*args))
+        program, args = compiled(caller("rows"), inputs, GRADIENTS)
+        floor = TOLERANCE if inputs[0].dtype.itemsize > 2 else TOLERANCE_IN_16_BITS
+        self.tolerance = max(floor, TIMES_REFERENCE * self.error(program(*args)))
 
-    def error(self, program: Program) -> float:
+    def error(self, found: Any) -> float:
         """The largest error of outputs and gradients."""
-        pairs = zip(_run(program), self._wanted, strict=True)
-        return max(row_error(x, y) for x, y in pairs)
+        return max(row_error(x, y) for x, y in zip(_arrays(found), self._wanted, strict=True))
 
 
-def _run(program: Program) -> list[np.ndarray]:
-    """Outputs in float32."""
-    function, args = program
-    return [np.asarray(x, np.float32) for x in jax.tree.leaves(function(*args))]
+def _arrays(tree: Any) -> list[np.ndarray]:
+    """Leaves in float32."""
+    return [np.asarray(x, np.float32) for x in jax.tree.leaves(tree)]
 
 
 def row_error(got: np.ndarray, wanted: np.ndarray) -> float:
@@ -205,22 +284,54 @@ def row_error(got: np.ndarray, wanted: np.ndarray) -> float:
     return worst if math.isfinite(worst) else math.inf
 
 
-def _run_once(programs: dict[str, Program], limits: Limits, fastest: float) -> float:
-    """The seconds that a candidate takes with gradients.
+def caller(name: str) -> Attend:
+    """The causal call of an implementation, of q, k, v and perhaps e."""
+
+    def call(q: Array, k: Array, v: Array, e: Array | None = None) -> Any:
+        return attention(q, k, v, state=e, is_causal=True, implementation=name)
+
+    return call
+
+
+def both_ways(forward: Callable[..., Any], inputs: Sequence[Array]) -> dict[str, Program]:
+    """Both programs of :func:`compiled`."""
+    return {direction: compiled(forward, inputs, direction) for direction in DIRECTIONS}
+
+
+def compiled(forward: Callable[..., Any], inputs: Sequence[Array], direction: str) -> Program:
+    """The forward pass, or the forward and backward pass, compiled, with its arguments.
+
+    Gradients are of all inputs, for random gradients of the outputs.
+    """
+    if direction == FORWARD:
+        return jax.jit(forward).lower(*inputs).compile(), tuple(inputs)
+    outputs = jax.eval_shape(forward, *inputs)
+    rng = np.random.default_rng(1)
+    given = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), outputs)
+
+    def both(given, *inputs):
+        out, pull = jax.vjp(forward, *inputs)
+        return out, pull(given)
+
+    return jax.jit(both).lower(given, *inputs).compile(), (given, *inputs)
+
+
+def _run_once(programs: dict[str, Program], limits: Limits) -> Any:
+    """Outputs and gradients of a candidate.
 
     Raises:
-      RuntimeError: if it takes too much memory or time, or far more time than the fastest.
+      RuntimeError: if it takes too much memory or time.
     """
-    if (need := temporary_memory(programs)) > limits.memory:
+    plans = [program.memory_analysis() for program, _ in programs.values()]
+    need = max(plan.temp_size_in_bytes if plan is not None else 0 for plan in plans)
+    if need > limits.memory:
         raise RuntimeError(f"needs {need / 2**30:.1f} GiB, limit {limits.memory / 2**30:g} GiB")
     program, args = programs[GRADIENTS]
     start = time.perf_counter()
-    jax.block_until_ready(program(*args))
+    out = jax.block_until_ready(program(*args))
     if (took := time.perf_counter() - start) > limits.seconds:
         raise RuntimeError(f"takes {took:.1f} s a call, limit {limits.seconds:g} s")
-    if took > SLOW and took > FAR * fastest:
-        raise RuntimeError(f"takes {took:.1f} s a call, {took / fastest:.1f} x another")
-    return took
+    return out
 
 
 def hand_back_memory() -> None:
@@ -233,16 +344,6 @@ def hand_back_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _finalists(results: Mapping[str, Measured], default: Contender | None) -> list[str]:
-    """The four fastest, if within a quarter of the best, and the default."""
-    ranked = sorted((x for x in results.values() if x.timed), key=lambda x: x.score)
-    close = [x for x in ranked[:4] if x.score <= 1.25 * ranked[0].score]
-    names = [str(x.contender) for x in close]
-    if default is not None and default not in [x.contender for x in close]:
-        names += [str(x.contender) for x in ranked if x.contender == default]
-    return names
-
-
 def _bound(program: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[], Any]:
     return lambda: program(*args)
 
@@ -250,3 +351,21 @@ def _bound(program: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[], A
 def _first_line(error: Exception) -> str:
     kind = "" if isinstance(error, NotImplementedError) else f"{type(error).__name__}: "
     return kind + next(iter(str(error).splitlines()), "")[:200]
+
+
+def describe(results: Sequence[Measured], default: str) -> str:
+    """Return a line about a case: the implementation taken, and those struck off."""
+    ranked = records.ranked(results, default)
+    if not ranked:
+        return "nothing was measured"
+    best = ranked[0]
+    base = next((x for x in ranked if x.implementation == default), best)
+    text = (
+        f"{best.implementation}, {1e3 * best.forward:.3g} ms forward, "
+        f"{1e3 * best.gradients:.3g} ms with gradients"
+    )
+    if best is not base:
+        text += f": {best.forward / base.forward:.2f} and "
+        text += f"{best.gradients / base.gradients:.2f} x {default}"
+    wrong = [x.implementation for x in results if x.wrong]
+    return text + (f"; struck off: {', '.join(wrong)}" if wrong else "")

@@ -1,4 +1,4 @@
-"""Calls of attention: checked, with errors that say what was given, and brought into one form."""
+"""Check calls of attention, with errors that say what was given, and bring them into one form."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from tape_jax._src.attention.request import (
-    MAX_INDEX,
     AttentionRows,
     BiasFunction,
     Request,
     RowFunction,
     refuse,
 )
+from tape_jax._src.attention.visibility import MAX_INDEX, Band, Visibility
 from tape_jax._src.core import algebra
 from tape_jax._src.core.checks import as_integers, concrete, require
 from tape_jax._src.core.sharding import Sharding
@@ -26,7 +26,7 @@ from tape_jax._src.core.sharding import Sharding
 Array = jax.Array
 
 
-def normalise(
+def normalize(
     q: Array,
     k: Array,
     v: Array,
@@ -59,21 +59,12 @@ def normalise(
     state, query_state = _states(q, k, state, query_state, keys_rotated)
     _check_key_width(q, k, state, query_state, keys_rotated)
     *batch, query_length, query_heads, dim = q.shape
-    query_offset, farthest = _offset(query_offset, batch)
-    _check_index_range(query_length, k.shape[-3], farthest or 0)
     pairs = (query_heads, query_length, k.shape[-3])
-    segments = _segments(segment_ids, batch, query_length, k.shape[-3])
-    if local_window_size is not None:
-        local_window_size = _window(local_window_size)
-        # A wider window hides no more, and sums with it would leave 32-bit integers.
-        widest = MAX_INDEX if farthest is None else query_length + k.shape[-3] + farthest
-        local_window_size = min(local_window_size, widest)
-    if mask is not None:
-        mask = jnp.asarray(mask)
-        require(mask.dtype == jnp.bool_, f"mask must be boolean, True = visible; got {mask.dtype}")
-        mask = _broadcastable("mask", mask, batch, pairs)
+    visibility = _visibility(
+        is_causal, local_window_size, mask, query_offset, segment_ids, batch, pairs
+    )
     refuse(
-        callable(bias) and jnp.ndim(query_offset) > 0,
+        callable(bias) and jnp.ndim(visibility.query_offset) > 0,
         "a function as bias is given query indices [Q], the same for all rows: with one "
         "query_offset a row give an array, or map over the rows by jax.vmap",
     )
@@ -83,14 +74,10 @@ def normalise(
         v=_flatten(v, batch, 3),
         state=state,
         query_state=query_state,
-        segments=segments,
         bias=_bias(bias, batch, pairs),
-        mask=mask,
         log_decay=_log_decay(log_decay, batch, pairs),
-        query_offset=query_offset,
+        visibility=visibility,
         scale=dim**-0.5 if scale is None else _known("scale", scale, float, "a number"),
-        is_causal=_known("is_causal", is_causal, bool, "True or False"),
-        local_window_size=local_window_size,
         keys_rotated=keys_rotated,
         attend_state=attend_state,
         interpret=interpret,
@@ -98,6 +85,37 @@ def normalise(
         logits_fn=_row_function("logits_fn", logits_fn),
         weights_fn=_row_function("weights_fn", weights_fn),
     )
+
+
+def _visibility(
+    is_causal: bool,
+    window: int | None,
+    mask: Array | None,
+    offset: int | Array,
+    segment_ids: Any,
+    batch: Sequence[int],
+    pairs: tuple[int, int, int],
+) -> Visibility:
+    """Return what a call of ``pairs`` (query heads, queries, keys) lets its queries see."""
+    _, queries, keys = pairs
+    offset, farthest = _offset(offset, batch)
+    require(
+        queries + keys + (farthest or 0) < 2**31,
+        f"queries, keys and query_offset together must be below 2**31; got {queries}, {keys} and "
+        f"{farthest or 0}",
+    )
+    segments = _segments(segment_ids, batch, (queries, keys))
+    if window is not None:
+        window = _known("local_window_size", window, operator.index, "one positive integer")
+        require(window >= 1, f"local_window_size must be at least 1; got {window}")
+        # A wider window hides no more, and sums with it would leave 32-bit integers.
+        window = min(window, MAX_INDEX if farthest is None else queries + keys + farthest)
+    if mask is not None:
+        mask = jnp.asarray(mask)
+        require(mask.dtype == jnp.bool_, f"mask must be boolean, True = visible; got {mask.dtype}")
+        mask = _broadcastable("mask", mask, batch, pairs)
+    band = Band(_known("is_causal", is_causal, bool, "True or False"), window)
+    return Visibility(band, offset, segments, mask)
 
 
 def _row_function(name: str, function: Any) -> RowFunction | None:
@@ -128,13 +146,6 @@ def _known(name: str, value: Any, kind: Callable[[Any], Any], expected: str) -> 
         ) from error
 
 
-def _window(size: Any) -> int:
-    """The size of a window, checked."""
-    size = _known("local_window_size", size, operator.index, "one positive integer")
-    require(size >= 1, f"local_window_size must be at least 1; got {size}")
-    return size
-
-
 def _check_inputs(q: Array, k: Array, v: Array) -> None:
     """Types, axes and heads of q, k and v."""
     shapes = f"got q {q.shape}, k {k.shape}, v {v.shape}"
@@ -158,15 +169,6 @@ def _check_inputs(q: Array, k: Array, v: Array) -> None:
         require(
             jnp.issubdtype(x.dtype, jnp.floating), f"{name} must be floating-point; got {x.dtype}"
         )
-
-
-def _check_index_range(query_length: int, key_length: int, offset: int) -> None:
-    """Indices, and distances between them, must be 32-bit integers."""
-    require(
-        query_length + key_length + offset < 2**31,
-        f"queries, keys and query_offset together must be below 2**31; got {query_length}, "
-        f"{key_length} and {offset}",
-    )
 
 
 def _states(
@@ -222,64 +224,57 @@ def _check_key_width(
     )
 
 
-def _segments(
-    ids: Any, batch: Sequence[int], query_length: int, key_length: int
-) -> tuple[Array, Array] | None:
-    """Segment ids of queries ``[B|1, Tq]`` and of keys ``[B|1, S]``."""
-    if ids is None:
-        return None
-    if not isinstance(ids, tuple):
-        _check_one_for_both("segment_ids", query_length, key_length)
-        # One object, by which backends know that every query sees its own key.
-        own = _ids("segment_ids", ids, batch, query_length)
+def _of_both(
+    name: str, given: Any, lengths: tuple[int, int], convert: Callable[[str, Any, int], Array]
+) -> tuple[Array, Array]:
+    """Return what queries and keys have: of one array the same object, or of a pair of arrays.
+
+    Args:
+      name: of the argument.
+      given: the array, or a tuple of two.
+      lengths: queries and keys.
+      convert: checks an array, by its name and length.
+    """
+    if not isinstance(given, tuple):
+        require(
+            lengths[0] == lengths[1],
+            f"{name} must be a tuple (queries', keys') where lengths differ: {lengths[0]} queries, "
+            f"{lengths[1]} keys",
+        )
+        own = convert(name, given, lengths[0])
         return own, own
-    _check_pair("segment_ids", ids)
-    return (
-        _ids("query segment_ids", ids[0], batch, query_length),
-        _ids("key segment_ids", ids[1], batch, key_length),
-    )
-
-
-def _ids(name: str, ids: Any, batch: Sequence[int], length: int) -> Array:
-    """Segment ids ``[batch..., length]`` as ``[B|1, length]``."""
-    ids = as_integers(name, ids)
-    require(
-        jnp.issubdtype(ids.dtype, jnp.integer), f"segment_ids must be integers; got {ids.dtype}"
-    )
-    require(
-        ids.ndim >= 1 and ids.shape[-1] == length and _batch_fits(ids.shape[:-1], batch),
-        f"{name}: expected shape {(*batch, length)}, batch axes may be missing; got {ids.shape}",
-    )
-    return _flatten(ids, batch, 1)
-
-
-def _check_one_for_both(name: str, query_length: int, key_length: int) -> None:
-    """One array for queries and keys needs as many of both."""
-    require(
-        query_length == key_length,
-        f"{name} must be a tuple (queries', keys') where lengths differ: {query_length} queries, "
-        f"{key_length} keys",
-    )
-
-
-def _check_pair(name: str, given: tuple[Any, ...]) -> None:
     require(len(given) == 2, f"{name} must be an array or a pair of arrays; got {len(given)}")
+    queries = convert(f"query {name}", given[0], lengths[0])
+    return queries, convert(f"key {name}", given[1], lengths[1])
+
+
+def _segments(
+    ids: Any, batch: Sequence[int], lengths: tuple[int, int]
+) -> tuple[Array, Array] | None:
+    """Return segment ids of queries ``[B|1, Tq]`` and of keys ``[B|1, S]``."""
+
+    def converted(name: str, ids: Any, length: int) -> Array:
+        ids = as_integers(name, ids)
+        require(
+            jnp.issubdtype(ids.dtype, jnp.integer), f"segment_ids must be integers; got {ids.dtype}"
+        )
+        require(
+            ids.ndim >= 1 and ids.shape[-1] == length and _batch_fits(ids.shape[:-1], batch),
+            f"{name}: expected shape {(*batch, length)}, batch axes may be missing; got "
+            f"{ids.shape}",
+        )
+        return _flatten(ids, batch, 1)
+
+    return None if ids is None else _of_both("segment_ids", ids, lengths, converted)
 
 
 def _log_decay(
     given: Any, batch: Sequence[int], pairs: tuple[int, int, int]
 ) -> tuple[Array, Array] | None:
-    """Log decay of queries ``[B|1, Tq, Hq|1]`` and of keys ``[B|1, S, Hq|1]``, of one type."""
-    heads, *lengths = pairs
-    if given is None:
-        return None
-    names = ("query log_decay", "key log_decay")
-    if not isinstance(given, tuple):
-        _check_one_for_both("log_decay", *lengths)
-        given, names = (given, given), ("log_decay", "log_decay")
-    _check_pair("log_decay", given)
-    arrays = []
-    for name, x, length in zip(names, given, lengths, strict=True):
+    """Return log decay of queries ``[B|1, Tq, Hq|1]`` and of keys ``[B|1, S, Hq|1]``, one type."""
+    heads, *_ = pairs
+
+    def converted(name: str, x: Any, length: int) -> Array:
         x = jnp.asarray(x)
         require(
             jnp.issubdtype(x.dtype, jnp.floating), f"{name} must be floating-point; got {x.dtype}"
@@ -292,10 +287,13 @@ def _log_decay(
             f"{name}: expected shape {(*batch, length, heads)}, one head for all or batch axes "
             f"missing; got {x.shape}",
         )
-        arrays.append(_flatten(x, batch, 2))
-    dtype = algebra.at_least_float32(jnp.result_type(*arrays))
-    queries, keys = (x.astype(dtype) for x in arrays)
-    return queries, keys
+        return _flatten(x, batch, 2)
+
+    if given is None:
+        return None
+    queries, keys = _of_both("log_decay", given, pairs[1:], converted)
+    dtype = algebra.at_least_float32(jnp.result_type(queries, keys))
+    return queries.astype(dtype), keys.astype(dtype)
 
 
 def _bias(
@@ -308,14 +306,14 @@ def _bias(
         return _broadcastable("bias", _floating("bias", bias), batch, pairs)
     function, heads = bias, pairs[0]
 
-    def normalised(query_index: Array, key_index: Array) -> Array:
+    def normalized(query_index: Array, key_index: Array) -> Array:
         sizes = (heads, query_index.shape[0], key_index.shape[0])
         what = "the value of the bias function"
         value = _floating(what, function(query_index, key_index))
         return _broadcastable(what, value, batch, sizes)
 
-    jax.eval_shape(normalised, *(jax.ShapeDtypeStruct((n,), jnp.int32) for n in pairs[1:]))
-    return normalised
+    jax.eval_shape(normalized, *(jax.ShapeDtypeStruct((n,), jnp.int32) for n in pairs[1:]))
+    return normalized
 
 
 def _floating(name: str, bias: Any) -> Array:

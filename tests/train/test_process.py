@@ -1,14 +1,17 @@
 """Where compiled programs are kept, who says otherwise, and who compiles first."""
 
 import os
+import platform
+import resource
 import sys
 import threading
 import time
 
 import jax
+import numpy as np
 import pytest
 
-from train import compiled
+from train import process
 
 FOLDER, SIZE = "JAX_COMPILATION_CACHE_DIR", "JAX_COMPILATION_CACHE_MAX_SIZE"
 
@@ -27,15 +30,15 @@ def before_jax(monkeypatch, tmp_path):
 
 
 def test_programs_are_kept_in_the_users_folder(before_jax, tmp_path):
-    compiled.keep()
+    process.keep_programs()
     assert before_jax[FOLDER] == str(tmp_path / "cache" / "compiled")
-    assert int(before_jax[SIZE]) == compiled.MOST_BYTES
+    assert int(before_jax[SIZE]) == process.MOST_BYTES
     assert (tmp_path / "cache" / "compiled").is_dir()
 
 
 def test_what_the_environment_says_stays(before_jax, tmp_path):
     before_jax[FOLDER] = "elsewhere"
-    compiled.keep()
+    process.keep_programs()
     assert before_jax[FOLDER] == "elsewhere"
     assert SIZE not in before_jax
     assert not (tmp_path / "cache").exists()
@@ -43,19 +46,19 @@ def test_what_the_environment_says_stays(before_jax, tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_done_without(before_jax, tmp_path):
     (tmp_path / "cache").write_text("in the way")
-    compiled.keep()
+    process.keep_programs()
     assert FOLDER not in before_jax
 
 
 def test_a_user_without_a_home_has_no_folder(before_jax):
     before_jax["TAPE_JAX_CACHE"] = "~nobody_of_this_name/x"
-    compiled.keep()
+    process.keep_programs()
     assert FOLDER not in before_jax
 
 
 def test_a_jax_that_is_loaded_is_left_alone(before_jax, monkeypatch):
     monkeypatch.setitem(sys.modules, "jax", object())
-    compiled.keep()
+    process.keep_programs()
     assert FOLDER not in before_jax
 
 
@@ -72,7 +75,7 @@ class Program:
 
 
 def side_by_side(*programs):
-    threads = [threading.Thread(target=compiled.compile_in_turn, args=[x]) for x in programs]
+    threads = [threading.Thread(target=process.compile_in_turn, args=[x]) for x in programs]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -98,7 +101,7 @@ def test_one_program_is_compiled_in_turns(kept):
 def test_others_do_not_wait(texts, kept, monkeypatch):
     """Nor does anybody where nothing is kept: each goes on when all have begun."""
     if texts[0] == texts[1]:
-        monkeypatch.setattr(compiled.Path, "mkdir", no_room)
+        monkeypatch.setattr(process.Path, "mkdir", no_room)
     together = threading.Barrier(2, timeout=10)
     notes = []
     side_by_side(*(Program(text, notes, together.wait) for text in texts))
@@ -107,3 +110,23 @@ def test_others_do_not_wait(texts, kept, monkeypatch):
 
 def no_room(*_, **__):
     raise OSError("no room")
+
+
+def page_faults_of_an_array() -> int:
+    """Pages fetched from the kernel to fill 80 MB that are freed again."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    np.ones(10_000_000)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
+def test_freed_memory_is_used_again():
+    process.keep_freed_memory()
+    page_faults_of_an_array()
+    assert page_faults_of_an_array() < 1000
+
+
+def test_elsewhere_it_does_nothing(monkeypatch):
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
+    monkeypatch.setattr(process.ctypes, "CDLL", None)
+    process.keep_freed_memory()

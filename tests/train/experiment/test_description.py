@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from train.experiment import schedules
+from train.experiment import description
 
 STEPS, PEAK = 200, 0.5
 
@@ -22,10 +22,10 @@ def oracle(kind: str, step: int, rise: int, final: float, power: float) -> float
     return PEAK * left[kind]
 
 
-@pytest.mark.parametrize("kind", schedules.DECAYS)
+@pytest.mark.parametrize("kind", description.DECAYS)
 @pytest.mark.parametrize(("warmup", "final", "power"), [(0.0, 0.0, 1.0), (0.1, 0.2, 2.0)])
 def test_values(kind, warmup, final, power):
-    schedule = schedules.create(
+    schedule = description.schedule(
         kind, peak=PEAK, steps=STEPS, warmup=warmup, final=final, power=power
     )
     steps = np.arange(0, STEPS + 20, 7)
@@ -34,7 +34,7 @@ def test_values(kind, warmup, final, power):
 
 
 def test_one_step_of_warmup_is_already_the_peak():
-    schedule = schedules.create("constant", peak=PEAK, steps=10, warmup=0.1)
+    schedule = description.schedule("constant", peak=PEAK, steps=10, warmup=0.1)
     assert [float(schedule(s)) for s in range(3)] == [PEAK] * 3
 
 
@@ -52,4 +52,4 @@ def test_one_step_of_warmup_is_already_the_peak():
 def test_bad_arguments(change, message):
     arguments = {"kind": "cosine", "peak": PEAK, "steps": STEPS} | change
     with pytest.raises(ValueError, match=message):
-        schedules.create(arguments.pop("kind"), **arguments)
+        description.schedule(arguments.pop("kind"), **arguments)

@@ -1,0 +1,239 @@
+"""Which implementations may do a call, the best first.
+
+A backend is a module, or an object in one, with two functions:
+
+* ``check(request)`` raises NotImplementedError with the reason if it cannot do this call here;
+* ``attend(request, **options)`` returns ``o [B, Tq, Hq, Dv]`` and ``a [B, Tq, Hq, De]`` or None.
+
+To add one, write the module and add its line to :data:`BACKENDS`. It is taken by itself where
+``python -m tape_jax.tune`` has found it right and fast, or where a row of :data:`RULES` names it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+
+from tape_jax._src.attention.request import Request
+from tape_jax._src.attention.tuning import records
+from tape_jax._src.attention.tuning.records import CallShape
+from tape_jax._src.core.checks import choose
+from tape_jax._src.core.devices import compute_capability
+
+# Name to module, or to "module:object". A module is imported when it may be taken, or is named.
+BACKENDS = {
+    "pallas": "tape_jax._src.attention.pallas_triton",
+    "tokamax": "tape_jax._src.attention.vendor_tokamax:tokamax",
+    "tokamax_mosaic": "tape_jax._src.attention.vendor_tokamax:tokamax_mosaic",
+    "tokamax_triton": "tape_jax._src.attention.vendor_tokamax:tokamax_triton",
+    "cudnn": "tape_jax._src.attention.vendor_cudnn:cudnn",
+    "splash": "tape_jax._src.attention.vendor_splash:splash",
+    "ring": "tape_jax._src.attention.ring",
+    "chunked": "tape_jax._src.attention.chunked",
+    "rows": "tape_jax._src.attention.rows",
+    "query_blocks": "tape_jax._src.attention.query_blocks",
+    "reference": "tape_jax._src.attention.reference",
+}
+
+
+class Rule(NamedTuple):
+    """Names to try where nothing was measured, fastest first, and for which calls.
+
+    Attributes:
+      names: of implementations.
+      basis: what the order rests on, in words; None: that nothing was measured.
+      platform: of jax; None: any.
+      generation: the major compute capability of a GPU.
+      itemsize: bytes of an operand.
+      shortest: tokens that a call has at least, its keys being not far more than its queries.
+      widest_with_state: for calls that attend a state, with heads of at most so many numbers.
+      pairs, bytes: the most query-key pairs of a head, and bytes of the logits of all heads.
+    """
+
+    names: tuple[str, ...]
+    basis: str | None = None
+    platform: str | None = None
+    generation: int | None = None
+    itemsize: int | None = None
+    shortest: int | None = None
+    widest_with_state: int | None = None
+    pairs: int | None = None
+    bytes: int | None = None
+
+    def holds(self, request: Request) -> bool:
+        """Whether a call is one of those."""
+        shape, capability = CallShape.of(request), compute_capability()
+        pairs = request.query_length * request.key_length
+        size = pairs * request.q.shape[0] * request.query_heads
+        size *= request.accumulator_dtype.itemsize
+        conditions = (
+            self.platform in (None, jax.default_backend()),
+            self.generation is None
+            or (capability is not None and capability[0] == self.generation),
+            self.itemsize in (None, request.compute_dtype.itemsize),
+            self.shortest is None or (shape is not None and shape.length >= self.shortest),
+            self.widest_with_state is None
+            or (shape is not None and shape.state and shape.head_dim <= self.widest_with_state),
+            self.pairs is None or pairs <= self.pairs,
+            self.bytes is None or size <= self.bytes,
+        )
+        return all(conditions)
+
+
+# Kernels were compared with the reference and timed on an H200 in causal calls with as many keys
+# as queries, from 1,024 tokens on (benchmarks/results/2026-11-26-nvidia-h200.md). Shorter calls
+# down to 256 tokens, and others whose keys are not far more than their queries, go by the same.
+H200 = f"times of an H200; nothing was measured here ({records.COMMAND} does)"
+HOPPER = Rule((), H200, generation=9, itemsize=2, shortest=256)
+RULES = (
+    # On a CPU, forward and backward, from 1 to 2048 heads in all and T 32 to 512, ``reference`` is
+    # then 0.9 to 1.4 times as fast; beyond either limit ``chunked`` is 0.9 to 4 times as fast.
+    Rule(("reference",), pairs=2**15, bytes=2**24),
+    HOPPER._replace(names=("tokamax_mosaic", "cudnn", "pallas"), widest_with_state=64),
+    HOPPER._replace(names=("cudnn", "tokamax_mosaic", "pallas")),
+    Rule(("query_blocks",), platform="cpu"),
+    Rule(("chunked", "rows", "reference")),
+)
+# The oldest release of a library whose kernel was timed.
+TIMED_RELEASES = {"tokamax_mosaic": ("tokamax", (0, 0, 17))}
+
+
+class Candidate(NamedTuple):
+    """One way to do a call.
+
+    Attributes:
+      implementation: its name in ``BACKENDS``.
+      options: keywords of the implementation.
+      basis: why it stands where it stands, in words.
+      seconds: that it was measured to take, forward, and forward and backward.
+    """
+
+    implementation: str
+    options: Mapping[str, Any] = MappingProxyType({})
+    basis: str = ""
+    seconds: tuple[float, float] | None = None
+
+
+class Candidates(NamedTuple):
+    """Ways to do a call, the best first; the first that can is taken.
+
+    Attributes:
+      order: each implementation once.
+      excluded: why others are not tried, by name.
+      measured: whether the order rests on what was measured near the call.
+    """
+
+    order: list[Candidate]
+    excluded: Mapping[str, str] = MappingProxyType({})
+    measured: bool = False
+
+    def verdicts(self, request: Request) -> Iterator[tuple[Candidate, NotImplementedError | None]]:
+        """Yield each with the reason why it cannot do this call, or None if it can.
+
+        One at a time: what comes after the one that is taken is not imported.
+        """
+        for candidate in self.order:
+            try:
+                check(candidate.implementation, request, candidate.options)
+            except NotImplementedError as refusal:
+                yield candidate, refusal
+            else:
+                yield candidate, None
+
+
+def candidates(
+    request: Request, names: Sequence[str] | None, options: Mapping[str, Any]
+) -> Candidates:
+    """Return what may do a call: what is named, else the ring, what was measured, the rules.
+
+    Depends on static shapes only.
+
+    Args:
+      request: the call.
+      names: those that the caller names, checked; None for an automatic choice.
+      options: keywords of the only one that is named.
+    """
+    if names is not None:
+        return Candidates([Candidate(name, options, "named") for name in names])
+    usual = list(_by_rules(request))
+    ranking = None if request.interpret else records.ranking(request, default)
+    found: list[Candidate] = []
+    if ranking is None:
+        note = records.known()[1]
+        kept = {"ring", *(x.implementation for x in usual)}
+        others = () if jax.default_backend() == "cpu" else BACKENDS
+        excluded = {name: note for name in others if name not in kept}
+    else:
+        note = f"measured: {ranking.shape}"
+        excluded = {name: x.struck or "" for name, x in ranking.struck.items()}
+        found = [
+            Candidate(x.implementation, basis=note, seconds=(x.forward, x.gradients))
+            for x in ranking.order
+            if x.implementation in BACKENDS
+        ]
+        wrong = {name for name, x in ranking.struck.items() if x.wrong}
+        usual = [x for x in usual if x.implementation not in wrong]
+    found += [x._replace(basis=x.basis or note) for x in usual]
+    if request.sharding is not None and request.sharding.shards("sequence") > 1:
+        found.insert(0, Candidate("ring", basis="the mesh splits the sequence"))
+    return Candidates(_once(found), excluded, ranking is not None)
+
+
+def default(request: Request) -> str:
+    """Return the implementation that a call takes where nothing was measured."""
+    usual = Candidates(_once(_by_rules(request)))
+    return next(x.implementation for x, refusal in usual.verdicts(request) if refusal is None)
+
+
+def _by_rules(request: Request) -> Iterator[Candidate]:
+    for rule in RULES:
+        for name in rule.names if rule.holds(request) else ():
+            library, oldest = TIMED_RELEASES.get(name, ("jax", ()))
+            if release(library) >= oldest:
+                yield Candidate(name, basis=rule.basis or "")
+
+
+def _once(found: Sequence[Candidate] | Iterator[Candidate]) -> list[Candidate]:
+    """The first of each implementation."""
+    first: dict[str, Candidate] = {}
+    for candidate in found:
+        first.setdefault(candidate.implementation, candidate)
+    return [*first.values()]
+
+
+@functools.cache
+def release(package: str) -> tuple[int, ...]:
+    """Return the release of an installed package; empty if it is not installed."""
+    try:
+        version = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ()
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
+
+
+def backend(name: str) -> Any:
+    """Return the backend of a name; NotImplementedError if it cannot be imported."""
+    module, _, attribute = BACKENDS[name].partition(":")
+    try:
+        found = importlib.import_module(module)
+    except Exception as error:  # What a library of another version may raise.
+        kind = type(error).__name__
+        raise NotImplementedError(f"cannot be imported here: {kind}: {error}") from error
+    return getattr(found, attribute) if attribute else found
+
+
+def check(name: str, request: Request, options: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Raise NotImplementedError if a backend cannot do a call, ValueError for unknown options."""
+    found = backend(name)
+    for option in options:
+        _, *known = inspect.signature(found.attend).parameters
+        choose(f"option of attention implementation {name!r}", option, known)
+    found.check(request)

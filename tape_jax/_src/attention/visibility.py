@@ -1,0 +1,217 @@
+"""Which keys a query sees: the causal rule, the window, segments and the mask, for all backends.
+
+Position decides by the distance of a key from a query, :class:`Band`; the arrays of a call decide
+the rest, :class:`Visibility`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tape_jax._src.core.checks import refuse
+
+Array = jax.Array
+
+# The largest index that a kernel takes: sums of a few of them are 32-bit integers.
+MAX_INDEX = 2**29
+
+
+@dataclasses.dataclass(frozen=True)
+class Band:
+    """The causal rule and the window, ``is_causal`` and ``local_window_size`` of a call.
+
+    Key ``j`` is visible to query ``i``, offset included, only if ``lowest <= j - i <= highest``.
+    """
+
+    is_causal: bool = False
+    local_window_size: int | None = None
+
+    @property
+    def lowest(self) -> int | None:
+        """The smallest distance of a visible key; None: no limit."""
+        return None if self.local_window_size is None else 1 - self.local_window_size
+
+    @property
+    def highest(self) -> int | None:
+        """The largest distance of a visible key; None: no limit."""
+        if self.is_causal:
+            return 0
+        return None if self.local_window_size is None else self.local_window_size - 1
+
+    @property
+    def hides(self) -> bool:
+        """Whether there is any limit."""
+        return self.is_causal or self.local_window_size is not None
+
+    def pairs(self, queries: Any, keys: Any) -> Any:
+        """Return which keys are visible by position.
+
+        Args:
+          queries: indices ``[Q]`` or ``[B, Q]``, offset included, of jax or of numpy.
+          keys: indices ``[K]``.
+
+        Returns:
+          Booleans ``[Q, K]`` or ``[B, 1, Q, K]``, or None if all are visible.
+        """
+        i = queries[:, None] if queries.ndim == 1 else queries[:, None, :, None]
+        rules = [] if self.highest is None else [keys <= i + self.highest]
+        if self.lowest is not None:
+            rules.append(keys >= i + self.lowest)
+        return functools.reduce(operator.and_, rules) if rules else None
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("query_offset", "segments", "mask"),
+    meta_fields=("band",),
+)
+@dataclasses.dataclass(frozen=True)
+class Visibility:
+    """The visible keys of one call, or of a block of its queries and keys.
+
+    Attributes:
+      band: the causal rule and the window.
+      query_offset: what is added to a query's index before it is compared with a key's: an int,
+        or int32, a scalar or one a row ``[B]``.
+      segments: integer ids of queries ``[B|1, Tq]`` and of keys ``[B|1, S]``, or None. They are one
+        object where every query has the id of its own key.
+      mask: boolean ``[B|1, Hq|1, Tq|1, S|1]``, True where visible, or None.
+    """
+
+    band: Band = Band()
+    query_offset: int | Array = 0
+    segments: tuple[Array, Array] | None = None
+    mask: Array | None = None
+
+    def places(self, queries: int) -> Array:
+        """Return the places of the queries among the keys, int32 ``[Q]`` or ``[B, Q]``."""
+        offset: Any = self.query_offset
+        return jnp.arange(queries, dtype=jnp.int32) + (
+            offset[:, None] if jnp.ndim(offset) else offset
+        )
+
+    def pairs(self, queries: int, keys: int) -> Array | None:
+        """Return which of the keys each query sees.
+
+        Args:
+          queries, keys: how many there are.
+
+        Returns:
+          Booleans that broadcast to ``[B, Hq, Q, K]``, or None if all are visible.
+        """
+        rules = [self.band.pairs(self.places(queries), jnp.arange(keys, dtype=jnp.int32))]
+        if self.segments is not None:
+            query_ids, key_ids = self.segments
+            rules.append(query_ids[:, None, :, None] == key_ids[:, None, None, :])
+        given = [rule for rule in (*rules, self.mask) if rule is not None]
+        if not given:
+            return None
+        found = functools.reduce(operator.and_, given)
+        return found.reshape((1,) * (4 - found.ndim) + found.shape)
+
+    def of_queries(self, start: int | Array, size: int) -> Visibility:
+        """Return the part of ``size`` queries from ``start`` on."""
+        segments, mask = self.segments, self.mask
+        return dataclasses.replace(
+            self,
+            query_offset=self.query_offset + start,
+            segments=None if segments is None else (part(segments[0], start, size, 1), segments[1]),
+            mask=None if mask is None else part(mask, start, size, 2),
+        )
+
+    def of_keys(self, start: int | Array, size: int) -> Visibility:
+        """Return the part of ``size`` keys from ``start`` on."""
+        segments, mask = self.segments, self.mask
+        return dataclasses.replace(
+            self,
+            query_offset=self.query_offset - start,
+            segments=None if segments is None else (segments[0], part(segments[1], start, size, 1)),
+            mask=None if mask is None else part(mask, start, size, 3),
+        )
+
+    def blocks_meet(self, queries: tuple[int, int], keys: tuple[int, int]) -> Array | None:
+        """Return which blocks segments and mask let meet, in any row and head.
+
+        Args:
+          queries: size and number of the blocks of queries; arrays are padded to whole blocks.
+          keys: likewise.
+
+        Returns:
+          Booleans ``[blocks of queries, blocks of keys]``, or None if all may.
+        """
+        (rows, columns), meet = (queries[1], keys[1]), None
+        if self.segments is not None:
+            meet = segments_meet(self.segments, queries[0], keys[0]).any(0)
+        if self.mask is not None:
+            mask = self.mask.any((0, 1))
+            sizes = zip((rows, columns), mask.shape, strict=True)
+            own, others = (count if length > 1 else 1 for count, length in sizes)
+            mask = mask.reshape(own, -1, others, mask.shape[1] // others).any((1, 3))
+            mask = jnp.broadcast_to(mask, (rows, columns))
+            meet = mask if meet is None else meet & mask
+        return meet
+
+    def refuse_large_indices(self, queries: int, keys: int) -> None:
+        """Raise NotImplementedError where a kernel's indices would leave 32-bit integers."""
+        offset = self.query_offset if isinstance(self.query_offset, int) else 0
+        sizes = {
+            "queries": queries,
+            "keys": keys,
+            "query_offset": abs(offset),
+            "local_window_size": self.band.local_window_size or 0,
+        }
+        given = ", ".join(f"{name} = {size}" for name, size in sizes.items())
+        refuse(max(sizes.values()) > MAX_INDEX, f"each of these is at most {MAX_INDEX}: {given}")
+
+
+def visible_blocks(
+    band: tuple[int | None, int | None], first: Array, last: Array, size: int, count: int
+) -> tuple[Array, Array]:
+    """Return the blocks of keys that position lets queries ``first`` to ``last`` see.
+
+    Args:
+      band: the smallest and the largest distance of a visible key; None: no limit.
+      first, last: int32 of one shape, offset included.
+      size: keys in a block.
+      count: number of blocks.
+
+    Returns:
+      The first visible block and one past the last, both from 0 to ``count``.
+    """
+    (lowest, highest), begin, end = band, jnp.zeros_like(first), jnp.full_like(last, count)
+    if lowest is not None:
+        begin = jnp.clip((first + lowest) // size, 0, count)
+    if highest is not None:
+        end = jnp.clip((last + highest) // size + 1, 0, count)
+    return begin, end
+
+
+def part(x: Array, start: int | Array, size: int, axis: int) -> Array:
+    """Return ``size`` numbers of an axis from ``start`` on; an axis of 1 stays as it is."""
+    return x if x.shape[axis] == 1 else lax.dynamic_slice_in_dim(x, start, size, axis)
+
+
+def segments_meet(segments: tuple[Array, Array], block_q: int, block_k: int) -> Array:
+    """Return whether the ranges of ids of two blocks overlap, ``[B|1, query blocks, key blocks]``.
+
+    Blocks that are not full count their last id only.
+    """
+    (low_q, high_q), (low_k, high_k) = (
+        _id_ranges(ids, size) for ids, size in zip(segments, (block_q, block_k), strict=True)
+    )
+    lowest = jnp.maximum(low_q[..., None], low_k[:, None])
+    return lowest <= jnp.minimum(high_q[..., None], high_k[:, None])
+
+
+def _id_ranges(ids: Array, size: int) -> tuple[Array, Array]:
+    """Return the smallest and the largest id of each block, ``[B|1, blocks]``."""
+    ids = jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % size)), mode="edge")
+    ids = ids.reshape(ids.shape[0], -1, size)
+    return ids.min(axis=-1), ids.max(axis=-1)

@@ -1,0 +1,80 @@
+"""Visible keys, by blocks and as pairs, against loops."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tape_jax._src.attention.visibility import Band, Visibility, segments_meet, visible_blocks
+
+Q, K = 12, 10
+BANDS = [Band(causal, window) for causal in (True, False) for window in (None, 1, 4)]
+
+
+def visible(band, i, j):
+    """From the definitions of :func:`tape_jax.attention`."""
+    found = j <= i or not band.is_causal
+    window = band.local_window_size
+    if window is not None:
+        found &= i - window < j and (band.is_causal or j < i + window)
+    return found
+
+
+def call(band, offset=0):
+    """Segments and a mask; what each query sees by loops, ``[2, 2, Q, K]``."""
+    rng = np.random.default_rng(0)
+    ids = np.sort(rng.integers(0, 3, (2, Q))), rng.integers(0, 3, (1, K))
+    mask = rng.random((1, 2, Q, 1)) < 0.8
+    offsets = np.broadcast_to(offset, 2)
+    seen = np.zeros((2, 2, Q, K), bool)
+    for b, h, i, j in np.ndindex(*seen.shape):
+        near = visible(band, i + offsets[b], j)
+        seen[b, h, i, j] = near and ids[0][b, i] == ids[1][0, j] and mask[0, h, i, 0]
+    segments = tuple(map(jnp.asarray, ids))
+    return Visibility(band, offset, segments, jnp.asarray(mask)), seen
+
+
+@pytest.mark.parametrize("offset", [0, -3, 5, np.array([2, -4])], ids=str)
+@pytest.mark.parametrize("band", BANDS, ids=str)
+def test_pairs_of_the_whole_and_of_parts(band, offset):
+    offset = offset if isinstance(offset, int) else jnp.asarray(offset)
+    whole, seen = call(band, offset)
+    np.testing.assert_array_equal(np.broadcast_to(whole.pairs(Q, K), seen.shape), seen)
+    for start, first in itertools.product((0, 3, 9), (0, 4)):
+        found = whole.of_queries(start, 3).of_keys(first, 5).pairs(3, 5)
+        want = seen[:, :, start : start + 3, first : first + 5]
+        np.testing.assert_array_equal(np.broadcast_to(found, want.shape), want)
+
+
+def test_all_is_visible():
+    assert Visibility().pairs(Q, K) is None
+    assert Visibility().blocks_meet((4, 3), (5, 2)) is None
+
+
+@pytest.mark.parametrize("offset", [0, -30, 30, 3])
+@pytest.mark.parametrize("band", BANDS, ids=str)
+def test_blocks_that_position_lets_meet(band, offset):
+    """None that has a visible pair is left out; others only at the ends of a band."""
+    size, count = 3, 4
+    first = jnp.arange(0, Q, 4, dtype=jnp.int32) + offset
+    begin, end = visible_blocks((band.lowest, band.highest), first, first + 3, size, count)
+    for n, start in enumerate(first.tolist()):
+        met = [
+            any(visible(band, i, j) for i in range(start, start + 4) for j in range(m, m + size))
+            for m in range(0, size * count, size)
+        ]
+        assert [begin[n] <= m < end[n] for m in range(count)] == met
+
+
+def test_blocks_that_segments_and_mask_let_meet():
+    """Ranges of ids overlap; of a mask any pair is visible."""
+    queries, keys = jnp.array([[0, 0, 1, 1, 2, 2, 2]]), jnp.array([[0, 1, 5, 5, 5]])
+    want = [[True, False, False], [True, False, False], [False] * 3, [False] * 3]
+    np.testing.assert_array_equal(segments_meet((queries, keys), 2, 2)[0], want)
+    mask = np.zeros((1, 1, 4, 6), bool)
+    mask[0, 0, 3, 1] = True
+    found = Visibility(mask=jnp.asarray(mask)).blocks_meet((2, 2), (3, 2))
+    np.testing.assert_array_equal(found, [[False, False], [True, False]])

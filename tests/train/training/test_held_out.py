@@ -1,0 +1,82 @@
+"""How training says what becomes of the loss of held-out text, and that it changes nothing."""
+
+import re
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from tests.train.training.tiny import an_experiment, final_state
+from train import experiment
+from train.tasks.text import Text
+from train.training import loop
+from train.training.held_out import HeldOut
+
+
+@pytest.fixture
+def wanted(tmp_path):
+    """Text of which much is learned by heart in no time."""
+    for i in range(12):
+        letters = np.random.default_rng(i).choice(list("abcdefgh "), 60)
+        (tmp_path / f"{i}.txt").write_text("".join(letters))
+    return experiment.from_mapping(
+        {
+            "name": "test",
+            "task": {
+                "name": "text",
+                "source": f"{tmp_path}/*.txt",
+                "cache": f"{tmp_path}/cache",
+                "held_out": 0.4,
+                "sequence_length": 16,
+            },
+            "model": {"hidden_size": 16, "num_heads": 2, "num_layers": 1, "position": "rope"},
+            "train": {"steps": 6, "batch_size": 4, "learning_rate": 0.01, "save_every": 3},
+            "evaluation": {"factors": (1,), "tokens": 64},
+        }
+    )
+
+
+def test_a_batch_is_held_out_text(wanted):
+    task = wanted.task
+    batch = task.held_out_batch(4)
+    tokens = task.evaluation_tokens(65)
+    np.testing.assert_array_equal(batch["inputs"].ravel(), tokens[:64])
+    np.testing.assert_array_equal(batch["targets"].ravel(), tokens[1:65])
+    assert batch["weights"].all()
+
+
+def test_rows_that_lack_weigh_nothing(wanted):
+    task = wanted.task
+    count = (len(task.evaluation_tokens()) - 1) // 16
+    weights = task.held_out_batch(count + 3)["weights"]
+    assert weights[:count].all()
+    assert not weights[count:].any()
+
+
+def test_training_says_how_it_goes_and_is_the_same(wanted, tmp_path, monkeypatch):
+    said = []
+    loop.train(wanted, tmp_path / "watched", report=said.append)
+    lines = [line for line in said if "held-out loss" in line]
+    epochs = [step * 4 / len(wanted.task.packed()) for step in (3, 6)]
+    assert [re.match(r"step (\d): (\S+) epochs", line).groups() for line in lines] == [
+        (str(step), f"{n:.3g}") for step, n in zip((3, 6), epochs, strict=True)
+    ]
+    monkeypatch.delattr(Text, "held_out_batch")
+    said.clear()
+    loop.train(wanted, tmp_path / "alone", report=said.append)
+    assert not any("held-out loss" in line for line in said)
+    chex.assert_trees_all_equal(final_state(tmp_path / "watched"), final_state(tmp_path / "alone"))
+
+
+def test_a_rise_is_said(wanted):
+    watch = HeldOut.of(wanted, None)
+    first = jax.jit(lambda: loop.init_state(wanted, loop.make_optimizer(wanted.train)))().params
+    assert "up from" not in watch.describe(1, first)
+    worse = jax.tree.map(lambda x: 30 * x, first)
+    assert "at step 1: the model learns its text by heart" in watch.describe(2, worse)
+    assert "up from" not in watch.describe(3, jax.tree.map(lambda x: 0.9 * x, first))
+
+
+def test_tasks_without_held_out_text_are_not_watched():
+    assert HeldOut.of(an_experiment(), None) is None

@@ -1,0 +1,69 @@
+"""The loss of text that is not trained on, while training goes on."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+
+from tape_jax import Transformer
+from tape_jax.adapt import merge
+from tape_jax.sharding import Sharding
+from train.experiment import Experiment
+from train.training.step import part_loss
+
+
+class HeldOut:
+    """Says how well a model in training predicts held-out text, and when it gets worse.
+
+    It takes part in nothing that is trained or saved.
+    """
+
+    def __init__(self, experiment: Experiment, sharding: Sharding | None, frozen: Any = None):
+        """
+        Args:
+          experiment: what is trained; its task may have ``held_out_batch(size)``, a batch, and
+            ``training_sequences``, the number of sequences in an epoch.
+          sharding: where the batch goes; None: the first device.
+          frozen: the parameters that do not train, or None.
+        """
+        train, task = experiment.train, cast(Any, experiment.task)
+        model = Transformer(experiment.model, sharding=sharding)
+        self._batch_size, self._epoch = train.batch_size, task.training_sequences
+        batch = task.held_out_batch(train.batch_size // train.accumulate)
+        self._batch = batch if batch is None or sharding is None else sharding.place(batch)
+        self._frozen = frozen
+        self._best: tuple[float, int] | None = None
+
+        @jax.jit
+        def loss(params: Any, frozen: Any, batch: Any) -> jax.Array:
+            variables = {"params": params if frozen is None else merge(params, frozen)}
+            _, losses = part_loss(model, variables, batch, jax.random.key(0), jnp.float32(0))
+            return losses["loss"] / batch["weights"].sum()
+
+        self._loss = loss
+
+    @classmethod
+    def of(
+        cls, experiment: Experiment, sharding: Sharding | None, frozen: Any = None
+    ) -> HeldOut | None:
+        """None for a task without held-out batches, and where several processes train."""
+        if jax.process_count() > 1 or not hasattr(experiment.task, "held_out_batch"):
+            return None
+        return cls(experiment, sharding, frozen)
+
+    def describe(self, step: int, params: Any) -> str:
+        """The loss after a step and the number of epochs; whether it is above the lowest so far."""
+        epochs = f"{step * self._batch_size / self._epoch:.3g} epochs"
+        if self._batch is None:
+            return f"step {step:,}: {epochs}; too little text is held out to say a loss of it"
+        loss = float(self._loss(params, self._frozen, self._batch))
+        said = f"step {step:,}: {epochs}, held-out loss {loss:.4f}"
+        if self._best is not None and loss > self._best[0]:
+            lowest, at = self._best
+            return (
+                f"{said}, up from {lowest:.4f} at step {at:,}: the model learns its text by heart"
+            )
+        self._best = loss, step
+        return said
