@@ -110,7 +110,7 @@ def test_encodings_can_be_copied_and_stored():
 
 def test_no_encoding_does_nothing():
     none, places = Encoding(), jnp.arange(3)
-    none.check(CONFIG)
+    none.check(CONFIG.sizes)
     assert none.coordinate_axes == 1
     assert not none.attends_state
     assert none.acts_on == ()
@@ -121,7 +121,7 @@ def test_no_encoding_does_nothing():
     assert none.input_params(CONFIG.sizes) == {}
     assert none.layer_params(CONFIG.sizes, updates=True) == {}
     assert none.coordinates(jnp.zeros(3, int), places) is places
-    assert none.embed({}, places, CONFIG, None) is None
+    assert none.embed({}, places, CONFIG.sizes, None) is None
     assert none.start(places, CONFIG.sizes) is None
     assert none.rotation(None) == (None, None)
     assert not none.updates(0, 2)

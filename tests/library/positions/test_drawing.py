@@ -177,7 +177,7 @@ def test_misuse():
     with pytest.raises(ValueError, match=r"range must be less than 2\^31; got 4294967296"):
         RandomPositions(range=2**32)
     for position in ("learned", "t5", "rope+t5"):
-        with pytest.raises(ValueError, match="looks positions up in a table, which stretched"):
+        with pytest.raises(ValueError, match=r"takes random_positions of the kinds .*stretched"):
             model_of("stretched", position)
     with pytest.raises(ValueError, match="random_positions must be a RandomPositions or None"):
         ModelConfig(13, random_positions="spaced")
