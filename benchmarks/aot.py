@@ -98,9 +98,9 @@ def attention_program(
     return AotProgram(name, build, needed)
 
 
-def update_program(dtype: str, implementation: str, mix: str, *, backward: bool) -> AotProgram:
+def update_program(dtype: str, mix: str, *, backward: bool) -> AotProgram:
     """The position update of the C4 model, forward or forward and backward."""
-    update = functools.partial(tape.update_state, implementation=implementation)
+    update = functools.partial(tape.update_state, implementation="reference")
     config = PRESETS["c4"].model
     heads, dim, hidden = config.num_heads, config.dim, config.hidden_size
     shape = (16, 1024, heads, dim)
@@ -123,7 +123,7 @@ def update_program(dtype: str, implementation: str, mix: str, *, backward: bool)
     per_token += heads**2 * dim if mix == "heads" else 0
     needed = 2 * per_token * shape[0] * shape[1] * (3 if backward else 1)
     passes = "forward and backward" if backward else "forward"
-    name = f"position update {implementation} {mix} {dtype}, {passes}"
+    name = f"position update {mix} {dtype}, {passes}"
     return AotProgram(name, build, needed)
 
 
@@ -152,11 +152,8 @@ def programs(target: Cuda | Tpu) -> list[AotProgram]:
         found.append(attention_program("pallas", 128, "float32"))
     if plain in BACKENDS:
         found += [attention_program(plain, dim, "bfloat16", state=False) for dim in (64, 128)]
-    updates = ("reference", "pallas") if isinstance(target, Cuda) else ("reference",)
-    for name, mix, dtype in itertools.product(
-        updates, ("heads", "head_scale"), ("float32", "bfloat16")
-    ):
-        found += [update_program(dtype, name, mix, backward=backward) for backward in (False, True)]
+    for mix, dtype in itertools.product(("heads", "head_scale"), ("float32", "bfloat16")):
+        found += [update_program(dtype, mix, backward=backward) for backward in (False, True)]
     best = [name for name in ("pallas", "tokamax_mosaic", "splash") if name in kernels]
     # What the memory of a v5e holds is less.
     tokens = 4096 if isinstance(target, Tpu) else PRESETS["c4"].tokens

@@ -3,7 +3,7 @@
     python -m benchmarks.train_step [--model tiny|small|c4] [--lengths T ...] [--rows NAME ...]
 
 A row is an encoding, or ``encoding:backend`` to name its attention backend, such as ``tape:pallas``
-or ``rope:cudnn``; ``tape:pallas:pallas`` names the implementation of TAPE's update too. The step is
+or ``rope:cudnn``; ``tape:pallas:unrolled`` names how the update is computed too. The step is
 that of ``train.training.loop``: loss, gradients, clipping and an update by AdamW, on random tokens.
 Rows take turns; ratios are to the first row, run by run, and the first row's own second entry shows
 the noise. Memory is what the compiler plans: ``temporary`` for the step alone, ``in all`` with

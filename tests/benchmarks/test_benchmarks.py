@@ -59,7 +59,6 @@ def test_attention(capsys):
         if row["attention"] in ("plain", "three calls"):
             which = "x plain" if row["attention"] == "plain" else "three calls x"
             assert float(row[which]) == 1
-    assert re.search(r"^pallas: skipped, .*needs a CUDA GPU", out, re.MULTILINE)
 
 
 def test_what_attention_prints_is_drawn(tmp_path, capsys):
@@ -179,7 +178,6 @@ def test_update(capsys):
     assert [row["by"] for row in rows] == 4 * names
     assert rows[0]["update"] == "heads, float32, forward"
     assert rows[-1]["update"] == "heads, bfloat16, forward and backward"
-    assert re.search(r"^pallas: skipped, .*needs a CUDA GPU", out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

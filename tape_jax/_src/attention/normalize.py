@@ -253,9 +253,8 @@ def _state(
     if state is None:
         return None
     state = jnp.asarray(state)
-    algebra.check_state(state, x, name=name, of=of, heads=heads)
-    tail = 5 if algebra.is_tensor_form(state, x) else 3
-    return _flatten(algebra.align_state(state), x.shape[:-3], tail)
+    tail = algebra.check_state(state, x, name=name, of=of, heads=heads)
+    return _flatten(algebra.align_state(state), x.shape[:-3], 2 + tail)
 
 
 def _check_key_width(

@@ -70,9 +70,8 @@ def shifted_group_attention(
     def grouped_state(name: str, x: Array | None) -> Array | None:
         if x is None:
             return None
-        algebra.check_state(x, k, name=name, of="k", heads=(1, heads))
-        tail = 5 if algebra.is_tensor_form(x, k) else 3
-        return grouped(with_batch(algebra.align_state(x), batch + tail))
+        tail = algebra.check_state(x, k, name=name, of="k", heads=(1, heads))
+        return grouped(with_batch(algebra.align_state(x), batch + 2 + tail))
 
     def grouped_decay(x: Array) -> Array:
         x = jnp.asarray(x)

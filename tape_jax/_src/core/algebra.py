@@ -125,8 +125,7 @@ def rotate(q: Array, state: Array) -> Array:
       ValueError: if the shapes do not fit, or either is not floating-point.
     """
     _check_floating("q", q)
-    check_state(state, q, name="state", of="q")
-    tensor = is_tensor_form(state, q)
+    tensor = check_state(state, q, name="state", of="q") == 3
     state = repeat_heads(align_state(state), q.shape[-2], tensor=tensor)
     compute = jnp.promote_types(at_least_float32(q.dtype), state.dtype)
     if not tensor:
@@ -182,10 +181,10 @@ def transform(state: Array, omega: Array) -> Array:
 
 def check_state(
     state: Array, q: Shaped, *, name: str, of: str, heads: tuple[int, ...] | None = None
-) -> None:
-    """Raises ValueError unless ``state`` is a state of ``q [batch..., T, H, D]``.
+) -> int:
+    """Return how many axes hold the numbers of a head: 1, ``[D]``, or 3, ``[M, L, R]``.
 
-    It has one of two shapes, where ``h`` is a number of heads:
+    A state of ``q [batch..., T, H, D]`` has one of two shapes, where ``h`` is a number of heads:
 
     * ``[T, D]``, in tensor form ``[T, 1, M, L, R]``: the same for the whole batch and all heads;
     * all axes of ``q``, ``[batch..., T, h, D]``, in tensor form ``[batch..., T, h, M, L, R]``; a
@@ -196,6 +195,9 @@ def check_state(
       q: the queries or keys, or anything with their shape.
       name, of: what the message calls the two.
       heads: what ``h`` may be; None: what divides ``H``.
+
+    Raises:
+      ValueError: if ``state`` is no state of ``q``.
     """
     if q.ndim < 3:
         raise ValueError(f"{of} must have shape [..., T, H, D]; got {q.shape}")
@@ -229,6 +231,7 @@ def check_state(
             f"or 1, h = {', '.join(map(str, heads))}{f', M * L = {dim}' if tensor else ''}{hint}"
         )
     _check_floating(name, state)
+    return tail
 
 
 def _check_floating(name: str, x: Array) -> None:

@@ -86,7 +86,7 @@ class Attention(nn.Module):
         query_state, e = rotations if terms.state is None else (terms.state, terms.state)
         seen = Seen(k, v, e)
         if cache is not None:
-            seen = _with_cache(c, seen, cache, terms, layer.new, context)
+            seen = _with_cache(c, seen, cache, terms, context)
         options: dict[str, Any] = {
             "keys_rotated": seen.keys_rotated,
             "query_state": query_state,
@@ -167,7 +167,6 @@ def _with_cache(
     fresh: Seen,
     cache: LayerCache,
     terms: Terms,
-    more: dict[str, Array],
     context: Context,
 ) -> Seen:
     """Write new keys, values and states into a cache, and return all that it holds.
@@ -176,14 +175,13 @@ def _with_cache(
       config: the model's.
       fresh: what the new tokens bring; keys not rotated.
       cache: of the layer.
-      terms: of the layer: they may rewrite all keys.
-      more: what else the encoding keeps of the new tokens.
+      terms: of the layer: they may rewrite all keys, and hold what else is kept of new tokens.
       context: of the call.
     """
     k, v, e, *_ = fresh
     if e is not None:
         k = algebra.rotate(k, e)
-    new = entries(cache, k, v, e, more)
+    new = entries(cache, k, v, e, terms.kept or {})
     write = with_entries if config.scan_layers else write_cache
     seen = rewritten = write(cache, new, context.index)
     if terms.rewritten_keys is not None:

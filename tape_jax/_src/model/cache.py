@@ -203,27 +203,22 @@ def _layers_of(
     def parameters(specs: dict[str, Param]) -> dict[str, Any]:
         return {name: shape(spec.shape, config.param_dtype) for name, spec in specs.items()}
 
-    def kept(find: Any, params: Any, **entering: Any) -> dict[str, Any]:
+    def kept(params: Any, x: Array, positions: Array, entering: Any) -> dict[str, Any]:
         """What the encoding keeps of the tokens that enter a layer."""
+        layer = Layer(x, positions, None, True, sizes, **entering)
+        return encoding.layer_terms(params, layer).kept or {}
 
-        def run(params: Any, x: Array, positions: Array, entering: Any) -> dict[str, Array]:
-            layer = Layer(x, positions, None, True, sizes, **entering)
-            find(params, layer)
-            return layer.new
-
-        return jax.eval_shape(run, params, x, positions, entering)
-
-    def start_state(p: Array, x: Array, params: Any) -> Any:
-        start = encoding.start_from_embeddings(params, Layer(x, p, None, True, sizes))
+    def begin(p: Array, x: Array, params: Any) -> tuple[Any, dict[str, Array]]:
+        start, kept = encoding.start_from_embeddings(params, Layer(x, p, None, True, sizes))
         if start is None:
             start = encoding.start(p, sizes, length=capacity, dtype=jnp.dtype(carried_dtype))
-        return start
+        return start, kept
 
     def carried(state: Any) -> Any:
         return encoding.carry(state, tokens, sizes)
 
     begins = parameters(encoding.input_params(sizes))
-    start = jax.eval_shape(start_state, positions, x, begins)
+    start, first = jax.eval_shape(begin, positions, x, begins)
     e = jax.eval_shape(lambda state: encoding.rotation(carried(state))[1], start)
     q = shape((*tokens, config.num_heads, config.dim), dtype)
     head = shape((*tokens, config.kv_heads, config.dim), dtype)
@@ -242,7 +237,8 @@ def _layers_of(
         keeps_state = updates and encoding.attends_state and e is not None
         params = parameters(encoding.layer_params(sizes, updates=updates))
         state = jax.eval_shape(carried, start) if updates else start
-        more = kept(encoding.layer_terms, params, q=q, k=head, state=state)
+        entering = {"q": q, "k": head, "state": state}
+        more = jax.eval_shape(kept, params, x, positions, entering)
         wide = algebra.at_least_float32(dtype)
         return LayerCache(
             k=slots(shape(rotated.shape, wide if encoding.rewrites_keys else dtype), n),
@@ -252,7 +248,6 @@ def _layers_of(
         )
 
     layers = tuple(layer(updates, stop - start) for start, stop, updates in blocks)
-    first = kept(encoding.start_from_embeddings, begins)
     return layers, {name: slots(x) for name, x in first.items()}
 
 

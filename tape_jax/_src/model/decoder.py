@@ -244,7 +244,7 @@ class Transformer(nn.Module):
 
         table, h, params = self._embed(call, sharding)
         layer = entered_layer(call.context, c, h, sharding, call.cache)
-        made = self.encoding.start_from_embeddings(params, layer)
+        made, kept = self.encoding.start_from_embeddings(params, layer)
         given = made if initial_state is None else initial_state
         state, time_axis = self._start(call, params, given)
         h, caches, hidden, states = self._blocks(h, state, call, return_states, sharding)
@@ -264,7 +264,7 @@ class Transformer(nn.Module):
                 record = self._in_order(record, ring, time_axis if made is None else 1)
             out.append(record)
         if call.cache is not None:
-            kept = keep(call.cache, layer.new, call.context.index)
+            kept = keep(call.cache, kept, call.context.index)
             out.append(dataclasses.replace(call.cache, layers=caches, kept=kept))
         return out[0] if len(out) == 1 else tuple(out)
 

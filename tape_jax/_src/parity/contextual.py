@@ -235,6 +235,15 @@ ENCODINGS: dict[str, Source] = {
     "path_fox": _path_fox,
 }
 
+# Intermediate values that files record, and the methods of encodings that compute them.
+INTERMEDIATES = {
+    "log_f": "log_gates",
+    "w": "vectors",
+    "beta": "strengths",
+    "pos": "places",
+    "delta": "moves",
+}
+
 # Files of position ids, by their arrays.
 IDS = {"position_coupling": coupled_positions.compare}
 
@@ -296,9 +305,9 @@ def _compare(file: ContextualFile, precision: str) -> Iterator[Deviation | str]:
         for name, x in file.arrays.items()
         if x.dtype == np.float64 and name not in inputs
     }
-    taps = {name: jnp.zeros_like(fixed[name]) for name in file.meta["intermediates"]}
+    changes = {name: jnp.zeros_like(fixed[name]) for name in file.meta["intermediates"]}
     run = functools.partial(_run, recorded, fixed)
-    o, pull, found = jax.vjp(run, inputs, taps, has_aux=True)
+    o, pull, found = jax.vjp(run, inputs, changes, has_aux=True)
     found = {"o": o, **found, **recorded.constants}
     gradients = {f"grad_{name}": x for part in pull(fixed["do"]) for name, x in part.items()}
     compared = set()
@@ -313,11 +322,37 @@ def _compare(file: ContextualFile, precision: str) -> Iterator[Deviation | str]:
         yield f"{precision}  gradients: not recorded in this file"
 
 
-def _run(recorded: Recorded, fixed: Arrays, inputs: Arrays, taps: Arrays) -> tuple[Array, Arrays]:
-    """``o``, and everything else that a file may hold."""
+def _changed(encoding: Encoding, changes: Arrays, found: Arrays) -> Encoding:
+    """The encoding with changes added to intermediate values, which are noted in ``found``."""
+    if isinstance(encoding, positions.Combined):
+        parts = encoding.encodings
+        return positions.Combined(tuple(_changed(part, changes, found) for part in parts))
+
+    def method(name: str, original: Callable[..., Array]) -> Callable[..., Array]:
+        def compute(self: Encoding, *args: Any) -> Array:
+            found[name] = original(self, *args)
+            return found[name] + changes[name] if name in changes else found[name]
+
+        return compute
+
+    own = type(encoding)
+    methods = {
+        made_by: method(name, getattr(own, made_by))
+        for name, made_by in INTERMEDIATES.items()
+        if hasattr(own, made_by)
+    }
+    return type(own.__name__, (own,), methods)(**vars(encoding))
+
+
+def _run(
+    recorded: Recorded, fixed: Arrays, inputs: Arrays, changes: Arrays
+) -> tuple[Array, Arrays]:
+    """``o``, and everything else that a file may hold, with changes to intermediate values."""
     arrays = recorded.prepare({**fixed, **inputs})
     params = {name: make(arrays) for name, make in recorded.params.items()}
-    q, k, v, encoding = arrays["q"], arrays["k"], arrays["v"], recorded.encoding
+    q, k, v = arrays["q"], arrays["k"], arrays["v"]
+    noted: Arrays = {}
+    encoding = _changed(recorded.encoding, changes, noted)
     batch, time, heads, dim = q.shape
     x = arrays.get("x", jnp.zeros((batch, time, heads * dim), q.dtype))
     sizes = Sizes(
@@ -330,8 +365,8 @@ def _run(recorded: Recorded, fixed: Arrays, inputs: Arrays, taps: Arrays) -> tup
         dtype=q.dtype.name,
     )
     encoding.check(sizes)
-    layer = Layer(x, default_positions(time), None, True, sizes, q=q, k=k, taps=taps)
-    state = encoding.start_from_embeddings(params, layer)
+    layer = Layer(x, default_positions(time), None, True, sizes, q=q, k=k)
+    state, _ = encoding.start_from_embeddings(params, layer)
     if state is None:
         state = encoding.start(layer.positions, sizes, dtype=q.dtype)
     layer = dataclasses.replace(layer, state=state)
@@ -340,7 +375,8 @@ def _run(recorded: Recorded, fixed: Arrays, inputs: Arrays, taps: Arrays) -> tup
     scores = _all_pairs(q, k)
     if rotations[0] is not None and rotations[1] is not None:
         q, k = rotate(q, rotations[0]), rotate(k, rotations[1])
-    q, k = layer.tap("q_rot", q), layer.tap("k_rot", k)
+    noted |= {"q_rot": q, "k_rot": k}
+    q, k = q + changes.get("q_rot", 0), k + changes.get("k_rot", 0)
     options = terms.keywords()
     weights = options
     if recorded.att_of is not None:
@@ -365,7 +401,7 @@ def _run(recorded: Recorded, fixed: Arrays, inputs: Arrays, taps: Arrays) -> tup
     }
     if states:
         found |= dict(zip(("cos", "sin"), jnp.split(states[0], 2, axis=-1), strict=True))
-    return attend(v, **options)[0], {**found, **layer.tapped}
+    return attend(v, **options)[0], {**found, **noted}
 
 
 def _all_pairs(q: Array, k: Array) -> Array:

@@ -21,20 +21,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from tape_jax._src import positions
+from tape_jax._src.core.algebra import align_state, is_tensor_form
 from tape_jax._src.core.checks import choose
 from tape_jax._src.model.block import Block
 from tape_jax._src.model.config import ModelConfig
-from tape_jax._src.model.decoder import (
-    Transformer,
-)
+from tape_jax._src.model.decoder import Transformer
 from tape_jax._src.model.inputs import Context
 from tape_jax._src.model.parameters import full_name
 from tape_jax._src.parity.deviations import TOLERANCE, Deviation, read_arrays, scaled_error
 from tape_jax._src.positions.ablations import split_tables
 from tape_jax._src.positions.fixed.rotary import RopeScaling
-from tape_jax._src.positions.protocol import (
-    default_positions,
-)
+from tape_jax._src.positions.protocol import default_positions
 
 Array = jax.Array
 Weights = dict[str, Any]
@@ -266,18 +263,16 @@ def initial_state(golden: Golden, dtype: Any) -> Any:
     return tables, jnp.int32(0)
 
 
-def tables(state: Array, batch: int, heads: int) -> tuple[np.ndarray, np.ndarray]:
-    """A position state as the reference's cos and sin, each ``[B, H, T, D]`` with both halves."""
-    if state.ndim >= 5:
+def tables(state: Array, keys: jax.ShapeDtypeStruct) -> tuple[np.ndarray, np.ndarray]:
+    """A state of ``keys [B, T, H, D]`` as the reference's cos and sin, each ``[B, H, T, D]``."""
+    if is_tensor_form(state, keys):
         cos, sin = split_tables(state)
     else:
-        state = state if state.ndim == 4 else jnp.expand_dims(state, -2)
-        c, s = jnp.split(state, 2, axis=-1)
+        c, s = jnp.split(align_state(state), 2, axis=-1)
         cos, sin = jnp.concatenate([c, c], -1), jnp.concatenate([s, s], -1)
 
     def arrange(x: Array) -> np.ndarray:
-        x = jnp.broadcast_to(x, (batch, x.shape[-3], heads, x.shape[-1]))
-        return np.asarray(x.transpose(0, 2, 1, 3))
+        return np.asarray(jnp.broadcast_to(x, keys.shape).transpose(0, 2, 1, 3))
 
     return arrange(cos), arrange(sin)
 
@@ -339,8 +334,10 @@ def _compare(golden: Golden, precision: str) -> Iterator[Deviation | str]:
     yield check("hidden states", hidden | {"final_norm": states.final_norm})
     if evolves:
         recorded: dict[str, Any] = {}
+        c = golden.config
+        shape = (*tokens.shape, c["num_attention_heads"], c["head_dim"])
         for i, state in enumerate([*states.position, extra["state"]]):
-            cos, sin = tables(state, tokens.shape[0], golden.config["num_attention_heads"])
+            cos, sin = tables(state, jax.ShapeDtypeStruct(shape, precision))
             recorded |= {f"cos_{i}": cos, f"sin_{i}": sin}
         yield check("position states", recorded)
     if "moved" in extra:

@@ -11,8 +11,7 @@ from tape_jax._src.positions.combined import Combined
 from tape_jax._src.positions.contextual.cope import Cope
 from tape_jax._src.positions.contextual.dape import DapeAlibi, DapeKerple
 from tape_jax._src.positions.contextual.forget import Fox
-from tape_jax._src.positions.contextual.grape import GrapeAdditive, GrapePath
-from tape_jax._src.positions.contextual.grape_rotary import GrapeMultiplicative
+from tape_jax._src.positions.contextual.grape import GrapeAdditive, GrapeMultiplicative, GrapePath
 from tape_jax._src.positions.contextual.mapformer import MapFormerEM, MapFormerWM
 from tape_jax._src.positions.contextual.path import PathAttention
 from tape_jax._src.positions.contextual.repo import Repo

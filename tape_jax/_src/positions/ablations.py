@@ -29,7 +29,6 @@ from tape_jax._src.positions.tape.mixing import (
     mixing_matrix,
     scaled_mix,
 )
-from tape_jax._src.positions.tape.norms import normalize
 
 Array = jax.Array
 zeros = jax.nn.initializers.zeros
@@ -96,7 +95,7 @@ class SeparateCosSin(Tape):
                 part = part + mix_heads(matrix, part)
             parts.append(part)
         e = jnp.concatenate(parts, axis=-1)
-        return normalize(e, self.norm, self.scaling.state_magnitude).astype(state.dtype)
+        return self.normalized(e).astype(state.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,10 +167,7 @@ class _Untied(Tape):
             self.mix_table(params, table, a if a is None else a.astype(state.dtype), x)
             for table, a in zip(tables, attended_tables, strict=True)
         ]
-        e = join_tables(*updated)
-        return normalize(e, self.norm, self.scaling.state_magnitude, tensor=True).astype(
-            state.dtype
-        )
+        return self.normalized(join_tables(*updated)).astype(state.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,9 +279,7 @@ class PlaceWeights(Tape):
         waves = sinusoids(places[..., 0], 2 * self.waves, self.base, wide)
         scale = (1 + waves @ params["places"].astype(wide)).astype(e.dtype)
         scale = scale.reshape(*scale.shape, *(1,) * (e.ndim - scale.ndim))
-        e = e + scale * (moved - e)
-        tensor = self.form == "tensor"
-        return normalize(e, self.norm, self.scaling.state_magnitude, tensor=tensor), places
+        return self.normalized(e + scale * (moved - e)), places
 
 
 @dataclasses.dataclass(frozen=True)
@@ -334,7 +328,7 @@ class RelaxedEquivariance(Tape):
         c, s = jnp.split(e, 2, axis=-1)
         mirrored = [real * c + imaginary * s, imaginary * c - real * s]
         e = e + jnp.concatenate(mirrored, axis=-1)
-        return normalize(e, self.norm, self.scaling.state_magnitude)
+        return self.normalized(e)
 
     def loss(self, params, progress: Array | float) -> Array:
         first, last = self.penalty

@@ -26,6 +26,10 @@ ALONE = {
 }
 
 
+# Terms that one encoding of a combination has at most.
+ONE_OF = ("state", "logits_fn", "weights_fn", "rewritten_keys")
+
+
 @dataclasses.dataclass(frozen=True)
 class Combined(Encoding):
     """Encodings that act together, such as TAPE with ALiBi's bias.
@@ -170,7 +174,9 @@ class Combined(Encoding):
         # Names of the one with a state have no prefix.
         return self._state.start(positions, sizes, **options)
 
-    def start_from_embeddings(self, params: dict[str, Array], layer: Layer) -> State | None:
+    def start_from_embeddings(
+        self, params: dict[str, Array], layer: Layer
+    ) -> tuple[State | None, dict[str, Array]]:
         return self._state.start_from_embeddings(params, layer)
 
     def locate(self, state: State, coordinates: Array) -> State:
@@ -204,16 +210,16 @@ class Combined(Encoding):
         return Terms(
             bias=_sum_of([t.bias for t in found if t.bias is not None]),
             log_decay=_sums([t.log_decay for t in found if t.log_decay is not None]),
-            **{name: only(name) for name in Terms._fields if name not in ("bias", "log_decay")},
+            kept={name: x for terms in found for name, x in (terms.kept or {}).items()},
+            **{name: only(name) for name in ONE_OF},
         )
 
     def _terms_of(self, encoding: Encoding, params: dict[str, Array], layer: Layer) -> Terms:
         prefix = self._prefix(encoding)
-        own = layer.renamed(prefix)
         specs = encoding.layer_params(layer.sizes, updates=True)
-        terms = encoding.layer_terms(self._own(encoding, params, specs), own)
-        layer.new |= {prefix + name: x for name, x in own.new.items()}
-        return terms
+        terms = encoding.layer_terms(self._own(encoding, params, specs), layer.renamed(prefix))
+        kept = terms.kept or {}
+        return terms._replace(kept={prefix + name: x for name, x in kept.items()})
 
 
 def _sum_of(biases: Sequence[Callable[[Array, Array], Array]]) -> Any:

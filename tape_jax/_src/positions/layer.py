@@ -37,6 +37,8 @@ class Terms(NamedTuple):
       rewritten_keys: what decoding keeps of all keys ``[B, H, S, D]`` after these tokens, for an
         encoding that says so (``Encoding.rewrites_keys``). Without ``logits_fn`` they are also what
         these tokens attend.
+      kept: what is to be kept of the new tokens by name, ``[..., T, heads, ...]``; in cached
+        decoding :class:`Layer` has it of earlier ones.
     """
 
     state: Array | None = None
@@ -45,6 +47,7 @@ class Terms(NamedTuple):
     logits_fn: Callable[[Array, Any], Array] | None = None
     weights_fn: Callable[[Array, Any], Array] | None = None
     rewritten_keys: Callable[[Array], Array] | None = None
+    kept: dict[str, Array] | None = None
 
     def keywords(self) -> dict[str, Any]:
         """Those that are keywords of :func:`tape_jax.attention`."""
@@ -64,7 +67,7 @@ class Order(NamedTuple):
     held: Callable[[Array, int], Array]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Layer:
     """What a layer's encoding is given. ``T`` tokens are new, ``S`` are all keys.
 
@@ -81,10 +84,6 @@ class Layer:
       cached_keys: in cached decoding ``[B, heads, S, D]``.
       index: of the first new token among the keys.
       order: on a mesh that splits sequences, how its devices hold them.
-      new: what is to be kept of the new tokens by name, ``[..., T, heads, ...]``; filled by the
-        methods.
-      taps: None, or what is added to intermediate values by name; :meth:`tap` then notes them in
-        ``tapped``.
     """
 
     x: Array
@@ -99,9 +98,6 @@ class Layer:
     cached_keys: Array | None = None
     index: Array | int = 0
     order: Order | None = None
-    new: dict[str, Array] = dataclasses.field(default_factory=dict)
-    taps: dict[str, Array] | None = None
-    tapped: dict[str, Array] = dataclasses.field(default_factory=dict)
 
     @property
     def time(self) -> int:
@@ -129,13 +125,6 @@ class Layer:
         """Raises ValueError unless tokens see earlier ones only."""
         require(self.is_causal, f"the encoding {kind!r} needs is_causal=True: {why}")
 
-    def tap(self, name: str, x: Array) -> Array:
-        """``x``, an intermediate value by which an encoding can be looked into."""
-        if self.taps is None:
-            return x
-        self.tapped[name] = x
-        return x + self.taps[name] if name in self.taps else x
-
     def product(self, kernel: Array, x: Array | None = None) -> Array:
         """``x @ kernel`` over the last axis, in the type of ``x`` with sums in ``dtype``.
 
@@ -153,22 +142,19 @@ class Layer:
         return self.x.reshape(-1, self.x.shape[-1])
 
     def renamed(self, prefix: str) -> Layer:
-        """The same layer for an encoding among several, which keeps things under names of its own.
-
-        What it is to keep anew is in the result's ``new``.
-        """
+        """The same layer for one encoding among several, which keeps things under its own names."""
         kept = self.kept
         if kept is not None:
             kept = {k.removeprefix(prefix): x for k, x in kept.items() if k.startswith(prefix)}
-        return dataclasses.replace(self, kept=kept, new={})
+        return dataclasses.replace(self, kept=kept)
 
-    def keep(self, name: str, x: Array) -> Array:
-        """Keeps numbers of the new tokens ``[..., T, heads, ...]``.
+    def of_all_keys(self, name: str, x: Array) -> Array:
+        """Numbers ``[..., S, heads, ...]`` of all keys: those kept by this name, and the new ones.
 
-        Returns:
-          Those of all keys, ``[..., S, heads, ...]``.
+        Args:
+          name: under which they are kept (:attr:`Terms.kept`).
+          x: those of the new tokens, ``[..., T, heads, ...]``.
         """
-        self.new[name] = x
         if self.kept is None:
             return x
         return self._with_new(self.kept[name], x)
@@ -189,28 +175,26 @@ class Layer:
         """Sums of ``x [..., T, heads, ...]`` over all tokens of a segment up to each, in ``dtype``.
 
         Args:
-          name: under which the sums are kept.
+          name: under which the encoding keeps the sums.
           x: of the new tokens.
         """
         x = x.astype(self.dtype)
         total = self._ordered(_running_sum, x)
         if self.kept is not None:
             total = total + self._earlier(name, 1)[0]
-        self.new[name] = total
         return total
 
     def previous(self, name: str, x: Array, count: int) -> list[Array]:
         """``x`` of the ``count`` tokens before each in its segment, the nearest first; 0: none.
 
         Args:
-          name: under which ``x`` is kept.
+          name: under which the encoding keeps ``x``.
           x: ``[..., T, heads, ...]``, of the new tokens.
           count: how many.
         """
-        self.new[name] = x
         if self.kept is None:
             return self._all_shifted(x, count)
-        kept = self.keep(name, x)
+        kept = self.of_all_keys(name, x)
         slots = self._earlier_slots(count, own=True)
         return [_take(kept, slot) for slot in slots]
 
@@ -218,14 +202,13 @@ class Layer:
         """Causal convolution of each channel along time: ``sum_n taps[..., -1 - n] x[t - n]``.
 
         Args:
-          name: under which ``x`` is kept.
+          name: under which the encoding keeps ``x``.
           x: ``[..., T, *channels]``.
           taps: ``[*channels, taps]``, the last for the token itself.
         """
         count = taps.shape[-1] - 1
         if self.kept is not None:
             return _weighted(taps, [x, *self.previous(name, x, count)])
-        self.new[name] = x
 
         def convolve(x: Array, taps: Array) -> Array:
             return _weighted(taps, [x, *self._all_shifted(x, count)])

@@ -249,14 +249,20 @@ class Encoding:
         """
         return None
 
-    def start_from_embeddings(self, params: dict[str, Array], layer: Layer) -> State | None:
+    def start_from_embeddings(
+        self, params: dict[str, Array], layer: Layer
+    ) -> tuple[State | None, dict[str, Array]]:
         """State entering the first layer, made from the embeddings, in place of :meth:`start`'s.
 
         Args:
           params: of :meth:`input_params`.
           layer: a layer that the embeddings enter; without queries and keys.
+
+        Returns:
+          The state, None for that of :meth:`start`; and what is to be kept of the new tokens, as
+          :attr:`Terms.kept`.
         """
-        return None
+        return None, {}
 
     def locate(self, state: State, coordinates: Array) -> State:
         """The state entering the first layer with what :meth:`coordinates` says of its tokens."""

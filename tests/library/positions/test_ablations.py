@@ -195,8 +195,8 @@ def test_misuse():
             cls(l=4, r=4)
         grouped = ModelConfig(5, hidden_size=12, num_heads=3, num_kv_heads=1, head_dim=4)
         with pytest.raises(ValueError, match=r"num_heads = 3, num_kv_heads = 1"):
-            cls().check(grouped)
-        cls().check(CONFIG)
+            cls().check(grouped.sizes)
+        cls().check(CONFIG.sizes)
     with pytest.raises(ValueError, match=r"a scale per dimension; got attention_mix='heads'"):
         MixHeadDim(attention_mix="heads").layer_params(CONFIG.sizes, updates=True)
     with pytest.raises(ValueError, match=r"unknown tape_mix_head_dim norm 'unt'"):

@@ -9,9 +9,7 @@ import pytest
 from tape_jax import ModelConfig
 from tape_jax.positions import Layer, create
 from tests.library.equivariance.checks import check_permutations, check_shift
-from tests.library.positions.decoding import assert_chunks_equal_the_full_pass
 from tests.models import random_variables, small_model
-from tests.selection import mostly_slow
 
 KINDS = ("alibi", "kerple", "fire", "t5", "fox")
 TIME, HIDDEN = 5, 16
@@ -59,22 +57,6 @@ def test_all_heads_by_number_are_all_heads(x64):
     tokens = jnp.arange(6)[None]
     expected, found = (model.apply(variables, tokens) for model in models)
     chex.assert_trees_all_equal(found, expected)
-
-
-DECODED = {
-    "tape+alibi+fox": {"alibi_on_heads": 1, "fox_on_heads": 3},
-    "fire": {"on_heads": 2},
-    "rope+kerple": {"on_heads": 1},
-    "rope+t5": {"on_heads": 3},
-}
-
-
-@pytest.mark.parametrize("kinds", mostly_slow(DECODED, "tape+alibi+fox"))
-def test_decoding_in_chunks_is_the_full_pass(x64, kinds):
-    types = {"dtype": "float64", "param_dtype": "float64"}
-    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "num_layers": 2}
-    model = small_model(create(kinds, **DECODED[kinds]), **types, **sizes)
-    assert_chunks_equal_the_full_pass(model)
 
 
 @pytest.mark.slow

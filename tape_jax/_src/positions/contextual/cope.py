@@ -73,11 +73,12 @@ class Cope(Encoding):
         assert q is not None
         scale = sizes.head_dim**-0.5
         vectors = params["vectors"]
-        gate_keys = None
+        gate_keys, kept = None, None
         if self.separate_key:
             own = layer.product(params["gate_key_kernel"]).astype(q.dtype)
             own = own.reshape(*own.shape[:-1], sizes.num_kv_heads, sizes.head_dim)
-            gate_keys = layer.keep("gate_key", own).astype(q.dtype)
+            kept = {"gate_key": own}
+            gate_keys = layer.of_all_keys("gate_key", own).astype(q.dtype)
 
         def logits_fn(logits: Array, rows: Any) -> Array:
             queries = by_rows.of_queries(q, rows)
@@ -97,4 +98,4 @@ class Cope(Encoding):
             added = low + (place - below) * (high - low)
             return logits + (scale * added if self.divide else added)
 
-        return Terms(logits_fn=logits_fn)
+        return Terms(logits_fn=logits_fn, kept=kept)

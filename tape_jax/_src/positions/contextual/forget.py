@@ -81,8 +81,9 @@ class Fox(SomeHeads):
 
     def head_terms(self, params, layer: Layer) -> Terms:
         layer.require_causal(self.kind, "what comes after a token would be favoured, not forgotten")
-        log_gates = layer.tap("log_f", self.log_gates(params, layer))
+        log_gates = self.log_gates(params, layer)
         if self.scaled:
             log_gates = log_gates * layer.sizes.head_dim**-0.5
         total = layer.running_sum("log_decay", log_gates)
-        return Terms(log_decay=(total, layer.keep("log_decay", total)))
+        decay = total, layer.of_all_keys("log_decay", total)
+        return Terms(log_decay=decay, kept={"log_decay": total})

@@ -1,4 +1,4 @@
-"""GRAPE's additive forms: linear biases with gates, and biases summed along the path."""
+"""GRAPE: gated linear biases, biases summed along the path, and RoPE by a clock of the content."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from tape_jax._src.core.checks import choose, require
 from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.contextual import rows as by_rows
 from tape_jax._src.positions.fixed.bias import alibi_slopes
+from tape_jax._src.positions.fixed.rotary import content_state, frequencies
 from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.positions.protocol import Encoding, Param
 
 Array = jax.Array
 
+STEPS = ("softplus", "sigmoid")
 GATES = ("query_key", "key")
 # Directions are divided by their norm, or by this where it is less.
 SHORTEST = 1e-6
@@ -62,7 +64,8 @@ class GrapeAdditive(Encoding):
         assert layer.k is not None
         slopes = jnp.asarray(alibi_slopes(sizes.num_heads), layer.dtype)
         slopes = slopes * jax.nn.softplus(params["omega"].astype(layer.dtype))
-        keys = layer.keep("gate", _gate(layer.k, params["key_direction"], layer.dtype))
+        own_keys = _gate(layer.k, params["key_direction"], layer.dtype)
+        keys = layer.of_all_keys("gate", own_keys)
         queries = None
         if self.gate == "query_key":
             queries = _gate(layer.q, params["query_direction"], layer.dtype)
@@ -76,7 +79,7 @@ class GrapeAdditive(Encoding):
             slope = slopes[:, None, None] * gates
             return -distance[..., None, :, :].astype(layer.dtype) * slope
 
-        return Terms(bias=bias)
+        return Terms(bias=bias, kept={"gate": own_keys})
 
 
 def _gate(x: Array, direction: Array, dtype: Any) -> Array:
@@ -137,8 +140,8 @@ class GrapePath(Encoding):
         width = self._width(layer.sizes)
         own = layer.product(params["path_kernel"])
         own = own.reshape(*own.shape[:-1], layer.sizes.num_heads, width)
-        keys = layer.keep("path", _turned(own, layer.query_positions))
-        keys = keys.astype(own.dtype)
+        turned = _turned(own, layer.query_positions)
+        keys = layer.of_all_keys("path", turned).astype(own.dtype)
         slopes = jnp.asarray(alibi_slopes(layer.sizes.num_heads), own.dtype)
 
         def logits_fn(logits: Array, rows: Any) -> Array:
@@ -148,7 +151,7 @@ class GrapePath(Encoding):
             steps = jnp.where(rows.visible, steps, 0)
             return logits + by_rows.sums_behind(steps).astype(logits.dtype)
 
-        return Terms(logits_fn=logits_fn)
+        return Terms(logits_fn=logits_fn, kept={"path": turned})
 
 
 def _turned(p: Array, positions: Array) -> Array:
@@ -159,3 +162,77 @@ def _turned(p: Array, positions: Array) -> Array:
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     first, second = jnp.split(p, 2, axis=-1)
     return jnp.concatenate([first * cos + second * sin, second * cos - first * sin], axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class GrapeMultiplicative(Encoding):
+    """Contextual multiplicative GRAPE (Zhang et al. 2025, arXiv:2512.07805): RoPE by content.
+
+    The phase of a token is the sum of ``softplus(x W + b)`` over the tokens before it, itself not
+    among them; frequencies are learned, from RoPE's. Every layer has phases of its own. Positions
+    are not read. As in the published code, ``m-ctx``, the rotation goes backwards, which no logit
+    shows.
+
+    Attributes:
+      base: of the initial frequencies.
+      per_head: each key/value head has a phase; else one for all.
+      frequencies_per_head: each key/value head has frequencies; else they share them.
+      initial_step: ``softplus(b)`` at the start, ``W`` being 0.
+      step: ``softplus``; or ``sigmoid``, of ``(x W + b) / sigmoid_scale``, as the published code
+        has it: with the same ``b`` its model starts with steps of 0.39.
+      sigmoid_scale: see ``step``.
+
+    Raises:
+      ValueError: for options out of range.
+    """
+
+    kind: ClassVar[str] = "grape_m_ctx"
+    acts_on: ClassVar[tuple[str, ...]] = ("state",)
+    reads_positions: ClassVar[bool] = False
+
+    base: float = 10_000.0
+    per_head: bool = False
+    frequencies_per_head: bool = False
+    initial_step: float = 1e-3
+    step: str = "softplus"
+    sigmoid_scale: float = 16.0
+
+    def __post_init__(self):
+        require(self.base > 1, f"{self.kind}: the rotary base must exceed 1; got {self.base}")
+        choose(f"{self.kind} step", self.step, STEPS)
+        for name in ("initial_step", "sigmoid_scale"):
+            value = getattr(self, name)
+            require(value > 0, f"{self.kind}: {name} must be positive; got {value}")
+
+    def layer_params(self, sizes: Sizes, *, updates: bool):
+        phases = sizes.num_kv_heads if self.per_head else 1
+        axis = "kv_heads" if self.per_head else None
+        # The inverse of softplus.
+        bias = jax.nn.initializers.constant(math.log(math.expm1(self.initial_step)))
+        shape: tuple[int, ...] = (sizes.head_dim // 2,)
+        axes: tuple[str | None, ...] = (None,)
+        if self.frequencies_per_head:
+            shape, axes = (sizes.num_kv_heads, *shape), ("kv_heads", None)
+
+        def log_frequencies(key, shape, dtype):
+            rope = jnp.log(jnp.asarray(frequencies(sizes.head_dim, self.base)))
+            return jnp.broadcast_to(rope, shape).astype(dtype)
+
+        zeros = jax.nn.initializers.zeros
+        return {
+            "step_kernel": Param((sizes.hidden_size, phases), zeros, ("embed", axis)),
+            "step_bias": Param((phases,), bias, (axis,)),
+            "log_frequencies": Param(shape, log_frequencies, axes),
+        }
+
+    def layer_terms(self, params, layer: Layer) -> Terms:
+        steps = layer.product(params["step_kernel"])
+        steps = steps + params["step_bias"].astype(layer.dtype)
+        if self.step == "softplus":
+            steps = jax.nn.softplus(steps)
+        else:
+            steps = jax.nn.sigmoid(steps / self.sigmoid_scale)
+        total = layer.running_sum("phase", steps)
+        turns = jnp.exp(params["log_frequencies"].astype(layer.dtype))
+        state = content_state(-(total - steps)[..., None] * turns)
+        return Terms(state=state, kept={"phase": total})

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tape_jax._src.core.algebra import rotate
+from tape_jax._src.core.algebra import align_state, rotate
 from tape_jax._src.core.checks import positive, require, set_field
 from tape_jax._src.core.rows import AttentionRows
 from tape_jax._src.core.sizes import Sizes
@@ -70,17 +70,21 @@ class MapFormerWM(Encoding):
 
     def path(self, params, layer: Layer) -> Array:
         """Where the new tokens are, ``[..., T, H, D/2]``, kept under this name."""
+        return layer.running_sum("path", self.moves(params, layer))
+
+    def moves(self, params, layer: Layer) -> Array:
+        """``delta``, by how much each token moves, ``[..., T, H, D/2]``."""
         delta = layer.product(params["delta_out"], layer.product(params["delta_in"]))
-        delta = delta.reshape(*delta.shape[:-1], *params["omega"].shape)
-        return layer.running_sum("path", layer.tap("delta", delta))
+        return delta.reshape(*delta.shape[:-1], *params["omega"].shape)
 
     def state_of(self, params, path: Array, layer: Layer) -> Array:
         """The state ``[..., T, H, D]`` of tokens that are there."""
         state = content_state(params["omega"].astype(path.dtype) * path)
         return state.astype(layer.sizes.state_dtype or layer.dtype)
 
-    def start_from_embeddings(self, params, layer: Layer) -> State:
-        return self.state_of(params, self.path(params, layer), layer)
+    def start_from_embeddings(self, params, layer: Layer) -> tuple[State, dict[str, Array]]:
+        path = self.path(params, layer)
+        return self.state_of(params, path, layer), {"path": path}
 
     def rotation(self, state: State):
         return state, state
@@ -112,13 +116,13 @@ class MapFormerEM(MapFormerWM):
             "k0": Param((sizes.num_kv_heads, sizes.head_dim), init, ("kv_heads", None)),
         }
 
-    def start_from_embeddings(self, params, layer: Layer) -> State:
+    def start_from_embeddings(self, params, layer: Layer) -> tuple[State, dict[str, Array]]:
         """The states of the new tokens and, a second array, of all keys."""
-        path = self.path(params, layer)
-        state = self.state_of(params, path, layer)
-        if layer.kept is None:
-            return state, state
-        return state, self.state_of(params, layer.keep("path", path), layer)
+        state, kept = super().start_from_embeddings(params, layer)
+        keys = state
+        if layer.kept is not None:
+            keys = self.state_of(params, layer.of_all_keys("path", kept["path"]), layer)
+        return (state, keys), kept
 
     def rotation(self, state: State):
         # Only q0 and k0 are rotated.
@@ -136,7 +140,7 @@ class MapFormerEM(MapFormerWM):
         state, keys = layer.state if isinstance(layer.state, tuple) else (layer.state,) * 2
 
         def rotated(vectors: Array, state: Array, like: Array) -> Array:
-            time = state.shape[-2] if state.ndim == 2 else state.shape[-3]
+            time = align_state(state).shape[-3]
             shape = (*like.shape[:-3], time, *like.shape[-2:])
             found = rotate(jnp.broadcast_to(vectors.astype(q.dtype), shape), state)
             found = jnp.repeat(found, sizes.num_heads // found.shape[-2], axis=-2)

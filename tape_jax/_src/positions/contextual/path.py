@@ -79,17 +79,20 @@ class PathAttention(Encoding):
             params["w_taps"] = Param((width, self.taps), normal, ("kv_heads", None))
         return params
 
-    def vectors(self, params, layer: Layer) -> Array:
-        """``w [..., T, H_kv, D]``, of norm 1 at most, in at least float32."""
+    def projections(self, params, layer: Layer) -> Array:
+        """``x W_down W_up [..., T, H_kv, D]``, which the convolution reads."""
         heads, dim = layer.sizes.num_kv_heads, layer.sizes.head_dim
         if self.rank is None:
             z = layer.product(params["w_kernel"])
         else:
             low = layer.product(params["w_down"]).astype(layer.x.dtype)
             z = layer.product(params["w_up"], low)
-        z = z.astype(layer.x.dtype).reshape(*z.shape[:-1], heads, dim)
+        return z.astype(layer.x.dtype).reshape(*z.shape[:-1], heads, dim)
+
+    def vectors(self, params, layer: Layer, z: Array) -> Array:
+        """``w [..., T, H_kv, D]`` of :meth:`projections`, of norm 1 at most, at least float32."""
         if self.taps:
-            taps = params["w_taps"].astype(layer.dtype).reshape(heads, dim, self.taps)
+            taps = params["w_taps"].astype(layer.dtype).reshape(*z.shape[-2:], self.taps)
             z = jax.nn.silu(layer.convolution("w", z, taps))
         z = z.astype(layer.dtype)
         return z * lax.rsqrt(jnp.square(z).sum(-1, keepdims=True) + self.eps)
@@ -102,8 +105,9 @@ class PathAttention(Encoding):
     def layer_terms(self, params, layer: Layer) -> Terms:
         layer.require_causal(self.kind, "a token's maps act on what comes before it")
         assert layer.k is not None
-        w = layer.tap("w", self.vectors(params, layer))
-        beta = layer.tap("beta", self.strengths(params, layer))
+        z = self.projections(params, layer)
+        kept = {"w": z} if self.taps else None
+        w, beta = self.vectors(params, layer, z), self.strengths(params, layer)
         ids = layer.segment_ids
         ids, key_ids = ids if isinstance(ids, tuple) else (ids, ids)
         if ids is not None:
@@ -111,7 +115,7 @@ class PathAttention(Encoding):
         k, w, beta = _flat(layer.k, 3), _flat(w, 3), _flat(beta, 2)
         chunks = householder.chunked(k, w, beta, ids, self.chunk, layer.dtype)
         if layer.kept is None:
-            return Terms(logits_fn=_logits_fn(chunks, layer, ids))
+            return Terms(logits_fn=_logits_fn(chunks, layer, ids), kept=kept)
 
         def rewritten(keys: Array) -> Array:
             assert key_ids is not None
@@ -123,6 +127,7 @@ class PathAttention(Encoding):
         return Terms(
             logits_fn=_logits_fn(chunks, layer, ids) if several else None,
             rewritten_keys=rewritten,
+            kept=kept,
         )
 
 

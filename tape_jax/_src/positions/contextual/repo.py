@@ -100,15 +100,17 @@ class Repo(Encoding):
     def updates(self, layer: int, num_layers: int) -> bool:
         return 0 < self.first_layer <= layer
 
+    def places(self, params, layer: Layer) -> jax.Array:
+        """The positions that the new tokens choose, ``[..., T, H_kv]``."""
+        if self.form == "linear":
+            return layer.product(params["place_kernel"])
+        gate = jax.nn.silu(layer.product(params["place_gate"]))
+        content = layer.product(params["place_content"])
+        return layer.product(params["place_kernel"], gate * content)
+
     def layer_terms(self, params, layer: Layer) -> Terms:
         if not params:
             return Terms()
-        if self.form == "linear":
-            places = layer.product(params["place_kernel"])
-        else:
-            gate = jax.nn.silu(layer.product(params["place_gate"]))
-            content = layer.product(params["place_content"])
-            places = layer.product(params["place_kernel"], gate * content)
-        places = layer.tap("pos", places)
+        places = self.places(params, layer)
         turns = jnp.asarray(frequencies(layer.sizes.head_dim, self.base), layer.dtype)
         return Terms(state=content_state(places[..., None] * turns))

@@ -149,6 +149,7 @@ class SelectiveRope(Encoding):
 
         phi = project(params, layer.flat).reshape(*layer.x.shape[:-1], heads, width)
         taps = params["conv_kernel"].astype(layer.dtype)
+        kept = {"phase": phi}
         phi = layer.convolution("phase", phi, taps)
         if self.bias:
             phi = phi + jnp.exp(params["phase_bias"].astype(layer.dtype))
@@ -157,8 +158,9 @@ class SelectiveRope(Encoding):
             gate = jax.nn.sigmoid(logits + params["gate_bias"].astype(layer.dtype))
             phi = phi * gate[..., None]
         temperature = params.get("temperature", self.temperatures(layer.sizes.head_dim))
-        angles = layer.running_sum("angle", phi) * jnp.asarray(temperature, layer.dtype)
-        return Terms(state=content_state(angles))
+        kept["angle"] = layer.running_sum("angle", phi)
+        angles = kept["angle"] * jnp.asarray(temperature, layer.dtype)
+        return Terms(state=content_state(angles), kept=kept)
 
 
 def _shares(x: Array, *, heads: int, dtype: Any) -> Array:

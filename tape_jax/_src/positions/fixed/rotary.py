@@ -382,19 +382,20 @@ class Rope(Encoding):
 
         return jax.tree.map(joined, *states)
 
+    def start_options(self, params: dict[str, Array] | None) -> dict[str, Any]:
+        """The encoding's own options of :func:`rotary_state`."""
+        return {
+            "base": self.base,
+            "scaling": self.scaling,
+            "axes": self.axes,
+            "partial_rotary_factor": self.partial_rotary_factor,
+            "log_stretch": (params or {}).get("log_stretch"),
+        }
+
     def start_at(self, positions, sizes, *, key=None, length=None, dtype=jnp.float32, params=None):
         """The start that all heads share, as :meth:`start` describes it."""
-        state = rotary_state(
-            positions,
-            sizes.head_dim,
-            self.base,
-            scaling=self.scaling,
-            axes=self.axes,
-            length=length,
-            partial_rotary_factor=self.partial_rotary_factor,
-            log_stretch=(params or {}).get("log_stretch"),
-            dtype=dtype,
-        )
+        options = self.start_options(params)
+        state = rotary_state(positions, sizes.head_dim, length=length, dtype=dtype, **options)
         return algebra.with_heads(state)
 
     def rotation(self, state: State):

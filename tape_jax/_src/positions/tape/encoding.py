@@ -18,13 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tape_jax._src.core.algebra import check_state, float_type
+from tape_jax._src.core.algebra import align_state, check_state, float_type
 from tape_jax._src.core.checks import choose, positive, require, require_x64, set_field
 from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.fixed.rotary import Rope, RopeScaling, angles
 from tape_jax._src.positions.protocol import Param, State
 from tape_jax._src.positions.tape.mixing import ACTIVATIONS
-from tape_jax._src.positions.tape.norms import NORMS
+from tape_jax._src.positions.tape.norms import NORMS, normalize
 from tape_jax._src.positions.tape.update import UPDATE_PARAMS, UPDATES, update_state
 
 Array = jax.Array
@@ -371,27 +371,16 @@ class Tape(Rope):
             return super().start_at(
                 positions, sizes, key=key, length=length, dtype=dtype, params=params
             )
+        options = self.start_options(params)
         return tensor_state(
-            positions,
-            sizes.head_dim,
-            self.l,
-            self.r,
-            base=self.base,
-            scaling=self.scaling,
-            axes=self.axes,
-            length=length,
-            partial_rotary_factor=self.partial_rotary_factor,
-            log_stretch=(params or {}).get("log_stretch"),
-            dtype=dtype,
+            positions, sizes.head_dim, self.l, self.r, length=length, dtype=dtype, **options
         )
 
     def carry(self, state: State, shape: tuple[int, ...], sizes: Sizes) -> State:
         like = jax.ShapeDtypeStruct((*shape, sizes.num_kv_heads, sizes.head_dim), state.dtype)
         heads = (1, sizes.num_kv_heads)
-        check_state(state, like, name="the initial state", of="keys", heads=heads)
-        tail = 1 if self.form == "rotary" else 3
-        if state.ndim < len(shape) + 1 + tail and tail == 1:
-            state = jnp.expand_dims(state, -2)
+        tail = check_state(state, like, name="the initial state", of="keys", heads=heads)
+        state = align_state(state)
         return jnp.broadcast_to(state, (*like.shape[:-1], *state.shape[state.ndim - tail :]))
 
     def layer_params(self, sizes: Sizes, *, updates: bool) -> dict[str, Param]:
@@ -417,6 +406,11 @@ class Tape(Rope):
             mlp_mix=self.mlp_mix,
             degree=self.degree,
         )
+
+    def normalized(self, state: Array) -> Array:
+        """The state, bounded by the norm."""
+        magnitude, tensor = self.scaling.state_magnitude, self.form == "tensor"
+        return normalize(state, self.norm, magnitude, tensor=tensor)
 
     @property
     def update_implementations(self) -> tuple[str, ...]:

@@ -10,31 +10,103 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from tape_jax._src.core.algebra import align_state, at_least_float32, check_state
-from tape_jax._src.core.checks import choose, require
+from tape_jax._src.core.algebra import (
+    align_state,
+    at_least_float32,
+    check_state,
+    is_tensor_form,
+    precise_einsum,
+)
+from tape_jax._src.core.checks import choose, refuse, require
 from tape_jax._src.core.sharding import Sharding
 from tape_jax._src.positions.tape.mixing import (
     ACTIVATIONS,
     SUM_OVER_DEVICES,
+    by_rows,
     displacement,
     mix_attended,
     mix_heads,
     mixing_matrix,
+    outer_matrix,
     scaled_mix,
 )
-from tape_jax._src.positions.tape.norms import NORMS
-from tape_jax._src.positions.tape.update_call import UpdateCall
-from tape_jax._src.positions.tape.update_unrolled import unrolled
+from tape_jax._src.positions.tape.norms import NORMS, normalize
 
 Array = jax.Array
 
 UPDATE_PARAMS = ("mix", "origin", "target", "wx", "up", "down")
 # Those that multiply attended states.
 OF_ATTENDED = ("mix", "origin", "target")
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateCall:
+    """One call of :func:`tape_jax.update_state`, checked.
+
+    Attributes:
+      params: as there.
+      e: the state, ``[..., T, H_kv | 1, D]`` or ``[..., T, H_kv | 1, M, L, R]``, batch axes full, 1
+        or absent.
+      a: the attended state, with query heads; None if it is not mixed in.
+      x: the MLP's output.
+      alpha: step size.
+      heads: ``H_kv``.
+      tensor: whether the state has tensor form.
+      norm, magnitude, activation, sharding: as in :func:`tape_jax.update_state`.
+    """
+
+    params: dict[str, Array]
+    e: Array
+    a: Array | None
+    x: Array
+    alpha: float | Array
+    heads: int
+    tensor: bool
+    norm: str
+    magnitude: float
+    activation: str
+    sharding: Sharding | None
+
+    @property
+    def block(self) -> tuple[int, ...]:
+        """What the update does not act on: ``[D]`` or ``[M, L, R]``."""
+        return self.e.shape[-3:] if self.tensor else self.e.shape[-1:]
+
+    @property
+    def splits_heads(self) -> bool:
+        """Whether heads are split over devices."""
+        split = () if self.sharding is None else ("heads", "kv_heads")
+        return any(self.sharding.shards(axis) > 1 for axis in split)  # type: ignore[union-attr]
+
+    def flat_state(self) -> Array:
+        """``e`` as ``[..., T, H_kv | 1, N]``."""
+        return self._flat(self.e)
+
+    def flat_attended(self) -> Array:
+        """``a`` as ``[..., T, H_q, N]``, in the type of the state."""
+        assert self.a is not None
+        return self._flat(self.a.astype(self.e.dtype))
+
+    def full_state(self) -> Array:
+        """``e`` as ``[..., T, H_kv, N]`` with all batch axes."""
+        shape = (*self.x.shape[:-1], self.heads, math.prod(self.block))
+        return jnp.broadcast_to(self.flat_state(), shape)
+
+    def normalized(self, flat: Array) -> Array:
+        """The new state, of what the norm is to act on, ``[..., T, H_kv | 1, N]``."""
+        lead = jnp.broadcast_shapes(flat.shape[:-2], self.x.shape[:-1])
+        flat = jnp.broadcast_to(flat, (*lead, self.heads, flat.shape[-1]))
+        state = flat.reshape(*flat.shape[:-1], *self.block)
+        state = normalize(state, self.norm, self.magnitude, tensor=self.tensor)
+        return state.astype(self.e.dtype)
+
+    def _flat(self, x: Array) -> Array:
+        return x.reshape(*x.shape[: x.ndim - len(self.block)], math.prod(self.block))
 
 
 def update_state(
@@ -50,7 +122,6 @@ def update_state(
     num_kv_heads: int | None = None,
     sharding: Sharding | None = None,
     implementation: str | Sequence[str] | None = None,
-    interpret: bool = False,
 ) -> Array:
     """One layer's update of the position states (TAPE, equations 6 to 8).
 
@@ -78,13 +149,11 @@ def update_state(
       sharding: a mesh and rules; where they split heads, sums over heads are one reduce-scatter.
       implementation: how it is computed, a name or names in order of preference: ``reference``, as
         the equations are written, with derivatives of any order; ``unrolled``, products over heads
-        written out, with a derivative of its own that keeps the arguments alone: for CPUs;
-        ``pallas``, one kernel each way, for NVIDIA GPUs from Ampere on; slower on those measured.
+        written out, with a derivative of its own that keeps the arguments alone: for CPUs.
         None: ``unrolled`` on a CPU, unless heads are split over devices, else ``reference``.
-      interpret: run ``pallas`` by XLA operations on any device, slowly.
 
     Derivatives in forward mode are those of ``reference`` alone, but ``unrolled`` has those of
-    gradients, as in ``jax.hessian``. ``pallas`` has none of second order.
+    gradients, as in ``jax.hessian``.
 
     Returns:
       The new state, ``[..., T, H_kv, D]`` or ``[..., T, H_kv, M, L, R]``, in the type of ``state``.
@@ -117,7 +186,6 @@ def update_state(
         magnitude=magnitude,
         activation=activation,
         sharding=sharding,
-        interpret=interpret,
     )
     if "origin" in params:
         call = _displaced(call)
@@ -190,17 +258,89 @@ def _written(call: UpdateCall) -> Array:
     return call.normalized(flat)
 
 
-def _pallas(call: UpdateCall) -> Array:
-    # Pallas takes a second to import.
-    from tape_jax._src.positions.tape.update_pallas import fused
+# What is written out grows with their number, and a library's product becomes worth while.
+MOST_HEADS = 32
 
-    return fused(call)
+
+def unrolled(call: UpdateCall) -> Array:
+    """The update with its products over heads written out, and a derivative of its own: for CPUs.
+
+    A product over 12 heads is too small for the matrix products of a CPU's libraries: written out,
+    it becomes one loop over the numbers of the states, into which the sum ``e + alpha Mix(a)`` goes
+    too. Kept for the backward pass are the arguments alone.
+
+    Raises:
+      NotImplementedError: where nothing is gained.
+    """
+    params = call.params
+    refuse("up" not in params, "without the MLP's mix there is no product over heads")
+    refuse(call.splits_heads, "heads are split over devices")
+    refuse(call.heads > MOST_HEADS, f"heads are at most {MOST_HEADS}; got {call.heads}")
+    refuse(
+        call.e.shape[-len(call.block) - 1] < call.heads and "mix" not in params,
+        "a state that all heads share is multiplied by one number a head",
+    )
+    wide = at_least_float32(call.e.dtype)
+    gate = ACTIVATIONS[call.activation](call.x @ params["wx"].astype(call.x.dtype)).astype(wide)
+    down = (params["down"].astype(wide) * by_rows(call.alpha)).astype(wide)
+    mix = a = None
+    if "mix" in params:
+        mix = scaled_mix(params["mix"].astype(call.e.dtype), call.alpha).astype(wide)
+        a = call.flat_attended()
+    flat = _written_out(gate, down, params["up"].astype(wide), mix, call.full_state(), a)
+    return call.normalized(flat)
+
+
+def _updated(
+    gate: Array, down: Array, up: Array, mix: Array | None, e: Array, a: Array | None
+) -> Array:
+    """``(I + A) (e + Mix(a))`` of ``e [..., T, H, N]``; ``down`` and ``mix`` hold step sizes."""
+    return _product(_matrix(gate, down, up), _sum(e, mix, a)).astype(e.dtype)
+
+
+def _written_out_forward(*args: Any) -> tuple[Array, tuple[Array | None, ...]]:
+    # Not by calling _written_out, which would have no derivative in forward mode over this one.
+    return _updated(*args), args
+
+
+def _written_out_backward(args: tuple[Array | None, ...], d_out: Array) -> tuple[Array | None, ...]:
+    gate, down, up, mix, e, a = args
+    assert e is not None
+    matrix, pull_matrix = jax.vjp(_matrix, gate, down, up)
+    total, pull_sum = jax.vjp(_sum, e, mix, a)
+    d_out = d_out.astype(total.dtype)
+    d_total = _product(jnp.swapaxes(matrix, -1, -2), d_out)
+    d_matrix = precise_einsum("...hn,...kn->...hk", d_out, total)
+    d_e, d_mix, d_a = pull_sum(d_total)
+    return *pull_matrix(d_matrix), d_mix, d_e, d_a
+
+
+_written_out = jax.custom_vjp(_updated)
+_written_out.defvjp(_written_out_forward, _written_out_backward)
+
+
+def _matrix(gate: Array, down: Array, up: Array) -> Array:
+    """``I + A``, ``[..., T, H, H]``."""
+    return outer_matrix(gate, down, up) + jnp.eye(up.shape[-1], dtype=gate.dtype)
+
+
+def _sum(e: Array, mix: Array | None, a: Array | None) -> Array:
+    """``e + Mix(a)`` in at least float32."""
+    e = e.astype(at_least_float32(e.dtype))
+    if mix is None or a is None:
+        return e
+    return e + mix_attended(a.astype(e.dtype), mix, e.shape[-2])
+
+
+def _product(matrix: Array, states: Array) -> Array:
+    """``matrix @ states``, head by head."""
+    columns = (matrix[..., k, None] * states[..., k, None, :] for k in range(matrix.shape[-1]))
+    return functools.reduce(jnp.add, columns)
 
 
 UPDATES: Mapping[str, Callable[[UpdateCall], Array]] = {
     "reference": reference,
     "unrolled": unrolled,
-    "pallas": _pallas,
 }
 
 
@@ -238,8 +378,7 @@ def _check_update(e, a, x, params, num_kv_heads) -> tuple[bool, int]:
         raise ValueError(f"params has {name}, so attended, the attended state, is needed; got None")
     require(e.ndim >= 2, f"state must have shape [T, D] or more axes; got {e.shape}")
     like = e if a is None else a
-    # Five axes may be [T, 1, M, L, R], or all those of a rotary state.
-    tensor = like.ndim == x.ndim + 3 or (a is None and e.ndim == 5 != x.ndim + 1)
+    tensor = is_tensor_form(like, jax.ShapeDtypeStruct((*x.shape[:-1], 1, like.shape[-1]), e.dtype))
     width = math.prod(e.shape[-3:-1]) if tensor else e.shape[-1]
     have = e.shape[-4 if tensor else -2] if e.ndim > 2 else 1
     heads = num_kv_heads or (up.shape[-1] if up is not None else None)

@@ -48,9 +48,9 @@ def test_formula(name, ids, x64):
 
 def test_sizes():
     config = ModelConfig(13, hidden_size=16, num_layers=1, num_heads=2, max_length=11)
-    assert Cope(None).layer_params(config, updates=False)["vectors"].shape == (8, 12)
-    assert Cope().layer_params(config, updates=False)["vectors"].shape == (8, 64)
-    own = Cope(separate_key=True).layer_params(config, updates=False)
+    assert Cope(None).layer_params(config.sizes, updates=False)["vectors"].shape == (8, 12)
+    assert Cope().layer_params(config.sizes, updates=False)["vectors"].shape == (8, 64)
+    own = Cope(separate_key=True).layer_params(config.sizes, updates=False)
     assert own["gate_key_kernel"].shape == (16, 16)
     assert Cope(3).max_length() is None
 

@@ -64,7 +64,7 @@ def inputs(encoding, dtype="float64", segment_ids=None, kv_heads=KV_HEADS):
 
 
 def state_of(encoding, params, layer):
-    state = encoding.start_from_embeddings(params, layer)
+    state, _ = encoding.start_from_embeddings(params, layer)
     if state is None:
         return encoding.layer_terms(params, layer).state
     return jax.tree.leaves(state)[0]
@@ -175,7 +175,7 @@ def test_episodic_memory_multiplies_content_and_place(kv_heads, x64):
     """Logits by hand, for grouped heads."""
     encoding = VARIANTS["mapformer em"]
     params, layer = inputs(encoding, kv_heads=kv_heads)
-    own, keys = encoding.start_from_embeddings(params, layer)
+    (own, keys), _ = encoding.start_from_embeddings(params, layer)
     assert encoding.rotation((own, keys)) == (None, None)
     layer = dataclasses.replace(layer, state=(own, keys))
     terms = encoding.layer_terms(params, layer)

@@ -83,8 +83,11 @@ def attend(q, k, v, w, beta, ids, chunk, implementation=None, **options):
 class Given(positions.PathAttention):
     """PaTH with ``w`` and ``beta`` themselves as its parameters."""
 
-    def vectors(self, params, layer):
+    def projections(self, params, layer):
         return params["w"]
+
+    def vectors(self, params, layer, z):
+        return z
 
     def strengths(self, params, layer):
         return params["beta"]

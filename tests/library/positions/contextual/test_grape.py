@@ -108,7 +108,7 @@ def test_no_direction_has_a_finite_gradient():
 def test_gates_start_as_alibi_does():
     """Softplus of omega is 1: the bias is that of ALiBi times the gates."""
     config = ModelConfig(13, hidden_size=16, num_layers=1, num_heads=2)
-    specs = GrapeAdditive().layer_params(config, updates=False)
+    specs = GrapeAdditive().layer_params(config.sizes, updates=False)
     omega = specs["omega"].init(jax.random.key(0), (2,), jnp.float32)
     np.testing.assert_allclose(jax.nn.softplus(omega), 1, atol=1e-6)
 

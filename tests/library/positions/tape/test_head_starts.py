@@ -11,7 +11,6 @@ import pytest
 import tape_jax as tape
 from tape_jax import RopeScaling, positions
 from tape_jax.positions import create
-from tests.library.positions.decoding import assert_chunks_equal_the_full_pass
 from tests.models import random_variables, small_model, without
 from tests.selection import mostly_slow
 
@@ -93,22 +92,6 @@ def test_still_heads_start_as_in_rope(x64):
     found = jax.jit(model.apply)(variables, TOKENS)
     expected = jax.jit(rope.apply)(without(variables, "position_"), TOKENS)
     chex.assert_trees_all_close(found, expected, atol=1e-12)
-
-
-DECODED = {
-    "tape": positions.Tape(still_heads=1, head_shift=2.0, attention_mix="heads"),
-    "tape+alibi": create("tape+alibi", head_shift=1.5),
-    "tensor": positions.Tape(still_heads=1, head_shift=0.5, form="tensor", r=3, norm="rms"),
-    "later layers": positions.Tape(still_heads=1, head_shift=3.0, layers=(1, 2)),
-    "rope": positions.Rope(still_heads=2, partial_rotary_factor=0.5),
-    "xpos": positions.Xpos(still_heads=1),
-    "random_rope": positions.RandomRope(still_heads=1, range=16),
-}
-
-
-@pytest.mark.parametrize("name", mostly_slow(DECODED, "tape", "rope"))
-def test_decoding_in_chunks_is_the_full_pass(x64, name):
-    assert_chunks_equal_the_full_pass(wide_model(DECODED[name], num_layers=3))
 
 
 @pytest.mark.slow

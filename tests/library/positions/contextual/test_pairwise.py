@@ -177,4 +177,4 @@ def test_what_goes_together():
     both = positions.create("rope+kerple", form="power")
     assert both == Combined((positions.Rope(), Kerple("power")))
     config = small_model(both).config
-    assert set(both.layer_params(config, updates=False)) == {"kerple_r1", "kerple_r2"}
+    assert set(both.layer_params(config.sizes, updates=False)) == {"kerple_r1", "kerple_r2"}

@@ -9,17 +9,12 @@ import pytest
 from jax.test_util import check_grads
 
 from tape_jax import ModelConfig, Transformer, init_update, update_state
-from tape_jax._src.core import devices
-from tape_jax._src.positions.tape import update_pallas
 from tape_jax.positions import SeparateCosSin, Tape
 from tape_jax.sharding import ShardingConfig
 from tests.arrays import normal
-from tests.library.attention.lowering import lowered
-from tests.selection import mostly_slow
 
 HIDDEN = 5
 UNROLLED = {"implementation": "unrolled"}
-PALLAS = {"implementation": "pallas", "interpret": True}
 # Query heads, state heads, what is mixed how, the norm, numbers of a head.
 CASES = {
     "heads alike": (3, 3, "head_scale", "none", 8),
@@ -29,9 +24,6 @@ CASES = {
     "matrix of like heads": (3, 3, "heads", "rms", 12),
     "nothing attended": (3, 3, "none", "none", 8),
 }
-
-
-KERNEL_CASES = [(case, dtype) for case in CASES for dtype in ("float32", "bfloat16")]
 
 
 def arguments(case, dtype="float64", *, batch=(2,), time=11, alpha=0.7):
@@ -88,14 +80,13 @@ def test_written_out_products(x64, case):
 
 
 @pytest.mark.parametrize("alpha", [1.0, (0.7, -0.2)])
-@pytest.mark.parametrize("options", [UNROLLED, PALLAS], ids=lambda x: x["implementation"])
-def test_step_sizes(options, alpha):
+def test_step_sizes(alpha):
     alpha = alpha if isinstance(alpha, float) else np.array(alpha)
     with jax.enable_x64(True):
         args, d_out = arguments("grouped", alpha=alpha)
         want = result_and_gradients(args, d_out, implementation="reference")
     args, d_out = arguments("grouped", "float32", alpha=alpha)
-    assert_near(result_and_gradients(args, d_out, **options), want, 1e-5)
+    assert_near(result_and_gradients(args, d_out, **UNROLLED), want, 1e-5)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "relu", "tanh", "identity"])
@@ -106,56 +97,12 @@ def test_activations(x64, activation):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "dtype"), mostly_slow(KERNEL_CASES, *KERNEL_CASES[:3]))
-def test_kernels(case, dtype):
-    args, d_out = arguments(case, dtype)
-    got = result_and_gradients(args, d_out, CASES[case][3], **PALLAS)
-    assert got[0].dtype == got[1][1].dtype == dtype
-    with jax.enable_x64(True):
-        exact = jax.tree.map(lambda z: jnp.asarray(z, "float64"), (args, d_out))
-        want = result_and_gradients(*exact, CASES[case][3], implementation="reference")
-    assert_near(got, want, 1e-5 if dtype == "float32" else 2e-2)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("time", [1, 11, 1000])
-@pytest.mark.parametrize(("case", "dtype"), KERNEL_CASES)
-def test_compiled_kernels(case, dtype, time):
-    """Against float64; NaN in memory that was freed must not come through."""
-    args, d_out = arguments(case, dtype, time=time)
-    with jax.enable_x64(True):
-        exact = jax.tree.map(lambda z: jnp.asarray(z, "float64"), (args, d_out))
-        want = result_and_gradients(*exact, CASES[case][3], implementation="reference")
-    jax.block_until_ready([jnp.full(2**24, jnp.nan) for _ in range(4)])
-    with jax.default_matmul_precision("highest"):
-        got = result_and_gradients(args, d_out, CASES[case][3], implementation="pallas")
-    assert_near(got, want, 1e-5 if dtype == "float32" else 2e-2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("time", [1, 16, 33])
-def test_lengths_that_fill_no_tile(time):
-    shape = {"time": time, "batch": (3, 1)}
-    args, d_out = arguments("grouped", "float32", **shape)
-    assert_near(
-        result_and_gradients(args, d_out, "rms", **PALLAS), wanted("grouped", **shape), 1e-5
-    )
-
-
-def test_kernels_where_64_bit_types_are_enabled(x64):
-    args, d_out = arguments("grouped", "float32")
-    got = result_and_gradients(args, d_out, "rms", **PALLAS)
-    assert_near(got, wanted("grouped"), 1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [UNROLLED, PALLAS], ids=lambda x: x["implementation"])
 @pytest.mark.parametrize("shape", [(11, 8), (1, 11, 2, 8), (2, 11, 1, 8)])
-def test_states_that_lack_axes(options, shape):
+def test_states_that_lack_axes(shape):
     (params, _, *rest), d_out = arguments("grouped", "float32")
     args = params, jnp.asarray(normal(*shape), "float32"), *rest
     want = result_and_gradients(args, d_out, implementation="reference")
-    assert_near(result_and_gradients(args, d_out, **options), want, 1e-5)
+    assert_near(result_and_gradients(args, d_out, **UNROLLED), want, 1e-5)
 
 
 def test_tensor_states_are_written_out(x64):
@@ -174,18 +121,16 @@ def test_sums_of_narrow_states_are_wide():
     with jax.enable_x64(True):
         exact = jax.tree.map(lambda z: jnp.asarray(z, "float64"), (args, d_out))
         _, (want, *_) = result_and_gradients(*exact, implementation="reference")
-    for options in (UNROLLED, PALLAS):
-        _, (got, *_) = result_and_gradients(args, d_out, **options)
-        assert_near(got["mix"], want["mix"], 1e-2)
+    _, (got, *_) = result_and_gradients(args, d_out, **UNROLLED)
+    assert_near(got["mix"], want["mix"], 1e-2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [UNROLLED, PALLAS], ids=lambda x: x["implementation"])
-def test_a_batch_of_calls(options):
+def test_a_batch_of_calls():
     """Parameters may differ from call to call."""
     calls = [arguments("grouped", "float32", alpha=alpha) for alpha in (0.7, 0.3)]
     stacked = jax.tree.map(lambda *z: jnp.stack(z), *calls)
-    run = functools.partial(result_and_gradients, norm="rms", **options)
+    run = functools.partial(result_and_gradients, norm="rms", **UNROLLED)
     want = jax.tree.map(lambda *z: jnp.stack(z), *(run(*call) for call in calls))
     assert_near(jax.vmap(run)(*stacked), want, 1e-5)
 
@@ -227,15 +172,6 @@ def test_derivatives_of_second_order(x64):
     check_grads(functools.partial(run, implementation="reference"), (e, alpha), order=2, atol=1e-3)
     check_grads(functools.partial(run, **UNROLLED), (e, alpha), order=2, modes=["rev"], atol=1e-3)
 
-    params, e, a, x = jax.tree.map(jnp.float32, (params, e, a, x))
-
-    def slope(e):
-        gradient = jax.grad(lambda e: jnp.sum(update_state(params, e, a, x, **PALLAS)))
-        return jnp.sum(gradient(e))
-
-    with pytest.raises(NotImplementedError, match="second order: name implementation='reference'"):
-        jax.grad(slope)(e)
-
 
 class TestChoice:
     def test_of_itself(self, monkeypatch):
@@ -253,17 +189,11 @@ class TestChoice:
             monkeypatch.setattr(jax, "default_backend", lambda platform=platform: platform)
             assert not written()
 
-    def test_in_order(self):
-        args, _ = arguments("grouped", "float32")
-        names = ("pallas", "unrolled")
-        np.testing.assert_array_equal(
-            update_state(*args, implementation=names), update_state(*args, **UNROLLED)
-        )
-
     @pytest.mark.parametrize(
         ("names", "words"),
         [
-            ("palas", r"unknown update implementation 'palas'.*did you mean 'pallas'"),
+            ("unroled", r"unknown update implementation 'unroled'.*did you mean 'unrolled'"),
+            ("pallas", r"unknown update implementation 'pallas': expected one of 'reference'"),
             (("unrolled", "triton"), r"unknown update implementation 'triton'"),
             ((), r"must be a name, several or None; got \(\)"),
             (3, r"must be a name, several or None; got 3"),
@@ -273,27 +203,6 @@ class TestChoice:
         args, _ = arguments("grouped", "float32")
         with pytest.raises(ValueError, match=words):
             update_state(*args, implementation=names)
-
-    def test_what_the_kernels_refuse(self, x64, monkeypatch):
-        (params, e, a, x, _), _ = arguments("grouped", "float32")
-
-        def refused(words, *args, **options):
-            with pytest.raises(NotImplementedError, match=f"'pallas': .*{words}"):
-                update_state(*args, **{**PALLAS, **options})
-
-        refused("needs a CUDA GPU", params, e, a, x, interpret=False)
-        refused("there is no matrix", {"mix": params["mix"]}, e, a, x)
-        refused("types are .*float64", params, jnp.asarray(e, "float64"), a, x)
-        tensor = e.reshape(2, 11, 2, 4, 2, 1), a.reshape(2, 11, 4, 4, 2, 1)
-        refused("only the rotary form", params, *tensor, x)
-        for sizes in ({"tensor": 2}, {"sequence": 2}):
-            sharding = ShardingConfig(**sizes).build(jax.devices()[:2])
-            refused("are split over devices", params, e, a, x, sharding=sharding)
-        many = init_update(jax.random.key(0), HIDDEN, 32, dtype="float32")
-        state = jnp.ones((1, 3, 32, 128), "float32")
-        refused("32 heads of 128, are filled up to 4096", many, state, state, x[:1, :3])
-        monkeypatch.setattr(devices, "compute_capability", lambda: (7, 5))
-        refused(r"8\.0 \(Ampere\) or later", params, e, a, x, interpret=False)
 
     def test_what_is_not_written_out(self):
         (params, e, a, x, _), _ = arguments("grouped", "float32")
@@ -319,95 +228,25 @@ class TestModel:
         return Transformer(config)
 
     @pytest.mark.slow
-    def test_names_one(self, monkeypatch):
+    def test_names_one(self):
         tokens = jnp.arange(6)[None] % 7
         variables = self.model(None).init(jax.random.key(0), tokens)
         variables = jax.tree.map(lambda z: z + 0.05, variables)
         want = self.model("reference").apply(variables, tokens)
         np.testing.assert_allclose(self.model(None).apply(variables, tokens), want, atol=1e-5)
-        with pytest.raises(NotImplementedError, match="needs a CUDA GPU"):
-            self.model("pallas").apply(variables, tokens)
-        names = self.model(["pallas", "reference"])
-        assert names.config.update_implementation == ("pallas", "reference")
+        names = self.model(["reference", "unrolled"])
+        assert names.config.update_implementation == ("reference", "unrolled")
         np.testing.assert_array_equal(names.apply(variables, tokens), want)
 
     @pytest.mark.parametrize(
         ("position", "name", "words"),
         [
-            (Tape(), "palas", r"unknown update implementation 'palas'"),
+            (Tape(), "pallas", r"unknown update implementation 'pallas'"),
             (Tape(), (), r"must be a name, names or None; got \(\)"),
-            ("rope", "pallas", r"position encoding 'rope' has no implementations"),
-            (SeparateCosSin(), "pallas", r"'tape_separate_cos_sin' has no implementations"),
+            ("rope", "unrolled", r"position encoding 'rope' has no implementations"),
+            (SeparateCosSin(), "unrolled", r"'tape_separate_cos_sin' has no implementations"),
         ],
     )
     def test_wrong_names(self, position, name, words):
         with pytest.raises(ValueError, match=words):
             self.model(name, position)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("norm", mostly_slow(["none", "rms", "unit"], "rms"))
-@pytest.mark.parametrize("mix", mostly_slow(["head_scale", "heads"], "heads"))
-def test_lowers_to_cuda(monkeypatch, mix, norm, dtype):
-    """One kernel each way; nothing of the size of the matrices is made beside them."""
-    monkeypatch.setattr(devices, "compute_capability", lambda: (9, 0))
-    heads, kv_heads = 24, 12
-    params = jax.eval_shape(
-        lambda: init_update(jax.random.key(0), 32, heads, num_kv_heads=kv_heads, attention_mix=mix)
-    )
-    e, a = (jax.ShapeDtypeStruct((2, 100, n, 64), dtype) for n in (kv_heads, heads))
-    x = jax.ShapeDtypeStruct((2, 100, 32), "bfloat16")
-
-    def forward(params, e, a, x):
-        return update_state(params, e, a, x, norm=norm, implementation="pallas")
-
-    def backward(params, e, a, x):
-        out, pull = jax.vjp(forward, params, e, a, x)
-        return out, pull(e)
-
-    for function, kernels in ((forward, 1), (backward, 2)):
-        text = lowered("cuda", function, params, e, a, x)
-        assert text.count("stablehlo.custom_call @") == kernels
-        assert "100x12x12x" not in text
-
-
-@pytest.mark.slow
-def test_rows_of_the_batch_stay_where_they_are():
-    sharding = ShardingConfig(data=2).build(jax.devices()[:2])
-    args, d_out = arguments("grouped", "float32")
-    want = result_and_gradients(args, d_out, "rms", **PALLAS)
-    whole, split = (jax.NamedSharding(sharding.mesh, jax.P(*spec)) for spec in ((), ("data",)))
-    places = (jax.tree.map(lambda _: whole, args[0]), split, split, split, whole)
-    args = jax.device_put(args, places)
-    d_out = jax.device_put(d_out, split)
-
-    def both(d_out, *args):
-        run = functools.partial(update_state, norm="rms", magnitude=1.5, **PALLAS)
-        out, pull = jax.vjp(functools.partial(run, sharding=sharding), *args)
-        return out, pull(d_out)
-
-    compiled = jax.jit(both).lower(d_out, *args).compile()
-    assert "all-gather" not in compiled.as_text()
-    assert_near(compiled(d_out, *args), want, 1e-5)
-
-
-@pytest.mark.slow
-def test_registers_are_asked_for_by_the_size_of_a_token(monkeypatch):
-    found = []
-
-    def note(kernel, arrays):
-        found.append(kernel.tokens)
-        return arrays["e"]
-
-    monkeypatch.setattr(update_pallas, "_update_compiled", note)
-    for heads, dim, norm in (
-        (12, 64, "none"),
-        (12, 64, "rms"),
-        (8, 128, "unit"),
-        (16, 128, "none"),
-    ):
-        params = init_update(jax.random.key(0), HIDDEN, heads)
-        e, x = jnp.ones((1, 3, heads, dim)), jnp.ones((1, 3, HIDDEN))
-        update_state(params, e, e, x, norm=norm, **PALLAS)
-    assert found == [8, 4, 8, 4]

@@ -463,12 +463,12 @@ class TestEncoding:
             Tape(**options)
 
     def test_misfits_with_the_model(self):
-        Tape(form="tensor", l=4, r=4).check(CONFIG)
+        Tape(form="tensor", l=4, r=4).check(CONFIG.sizes)
         with pytest.raises(ValueError, match=r"l = 3 does not divide the head dimension 8"):
-            Tape(form="tensor", l=3, r=3).check(CONFIG)
-        Tape(layers=(1, 4)).check(CONFIG)
+            Tape(form="tensor", l=3, r=3).check(CONFIG.sizes)
+        Tape(layers=(1, 4)).check(CONFIG.sizes)
         with pytest.raises(ValueError, match=r"layers = \(1, 5\) goes past the model's 4 layers"):
-            Tape(layers=(1, 5)).check(CONFIG)
+            Tape(layers=(1, 5)).check(CONFIG.sizes)
 
     def test_is_a_frozen_hashable_value(self):
         assert hash(Tape(layers=(0, 2))) == hash(Tape(layers=(0, 2)))

@@ -83,7 +83,7 @@ class TestKerple:
 
     def test_parameters(self):
         for form, most in (("log", (2, 1)), ("power", (1, 2))):
-            specs = Kerple(form).layer_params(config(1000), updates=False)
+            specs = Kerple(form).layer_params(config(1000).sizes, updates=False)
             for spec, highest in zip((specs["r1"], specs["r2"]), most, strict=True):
                 drawn = spec.init(jax.random.key(0), spec.shape, jnp.float32)
                 assert drawn.shape == (1000,)
@@ -125,7 +125,7 @@ class TestFire:
         """``MLP(log(c (i - j) + 1) / (log(c max(i, L) + 1) + eps))``, one pair at a time."""
         rng = np.random.default_rng(0)
         fire = Fire(width=3, threshold=6.0, c=0.2, eps=1e-3)
-        specs = fire.layer_params(config(2), updates=False)
+        specs = fire.layer_params(config(2).sizes, updates=False)
         params = {name: rng.standard_normal(spec.shape) for name, spec in specs.items()}
         params |= {"c": np.array(0.2), "multiplier": np.array(0.5)}
         got = fire.pair_bias(params, jnp.arange(6), jnp.arange(6), config(2, dtype="float64"))
@@ -137,7 +137,7 @@ class TestFire:
                 np.testing.assert_allclose(got[:, i, j], want, atol=1e-12)
 
     def test_parameters(self):
-        specs = Fire(width=5).layer_params(config(4), updates=False)
+        specs = Fire(width=5).layer_params(config(4).sizes, updates=False)
         values = {k: s.init(jax.random.key(0), s.shape, jnp.float32) for k, s in specs.items()}
         shapes = {k: v.shape for k, v in values.items()}
         assert shapes == {

@@ -162,10 +162,10 @@ def test_misuse():
     with pytest.raises(ValueError, match=r"plus must be a token id; got '\+'"):
         PositionCoupling(plus="+")
     with pytest.raises(ValueError, match=r"digits, plus and equals, the token ids, must be given"):
-        PositionCoupling(digits=(1, 2), plus=3).check(CONFIG)
+        PositionCoupling(digits=(1, 2), plus=3).check(CONFIG.sizes)
     for options in ({"plus": 14}, {"plus": EQUALS}, {"equals": -1}, {"digits": (3, 3)}):
         with pytest.raises(ValueError, match=r"must be different token ids in 0 .. 13"):
-            coupling(**options).check(CONFIG)
+            coupling(**options).check(CONFIG.sizes)
     with pytest.raises(ValueError, match=r"size = 5 must exceed max_offset = 5"):
-        coupling(size=5).check(CONFIG)
+        coupling(size=5).check(CONFIG.sizes)
     assert coupling().max_length() is None

@@ -21,7 +21,7 @@ class TestSinusoidal:
         np.testing.assert_allclose(
             sinusoids(jnp.arange(17), 32, dtype=jnp.float64), want, atol=1e-14
         )
-        got = Sinusoidal().embed({}, jnp.arange(17), CONFIG, None)
+        got = Sinusoidal().embed({}, jnp.arange(17), CONFIG.sizes, None)
         assert got.dtype == jnp.float32
         np.testing.assert_allclose(got, want, atol=1e-5)
 
@@ -42,9 +42,9 @@ class TestSinusoidal:
 class TestLearned:
     def test_reads_the_table(self):
         learned = Learned(size=7)
-        assert learned.input_params(CONFIG)["table"].shape == (7, 32)
+        assert learned.input_params(CONFIG.sizes)["table"].shape == (7, 32)
         table = jnp.arange(14.0).reshape(7, 2)
-        got = learned.embed({"table": table}, jnp.array([[3, 0]]), CONFIG, None)
+        got = learned.embed({"table": table}, jnp.array([[3, 0]]), CONFIG.sizes, None)
         np.testing.assert_array_equal(got, [[[6, 7], [0, 1]]])
 
     def test_sequences_longer_than_the_table_are_refused(self):
@@ -58,7 +58,7 @@ class TestLearned:
         with pytest.raises(ValueError, match=r"learned: size must be positive; got 0"):
             Learned(size=0)
         with pytest.raises(ValueError, match=r"learned: positions must be integers.*float32"):
-            Learned().embed({"table": jnp.ones((3, 2))}, jnp.arange(3.0), CONFIG, None)
+            Learned().embed({"table": jnp.ones((3, 2))}, jnp.arange(3.0), CONFIG.sizes, None)
 
 
 def places(tokens, segment_ids=None, digits=(4, 5, 6, 7)):
@@ -111,13 +111,15 @@ class TestAbacus:
         coordinates = jnp.array([[0, 1, 2], [1, 0, 1]])
         offsets = set()
         for seed in range(40):
-            got = abacus.embed({"table": self.TABLE}, coordinates, CONFIG, jax.random.key(seed))
+            got = abacus.embed(
+                {"table": self.TABLE}, coordinates, CONFIG.sizes, jax.random.key(seed)
+            )
             moved = np.asarray(got)[..., 0] - np.asarray(coordinates)
             assert moved[0, 0] == moved[1, 1] == 0
             (offset,) = set(moved[coordinates > 0])
             offsets.add(int(offset))
         assert offsets == {0, 1, 2, 3}
-        fixed = abacus.embed({"table": self.TABLE}, coordinates, CONFIG, None)
+        fixed = abacus.embed({"table": self.TABLE}, coordinates, CONFIG.sizes, None)
         np.testing.assert_array_equal(fixed[..., 0], coordinates)
 
     def test_places_beyond_the_table(self):
@@ -125,7 +127,7 @@ class TestAbacus:
         abacus, places = Abacus(size=20, digits=(4,), max_offset=3), jnp.array([0, 16, 17, 19, 20])
 
         def embed(places, key):
-            return abacus.embed({"table": self.TABLE}, places, CONFIG, key)[:, 0]
+            return abacus.embed({"table": self.TABLE}, places, CONFIG.sizes, key)[:, 0]
 
         np.testing.assert_array_equal(embed(places[:-1], None), [0, 16, 17, 19])
         np.testing.assert_array_equal(jax.jit(embed)(places, None), [0, 16, 17, 19, np.nan])
@@ -151,10 +153,10 @@ class TestAbacus:
             Abacus(digits="45")
         for digits in ((4, 20), (-1, 3)):
             with pytest.raises(ValueError, match=r"digits must be token ids in 0 \.\. 19; got \("):
-                Abacus(digits=digits).check(CONFIG)
+                Abacus(digits=digits).check(CONFIG.sizes)
         with pytest.raises(ValueError, match=r"abacus: digits, the token ids"):
-            Abacus().check(CONFIG)
+            Abacus().check(CONFIG.sizes)
         with pytest.raises(ValueError, match=r"size = 20 must exceed max_offset = 20"):
-            Abacus(digits=(4,), size=20, max_offset=20).check(CONFIG)
+            Abacus(digits=(4,), size=20, max_offset=20).check(CONFIG.sizes)
         with pytest.raises(ValueError, match=r"abacus: size must be positive; got -1"):
             Abacus(size=-1)

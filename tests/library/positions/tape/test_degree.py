@@ -8,9 +8,7 @@ import pytest
 
 import tape_jax as tape
 from tape_jax import positions, testing
-from tests.library.positions.decoding import assert_chunks_equal_the_full_pass
 from tests.models import small_model, without
-from tests.selection import mostly_slow
 
 TIME, HIDDEN, DIM = 3, 5, 8
 
@@ -100,19 +98,6 @@ def test_it_starts_as_rope_and_learns(x64):
     layer = gradients["params"]["layers_0"]
     assert layer["position_origin"].shape == (2, 4)
     assert jnp.abs(layer["position_target"]).max() > 1e-6
-
-
-DECODED = {
-    "rotary": positions.Tape(degree=3, norm="unit", head_shift=2.0, attention_mix="heads"),
-    "tensor": positions.Tape(degree=3, norm="rms", form="tensor", r=3, mlp_mix=False),
-    "still": positions.Tape(degree=3, norm="rms", still_heads=1, attention_mix="none"),
-}
-
-
-@pytest.mark.parametrize("name", mostly_slow(DECODED, "rotary"))
-def test_decoding_in_chunks_is_the_full_pass(x64, name):
-    sizes = {"num_heads": 4, "num_kv_heads": 2, "dtype": "float64", "param_dtype": "float64"}
-    assert_chunks_equal_the_full_pass(small_model(DECODED[name], **sizes))
 
 
 @pytest.mark.slow

@@ -56,7 +56,9 @@ def test_products_of_states_are_in_full_precision():
     assert precisions(functools.partial(tensor_state, head_dim=8, l=4, r=4), jnp.arange(3)) == []
     for cls in (MixHeadDim, NoEquivariance):
         config, table = ModelConfig(5, hidden_size=16, num_heads=2), jnp.ones((3, 2, 8))
-        params = {name: jnp.ones(spec.shape) for name, spec in cls().mixing_params(config).items()}
+        params = {
+            name: jnp.ones(spec.shape) for name, spec in cls().mixing_params(config.sizes).items()
+        }
         gate, *products = precisions(cls().mix_table, params, table, None, jnp.ones((3, 16)))
         assert gate is None
         assert products == [highest] * 2

@@ -1,0 +1,96 @@
+"""Cached decoding with every option of encodings, against the full pass."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tape_jax import RandomPositions, Transformer, init_cache
+from tape_jax.positions import RandomRope, Rope, Tape, Xpos, create
+from tests import drawn
+from tests.drawn import Batch
+from tests.models import encoding, random_variables, small_model
+from tests.selection import mostly_slow
+
+
+def assert_chunks_equal_the_full_pass(
+    model: Transformer, *, key: int | None = None, size: int = 3
+) -> None:
+    """In rows with padding, and with two segments whose positions have gaps.
+
+    Args:
+      model: in float64.
+      key: seed of the random stream ``"positions"``, and of the cache's draw; None: there is none.
+      size: of the chunks, a divisor of 6.
+    """
+    ids = np.array([[0, 1, 1, 1, 1, 1], [1, 1, 1, 2, 2, 2]], np.int32)
+    places = np.array([[0, 0, 1, 3, 4, 7], [2, 3, 4, 0, 1, 5]], np.int32)
+    batch = Batch(drawn.tokens(0, 2, 6), places, ids)
+    variables = random_variables(model)
+    capacity = 9
+    full = drawn.compiled_full_pass(model, variables, batch, length=capacity, key=key)
+    # What a model draws follows its random stream by the name of the module.
+    cache: Any = init_cache(model, 2, capacity, key=None if key is None else stream_key(model, key))
+    found = []
+    for first in range(0, 6, size):
+        part = batch.part(slice(None), slice(first, first + size))
+        logits, cache = drawn.compiled_chunk(model, variables, cache, part)
+        found.append(logits)
+    real = ids != 0
+    drawn.assert_near(jnp.concatenate(found, 1)[real], full[real], 1e-10)
+
+
+def stream_key(model: Transformer, seed: int) -> jax.Array:
+    """The key that a model takes from its random stream ``"positions"`` with this seed."""
+    key = jax.random.key(seed)
+    return model.bind({}, rngs={"positions": key}).make_rng("positions")
+
+
+# By name the encoding, and what positions are drawn.
+CASES = {
+    "degree": (Tape(degree=3, norm="unit", head_shift=2.0, attention_mix="heads"), None),
+    "degree, tensor": (
+        Tape(degree=3, norm="rms", form="tensor", r=3, mlp_mix=False),
+        None,
+    ),
+    "degree, still": (Tape(degree=3, norm="rms", still_heads=1, attention_mix="none"), None),
+    "tape": (Tape(still_heads=1, head_shift=2.0, attention_mix="heads"), None),
+    "tape+alibi": (create("tape+alibi", head_shift=1.5), None),
+    "tensor": (Tape(still_heads=1, head_shift=0.5, form="tensor", r=3, norm="rms"), None),
+    "later layers": (Tape(still_heads=1, head_shift=3.0, layers=(1, 2)), None),
+    "rope": (Rope(still_heads=1, partial_rotary_factor=0.5), None),
+    "xpos": (Xpos(still_heads=1), None),
+    "random_rope": (RandomRope(still_heads=1, range=16), None),
+    "some heads": (create("tape+alibi+fox", alibi_on_heads=1, fox_on_heads=3), None),
+    "some heads, fire": (create("fire", on_heads=2), None),
+    "some heads, kerple": (create("rope+kerple", on_heads=1), None),
+    "some heads, t5": (create("rope+t5", on_heads=3), None),
+    "spaced": (Tape(), "spaced"),
+    "stretched": (Tape(), "stretched"),
+    "shifted": (Tape(), "shifted"),
+    "spaced learned": (encoding("learned"), "spaced"),
+    "stretched fire": (encoding("fire", threshold=3.0), "stretched"),
+}
+QUICK = ("degree", "tape", "rope", "some heads", "stretched")
+
+
+def model_of(name: str) -> Transformer:
+    """A model of four query heads on two states."""
+    position, draw = CASES[name]
+    types = {"dtype": "float64", "param_dtype": "float64"}
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    drawn_from = None if draw is None else RandomPositions(draw, 40)
+    return small_model(position, random_positions=drawn_from, **types, **sizes)
+
+
+@pytest.mark.parametrize("name", mostly_slow(CASES, *QUICK))
+def test_chunks_equal_the_full_pass(x64, name):
+    drawn_from = CASES[name][1]
+    assert_chunks_equal_the_full_pass(model_of(name), key=None if drawn_from is None else 5)
+
+
+@pytest.mark.slow
+def test_without_a_key_positions_are_not_drawn(x64):
+    assert_chunks_equal_the_full_pass(model_of("stretched fire"))
