@@ -23,7 +23,7 @@ LAYERS: dict[str, tuple[str | tuple[str, ...], ...]] = {
     "train": (
         ("checks", "files"),
         "data",
-        "compiled",
+        "process",
         "evaluation",
         "tasks",
         "experiment",

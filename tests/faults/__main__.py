@@ -28,8 +28,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
-import json
 import sys
 import tempfile
 import time
@@ -61,7 +59,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the moments (0)")
     parser.add_argument("--only", nargs="+", choices=FAULTS, default=list(FAULTS))
     parser.add_argument("--keep", type=Path, help="an empty folder, in which all runs stay")
-    parser.add_argument("--json", type=Path, help="where the outcomes are written too")
     return parser.parse_args(argv)
 
 
@@ -95,9 +92,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 flush=True,
             )
     print(f"\n{table(outcomes)}")
-    if args.json:
-        records = [dataclasses.asdict(outcome) for outcome in outcomes]
-        args.json.write_text(json.dumps(records, indent=2) + "\n", encoding="utf-8")
     return int(any(outcome.lost for outcome in outcomes))
 
 

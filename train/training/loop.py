@@ -85,7 +85,7 @@ def train(
                 report(begin.describe())
         distributed.agreed(lambda: stack.enter_context(runs.guarded(folder)))
         checkpoints = stack.enter_context(runs.checkpoints(folder, keep=config.keep, report=report))
-        saved = Saved(checkpoints, data, Sums())
+        saved = Resumable(checkpoints, data, Sums())
         begun = continued and distributed.agreed(lambda: runs.has_trained(folder))
         start, state = saved.restore(program) if begun else saved.first(program, begin, experiment)
         if continued and distributed.agreed(
@@ -101,8 +101,8 @@ def train(
         metrics = stack.enter_context(open_metrics(experiment, folder, start, saved.sums))
         trace = stack.enter_context(ProfilerTrace(folder / "profile", profile))
         clock.lap("to start")
-        loop = Loop(experiment, folder, sharding, program.step, begin.frozen, saved, metrics)
-        state = loop.run(range(start + 1, last + 1), state, trace, signals, report)
+        trainer = Trainer(experiment, folder, sharding, program.step, begin.frozen, saved, metrics)
+        state = trainer.run(range(start + 1, last + 1), state, trace, signals, report)
         clock.lap("to train")
         checkpoints.wait()
         if experiment.adapt and experiment.adapt.trains:
@@ -111,7 +111,7 @@ def train(
         report(messages.ended(folder, last, metrics.last, clock))
 
 
-class Saved(NamedTuple):
+class Resumable(NamedTuple):
     """What a checkpoint holds beside the state, and where it goes.
 
     Attributes:
@@ -147,7 +147,7 @@ class Saved(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Loop:
+class Trainer:
     """The steps of a training.
 
     Attributes:
@@ -165,7 +165,7 @@ class Loop:
     sharding: Sharding | None
     step: jax.stages.Wrapped
     frozen: Any
-    saved: Saved
+    saved: Resumable
     metrics: Metrics
 
     def run(
