@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from research.studies import Design
+    from research.study import Design
     from research.suites import Suite
 
 RESULTS, RUNS, PAGE = Path("research"), Path("runs"), Path("research")
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> None:
     from research import page
     from research.making import compared, make, plan, remarks
     from research.records import Store
-    from research.studies import Place, apart
+    from research.study import Place, apart
     from research.suites import SUITES
     from tape_jax._src.core.checks import choose, require
 

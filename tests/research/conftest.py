@@ -3,7 +3,7 @@
 import pytest
 
 from research.records import Store
-from research.studies import Place
+from research.study import Place
 from research.trainings import Trainings
 from tests.research.results import BEYOND, INSIDE, MADE
 
