@@ -377,6 +377,16 @@ class TestSuites:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("name", suites.SUITES)
+    def test_the_page_is_what_the_records_give(self, tmp_path, name):
+        one = suites.SUITES[name]
+        place = Place(Store(Path("research/records")), tmp_path)
+        text = page.markdown(one, page.studies_at(one, place), f"images/{one.name}")
+        assert text == Path(f"research/{one.name}.md").read_text()
+        for picture in re.findall(r"\]\((images/[^)]+)\)", text):
+            assert Path("research", picture).exists()
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", suites.SUITES)
     @pytest.mark.parametrize("scale", ["cpu", "gpu"])
     def test_all_is_planned_and_judged(self, tmp_path, name, scale):
         """Every experiment of a suite can be made, and every claim judged, before any has run."""
