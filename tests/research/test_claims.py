@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from research import protocol
-from research.claims import CLAIMS, FORMS, WITH_BIAS
+from research.claims import CLAIMS
 from research.protocol import KEYS_LOST, MOST_PARAMETERS, MOST_TIME, PERPLEXITY_GAINED
 from research.studies import PROBLEMS, STUDIES
 from research.trainings import PlannedTrainings
@@ -245,11 +245,3 @@ def test_what_is_compared(judge, place, number):
             for study in {study for study, key, _ in case.read if key == BEYOND}:
                 label = DESIGNS[study].at(place).score(BEYOND).label
                 assert label == f"{length[0]}, %"
-
-
-def test_forms():
-    """Both ways of mixing heads, and on text the bias; ablations are judged by one."""
-    ablations = {8: ("tape_head_scale",), 9: ("tape_head_scale",), 10: ("late",)}
-    for number, claim in enumerate(CLAIMS, 1):
-        usual = WITH_BIAS if claim.studies == ("text",) else FORMS
-        assert claim.forms == ablations.get(number, usual)
