@@ -39,8 +39,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 import tape_jax as tape
 from benchmarks.table import markdown, mebibytes
 from benchmarks.train_step import PRESETS, row_config
-from research.inside.memory import Memory
-from research.inside.step_cost import TrainingStep
+from research.overhead import Memory, TrainingStep
 from tape_jax._src.attention import BACKENDS
 from tape_jax._src.attention import attention as attend
 from tape_jax._src.core.files import write_atomically

@@ -27,8 +27,7 @@ import jax
 
 from benchmarks.table import mebibytes, ratio
 from benchmarks.train_step import PRESETS
-from research.inside.memory import Memory
-from research.inside.step_cost import StepMeasurement, TrainingStep, again, measure
+from research.overhead import Memory, StepMeasurement, TrainingStep, again, measure_steps
 from tape_jax import ModelConfig, Transformer, positions
 from tape_jax._src.core.operations import matrix_operations
 from tape_jax._src.core.table import markdown
@@ -100,7 +99,7 @@ def rows(model: ModelConfig, options: argparse.Namespace, length: int) -> Iterat
         except ValueError as error:
             refused[name] = str(error)
             configs.pop(name, None)
-    found, skipped = measure(configs, batch, length, repeats=options.repeats)
+    found, skipped = measure_steps(configs, batch, length, repeats=options.repeats)
     first = found["rope"]
     for name, got in found.items():
         config = configs[name.removesuffix(again(""))]
@@ -149,7 +148,7 @@ def long_lines(model: ModelConfig, options: argparse.Namespace) -> Iterator[str]
         if whole and half and whole < 3 * half:
             linear[name] = config
     if linear and options.repeats:
-        found, _ = measure(linear, 1, options.long, repeats=min(options.repeats, 2))
+        found, _ = measure_steps(linear, 1, options.long, repeats=min(options.repeats, 2))
         first = next(iter(found.values()))
         yield from (str(ArenaRow(n, 1, options.long, got, first, 0.0)) for n, got in found.items())
 

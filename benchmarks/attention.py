@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.table import markdown, mebibytes
-from research.inside.memory import Memory
+from research.overhead import Memory
 from tape_jax._src.attention import attention, attention_plan
 from tape_jax._src.attention.choice import BACKENDS, default
 from tape_jax._src.attention.normalize import normalize

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from benchmarks.table import markdown
 from benchmarks.train_step import PRESETS
-from research.inside.step_cost import Runner, TrainingStep
+from research.overhead import Runner, TrainingStep
 from tape_jax import ModelConfig
 from tape_jax._src.attention.choice import BACKENDS
 from tape_jax._src.attention.request import Request, refuse

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from benchmarks import attention
 from benchmarks.train_step import PRESETS
-from research.inside.step_cost import measure
+from research.overhead import measure_steps
 from tape_jax._src.core.timing import describe_device
 
 
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(describe_device())
     for length in args.lengths:
         batch = max(1, args.tokens // length)
-        found, skipped = measure(configs, batch, length, repeats=args.repeats)
+        found, skipped = measure_steps(configs, batch, length, repeats=args.repeats)
         print(f"\nT = {length}, batch {batch}")
         for name, got in found.items():
             first = next(iter(found))

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import jax
 
 from benchmarks.table import markdown, mebibytes, ratio
-from research.inside.step_cost import StepMeasurement, measure
+from research.overhead import StepMeasurement, measure_steps
 from tape_jax import ModelConfig
 from tape_jax._src.core.timing import describe_device
 from train.training.flops import model_flops, peak
@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     for length in options.lengths:
         batch = max(1, options.tokens // length)
-        found, skipped = measure(configs, batch, length, repeats=options.repeats)
+        found, skipped = measure_steps(configs, batch, length, repeats=options.repeats)
         print(f"\nT = {length}, batch {batch}")
         if found:
             print(f"\n{report(configs, found, batch, length)}")

@@ -22,8 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.table import markdown, mebibytes
-from research.inside.memory import Memory
-from research.inside.step_cost import again
+from research.overhead import Memory, again
 from tape_jax import init_update, update_state
 from tape_jax._src.attention.tuning.measure import DIRECTIONS, both_ways
 from tape_jax._src.core.timing import describe_device, take_turns

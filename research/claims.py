@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from research import suite
 from research.overhead import PlannedCost
 from research.protocol import (
     KEYS_LOST,
@@ -16,7 +15,7 @@ from research.protocol import (
 )
 from research.stability import PlannedGrowth
 from research.statistics import estimate
-from research.suite import BEYOND, INSIDE
+from research.studies import BEYOND, CONTEXTUAL, INSIDE, PROBLEMS
 from research.verdicts import (
     Kind,
     Verdict,
@@ -30,7 +29,7 @@ from research.verdicts import (
 
 Studies = Mapping[str, Any]
 
-FORMS = ("tape", "tape_heads")
+FORMS = ("tape_head_scale", "tape")
 WITH_BIAS = (*FORMS, "tape_alibi")
 
 
@@ -144,7 +143,7 @@ def _orthogonal(studies: Studies, form: str) -> Verdict:
 
 def _algorithms(studies: Studies, form: str) -> Verdict:
     """It must lead at one problem, and trail nowhere: one family of all problems and rivals."""
-    of_problems = [studies[f"length-{problem}"] for problem in suite.PROBLEMS]
+    of_problems = [studies[f"length-{problem}"] for problem in PROBLEMS]
     rivals = ("rope", "alibi", "fire", "none")
     return together(form, [[(study, BEYOND, rival) for rival in rivals] for study in of_problems])
 
@@ -168,7 +167,7 @@ CLAIMS = (
         ("text",),
         _text,
         WITH_BIAS,
-        ("text", "perplexity_1x", suite.CONTEXTUAL),
+        ("text", "perplexity_1x", CONTEXTUAL),
     ),
     Claim(
         "The best at sums longer than those trained on",
@@ -195,7 +194,7 @@ CLAIMS = (
         ("text",),
         _longer_text,
         WITH_BIAS,
-        ("text", "perplexity_8x", suite.CONTEXTUAL),
+        ("text", "perplexity_8x", CONTEXTUAL),
     ),
     Claim(
         "Gains with little fine-tuning and few parameters",
@@ -228,7 +227,7 @@ CLAIMS = (
         GPU,
         ("ablations",),
         _ablation("place_weights"),
-        ("tape",),
+        ("tape_head_scale",),
     ),
     Claim(
         "Orthogonal equivariance keeps training stable",
@@ -237,7 +236,7 @@ CLAIMS = (
         GPU,
         ("stability",),
         _orthogonal,
-        ("tape",),
+        ("tape_head_scale",),
     ),
     Claim(
         "Updates in later layers matter more",
@@ -248,14 +247,14 @@ CLAIMS = (
         ("ablations",),
         _ablation("early"),
         ("late",),
-        cut=("ablations", "tape"),
+        cut=("ablations", "tape_head_scale"),
     ),
     Claim(
         "A wider class of algorithms",
         "A regular and a context-free problem, parity and reversal, beyond the trained length: "
         "ahead of `rope`, `alibi`, `fire` and `none` at one of them at least, behind nowhere.",
         GPU,
-        tuple(f"length-{problem}" for problem in suite.PROBLEMS),
+        tuple(f"length-{problem}" for problem in PROBLEMS),
         _algorithms,
     ),
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 from research import page
 from research.records import Item, Record, Store
-from research.studies import Measurements, Study
+from research.study import Measurements, Study
 from research.suites import SUITES, Suite
 from research.trainings import PlannedTrainings
 from train.evaluation.grids import text_table

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from research.figures import heat_map
 from research.statistics import estimate
-from research.suite import BEYOND, INSIDE
+from research.studies import BEYOND, INSIDE
 from research.trainings import PlannedTrainings
 from train.evaluation.grids import text_table
 

@@ -10,24 +10,23 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from research import overview, protocol
+from research import overview, protocol, stability
 from research.claims import Claim, standing
 from research.figures import dots
-from research.inside import stability
 from research.overhead import PlannedCost
 from research.overview import LEARNED, learned
 from research.records import Record
 from research.stability import PlannedGrowth
 from research.states import COLUMNS, PlannedStates, states_figure
 from research.statistics import estimate
-from research.studies import Place, State, Study
-from research.suite import BEYOND, INSIDE
+from research.studies import BEYOND, INSIDE
+from research.study import Place, State, Study
 from research.suites import TAPE, Suite
 from research.trainings import PlannedTrainings
 from research.verdicts import HEADER, Kind, Verdict
-from tape_jax._src.core.files import write_atomically
 from train.compare.plots import MARK, require_ours, save
 from train.evaluation.grids import text_table
+from train.files import write_atomically
 from train.tasks import Score
 
 MOST_NAMES = 6

@@ -4,8 +4,8 @@ A record of another experiment than the study's, or of another protocol (researc
 left out, and :meth:`Store.misfit` says why. Numbers that were measured are kept with six digits.
 Titles and labels are no part of a result: they are in the code.
 
-``code`` of a record has the commit of :mod:`research.source`. Whether the code of today still gives
-the numbers on record is what ``make evidence-quick`` measures.
+``code`` of a record has the commit that made it (:func:`describe_source`). Whether today's code
+still gives the numbers on record is what ``make evidence-quick`` measures.
 """
 
 from __future__ import annotations
@@ -13,25 +13,37 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from research import lines
-from tape_jax._src.core.checks import require
 from train import experiment
+from train.checks import require
 from train.evaluation.grids import read_record
 from train.experiment import Experiment
 from train.experiment.adaptation import Adaptation
 from train.experiment.fields import build, flatten
 
-FORMAT = "tape-jax evidence, version 3"
+FORMAT = "tape-jax evidence, version 4"
+# The version before is read too: names that it has for rivals, and what they are called since.
+FORMAT_BEFORE = "tape-jax evidence, version 3"
+RENAMED = {
+    "tape": "tape_head_scale",
+    "tape_heads": "tape",
+    "tape_scale_alibi": "tape_head_scale_alibi",
+}
 DIGITS = 6
 # What a base is called, wherever the runs are.
 BASE = "base"
 # Fields of a record of which runs have much in common, and those that are known beforehand.
 SHARED = ("experiment", "base", "protocol", "environment", "code", "found")
 KNOWN = SHARED[:-1]
+ROOT = Path(__file__).parents[1]
+# Where there is code that a number can depend on.
+CODE = ("tape_jax", "train", "research", "configs")
 
 
 class Item(NamedTuple):
@@ -122,6 +134,10 @@ class Store:
         record = self._study(item.study).records.get(item.name)
         return None if record is None else "; ".join(self._differences(record, item)) or None
 
+    def records(self, study: str) -> list[Record]:
+        """Return all records of a study, whether they fit one of its runs or not."""
+        return [*self._study(study).records.values()]
+
     def names(self, study: str) -> list[str]:
         """The runs of a study that have records, whether they fit or not."""
         return list(self._study(study).records)
@@ -143,6 +159,7 @@ class Store:
             "seconds": round(made.seconds, 1),
             "found": rounded(found),
         }
+        lines.convert(self.path(item.study), FORMAT_BEFORE, FORMAT, _renamed)
         lines.append(self.path(item.study), FORMAT, record, KNOWN)
         # A run whose record does not fit would be made again and again.
         why = self.misfit(item) or "; ".join(self.problems(item.study))
@@ -193,7 +210,7 @@ def portable(e: Experiment) -> Experiment:
 @functools.lru_cache(maxsize=256)
 def _read(path: Path, *version: int) -> _Study:
     """The records of a file, in this version of it."""
-    contents = lines.read(path, FORMAT)
+    contents = lines.read(path, FORMAT, FORMAT_BEFORE, _renamed)
     records, problems = {}, list(contents.problems)
     for name, fields in contents.records.items():
         try:
@@ -201,6 +218,20 @@ def _read(path: Path, *version: int) -> _Study:
         except ValueError as error:
             problems.append(f"{path}: {name}: {error}")
     return _Study(records, problems)
+
+
+def _renamed(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A record of the version before with the names of this one."""
+    old = fields.get("rival")
+    if old not in RENAMED:
+        return dict(fields)
+    new = RENAMED[old]
+    # A name is the rival and what tells its runs apart; of states, after the study.
+    name = re.sub(f"(^|-){old}-", rf"\g<1>{new}-", fields["name"], count=1)
+    found = fields["found"]
+    if "variant" in found:
+        found = {**found, "variant": new}
+    return {**fields, "name": name, "rival": new, "found": found}
 
 
 def _record(fields: Mapping[str, Any]) -> Record:
@@ -250,3 +281,26 @@ def _experiment(values: Mapping[str, Any]) -> Experiment:
     if values["adapt"] is None:
         return made
     return dataclasses.replace(made, adapt=build(Adaptation, values["adapt"], "adapt"))
+
+
+def describe_source() -> dict[str, Any]:
+    """Describe the code as it is now.
+
+    Returns:
+      ``commit``, and ``dirty``: whether the code differs from it; None where there is no git.
+    """
+    changes = _git("status", "--porcelain", "--", *(f"{folder}/**.py" for folder in CODE))
+    return {
+        "commit": _git("rev-parse", "HEAD"),
+        "dirty": None if changes is None else bool(changes),
+    }
+
+
+def _git(*arguments: str) -> str | None:
+    """Return what git says of this checkout; None if there is no git, or this is none."""
+    command = ["git", "-C", str(ROOT), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()

@@ -7,28 +7,107 @@ of TAPE does where it is ahead or behind, and decides nothing (research/protocol
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from matplotlib.figure import Figure
 
 from research import protocol
-from research.inside import updates
 from research.records import Item, Record
 from research.statistics import estimate
-from research.studies import Finished, Measurements, Place, State
+from research.study import Finished, Measurements, Place, State
 from research.trainings import PlannedTrainings, Trainings
+from tape_jax import Transformer
+from train.analysis.inspection import examples
+from train.checks import require
 from train.compare import evaluations
 from train.compare.jobs import Job
 from train.compare.plots import BODY, SMALL, TITLE
+from train.evaluation import Trained
+from train.evaluation.inside import look, untrained
+from train.training import runs
+from train.training.step import Batch, weighted_loss
 
 COLUMNS = ("study", "form", "moved, %", "score", "trained", "without updates", "by layer, nats")
-FORMS = ("tape", "tape_heads", "tape_alibi")
+FORMS = ("tape_head_scale", "tape", "tape_alibi")
 # In per cent: as far as a state is long. What goes far beyond it is drawn by its logarithm.
 FULL = 100.0
 # Studies in a row of the picture.
 SIDE_BY_SIDE = 4
+# Examples of the task, drawn with a seed of their own: for losses, and to look at.
+EXAMPLES, LOOKED_AT = 64, 8
+SIZES = {"examples": EXAMPLES, "looked_at": LOOKED_AT}
+
+
+def measure_updates(folder: Path) -> dict[str, Any]:
+    """What the updates of a finished run are for, in JSON types.
+
+    Args:
+      folder: of the run.
+
+    Returns:
+      ``moved``: how far the states that enter each layer are from their start, over its norm.
+      ``without``: the scores with every update as before training. ``loss``, ``loss_without``: in
+      nats, as trained and so. ``lost``: by layer that updates, by how much the loss rises without
+      its update alone.
+
+    Raises:
+      ValueError: its encoding has learned nothing.
+    """
+    trained = runs.restore_for_evaluation(folder)
+    e, variables = trained.experiment, trained.variables
+    batch = examples(e, EXAMPLES)
+    tokens = np.asarray(batch["inputs"])[:LOOKED_AT]
+    inside = look(trained.model, variables, tokens, [[""] * tokens.shape[1]] * len(tokens))
+    without = untrained(trained)
+    require(without is not None, f"{folder}: its encoding has learned no update")
+    assert without is not None
+    loss = functools.partial(_loss, trained, batch=batch)
+    as_trained = loss(variables)
+    cut_off = e.task.evaluate(without, e.evaluation).summary()
+    return {
+        "moved": inside.moved.tolist(),
+        "without": finite(cut_off),
+        "loss": as_trained,
+        "loss_without": loss(without.variables),
+        "lost": [
+            loss(without_layer(trained.model, variables, n, without.variables)) - as_trained
+            for n in updating(trained.model)
+        ],
+    }
+
+
+def without_layer(model: Transformer, variables: Any, layer: int, before: Any) -> Any:
+    """The variables of a model, with one layer as in others, from before training."""
+    start = next(first for first, last, _ in model.blocks if first <= layer < last)
+    block, params = f"layers_{start}", variables["params"]
+    ours, theirs = params[block], before["params"][block]
+    if model.config.scan_layers:
+        here = layer - start
+        theirs = jax.tree.map(lambda x, y: x.at[here].set(y[here]), ours, theirs)
+    return {**variables, "params": {**params, block: theirs}}
+
+
+def updating(model: Transformer) -> list[int]:
+    """The layers of a model that update states."""
+    return [n for first, last, updates in model.blocks if updates for n in range(first, last)]
+
+
+def finite(summary: Mapping[str, float]) -> dict[str, float]:
+    """Those scores that are numbers."""
+    return {key: x for key, x in summary.items() if math.isfinite(x)}
+
+
+def _loss(trained: Trained, variables: Any, *, batch: Batch) -> float:
+    """The mean loss over the tokens that count, in nats."""
+    logits: Any = trained.apply(variables, batch["inputs"])
+    total = weighted_loss(logits, batch["targets"], batch["weights"])
+    return float(total / batch["weights"].sum())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +178,7 @@ class PlannedStates(Measurements):
         ]
 
     def _item(self, study: str, job: Job) -> Item:
-        described = {"version": protocol.VERSION, **updates.SIZES}
+        described = {"version": protocol.VERSION, **SIZES}
         of = self.of[study].item(job)
         return of._replace(study=self.name, name=f"{study}-{of.name}", protocol=described)
 
@@ -142,7 +221,7 @@ class PlannedStates(Measurements):
         """The size of its runs, in words."""
         return (
             f"The reporting runs of {', '.join(self.of)}, trained again where they are not at "
-            f"hand; losses of {updates.EXAMPLES} examples"
+            f"hand; losses of {EXAMPLES} examples"
         )
 
     def run(self, finished: Finished, *, quick: bool = False) -> None:
@@ -162,7 +241,7 @@ class PlannedStates(Measurements):
         saved = evaluations.saved(folder)
         assert saved is not None
         whole = item.experiment.task.read_result(saved["result"]).summary()
-        return {"trained": updates.finite(whole), **updates.measure(folder)}
+        return {"trained": finite(whole), **measure_updates(folder)}
 
     def check(self, record: Record) -> None:
         """Raises ValueError, TypeError or KeyError if it is no such measurement."""

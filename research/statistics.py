@@ -11,7 +11,7 @@ import numpy as np
 import scipy.stats
 
 from research.protocol import CHANCE, LEVEL
-from tape_jax._src.core.checks import require
+from train.checks import require
 from train.evaluation.grids import half_width
 
 # Values that differ by less are the same, but for rounding.

@@ -1,243 +1,193 @@
-"""Studies: sets of like runs. How far they are, and how measurements are made one by one.
-
-A study knows its runs before any is made. The record of each is written the moment it ends, so that
-a study can be stopped anywhere and continued, here or on another machine.
-"""
+"""The studies of the suite, in the order in which they are made: those of claims first."""
 
 from __future__ import annotations
 
-import abc
-import functools
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
-from research.records import Item, Made, Record, Store
-from research.source import describe_source
-from train import experiment
-from train.compare.environment import describe_environment
-from train.training.metrics import Progress
-from train.training.signals import Signals, Stopped
+from research.choosing import Curve
+from research.configs import places
+from research.configs.ablations import VARIANTS
+from research.overhead import Cost
+from research.stability import Growth
+from research.states import StateUse
+from research.study import Base, Design, Fields
+from research.trainings import Trainings
 
-Fields = Mapping[str, Any]
-Finished = Callable[[Item], None]
+CONFIGS, OWN = Path("configs"), Path("research/configs")
+BEYOND, INSIDE = "exact_match_outside", "exact_match_inside"
+# A regular and a context-free one.
+PROBLEMS = ("parity", "reverse")
+CONTEXTUAL = ("fox", "path", "cope", "selective_rope")
+# On a CPU a shallow model compiles and trains faster without a loop over its layers.
+SHALLOW = {"cpu": {"model.scan_layers": False}}
 
-
-class Base(NamedTuple):
-    """A run from which others start: each from the one that has its seed.
-
-    Attributes:
-      config: its config file.
-      fields: in which it differs from the file.
-      by_scale: further ones, by scale.
-    """
-
-    config: Path
-    fields: Fields
-    by_scale: Mapping[str, Fields]
-
-
-class Place(NamedTuple):
-    """Where the suite is run, and at which scale.
-
-    Attributes:
-      store: of the results.
-      runs: the folder of the run folders.
-      side_by_side: trainings at a time.
-      scale: of the configs (``--config.scale``).
-    """
-
-    store: Store
-    runs: Path
-    side_by_side: int = 2
-    scale: str = experiment.THIS_SCALE
-
-    @property
-    def overrides(self) -> tuple[str, ...]:
-        """What the scale adds to the command line of every run."""
-        return (f"--config.scale={self.scale}",) if self.apart else ()
-
-    @property
-    def apart(self) -> str:
-        """What its files and folders are called after, where the scale is not the default."""
-        return apart(self.scale)
+KIND, MIX = "model.position.kind", "model.position.attention_mix"
+# Of FoX's gates, which start at 1/2 by default: at 0.993, so that 100 tokens back half is left.
+OPEN = {"model.position.bias": 5.0}
+FORMS: dict[str, dict[str, Any]] = {
+    # The published code's form, the paper's, and both with ALiBi's bias on the same logits.
+    "tape_head_scale": {KIND: "tape", MIX: "head_scale"},
+    "tape": {KIND: "tape", MIX: "heads"},
+    "tape_head_scale_alibi": {KIND: "tape+alibi", MIX: "head_scale"},
+    "tape_alibi": {KIND: "tape+alibi", MIX: "heads"},
+    # Of configs/addressing_demo.py: it was chosen on addressing.
+    "tape_demo": places.VARIANTS["base"],
+    # Of several options the best on four other tasks.
+    "tape_chosen": places.CHOSEN,
+    "chosen_no_update": places.NO_UPDATE,
+    "tape_fox": {KIND: "tape+fox", MIX: "heads"},
+    "tape_fox_open": {KIND: "tape+fox", MIX: "heads", **OPEN},
+    "tape_fox_open_alibi": {KIND: "tape+fox+alibi", MIX: "heads", **OPEN},
+    "rope_alibi": {KIND: "rope+alibi"},
+    "rope_fox": {KIND: "rope+fox"},
+    "rope_fox_open": {KIND: "rope+fox", **OPEN},
+    "rope_fox_open_alibi": {KIND: "rope+fox+alibi", **OPEN},
+    **{f"{name}_alibi": {KIND: f"{name}+alibi"} for name in CONTEXTUAL},
+    # Every question by itself: its positions are drawn for its own length, whatever it is asked
+    # together with.
+    "random_rope": {KIND: "random_rope", "evaluation.shapes": 100_000},
+}
 
 
-def apart(scale: str) -> str:
-    """What files and folders of a scale are called after; nothing for the default."""
-    return "" if scale == experiment.THIS_SCALE else f"-{scale}"
+def encodings(*names: str) -> dict[str, Fields]:
+    """Rivals by the names of their encodings, or of :data:`FORMS`."""
+    return {name: FORMS.get(name, {KIND: name}) for name in names}
 
 
-class State(NamedTuple):
-    """How far a study is.
-
-    Attributes:
-      total: runs in all, as far as they are known.
-      finished: those with results, of rates that were not chosen included.
-      unfinished: names of the others, as far as they are known.
-    """
-
-    total: int
-    finished: Sequence[Record]
-    unfinished: Sequence[str]
-
-
-class Study(abc.ABC):
-    """A set of runs that are compared with each other, at a place.
-
-    Attributes:
-      name: a word, fit for a folder.
-      place: where.
-    """
-
-    name: str
-    place: Place
-
-    @property
-    @abc.abstractmethod
-    def items(self) -> Sequence[Item]:
-        """Its runs, as far as they are known."""
-
-    @property
-    @abc.abstractmethod
-    def state(self) -> State:
-        """How far it is."""
-
-    @property
-    @abc.abstractmethod
-    def size(self) -> str:
-        """The size of its runs, in words."""
-
-    @property
-    @abc.abstractmethod
-    def hours(self) -> float:
-        """Of one idle core that what is missing is expected to take."""
-
-    @abc.abstractmethod
-    def run(self, finished: Finished, *, quick: bool = False) -> None:
-        """Makes what is missing, or the quick part of it.
-
-        Args:
-          finished: called after each run, when its record is written.
-          quick: whether only a few runs are made.
-
-        Raises:
-          Stopped: if a run fails, or on a signal to stop.
-        """
-
-    @abc.abstractmethod
-    def check(self, record: Record) -> None:
-        """Raises ValueError, TypeError or KeyError if what came out of a run cannot be read."""
-
-    def recorded(self, item: Item) -> Record | None:
-        """The record of a run; None if there is none, or it is left out (:meth:`remarks`)."""
-        record = self.place.store.get(item)
-        return None if record is None or self._complaint(record) else record
-
-    def remarks(self) -> Iterator[str]:
-        """What of the study's file is left out, and why."""
-        store = self.place.store
-        for problem in store.problems(self.name):
-            yield f"left out: {problem}"
-        for item in self.items:
-            record = store.get(item)
-            said = store.misfit(item) if record is None else self._complaint(record)
-            if said:
-                yield f"left out: {store.path(self.name)}: {item.name}: {said}"
-
-    @property
-    def unused(self) -> list[str]:
-        """The records of the study's file that none of its runs uses."""
-        known = {item.name for item in self.items}
-        return [name for name in self.place.store.names(self.name) if name not in known]
-
-    @functools.cached_property
-    def _complaint(self) -> Callable[[Record], str | None]:
-        """Why what came out of a run cannot be read; None if it can."""
-
-        @functools.cache
-        def complaint(record: Record) -> str | None:
-            try:
-                self.check(record)
-            except (ValueError, TypeError, KeyError) as error:
-                return f"{type(error).__name__}: {error}"
-            return None
-
-        return complaint
-
-
-class Measurements(Study):
-    """A study whose runs are measurements, made one after another in this process.
-
-    Attributes:
-      minutes: that one takes, for plans.
-      quick: how many of them, from the first, belong to the quick part.
-    """
-
-    minutes: float
-    quick = 0
-    _items: Sequence[Item] = ()
-
-    @property
-    def items(self) -> Sequence[Item]:
-        """The measurements, as far as they are known."""
-        return self._items
-
-    @abc.abstractmethod
-    def measure(self, item: Item) -> dict[str, Any]:
-        """One measurement, in JSON types."""
-
-    @property
-    def state(self) -> State:
-        """How far it is."""
-        records = {item.name: self.recorded(item) for item in self.items}
-        return State(
-            total=len(records),
-            finished=[record for record in records.values() if record],
-            unfinished=[name for name, record in records.items() if not record],
+_MADE: tuple[Design, ...] = (
+    Trainings(
+        name="text",
+        config=CONFIGS / "bytes_demo.py",
+        rivals=encodings(
+            *("tape_head_scale", "tape", "rope", "alibi", "sinusoidal", "learned"),
+            *("tape_alibi", "rope_alibi", *CONTEXTUAL),
+        ),
+        fields={
+            "evaluation.protocols": ("disjoint",),
+            "evaluation.factors": (1, 2, 8),
+            "evaluation.tokens": 65_536,
+        },
+        by_scale={**SHALLOW, "gpu": {"evaluation.tokens": 131_072}},
+        scores=("perplexity_1x", "perplexity_8x"),
+        shown=("perplexity_2x",),
+        curve=Curve("perplexity_1x", most=4),
+        minutes=0.75,
+        quick=("rope", "alibi"),
+    ),
+    Trainings(
+        name="addition",
+        config=CONFIGS / "addition_demo.py",
+        rivals=encodings(
+            *(
+                "tape_head_scale",
+                "tape",
+                "rope",
+                "alibi",
+                "sinusoidal",
+                "none",
+                "fire",
+                "random_rope",
+            ),
+        ),
+        by_scale={"cpu": {**SHALLOW["cpu"], "train.steps": 1500}},
+        scores=(BEYOND,),
+        shown=(INSIDE,),
+        curve=Curve(INSIDE, most=1),
+        minutes=0.7,
+    ),
+    Trainings(
+        name="passkey",
+        config=CONFIGS / "passkey_demo.py",
+        rivals=encodings("tape_head_scale", "tape", "rope", "alibi", "sinusoidal", "none"),
+        by_scale=SHALLOW,
+        scores=(BEYOND,),
+        shown=(INSIDE,),
+        curve=Curve(INSIDE, most=1),
+        minutes=0.8,
+        quick=("tape_head_scale",),
+    ),
+    Trainings(
+        name="context",
+        config=CONFIGS / "context_extension_demo.py",
+        rivals={
+            "tape_head_scale": {"adapt.method": "tape", MIX: "head_scale"},
+            "tape": {"adapt.method": "tape", MIX: "heads"},
+            **{name: {"adapt.method": name} for name in ("lora", "longlora", "theta", "full")},
+        },
+        first={"cpu": "1e-3", "gpu": "3e-4"},
+        scores=("perplexity_overlapping_1x", "passkey_1x"),
+        shown=("perplexity_overlapping_2x", "passkey_2x", "perplexity_overlapping_0.5x"),
+        base=Base(
+            CONFIGS / "bytes_demo.py",
+            fields={KIND: "rope", "task.passkeys": 0.5, "task.passkey_form": "short"},
+            by_scale={
+                "cpu": {
+                    "task.sequence_length": 64,
+                    "train.steps": 1200,
+                    "train.batch_size": 32,
+                },
+                "gpu": {"task.sequence_length": 512},
+            },
+        ),
+        minutes=0.7,
+    ),
+    Cost(
+        name="overhead",
+        config=CONFIGS / "bytes_demo.py",
+        fields={
+            "cpu": {
+                "model.hidden_size": 256,
+                "model.num_layers": 6,
+                "model.intermediate_size": 1024,
+            }
+        },
+        lengths={"cpu": (256, 1024), "gpu": (1024, 8192)},
+        tokens={"cpu": 2048, "gpu": 65_536},
+        rivals=encodings("tape_head_scale", "tape"),
+    ),
+    Trainings(
+        name="ablations",
+        config=OWN / "ablations.py",
+        rivals={
+            "tape_head_scale": VARIANTS["tape_head_scale"],
+            "tape": VARIANTS["tape"],
+            # TAPE that updates nothing is RoPE, step for step.
+            "no_update": VARIANTS["rope"],
+            **{name: VARIANTS[name] for name in ("place_weights", "early", "late")},
+        },
+        by_scale={"cpu": {"train.steps": 1000}},
+        scores=(BEYOND,),
+        shown=(INSIDE,),
+        curve=Curve(INSIDE, most=1, rivals=("tape_head_scale", "no_update")),
+        minutes=1.1,
+    ),
+    Growth(
+        name="stability",
+        config=OWN / "ablations.py",
+        variants=("tape_head_scale", "separate_cos_sin", "mix_head_dim", "no_equivariance"),
+        depths=(16, 48),
+        steps=60,
+    ),
+    *(
+        Trainings(
+            name=f"length-{problem}",
+            config=OWN / "length_suite.py",
+            rivals=encodings("tape_head_scale", "tape", "rope", "alibi", "fire", "none"),
+            fields={"task.problem": problem},
+            by_scale={"cpu": {**SHALLOW["cpu"], "train.steps": 1000}},
+            scores=(BEYOND,),
+            shown=(INSIDE,),
+            curve=Curve(INSIDE, most=1),
+            minutes=0.4,
         )
+        for problem in PROBLEMS
+    ),
+)
 
-    @property
-    def hours(self) -> float:
-        """Of one idle core that what is missing is expected to take."""
-        return len(self.state.unfinished) * self.minutes / 60
-
-    def run(self, finished: Finished, *, quick: bool = False) -> None:
-        """Makes what is missing."""
-        self.make(self.items[: self.quick] if quick else self.items, finished)
-
-    def make(self, items: Sequence[Item], finished: Finished) -> None:
-        """Makes those of some measurements that have no record."""
-        missing = [item for item in items if not self.recorded(item)]
-        if not missing:
-            return
-        environment, code = describe_environment(), describe_source()
-        with Signals() as signals, Progress.of(self.name) as progress:
-            for number, item in enumerate(missing):
-                progress(number, len(missing))
-                start = time.process_time()
-                found = self.measure(item)
-                made = Made(environment, code, time.process_time() - start)
-                self.place.store.put(item, found, made)
-                finished(item)
-                if signals.received:
-                    raise Stopped(
-                        "stopped; what was measured is saved, and the same command continues",
-                        128 + signals.received,
-                    )
-
-
-class Design(Protocol):
-    """A study, wherever it is run."""
-
-    @property
-    def name(self) -> str: ...
-
-    def at(self, place: Place) -> Study:
-        """The study at a place."""
-
-
-def options(fields: Fields) -> tuple[str, ...]:
-    """Fields of a config as they are given on the command line."""
-    return tuple(f"--config.{name}={value}" for name, value in fields.items())
+_TRAININGS = [one for one in _MADE if isinstance(one, Trainings)]
+STUDIES: tuple[Design, ...] = (
+    *_MADE,
+    # Text, whose runs take longest, comes last.
+    StateUse("states", sorted(_TRAININGS, key=lambda one: one.name == "text")),
+)

@@ -5,33 +5,39 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from research import claims, places, suite
+from research import claims, place_claims, studies
 from research.claims import Claim
-from research.studies import Design
+from research.study import Design
 
 # What is compared, by its name on both pages: TAPE, whole or with a part changed; and all else.
 TAPE = {
-    "tape": 'TAPE; heads are mixed as in the published code, `attention_mix="head_scale"`',
-    "tape_heads": 'TAPE; heads are mixed as the paper writes, `"heads"`, which is the default',
-    "tape_scale_alibi": "`tape` with ALiBi's bias on the same logits",
-    "tape_alibi": "`tape_heads` with ALiBi's bias on the same logits",
+    "tape_head_scale": (
+        'TAPE; heads are mixed as in the published code, `attention_mix="head_scale"`'
+    ),
+    "tape": 'TAPE; heads are mixed as the paper writes, `"heads"`, which is the default',
+    "tape_head_scale_alibi": "`tape_head_scale` with ALiBi's bias on the same logits",
+    "tape_alibi": "`tape` with ALiBi's bias on the same logits",
     "tape_demo": (
         '`tape_alibi` with `alpha=8` and `norm="rms"`, the form of `make demo`: it was chosen on '
         "addressing, where its verdicts are of a form that was fitted to the task"
     ),
-    "tape_fox": "`tape_heads` with FoX's decay",
+    "tape_fox": "`tape` with FoX's decay",
     "tape_fox_open": "`tape_fox` with gates that start at 0.993, `bias=5.0`, not at 1/2",
     "tape_fox_open_alibi": "`tape_fox_open` with ALiBi's bias beside the decay",
     "tape_chosen": (
         "`tape_demo` with stretched positions in training, chosen among twelve options on [four "
         "further tasks](../benchmarks/results/2026-11-24-remedies.md)"
     ),
-    "place_weights": "`tape` with weights of the update that depend on a token's place",
-    "early": "`tape` in which the first and the second of six layers update, and no other",
-    "late": "`tape` in which the fourth and the fifth of six layers update, and no other",
-    "separate_cos_sin": "`tape` with weights of their own for cosines and for sines",
-    "mix_head_dim": "`tape` that mixes along the dimensions of a head, not over heads",
-    "no_equivariance": "`tape` that mixes all heads and dimensions by one matrix",
+    "place_weights": "`tape_head_scale` with weights of the update that depend on a token's place",
+    "early": (
+        "`tape_head_scale` in which the first and the second of six layers update, and no other"
+    ),
+    "late": (
+        "`tape_head_scale` in which the fourth and the fifth of six layers update, and no other"
+    ),
+    "separate_cos_sin": "`tape_head_scale` with weights of their own for cosines and for sines",
+    "mix_head_dim": "`tape_head_scale` that mixes along the dimensions of a head, not over heads",
+    "no_equivariance": "`tape_head_scale` that mixes all heads and dimensions by one matrix",
 }
 OTHERS = {
     "rope_alibi": "RoPE with ALiBi's bias: TAPE with that bias, without its update",
@@ -41,7 +47,7 @@ OTHERS = {
     "chosen_no_update": (
         "`tape_chosen` without its update: RoPE with ALiBi's bias and stretched positions"
     ),
-    "no_update": "`tape` without its update, which is RoPE",
+    "no_update": "`tape_head_scale` without its update, which is RoPE",
     "rope": "RoPE: queries and keys are rotated by their positions",
     "alibi": "ALiBi: a bias in proportion to the distance",
     "fire": "FIRE: a bias that is learned, by distance and length",
@@ -127,7 +133,7 @@ class Suite(NamedTuple):
 SUITES: dict[str, Suite] = {
     "claims": Suite(
         name="evidence",
-        designs=suite.STUDIES,
+        designs=studies.STUDIES,
         claims=claims.CLAIMS,
         title="Does TAPE do what is claimed?",
         introduction=(
@@ -146,8 +152,8 @@ SUITES: dict[str, Suite] = {
     ),
     "places": Suite(
         name="places",
-        designs=places.STUDIES,
-        claims=places.CLAIMS,
+        designs=place_claims.STUDIES,
+        claims=place_claims.CLAIMS,
         title="Where is TAPE ahead, and where is it not?",
         introduction=(
             "Tasks in which a place is to be found by content, or positions are to count what the "
@@ -181,6 +187,6 @@ SUITES: dict[str, Suite] = {
         command="python -m research.main evidence --suite=places",
         subject="task",
         overview=True,
-        read={"evidence": places.OF_CLAIMS},
+        read={"evidence": place_claims.OF_CLAIMS},
     ),
 }

@@ -6,31 +6,36 @@ import dataclasses
 import functools
 import itertools
 import math
+import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from research import budgets, ladder, protocol
-from research.budgets import Budget, Curve
-from research.kept import kept, takes
+from research import protocol
+from research.choosing import Budget, Curve, RateStep, choose_budget, next_rates
 from research.protocol import Procedure
-from research.records import Item, Made, Record, portable
-from research.source import describe_source
-from research.studies import Base, Fields, Finished, Place, State, Study, options
-from tape_jax._src.core.checks import choose, require
+from research.records import Item, Made, Record, describe_source, portable
+from research.study import Base, Fields, Finished, Place, State, Study, options
 from train import experiment
+from train.checks import choose, require
+from train.compare import evaluations, sweep
 from train.compare.environment import describe_environment
 from train.compare.jobs import Job
 from train.compare.processes import EVALUATE, VALIDATE, Ended, shares, train_all
 from train.compare.sweep import Setting
+from train.evaluation import fits
 from train.experiment import Experiment
 from train.tasks import Score, Task
-from train.training import runs
+from train.training import metrics, runs
 from train.training.signals import NON_FINITE_EXIT_CODE
 
 # Further rates that a walk is expected to try, beside the first three.
 FURTHER = 0.5
+# Losses of a run that a record keeps at most.
+MOST_LOSSES = 50
+# At the end of a score's key: at so many times the trained length.
+TIMES = re.compile(r"_([\d.]+)x$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +137,7 @@ class PlannedTrainings(Study):
             if curve is None:
                 self._budget = Budget(self.design.multiple, None)
             elif all(len(found) == len(protocol.MULTIPLES) for found in values.values()):
-                self._budget = budgets.choose(
+                self._budget = choose_budget(
                     values,
                     curve.most,
                     higher_is_better=self.score(curve.score).higher_is_better,
@@ -164,12 +169,12 @@ class PlannedTrainings(Study):
         """The runs by which the budget is chosen; some of them also choose rates."""
         return [job for _, _, job in self._curve_jobs()]
 
-    def walk(self, rival: str, key: str) -> tuple[list[Job], ladder.Step]:
+    def walk(self, rival: str, key: str) -> tuple[list[Job], RateStep]:
         """The runs that choose a rival's rate for a score, as far as known, and what they say."""
         scores: dict[str, float] = {}
         jobs: list[Job] = []
         while True:
-            step = ladder.step(scores, self.first, protocol.RATES, self.procedure.within)
+            step = next_rates(scores, self.first, protocol.RATES, self.procedure.within)
             if not step.missing or self.budget is None:
                 return jobs, step
             tried = {
@@ -482,3 +487,34 @@ class PlannedTrainings(Study):
 
 def _silent(line: str) -> None:
     """Reports nothing."""
+
+
+def kept(ended: Ended, *, validated: bool) -> dict[str, Any]:
+    """What is kept of a training, which was validated, or evaluated by the test."""
+    folder = ended.job.folder
+    lines = metrics.read(folder / "metrics.jsonl")
+    every = max(1, -(-len(lines) // MOST_LOSSES))
+    found: dict[str, Any] = {
+        "result": None,
+        "diverged": None,
+        "losses": [[line["step"], line["loss"]] for line in lines[::-every][::-1]],
+    }
+    if ended.code == NON_FINITE_EXIT_CODE:
+        return found | {"diverged": {"step": lines[-1]["step"] if lines else 0}}
+    if validated:
+        return found | {"result": sweep.validate(folder).to_json()}
+    record = evaluations.saved(folder)
+    assert record is not None
+    return found | {"result": record["result"]}
+
+
+def takes(e: Experiment, key: str) -> bool:
+    """Whether a model takes the length of a score.
+
+    Lengths beyond the trained one, of which a key says no more, begin before its double.
+    """
+    limits = (e.model.max_length, e.model.position.max_length())
+    limit = min((one for one in limits if one is not None), default=None)
+    found = TIMES.search(key)
+    times = float(found[1]) if found else 2 if key.endswith("_outside") else 1
+    return fits(math.ceil(times * e.task.sequence_length), limit)

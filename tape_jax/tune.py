@@ -18,8 +18,9 @@ from unittest import mock
 from tape_jax._src.attention import pallas_blocks, vendor_splash
 from tape_jax._src.attention.tuning.records import CallShape, agree, forget, nearest
 from tape_jax._src.core import devices
+from tape_jax._src.core.timing import Timing, take_turns
 
-__all__ = ["agree", "assume_device", "forget", "main", "prepare"]
+__all__ = ["Timing", "agree", "assume_device", "forget", "main", "prepare", "take_turns"]
 
 # Temporary memory that a call may take which :func:`prepare` measures.
 MEMORY = 16 * 2.0**30

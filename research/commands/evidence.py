@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from research.studies import Design
+    from research.study import Design
     from research.suites import Suite
 
 RESULTS, RUNS, PAGE = Path("research"), Path("runs"), Path("research")
@@ -57,9 +57,9 @@ def run(args: argparse.Namespace) -> None:
     from research import page
     from research.making import compared, make, plan, remarks
     from research.records import Store
-    from research.studies import Place, apart
+    from research.study import Place, apart
     from research.suites import SUITES
-    from tape_jax._src.core.checks import choose, require
+    from train.checks import choose, require
 
     choose("suite", args.suite, SUITES)
     suite = SUITES[args.suite]
@@ -111,7 +111,7 @@ def _narrowed(suite: Suite, chosen: Sequence[str], args: argparse.Namespace) -> 
       ValueError: no study has such a rival.
     """
     from research.trainings import Trainings
-    from tape_jax._src.core.checks import choose, require
+    from train.checks import choose, require
 
     for option in ("quick", "page"):
         require(not getattr(args, option), f"evidence: --rivals has no part in --{option}")
@@ -132,8 +132,8 @@ def scale_of(overrides: Sequence[str]) -> str:
     Raises:
       ValueError: it asks for anything else.
     """
-    from tape_jax._src.core.checks import require
     from train import experiment
+    from train.checks import require
 
     scale, others = experiment.take_scale(overrides)
     require(

@@ -2,10 +2,9 @@
 
 Claim: none beforehand; the report says which parts matter to words longer than those trained on.
 Sorting tells encodings apart there; sums do not at this size, where all are wrong.
-Nine variants are judged by research/protocol.md (research/evidence.md), six by sorting with half
-the steps
-and three by growth in 48 layers; all, from before it, are in research/records_before. That
-equivariance keeps states stable is contradicted: in 48 layers they grow to three times as much
+Nine variants are judged by research/protocol.md (research/evidence.md): six by sorting with half
+the steps, and three by growth in 48 layers. All, from before it, are in research/records_before.
+That equivariance keeps states stable is contradicted: in 48 layers they grow to three times as much
 without it, but to 42 % less where the update mixes along a head's dimensions, which breaks it too
 (60 steps, five seeds). Confirmed, by words of 11 to 20 symbols sorted right: that permutation
 equivariance matters (TAPE 19 %, weights by place 14), and that updates of later layers matter more
@@ -15,7 +14,7 @@ Cost: two to three minutes of one core for a run, with evaluation; all variants 
 took 3.5 hours of processor time.
 Command: one variant of VARIANTS, or all of them with three seeds each:
     python -m research.main compare --config=research/configs/ablations.py --run=runs/ablations \
-        --variants=tape,attention_only,mlp_only
+        --variants=tape_head_scale,attention_only,mlp_only
     python -m research.main compare --config=research/configs/ablations.py --run=runs/ablations \
         --variants=all --seeds=3
 """
@@ -27,10 +26,10 @@ from ml_collections import ConfigDict
 from research.configs import length_suite
 
 SCALES = length_suite.SCALES
-# By name, the fields in which a variant differs from the base, "tape", which mixes heads as the
-# published code does.
+# By name, the fields in which a variant differs from the base, "tape_head_scale", which mixes heads
+# as the published code does.
 VARIANTS: dict[str, dict[str, Any]] = {
-    "tape": {},
+    "tape_head_scale": {},
     # No contextual update: by another encoding, and by TAPE with both parts left out.
     "rope": {"model.position.kind": "rope"},
     "no_update": {"model.position.attention_mix": "none", "model.position.mlp_mix": False},
@@ -38,7 +37,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "attention_only": {"model.position.mlp_mix": False},
     "mlp_only": {"model.position.attention_mix": "none"},
     # What the published code does against what the paper writes.
-    "heads": {"model.position.attention_mix": "heads"},
+    "tape": {"model.position.attention_mix": "heads"},
     # One symmetry broken.
     "separate_cos_sin": {"model.position.kind": "tape_separate_cos_sin"},
     "mix_head_dim": {"model.position.kind": "tape_mix_head_dim"},

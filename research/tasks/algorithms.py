@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from tape_jax._src.core.checks import choose
+from train.checks import choose
 from train.data import synthetic
 from train.evaluation.grids import Grid, Wording
 from train.tasks import Score

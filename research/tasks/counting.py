@@ -23,7 +23,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from tape_jax._src.core.checks import require
+from train.checks import require
 from train.data import synthetic
 from train.tasks.places import Called, PlaceTask, Texts, tokens_before
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tape_jax._src.core.checks import choose
+from train.checks import choose
 
 Permutation = tuple[int, ...]
 

@@ -24,7 +24,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from tape_jax._src.core.checks import require
+from train.checks import require
 from train.data import synthetic
 from train.evaluation.grids import Wording
 from train.tasks.options import Options

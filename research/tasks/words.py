@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from research.tasks.groups import GROUPS, element_numbers, multiplication_table, running_products
-from tape_jax._src.core.checks import choose, require
+from train.checks import choose, require
 from train.data import synthetic
 from train.evaluation import Progress, Trained, part_of
 from train.evaluation.grids import Grid, Wording, length_table, read_record

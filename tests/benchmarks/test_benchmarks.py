@@ -15,8 +15,7 @@ import pytest
 
 from benchmarks import aot, attention, draw_attention, gpu, scaling, step, train_step, update
 from benchmarks.table import markdown, tables
-from research.inside.memory import Memory
-from research.inside.step_cost import Runner, StepMeasurement, TrainingStep
+from research.overhead import Memory, Runner, StepMeasurement, TrainingStep
 from tape_jax import rotary_state, tune
 from tape_jax._src.attention import BACKENDS
 from tape_jax._src.attention import attention as attend
@@ -158,7 +157,7 @@ def test_step(capsys, monkeypatch):
         found = {"rope": Timing((2.0,)), "tape": Timing((3.0,)), "rope, again": Timing((2.5,))}
         return {name: StepMeasurement(got, memory) for name, got in found.items()}, {}
 
-    monkeypatch.setattr(step, "measure", measure)
+    monkeypatch.setattr(step, "measure_steps", measure)
     step.main([*TINY, "--step-only"])
     assert capsys.readouterr().out.splitlines()[2:] == [
         "T = 16, batch 2",

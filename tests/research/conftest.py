@@ -3,7 +3,7 @@
 import pytest
 
 from research.records import Store
-from research.studies import Place
+from research.study import Place
 from research.trainings import Trainings
 from tests.research.results import BEYOND, INSIDE, MADE
 
@@ -47,6 +47,6 @@ def design(config):
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """One that makes its results by the code of :data:`MADE`."""
-    for module in ("source", "studies", "trainings"):
+    for module in ("study", "trainings"):
         monkeypatch.setattr(f"research.{module}.describe_source", lambda: MADE.code)
     return Place(Store(tmp_path / "results"), tmp_path / "runs")

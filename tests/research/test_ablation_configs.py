@@ -32,7 +32,7 @@ def test_names_and_experiments_are_unique():
 
 def test_variants_are_what_they_are_named_for():
     models = {setting.name: made(setting).model for setting in VARIANTS}
-    base = models["tape"]
+    base = models["tape_head_scale"]
     for name, model in models.items():
         # One thing at a time, but for what has to go with it.
         different = [
@@ -40,7 +40,7 @@ def test_variants_are_what_they_are_named_for():
             for field in dataclasses.fields(model)
             if getattr(model, field.name) != getattr(base, field.name)
         ]
-        assert different == {"tape": [], "window": ["local_window_size"]}.get(
+        assert different == {"tape_head_scale": [], "window": ["local_window_size"]}.get(
             name, ["position", "local_window_size"] if name == "window_rope" else ["position"]
         )
         updating = [model.position.updates(i, 6) for i in range(6)]

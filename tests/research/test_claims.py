@@ -8,16 +8,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from research import protocol, suite
-from research.claims import CLAIMS, FORMS, WITH_BIAS
+from research import protocol
+from research.claims import CLAIMS
 from research.protocol import KEYS_LOST, MOST_PARAMETERS, MOST_TIME, PERPLEXITY_GAINED
+from research.studies import PROBLEMS, STUDIES
 from research.trainings import PlannedTrainings
 from research.verdicts import Kind
 from tests.paths import ROOT
 from tests.research.results import BEYOND, INSIDE, MADE
 
 PROTOCOL = ROOT / "research" / "protocol.md"
-DESIGNS = {design.name: design for design in suite.STUDIES}
+DESIGNS = {design.name: design for design in STUDIES}
 ONCE, TWICE, EIGHT_TIMES = "perplexity_1x", "perplexity_overlapping_1x", "perplexity_8x"
 KEYS = "passkey_1x"
 OVERHEAD, STABILITY = 6, 9
@@ -157,9 +158,9 @@ def test_overhead(place, time, parameters, kind):
     """One length that is beyond a limit is enough, of the form that is judged."""
     claim, study = CLAIMS[OVERHEAD - 1], DESIGNS["overhead"].at(place)
     longest = study.design.lengths["cpu"][-1]
-    assert claim.judge({"overhead": study}, "tape").kind is Kind.UNFINISHED
+    assert claim.judge({"overhead": study}, "tape_head_scale").kind is Kind.UNFINISHED
     for item in study.items:
-        here = item.rival == "tape" and f"-{longest}-" in item.name
+        here = item.rival == "tape_head_scale" and f"-{longest}-" in item.name
         found = {
             "length": item.experiment.task.sequence_length,
             "time": (time if here else 1.0) + 0.005 * (item.experiment.seed - 4),
@@ -167,8 +168,8 @@ def test_overhead(place, time, parameters, kind):
             **{"milliseconds": 1.0, "noise": 1.0, "operations": 1.0},
         }
         place.store.put(item, found, MADE)
-    assert claim.judge({"overhead": study}, "tape").kind is kind
-    assert claim.judge({"overhead": study}, "tape_heads").kind is Kind.CONFIRMED
+    assert claim.judge({"overhead": study}, "tape_head_scale").kind is kind
+    assert claim.judge({"overhead": study}, "tape").kind is Kind.CONFIRMED
 
 
 def of_growths(growths):
@@ -188,11 +189,11 @@ def of_growths(growths):
 
 def test_stability():
     """The less states grow, the better."""
-    kind, ((form, _), *rivals) = of_growths({"tape": 2.0})
-    assert (kind, form) == (Kind.CONFIRMED, "tape")
+    kind, ((form, _), *rivals) = of_growths({"tape_head_scale": 2.0})
+    assert (kind, form) == (Kind.CONFIRMED, "tape_head_scale")
     for rival, _ in rivals:
-        assert of_growths({"tape": 2.0, rival: 1.0})[0] is Kind.CONTRADICTED
-    assert of_growths({"tape": 10.0})[0] is Kind.NOT_TOLD
+        assert of_growths({"tape_head_scale": 2.0, rival: 1.0})[0] is Kind.CONTRADICTED
+    assert of_growths({"tape_head_scale": 10.0})[0] is Kind.NOT_TOLD
 
 
 def rows():
@@ -214,7 +215,7 @@ def test_what_is_compared(judge, place, number):
     claim, (phrase, keys) = CLAIMS[number - 1], READ[number]
     assert score == phrase
     named = re.findall(r"[a-z]+", re.sub(r"\(.*?\)", "", of_studies))
-    studies = [f"length-{name}" if name in suite.PROBLEMS else name for name in named]
+    studies = [f"length-{name}" if name in PROBLEMS else name for name in named]
     assert list(claim.studies) == studies
 
     # Rivals of each study, where the page tells them apart.
@@ -244,11 +245,3 @@ def test_what_is_compared(judge, place, number):
             for study in {study for study, key, _ in case.read if key == BEYOND}:
                 label = DESIGNS[study].at(place).score(BEYOND).label
                 assert label == f"{length[0]}, %"
-
-
-def test_forms():
-    """Both ways of mixing heads, and on text the bias; ablations are judged by one."""
-    ablations = {8: ("tape",), 9: ("tape",), 10: ("late",)}
-    for number, claim in enumerate(CLAIMS, 1):
-        usual = WITH_BIAS if claim.studies == ("text",) else FORMS
-        assert claim.forms == ablations.get(number, usual)

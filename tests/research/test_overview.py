@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from research import overview, page, places, suites
-from research.budgets import Curve
+from research import overview, page, place_claims, suites
+from research.choosing import Curve
 from research.verdicts import wins
 from tests.research.results import BEYOND, INSIDE, choose_all, finish, finish_all
 from tests.research.test_page import text_of
@@ -16,7 +16,7 @@ def two(design, monkeypatch):
     """The suite of places with two studies and two forms."""
     designs = [dataclasses.replace(design, name=name) for name in ("first", "second")]
     claims = [
-        places.CLAIMS[0]._replace(
+        place_claims.CLAIMS[0]._replace(
             studies=(one.name,),
             judge=lambda s, form, name=one.name: wins(s[name], BEYOND, ["rope"], name=form),
             forms=("tape", "none"),
@@ -134,7 +134,7 @@ def test_what_hardly_anybody_has_learned_is_no_finding(two, place, curve, learne
 @pytest.mark.parametrize("name", ["address", "navigation"])
 def test_a_run_of_a_task(name, place):
     """What an evaluation says is kept and read back, also where numbers are missing."""
-    (design,) = (one for one in places.STUDIES if one.name == name)
+    (design,) = (one for one in place_claims.STUDIES if one.name == name)
     small = {"model.num_layers": 2, "train.steps": 1, "evaluation.samples": 1}
     planned = dataclasses.replace(design, by_scale={"cpu": small}).at(place)
     job = planned._job_once("tape_demo", "3e-3", 2, 1)

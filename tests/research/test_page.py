@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from research import claims, making, page, places, protocol, suite, suites
-from research.budgets import Curve
+from research import claims, making, page, place_claims, studies, suites
+from research.choosing import Curve
 from research.main import main
 from research.records import Store
-from research.studies import Place
+from research.study import Place
 from research.trainings import PlannedTrainings, Trainings
 from research.verdicts import Kind, wins
 from tests.research.results import (
@@ -141,7 +141,7 @@ def test_pictures_show_forms_and_what_a_share_can_be(small, place):
 @pytest.mark.slow
 def test_what_is_tuned_has_its_length(place):
     """1x is that of the tuning."""
-    (design,) = (one for one in suite.STUDIES if one.name == "context")
+    (design,) = (one for one in studies.STUDIES if one.name == "context")
     planned = design.at(place)
     score = planned.score("perplexity_overlapping_1x")
     label = page._label(planned, score)
@@ -273,7 +273,7 @@ class TestCommand:
     )
     def test_misuse(self, small, tmp_path, monkeypatch, capsys, arguments, message):
         costs = suites.SUITES["claims"]._replace(
-            designs=[one for one in suite.STUDIES if one.name == "overhead"]
+            designs=[one for one in studies.STUDIES if one.name == "overhead"]
         )
         monkeypatch.setitem(suites.SUITES, "measured", costs)
         assert self.call(tmp_path, *arguments) == 2
@@ -341,9 +341,16 @@ class TestSuites:
             (there,) = (x.designs for x in suites.SUITES.values() if x.name == other)
             assert set(map(id, designs)) <= set(map(id, there)), "as they are described there"
         assert {study for claim in one.claims for study in claim.studies} <= set(names)
-        few = ("all", "decay", *places.LONGER, places.AGAIN, places.BIASED, places.PLAIN)
+        few = (
+            "all",
+            "decay",
+            *place_claims.LONGER,
+            place_claims.AGAIN,
+            place_claims.BIASED,
+            place_claims.PLAIN,
+        )
         forms = [set(claim.forms) for claim in one.claims if claim.name not in few]
-        assert all({"tape", "tape_heads"} <= names or len(names) == 1 for names in forms)
+        assert all({"tape_head_scale", "tape"} <= names or len(names) == 1 for names in forms)
 
     def test_every_name_is_explained_once(self):
         """Forms are TAPE's, but where a decay is asked about, and what has no update is not."""
@@ -356,7 +363,7 @@ class TestSuites:
             forms = {form for claim in one.claims if claim.name != "decay" for form in claim.forms}
             assert forms <= suites.TAPE.keys()
         assert compared == names
-        assert set(places.WITHOUT_UPDATE.values()) <= suites.OTHERS.keys()
+        assert set(place_claims.WITHOUT_UPDATE.values()) <= suites.OTHERS.keys()
 
     @pytest.mark.parametrize("name", suites.SUITES)
     def test_the_quick_part_is_a_part(self, name):
@@ -368,22 +375,15 @@ class TestSuites:
             fixed = design.multiple == 1 if curve is None else curve.most == 1
             assert fixed or set(design.quick) <= set(curve.rivals if curve else ())
 
-    def test_the_written_protocol(self):
-        """It has the ladder, the version, the claims, and the tasks of the code."""
-        text = Path("research/protocol.md").read_text()
-        assert f"The ladder is {', '.join(protocol.RATES)}." in " ".join(text.split())
-        assert f"Version {protocol.VERSION}, written" in text
-        assert protocol.AGAIN == (2, (7, 8, 9), (10, 11, 12, 13, 14), 2.0), "as is written"
-        assert f"## Version {protocol.AGAIN.version}: " in text
-        assert all(f"`{name}`" in text for name in (places.AGAIN, places.BIASED, places.PLAIN))
-        assert "Seeds **7, 8 and 9 choose** learning rates, **10 to 14 report**" in text
-        assert all(f"| {n} | " in text for n in range(1, len(claims.CLAIMS) + 1))
-        assert all(f"\n| `{task}` | " in text for task in places.TASKS)
-        assert all(f"`{task}`" in text for task in places.LONGER)
-        for form in places.FORMS:
-            rivals = [rival for rival in places.rivals_of(form) if rival not in places.RIVALS]
-            cell = ", ".join(f"`{rival}`" for rival in rivals)
-            assert re.search(rf"\n\| `{form}` \| [^|]+ \| {cell} ?\|", text)
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", suites.SUITES)
+    def test_the_page_is_what_the_records_give(self, tmp_path, name):
+        one = suites.SUITES[name]
+        place = Place(Store(Path("research/records")), tmp_path)
+        text = page.markdown(one, page.studies_at(one, place), f"images/{one.name}")
+        assert text == Path(f"research/{one.name}.md").read_text()
+        for picture in re.findall(r"\]\((images/[^)]+)\)", text):
+            assert Path("research", picture).exists()
 
     @pytest.mark.slow
     @pytest.mark.parametrize("name", suites.SUITES)

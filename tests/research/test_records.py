@@ -3,11 +3,13 @@
 import dataclasses
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from research.records import FORMAT, Item, Store, portable, rounded
+from research import records
+from research.records import FORMAT, FORMAT_BEFORE, Item, Store, describe_source, portable, rounded
 from tests.research.results import MADE
 from train import experiment
 from train.experiment.adaptation import Adaptation
@@ -145,6 +147,66 @@ def test_files_of_the_version_before(place, item):
     assert f"expected the format {FORMAT!r}" in problem
 
 
+def test_files_of_version_3(place, item):
+    """They are read by the names of today, and written anew before a run is added."""
+    path = place.store.path("copying")
+    for rival in ("tape", "tape_heads", "tape_scale_alibi", "rope"):
+        place.store.put(item._replace(name=f"{rival}-seed1", rival=rival), {"result": 1}, MADE)
+    after_study = item._replace(name="copying-tape-seed1")
+    place.store.put(after_study, {"variant": "tape"}, MADE)
+    old = path.read_text().replace(FORMAT, FORMAT_BEFORE)
+    path.write_text(old)
+    expected = ["tape_head_scale", "tape", "tape_head_scale_alibi", "rope"]
+    names = [f"{rival}-seed1" for rival in expected] + ["copying-tape_head_scale-seed1"]
+    assert place.store.names("copying") == names
+    assert place.store.problems("copying") == []
+    for rival in expected:
+        mine = item._replace(name=f"{rival}-seed1", rival=rival)
+        assert place.store.get(mine).found == {"result": 1}
+    moved = item._replace(name=names[-1], rival="tape_head_scale")
+    assert place.store.get(moved).found == {"variant": "tape_head_scale"}
+    assert path.read_text() == old, "reading changes nothing"
+    place.store.put(item._replace(name="none-seed1", rival="none"), {}, MADE)
+    assert place.store.names("copying") == [*names, "none-seed1"]
+    assert path.read_text().count(FORMAT) == 1
+
+
+def test_a_damaged_file_of_version_3_is_not_written_anew(place, item):
+    place.store.put(item, {}, MADE)
+    path = place.store.path("copying")
+    path.write_text(path.read_text().replace(FORMAT, FORMAT_BEFORE) + "{\n")
+    before = path.read_text()
+    with pytest.raises(ValueError, match="cannot be converted"):
+        place.store.put(item._replace(name="tape-seed2"), {}, MADE)
+    assert path.read_text() == before
+
+
+def test_no_git(tmp_path, monkeypatch):
+    # A folder of its own, that no git knows.
+    monkeypatch.setattr(records, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert describe_source() == {"commit": None, "dirty": None}
+
+
+def test_a_commit(tmp_path, monkeypatch):
+    def git(*arguments):
+        subprocess.run(["git", "-C", tmp_path, *arguments], check=True, capture_output=True)
+
+    (tmp_path / "tape_jax" / "deep").mkdir(parents=True)
+    (tmp_path / "tape_jax" / "deep" / "a.py").write_text("1")
+    git("init")
+    git("add", ".")
+    git("-c", "user.name=x", "-c", "user.email=x@x", "commit", "-m", "x")
+    monkeypatch.setattr(records, "ROOT", tmp_path)
+    found = describe_source()
+    assert re.fullmatch("[0-9a-f]{40}", found["commit"])
+    assert found["dirty"] is False
+    (tmp_path / "tape_jax" / "page.md").write_text("written by the run itself")
+    assert describe_source()["dirty"] is False
+    (tmp_path / "tape_jax" / "deep" / "a.py").write_text("2")
+    assert describe_source()["dirty"] is True
+
+
 def test_wherever_the_base_is(place, item):
     """Runs can be moved; which run is adapted, and how, cannot."""
 
@@ -167,9 +229,7 @@ class TestCommitted:
 
     def test_all_are_read_once(self):
         codes = [
-            record.code["commit"]
-            for study in self.studies
-            for record in self.store._study(study).records.values()
+            record.code["commit"] for study in self.studies for record in self.store.records(study)
         ]
         assert all(self.store._study(x) is self.store._study(x) for x in self.studies)
         assert all(re.fullmatch("[0-9a-f]{40}", commit) for commit in codes)

@@ -5,16 +5,19 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
 from research import claims, page
-from research.states import Cut, StateUse, states_figure
-from research.studies import Base
+from research.states import Cut, StateUse, states_figure, updating, without_layer
+from research.study import Base
 from research.suites import SUITES
 from research.trainings import Trainings
 from research.verdicts import wins
+from tests.models import encoding, small_model
 from tests.research.results import BEYOND, MADE, choose_all, diverge, finish_all
+from train.evaluation.inside import before_training
 
 RIGHT = {"tape": 0.6, "rope": 0.3, "none": 0.2}
 
@@ -201,3 +204,23 @@ def test_adapted_models(place):
     assert key in seen["without"]
     assert key in seen["trained"]
     assert max(seen["moved"]) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_one_layer_cut_off(scan_layers):
+    model = small_model(encoding("tape"), num_layers=4, scan_layers=scan_layers)
+    fresh = jax.jit(model.init)(jax.random.key(0), np.zeros((1, 1), np.int32))
+    trained = jax.tree.map(lambda x: x + 1, fresh)
+    whole = before_training(model, trained)
+    assert updating(model) == [0, 1, 2]
+    found = trained
+    for layer in updating(model):
+        one = without_layer(model, trained, layer, whole)
+        changed = sum(
+            bool((a != b).any())
+            for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(trained), strict=True)
+        )
+        assert changed == len(model.encoding.layer_params(model.config.sizes, updates=True))
+        found = without_layer(model, found, layer, whole)
+    jax.tree.map(np.testing.assert_array_equal, found, whole)

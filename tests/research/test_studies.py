@@ -13,11 +13,11 @@ from research.stability import Growth
 
 class TestMeasurements:
     def test_growth(self, place, tmp_path, monkeypatch):
-        from research.inside.stability import Profile, Trace
+        from research.stability import Profile, Trace
 
         still = Profile((1.0,), (1.0,))
         monkeypatch.setattr(
-            "research.inside.stability.trace",
+            "research.stability.trace",
             lambda e, variant, noise: Trace(
                 variant, e.model.num_layers, still, still, still, (1.0,), (1.0,), None
             ),
@@ -50,7 +50,7 @@ class TestMeasurements:
         assert planned.hours == 0
 
     def test_a_training_that_diverged_has_grown_most(self, place, monkeypatch):
-        from research.inside.stability import Profile, Trace
+        from research.stability import Profile, Trace
 
         still, burst = Profile((1.0,), (1.0,)), Profile((None,), (1.0,))
 
@@ -59,7 +59,7 @@ class TestMeasurements:
             diverged = 5 if e.seed == 4 else None
             return Trace(variant, 2, still, still, trained, (1.0,), (1.0,), diverged)
 
-        monkeypatch.setattr("research.inside.stability.trace", trace)
+        monkeypatch.setattr("research.stability.trace", trace)
         planned = Growth(
             "growth", Path("research/configs/ablations.py"), ["tape"], [2], steps=1, seeds=(2, 3, 4)
         ).at(place)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from research import kept, protocol, suite, trainings
-from research.budgets import Budget, Curve
+from research import protocol, studies, trainings
+from research.choosing import Budget, Curve
 from research.records import Store
-from research.studies import Base
+from research.study import Base
 from tests.research.results import (
     BEYOND,
     INSIDE,
@@ -194,14 +194,14 @@ class TestScores:
 
     def test_multiples(self, place):
         """On a GPU 1,024 tokens are trained on, and 2,048 positions are learned."""
-        text = next(one for one in suite.STUDIES if one.name == "text")
+        text = next(one for one in studies.STUDIES if one.name == "text")
         planned = text.at(place._replace(scale="gpu"))
         learned, rope = (planned._made(rival)[0] for rival in ("learned", "rope"))
         keys = [f"perplexity_{times}x" for times in ("0.5", 1, 2, 4, 8)]
-        assert [kept.takes(learned, key) for key in keys] == [True, True, True, False, False]
-        assert all(kept.takes(rope, key) for key in keys)
-        assert kept.takes(learned, "perplexity_overlapping_2x")
-        assert not kept.takes(learned, "passkey_4x")
+        assert [trainings.takes(learned, key) for key in keys] == [True, True, True, False, False]
+        assert all(trainings.takes(rope, key) for key in keys)
+        assert trainings.takes(learned, "perplexity_overlapping_2x")
+        assert not trainings.takes(learned, "passkey_4x")
 
 
 class TestBudgets:
@@ -353,7 +353,7 @@ class TestRunning:
         job.folder.mkdir(parents=True)
         lines = [json.dumps({"step": step, "loss": 1.0}) for step in range(1, 121)]
         (job.folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-        found = kept.kept(Ended(job, NON_FINITE_EXIT_CODE, 1.0), validated=True)
+        found = trainings.kept(Ended(job, NON_FINITE_EXIT_CODE, 1.0), validated=True)
         assert found["diverged"] == {"step": 120}
         assert len(found["losses"]) == 40
         assert found["losses"][-1] == [120, 1.0]

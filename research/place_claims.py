@@ -6,12 +6,13 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from research import protocol, suite
-from research.budgets import Curve
+from research import protocol
+from research.choosing import Curve
 from research.claims import Claim, Studies
 from research.configs import places
 from research.statistics import estimate
-from research.suite import BEYOND, CONTEXTUAL, INSIDE, OWN, SHALLOW, encodings
+from research.studies import BEYOND, CONTEXTUAL, INSIDE, OWN, PROBLEMS, SHALLOW, encodings
+from research.studies import STUDIES as STUDIES_OF_CLAIMS
 from research.trainings import PlannedTrainings, Trainings
 from research.verdicts import (
     Kind,
@@ -70,9 +71,9 @@ BIASED, PLAIN = f"{AGAIN}, bias", f"{AGAIN}, plain"
 
 # Every form is judged by itself. The first two have no bias.
 FORMS = (
+    "tape_head_scale",
     "tape",
-    "tape_heads",
-    "tape_scale_alibi",
+    "tape_head_scale_alibi",
     "tape_alibi",
     "tape_demo",
     "tape_fox",
@@ -83,7 +84,7 @@ FORMS = (
 RIVALS = ("rope", "alibi", "fire", "none")
 # The form without its update: RoPE with the same bias, and of the chosen one with its option too.
 WITHOUT_UPDATE = {
-    "tape_scale_alibi": "rope_alibi",
+    "tape_head_scale_alibi": "rope_alibi",
     "tape_alibi": "rope_alibi",
     "tape_demo": "rope_alibi",
     "tape_fox": "rope_fox",
@@ -102,7 +103,7 @@ SHARED = {
     "addition": ("addition", BEYOND),
     "passkey": ("passkey", BEYOND),
 }
-SHARED_FORMS = tuple(form for form in FORMS if form != "tape_scale_alibi")
+SHARED_FORMS = tuple(form for form in FORMS if form != "tape_head_scale_alibi")
 ASKED = {**{task: (task, BEYOND) for task in FIRST}, **SHARED}
 
 
@@ -147,7 +148,7 @@ JUDGEMENTS = {
         " All have ALiBi's bias; the options of `tape_demo` were chosen on this task.",
         beside=False,
     ),
-    PLAIN: Judgement(AGAIN, BEYOND, ("tape_heads",), CONTEXTUAL, " None has a bias.", beside=False),
+    PLAIN: Judgement(AGAIN, BEYOND, ("tape",), CONTEXTUAL, " None has a bias.", beside=False),
 }
 
 # One TAPE for all: where it must be ahead, in how many others at least, and what share of longer
@@ -161,7 +162,7 @@ MIXED = (
     ("context", "perplexity_overlapping_1x"),
     ("context", "passkey_1x"),
     ("ablations", BEYOND),
-    *((f"length-{problem}", BEYOND) for problem in suite.PROBLEMS),
+    *((f"length-{problem}", BEYOND) for problem in PROBLEMS),
 )
 
 # FoX's decay beside ALiBi's bias: what has both and what has the bias alone, and where.
@@ -258,7 +259,7 @@ def _sums_right(study: PlannedTrainings, form: str) -> Verdict:
 
 def mixing(studies: Studies, form: str) -> Verdict:
     """Whether mixing heads as the paper writes is better somewhere, and worse nowhere."""
-    return _set_beside(studies, form, "tape", MIXED)
+    return _set_beside(studies, form, "tape_head_scale", MIXED)
 
 
 def decayed(studies: Studies, form: str) -> Verdict:
@@ -318,7 +319,7 @@ def _again() -> Trainings:
 
 def _with_more(study: str) -> Trainings:
     """A study of the claims, which has these rivals too; what is on record serves both."""
-    (design,) = (one for one in suite.STUDIES if one.name == study)
+    (design,) = (one for one in STUDIES_OF_CLAIMS if one.name == study)
     assert isinstance(design, Trainings)
     more = encodings(*SHARED_FORMS, *(r for form in SHARED_FORMS for r in rivals_of(form)))
     return dataclasses.replace(design, rivals={**design.rivals, **more}, quick=())
@@ -332,7 +333,7 @@ STUDIES = (
 )
 _READ = {*_studies_of(MIXED)}.difference(study.name for study in STUDIES)
 # Studies of the claims that are made and described there.
-OF_CLAIMS = tuple(design for design in suite.STUDIES if design.name in _READ)
+OF_CLAIMS = tuple(design for design in STUDIES_OF_CLAIMS if design.name in _READ)
 
 GPU = "`python -m research.main evidence --suite=places --config.scale=gpu`"
 FIXED = (
@@ -403,7 +404,7 @@ CLAIMS = (
         needs=f"{GPU}, and the same without `--suite`",
         studies=_studies_of(MIXED),
         judge=mixing,
-        forms=("tape_heads",),
+        forms=("tape",),
         name="mixing",
         words=COMPARED,
     ),

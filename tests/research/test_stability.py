@@ -8,9 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from research.inside import stability
-from research.inside.stability import Profile, Trace
+from research import stability
 from research.main import main
+from research.stability import Profile
 from tape_jax import positions
 from tests.models import random_variables, small_model
 from train import experiment
@@ -45,12 +45,13 @@ def config(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory, config):
-    """TAPE with three layers, RoPE with two, not to be changed: the folder and the traces."""
-    folder = tmp_path_factory.mktemp("out")
-    tape, rope = sweep.variants(config, ["tape", "rope"])
-    traces = stability.measure(config, [tape], [3], folder, noise=0.3)
-    return folder, [*traces, *stability.measure(config, [rope], [2], folder, noise=0.3)]
+def measured(config):
+    """TAPE with three layers, RoPE with two, not to be changed."""
+    found = []
+    for name, depth in (("tape", 3), ("rope", 2)):
+        given = (*sweep.variants(config, [name])[0].overrides, f"--config.model.num_layers={depth}")
+        found.append(stability.trace(experiment.from_file(config, given), name, noise=0.3))
+    return found
 
 
 def batch_of(tokens):
@@ -108,7 +109,7 @@ def test_profiles_that_are_not_finite():
 
 @pytest.mark.slow
 def test_traces(measured, config):
-    _, traces = measured
+    traces = measured
     assert [(t.variant, t.depth) for t in traces] == [("tape", 3), ("rope", 2)]
     for t in traces:
         assert t.diverged is None
@@ -155,29 +156,8 @@ def test_divergence(config, monkeypatch, losses, norms, step):
 
 
 @pytest.mark.slow
-def test_what_is_measured_is_kept(measured, config, monkeypatch, tmp_path):
-    folder, traces = measured
-    path = folder / "stability.json"
-    assert stability.load(path) == traces
-    before = path.read_bytes()
-    monkeypatch.setattr(stability, "trace", None)
-    settings = sweep.variants(config, ["rope"])
-    again = stability.measure(config, settings, [2], folder, noise=0.3)
-    assert again == [traces[1]]
-    assert path.read_bytes() == before
-    with pytest.raises(ValueError, match=r"was measured with .*0\.3.* choose another folder"):
-        stability.measure(config, settings, [2], folder, noise=0.2)
-    other = tmp_path / "stability.json"
-    other.write_text("[]")
-    with pytest.raises(ValueError, match="is not a measurement of stability"):
-        stability.measure(config, settings, [2], tmp_path)
-    with pytest.raises(ValueError, match="no variants, or no depths"):
-        stability.measure(config, settings, [], tmp_path)
-
-
-@pytest.mark.slow
 def test_table_and_pictures(measured):
-    _, traces = measured
+    traces = measured
     deep = dataclasses.replace(traces[0], depth=6)
     bad = dataclasses.replace(
         traces[0],
@@ -197,33 +177,31 @@ def test_table_and_pictures(measured):
         ["not finite", "step 2"],
     )
     assert rows[2][-1] == "no"
-    pictures = stability.figures([deep, *traces, bad])
-    growth = pictures["depth.png"].axes[1]
+    growth = stability.depth_figure([deep, *traces, bad]).axes[1]
     x, y = next(line for line in growth.lines if line.get_label() == "tape").get_data()
     np.testing.assert_array_equal(x, [3, 6])
     np.testing.assert_allclose(y, [traces[0].disturbed.growth] * 2)
-    layers = pictures["layers.png"].axes[1]
+    layers = stability.layer_figure([deep, *traces, bad]).axes[1]
     (line,) = (line for line in layers.lines if line.get_label() == "bad")
     np.testing.assert_allclose(line.get_ydata(), traces[0].disturbed.states)
 
 
 @pytest.mark.slow
-def test_command(config, tmp_path, capsys):
+def test_command(config, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
     call = ["stability", f"--config={config}", f"--out={out}", "--variants=rms", "--depths=2"]
     assert main([*call, "--steps=1"]) == 0
     assert "written: " in capsys.readouterr().out
-    assert {path.name for path in out.iterdir()} == {
-        "stability.json",
-        "stability.txt",
-        "depth.png",
-        "layers.png",
-    }
+    written = {"stability.jsonl", "stability.txt", "depth.png", "layers.png"}
+    assert {path.name for path in out.iterdir()} == written
     assert MARK.encode() in (out / "depth.png").read_bytes()
-    (t,) = stability.load(out / "stability.json")
-    assert isinstance(t, Trace)
-    assert (t.variant, t.depth, len(t.losses)) == ("rms", 2, 1)
     assert main([*call, "--steps=2"]) == 2
     assert "choose another folder" in capsys.readouterr().err
     assert main([*call, "--depths=2,x"]) == 2
     assert "--depths must be numbers such as 4,8,16; got 2,x" in capsys.readouterr().err
+    # What is there is not measured again.
+    monkeypatch.setattr(stability, "trace", None)
+    assert main([*call, "--steps=1"]) == 0
+    (out / "stability.json").write_text("{}")
+    assert main([*call, "--steps=1"]) == 2
+    assert "was written by version 0.2" in capsys.readouterr().err

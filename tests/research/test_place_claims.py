@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 
 import tape_jax as tape
-from research import places, verdicts
+from research import place_claims, verdicts
 from research.configs.places import CHOSEN, NO_UPDATE
 from research.statistics import Estimate
-from research.suite import CONFIGS, KIND, OPEN, STUDIES
+from research.studies import CONFIGS, KIND, OPEN, STUDIES
 from research.verdicts import Kind, Verdict
 from tests.research.results import BEYOND, finish_all
 from train import experiment
 from train.tasks import Score
 
-ALL = dict.fromkeys(places.ASKED, Kind.CONFIRMED)
-LEAST = dict.fromkeys(places.ASKED, Kind.NOT_TOLD) | dict.fromkeys(
-    (*places.REQUIRED, "table", "passkey"), Kind.CONFIRMED
+ALL = dict.fromkeys(place_claims.ASKED, Kind.CONFIRMED)
+LEAST = dict.fromkeys(place_claims.ASKED, Kind.NOT_TOLD) | dict.fromkeys(
+    (*place_claims.REQUIRED, "table", "passkey"), Kind.CONFIRMED
 )
 
 
@@ -31,22 +31,22 @@ def _study(name, missing):
 
 
 def test_every_form_is_compared_with_what_it_is_without_its_update():
-    first = places.STUDIES[0]
-    kinds = {form: first.rivals[form][KIND] for form in places.FORMS}
-    assert set(places.WITHOUT_UPDATE) == {form for form, kind in kinds.items() if "+" in kind}
-    for form, rival in places.WITHOUT_UPDATE.items():
+    first = place_claims.STUDIES[0]
+    kinds = {form: first.rivals[form][KIND] for form in place_claims.FORMS}
+    assert set(place_claims.WITHOUT_UPDATE) == {form for form, kind in kinds.items() if "+" in kind}
+    for form, rival in place_claims.WITHOUT_UPDATE.items():
         of_bias = {name: x for name, x in first.rivals[form].items() if name in OPEN}
         still = {KIND: f"rope+{kinds[form].removeprefix('tape+')}", **of_bias}
         assert first.rivals[rival] == (NO_UPDATE if form == "tape_chosen" else still)
-        assert places.rivals_of(form) == [*places.RIVALS, rival]
-    assert places.rivals_of("tape") == list(places.RIVALS)
+        assert place_claims.rivals_of(form) == [*place_claims.RIVALS, rival]
+    assert place_claims.rivals_of("tape_head_scale") == list(place_claims.RIVALS)
 
 
 def test_a_decay_is_compared_with_the_same_form_without_it():
     """At the same tasks, by runs that the studies have."""
-    ours = {design.name: design.rivals for design in places.STUDIES}
-    for form, alone in places.DECAYED.items():
-        for study, _ in places.DECAYED_AT:
+    ours = {design.name: design.rivals for design in place_claims.STUDIES}
+    for form, alone in place_claims.DECAYED.items():
+        for study, _ in place_claims.DECAYED_AT:
             gates = {name: x for name, x in ours[study][form].items() if name in OPEN}
             kind = ours[study][form][KIND].replace("+fox", "")
             same = {name: x for name, x in ours[study][form].items() if name not in OPEN}
@@ -54,7 +54,7 @@ def test_a_decay_is_compared_with_the_same_form_without_it():
             assert ours[study][alone] == {**same, KIND: kind}
 
 
-@pytest.mark.parametrize(("form", "alone"), places.DECAYED.items())
+@pytest.mark.parametrize(("form", "alone"), place_claims.DECAYED.items())
 @pytest.mark.parametrize(
     ("seen", "kind"),
     [
@@ -75,8 +75,8 @@ def test_a_decay_is_better_somewhere_and_worse_nowhere(monkeypatch, form, alone,
         return known
 
     monkeypatch.setattr(verdicts, "differences", found)
-    studies = {name: _study(name, lambda rival, key: None) for name, _ in places.DECAYED_AT}
-    verdict = places.decayed(studies, form)
+    studies = {name: _study(name, lambda rival, key: None) for name, _ in place_claims.DECAYED_AT}
+    verdict = place_claims.decayed(studies, form)
     assert verdict.kind is kind
     assert {cells[1] for cells in verdict.rows} == {alone}
     assert len(verdict.rows) == 6
@@ -105,42 +105,43 @@ def test_without_its_update_the_chosen_form_is_rope_with_its_bias():
 
 
 def test_every_rival_is_compared_and_every_comparison_has_its_runs():
-    ours = {design.name: set(design.rivals) for design in places.STUDIES}
+    ours = {design.name: set(design.rivals) for design in place_claims.STUDIES}
     compared = {name: set[str]() for name in ours}
-    for judgement in places.JUDGEMENTS.values():
+    for judgement in place_claims.JUDGEMENTS.values():
         for form in judgement.forms:
-            compared[judgement.study] |= {form, *(judgement.rivals or places.rivals_of(form))}
-    for task in (*places.TASKS, places.AGAIN):
-        assert compared[task] | {*places.contextual(task)} == ours[task]
+            compared[judgement.study] |= {form, *(judgement.rivals or place_claims.rivals_of(form))}
+    for task in (*place_claims.TASKS, place_claims.AGAIN):
+        assert compared[task] | {*place_claims.contextual(task)} == ours[task]
     assert all(ours[name] >= some for name, some in compared.items())
     assert all(compared.values())
-    assert "mapformer_wm" in places.contextual("navigation")
+    assert "mapformer_wm" in place_claims.contextual("navigation")
 
 
-@pytest.mark.parametrize(("name", "task"), places.LONGER.items())
+@pytest.mark.parametrize(("name", "task"), place_claims.LONGER.items())
 def test_longer_trainings_differ_in_their_steps(place, name, task):
     """And one TAPE for all does not ask for them."""
-    ours = {design.name: design for design in places.STUDIES}
+    ours = {design.name: design for design in place_claims.STUDIES}
     longer, once = ours[name], ours[task]
-    assert name not in places.ASKED
+    assert name not in place_claims.ASKED
     assert longer.rivals.items() <= once.rivals.items()
     for job in longer.at(place).jobs:
         e = job.experiment
         rate, seed = f"{e.train.learning_rate:g}", e.seed
         same = once.at(place)._job(job.name, rate, seed, 1).experiment
         assert e == dataclasses.replace(
-            same, train=dataclasses.replace(same.train, steps=places.MULTIPLE * same.train.steps)
+            same,
+            train=dataclasses.replace(same.train, steps=place_claims.MULTIPLE * same.train.steps),
         )
 
 
 def test_what_is_asked_again_differs_in_its_rule():
     """And none of them has been used in what it asks again."""
-    ours = {design.name: design for design in places.STUDIES}
-    again, before = ours[places.AGAIN], ours[places.BEFORE]
-    assert places.AGAIN not in places.ASKED
+    ours = {design.name: design for design in place_claims.STUDIES}
+    again, before = ours[place_claims.AGAIN], ours[place_claims.BEFORE]
+    assert place_claims.AGAIN not in place_claims.ASKED
     plain = {rival: {KIND: rival} for rival in ("fox", "path", "cope", "selective_rope")}
     biased = {f"{rival}_alibi": {KIND: f"{rival}+alibi"} for rival in plain}
-    more = {**plain, **biased, "tape_heads": ours["address"].rivals["tape_heads"]}
+    more = {**plain, **biased, "tape": ours["address"].rivals["tape"]}
     assert more.items() <= again.rivals.items() <= {**before.rivals, **more}.items()
     changed = {"name": before.name, "rivals": before.rivals, "procedure": before.procedure}
     assert dataclasses.replace(again, **changed) == before
@@ -153,7 +154,7 @@ def test_what_is_asked_again_differs_in_its_rule():
 
 def test_studies_of_claims_keep_what_they_have():
     """So that a run that is on record serves both pages."""
-    ours = {design.name: design for design in places.STUDIES}
+    ours = {design.name: design for design in place_claims.STUDIES}
     for theirs in STUDIES:
         if theirs.name in ours:
             here = ours[theirs.name]
@@ -188,14 +189,14 @@ def test_one_for_all(monkeypatch, kinds, sums, worst, kind):
         known = ("tape_alibi", "rope") if worst and name == "table" else ()
         return _study(name, lambda rival, key: None if rival in known else "all")
 
-    monkeypatch.setattr(places, "_judge", lambda name: lambda *_: verdict(name, kinds[name]))
-    monkeypatch.setattr(places, "_sums_right", lambda *_: verdict("sums", sums))
+    monkeypatch.setattr(place_claims, "_judge", lambda name: lambda *_: verdict(name, kinds[name]))
+    monkeypatch.setattr(place_claims, "_sums_right", lambda *_: verdict("sums", sums))
     behind = Estimate(mean=-1.0, low=-2.0, high=-0.5, p=worst, spread=1.0, number=5)
     monkeypatch.setattr(
-        places, "differences", lambda form, known: dict.fromkeys(["it"] * bool(known), behind)
+        place_claims, "differences", lambda form, known: dict.fromkeys(["it"] * bool(known), behind)
     )
-    studies = {name: study(name) for name, _ in places.ASKED.values()}
-    found = places.one_for_all(studies, "tape_alibi")
+    studies = {name: study(name) for name, _ in place_claims.ASKED.values()}
+    found = place_claims.one_for_all(studies, "tape_alibi")
     assert found.kind is kind
     waiting = [name for name, one in (*kinds.items(), ("sums", sums)) if one is Kind.UNFINISHED]
     assert found.missing == tuple(waiting)
@@ -208,9 +209,9 @@ def test_one_for_all(monkeypatch, kinds, sums, worst, kind):
 def test_longer_sums(design, place, share, kind):
     """All of the interval is on one side."""
     planned = design.at(place)
-    assert places._sums_right(planned, "tape").kind is Kind.UNFINISHED
-    finish_all(planned, {"tape": share})
-    found = places._sums_right(planned, "tape")
+    assert place_claims._sums_right(planned, "tape_head_scale").kind is Kind.UNFINISHED
+    finish_all(planned, {"tape_head_scale": share})
+    found = place_claims._sums_right(planned, "tape_head_scale")
     assert found.kind is kind
     assert found.rows[0][1] == "a share, limit +50.00"
     assert planned.score(BEYOND).label in found.rows[0][2]

@@ -1,0 +1,242 @@
+"""Studies: sets of like runs. How far they are, and how measurements are made one by one.
+
+A study knows its runs before any is made. The record of each is written the moment it ends, so that
+a study can be stopped anywhere and continued, here or on another machine.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from research.records import Item, Made, Record, Store, describe_source
+from train import experiment
+from train.compare.environment import describe_environment
+from train.training.metrics import Progress
+from train.training.signals import Signals, Stopped
+
+Fields = Mapping[str, Any]
+Finished = Callable[[Item], None]
+
+
+class Base(NamedTuple):
+    """A run from which others start: each from the one that has its seed.
+
+    Attributes:
+      config: its config file.
+      fields: in which it differs from the file.
+      by_scale: further ones, by scale.
+    """
+
+    config: Path
+    fields: Fields
+    by_scale: Mapping[str, Fields]
+
+
+class Place(NamedTuple):
+    """Where the suite is run, and at which scale.
+
+    Attributes:
+      store: of the results.
+      runs: the folder of the run folders.
+      side_by_side: trainings at a time.
+      scale: of the configs (``--config.scale``).
+    """
+
+    store: Store
+    runs: Path
+    side_by_side: int = 2
+    scale: str = experiment.THIS_SCALE
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """What the scale adds to the command line of every run."""
+        return (f"--config.scale={self.scale}",) if self.apart else ()
+
+    @property
+    def apart(self) -> str:
+        """What its files and folders are called after, where the scale is not the default."""
+        return apart(self.scale)
+
+
+def apart(scale: str) -> str:
+    """What files and folders of a scale are called after; nothing for the default."""
+    return "" if scale == experiment.THIS_SCALE else f"-{scale}"
+
+
+class State(NamedTuple):
+    """How far a study is.
+
+    Attributes:
+      total: runs in all, as far as they are known.
+      finished: those with results, of rates that were not chosen included.
+      unfinished: names of the others, as far as they are known.
+    """
+
+    total: int
+    finished: Sequence[Record]
+    unfinished: Sequence[str]
+
+
+class Study(abc.ABC):
+    """A set of runs that are compared with each other, at a place.
+
+    Attributes:
+      name: a word, fit for a folder.
+      place: where.
+    """
+
+    name: str
+    place: Place
+
+    @property
+    @abc.abstractmethod
+    def items(self) -> Sequence[Item]:
+        """Its runs, as far as they are known."""
+
+    @property
+    @abc.abstractmethod
+    def state(self) -> State:
+        """How far it is."""
+
+    @property
+    @abc.abstractmethod
+    def size(self) -> str:
+        """The size of its runs, in words."""
+
+    @property
+    @abc.abstractmethod
+    def hours(self) -> float:
+        """Of one idle core that what is missing is expected to take."""
+
+    @abc.abstractmethod
+    def run(self, finished: Finished, *, quick: bool = False) -> None:
+        """Makes what is missing, or the quick part of it.
+
+        Args:
+          finished: called after each run, when its record is written.
+          quick: whether only a few runs are made.
+
+        Raises:
+          Stopped: if a run fails, or on a signal to stop.
+        """
+
+    @abc.abstractmethod
+    def check(self, record: Record) -> None:
+        """Raises ValueError, TypeError or KeyError if what came out of a run cannot be read."""
+
+    def recorded(self, item: Item) -> Record | None:
+        """The record of a run; None if there is none, or it is left out (:meth:`remarks`)."""
+        record = self.place.store.get(item)
+        return None if record is None or self._complaint(record) else record
+
+    def remarks(self) -> Iterator[str]:
+        """What of the study's file is left out, and why."""
+        store = self.place.store
+        for problem in store.problems(self.name):
+            yield f"left out: {problem}"
+        for item in self.items:
+            record = store.get(item)
+            said = store.misfit(item) if record is None else self._complaint(record)
+            if said:
+                yield f"left out: {store.path(self.name)}: {item.name}: {said}"
+
+    @property
+    def unused(self) -> list[str]:
+        """The records of the study's file that none of its runs uses."""
+        known = {item.name for item in self.items}
+        return [name for name in self.place.store.names(self.name) if name not in known]
+
+    @functools.cached_property
+    def _complaint(self) -> Callable[[Record], str | None]:
+        """Why what came out of a run cannot be read; None if it can."""
+
+        @functools.cache
+        def complaint(record: Record) -> str | None:
+            try:
+                self.check(record)
+            except (ValueError, TypeError, KeyError) as error:
+                return f"{type(error).__name__}: {error}"
+            return None
+
+        return complaint
+
+
+class Measurements(Study):
+    """A study whose runs are measurements, made one after another in this process.
+
+    Attributes:
+      minutes: that one takes, for plans.
+      quick: how many of them, from the first, belong to the quick part.
+    """
+
+    minutes: float
+    quick = 0
+    _items: Sequence[Item] = ()
+
+    @property
+    def items(self) -> Sequence[Item]:
+        """The measurements, as far as they are known."""
+        return self._items
+
+    @abc.abstractmethod
+    def measure(self, item: Item) -> dict[str, Any]:
+        """One measurement, in JSON types."""
+
+    @property
+    def state(self) -> State:
+        """How far it is."""
+        records = {item.name: self.recorded(item) for item in self.items}
+        return State(
+            total=len(records),
+            finished=[record for record in records.values() if record],
+            unfinished=[name for name, record in records.items() if not record],
+        )
+
+    @property
+    def hours(self) -> float:
+        """Of one idle core that what is missing is expected to take."""
+        return len(self.state.unfinished) * self.minutes / 60
+
+    def run(self, finished: Finished, *, quick: bool = False) -> None:
+        """Makes what is missing."""
+        self.make(self.items[: self.quick] if quick else self.items, finished)
+
+    def make(self, items: Sequence[Item], finished: Finished) -> None:
+        """Makes those of some measurements that have no record."""
+        missing = [item for item in items if not self.recorded(item)]
+        if not missing:
+            return
+        environment, code = describe_environment(), describe_source()
+        with Signals() as signals, Progress.of(self.name) as progress:
+            for number, item in enumerate(missing):
+                progress(number, len(missing))
+                start = time.process_time()
+                found = self.measure(item)
+                made = Made(environment, code, time.process_time() - start)
+                self.place.store.put(item, found, made)
+                finished(item)
+                if signals.received:
+                    raise Stopped(
+                        "stopped; what was measured is saved, and the same command continues",
+                        128 + signals.received,
+                    )
+
+
+class Design(Protocol):
+    """A study, wherever it is run."""
+
+    @property
+    def name(self) -> str: ...
+
+    def at(self, place: Place) -> Study:
+        """The study at a place."""
+
+
+def options(fields: Fields) -> tuple[str, ...]:
+    """Fields of a config as they are given on the command line."""
+    return tuple(f"--config.{name}={value}" for name, value in fields.items())
