@@ -36,6 +36,7 @@ def write(path: Path, trained: TrainedRun, facts: Mapping[str, Any]) -> None:
       trained: the model, whose task has names for its tokens.
       facts: where it comes from, in JSON types.
     """
+    task: Any = trained.experiment.task
     params = flatten_dict(jax.device_get(trained.variables["params"]), sep="/")
     numbers = b"".join(np.asarray(x, TYPE).tobytes() for x in params.values())
     record = {
@@ -43,7 +44,7 @@ def write(path: Path, trained: TrainedRun, facts: Mapping[str, Any]) -> None:
         **facts,
         "step": trained.step,
         "experiment": to_json(trained.experiment),
-        "symbols": trained.experiment.task.names,
+        "symbols": task.names,
         "parameters": {name: list(x.shape) for name, x in params.items()},
         "weights": base64.b64encode(numbers).decode(),
     }
