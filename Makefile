@@ -6,6 +6,8 @@ NEXT ?= python3.12
 VENV ?= .venv
 RUN ?= runs/addressing_demo
 ENCODINGS ?= rope,fox,tape+alibi
+QUESTION ?= q d m c x a k f t b h z +5 c?
+MODEL ?= tape
 BIN := $(VENV)/bin
 DOCS_VENV ?= .venv-docs
 # Without its advertisement of another program.
@@ -13,8 +15,8 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs
 # The tests keep both cores busy: one process each.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: help demo addition-demo compare-demo arena-demo extend-demo evidence evidence-places evidence-quick test \
-	test-slow test-next faults lint parity benchmarks docs docs-serve lock audit wheel clean
+.PHONY: help ask demo play-models addition-demo compare-demo arena-demo extend-demo evidence evidence-places \
+	evidence-quick test test-slow test-next faults lint parity benchmarks docs docs-serve lock audit wheel clean
 
 help:  ## what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile
@@ -22,6 +24,12 @@ help:  ## what there is to make
 demo: $(VENV)/.ready  ## train TAPE and RoPE to find places by content, and show what came out
 	$(BIN)/python -m train.main compare --config=configs/addressing_demo.py --run=$(RUN) \
 		--encodings=tape+alibi,rope+alibi
+
+ask: $(VENV)/.ready  ## ask a trained demo model: make ask QUESTION="c b a +1 b?" MODEL=rope
+	@$(BIN)/python -m train.main ask --model=docs/play/models/$(MODEL).js '$(QUESTION)'
+
+play-models: $(VENV)/.ready  ## train the models of make ask and docs/play/index.html anew, in ten minutes
+	$(BIN)/python -m docs.play.make
 
 addition-demo: $(VENV)/.ready  ## the same on addition
 	$(BIN)/python -m train.main compare --config=configs/addition_demo.py --run=runs/addition_demo \
