@@ -5,18 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tape_jax._src.core.checks import choose, nearest, require
-
-if TYPE_CHECKING:
-    from tape_jax._src.model.decoder import (
-        Transformer,
-    )
 
 Array = jax.Array
 Axes = tuple[str | None, ...]
@@ -58,6 +53,21 @@ class ParameterSpec(NamedTuple):
     shape: jax.ShapeDtypeStruct
     axes: Axes
     role: str | None = None
+
+
+class HasParameters(Protocol):
+    """A model that declares its parameters, such as :class:`tape_jax.Transformer`."""
+
+    def parameters(self) -> Mapping[str, ParameterSpec]:
+        """Return every parameter's declaration by its path."""
+
+
+class Shardable(HasParameters, Protocol):
+    """A model that declares, with its parameters, the sizes of its activations' axes."""
+
+    @property
+    def config(self) -> Any:
+        """With ``num_heads``, ``kv_heads`` and ``mlp_size``."""
 
 
 def _checked_rule(rule: Any) -> Rule:
@@ -168,11 +178,27 @@ class Sharding:
       rules: complete; the first that names a logical axis counts.
       strict: whether it is an error if the mesh does not divide a dimension; otherwise that
         dimension of that array is not split, as evaluation of odd batches wants it.
+
+    Raises:
+      NotImplementedError: if an axis of the mesh is explicit.
     """
 
     mesh: Mesh | AbstractMesh
     rules: tuple[Rule, ...] = RULES
     strict: bool = True
+
+    def __post_init__(self):
+        explicit = [
+            name
+            for name, kind in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
+            if kind == AxisType.Explicit
+        ]
+        if explicit:
+            raise NotImplementedError(
+                f"sharding: the mesh's axes {', '.join(explicit)} are explicit; the rules are for "
+                "axes of AxisType.Auto: give jax.make_mesh axis_types=(AxisType.Auto, ...), or use "
+                "ShardingConfig.build"
+            )
 
     def mesh_axes(self, axis: str) -> tuple[str, ...]:
         """Axes of the mesh that split a logical axis.
@@ -238,7 +264,7 @@ class Sharding:
         """As :meth:`spec`, with the mesh."""
         return NamedSharding(self.mesh, self.spec(axes, shape, what))
 
-    def check(self, model: Transformer, *, batch_size: int, length: int) -> None:
+    def check(self, model: Shardable, *, batch_size: int, length: int) -> None:
         """Raises ValueError unless the mesh divides all that a step of ``model`` has.
 
         Args:
@@ -284,7 +310,7 @@ class Sharding:
                 + (", into two chunks for each device" if axis == "sequence" else ""),
             )
 
-    def of(self, model: Transformer, tree: Any) -> Any:
+    def of(self, model: HasParameters, tree: Any) -> Any:
         """Shardings of whatever is shaped like the parameters of ``model``.
 
         Args:
@@ -345,7 +371,7 @@ class Sharding:
 
         return jax.tree.map(put, batch)
 
-    def table(self, model: Transformer) -> str:
+    def table(self, model: HasParameters) -> str:
         """All parameters with shape, logical axes, where they go, and bytes on each device."""
         rows = [("parameter", "shape", "type", "logical axes", "split over", "bytes per device")]
         total = 0
