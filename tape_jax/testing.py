@@ -114,7 +114,8 @@ def assert_permutation_equivariant(
       SymmetryError: if it does not hold.
       ValueError: if the axes fit no array, or differ in length.
     """
-    permutation = random_permutation(key, _time(args, in_axes))
+    time = _time(args, in_axes)
+    permutation = random_permutation(key, time)
 
     def reorder(order: np.ndarray) -> Action:
         def act(x: Any, axes: Any) -> Any:
@@ -124,13 +125,18 @@ def assert_permutation_equivariant(
 
         return act
 
-    act, undo = reorder(permutation), reorder(np.argsort(permutation))
+    act, inverse = reorder(permutation), reorder(np.argsort(permutation))
+
+    def undo(out: Tree) -> Tree:
+        _check_time("out_axes", out_axes, "output", out, time)
+        return _map(inverse, "out_axes", out_axes, out)
+
     _assert_symmetric(
         "permutation equivariance",
         fn,
         args,
         _map(act, "in_axes", in_axes, args),
-        functools.partial(_map, undo, "out_axes", out_axes),
+        undo,
         tolerance,
     )
 
@@ -274,8 +280,9 @@ def assert_causal(
     """
     leaves, structure = jax.tree.flatten(args)
     axes = _specs("in_axes", in_axes, args)
-    if any(isinstance(axis, set | frozenset) for axis in axes):
-        raise ValueError("in_axes: causality is checked along one axis of an argument, not a set")
+    for what, given in (("in_axes", axes), ("out_axes", jax.tree.leaves(out_axes))):
+        if any(isinstance(axis, set | frozenset) for axis in given):
+            raise ValueError(f"{what}: causality is checked along one axis of an array, not a set")
     time, generator = _time(args, in_axes), generator_of(key)
 
     def timed(out: Tree) -> dict[str, tuple[Any, int]]:
@@ -288,6 +295,7 @@ def assert_causal(
 
     compiled = jax.jit(fn)
     expected = jax.device_get(compiled(*args))
+    _check_time("out_axes", out_axes, "output", expected, time)
     if not timed(expected):
         raise ValueError(f"out_axes = {out_axes} names no time axis: nothing could be checked")
     other = [
@@ -342,9 +350,9 @@ def _later_gradients(
         full = [moving.get(i, x) for i, x in enumerate(leaves)]
         total = jnp.zeros(())
         for x, axis in outputs(full).values():
-            if _is_float(x):
-                weights = jnp.asarray(generator.standard_normal(x.shape), x.dtype)
-                total += jnp.sum(jnp.where(_before(cut, axis, x), weights * x, 0))
+            for part in _real_parts(x):
+                weights = jnp.asarray(generator.standard_normal(x.shape), part.dtype)
+                total += jnp.sum(jnp.where(_before(cut, axis, x), weights * part, 0))
         return total
 
     @jax.jit
@@ -356,7 +364,7 @@ def _later_gradients(
     floats = {
         i: x
         for i, (x, axis) in enumerate(zip(leaves, axes, strict=True))
-        if axis is not None and _is_float(x)
+        if axis is not None and _is_inexact(x)
     }
     return jax.device_get(gradients(floats, jnp.arange(1, time))) if floats else {}
 
@@ -382,8 +390,9 @@ def _compare(
     """Raises SymmetryError at the largest difference, relative to what is allowed."""
     worst, excess = None, 1.0
     for name, want in expected.items():
-        bound = TOLERANCE.get(want.dtype.name, 0.0) if tolerance is None else tolerance
-        x, y = np.asarray(got[name], np.float64), np.asarray(want, np.float64)
+        bound = _tolerance(want.dtype) if tolerance is None else tolerance
+        wide = np.complex128 if jnp.iscomplexobj(want) or jnp.iscomplexobj(got[name]) else float
+        x, y = np.asarray(got[name], wide), np.asarray(want, wide)
         with np.errstate(invalid="ignore"):
             difference = np.where(x == y, 0.0, np.abs(x - y))
         difference = np.where(np.isnan(difference), np.inf, difference)
@@ -395,6 +404,13 @@ def _compare(
             worst, excess = (name, tuple(map(int, index)), largest, allowed), ratio
     if worst is not None:
         raise SymmetryError(symmetry, *worst)
+
+
+def _tolerance(dtype: Any) -> float:
+    """Return the tolerance of a type; of a complex type, that of its parts."""
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return 0.0
+    return TOLERANCE.get(jnp.finfo(dtype).dtype.name, 0.0)
 
 
 def _named(prefix: str, tree: Tree) -> dict[str, Array]:
@@ -438,23 +454,46 @@ def _transforming(omega: Array) -> Action:
     return lambda x, is_state: _transform(x, omega) if is_state else x
 
 
-def _as_set(axes: Any) -> frozenset[int]:
-    """Axes given as None, one or several."""
+def _as_set(axes: Any) -> tuple[Any, ...]:
+    """Return axes that are given as None, one or a set."""
     if axes is None:
-        return frozenset()
-    return frozenset(axes) if isinstance(axes, set | frozenset) else frozenset({axes})
+        return ()
+    return tuple(axes) if isinstance(axes, set | frozenset) else (axes,)
+
+
+def _lengths(what: str, specs: Tree, prefix: str, tree: Tree) -> dict[str, set[int]]:
+    """Return the lengths of the axes that ``specs`` names, for each array of ``tree``.
+
+    Raises:
+      ValueError: if an axis is no integer, or an array does not have it.
+    """
+    lengths: dict[str, set[int]] = {}
+    for (name, x), axes in zip(
+        _named(prefix, tree).items(), _specs(what, specs, tree), strict=True
+    ):
+        shape = np.shape(x)
+        for axis in _as_set(axes):
+            if isinstance(axis, bool) or not isinstance(axis, int | np.integer):
+                raise ValueError(f"{what}: an axis of {name} is an integer; got {axis!r}")
+            if not -len(shape) <= axis < len(shape):
+                raise ValueError(f"{what}: {name} of shape {shape} has no axis {axis}")
+            lengths.setdefault(name, set()).add(shape[axis])
+    return lengths
+
+
+def _check_time(what: str, specs: Tree, prefix: str, tree: Tree, time: int) -> None:
+    """Raises ValueError unless all axes that ``specs`` names have the length ``time``."""
+    for name, lengths in _lengths(what, specs, prefix, tree).items():
+        if lengths != {time}:
+            raise ValueError(
+                f"{what}: the time axis of {name} has length {sorted(lengths)}, but the arguments "
+                f"have {time} tokens"
+            )
 
 
 def _time(args: tuple[Tree, ...], in_axes: Tree) -> int:
     """The length of the time axes, of which there must be one."""
-    lengths = set()
-    for (name, x), axes in zip(
-        _named("argument", args).items(), _specs("in_axes", in_axes, args), strict=True
-    ):
-        for axis in _as_set(axes):
-            if not -x.ndim <= axis < x.ndim:
-                raise ValueError(f"in_axes: {name} of shape {x.shape} has no axis {axis}")
-            lengths.add(x.shape[axis])
+    lengths = set[int]().union(*_lengths("in_axes", in_axes, "argument", args).values())
     if len(lengths) != 1:
         raise ValueError(
             "in_axes must name time axes of one length; those named have lengths "
@@ -479,8 +518,15 @@ def _last_axis(args: tuple[Tree, ...], in_states: Tree) -> int:
     return sizes.pop()
 
 
-def _is_float(x: Array) -> bool:
-    return bool(jnp.issubdtype(x.dtype, jnp.floating))
+def _is_inexact(x: Array) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def _real_parts(x: Array) -> list[Array]:
+    """Return the real arrays that ``x`` consists of; of integers none."""
+    if not _is_inexact(x):
+        return []
+    return [x.real, x.imag] if jnp.iscomplexobj(x) else [x]
 
 
 def _before(cut: Any, axis: int, x: Any) -> Any:
@@ -492,7 +538,10 @@ def _before(cut: Any, axis: int, x: Any) -> Any:
 
 def _different(x: Array, generator: np.random.Generator) -> np.ndarray:
     """Normal numbers, or for integers and booleans the next of the values that occur in ``x``."""
-    if _is_float(x):
+    if jnp.iscomplexobj(x):
+        real, imaginary = generator.standard_normal((2, *x.shape))
+        return (real + 1j * imaginary).astype(x.dtype)
+    if _is_inexact(x):
         return generator.standard_normal(x.shape).astype(x.dtype)
     values, place = np.unique(np.asarray(x), return_inverse=True)
     if len(values) < 2:

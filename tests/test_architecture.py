@@ -1,124 +1,198 @@
-"""Who may import whom, and how long a file may be."""
+"""Who may import whom, how long a function may be, and where the test of a module lies."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from tests.paths import ROOT
 
-MOST_LINES = 500
+MOST_LINES = 60
 OURS = ("tape_jax", "train", "research", "configs", "benchmarks", "tests", "docs", "examples")
 
-# The rooms of a package: each may import itself and those before it; rooms side by side do not know
-# each other.
-LAYERS: dict[str, tuple[str | tuple[str, ...], ...]] = {
-    "tape_jax._src": (
-        "core",
-        ("positions", "attention"),
-        "model",
-        ("pretrained", "adapt", "parity"),
-    ),
-    "train": (
-        ("checks", "files"),
-        "data",
-        "process",
-        "evaluation",
-        "tasks",
-        "experiment",
-        "training",
-        "compare",
-        "analysis",
-        "commands",
-        "main",
-    ),
+# What of this repository each room may import, beside itself. The longest name that fits counts.
+CORE = "tape_jax._src.core"
+SIDE_BY_SIDE = (CORE, "tape_jax._src.positions", "tape_jax._src.attention")
+BELOW_PRETRAINED = (*SIDE_BY_SIDE, "tape_jax._src.model")
+MAY_IMPORT: dict[str, tuple[str, ...]] = {
+    CORE: (),
+    "tape_jax._src.positions": (CORE,),
+    "tape_jax._src.attention": (CORE,),
+    "tape_jax._src.model": SIDE_BY_SIDE,
+    "tape_jax._src.pretrained": BELOW_PRETRAINED,
+    "tape_jax._src.adapt": BELOW_PRETRAINED,
+    "tape_jax._src.parity": BELOW_PRETRAINED,
+    "tape_jax": ("tape_jax",),
+    "train": ("tape_jax", "configs"),
+    "research": ("tape_jax", "train", "configs"),
 }
-# What else of this repository a package may import.
-BELOW = {"tape_jax._src": (), "train": ("tape_jax", "configs")}
-
-# To be ended: a description of a model asks the registries of encodings and of implementations
-# whether they know a name, and is what encodings are given.
-LATE = {
-    ("core", "model"),
-    ("positions", "model"),
-    ("attention", "model"),
-    ("positions", "attention"),
-}
+# Users of the library import its public names alone.
+PUBLIC_ONLY = ("train", "research", "examples")
 
 
 def sources(package: str) -> list[Path]:
     return sorted((ROOT / package.replace(".", "/")).rglob("*.py"))
 
 
-def imported(path: Path) -> Iterator[str]:
-    """The dotted names that a file imports, wherever in it, but for those of types alone."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    types = [node for node in ast.walk(tree) if isinstance(node, ast.If) and _for_types(node)]
-    left_out = {inner for node in types for inner in ast.walk(node)}
-    for node in ast.walk(tree):
-        if node in left_out:
-            continue
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(source: str) -> Iterator[str]:
+    """Yield the dotted names that a file imports, wherever in it, those for types included."""
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{path}:{node.lineno}: a relative import"
+            assert not node.level, f"a relative import in line {node.lineno}"
             yield from (f"{node.module}.{name.name}" for name in node.names)
         elif isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
 
 
-def _for_types(node: ast.If) -> bool:
-    return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+def inside(name: str, room: str) -> bool:
+    return name == room or name.startswith(f"{room}.")
 
 
-def may_import(package: str, here: str, name: str) -> bool:
-    """Whether the room ``here`` of a package may import what has the dotted name."""
-    if not name.startswith(f"{package}."):
-        theirs = name.partition(".")[0]
-        return theirs not in OURS or theirs in BELOW[package]
-    room = name.removeprefix(f"{package}.").partition(".")[0]
-    if package == "tape_jax._src" and (here, room) in LATE:
+def may_import(module: str, name: str) -> bool:
+    """Return whether a module may import what has the dotted name."""
+    top = name.partition(".")[0]
+    if top not in OURS:
         return True
-    return room == here or level(package, room) < level(package, here)
+    if module.partition(".")[0] in PUBLIC_ONLY and inside(name, "tape_jax._src"):
+        return False
+    room = max((room for room in MAY_IMPORT if inside(module, room)), key=len)
+    return any(inside(name, other) for other in (room, *MAY_IMPORT[room]))
 
 
-def room_of(package: str, path: Path) -> str:
-    return path.relative_to(ROOT / package.replace(".", "/")).parts[0].removesuffix(".py")
+def cycles(imports: Mapping[str, Iterable[str]]) -> list[list[str]]:
+    """Return the groups of modules that import one another, by way of others too."""
+    reached = {module: _reached(module, imports) for module in imports}
+    groups = {
+        tuple(sorted(other for other in reached[module] if module in reached.get(other, ())))
+        for module in imports
+        if module in reached[module]
+    }
+    return [list(group) for group in sorted(groups)]
 
 
-def level(package: str, room: str) -> int:
-    """How many rooms lie below one."""
-    return next(
-        n
-        for n, rooms in enumerate(LAYERS[package])
-        if room in ((rooms,) if isinstance(rooms, str) else rooms)
+def _reached(start: str, imports: Mapping[str, Iterable[str]]) -> set[str]:
+    found: set[str] = set()
+    left = list(imports[start])
+    while left:
+        module = left.pop()
+        if module not in found:
+            found.add(module)
+            left.extend(imports.get(module, ()))
+    return found
+
+
+def imports_of(files: Mapping[str, str]) -> dict[str, set[str]]:
+    """Return which of the modules each imports.
+
+    Args:
+      files: source by the module's dotted name.
+    """
+
+    def target(name: str) -> str | None:
+        return next((n for n in (name, name.rpartition(".")[0]) if n in files), None)
+
+    return {
+        module: {found for name in imported(source) if (found := target(name))}
+        for module, source in files.items()
+    }
+
+
+def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> int:
+    """Return the lines of code of a function: no docstring, comment or blank line."""
+    skipped: set[int] = set()
+    if ast.get_docstring(function) is not None:
+        first = function.body[0]
+        skipped = set(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+    assert function.end_lineno is not None
+    return sum(
+        bool(text := lines[number - 1].strip()) and not text.startswith("#")
+        for number in range(function.lineno, function.end_lineno + 1)
+        if number not in skipped
     )
 
 
-@pytest.mark.parametrize("package", LAYERS)
+def long_functions(source: str) -> dict[str, int]:
+    """Return the functions of a file that are too long, with their lines of code."""
+    lines = source.splitlines()
+    return {
+        node.name: n
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (n := code_lines(node, lines)) > MOST_LINES
+    }
+
+
+@pytest.mark.parametrize("package", ["tape_jax", "train", "research"])
 def test_imports_point_one_way(package):
     wrong = [
-        f"{path.relative_to(ROOT)} imports {name}"
+        f"{module_of(path)} imports {name}"
         for path in sources(package)
-        if (here := room_of(package, path)) != "__init__"
-        for name in imported(path)
-        if not may_import(package, here, name)
+        for name in imported(path.read_text(encoding="utf-8"))
+        if not may_import(module_of(path), name)
     ]
     assert not wrong, "\n".join(wrong)
 
 
-def test_what_points_the_other_way_is_found():
-    assert may_import("train", "training", "train.training.step")
-    assert may_import("train", "training", "train.data.sources")
-    assert not may_import("train", "training", "train.compare.plots")
-    assert not may_import("train", "commands", "research.claims")
-    assert may_import("tape_jax._src", "model", "tape_jax._src.positions.tape.encoding.Tape")
-    assert not may_import("tape_jax._src", "attention", "tape_jax._src.positions.protocol.Param")
-    assert not may_import("tape_jax._src", "model", "tape_jax.testing")
+@pytest.mark.parametrize(
+    ("module", "name", "allowed"),
+    [
+        ("tape_jax._src.model.decoder", "tape_jax._src.positions.tape.encoding.Tape", True),
+        ("tape_jax._src.adapt.files", "tape_jax._src.model.decoder.Transformer", True),
+        ("tape_jax.adapt", "tape_jax._src.adapt.files.load", True),
+        ("research.claims", "train.compare.plots", True),
+        ("train.compare.plots", "tape_jax.testing", True),
+        ("train.compare.plots", "research.claims", False),
+        ("train.compare.plots", "tape_jax._src.core.files", False),
+        ("research.claims", "tape_jax._src.core.files", False),
+        ("tape_jax._src.core.sharding", "tape_jax._src.model.decoder.Transformer", False),
+        ("tape_jax._src.positions.none", "tape_jax._src.attention.api.attention", False),
+        ("tape_jax._src.attention.api", "tape_jax._src.positions.protocol.Param", False),
+        ("tape_jax._src.adapt.files", "tape_jax._src.pretrained.loading.load", False),
+        ("tape_jax._src.model.decoder", "tape_jax.testing", False),
+        ("tape_jax.tune", "train.main", False),
+    ],
+)
+def test_what_points_the_other_way_is_found(module, name, allowed):
+    assert may_import(module, name) == allowed
 
 
-@pytest.mark.parametrize("package", LAYERS)
-def test_no_file_is_too_long(package):
-    lengths = {
-        path: len(path.read_text(encoding="utf-8").splitlines()) for path in sources(package)
+def test_no_import_cycles():
+    paths = [path for package in ("tape_jax", "train", "research") for path in sources(package)]
+    files = {module_of(path): path.read_text(encoding="utf-8") for path in paths}
+    found = cycles(imports_of(files))
+    assert not found, "\n".join(", ".join(group) for group in found)
+
+
+def test_an_import_cycle_is_found():
+    files = {
+        "p.a": "from p import b\nimport numpy",
+        "p.b": "def late():\n    from p.c import name",
+        "p.c": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from p.a import Name",
+        "p.d": "from p.a import other",
     }
-    assert {path: n for path, n in lengths.items() if n > MOST_LINES} == {}
+    assert cycles(imports_of(files)) == [["p.a", "p.b", "p.c"]]
+    assert cycles(imports_of(files | {"p.c": ""})) == []
+
+
+@pytest.mark.parametrize("package", ["tape_jax", "train", "research"])
+def test_no_function_is_too_long(package):
+    wrong = [
+        f"{module_of(path)}.{name}: {n} lines of code"
+        for path in sources(package)
+        for name, n in long_functions(path.read_text(encoding="utf-8")).items()
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_function_that_is_too_long_is_found():
+    text = '"""Says\n' + "more\n" * 90 + '"""'
+    body = ["    # why", "", *["    x = 1"] * (MOST_LINES - 1)]
+    fine = "\n".join(["def fine():", f"    {text}", *body])
+    assert long_functions(fine) == {}
+    assert long_functions(f"{fine}\n    x = 2") == {"fine": MOST_LINES + 1}

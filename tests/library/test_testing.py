@@ -185,6 +185,32 @@ def test_shift_invariance():
     assert caught.value.difference == 4.5
 
 
+def test_complex_values_are_compared_whole():
+    t = jnp.arange(5)
+    testing.assert_shift_invariant(lambda t: jnp.exp(1j * (t - t[0])), t)
+    with pytest.raises(SymmetryError, match="shift") as caught:
+        testing.assert_shift_invariant(lambda t: 1 + 1j * t, t, shift=9)
+    assert caught.value.difference == 9
+    z = (normal(5) + 1j * normal(5, seed=1)).astype(jnp.complex64)
+    testing.assert_causal(causal_sum, z, in_axes=0, out_axes=0)
+    with pytest.raises(SymmetryError, match="on replaced"):
+        testing.assert_causal(lambda z: z + 1j * z[::-1].imag, z, in_axes=0, out_axes=0)
+
+
+def test_causality_catches_a_leak_by_a_gradient_of_the_imaginary_part_alone():
+    @jax.custom_jvp
+    def silent(x):
+        return x + 0j
+
+    silent.defjvp(lambda x, t: (x[0] + 0j, t[0] + 0.5j * jnp.roll(t[0], -1)))
+    with pytest.raises(SymmetryError, match="gradient"):
+        testing.assert_causal(silent, normal(5), in_axes=0, out_axes=0)
+
+
+def causal_sum(x):
+    return jnp.cumsum(x)
+
+
 def causal_average(x):
     return jnp.cumsum(x, axis=-2)
 
@@ -248,29 +274,39 @@ def test_tolerance_follows_the_type_and_the_size(x64):
     check(nearly(1e-6), 1e6 * x, in_axes=0, out_axes=0)
 
 
-def test_wrong_calls():
-    x = normal(3, 5, 2)
-    identity = lambda *xs: xs  # noqa: E731
-    check = testing.assert_permutation_equivariant
-    with pytest.raises(ValueError, match=r"no axis -4"):
-        check(identity, x, in_axes=-4, out_axes=-2)
-    with pytest.raises(ValueError, match=r"lengths \[3, 5\]"):
-        check(identity, x, x, in_axes=(-2, 0), out_axes=-2)
-    with pytest.raises(ValueError, match="none at all"):
-        check(identity, x, in_axes=None, out_axes=-2)
-    with pytest.raises(ValueError, match=r"in_axes = .* does not describe"):
-        check(identity, x, in_axes=(-2, -2), out_axes=-2)
-    with pytest.raises(ValueError, match=r"out_axes = .* does not describe"):
-        check(identity, x, in_axes=-2, out_axes=(-2, -2))
-    with pytest.raises(ValueError, match="at least two tokens"):
-        testing.assert_causal(identity, x[:, :1], in_axes=-2, out_axes=-2)
-    with pytest.raises(ValueError, match="one axis of an argument"):
-        testing.assert_causal(identity, x, in_axes={-2}, out_axes=-2)
-    with pytest.raises(ValueError, match="out_axes = None names no time axis"):
-        testing.assert_causal(identity, x, in_axes=-2, out_axes=None)
-    with pytest.raises(ValueError, match="two values to exchange"):
-        testing.assert_causal(identity, jnp.ones(4, int), in_axes=0, out_axes=0)
-    with pytest.raises(ValueError, match=r"mark states .* none at all"):
-        testing.assert_phase_equivariant(identity, x, in_states=False, out_states=False)
-    with pytest.raises(ValueError, match=r"lengths \[2, 6\]"):
-        testing.assert_phase_equivariant(identity, x, normal(6), in_states=True, out_states=True)
+def nothing(*xs):
+    return xs
+
+
+X = np.ones((3, 5, 2), np.float32)
+PERMUTATION, CAUSAL = testing.assert_permutation_equivariant, testing.assert_causal
+PHASE = testing.assert_phase_equivariant
+
+
+@pytest.mark.parametrize(
+    ("check", "args", "described", "problem"),
+    [
+        (PERMUTATION, (X,), {"in_axes": -4, "out_axes": -2}, "no axis -4"),
+        (PERMUTATION, (X, X), {"in_axes": (-2, 0), "out_axes": -2}, r"lengths \[3, 5\]"),
+        (PERMUTATION, (X,), {"in_axes": None, "out_axes": -2}, "none at all"),
+        (PERMUTATION, (X,), {"in_axes": 1.5, "out_axes": -2}, "in_axes: .* integer; got 1.5"),
+        (PERMUTATION, (X,), {"in_axes": (-2, -2), "out_axes": -2}, "in_axes = .* not describe"),
+        (PERMUTATION, (X,), {"in_axes": -2, "out_axes": (-2, -2)}, "out_axes = .* not describe"),
+        (PERMUTATION, (X,), {"in_axes": -2, "out_axes": 3}, r"out_axes: output\[0\].* no axis 3"),
+        (PERMUTATION, (X,), {"in_axes": -2, "out_axes": -1}, r"output\[0\] .*\[2\].* 5 tokens"),
+        (PERMUTATION, (X,), {"in_axes": -2, "out_axes": "time"}, "integer; got 'time'"),
+        (PERMUTATION, (X,), {"in_axes": -2, "out_axes": True}, "integer; got True"),
+        (CAUSAL, (X,), {"in_axes": -2, "out_axes": 3}, "out_axes: .* no axis 3"),
+        (CAUSAL, (X,), {"in_axes": -2, "out_axes": 0}, r"\[3\].* 5 tokens"),
+        (CAUSAL, (X,), {"in_axes": -2, "out_axes": {-2}}, "out_axes: .* not a set"),
+        (CAUSAL, (X[:, :1],), {"in_axes": -2, "out_axes": -2}, "at least two tokens"),
+        (CAUSAL, (X,), {"in_axes": {-2}, "out_axes": -2}, "in_axes: .* not a set"),
+        (CAUSAL, (X,), {"in_axes": -2, "out_axes": None}, "names no time axis"),
+        (CAUSAL, (np.ones(4, int),), {"in_axes": 0, "out_axes": 0}, "two values to exchange"),
+        (PHASE, (X,), {"in_states": False, "out_states": False}, "none at all"),
+        (PHASE, (X, X[0, 0, :1]), {"in_states": True, "out_states": True}, r"lengths \[1, 2\]"),
+    ],
+)
+def test_wrong_calls(check, args, described, problem):
+    with pytest.raises(ValueError, match=problem):
+        check(nothing, *args, **described)

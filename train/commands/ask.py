@@ -34,8 +34,7 @@ def run(args: argparse.Namespace) -> None:
         task = runs.load(args.run).task
         require(
             hasattr(task, "question"),
-            f"the task of {args.run} takes no questions; to have a prompt continued:
-"
+            f"the task of {args.run} takes no questions; to have a prompt continued:\n"
             f"  {messages.generate(args.run, task, args.questions[0])}",
         )
         trained = runs.restore_model(args.run)

@@ -172,11 +172,27 @@ class Sharding:
       rules: complete; the first that names a logical axis counts.
       strict: whether it is an error if the mesh does not divide a dimension; otherwise that
         dimension of that array is not split, as evaluation of odd batches wants it.
+
+    Raises:
+      NotImplementedError: if an axis of the mesh is explicit.
     """
 
     mesh: Mesh | AbstractMesh
     rules: tuple[Rule, ...] = RULES
     strict: bool = True
+
+    def __post_init__(self):
+        explicit = [
+            name
+            for name, kind in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
+            if kind == AxisType.Explicit
+        ]
+        if explicit:
+            raise NotImplementedError(
+                f"sharding: the mesh's axes {', '.join(explicit)} are explicit; the rules are for "
+                "axes of AxisType.Auto: give jax.make_mesh axis_types=(AxisType.Auto, ...), or use "
+                "ShardingConfig.build"
+            )
 
     def mesh_axes(self, axis: str) -> tuple[str, ...]:
         """Axes of the mesh that split a logical axis.
