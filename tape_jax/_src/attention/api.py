@@ -56,6 +56,7 @@ def attention(
     state: Array | None = None,
     is_causal: bool = False,
     local_window_size: int | tuple[int, int] | None = None,
+    window_positions: Array | tuple[Array, Array] | None = None,
     query_seq_lengths: Array | None = None,
     key_value_seq_lengths: Array | None = None,
     mask: Array | None = None,
@@ -94,8 +95,11 @@ def attention(
         values.
       is_causal: key ``j`` is visible to query ``i`` only if ``j <= i + query_offset``.
       local_window_size: as in ``jax.nn``: how many keys before and behind its own place a query
-        sees, an integer or a pair ``(left, right)``; 0: its own alone. Places are counted in the
-        call, hidden ones too.
+        sees, an integer or a pair ``(left, right)``; 0: its own alone. Counted are places of the
+        call, those of padding and of other segments too, unless ``window_positions`` are given.
+      window_positions: integers ``[..., T]``, or a tuple (queries' ``[..., Tq]``, keys'
+        ``[..., S]``), by which ``local_window_size`` measures in place of their indices: a token's
+        place in its own segment, say. In plain JAX only.
       query_seq_lengths, key_value_seq_lengths: integers ``[batch...]``, as in ``jax.nn``: what lies
         behind a row's length is padding, and outputs of such queries are zero.
       mask: boolean, broadcasts to ``[..., Hq, Tq, S]``, True where visible.
@@ -148,6 +152,7 @@ def attention(
     """
     request = normalize(
         q, k, v, state=state, is_causal=is_causal, local_window_size=local_window_size,
+        window_positions=window_positions,
         query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths, mask=mask,
         bias=bias, scale=scale, query_state=query_state, query_offset=query_offset,
         keys_rotated=keys_rotated, segment_ids=segment_ids, log_decay=log_decay,

@@ -146,7 +146,7 @@ class Blocks:
 
     def visible_keys(self, i: Array, visibility: Visibility) -> tuple[Array, Array]:
         """Return the first block of keys that position lets block ``i`` see, and the end."""
-        band, offset = visibility.band, jnp.asarray(visibility.query_offset)
+        band, offset = visibility.by_index, jnp.asarray(visibility.query_offset)
         first = i * self.block_q + offset.min()
         last = jnp.minimum((i + 1) * self.block_q, self.query_length) - 1 + offset.max()
         limits = (band.lowest, band.highest)
@@ -221,12 +221,13 @@ def _padded_pairs(x: Array, blocks: Blocks) -> Array:
 
 def _padded_visibility(visibility: Visibility, blocks: Blocks) -> Visibility:
     """Return it padded to whole blocks; ids repeat the last one, so that no range of ids grows."""
-    segments, mask = visibility.segments, visibility.mask
+    segments, mask, counts = visibility.segments, visibility.mask, visibility.counts
     return dataclasses.replace(
         visibility,
         query_offset=jnp.asarray(visibility.query_offset, jnp.int32),
         segments=None if segments is None else _padded_times(*segments, blocks),
         mask=None if mask is None else _padded_pairs(mask, blocks),
+        counts=None if counts is None else _padded_times(*counts, blocks),
     )
 
 

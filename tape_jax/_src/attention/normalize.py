@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -37,6 +38,7 @@ def normalize(
     state: Array | None = None,
     is_causal: bool = False,
     local_window_size: int | tuple[int, int] | None = None,
+    window_positions: Array | tuple[Array, Array] | None = None,
     query_seq_lengths: Array | None = None,
     key_value_seq_lengths: Array | None = None,
     mask: Array | None = None,
@@ -69,6 +71,10 @@ def normalize(
     visibility = _visibility(
         is_causal, local_window_size, mask, query_offset, segment_ids, lengths, batch, pairs
     )
+    if window_positions is not None:
+        counts = _ids("window_positions", window_positions, batch, pairs[1:])
+        if visibility.band.window is not None:
+            visibility = dataclasses.replace(visibility, counts=counts)
     refuse(
         callable(bias) and jnp.ndim(visibility.query_offset) > 0,
         "a function as bias is given query indices [Q], the same for all rows: with one "
@@ -111,7 +117,9 @@ def _visibility(
         f"queries, keys and query_offset together must be below 2**31; got {queries}, {keys} and "
         f"{farthest or 0}",
     )
-    segments = _segments(segment_ids, batch, (queries, keys))
+    segments = None
+    if segment_ids is not None:
+        segments = _ids("segment_ids", segment_ids, batch, (queries, keys))
     if mask is not None:
         mask = jnp.asarray(mask)
         require(mask.dtype == jnp.bool_, f"mask must be boolean, True = visible; got {mask.dtype}")
@@ -295,16 +303,14 @@ def _of_both(
     return queries, convert(f"key {name}", given[1], lengths[1])
 
 
-def _segments(
-    ids: Any, batch: Sequence[int], lengths: tuple[int, int]
-) -> tuple[Array, Array] | None:
-    """Return segment ids of queries ``[B|1, Tq]`` and of keys ``[B|1, S]``."""
+def _ids(
+    what: str, ids: Any, batch: Sequence[int], lengths: tuple[int, int]
+) -> tuple[Array, Array]:
+    """Return integers of queries ``[B|1, Tq]`` and of keys ``[B|1, S]``."""
 
     def converted(name: str, ids: Any, length: int) -> Array:
         ids = as_integers(name, ids)
-        require(
-            jnp.issubdtype(ids.dtype, jnp.integer), f"segment_ids must be integers; got {ids.dtype}"
-        )
+        require(jnp.issubdtype(ids.dtype, jnp.integer), f"{what} must be integers; got {ids.dtype}")
         require(
             ids.ndim >= 1 and ids.shape[-1] == length and _batch_fits(ids.shape[:-1], batch),
             f"{name}: expected shape {(*batch, length)}, batch axes may be missing; got "
@@ -312,7 +318,7 @@ def _segments(
         )
         return _flatten(ids, batch, 1)
 
-    return None if ids is None else _of_both("segment_ids", ids, lengths, converted)
+    return _of_both(what, ids, lengths, converted)
 
 
 def _log_decay(

@@ -85,7 +85,7 @@ def _check_call(request: Request) -> None:
     )
     for x in (request.q, request.k, request.v, *states, *(request.log_decay or ())):
         refuse(x.dtype.name not in TYPES, f"types are {', '.join(TYPES)}; got {x.dtype}")
-    visibility.refuse_large_indices(request.query_length, request.key_length)
+    visibility.refuse_for_kernels(request.query_length, request.key_length)
 
 
 def attend(

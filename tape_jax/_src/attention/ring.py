@@ -45,6 +45,7 @@ def check(request: Request) -> None:
             "with a mesh that has an axis 'sequence'"
         )
     refuse_rows(request)
+    refuse(request.visibility.counts is not None, "window_positions= is not sent around the ring")
     for name, given in (("mask", request.visibility.mask), ("bias", request.bias)):
         refuse(
             given is not None,

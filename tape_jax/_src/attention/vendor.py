@@ -58,7 +58,7 @@ class VendorCall:
             raise NotImplementedError(
                 "query_offset= must be known when the call is compiled, and one for all rows"
             )
-        visibility.refuse_large_indices(request.query_length, request.key_length)
+        visibility.refuse_for_kernels(request.query_length, request.key_length)
         state = request.state if request.attend_state else None
         return cls(
             scale=request.scale,

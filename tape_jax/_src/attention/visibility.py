@@ -65,15 +65,19 @@ class Band:
           Booleans ``[Q, K]`` or ``[B, 1, Q, K]``, or None if all are visible.
         """
         i = queries[:, None] if queries.ndim == 1 else queries[:, None, :, None]
-        rules = [] if self.highest is None else [keys <= i + self.highest]
+        return self.near(i, keys)
+
+    def near(self, queries: Any, keys: Any) -> Any:
+        """Return which pairs of places, arrays that broadcast, are near enough; None if all are."""
+        rules = [] if self.highest is None else [keys <= queries + self.highest]
         if self.lowest is not None:
-            rules.append(keys >= i + self.lowest)
+            rules.append(keys >= queries + self.lowest)
         return functools.reduce(operator.and_, rules) if rules else None
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("query_offset", "segments", "mask"),
+    data_fields=("query_offset", "segments", "mask", "counts"),
     meta_fields=("band",),
 )
 @dataclasses.dataclass(frozen=True)
@@ -87,12 +91,20 @@ class Visibility:
       segments: integer ids of queries ``[B|1, Tq]`` and of keys ``[B|1, S]``, or None. They are one
         object where every query has the id of its own key.
       mask: boolean ``[B|1, Hq|1, Tq|1, S|1]``, True where visible, or None.
+      counts: integers of queries ``[B|1, Tq]`` and of keys ``[B|1, S]`` by which the window is
+        measured, or None for their indices.
     """
 
     band: Band = Band()
     query_offset: int | Array = 0
     segments: tuple[Array, Array] | None = None
     mask: Array | None = None
+    counts: tuple[Array, Array] | None = None
+
+    @property
+    def by_index(self) -> Band:
+        """The part of the band that is about indices: without the window, where counts have it."""
+        return self.band if self.counts is None else Band(self.band.is_causal)
 
     def places(self, queries: int) -> Array:
         """Return the places of the queries among the keys, int32 ``[Q]`` or ``[B, Q]``."""
@@ -110,7 +122,11 @@ class Visibility:
         Returns:
           Booleans that broadcast to ``[B, Hq, Q, K]``, or None if all are visible.
         """
-        rules = [self.band.pairs(self.places(queries), jnp.arange(keys, dtype=jnp.int32))]
+        rules = [self.by_index.pairs(self.places(queries), jnp.arange(keys, dtype=jnp.int32))]
+        if self.counts is not None:
+            own, others = self.counts
+            window = dataclasses.replace(self.band, is_causal=False)
+            rules.append(window.near(own[:, None, :, None], others[:, None, None, :]))
         if self.segments is not None:
             query_ids, key_ids = self.segments
             rules.append(query_ids[:, None, :, None] == key_ids[:, None, None, :])
@@ -122,22 +138,30 @@ class Visibility:
 
     def of_queries(self, start: int | Array, size: int) -> Visibility:
         """Return the part of ``size`` queries from ``start`` on."""
-        segments, mask = self.segments, self.mask
+
+        def cut(pair: tuple[Array, Array] | None) -> tuple[Array, Array] | None:
+            return None if pair is None else (part(pair[0], start, size, 1), pair[1])
+
         return dataclasses.replace(
             self,
             query_offset=self.query_offset + start,
-            segments=None if segments is None else (part(segments[0], start, size, 1), segments[1]),
-            mask=None if mask is None else part(mask, start, size, 2),
+            segments=cut(self.segments),
+            mask=None if self.mask is None else part(self.mask, start, size, 2),
+            counts=cut(self.counts),
         )
 
     def of_keys(self, start: int | Array, size: int) -> Visibility:
         """Return the part of ``size`` keys from ``start`` on."""
-        segments, mask = self.segments, self.mask
+
+        def cut(pair: tuple[Array, Array] | None) -> tuple[Array, Array] | None:
+            return None if pair is None else (pair[0], part(pair[1], start, size, 1))
+
         return dataclasses.replace(
             self,
             query_offset=self.query_offset - start,
-            segments=None if segments is None else (segments[0], part(segments[1], start, size, 1)),
-            mask=None if mask is None else part(mask, start, size, 3),
+            segments=cut(self.segments),
+            mask=None if self.mask is None else part(self.mask, start, size, 3),
+            counts=cut(self.counts),
         )
 
     def blocks_meet(self, queries: tuple[int, int], keys: tuple[int, int]) -> Array | None:
@@ -162,8 +186,9 @@ class Visibility:
             meet = mask if meet is None else meet & mask
         return meet
 
-    def refuse_large_indices(self, queries: int, keys: int) -> None:
-        """Raise NotImplementedError where a kernel's indices would leave 32-bit integers."""
+    def refuse_for_kernels(self, queries: int, keys: int) -> None:
+        """Raise NotImplementedError for counts, and where indices would leave 32-bit integers."""
+        refuse(self.counts is not None, "window_positions= is not in the kernels")
         offset = self.query_offset if isinstance(self.query_offset, int) else 0
         sizes = {
             "queries": queries,

@@ -96,6 +96,7 @@ class Attention(nn.Module):
             "segment_ids": context.segment_ids,
             "mask": context.mask,
             "local_window_size": c.local_window_size,
+            "window_positions": None if c.shifted_groups else context.counts,
             **terms.keywords(),
         }
         out, attended = self._attend(q, seen, cache is not None, options)

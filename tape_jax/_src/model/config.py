@@ -205,7 +205,9 @@ class ModelConfig:
       update_implementation: as ``implementation`` of :func:`tape_jax.update_state`, for position
         encodings that have several.
       local_window_size: as in ``jax.nn``: how many tokens before and behind its own a token sees,
-        an integer or a pair ``(left, right)``; None: all.
+        an integer or a pair ``(left, right)``; None: all. Counted are tokens of its own segment,
+        neither padding nor others; inside ``shifted_groups``, and on a mesh that splits sequences,
+        all places.
       remat: what the backward pass recomputes: ``none``; ``dots``: all but matrix products;
         ``full``: all but what enters each layer; ``groups``: all but what enters every few layers,
         which runs layers forward a third time, and needs ``scan_layers`` and no ``experts``.

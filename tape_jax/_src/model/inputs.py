@@ -38,6 +38,7 @@ class Context:
       mask: booleans that broadcast to ``[..., H, T, S]``, or None.
       index: index of the first query among the keys.
       is_causal: whether queries see earlier keys only.
+      counts: by what a window is measured, a pair (queries', keys') of integers; None: by indices.
     """
 
     positions: Array
@@ -45,6 +46,7 @@ class Context:
     mask: Array | None
     index: Array | int
     is_causal: bool = flax.struct.field(pytree_node=False)
+    counts: tuple[Array, Array] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +101,10 @@ class Call:
         positions = _drawn(config, positions, length, key)
         at = encoding.coordinates(tokens, positions, segment_ids)
         at = without_padding(at, segment_ids, axes=encoding.coordinate_axes)
-        context = Context(positions, segment_ids, index=0, **shared)
+        counts = None
+        if config.local_window_size is not None and segment_ids is not None:
+            counts = (places(segment_ids),) * 2
+        context = Context(positions, segment_ids, index=0, counts=counts, **shared)
         return cls(tokens, positions, segment_ids, at, length, key, context)
 
     @classmethod
@@ -126,7 +131,11 @@ class Call:
         every = _drawn(config, cache.positions, length, cache.key)
         at = recent(encoding.coordinates(cache.tokens, every, cache.segment_ids))
         at = without_padding(at, ids[0], axes=encoding.coordinate_axes)
-        context = Context(every, ids, index=start, **shared)
+        counts = None
+        if config.local_window_size is not None:
+            every_count = places(cache.segment_ids)
+            counts = recent(every_count), every_count
+        context = Context(every, ids, index=start, counts=counts, **shared)
         new = (recent(cache.tokens), recent(every), ids[0])
         return cls(*new, at, length, cache.key, context, cache)
 
@@ -148,7 +157,8 @@ class Call:
             positions=positions,
             segment_ids=ids,
             at=held(self.at, axes > 1),
-            context=self.context.replace(positions=positions, segment_ids=ids),  # type: ignore[attr-defined]
+            # Windows are measured by indices there.
+            context=self.context.replace(positions=positions, segment_ids=ids, counts=None),  # type: ignore[attr-defined]
         )
 
 

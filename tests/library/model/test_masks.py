@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tape_jax import Experts, RopeScaling, positions
+from tape_jax import Experts, RopeScaling, extend, init_cache, positions
 from tests.library.model.calls import random_tokens, run
 from tests.models import DIGITS, VOCAB, assert_near, encoding, random_variables, small_model
 from tests.selection import mostly_slow
@@ -129,3 +129,24 @@ def test_nothing_but_padding():
 
     np.testing.assert_array_equal(balance(ids), 0)
     assert (balance(ids.at[0].set(3)) > 0).all()
+
+
+@pytest.mark.parametrize("kind", ["tape", "rope+alibi"])
+def test_a_window_counts_tokens_of_the_own_text(kind):
+    """Neither padding nor tokens of other segments, in a full pass and behind a cache."""
+    model = small_model(kind, local_window_size=2)
+    variables = random_variables(model)
+    text = jnp.array([[1, 2, 3, 4, 5, 6]])
+    want = run(model, variables, text)
+    padded = jnp.array([[1, 2, 3, 0, 0, 4, 5, 6]])
+    ids = jnp.array([[1, 1, 1, 0, 0, 1, 1, 1]])
+    real = np.flatnonzero(ids[0])
+    assert_near(run(model, variables, padded, segment_ids=ids)[:, real], want)
+    # Two texts in turns.
+    mixed = jnp.stack([text[0], text[0, ::-1]], axis=1).reshape(1, -1)
+    turns = jnp.tile(jnp.array([1, 2]), 6)[None]
+    assert_near(run(model, variables, mixed, segment_ids=turns)[:, ::2], want)
+    cache = init_cache(model, 1, 10)
+    first, cache = extend(model, variables, cache, padded[:, :5], segment_ids=ids[:, :5])
+    second, _ = extend(model, variables, cache, text[:, 3:])
+    assert_near(jnp.concatenate([first[:, :3], second], axis=1), want)
