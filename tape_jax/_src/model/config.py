@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from tape_jax._src.attention import BACKENDS
 from tape_jax._src.core.algebra import at_least_float32
 from tape_jax._src.core.checks import (
     choose,
+    from_mapping,
     not_negative,
     number,
     positive,
@@ -139,9 +140,11 @@ def _remat(_: str, value: Any) -> Any:
 
 
 def _optional(cls: type) -> Callable[[str, Any], Any]:
-    """A check that a value is an instance of a class, or None."""
+    """A check that a value is an instance of a class, a mapping of its fields, or None."""
 
     def check(what: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return from_mapping(cls, dict(value), what=what)
         article = "an" if cls.__name__[0] in "AEIO" else "a"
         require(
             value is None or isinstance(value, cls),

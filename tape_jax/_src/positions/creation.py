@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tape_jax._src.core.checks import choose, from_mapping, nearest
+from tape_jax._src.core.checks import choose, from_mapping, nearest, require
 from tape_jax._src.positions.ablations import (
     MixHeadDim,
     NoEquivariance,
@@ -139,6 +139,7 @@ def options_of(encoding: Encoding) -> dict[str, Any]:
         called[type(member), field]: value
         for member in members
         for field, value in dataclasses.asdict(member).items()
+        if field != "kind"
     }
     return {"kind": encoding.kind, **values}
 
@@ -173,13 +174,24 @@ def _parts(position: Any) -> Parts:
     if isinstance(position, Combined):
         return _parts(position.encodings)
     if isinstance(position, Encoding):
-        return [(type(position), dict(vars(position)))]
+        fields = [field.name for field in dataclasses.fields(position) if field.init]
+        return [(type(position), {name: getattr(position, name) for name in fields})]
     if isinstance(position, Mapping):
-        options = dict(position)
-        return with_options(_parts(options.pop("kind", "tape")), options)
+        return _parts_of_mapping(dict(position))
     if isinstance(position, Sequence) and not isinstance(position, str):
         return [part for each in position for part in _parts(each)]
     return [(registry[name], {}) for name in kinds(position)]
+
+
+def _parts_of_mapping(options: dict[str, Any]) -> Parts:
+    """The same of a mapping; ``dataclasses.asdict`` gives one inside another for several."""
+    require(
+        "kind" in options,
+        "a position encoding as a mapping needs its name, 'kind'; got only "
+        f"{', '.join(map(repr, options)) or 'an empty one'}",
+    )
+    kind = options.pop("kind")
+    return with_options(_parts(options.pop("encodings", kind)), options)
 
 
 def with_options(parts: Parts, options: Mapping[str, Any]) -> Parts:

@@ -15,7 +15,7 @@ import math
 import numbers
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -151,7 +151,11 @@ class Encoding:
     ids ``[..., T]``. A state is any pytree of arrays.
     """
 
-    kind: ClassVar[str] = "none"
+    if TYPE_CHECKING:
+        kind: ClassVar[str] = "none"
+    else:
+        # A field, so that dataclasses.asdict gives what create() reads.
+        kind: str = dataclasses.field(default="none", init=False, repr=False, compare=False)
     # Where it acts, of PLACES: by that encodings are combined.
     acts_on: ClassVar[tuple[str, ...]] = ()
     # Whether layer_terms rewrites what decoding keeps of earlier keys.
@@ -159,9 +163,14 @@ class Encoding:
     # Kinds of RandomPositions that it takes: a table has no rows for stretched ones.
     takes_drawn: ClassVar[tuple[str, ...]] = ("spaced", "stretched", "shifted")
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        # Annotated in a subclass, as ClassVar, it would be no field any more.
+        vars(cls).get("__annotations__", {}).pop("kind", None)
+
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Raises ValueError for an option of another type or not finite, before it is looked at."""
-        fields = {field.name: field.type for field in dataclasses.fields(cls)}
+        fields = {field.name: field.type for field in dataclasses.fields(cls) if field.init}
         for name, value in (dict(zip(fields, args, strict=False)) | options).items():
             kind, optional, _ = str(fields.get(name)).partition(" | None")
             if kind in OPTION_TYPES and not (optional and value is None):

@@ -215,7 +215,7 @@ class TestModelConfig:
             ({"remat": "dot"}, r"unknown remat policy 'dot'.*did you mean 'dots'"),
             ({"shifted_groups": 0}, r"shifted_groups must be a positive integer or None; got 0"),
             ({"shifted_groups": 4, "num_kv_heads": 1}, r"must be even; got 1 key/value heads"),
-            ({"experts": {"count": 2}}, r"experts must be an Experts or None; got \{'count': 2\}"),
+            ({"experts": 2}, r"experts must be an Experts or None; got 2"),
             (
                 {"experts": Experts(4), "lora": Lora(targets=("q", "down"))},
                 r"low-rank terms are for projections that .* got lora.targets = \('q', 'down'\)",
@@ -225,7 +225,8 @@ class TestModelConfig:
             ({"norm_eps": -1.0}, r"norm_eps must be a number from 0 on; got -1\.0"),
             ({"norm_eps": math.nan}, r"norm_eps must be a number from 0 on; got nan"),
             ({"init_scale": "1"}, r"init_scale must be a number from 0 on or None; got '1'"),
-            ({"lora": {"rank": 2}}, r"lora must be a Lora or None; got \{'rank': 2\}"),
+            ({"lora": {"rnk": 2}}, r"unknown field 'rnk' of model: lora .did you mean 'rank'"),
+            ({"lora": 2}, r"lora must be a Lora or None; got 2"),
         ],
     )
     def test_misuse(self, fields, words):

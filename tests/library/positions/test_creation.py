@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tape_jax import ModelConfig, RopeScaling, positions
+from tape_jax import Lora, ModelConfig, RandomPositions, RopeScaling, positions
 from tape_jax._src.positions.creation import ALIASES, option_names
 from tape_jax._src.positions.protocol import check_indices, table_rows
 from tape_jax.positions import Encoding, Fox, Layer, Rope, Tape, Terms, create, registry
@@ -40,10 +40,37 @@ def test_options_by_keyword_mapping_and_replacement():
     options = {"norm": "rms", "layers": [0, 1], "scaling": {"kind": "linear", "factor": 2.0}}
     assert create("tape", **options) == want
     assert create({"kind": "tape", **options}) == want
-    assert create(options) == want, "the kind is tape unless given"
+    with pytest.raises(ValueError, match=r"needs its name, 'kind'; got only 'norm', 'layers'"):
+        create(options)
     assert create({**options, "norm": "unit"}, norm="rms") == want
     assert create(Tape(norm="rms"), layers=(0, 1), scaling=want.scaling) == want
     assert create(want) is want
+
+
+# Options that some encodings need.
+NEEDED = {
+    "abacus": {"digits": (3, 4)},
+    "position_coupling": {"digits": tuple(range(10)), "plus": 10, "equals": 11},
+}
+
+
+@pytest.mark.parametrize("kind", [*registry, "tape+alibi", "rope+fox"])
+def test_a_config_is_read_back_from_asdict(kind):
+    config = ModelConfig(
+        vocab_size=40,
+        hidden_size=16,
+        num_heads=2,
+        max_length=64,
+        position={"kind": kind, **NEEDED.get(kind, {})},
+        lora=Lora(rank=2),
+        random_positions=RandomPositions("shifted", 64) if kind == "rope" else None,
+    )
+    fields = dataclasses.asdict(config)
+    assert fields["position"]["kind"] == kind
+    assert ModelConfig(**fields) == config
+    del fields["position"]["kind"]
+    with pytest.raises(ValueError, match="needs its name, 'kind'"):
+        ModelConfig(**fields)
 
 
 def test_an_encoding_of_ones_own_needs_no_name():

@@ -14,6 +14,7 @@ from tape_jax._src.core import algebra
 from tape_jax._src.core.checks import require, set_field
 from tape_jax._src.core.segments import side_by_side, steps_since
 from tape_jax._src.core.sizes import Sizes
+from tape_jax._src.positions.fixed.rotary import turned
 from tape_jax._src.positions.protocol import (
     Encoding,
     Param,
@@ -26,8 +27,7 @@ Array = jax.Array
 
 def sinusoids(positions: Array, width: int, base: float = 10_000.0, dtype=jnp.float32) -> Array:
     """Sinusoids ``[..., T, width]``, sines in even, cosines in odd columns (Vaswani et al.)."""
-    omega = jnp.asarray(base ** (-np.arange(0, width, 2) / width), dtype)
-    angle = positions.astype(dtype)[..., None] * omega
+    angle = turned(positions, base ** (-np.arange(0, width, 2) / width), dtype)
     pairs = jnp.stack([jnp.sin(angle), jnp.cos(angle)], axis=-1)
     return pairs.reshape(*positions.shape, -1)[..., :width]
 

@@ -26,6 +26,8 @@ from tape_jax._src.positions.protocol import Encoding, Param, State, as_position
 
 Array = jax.Array
 
+# Below, the angles of integers are plain products: in float32 they are off by 3e-4 at most.
+NEAR = 2**12
 # Fields of :class:`Rope` that say where a rotary state starts.
 START_FIELDS = ("base", "scaling", "axes", "partial_rotary_factor", "learn_base", "still_heads")
 
@@ -205,19 +207,68 @@ def angles(
     for axis, count in enumerate(counts):
         omega = frequencies(2 * count, base, scaling, known, partial_rotary_factor)
         t = positions[..., axis] if axes > 1 else positions
-        turns = jnp.asarray(omega, compute)
         # The logarithm of what multiplies the base, [...].
         change = None if log_stretch is None else jnp.asarray(log_stretch, compute)
         if stretch is not None:
             turning = _turning(2 * count, partial_rotary_factor)
             power = turning / (turning - 2) if turning > 2 else 0.0
             change = power * jnp.log(stretch) + (0 if change is None else change)
-        if change is not None:
+        if change is None:
+            parts.append(turned(t, omega, compute))
+        else:
             unit = frequencies(2 * count, math.e, None, None, partial_rotary_factor)
             powers = np.log(unit, out=np.zeros_like(unit), where=unit > 0)
+            turns = jnp.asarray(omega, compute)
             turns = turns * jnp.exp(change[..., None] * jnp.asarray(powers, compute))
-        parts.append(t.astype(compute)[..., None] * turns)
+            parts.append(_told_apart(t, compute)[..., None] * turns)
     return jnp.concatenate(parts, axis=-1)
+
+
+def turned(positions: Array, omega: np.ndarray, compute: Any) -> Array:
+    """Angles ``[..., n]`` of positions, in radians, but for whole turns of positions far away.
+
+    In float32 the product of a large integer and a frequency has lost what is left of whole turns.
+    There the turns are counted in integers: the angle is right to 2e-7, up to 2^31.
+
+    Args:
+      positions: integers or floats of any shape.
+      omega: frequencies in radians per token, float64 ``[n]``.
+      compute: type of the angles, float32 or float64.
+    """
+    plain = positions.astype(compute)[..., None] * jnp.asarray(omega, compute)
+    if jnp.issubdtype(positions.dtype, jnp.floating) or compute == jnp.float64:
+        return plain
+    known = concrete(positions)
+    if known is not None and (np.abs(known) < NEAR).all():
+        return plain
+    if positions.dtype.itemsize > 4:
+        wide = positions.astype(jnp.float64)[..., None] * jnp.asarray(omega)
+        exact = jnp.fmod(wide, 2 * math.pi).astype(compute)
+    else:
+        exact = _fixed_point(positions, omega).astype(compute)
+    return jnp.where((jnp.abs(positions) < NEAR)[..., None], plain, exact)
+
+
+def _fixed_point(positions: Array, omega: np.ndarray) -> Array:
+    """Angles from ``-pi`` to ``pi`` of int32 positions: 64 bits of a turn, of which 32 are kept."""
+    turns = [int(x / (2 * math.pi) % 1.0 * 2.0**64) for x in omega]
+    high, low = (jnp.asarray([n >> s & 0xFFFFFFFF for n in turns], jnp.uint32) for s in (32, 0))
+    p = jnp.abs(positions).astype(jnp.uint32)[..., None]
+    # The upper half of the 64 bits of p * low, from products of 16 bits.
+    a, b, c, d = p >> 16, p & 0xFFFF, low >> 16, low & 0xFFFF
+    first = a * d + (b * d >> 16)
+    second = b * c + (first & 0xFFFF)
+    phase = p * high + a * c + (first >> 16) + (second >> 16)
+    signed = lax.bitcast_convert_type(phase, jnp.int32).astype(jnp.float32)
+    return jnp.sign(positions)[..., None] * signed * np.float32(2 * math.pi / 2**32)
+
+
+def _told_apart(positions: Array, compute: Any) -> Array:
+    """Positions as floats; NaN for integers that float32 does not tell from their neighbours."""
+    x = positions.astype(compute)
+    if jnp.issubdtype(positions.dtype, jnp.floating) or compute == jnp.float64:
+        return x
+    return jnp.where(jnp.abs(positions) < 2**24, x, jnp.nan)
 
 
 def state_at(angles: Array) -> Array:
@@ -246,6 +297,28 @@ def _turned(state: Array, change: Array) -> Array:
     return jnp.concatenate([-sin * change, cos * change], axis=-1)
 
 
+def check_start(
+    what: str, base: float, scaling: RopeScaling | None, axes: int, partial_rotary_factor: float
+) -> None:
+    """Raises ValueError for options of a rotary start that are out of range."""
+    require(
+        isinstance(base, int | float | np.number) and base > 1,
+        f"{what}: the rotary base must exceed 1; got {base}",
+    )
+    require(
+        isinstance(axes, int | np.integer) and axes >= 1,
+        f"{what}: axes must be positive; got {axes}",
+    )
+    require(
+        0 <= partial_rotary_factor <= 1,
+        f"{what}: partial_rotary_factor is a share from 0 to 1; got {partial_rotary_factor}",
+    )
+    require(
+        scaling is None or isinstance(scaling, RopeScaling),
+        f"{what}: scaling must be a RopeScaling; got {scaling!r}",
+    )
+
+
 def rotary_state(
     positions: Array,
     head_dim: int,
@@ -271,15 +344,21 @@ def rotary_state(
       partial_rotary_factor: share of the dimensions of a head that rotate.
       log_stretch: a scalar array ``s``, which may be learned: the base is multiplied by ``exp(s)``,
         after scaling; None: as 0.
-      dtype: type of the result; None: jax's default float. Angles are always computed in at least
-        float32, so that positions beyond 256 stay apart.
+      dtype: type of the result, a floating one; None: jax's default float. Angles are computed in
+        at least float32, those of integers up to 2^31 exactly; with ``log_stretch``, or a
+        ``length`` that is not known yet, integers from 2^24 on give NaN.
 
     Returns:
       ``[..., T, D]``: ``[cos half | sin half]``.
 
     Raises:
-      ValueError: if the head dimension is odd or the shapes do not fit.
+      ValueError: if the head dimension is odd, the shapes do not fit, or an option is out of range.
     """
+    check_start("rotary_state", base, scaling, axes, partial_rotary_factor)
+    require(
+        dtype is None or jnp.issubdtype(dtype, jnp.floating),
+        f"rotary_state: dtype must be a floating-point type or None; got {dtype}",
+    )
     theta = angles(
         positions,
         head_dim,
@@ -324,17 +403,7 @@ class Rope(Encoding):
     still_heads: int = 0
 
     def __post_init__(self):
-        require(self.base > 1, f"{self.kind}: the rotary base must exceed 1; got {self.base}")
-        require(self.axes >= 1, f"{self.kind}: axes must be positive; got {self.axes}")
-        require(
-            0 <= self.partial_rotary_factor <= 1,
-            f"{self.kind}: partial_rotary_factor is a share from 0 to 1; got "
-            f"{self.partial_rotary_factor}",
-        )
-        require(
-            isinstance(self.scaling, RopeScaling),
-            f"{self.kind}: scaling must be a RopeScaling; got {self.scaling!r}",
-        )
+        check_start(self.kind, self.base, self.scaling, self.axes, self.partial_rotary_factor)
         still_heads = not_negative(f"{self.kind}: still_heads", self.still_heads)
         set_field(self, "still_heads", still_heads)
 

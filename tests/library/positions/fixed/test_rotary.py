@@ -1,6 +1,7 @@
 """Rotary tables against recorded ones, and frequencies against formulas one at a time."""
 
 import dataclasses
+import fractions
 import functools
 import math
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from tape_jax import ModelConfig, RopeScaling, rotary_state, rotate
+from tape_jax._src.positions.fixed.additive import sinusoids
 from tape_jax._src.positions.fixed.rotary import frequencies
 from tape_jax.positions import RandomRope, Rope, Xpos, Yarn
 from tests.paths import GOLDEN
@@ -425,3 +427,55 @@ class TestRandomRope:
             RandomRope(axes=2)
         with pytest.raises(ValueError, match=r"range must be positive; got 0"):
             RandomRope(range=0)
+
+
+class TestIntegersFarAway:
+    """Angles of integers are exact, however large they are."""
+
+    PLACES = (0, 7, 4095, 4096, 10**6, 2**24, 2**24 + 1, 2**31 - 1, -(2**24) - 3)
+
+    def wanted(self, scaling=None):
+        turn = fractions.Fraction(2 * math.pi)
+        omega = [fractions.Fraction(x) for x in frequencies(64, scaling=scaling)]
+        angle = np.array([[float(p * x % turn) for x in omega] for p in self.PLACES])
+        state = np.concatenate([np.cos(angle), np.sin(angle)], axis=-1)
+        return state * (scaling or RopeScaling()).state_magnitude
+
+    @pytest.mark.parametrize("wide", [False, True])
+    @pytest.mark.parametrize("scaling", [None, RopeScaling("yarn", 4.0, original_length=64)])
+    def test_states(self, scaling, wide):
+        with jax.enable_x64(wide):
+            p = jnp.asarray(self.PLACES, jnp.int64 if wide else jnp.int32)
+            state = functools.partial(rotary_state, head_dim=64, scaling=scaling, dtype=jnp.float32)
+            for call in (state, jax.jit(state)):
+                found = call(p)
+                np.testing.assert_allclose(found[3:], self.wanted(scaling)[3:], atol=1e-6)
+                np.testing.assert_allclose(found[:3], self.wanted(scaling)[:3], atol=3e-4)
+
+    def test_sinusoids(self):
+        p = jnp.asarray(self.PLACES, jnp.int32)
+        found = sinusoids(p, 64)
+        want = np.stack(np.split(self.wanted(), 2, axis=-1)[::-1], axis=-1).reshape(len(p), -1)
+        np.testing.assert_allclose(found[3:], want[3:], atol=1e-6)
+
+    def test_what_cannot_be_told_apart_is_nan(self):
+        stretch = jnp.float32(0.1)
+        state = rotary_state(jnp.array([5, 2**24]), 8, log_stretch=stretch)
+        assert np.isfinite(state[0]).all()
+        assert np.isnan(state[1]).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"partial_rotary_factor": -1}, "partial_rotary_factor is a share from 0 to 1; got -1"),
+        ({"partial_rotary_factor": 2}, "partial_rotary_factor is a share from 0 to 1; got 2"),
+        ({"base": -1e4}, "the rotary base must exceed 1; got -10000"),
+        ({"scaling": "linear"}, "scaling must be a RopeScaling; got 'linear'"),
+        ({"dtype": jnp.int32}, "dtype must be a floating-point type or None"),
+        ({"axes": 0}, "axes must be positive; got 0"),
+    ],
+)
+def test_a_state_has_the_checks_of_the_encoding(options, words):
+    with pytest.raises(ValueError, match=words):
+        rotary_state(jnp.arange(4), 8, **options)
