@@ -16,7 +16,14 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-OUTSIDE = ("CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md", "benchmarks/results/*.md")
+OUTSIDE = (
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "examples/README.md",
+    "benchmarks/results/*.md",
+    "research/*.md",
+    "research/images/**/*.png",
+)
 PRIVATE_HINT = re.compile(r' title="[^"]*tape_jax\._src[^"]*"')
 LINK = re.compile(r"\[([^][]+)\]\(([^()#\s]+)(#[^()\s]*)?\)")
 

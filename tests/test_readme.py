@@ -1,8 +1,5 @@
 """The README: its length, its numbers and its quick start."""
 
-import functools
-import json
-import math
 import re
 import statistics
 
@@ -11,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from docs import records
 from tests.paths import ROOT
 
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -29,10 +27,6 @@ ROWS = [
     ("recall", None),
     ("counting", None),
 ]
-TRAINED = {"address_4x_again": 16, "passkey": 64, "recall": 16, "counting": 32}
-# The demo's options.
-ALPHA = {"address_4x_again": 8.0}
-LEARNED = 95
 
 
 def table():
@@ -44,75 +38,16 @@ def table():
     return rows
 
 
-def merged(shared, record):
-    """A record with what it shares with the others of its file."""
-    found = dict(shared)
-    for path, value in record.items():
-        *parents, last = path.split(".")
-        inner = found
-        for parent in parents:
-            inner[parent] = dict(inner.get(parent, {}))
-            inner = inner[parent]
-        inner[last] = value
-    return found
-
-
-@functools.cache
-def reports(study):
-    """The reporting runs of a study, by encoding, its alpha and the learning rate."""
-    head, *rest = (ROOT / f"research/records/{study}.jsonl").read_text().splitlines()
-    shared, runs = json.loads(head)["shared"], {}
-    for line in rest:
-        record = merged(shared, json.loads(line))
-        model, position = record["experiment"]["model"], record["experiment"]["model"]["position"]
-        usual = position.get("attention_mix", "heads") == "heads"
-        if record["protocol"]["asked"] == "test" and usual and not model.get("random_positions"):
-            key = position["kind"], position.get("alpha")
-            rate = record["experiment"]["train"]["learning_rate"]
-            runs.setdefault(key, {}).setdefault(rate, []).append(record["found"]["result"])
-    return runs
-
-
-def exact_match(result, trained):
-    """Per cent right up to the trained length and beyond."""
-    grid = result.get("grid", result)
-    right, asked = [0, 0], [0, 0]
-    for lengths, correct, counts in zip(
-        grid["lengths"], grid["correct"], grid["counts"], strict=True
-    ):
-        for length, some, all_of_them in zip(lengths, correct, counts, strict=True):
-            beyond = int(length > trained)
-            right[beyond] += some
-            asked[beyond] += all_of_them
-    return [100 * some / count for some, count in zip(right, asked, strict=True)]
-
-
-def perplexity(result, factor):
-    """Of disjoint windows of so many times the trained length."""
-    found = result["perplexity"]
-    (one,) = (
-        m
-        for m in found["measurements"]
-        if m["protocol"] == "disjoint" and m["length"] == factor * found["trained"]
-    )
-    return math.exp(statistics.mean(one["blocks"]))
-
-
 def said(study, factor, kind, alpha):
     """A cell as it should read."""
-    rates = reports(study).get((kind, ALPHA.get(study, alpha) if alpha else None))
-    if rates is None:
+    found = records.scores(study, factor, kind, alpha)
+    if found is None:
         return ""
-    if factor:
-        # A length has the rate that is best for it.
-        means = [statistics.mean(perplexity(r, factor) for r in x) for x in rates.values()]
-        return f"{min(means):.2f}"
-    (results,) = rates.values()
-    assert len(results) == 5
-    scores = [exact_match(result, TRAINED[study]) for result in results]
-    inside, beyond = (statistics.mean(x) for x in zip(*scores, strict=True))
-    cell = f"{beyond:.1f}" if beyond > 99 else f"{beyond:.0f}"
-    return cell if inside >= LEARNED else f"({cell})"
+    values, learned = found
+    assert len(values) == 5
+    mean = statistics.mean(values)
+    cell = f"{mean:.2f}" if factor else f"{mean:.1f}" if mean > 99 else f"{mean:.0f}"
+    return cell if learned else f"({cell})"
 
 
 def test_it_is_one_page():
