@@ -319,14 +319,19 @@ def draw_results() -> Figure:
 
 
 def pointing(folder: Path) -> np.ndarray:
-    """Where the last token attends in each layer of a run: the mean over heads, ``[layers, T]``."""
-    experiment, trained = runs.load(folder), runs.restore_model(folder)
-    tokens = jnp.asarray(experiment.task.question(QUESTION))[None]
-    model = tape.Transformer(experiment.model)
-    _, maps = model.apply(trained.variables, tokens, mutable="maps")
-    stacked = [np.asarray(m) for m in jax.tree.leaves(maps)]
-    layers = [m.reshape(-1, *m.shape[-3:]) for m in stacked]
-    return np.concatenate(layers)[:, :, -1].mean(1)
+    """Where the last token attends in each layer of a run: ``[layers, T]``, of the clearest head.
+
+    That is the head with most of its attention at the token asked about or at the answer.
+    """
+    trained = runs.restore_model(folder)
+    tokens = jnp.asarray(trained.experiment.task.question(QUESTION))[None]
+    _, maps = trained.model.apply(trained.variables, tokens, mutable="maps")
+    layers = [m.reshape(-1, *m.shape[-3:]) for m in map(np.asarray, jax.tree.leaves(maps))]
+    last = np.concatenate(layers)[:, :, -1]
+    words = QUESTION.split()
+    places = [words.index("c"), words.index(ANSWER)]
+    heads = last[:, :, places].max(-1).argmax(-1)
+    return last[np.arange(len(last)), heads]
 
 
 def exact_match_by_cell(kind: str, alpha: float | None) -> np.ndarray:
@@ -355,7 +360,7 @@ def draw_question(attention: np.ndarray) -> Figure:
     axes.text(0, 3.0, title, fontsize=11, weight="bold", color=INK)
     axes.text(3.5, 1.35, "finds c", ha="center", va="top", color="white")
     axes.text(8.5, 0.35, "5 on", ha="center", va="top", color="white")
-    axes.set_xlabel("attention of the last token, c?")
+    axes.set_xlabel("attention of the last token, c?, in the clearest head of each layer")
     panels = bottom.subplots(1, 2, sharey=True)
     kinds = {"TAPE + ALiBi": ("tape+alibi", 8.0), "RoPE + ALiBi": ("rope+alibi", None)}
     for axes, (name, kind) in zip(panels, kinds.items(), strict=True):
