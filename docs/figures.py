@@ -1,18 +1,22 @@
-"""Draws the pictures of docs/idea.md: docs/images/idea_*.png, in about a minute.
+"""Draws the pictures of the documentation, docs/images/*.png, in about a minute.
 
-Run ``python -m docs.figures [--out FOLDER] [--steps N]``.
+Run ``python -m docs.figures [--out FOLDER] [--steps N] [--run RUN]``. RUN is TAPE's run of ``make
+demo``; without it ``question.png`` is left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import itertools
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import matplotlib
 import numpy as np
 import optax
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -20,21 +24,49 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyBboxPatch
 
 import tape_jax as tape
+from docs import records
 from examples.data import next_token_loss, repeated_halves
 from tape_jax._src.core.files import write_atomically
-from train.training import flops
+from train.training import flops, runs
 
 CONFIG = tape.ModelConfig(
     vocab_size=16, hidden_size=64, num_layers=4, num_heads=4, intermediate_size=128
 )
 LENGTH, SHIFT = 32, 1000
-INK, CONTENT, POSITION, BOTH = "#222222", "#d94801", "#3f51b5", "#efefef"
+# A palette that the colour-blind can tell apart (Okabe and Ito).
+INK, CONTENT, POSITION, BOTH = "#222222", "#d55e00", "#0072b2", "#f4f4f4"
+GREEN, GREY = "#009e73", "#aaaaaa"
 COLOURS = "viridis"
+# At a width of 7 inches, shown at 700 pixels.
+WIDTH, DOTS, FONT = 7.0, 200, 9
+STYLE = {
+    "font.size": FONT,
+    "axes.titlesize": FONT,
+    "axes.labelsize": FONT,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+QUESTION = "q d m c x a k f t b h z +5 c?"
+ANSWER = "t"
+TASKS = {
+    "places in lists, %": ("address_4x_again", None),
+    "keys in longer texts, %": ("passkey", None),
+    "the value of a key, %": ("recall", None),
+    "counting, %": ("counting", None),
+    "text, perplexity": ("text", 1),
+    "text at 8 times the length, perplexity": ("text", 8),
+}
+RIVALS = {
+    "TAPE + ALiBi": ("tape+alibi", 1.0),
+    "RoPE + ALiBi": ("rope+alibi", None),
+    "ALiBi": ("alibi", None),
+    "FoX": ("fox", None),
+}
 
 
 def new_figure(width: float, height: float) -> Figure:
     """A figure that needs no window."""
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(WIDTH, WIDTH * height / width), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
@@ -89,15 +121,15 @@ def plane(axes: Any, numbers: np.ndarray, limit: float) -> None:
 
 def draw_state() -> Figure:
     """The start state: one complex number for each frequency."""
-    figure = new_figure(11, 2.85)
+    figure = new_figure(11, 3.1)
     chosen = (0, 4, 8, 16)
     e = as_complex(tape.rotary_state(jnp.arange(16), 64))
     for axes, j in zip(figure.subplots(1, len(chosen)), chosen, strict=True):
         plane(axes, e[:, j], 1.3)
         for t in (0, 1, 2) if j < 8 else ():
             at = 1.15 * e[t, j]
-            axes.text(at.real, at.imag, str(t), ha="center", va="center", fontsize=9)
-        axes.set_title(f"frequency {j}: {10_000 ** (-j / 32):.3g} rad per token", fontsize=10)
+            axes.text(at.real, at.imag, str(t), ha="center", va="center")
+        axes.set_title(f"{10_000 ** (-j / 32):.2g} rad a token")
     bar = figure.colorbar(
         axes.collections[0], ax=figure.axes, shrink=0.8, pad=0.01, ticks=[0, 5, 10, 15]
     )
@@ -105,50 +137,68 @@ def draw_state() -> Figure:
     return figure
 
 
+def box(axes: Any, x: float, y: float, width: float, text: str, colour: str) -> None:
+    """A box with a text, 0.8 high."""
+    style = {"boxstyle": "round,pad=0.06", "facecolor": BOTH, "edgecolor": colour, "lw": 1.5}
+    axes.add_patch(FancyBboxPatch((x, y), width, 0.8, **style))
+    axes.text(x + width / 2, y + 0.4, text, ha="center", va="center", color=INK)
+
+
+def arrow(axes: Any, points: Sequence[tuple[float, float]], colour: str) -> None:
+    """An arrow along straight lines."""
+    for start, stop in itertools.pairwise(points[:-1]):
+        axes.plot(*zip(start, stop, strict=True), color=colour, lw=1.4, solid_capstyle="round")
+    style = {"arrowstyle": "-|>", "color": colour, "lw": 1.4, "shrinkA": 0, "shrinkB": 0}
+    axes.annotate("", points[-1], points[-2], arrowprops=style)
+
+
 def draw_layer() -> Figure:
     """What one layer does to the residual stream and to the state."""
-    figure = new_figure(11, 4.3)
+    figure = new_figure(10.4, 5.2)
     axes = figure.subplots()
-    axes.set(xlim=(0, 11), ylim=(0, 4.4))
+    axes.set(xlim=(0, 10.4), ylim=(0, 5.2))
     axes.set_axis_off()
-
-    def box(x: float, y: float, width: float, text: str, colour: str) -> None:
-        style = {"boxstyle": "round,pad=0.06", "facecolor": BOTH, "edgecolor": colour, "lw": 1.8}
-        axes.add_patch(FancyBboxPatch((x, y), width, 0.75, **style))
-        axes.text(x + width / 2, y + 0.375, text, ha="center", va="center", fontsize=10, color=INK)
-
-    def arrow(start: tuple, stop: tuple, colour: str, label: str = "", bend: float = 0) -> None:
-        style = {"arrowstyle": "-|>", "color": colour, "lw": 1.6, "shrinkA": 0, "shrinkB": 3}
-        style["connectionstyle"] = f"arc3,rad={bend}"
-        axes.annotate("", stop, start, arrowprops=style)
-        if label:
-            x, y = (start[0] + stop[0]) / 2, (start[1] + stop[1]) / 2
-            axes.text(x, y + 0.1, label, ha="center", va="bottom", color=colour, fontsize=10)
-
-    box(1.5, 3.2, 1.3, "q, k, v", CONTENT)
-    box(1.5, 0.6, 1.3, "rotate by e", POSITION)
-    box(3.7, 1.9, 1.5, "softmax(q kᵀ)\n= A", INK)
-    box(6.1, 3.2, 1.9, "o = A v, then MLP", CONTENT)
-    box(6.1, 0.6, 1.9, "a = A e", POSITION)
-    box(8.75, 1.9, 1.5, "update of e", INK)
-    arrow((0.1, 3.575), (1.44, 3.575), CONTENT, "h")
-    arrow((0.1, 0.975), (1.44, 0.975), POSITION, "e")
-    arrow((2.15, 3.14), (2.15, 1.41), CONTENT)
-    axes.text(2.25, 2.25, "q, k", color=CONTENT, fontsize=10, va="center")
-    arrow((2.86, 1.1), (3.64, 2.15), INK)
-    arrow((5.26, 2.4), (6.04, 3.3), INK, bend=0)
-    arrow((5.26, 2.15), (6.04, 1.25), INK)
-    arrow((2.86, 3.575), (6.04, 3.575), CONTENT, "v")
-    arrow((2.86, 0.8), (6.04, 0.8), POSITION, "e")
-    arrow((8.06, 3.575), (10.9, 3.575), CONTENT, "h + W o + x")
-    arrow((8.06, 3.3), (8.95, 2.71), CONTENT)
-    axes.text(8.72, 3.08, "x", color=CONTENT, fontsize=10, ha="left", va="center")
-    arrow((8.06, 1.1), (8.95, 1.84), POSITION)
-    axes.text(8.72, 1.35, "a, e", color=POSITION, fontsize=10, ha="left", va="center")
-    arrow((10.31, 2.15), (10.9, 1.2), POSITION)
-    axes.text(10.7, 1.95, "e'", color=POSITION, fontsize=11, ha="left")
-    axes.text(0.1, 4.12, "content", color=CONTENT, fontsize=11, weight="bold")
-    axes.text(0.1, 0.15, "position", color=POSITION, fontsize=11, weight="bold")
+    box(axes, 1.0, 3.1, 1.0, "q, k, v", CONTENT)
+    box(axes, 1.0, 0.9, 1.6, "rotate q, k\nby e", POSITION)
+    box(axes, 3.3, 2.0, 1.6, "A = softmax\n(q kᵀ)", INK)
+    box(axes, 5.6, 3.1, 1.0, "o = A v", CONTENT)
+    box(axes, 5.6, 0.9, 1.0, "a = A e", POSITION)
+    box(axes, 7.35, 3.1, 0.9, "MLP", CONTENT)
+    box(axes, 7.0, 0.9, 2.6, "e' = (I + $\\alpha$ A(x))\n(e + $\\alpha$ Mix(a))", POSITION)
+    # The residual stream.
+    arrow(axes, [(0.1, 4.7), (10.3, 4.7)], CONTENT)
+    arrow(axes, [(0.5, 4.7), (0.5, 3.5), (0.94, 3.5)], CONTENT)
+    arrow(axes, [(6.66, 3.5), (6.95, 3.5), (6.95, 4.7)], CONTENT)
+    arrow(axes, [(7.2, 4.7), (7.2, 3.5), (7.29, 3.5)], CONTENT)
+    arrow(axes, [(8.31, 3.5), (8.8, 3.5), (8.8, 4.7)], CONTENT)
+    arrow(axes, [(8.8, 3.5), (8.8, 1.77)], CONTENT)
+    arrow(axes, [(2.06, 3.5), (5.54, 3.5)], CONTENT)
+    arrow(axes, [(1.5, 3.04), (1.5, 1.77)], CONTENT)
+    # The state.
+    arrow(axes, [(0.1, 1.3), (0.94, 1.3)], POSITION)
+    arrow(axes, [(0.5, 1.3), (0.5, 0.3), (6.1, 0.3), (6.1, 0.84)], POSITION)
+    arrow(axes, [(6.1, 0.3), (7.6, 0.3), (7.6, 0.84)], POSITION)
+    arrow(axes, [(6.66, 1.3), (6.94, 1.3)], POSITION)
+    arrow(axes, [(9.66, 1.3), (10.3, 1.3)], POSITION)
+    # The probabilities.
+    arrow(axes, [(2.66, 1.3), (4.1, 1.3), (4.1, 1.94)], INK)
+    arrow(axes, [(4.96, 2.4), (5.85, 2.4), (5.85, 3.04)], INK)
+    arrow(axes, [(4.96, 2.4), (5.85, 2.4), (5.85, 1.77)], INK)
+    words = [
+        (0.1, 4.82, "h, the residual stream", CONTENT),
+        (6.6, 4.82, "+", CONTENT),
+        (8.45, 4.82, "+", CONTENT),
+        (9.1, 4.82, "next layer", CONTENT),
+        (3.6, 3.57, "v", CONTENT),
+        (1.6, 2.4, "q, k", CONTENT),
+        (8.9, 2.4, "x", CONTENT),
+        (0.1, 1.4, "e", POSITION),
+        (3.0, 0.37, "e, the position state", POSITION),
+        (9.68, 1.4, "e', next layer", POSITION),
+    ]
+    for x, y, text, colour in words[:-1]:
+        axes.text(x, y, text, color=colour, va="bottom")
+    axes.text(10.35, 0.95, "e'\nnext layer", color=POSITION, va="top", ha="right")
     return figure
 
 
@@ -174,7 +224,7 @@ def draw_symmetry(model: tape.Transformer, variables: Any) -> Figure:
 
 def draw_drift(model: tape.Transformer, variables: Any) -> Figure:
     """States of one frequency layer by layer, and what is left when RoPE is divided out."""
-    figure = new_figure(11, 5.6)
+    figure = new_figure(11, 6.2)
     states = states_of(model, variables)
     panels = figure.subplots(2, len(states))
     head, frequency = 0, 2
@@ -183,17 +233,18 @@ def draw_drift(model: tape.Transformer, variables: Any) -> Figure:
     for layer, (e, (above, below)) in enumerate(zip(chosen, panels.T, strict=True), 1):
         plane(above, e, limit)
         plane(below, e / chosen[0], limit)
-        above.set_title(f"entering layer {layer}" + (": RoPE" if layer == 1 else ""), fontsize=11)
+        above.set_title(f"layer {layer}" + (": RoPE" if layer == 1 else ""))
     panels[0, 0].set_ylabel("the state e")
     panels[1, 0].set_ylabel("e divided by RoPE's")
     bar = figure.colorbar(above.collections[0], ax=panels, shrink=0.7, pad=0.01)
     bar.set_label("position of the token")
+    figure.suptitle("Below, angles hardly move: on this task states mostly stretch")
     return figure
 
 
 def draw_cost() -> Figure:
     """Products of attention, forward and backward, by way of attending the state."""
-    figure = new_figure(9, 2.7)
+    figure = new_figure(9, 3.0)
     axes = figure.subplots()
     ways = {
         "RoPE: values alone": flops.PLAIN,
@@ -208,10 +259,130 @@ def draw_cost() -> Figure:
     axes.barh(names, backward, left=forward, color="#9fa8da", label="backward")
     for y, (first, second) in enumerate(zip(forward, backward, strict=True)):
         relative = (first + second) / flops.PLAIN.both
-        axes.text(first + second + 0.2, y, f"{relative:.2f} x", va="center", fontsize=10)
+        axes.text(first + second + 0.2, y, f"{relative:.2f} x", va="center")
     axes.set(xlabel="products of queries x keys x head dimension", xlim=(0, 24))
     axes.legend(frameon=False, loc="upper right")
     axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def shapes() -> dict[str, np.ndarray]:
+    """What encodings add to or leave of a logit, over the distance, with typical parameters."""
+    d, frequency = np.arange(64), 10_000.0 ** -(np.arange(32) / 32)
+    cosines = np.cos(d[:, None] * frequency)
+    zeta = (np.arange(32) / 32 + 0.4) / 1.4
+    gates = np.where(d % 20 == 19, 0.3, 0.99)
+    buckets = np.where(d < 16, d, 16 + 16 * np.log(np.maximum(d, 1) / 16) / np.log(8)).astype(int)
+    return {
+        "none": 0.0 * d,
+        "rope": cosines.mean(1),
+        "xpos": (cosines * zeta ** (d[:, None] / 64)).mean(1),
+        "alibi": -d / 4,
+        "kerple": -np.log1p(d),
+        "t5, as it might be learned": -0.1 * buckets,
+        "fox: gates close at line ends": np.cumsum(np.log(gates)),
+        "tape: it attended 24 back": np.cos((d - 24)[:, None] * frequency).mean(1),
+    }
+
+
+def draw_encodings() -> Figure:
+    """Eight kinds of shapes of a logit over distance."""
+    figure = new_figure(10, 5.4)
+    panels = figure.subplots(2, 4, sharex=True).ravel()
+    for axes, (name, values) in zip(panels, shapes().items(), strict=True):
+        axes.plot(values, color=CONTENT if name.startswith(("fox", "tape")) else POSITION, lw=2)
+        axes.set_title(name.replace(": ", ":\n").replace(", ", ",\n"))
+        axes.set(yticks=[0], xticks=[0, 30, 60])
+    figure.supxlabel("distance in tokens; orange: the content moves it")
+    figure.supylabel("logit")
+    return figure
+
+
+def draw_results() -> Figure:
+    """Means and 95 % intervals of five seeds, sorted; grey where the task was not learned."""
+    figure = new_figure(10, 7)
+    for axes, (task, study) in zip(figure.subplots(3, 2).ravel(), TASKS.items(), strict=True):
+        found = {name: records.scores(*study, *rival) for name, rival in RIVALS.items()}
+        known = {name: one for name, one in found.items() if one is not None}
+        order = sorted(known, key=lambda name: statistics.mean(known[name][0]))
+        for y, name in enumerate(order[::-1] if study[1] else order):
+            values, learned = known[name]
+            # Student's t of four degrees of freedom.
+            half = 2.776 * statistics.stdev(values) / len(values) ** 0.5
+            colour = (CONTENT if "TAPE" in name else POSITION) if learned else GREY
+            mean = statistics.mean(values)
+            axes.errorbar(mean, y, xerr=half, fmt="o", color=colour, capsize=3)
+        names = order[::-1] if study[1] else order
+        axes.set(yticks=range(len(names)), ylim=(-0.6, len(names) - 0.4), title=task)
+        axes.set_yticklabels(names)
+        if not study[1]:
+            axes.set(xlim=(0, 103))
+    return figure
+
+
+def pointing(folder: Path) -> np.ndarray:
+    """Where the last token attends in each layer of a run: ``[layers, T]``, of the clearest head.
+
+    That is the head with most of its attention at the token asked about or at the answer.
+    """
+    trained = runs.restore_model(folder)
+    tokens = jnp.asarray(trained.experiment.task.question(QUESTION))[None]
+    _, maps = trained.model.apply(trained.variables, tokens, mutable="maps")
+    layers = [m.reshape(-1, *m.shape[-3:]) for m in map(np.asarray, jax.tree.leaves(maps))]
+    last = np.concatenate(layers)[:, :, -1]
+    words = QUESTION.split()
+    places = [words.index("c"), words.index(ANSWER)]
+    heads = last[:, :, places].max(-1).argmax(-1)
+    return last[np.arange(len(last)), heads]
+
+
+def exact_match_by_cell(kind: str, alpha: float | None) -> np.ndarray:
+    """Per cent right by offset and length, the mean of five seeds."""
+    (results,) = records.reports("address_4x_again")[kind, alpha].values()
+    cells = [100 * np.array(r["grid"]["correct"]) / np.array(r["grid"]["counts"]) for r in results]
+    return np.mean(cells, axis=0)
+
+
+def draw_question(attention: np.ndarray) -> Figure:
+    """A question and its answer, where the first two layers attend, and how often it is right."""
+    figure = new_figure(10, 7.2)
+    top, bottom = figure.subfigures(2, 1, height_ratios=[1.15, 1])
+    words = QUESTION.split()
+    axes = top.subplots()
+    axes.imshow(attention[:2], cmap="Blues", vmin=0, vmax=1, aspect="auto", extent=(0, 14, 0, 2))
+    axes.set(xlim=(0, 14), ylim=(0, 3.4), xticks=[], yticks=[0.5, 1.5])
+    axes.set_yticklabels(["layer 2", "layer 1"])
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
+    for i, word in enumerate(words):
+        colour = {"c": POSITION, "c?": POSITION, ANSWER: CONTENT}.get(word, INK)
+        heavy = "bold" if colour != INK else "normal"
+        axes.text(i + 0.5, 2.3, word, ha="center", color=colour, fontsize=13, weight=heavy)
+    title = f"Which token stands 5 places after c?   Answer: {ANSWER}"
+    axes.text(0, 3.0, title, fontsize=11, weight="bold", color=INK)
+    axes.text(3.5, 1.35, "finds c", ha="center", va="top", color="white")
+    axes.text(8.5, 0.35, "5 on", ha="center", va="top", color="white")
+    axes.set_xlabel("attention of the last token, c?, in the clearest head of each layer")
+    panels = bottom.subplots(1, 2, sharey=True)
+    kinds = {"TAPE + ALiBi": ("tape+alibi", 8.0), "RoPE + ALiBi": ("rope+alibi", None)}
+    for axes, (name, kind) in zip(panels, kinds.items(), strict=True):
+        image = axes.imshow(
+            exact_match_by_cell(*kind),
+            cmap="cividis",
+            vmin=0,
+            vmax=100,
+            aspect="auto",
+            origin="lower",
+            extent=(9.5, 32.5, 0.5, 8.5),
+        )
+        axes.axvline(16.5, color="white", lw=1.5, ls="--")
+        axes.set(title=name, xlabel="length of the list (trained: up to 16)")
+    panels[0].set_ylabel("places after c")
+    bottom.colorbar(image, ax=panels, label="right, %")
+    figure.supxlabel(
+        "3 layers, width 64, 4 heads. Above: a run of make demo. Below: 4,000 steps, five seeds.",
+        fontsize=8,
+    )
     return figure
 
 
@@ -220,22 +391,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "images")
     parser.add_argument("--steps", type=int, default=400, help="of training (400)")
+    parser.add_argument("--run", type=Path, help="TAPE's run of make demo")
     args = parser.parse_args(argv)
     model, variables, loss = train(args.steps)
     print(f"the model repeats with a loss of {loss:.3f} nats per token")
     figures: dict[str, Callable[[], Figure]] = {
-        "state": draw_state,
-        "layer": draw_layer,
-        "symmetry": lambda: draw_symmetry(model, variables),
-        "drift": lambda: draw_drift(model, variables),
-        "cost": draw_cost,
+        "idea_state": draw_state,
+        "idea_layer": draw_layer,
+        "idea_symmetry": lambda: draw_symmetry(model, variables),
+        "idea_drift": lambda: draw_drift(model, variables),
+        "idea_cost": draw_cost,
+        "encodings": draw_encodings,
+        "results": draw_results,
     }
+    if args.run:
+        figures["question"] = lambda: draw_question(pointing(args.run))
     args.out.mkdir(parents=True, exist_ok=True)
     for name, draw in figures.items():
         buffer = io.BytesIO()
-        draw().savefig(buffer, format="png", dpi=100)
-        write_atomically(args.out / f"idea_{name}.png", buffer.getvalue())
-        print(args.out / f"idea_{name}.png", len(buffer.getvalue()), "bytes")
+        with matplotlib.rc_context(STYLE):
+            draw().savefig(buffer, format="png", dpi=DOTS)
+        write_atomically(args.out / f"{name}.png", buffer.getvalue())
+        print(args.out / f"{name}.png", len(buffer.getvalue()), "bytes")
 
 
 if __name__ == "__main__":

@@ -17,8 +17,12 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = (
-    *("CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md"),
-    *("benchmarks/results/*.md", "research/*.md"),
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "examples/README.md",
+    "benchmarks/results/*.md",
+    "research/*.md",
+    "research/images/**/*.png",
 )
 PRIVATE_HINT = re.compile(r' title="[^"]*tape_jax\._src[^"]*"')
 LINK = re.compile(r"\[([^][]+)\]\(([^()#\s]+)(#[^()\s]*)?\)")

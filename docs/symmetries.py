@@ -1,4 +1,4 @@
-"""Writes the table of docs/encodings.md: what is true of every encoding, found by trying.
+"""Writes the table of docs/encodings_reference.md: what is true of every encoding, found by trying.
 
 Run ``python -m docs.symmetries [KIND ...]``; all of them take a few minutes.
 
@@ -27,7 +27,7 @@ from tape_jax import positions, testing
 from tape_jax._src.attention import pallas_blocks
 from tape_jax._src.core.files import write_atomically
 
-PAGE = Path(__file__).parent / "encodings.md"
+PAGE = Path(__file__).parent / "encodings_reference.md"
 BEGIN, END = "<!-- symmetries: begin -->", "<!-- symmetries: end -->"
 
 VOCAB, TIME, SHIFT = 13, 6, 1000

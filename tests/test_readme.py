@@ -1,0 +1,84 @@
+"""The README: its length, its numbers and its quick start."""
+
+import re
+import statistics
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+
+from docs import records
+from tests.paths import ROOT
+
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+COLUMNS = {
+    "TAPE + ALiBi": ("tape+alibi", 1.0),
+    "RoPE + ALiBi": ("rope+alibi", None),
+    "ALiBi": ("alibi", None),
+    "FoX": ("fox", None),
+}
+# Rows of the table in order: the study and, for perplexities, the factor on the trained length.
+ROWS = [
+    ("address_4x_again", None),
+    ("text", 1),
+    ("text", 8),
+    ("passkey", None),
+    ("recall", None),
+    ("counting", None),
+]
+
+
+def table():
+    """The cells of the table of results, a list for each row."""
+    section = TEXT.partition("## Results")[2]
+    lines = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("|")]
+    header, _, *rows = [[cell.strip() for cell in line] for line in lines]
+    assert header[1:] == list(COLUMNS)
+    return rows
+
+
+def said(study, factor, kind, alpha):
+    """A cell as it should read."""
+    found = records.scores(study, factor, kind, alpha)
+    if found is None:
+        return ""
+    values, learned = found
+    assert len(values) == 5
+    mean = statistics.mean(values)
+    cell = f"{mean:.2f}" if factor else f"{mean:.1f}" if mean > 99 else f"{mean:.0f}"
+    return cell if learned else f"({cell})"
+
+
+def test_it_is_one_page():
+    assert len(TEXT.splitlines()) <= 120
+    cells = [cell for line in TEXT.splitlines() if line[:1] == "|" for cell in line.split("|")]
+    assert all(len(cell.strip()) <= 60 for cell in cells)
+
+
+@pytest.mark.parametrize("row", range(len(ROWS)))
+def test_results_are_those_on_record(row):
+    expected = [said(*ROWS[row], *column) for column in COLUMNS.values()]
+    assert table()[row][1:] == expected
+
+
+def test_costs_are_those_on_record():
+    section = TEXT.partition("**Cost of a training step**")[2].partition("##")[0]
+    cpu, gpu = re.findall(r"\]\((benchmarks/\S+)\)(.*?\.)(?:\s|$)", section, re.DOTALL)
+    for page, sentence in (cpu, gpu):
+        numbers = re.findall(r"\b1\.\d\d\b", sentence)
+        assert len(numbers) == 2
+        found = (ROOT / page).read_text()
+        assert all(number in found for number in numbers), page
+
+
+def test_quick_start_starts_as_rope():
+    """Both sides of the diff run, and a new TAPE layer gives what the RoPE layer gives."""
+    diff = re.search(r"```diff\n(.*?)```", TEXT, re.DOTALL)[1].splitlines()
+    before, after = ({}, {})
+    exec("\n".join(line[1:] for line in diff if line[:1] != "+"), before)
+    exec("\n".join(line[1:] for line in diff if line[:1] != "-"), after)
+    chex.assert_trees_all_close(after["h"], before["h"], atol=1e-5)
+    moved = jax.tree.map(lambda p: p + 0.1, after["params"]["tape"])
+    _, e = after["layer"](after["params"] | {"tape": moved}, before["h"], before["e"])
+    assert jnp.abs(e - before["e"][:, None]).max() > 0.01
