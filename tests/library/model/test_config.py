@@ -154,8 +154,8 @@ class TestModelConfig:
             state_dtype="float32", position=Tape(norm="rms", layers=(0, 1)),
             attention_implementation=("chunked", "reference"), lora=Lora(rank=2, targets=("q",)),
         )  # fmt: skip
-        mapping = {"norm": "rms", "layers": [0, 1]}
-        for position in (mapping, {"kind": "tape", **mapping}, Tape(norm="rms", layers=[0, 1])):
+        mapping = {"kind": "tape", "norm": "rms", "layers": [0, 1]}
+        for position in (mapping, Tape(norm="rms", layers=[0, 1])):
             found = ModelConfig(
                 np.int64(10), num_layers=np.int32(2), head_dim=np.array(8), dtype=jnp.bfloat16,
                 param_dtype=np.float16, state_dtype=jnp.dtype("float32"), position=position,

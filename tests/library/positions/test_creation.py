@@ -42,7 +42,7 @@ def test_options_by_keyword_mapping_and_replacement():
     assert create({"kind": "tape", **options}) == want
     with pytest.raises(ValueError, match=r"needs its name, 'kind'; got only 'norm', 'layers'"):
         create(options)
-    assert create({**options, "norm": "unit"}, norm="rms") == want
+    assert create({"kind": "tape", **options, "norm": "unit"}, norm="rms") == want
     assert create(Tape(norm="rms"), layers=(0, 1), scaling=want.scaling) == want
     assert create(want) is want
 
