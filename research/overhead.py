@@ -18,8 +18,8 @@ from tape_jax.tune import Timing, take_turns
 from train import experiment
 from train.checks import require
 from train.experiment import TrainConfig
+from train.process import keep_freed_memory
 from train.training import runs
-from train.training.allocator import keep_freed_memory
 from train.training.flops import model_flops
 from train.training.step import TrainState, make_optimizer, make_step
 

@@ -44,7 +44,7 @@ BACKENDS = {
 }
 
 
-class Rule(NamedTuple):
+class Preference(NamedTuple):
     """Names to try where nothing was measured, fastest first, and for which calls.
 
     Attributes:
@@ -92,15 +92,15 @@ class Rule(NamedTuple):
 # as queries, from 1,024 tokens on (benchmarks/results/2026-11-26-nvidia-h200.md). Shorter calls
 # down to 256 tokens, and others whose keys are not far more than their queries, go by the same.
 H200 = f"times of an H200; nothing was measured here ({records.COMMAND} does)"
-HOPPER = Rule((), H200, generation=9, itemsize=2, shortest=256)
+HOPPER = Preference((), H200, generation=9, itemsize=2, shortest=256)
 RULES = (
     # On a CPU, forward and backward, from 1 to 2048 heads in all and T 32 to 512, ``reference`` is
     # then 0.9 to 1.4 times as fast; beyond either limit ``chunked`` is 0.9 to 4 times as fast.
-    Rule(("reference",), pairs=2**15, bytes=2**24),
+    Preference(("reference",), pairs=2**15, bytes=2**24),
     HOPPER._replace(names=("tokamax_mosaic", "cudnn", "pallas"), widest_with_state=64),
     HOPPER._replace(names=("cudnn", "tokamax_mosaic", "pallas")),
-    Rule(("query_blocks",), platform="cpu"),
-    Rule(("chunked", "rows", "reference")),
+    Preference(("query_blocks",), platform="cpu"),
+    Preference(("chunked", "rows", "reference")),
 )
 # The oldest release of a library whose kernel was timed.
 TIMED_RELEASES = {"tokamax_mosaic": ("tokamax", (0, 0, 17))}

@@ -37,7 +37,7 @@ def sync(path: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """Where the library keeps what can be made again: as ``train.data.cache_folder`` says.
+    """Where the library keeps what can be made again: as ``train.files`` says.
 
     Raises:
       OSError: if there is none: a user may have no home.

@@ -72,7 +72,11 @@ REFUSED = {
     **dict.fromkeys(("tokamax", "tokamax_mosaic"), VENDOR | WITH_SEGMENTS | KEYLESS_ROWS | OFFSET),
     # All of them, whose widths are small and no powers of two.
     "tokamax_triton": {case.name for case in CASES + MASKED},
-    "cudnn": VENDOR | WITH_SEGMENTS | KEYLESS_ROWS | OFFSET | {"window_bidirectional"},
+    "cudnn": VENDOR
+    | WITH_SEGMENTS
+    | KEYLESS_ROWS
+    | OFFSET
+    | {"window_bidirectional", "window_of_two_sides"},
 }
 ARRAYS = ("q", "k", "v", "state")
 # Largest error relative to the largest value, against float64.

@@ -140,7 +140,7 @@ WRONG = {
     ),
     "lengths": (
         arrays() | {"query_seq_lengths": jnp.ones(3, int)},
-        r"query_seq_lengths must be integers of shape \(\), one a row; got int32 of shape \(3,\)",
+        r"query_seq_lengths must be integers of shape \(2,\), one a row; got int32 of shape \(3,\)",
     ),
     "window_pair": (
         arrays() | {"local_window_size": (3, 0, 1)},

@@ -73,7 +73,7 @@ def registered(monkeypatch):
         vars(module).update(functions)
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setitem(choice.BACKENDS, "extra", module.__name__)
-        monkeypatch.setattr(choice, "RULES", (choice.Rule(("extra",)), *choice.RULES[1:]))
+        monkeypatch.setattr(choice, "RULES", (choice.Preference(("extra",)), *choice.RULES[1:]))
 
     return register
 
@@ -138,7 +138,7 @@ def test_what_cannot_be_imported_is_a_reason(monkeypatch, tmp_path, error):
     (tmp_path / "broken_backend.py").write_text(f"raise {error.__name__}('moved in jax 9')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(choice.BACKENDS, "extra", "broken_backend")
-    monkeypatch.setattr(choice, "RULES", (choice.Rule(("extra",)), *choice.RULES))
+    monkeypatch.setattr(choice, "RULES", (choice.Preference(("extra",)), *choice.RULES))
     reason = f"cannot be imported here: {error.__name__}: moved in jax 9"
     attention(**ARRAYS)
     assert attention_plan(**ARRAYS).rejected["extra"] == reason
