@@ -187,5 +187,5 @@ def test_misuse():
         model_of("spaced", "learned", 41)
     with pytest.raises(ValueError, match="one position a token; 'rope' has axes = 2"):
         model_of("spaced", Rope(axes=2))
-    with pytest.raises(ValueError, match="random_rope draws positions by itself"):
+    with pytest.raises(ValueError, match="'random_rope' takes random_positions of the kinds"):
         model_of("spaced", "random_rope")
