@@ -5,7 +5,7 @@ import jax
 import pytest
 
 from research.configs import places
-from research.studies import options
+from research.study import options
 from tape_jax import positions
 from tests.paths import ROOT
 from train import experiment
