@@ -209,9 +209,9 @@ def test_one_for_all(monkeypatch, kinds, sums, worst, kind):
 def test_longer_sums(design, place, share, kind):
     """All of the interval is on one side."""
     planned = design.at(place)
-    assert place_claims._sums_right(planned, "tape_head_scale").kind is Kind.UNFINISHED
-    finish_all(planned, {"tape_head_scale": share})
-    found = place_claims._sums_right(planned, "tape_head_scale")
+    assert place_claims._sums_right(planned, "tape").kind is Kind.UNFINISHED
+    finish_all(planned, {"tape": share})
+    found = place_claims._sums_right(planned, "tape")
     assert found.kind is kind
     assert found.rows[0][1] == "a share, limit +50.00"
     assert planned.score(BEYOND).label in found.rows[0][2]

@@ -31,6 +31,7 @@ from tape_jax._src.attention.request import (
     hide,
     pairs_to_rows,
     refuse_rows,
+    scaled_beforehand,
     to_rows,
 )
 from tape_jax._src.attention.visibility import Visibility, visible_blocks
@@ -72,15 +73,16 @@ def attend(
     for name, size in (("block_q", block_q), ("block_k", block_k)):
         require(size is None or size >= 1, f"{name} must be at least 1; got {size}")
     default_q, default_k = default_blocks(request)
+    q, k = request.rotated()
+    q, scale = scaled_beforehand(q, request.scale)
     blocks = Blocks(
         query_length=request.query_length,
         key_length=request.key_length,
         block_q=min(block_q or default_q, request.query_length),
         block_k=min(block_k or default_k, request.key_length),
         groups=request.groups,
-        scale=request.scale,
+        scale=scale,
     )
-    q, k = request.rotated()
     visibility = _padded_visibility(request.visibility, blocks)
     bias, source = _block_bias(request, blocks, jnp.asarray(visibility.query_offset))
     arrays = Arrays(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -68,13 +67,10 @@ def normalize(
     *batch, query_length, query_heads, dim = q.shape
     pairs = (query_heads, query_length, k.shape[-3])
     lengths = {"query": query_seq_lengths, "key_value": key_value_seq_lengths}
+    window = (local_window_size, window_positions)
     visibility = _visibility(
-        is_causal, local_window_size, mask, query_offset, segment_ids, lengths, batch, pairs
+        is_causal, window, mask, query_offset, segment_ids, lengths, batch, pairs
     )
-    if window_positions is not None:
-        counts = _ids("window_positions", window_positions, batch, pairs[1:])
-        if visibility.band.window is not None:
-            visibility = dataclasses.replace(visibility, counts=counts)
     refuse(
         callable(bias) and jnp.ndim(visibility.query_offset) > 0,
         "a function as bias is given query indices [Q], the same for all rows: with one "
@@ -101,7 +97,7 @@ def normalize(
 
 def _visibility(
     is_causal: bool,
-    window: int | tuple[int, int] | None,
+    window: tuple[Any, Any],
     mask: Array | None,
     offset: int | Array,
     segment_ids: Any,
@@ -109,7 +105,10 @@ def _visibility(
     batch: Sequence[int],
     pairs: tuple[int, int, int],
 ) -> Visibility:
-    """Return what a call of ``pairs`` (query heads, queries, keys) lets its queries see."""
+    """Return what a call of ``pairs`` (query heads, queries, keys) lets its queries see.
+
+    ``window`` is its size, and the positions by which it is measured.
+    """
     _, queries, keys = pairs
     offset, farthest = _offset(offset, batch)
     require(
@@ -134,11 +133,14 @@ def _visibility(
     # A wider window hides no more, and sums with it would leave 32-bit integers.
     widest = MAX_INDEX if farthest is None else queries + keys + farthest
     words = "an integer from 0 on, or a pair (left, right) of them"
-    sizes = _known("local_window_size", window, _window, words)
+    sizes = _known("local_window_size", window[0], _window, words)
     sides = None if sizes is None else (min(sizes[0], widest), min(sizes[1], widest))
     causal = _known("is_causal", is_causal, functools.partial(truth, "is_causal"), "True or False")
     band = Band(causal, sides)
-    return Visibility(band, offset, segments, mask)
+    counts = None
+    if window[1] is not None:
+        counts = _ids("window_positions", window[1], batch, (queries, keys))
+    return Visibility(band, offset, segments, mask, None if sides is None else counts)
 
 
 def _window(given: Any) -> tuple[int, int] | None:

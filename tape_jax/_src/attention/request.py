@@ -131,6 +131,15 @@ class Request:
         return jnp.concatenate([values, state], axis=-1)
 
 
+def scaled_beforehand(q: Array, scale: float) -> tuple[Array, float]:
+    """Return queries and the scale that is left for the logits; of 16 bits both as they are.
+
+    XLA may contract ``logits * scale - top`` into one instruction, which rounds once. At logits of
+    1e9 the largest one then differs from the maximum by hundreds, and the softmax overflows.
+    """
+    return (q, scale) if q.dtype.itemsize < 4 else (q * scale, 1.0)
+
+
 def refuse_rows(request: Request) -> None:
     """Raises NotImplementedError where a call needs whole rows of logits."""
     for name in ("logits_fn", "weights_fn"):

@@ -14,7 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from tape_jax._src.attention import reference
-from tape_jax._src.attention.request import AttentionRows, Request, RowFunction
+from tape_jax._src.attention.request import (
+    AttentionRows,
+    Request,
+    RowFunction,
+    scaled_beforehand,
+)
 from tape_jax._src.attention.visibility import part
 from tape_jax._src.core.checks import require
 
@@ -48,7 +53,10 @@ def attend(request: Request, *, block_q: int | None = None) -> tuple[Array, Arra
     time = request.query_length
     size = min(block_q or _block_length(request), time)
     q, k = request.rotated()
-    request = dataclasses.replace(request, q=q, k=k, query_state=None, keys_rotated=True)
+    q, scale = scaled_beforehand(q, request.scale)
+    request = dataclasses.replace(
+        request, q=q, k=k, scale=scale, query_state=None, keys_rotated=True
+    )
     visibility = request.visibility
     known = visibility.band.is_causal and isinstance(visibility.query_offset, int)
     parts = PARTS if known else 1

@@ -17,6 +17,11 @@ def trace(model, tokens=None, **options):
     return jax.eval_shape(lambda: model.init(jax.random.key(0), tokens, **options))
 
 
+def tape(**options):
+    """The encoding as a mapping."""
+    return {"kind": "tape", **options}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -48,15 +53,43 @@ def test_bad_configurations(options, message):
     ("position", "options", "message"),
     [
         ("taep", {}, r"unknown position encoding 'taep'.*did you mean 'tape'"),
-        ({"kind": "tape", "norms": "rms"}, {}, r"unknown field 'norms'.*did you mean 'norm'"),
-        ({"norm": "rsm"}, {}, r"unknown tape norm 'rsm'.*did you mean 'rms'"),
-        ({"form": "tensors"}, {}, r"unknown tape form 'tensors'.*did you mean 'tensor'"),
-        ({"attention_mix": "head"}, {}, r"unknown tape attention_mix 'head'.*did you mean"),
-        ({"activation": "slu"}, {}, r"unknown tape activation 'slu'.*did you mean 'silu'"),
-        ({"layers": (2, 1)}, {}, r"layers must be 'all' or \(start, stop\).*got \(2, 1\)"),
-        ({"layers": (1, 4)}, {}, r"layers = \(1, 4\) goes past the model's 3 layers"),
-        ({"form": "tensor", "l": 3}, {}, "l = 3 does not divide the head dimension 8"),
-        ({"form": "tensor", "l": 4, "r": 2}, {}, "start state exists for even l and r >= l"),
+        (tape(norms="rms"), {}, r"unknown field 'norms'.*did you mean 'norm'"),
+        (tape(norm="rsm"), {}, r"unknown tape norm 'rsm'.*did you mean 'rms'"),
+        (
+            {"kind": "tape", "form": "tensors"},
+            {},
+            r"unknown tape form 'tensors'.*did you mean 'tensor'",
+        ),
+        (
+            {"kind": "tape", "attention_mix": "head"},
+            {},
+            r"unknown tape attention_mix 'head'.*did you mean",
+        ),
+        (
+            {"kind": "tape", "activation": "slu"},
+            {},
+            r"unknown tape activation 'slu'.*did you mean 'silu'",
+        ),
+        (
+            {"kind": "tape", "layers": (2, 1)},
+            {},
+            r"layers must be 'all' or \(start, stop\).*got \(2, 1\)",
+        ),
+        (
+            {"kind": "tape", "layers": (1, 4)},
+            {},
+            r"layers = \(1, 4\) goes past the model's 3 layers",
+        ),
+        (
+            {"kind": "tape", "form": "tensor", "l": 3},
+            {},
+            "l = 3 does not divide the head dimension 8",
+        ),
+        (
+            {"kind": "tape", "form": "tensor", "l": 4, "r": 2},
+            {},
+            "start state exists for even l and r >= l",
+        ),
         ({"kind": "abacus"}, {}, "abacus: digits"),
         ({"kind": "rope", "axes": 5}, {"positions": jnp.zeros((5, 5))}, r"axes must lie in 1\.\.4"),
         (
