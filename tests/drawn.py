@@ -24,6 +24,7 @@ from tape_jax import (
     Transformer,
     attention,
     attention_plan,
+    decode,
     extend,
     init_cache,
     prefill,
@@ -74,6 +75,12 @@ def prompt(model, variables, tokens, lengths, capacity):
     return prefill(model, variables, tokens, lengths, capacity=capacity)
 
 
+def said(model, variables, prompts, count, capacity, stop=None):
+    """Tokens that greedy decoding appends to prompts, and the cache."""
+    _, cache = prefill(model, variables, prompts[:, :-1], capacity=capacity)
+    return decode(model, variables, cache, prompts[:, -1], count, stop=stop)
+
+
 def state_is_refused(q, k, v, e):
     """Whether a call of attention with this state is an error."""
     try:
@@ -95,6 +102,7 @@ compiled_full_pass = jax.jit(
 compiled_chunk = jax.jit(chunk, static_argnums=0)
 compiled_prompt = jax.jit(prompt, static_argnums=(0, 4))
 compiled_extend = jax.jit(extend, static_argnums=0)
+compiled_decode = jax.jit(said, static_argnums=(0, 3, 4))
 compiled_init_cache = jax.jit(
     init_cache, static_argnums=(0, 1, 2), static_argnames=("position_dtype",)
 )

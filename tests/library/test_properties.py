@@ -3,6 +3,7 @@
 Each is tried on a few models, and in the slow tests on many.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from tape_jax import Experts
+from tape_jax import Experts, ModelConfig, rotary_state, rotate, testing
 from tape_jax.positions import registry
 from tests import drawn
 from tests.drawn import DYNAMIC, LIMIT, TOLERANCE, Batch, Profile, assert_near, for_all
@@ -498,3 +499,83 @@ def test_states_between_one_for_all_and_full_rank_are_refused(profile):
             assert not drawn.state_is_refused(q, q, q, array(*lead))
         for lead in ((time, heads), (batch, time), (time, 1)):
             assert drawn.state_is_refused(q, q, q, array(*lead))
+
+
+# --- Turns, gaps and far places ------------------------------------------------------------------
+
+
+@each_kind("tape", among=("tape", "alibi", "fox", "path", "learned"))
+def test_turns_follow_a_stop(kind, profile):
+    """What follows a row's stop is none of its text, whenever the row has stopped."""
+    models = drawn.models(kind, profile, local_window_size=None)
+
+    @for_all(profile.calls, kind, model=models, seed=drawn.seeds, count=st.integers(2, 6))
+    def check(model, seed, count):
+        prompts, turn = drawn.tokens(seed, ROWS, 3), drawn.tokens(seed + 1, ROWS, 2)
+        with drawn.precision(model.dtype):
+            first = drawn.compiled_decode(model.model, model.variables, prompts, count, LIMIT)[0]
+            stop = np.asarray(first)[0, :1]
+            said, cache = drawn.compiled_decode(
+                model.model, model.variables, prompts, count, LIMIT, stop=stop
+            )
+            found, _ = drawn.compiled_extend(model.model, model.variables, cache, turn)
+            for row, own in enumerate(np.asarray(said)):
+                ends = np.flatnonzero(own == stop)
+                text = own[: ends[0] + 1] if ends.size and ends[0] < count - 1 else own[:-1]
+                whole = np.concatenate([prompts[row], text, turn[row]])[None]
+                batch = Batch(whole, np.arange(whole.size, dtype=np.int32)[None], None)
+                expected = full_pass(model, batch)[0, -2:]
+                assert_near(found[row], expected, TOLERANCE[model.dtype])
+
+
+@each_kind("tape", among=("tape", "rope", "alibi", "fox", "cope"))
+def test_a_text_with_gaps_equals_itself_alone(kind, profile):
+    """Padding between its tokens, and another text in turns with it, count for no window."""
+    models = drawn.models(kind, profile, local_window_size=2)
+    ids = st.lists(st.integers(0, 2), min_size=TIME, max_size=TIME).filter(lambda x: 1 in x)
+
+    @for_all(profile.calls, kind, model=models, ids=ids, seed=drawn.seeds)
+    def check(model, ids, seed):
+        ids, tokens = np.array([ids], np.int32), drawn.tokens(seed, 1, TIME)
+        places = np.zeros_like(ids)
+        for name in (1, 2):
+            places[ids == name] = np.arange((ids == name).sum())
+        own = ids[0] == 1
+        alone = Batch(tokens[:, own], places[:, own], None)
+        with drawn.precision(model.dtype):
+            found = full_pass(model, Batch(tokens, places, ids))
+            assert_near(found[:, own], full_pass(model, alone), TOLERANCE[model.dtype])
+
+
+@each_kind("tape", "sinusoidal", among=tuple(registry))
+def test_a_configuration_is_read_back_from_its_fields(kind, profile):
+    @for_all(profile.calls, kind, model=drawn.models(kind, profile))
+    def check(model):
+        config = model.model.config
+        assert ModelConfig(**dataclasses.asdict(config)) == config
+
+
+@each_profile
+def test_moving_far_away_changes_no_logit(profile):
+    """Of rotary states in float32, by any number of tokens up to 2^31."""
+    far = st.integers(-(2**31) + 8, 2**31 - 8)
+
+    @for_all(10 * profile.calls, "far", far=far, seed=drawn.seeds, dim=st.sampled_from((2, 8, 64)))
+    def check(far, seed, dim):
+        rng = np.random.default_rng(seed)
+        q, k = rng.normal(size=(2, 6, 1, dim)).astype(np.float32)
+
+        def logits(places):
+            e = rotary_state(jnp.asarray(places, jnp.int32), dim)
+            return jnp.einsum("qhd,khd->hqk", rotate(q, e), rotate(k, e))
+
+        # Angles of places below 2^12 are plain products, off by 3e-4 at most.
+        assert_near(logits(np.arange(6) + far), logits(np.arange(6)), 5e-4)
+
+
+@each_profile
+def test_a_part_that_is_imaginary_is_seen(profile):
+    @for_all(profile.calls, "imaginary", factor=st.floats(0.1, 10), real=st.floats(-1, 1))
+    def check(factor, real):
+        with pytest.raises(testing.SymmetryError):
+            testing.assert_shift_invariant(lambda p: real + 1j * factor * p, np.arange(5.0))

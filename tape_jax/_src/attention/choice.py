@@ -25,7 +25,7 @@ import jax
 from tape_jax._src.attention.request import Request
 from tape_jax._src.attention.tuning import records
 from tape_jax._src.attention.tuning.records import CallShape
-from tape_jax._src.core.checks import choose
+from tape_jax._src.core.checks import choose, refuse
 from tape_jax._src.core.devices import compute_capability
 
 # Name to module, or to "module:object". A module is imported when it may be taken, or is named.
@@ -163,6 +163,8 @@ def candidates(
     """
     if names is not None:
         return Candidates([Candidate(name, options, "named") for name in names])
+    if request.symbolic:
+        return Candidates([Candidate("reference", basis="shapes are symbolic")])
     usual = list(_by_rules(request))
     ranking = None if request.interpret else records.ranking(request, default)
     found: list[Candidate] = []
@@ -236,4 +238,9 @@ def check(name: str, request: Request, options: Mapping[str, Any] = MappingProxy
     for option in options:
         _, *known = inspect.signature(found.attend).parameters
         choose(f"option of attention implementation {name!r}", option, known)
+    open_sizes = ", ".join(map(repr, request.symbolic))
+    refuse(
+        name != "reference" and bool(open_sizes),
+        f"its blocks need sizes that are known; {open_sizes} is symbolic, which 'reference' takes",
+    )
     found.check(request)

@@ -111,8 +111,9 @@ def _visibility(
     """
     _, queries, keys = pairs
     offset, farthest = _offset(offset, batch)
+    known = isinstance(queries, int) and isinstance(keys, int)
     require(
-        queries + keys + (farthest or 0) < 2**31,
+        not known or queries + keys + (farthest or 0) < 2**31,
         f"queries, keys and query_offset together must be below 2**31; got {queries}, {keys} and "
         f"{farthest or 0}",
     )
@@ -131,7 +132,7 @@ def _visibility(
         both = within[0][:, None, :, None] & within[1][:, None, None]
         mask = both if mask is None else mask & both
     # A wider window hides no more, and sums with it would leave 32-bit integers.
-    widest = MAX_INDEX if farthest is None else queries + keys + farthest
+    widest = queries + keys + farthest if known and farthest is not None else MAX_INDEX
     words = "an integer from 0 on, or a pair (left, right) of them"
     sizes = _known("local_window_size", window[0], _window, words)
     sides = None if sizes is None else (min(sizes[0], widest), min(sizes[1], widest))

@@ -72,6 +72,12 @@ class Request:
         return self.k.shape[1]
 
     @property
+    def symbolic(self) -> tuple[str, ...]:
+        """The dimensions of queries and keys that ``jax.export`` leaves open."""
+        sizes = (*self.q.shape, *self.k.shape)
+        return tuple(dict.fromkeys(str(n) for n in sizes if not isinstance(n, int)))
+
+    @property
     def query_heads(self) -> int:
         """Number of query heads, ``Hq``."""
         return self.q.shape[2]

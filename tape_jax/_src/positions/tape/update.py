@@ -172,7 +172,13 @@ def update_state(
     choose("norm", norm, NORMS)
     choose("activation", activation, ACTIVATIONS)
     names = implementation_names(implementation)
+    _check_types(state, attended, x, alpha)
     tensor, heads = _check_update(state, attended, x, params, num_kv_heads)
+    require(
+        jnp.shape(alpha) in ((), (heads,)),
+        f"alpha must be a number, or one for each of the {heads} state heads; got shape "
+        f"{jnp.shape(alpha)}",
+    )
     e = state if tensor else align_state(state)
     call = UpdateCall(
         params=dict(params),
@@ -360,6 +366,22 @@ def implementation_names(implementation: str | Sequence[str] | None) -> tuple[st
     for name in names:
         choose("update implementation", name, UPDATES)
     return names
+
+
+def _check_types(state: Any, attended: Any, x: Any, alpha: Any) -> None:
+    """Raises ValueError unless these are arrays of floats, and alpha an array or a number."""
+    for name, value in {"state": state, "attended": attended, "x": x}.items():
+        dtype = getattr(value, "dtype", None)
+        require(
+            (name == "attended" and value is None)
+            or (dtype is not None and jnp.issubdtype(dtype, jnp.floating)),
+            f"{name} must be an array of floats; got {dtype or type(value).__name__}",
+        )
+    is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
+    require(
+        is_number or hasattr(alpha, "dtype"),
+        f"alpha must be a number or an array; got {alpha!r}",
+    )
 
 
 def _check_update(e, a, x, params, num_kv_heads) -> tuple[bool, int]:

@@ -250,3 +250,26 @@ class TestModel:
     def test_wrong_names(self, position, name, words):
         with pytest.raises(ValueError, match=words):
             self.model(name, position)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"alpha": [1.0]}, r"alpha must be a number or an array; got \[1\.0\]"),
+        ({"alpha": jnp.ones(3)}, r"one for each of the 2 state heads; got shape \(3,\)"),
+        ({"alpha": True}, "alpha must be a number or an array; got True"),
+        ({"x": [1.0]}, "x must be an array of floats; got list"),
+        ({"x": jnp.ones((11, HIDDEN), int)}, "x must be an array of floats; got int32"),
+        ({"attended": [0.0]}, "attended must be an array of floats; got list"),
+        ({"state": jnp.ones((11, 8), int)}, "state must be an array of floats; got int32"),
+    ],
+)
+def test_types_and_shapes_of_a_wrong_call(changed, words):
+    params = init_update(jax.random.key(0), HIDDEN, 4, num_kv_heads=2)
+    call = {
+        "state": jnp.ones((11, 2, 8)),
+        "attended": jnp.ones((11, 4, 8)),
+        "x": jnp.ones((11, HIDDEN)),
+    }
+    with pytest.raises(ValueError, match=words):
+        update_state(params, **(call | changed))
