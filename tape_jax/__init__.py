@@ -31,7 +31,7 @@ from tape_jax._src.positions.fixed.rotary import RopeScaling
 from tape_jax._src.pretrained.loading import from_pretrained
 from tape_jax._src.pretrained.saving import save_pretrained
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.3.0.dev0"
 
 __all__ = [
     "AttentionPlan",
