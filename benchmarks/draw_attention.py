@@ -54,7 +54,7 @@ def draw(found: dict[tuple[int, int], dict[str, float]]) -> bytes:
         heights = [rows.get(row, float("nan")) for rows in found.values()]
         bars = axes.bar(places, heights, 0.9 * width, color=colour, label=label)
         axes.bar_label(bars, fmt="%.1f", fontsize=8)
-    axes.axhline(1, color="#555555", lw=1)
+    axes.axhline(1, label="1: plain attention by cuDNN, which RoPE needs", color="#555555", lw=1)
     floor = STATE.both / PLAIN.both
     axes.axhline(floor, color="#555555", lw=1, ls=":", label=f"{floor:.2f}, by count of products")
     axes.set_xticks(range(len(found)), [f"heads of {dim}, T = {n:,}" for dim, n in found])
