@@ -78,7 +78,10 @@ def fingerprint(model: Transformer, variables: Any) -> Fingerprint:
         "norm_eps": c.norm_eps,
         "tie_embeddings": c.tie_embeddings,
         "position": encoding_to_json(model.encoding),
+        # Fields that older fingerprints lack stand where they are used.
         **({"experts": dataclasses.asdict(c.experts)} if c.experts else {}),
+        **({"biases": c.biases} if c.biases else {}),
+        **({"qk_norm": c.qk_norm} if c.qk_norm else {}),
     }
     tensors = {}
     for path, leaves in sorted(by_path(variables["params"]).items()):

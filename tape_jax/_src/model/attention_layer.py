@@ -20,7 +20,7 @@ from tape_jax._src.core.sharding import Sharding, constrain, splits_sequence
 from tape_jax._src.model.cache import Cache, LayerCache, entries, with_entries, write_cache
 from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.model.inputs import Context
-from tape_jax._src.model.layers import projection
+from tape_jax._src.model.layers import RMSNorm, projection
 from tape_jax._src.positions.layer import Layer, Order, Terms
 from tape_jax._src.positions.protocol import Encoding, State
 
@@ -80,6 +80,8 @@ class Attention(nn.Module):
 
         q = heads("q", c.num_heads, "heads")
         k, v = (heads(name, c.kv_heads, "kv_heads") for name in ("k", "v"))
+        if c.qk_norm is not None:
+            q, k = RMSNorm(c, name="q_norm")(q), RMSNorm(c, name="k_norm")(k)
         layer = entered_layer(context, c, x, self.sharding, cache, q=q, k=k, state=state)
         terms = self.encoding.layer_terms(params, layer)
         rotations = self.encoding.rotation(state)

@@ -122,6 +122,27 @@ def _names(what: str, names: Any) -> str | tuple[str, ...] | None:
     return tuple(names)
 
 
+def _projections(what: str, names: Any) -> tuple[str, ...]:
+    """Names of projections, each once, in the order of ``PROJECTIONS``."""
+    require(
+        isinstance(names, tuple | list),
+        f"{what} must be a tuple of names of projections; got {names!r}",
+    )
+    for name in names:
+        choose("projection with a bias", name, PROJECTIONS)
+    return tuple(name for name in PROJECTIONS if name in names)
+
+
+def _one_of_names(what: str, *allowed: Any) -> Callable[[str, Any], Any]:
+    """A check that a value is one of these."""
+
+    def check(_: str, value: Any) -> Any:
+        choose(what, value, allowed)
+        return value
+
+    return check
+
+
 def _window(what: str, value: Any) -> Any:
     """An integer from 0 on, a pair of them, or None; ValueError if it is none of these."""
     if isinstance(value, tuple | list) and len(value) == 2:
@@ -132,11 +153,6 @@ def _window(what: str, value: Any) -> Any:
 def _one_of(what: str, *allowed: Any) -> Callable[[str, Any], Any]:
     """A check that a value is one of these; types are given in any way that numpy knows."""
     return lambda _, value: type_name(what, value, allowed)
-
-
-def _remat(_: str, value: Any) -> Any:
-    choose("remat policy", value, ("none", "dots", "full", "groups"))
-    return value
 
 
 def _optional(cls: type) -> Callable[[str, Any], Any]:
@@ -171,10 +187,12 @@ FIELDS: dict[str, Callable[[str, Any], Any]] = {
     "dtype": _one_of("model dtype", *_COMPUTED),
     "param_dtype": _one_of("model param_dtype", *_COMPUTED),
     "state_dtype": _one_of("model state_dtype", None, "float32", "bfloat16", "float64"),
-    "remat": _remat,
+    "remat": _one_of_names("remat policy", "none", "dots", "full", "groups"),
     "lora": _optional(Lora),
     "experts": _optional(Experts),
     "random_positions": _optional(RandomPositions),
+    "biases": _projections,
+    "qk_norm": _one_of_names("qk_norm", None, "head"),
 }
 
 
@@ -219,9 +237,11 @@ class ModelConfig:
         divided by ``sqrt(2 * num_layers)``); None: ``fan_in ** -0.5``.
       lora: low-rank terms of projections, or None.
       experts: a mixture of experts in place of the MLP, or None.
+      biases: projections that have a bias, of those that ``Lora.targets`` may name.
+      qk_norm: ``head``: queries and keys are normalised head by head, before they are rotated, as
+        in Qwen3; None: not at all.
       shifted_groups: for training on long sequences, attention inside this many groups of the
-        sequence, shifted by half a group in half of the heads (see
-        ``layers.shifted_group_attention``); None: full attention.
+        sequence, shifted by half a group in half of the heads (LongLoRA); None: full attention.
     """
 
     vocab_size: int
@@ -248,6 +268,8 @@ class ModelConfig:
     shifted_groups: int | None = None
     experts: Experts | None = None
     random_positions: RandomPositions | None = None
+    biases: tuple[str, ...] = ()
+    qk_norm: str | None = None
 
     def __post_init__(self):
         for name, check in FIELDS.items():
@@ -333,6 +355,10 @@ class ModelConfig:
             targets.isdisjoint(MLP_PROJECTIONS),
             "model: low-rank terms are for projections that all tokens share, not for those of "
             f"experts; got lora.targets = {self.lora and self.lora.targets}",
+        )
+        require(
+            self.experts is None or not {*self.biases} & {*MLP_PROJECTIONS},
+            f"model: experts have no biases; got biases = {self.biases}",
         )
         require(
             self.remat != "groups" or (self.scan_layers and self.experts is None),

@@ -45,7 +45,7 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """``x @ kernel`` over the last axis, without bias; with a low-rank term if asked for.
+    """``x @ kernel`` over the last axis, with a bias or a low-rank term if asked for.
 
     Batch and time are flattened first: a weight gradient contracted over one axis is several times
     faster on a CPU than one contracted over two. On a mesh they are not, since they may be split
@@ -58,6 +58,7 @@ class Linear(nn.Module):
       kernel_axes: logical axes of the kernel ``[in, features]``.
       residual: whether what it returns is added to a stream, which lowers the initial scale.
       lora: the low-rank term, if any.
+      bias: whether a bias is added.
       role: of the kernel, as in ``ParameterSpec``.
     """
 
@@ -66,6 +67,7 @@ class Linear(nn.Module):
     kernel_axes: Axes
     residual: bool = False
     lora: Lora | None = None
+    bias: bool = False
     role: str | None = None
     sharding: Sharding | None = None
 
@@ -86,15 +88,19 @@ class Linear(nn.Module):
             factors = declare(self, "lora", specs, c.param_dtype, self.sharding)
             low = flat @ factors["a"].astype(c.dtype)
             out = out + (low * self.lora.scale) @ factors["b"].astype(c.dtype)
+        if self.bias:
+            spec = Param((self.features,), nn.initializers.zeros, self.kernel_axes[1:])
+            out = out + create(self, "bias", spec, c.param_dtype).astype(out.dtype)
         return out.reshape(*x.shape[:-1], self.features)
 
 
 def projection(
     config: ModelConfig, name: str, features: int, kernel_axes: Axes, **options: Any
 ) -> Linear:
-    """A block's projection, with a low-rank term if it is among the targets of ``config.lora``."""
+    """A block's projection, with the bias and the low-rank term that the config gives it."""
     lora = config.lora if config.lora and name in config.lora.targets else None
-    return Linear(config, features, kernel_axes, lora=lora, name=name, **options)
+    bias = name in config.biases
+    return Linear(config, features, kernel_axes, lora=lora, bias=bias, name=name, **options)
 
 
 class MLP(nn.Module):

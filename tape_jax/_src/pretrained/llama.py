@@ -1,4 +1,4 @@
-"""How a Llama of Hugging Face describes itself, in the terms of this library."""
+"""How a decoder of Hugging Face describes itself, in the terms of this library."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from tape_jax._src.model.decoder import (
 )
 from tape_jax._src.model.layout import OUTSIDE, block_name, by_path, replaced
 from tape_jax._src.positions.fixed.rotary import RopeScaling
-
-ARCHITECTURE = "LlamaForCausalLM"
+from tape_jax._src.pretrained.families import FAMILIES, family_of, with_defaults, writer_of
 
 # This library's parameters, and the tensors of a checkpoint that hold them. Kernels are stored
 # transposed, ``[out, in]``.
@@ -32,10 +31,19 @@ NAMES = {
     "layers/attention/k/kernel": "model.layers.{}.self_attn.k_proj.weight",
     "layers/attention/v/kernel": "model.layers.{}.self_attn.v_proj.weight",
     "layers/attention/out/kernel": "model.layers.{}.self_attn.o_proj.weight",
+    "layers/attention/q/bias": "model.layers.{}.self_attn.q_proj.bias",
+    "layers/attention/k/bias": "model.layers.{}.self_attn.k_proj.bias",
+    "layers/attention/v/bias": "model.layers.{}.self_attn.v_proj.bias",
+    "layers/attention/out/bias": "model.layers.{}.self_attn.o_proj.bias",
+    "layers/attention/q_norm/scale": "model.layers.{}.self_attn.q_norm.weight",
+    "layers/attention/k_norm/scale": "model.layers.{}.self_attn.k_norm.weight",
     "layers/mlp_norm/scale": "model.layers.{}.post_attention_layernorm.weight",
     "layers/mlp/gate/kernel": "model.layers.{}.mlp.gate_proj.weight",
     "layers/mlp/up/kernel": "model.layers.{}.mlp.up_proj.weight",
     "layers/mlp/down/kernel": "model.layers.{}.mlp.down_proj.weight",
+    "layers/mlp/gate/bias": "model.layers.{}.mlp.gate_proj.bias",
+    "layers/mlp/up/bias": "model.layers.{}.mlp.up_proj.bias",
+    "layers/mlp/down/bias": "model.layers.{}.mlp.down_proj.bias",
     "final_norm/scale": "model.norm.weight",
     "head/kernel": "lm_head.weight",
 }
@@ -51,7 +59,7 @@ SIZES = {
 }
 
 # Fields that must have one value, which is also the one that they have where they lack.
-FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+FIXED = {"hidden_act": "silu"}
 
 ROPE_KINDS = {
     "default": "none",
@@ -130,18 +138,11 @@ def model_config(config: Mapping[str, Any], **fields: Any) -> ModelConfig:
       **fields: of :class:`tape_jax.ModelConfig`, about which config.json says nothing.
 
     Raises:
-      ValueError: if it describes something else than a Llama with SwiGLU and without biases, lacks
-        a size, or has a rotary scaling that is not known.
+      ValueError: if it describes a family that is not known, has a field that its family does not
+        know, lacks a size, or has a rotary scaling that is not known.
     """
-    found = config.get("architectures") or []
-    kind = config.get("model_type", "llama")
-    require(
-        found in ([], [ARCHITECTURE])
-        and kind == "llama"
-        and (bool(found) or "model_type" in config),
-        f"config.json describes architectures {found!r} of model_type "
-        f"{config.get('model_type')!r}; only {ARCHITECTURE} of model_type 'llama' is known",
-    )
+    _, family = family_of(config)
+    config = with_defaults(config, family)
     for name, value in FIXED.items():
         given = config.get(name, value)
         require(given == value, f"config.json: {name} must be {value!r}; got {given!r}")
@@ -159,6 +160,7 @@ def model_config(config: Mapping[str, Any], **fields: Any) -> ModelConfig:
         norm_eps=_number(config, "rms_norm_eps", DEFAULT_EPS),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         position=_rope(config),
+        **family.read(config),
         **fields,
     )
 
@@ -253,13 +255,16 @@ def check_plain(model: Transformer) -> None:
         f"a Llama checkpoint has no place for a mixture of experts, {c.experts}: keep the run, or "
         "the variables as they are",
     )
-    for name in ("local_window_size", "shifted_groups"):
-        value = getattr(c, name)
-        require(
-            value is None,
-            f"a Llama checkpoint has full attention, the model has {name} = {value!r}: save the "
-            f"model with {name}=None, or {advice}",
-        )
+    require(
+        c.shifted_groups is None,
+        "a checkpoint has full attention, the model has shifted_groups = "
+        f"{c.shifted_groups!r}: save the model with shifted_groups=None, or {advice}",
+    )
+    require(
+        writer_of(c) is not None,
+        f"no family of checkpoints has biases = {c.biases}, qk_norm = {c.qk_norm!r} and "
+        f"local_window_size = {c.local_window_size!r} together; known are {', '.join(FAMILIES)}",
+    )
 
 
 def to_json(model: Transformer) -> dict[str, Any]:
@@ -275,14 +280,18 @@ def to_json(model: Transformer) -> dict[str, Any]:
     if scaling.kind == "ntk":
         # A larger base, which needs no name of its own.
         base, scaling = base * scaling.factor ** (c.dim / (c.dim - 2)), RopeScaling()
+    written = writer_of(c)
+    assert written is not None
+    kind, family, own = written
     return {
-        "architectures": [ARCHITECTURE],
-        "model_type": "llama",
+        "architectures": [family.architecture],
+        "model_type": kind,
         **{theirs: getattr(c, ours) for theirs, ours in SIZES.items()},
         "intermediate_size": c.mlp_size,
         "num_key_value_heads": c.kv_heads,
         "head_dim": c.dim,
         **FIXED,
+        **own,
         "rms_norm_eps": c.norm_eps,
         "tie_word_embeddings": c.tie_embeddings,
         "max_position_embeddings": _length(c, scaling),

@@ -51,7 +51,7 @@ def from_pretrained(
     sharding: JaxSharding | Callable[[str, tuple[int, ...]], JaxSharding | None] | Any = None,
     **options: Any,
 ) -> tuple[Transformer, dict[str, Any]]:
-    """The model of a Hugging Face Llama folder, and its variables.
+    """The model of a Hugging Face folder (Llama, Mistral, Qwen 2 or Qwen 3), and its variables.
 
     Tensors are read one by one, and each goes straight to its place in the (stacked, sharded)
     parameters: what is needed beyond the parameters is about one tensor. Of other processes'

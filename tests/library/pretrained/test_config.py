@@ -17,13 +17,16 @@ class TestConfig:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"architectures": ["MistralForCausalLM"]}, r"MistralForCausalLM.*only LlamaForCausal"),
+            (
+                {"architectures": ["MistralForCausalLM"]},
+                r"MistralForCausalLM.*known are LlamaForCausal",
+            ),
             ({"architectures": ["LlamaForSequenceClassification"]}, "SequenceClassification"),
             ({"architectures": ..., "model_type": ...}, r"\[\] of model_type None"),
             ({"model_type": "mistral"}, "model_type 'mistral'"),
             ({"hidden_act": "gelu"}, "hidden_act must be 'silu'; got 'gelu'"),
-            ({"attention_bias": True}, "attention_bias must be False; got True"),
-            ({"mlp_bias": True}, "mlp_bias must be False; got True"),
+            ({"attention_bias": "yes"}, "attention_bias must be true or false; got 'yes'"),
+            ({"a_field_of_tomorrow": [1]}, r"'llama': a_field_of_tomorrow = \[1\]"),
             ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
             ({"vocab_size": ..., "hidden_size": None}, "lacks vocab_size, hidden_size"),
             ({"num_key_value_heads": 3}, "not a multiple of num_kv_heads"),

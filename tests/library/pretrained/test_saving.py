@@ -127,10 +127,9 @@ class TestSaving:
         with pytest.raises(ValueError, match=r"has no place for .*tape_jax\.adapt\.save_adapter"):
             tape.save_pretrained(tmp_path / "new", model, variables)
 
-    @pytest.mark.parametrize("option", [{"local_window_size": 8}, {"shifted_groups": 2}])
-    def test_other_attention_is_refused(self, option, tmp_path):
-        model = small_model("rope", **option)
-        with pytest.raises(ValueError, match=next(iter(option))):
+    def test_other_attention_is_refused(self, tmp_path):
+        model = small_model("rope", shifted_groups=2)
+        with pytest.raises(ValueError, match="shifted_groups"):
             tape.save_pretrained(tmp_path / "new", model, random_variables(model))
 
     def test_experts_are_refused(self, tmp_path):

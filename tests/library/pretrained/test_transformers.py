@@ -75,7 +75,7 @@ class TestRoundTrip:
     @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
     def test_every_value_of_narrow_types(self, copy, tmp_path, dtype):
         """Subnormal numbers, infinities and NaNs among them; also by way of float32."""
-        path = copy(MHA, pad_token_id=7, a_field_of_tomorrow=[1])
+        path = copy(MHA, pad_token_id=7, task_specific_params=[1])
         (path / "tokenizer.model").write_bytes(b"\0\1")
         (path / "notes.txt").write_text("not taken along")
 

@@ -1,0 +1,247 @@
+"""Families of Hugging Face decoders: their configuration's fields in terms of ours, both ways.
+
+A new family is a function that reads what is its own in a ``config.json``, one that writes it, and
+a line in :data:`FAMILIES`. The fields that all of them share are read in ``llama``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tape_jax._src.core.checks import require
+from tape_jax._src.model.config import ModelConfig
+
+Fields = dict[str, Any]
+ATTENTION, MLP = ("q", "k", "v", "out"), ("gate", "up", "down")
+
+# Fields that say nothing of what a decoder computes: names, token ids, training, caches, types.
+HARMLESS = frozenset(
+    (
+        *("_attn_implementation_autoset", "_name_or_path", "architectures"),
+        *("attn_implementation", "attention_dropout"),
+        *("bos_token_id", "cache_implementation", "chunk_size_feed_forward", "dtype"),
+        *("eos_token_id", "finetuning_task", "id2label", "initializer_range"),
+        *("is_decoder", "is_encoder_decoder", "label2id", "max_position_embeddings"),
+        *("model_type", "num_labels", "output_attentions", "output_hidden_states"),
+        *("pad_token_id", "pretraining_tp", "problem_type", "return_dict"),
+        *("sep_token_id", "task_specific_params", "tie_encoder_decoder"),
+        *("tokenizer_class", "torch_dtype", "torchscript", "transformers_version"),
+        *("unk_token_id", "use_cache", "use_return_dict"),
+    )
+)
+# Fields that every family has, and that are read for all of them.
+COMMON = frozenset(
+    (
+        *("head_dim", "hidden_act", "hidden_size", "intermediate_size"),
+        *("num_attention_heads", "num_hidden_layers", "num_key_value_heads"),
+        *("original_max_position_embeddings", "partial_rotary_factor"),
+        *("quantization_config", "rms_norm_eps", "rope_parameters", "rope_scaling"),
+        *("rope_theta", "tie_word_embeddings", "vocab_size"),
+    )
+)
+
+
+# Values with which a field that a family does not know changes nothing.
+_OFF = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "add_cross_attention": False,
+    "rope_interleaved": False,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A ``model_type`` of ``config.json``.
+
+    Attributes:
+      architecture: its name in ``architectures``.
+      own: the fields of its ``config.json`` that the others lack.
+      read: from ``config.json`` to fields of :class:`tape_jax.ModelConfig`.
+      write: the other way; None if the family cannot be such a model.
+      defaults: what transformers takes for fields that are absent, where it is not Llama's.
+    """
+
+    architecture: str
+    own: frozenset[str]
+    read: Callable[[Mapping[str, Any]], Fields]
+    write: Callable[[ModelConfig], Fields | None]
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def _flag(config: Mapping[str, Any], name: str) -> bool:
+    value = config.get(name) or False
+    require(isinstance(value, bool), f"config.json: {name} must be true or false; got {value!r}")
+    return value
+
+
+def _before(window: Any) -> int | None:
+    """Keys before a token's own that ``sliding_window`` lets it see, which counts the own too."""
+    if window is None:
+        return None
+    require(
+        isinstance(window, int) and not isinstance(window, bool) and window >= 1,
+        f"config.json: sliding_window must be a positive integer or null; got {window!r}",
+    )
+    return window - 1
+
+
+def _sliding_window(before: int | tuple[int, int] | None) -> int | None:
+    """Inverse of :func:`_before`, of a causal model's window."""
+    before = before[0] if isinstance(before, tuple) else before
+    return None if before is None else before + 1
+
+
+def _same_in_all_layers(
+    config: Mapping[str, Any], window: int | None, slides: Sequence[bool]
+) -> Any:
+    """The window of all layers; ValueError where layers differ, which the decoder here cannot."""
+    slides = [window is not None and one for one in slides]
+    require(
+        all(slides) or not any(slides),
+        "config.json: a sliding window in some layers alone is not known here; got layer_types = "
+        f"{config.get('layer_types')!r}, max_window_layers = {config.get('max_window_layers')!r}",
+    )
+    return _before(window) if any(slides) else None
+
+
+def _read_llama(config: Mapping[str, Any]) -> Fields:
+    attention = ATTENTION if _flag(config, "attention_bias") else ()
+    return {"biases": (*attention, *(MLP if _flag(config, "mlp_bias") else ()))}
+
+
+def _write_llama(c: ModelConfig) -> Fields | None:
+    kinds = {(): (False, False), ATTENTION: (True, False), MLP: (False, True)}
+    kinds[(*ATTENTION, *MLP)] = (True, True)
+    if c.biases not in kinds or c.qk_norm is not None or c.local_window_size is not None:
+        return None
+    attention, mlp = kinds[c.biases]
+    return {"attention_bias": attention, "mlp_bias": mlp}
+
+
+def _read_mistral(config: Mapping[str, Any]) -> Fields:
+    return {"local_window_size": _before(config["sliding_window"])}
+
+
+def _write_mistral(c: ModelConfig) -> Fields | None:
+    if c.biases or c.qk_norm is not None:
+        return None
+    return {"sliding_window": _sliding_window(c.local_window_size)}
+
+
+def _qwen_window(config: Mapping[str, Any]) -> Any:
+    """The window of Qwen 2 and 3: of the layers marked sliding, or from a certain one on."""
+    layers, kinds = config["num_hidden_layers"], config.get("layer_types")
+    window = config["sliding_window"] if _flag(config, "use_sliding_window") else None
+    if kinds is None:
+        first = config["max_window_layers"]
+        return _same_in_all_layers(config, window, [i >= first for i in range(layers)])
+    known = {"full_attention": False, "sliding_attention": True}
+    require(
+        isinstance(kinds, list) and len(kinds) == layers and set(kinds) <= set(known),
+        f"config.json: layer_types must be {layers} of {', '.join(known)}; got {kinds!r}",
+    )
+    return _same_in_all_layers(config, window, [known[kind] for kind in kinds])
+
+
+def _write_qwen_window(c: ModelConfig) -> Fields:
+    window = _sliding_window(c.local_window_size)
+    return {
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "max_window_layers": 0 if window is not None else c.num_layers,
+    }
+
+
+def _read_qwen2(config: Mapping[str, Any]) -> Fields:
+    return {"biases": ("q", "k", "v"), "local_window_size": _qwen_window(config)}
+
+
+def _write_qwen2(c: ModelConfig) -> Fields | None:
+    if c.biases != ("q", "k", "v") or c.qk_norm is not None:
+        return None
+    return _write_qwen_window(c)
+
+
+def _read_qwen3(config: Mapping[str, Any]) -> Fields:
+    biases = ATTENTION if _flag(config, "attention_bias") else ()
+    return {"biases": biases, "qk_norm": "head", "local_window_size": _qwen_window(config)}
+
+
+def _write_qwen3(c: ModelConfig) -> Fields | None:
+    if c.qk_norm != "head" or c.biases not in ((), ATTENTION):
+        return None
+    return {"attention_bias": bool(c.biases), **_write_qwen_window(c)}
+
+
+_WINDOWS = frozenset(("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"))
+_QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
+
+# In the order in which a model is offered to them when it is saved.
+FAMILIES: dict[str, Family] = {
+    "llama": Family(
+        "LlamaForCausalLM", frozenset(("attention_bias", "mlp_bias")), _read_llama, _write_llama
+    ),
+    "mistral": Family(
+        "MistralForCausalLM",
+        frozenset(("sliding_window",)),
+        _read_mistral,
+        _write_mistral,
+        {"num_key_value_heads": 8, "sliding_window": 4096},
+    ),
+    "qwen2": Family("Qwen2ForCausalLM", _WINDOWS, _read_qwen2, _write_qwen2, _QWEN),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        _WINDOWS | {"attention_bias"},
+        _read_qwen3,
+        _write_qwen3,
+        {**_QWEN, "head_dim": 128},
+    ),
+}
+
+
+def family_of(config: Mapping[str, Any]) -> tuple[str, Family]:
+    """The family that a ``config.json`` names, and its ``model_type``.
+
+    Raises:
+      ValueError: if it is not known, or there is a field that the family does not know.
+    """
+    architectures, kind = config.get("architectures") or [], config.get("model_type")
+    if kind is None:
+        named = [name for name, one in FAMILIES.items() if architectures == [one.architecture]]
+        kind = named[0] if named else None
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    known = ", ".join(f"{one.architecture} ({name})" for name, one in FAMILIES.items())
+    if family is None or architectures not in ([], [family.architecture]):
+        raise ValueError(
+            f"config.json describes architectures {architectures!r} of model_type {kind!r}; known "
+            f"are {known}"
+        )
+    fields = COMMON | HARMLESS | family.own
+    # What is null is as if it were not there.
+    unknown = [name for name, x in config.items() if x is not None and name not in fields]
+    unknown = [name for name in unknown if not (name in _OFF and config[name] == _OFF[name])]
+    require(
+        not unknown,
+        f"config.json has fields that are not known of model_type {kind!r}: "
+        f"{', '.join(f'{name} = {config[name]!r}' for name in unknown)}. If they change nothing "
+        "that the model computes, remove them; else give the model_type that they belong to",
+    )
+    return str(kind), family
+
+
+def with_defaults(config: Mapping[str, Any], family: Family) -> Fields:
+    """A ``config.json`` with what transformers takes for the fields that it lacks."""
+    return {**family.defaults, **config}
+
+
+def writer_of(config: ModelConfig) -> tuple[str, Family, Fields] | None:
+    """The first family that can be such a model, and its own fields; None if there is none."""
+    for name, family in FAMILIES.items():
+        fields = family.write(config)
+        if fields is not None:
+            return name, family, fields
+    return None

@@ -1,0 +1,114 @@
+"""Families beside Llama: their logits as transformers has them in float64, there and back."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tape_jax as tape
+from tape_jax._src.pretrained.families import FAMILIES
+from tape_jax._src.pretrained.llama import model_config
+from tests.library.pretrained.folders import HF, checkpoint_files
+from tests.models import random_variables, small_model
+
+FOLDERS = ["mistral_tiny", "qwen2_tiny", "qwen3_tiny"]
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+class TestFamilies:
+    def test_logits_and_greedy_tokens(self, name):
+        model, variables = tape.from_pretrained(HF / name)
+        expected = np.load(HF / name / "expected.npz")
+        logits = model.apply(variables, jnp.asarray(expected["input_ids"]))
+        np.testing.assert_allclose(logits, expected["logits_f64"], atol=3e-5)
+        prompt, greedy = expected["prompt"], expected["greedy"]
+        tokens = tape.generate(model, variables, jnp.asarray(prompt), greedy.shape[1])
+        np.testing.assert_array_equal(tokens[:, -greedy.shape[1] :], greedy)
+
+    def test_saved_folder_is_the_same(self, name, tmp_path):
+        model, variables = tape.from_pretrained(HF / name)
+        tape.save_pretrained(tmp_path / "like", model, variables, like=HF / name)
+        assert checkpoint_files(tmp_path / "like") == checkpoint_files(HF / name)
+        tape.save_pretrained(tmp_path / "new", model, variables)
+        again, same = tape.from_pretrained(tmp_path / "new")
+        assert again.config == dataclasses.replace(model.config, head_dim=model.config.dim)
+        jax.tree.map(np.testing.assert_array_equal, same, variables)
+
+    def test_tape_is_added_without_a_difference(self, name):
+        model, variables = tape.from_pretrained(HF / name)
+        tokens = jnp.asarray(np.load(HF / name / "expected.npz")["input_ids"])
+        new, added = tape.add_tape(model, variables, key=jax.random.key(0))
+        before, after = model.apply(variables, tokens), new.apply(added, tokens)
+        np.testing.assert_allclose(after, before, atol=1e-6)
+
+
+def config_of(name, **changes):
+    config = json.loads((HF / name / "config.json").read_text()) | changes
+    return {key: value for key, value in config.items() if value is not ...}
+
+
+class TestFields:
+    @pytest.mark.parametrize(
+        ("name", "changes", "message"),
+        [
+            (
+                "qwen2_tiny",
+                {"scale_depth": 1.4},
+                "not known of model_type 'qwen2': scale_depth = 1.4",
+            ),
+            ("mistral_tiny", {"attention_bias": True}, "'mistral': attention_bias = True"),
+            ("mistral_tiny", {"sliding_window": 0}, "sliding_window must be a positive integer"),
+            ("qwen3_tiny", {"attention_bias": 1}, "attention_bias must be true or false; got 1"),
+            ("qwen2_tiny", {"layer_types": ["round"]}, "full_attention, sliding_attention; got"),
+            ("qwen2_tiny", {"architectures": ["Qwen3ForCausalLM"]}, r"Qwen3ForCausalLM.*'qwen2'"),
+        ],
+    )
+    def test_what_is_not_known_is_refused(self, name, changes, message):
+        with pytest.raises(ValueError, match=message):
+            model_config(config_of(name, **changes))
+
+    def test_windows_in_some_layers_are_refused(self):
+        kinds = ["full_attention", "sliding_attention"] * 8
+        config = config_of("qwen2_tiny", use_sliding_window=True, sliding_window=4)
+        kinds = kinds[: config["num_hidden_layers"]]
+        with pytest.raises(ValueError, match="a sliding window in some layers alone"):
+            model_config(config | {"layer_types": kinds})
+
+    def test_sliding_window_counts_the_own_token(self):
+        assert model_config(config_of("mistral_tiny", sliding_window=7)).local_window_size == 6
+        assert (
+            model_config(config_of("mistral_tiny", sliding_window=None)).local_window_size is None
+        )
+
+    @pytest.mark.parametrize(
+        ("options", "family"),
+        [
+            ({}, "llama"),
+            ({"biases": ("q", "k", "v", "out")}, "llama"),
+            ({"local_window_size": 3}, "mistral"),
+            ({"biases": ("q", "k", "v"), "local_window_size": 3}, "qwen2"),
+            ({"qk_norm": "head", "biases": ["out", "q", "k", "v"]}, "qwen3"),
+        ],
+    )
+    def test_model_is_saved_as_the_first_that_fits(self, options, family, tmp_path):
+        model = small_model("rope", **options)
+        variables = random_variables(model)
+        tape.save_pretrained(tmp_path / "new", model, variables)
+        config = json.loads((tmp_path / "new" / "config.json").read_text())
+        assert (config["model_type"], config["architectures"]) == (
+            family,
+            [FAMILIES[family].architecture],
+        )
+        again, same = tape.from_pretrained(tmp_path / "new")
+        tokens = jnp.arange(12)[None] % model.config.vocab_size
+        np.testing.assert_allclose(
+            again.apply(same, tokens), model.apply(variables, tokens), atol=1e-5
+        )
+
+    def test_model_of_no_family_is_refused(self, tmp_path):
+        model = small_model("rope", biases=("q",), qk_norm="head")
+        with pytest.raises(ValueError, match=r"no family of checkpoints has biases = \('q',\)"):
+            tape.save_pretrained(tmp_path / "new", model, random_variables(model))
