@@ -32,16 +32,18 @@ class Attention(nnx.Module):
         q, k = self.q_norm(self.q_proj(x)), self.k_norm(self.k_proj(x))
         v = self.v_proj(x)
         # With RoPE: q, k = tape.rotate(q, e), tape.rotate(k, e)
-        new = {"k": tape.rotate(k, e), "v": v, "e": e}  # TAPE
+        kv = {"k": tape.rotate(k, e), "v": v, "e": e}  # TAPE
         if cache is not None:
-            new = cache = {
-                name: jax.lax.dynamic_update_slice_in_dim(cache[name], new[name], index, axis=1)
+            kv = cache = {
+                name: jax.lax.dynamic_update_slice_in_dim(cache[name], kv[name], index, axis=1)
                 for name in NAMES
             }
-        visible = {"query_offset": index, "is_causal": True}
-        visible |= {"state": new["e"], "query_state": e, "keys_rotated": True}  # TAPE
-        # With RoPE: o, _ = tape.attention(q, new["k"], new["v"], **visible)
-        o, a = tape.attention(q, new["k"], new["v"], **visible)  # TAPE
+        k, v = kv["k"], kv["v"]
+        see = jnp.arange(k.shape[1]) <= index + jnp.arange(x.shape[1])[:, None]
+        see = see[None, None]
+        # With RoPE: o = jax.nn.dot_product_attention(tape.rotate(q, e), k, v, mask=see)
+        states = {"state": kv["e"], "query_state": e, "keys_rotated": True}  # TAPE
+        o, a = tape.attention(q, k, v, mask=see, **states)  # TAPE
         return self.o_proj(o), a, cache  # TAPE
 
 
