@@ -82,25 +82,9 @@ class Attention(nn.Module):
         k, v = (heads(name, c.kv_heads, "kv_heads") for name in ("k", "v"))
         if c.qk_norm is not None:
             q, k = RMSNorm(c, name="q_norm")(q), RMSNorm(c, name="k_norm")(k)
-        layer = entered_layer(context, c, x, self.sharding, cache, q=q, k=k, state=state)
-        terms = self.encoding.layer_terms(params, layer)
-        rotations = self.encoding.rotation(state)
-        query_state, e = rotations if terms.state is None else (terms.state, terms.state)
-        seen = Seen(k, v, e)
-        if cache is not None:
-            seen = _with_cache(c, seen, cache, terms, context)
-        options: dict[str, Any] = {
-            "keys_rotated": seen.keys_rotated,
-            "query_state": query_state,
-            # Inside of nn.remat the index is no longer known to be 0.
-            "query_offset": 0 if cache is None else context.index,
-            "is_causal": context.is_causal,
-            "segment_ids": context.segment_ids,
-            "mask": context.mask,
-            "local_window_size": c.local_window_size,
-            "window_positions": None if c.shifted_groups else context.counts,
-            **terms.keywords(),
-        }
+        seen, options = prepared(
+            c, self.encoding, params, x, (q, k, v), state, context, cache, self.sharding
+        )
         out, attended = self._attend(q, seen, cache is not None, options)
         if attended is not None:
             attended = constrain(self.sharding, attended, "batch", "sequence", "heads")
@@ -163,6 +147,53 @@ class Attention(nn.Module):
             "sharding": self.sharding,
             "options": {"order": "zigzag"},
         }
+
+
+def prepared(
+    config: ModelConfig,
+    encoding: Encoding,
+    params: dict[str, Array],
+    x: Array,
+    projected: tuple[Array, Array, Array],
+    state: State,
+    context: Context,
+    cache: LayerCache | None,
+    sharding: Sharding | None = None,
+) -> tuple[Seen, dict[str, Any]]:
+    """Return what the queries of a layer see, and the keywords of attention.
+
+    Args:
+      config: the model's.
+      encoding: of its positions.
+      params: of the encoding, for this layer.
+      x: what enters the layer ``[..., T, hidden]``.
+      projected: its queries, keys and values, not rotated.
+      state: the position state that enters.
+      context: of the call.
+      cache: of the layer, or None.
+      sharding: a mesh and rules, or None.
+    """
+    q, k, v = projected
+    layer = entered_layer(context, config, x, sharding, cache, q=q, k=k, state=state)
+    terms = encoding.layer_terms(params, layer)
+    rotations = encoding.rotation(state)
+    query_state, e = rotations if terms.state is None else (terms.state, terms.state)
+    seen = Seen(k, v, e)
+    if cache is not None:
+        seen = _with_cache(config, seen, cache, terms, context)
+    options: dict[str, Any] = {
+        "keys_rotated": seen.keys_rotated,
+        "query_state": query_state,
+        # Inside of nn.remat the index is no longer known to be 0.
+        "query_offset": 0 if cache is None else context.index,
+        "is_causal": context.is_causal,
+        "segment_ids": context.segment_ids,
+        "mask": context.mask,
+        "local_window_size": config.local_window_size,
+        "window_positions": None if config.shifted_groups else context.counts,
+        **terms.keywords(),
+    }
+    return seen, options
 
 
 def _with_cache(

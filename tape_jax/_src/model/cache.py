@@ -251,6 +251,15 @@ def _layers_of(
     return layers, {name: slots(x) for name, x in first.items()}
 
 
+def empty_layer(
+    config: ModelConfig, batch_size: int, capacity: int, *, updates: bool
+) -> LayerCache:
+    """Return the empty cache of one layer; ``updates``: whether it updates the state."""
+    blocks, types = ((0, 1, updates),), (config.carried_dtype.name, config.dtype)
+    (layer,), _ = _layers_of(config, blocks, batch_size, capacity, *types, None)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), layer)
+
+
 def grow_cache(model: Model, cache: Cache, capacity: int) -> Cache:
     """The cache with more slots; outside of ``jax.jit``.
 

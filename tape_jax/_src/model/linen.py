@@ -1,4 +1,4 @@
-"""A Flax Linen module for one update of the position states."""
+"""Flax Linen modules: one update of the position states, and attention of one layer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ import jax
 from tape_jax._src.core.algebra import float_type
 from tape_jax._src.core.checks import require_x64
 from tape_jax._src.core.sharding import Sharding
+from tape_jax._src.model import one_attention
+from tape_jax._src.model.cache import LayerCache
+from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.positions import update_state
+from tape_jax._src.positions.protocol import State
 from tape_jax._src.positions.tape.encoding import update_params
 
 Array = jax.Array
@@ -97,4 +101,119 @@ class UpdateState(nn.Module):
             activation=self.activation,
             num_kv_heads=self.num_kv_heads or self.num_heads,
             sharding=self.sharding,
+        )
+
+
+class Attention(nn.Module):
+    """Attention of one layer with any position encoding, as a Flax Linen module.
+
+    It creates the projections, the norms and what the encoding asks for in a layer; the update of
+    TAPE's state is :class:`UpdateState`. A block of your own is then::
+
+        o, a, cache = tape.linen.Attention(num_heads=8)(norm(h), e, cache=cache, index=index)
+        h = h + o
+        x = mlp(norm(h))
+        return h + x, tape.linen.UpdateState(num_heads=8)(e, a, x), cache
+
+    Parameters are ``q``, ``k``, ``v`` and ``out``, kernels ``[in, out]`` without bias, ``q_norm``
+    and ``k_norm`` of width ``head_dim``, and those of the encoding as ``position_<name>``.
+
+    Attributes:
+      num_heads: query heads ``H_q``.
+      num_kv_heads: key/value heads ``H_kv``; None: ``num_heads``.
+      head_dim: numbers per head, even; None: the width of ``x`` divided by ``num_heads``.
+      position: the encoding, as in :class:`tape_jax.ModelConfig`.
+      updates: whether an update follows, which wants the attended state; False in the last layer.
+      qk_norm: whether an RMSNorm over each head follows the projections of queries and keys.
+      norm_eps: epsilon of these norms.
+      local_window_size: as in :class:`tape_jax.ModelConfig`.
+      implementation: as in :func:`tape_jax.attention`.
+      dtype, param_dtype: types of products and of parameters.
+    """
+
+    num_heads: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    position: Any = "tape"
+    updates: bool = True
+    qk_norm: bool = False
+    norm_eps: float = 1e-6
+    local_window_size: int | tuple[int, int] | None = None
+    implementation: str | tuple[str, ...] | None = None
+    dtype: Any = "float32"
+    param_dtype: Any = "float32"
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Array,
+        state: State = None,
+        *,
+        positions: Array | None = None,
+        segment_ids: Any = None,
+        mask: Array | None = None,
+        is_causal: bool = True,
+        cache: LayerCache | None = None,
+        index: Array | int = 0,
+    ) -> tuple[Array, Array | None, LayerCache | None]:
+        """Attend.
+
+        Args:
+          x: what enters the layer after its norm, ``[..., T, hidden]``; ``[B, T, hidden]`` with a
+            cache.
+          state: the position state ``e`` that enters; None: the encoding's start state.
+          positions: of all keys, ``[..., S]``; None: ``0 .. S - 1``. Without a cache ``S`` is
+            ``T``, with one its number of slots.
+          segment_ids: integers ``[..., T]``; with a cache a pair ``([B, T], [B, S])``.
+          mask: as in :func:`tape_jax.attention`.
+          is_causal: whether tokens see earlier ones only.
+          cache: of :meth:`init_cache`, or what the last call returned.
+          index: number of slots written before. ``index + T`` must not exceed the capacity.
+
+        Returns:
+          ``[..., T, hidden]``, the attended state or None, and the new cache or None.
+
+        Raises:
+          ValueError: if shapes or options do not go together.
+          NotImplementedError: for an encoding that also acts at the embeddings.
+        """
+        config = self._config(x.shape[-1])
+        dtype = config.param_dtype
+        require_x64(dtype=config.dtype, param_dtype=dtype)
+        specs = one_attention.attention_params(config, qk_norm=self.qk_norm)
+        params = {name: self.param(name, p.init, p.shape, dtype) for name, p in specs.items()}
+        return one_attention.attend(
+            config,
+            params,
+            x,
+            state,
+            updates=self.updates,
+            positions=positions,
+            segment_ids=segment_ids,
+            mask=mask,
+            is_causal=is_causal,
+            cache=cache,
+            index=index,
+        )
+
+    @nn.nowrap
+    def init_cache(self, hidden_size: int, batch_size: int, capacity: int) -> LayerCache:
+        """Return an empty cache for ``batch_size`` sequences of up to ``capacity`` tokens."""
+        config = self._config(hidden_size)
+        return one_attention.start_cache(config, batch_size, capacity, updates=self.updates)
+
+    @nn.nowrap
+    def _config(self, hidden_size: int) -> ModelConfig:
+        return one_attention.layer_config(
+            hidden_size,
+            self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            position=self.position,
+            norm_eps=self.norm_eps,
+            local_window_size=self.local_window_size,
+            attention_implementation=self.implementation,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            scan_layers=False,
         )

@@ -1,0 +1,185 @@
+"""Attention of one layer as pure functions, for modules that stand in other people's models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tape_jax._src.attention import attention
+from tape_jax._src.core.algebra import at_least_float32
+from tape_jax._src.core.checks import require
+from tape_jax._src.core.segments import places
+from tape_jax._src.model.attention_layer import prepared
+from tape_jax._src.model.cache import LayerCache, empty_layer
+from tape_jax._src.model.config import ModelConfig
+from tape_jax._src.model.inputs import Context
+from tape_jax._src.model.parameters import full_name, kernel_std
+from tape_jax._src.positions.protocol import Param, State, default_positions
+
+Array = jax.Array
+
+ENCODING = "position"
+
+
+def layer_config(hidden_size: int, num_heads: int, **options: Any) -> ModelConfig:
+    """Return what one layer is, checked.
+
+    Raises:
+      ValueError: for sizes or options that do not go together.
+      NotImplementedError: for an encoding that also acts at the embeddings.
+    """
+    # Two layers: the last layer of a model updates no state.
+    config = ModelConfig(1, hidden_size, num_layers=2, num_heads=num_heads, **options)
+    encoding = config.position
+    if "embedding" in encoding.acts_on or encoding.input_params(config.sizes):
+        raise NotImplementedError(
+            f"the encoding {encoding.kind!r} acts at the embeddings, which one layer does not "
+            "see: use tape_jax.Transformer"
+        )
+    if encoding.coordinate_axes > 1:
+        raise NotImplementedError(
+            f"Attention takes one position a token; {encoding.kind!r} has axes="
+            f"{encoding.coordinate_axes}: call tape_jax.attention"
+        )
+    return config
+
+
+def attention_params(config: ModelConfig, *, qk_norm: bool) -> dict[str, Param]:
+    """Return the parameters of one layer's attention by name; kernels are ``[in, out]``."""
+    c, init = config, jax.nn.initializers
+    q, kv = c.num_heads * c.dim, c.kv_heads * c.dim
+
+    def kernel(fan_in: int, features: int, *axes: str) -> Param:
+        return Param((fan_in, features), init.normal(kernel_std(c, fan_in)), axes)
+
+    specs = {
+        "q": kernel(c.hidden_size, q, "embed", "heads"),
+        "k": kernel(c.hidden_size, kv, "embed", "kv_heads"),
+        "v": kernel(c.hidden_size, kv, "embed", "kv_heads"),
+        "out": kernel(q, c.hidden_size, "heads", "embed"),
+    }
+    if qk_norm:
+        specs |= {name: Param((c.dim,), init.ones, (None,)) for name in ("q_norm", "k_norm")}
+    own = c.position.layer_params(c.sizes, updates=False)
+    return specs | {full_name(ENCODING, name): spec for name, spec in own.items()}
+
+
+def start_cache(
+    config: ModelConfig, batch_size: int, capacity: int, *, updates: bool
+) -> LayerCache:
+    """Return the empty cache of one layer."""
+    require(
+        batch_size > 0 and capacity > 0,
+        f"batch_size and capacity must be positive; got {batch_size} and {capacity}",
+    )
+    return empty_layer(config, batch_size, capacity, updates=updates)
+
+
+def attend(
+    config: ModelConfig,
+    params: dict[str, Array],
+    x: Array,
+    state: State,
+    *,
+    updates: bool,
+    positions: Array | None,
+    segment_ids: Any,
+    mask: Array | None,
+    is_causal: bool,
+    cache: LayerCache | None,
+    index: Array | int,
+) -> tuple[Array, Array | None, LayerCache | None]:
+    """Attend in one layer: projections, what the encoding adds, and the cache.
+
+    Returns:
+      What is added to the residual stream, the attended state or None, and the new cache.
+    """
+    c, encoding = config, config.position
+    require(
+        x.shape[-1] == c.hidden_size and x.ndim >= 2,
+        f"x must have shape [..., T, {c.hidden_size}]; got {x.shape}",
+    )
+    context = _context(c, x, positions, segment_ids, mask, is_causal, cache, index)
+    if state is None and encoding.reads_start:
+        time, length = x.shape[-2], context.positions.shape[-1]
+        new = context.positions
+        if cache is not None:
+            new = jax.lax.dynamic_slice_in_dim(new, index, time, axis=1)
+        state = encoding.start(new, c.sizes, length=length, dtype=c.carried_dtype)
+    if updates:
+        state = encoding.carry(state, x.shape[:-1], c.sizes)
+
+    def heads(name: str, n: int) -> Array:
+        kernel = params[name].astype(c.dtype)
+        split = (x.astype(c.dtype) @ kernel).reshape(*x.shape[:-1], n, c.dim)
+        scale = params.get(f"{name}_norm")
+        return split if scale is None else _normalized(split, scale, c.norm_eps)
+
+    q, k, v = heads("q", c.num_heads), heads("k", c.kv_heads), heads("v", c.kv_heads)
+    prefix = full_name(ENCODING, "")
+    own = {name.removeprefix(prefix): p for name, p in params.items() if name.startswith(prefix)}
+    seen, options = prepared(c, encoding, own, x, (q, k, v), state, context, cache)
+    out, attended = attention(
+        q,
+        seen.k,
+        seen.v,
+        state=seen.e,
+        attend_state=updates and encoding.attends_state,
+        implementation=c.attention_implementation,
+        **options,
+    )
+    out = out.reshape(*x.shape[:-1], -1) @ params["out"].astype(c.dtype)
+    return out, attended, seen.cache
+
+
+def _normalized(x: Array, scale: Array, eps: float) -> Array:
+    wide = x.astype(at_least_float32(x.dtype))
+    inverse = jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps)
+    return (wide * inverse * scale.astype(wide.dtype)).astype(x.dtype)
+
+
+def _context(
+    config: ModelConfig,
+    x: Array,
+    positions: Array | None,
+    segment_ids: Any,
+    mask: Array | None,
+    is_causal: bool,
+    cache: LayerCache | None,
+    index: Array | int,
+) -> Context:
+    """Return what the call says of its tokens, in the form of the model's."""
+    time, counts = x.shape[-2], None
+    slots = time if cache is None else cache.k.shape[2]
+    if cache is not None:
+        require(
+            x.ndim == 3 and x.shape[0] == cache.k.shape[0] and time <= slots,
+            f"with a cache of {cache.k.shape[0]} sequences and {slots} slots, x must have shape "
+            f"[{cache.k.shape[0]}, T, {config.hidden_size}] with T <= {slots}; got {x.shape}",
+        )
+        if segment_ids is None:
+            # Slots behind the new tokens belong to no segment.
+            written = (jnp.arange(slots) < index + time).astype(jnp.int32)
+            keys = jnp.broadcast_to(written, (x.shape[0], slots))
+            segment_ids = (jnp.ones((x.shape[0], time), jnp.int32), keys)
+        require(
+            isinstance(segment_ids, tuple) and len(segment_ids) == 2,
+            "with a cache, segment_ids are a pair: of the new tokens [B, T], of all slots [B, S]",
+        )
+    if positions is None:
+        positions = default_positions(slots)
+    require(
+        positions.shape[-1] == slots,
+        f"positions must be those of all keys, [..., {slots}]; got {positions.shape}",
+    )
+    if cache is not None:
+        positions = jnp.broadcast_to(positions, (x.shape[0], slots))
+    if config.local_window_size is not None and segment_ids is not None:
+        if cache is None:
+            counts = (places(segment_ids),) * 2
+        else:
+            every = places(segment_ids[1])
+            counts = jax.lax.dynamic_slice_in_dim(every, index, time, axis=1), every
+    return Context(positions, segment_ids, mask, index, is_causal, counts)
