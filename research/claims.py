@@ -242,7 +242,7 @@ CLAIMS = (
         "Updates in later layers matter more",
         "Where only two of six layers update, the fourth and the fifth (`late`) or the first two "
         "(`early`), each at its own rate: the late ones better at sorting longer words. That says "
-        "nothing of a model in which all layers update: what is missed there `states` says.",
+        "nothing of a model in which all layers update; `states` measures that.",
         GPU,
         ("ablations",),
         _ablation("early"),

@@ -82,8 +82,9 @@ def attend(request: Request, *, block_q: int | None = None) -> tuple[Array, Arra
 def _with_decay(request: Request, q: Array, k: Array) -> tuple[Array, Array]:
     """Queries and keys with further columns, whose products are 0 and have the decay's gradient.
 
-    A sum over queries, it then comes out of the product that makes that of keys, and not of a
-    further pass over all pairs. What is added to whole rows has no gradient.
+    The decay's gradient is a sum over queries. With these columns the product that gives the keys'
+    gradient gives it too, without a further pass over all pairs. What is added to whole rows has
+    no gradient.
     """
     assert request.log_decay is not None
     decay, groups = request.log_decay[1], request.groups

@@ -1,8 +1,8 @@
 """The registry of encodings, and how one is made from its name and its options.
 
-Options are flat, also those of several encodings: those of the one with a state are called as when
-it is alone, as are those that no other has; else they are called after their encoding too:
-``sinusoidal_base`` beside RoPE.
+Options are flat. Where several encodings are combined, the options of the one with a state keep
+their names, and so does an option that one encoding alone has. Any other gets its encoding's name
+in front: ``sinusoidal_base`` beside RoPE.
 """
 
 from __future__ import annotations

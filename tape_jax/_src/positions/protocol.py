@@ -41,6 +41,11 @@ OPTION_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
+def _annotation(kind: Any) -> str:
+    """A field's annotation as it is written, whether the module postpones annotations or not."""
+    return kind.__name__ if isinstance(kind, type) else str(kind)
+
+
 class Param(NamedTuple):
     """A parameter that an encoding asks the model to create.
 
@@ -172,7 +177,7 @@ class Encoding:
         """Raises ValueError for an option of another type or not finite, before it is looked at."""
         fields = {field.name: field.type for field in dataclasses.fields(cls) if field.init}
         for name, value in (dict(zip(fields, args, strict=False)) | options).items():
-            kind, optional, _ = str(fields.get(name)).partition(" | None")
+            kind, optional, _ = _annotation(fields.get(name)).partition(" | None")
             if kind in OPTION_TYPES and not (optional and value is None):
                 words, fits = OPTION_TYPES[kind]
                 require(fits(value), f"{cls.kind}: {name} must be {words}; got {value!r}")

@@ -205,3 +205,15 @@ def test_one_name_for_several_encodings():
         assert option_names(name) == option_names(meant)
     with pytest.raises(ValueError, match=r"unknown field 'epss' of position encoding"):
         create("path_fox", epss=1.0)
+
+
+def test_options_are_checked_without_postponed_annotations():
+    @dataclasses.dataclass(frozen=True)
+    class Own(Encoding):
+        rate: float = 0.1
+        most: float | None = None
+
+    assert Own(most=2.0).most == 2.0
+    for options in ({"rate": "a"}, {"most": "a"}):
+        with pytest.raises(ValueError, match="must be a finite number; got 'a'"):
+            Own(**options)
