@@ -95,7 +95,7 @@ def rows(model: ModelConfig, options: argparse.Namespace, length: int) -> Iterat
     for name in names(options.encodings):
         try:
             configs[name] = config_of(model, name)
-            configs[name].position.check(configs[name])
+            configs[name].position.check(configs[name].sizes)
         except ValueError as error:
             refused[name] = str(error)
             configs.pop(name, None)

@@ -78,8 +78,8 @@ def family(differences: Mapping[str, Estimate], size: int = 0) -> dict[str, Comp
 
     Args:
       differences: those that are known.
-      size: of the family, if more will be known. What is clear now then stays clear: the unknown ones
-        count as if they told nothing, which is the worst case for Holm's method.
+      size: of the family, if more will be known. What is clear now then stays clear: the
+        unknown ones count as if they told nothing, the worst case for Holm's method.
     """
     size = max(size, len(differences))
     adjusted = holm({name: found.p for name, found in differences.items()}, size)

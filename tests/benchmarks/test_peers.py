@@ -61,7 +61,7 @@ def test_without_torch_the_reason_is_said(libraries, monkeypatch, capsys):
 def test_the_command():
     """It succeeds without PyTorch, and all other rows are measured."""
     options = ["--model", "tiny", "--lengths", "16", "--tokens", "32", "--repeats", "1"]
-    code = "import runpy, sys; sys.modules['torch'] = None; "
+    code = "import runpy, sys, scipy.stats; sys.modules['torch'] = None; "
     code += f"sys.argv[1:] = {options}; runpy.run_module('benchmarks.peers', run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -406,4 +406,4 @@ class TestSuites:
         text = page.markdown(
             one, page.studies_at(one, Place(store, tmp_path)), f"images/{one.name}"
         )
-        assert Path(f"docs/{one.name}.md").read_text() == text
+        assert Path(f"research/{one.name}.md").read_text() == text

@@ -13,7 +13,7 @@ import tape_jax as tape
 from research import place_claims, verdicts
 from research.configs.places import CHOSEN, NO_UPDATE
 from research.statistics import Estimate
-from research.studies import CONFIGS, KIND, OPEN, STUDIES
+from research.studies import KIND, OPEN, OWN, STUDIES
 from research.verdicts import Kind, Verdict
 from tests.research.results import BEYOND, finish_all
 from train import experiment
@@ -88,7 +88,7 @@ def test_without_its_update_the_chosen_form_is_rope_with_its_bias():
 
     def made(fields):
         given = [f"--config.{name}={value}" for name, value in fields.items()]
-        return experiment.from_file(CONFIGS / "places.py", given).model
+        return experiment.from_file(OWN / "places.py", given).model
 
     still, chosen = made(NO_UPDATE), made(CHOSEN)
     rope = made({KIND: "rope+alibi"})

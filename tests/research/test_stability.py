@@ -65,9 +65,9 @@ def batch_of(tokens):
 @pytest.mark.parametrize(
     "position",
     [
-        {},
-        pytest.param({"form": "tensor"}, marks=pytest.mark.slow),
-        pytest.param({"kind": "tape_place_weights"}, marks=pytest.mark.slow),
+        {"kind": "tape"},
+        {"kind": "tape", "form": "tensor"},
+        {"kind": "tape_place_weights"},
     ],
 )
 @pytest.mark.slow

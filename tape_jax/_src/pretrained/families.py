@@ -95,11 +95,8 @@ def _sliding_window(before: int | tuple[int, int] | None) -> int | None:
     return None if before is None else before + 1
 
 
-def _same_in_all_layers(
-    config: Mapping[str, Any], window: int | None, slides: Sequence[bool]
-) -> Any:
+def _same_in_all_layers(config: Mapping[str, Any], window: Any, slides: Sequence[bool]) -> Any:
     """The window of all layers; ValueError where layers differ, which the decoder here cannot."""
-    slides = [window is not None and one for one in slides]
     require(
         all(slides) or not any(slides),
         "config.json: a sliding window in some layers alone is not known here; got layer_types = "
@@ -135,13 +132,21 @@ def _write_mistral(c: ModelConfig) -> Fields | None:
 def _qwen_window(config: Mapping[str, Any]) -> Any:
     """The window of Qwen 2 and 3: of the layers marked sliding, or from a certain one on."""
     layers, kinds = config["num_hidden_layers"], config.get("layer_types")
-    window = config["sliding_window"] if _flag(config, "use_sliding_window") else None
+    if not _flag(config, "use_sliding_window") or config["sliding_window"] is None:
+        return None
+    window = config["sliding_window"]
     if kinds is None:
         first = config["max_window_layers"]
+        require(
+            isinstance(first, int) and not isinstance(first, bool),
+            f"config.json: max_window_layers must be an integer; got {first!r}",
+        )
         return _same_in_all_layers(config, window, [i >= first for i in range(layers)])
     known = {"full_attention": False, "sliding_attention": True}
     require(
-        isinstance(kinds, list) and len(kinds) == layers and set(kinds) <= set(known),
+        isinstance(kinds, list)
+        and len(kinds) == layers
+        and all(isinstance(kind, str) and kind in known for kind in kinds),
         f"config.json: layer_types must be {layers} of {', '.join(known)}; got {kinds!r}",
     )
     return _same_in_all_layers(config, window, [known[kind] for kind in kinds])

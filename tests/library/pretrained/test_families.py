@@ -15,6 +15,7 @@ from tests.library.pretrained.folders import HF, checkpoint_files
 from tests.models import random_variables, small_model
 
 FOLDERS = ["mistral_tiny", "qwen2_tiny", "qwen3_tiny"]
+WINDOW = {"use_sliding_window": True, "sliding_window": 4}
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -62,7 +63,13 @@ class TestFields:
             ("mistral_tiny", {"attention_bias": True}, "'mistral': attention_bias = True"),
             ("mistral_tiny", {"sliding_window": 0}, "sliding_window must be a positive integer"),
             ("qwen3_tiny", {"attention_bias": 1}, "attention_bias must be true or false; got 1"),
-            ("qwen2_tiny", {"layer_types": ["round"]}, "full_attention, sliding_attention; got"),
+            ("qwen2_tiny", WINDOW | {"layer_types": ["round"]}, "full_attention, sliding_attent"),
+            ("qwen2_tiny", WINDOW | {"layer_types": [[1]] * 4}, "full_attention, sliding_attent"),
+            (
+                "qwen3_tiny",
+                WINDOW | {"layer_types": ..., "max_window_layers": "2"},
+                "max_window_layers must be an integer; got '2'",
+            ),
             ("qwen2_tiny", {"architectures": ["Qwen3ForCausalLM"]}, r"Qwen3ForCausalLM.*'qwen2'"),
         ],
     )
@@ -76,6 +83,11 @@ class TestFields:
         kinds = kinds[: config["num_hidden_layers"]]
         with pytest.raises(ValueError, match="a sliding window in some layers alone"):
             model_config(config | {"layer_types": kinds})
+
+    def test_window_that_is_not_used_needs_no_layers(self):
+        for name in ("qwen2_tiny", "qwen3_tiny"):
+            unused = config_of(name, max_window_layers=None, layer_types=None)
+            assert model_config(unused).local_window_size is None
 
     def test_sliding_window_counts_the_own_token(self):
         assert model_config(config_of("mistral_tiny", sliding_window=7)).local_window_size == 6

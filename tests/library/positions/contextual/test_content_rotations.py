@@ -240,7 +240,7 @@ def test_sums_of_narrow_inputs_are_in_float32(name):
                 layer,
                 x=x.astype(dtype),
                 positions=default_positions(x.shape[1]),
-                config=config_of(encoding, dtype),
+                sizes=config_of(encoding, dtype).sizes,
             ),
         )
         for dtype in ("float32", "bfloat16")
