@@ -11,6 +11,7 @@ import tape_jax.linen
 import tape_jax.nnx
 from tape_jax import testing
 from tests import arrays
+from tests.selection import mostly_slow
 
 BATCH, TIME, HEADS, KV_HEADS, WIDTH = 2, 6, 4, 2, 32
 DIM = WIDTH // HEADS
@@ -45,7 +46,7 @@ def test_update_equals_the_function(options):
     assert not np.allclose(wanted, e)
 
 
-@pytest.mark.parametrize("position", ENCODINGS)
+@pytest.mark.parametrize("position", mostly_slow(ENCODINGS, "tape", "alibi", "fox"))
 def test_attention_is_that_of_the_model_and_decodes(position):
     """Against the layer of ``Transformer`` whose parameters it takes; then token by token."""
     config = tape.ModelConfig(

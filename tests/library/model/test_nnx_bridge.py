@@ -40,6 +40,7 @@ def trained(model, tokens, steps=3):
     return [float(step(model, optimizer, tokens)) for _ in range(steps)]
 
 
+@pytest.mark.slow
 def test_it_trains_is_saved_and_generates(tmp_path):
     linen = tape.Transformer(CONFIG)
     model = bridged(linen)

@@ -103,7 +103,7 @@ def test_fractional_positions_are_kept(kind):
     assert_near(jnp.concatenate([first, second, third], axis=1), full, 1e-5)
 
 
-@pytest.mark.parametrize("kind", ["tape", "fox"])
+@pytest.mark.parametrize("kind", mostly_slow(["tape", "fox"], "tape"))
 def test_a_conversation_goes_on_behind_a_stop(kind):
     """Padding behind a stop is none of a row's text, whenever the row has stopped."""
     model = small_model(kind)
