@@ -18,6 +18,7 @@ USE = """
 import importlib, importlib.metadata, importlib.util, pathlib, pkgutil, sys
 import tape_jax as tape
 public = [m.name for m in pkgutil.walk_packages(tape.__path__, "tape_jax.") if "._" not in m.name]
+public.remove("tape_jax.nnx")  # flax.nnx loads optax
 for module in (tape, *map(importlib.import_module, public)):
     [getattr(module, name) for name in module.__all__]
 optional = "safetensors tokamax optax orbax.checkpoint chex grain matplotlib transformers"
