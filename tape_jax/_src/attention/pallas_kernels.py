@@ -1,9 +1,7 @@
 """The bodies of the fused attention kernels, in Pallas for its Triton backend.
 
-Each program owns one block of queries (forward, dq) or of keys (dk, dv, de) of one head and walks
-over the blocks of the other side. A rotary state, and what it rotates, is read as two tiles, the
-real and the imaginary half of each head, because Triton cannot cut a tile that is in registers: a
-product of rotated queries and keys is the sum of two products, half as deep each.
+Queries and keys come rotated. Each program owns one block of queries (forward, dq) or of keys (dk,
+dv, de) of one head and walks over the blocks of the other side. A state is a second value.
 
 Tiles have power-of-two sizes. Rows past the end of an array are read as zeros and never written.
 """
@@ -12,8 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +29,6 @@ Refs = Mapping[str, Any]
 LOG2_E = math.log2(math.e)
 # The interpreter takes no Python integers for indices, nor indices of unlike types.
 ZERO: Any = np.int32(0)
-HALVES = (np.int32(0), np.int32(1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,56 +39,31 @@ class KernelCall:
       scale: factor on the logits.
       lowest, highest: key ``j`` is visible to query ``i`` (offset included) only if ``lowest <=
         j - i <= highest``; None: no limit.
-      rotate_keys: whether keys are rotated by ``e``.
-      attend_state: whether ``e`` is also a value.
       compute: type of the operands of all products.
       precision: of products of float32 operands.
       tiles: block sizes of each kernel.
       interpret: run by XLA operations, on any device.
+      value_types: of the values, and of the state if there is one: also of ``o`` and ``a``.
     """
 
     scale: float
     lowest: int | None
     highest: int | None
-    rotate_keys: bool
-    attend_state: bool
     compute: jnp.dtype
     precision: lax.Precision
     tiles: Tiles
     interpret: bool
+    value_types: tuple[jnp.dtype, ...]
+
+    @property
+    def types(self) -> Mapping[str, jnp.dtype]:
+        """Types of ``v`` and ``e``, by their names."""
+        return dict(zip("ve", self.value_types, strict=False))
 
     def dot(self, x: Array, y: Array, **transposed: bool) -> Array:
         """A product of two tiles in the compute type, summed in float32."""
         x, y = x.astype(self.compute), y.astype(self.compute)
         return plt.dot(x, y, precision=self.precision, **transposed)
-
-
-class Complex(NamedTuple):
-    """Two tiles ``[rows, D/2]``."""
-
-    real: Array
-    imag: Array
-
-    def map(self, function: Callable[[Array], Array]) -> Complex:
-        return Complex(function(self.real), function(self.imag))
-
-    def plus(self, other: Complex) -> Complex:
-        return Complex(self.real + other.real, self.imag + other.imag)
-
-
-def times(x: Complex, y: Complex) -> Complex:
-    """Elementwise product, in float32."""
-    x, y = x.map(_float32), y.map(_float32)
-    return Complex(x.real * y.real - x.imag * y.imag, x.real * y.imag + x.imag * y.real)
-
-
-def times_conjugate(x: Complex, y: Complex) -> Complex:
-    """Elementwise ``x * conj(y)``: what the gradient of a product passes to its other factor."""
-    return times(x, Complex(y.real, -y.imag))
-
-
-def _float32(x: Array) -> Array:
-    return x.astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,12 +75,12 @@ class Program:
     tile: Tile
     b: Array
 
-    def read(self, name: str, start: Array, size: int, head: Array) -> Any:
-        """``size`` rows of a head: a tile ``[size, width]``, or Complex of ``[b, t, h, 2, d]``."""
+    def read(self, name: str, start: Array, size: int, head: Array) -> Array:
+        """``size`` rows of a head of ``[b|1, t, h, d]``: a tile ``[size, d]``."""
         ref = self.refs[name]
-        if len(ref.shape) == 5:
-            return Complex(*(self._read(ref, start, size, head, part) for part in HALVES))
-        return self._read(ref, start, size, head)
+        at = ref.at[(self._row(ref), pl.ds(start, size), head, slice(None))]
+        mask = _rows_exist(ref.shape[1], start, size, ref.shape[-1])
+        return plt.load(at) if mask is None else plt.load(at, mask=mask, other=0.0)
 
     def read_vector(
         self, name: str, start: Array, size: int, *head: Array, other: float = 0
@@ -126,54 +98,36 @@ class Program:
         exists = None if ref.shape[2] % size == 0 else start + _iota(size) < ref.shape[2]
         plt.store(ref.at[self.b, head, pl.ds(start, size)], value, mask=exists)
 
-    def write(self, name: str, start: Array, head: Array, value: Any) -> None:
+    def write(self, name: str, start: Array, head: Array, value: Array) -> None:
         """Writes what :meth:`read` would read."""
         ref = self.refs[name]
-        parts = zip(value, HALVES, strict=True) if isinstance(value, Complex) else [(value,)]
-        for x, *part in parts:
-            every = pl.ds(ZERO, x.shape[1])
-            at = ref.at[(self.b, pl.ds(start, x.shape[0]), head, *part, every)]
-            plt.store(at, x.astype(ref.dtype), mask=_rows_exist(ref.shape[1], start, *x.shape))
-
-    def _read(self, ref: Any, start: Array, size: int, head: Array, *part: Any) -> Array:
-        at = ref.at[(self._row(ref), pl.ds(start, size), head, *part, slice(None))]
-        mask = _rows_exist(ref.shape[1], start, size, ref.shape[-1])
-        return plt.load(at) if mask is None else plt.load(at, mask=mask, other=0.0)
+        at = ref.at[(self.b, pl.ds(start, value.shape[0]), head, pl.ds(ZERO, value.shape[1]))]
+        plt.store(at, value.astype(ref.dtype), mask=_rows_exist(ref.shape[1], start, *value.shape))
 
     def _row(self, ref: Any) -> Any:
         return ZERO if ref.shape[0] == 1 else self.b
 
-    def query_tile(self, i: Array, head: Array) -> Complex:
-        """Queries of block ``i``, rotated, in the compute type."""
+    def query_tile(self, i: Array, head: Array) -> Array:
+        """Queries of block ``i``."""
+        return self.read("q", i * self.tile.queries, self.tile.queries, head)
+
+    def key_tile(self, j: Array, head: Array) -> Array:
+        """Keys of block ``j``."""
+        return self.read("k", j * self.tile.keys, self.tile.keys, head)
+
+    def values(self, j: Array, head: Array) -> list[Array]:
+        """Values of the keys of block ``j`` and, if it is attended, their state."""
+        start, size = j * self.tile.keys, self.tile.keys
+        found = [self.read("v", start, size, head)]
+        if "e" in self.refs:
+            found.append(self.read("e", start, size, _shared_head(self.refs, "k", "e", head)))
+        return found
+
+    def cotangents(self, i: Array, head: Array) -> list[Array]:
+        """Gradients of what the queries of block ``i`` got of each of :meth:`values`."""
         start, size = i * self.tile.queries, self.tile.queries
-        q = self.read("q", start, size, head)
-        if "query_state" in self.refs:
-            q = times(q, self.query_state(i, head))
-        return self._narrow(q)
-
-    def _narrow(self, x: Complex) -> Complex:
-        return x.map(lambda part: part.astype(self.call.compute))
-
-    def query_state(self, i: Array, head: Array) -> Complex:
-        """State of the queries of block ``i``, for a query head."""
-        head = _shared_head(self.refs, "q", "query_state", head)
-        return self.read("query_state", i * self.tile.queries, self.tile.queries, head)
-
-    def key_tiles(self, j: Array, head: Array) -> tuple[Complex, Any]:
-        """Keys of block ``j``, rotated, and their state or None; both in the compute type."""
-        k = self.read("k", j * self.tile.keys, self.tile.keys, head)
-        state: Any = self.key_state(j, head) if "e" in self.refs else None
-        if self.call.rotate_keys:
-            k = times(k, state)
-        return self._narrow(k), None if state is None else self._narrow(state)
-
-    def key_state(self, j: Array, head: Array) -> Complex:
-        """State of the keys of block ``j``, for a key/value head."""
-        head = _shared_head(self.refs, "k", "e", head)
-        return self.read("e", j * self.tile.keys, self.tile.keys, head)
-
-    def value_tile(self, j: Array, head: Array) -> Array:
-        return self.read("v", j * self.tile.keys, self.tile.keys, head)
+        names = [name for name in ("d_o", "d_a") if name in self.refs]
+        return [self.read(name, start, size, head) for name in names]
 
     def query_decay(self, i: Array, head: Array) -> Array | None:
         """Log decay of the queries of block ``i``, for a query head, or None."""
@@ -192,11 +146,9 @@ class Program:
         head = ZERO if self.refs[name].shape[1] == 1 else head
         return self.read_vector(name, block * size, size, head, other=other)
 
-    def logits(self, rows: Complex, columns: Complex, decay: Array | None) -> Array:
+    def logits(self, rows: Array, columns: Array, decay: Array | None) -> Array:
         """Scaled logits to base 2, with the decay of each pair added, not masked yet."""
-        dot = self.call.dot
-        products = dot(rows.real, columns.real, trans_b=True)
-        products += dot(rows.imag, columns.imag, trans_b=True)
+        products = self.call.dot(rows, columns, trans_b=True)
         products *= np.float32(self.call.scale * LOG2_E)
         return products if decay is None else products + decay * np.float32(LOG2_E)
 
@@ -290,73 +242,62 @@ def forward(call: KernelCall, inputs: Refs, outputs: Refs) -> None:
     decay = program.query_decay(i, head)
 
     def step(j: Array, carry: Any) -> Any:
-        top, total, o, a = carry
-        k, state = program.key_tiles(j, kv_head)
+        top, total, sums = carry
+        k = program.key_tile(j, kv_head)
         logits = program.logits(q, k, _decays(decay, program.key_decay(j, head)))
         logits = program.masked(logits, queries, program.key_marks(j), keys_first=False)
         new_top = jnp.maximum(top, jnp.max(logits, axis=1))
         weights = jnp.exp2(logits - new_top[:, None])
         shrink = jnp.exp2(top - new_top)
         total = total * shrink + jnp.sum(weights, axis=1)
-        o = o * shrink[:, None] + call.dot(weights, program.value_tile(j, kv_head))
-        if a is not None:
-            a = a.map(lambda x: x * shrink[:, None])
-            a = a.plus(state.map(lambda x: call.dot(weights, x)))
-        return new_top, total, o, a
+        values = program.values(j, kv_head)
+        sums = [
+            x * shrink[:, None] + call.dot(weights, value)
+            for x, value in zip(sums, values, strict=True)
+        ]
+        return new_top, total, sums
 
-    nothing = jnp.zeros(q.real.shape, jnp.float32)
-    top, total, o, a = lax.fori_loop(
+    names = [name for name in ("o", "a") if name in outputs]
+    top, total, sums = lax.fori_loop(
         *program.bounds(i),
         step,
         (
             # Not -inf: the weights of a row that sees no key are then 0 without a special case.
             jnp.full((rows,), jnp.finfo(jnp.float32).min, jnp.float32),
             jnp.zeros((rows,), jnp.float32),
-            jnp.zeros((rows, inputs["v"].shape[-1]), jnp.float32),
-            Complex(nothing, nothing) if call.attend_state else None,
+            [jnp.zeros((rows, outputs[name].shape[-1]), jnp.float32) for name in names],
         ),
     )
     total = jnp.where(total > 0, total, 1.0)
-    start = i * rows
-    program.write("o", start, head, o / total[:, None])
-    if a is not None:
-        program.write("a", start, head, a.map(lambda x: x / total[:, None]))
-    program.write_vector("log_sum", start, head, top + jnp.log(total) * np.float32(LOG2_E))
+    for name, x in zip(names, sums, strict=True):
+        program.write(name, i * rows, head, x / total[:, None])
+    program.write_vector("log_sum", i * rows, head, top + jnp.log(total) * np.float32(LOG2_E))
 
 
 def query_gradients(call: KernelCall, inputs: Refs, outputs: Refs) -> None:
-    """One block of queries: ``dq`` and ``d_query_state``."""
+    """One block of queries: ``dq``."""
     i, head, b = _program()
     program = Program(call, {**inputs, **outputs}, call.tiles.query_gradients, b)
     rows, start = program.tile.queries, i * program.tile.queries
     kv_head = _shared_head(inputs, "q", "k", head)
     q, queries = program.query_tile(i, head), program.query_marks(i)
-    d_o = program.read("d_o", start, rows, head)
-    d_a = program.read("d_a", start, rows, head) if call.attend_state else None
+    cotangents = program.cotangents(i, head)
     log_sum = program.read_vector("log_sum", start, rows, head)[:, None]
     delta = program.read_vector("delta", start, rows, head)[:, None]
     decay = program.query_decay(i, head)
 
-    def step(j: Array, dq: Complex) -> Complex:
-        k, state = program.key_tiles(j, kv_head)
+    def step(j: Array, dq: Array) -> Array:
+        k = program.key_tile(j, kv_head)
         logits = program.logits(q, k, _decays(decay, program.key_decay(j, head)))
         logits = program.masked(logits, queries, program.key_marks(j), keys_first=False)
         weights = jnp.exp2(logits - log_sum)
-        d_weights = call.dot(d_o, program.value_tile(j, kv_head), trans_b=True)
-        if d_a is not None:
-            d_weights += call.dot(d_a.real, state.real, trans_b=True)
-            d_weights += call.dot(d_a.imag, state.imag, trans_b=True)
-        d_logits = weights * (d_weights - delta)
-        return dq.plus(k.map(lambda x: call.dot(d_logits, x)))
+        d_weights = -delta
+        for cotangent, value in zip(cotangents, program.values(j, kv_head), strict=True):
+            d_weights += call.dot(cotangent, value, trans_b=True)
+        return dq + call.dot(weights * d_weights, k)
 
-    nothing = jnp.zeros(q.real.shape, jnp.float32)
-    dq = lax.fori_loop(*program.bounds(i), step, Complex(nothing, nothing))
-    dq = dq.map(lambda x: x * np.float32(call.scale))
-    if "query_state" in inputs:
-        raw = program.read("q", start, rows, head)
-        program.write("d_query_state", start, head, times_conjugate(dq, raw))
-        dq = times_conjugate(dq, program.query_state(i, head))
-    program.write("d_q", start, head, dq)
+    dq = lax.fori_loop(*program.bounds(i), step, jnp.zeros(q.shape, jnp.float32))
+    program.write("d_q", start, head, dq * np.float32(call.scale))
 
 
 def key_gradients(call: KernelCall, inputs: Refs, outputs: Refs) -> None:
@@ -369,31 +310,30 @@ def key_gradients(call: KernelCall, inputs: Refs, outputs: Refs) -> None:
     program = Program(call, {**inputs, **outputs}, call.tiles.key_gradients, b)
     groups = inputs["q"].shape[2] // inputs["k"].shape[2]
     columns, start = program.tile.queries, j * program.tile.keys
-    (k, state), keys = program.key_tiles(j, kv_head), program.key_marks(j)
-    v = program.value_tile(j, kv_head)
+    k, keys = program.key_tile(j, kv_head), program.key_marks(j)
+    values = program.values(j, kv_head)
     first, last = program.bounds(j)
 
     def step(i: Array, carry: Any, head: Array, decay: Array | None) -> Any:
-        dk, dv, de, d_decay = carry
-        q = program.query_tile(i, head)
-        d_o = program.read("d_o", i * columns, columns, head)
+        dk, d_values, d_decay = carry
+        q, cotangents = program.query_tile(i, head), program.cotangents(i, head)
         log_sum = program.read_vector("log_sum", i * columns, columns, head)[None, :]
         delta = program.read_vector("delta", i * columns, columns, head)[None, :]
         pairs = _decays(program.query_decay(i, head), decay, keys_first=True)
         logits = program.logits(k, q, pairs)
         logits = program.masked(logits, program.query_marks(i), keys, keys_first=True)
         weights = jnp.exp2(logits - log_sum)
-        d_weights = call.dot(v, d_o, trans_b=True)
-        dv += call.dot(weights, d_o)
-        if de is not None:
-            d_a = program.read("d_a", i * columns, columns, head)
-            d_weights += call.dot(state.real, d_a.real, trans_b=True)
-            d_weights += call.dot(state.imag, d_a.imag, trans_b=True)
-            de = de.plus(d_a.map(lambda x: call.dot(weights, x)))
-        d_logits = weights * (d_weights - delta)
+        d_weights = -delta
+        for cotangent, value in zip(cotangents, values, strict=True):
+            d_weights += call.dot(value, cotangent, trans_b=True)
+        d_values = [
+            x + call.dot(weights, cotangent)
+            for x, cotangent in zip(d_values, cotangents, strict=True)
+        ]
+        d_logits = weights * d_weights
         if d_decay is not None:
             d_decay -= jnp.sum(d_logits, axis=1)
-        return dk.plus(q.map(lambda x: call.dot(d_logits, x))), dv, de, d_decay
+        return dk + call.dot(d_logits, q), d_values, d_decay
 
     def walk(g: Array | int, carry: Any) -> Any:
         head = kv_head * np.int32(groups) + g
@@ -406,20 +346,12 @@ def key_gradients(call: KernelCall, inputs: Refs, outputs: Refs) -> None:
             program.write_vector("d_key_decay", start, head, d_decay)
         return tuple(carry)
 
-    nothing = jnp.zeros(k.real.shape, jnp.float32)
     carry = (
-        Complex(nothing, nothing),
-        jnp.zeros(v.shape, jnp.float32),
-        Complex(nothing, nothing) if call.attend_state else None,
+        jnp.zeros(k.shape, jnp.float32),
+        [jnp.zeros(value.shape, jnp.float32) for value in values],
     )
-    walked = walk(0, carry) if groups == 1 else lax.fori_loop(0, groups, walk, carry)
-    dk, dv, de = walked
-    dk = dk.map(lambda x: x * np.float32(call.scale))
-    if call.rotate_keys:
-        through_keys = times_conjugate(dk, program.read("k", start, program.tile.keys, kv_head))
-        de = through_keys if de is None else de.plus(through_keys)
-        dk = times_conjugate(dk, program.key_state(j, kv_head))
-    program.write("d_k", start, kv_head, dk)
-    program.write("d_v", start, kv_head, dv)
-    if de is not None:
-        program.write("d_e", start, kv_head, de)
+    dk, d_values = walk(0, carry) if groups == 1 else lax.fori_loop(0, groups, walk, carry)
+    program.write("d_k", start, kv_head, dk * np.float32(call.scale))
+    names = [name for name in ("d_v", "d_e") if name in outputs]
+    for name, x in zip(names, d_values, strict=True):
+        program.write(name, start, kv_head, x)

@@ -1,16 +1,16 @@
 """Fused TAPE attention for NVIDIA GPUs from Ampere on: Pallas kernels for its Triton backend.
 
-Queries and keys are rotated inside the kernels. A tile of the state ``e`` is read once, to rotate
-the keys and as a value; two accumulators collect ``o`` and ``a`` under one online softmax, and the
-log-sum-exp of each row is kept (FlashAttention; Dao et al., 2022; Dao, 2023). Blocks that the
+Queries and keys are rotated once beforehand, by XLA; two accumulators collect ``o`` and ``a`` under
+one online softmax, and the log-sum-exp of each row is kept (FlashAttention; Dao et al., 2022; Dao,
+2023). Blocks that the
 causal rule, the window or disjoint ranges of segment ids hide are not visited. The body of each
 kernel is in ``pallas_kernels``, block sizes are in ``pallas_blocks``.
 
-The backward pass is two kernels, one over blocks of queries (dq and the queries' state), one over
-blocks of keys (dk, dv, de); both compute the probabilities again, and the products of complex
-numbers are differentiated inside. In units of one T x T x D product, with the state attended, they
-cost 4 and 6, where one pass would cost 7: it would share the logits (1) and the gradient of the
-probabilities (2), but would have to add dq up across programs. Gradients are of first order only.
+The backward pass is two kernels, one over blocks of queries (dq), one over blocks of keys (dk, dv,
+de); both compute the probabilities again. In units of one T x T x D product, with the state
+attended, they cost 4 and 6, where one pass would cost 7: it would share the logits (1) and the
+gradient of the probabilities (2), but would have to add dq up across programs. Gradients are of
+first order only.
 
 Pallas' Triton backend is deprecated since jax 0.11, which warns when a kernel is compiled.
 """
@@ -42,12 +42,10 @@ TYPES = ("float32", "bfloat16", "float16")
 MAX_WIDTH = 128
 
 # Axes of all arrays: b batch, h query heads, k key/value heads; what is not sharded: t queries,
-# s keys, c real and imaginary half, d numbers. States are [b|1, ., ., c, d], heads full or shared.
+# s keys, d numbers. States are [b|1, ., ., d], heads full or shared.
 AXES = {
-    **dict.fromkeys(("q", "query_state", "d_q", "d_query_state", "a", "d_a"), "bthcd"),
-    **dict.fromkeys(("k", "e", "d_k", "d_e"), "bskcd"),
-    **dict.fromkeys(("o", "d_o"), "bthd"),
-    **dict.fromkeys(("v", "d_v"), "bskd"),
+    **dict.fromkeys(("q", "d_q", "o", "d_o", "a", "d_a"), "bthd"),
+    **dict.fromkeys(("k", "d_k", "v", "d_v", "e", "d_e"), "bskd"),
     **dict.fromkeys(("log_sum", "delta", "query_decay"), "bht"),
     **dict.fromkeys(("key_decay", "d_key_decay"), "bhs"),
     "query_ids": "bt",
@@ -116,34 +114,29 @@ def attend(
         scale=request.scale,
         lowest=request.visibility.band.lowest,
         highest=request.visibility.band.highest,
-        rotate_keys=request.state is not None and not request.keys_rotated,
-        attend_state=request.state is not None and request.attend_state,
         compute=jnp.dtype(request.compute_dtype),
         precision=lax.Precision.HIGH if allow_tf32 else lax.Precision.HIGHEST,
         tiles=default_tiles(request.q.dtype, max(dim, value_dim))
         if tiles is None
         else Tiles.of(tiles),
         interpret=request.interpret,
+        value_types=tuple(x.dtype for x in (request.v, request.state) if x is not None),
     )
-    o, a = _attend_compiled(call, _arrays(request, call))
-    return o[..., :value_dim], None if a is None else _joined(a, dim)
+    o, a = _attend_compiled(call, _arrays(request))
+    return o[..., :value_dim], None if a is None else a[..., :dim]
 
 
-def _arrays(request: Request, call: KernelCall) -> Named:
-    """The inputs of the kernels, in place unless the head dimension must be padded."""
+def _arrays(request: Request) -> Named:
+    """The inputs of the kernels, their last axis padded to what a tile may be."""
+    q, k = request.rotated()
     arrays = {
-        "q": _halves(request.q),
-        "k": _halves(request.k),
+        "q": _pad_last(q),
+        "k": _pad_last(k),
         "v": _pad_last(request.v),
         "offset": jnp.asarray(request.visibility.query_offset, jnp.int32).reshape(-1),
     }
-    if request.state is not None and (call.rotate_keys or call.attend_state):
-        arrays["e"] = _halves(request.state)
-    if request.query_state is not None:
-        state, heads = request.query_state, (1, request.kv_heads, request.query_heads)
-        if state.shape[2] not in heads:
-            state = jnp.repeat(state, request.query_heads // state.shape[2], axis=2)
-        arrays["query_state"] = _halves(state)
+    if request.state is not None and request.attend_state:
+        arrays["e"] = _pad_last(request.state)
     if (segments := request.visibility.segments) is not None:
         common = jnp.promote_types(jnp.result_type(*segments), jnp.int32)
         arrays["query_ids"], arrays["key_ids"] = (x.astype(common) for x in segments)
@@ -151,16 +144,6 @@ def _arrays(request: Request, call: KernelCall) -> Named:
         decay = (x.swapaxes(1, 2) for x in request.log_decay)
         arrays["query_decay"], arrays["key_decay"] = decay
     return arrays
-
-
-def _halves(x: Array) -> Array:
-    """``[..., D]`` to real and imaginary halves ``[..., 2, D']``, padded with zeros."""
-    return _pad_last(x.reshape(*x.shape[:-1], 2, x.shape[-1] // 2))
-
-
-def _joined(x: Array, dim: int) -> Array:
-    """Inverse of :func:`_halves`."""
-    return x[..., : dim // 2].reshape(*x.shape[:-2], dim)
 
 
 def _pad_last(x: Array) -> Array:
@@ -171,18 +154,20 @@ def _pad_last(x: Array) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(call: KernelCall, inputs: Named) -> tuple[Array, Array | None]:
-    """``o [B, Tq, Hq, Dv']`` and ``a [B, Tq, Hq, 2, D']`` or None."""
+    """``o [B, Tq, Hq, Dv']`` and ``a [B, Tq, Hq, D']`` or None, in the types of ``v`` and ``e``."""
     return _forward(call, inputs)[0]
 
 
 def _forward(call: KernelCall, inputs: Named) -> tuple[tuple[Array, Array | None], Any]:
-    out = over_batch_and_heads(functools.partial(_forward_kernel, call), inputs, AXES)
-    return (out["o"], out.get("a")), (inputs, out)
+    # What is read again for every block of queries is read in the narrow type.
+    narrow = {name: inputs[name].astype(call.compute) for name in ("v", "e") if name in inputs}
+    out = over_batch_and_heads(functools.partial(_forward_kernel, call), {**inputs, **narrow}, AXES)
+    return (out["o"], out.get("a")), (inputs, narrow, out)
 
 
 def _backward(call: KernelCall, saved: Any, cotangents: tuple[Array, Array | None]) -> tuple[Named]:
-    inputs, out = saved
-    given = {**inputs, "log_sum": out["log_sum"], "delta": jnp.float32(0)}
+    inputs, narrow, out = saved
+    given = {**inputs, **narrow, "log_sum": out["log_sum"], "delta": jnp.float32(0)}
     for name, cotangent in zip("oa", cotangents, strict=True):
         if cotangent is not None:
             given["delta"] += _row_products(cotangent, out[name])
@@ -202,8 +187,7 @@ _attend_compiled = jax.jit(_attend, static_argnums=0)
 
 def _row_products(x: Array, y: Array) -> Array:
     """Sum of products over the numbers of a head, ``[B, H, T]`` in float32."""
-    axes = tuple(range(3, x.ndim))
-    sums = jnp.sum(x.astype(jnp.float32) * y.astype(jnp.float32), axis=axes)
+    sums = jnp.sum(x.astype(jnp.float32) * y.astype(jnp.float32), axis=-1)
     return sums.transpose(0, 2, 1)
 
 
@@ -218,28 +202,23 @@ def _sum_shared(x: Array, like: Array) -> Array:
 
 
 def _forward_kernel(call: KernelCall, inputs: Named) -> Named:
-    b, (_, t, heads, *half) = batch_size(inputs), inputs["q"].shape
-    out = {
-        "o": jax.ShapeDtypeStruct((b, t, heads, inputs["v"].shape[-1]), inputs["v"].dtype),
-        "log_sum": jax.ShapeDtypeStruct((b, heads, t), jnp.float32),
-    }
-    if call.attend_state:
-        out["a"] = jax.ShapeDtypeStruct((b, t, heads, *half), inputs["e"].dtype)
+    b, (_, t, heads, _) = batch_size(inputs), inputs["q"].shape
+    out = {"log_sum": jax.ShapeDtypeStruct((b, heads, t), jnp.float32)}
+    for name, value in (("o", "v"), ("a", "e")):
+        if value in inputs:
+            shape = (b, t, heads, inputs[value].shape[-1])
+            out[name] = jax.ShapeDtypeStruct(shape, call.types[value])
     return _launch(kernels.forward, call, call.tiles.forward, inputs, out, by_queries=True)
 
 
 def _query_kernel(call: KernelCall, inputs: Named) -> Named:
-    out = {"d_q": _gradient(inputs, "q", "q")}
-    if "query_state" in inputs:
-        out["d_query_state"] = _gradient(inputs, "query_state", "q")
+    out = {"d_q": _gradient(call, inputs, "q", of="q")}
     tile = call.tiles.query_gradients
     return _launch(kernels.query_gradients, call, tile, inputs, out, by_queries=True)
 
 
 def _key_kernel(call: KernelCall, inputs: Named) -> Named:
-    out = {"d_k": _gradient(inputs, "k", "k"), "d_v": _gradient(inputs, "v", "k")}
-    if "e" in inputs:
-        out["d_e"] = _gradient(inputs, "e", "k")
+    out = {f"d_{name}": _gradient(call, inputs, name, of="k") for name in "kve" if name in inputs}
     if "key_decay" in inputs:
         shape = (batch_size(inputs), inputs["q"].shape[2], inputs["k"].shape[1])
         out["d_key_decay"] = jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -247,12 +226,12 @@ def _key_kernel(call: KernelCall, inputs: Named) -> Named:
     return _launch(kernels.key_gradients, call, tile, inputs, out, by_queries=False)
 
 
-def _gradient(inputs: Named, name: str, of: str) -> jax.ShapeDtypeStruct:
+def _gradient(call: KernelCall, inputs: Named, name: str, *, of: str) -> jax.ShapeDtypeStruct:
     """A gradient with all rows and heads of ``of``; float32 if it is to be summed over some."""
     x = inputs[name]
-    batch, heads = batch_size(inputs), inputs[of].shape[2]
-    full = (batch, x.shape[1], heads, *x.shape[3:])
-    return jax.ShapeDtypeStruct(full, x.dtype if x.shape == full else jnp.float32)
+    full = (batch_size(inputs), *inputs[of].shape[1:3], x.shape[-1])
+    dtype = call.types.get(name, x.dtype) if x.shape == full else jnp.float32
+    return jax.ShapeDtypeStruct(full, dtype)
 
 
 def _launch(
