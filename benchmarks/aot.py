@@ -97,9 +97,9 @@ def attention_program(
     return AotProgram(name, build, needed)
 
 
-def update_program(dtype: str, mix: str, *, backward: bool) -> AotProgram:
+def update_program(dtype: str, mix: str, by: str, *, backward: bool) -> AotProgram:
     """The position update of the C4 model, forward or forward and backward."""
-    update = functools.partial(tape.update_state, implementation="reference")
+    update = functools.partial(tape.update_state, implementation=by)
     config = PRESETS["c4"].model
     heads, dim, hidden = config.num_heads, config.dim, config.hidden_size
     shape = (16, 1024, heads, dim)
@@ -122,7 +122,7 @@ def update_program(dtype: str, mix: str, *, backward: bool) -> AotProgram:
     per_token += heads**2 * dim if mix == "heads" else 0
     needed = 2 * per_token * shape[0] * shape[1] * (3 if backward else 1)
     passes = "forward and backward" if backward else "forward"
-    name = f"position update {mix} {dtype}, {passes}"
+    name = f"position update {by} {mix} {dtype}, {passes}"
     return AotProgram(name, build, needed)
 
 
@@ -151,8 +151,9 @@ def programs(target: Cuda | Tpu) -> list[AotProgram]:
         found.append(attention_program("pallas", 128, "float32"))
     if plain in BACKENDS:
         found += [attention_program(plain, dim, "bfloat16", state=False) for dim in (64, 128)]
-    for mix, dtype in itertools.product(("heads", "head_scale"), ("float32", "bfloat16")):
-        found += [update_program(dtype, mix, backward=backward) for backward in (False, True)]
+    ways = ("reference",) if isinstance(target, Tpu) else ("reference", "fused")
+    for by, dtype in itertools.product(ways, ("float32", "bfloat16")):
+        found += [update_program(dtype, "heads", by, backward=back) for back in (False, True)]
     best = [name for name in ("pallas", "tokamax_mosaic", "splash") if name in kernels]
     # What the memory of a v5e holds is less.
     tokens = 4096 if isinstance(target, Tpu) else PRESETS["c4"].tokens

@@ -160,7 +160,9 @@ def _attend(call: KernelCall, inputs: Named) -> tuple[Array, Array | None]:
 
 def _forward(call: KernelCall, inputs: Named) -> tuple[tuple[Array, Array | None], Any]:
     # What is read again for every block of queries is read in the narrow type.
-    narrow = {name: inputs[name].astype(call.compute) for name in ("v", "e") if name in inputs}
+    narrow: Named = {
+        name: inputs[name].astype(call.compute) for name in ("v", "e") if name in inputs
+    }
     out = over_batch_and_heads(functools.partial(_forward_kernel, call), {**inputs, **narrow}, AXES)
     return (out["o"], out.get("a")), (inputs, narrow, out)
 

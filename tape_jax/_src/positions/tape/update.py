@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tape_jax._src.core import devices
 from tape_jax._src.core.algebra import (
     align_state,
     at_least_float32,
@@ -149,7 +150,8 @@ def update_state(
       sharding: a mesh and rules; where they split heads, sums over heads are one reduce-scatter.
       implementation: how it is computed, a name or names in order of preference: ``reference``, as
         the equations are written, with derivatives of any order; ``unrolled``, products over heads
-        written out, with a derivative of its own that keeps the arguments alone: for CPUs.
+        written out, with a derivative of its own that keeps the arguments alone: for CPUs;
+        ``fused``, one kernel each way, for NVIDIA GPUs from Ampere on.
         None: ``unrolled`` on a CPU, unless heads are split over devices, else ``reference``.
 
     Derivatives in forward mode are those of ``reference`` alone, but ``unrolled`` has those of
@@ -286,15 +288,20 @@ def unrolled(call: UpdateCall) -> Array:
         call.e.shape[-len(call.block) - 1] < call.heads and "mix" not in params,
         "a state that all heads share is multiplied by one number a head",
     )
-    wide = at_least_float32(call.e.dtype)
+    gate, down, up, mix = _factors(call)
+    a = None if mix is None else call.flat_attended()
+    return call.normalized(_written_out(gate, down, up, mix, call.full_state(), a))
+
+
+def _factors(call: UpdateCall) -> tuple[Array, Array, Array, Array | None]:
+    """Gate ``[..., T, P]``, ``alpha down``, ``up``, ``alpha Mix`` or None; at least float32."""
+    params, wide = call.params, at_least_float32(call.e.dtype)
     gate = ACTIVATIONS[call.activation](call.x @ params["wx"].astype(call.x.dtype)).astype(wide)
     down = (params["down"].astype(wide) * by_rows(call.alpha)).astype(wide)
-    mix = a = None
-    if "mix" in params:
-        mix = scaled_mix(params["mix"].astype(call.e.dtype), call.alpha).astype(wide)
-        a = call.flat_attended()
-    flat = _written_out(gate, down, params["up"].astype(wide), mix, call.full_state(), a)
-    return call.normalized(flat)
+    mix = params.get("mix")
+    if mix is not None:
+        mix = scaled_mix(mix.astype(call.e.dtype), call.alpha).astype(wide)
+    return gate, down, params["up"].astype(wide), mix
 
 
 def _updated(
@@ -344,9 +351,91 @@ def _product(matrix: Array, states: Array) -> Array:
     return functools.reduce(jnp.add, columns)
 
 
+# Tiles of more heads, or wider heads, do not fit the registers of a warp.
+MOST_FUSED_HEADS = 32
+MOST_FUSED_WIDTH = 128
+
+
+def fused(call: UpdateCall, *, interpret: bool = False, **sizes: int) -> Array:
+    """The update as one kernel each way, for NVIDIA GPUs from Ampere on (``update_kernel``).
+
+    The norm ``rms`` is a part of the kernel, ``unit`` follows it. Kept for the backward pass are
+    the arguments and numbers of the gate: the matrices over heads are made again.
+
+    Args:
+      call: the update.
+      interpret: run by XLA operations, on any device.
+      sizes: tokens, warps and stages of a program.
+
+    Raises:
+      NotImplementedError: where the kernel cannot, or where nothing is gained.
+    """
+    params = call.params
+    if not interpret:
+        devices.check_triton(devices.compute_capability())
+    from tape_jax._src.positions.tape import update_kernel
+
+    refuse("up" not in params, "without the MLP's mix there is no product over heads")
+    refuse(call.splits_heads, "heads are split over devices")
+    attended = 0 if call.a is None else call.a.shape[-len(call.block) - 1]
+    width, most = math.prod(call.block), max(call.heads, attended)
+    refuse(
+        most > MOST_FUSED_HEADS or width > MOST_FUSED_WIDTH,
+        f"heads are at most {MOST_FUSED_HEADS}, each of {MOST_FUSED_WIDTH} numbers; got {most} of "
+        f"{width}",
+    )
+    for name in (call.e.dtype.name, *(() if call.a is None else (call.a.dtype.name,))):
+        refuse(name not in update_kernel.TYPES, f"states are {update_kernel.TYPES}; got {name}")
+    square = None
+    if call.norm == "rms":
+        square = 1 / (math.prod(call.block[:1]) * min(call.block[1:])) if call.tensor else 2 / width
+    kernel = update_kernel.UpdateKernel(square, call.magnitude, interpret=interpret, **sizes)
+    gate, down, up, mix = _factors(call)
+    e, a = call.full_state(), None
+    if mix is not None:
+        assert call.a is not None
+        mix = mix if mix.ndim == 2 else _spread(mix, call.heads)
+        a = jnp.broadcast_to(call._flat(call.a), (*e.shape[:-2], attended, width))
+        a = a.reshape(-1, *a.shape[-3:])
+    gate = gate.reshape(-1, *gate.shape[-2:])
+    new = _by_kernel(kernel, gate, down, up, mix, e.reshape(-1, *e.shape[-3:]), a).reshape(e.shape)
+    done = dataclasses.replace(call, norm="none") if square is not None else call
+    return done.normalized(new)
+
+
+def _spread(mix: Array, heads: int) -> Array:
+    """Scales of query heads, ``[H_q]``, as the matrix ``[H_kv, H_q]`` that sums inside groups."""
+    group = jnp.arange(mix.shape[0]) // (mix.shape[0] // heads)
+    return jnp.where(group == jnp.arange(heads)[:, None], mix, 0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _by_kernel(kernel: Any, *args: Array | None) -> Array:
+    return _kernel_forward(kernel, *args)[0]
+
+
+def _kernel_forward(kernel: Any, *args: Any) -> tuple[Array, tuple[Array | None, ...]]:
+    from tape_jax._src.positions.tape.update_kernel import fused_update
+
+    gate, down, up, mix, e, a = args
+    return fused_update(kernel, _matrix(gate, down, up), mix, e, a), args
+
+
+def _kernel_backward(kernel: Any, args: Any, d_out: Array) -> tuple[Array | None, ...]:
+    from tape_jax._src.positions.tape.update_kernel import fused_gradients
+
+    gate, down, up, mix, e, a = args
+    matrix, pull = jax.vjp(_matrix, gate, down, up)
+    d_matrix, d_mix, d_e, d_a = fused_gradients(kernel, matrix, mix, e, a, d_out)
+    return *pull(d_matrix), d_mix, d_e, d_a
+
+
+_by_kernel.defvjp(_kernel_forward, _kernel_backward)
+
 UPDATES: Mapping[str, Callable[[UpdateCall], Array]] = {
     "reference": reference,
     "unrolled": unrolled,
+    "fused": fused,
 }
 
 

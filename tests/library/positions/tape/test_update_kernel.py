@@ -1,0 +1,129 @@
+"""The update by one kernel each way, interpreted, against what writes the equations down."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tape_jax import update_state
+from tape_jax._src.core import devices
+from tape_jax._src.positions.tape import update
+from tests.arrays import normal
+from tests.library.attention.lowering import lowered
+from tests.library.positions.tape.test_update import (
+    CASES,
+    arguments,
+    assert_near,
+    result_and_gradients,
+    wanted,
+)
+
+FUSED = {"implementation": "fused"}
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Programs of three tokens, the last of which is not full."""
+    fused = functools.partial(update.fused, interpret=True, tokens=3)
+    monkeypatch.setitem(update.UPDATES, "fused", fused)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("case", CASES)
+def test_against_float64(case):
+    args, d_out = arguments(case, "float32")
+    assert_near(result_and_gradients(args, d_out, CASES[case][3], **FUSED), wanted(case), 1e-5)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("norm", ["none", "rms", "unit"])
+def test_norms_of_tensor_states(norm):
+    (params, *_, x, alpha), _ = arguments("grouped", "float32")
+    e, a, d_out = (jnp.asarray(normal(2, 11, n, 4, 2, 3, seed=n), "float32") for n in (2, 4, 2))
+    run = functools.partial(result_and_gradients, (params, e, a, x, alpha), d_out, norm)
+    assert_near(run(**FUSED), run(implementation="reference"), 1e-5)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_states(dtype):
+    args, d_out = arguments("grouped", dtype)
+    with jax.enable_x64(True):
+        exact = jax.tree.map(lambda z: jnp.asarray(z, "float64"), (args, d_out))
+        want = result_and_gradients(*exact, "rms", implementation="reference")
+    got = result_and_gradients(args, d_out, "rms", **FUSED)
+    assert got[0].dtype == dtype
+    assert_near(got, want, 2e-2)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_states_at_zero_stay_there():
+    """Their norm counts as the least, in value and gradient."""
+    (params, e, _, x, alpha), d_out = arguments("nothing attended", "float32")
+    args = params, 0 * e, None, x, alpha
+    run = functools.partial(result_and_gradients, args, d_out, "rms")
+    got = run(**FUSED)
+    np.testing.assert_array_equal(got[0], 0)
+    assert_near(got[1][1], run(implementation="reference")[1][1], 1e-5)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_batch_of_calls():
+    """Parameters may differ from call to call."""
+    calls = [arguments("grouped", "float32", alpha=alpha) for alpha in (0.7, 0.3)]
+    stacked = jax.tree.map(lambda *z: jnp.stack(z), *calls)
+    run = functools.partial(result_and_gradients, norm="rms", **FUSED)
+    want = jax.tree.map(lambda *z: jnp.stack(z), *(run(*call) for call in calls))
+    assert_near(jax.vmap(run)(*stacked), want, 1e-5)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_batch_split_over_devices():
+    """The kernel runs on the rows that a device holds; nothing is gathered."""
+    args, d_out = arguments("grouped", "float32", batch=(4,))
+    want = result_and_gradients(args, d_out, **FUSED)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    place = lambda *axes: jax.NamedSharding(mesh, jax.P(*axes))  # noqa: E731
+    (params, e, a, x, alpha), split = args, functools.partial(jax.device_put, device=place("data"))
+    params, alpha = jax.device_put((params, alpha), place())
+    args = params, split(e), split(a), split(x), alpha
+    assert_near(result_and_gradients(args, split(d_out), **FUSED), want, 1e-5)
+    run = jax.jit(functools.partial(update_state, **FUSED))
+    assert "all-gather" not in run.lower(*args).compile().as_text()
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_lowers_to_cuda(monkeypatch, x64):
+    monkeypatch.setattr(devices, "compute_capability", lambda: (9, 0))
+    with jax.enable_x64(x64):
+        args, d_out = arguments("matrix", "float32")
+        shapes = jax.tree.map(lambda z: jax.ShapeDtypeStruct(z.shape, z.dtype), (args, d_out))
+        run = functools.partial(result_and_gradients, **FUSED)
+        text = lowered("cuda", lambda args, d_out: run(args, d_out), *shapes)
+        assert text.count("custom_call @__gpu$xla.gpu.triton") == 2
+
+
+def test_refused(monkeypatch):
+    args, _ = arguments("grouped", "float32")
+    if jax.default_backend() == "cpu":
+        with pytest.raises(NotImplementedError, match="'fused': needs a CUDA GPU"):
+            update_state(*args, **FUSED)
+    fused = functools.partial(update.fused, interpret=True)
+    monkeypatch.setitem(update.UPDATES, "fused", fused)
+    params, e, a, x, alpha = args
+    wide = (params, jnp.tile(e, 17), jnp.tile(a, 17), x, alpha)
+    without = ({"mix": params["mix"]}, e, a, x, alpha)
+    with pytest.raises(NotImplementedError, match="each of 128 numbers; got 4 of 136"):
+        update_state(*wide, **FUSED)
+    with pytest.raises(NotImplementedError, match="no product over heads"):
+        update_state(*without, **FUSED)
+
+
+def test_float64_states_are_refused(monkeypatch, x64):
+    fused = functools.partial(update.fused, interpret=True)
+    monkeypatch.setitem(update.UPDATES, "fused", fused)
+    args, _ = arguments("grouped")
+    with pytest.raises(NotImplementedError, match="got float64"):
+        update_state(*args, **FUSED)
