@@ -9,8 +9,8 @@ One run measures, forward and forward plus backward (gradients of all inputs), i
 * ``automatic``: the same by ``implementation=None``, which goes by what ``python -m tape_jax.tune``
   has measured here, and ``static``, what it takes where nothing was; under each table is what they
   are, and the quotient of their times;
-* ``plain``: RoPE, the same without attending the state, by the library named in the header; twice,
-  which shows the noise;
+* ``plain``: RoPE, by the library named in the header: one fixed state for all heads, which is not
+  attended and has no gradient; twice, which shows the noise;
 * ``three calls``: how the published code does it, by the same library: the state with duplicated
   halves, and one attention each over values, cosines and sines;
 * ``PyTorch, three calls``: its scaled_dot_product_attention, where PyTorch sees a GPU.
@@ -36,6 +36,7 @@ import numpy as np
 
 from benchmarks.table import markdown, mebibytes
 from research.overhead import Memory
+from tape_jax import rotary_state
 from tape_jax._src.attention import attention, attention_plan
 from tape_jax._src.attention.choice import BACKENDS, default
 from tape_jax._src.attention.normalize import normalize
@@ -98,6 +99,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--backends", nargs="+", metavar="NAME", help="default: all")
     parser.add_argument("--library", help="backend of plain attention and of the three calls")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--state-dtype", default="float32", help="type of the states (float32)")
     parser.add_argument("--window", type=int, help="sliding window, in tokens")
     parser.add_argument("--bidirectional", action="store_true", help="not causal")
     parser.add_argument("--no-state", action="store_true", help="backends rotate only: RoPE")
@@ -125,7 +127,11 @@ def arrays(options: argparse.Namespace, dim: int, length: int) -> list[Array]:
     """Random q, k, v and e of one call."""
     rng, batch = np.random.default_rng(0), batch_size(options, length)
     heads = [options.heads, *[options.kv_heads] * 3]
-    return [jnp.asarray(rng.normal(size=(batch, length, h, dim)), options.dtype) for h in heads]
+    types = [*[options.dtype] * 3, options.state_dtype]
+    return [
+        jnp.asarray(rng.normal(size=(batch, length, h, dim)), dtype)
+        for h, dtype in zip(heads, types, strict=True)
+    ]
 
 
 def duplicated(e: Array) -> tuple[Array, Array]:
@@ -175,12 +181,14 @@ def rows(options: argparse.Namespace, dim: int, length: int) -> dict[str, Row]:
     for name, backend in (("automatic", None), ("static", static)):
         found[name] = Row(STATE if attends else PLAIN, by(backend, attends), inputs)
     library = best_library(options, by, inputs)
-    found["plain"] = Row(PLAIN, by(library, False), inputs)
+    state = rotary_state(jnp.arange(length), dim)
+    plain = by(library, False)
+    found["plain"] = Row(PLAIN, lambda q, k, v: plain(q, k, v, state), (q, k, v))
     if attends:
         found["three calls"] = Row(
             THREE_CALLS,
             lambda *args: three_calls(*args, **call, implementation=library),
-            (q, k, v, *duplicated(e)),
+            (q, k, v, *duplicated(e.astype(options.dtype))),
         )
     return found
 

@@ -1,27 +1,83 @@
-"""Which blocks of the fused kernels compile without spilling registers, and what they take.
+"""Which blocks of the fused kernels compile without spilling registers, and which are fast.
 
     python -m benchmarks.tiles [--targets sm_80 sm_90a] [--dims 64 128] [--dtypes bfloat16 float32]
+    python -m benchmarks.tiles --time [--dims 64 128] [--length 4096]
 
 For every size of blocks and number of warps the three kernels are compiled as in
 :mod:`benchmarks.aot`, which says what must be installed. Printed, for each kernel, are the sizes
-that spill nothing and fit the shared memory, largest blocks first. How fast they are only a GPU can
-tell.
+that spill nothing and fit the shared memory, largest blocks first. ``--time`` instead runs the
+candidates of :data:`CANDIDATES` on the GPU that is here, each kernel by itself, in turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from benchmarks.aot import CHOSEN, attention_program, compile_for
 from benchmarks.table import markdown
+from tape_jax._src.attention import pallas_triton
 from tape_jax._src.attention.pallas_blocks import Tile, Tiles
+from tape_jax._src.attention.pallas_kernels import KernelCall
+from tape_jax._src.core.timing import take_turns
 from train.analysis.ahead_of_time import Cuda
 
-KERNELS = ("forward", "query_gradients", "key_gradients")
+LAUNCHERS = {
+    "forward": pallas_triton._forward_kernel,
+    "query_gradients": pallas_triton._query_kernel,
+    "key_gradients": pallas_triton._key_kernel,
+}
+KERNELS = tuple(LAUNCHERS)
+
+
+# By head dimension and kernel: those of 16 bits that spill nothing on Hopper.
+CANDIDATES = {
+    (64, "forward"): "128/64/8/2 128/64/8/3 64/64/4/2 64/64/4/3 128/128/8/2 64/128/4/2 128/32/4/3",
+    (64, "query_gradients"): "64/64/4/2 64/64/4/3 128/64/8/2 128/64/8/3 64/128/4/2 128/32/4/2",
+    (64, "key_gradients"): "64/64/4/2 64/64/8/2 64/64/8/3 64/128/8/2 32/128/8/2 32/64/4/3",
+    (128, "forward"): "64/64/4/2 64/64/4/3 64/64/8/2 128/32/8/2 128/32/8/3 64/32/4/3",
+    (128, "query_gradients"): "64/64/4/2 64/64/8/2 64/64/4/3 128/32/8/2 64/32/8/2",
+    (128, "key_gradients"): "64/64/8/2 64/64/8/3 32/64/8/2 32/64/8/3 64/32/8/3 128/32/8/2",
+}
+
+
+def time_candidates(dims: Sequence[int], length: int) -> None:
+    """Prints a table for each kernel and head dimension: causal, 12 heads, 16,384 tokens."""
+    rng, batch = np.random.default_rng(0), max(1, 16_384 // length)
+    for dim in dims:
+        shape = (batch, length, 12, dim)
+        x = {n: jnp.asarray(rng.normal(size=shape), "bfloat16") for n in ("q", "k", "v", "e")}
+        rows = {n: jnp.ones((batch, 12, length), jnp.float32) for n in ("log_sum", "delta")}
+        x |= rows | {"offset": jnp.zeros((1,), jnp.int32), "d_o": x["v"], "d_a": x["e"]}
+        for name in KERNELS:
+            programs = {}
+            for sizes in CANDIDATES[dim, name].split():
+                tiles = Tiles.of([[int(n) for n in sizes.split("/")]] * 3)
+                call = KernelCall(
+                    dim**-0.5, None, 0, jnp.dtype("bfloat16"), lax.Precision.HIGHEST, tiles, False,
+                    (jnp.dtype("bfloat16"), jnp.dtype("float32")),
+                )  # fmt: skip
+                try:
+                    program = jax.jit(functools.partial(LAUNCHERS[name], call)).lower(x).compile()
+                    jax.block_until_ready(program(x))
+                except Exception as error:  # Whatever a compiler may raise.
+                    print(f"D {dim}, {name}, {sizes}: {str(error).splitlines()[0]}", flush=True)
+                    continue
+                programs[sizes] = functools.partial(program, x)
+            timings = take_turns(programs, repeats=7, warm_up=2, least=0.01)
+            lines = [
+                (sizes, f"{1e3 * got.median:.3f}", f"{100 * got.spread:.1f} %")
+                for sizes, got in sorted(timings.items(), key=lambda item: item[1].median)
+            ]
+            header = ("queries/keys/warps/stages", "ms", "+-")
+            print(f"\nD {dim}, T {length}: {name}\n\n{markdown(header, lines)}", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -35,7 +91,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[16, 32, 64, 128])
     parser.add_argument("--warps", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--stages", type=int, nargs="+", default=[2])
+    parser.add_argument("--time", action="store_true", help="time candidates on this GPU")
+    parser.add_argument("--length", type=int, default=4096, help="for --time (4096)")
     options = parser.parse_args(argv)
+    if options.time:
+        time_candidates(options.dims, options.length)
+        return
     jax.config.update("jax_platforms", "cpu")
     for target, dim, dtype in itertools.product(options.targets, options.dims, options.dtypes):
         device = CHOSEN[target].devices()[0]

@@ -2,11 +2,12 @@
 
     python -m benchmarks.train_step [--model tiny|small|c4] [--lengths T ...] [--rows NAME ...]
 
-A row is an encoding, or ``encoding:backend`` to name its attention backend, such as ``tape:pallas``
-or ``rope:cudnn``; ``tape:pallas:unrolled`` names how the update is computed too. The step is
-that of ``train.training.loop``: loss, gradients, clipping and an update by AdamW, on random tokens.
-Rows take turns; ratios are to the first row, run by run, and the first row's own second entry shows
-the noise. Memory is what the compiler plans: ``temporary`` for the step alone, ``in all`` with
+A row is an encoding, or ``encoding:backend`` to name its attention backend, such as ``rope:cudnn``;
+``tape:cudnn:fused`` names how the update is computed too, and ``tape:cudnn:state_dtype=bfloat16``
+sets a field of the model. ``--unrolled`` writes layers out instead of looping over them. The step
+is that of ``train.training.loop``: loss, gradients, clipping and an update by AdamW, on random
+tokens. Rows take turns; ratios are to the first row, run by run, and the first row's own second
+entry shows the noise. Memory is what the compiler plans: ``temporary`` for the step alone, ``in all`` with
 parameters, moments and batch. Model FLOP utilisation is that of
 :func:`train.training.flops.model_flops`, where the chip's peak is known.
 """
@@ -23,6 +24,7 @@ from benchmarks.table import markdown, mebibytes, ratio
 from research.overhead import StepMeasurement, measure_steps
 from tape_jax import ModelConfig
 from tape_jax._src.core.timing import describe_device
+from tape_jax._src.model import block
 from train.training.flops import model_flops, peak
 
 
@@ -60,11 +62,17 @@ PRESETS = {
 
 
 def row_config(model: ModelConfig, row: str) -> ModelConfig:
-    """The model of a row: ``encoding``, ``encoding:backend`` or ``encoding:backend:update``."""
+    """The model of a row: ``encoding[:backend[:update]][:field=value]...``."""
     fields = ("position", "attention_implementation", "update_implementation")
-    names = row.split(":", len(fields) - 1)
-    given = {field: name for field, name in zip(fields, names, strict=False) if name}
-    return dataclasses.replace(model, **given)
+    named, settings = [], {}
+    for part in row.split(":"):
+        field, is_setting, value = part.partition("=")
+        if is_setting:
+            settings[field] = {"true": True, "false": False}.get(value, value)
+        else:
+            named.append(part)
+    given = {field: name for field, name in zip(fields, named, strict=False) if name}
+    return dataclasses.replace(model, **given, **settings)
 
 
 def report(
@@ -108,6 +116,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--rows", nargs="+", default=["rope", "tape"], metavar="ENCODING[:BACKEND[:UPDATE]]"
     )
+    parser.add_argument("--unrolled", action="store_true", help="layers one by one, in one program")
     parser.add_argument("--dtype", help="compute type")
     parser.add_argument("--state-dtype", help="type of the position states")
     parser.add_argument("--remat", help="what the backward pass recomputes: none, dots or full")
@@ -126,10 +135,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = {name: getattr(options, name) for name in names if getattr(options, name)}
     model = dataclasses.replace(PRESETS[options.model].model, **given)
     configs = {row: row_config(model, row) for row in options.rows}
+    if options.unrolled:
+        block.MOST_UNROLLED[jax.default_backend()] = model.num_layers
     print(describe_device())
     print(
         f"model {options.model}, {model.dtype}, states in {model.state_dtype or 'float32'}; median "
-        f"of {options.repeats} steps, +- half the quartiles' distance; ratios to the first row"
+        f"of {options.repeats} steps, +- half the quartiles' distance; ratios to the first row; "
+        f"layers {'written out' if options.unrolled else 'as the model has them'}"
     )
     for length in options.lengths:
         batch = max(1, options.tokens // length)

@@ -16,6 +16,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ from research.overhead import Memory, again
 from tape_jax import init_update, update_state
 from tape_jax._src.attention.tuning.measure import DIRECTIONS, both_ways
 from tape_jax._src.core.timing import describe_device, take_turns
-from tape_jax._src.positions.tape.update import UPDATES
+from tape_jax._src.positions.tape.update import UPDATES, fused
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -39,6 +40,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--mixes", nargs="+", default=["head_scale", "heads"])
+    parser.add_argument("--norm", default="none", help="of the new states (none)")
+    parser.add_argument(
+        "--fused", type=int, nargs=3, action="append", default=[],
+        metavar=("TOKENS", "WARPS", "STAGES"),
+        help="also time the fused kernels with these sizes of a program; any number of times",
+    )  # fmt: skip
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--least", type=float, default=0.0 if cpu else 0.02)
     return parser.parse_args(argv)
@@ -56,12 +63,18 @@ def arguments(options: argparse.Namespace, mix: str, dtype: str) -> tuple[Any, .
 def measure(options: argparse.Namespace, mix: str, dtype: str, skipped: dict[str, str]) -> list:
     """Lines of the table for one kind of update and type of state."""
     args = arguments(options, mix, dtype)
+    ways = dict(UPDATES)
+    for sizes in options.fused:
+        named = dict(zip(("tokens", "warps", "stages"), sizes, strict=True))
+        ways[f"fused {sizes}"] = functools.partial(fused, **named)
     programs = {}
-    for name in UPDATES:
-        try:
-            programs[name] = both_ways(functools.partial(update_state, implementation=name), args)
-        except NotImplementedError as error:
-            skipped[name] = str(error)
+    for name, way in ways.items():
+        run = functools.partial(update_state, implementation=name, norm=options.norm)
+        with mock.patch.dict(UPDATES, {name: way}):
+            try:
+                programs[name] = both_ways(run, args)
+            except NotImplementedError as error:
+                skipped[name] = str(error)
     programs[again("reference")] = programs["reference"]
     lines = []
     for direction in DIRECTIONS:

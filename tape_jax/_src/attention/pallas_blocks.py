@@ -75,7 +75,7 @@ TABLE: Mapping[str, Mapping[tuple[int, int], Tiles]] = {
         (2, 64): Tiles(Tile(128, 64, 8), Tile(64, 64, 4), Tile(64, 64, 8)),
         (2, 128): Tiles(Tile(128, 32, 8), Tile(64, 32, 8), Tile(32, 64, 8, stages=3)),
         (4, 64): Tiles(Tile(64, 32, 8), Tile(32, 32, 4), Tile(32, 32, 8)),
-        (4, 128): Tiles(Tile(32, 32, 8), Tile(32, 16, 4), Tile(16, 32, 8)),
+        (4, 128): Tiles(Tile(32, 16, 8), Tile(32, 16, 4), Tile(16, 32, 8)),
     },
     "ampere": {
         (2, 64): Tiles(Tile(128, 32, 8), Tile(64, 32, 8), Tile(16, 64, 8)),

@@ -24,7 +24,7 @@ from tape_jax._src.positions.tape.mixing import SUM_OVER_DEVICES
 
 Array = jax.Array
 # Layers, at most, that are compiled one by one where a loop over them is slower.
-MOST_UNROLLED = 8
+MOST_UNROLLED = {"cpu": 8}
 
 
 @flax.struct.dataclass
@@ -144,9 +144,8 @@ def unrolls(config: ModelConfig) -> bool:
     keeps activations. Without it a program compiles for longer and keeps a quarter more memory; up
     to three times as much, for less time or none, where pairs of tokens are looked at.
     """
-    few = config.num_layers <= MOST_UNROLLED and config.remat == "none"
-    by_pairs = kinds_by_pairs(config.position)
-    return few and not by_pairs and jax.default_backend() == "cpu"
+    few = config.num_layers <= MOST_UNROLLED.get(jax.default_backend(), 0)
+    return few and config.remat == "none" and not kinds_by_pairs(config.position)
 
 
 def in_groups(block: Block, params: Any, carry: Any, fixed: State, context: Context) -> Any:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tape_jax import update_state
+from tape_jax import init_update, update_state
 from tape_jax._src.core import devices
 from tape_jax._src.positions.tape import update
 from tests.arrays import normal
@@ -127,3 +127,26 @@ def test_float64_states_are_refused(monkeypatch, x64):
     args, _ = arguments("grouped")
     with pytest.raises(NotImplementedError, match="got float64"):
         update_state(*args, **FUSED)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("norm", ["none", "rms"])
+@pytest.mark.parametrize("heads", [(12, 12, 64), (32, 8, 128), (6, 3, 40), (1, 1, 8)])
+def test_compiled(heads, norm, dtype):
+    """Against ``reference`` with whole float32 products."""
+    queries, states, dim = heads
+    params = init_update(jax.random.key(0), 96, queries, num_kv_heads=states)
+    params = {
+        n: jnp.asarray(normal(*z.shape, seed=i) / 3) for i, (n, z) in enumerate(params.items())
+    }
+    e, a, d_out = (
+        jnp.asarray(normal(2, 1001, n, dim, seed=n + dim), dtype) for n in (states, queries, states)
+    )
+    x = jnp.asarray(normal(2, 1001, 96), "float32")
+    params = jax.tree.map(lambda z: z.astype("float32"), params)
+    wide = jax.tree.map(lambda z: z.astype("float32"), (params, e, a, x, jnp.float32(0.7)))
+    with jax.default_matmul_precision("highest"):
+        want = result_and_gradients(wide, d_out.astype("float32"), norm, implementation="reference")
+        got = result_and_gradients((params, e, a, x, jnp.float32(0.7)), d_out, norm, **FUSED)
+    assert_near(got, want, 2e-5 if dtype == "float32" else 2e-2)
