@@ -7,8 +7,8 @@ A row is an encoding, or ``encoding:backend`` to name its attention backend, suc
 sets a field of the model. ``--unrolled`` writes layers out instead of looping over them. The step
 is that of ``train.training.loop``: loss, gradients, clipping and an update by AdamW, on random
 tokens. Rows take turns; ratios are to the first row, run by run, and the first row's own second
-entry shows the noise. Memory is what the compiler plans: ``temporary`` for the step alone, ``in all`` with
-parameters, moments and batch. Model FLOP utilisation is that of
+entry shows the noise. Memory is what the compiler plans: ``temporary`` for the step alone, ``in
+all`` with parameters, moments and batch. Model FLOP utilisation is that of
 :func:`train.training.flops.model_flops`, where the chip's peak is known.
 """
 
