@@ -33,18 +33,23 @@ LAUNCHERS = {
     "forward": pallas_triton._forward_kernel,
     "query_gradients": pallas_triton._query_kernel,
     "key_gradients": pallas_triton._key_kernel,
+    "value_gradients": pallas_triton._value_kernel,
 }
 KERNELS = tuple(LAUNCHERS)
 
 
 # By head dimension and kernel: those of 16 bits that spill nothing on Hopper.
 CANDIDATES = {
-    (64, "forward"): "128/64/8/2 128/64/8/3 64/64/4/2 64/64/4/3 128/128/8/2 64/128/4/2 128/32/4/3",
-    (64, "query_gradients"): "64/64/4/2 64/64/4/3 128/64/8/2 128/64/8/3 64/128/4/2 128/32/4/2",
-    (64, "key_gradients"): "64/64/4/2 64/64/8/2 64/64/8/3 64/128/8/2 32/128/8/2 32/64/4/3",
-    (128, "forward"): "64/64/4/2 64/64/4/3 64/64/8/2 128/32/8/2 128/32/8/3 64/32/4/3",
-    (128, "query_gradients"): "64/64/4/2 64/64/8/2 64/64/4/3 128/32/8/2 64/32/8/2",
-    (128, "key_gradients"): "64/64/8/2 64/64/8/3 32/64/8/2 32/64/8/3 64/32/8/3 128/32/8/2",
+    (64, "forward"): "64/64/4/2 64/128/4/2 128/64/8/3 128/32/4/3",
+    (64, "query_gradients"): "64/64/4/2 64/64/4/3 128/64/8/3",
+    (64, "key_gradients"): "64/64/4/2 64/64/4/3 64/32/4/3 32/64/4/3",
+    (64, "key_gradients alone"): "64/64/4/2 64/64/4/3 64/128/4/2",
+    (64, "value_gradients"): "64/64/4/2 64/64/4/3 64/128/4/2",
+    (128, "forward"): "64/64/4/2 64/32/4/3 64/32/4/4",
+    (128, "query_gradients"): "64/64/4/3 64/32/4/3 64/64/4/2",
+    (128, "key_gradients"): "64/64/8/3 64/32/4/3 64/32/4/2",
+    (128, "key_gradients alone"): "64/64/4/2 64/64/4/3 32/64/4/3 64/32/4/3",
+    (128, "value_gradients"): "64/64/4/2 64/64/4/3 32/64/4/3 64/32/4/3",
 }
 
 
@@ -56,16 +61,17 @@ def time_candidates(dims: Sequence[int], length: int) -> None:
         x = {n: jnp.asarray(rng.normal(size=shape), "bfloat16") for n in ("q", "k", "v", "e")}
         rows = {n: jnp.ones((batch, 12, length), jnp.float32) for n in ("log_sum", "delta")}
         x |= rows | {"offset": jnp.zeros((1,), jnp.int32), "d_o": x["v"], "d_a": x["e"]}
-        for name in KERNELS:
-            programs = {}
+        for name in [name for width, name in CANDIDATES if width == dim]:
+            programs, launch = {}, LAUNCHERS[name.removesuffix(" alone")]
             for sizes in CANDIDATES[dim, name].split():
-                tiles = Tiles.of([[int(n) for n in sizes.split("/")]] * 3)
+                split = name.endswith((" alone", "value_gradients"))
+                tiles = Tiles.of([[int(n) for n in sizes.split("/")]] * (4 if split else 3))
                 call = KernelCall(
                     dim**-0.5, None, 0, jnp.dtype("bfloat16"), lax.Precision.HIGHEST, tiles, False,
                     (jnp.dtype("bfloat16"), jnp.dtype("float32")),
                 )  # fmt: skip
                 try:
-                    program = jax.jit(functools.partial(LAUNCHERS[name], call)).lower(x).compile()
+                    program = jax.jit(functools.partial(launch, call)).lower(x).compile()
                     jax.block_until_ready(program(x))
                 except Exception as error:  # Whatever a compiler may raise.
                     print(f"D {dim}, {name}, {sizes}: {str(error).splitlines()[0]}", flush=True)
@@ -91,6 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[16, 32, 64, 128])
     parser.add_argument("--warps", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--stages", type=int, nargs="+", default=[2])
+    parser.add_argument("--split", action="store_true", help="dv and de by themselves")
     parser.add_argument("--time", action="store_true", help="time candidates on this GPU")
     parser.add_argument("--length", type=int, default=4096, help="for --time (4096)")
     options = parser.parse_args(argv)
@@ -103,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         found: dict[str, list[tuple[Tile, list[object]]]] = {name: [] for name in KERNELS}
         for sizes in itertools.product(options.sizes, options.sizes, options.warps, options.stages):
             tile = Tile(*sizes)
-            choice = {"tiles": Tiles(tile, tile, tile)}
+            choice = {"tiles": Tiles(tile, tile, tile, tile if options.split else None)}
             got = compile_for(
                 target, device, attention_program("pallas", dim, dtype, options=choice)
             )

@@ -51,8 +51,9 @@ class Preference(NamedTuple):
       names: of implementations.
       basis: what the order rests on, in words; None: that nothing was measured.
       platform: of jax; None: any.
-      generation: the major compute capability of a GPU.
+      generations: major compute capabilities of a GPU.
       itemsize: bytes of an operand.
+      window: whether there is one.
       shortest: tokens that a call has at least, its keys being not far more than its queries.
       widest_with_state: for calls that attend a state, with heads of at most so many numbers.
       pairs, bytes: the most query-key pairs of a head, and bytes of the logits of all heads.
@@ -61,8 +62,9 @@ class Preference(NamedTuple):
     names: tuple[str, ...]
     basis: str | None = None
     platform: str | None = None
-    generation: int | None = None
+    generations: tuple[int, ...] | None = None
     itemsize: int | None = None
+    window: bool | None = None
     shortest: int | None = None
     widest_with_state: int | None = None
     pairs: int | None = None
@@ -76,9 +78,10 @@ class Preference(NamedTuple):
         size *= request.accumulator_dtype.itemsize
         conditions = (
             self.platform in (None, jax.default_backend()),
-            self.generation is None
-            or (capability is not None and capability[0] == self.generation),
+            self.generations is None
+            or (capability is not None and capability[0] in self.generations),
             self.itemsize in (None, request.compute_dtype.itemsize),
+            self.window in (None, request.visibility.band.window is not None),
             self.shortest is None or (shape is not None and shape.length >= self.shortest),
             self.widest_with_state is None
             or (shape is not None and shape.state and shape.head_dim <= self.widest_with_state),
@@ -92,7 +95,7 @@ class Preference(NamedTuple):
 # as queries, from 1,024 tokens on (benchmarks/results/2026-11-26-nvidia-h200.md). Shorter calls
 # down to 256 tokens, and others whose keys are not far more than their queries, go by the same.
 H200 = f"times of an H200; nothing was measured here ({records.COMMAND} does)"
-HOPPER = Preference((), H200, generation=9, itemsize=2, shortest=256)
+HOPPER = Preference((), H200, generations=(9,), itemsize=2, shortest=256)
 RULES = (
     # On a CPU, forward and backward, from 1 to 2048 heads in all and T 32 to 512, ``reference`` is
     # then 0.9 to 1.4 times as fast; beyond either limit ``chunked`` is 0.9 to 4 times as fast.

@@ -50,11 +50,19 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """The blocks of the three kernels: :meth:`same` gives all of them the same."""
+    """The blocks of each kernel: :meth:`same` gives all of them the same.
+
+    Attributes:
+      forward: of ``o`` and ``a``.
+      query_gradients: of dq.
+      key_gradients: of dk, dv and de.
+      value_gradients: of dv and de, where they are a kernel by themselves; None: they are not.
+    """
 
     forward: Tile
     query_gradients: Tile
     key_gradients: Tile
+    value_gradients: Tile | None = None
 
     @classmethod
     def same(cls, queries: int, keys: int, warps: int = 4, stages: int = 2) -> Tiles:
@@ -63,7 +71,7 @@ class Tiles:
 
     @classmethod
     def of(cls, tiles: Tiles | Sequence[Sequence[int]]) -> Tiles:
-        """Blocks that are, or are given as three lists of the numbers of a :class:`Tile`."""
+        """Blocks that are, or are given as lists of the numbers of a :class:`Tile`."""
         return tiles if isinstance(tiles, Tiles) else cls(*(Tile(*tile) for tile in tiles))
 
 
@@ -72,8 +80,10 @@ class Tiles:
 # their operands from registers.
 TABLE: Mapping[str, Mapping[tuple[int, int], Tiles]] = {
     "hopper": {
-        (2, 64): Tiles(Tile(128, 64, 8), Tile(64, 64, 4), Tile(64, 64, 8)),
-        (2, 128): Tiles(Tile(128, 32, 8), Tile(64, 32, 8), Tile(32, 64, 8, stages=3)),
+        (2, 64): Tiles.same(64, 64, warps=4),
+        (2, 128): Tiles(
+            Tile(64, 64, 4), Tile(64, 64, 4, stages=3), Tile(64, 64, 4), Tile(64, 64, 4)
+        ),
         (4, 64): Tiles(Tile(64, 32, 8), Tile(32, 32, 4), Tile(32, 32, 8)),
         (4, 128): Tiles(Tile(32, 16, 8), Tile(32, 16, 4), Tile(16, 32, 8)),
     },

@@ -303,33 +303,38 @@ def query_gradients(call: KernelCall, inputs: Refs, outputs: Refs) -> None:
 def key_gradients(call: KernelCall, inputs: Refs, outputs: Refs) -> None:
     """One block of keys: ``dk``, ``dv`` and ``de``, summed over the query heads of its group.
 
-    The gradient of the keys' log decay is written for each of these heads. Products are taken keys
-    first, so that no tile of pairs is transposed.
+    What ``outputs`` lacks is not computed. The gradient of the keys' log decay is written for each
+    of these heads. Products are taken keys first, so that no tile of pairs is transposed.
     """
     j, kv_head, b = _program()
-    program = Program(call, {**inputs, **outputs}, call.tiles.key_gradients, b)
+    of_keys, names = "d_k" in outputs, [name for name in ("d_v", "d_e") if name in outputs]
+    tile = call.tiles.key_gradients if of_keys else call.tiles.value_gradients
+    assert tile is not None
+    program = Program(call, {**inputs, **outputs}, tile, b)
     groups = inputs["q"].shape[2] // inputs["k"].shape[2]
     columns, start = program.tile.queries, j * program.tile.keys
     k, keys = program.key_tile(j, kv_head), program.key_marks(j)
-    values = program.values(j, kv_head)
+    values = program.values(j, kv_head) if of_keys else []
     first, last = program.bounds(j)
 
     def step(i: Array, carry: Any, head: Array, decay: Array | None) -> Any:
         dk, d_values, d_decay = carry
         q, cotangents = program.query_tile(i, head), program.cotangents(i, head)
         log_sum = program.read_vector("log_sum", i * columns, columns, head)[None, :]
-        delta = program.read_vector("delta", i * columns, columns, head)[None, :]
         pairs = _decays(program.query_decay(i, head), decay, keys_first=True)
         logits = program.logits(k, q, pairs)
         logits = program.masked(logits, program.query_marks(i), keys, keys_first=True)
         weights = jnp.exp2(logits - log_sum)
-        d_weights = -delta
+        if names:
+            d_values = [
+                x + call.dot(weights, cotangent)
+                for x, cotangent in zip(d_values, cotangents, strict=True)
+            ]
+        if not of_keys:
+            return dk, d_values, d_decay
+        d_weights = -program.read_vector("delta", i * columns, columns, head)[None, :]
         for cotangent, value in zip(cotangents, values, strict=True):
             d_weights += call.dot(value, cotangent, trans_b=True)
-        d_values = [
-            x + call.dot(weights, cotangent)
-            for x, cotangent in zip(d_values, cotangents, strict=True)
-        ]
         d_logits = weights * d_weights
         if d_decay is not None:
             d_decay -= jnp.sum(d_logits, axis=1)
@@ -338,7 +343,9 @@ def key_gradients(call: KernelCall, inputs: Refs, outputs: Refs) -> None:
     def walk(g: Array | int, carry: Any) -> Any:
         head = kv_head * np.int32(groups) + g
         decay = program.key_decay(j, head)
-        start_decay = None if decay is None else jnp.zeros(decay.shape, jnp.float32)
+        start_decay = None
+        if decay is not None and "d_key_decay" in outputs:
+            start_decay = jnp.zeros(decay.shape, jnp.float32)
         *carry, d_decay = lax.fori_loop(
             first, last, lambda i, carry: step(i, carry, head, decay), (*carry, start_decay)
         )
@@ -346,12 +353,18 @@ def key_gradients(call: KernelCall, inputs: Refs, outputs: Refs) -> None:
             program.write_vector("d_key_decay", start, head, d_decay)
         return tuple(carry)
 
+    rows = program.tile.keys
     carry = (
-        jnp.zeros(k.shape, jnp.float32),
-        [jnp.zeros(value.shape, jnp.float32) for value in values],
+        jnp.zeros(k.shape, jnp.float32) if of_keys else None,
+        [jnp.zeros((rows, outputs[name].shape[-1]), jnp.float32) for name in names],
     )
     dk, d_values = walk(0, carry) if groups == 1 else lax.fori_loop(0, groups, walk, carry)
-    program.write("d_k", start, kv_head, dk * np.float32(call.scale))
-    names = [name for name in ("d_v", "d_e") if name in outputs]
+    if of_keys:
+        program.write("d_k", start, kv_head, dk * np.float32(call.scale))
     for name, x in zip(names, d_values, strict=True):
         program.write(name, start, kv_head, x)
+
+
+def value_gradients(call: KernelCall, inputs: Refs, outputs: Refs) -> None:
+    """One block of keys: ``dv`` and ``de``, where ``dk`` is a kernel by itself."""
+    key_gradients(call, inputs, outputs)

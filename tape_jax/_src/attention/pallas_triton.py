@@ -7,10 +7,11 @@ causal rule, the window or disjoint ranges of segment ids hide are not visited. 
 kernel is in ``pallas_kernels``, block sizes are in ``pallas_blocks``.
 
 The backward pass is two kernels, one over blocks of queries (dq), one over blocks of keys (dk, dv,
-de); both compute the probabilities again. In units of one T x T x D product, with the state
+de); each computes the probabilities again. In units of one T x T x D product, with the state
 attended, they cost 4 and 6, where one pass would cost 7: it would share the logits (1) and the
-gradient of the probabilities (2), but would have to add dq up across programs. Gradients are of
-first order only.
+gradient of the probabilities (2), but would have to add dq up across programs. With wide heads the
+sums of the second do not fit the registers, and dv and de are a kernel by themselves, which costs 1
+more. Gradients are of first order only.
 
 Pallas' Triton backend is deprecated since jax 0.11, which warns when a kernel is compiled.
 """
@@ -175,7 +176,10 @@ def _backward(call: KernelCall, saved: Any, cotangents: tuple[Array, Array | Non
             given["delta"] += _row_products(cotangent, out[name])
             given[f"d_{name}"] = cotangent.astype(call.compute)
     gradients: dict[str, Any] = dict.fromkeys(inputs)
-    for kernel in (_query_kernel, _key_kernel):
+    launched = [_query_kernel, _key_kernel]
+    if call.tiles.value_gradients is not None:
+        launched.append(_value_kernel)
+    for kernel in launched:
         found = over_batch_and_heads(functools.partial(kernel, call), given, AXES)
         for name, x in found.items():
             name = name.removeprefix("d_")
@@ -220,12 +224,20 @@ def _query_kernel(call: KernelCall, inputs: Named) -> Named:
 
 
 def _key_kernel(call: KernelCall, inputs: Named) -> Named:
-    out = {f"d_{name}": _gradient(call, inputs, name, of="k") for name in "kve" if name in inputs}
+    names = "k" if call.tiles.value_gradients else "kve"
+    out = {f"d_{name}": _gradient(call, inputs, name, of="k") for name in names if name in inputs}
     if "key_decay" in inputs:
         shape = (batch_size(inputs), inputs["q"].shape[2], inputs["k"].shape[1])
         out["d_key_decay"] = jax.ShapeDtypeStruct(shape, jnp.float32)
     tile = call.tiles.key_gradients
     return _launch(kernels.key_gradients, call, tile, inputs, out, by_queries=False)
+
+
+def _value_kernel(call: KernelCall, inputs: Named) -> Named:
+    out = {f"d_{name}": _gradient(call, inputs, name, of="k") for name in "ve" if name in inputs}
+    tile = call.tiles.value_gradients
+    assert tile is not None
+    return _launch(kernels.value_gradients, call, tile, inputs, out, by_queries=False)
 
 
 def _gradient(call: KernelCall, inputs: Named, name: str, *, of: str) -> jax.ShapeDtypeStruct:

@@ -8,6 +8,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+from jax._src.lib import cuda_versions
 
 from tape_jax._src.attention import pallas_blocks
 from tape_jax._src.attention.request import Request, refuse
@@ -61,6 +62,10 @@ class Tokamax(Vendor):
         refuse(wide_types_enabled(), "the kernel does not compile with 64-bit types enabled")
         window = call.band.window is not None
         refuse(
+            self.here() == "mosaic_gpu" and call.band.is_causal and miscompiles_causal(),
+            "CUDA 12.8.0 to 12.9.0 miscompiles causal Mosaic kernels",
+        )
+        refuse(
             call.offset != 0 and call.band.hides,
             "tokamax's function takes no query_offset=",
         )
@@ -107,6 +112,14 @@ class Tokamax(Vendor):
             implementation=self.here(),
         )
         return out[:, : call.queries]
+
+
+def miscompiles_causal() -> bool:
+    """Whether this CUDA's ``ptxas`` is one for which jax's own kernels refuse a causal mask."""
+    try:
+        return 12_080 <= cuda_versions.cuda_runtime_get_version() < 12_091
+    except (AttributeError, RuntimeError):  # No CUDA, or no driver.
+        return False
 
 
 tokamax_mosaic = Tokamax(("mosaic_gpu",))

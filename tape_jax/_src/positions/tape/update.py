@@ -377,6 +377,10 @@ def fused(call: UpdateCall, *, interpret: bool = False, **sizes: int) -> Array:
 
     refuse("up" not in params, "without the MLP's mix there is no product over heads")
     refuse(call.splits_heads, "heads are split over devices")
+    refuse(
+        call.sharding is not None and call.sharding.shards("sequence") > 1,
+        "the sequence is split over devices",
+    )
     attended = 0 if call.a is None else call.a.shape[-len(call.block) - 1]
     width, most = math.prod(call.block), max(call.heads, attended)
     refuse(
@@ -389,7 +393,10 @@ def fused(call: UpdateCall, *, interpret: bool = False, **sizes: int) -> Array:
     square = None
     if call.norm == "rms":
         square = 1 / (math.prod(call.block[:1]) * min(call.block[1:])) if call.tensor else 2 / width
-    kernel = update_kernel.UpdateKernel(square, call.magnitude, interpret=interpret, **sizes)
+    narrow = call.e.dtype.itemsize < 4
+    kernel = update_kernel.UpdateKernel(
+        square, call.magnitude, narrow, interpret=interpret, **sizes
+    )
     gate, down, up, mix = _factors(call)
     e, a = call.full_state(), None
     if mix is not None:

@@ -46,6 +46,7 @@ class UpdateKernel:
       square: what the sum of a head's squared numbers is multiplied by to get its squared norm, for
         the norm ``rms``; None: no norm.
       magnitude: the norm of the new state.
+      narrow: whether states have 16 bits.
       tokens: that a program walks over.
       warps, stages: of a program, as Triton counts them.
       interpret: run by XLA operations, on any device.
@@ -53,6 +54,7 @@ class UpdateKernel:
 
     square: float | None = None
     magnitude: float = 1.0
+    narrow: bool = False
     tokens: int = 8
     warps: int = 1
     stages: int = 2
@@ -61,13 +63,17 @@ class UpdateKernel:
     def dot(self, x: Array, y: Array, *, rows: tuple[int, int] = (1, 0)) -> Array:
         """A product over axis ``rows[0]`` of ``x`` and ``rows[1]`` of ``y``, in float32.
 
-        Three products in TensorFloat-32 are as good as one in float32.
+        Three products in TensorFloat-32 are as good as one in float32; one is better than states
+        of 16 bits.
         """
-        precision = lax.Precision.HIGHEST
-        preset = precision if self.interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
-        dimensions = ((rows[:1], rows[1:]), ((), ()))
+        presets = lax.DotAlgorithmPreset
+        preset: Any = presets.TF32_TF32_F32 if self.narrow else presets.TF32_TF32_F32_X3
         return lax.dot_general(
-            x, y, dimensions, precision=preset, preferred_element_type=jnp.float32
+            x,
+            y,
+            ((rows[:1], rows[1:]), ((), ())),
+            precision=lax.Precision.HIGHEST if self.interpret else preset,
+            preferred_element_type=jnp.float32,
         )
 
     def scale(self, y: Array) -> Array:
