@@ -91,17 +91,29 @@ class Preference(NamedTuple):
         return all(conditions)
 
 
-# Kernels were compared with the reference and timed on an H200 in causal calls with as many keys
-# as queries, from 1,024 tokens on (benchmarks/results/2026-11-26-nvidia-h200.md). Shorter calls
-# down to 256 tokens, and others whose keys are not far more than their queries, go by the same.
+# Where nothing was measured on this machine: calls of 16 bits on GPUs, from 256 tokens on, whose keys
+# are not far more than their queries. Kernels were compared with the reference and timed on an H200,
+# in causal calls with as many keys as queries (benchmarks/results/2026-11-26-nvidia-h200-2.md).
 H200 = f"times of an H200; nothing was measured here ({records.COMMAND} does)"
+CLAIM = f"the libraries' own claims; nothing was measured here ({records.COMMAND} does)"
 HOPPER = Preference((), H200, generations=(9,), itemsize=2, shortest=256)
+BLACKWELL = HOPPER._replace(generations=(10,), basis=CLAIM)
+OTHERS = HOPPER._replace(generations=(8, 12), basis=CLAIM)
+# Our kernel alone takes them, and it is compared with plain JAX.
+SINGLE = Preference(("pallas",), H200, generations=(8, 9, 10, 12), itemsize=4, shortest=256)
 RULES = (
     # On a CPU, forward and backward, from 1 to 2048 heads in all and T 32 to 512, ``reference`` is
     # then 0.9 to 1.4 times as fast; beyond either limit ``chunked`` is 0.9 to 4 times as fast.
     Preference(("reference",), pairs=2**15, bytes=2**24),
-    HOPPER._replace(names=("tokamax_mosaic", "cudnn", "pallas"), widest_with_state=64),
-    HOPPER._replace(names=("cudnn", "tokamax_mosaic", "pallas")),
+    # tokamax's kernel visits blocks backwards that a window hides.
+    HOPPER._replace(
+        names=("tokamax_mosaic", "pallas", "cudnn"), window=False, widest_with_state=64
+    ),
+    HOPPER._replace(names=("cudnn", "pallas", "tokamax_mosaic")),
+    BLACKWELL._replace(names=("tokamax_mosaic",), window=False, widest_with_state=64),
+    BLACKWELL._replace(names=("cudnn", "pallas", "tokamax_mosaic")),
+    OTHERS._replace(names=("cudnn", "pallas")),
+    SINGLE,
     Preference(("query_blocks",), platform="cpu"),
     Preference(("chunked", "rows", "reference")),
 )

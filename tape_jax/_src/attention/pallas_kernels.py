@@ -9,8 +9,9 @@ Tiles have power-of-two sizes. Rows past the end of an array are read as zeros a
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -195,10 +196,29 @@ class Program:
             logits = jnp.where(rule, logits, -jnp.inf)
         return logits
 
-    def bounds(self, i: Array) -> tuple[Array, Array]:
-        """First block of the other side that block ``i`` meets, and one past the last."""
-        ref = self.refs["bounds"]
-        return ref[self._row(ref), i, 0], ref[self._row(ref), i, 1]
+    def walk(self, i: Array, step: Callable[..., Any], carry: Any, *, own: str) -> Any:
+        """Walks over the blocks of the other side that block ``i`` meets.
+
+        Blocks with pairs that are to be hidden lie at both ends; those between take no mask.
+
+        Args:
+          i: block of this side.
+          step: of a block's index and the carry, and whether to mask.
+          carry: what it starts from.
+          own: ``q`` or ``k``, this side.
+        """
+        ref, hidden = self.refs["bounds"], (self.call.lowest, self.call.highest)
+        begin, full, last, end = (ref[self._row(ref), i, n] for n in range(4))
+        at_begin, at_end = (x is not None for x in (hidden if own == "q" else hidden[::-1]))
+        at_end = at_end or (own == "q" and self.refs["k"].shape[1] % self.tile.keys > 0)
+        if "query_ids" in self.refs:
+            return lax.fori_loop(begin, end, functools.partial(step, masked=True), carry)
+        if at_begin:
+            carry = lax.fori_loop(begin, full, functools.partial(step, masked=True), carry)
+        carry = lax.fori_loop(full, last, functools.partial(step, masked=False), carry)
+        if at_end:
+            carry = lax.fori_loop(last, end, functools.partial(step, masked=True), carry)
+        return carry
 
 
 def _iota(size: int) -> Array:
@@ -241,11 +261,12 @@ def forward(call: KernelCall, inputs: Refs, outputs: Refs) -> None:
     q, queries = program.query_tile(i, head), program.query_marks(i)
     decay = program.query_decay(i, head)
 
-    def step(j: Array, carry: Any) -> Any:
+    def step(j: Array, carry: Any, masked: bool) -> Any:
         top, total, sums = carry
         k = program.key_tile(j, kv_head)
         logits = program.logits(q, k, _decays(decay, program.key_decay(j, head)))
-        logits = program.masked(logits, queries, program.key_marks(j), keys_first=False)
+        if masked:
+            logits = program.masked(logits, queries, program.key_marks(j), keys_first=False)
         new_top = jnp.maximum(top, jnp.max(logits, axis=1))
         weights = jnp.exp2(logits - new_top[:, None])
         shrink = jnp.exp2(top - new_top)
@@ -258,8 +279,8 @@ def forward(call: KernelCall, inputs: Refs, outputs: Refs) -> None:
         return new_top, total, sums
 
     names = [name for name in ("o", "a") if name in outputs]
-    top, total, sums = lax.fori_loop(
-        *program.bounds(i),
+    top, total, sums = program.walk(
+        i,
         step,
         (
             # Not -inf: the weights of a row that sees no key are then 0 without a special case.
@@ -267,6 +288,7 @@ def forward(call: KernelCall, inputs: Refs, outputs: Refs) -> None:
             jnp.zeros((rows,), jnp.float32),
             [jnp.zeros((rows, outputs[name].shape[-1]), jnp.float32) for name in names],
         ),
+        own="q",
     )
     total = jnp.where(total > 0, total, 1.0)
     for name, x in zip(names, sums, strict=True):
@@ -286,17 +308,18 @@ def query_gradients(call: KernelCall, inputs: Refs, outputs: Refs) -> None:
     delta = program.read_vector("delta", start, rows, head)[:, None]
     decay = program.query_decay(i, head)
 
-    def step(j: Array, dq: Array) -> Array:
+    def step(j: Array, dq: Array, masked: bool) -> Array:
         k = program.key_tile(j, kv_head)
         logits = program.logits(q, k, _decays(decay, program.key_decay(j, head)))
-        logits = program.masked(logits, queries, program.key_marks(j), keys_first=False)
+        if masked:
+            logits = program.masked(logits, queries, program.key_marks(j), keys_first=False)
         weights = jnp.exp2(logits - log_sum)
         d_weights = -delta
         for cotangent, value in zip(cotangents, program.values(j, kv_head), strict=True):
             d_weights += call.dot(cotangent, value, trans_b=True)
         return dq + call.dot(weights * d_weights, k)
 
-    dq = lax.fori_loop(*program.bounds(i), step, jnp.zeros(q.shape, jnp.float32))
+    dq = program.walk(i, step, jnp.zeros(q.shape, jnp.float32), own="q")
     program.write("d_q", start, head, dq * np.float32(call.scale))
 
 
@@ -315,15 +338,15 @@ def key_gradients(call: KernelCall, inputs: Refs, outputs: Refs) -> None:
     columns, start = program.tile.queries, j * program.tile.keys
     k, keys = program.key_tile(j, kv_head), program.key_marks(j)
     values = program.values(j, kv_head) if of_keys else []
-    first, last = program.bounds(j)
 
-    def step(i: Array, carry: Any, head: Array, decay: Array | None) -> Any:
+    def step(i: Array, carry: Any, masked: bool, *, head: Array, decay: Array | None) -> Any:
         dk, d_values, d_decay = carry
         q, cotangents = program.query_tile(i, head), program.cotangents(i, head)
         log_sum = program.read_vector("log_sum", i * columns, columns, head)[None, :]
         pairs = _decays(program.query_decay(i, head), decay, keys_first=True)
         logits = program.logits(k, q, pairs)
-        logits = program.masked(logits, program.query_marks(i), keys, keys_first=True)
+        if masked:
+            logits = program.masked(logits, program.query_marks(i), keys, keys_first=True)
         weights = jnp.exp2(logits - log_sum)
         if names:
             d_values = [
@@ -346,9 +369,8 @@ def key_gradients(call: KernelCall, inputs: Refs, outputs: Refs) -> None:
         start_decay = None
         if decay is not None and "d_key_decay" in outputs:
             start_decay = jnp.zeros(decay.shape, jnp.float32)
-        *carry, d_decay = lax.fori_loop(
-            first, last, lambda i, carry: step(i, carry, head, decay), (*carry, start_decay)
-        )
+        of_head = functools.partial(step, head=head, decay=decay)
+        *carry, d_decay = program.walk(j, of_head, (*carry, start_decay), own="k")
         if d_decay is not None:
             program.write_vector("d_key_decay", start, head, d_decay)
         return tuple(carry)

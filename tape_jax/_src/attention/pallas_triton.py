@@ -33,7 +33,7 @@ from tape_jax._src.attention import pallas_kernels as kernels
 from tape_jax._src.attention.pallas_blocks import Tile, Tiles, default_tiles
 from tape_jax._src.attention.pallas_kernels import KernelCall
 from tape_jax._src.attention.request import Request, refuse, refuse_rows
-from tape_jax._src.attention.visibility import segments_meet, visible_blocks
+from tape_jax._src.attention.visibility import full_blocks, segments_meet, visible_blocks
 from tape_jax._src.core.devices import check_triton
 from tape_jax._src.core.partition import Named, batch_size, over_batch_and_heads
 
@@ -272,10 +272,13 @@ def _launch(
 
 
 def _bounds(call: KernelCall, tile: Tile, inputs: Named, *, by_queries: bool) -> Array:
-    """For each block the first block of the other side that it meets, and one past the last.
+    """For each block the blocks of the other side that it meets, in four marks.
+
+    From the first on, blocks may have pairs that are to be hidden, from the second on none has,
+    from the third on they may again; the fourth is one past the last.
 
     Returns:
-      ``[B|1, blocks, 2]``, int32.
+      ``[B|1, blocks, 4]``, int32.
     """
     sides = [("q", "query_ids", tile.queries), ("k", "key_ids", tile.keys)]
     (own, own_ids, size), (other, other_ids, other_size) = sides if by_queries else sides[::-1]
@@ -289,10 +292,16 @@ def _bounds(call: KernelCall, tile: Tile, inputs: Named, *, by_queries: bool) ->
         shift = -shift
     first = jnp.arange(0, length, size, dtype=jnp.int32)
     last = jnp.minimum(first + size, length) - 1
-    begin, end = visible_blocks((low, high), first + shift, last + shift, other_size, count)
+    at = (first + shift, last + shift, other_size)
+    begin, end = visible_blocks((low, high), *at, count)
+    full, masked = full_blocks(
+        (low, high), *at, other_length // other_size if by_queries else count
+    )
     if own_ids in inputs:
         meet = segments_meet((inputs[own_ids], inputs[other_ids]), size, other_size)
         met = jnp.any(meet, axis=-1)
         begin = jnp.maximum(begin, jnp.argmax(meet, axis=-1))
         end = jnp.where(met, jnp.minimum(end, count - jnp.argmax(meet[..., ::-1], axis=-1)), 0)
-    return jnp.stack(jnp.broadcast_arrays(begin, end), axis=-1).astype(jnp.int32)
+    full = jnp.minimum(jnp.maximum(full, begin), end)
+    masked = jnp.minimum(jnp.maximum(masked, full), end)
+    return jnp.stack(jnp.broadcast_arrays(begin, full, masked, end), axis=-1).astype(jnp.int32)

@@ -222,6 +222,18 @@ def visible_blocks(
     return begin, end
 
 
+def full_blocks(
+    band: tuple[int | None, int | None], first: Array, last: Array, size: int, count: int
+) -> tuple[Array, Array]:
+    """Return those of :func:`visible_blocks` that all queries ``first`` to ``last`` see whole."""
+    (lowest, highest), begin, end = band, jnp.zeros_like(first), jnp.full_like(last, count)
+    if lowest is not None:
+        begin = jnp.clip(-(-(last + lowest) // size), 0, count)
+    if highest is not None:
+        end = jnp.clip((first + highest + 1) // size, 0, count)
+    return begin, end
+
+
 def part(x: Array, start: int | Array, size: int, axis: int) -> Array:
     """Return ``size`` numbers of an axis from ``start`` on; an axis of 1 stays as it is."""
     return x if x.shape[axis] == 1 else lax.dynamic_slice_in_dim(x, start, size, axis)
