@@ -91,9 +91,9 @@ class Preference(NamedTuple):
         return all(conditions)
 
 
-# Where nothing was measured on this machine: calls of 16 bits on GPUs, from 256 tokens on, whose keys
-# are not far more than their queries. Kernels were compared with the reference and timed on an H200,
-# in causal calls with as many keys as queries (benchmarks/results/2026-11-26-nvidia-h200-2.md).
+# Where nothing was measured on this machine: calls on GPUs, from 256 tokens on, whose keys are not
+# far more than their queries. Kernels were compared with the reference and timed on an H200, in
+# causal calls with as many keys as queries (benchmarks/results/2026-11-26-nvidia-h200-2.md).
 H200 = f"times of an H200; nothing was measured here ({records.COMMAND} does)"
 CLAIM = f"the libraries' own claims; nothing was measured here ({records.COMMAND} does)"
 HOPPER = Preference((), H200, generations=(9,), itemsize=2, shortest=256)
