@@ -99,8 +99,14 @@ CLAIM = f"the libraries' own claims; nothing was measured here ({records.COMMAND
 HOPPER = Preference((), H200, generations=(9,), itemsize=2, shortest=256)
 BLACKWELL = HOPPER._replace(generations=(10,), basis=CLAIM)
 OTHERS = HOPPER._replace(generations=(8, 12), basis=CLAIM)
-# Our kernel alone takes them, and it is compared with plain JAX.
-SINGLE = Preference(("pallas",), H200, generations=(8, 9, 10, 12), itemsize=4, shortest=256)
+# No other kernel takes float32, and none was timed with it.
+SINGLE = Preference(
+    ("pallas",),
+    "the only kernel of float32; not timed",
+    generations=(8, 9, 10, 12),
+    itemsize=4,
+    shortest=256,
+)
 RULES = (
     # On a CPU, forward and backward, from 1 to 2048 heads in all and T 32 to 512, ``reference`` is
     # then 0.9 to 1.4 times as fast; beyond either limit ``chunked`` is 0.9 to 4 times as fast.

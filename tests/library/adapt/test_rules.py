@@ -142,7 +142,7 @@ def size(tree):
 @pytest.mark.slow
 def test_frozen_parameters_have_neither_gradients_nor_optimiser_state():
     # So many layers that they run as a loop: one by one, each has a copy of its parameters.
-    layers = MOST_UNROLLED + 1
+    layers = MOST_UNROLLED["cpu"] + 1
     model = small_model("tape", hidden_size=64, intermediate_size=124, num_layers=layers)
     params, tokens = random_variables(model)["params"], jnp.zeros((1, 4), jnp.int32)
     optimizer = optax.adam(1e-2)

@@ -185,10 +185,10 @@ def hopper_plan(length=2048, keys=None, *, dim=64, dtype="bfloat16", **keywords)
 @pytest.mark.parametrize(
     ("dtype", "dim", "state", "wanted"),
     [
-        ("bfloat16", 64, True, ["tokamax_mosaic", "cudnn", "pallas"]),
-        ("bfloat16", 64, False, ["cudnn", "tokamax_mosaic", "pallas"]),
-        ("float16", 128, True, ["cudnn", "tokamax_mosaic", "pallas"]),
-        ("float32", 64, True, []),
+        ("bfloat16", 64, True, ["tokamax_mosaic", "pallas", "cudnn"]),
+        ("bfloat16", 64, False, ["cudnn", "pallas", "tokamax_mosaic"]),
+        ("float16", 128, True, ["cudnn", "pallas", "tokamax_mosaic"]),
+        ("float32", 64, True, ["pallas"]),
     ],
 )
 @pytest.mark.usefixtures("on_hopper")
@@ -198,7 +198,7 @@ def test_order(dtype, dim, state, wanted):
     assert made.implementation == first
     tried = [name for name, why in made.rejected.items() if "nothing was measured" not in why]
     assert tried == others
-    assert ("times of an H200" in made.basis) == bool(wanted)
+    assert ("times of an H200" in made.basis) == (dtype != "float32")
 
 
 @pytest.mark.usefixtures("on_hopper")
@@ -225,16 +225,35 @@ def test_calls_unlike_those_that_were_timed():
 @pytest.mark.usefixtures("on_hopper")
 def test_a_release_that_was_not_measured(monkeypatch, release):
     monkeypatch.setattr(choice, "release", lambda package: release)
-    assert hopper_plan().implementation == "cudnn"
+    assert hopper_plan().implementation == "pallas"
 
 
-@pytest.mark.parametrize("capability", [None, (8, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize(
+    ("capability", "options", "wanted"),
+    [
+        (None, {}, "chunked"),
+        ((7, 5), {}, "chunked"),
+        ((8, 0), {}, "cudnn"),
+        ((8, 9), {"segment_ids": np.zeros((1, 2048), int)}, "pallas"),
+        ((10, 0), {}, "tokamax_mosaic"),
+        ((10, 0), {"local_window_size": 99}, "cudnn"),
+        ((12, 0), {"dim": 128}, "cudnn"),
+    ],
+)
 @pytest.mark.usefixtures("on_hopper")
-def test_chips_that_were_not_measured(monkeypatch, capability):
+def test_chips_that_were_not_measured(monkeypatch, capability, options, wanted):
+    """They go by what libraries claim, and the plan says so."""
     monkeypatch.setattr(choice, "compute_capability", lambda: capability)
-    made = hopper_plan()
-    assert made.implementation == "chunked"
+    made = hopper_plan(**options)
+    assert made.implementation == wanted
     assert "H200" not in made.basis
+    assert ("the libraries' own claims" in made.basis) == (wanted != "chunked")
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_windows_are_not_for_tokamax():
+    """Whose kernel visits blocks backwards that a window hides."""
+    assert hopper_plan(local_window_size=99).implementation == "cudnn"
 
 
 def test_releases():

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import importlib.util
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -345,3 +346,13 @@ def test_cudnn_is_missing(monkeypatch):
 def test_64_bit_types_do_not_compile(x64, backend):
     rejected = attention_plan(**ARRAYS, implementation=backend).rejected
     assert rejected[backend] == "the kernel does not compile with 64-bit types enabled"
+
+
+@pytest.mark.parametrize(
+    ("version", "refused"), [(12_070, 0), (12_080, 1), (12_090, 1), (12_091, 0)]
+)
+def test_releases_of_cuda_that_miscompile(monkeypatch, version, refused):
+    monkeypatch.setattr(vendor_tokamax, "cuda_versions", SimpleNamespace(
+        cuda_runtime_get_version=lambda: version
+    ))  # fmt: skip
+    assert vendor_tokamax.miscompiles_causal() == refused

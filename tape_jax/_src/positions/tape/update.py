@@ -443,7 +443,7 @@ UPDATES: Mapping[str, Callable[[UpdateCall], Array]] = {
     "unrolled": unrolled,
     "fused": fused,
 }
-# Tried first, by platform. On an H200 ``fused`` took 0.6 of the time of ``reference`` in float32 and
+# Tried first, by platform. On an H200 ``fused`` took 0.6 of the time of ``reference`` in float32,
 # 0.7 in bfloat16, forward and backward (benchmarks/results/2026-11-26-nvidia-h200-2.md).
 USUAL = {"cpu": ("unrolled",), "gpu": ("fused",)}
 

@@ -185,6 +185,7 @@ class TestChoice:
         assert not written(implementation="reference")
         split = ShardingConfig(tensor=2).build(jax.devices()[:2])
         assert not written(sharding=split)
+        # A GPU that the kernel does not run on, and a TPU.
         for platform in ("gpu", "tpu"):
             monkeypatch.setattr(jax, "default_backend", lambda platform=platform: platform)
             assert not written()
