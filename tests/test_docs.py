@@ -29,6 +29,7 @@ from tests.modules import all_modules, public_modules
 from tests.paths import ROOT
 from tests.selection import mostly_slow
 from train import experiment, main
+from train.commands import compare
 from train.tasks import TASKS
 
 LLAMA = ROOT / "tests" / "golden" / "hf" / "llama3_gqa"
@@ -200,10 +201,10 @@ def check_command(words, commands, llama, monkeypatch):
 
 def variants(args):
     """What `compare` makes of a config: options of each variant."""
-    for option, field in (("encodings", "model.position.kind"), ("methods", "adapt.method")):
-        if getattr(args, option, None):
-            return [[f"--config.{field}={value}"] for value in getattr(args, option).split(",")]
-    return [[]]
+    if not any(getattr(args, option, None) for option in ("encodings", "methods")):
+        return [[]]
+    choice, names = compare.chosen(args)
+    return [choice.overrides(name) for name in names]
 
 
 def accepts(path, change, overrides):

@@ -7,6 +7,8 @@
   python -m research.main compare --config=research/configs/ablations.py --run=runs/ablations \\
       --variants=all --sweep train.learning_rate=1e-3,3e-3
 
+Options of one encoding follow its name: --encodings=rope+alibi,rope+fox+alibi:bias=5.0
+
 Steps, data and seeds are equal. Each training gets a run of its own inside the run folder. Called
 again, finished runs are kept and unfinished ones continued. Beside them are written report.md, with
 pictures, and report.json. With --sweep, every value is tried with the first seed, and each rival is
@@ -30,7 +32,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, required=True, help="the config file")
     parser.add_argument("--run", type=Path, required=True, help="the folder of the comparison")
     compared = parser.add_mutually_exclusive_group(required=True)
-    compared.add_argument("--encodings", metavar="NAME,...", help="of positions")
+    compared.add_argument(
+        "--encodings", metavar="NAME,...", help="of positions; options: NAME:OPTION=VALUE"
+    )
     compared.add_argument("--methods", metavar="NAME,...", help="of adaptation")
     compared.add_argument("--variants", metavar="NAME,...", help="of the config; all: every one")
     parser.add_argument(
@@ -88,7 +92,7 @@ def chosen(args: argparse.Namespace) -> tuple[Choice, list[str]]:
     if args.variants is None:
         by_encoding = args.encodings is not None
         choice, names = (ENCODINGS, args.encodings) if by_encoding else (METHODS, args.methods)
-        return choice, names.split(",")
+        return choice, sweep.split(names)
     choice = Choice(f"variant of {args.config}", dict(sweep.variants(args.config)))
     return choice, [*choice.known] if args.variants == "all" else args.variants.split(",")
 

@@ -37,7 +37,8 @@ class Choice:
       what: in words.
       known: by name the ``--config.a.b=value`` options that make it.
       parts: of a name the known ones that it joins; ValueError if it joins another.
-      combined: the field of the config that takes such a name, if any.
+      combined: the field of the config that takes such a name, if any. Fields beside it can then
+        follow a name: ``rope+fox:bias=5.0``.
     """
 
     what: str
@@ -47,6 +48,16 @@ class Choice:
 
     def overrides(self, name: str) -> Sequence[str]:
         """The ``--config.a.b=value`` options that make a name; ValueError for an unknown one."""
+        if self.combined and ":" in name:
+            name, *options = name.split(":")
+            for option in options:
+                require(
+                    "=" in option.strip("="),
+                    f"expected NAME:OPTION=VALUE, such as rope+fox:bias=5.0; got {option!r} after "
+                    f"{name!r}",
+                )
+            group = self.combined.rpartition(".")[0]
+            return (*self.overrides(name), *(f"--config.{group}.{option}" for option in options))
         if self.parts and len(self.parts(name)) > 1:
             return (f"--config.{self.combined}={name}",)
         choose(self.what, name, self.known)
@@ -148,7 +159,8 @@ def plan(
         job = Job(
             name=name,
             setting=setting,
-            folder=folder / (setting.folder(name) + (f"-seed{seed}" if another else "")),
+            folder=folder
+            / (setting.folder(name.replace(":", "-")) + (f"-seed{seed}" if another else "")),
             experiment=experiment.from_file(config, own, report),
             command=(f"--config={config}", *own),
         )

@@ -75,14 +75,14 @@ def parse(text: str) -> Sweep:
         bool(field and equals),
         f"expected a sweep such as 'train.learning_rate=1e-4,3e-4'; got {text!r}",
     )
-    values = tuple(value.strip() for value in _split(written))
+    values = tuple(value.strip() for value in split(written))
     require(all(values), f"the sweep {text!r} has an empty value")
     repeated = [value for value, count in Counter(values).items() if count > 1]
     require(not repeated, f"the sweep {text!r} has values twice: {', '.join(repeated)}")
     return Sweep(field, values)
 
 
-def _split(text: str) -> list[str]:
+def split(text: str) -> list[str]:
     """The parts of a text between those commas that stand in no brackets and no quotes."""
     parts, depth, quote = [""], 0, ""
     for character in text:

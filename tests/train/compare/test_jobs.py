@@ -2,8 +2,9 @@
 
 import pytest
 
+from tape_jax import positions
 from train import experiment
-from train.compare.jobs import ENCODINGS, plan
+from train.compare.jobs import ENCODINGS, METHODS, plan
 from train.main import main
 
 
@@ -29,6 +30,32 @@ def test_what_joins_several_encodings():
         assert ENCODINGS.overrides(name) == (f"--config.model.position.kind={name}",)
     with pytest.raises(ValueError, match=r"unknown position encoding 'alib'.*mean 'alibi'"):
         ENCODINGS.overrides("tape+alib")
+
+
+def test_options_of_one_rival(config, tmp_path):
+    names = ["rope", "rope+fox+alibi:bias=5.0", "tape:alpha=8:norm=rms"]
+    jobs = plan(config, tmp_path, ENCODINGS, names, 2, [])[::2]
+    assert [job.name for job in jobs] == names
+    assert [job.folder.name for job in jobs] == [name.replace(":", "-") for name in names]
+    assert [job.experiment.model.position for job in jobs] == [
+        positions.create(position)
+        for position in (
+            "rope",
+            ("rope", positions.Fox(bias=5.0), "alibi"),
+            positions.Tape(alpha=8, norm="rms"),
+        )
+    ]
+    for name, message in {
+        "rope:bias=5.0": "bias",
+        "rope:5.0": "expected NAME:OPTION=VALUE.*got '5.0' after 'rope'",
+        "rope:=5.0": "expected NAME:OPTION=VALUE",
+        "rope:": "expected NAME:OPTION=VALUE",
+        "rop:base=5.0": "unknown position encoding 'rop'",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            plan(config, tmp_path, ENCODINGS, [name], 1, [])
+    with pytest.raises(ValueError, match="unknown adapt method 'tape:alpha=8'"):
+        METHODS.overrides("tape:alpha=8")
 
 
 def test_what_cannot_be_asked_for_is_known_before(tmp_path, capsys):
