@@ -268,7 +268,9 @@ def test_files_that_are_named_exist(path):
         assert any(list(folder.glob(span.rstrip("/"))) for folder in folders), span
 
 
-def test_every_page_is_in_the_navigation():
+@functools.cache
+def navigation():
+    """The pages of the site's navigation, in order, and what it leaves out."""
     site = yaml.safe_load(read(ROOT / "mkdocs.yml"))
 
     def leaves(entry):
@@ -278,13 +280,29 @@ def test_every_page_is_in_the_navigation():
             x for e in (entry.values() if isinstance(entry, dict) else entry) for x in leaves(e)
         ]
 
-    listed = leaves(site["nav"])
+    return leaves(site["nav"]), site["not_in_nav"].split()
+
+
+def test_every_page_is_in_the_navigation():
+    listed, beside = navigation()
     assert len(listed) == len(set(listed))
-    beside = site["not_in_nav"].split()
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/**/*.md")}
     assert pages <= {*listed, *beside}
     assert not set(listed) & set(beside)
     assert all((ROOT / "docs" / page).exists() or (ROOT / page).exists() for page in listed)
+
+
+# Code and tables count too. One how-to may be longer.
+WORDS, WORDS_OF_A_HOWTO, LONGER = 18_000, 1_200, {"howto/accelerators.md": 1_400}
+
+
+def test_pages_for_users_are_short():
+    pages = {page: ROOT / "docs" / page for page in navigation()[0] if page.endswith(".md")}
+    words = {page: len(read(path).split()) for page, path in pages.items() if path.exists()}
+    assert sum(words.values()) <= WORDS
+    howtos = {page: count for page, count in words.items() if page.startswith("howto/")}
+    limits = {page: LONGER.get(page, WORDS_OF_A_HOWTO) for page in howtos}
+    assert not {page: n for page, n in howtos.items() if n > limits[page]}
 
 
 def reference_entries():
