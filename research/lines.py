@@ -15,7 +15,7 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -37,58 +37,15 @@ class Contents(NamedTuple):
     problems: list[str]
 
 
-Convert = Callable[[Fields], dict[str, Any]]
-
-
-def read(path: Path, format: str, before: str = "", convert: Convert | None = None) -> Contents:
-    """Return the records of a file; none if there is no file.
-
-    Args:
-      path: the file.
-      format: of the file.
-      before: an older format that is read as well.
-      convert: makes a record of this format from one of the older.
-    """
+def read(path: Path, format: str) -> Contents:
+    """Return the records of a file of this format; none if there is no file."""
     try:
         with open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH)
             data = file.read()
     except FileNotFoundError:
         return Contents({}, [])
-    if convert is not None and _is_of(data, before):
-        return _converted(_parsed(data, path, before), convert)
     return _parsed(data, path, format)
-
-
-def convert(path: Path, before: str, format: str, change: Convert) -> None:
-    """Write a file of an older format anew in this one, line by line; leave any other file.
-
-    Raises:
-      ValueError: a line of the file cannot be read, and would be lost.
-    """
-    if not path.exists():
-        return
-    with _locked(path) as file:
-        data = file.read()
-        if not _is_of(data, before):
-            return
-        contents = _converted(_parsed(data, path, before), change)
-        require(
-            not contents.problems, f"{path} cannot be converted: {'; '.join(contents.problems)}"
-        )
-        shared = list(_shared(data[: data.index(b"\n")], path, before))
-        write_atomically(path, text(format, list(contents.records.values()), shared))
-
-
-def _is_of(data: bytes, format: str) -> bool:
-    """Return whether the first line names this format."""
-    header = _object(data.partition(b"\n")[0])
-    return header is not None and header.get("format") == format
-
-
-def _converted(contents: Contents, change: Convert) -> Contents:
-    records = [change(record) for record in contents.records.values()]
-    return Contents({record["name"]: record for record in records}, contents.problems)
 
 
 def append(path: Path, format: str, record: Fields, shared: Sequence[str]) -> None:

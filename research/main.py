@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from train import main as trainer
 
 COMMANDS = trainer.COMMANDS | {
-    "stability": ("research.commands.stability", "measure growth through depth, and divergence"),
     "evidence": ("research.commands.evidence", "test what is claimed of TAPE, and write it down"),
 }
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,13 +27,6 @@ from train.experiment.adaptation import Adaptation
 from train.experiment.fields import build, flatten
 
 FORMAT = "tape-jax evidence, version 4"
-# The version before is read too: names that it has for rivals, and what they are called since.
-FORMAT_BEFORE = "tape-jax evidence, version 3"
-RENAMED = {
-    "tape": "tape_head_scale",
-    "tape_heads": "tape",
-    "tape_scale_alibi": "tape_head_scale_alibi",
-}
 DIGITS = 6
 # What a base is called, wherever the runs are.
 BASE = "base"
@@ -159,7 +151,6 @@ class Store:
             "seconds": round(made.seconds, 1),
             "found": rounded(found),
         }
-        lines.convert(self.path(item.study), FORMAT_BEFORE, FORMAT, _renamed)
         lines.append(self.path(item.study), FORMAT, record, KNOWN)
         # A run whose record does not fit would be made again and again.
         why = self.misfit(item) or "; ".join(self.problems(item.study))
@@ -210,7 +201,7 @@ def portable(e: Experiment) -> Experiment:
 @functools.lru_cache(maxsize=256)
 def _read(path: Path, *version: int) -> _Study:
     """The records of a file, in this version of it."""
-    contents = lines.read(path, FORMAT, FORMAT_BEFORE, _renamed)
+    contents = lines.read(path, FORMAT)
     records, problems = {}, list(contents.problems)
     for name, fields in contents.records.items():
         try:
@@ -218,20 +209,6 @@ def _read(path: Path, *version: int) -> _Study:
         except ValueError as error:
             problems.append(f"{path}: {name}: {error}")
     return _Study(records, problems)
-
-
-def _renamed(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A record of the version before with the names of this one."""
-    old = fields.get("rival")
-    if old not in RENAMED:
-        return dict(fields)
-    new = RENAMED[old]
-    # A name is the rival and what tells its runs apart; of states, after the study.
-    name = re.sub(f"(^|-){old}-", rf"\g<1>{new}-", fields["name"], count=1)
-    found = fields["found"]
-    if "variant" in found:
-        found = {**found, "variant": new}
-    return {**fields, "name": name, "rival": new, "found": found}
 
 
 def _record(fields: Mapping[str, Any]) -> Record:

@@ -32,7 +32,7 @@ from tape_jax.adapt import restack
 from train import experiment
 from train.compare import sweep
 from train.compare.plots import BODY, SMALL, TITLE
-from train.evaluation.grids import read_record, text_table
+from train.evaluation.grids import read_record
 from train.experiment import Experiment
 from train.training import step as training_step
 
@@ -222,7 +222,6 @@ class Growth:
       noise: that disturbs an update before it is trained.
       seeds: each a measurement of every variant and depth.
       minutes: that one takes, for plans.
-      overrides: of the config, ``--config.a.b=value``, for all variants.
     """
 
     name: str
@@ -233,7 +232,6 @@ class Growth:
     noise: float = 0.1
     seeds: Sequence[int] = protocol.REPORTING
     minutes: float = 0.5
-    overrides: Sequence[str] = ()
 
     def at(self, place: Place) -> PlannedGrowth:
         """The study at a place."""
@@ -254,7 +252,6 @@ class PlannedGrowth(Measurements):
         for seed, depth, setting in itertools.product(design.seeds, design.depths, settings):
             options = (
                 *place.overrides,
-                *design.overrides,
                 *setting.overrides,
                 f"--config.model.num_layers={depth}",
                 f"--config.train.steps={design.steps}",
@@ -329,23 +326,6 @@ class PlannedGrowth(Measurements):
     @staticmethod
     def _read(record: Record) -> Trace:
         return Trace.from_json(record.found)
-
-
-def table(traces: Sequence[Trace]) -> str:
-    """One row for each trace: how far states and gradients went, and where it diverged."""
-
-    def number(x: float) -> str:
-        return "not finite" if math.isinf(x) else f"{x:.4g}"
-
-    rows = []
-    for t in traces:
-        profiles = [getattr(t, moment) for moment in MOMENTS]
-        growth, spread = ([number(getattr(p, k)) for p in profiles] for k in ("growth", "spread"))
-        loss = "not finite" if t.losses[-1] is None else f"{t.losses[-1]:.4g}"
-        step = "no" if t.diverged is None else f"step {t.diverged}"
-        rows.append([t.variant, str(t.depth), *growth, *spread, loss, step])
-    quantities = [f"{what}, {m}" for what in ("largest state", "gradients") for m in MOMENTS]
-    return text_table(["variant", "layers", *quantities, "last loss", "diverged"], rows)
 
 
 def depth_figure(traces: Sequence[Trace]) -> Figure:

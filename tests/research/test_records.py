@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from research import records
-from research.records import FORMAT, FORMAT_BEFORE, Item, Store, describe_source, portable, rounded
+from research.records import FORMAT, Item, Store, describe_source, portable, rounded
 from tests.research.results import MADE
 from train import experiment
 from train.experiment.adaptation import Adaptation
@@ -145,40 +145,6 @@ def test_files_of_the_version_before(place, item):
     assert place.store.get(item) is None
     (problem,) = place.store.problems("copying")
     assert f"expected the format {FORMAT!r}" in problem
-
-
-def test_files_of_version_3(place, item):
-    """They are read by the names of today, and written anew before a run is added."""
-    path = place.store.path("copying")
-    for rival in ("tape", "tape_heads", "tape_scale_alibi", "rope"):
-        place.store.put(item._replace(name=f"{rival}-seed1", rival=rival), {"result": 1}, MADE)
-    after_study = item._replace(name="copying-tape-seed1")
-    place.store.put(after_study, {"variant": "tape"}, MADE)
-    old = path.read_text().replace(FORMAT, FORMAT_BEFORE)
-    path.write_text(old)
-    expected = ["tape_head_scale", "tape", "tape_head_scale_alibi", "rope"]
-    names = [f"{rival}-seed1" for rival in expected] + ["copying-tape_head_scale-seed1"]
-    assert place.store.names("copying") == names
-    assert place.store.problems("copying") == []
-    for rival in expected:
-        mine = item._replace(name=f"{rival}-seed1", rival=rival)
-        assert place.store.get(mine).found == {"result": 1}
-    moved = item._replace(name=names[-1], rival="tape_head_scale")
-    assert place.store.get(moved).found == {"variant": "tape_head_scale"}
-    assert path.read_text() == old, "reading changes nothing"
-    place.store.put(item._replace(name="none-seed1", rival="none"), {}, MADE)
-    assert place.store.names("copying") == [*names, "none-seed1"]
-    assert path.read_text().count(FORMAT) == 1
-
-
-def test_a_damaged_file_of_version_3_is_not_written_anew(place, item):
-    place.store.put(item, {}, MADE)
-    path = place.store.path("copying")
-    path.write_text(path.read_text().replace(FORMAT, FORMAT_BEFORE) + "{\n")
-    before = path.read_text()
-    with pytest.raises(ValueError, match="cannot be converted"):
-        place.store.put(item._replace(name="tape-seed2"), {}, MADE)
-    assert path.read_text() == before
 
 
 def test_no_git(tmp_path, monkeypatch):
