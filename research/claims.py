@@ -14,7 +14,6 @@ from research.protocol import (
     PERPLEXITY_GAINED,
 )
 from research.stability import PlannedGrowth
-from research.statistics import estimate
 from research.studies import BEYOND, CONTEXTUAL, INSIDE, PROBLEMS
 from research.verdicts import (
     Kind,
@@ -26,6 +25,7 @@ from research.verdicts import (
     together,
     wins,
 )
+from train.statistics import estimate
 
 Studies = Mapping[str, Any]
 

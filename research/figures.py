@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator
 
-from research.statistics import estimate
 from train.compare.plots import BODY, SMALL, TITLE
+from train.statistics import estimate
 from train.tasks import Score
 
 # Grey, which no share has.

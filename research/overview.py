@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from matplotlib.figure import Figure
 
 from research.figures import heat_map
-from research.statistics import estimate
 from research.studies import BEYOND, INSIDE
 from research.trainings import PlannedTrainings
 from train.evaluation.grids import text_table
+from train.statistics import estimate
 
 TITLES = {
     BEYOND: "Exact match beyond the trained length, %",

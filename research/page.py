@@ -18,7 +18,6 @@ from research.overview import LEARNED, learned
 from research.records import Record
 from research.stability import PlannedGrowth
 from research.states import COLUMNS, PlannedStates, states_figure
-from research.statistics import estimate
 from research.studies import BEYOND, INSIDE
 from research.study import Place, State, Study
 from research.suites import TAPE, Suite
@@ -27,6 +26,7 @@ from research.verdicts import HEADER, Kind, Verdict
 from train.compare.plots import MARK, require_ours, save
 from train.evaluation.grids import text_table
 from train.files import write_atomically
+from train.statistics import estimate
 from train.tasks import Score
 
 MOST_NAMES = 6

@@ -10,7 +10,6 @@ from research import protocol
 from research.choosing import Curve
 from research.claims import Claim, Studies
 from research.configs import places
-from research.statistics import estimate
 from research.studies import BEYOND, CONTEXTUAL, INSIDE, OWN, PROBLEMS, SHALLOW, encodings
 from research.studies import STUDIES as STUDIES_OF_CLAIMS
 from research.trainings import PlannedTrainings, Trainings
@@ -25,6 +24,7 @@ from research.verdicts import (
     together,
     wins,
 )
+from train.statistics import estimate
 from train.tasks import task_type
 
 

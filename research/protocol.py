@@ -48,9 +48,6 @@ FIRST = {"cpu": "3e-3", "gpu": "3e-4"}
 MULTIPLES = (1, 2, 4)
 WORTH_PERPLEXITY, WORTH_POINTS = 0.02, 2.0
 
-# The level of all tests and intervals, and the chance with which the smallest difference is seen.
-LEVEL, CHANCE = 0.05, 0.8
-
 # What may be lost from the trained length to longer ones: keys in points, or a share of perplexity.
 KEYS_LOST, PERPLEXITY_GAINED = 5.0, 0.05
 # A step may take so many times that of RoPE, a model have so many times its parameters.

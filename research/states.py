@@ -19,7 +19,6 @@ from matplotlib.figure import Figure
 
 from research import protocol
 from research.records import Item, Record
-from research.statistics import estimate
 from research.study import Finished, Measurements, Place, State
 from research.trainings import PlannedTrainings, Trainings
 from tape_jax import Transformer
@@ -30,6 +29,7 @@ from train.compare.jobs import Job
 from train.compare.plots import BODY, SMALL, TITLE
 from train.evaluation import Trained
 from train.evaluation.inside import look, untrained
+from train.statistics import estimate
 from train.training import runs
 from train.training.step import Batch, weighted_loss
 

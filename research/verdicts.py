@@ -8,9 +8,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from research.protocol import LEVEL
-from research.statistics import Estimate, difference, holm
 from research.trainings import PlannedTrainings
+from train.statistics import LEVEL, Estimate, difference, holm
 from train.tasks import Score
 
 # Of the rows of a verdict.

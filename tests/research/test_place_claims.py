@@ -12,11 +12,11 @@ import pytest
 import tape_jax as tape
 from research import place_claims, verdicts
 from research.configs.places import CHOSEN, NO_UPDATE
-from research.statistics import Estimate
 from research.studies import KIND, OPEN, OWN, STUDIES
 from research.verdicts import Kind, Verdict
 from tests.research.results import BEYOND, finish_all
 from train import experiment
+from train.statistics import Estimate
 from train.tasks import Score
 
 ALL = dict.fromkeys(place_claims.ASKED, Kind.CONFIRMED)

@@ -5,7 +5,6 @@ import math
 
 import pytest
 
-from research.statistics import difference, estimate
 from research.verdicts import (
     Kind,
     Verdict,
@@ -19,6 +18,7 @@ from research.verdicts import (
     wins,
 )
 from tests.research.results import BEYOND, INSIDE, choose_all, diverge, finish, finish_all
+from train.statistics import difference, estimate
 
 RIVALS = ("rope", "none")
 

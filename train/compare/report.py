@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from train.checks import require
 from train.compare.environment import describe_environment
 from train.compare.plots import MARK, loss_curves, require_ours, save
 from train.compare.tasks import Comparison
-from train.evaluation.grids import half_width, text_table
+from train.evaluation.grids import text_table
 from train.files import write_atomically
+from train.statistics import estimate
 from train.tasks import Score, Task
 
 # The widest table, in characters.
@@ -210,9 +210,7 @@ def _verdict(score: Score, groups: Mapping[str, Sequence[RunRecord]]) -> str:
         return "all equal."
     if min(map(len, values.values())) < 2:
         return f"best is {best}."
-    unclear = [
-        name for name in others if not paired_difference(values[best], values[name]).is_clear
-    ]
+    unclear = [name for name in others if not _is_clear(values[best], values[name])]
     if unclear:
         return (
             f"no clear winner. Best on average is {best}; the seeds do not tell it from "
@@ -221,29 +219,10 @@ def _verdict(score: Score, groups: Mapping[str, Sequence[RunRecord]]) -> str:
     return f"{best} wins; every difference is beyond the spread of the seeds."
 
 
-class Difference(NamedTuple):
-    """The mean of paired differences, and its 95 % interval of Student's t."""
-
-    mean: float
-    low: float
-    high: float
-
-    @property
-    def is_clear(self) -> bool:
-        """Whether the interval leaves out zero."""
-        return self.low > 0 or self.high < 0
-
-
-def paired_difference(first: Mapping[int, float], second: Mapping[int, float]) -> Difference:
-    """By how much the first exceeds the second, from their values by seed.
-
-    Seeds that only one of them has do not count; of fewer than two the interval is everything.
-    """
+def _is_clear(first: Mapping[int, float], second: Mapping[int, float]) -> bool:
+    """Whether two seeds or more that both have tell them apart."""
     found = [first[seed] - second[seed] for seed in first.keys() & second.keys()]
-    if len(found) < 2:
-        return Difference(found[0] if found else math.nan, -math.inf, math.inf)
-    mean, reach = statistics.fmean(found), half_width(found)
-    return Difference(mean, mean - reach, mean + reach)
+    return len(found) > 1 and estimate(found).is_clear
 
 
 def by_seed(group: Sequence[RunRecord], score: Score) -> dict[int, float]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import scipy.stats
 
 from train.checks import require
+from train.statistics import half_width
 
 FORMAT = "tape-jax exact-match grid, version 2"
 
@@ -362,14 +361,3 @@ def _percent(share: float) -> str:
     if share in (0, 1):
         return f"{100 * share:.0f}"
     return f"{min(max(100 * share, 0.1), 99.9):.1f}"
-
-
-def half_width(values: Sequence[float], level: float = 0.95) -> float:
-    """How far the interval of Student's t reaches to either side of the mean of values.
-
-    Args:
-      values: at least two.
-      level: of confidence.
-    """
-    spread = statistics.stdev(values) / math.sqrt(len(values))
-    return float(scipy.stats.t.ppf((1 + level) / 2, len(values) - 1)) * spread

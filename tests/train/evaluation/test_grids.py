@@ -5,14 +5,12 @@ import json
 
 import numpy as np
 import pytest
-import scipy.stats
 
 from tests.train.grids import sum_grid
 from train.evaluation.grids import (
     Grid,
     Proportion,
     averages_table,
-    half_width,
     length_table,
     pool,
     require_same_questions,
@@ -182,11 +180,3 @@ class TestTable:
             require_same_questions({"a": example_grid(), "b": other})
         with pytest.raises(ValueError, match="no grids"):
             length_table({})
-
-
-@pytest.mark.parametrize("level", [0.95, 0.8])
-def test_it_is_the_interval_of_the_t_test(level):
-    values = [1.5, 2.25, 0.5, 4.0]
-    low, high = scipy.stats.ttest_1samp(values, 0).confidence_interval(level)
-    reach = half_width(values, level)
-    np.testing.assert_allclose([np.mean(values) - reach, np.mean(values) + reach], [low, high])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from research.statistics import difference, estimate, holm
+from train.statistics import difference, estimate, holm
 
 
 def test_estimate():
@@ -15,6 +15,8 @@ def test_estimate():
     found = estimate(hours)
     np.testing.assert_allclose(found[:4], (1.58, 0.700, 2.460, 0.00283), rtol=2e-3)
     assert found.number == 10
+    interval = scipy.stats.ttest_1samp(hours, 0).confidence_interval(0.95)
+    np.testing.assert_allclose((found.low, found.high), interval, rtol=1e-12)
 
 
 @pytest.mark.parametrize(("value", "p"), [(0.0, 1.0), (2.0, 0.0), (-1.0, 0.0)])

@@ -10,16 +10,16 @@ from typing import NamedTuple
 import numpy as np
 import scipy.stats
 
-from research.protocol import CHANCE, LEVEL
 from train.checks import require
-from train.evaluation.grids import half_width
 
+# Of all tests and intervals, and the chance with which the smallest difference is seen.
+LEVEL, CHANCE = 0.05, 0.8
 # Values that differ by less are the same, but for rounding.
 ALIKE = 1e-12
 
 
 class Estimate(NamedTuple):
-    """A mean with its interval of Student's t at the protocol's level.
+    """A mean with its interval of Student's t at :data:`LEVEL`.
 
     Attributes:
       mean, low, high: of the values.
@@ -39,8 +39,13 @@ class Estimate(NamedTuple):
         digits = 3 if abs(self.mean) < 10 else 2 if abs(self.mean) < 100 else 1
         return f"{self.mean:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
 
+    @property
+    def is_clear(self) -> bool:
+        """Whether the interval leaves out zero."""
+        return self.low > 0 or self.high < 0
+
     def smallest(self, tests: int = 1) -> float:
-        """The mean that would have been told from zero with the protocol's chance.
+        """The mean that would have been told from zero with the chance :data:`CHANCE`.
 
         Args:
           tests: number of those in the family, at the strictest level of which this one stands.
@@ -50,13 +55,19 @@ class Estimate(NamedTuple):
         return float(reach) * self.spread / math.sqrt(self.number)
 
 
+def half_width(values: Sequence[float]) -> float:
+    """Half of the interval of Student's t around the mean of values, at least two."""
+    spread = statistics.stdev(values) / math.sqrt(len(values))
+    return float(scipy.stats.t.ppf(1 - LEVEL / 2, len(values) - 1)) * spread
+
+
 def estimate(values: Sequence[float]) -> Estimate:
     """The mean of values, at least two."""
     require(len(values) >= 2, f"an interval needs at least two values; got {len(values)}")
     mean, spread = statistics.fmean(values), statistics.stdev(values)
     if spread < ALIKE:
         return Estimate(mean, mean, mean, float(abs(mean) < ALIKE), 0.0, len(values))
-    half, p = half_width(values, 1 - LEVEL), float(scipy.stats.ttest_1samp(values, 0).pvalue)
+    half, p = half_width(values), float(scipy.stats.ttest_1samp(values, 0).pvalue)
     return Estimate(mean, mean - half, mean + half, p, spread, len(values))
 
 
