@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from research import protocol
 from research.choosing import Curve
@@ -42,32 +42,24 @@ class Size(NamedTuple):
     samples: int = 20
 
 
-# In the order in which they are made: controls last.
-FIRST = {
+# In the order in which they are made.
+TASKS = {
     "address": Size(1.15, most=2),
     "table": Size(1.3),
     "navigation": Size(1.15),
     "line_numbers": Size(1.5),
-    # Of a few cells.
+    # Controls, of a few cells.
     "flip_flop": Size(0.85, samples=100),
     "recall": Size(1.15),
-}
-# One TAPE for all, which was asked before, does not read these.
-LATER = {
+    # Added later.
     "counting": Size(0.35),
     "selective_copy": Size(0.35),
 }
-TASKS = FIRST | LATER
-
 # By name, the tasks that are asked of longer trainings too (research/protocol.md).
 MULTIPLE = 4
 LONGER = {f"{task}_{MULTIPLE}x": task for task in ("address", "recall")}
-LONGER_FORMS = ("tape_alibi", "tape_demo")
-
 # One of them once more, with other seeds and another choice of rates: version 2 of the protocol.
 AGAIN, BEFORE = "address_4x_again", "address_4x"
-# By these runs, TAPE and contextual rivals, all with ALiBi's bias and all without any.
-BIASED, PLAIN = f"{AGAIN}, bias", f"{AGAIN}, plain"
 
 # Every form is judged by itself. The first two have no bias.
 FORMS = (
@@ -81,6 +73,8 @@ FORMS = (
     "tape_fox_open_alibi",
     "tape_chosen",
 )
+SHARED_FORMS = tuple(form for form in FORMS if form != "tape_head_scale_alibi")
+LONGER_FORMS = ("tape_alibi", "tape_demo")
 RIVALS = ("rope", "alibi", "fire", "none")
 # The form without its update: RoPE with the same bias, and of the chosen one with its option too.
 WITHOUT_UPDATE = {
@@ -92,64 +86,95 @@ WITHOUT_UPDATE = {
     "tape_fox_open_alibi": "rope_fox_open_alibi",
     "tape_chosen": "chosen_no_update",
 }
-# Further contextual rivals: MapFormer's own task.
-MORE = {"navigation": ("mapformer_wm",)}
+# MapFormer's own task has a further contextual rival.
+MAPS = (*CONTEXTUAL, "mapformer_wm")
 CURVE = ("tape_alibi", "rope_alibi")
 
-# What claims ask for and these forms are judged by too: study and score.
-SHARED = {
-    "text": ("text", "perplexity_1x"),
-    "text, 8x": ("text", "perplexity_8x"),
-    "addition": ("addition", BEYOND),
-    "passkey": ("passkey", BEYOND),
-}
-SHARED_FORMS = tuple(form for form in FORMS if form != "tape_head_scale_alibi")
-ASKED = {**{task: (task, BEYOND) for task in FIRST}, **SHARED}
 
-
-class Judgement(NamedTuple):
-    """What forms are judged by.
+class Question(NamedTuple):
+    """At what each of some forms is judged by itself.
 
     Attributes:
       study: its name.
+      title: what is asked.
+      forms: that are judged.
       key: of the score.
-      forms: each is judged by itself.
       rivals: of every form; None: :func:`rivals_of`.
+      beside: contextual rivals beside which the forms stand too.
       note: on how, beside its test.
-      beside: whether they stand beside contextual rivals too, where the study has them.
+      of_all: whether one TAPE for all is asked for it: what was added later is not.
     """
 
     study: str
-    key: str
-    forms: tuple[str, ...]
+    title: str
+    forms: tuple[str, ...] = FORMS
+    key: str = BEYOND
     rivals: tuple[str, ...] | None = None
+    beside: tuple[str, ...] = CONTEXTUAL
     note: str = ""
-    beside: bool = True
+    of_all: bool = False
 
 
-JUDGEMENTS = {
-    **{task: Judgement(task, BEYOND, FORMS) for task in TASKS},
-    **{name: Judgement(*asked, SHARED_FORMS) for name, asked in SHARED.items()},
-    # Longer trainings say nothing of one TAPE for all, which was asked before them.
-    **{name: Judgement(name, BEYOND, LONGER_FORMS) for name in LONGER},
-    AGAIN: Judgement(
-        AGAIN,
-        BEYOND,
+def _task(task: str, **changes: Any) -> Question:
+    return Question(task, task_type(task)(**places.TASKS[task]).heading, **changes)
+
+
+def _shared(study: str, title: str, key: str = BEYOND) -> Question:
+    """By runs that claims ask for, which have these rivals too."""
+    beside = CONTEXTUAL if study == "text" else ()
+    return Question(study, title, SHARED_FORMS, key, beside=beside, of_all=True)
+
+
+def _more_steps(task: str) -> Question:
+    title = f"{_task(task).title.removesuffix('.')}, with {MULTIPLE}x the steps"
+    return Question(f"{task}_{MULTIPLE}x", title, LONGER_FORMS, beside=())
+
+
+def _again(words: str, forms: tuple[str, ...], rivals: tuple[str, ...], **more: Any) -> Question:
+    return Question(AGAIN, f"{_more_steps('address').title}, {words}", forms, rivals=rivals, **more)
+
+
+QUESTIONS = {
+    "address": _task("address", of_all=True),
+    "table": _task("table", of_all=True),
+    "navigation": _task("navigation", beside=MAPS, of_all=True),
+    "line_numbers": _task("line_numbers", of_all=True),
+    "flip_flop": _task("flip_flop", of_all=True),
+    "recall": _task("recall", of_all=True),
+    "counting": _task("counting"),
+    "selective_copy": _task("selective_copy"),
+    "text": _shared("text", "Bytes of text, at the trained length", "perplexity_1x"),
+    "text, 8x": _shared(
+        "text", "Bytes of text, at eight times the trained length", "perplexity_8x"
+    ),
+    "addition": _shared("addition", "Sums longer than those trained on"),
+    "passkey": _shared("passkey", "Passkeys in longer texts than those trained on"),
+    "address_4x": _more_steps("address"),
+    "recall_4x": _more_steps("recall"),
+    AGAIN: _again(
+        "asked again",
         ("tape_demo",),
         ("rope_alibi", "alibi", "fire"),
-        f" A second try, by version 2 of the protocol, made because `{BEFORE}` did not tell it "
-        "apart, against the three best rivals there; both are to be quoted.",
+        note=f" A second try, by version 2 of the protocol, made because `{BEFORE}` did not tell "
+        "it apart, against the three best rivals there; both are to be quoted.",
     ),
-    BIASED: Judgement(
-        AGAIN,
-        BEYOND,
+    f"{AGAIN}, bias": _again(
+        "asked again, all with ALiBi's bias",
         ("tape_demo", "tape_alibi"),
         tuple(f"{name}_alibi" for name in CONTEXTUAL),
-        " All have ALiBi's bias; the options of `tape_demo` were chosen on this task.",
-        beside=False,
+        beside=(),
+        note=" All have ALiBi's bias; the options of `tape_demo` were chosen on this task.",
     ),
-    PLAIN: Judgement(AGAIN, BEYOND, ("tape",), CONTEXTUAL, " None has a bias.", beside=False),
+    f"{AGAIN}, plain": _again(
+        "asked again, none with a bias",
+        ("tape",),
+        CONTEXTUAL,
+        beside=(),
+        note=" None has a bias.",
+    ),
 }
+OF_ALL = {name: asked for name, asked in QUESTIONS.items() if asked.of_all}
+SHARED = tuple((asked.study, asked.key) for asked in OF_ALL.values() if asked.study not in TASKS)
 
 # One TAPE for all: where it must be ahead, in how many others at least, and what share of longer
 # sums it must have right, in per cent.
@@ -158,7 +183,7 @@ REQUIRED, OTHERS, SUMS_RIGHT = ("text", "text, 8x", "address"), 2, 50.0
 
 # By which the paper's mixing of heads is set beside the published code's.
 MIXED = (
-    *SHARED.values(),
+    *SHARED,
     ("context", "perplexity_overlapping_1x"),
     ("context", "passkey_1x"),
     ("ablations", BEYOND),
@@ -186,21 +211,6 @@ def rivals_of(form: str) -> list[str]:
     return [*RIVALS, *([WITHOUT_UPDATE[form]] if form in WITHOUT_UPDATE else [])]
 
 
-def contextual(task: str) -> tuple[str, ...]:
-    """The contextual rivals at a task, which are judged apart."""
-    return (*CONTEXTUAL, *MORE.get(task, ()))
-
-
-def _beside(name: str) -> tuple[str, str, tuple[str, ...]] | None:
-    """The contextual rivals, where a study has them and they are not asked about anyway."""
-    judgement = JUDGEMENTS[name]
-    (design,) = (one for one in STUDIES if one.name == judgement.study)
-    rivals = contextual(name)
-    if not judgement.beside or not design.rivals.keys() >= {*rivals}:
-        return None
-    return judgement.study, judgement.key, rivals
-
-
 def _studies_of(scores: Iterable[tuple[str, str]]) -> tuple[str, ...]:
     """The studies of scores, each once."""
     return tuple(dict.fromkeys(study for study, _ in scores))
@@ -208,8 +218,10 @@ def _studies_of(scores: Iterable[tuple[str, str]]) -> tuple[str, ...]:
 
 def _judge(name: str) -> Callable[[Studies, str], Verdict]:
     """Whether a form is ahead at something."""
-    study, key, _, rivals, *_ = JUDGEMENTS[name]
-    return lambda studies, form: wins(studies[study], key, rivals or rivals_of(form), name=form)
+    asked = QUESTIONS[name]
+    return lambda studies, form: wins(
+        studies[asked.study], asked.key, asked.rivals or rivals_of(form), name=form
+    )
 
 
 def one_for_all(studies: Studies, form: str) -> Verdict:
@@ -219,7 +231,7 @@ def one_for_all(studies: Studies, form: str) -> Verdict:
     the others need not be known.
     """
     asked = [
-        (studies[study], key, rival) for study, key in ASKED.values() for rival in rivals_of(form)
+        (studies[one.study], one.key, rival) for one in OF_ALL.values() for rival in rivals_of(form)
     ]
     known = [one for one in asked if not missing(form, [one])]
     compared = family(differences(form, known), len(asked))
@@ -228,7 +240,7 @@ def one_for_all(studies: Studies, form: str) -> Verdict:
         for (study, key, rival), one in zip(known, compared.values(), strict=True)
         if one.worse
     ]
-    found = {name: _judge(name)(studies, form) for name in ASKED}
+    found = {name: _judge(name)(studies, form) for name in OF_ALL}
     sums = _sums_right(studies["addition"], form)
     ahead = {name for name, one in found.items() if one.kind is Kind.CONFIRMED}
     enough = ahead.issuperset(REQUIRED) and len(ahead.difference(REQUIRED)) >= OTHERS
@@ -279,7 +291,7 @@ def _study(task: str) -> Trainings:
     return Trainings(
         name=task,
         config=OWN / "places.py",
-        rivals=encodings(*FORMS, *WITHOUT_UPDATE.values(), *RIVALS, *contextual(task)),
+        rivals=encodings(*FORMS, *WITHOUT_UPDATE.values(), *RIVALS, *QUESTIONS[task].beside),
         fields={"task.name": task, **fields, "evaluation.samples": size.samples},
         by_scale=SHALLOW,
         scores=(BEYOND,),
@@ -305,9 +317,9 @@ def _longer(name: str) -> Trainings:
     )
 
 
-def _again() -> Trainings:
+def _asked_again() -> Trainings:
     """A longer study by another procedure, of all that is judged by it."""
-    asked = [one for one in JUDGEMENTS.values() if one.study == AGAIN]
+    asked = [one for one in QUESTIONS.values() if one.study == AGAIN]
     compared = [name for one in asked for name in (*one.forms, *(one.rivals or ()))]
     return dataclasses.replace(
         _longer(BEFORE),
@@ -327,9 +339,9 @@ def _with_more(study: str) -> Trainings:
 
 STUDIES = (
     *(_study(task) for task in TASKS),
-    *map(_with_more, _studies_of(SHARED.values())),
+    *map(_with_more, _studies_of(SHARED)),
     *map(_longer, LONGER),
-    _again(),
+    _asked_again(),
 )
 _READ = {*_studies_of(MIXED)}.difference(study.name for study in STUDIES)
 # Studies of the claims that are made and described there.
@@ -342,44 +354,28 @@ FIXED = (
 )
 
 
-def _test(judgement: Judgement) -> str:
+def _test(asked: Question) -> str:
     """What is asked of a form."""
-    beyond = judgement.key == BEYOND
+    beyond = asked.key == BEYOND
     score = "Exact match beyond the trained length; above" if beyond else "Perplexity; below"
-    rivals = ", ".join(f"`{rival}`" for rival in judgement.rivals or ()) or FIXED
-    return f"{score} {rivals}.{judgement.note}"
+    rivals = ", ".join(f"`{rival}`" for rival in asked.rivals or ()) or FIXED
+    return f"{score} {rivals}.{asked.note}"
 
-
-_HEADINGS = {task: task_type(task)(**places.TASKS[task]).heading for task in TASKS}
-TITLES = {
-    **_HEADINGS,
-    "text": "Bytes of text, at the trained length",
-    "text, 8x": "Bytes of text, at eight times the trained length",
-    "addition": "Sums longer than those trained on",
-    "passkey": "Passkeys in longer texts than those trained on",
-    **{
-        name: f"{_HEADINGS[task].removesuffix('.')}, with {MULTIPLE}x the steps"
-        for name, task in LONGER.items()
-    },
-}
-TITLES[AGAIN] = f"{TITLES[BEFORE]}, asked again"
-TITLES[BIASED] = f"{TITLES[AGAIN]}, all with ALiBi's bias"
-TITLES[PLAIN] = f"{TITLES[AGAIN]}, none with a bias"
 
 CLAIMS = (
     *(
         Claim(
-            title=title,
-            test=_test(JUDGEMENTS[name]),
+            title=asked.title,
+            test=_test(asked),
             needs=GPU,
-            studies=(JUDGEMENTS[name].study,),
+            studies=(asked.study,),
             judge=_judge(name),
-            forms=JUDGEMENTS[name].forms,
-            beside=_beside(name),
+            forms=asked.forms,
+            beside=(asked.study, asked.key, asked.beside) if asked.beside else None,
             name=name,
             words=WORDS,
         )
-        for name, title in TITLES.items()
+        for name, asked in QUESTIONS.items()
     ),
     Claim(
         title="One TAPE for all",
@@ -388,7 +384,7 @@ CLAIMS = (
             f"at none; more than {SUMS_RIGHT:g} % of longer sums right."
         ),
         needs=GPU,
-        studies=_studies_of(ASKED.values()),
+        studies=tuple(dict.fromkeys(one.study for one in OF_ALL.values())),
         judge=one_for_all,
         forms=CANDIDATES,
         name="all",

@@ -19,8 +19,8 @@ from train import experiment
 from train.statistics import Estimate
 from train.tasks import Score
 
-ALL = dict.fromkeys(place_claims.ASKED, Kind.CONFIRMED)
-LEAST = dict.fromkeys(place_claims.ASKED, Kind.NOT_TOLD) | dict.fromkeys(
+ALL = dict.fromkeys(place_claims.OF_ALL, Kind.CONFIRMED)
+LEAST = dict.fromkeys(place_claims.OF_ALL, Kind.NOT_TOLD) | dict.fromkeys(
     (*place_claims.REQUIRED, "table", "passkey"), Kind.CONFIRMED
 )
 
@@ -107,14 +107,15 @@ def test_without_its_update_the_chosen_form_is_rope_with_its_bias():
 def test_every_rival_is_compared_and_every_comparison_has_its_runs():
     ours = {design.name: set(design.rivals) for design in place_claims.STUDIES}
     compared = {name: set[str]() for name in ours}
-    for judgement in place_claims.JUDGEMENTS.values():
-        for form in judgement.forms:
-            compared[judgement.study] |= {form, *(judgement.rivals or place_claims.rivals_of(form))}
+    for asked in place_claims.QUESTIONS.values():
+        for form in asked.forms:
+            rivals = asked.rivals or place_claims.rivals_of(form)
+            compared[asked.study] |= {form, *rivals, *asked.beside}
     for task in (*place_claims.TASKS, place_claims.AGAIN):
-        assert compared[task] | {*place_claims.contextual(task)} == ours[task]
+        assert compared[task] == ours[task]
     assert all(ours[name] >= some for name, some in compared.items())
     assert all(compared.values())
-    assert "mapformer_wm" in place_claims.contextual("navigation")
+    assert "mapformer_wm" in compared["navigation"]
 
 
 @pytest.mark.parametrize(("name", "task"), place_claims.LONGER.items())
@@ -122,7 +123,7 @@ def test_longer_trainings_differ_in_their_steps(place, name, task):
     """And one TAPE for all does not ask for them."""
     ours = {design.name: design for design in place_claims.STUDIES}
     longer, once = ours[name], ours[task]
-    assert name not in place_claims.ASKED
+    assert name not in place_claims.OF_ALL
     assert longer.rivals.items() <= once.rivals.items()
     for job in longer.at(place).jobs:
         e = job.experiment
@@ -138,7 +139,7 @@ def test_what_is_asked_again_differs_in_its_rule():
     """And none of them has been used in what it asks again."""
     ours = {design.name: design for design in place_claims.STUDIES}
     again, before = ours[place_claims.AGAIN], ours[place_claims.BEFORE]
-    assert place_claims.AGAIN not in place_claims.ASKED
+    assert place_claims.AGAIN not in place_claims.OF_ALL
     plain = {rival: {KIND: rival} for rival in ("fox", "path", "cope", "selective_rope")}
     biased = {f"{rival}_alibi": {KIND: f"{rival}+alibi"} for rival in plain}
     more = {**plain, **biased, "tape": ours["address"].rivals["tape"]}
@@ -195,7 +196,7 @@ def test_one_for_all(monkeypatch, kinds, sums, worst, kind):
     monkeypatch.setattr(
         place_claims, "differences", lambda form, known: dict.fromkeys(["it"] * bool(known), behind)
     )
-    studies = {name: study(name) for name, _ in place_claims.ASKED.values()}
+    studies = {one.study: study(one.study) for one in place_claims.OF_ALL.values()}
     found = place_claims.one_for_all(studies, "tape_alibi")
     assert found.kind is kind
     waiting = [name for name, one in (*kinds.items(), ("sums", sums)) if one is Kind.UNFINISHED]
