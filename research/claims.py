@@ -14,7 +14,8 @@ from research.protocol import (
     PERPLEXITY_GAINED,
 )
 from research.stability import PlannedGrowth
-from research.studies import BEYOND, CONTEXTUAL, INSIDE, PROBLEMS
+from research.studies import CONTEXTUAL, PROBLEMS
+from research.trainings import BEYOND, INSIDE
 from research.verdicts import (
     Kind,
     Verdict,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,10 @@ from tape_jax import ModelConfig, Transformer
 from tape_jax.tune import Timing, take_turns
 from train import experiment
 from train.checks import require
+from train.evaluation.grids import text_table
 from train.experiment import TrainConfig
 from train.process import keep_freed_memory
+from train.statistics import estimate
 from train.training import runs
 from train.training.flops import model_flops
 from train.training.step import TrainState, make_optimizer, make_step
@@ -283,3 +285,21 @@ class PlannedCost(Measurements):
             if item.rival == rival and (record := self.recorded(item)):
                 found.setdefault(int(record.found["length"]), []).append(record.found)
         return found
+
+    def tables(self) -> Iterator[str]:
+        """Multiples of the reference's cost, a row for each rival and length."""
+        keys = ("time", "noise", "memory", "parameters", "operations")
+        rows = []
+        for rival in self.design.rivals:
+            for length, found in self.measured(rival).items():
+                if len(found) < len(self.design.seeds):
+                    continue
+                cells = [
+                    str(estimate([x[key] for x in found])) if key in found[0] else "-"
+                    for key in keys
+                ]
+                rows.append([rival, f"{length:,}", *cells])
+        if rows:
+            header = ["", "tokens", "time of a step", "RoPE against itself"]
+            table = text_table([*header, "memory of a step", "parameters", "operations"], rows)
+            yield f"Multiples of {self.design.reference}, mean and 95 % interval:\n\n{table}"

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Mapping
 
 from matplotlib.figure import Figure
 
 from research.figures import heat_map
-from research.studies import BEYOND, INSIDE
-from research.trainings import PlannedTrainings
+from research.trainings import BEYOND, INSIDE, LEARNED, PlannedTrainings
 from train.evaluation.grids import text_table
 from train.statistics import estimate
 
@@ -18,8 +16,6 @@ TITLES = {
     INSIDE: "Exact match at the trained lengths, %",
 }
 PICTURE = "overview.png"
-# Per cent right at the trained lengths from which on a task counts as learned, on the page alone.
-LEARNED = 95
 
 Studies = Mapping[str, PlannedTrainings]
 
@@ -45,11 +41,9 @@ def _cell(study: PlannedTrainings, rival: str, shown: str) -> str:
     return "-" if values is None else str(estimate([*values.values()]))
 
 
-def picture(studies: Studies) -> Figure | None:
-    """Means beyond the trained length, as far as they are complete; None before any is."""
+def picture(studies: Studies) -> Figure:
+    """Means beyond the trained length, as far as they are complete."""
     shown, rivals = _complete(studies)
-    if not shown:
-        return None
     found = {
         rival: {
             name: None if values is None else estimate([*values.values()]).mean
@@ -61,20 +55,12 @@ def picture(studies: Studies) -> Figure | None:
     low = [
         (rival, name)
         for name, study in shown.items()
-        for rival, mean in learned(study).items()
+        for rival, mean in study.learned().items()
         if mean < LEARNED
     ]
     return heat_map(
         TITLES[BEYOND], found, brackets=low, meaning=f"less than {LEARNED} % of the trained lengths"
     )
-
-
-def learned(study: PlannedTrainings) -> dict[str, float]:
-    """What rivals have at the trained lengths at the rate that the score beyond them chose."""
-    if INSIDE not in study.design.shown:
-        return {}
-    found = {r: study.values(r, study.design.scores[0], INSIDE) for r in study.design.rivals}
-    return {r: statistics.mean(values.values()) for r, values in found.items() if values}
 
 
 def has_picture(studies: Studies) -> bool:

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from research import overview, protocol, stability
+from research import overview
 from research.claims import Claim, standing
-from research.figures import dots
-from research.overhead import PlannedCost
-from research.overview import LEARNED, learned
 from research.records import Record
-from research.stability import PlannedGrowth
-from research.states import COLUMNS, PlannedStates, states_figure
-from research.studies import BEYOND, INSIDE
 from research.study import Place, State, Study
 from research.suites import TAPE, Suite
-from research.trainings import PlannedTrainings
+from research.trainings import BEYOND, LEARNED, PlannedTrainings
 from research.verdicts import HEADER, Kind, Verdict
 from train.compare.plots import MARK, require_ours, save
 from train.evaluation.grids import text_table
 from train.files import write_atomically
-from train.statistics import estimate
-from train.tasks import Score
 
 MOST_NAMES = 6
 # Per cent right at the trained lengths up to which nobody has even begun to learn a task.
@@ -39,10 +32,6 @@ LEGEND = (
     "leave what is possible; of what a form costs, the multiple of RoPE's. *p*: paired t test, "
     "adjusted by Holm's method. *Would have seen*: the smallest difference found with a chance of "
     "80 % ([protocol](protocol.md#statistic))."
-)
-CAPTION = (
-    "*A dot is a seed, the bar the mean of the five, the line its 95 % interval, cut at 0 and "
-    "100 %. Red is TAPE, whole or with a part changed; blue is all else.*"
 )
 UNLEARNED = (
     "\\* Hardly any encoding had learned the task, and training was still improving, or none had "
@@ -76,14 +65,15 @@ def write(suite: Suite, studies: Studies, page: Path, *, changed: Study | None =
     """
     require_ours(page)
     folder = page.parent / "images" / page.stem
-    found: dict[str, Figure] = {}
+    found: dict[str, Callable[[], Figure]] = {}
     for study in _own(suite, studies).values() if changed is None else [changed]:
-        found |= figures(suite, study)
-    if suite.overview and (figure := overview.picture(_columns(suite, studies))) is not None:
-        found[overview.PICTURE] = figure
-    for name, figure in found.items():
+        found |= study.pictures(suite.headed(study.name), TAPE)
+    columns = _columns(suite, studies) if suite.overview else {}
+    if overview.has_picture(columns):
+        found[overview.PICTURE] = functools.partial(overview.picture, columns)
+    for name, draw in found.items():
         folder.mkdir(parents=True, exist_ok=True)
-        save(figure, folder / name)
+        save(draw(), folder / name)
     write_atomically(page, markdown(suite, studies, f"images/{page.stem}"))
 
 
@@ -120,10 +110,10 @@ def markdown(suite: Suite, studies: Studies, images: str) -> str:
     parts += [*_tests(suite, studies, judged, begun), "## Studies"]
     for name, study in own.items():
         parts += [f"### {name}", *_study(suite, study, states[name], name in awaited)]
-        for picture in figures_of(study):
+        for picture in study.pictures(suite.headed(name), TAPE):
             parts.append(f"![{suite.headed(name)}]({images}/{picture})")
-            if isinstance(study, PlannedTrainings) and CAPTION not in parts:
-                parts.append(CAPTION)
+            if study.caption not in parts:
+                parts.append(study.caption)
     records = [record for state in states.values() for record in state.finished]
     parts += ["## Versions, hardware and code", _environments(records)]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -140,53 +130,6 @@ def _columns(suite: Suite, studies: Studies) -> dict[str, Any]:
     names = [claim.studies[0] for claim in suite.claims if len(claim.studies) == 1]
     found = {name: studies[name] for name in dict.fromkeys(names)}
     return {name: one for name, one in found.items() if BEYOND in one.design.scores}
-
-
-def figures(suite: Suite, study: Study) -> dict[str, Figure]:
-    """The pictures of a study by file name; none before a rival is complete."""
-    if isinstance(study, PlannedTrainings):
-        if not (values := _values(study)):
-            return {}
-        scores = [score._replace(label=_label(study, score)) for score in study.scores]
-        return {f"{study.name}.png": dots(suite.headed(study.name), values, scores, red=TAPE)}
-    if isinstance(study, PlannedGrowth) and not study.state.unfinished:
-        traces = study.traces(seed=protocol.REPORTING[0])
-        return {
-            f"{study.name}_depth.png": stability.depth_figure(traces),
-            f"{study.name}_layers.png": stability.layer_figure(traces),
-        }
-    if isinstance(study, PlannedStates) and (figure := states_figure(study)):
-        return {f"{study.name}.png": figure}
-    return {}
-
-
-def figures_of(study: Study) -> list[str]:
-    """The names of a study's pictures, without drawing them."""
-    if isinstance(study, PlannedTrainings):
-        return [f"{study.name}.png"] if _values(study) else []
-    if isinstance(study, PlannedGrowth) and not study.state.unfinished:
-        return [f"{study.name}_depth.png", f"{study.name}_layers.png"]
-    if isinstance(study, PlannedStates) and study.rows():
-        return [f"{study.name}.png"]
-    return []
-
-
-def _label(study: PlannedTrainings, score: Score) -> str:
-    """What a score is; of models that are tuned, also how long 1x is."""
-    label = f"exact match {score.label}" if score.key in (BEYOND, INSIDE) else score.label
-    if study.design.base is None:
-        return label
-    return label.replace(" 1x", f" 1x ({study.task.sequence_length} bytes)")
-
-
-def _values(study: PlannedTrainings) -> dict[str, dict[str, Mapping[int, float]]]:
-    """The values of rivals that are complete, by rival and score that claims read."""
-    found: dict[str, dict[str, Mapping[int, float]]] = {}
-    for rival in study.design.rivals:
-        for key in study.design.scores:
-            if (values := study.values(rival, key)) is not None:
-                found.setdefault(rival, {})[key] = values
-    return found
 
 
 def _introduction(
@@ -261,7 +204,7 @@ def _unlearned(studies: Studies, claim: Claim) -> bool:
     if len(claim.studies) != 1:
         return False
     study: PlannedTrainings = studies[claim.studies[0]]
-    means = learned(study).values()
+    means = study.learned().values()
     if not means or sum(mean >= LEARNED for mean in means) > 1:
         return False
     return bool(study.budget and study.budget.improving) or max(means) < HARDLY
@@ -320,26 +263,13 @@ def _found(claim: Claim, verdicts: Sequence[Verdict], begun: Begun) -> Iterator[
 def _why(studies: Studies, claim: Claim, verdicts: Sequence[Verdict]) -> Iterator[str]:
     """What the states of a form do where a claim of it is not confirmed, or where it asks."""
     for inner in studies.values():
-        if claim.cut and isinstance(inner, PlannedStates) and (cut := inner.cut(*claim.cut)):
-            lost = cut.lost.mean(0)
-            by_layer = ", ".join(f"{x:.3g} (layer {n})" for n, x in enumerate(lost, 1))
-            yield (
-                f"* Where all layers update, in `{claim.cut[1]}`, the loss rises by so many nats "
-                f"without the update of one of them: {by_layer}. That of layer "
-                f"{lost.argmax() + 1} is missed most ([{inner.name}](#{inner.name}))."
-            )
+        if claim.cut and (said := inner.says_of_layers(*claim.cut)):
+            yield f"* {said} ([{inner.name}](#{inner.name}))."
     for form, verdict in zip(claim.forms, verdicts, strict=True):
-        if verdict.kind in (Kind.CONFIRMED, Kind.UNFINISHED):
-            continue
-        for inner in studies.values():
-            growth = isinstance(inner, PlannedGrowth) and inner.name in claim.studies
-            if growth and (said := inner.said()):
-                yield f"* What states do: {said} ([{inner.name}](#{inner.name}))."
-            if not isinstance(inner, PlannedStates):
-                continue
-            for name in claim.studies:
-                if (name, form) in inner.pairs and (said := inner.said(name, form)):
-                    yield f"* What `{form}` does: {said} ([{inner.name}](#{inner.name}))."
+        if verdict.kind not in (Kind.CONFIRMED, Kind.UNFINISHED):
+            for inner in studies.values():
+                for said in inner.says_of_states(claim.studies, form):
+                    yield f"* {said} ([{inner.name}](#{inner.name}))."
 
 
 def _study(suite: Suite, study: Study, state: State, awaited: bool) -> Iterator[str]:
@@ -353,121 +283,7 @@ def _study(suite: Suite, study: Study, state: State, awaited: bool) -> Iterator[
             f"{f' and {more} more' if more > 0 else ''}."
             f"{'' if awaited else ' No verdict waits for them.'}"
         )
-    if isinstance(study, PlannedTrainings):
-        if study.design.base and (base := study.item(study.jobs[0]).base):
-            yield (
-                f"1x is {study.task.sequence_length} bytes; the models that are tuned were trained "
-                f"on {base.task.sequence_length}."
-            )
-        yield _curve(study)
-        for score in study.scores:
-            yield _scores(study, score.key)
-    elif isinstance(study, PlannedCost):
-        yield _costs(study)
-    elif isinstance(study, PlannedGrowth) and not state.unfinished:
-        yield _growth(study)
-    elif isinstance(study, PlannedStates) and (rows := study.rows()):
-        yield text_table(COLUMNS, rows)
-
-
-def _curve(study: PlannedTrainings) -> str:
-    """How the budget was chosen."""
-    curve = study.design.curve
-    if curve is None or not any(study.curve().values()):
-        return ""
-    rows = [
-        [rival, *(f"{found[m]:.3f}" if m in found else "-" for m in protocol.MULTIPLES)]
-        for rival, found in study.curve().items()
-    ]
-    steps = (f"{m}x the steps" for m in protocol.MULTIPLES)
-    label = _label(study, study.score(curve.score))
-    said = "The budget is not chosen yet."
-    if (budget := study.budget) is not None:
-        said = f"Budget chosen: {budget.multiple}x."
-        if budget.improving:
-            said += " Training was still improving there; the suite's hours allow no more."
-        elif budget.improving is None:
-            said += " Training was still improving before; what more would bring was not tried."
-    return f"{said} In validation, {label}:\n\n{text_table(['', *steps], rows)}"
-
-
-def _scores(study: PlannedTrainings, key: str) -> str:
-    """What came out with the rates that one score chose: means and intervals over seeds."""
-    first = key == study.design.scores[0]
-    shown = [study.score(key), *(s for s in study.shown if first and s.key != key)]
-    rows, lacking = [], []
-    for rival in study.design.rivals:
-        values = [study.values(rival, key, score.key) for score in shown]
-        if values[0] is None:
-            lacking.append(f"`{rival}`")
-            continue
-        cells = [str(estimate([*found.values()])) for found in values if found]
-        lost = study.diverged(rival, key)
-        rows.append([rival, str(study.rate(rival, key)), str(len(lost)), *cells])
-    if not rows:
-        return ""
-    header = ["", "rate", "diverged", *(_label(study, score) for score in shown)]
-    note = f"\n\nNot complete: {', '.join(lacking)}." if lacking else ""
-    within = study.procedure.within
-    chosen = f", the smallest within {within:g} points of the best" if within else ""
-    return (
-        f"Rates chosen by {_label(study, study.score(key))}{chosen}; five seeds, mean and 95 % "
-        f"interval:\n\n{text_table(header, rows)}{note}{_not_learned(study)}"
-    )
-
-
-def _not_learned(study: PlannedTrainings) -> str:
-    """Who has not learned the trained lengths."""
-    below = [f"{r} {mean:.1f}" for r, mean in learned(study).items() if mean < LEARNED]
-    if not below:
-        return ""
-    label = _label(study, study.score(INSIDE))
-    return (
-        f"\n\nNot learned whole (mean of the seeds below {LEARNED}, of: {label}): "
-        f"{'; '.join(below)}. What these do beyond says how much was learned as "
-        "well as what carries over."
-    )
-
-
-def _costs(study: PlannedCost) -> str:
-    rows = []
-    keys = ("time", "noise", "memory", "parameters", "operations")
-    for rival in study.design.rivals:
-        for length, found in study.measured(rival).items():
-            if len(found) < len(study.design.seeds):
-                continue
-            cells = [
-                str(estimate([x[key] for x in found])) if key in found[0] else "-" for key in keys
-            ]
-            rows.append([rival, f"{length:,}", *cells])
-    if not rows:
-        return ""
-    header = ["", "tokens", "time of a step", "RoPE against itself"]
-    table = text_table([*header, "memory of a step", "parameters", "operations"], rows)
-    return f"Multiples of {study.design.reference}, mean and 95 % interval:\n\n{table}"
-
-
-def _growth(study: PlannedGrowth) -> str:
-    rows = []
-    for variant in study.design.variants:
-        for depth in study.design.depths:
-            found = [t for t in study.traces() if (t.variant, t.depth) == (variant, depth)]
-            cells = [
-                f"{study.median(variant, depth, moment, what):.3g}"
-                for what in ("growth", "spread")
-                for moment in stability.MOMENTS
-            ]
-            diverged = sum(t.diverged is not None for t in found)
-            rows.append([variant, str(depth), str(len(found)), *cells, str(diverged)])
-    moments = stability.MOMENTS
-    header = ["variant", "layers", "seeds", *(f"state, {m}" for m in moments)]
-    header += [*(f"gradients, {m}" for m in moments), "diverged"]
-    note = (
-        "State: the largest norm that enters a layer, relative to the start. Gradients: the "
-        "largest of a layer over the smallest. Medians of the seeds; pictures of seed "
-        f"{protocol.REPORTING[0]} alone."
-    )
-    return f"{note}\n\n{text_table(header, rows)}"
+    yield from study.tables()
 
 
 def _environments(records: Sequence[Record]) -> str:

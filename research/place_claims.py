@@ -10,9 +10,9 @@ from research import protocol
 from research.choosing import Curve
 from research.claims import Claim, Studies
 from research.configs import places
-from research.studies import BEYOND, CONTEXTUAL, INSIDE, OWN, PROBLEMS, SHALLOW, encodings
+from research.studies import CONTEXTUAL, OWN, PROBLEMS, SHALLOW, encodings
 from research.studies import STUDIES as STUDIES_OF_CLAIMS
-from research.trainings import PlannedTrainings, Trainings
+from research.trainings import BEYOND, INSIDE, PlannedTrainings, Trainings
 from research.verdicts import (
     Kind,
     Verdict,

@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from tape_jax.adapt import restack
 from train import experiment
 from train.compare import sweep
 from train.compare.plots import BODY, SMALL, TITLE
-from train.evaluation.grids import read_record
+from train.evaluation.grids import read_record, text_table
 from train.experiment import Experiment
 from train.training import step as training_step
 
@@ -318,6 +318,44 @@ class PlannedGrowth(Measurements):
         """Of the seeds: ``growth`` or ``spread`` of a variant at a moment."""
         found = [t for t in self.traces() if (t.variant, t.depth) == (variant, depth)]
         return statistics.median(getattr(getattr(trace, moment), what) for trace in found)
+
+    def says_of_states(self, studies: Sequence[str], form: str) -> Iterator[str]:
+        """What states do as models get deeper, for claims that read this study."""
+        if self.name in studies and (said := self.said()):
+            yield f"What states do: {said}"
+
+    def tables(self) -> Iterator[str]:
+        """How far states and gradients went, by variant and depth, once all is there."""
+        if self.state.unfinished:
+            return
+        rows = []
+        for variant, depth in itertools.product(self.design.variants, self.design.depths):
+            found = [t for t in self.traces() if (t.variant, t.depth) == (variant, depth)]
+            cells = [
+                f"{self.median(variant, depth, moment, what):.3g}"
+                for what in ("growth", "spread")
+                for moment in MOMENTS
+            ]
+            diverged = sum(t.diverged is not None for t in found)
+            rows.append([variant, str(depth), str(len(found)), *cells, str(diverged)])
+        header = ["variant", "layers", "seeds", *(f"state, {m}" for m in MOMENTS)]
+        header += [*(f"gradients, {m}" for m in MOMENTS), "diverged"]
+        note = (
+            "State: the largest norm that enters a layer, relative to the start. Gradients: the "
+            "largest of a layer over the smallest. Medians of the seeds; pictures of seed "
+            f"{protocol.REPORTING[0]} alone."
+        )
+        yield f"{note}\n\n{text_table(header, rows)}"
+
+    def pictures(self, heading: str, red: Collection[str]) -> dict[str, Callable[[], Figure]]:
+        """By depth, and by layer, of one seed, once all is there."""
+        if self.state.unfinished:
+            return {}
+        traces = self.traces(seed=protocol.REPORTING[0])
+        return {
+            f"{self.name}_depth.png": functools.partial(depth_figure, traces),
+            f"{self.name}_layers.png": functools.partial(layer_figure, traces),
+        }
 
     def _by_seed(self) -> list[tuple[int, Trace]]:
         records = [record for item in self.items if (record := self.recorded(item))]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from train.compare import evaluations
 from train.compare.jobs import Job
 from train.compare.plots import BODY, SMALL, TITLE
 from train.evaluation import Trained
+from train.evaluation.grids import text_table
 from train.evaluation.inside import look, untrained
 from train.statistics import estimate
 from train.training import runs
@@ -272,6 +273,32 @@ class PlannedStates(Measurements):
             lost=np.array([x["lost"] for x in found]),
         )
 
+    def tables(self) -> Iterator[str]:
+        """A row for each study and form that is complete."""
+        if rows := self.rows():
+            yield text_table(COLUMNS, rows)
+
+    def pictures(self, heading: str, red: Collection[str]) -> dict[str, Callable[[], Figure]]:
+        """How far states move and what their updates are for."""
+        return {f"{self.name}.png": functools.partial(states_figure, self)} if self.rows() else {}
+
+    def says_of_states(self, studies: Sequence[str], form: str) -> Iterator[str]:
+        """What a form does in each of the studies that are looked into."""
+        for study in studies:
+            if (study, form) in self.pairs and (said := self.said(study, form)):
+                yield f"What `{form}` does: {said}"
+
+    def says_of_layers(self, study: str, form: str) -> str | None:
+        """What the loss rises by without the update of each layer."""
+        if (cut := self.cut(study, form)) is None:
+            return None
+        lost = cut.lost.mean(0)
+        by_layer = ", ".join(f"{x:.3g} (layer {n})" for n, x in enumerate(lost, 1))
+        return (
+            f"Where all layers update, in `{form}`, the loss rises by so many nats without the "
+            f"update of one of them: {by_layer}. That of layer {lost.argmax() + 1} is missed most"
+        )
+
     def rows(self) -> list[list[str]]:
         """A row for each study and form that is complete: see :data:`COLUMNS`."""
         rows = []
@@ -322,16 +349,13 @@ class PlannedStates(Measurements):
         )
 
 
-def states_figure(study: PlannedStates) -> Figure | None:
+def states_figure(study: PlannedStates) -> Figure:
     """How far states move and what their updates are for, by layer, every seed a dot.
 
-    Two panels, one above the other, for each study that is measured, a few studies side by side;
-    None before one is.
+    Two panels, one above the other, for each study that is measured, a few studies side by side.
     """
     found = {pair: cut for pair in study.pairs if (cut := study.cut(*pair))}
     names = list(dict.fromkeys(name for name, _ in found))
-    if not names:
-        return None
     side_by_side = min(SIDE_BY_SIDE, len(names))
     blocks = -(-len(names) // side_by_side)
     made = Figure(figsize=(1.2 + 2.6 * side_by_side, 0.4 + 4.8 * blocks), layout="constrained")

@@ -12,10 +12,9 @@ from research.overhead import Cost
 from research.stability import Growth
 from research.states import StateUse
 from research.study import Base, Design, Fields
-from research.trainings import Trainings
+from research.trainings import BEYOND, INSIDE, Trainings
 
 CONFIGS, OWN = Path("configs"), Path("research/configs")
-BEYOND, INSIDE = "exact_match_outside", "exact_match_inside"
 # A regular and a context-free one.
 PROBLEMS = ("parity", "reverse")
 CONTEXTUAL = ("fox", "path", "cope", "selective_rope")

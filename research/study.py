@@ -9,9 +9,11 @@ from __future__ import annotations
 import abc
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+
+from matplotlib.figure import Figure
 
 from research.records import Item, Made, Record, Store, describe_source
 from train import experiment
@@ -88,10 +90,12 @@ class Study(abc.ABC):
     Attributes:
       name: a word, fit for a folder.
       place: where.
+      caption: of its pictures, if anything.
     """
 
     name: str
     place: Place
+    caption = ""
 
     @property
     @abc.abstractmethod
@@ -128,6 +132,27 @@ class Study(abc.ABC):
     @abc.abstractmethod
     def check(self, record: Record) -> None:
         """Raises ValueError, TypeError or KeyError if what came out of a run cannot be read."""
+
+    def tables(self) -> Iterator[str]:
+        """What came out, in paragraphs of Markdown."""
+        yield from ()
+
+    def pictures(self, heading: str, red: Collection[str]) -> dict[str, Callable[[], Figure]]:
+        """The pictures that can be drawn by now, by file name.
+
+        Args:
+          heading: of a picture.
+          red: the rivals that are drawn in red.
+        """
+        return {}
+
+    def says_of_states(self, studies: Sequence[str], form: str) -> Iterator[str]:
+        """Sentences on what the states of a form do, for claims that read these studies."""
+        yield from ()
+
+    def says_of_layers(self, study: str, form: str) -> str | None:
+        """A sentence on which layers' updates a form needs in a study; None before it is known."""
+        return None
 
     def recorded(self, item: Item) -> Record | None:
         """The record of a run; None if there is none, or it is left out (:meth:`remarks`)."""

@@ -8,12 +8,15 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from matplotlib.figure import Figure
+
 from research import protocol
 from research.choosing import Budget, Curve, RateStep, choose_budget, next_rates
+from research.figures import dots
 from research.protocol import Procedure
 from research.records import Item, Made, Record, describe_source, portable
 from research.study import Base, Fields, Finished, Place, State, Study, options
@@ -25,7 +28,9 @@ from train.compare.jobs import Job
 from train.compare.processes import EVALUATE, VALIDATE, Ended, shares, train_all
 from train.compare.sweep import Setting
 from train.evaluation import fits
+from train.evaluation.grids import text_table
 from train.experiment import Experiment
+from train.statistics import estimate
 from train.tasks import Score, Task
 from train.training import metrics, runs
 from train.training.signals import NON_FINITE_EXIT_CODE
@@ -34,6 +39,10 @@ from train.training.signals import NON_FINITE_EXIT_CODE
 FURTHER = 0.5
 # Losses of a run that a record keeps at most.
 MOST_LOSSES = 50
+# Keys of exact match beyond the trained lengths and at them.
+BEYOND, INSIDE = "exact_match_outside", "exact_match_inside"
+# Per cent right at the trained lengths from which on a task counts as learned, on pages alone.
+LEARNED = 95
 # At the end of a score's key: at so many times the trained length.
 TIMES = re.compile(r"_([\d.]+)x$")
 
@@ -347,6 +356,103 @@ class PlannedTrainings(Study):
             f"`{self.design.config}`: {len(self.design.rivals)} rivals, "
             f"{' or '.join(map(str, layers))} layers of width {e.model.hidden_size}, "
             f"{steps:,} steps of {e.train.batch_size} sequences"
+        )
+
+    caption = (
+        "*A dot is a seed, the bar the mean of the five, the line its 95 % interval, cut at 0 and "
+        "100 %. Red is TAPE, whole or with a part changed; blue is all else.*"
+    )
+
+    def pictures(self, heading: str, red: Collection[str]) -> dict[str, Callable[[], Figure]]:
+        """Every seed of the rivals that are complete, by the scores that claims read."""
+        found: dict[str, dict[str, Mapping[int, float]]] = {}
+        for rival, key in itertools.product(self.design.rivals, self.design.scores):
+            if (values := self.values(rival, key)) is not None:
+                found.setdefault(rival, {})[key] = values
+        if not found:
+            return {}
+        scores = [score._replace(label=self.label(score)) for score in self.scores]
+        return {f"{self.name}.png": functools.partial(dots, heading, found, scores, red=red)}
+
+    def tables(self) -> Iterator[str]:
+        """How the budget was chosen, and a table for each score that claims read."""
+        if self.design.base and (base := self.item(self.jobs[0]).base):
+            yield (
+                f"1x is {self.task.sequence_length} bytes; the models that are tuned were trained "
+                f"on {base.task.sequence_length}."
+            )
+        yield self._of_the_curve()
+        for key in self.design.scores:
+            yield self._of_score(key)
+
+    def label(self, score: Score) -> str:
+        """What a score is; of models that are tuned, also how long 1x is."""
+        label = f"exact match {score.label}" if score.key in (BEYOND, INSIDE) else score.label
+        if self.design.base is None:
+            return label
+        return label.replace(" 1x", f" 1x ({self.task.sequence_length} bytes)")
+
+    def learned(self) -> dict[str, float]:
+        """What rivals have at the trained lengths at the rate that the score beyond them chose."""
+        if INSIDE not in self.design.shown:
+            return {}
+        found = {r: self.values(r, self.design.scores[0], INSIDE) for r in self.design.rivals}
+        return {r: statistics.mean(values.values()) for r, values in found.items() if values}
+
+    def _of_the_curve(self) -> str:
+        """How the budget was chosen."""
+        curve = self.design.curve
+        if curve is None or not any(self.curve().values()):
+            return ""
+        rows = [
+            [rival, *(f"{found[m]:.3f}" if m in found else "-" for m in protocol.MULTIPLES)]
+            for rival, found in self.curve().items()
+        ]
+        steps = (f"{m}x the steps" for m in protocol.MULTIPLES)
+        label = self.label(self.score(curve.score))
+        said = "The budget is not chosen yet."
+        if (budget := self.budget) is not None:
+            said = f"Budget chosen: {budget.multiple}x."
+            if budget.improving:
+                said += " Training was still improving there; the suite's hours allow no more."
+            elif budget.improving is None:
+                said += " Training was still improving before; what more would bring was not tried."
+        return f"{said} In validation, {label}:\n\n{text_table(['', *steps], rows)}"
+
+    def _of_score(self, key: str) -> str:
+        """What came out with the rates that one score chose: means and intervals over seeds."""
+        first = key == self.design.scores[0]
+        shown = [self.score(key), *(s for s in self.shown if first and s.key != key)]
+        rows, lacking = [], []
+        for rival in self.design.rivals:
+            values = [self.values(rival, key, score.key) for score in shown]
+            if values[0] is None:
+                lacking.append(f"`{rival}`")
+                continue
+            cells = [str(estimate([*found.values()])) for found in values if found]
+            lost = self.diverged(rival, key)
+            rows.append([rival, str(self.rate(rival, key)), str(len(lost)), *cells])
+        if not rows:
+            return ""
+        header = ["", "rate", "diverged", *(self.label(score) for score in shown)]
+        note = f"\n\nNot complete: {', '.join(lacking)}." if lacking else ""
+        within = self.procedure.within
+        chosen = f", the smallest within {within:g} points of the best" if within else ""
+        return (
+            f"Rates chosen by {self.label(self.score(key))}{chosen}; five seeds, mean and 95 % "
+            f"interval:\n\n{text_table(header, rows)}{note}{self._not_learned()}"
+        )
+
+    def _not_learned(self) -> str:
+        """Who has not learned the trained lengths."""
+        below = [f"{r} {mean:.1f}" for r, mean in self.learned().items() if mean < LEARNED]
+        if not below:
+            return ""
+        label = self.label(self.score(INSIDE))
+        return (
+            f"\n\nNot learned whole (mean of the seeds below {LEARNED}, of: {label}): "
+            f"{'; '.join(below)}. What these do beyond says how much was learned as "
+            "well as what carries over."
         )
 
     def run(self, finished: Finished, *, quick: bool = False) -> None:

@@ -38,7 +38,7 @@ def test_from_nothing_to_the_end(two, place, tmp_path):
     assert "| second | unfinished | unfinished |" in text
     assert "Exact match beyond the trained length, %; five seeds" not in text
     assert "overview.png" not in text
-    assert overview.picture(studies) is None
+    assert not overview.has_picture(studies)
 
     finish_all(studies["first"], {"tape": 0.6, "rope": 0.3, "none": 0.2})
     text = text_of(studies, tmp_path, "places")

@@ -58,7 +58,7 @@ def test_from_nothing_to_the_end(small, place, tmp_path):
     assert "**0 of at least 33 runs**" in text
     assert "* Not made yet: copying." in text
     assert "* Not run: `tape`, `none`.\n* Runs: [copying](#copying)." in text
-    assert page.CAPTION not in text
+    assert PlannedTrainings.caption not in text
     compared = re.findall(r"^\| `(\w+)` \| .+ \|$", text, re.MULTILINE)
     assert compared == ["tape", "rope", "none"], "the names that this page has"
     assert (
@@ -86,7 +86,7 @@ def test_from_nothing_to_the_end(small, place, tmp_path):
     assert "| none | rope    | copying, beyond length 3, % | -1" in text
     assert "* 33 runs: devices 1 x none, python 3" in text
     title = "Claim 1: The lowest perplexity, against RoPE, ALiBi and absolute positions"
-    assert f"![{title}](images/evidence/copying.png)\n\n{page.CAPTION}\n" in text
+    assert f"![{title}](images/evidence/copying.png)\n\n{PlannedTrainings.caption}\n" in text
 
     diverge(planned, planned.reports("none", BEYOND)[2])
     assert re.search(r"\| none \| 3e-3 \| +1 \| ", text_of(studies, tmp_path))
@@ -127,8 +127,9 @@ def test_pictures_show_forms_and_what_a_share_can_be(small, place):
     finish_all(planned, {"tape": 0.5, "rope": 0.3, "none": 0.2})
     for job, share in zip(planned.reports("tape", BEYOND), (1, 1, 1, 1, 0.8), strict=True):
         finish(planned, job, share)
-    (figure,) = page.figures(suites.SUITES["claims"], planned).values()
-    assert figure.get_suptitle().startswith("Claim 1: ")
+    (draw,) = planned.pictures("Claim 1", suites.TAPE).values()
+    figure = draw()
+    assert figure.get_suptitle() == "Claim 1"
     (panel,) = figure.axes
     assert panel.get_xlabel() == "exact match beyond length 3, %"
     dots, interval, _ = panel.lines[:3]
@@ -144,7 +145,7 @@ def test_what_is_tuned_has_its_length(place):
     (design,) = (one for one in studies.STUDIES if one.name == "context")
     planned = design.at(place)
     score = planned.score("perplexity_overlapping_1x")
-    label = page._label(planned, score)
+    label = planned.label(score)
     assert label == "perplexity at 1x (128 bytes), overlapping windows"
     said = page._study(suites.SUITES["claims"], planned, planned.state, True)
     assert "1x is 128 bytes; the models that are tuned were trained on 64." in said

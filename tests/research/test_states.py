@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from research import claims, page
-from research.states import Cut, StateUse, states_figure, updating, without_layer
+from research.states import COLUMNS, Cut, StateUse, states_figure, updating, without_layer
 from research.study import Base
 from research.suites import SUITES
 from research.trainings import Trainings
@@ -54,7 +54,7 @@ def test_from_nothing_to_a_sentence(planned):
     finish_all(trainings, RIGHT)
     assert states.cut("copying", "tape") is None
     assert states.said("copying", "tape") is None
-    assert states_figure(states) is None
+    assert states.pictures("", ()) == {}
     put(states, without=0.25)
     assert not states.state.unfinished
     found = states.cut("copying", "tape")
@@ -153,7 +153,7 @@ def test_page(planned):
     text = page.markdown(suite, {"copying": trainings, "states": states}, "images")
     assert "* `tape`: **contradicted**.\n* What `tape` does: in copying the states" in text
     assert "### states" in text
-    assert f"| {page.COLUMNS[0]} " in text
+    assert f"| {COLUMNS[0]} " in text
 
 
 @pytest.mark.slow
