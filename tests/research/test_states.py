@@ -67,7 +67,7 @@ def test_from_nothing_to_a_sentence(planned):
     assert said.endswith("raises the loss, by an interval above zero: 1")
     (row,) = states.rows()
     assert row[:2] == ["copying", "`tape`"]
-    assert len(row) == len(page.COLUMNS)
+    assert len(row) == len(COLUMNS)
     assert {panel.get_yscale() for panel in states_figure(states).axes} == {"linear"}
 
 

@@ -2,85 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from tape_jax import Transformer
 from train.checks import require
 from train.compare.plots import BODY, COLOURS, SMALL, TINY, TITLE
 from train.evaluation.grids import text_table
-from train.evaluation.inside import Inside, before_training, has_learned
+from train.evaluation.inside import Inside
 from train.experiment import Experiment
-from train.training.step import Batch, weighted_loss
+from train.training.step import Batch
 
 MOST_PANELS = 8
 MOST_TOKENS = 64
 UNSEEN_SEED = 2**31
-
-
-class Reliance(NamedTuple):
-    """What a trained model does on a batch, and without what its position encoding has learned.
-
-    Attributes:
-      loss: the mean over the tokens that count, in nats.
-      accuracy: the share of them that is the model's first guess.
-      untrained_loss: the same with the parameters of the encoding as before training; TAPE's states
-        then stay at their start.
-      untrained_accuracy: of the same.
-    """
-
-    loss: float
-    accuracy: float
-    untrained_loss: float
-    untrained_accuracy: float
-
-    def __str__(self) -> str:
-        return text_table(
-            ["position encoding", "loss", "right, %"],
-            [
-                ["as trained", f"{self.loss:.4f}", f"{100 * self.accuracy:.2f}"],
-                [
-                    "as before training",
-                    f"{self.untrained_loss:.4f}",
-                    f"{100 * self.untrained_accuracy:.2f}",
-                ],
-            ],
-        )
-
-
-def reliance(model: Transformer, variables: Any, batch: Batch) -> Reliance | None:
-    """Measures how much a trained model relies on what its position encoding has learned.
-
-    A model may need what it was trained with without being the better for it: that is for a
-    comparison of trainings to say.
-
-    Args:
-      model: with any encoding.
-      variables: of the model.
-      batch: of its task, with ``inputs``, ``targets`` and ``weights`` [B, T].
-
-    Returns:
-      The measurement; None if the encoding has no parameters.
-    """
-
-    @functools.partial(jax.jit, static_argnums=1)
-    def measure(variables: Any, as_trained: bool) -> tuple[jax.Array, jax.Array]:
-        chosen = variables if as_trained else before_training(model, variables)
-        out: Any = model.apply(chosen, batch["inputs"])
-        total = batch["weights"].sum()
-        right = ((out.argmax(-1) == batch["targets"]) * batch["weights"]).sum()
-        return weighted_loss(out, batch["targets"], batch["weights"]) / total, right / total
-
-    if not has_learned(model):
-        return None
-    return Reliance(*(float(x) for trained in (True, False) for x in measure(variables, trained)))
 
 
 def figures(inside: Inside) -> dict[str, Figure]:

@@ -1,8 +1,5 @@
 """Draws what goes on inside a trained model, and lists the tokens that move their states most.
 
-Without a prompt it also says how much the model relies on its position encoding: the loss as
-trained, and with the parameters of the encoding as before training.
-
   python -m train.main inspect --run=runs/x [--prompt "407+85"]
 
 Pictures, in the folder inside/ of the run unless --out says otherwise:
@@ -42,10 +39,9 @@ def run(args: argparse.Namespace) -> None:
     require(args.examples >= 1, f"inspect: --examples must be at least 1; got {args.examples}")
     trained = runs.restore_model(args.run)
     if args.prompt is None:
-        batch = inspection.examples(trained.experiment, args.examples)
-        tokens = np.asarray(batch["inputs"])
+        tokens = np.asarray(inspection.examples(trained.experiment, args.examples)["inputs"])
     else:
-        batch, tokens = None, inspection.prompted(trained.experiment, args.prompt)
+        tokens = inspection.prompted(trained.experiment, args.prompt)
     if args.length is not None:
         require(
             2 <= args.length <= tokens.shape[1],
@@ -69,6 +65,4 @@ def run(args: argparse.Namespace) -> None:
         print(inspection.movers(inside))
         moved = ", ".join(f"{100 * x:.1f}" for x in inside.moved)
         print(f"\nmoved from their start, entering each layer, % of their norm: {moved}")
-    if batch and (found := inspection.reliance(trained.model, trained.variables, batch)):
-        print(f"\n{found}")
     print(f"\nwritten: {', '.join(str(folder / name) for name in pictures)}")
