@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from train import main as trainer
 
 COMMANDS = trainer.COMMANDS | {
-    "evidence": ("research.commands.evidence", "test what is claimed of TAPE, and write it down"),
+    "evidence": ("research.evidence", "test what is claimed of TAPE, and write it down"),
 }
 
 

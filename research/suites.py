@@ -147,7 +147,7 @@ SUITES: dict[str, Suite] = {
         command="python -m research.main evidence",
         closing=(
             "The records of what was found before the protocol are in "
-            "[records_before/](records_before), and decide nothing here."
+            "[records_before.jsonl](records_before.jsonl), and decide nothing here."
         ),
     ),
     "places": Suite(

@@ -20,7 +20,7 @@ import yaml
 
 import tape_jax
 from docs import symmetries
-from research.commands import evidence
+from research import evidence
 from tape_jax import positions
 from tape_jax._src.attention import BACKENDS
 from tests import markdown

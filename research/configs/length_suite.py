@@ -23,7 +23,7 @@ symbols it is right in 53 % of parities (ALiBi 65, FIRE 71, no encoding 74; a gu
 of reversals (ALiBi 28, FIRE 42, no encoding 26), and not told apart from RoPE in either;
 parities were still improving at the trained lengths:
     python -m research.main evidence --only=length-parity,length-reverse
-All of them with more encodings, from before that protocol, are in research/records_before.
+All of them with more encodings, from before that protocol, are in research/records_before.jsonl.
 """
 
 from typing import Any
