@@ -3,7 +3,7 @@
 Claim: none beforehand; the report says which parts matter to words longer than those trained on.
 Sorting tells encodings apart there; sums do not at this size, where all are wrong.
 Nine variants are judged by research/protocol.md (research/evidence.md): six by sorting with half
-the steps, and three by growth in 48 layers. All, from before it, are in research/records_before.jsonl.
+the steps, and three by growth in 48 layers. All, from before, are in research/records_before.jsonl.
 That equivariance keeps states stable is contradicted: in 48 layers they grow to three times as much
 without it, but to 42 % less where the update mixes along a head's dimensions, which breaks it too
 (60 steps, five seeds). Confirmed, by words of 11 to 20 symbols sorted right: that permutation

@@ -20,7 +20,7 @@ Command: for each group and depth
     python -m research.main compare --config=research/configs/word_problems.py \
         --run=runs/words/A5-4 \
         --encodings=tape,rope --seeds=3 --config.task.group=A5 --config.model.num_layers=4
-These numbers are from before research/protocol.md, and all of them in research/records_before.jsonl.
+These numbers are from before research/protocol.md; all are in research/records_before.jsonl.
 """
 
 from typing import Any
