@@ -20,10 +20,6 @@ CONFIGS = sorted(
 )
 
 
-def test_there_are_configs():
-    assert {"addition.py", "addition_demo.py"} <= {path.name for path in CONFIGS}
-
-
 # Configs that adapt a model, and what stands in for the base that they name.
 ADAPTED = {
     "context_extension": "c4_pretrain",

@@ -151,20 +151,6 @@ def test_what_is_tuned_has_its_length(place):
     assert "1x is 128 bytes; the models that are tuned were trained on 64." in said
 
 
-def test_intervals_are_of_seeds(small, place, tmp_path):
-    """Seeds at 91, 20 and 18 of a hundred are far apart, however many answers each gave."""
-    planned = studies_at(place)["copying"]
-    choose_all(planned)
-    for job, share in zip(
-        planned.reports("tape", BEYOND), (0.91, 0.2, 0.18, 0.2, 0.9), strict=True
-    ):
-        finish(planned, job, share)
-    text = text_of({"copying": planned}, tmp_path)
-    found = re.search(r"\| tape \| 3e-3 \| +0 \| +47\.80 \[(.*), (.*)\] \| +100", text)
-    assert float(found[1]) < 0
-    assert float(found[2]) > 90
-
-
 def test_a_budget(small, place, tmp_path, monkeypatch):
     wide = dataclasses.replace(small, curve=Curve(INSIDE, most=1, rivals=("rope", "none")))
     one = suites.SUITES["claims"]._replace(designs=(wide,))
@@ -236,14 +222,6 @@ class TestCommand:
         )
         assert second == f"not used by any study: {place.store.path('other')}"
         assert "**0 of at least 33 runs**" in (tmp_path / "docs" / "evidence.md").read_text()
-
-    def test_runs_elsewhere(self, small, place, tmp_path):
-        """What is on record needs no runs, wherever they are said to be."""
-        planned = small.at(place)
-        finish_all(planned, {"tape": 0.5, "rope": 0.3, "none": 0.2})
-        assert self.call(tmp_path, f"--runs={tmp_path / 'elsewhere'}") == 0
-        assert "**33 of at least 33 runs**" in (tmp_path / "docs" / "evidence.md").read_text()
-        assert not (tmp_path / "elsewhere").exists()
 
     def test_what_was_made_is_tidied(self, small, place, tmp_path, monkeypatch):
         """In the end the first line has what all runs share."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from research import records
-from research.records import FORMAT, Item, Store, describe_source, portable, rounded
+from research.records import Item, Store, describe_source, portable, rounded
 from tests.research.results import MADE
 from train import experiment
 from train.experiment.adaptation import Adaptation
@@ -136,15 +136,6 @@ def test_unreadable(place, item, edit, message):
     assert problem.startswith(f"{place.store.path('copying')}: tape-seed1: ")
     with pytest.raises(ValueError, match=message):
         raise ValueError(problem)
-
-
-def test_files_of_the_version_before(place, item):
-    path = place.store.path("copying")
-    path.parent.mkdir()
-    path.write_text('{"format": "tape-jax evidence, version 2"}\n')
-    assert place.store.get(item) is None
-    (problem,) = place.store.problems("copying")
-    assert f"expected the format {FORMAT!r}" in problem
 
 
 def test_no_git(tmp_path, monkeypatch):

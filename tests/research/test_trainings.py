@@ -15,13 +15,11 @@ from tests.research.results import (
     INSIDE,
     MADE,
     choose_all,
-    diverge,
     finish,
     finish_all,
     grid,
 )
 from train.compare.processes import EVALUATE, VALIDATE, Ended
-from train.evaluation.grids import Grid
 from train.training.signals import NON_FINITE_EXIT_CODE, Stopped
 
 
@@ -118,17 +116,6 @@ class TestRates:
         expected = "tape: its best rate, 1e-2, is at the end of the ladder"
         assert planned.missing("tape", BEYOND) == expected
 
-    def test_diverged(self, design, place):
-        """A rate at which training diverged has the worst score, which may still be no worse."""
-        planned = design.at(place)
-        jobs, _ = planned.walk("tape", BEYOND)
-        for job in jobs:
-            if "1e-2" in job.folder.name:
-                diverge(planned, job)
-            else:
-                finish(planned, job, 0.2 if "3e-3" in job.folder.name else 0.1)
-        assert planned.rate("tape", BEYOND) == "3e-3"
-
     def test_scale(self, design, place):
         planned = design.at(place._replace(scale="gpu"))
         jobs, _ = planned.walk("tape", BEYOND)
@@ -180,12 +167,6 @@ class TestScores:
         record = self.without(planned, "learned_1", 1, 2, 3)
         with pytest.raises(ValueError, match=f"has no {INSIDE}"):
             planned.value(record, planned.shown[1])
-
-    def test_a_key_of_another_name(self, planned, monkeypatch):
-        record = self.without(planned, "rope")
-        monkeypatch.setattr(Grid, "summary", lambda grid: {"beyond": 0.5})
-        with pytest.raises(ValueError, match=r"it has \{'beyond': 0.5\}"):
-            planned.value(record, planned.shown[0])
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
     def test_no_number(self, planned, value):

@@ -110,23 +110,6 @@ def test_wins(planned):
     assert wins(planned, BEYOND, ["tape", "none"], name="rope").kind is Kind.CONTRADICTED
 
 
-def test_a_missing_seed_is_named(planned):
-    finish_all(planned, {"tape": 0.6, "rope": 0.3})
-    found = wins(planned, BEYOND, RIVALS)
-    assert (found.kind, found.rows) == (Kind.UNFINISHED, [])
-    assert found.missing == ("copying, none: seeds 2, 3, 4, 5, 6",)
-    for job in planned.reports("none", BEYOND)[:-1]:
-        finish(planned, job, 0.1)
-    assert wins(planned, BEYOND, RIVALS).missing == ("copying, none: seed 6",)
-    assert wins(planned, BEYOND, ["rope"]).kind is Kind.CONFIRMED
-
-
-def test_without_a_rate(planned):
-    first, second = wins(planned, BEYOND, ["rope"]).missing
-    assert first == ("copying, tape: no rate yet (6 runs to choose it, from tape-1x-1e-3-seed0 on)")
-    assert second.startswith("copying, rope: no rate yet")
-
-
 def test_a_run_that_diverged_has_the_worst_value(planned):
     finish_all(planned, {"tape": 0.3, "rope": 0.3, "none": 0.3})
     for job in planned.reports("rope", BEYOND):

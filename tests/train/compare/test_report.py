@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from tests.train.grids import sum_grid
 from train.compare.report import (
     ONE_SEED,
     PAGE,
@@ -19,10 +18,9 @@ from train.compare.report import (
     verdict,
     write_report,
 )
-from train.compare.tasks import Comparison, compare
+from train.compare.tasks import Comparison
 from train.evaluation.grids import text_table
 from train.tasks import Score
-from train.tasks.arithmetic import Addition
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,26 +100,6 @@ class TestReport:
         ):
             assert part in squeezed(text)
 
-    def test_addition(self, tmp_path):
-        lengths, counts = (1, 2, 3), np.full((3, 3), 10)
-        grid = sum_grid(lengths, lengths, counts - 1, counts, counts < 0, 2)
-        runs = [make_run("tape", seed, result=grid) for seed in (0, 1)]
-        task = Addition(max_digits=2)
-        said = compare(task, {"tape": [grid, grid]})
-        text = write_report(tmp_path, task, runs, said).read_text()
-        assert (tmp_path / "exact_match.png").read_bytes().startswith(b"\x89PNG")
-        assert "numbers of 1 to 2 digits" in text
-        assert "180 in all" in text
-        assert "| tape | 2 | 90.00 ± 0.00 | 90.00 ± 0.00 |" in squeezed(text)
-
-    def test_given_environment(self, tmp_path):
-        given = {"gpu": "a big one"}
-        text = write_report(
-            tmp_path, FixedTask(), [make_run()], compared(), environment=given
-        ).read_text()
-        assert "| gpu | a big one |" in squeezed(text)
-        assert "numpy" not in text
-
     def test_replaces_its_own(self, tmp_path):
         write_report(tmp_path, FixedTask(), [make_run(command="first")], compared())
         path = write_report(tmp_path, FixedTask(), [make_run(command="second")], compared())
@@ -135,11 +113,6 @@ class TestReport:
             write_report(tmp_path, FixedTask(), [make_run()], compared())
         assert [p.name for p in tmp_path.iterdir()] == [name]
         assert (tmp_path / name).read_text() == "precious"
-
-    def test_folder_in_the_way(self, tmp_path):
-        (tmp_path / "report.md").mkdir()
-        with pytest.raises(ValueError, match="exists and is not a file"):
-            write_report(tmp_path, FixedTask(), [make_run()], compared())
 
     def test_folder_is_a_file(self, tmp_path):
         path = tmp_path / "file"
@@ -200,15 +173,6 @@ class TestVerdict:
         assert TWO_SEEDS not in verdict(
             FixedTask.scores, losses(tape=[1.0, 1.1, 1.2], rope=[2.0, 2.3, 2.4])
         )
-
-    def test_the_caveat_of_one_seed_stands_once(self):
-        runs = [
-            make_run(name, result=FixedResult({"right": x, "loss": x}))
-            for name, x in (("tape", 0.5), ("rope", 0.25))
-        ]
-        text = verdict(FixedTask.scores, runs)
-        assert len([line for line in text.splitlines() if line.startswith("* ")]) == 2
-        assert text.count("chance") == 1
 
     def test_scores_of_one_outcome_stand_together(self):
         runs = [

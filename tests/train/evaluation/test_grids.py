@@ -171,9 +171,6 @@ class TestTable:
         assert cells[7][4].startswith("24.0 [")
         assert "training and evaluation share them" in lines[-1]
 
-    def test_own_table(self):
-        assert "exact match, %" in example_grid().table()
-
     def test_different_questions(self):
         other = sum_grid((1, 2), (1, 2), np.zeros((2, 2)), np.ones((2, 2)), np.zeros((2, 2)), 2)
         with pytest.raises(ValueError, match=r"'a' and 'b' were not asked the same: rows"):

@@ -301,11 +301,6 @@ def test_bad_files(tmp_path, text, message):
         from_file(written(tmp_path, text))
 
 
-def test_a_missing_file(tmp_path):
-    with pytest.raises(ValueError, match=r"there is no config file .*nowhere.py"):
-        from_file(tmp_path / "nowhere.py")
-
-
 def test_a_position_may_be_a_name(tmp_path):
     text = FILE.replace(
         '{"kind": "tape", "base": 500.0, "width": 8, "norm": "rms"}', '"random_rope"'

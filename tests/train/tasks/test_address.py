@@ -56,33 +56,6 @@ class TestTraining:
         assert batch["inputs"].shape == (64, task.sequence_length)
         assert task.sequence_length == 6 + 2 * 5 + sum(more.values())
 
-    def test_what_is_held_out_is_not_trained(self, task):
-        batch = task.batch(seed=0, index=0, size=2000)
-        rows, places = np.nonzero(batch["weights"])
-        inputs = batch["inputs"]
-        trained = set(
-            zip(
-                inputs[rows, places - 1].tolist(),
-                inputs[rows, places].tolist(),
-                batch["targets"][rows, places].tolist(),
-                strict=True,
-            )
-        )
-        every = 3 * 8 * 7
-        assert 0.8 * every < len(trained) < 0.97 * every
-        for row, length in ((1, 4), (3, 6), (2, 8)):
-            (asked,) = task.ask([row, length], 200).symbols
-            ends = (asked != 0).sum(1)
-            last = [
-                tuple(text[end - 3 : end].tolist()) for text, end in zip(asked, ends, strict=True)
-            ]
-            assert not trained & set(last)
-
-    def test_streams(self, task):
-        first, again, other = (task.batch(seed, 3, 16)["inputs"] for seed in (0, 0, 1))
-        np.testing.assert_array_equal(first, again)
-        assert (first != other).any()
-
 
 class TestQuestions:
     def test_in_words(self, task):

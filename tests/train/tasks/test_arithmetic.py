@@ -69,11 +69,6 @@ class TestNumbers:
             assert row[:length] == [int(c) for c in str(a + b)[::-1]]
             assert not any(row[length:])
 
-    @pytest.mark.parametrize("value", [(0, 0), (9, 1), (999, 1), (10**100 - 1, 10**100 - 1)])
-    def test_carries(self, value):
-        digits, lengths = add(pairs_of([value], 100))
-        assert digits[0, : lengths[0]].tolist() == [int(c) for c in str(sum(value))[::-1]]
-
     def test_draw_is_uniform_without_leading_zeros(self):
         lengths = np.repeat([[1, 2, 7], [3, 1, 2]], 20_000, axis=1)
         pairs = TASK.draw(np.random.default_rng(0), lengths, 8)
@@ -106,18 +101,6 @@ class TestNumbers:
 
 
 class TestHeldOut:
-    def test_a_tenth(self):
-        pairs = TASK.draw(np.random.default_rng(0), np.full((2, 100_000), 12), 12)
-        assert abs(TASK.is_held_out(pairs).mean() - 0.1) < 5 * np.sqrt(0.09 / 100_000)
-
-    def test_order_and_width_do_not_matter(self):
-        values = [(x * 7919 % 10_000, x * x) for x in range(500)]
-        swapped = [(b, a) for a, b in values]
-        assert 20 < TASK.is_held_out(pairs_of(values, 6)).sum() < 80
-        np.testing.assert_array_equal(
-            TASK.is_held_out(pairs_of(values, 6)), TASK.is_held_out(pairs_of(swapped, 120))
-        )
-
     def test_every_digit_matters(self):
         # If a digit were ignored, the pairs that differ in it would all agree.
         rng = np.random.default_rng(0)
@@ -297,10 +280,6 @@ class TestGrid:
         np.testing.assert_array_equal(alone.tokens, beside.tokens[rows, : alone.tokens.shape[1]])
         assert not beside.tokens[rows, alone.tokens.shape[1] :].any()
 
-    def test_seed_changes_the_sums(self):
-        first, second = (Addition(3).examples([6], [6], samples=10, seed=s).tokens for s in (0, 1))
-        assert np.any(first != second)
-
     def test_shared_only_inside_the_trained_range(self):
         assert Addition(2).is_shared(2, 2)
         assert not Addition(2).is_shared(1, 3)
@@ -321,9 +300,6 @@ class TestQuestions:
     def test_large(self):
         a, b = "9" * 300, "1"
         assert Addition(3).solve(f"{a}+{b}") == "1" + "0" * 300
-
-    def test_zero(self):
-        assert VOCABULARY.decode(Addition(3).question("000+0")) == "<bos>0+0="
 
     def test_same_form_as_in_training(self):
         task = Addition(3)
@@ -365,24 +341,10 @@ class TestRegistry:
             assert task.vocab_size > 0
             assert task.sequence_length > 0
 
-    def test_options(self):
-        task = get_task("addition", max_digits=7)
-        assert task == Addition(7)
-        assert hash(task) == hash(Addition(7))
-        assert [VOCABULARY.decode([i]) for i in task.digit_ids] == list("0123456789")
-
     @pytest.mark.parametrize("max_digits", [0, -1, 2.0, "5", True])
     def test_bad_lengths(self, max_digits):
         with pytest.raises(ValueError, match="max_digits must be a positive integer"):
             get_task("addition", max_digits=max_digits)
-
-    def test_unknown_task(self):
-        with pytest.raises(ValueError, match=r"unknown task 'additon'.*did you mean 'addition'"):
-            get_task("additon")
-
-    def test_unknown_option(self):
-        with pytest.raises(ValueError, match=r"'max_digit' of task.*did you mean 'max_digits'"):
-            get_task("addition", max_digit=3)
 
     def test_loaded_lazily(self):
         code = "import sys, train.tasks; print('grain' in sys.modules)"

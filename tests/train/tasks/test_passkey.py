@@ -35,20 +35,6 @@ class TestTask:
             starts.add(text[:3])
         assert len(starts) > 20, "the filler begins anywhere"
 
-    def test_batches_are_a_function_of_seed_and_index(self):
-        first, again = (self.task.batch(3, 4, 5) for _ in range(2))
-        np.testing.assert_equal(first, again)
-        for other in (self.task.batch(3, 5, 5), self.task.batch(4, 4, 5)):
-            assert not np.array_equal(first["inputs"], other["inputs"])
-
-    def test_processes_share_the_stream(self):
-        whole = iter(self.task.dataset(7, 8))
-        halves = [iter(self.task.dataset(7, 8, process, 2)) for process in range(2)]
-        for _ in range(2):
-            parts = [next(half) for half in halves]
-            for name, values in next(whole).items():
-                np.testing.assert_array_equal(np.concatenate([p[name] for p in parts]), values)
-
     def test_keys(self):
         kept, out = (self.task.keys(held_out=x) for x in (False, True))
         assert sorted([*kept, *out]) == list(range(10, 100))
@@ -111,10 +97,3 @@ class TestTask:
             Passkey.Evaluation(factors=(4, 2))
         with pytest.raises(ValueError, match="batch_tokens must be a positive integer; got 0"):
             Passkey.Evaluation(batch_tokens=0)
-
-
-def test_the_task_from_scratch_speaks_bytes():
-    task = Passkey(sequence_length=40, digits=2)
-    tokens = task.encode("key 17")
-    assert tokens == list(task.codec.encode("key 17"))
-    assert task.decode(tokens) == "key 17"

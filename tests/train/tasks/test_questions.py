@@ -199,13 +199,3 @@ class TestTooLong:
 def test_bad_arguments(lengths, options, message):
     with pytest.raises(ValueError, match=message):
         Addition(3).examples(*lengths, **{"samples": 5, **options})
-
-
-def test_longest_is_checked():
-    with pytest.raises(ValueError, match="longest must be a positive integer or None; got 0"):
-        Few(longest=0)
-
-
-def test_defaults_to_twice_the_trained_length():
-    grid = Addition(2).evaluate(Model(knowing), AdditionEvaluation(samples_per_pair=1))
-    assert grid.accuracy.shape == (4, 4)

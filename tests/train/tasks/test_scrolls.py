@@ -1,5 +1,4 @@
 import collections
-import dataclasses
 import json
 
 import chex
@@ -9,14 +8,13 @@ import pytest
 
 import tape_jax as tape
 from tests.train import tokenizer_files
-from tests.train.tasks.scrolls_archives import HARBOUR, RECORDS, qa, record, write
+from tests.train.tasks.scrolls_archives import HARBOUR, qa, record, write
 from train import experiment
 from train.compare.tasks import compare
 from train.data import tokenizers
 from train.main import main
 from train.tasks import get_task
-from train.tasks.scrolls import Scrolls, ScrollsEvaluation, continuations
-from train.tasks.scrolls_files import SUBSETS
+from train.tasks.scrolls import ScrollsEvaluation, continuations
 from train.tasks.scrolls_metrics import Outcome
 
 EOS, PAD = 256, 257
@@ -144,21 +142,6 @@ class TestTraining:
 
 
 class TestOptions:
-    def test_defaults(self):
-        task = get_task("scrolls")
-        assert (task.sequence_length, task.vocab_size, task.longest_answer) == (1024, 258, 64)
-        assert {get_task("scrolls", subset=s).scores[0].key for s in SUBSETS} == {
-            *("f1", "exact_match", "rouge")
-        }
-        assert task.encode("ab") == [97, 98]
-        assert task.decode([97, EOS]) == "a<eos>"
-
-    def test_nothing_is_read_until_it_is_needed(self):
-        task = get_task("scrolls", data="gone", tokenizer="gone.model", vocab_size=32_000)
-        assert (task.vocab_size, task.tokenizer_fingerprint) == (32_000, None)
-        with pytest.raises(ValueError, match=r"there is no tokenizer 'gone\.model'"):
-            _ = task.codec
-
     @pytest.mark.parametrize(
         ("options", "message"),
         [
@@ -276,10 +259,3 @@ def test_from_training_to_scores(data, tmp_path, capsys):
     assert main(["eval", f"--run={folder}"]) == 2
     assert "it is not replaced" in capsys.readouterr().err
     assert (folder / "predictions.json").read_text() == "mine"
-
-
-def test_options_are_documented():
-    for cls in (Scrolls, ScrollsEvaluation):
-        for field in dataclasses.fields(cls):
-            assert any(f"{field.name}:" in (base.__doc__ or "") for base in cls.__mro__)
-    assert RECORDS.keys() <= SUBSETS.keys()

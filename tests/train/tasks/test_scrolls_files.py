@@ -4,7 +4,7 @@ import re
 import pytest
 
 from tests.train.tasks.scrolls_archives import HARBOUR, RECORDS, archive, lines, qa, write
-from train.tasks.scrolls_files import SUBSETS, read
+from train.tasks.scrolls_files import read
 
 
 def test_an_archive_and_a_folder_give_the_same(tmp_path):
@@ -47,18 +47,6 @@ def test_question_and_document(tmp_path, subset, text, question, document):
     write(tmp_path, records={subset: {"train": content}})
     found = next(read(tmp_path, subset, "train"))
     assert (found.question, found.document) == (question, document)
-
-
-def test_every_subset_is_there():
-    assert {name: subset.metric for name, subset in SUBSETS.items()} == {
-        "narrative_qa": "f1",
-        "qasper": "f1",
-        "quality": "exact_match",
-        "contract_nli": "exact_match",
-        "qmsum": "rouge",
-        "summ_screen_fd": "rouge",
-        "gov_report": "rouge",
-    }
 
 
 def without(name):

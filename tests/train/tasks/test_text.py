@@ -11,8 +11,7 @@ import pytest
 from tests.train import tokenizer_files
 from train import experiment
 from train.data import held_out, tokenizers
-from train.data.tokenizers import Tokenized
-from train.tasks import get_task, retrieval, text_evaluation
+from train.tasks import retrieval, text_evaluation
 from train.tasks.questions import VALIDATION_SEED
 from train.tasks.text import Text
 
@@ -93,17 +92,6 @@ class TestTraining:
         assert padding.any()
         assert set(batch["inputs"][padding].tolist()) == {tokenizers.load(name).eos}
 
-    def test_restores_bit_for_bit(self, folder):
-        task = text_task(folder, packing="documents")
-        stream = iter(task.dataset(3, 4))
-        for _ in range(9):
-            next(stream)
-        state = json.loads(json.dumps(stream.get_state()))
-        resumed = iter(task.dataset(3, 4))
-        resumed.set_state(state)
-        for _ in range(3):
-            np.testing.assert_equal(next(resumed), next(stream))
-
     def test_changed_files_are_noticed_when_resuming(self, folder):
         state = iter(text_task(folder).dataset(0, 4)).get_state()
         for path in folder.glob("*.txt"):
@@ -111,14 +99,6 @@ class TestTraining:
         changed = iter(text_task(folder).dataset(0, 4))
         with pytest.raises(ValueError, match="the text has changed"):
             changed.set_state(state)
-
-    def test_processes_share_the_stream(self, folder):
-        task = text_task(folder)
-        whole = iter(task.dataset(0, 2))
-        parts = [iter(task.dataset(0, 6, process, 3)) for process in range(3)]
-        for _ in range(3):
-            for part in parts:
-                np.testing.assert_equal(next(part), next(whole))
 
     @pytest.mark.parametrize("packing", ["concatenated", "documents"])
     def test_passkeys_in_place_of_some_sequences(self, folder, packing):
@@ -299,13 +279,6 @@ class TestExperiment:
             "train": {"steps": 1, "batch_size": 1, "learning_rate": 1.0},
         }
 
-    def test_defaults(self):
-        task = get_task("text")
-        assert task == Text()
-        assert (task.source, task.tokenizer, task.vocab_size) == ("stdlib", "bytes", 258)
-        assert hash(task) == hash(Text())
-        assert isinstance(task.Evaluation(), Text.Evaluation)
-
     def test_records_the_tokenizer(self):
         made = experiment.from_mapping(self.values())
         record = json.loads(json.dumps(experiment.to_json(made)))
@@ -332,9 +305,6 @@ class TestExperiment:
         with pytest.raises(ValueError, match=r"there is no tokenizer 'absent.model'"):
             task.dataset(0, 1)
 
-    def test_a_padded_vocabulary(self):
-        assert Text(vocab_size=300).codec.vocab_size == 258
-
 
 class TestErrors:
     @pytest.mark.parametrize(
@@ -354,28 +324,9 @@ class TestErrors:
         with pytest.raises(ValueError, match=message):
             Text(**options)
 
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"batch_size": 0}, "batch_size must be a positive integer; got 0"),
-            ({"batch_size": 9, "process_count": 2}, "9 is not a multiple of process_count = 2"),
-            ({"batch_size": 4, "process_index": 1}, r"process_index must be in 0\.\.0; got 1"),
-            ({"batch_size": 4, "seed": -1}, "seed must be an integer from 0"),
-            ({"batch_size": 4, "seed": 0.5}, "seed must be an integer from 0"),
-        ],
-    )
-    def test_dataset_arguments(self, options, message):
-        with pytest.raises(ValueError, match=message):
-            Text().dataset(**{"seed": 0, **options})
-
     def test_shorter_than_a_sequence(self, folder):
         with pytest.raises(ValueError, match="shorter than one sequence of 5000 tokens"):
             text_task(folder, sequence_length=5000).dataset(0, 1)
-
-    def test_past_the_vocabulary(self, folder):
-        np.array([7, 258], "<u2").tofile(folder / "a.bin")
-        with pytest.raises(ValueError, match="token 1 is 258"):
-            text_task(folder, source=f"tokens:{folder}/a.bin").dataset(0, 1)
 
     def test_a_vocabulary_too_small(self, folder):
         with pytest.raises(ValueError, match=r"vocab_size = 100 is too small .* has 258 tokens"):
@@ -391,13 +342,3 @@ class TestErrors:
         task = text_task(folder, held_out=share)
         with pytest.raises(ValueError, match=f"no document of .* falls into the {side} part"):
             task.evaluation_tokens() if side == "held out" else task.dataset(0, 1)
-
-    def test_no_files(self, folder):
-        task = text_task(folder, source=f"{folder}/*.none")
-        with pytest.raises(ValueError, match="no file matches"):
-            task.dataset(0, 1)
-
-
-def test_options_are_documented():
-    for field in dataclasses.fields(Text):
-        assert re.search(rf"\b{field.name}[:,]", Text.__doc__ + Tokenized.__doc__), field.name
