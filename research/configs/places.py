@@ -9,7 +9,7 @@ Cost: about a minute of one core for a training with its evaluation, as judged t
 take twice as long.
 Command: for all tasks that are judged, make evidence-places, which is
     python -m research.main evidence --suite=places
-and for one task (address, chains, counting, flip_flop, line_numbers, navigation, recall,
+and for one task (address, counting, flip_flop, line_numbers, navigation, recall,
 selective_copy or table, with its own default size) and some encodings
     python -m research.main compare --config=research/configs/places.py --run=runs/table_demo \
         --encodings=tape+alibi,rope+alibi --config.task.name=table

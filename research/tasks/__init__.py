@@ -5,7 +5,6 @@ from train.compare import tasks as comparisons
 
 TASKS = {
     "algorithm": "research.tasks.algorithms:Algorithm",
-    "chains": "research.tasks.chains:Chains",
     "counting": "research.tasks.counting:Counting",
     "flip_flop": "research.tasks.flip_flop:FlipFlop",
     "line_numbers": "research.tasks.line_numbers:LineNumbers",

@@ -163,6 +163,11 @@ class TestVerdict:
             "from rope."
         )
 
+    def test_seeds_that_only_one_has_tell_nothing(self):
+        first = losses(tape=[1.0, 1.1, 1.2])
+        second = [make_run("rope", s, result=FixedResult({"loss": 5.0})) for s in (2, 3, 4)]
+        assert "no clear winner" in verdict(FixedTask.scores, [*first, *second])
+
     def test_one_seed_proves_nothing(self):
         text = verdict(FixedTask.scores, losses(tape=[1.0], rope=[5.0]))
         assert text == f"* **loss, nats**: best is tape.\n\n{ONE_SEED}"

@@ -9,7 +9,6 @@ from train.tasks.places import HASHED, PAD, PlaceTask, tokens_before
 
 SMALL = {
     "address": {"offsets": 3, "symbols": 12, "shortest": 4, "longest": 6, "questions": 4},
-    "chains": {"hops": 3, "symbols": 12, "shortest": 4, "longest": 6, "questions": 4},
     "counting": {"shortest": 12, "longest": 14, "questions": 4},
     "flip_flop": {"shortest": 6, "longest": 10, "questions": 4, "writes": 0.3},
     "line_numbers": {"lines": 3, "places": 3, "shortest": 3, "longest": 5, "questions": 4},
@@ -66,12 +65,6 @@ def solved(kind, words):
         return [word for word in words[:-1] if word != "."][int(second[1:]) - 1]
     if kind == "address":
         return body[body.index(second[:-1]) + int(first)]
-    if kind == "chains":
-        follows = {key[:-1]: value for key, value in zip(body[::2], body[1::2], strict=True)}
-        reached = second[:-1]
-        for _ in range(int(first[1:])):
-            reached = follows[reached]
-        return reached
     if kind == "line_numbers":
         lines = " ".join(body).split("|")
         return lines[int(first[1:]) - 1].split()[int(second) - 1]
@@ -175,10 +168,6 @@ def test_streams(task):
 @pytest.mark.parametrize(
     ("kind", "text", "message"),
     [
-        ("chains", "a: b b: a ^4 a?", r"'\^4' is no symbol .* hops from \^1 to \^3"),
-        ("chains", "a: b b: b ^1 a?", "every token leads to one, and is led to by one"),
-        ("chains", "a: b b: a ^1 c?", "nothing follows c in"),
-        ("chains", "a: ^1 a?", "expected pairs such as 'c: a'"),
         ("counting", "x=0 x+ . y?", "y has not been set to zero in 'x=0 x\\+ .'"),
         ("counting", "x=0 z?", "'z\\?' is no symbol of this task"),
         ("counting", "x=0 x+", "of which the last is a read"),
@@ -217,8 +206,6 @@ def test_what_is_no_question(kind, text, message):
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("chains", {"hops": 4}, "expected hops < shortest <= longest <= symbols <= 52"),
-        ("chains", {"symbols": 53}, "symbols are letters; got"),
         ("counting", {"variables": 7}, "expected at most 6 variables"),
         ("counting", {"questions": 11}, "room for them and the questions, or 10 instructions"),
         ("counting", {"passes": 0.95}, "probabilities of at most 1 together; got 0.95 and 0.1"),
@@ -255,9 +242,7 @@ def test_evaluations_are_checked(task, options, message):
         task.Evaluation(**options)
 
 
-@pytest.mark.parametrize(
-    ("kind", "longest"), [("chains", 13), ("line_numbers", 2), ("recall", 13), ("table", 7)]
-)
+@pytest.mark.parametrize(("kind", "longest"), [("line_numbers", 2), ("recall", 13), ("table", 7)])
 def test_what_cannot_be_asked_for(kind, longest):
     task = get_task(kind, **SMALL[kind])
     with pytest.raises(ValueError, match=f"evaluation.longest: .* got {longest}"):
@@ -296,9 +281,6 @@ def test_powers_of_two_are_asked_for(kind, columns):
         ("address", (1, 13), "expected at most 12 tokens"),
         ("address", (4, 13), "expected at most 12 tokens and an offset of at most 3$"),
         ("address", (9, 5), "expected an offset of at most 3$"),
-        ("chains", (4, 6), "expected at most 3 hops"),
-        ("chains", (2, 2), "expected more than 2 pairs"),
-        ("chains", (1, 13), "expected at most 12 pairs"),
         ("counting", (9, 11), "expected at least 12 instructions"),
         ("flip_flop", (9, 9), "expected more than 9 instructions"),
         ("line_numbers", (4, 5), "expected a line of at most 3"),
@@ -352,7 +334,6 @@ def test_samples_are_of_several_rows_and_a_long_text(task):
 # What SMALL asks for in the end; then by a model of so many tokens, which one does not take all of.
 ASKED = {
     "address": ("4 to 12 tokens", 12, "4 to 10 tokens"),
-    "chains": ("4 to 12 pairs", 22, "4 to 10 pairs"),
     "counting": ("12 to 28 tokens", 26, "12 to 26 tokens"),
     "flip_flop": ("6 to 20 tokens", 18, "6 to 16 tokens"),
     "line_numbers": ("3 to 10 lines", 38, "3 to 9 lines"),
@@ -383,7 +364,6 @@ def test_a_model_that_does_not_take_all(task):
     ("kind", "cells"),
     [
         ("address", sum(40 - offset for offset in range(1, 21))),
-        ("chains", 31 + 30 + 29),
         ("counting", sum(38 - increments for increments in range(1, 38))),
         ("flip_flop", sum(range(40))),
         ("line_numbers", sum(41 - line for line in range(1, 7))),

@@ -25,10 +25,6 @@ def most_frequent_of_the_row(words):
     return Counter(table[at + 1 : at + 1 + columns]).most_common(1)[0][0]
 
 
-def one_hop(words):
-    return words[words.index(words[-1][:-1] + ":") + 1]
-
-
 def every_increment(words):
     return str(words.count(words[-1][0] + "+") % 10)
 
@@ -78,7 +74,6 @@ RULES = {
     "counting": (every_increment, 74, 56),
     "navigation": (third_last_landmark, 28, 23),
     "recall": (last_value, 27, 22),
-    "chains": (one_hop, 33, 33),
 }
 DOCS = ROOT / "docs" / "experiments.md"
 
