@@ -1,6 +1,5 @@
 """TAPE's pure functions against float64 oracles in numpy, written from the equations."""
 
-import dataclasses
 import math
 
 import jax
@@ -469,11 +468,6 @@ class TestEncoding:
         Tape(layers=(1, 4)).check(CONFIG.sizes)
         with pytest.raises(ValueError, match=r"layers = \(1, 5\) goes past the model's 4 layers"):
             Tape(layers=(1, 5)).check(CONFIG.sizes)
-
-    def test_is_a_frozen_hashable_value(self):
-        assert hash(Tape(layers=(0, 2))) == hash(Tape(layers=(0, 2)))
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            Tape().l = 3
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
