@@ -18,6 +18,7 @@ from tape_jax._src.attention.choice import Candidate, Candidates
 from tape_jax._src.attention.normalize import normalize
 from tape_jax._src.attention.request import BiasFunction, Request, RowFunction
 from tape_jax._src.core.checks import choose, require
+from tape_jax._src.core.explicit import automatic_inside, joined, names_of
 from tape_jax._src.core.operations import matrix_operations
 from tape_jax._src.core.sharding import Sharding
 
@@ -48,6 +49,20 @@ class AttentionPlan:
     operations: float | None = None
 
 
+def _explicit_axes(given: Mapping[str, Any], shapes: Any) -> tuple[Any, Any]:
+    """Where outputs of :func:`attention` lie on a mesh with explicit axes."""
+    q, k, v = (given[name] for name in "qkv")
+    of_q, of_k, of_v = (names_of(x, np.ndim(q)) for x in (q, k, v))
+    kv_heads = of_k[-2] if np.shape(q)[-2:-1] == np.shape(k)[-2:-1] else None
+    lead = [joined("a batch axis of q, k and v", *names) for names in zip(of_q, of_k, of_v)][:-3]
+    lead += [of_q[-3], joined("the axis of heads of q, k and v", of_q[-2], kv_heads)]
+    o, a = shapes
+    if a is None:
+        return (*lead, of_v[-1]), None
+    return (*lead, of_v[-1]), (*lead, *names_of(given.get("state"), a.ndim)[len(lead) :])
+
+
+@automatic_inside(_explicit_axes)
 def attention(
     q: Array,
     k: Array,
@@ -142,6 +157,8 @@ def attention(
     Returns:
       ``o [batch..., Tq, Hq, Dv]`` in the type of ``v``, and ``a [batch..., Tq, Hq, D]`` or
       ``[batch..., Tq, Hq, M, L, R]`` in the type of ``state``, or None without a state to attend.
+      On a mesh with explicit axes they are split as the einsum would: batch, time and heads as
+      those of ``q``, numbers as those of ``v`` and of ``state``.
 
     Derivatives of second order, and in forward mode, are those of ``reference`` alone; the others
     raise an error.

@@ -24,6 +24,7 @@ from tape_jax._src.core.algebra import (
     precise_einsum,
 )
 from tape_jax._src.core.checks import choose, refuse, require
+from tape_jax._src.core.explicit import automatic_inside, joined, names_of
 from tape_jax._src.core.sharding import Sharding
 from tape_jax._src.positions.tape.mixing import (
     ACTIVATIONS,
@@ -110,6 +111,23 @@ class UpdateCall:
         return x.reshape(*x.shape[: x.ndim - len(self.block)], math.prod(self.block))
 
 
+def _explicit_axes(given: Mapping[str, Any], shape: Any) -> tuple[Any, ...]:
+    """Where the new state lies on a mesh with explicit axes."""
+    state, attended = given.get("state"), given.get("attended")
+    lead = names_of(given["x"])[:-1]
+    of_state, of_a = names_of(state, shape.ndim), names_of(attended, shape.ndim)
+    heads, alike = len(lead), [of_state]
+    if getattr(attended, "shape", ())[heads : heads + 1] == shape.shape[heads : heads + 1]:
+        alike.append(of_a)
+    batch = [joined("a batch axis of state, attended and x", *n) for n in zip(lead, of_state, of_a)]
+    return (
+        *batch,
+        joined("the axis of heads of state and attended", *(names[heads] for names in alike)),
+        *of_state[heads + 1 :],
+    )
+
+
+@automatic_inside(_explicit_axes)
 def update_state(
     params: dict[str, Array],
     state: Array,
@@ -159,6 +177,8 @@ def update_state(
 
     Returns:
       The new state, ``[..., T, H_kv, D]`` or ``[..., T, H_kv, M, L, R]``, in the type of ``state``.
+      On a mesh with explicit axes batch and time are split as those of ``x``, heads as those of
+      ``state`` (or of ``attended``, if there are as many).
 
     Raises:
       ValueError: if shapes disagree or an option is unknown.

@@ -1,0 +1,124 @@
+"""Meshes with explicit axes, as ``jax.make_mesh`` makes them: shardings that are part of types.
+
+A function of ours sees automatic axes only: what it is given is cast to them at its door, and what
+it returns gets the sharding that the same einsum would give it. Inside, the compiler splits the
+work, as it does on a mesh with automatic axes.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from tape_jax._src.core.checks import require
+
+P = ParamSpec("P")
+R = TypeVar("R")
+# The mesh axes that split each axis of an array.
+Names = tuple[Any, ...]
+
+
+def explicit_mesh(tree: Any) -> AbstractMesh | None:
+    """The mesh with explicit axes that arrays lie on, or that ``jax.set_mesh`` has set; or None.
+
+    Raises:
+      ValueError: if arrays lie on unlike meshes.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    if _is_explicit(context):
+        return context
+    meshes = {}
+    for x in jax.tree.leaves(tree):
+        if isinstance(x, jax.Array) and _is_explicit(mesh := jax.typeof(x).sharding.mesh):
+            meshes[mesh] = jax.typeof(x)
+    require(
+        len(meshes) < 2,
+        f"arrays must lie on one mesh; got {' and '.join(map(str, meshes.values()))} on "
+        f"{' and '.join(str(dict(mesh.shape)) for mesh in meshes)}",
+    )
+    return next(iter(meshes), None)
+
+
+def _is_explicit(mesh: AbstractMesh) -> bool:
+    return AxisType.Explicit in mesh.axis_types
+
+
+def automatic(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+    """The mesh with its explicit axes made automatic."""
+    if AxisType.Explicit not in mesh.axis_types:
+        return mesh
+    types = tuple(AxisType.Auto if t == AxisType.Explicit else t for t in mesh.axis_types)
+    if isinstance(mesh, AbstractMesh):
+        return AbstractMesh(mesh.axis_sizes, mesh.axis_names, types)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+
+
+def names_of(x: Any, ndim: int | None = None) -> Names:
+    """The mesh axes that split each axis of an array by its type, None for one that is whole.
+
+    Args:
+      x: an array, or None.
+      ndim: of the answer: axes that are lacking come first and are whole.
+    """
+    spec: Names = tuple(jax.typeof(x).sharding.spec) if isinstance(x, jax.Array) else ()
+    spec += (None,) * (getattr(x, "ndim", len(spec)) - len(spec))
+    return spec if ndim is None else (None,) * (ndim - len(spec)) + spec
+
+
+def joined(what: str, *candidates: Any) -> Any:
+    """The mesh axes of an axis that several arrays share.
+
+    Raises:
+      ValueError: if two disagree.
+    """
+    found = dict.fromkeys(names for names in candidates if names is not None)
+    require(
+        len(found) < 2,
+        f"{what} must be split alike in all arrays that have it; got "
+        f"{' and '.join(map(repr, found))}",
+    )
+    return next(iter(found), None)
+
+
+def automatic_inside(
+    place: Callable[[Mapping[str, Any], Any], Any],
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator: inside the function all axes of meshes are automatic.
+
+    Args:
+      place: of the arguments by name and the shapes of the results, to a tree of
+        :data:`Names` for the results.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            mesh = explicit_mesh((args, kwargs))
+            if mesh is None:
+                return function(*args, **kwargs)
+            leaves, tree = jax.tree.flatten((args, kwargs))
+            arrays = {n: x for n, x in enumerate(leaves) if isinstance(x, jax.Array)}
+
+            def inside(arrays: dict[int, jax.Array]) -> R:
+                filled = [arrays.get(n, x) for n, x in enumerate(leaves)]
+                args, kwargs = jax.tree.unflatten(tree, filled)
+                return function(*args, **kwargs)
+
+            whole = NamedSharding(mesh, PartitionSpec())
+            shapes = jax.eval_shape(jax.sharding.auto_axes(inside, out_sharding=whole), arrays)
+            specs = place(signature.bind(*args, **kwargs).arguments, shapes)
+            out = jax.tree.map(
+                lambda _, names: NamedSharding(mesh, PartitionSpec(*names)), shapes, specs
+            )
+            return jax.sharding.auto_axes(inside, out_sharding=out)(arrays)
+
+        return call
+
+    return decorate
