@@ -54,9 +54,10 @@ def _explicit_axes(given: Mapping[str, Any], shapes: Any) -> tuple[Any, Any]:
     q, k, v = (given[name] for name in "qkv")
     of_q, of_k, of_v = (names_of(x, np.ndim(q)) for x in (q, k, v))
     kv_heads = of_k[-2] if np.shape(q)[-2:-1] == np.shape(k)[-2:-1] else None
-    lead = [joined("a batch axis of q, k and v", *names) for names in zip(of_q, of_k, of_v)][:-3]
-    lead += [of_q[-3], joined("the axis of heads of q, k and v", of_q[-2], kv_heads)]
-    o, a = shapes
+    batch = zip(of_q[:-3], of_k[:-3], of_v[:-3], strict=True)
+    lead = [joined("a batch axis of q, k and v", *names) for names in batch]
+    lead += [of_q[-3], joined("the axis of heads of q and k", of_q[-2], kv_heads)]
+    _, a = shapes
     if a is None:
         return (*lead, of_v[-1]), None
     return (*lead, of_v[-1]), (*lead, *names_of(given.get("state"), a.ndim)[len(lead) :])

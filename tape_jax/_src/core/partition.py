@@ -281,7 +281,12 @@ def _partitioned(function: Callable[[Named], Named], args: Named, axes: Mapping[
             found = [NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs]
             return jax.tree.unflatten(jax.tree.structure(tree), found)
 
-        return mesh, function, place(out_shapes), (place(arg_shapes[0]),)
+        return mesh, on_one_device, place(out_shapes), (place(arg_shapes[0]),)
+
+    def on_one_device(args: Named) -> Named:
+        # A mesh that ``jax.set_mesh`` has set is still seen where this is traced.
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            return function(args)
 
     rule = f"{notation(args)} -> {notation(results)}"
     options = {"g": groups} if "g" in whole else {}

@@ -119,7 +119,8 @@ def _explicit_axes(given: Mapping[str, Any], shape: Any) -> tuple[Any, ...]:
     heads, alike = len(lead), [of_state]
     if getattr(attended, "shape", ())[heads : heads + 1] == shape.shape[heads : heads + 1]:
         alike.append(of_a)
-    batch = [joined("a batch axis of state, attended and x", *n) for n in zip(lead, of_state, of_a)]
+    shared = zip(lead, of_state[:heads], of_a[:heads], strict=True)
+    batch = [joined("a batch axis of state, attended and x", *names) for names in shared]
     return (
         *batch,
         joined("the axis of heads of state and attended", *(names[heads] for names in alike)),
