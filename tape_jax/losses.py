@@ -10,6 +10,7 @@ from flax.traverse_util import flatten_dict
 
 from tape_jax._src.core.algebra import at_least_32_bits, at_least_float32
 from tape_jax._src.core.checks import require
+from tape_jax._src.core.explicit import automatic_inside
 from tape_jax._src.core.sharding import Sharding, constrain
 from tape_jax._src.model.config import Experts
 from tape_jax._src.model.decoder import Transformer
@@ -23,6 +24,7 @@ Array = jax.Array
 CHUNK_LOGITS = 2**26
 
 
+@automatic_inside(lambda given, shape: ())
 def cross_entropy(
     hidden: Array,
     kernel: Array,

@@ -100,5 +100,5 @@ def on_devices(
     """``function`` on what each device holds."""
     # Loops whose bounds and carries differ between devices have no replication to be checked.
     return jax.shard_map(
-        function, mesh=sharding.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        function, mesh=sharding.inner, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tape_jax._src.core.checks import choose, nearest, require
+from tape_jax._src.core.explicit import automatic
 
 Array = jax.Array
 Axes = tuple[str | None, ...]
@@ -172,27 +173,16 @@ class Sharding:
       rules: complete; the first that names a logical axis counts.
       strict: whether it is an error if the mesh does not divide a dimension; otherwise that
         dimension of that array is not split, as evaluation of odd batches wants it.
-
-    Raises:
-      NotImplementedError: if an axis of the mesh is explicit.
     """
 
     mesh: Mesh | AbstractMesh
     rules: tuple[Rule, ...] = RULES
     strict: bool = True
 
-    def __post_init__(self):
-        explicit = [
-            name
-            for name, kind in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
-            if kind == AxisType.Explicit
-        ]
-        if explicit:
-            raise NotImplementedError(
-                f"sharding: the mesh's axes {', '.join(explicit)} are explicit; the rules are for "
-                "axes of AxisType.Auto: give jax.make_mesh axis_types=(AxisType.Auto, ...), or use "
-                "ShardingConfig.build"
-            )
+    @property
+    def inner(self) -> Mesh | AbstractMesh:
+        """The mesh as functions of this package see it inside, its explicit axes automatic."""
+        return automatic(self.mesh)
 
     def mesh_axes(self, axis: str) -> tuple[str, ...]:
         """Axes of the mesh that split a logical axis.
@@ -400,7 +390,8 @@ def constrain(sharding: Sharding | None, x: Array, *axes: str | None) -> Array:
     if sharding is None:
         return x
     axes = (*axes, *[None] * (x.ndim - len(axes)))
-    return jax.lax.with_sharding_constraint(x, sharding.named(axes, x.shape, "an activation"))
+    spec = sharding.spec(axes, x.shape, "an activation")
+    return jax.lax.with_sharding_constraint(x, NamedSharding(sharding.inner, spec))
 
 
 def process_share(processes: np.ndarray, process: int) -> tuple[int, int]:

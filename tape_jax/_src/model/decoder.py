@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import flax
@@ -16,7 +17,9 @@ from tape_jax._src.attention import AttentionPlan, recorded_plans
 from tape_jax._src.attention.zigzag import from_zigzag
 from tape_jax._src.core import algebra
 from tape_jax._src.core.checks import choose, require_x64
+from tape_jax._src.core.explicit import automatic_inside
 from tape_jax._src.core.sharding import ParameterSpec, Sharding, constrain, splits_sequence
+from tape_jax._src.model import placement
 from tape_jax._src.model.attention_layer import Attention, entered_layer
 from tape_jax._src.model.block import (
     Block,
@@ -68,6 +71,27 @@ class Run(NamedTuple):
     options: dict[str, Any]
 
 
+@automatic_inside(placement.outputs)
+def _applied(
+    apply: Callable[..., Any], variables: Any, tokens: Any, *args: Any, **kwargs: Any
+) -> Any:
+    return apply(variables, tokens, *args, **kwargs)
+
+
+def _own_axes(given: Mapping[str, Any], shapes: Any) -> Any:
+    model = given["model"]
+    if model.sharding is None:
+        return jax.tree.map(lambda x: (None,) * x.ndim, shapes)
+    return jax.tree.map(lambda place: tuple(place.spec), model.sharding.of(model, shapes))
+
+
+@automatic_inside(_own_axes)
+def _initialized(
+    init: Callable[..., Any], model: Transformer, rngs: Any, *args: Any, **kwargs: Any
+) -> Any:
+    return init(rngs, *args, **kwargs)
+
+
 class Transformer(nn.Module):
     """A decoder-only Transformer with any position encoding.
 
@@ -103,6 +127,22 @@ class Transformer(nn.Module):
     def state_dtype(self) -> jnp.dtype:
         """Type of the position states."""
         return self.config.carried_dtype
+
+    @nn.nowrap
+    def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
+        """As ``flax.linen.Module.apply``, on meshes with explicit axes too.
+
+        What is returned is split there as the tokens are, logits also as the output projection is.
+        """
+        return _applied(super().apply, variables, *args, **kwargs)
+
+    @nn.nowrap
+    def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+        """As ``flax.linen.Module.init``, on meshes with explicit axes too.
+
+        Parameters lie there where :attr:`sharding` says, if it does, else whole on every device.
+        """
+        return _initialized(super().init, self, rngs, *args, **kwargs)
 
     @nn.nowrap
     def parameters(self) -> dict[str, ParameterSpec]:

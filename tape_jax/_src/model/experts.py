@@ -130,7 +130,7 @@ def mixture(
     on_device = functools.partial(_on_device, experts=experts, sharding=sharding)
     out, chosen = jax.shard_map(
         on_device,
-        mesh=sharding.mesh,
+        mesh=sharding.inner,
         in_specs=(tokens, tokens, specs),
         out_specs=(tokens, tokens),
     )(x, logits, kernels)

@@ -23,7 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from tape_jax._src.core.checks import as_integers, concrete, require
+from tape_jax._src.core.explicit import automatic_inside
 from tape_jax._src.core.segments import PADDING, places
+from tape_jax._src.model import placement
 from tape_jax._src.model.by_layer import loop_over_tokens
 from tape_jax._src.model.cache import Cache, append, check_length, init_cache, last_segment
 from tape_jax._src.model.decoder import Transformer
@@ -33,6 +35,7 @@ from tape_jax._src.positions.protocol import as_positions, check_indices, defaul
 Array = jax.Array
 
 
+@automatic_inside(placement.outputs)
 def generate(
     model: Transformer,
     variables: Any,
@@ -171,6 +174,7 @@ def pad_prompts(
     return jnp.asarray(padded), jnp.asarray(lengths)
 
 
+@automatic_inside(placement.outputs)
 def prefill(
     model: Transformer,
     variables: Any,
@@ -277,6 +281,7 @@ def _check_lengths(lengths: Any, batch: int, longest: int) -> Array:
     return lengths.astype(jnp.int32)
 
 
+@automatic_inside(placement.outputs)
 def extend(
     model: Transformer,
     variables: Any,
@@ -329,6 +334,7 @@ class _Decoding(NamedTuple):
     out: Array
 
 
+@automatic_inside(placement.outputs)
 def decode(
     model: Transformer,
     variables: Any,

@@ -134,7 +134,7 @@ def _sum_over_heads(matrix: Array, axes: Axes, states: Array, sharding: Sharding
     out_shape = jax.eval_shape(product, matrix, states).shape
     scattered = jax.shard_map(
         part,
-        mesh=sharding.mesh,
+        mesh=sharding.inner,
         in_specs=(sharding.spec(axes, matrix.shape, "a mixing matrix"), states_spec),
         out_specs=sharding.spec(("batch", "sequence", "kv_heads", None), out_shape, "states"),
         check_vma=False,
