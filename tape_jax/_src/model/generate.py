@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tape_jax._src.core.checks import as_integers, concrete, require
-from tape_jax._src.core.explicit import automatic_inside
+from tape_jax._src.core.explicit import automatic_inside, names_of
 from tape_jax._src.core.segments import PADDING, places
 from tape_jax._src.model import placement
 from tape_jax._src.model.by_layer import loop_over_tokens
@@ -417,6 +417,7 @@ def decode(
     return end.out, by.finish(end.cache)
 
 
+@automatic_inside(lambda given, _: names_of(given["logits"])[:-1])
 def sample_logits(
     logits: Array,
     key: Array | None = None,

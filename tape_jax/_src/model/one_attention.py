@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from tape_jax._src.attention import attention
 from tape_jax._src.core.algebra import at_least_float32
 from tape_jax._src.core.checks import require
+from tape_jax._src.core.explicit import automatic_inside, names_of
 from tape_jax._src.core.segments import places
 from tape_jax._src.model.attention_layer import prepared
 from tape_jax._src.model.cache import LayerCache, empty_layer
@@ -77,6 +79,20 @@ def start_cache(
     return empty_layer(config, batch_size, capacity, updates=updates)
 
 
+def _explicit_axes(given: Mapping[str, Any], shapes: Any) -> Any:
+    """Where results lie on a mesh with explicit axes."""
+    out, attended, cache = shapes
+    lead = names_of(given["x"])[:-1]
+    heads = names_of(given["params"]["q"])[-1]
+    heads = None if heads in lead else heads
+    if attended is not None:
+        attended = (*lead, heads, *[None] * (attended.ndim - len(lead) - 1))
+    if cache is not None:
+        cache = jax.tree.map(lambda _, x: names_of(x), cache, given["cache"])
+    return (*lead, None)[: out.ndim], attended, cache
+
+
+@automatic_inside(_explicit_axes)
 def attend(
     config: ModelConfig,
     params: dict[str, Array],
