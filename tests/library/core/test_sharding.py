@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from tape_jax import Experts, ModelConfig, RandomPositions, Transformer, init_cache, positions
@@ -474,9 +474,3 @@ def test_wrong_calls_on_a_mesh():
         trace(model, (B, T), mutable=["maps"])
     with pytest.raises(ValueError, match="the mesh splits 'batch' into 2 parts"):
         sharding.place(np.zeros((3, 4), np.int32))
-
-
-def test_a_mesh_of_explicit_axes_is_refused():
-    kinds = (AxisType.Auto, AxisType.Explicit)
-    with pytest.raises(NotImplementedError, match=r"tensor are explicit.*AxisType\.Auto"):
-        Sharding(AbstractMesh((2, 4), ("data", "tensor"), kinds))

@@ -1,0 +1,150 @@
+"""Meshes as ``jax.make_mesh`` makes them: values, gradients and shardings in types."""
+
+import functools
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import P
+from jax.sharding import AxisType, NamedSharding
+
+import tape_jax as tape
+from tape_jax._src.core.explicit import automatic, explicit_mesh
+from tests.arrays import normal
+from tests.selection import mostly_slow
+
+BATCH, TIME, HEADS, KV_HEADS, DIM = 2, 8, 4, 2, 8
+SPLITS = {
+    "batch": P("data", None, None, None),
+    "heads": P(None, None, "tensor", None),
+    "both": P("data", None, "tensor", None),
+}
+IMPLEMENTATIONS = ("reference", "chunked", "rows", "query_blocks", "pallas")
+
+
+def mesh_of(kind=AxisType.Explicit):
+    return jax.make_mesh((2, 2), ("data", "tensor"), (kind,) * 2, devices=jax.devices()[:4])
+
+
+def put(mesh, spec, *arrays):
+    return [jax.device_put(x, NamedSharding(mesh, P(*spec[: np.ndim(x)]))) for x in arrays]
+
+
+def arrays():
+    sizes = [HEADS, KV_HEADS, KV_HEADS, KV_HEADS]
+    return [
+        jnp.asarray(normal(BATCH, TIME, h, DIM, seed=n), "float32") for n, h in enumerate(sizes)
+    ]
+
+
+def attend(q, k, v, e, implementation=None):
+    interpret = implementation == "pallas"
+    return tape.attention(
+        q, k, v, state=e, is_causal=True, implementation=implementation, interpret=interpret
+    )
+
+
+def with_gradients(function):
+    """Values, and gradients of a sum of them."""
+
+    def total(*args):
+        out = function(*args)
+        return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(out)), out
+
+    def run(*args):
+        (_, out), gradients = jax.value_and_grad(total, range(len(args)), has_aux=True)(*args)
+        return out, gradients
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "split", "kind"),
+    mostly_slow(
+        itertools.product(IMPLEMENTATIONS, SPLITS, (AxisType.Explicit, AxisType.Auto)),
+        *((name, "both", AxisType.Explicit) for name in IMPLEMENTATIONS),
+        ("chunked", "batch", AxisType.Explicit),
+        ("chunked", "heads", AxisType.Auto),
+    ),
+)
+def test_attention(implementation, split, kind):
+    run = with_gradients(functools.partial(attend, implementation=implementation))
+    args, spec, mesh = arrays(), SPLITS[split], mesh_of(kind)
+    with jax.set_mesh(mesh):
+        got = run(*put(mesh, spec, *args))
+    chex.assert_trees_all_close(got, run(*args), atol=1e-4)
+    if kind == AxisType.Explicit:
+        specs = {jax.typeof(x).sharding.spec for x in jax.tree.leaves(got)}
+        assert specs == {spec}
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_update(split):
+    q, e, *_ = arrays()
+    x = jnp.asarray(normal(BATCH, TIME, 16), "float32")
+    params = tape.init_update(jax.random.key(0), 16, HEADS, num_kv_heads=KV_HEADS)
+    params = jax.tree.map(lambda z: z + 0.1, params)
+    run = with_gradients(functools.partial(tape.update_state, alpha=0.7, norm="rms"))
+    mesh, spec = mesh_of(), SPLITS[split]
+    with jax.set_mesh(mesh):
+        got = run(params, *put(mesh, spec, e, q), *put(mesh, spec[:1], x))
+    chex.assert_trees_all_close(got, run(params, e, q, x), atol=1e-4)
+    assert jax.typeof(got[0]).sharding.spec == spec
+
+
+def test_without_a_context():
+    """A jitted forward pass, and a call that is not jitted."""
+    args, mesh, spec = arrays(), mesh_of(), SPLITS["both"]
+    split = put(mesh, spec, *args)
+    for run in (attend, jax.jit(attend)):
+        got = run(*split)
+        chex.assert_trees_all_close(got, attend(*args), atol=1e-5)
+        assert jax.typeof(got[1]).sharding.spec == spec
+
+
+def test_manual_axes():
+    args, mesh = arrays(), mesh_of()
+    spec = SPLITS["both"]
+    mapped = jax.shard_map(
+        attend, mesh=mesh, in_specs=(spec,) * 4, out_specs=(spec, spec), check_vma=False
+    )
+    chex.assert_trees_all_close(jax.jit(mapped)(*put(mesh, spec, *args)), attend(*args), atol=1e-5)
+
+
+def test_shardings_are_those_of_jax_nn():
+    q, k, v, _ = arrays()
+    mesh = mesh_of()
+    with jax.set_mesh(mesh):
+        q, k, v = put(mesh, SPLITS["batch"], q, k.repeat(2, 2), v.repeat(2, 2))
+        theirs = jax.nn.dot_product_attention(q, k, v, implementation="xla")
+        assert jax.typeof(tape.attention(q, k, v)[0]) == jax.typeof(theirs)
+
+
+def test_shardings_that_disagree():
+    mesh = mesh_of()
+    q, k, v, e = arrays()
+    wrong = [*put(mesh, P("data"), q), *put(mesh, P("tensor"), k, v, e)]
+    with pytest.raises(ValueError, match=r"a batch axis of q, k and v .*'data' and 'tensor'"):
+        attend(*wrong)
+
+
+def test_meshes_that_disagree():
+    other = jax.make_mesh((4,), ("all",), devices=jax.devices()[4:])
+    q, k, v, e = arrays()
+    args = [*put(mesh_of(), P("data"), q), *put(other, P(None), k, v, e)]
+    with pytest.raises(ValueError, match="arrays must lie on one mesh; got float32"):
+        attend(*args)
+
+
+def test_which_meshes_are_explicit():
+    x = jnp.ones(4)
+    assert explicit_mesh([x, "text", None]) is None
+    assert explicit_mesh(put(mesh_of(AxisType.Auto), P("data"), x)) is None
+    (split,) = put(mesh_of(), P("data"), x)
+    assert explicit_mesh({"x": split}).axis_names == ("data", "tensor")
+    assert set(automatic(mesh_of()).axis_types) == {AxisType.Auto}
+    plain = mesh_of(AxisType.Auto)
+    assert automatic(plain) is plain
