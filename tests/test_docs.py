@@ -292,8 +292,8 @@ def test_every_page_is_in_the_navigation():
     assert all((ROOT / "docs" / page).exists() or (ROOT / page).exists() for page in listed)
 
 
-# Code and tables count too. One how-to may be longer.
-WORDS, WORDS_OF_A_HOWTO, LONGER = 18_000, 1_200, {"howto/accelerators.md": 1_400}
+# Code and tables count too.
+WORDS, WORDS_OF_A_HOWTO = 18_000, 1_200
 
 
 def test_pages_for_users_are_short():
@@ -301,8 +301,7 @@ def test_pages_for_users_are_short():
     words = {page: len(read(path).split()) for page, path in pages.items() if path.exists()}
     assert sum(words.values()) <= WORDS
     howtos = {page: count for page, count in words.items() if page.startswith("howto/")}
-    limits = {page: LONGER.get(page, WORDS_OF_A_HOWTO) for page in howtos}
-    assert not {page: n for page, n in howtos.items() if n > limits[page]}
+    assert not {page: n for page, n in howtos.items() if n > WORDS_OF_A_HOWTO}
 
 
 def reference_entries():
