@@ -1,0 +1,235 @@
+"""Greedy continuations of many prompts: batches of like length, each length compiled once."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tape_jax import Transformer, decode, init_cache, pad_prompts, prefill
+from train.checks import require
+from train.evaluation import Progress
+
+# A part of the memory that is left free.
+RESERVED = 0.08
+
+
+@dataclasses.dataclass
+class Speed:
+    """What continuing took.
+
+    Attributes:
+      tokens: of prompts and continuations, padding left out.
+      seconds: in all.
+      compiling: of these, for tracing and compiling.
+    """
+
+    tokens: int = 0
+    seconds: float = 0.0
+    compiling: float = 0.0
+
+    def __str__(self) -> str:
+        running = self.seconds - self.compiling
+        if running <= 0:
+            return "nothing was left to ask"
+        share = self.compiling / self.seconds
+        return f"{self.tokens / running:,.0f} tokens/s; {share:.0%} of the time went into compiling"
+
+
+class Memory(NamedTuple):
+    """Bytes on one device while a batch is continued.
+
+    Attributes:
+      parameters: and whatever else goes in.
+      between: everything that is made on the way, the cache among it.
+      limit: what the device has; None: it does not tell.
+    """
+
+    parameters: int
+    between: int
+    limit: int | None
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.parameters + self.between
+
+    def __str__(self) -> str:
+        of = "" if self.limit is None else f" of {self.limit / 1e9:.2f} GB"
+        return (
+            f"memory of a device: {self.total / 1e9:.2f} GB{of}, {self.parameters / 1e9:.2f} GB of "
+            "them parameters"
+        )
+
+    def check(self, batch: int, width: int) -> None:
+        """Raises ValueError, with what to do, if a batch of prompts of this width does not fit."""
+        if self.limit is None or self.total <= self.limit * (1 - RESERVED):
+            return
+        room = max(0.0, self.limit * (1 - RESERVED) - self.parameters)
+        advice = int(batch * room / self.between)
+        raise ValueError(
+            f"{batch} prompts of {width:,} tokens at a time do not fit: {self}; ask at most "
+            f"{max(advice, 1)} at a time, run the prompts in chunks, or split the model over more "
+            "devices"
+        )
+
+
+@dataclasses.dataclass
+class Continuer:
+    """Continues prompts with one model; programs, one for each shape, are kept.
+
+    Attributes:
+      model, variables: of the model, whose sharding, if it has one, splits batches too.
+      pad: the token of padding.
+      stop: the token that ends a continuation, and is left out; None: there is none.
+      batch_size: prompts that are continued at once.
+      chunk: tokens of the prompts that are run at a time; None: all.
+      speed: what it took so far.
+      memory: of the largest program so far.
+    """
+
+    model: Transformer
+    variables: Any
+    pad: int
+    stop: int | None = None
+    batch_size: int = 16
+    chunk: int | None = None
+    speed: Speed = dataclasses.field(default_factory=Speed)
+    memory: Memory | None = None
+    _programs: dict[tuple[int, int, int], Any] = dataclasses.field(default_factory=dict)
+
+    def run(
+        self, prompts: Sequence[np.ndarray], max_new_tokens: int, widths: Sequence[int] | np.ndarray
+    ) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
+        """Continues prompts, the longest first.
+
+        Args:
+          prompts: token ids [P] each, at least 1.
+          max_new_tokens: N.
+          widths: ascending lengths to compile for, the last at least that of the longest prompt;
+            each batch is padded to the next of them.
+
+        Yields:
+          Rows of ``prompts``, and for each at most N token ids, up to the stop.
+
+        Raises:
+          ValueError: a batch that does not fit into the memory.
+        """
+        lengths = np.array([len(prompt) for prompt in prompts])
+        order = np.argsort(-lengths, kind="stable")
+        size = self._size(len(prompts))
+        for start in range(0, len(order), size):
+            rows = order[start : start + size]
+            width = int(widths[np.searchsorted(widths, lengths[rows[0]])])
+            filled = np.pad(rows, (0, size - len(rows)), mode="edge")
+            padded, sizes = map(np.asarray, pad_prompts([prompts[i] for i in filled], self.pad))
+            margin = (0, 0), (width - padded.shape[1], 0)
+            tokens = np.pad(padded, margin, constant_values=self.pad)
+            begun = time.monotonic()
+            written = self._continue(tokens, sizes, max_new_tokens)[: len(rows)]
+            self.speed.seconds += time.monotonic() - begun
+            answers = [self._until_stop(row) for row in written]
+            self.speed.tokens += int(lengths[rows].sum()) + sum(map(len, answers))
+            yield rows, answers
+
+    def _size(self, count: int) -> int:
+        """Rows of a batch, a multiple of what a mesh divides."""
+        sharding = self.model.sharding
+        parts = 1 if sharding is None else sharding.shards("batch")
+        return -(-min(self.batch_size, count) // parts) * parts
+
+    def _until_stop(self, row: np.ndarray) -> np.ndarray:
+        if self.stop is None:
+            return row
+        return row[: [*row.tolist(), self.stop].index(self.stop)]
+
+    def _continue(self, tokens: np.ndarray, sizes: np.ndarray, new: int) -> np.ndarray:
+        key = (*tokens.shape, new)
+        given: tuple[Any, ...] = self.variables, tokens, sizes
+        if (sharding := self.model.sharding) is not None:
+            given = self.variables, *sharding.place((tokens, sizes))
+        if key not in self._programs:
+            begun = time.monotonic()
+            options = self.model, new, self.stop, self.pad, self.chunk
+            lowered = jax.jit(functools.partial(_continue, *options)).lower(*given)
+            self._programs[key] = program = lowered.compile()
+            self.speed.compiling += time.monotonic() - begun
+            memory = _memory(program)
+            memory.check(*tokens.shape)
+            self.memory = max(self.memory or memory, memory, key=lambda found: found.total)
+        return np.asarray(self._programs[key](*given))
+
+
+def _memory(program: Any) -> Memory:
+    """What a compiled program takes."""
+    found = program.memory_analysis()
+    device = jax.local_devices()[0]
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    if device.platform == "cpu":
+        # All devices of a CPU share its memory.
+        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(jax.local_devices())
+    between = found.temp_size_in_bytes + found.output_size_in_bytes
+    return Memory(found.argument_size_in_bytes, between, limit)
+
+
+def _continue(
+    model: Transformer,
+    new: int,
+    stop: int | None,
+    pad: int,
+    chunk: int | None,
+    variables: Any,
+    tokens: jax.Array,
+    lengths: jax.Array,
+) -> jax.Array:
+    """int32 [B, N]: what follows left-padded prompts [B, P]."""
+    batch, width = tokens.shape
+    sizes: Any = {"capacity": width + new, "length": lengths + new}
+    if width == 1:
+        cache = init_cache(model, batch, **sizes)
+    else:
+        prompts = tokens[:, :-1], lengths - 1
+        _, cache = prefill(model, variables, *prompts, chunk=chunk, **sizes)
+    stops = None if stop is None else jnp.array([stop])
+    return decode(model, variables, cache, tokens[:, -1], new, stop=stops, pad_id=pad)[0]
+
+
+def continuations(
+    continuer: Continuer,
+    prompts: Sequence[np.ndarray],
+    max_new_tokens: int,
+    *,
+    shapes: int = 4,
+    progress: Progress | None = None,
+) -> list[np.ndarray]:
+    """Continues many prompts greedily, those of like length together.
+
+    Args:
+      continuer: the model.
+      prompts: token ids [P] each, at least 1.
+      max_new_tokens: N.
+      shapes: how many different lengths to compile for.
+      progress: called with the numbers of prompts done and to be done.
+
+    Returns:
+      At most N token ids for each prompt, up to the stop, which is left out.
+    """
+    require(len(prompts) > 0, "evaluation: no prompts")
+    lengths = [len(prompt) for prompt in prompts]
+    widths = np.unique(np.quantile(lengths, np.arange(1, shapes + 1) / shapes, method="higher"))
+    answers: list[np.ndarray] = [np.zeros(0, np.int32)] * len(prompts)
+    done = 0
+    for rows, found in continuer.run(prompts, max_new_tokens, widths):
+        for row, answer in zip(rows, found, strict=True):
+            answers[row] = answer
+        done += len(rows)
+        if progress is not None:
+            progress(done, len(prompts))
+    return answers
