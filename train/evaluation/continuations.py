@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tape_jax import Transformer, decode, init_cache, pad_prompts, prefill
+from tape_jax import Cache, Transformer, decode, init_cache, pad_prompts, prefill
 from train.checks import require
 from train.evaluation import Progress
+from train.training.metrics import compiling_seconds
 
 # A part of the memory that is left free.
 RESERVED = 0.08
+# Tokens that are written before anybody asks whether they suffice.
+BLOCK = 16
 
 
 @dataclasses.dataclass
@@ -34,6 +38,16 @@ class Speed:
     tokens: int = 0
     seconds: float = 0.0
     compiling: float = 0.0
+
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[None]:
+        """Adds the time that something takes."""
+        begun, compiled = time.monotonic(), compiling_seconds()
+        yield
+        spent = time.monotonic() - begun
+        self.seconds += spent
+        # Programs that are traced inside others are counted twice.
+        self.compiling += min(compiling_seconds() - compiled, spent)
 
     def __str__(self) -> str:
         running = self.seconds - self.compiling
@@ -83,7 +97,7 @@ class Memory(NamedTuple):
 
 @dataclasses.dataclass
 class Continuer:
-    """Continues prompts with one model; programs, one for each shape, are kept.
+    """Continues prompts with one model; the programs, one for each shape, are kept.
 
     Attributes:
       model, variables: of the model, whose sharding, if it has one, splits batches too.
@@ -91,8 +105,10 @@ class Continuer:
       stop: the token that ends a continuation, and is left out; None: there is none.
       batch_size: prompts that are continued at once.
       chunk: tokens of the prompts that are run at a time; None: all.
+      enough: told the continuations of a batch so far, [B, n], it says whether they suffice; None:
+        all go on to a stop, or to the end.
       speed: what it took so far.
-      memory: of the largest program so far.
+      memory: of the largest batch so far; None: there was none.
     """
 
     model: Transformer
@@ -101,9 +117,10 @@ class Continuer:
     stop: int | None = None
     batch_size: int = 16
     chunk: int | None = None
+    enough: Callable[[np.ndarray], bool] | None = None
     speed: Speed = dataclasses.field(default_factory=Speed)
     memory: Memory | None = None
-    _programs: dict[tuple[int, int, int], Any] = dataclasses.field(default_factory=dict)
+    _programs: dict[tuple[int, ...], Any] = dataclasses.field(default_factory=dict)
 
     def run(
         self, prompts: Sequence[np.ndarray], max_new_tokens: int, widths: Sequence[int] | np.ndarray
@@ -123,27 +140,18 @@ class Continuer:
           ValueError: a batch that does not fit into the memory.
         """
         lengths = np.array([len(prompt) for prompt in prompts])
-        order = np.argsort(-lengths, kind="stable")
-        size = self._size(len(prompts))
-        for start in range(0, len(order), size):
-            rows = order[start : start + size]
+        for rows, filled in batches(
+            -lengths, batch_rows(self.model, self.batch_size, len(prompts))
+        ):
             width = int(widths[np.searchsorted(widths, lengths[rows[0]])])
-            filled = np.pad(rows, (0, size - len(rows)), mode="edge")
             padded, sizes = map(np.asarray, pad_prompts([prompts[i] for i in filled], self.pad))
             margin = (0, 0), (width - padded.shape[1], 0)
             tokens = np.pad(padded, margin, constant_values=self.pad)
-            begun = time.monotonic()
-            written = self._continue(tokens, sizes, max_new_tokens)[: len(rows)]
-            self.speed.seconds += time.monotonic() - begun
-            answers = [self._until_stop(row) for row in written]
+            with self.speed.measured():
+                written = self._continue(tokens, sizes, max_new_tokens)
+            answers = [self._until_stop(row) for row in written[: len(rows)]]
             self.speed.tokens += int(lengths[rows].sum()) + sum(map(len, answers))
             yield rows, answers
-
-    def _size(self, count: int) -> int:
-        """Rows of a batch, a multiple of what a mesh divides."""
-        sharding = self.model.sharding
-        parts = 1 if sharding is None else sharding.shards("batch")
-        return -(-min(self.batch_size, count) // parts) * parts
 
     def _until_stop(self, row: np.ndarray) -> np.ndarray:
         if self.stop is None:
@@ -151,20 +159,45 @@ class Continuer:
         return row[: [*row.tolist(), self.stop].index(self.stop)]
 
     def _continue(self, tokens: np.ndarray, sizes: np.ndarray, new: int) -> np.ndarray:
+        given = self.variables, *place(self.model, (tokens, sizes))
         key = (*tokens.shape, new)
-        given: tuple[Any, ...] = self.variables, tokens, sizes
-        if (sharding := self.model.sharding) is not None:
-            given = self.variables, *sharding.place((tokens, sizes))
         if key not in self._programs:
-            begun = time.monotonic()
-            options = self.model, new, self.stop, self.pad, self.chunk
-            lowered = jax.jit(functools.partial(_continue, *options)).lower(*given)
-            self._programs[key] = program = lowered.compile()
-            self.speed.compiling += time.monotonic() - begun
+            fill = functools.partial(_fill, self.model, new, self.chunk)
+            self._programs[key] = program = jax.jit(fill).lower(*given).compile()
             memory = _memory(program)
             memory.check(*tokens.shape)
             self.memory = max(self.memory or memory, memory, key=lambda found: found.total)
-        return np.asarray(self._programs[key](*given))
+        cache = self._programs[key](*given)
+        token, rows = given[1][:, -1], np.zeros((len(tokens), 0), np.int32)
+        while rows.shape[1] < new:
+            count = min(BLOCK, new - rows.shape[1])
+            written, cache = _write(
+                self.model, count, self.stop, self.pad, *given[:1], cache, token
+            )
+            token, rows = written[:, -1], np.concatenate([rows, written], axis=1)
+            ended = self.stop is not None and (rows == self.stop).any(axis=1).all()
+            if ended or (self.enough is not None and self.enough(rows)):
+                break
+        return rows
+
+
+def batches(key: np.ndarray, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Rows in the order of a key: those of each batch, and the same filled up to ``size``."""
+    order = np.argsort(key, kind="stable")
+    for start in range(0, len(order), size):
+        rows = order[start : start + size]
+        yield rows, np.pad(rows, (0, size - len(rows)), mode="edge")
+
+
+def batch_rows(model: Transformer, batch_size: int, count: int) -> int:
+    """Rows of a batch, a multiple of what the model's mesh divides."""
+    parts = 1 if model.sharding is None else model.sharding.shards("batch")
+    return -(-min(batch_size, count) // parts) * parts
+
+
+def place(model: Transformer, arrays: tuple[np.ndarray, ...]) -> tuple[Any, ...]:
+    """Arrays [B, ...], on the mesh of a model if it has one."""
+    return arrays if model.sharding is None else model.sharding.place(arrays)
 
 
 def _memory(program: Any) -> Memory:
@@ -179,26 +212,35 @@ def _memory(program: Any) -> Memory:
     return Memory(found.argument_size_in_bytes, between, limit)
 
 
-def _continue(
+def _fill(
     model: Transformer,
     new: int,
-    stop: int | None,
-    pad: int,
     chunk: int | None,
     variables: Any,
     tokens: jax.Array,
     lengths: jax.Array,
-) -> jax.Array:
-    """int32 [B, N]: what follows left-padded prompts [B, P]."""
+) -> Cache:
+    """A cache of left-padded prompts [B, P] but for their last token, with room for N more."""
     batch, width = tokens.shape
     sizes: Any = {"capacity": width + new, "length": lengths + new}
     if width == 1:
-        cache = init_cache(model, batch, **sizes)
-    else:
-        prompts = tokens[:, :-1], lengths - 1
-        _, cache = prefill(model, variables, *prompts, chunk=chunk, **sizes)
+        return init_cache(model, batch, **sizes)
+    return prefill(model, variables, tokens[:, :-1], lengths - 1, chunk=chunk, **sizes)[1]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=5)
+def _write(
+    model: Transformer,
+    count: int,
+    stop: int | None,
+    pad: int,
+    variables: Any,
+    cache: Cache,
+    token: jax.Array,
+) -> tuple[jax.Array, Cache]:
+    """int32 [B, count]: what follows, and the cache."""
     stops = None if stop is None else jnp.array([stop])
-    return decode(model, variables, cache, tokens[:, -1], new, stop=stops, pad_id=pad)[0]
+    return decode(model, variables, cache, token, count, stop=stops, pad_id=pad)
 
 
 def continuations(

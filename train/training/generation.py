@@ -15,7 +15,7 @@ import numpy as np
 import tape_jax as tape
 from tape_jax import Cache, Transformer, decode, init_cache, pad_prompts, prefill
 from train.checks import require
-from train.data.tokenizers import Tokenized
+from train.data.tokenizers import Tokenized, Tokenizer
 from train.evaluation import fits
 from train.training import runs
 
@@ -32,6 +32,7 @@ class Speaker:
       encode: prompt to token ids.
       decode: token ids to text.
       eos: id of the token that ends a text, or None.
+      codec: the tokenizer, or None of a task that has none.
     """
 
     model: Transformer
@@ -39,6 +40,7 @@ class Speaker:
     encode: Callable[[str], Sequence[int] | np.ndarray]
     decode: Callable[[Sequence[int]], str]
     eos: int | None
+    codec: Tokenizer | None = None
 
 
 def load(folder: Path, adapter: Path | None = None, tokenizer: str | None = None) -> Speaker:
@@ -55,8 +57,9 @@ def load(folder: Path, adapter: Path | None = None, tokenizer: str | None = None
         )
         trained = runs.restore_model(folder)
         task: Any = trained.experiment.task
-        eos = getattr(getattr(task, "codec", None), "eos", None)
-        return Speaker(trained.model, trained.variables, task.encode, task.decode, eos)
+        codec = getattr(task, "codec", None)
+        eos = getattr(codec, "eos", None)
+        return Speaker(trained.model, trained.variables, task.encode, task.decode, eos, codec)
     model, variables = tape.from_pretrained(folder)
     if adapter is not None:
         model, variables = tape.adapt.load_adapter(adapter, model, variables)
@@ -66,7 +69,7 @@ def load(folder: Path, adapter: Path | None = None, tokenizer: str | None = None
         f"generate: the tokenizer {task.tokenizer!r} has {task.vocab_size} tokens, the model "
         f"{model.config.vocab_size}",
     )
-    return Speaker(model, variables, task.encode, task.decode, task.codec.eos)
+    return Speaker(model, variables, task.encode, task.decode, task.codec.eos, task.codec)
 
 
 def stream(
