@@ -13,6 +13,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from tape_jax.sharding import ShardingConfig
 from train.checks import positive, require
 from train.evaluation.continuations import Continuer
 from train.evaluation.likelihoods import Given, Scorer
@@ -44,6 +45,9 @@ class TapeJax(TemplateLM):
         max_length: int | None = None,
         chunk: int | None = None,
         add_bos_token: bool = True,
+        data: int = 1,
+        fsdp: int = 1,
+        tensor: int = 1,
         max_batch_size: int | None = None,
         device: str | None = None,
     ):
@@ -58,6 +62,7 @@ class TapeJax(TemplateLM):
             takes any number, those of its config; else 2,048.
           chunk: tokens of a prompt that are run at a time before an answer is written; None: all.
           add_bos_token: whether the token that starts a document starts a text, if there is one.
+          data, fsdp, tensor: devices of a mesh, of which one may be -1: all that are left.
           max_batch_size, device: given by the harness, and not used.
 
         Raises:
@@ -71,7 +76,9 @@ class TapeJax(TemplateLM):
             f"run={run}, model={model}",
         )
         folder = Path(str(model if run is None else run))
-        speaker = load(folder, None if adapter is None else Path(adapter), tokenizer)
+        alone = (data, fsdp, tensor) == (1, 1, 1)
+        mesh = None if alone else ShardingConfig(data=data, fsdp=fsdp, tensor=tensor)
+        speaker = load(folder, None if adapter is None else Path(adapter), tokenizer, mesh)
         require(
             speaker.codec is not None,
             f"tape_jax: {folder} was trained on a task without a tokenizer, and cannot read text",

@@ -72,8 +72,8 @@ def test_answers_are_those_of_transformers(ask, llama):
     pytest.importorskip("transformers", reason="transformers is not installed")
     pytest.importorskip("torch", reason="torch is not installed")
     theirs = ask("hf", model_args=f"pretrained={llama},dtype=float32", device="cpu", batch_size=1)
-    for options in ({"batch_size": 4}, {"batch_size": 1}):
-        ours = ask("tape_jax", model_args=f"model={llama},chunk=8", **options)
+    for size, mesh in ((4, ""), (1, ""), (4, ",data=4,tensor=2")):
+        ours = ask("tape_jax", model_args=f"model={llama},chunk=8{mesh}", batch_size=size)
         np.testing.assert_allclose(*(numbers(x)[0] for x in (ours, theirs)), atol=1e-4)
         assert numbers(ours)[1] == numbers(theirs)[1]
         assert ours["tape_write"] == theirs["tape_write"]

@@ -190,9 +190,7 @@ def evaluate(
     asker = _Asker(
         options, get_suite(options.suite, options.tasks), codec, read(options.background)
     )
-    for length in options.lengths:
-        for task in asker.tasks:
-            asker.ask((task, length, 0))
+    asker.check()
     about = asker.about(step)
     answers = Answers(path, about, fresh=fresh)
     continuer = Continuer(
@@ -237,6 +235,18 @@ class _Asker:
         (task, *where), options = key, self.options
         given: Any = {"seed": options.seed, "form": options.form}
         return ask(task, self.tasks[task], self.codec, self.background, *where, **given)
+
+    def check(self) -> None:
+        """Raises ValueError if a cell has no questions, or answers that cannot be written."""
+        for length in self.options.lengths:
+            for task in self.tasks:
+                for right in self.ask((task, length, 0)).question.references:
+                    written = self.codec.decode(self.codec.encode(f" {right}"))
+                    require(
+                        right in written,
+                        f"the tokenizer {self.codec.name!r} writes {right!r}, which {task} asks "
+                        f"for, as {written!r}: no answer could be right",
+                    )
 
     def about(self, step: int) -> dict[str, Any]:
         """On what the answers of a checkpoint depend, beside the questions' keys."""

@@ -57,14 +57,17 @@ class Common:
         )
         require(often > 0, _TOO_SMALL.format(size=size))
         left = room - often * taken
-        most = min(left // (rarely * (4 + extra)) + 1, len(background.vocabulary))
+        most = min(left // (rarely * (4 + extra)) + count + 1, len(background.vocabulary))
         known = set(common)
         others = [w for w in background.words(rng, most, different=True) if w not in known]
         costs = rarely * (np.array([len(word) for word in others]) + extra)
         fitting = int(np.searchsorted(np.cumsum(costs), left, "right"))
-        enough = fitting < len(others) or left < 2 * rarely * (8 + extra)
-        if not enough:  # It says how many words are missing.
-            background.words(rng, left // (rarely * (8 + extra)) + count, different=True)
+        require(
+            fitting < len(others),
+            f"the background {background.name} has {len(background.vocabulary):,} different words "
+            f"of four to eight letters, too few for a list of {size:,} characters: name a text "
+            "with more words, or ask for smaller lengths",
+        )
         words = common * often + others[:fitting] * rarely
         order = rng.permutation(len(words)).tolist()
         text = " ".join([f"{n}. {words[i]}" for n, i in enumerate(order, start=1)])

@@ -141,6 +141,17 @@ def test_options_out_of_range(options, message):
         Options(**OPTIONS | options)
 
 
+def test_a_tokenizer_that_cannot_write_the_answers(trained, tmp_path, background):
+    class Deaf(tokenizers.ByteTokenizer):
+        def _decode(self, ids):
+            return "?" * len(ids)
+
+    options = Options(**OPTIONS | MORE | {"background": background})
+    with pytest.raises(ValueError, match=r"'bytes' writes '[A-Z]{3}', which vt asks for, as '\?"):
+        evaluate(trained, Deaf(), options, tmp_path / "answers.jsonl")
+    assert not (tmp_path / "answers.jsonl").exists()
+
+
 def test_a_task_without_a_tokenizer():
     with pytest.raises(ValueError, match="sums was trained on a task without a tokenizer"):
         tokenizer_of(object(), "sums")
