@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -166,6 +167,7 @@ class TapeJax(TemplateLM):
                 done += len(rows)
                 progress(done, len(given))
                 yield [places[row] for row in rows], found
+        _report("log-likelihoods", self._scorer)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> Any:
         """Log-likelihoods of whole texts, each token scored once, with as much context as fits."""
@@ -215,6 +217,7 @@ class TapeJax(TemplateLM):
                         self.cache_hook.add_partial("generate_until", args, answers[number])
                     done += len(rows)
                     progress(done, len(requests))
+        _report("answers", self._continuer)
         return answers
 
     def _prompts(self, texts: Sequence[str], new: int) -> list[np.ndarray]:
@@ -249,6 +252,11 @@ class TapeJax(TemplateLM):
         """Text without special tokens."""
         special = set(self.codec.specials.values())
         return self.codec.decode([i for i in map(int, tokens) if i not in special])
+
+
+def _report(what: str, worker: Scorer | Continuer) -> None:
+    """Says how fast it went, and how much memory was planned."""
+    print(f"{what}: {worker.speed}; {worker.programs.memory}", file=sys.stderr, flush=True)
 
 
 def _usual_length(folder: Path) -> int:

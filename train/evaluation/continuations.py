@@ -96,6 +96,33 @@ class Memory(NamedTuple):
 
 
 @dataclasses.dataclass
+class Programs:
+    """Compiled programs by their shapes, none of which takes more memory than there is.
+
+    Attributes:
+      memory: of the largest so far; None: there was none.
+    """
+
+    memory: Memory | None = None
+    _compiled: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+    def run(self, function: Callable[..., Any], *given: Any) -> Any:
+        """Calls a function that can be compared, the tokens [B, T] of a batch its second argument.
+
+        Raises:
+          ValueError: a batch that does not fit into the memory.
+        """
+        key = function, jax.tree.map(jnp.shape, given[1:])
+        if key not in self._compiled:
+            program = jax.jit(function).lower(*given).compile()
+            memory = _memory(program)
+            memory.check(*given[1].shape)
+            self.memory = max(self.memory or memory, memory, key=lambda found: found.total)
+            self._compiled[key] = program
+        return self._compiled[key](*given)
+
+
+@dataclasses.dataclass
 class Continuer:
     """Continues prompts with one model; the programs, one for each shape, are kept.
 
@@ -108,7 +135,7 @@ class Continuer:
       enough: told the continuations of a batch so far, [B, n], it says whether they suffice; None:
         all go on to a stop, or to the end.
       speed: what it took so far.
-      memory: of the largest batch so far; None: there was none.
+      programs: that it has compiled.
     """
 
     model: Transformer
@@ -119,8 +146,7 @@ class Continuer:
     chunk: int | None = None
     enough: Callable[[np.ndarray], bool] | None = None
     speed: Speed = dataclasses.field(default_factory=Speed)
-    memory: Memory | None = None
-    _programs: dict[tuple[int, ...], Any] = dataclasses.field(default_factory=dict)
+    programs: Programs = dataclasses.field(default_factory=Programs)
 
     def run(
         self, prompts: Sequence[np.ndarray], max_new_tokens: int, widths: Sequence[int] | np.ndarray
@@ -160,14 +186,7 @@ class Continuer:
 
     def _continue(self, tokens: np.ndarray, sizes: np.ndarray, new: int) -> np.ndarray:
         given = self.variables, *place(self.model, (tokens, sizes))
-        key = (*tokens.shape, new)
-        if key not in self._programs:
-            fill = functools.partial(_fill, self.model, new, self.chunk)
-            self._programs[key] = program = jax.jit(fill).lower(*given).compile()
-            memory = _memory(program)
-            memory.check(*tokens.shape)
-            self.memory = max(self.memory or memory, memory, key=lambda found: found.total)
-        cache = self._programs[key](*given)
+        cache = self.programs.run(_Fill(self.model, new, self.chunk), *given)
         token, rows = given[1][:, -1], np.zeros((len(tokens), 0), np.int32)
         while rows.shape[1] < new:
             count = min(BLOCK, new - rows.shape[1])
@@ -212,20 +231,22 @@ def _memory(program: Any) -> Memory:
     return Memory(found.argument_size_in_bytes, between, limit)
 
 
-def _fill(
-    model: Transformer,
-    new: int,
-    chunk: int | None,
-    variables: Any,
-    tokens: jax.Array,
-    lengths: jax.Array,
-) -> Cache:
-    """A cache of left-padded prompts [B, P] but for their last token, with room for N more."""
-    batch, width = tokens.shape
-    sizes: Any = {"capacity": width + new, "length": lengths + new}
-    if width == 1:
-        return init_cache(model, batch, **sizes)
-    return prefill(model, variables, tokens[:, :-1], lengths - 1, chunk=chunk, **sizes)[1]
+@dataclasses.dataclass(frozen=True)
+class _Fill:
+    """Makes a cache of prompts, but for their last token, with room for ``new`` more."""
+
+    model: Transformer
+    new: int
+    chunk: int | None
+
+    def __call__(self, variables: Any, tokens: jax.Array, lengths: jax.Array) -> Cache:
+        """The cache of left-padded prompts [B, P]."""
+        batch, width = tokens.shape
+        sizes: Any = {"capacity": width + self.new, "length": lengths + self.new}
+        if width == 1:
+            return init_cache(self.model, batch, **sizes)
+        prompts = tokens[:, :-1], lengths - 1
+        return prefill(self.model, variables, *prompts, chunk=self.chunk, **sizes)[1]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=5)

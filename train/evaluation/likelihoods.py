@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tape_jax import Transformer
-from train.evaluation.continuations import Speed, batch_rows, batches, place
+from train.evaluation.continuations import Programs, Speed, batch_rows, batches, place
 from train.evaluation.window_losses import CHUNK
 
 # The least length, in tokens, that is compiled for.
@@ -55,6 +54,7 @@ class Scorer:
       pad: the token of padding.
       batch_size: rows at once.
       speed: what it took so far.
+      programs: that it has compiled.
     """
 
     model: Transformer
@@ -62,12 +62,16 @@ class Scorer:
     pad: int
     batch_size: int = 16
     speed: Speed = dataclasses.field(default_factory=Speed)
+    programs: Programs = dataclasses.field(default_factory=Programs)
 
     def run(self, given: Sequence[Given]) -> Iterator[tuple[np.ndarray, list[Likelihood]]]:
         """Scores what is given, the longest first.
 
         Yields:
           Rows of ``given``, and how likely each continuation is.
+
+        Raises:
+          ValueError: a batch that does not fit into the memory.
         """
         lengths = np.array([len(row.tokens) for row in given])
         starts = np.array([row.start for row in given])
@@ -81,7 +85,7 @@ class Scorer:
             arrays = tokens, starts[filled].astype(np.int32), lengths[filled].astype(np.int32)
             with self.speed.measured():
                 placed = place(self.model, arrays)
-                found = _score(self.model, places, self.variables, *placed)
+                found = self.programs.run(_Score(self.model, places), self.variables, *placed)
                 sums, greedy = map(np.asarray, found)
             self.speed.tokens += int(lengths[rows].sum())
             pairs = zip(sums.tolist(), greedy.tolist(), strict=True)
@@ -100,37 +104,36 @@ def rounded(length: int) -> int:
     return size
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _score(
-    model: Transformer,
-    count: int,
-    variables: Any,
-    tokens: jax.Array,
-    starts: jax.Array,
-    lengths: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Sums float32 [B], and whether all tokens are the most probable, bool [B].
+@dataclasses.dataclass(frozen=True)
+class _Score:
+    """Scores continuations of at most ``count`` tokens."""
 
-    Args:
-      model, variables: of the model.
-      count: tokens of the longest continuation.
-      tokens: int32 [B, W + 1], padded on the right.
-      starts, lengths: int32 [B], of each continuation, and of all without padding.
-    """
-    hidden = jnp.asarray(
-        model.apply(variables, tokens[:, :-1], length=lengths - 1, output="hidden")
-    )
-    places = starts[:, None] - 1 + jnp.arange(count)
-    at = jnp.take_along_axis(hidden, places[..., None], axis=1, mode="clip")
-    targets = jnp.take_along_axis(tokens, places + 1, axis=1, mode="clip")
+    model: Transformer
+    count: int
 
-    def one(pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        logits = model.project(variables, pair[0]).astype(jnp.float32)
-        chosen = jnp.take_along_axis(logits, pair[1][..., None], axis=-1)[..., 0]
-        return chosen - jax.nn.logsumexp(logits, axis=-1), logits.argmax(-1) == pair[1]
+    def __call__(
+        self, variables: Any, tokens: jax.Array, starts: jax.Array, lengths: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Sums float32 [B], and whether all tokens are the most probable, bool [B].
 
-    flat = at.reshape(-1, at.shape[-1]), targets.reshape(-1)
-    found = jax.lax.map(one, flat, batch_size=CHUNK)
-    logs, right = (x.reshape(targets.shape) for x in found)
-    counts = places + 1 < lengths[:, None]
-    return jnp.where(counts, logs, 0).sum(axis=1), (right | ~counts).all(axis=1)
+        Args:
+          variables: of the model.
+          tokens: int32 [B, W + 1], padded on the right.
+          starts, lengths: int32 [B], of each continuation, and of all without padding.
+        """
+        inputs = tokens[:, :-1]
+        hidden = self.model.apply(variables, inputs, length=lengths - 1, output="hidden")
+        places = starts[:, None] - 1 + jnp.arange(self.count)
+        at = jnp.take_along_axis(jnp.asarray(hidden), places[..., None], axis=1, mode="clip")
+        targets = jnp.take_along_axis(tokens, places + 1, axis=1, mode="clip")
+
+        def one(pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            logits = self.model.project(variables, pair[0]).astype(jnp.float32)
+            chosen = jnp.take_along_axis(logits, pair[1][..., None], axis=-1)[..., 0]
+            return chosen - jax.nn.logsumexp(logits, axis=-1), logits.argmax(-1) == pair[1]
+
+        flat = at.reshape(-1, at.shape[-1]), targets.reshape(-1)
+        found = jax.lax.map(one, flat, batch_size=CHUNK)
+        logs, right = (x.reshape(targets.shape) for x in found)
+        counts = places + 1 < lengths[:, None]
+        return jnp.where(counts, logs, 0).sum(axis=1), (right | ~counts).all(axis=1)

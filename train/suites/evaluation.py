@@ -209,7 +209,7 @@ def evaluate(
             done += len(rows)
             if progress is not None:
                 progress(done, len(asker.keys))
-    memory = "" if continuer.memory is None else str(continuer.memory)
+    memory = str(continuer.programs.memory or "")
     scores, speed = asker.scores(answers), str(continuer.speed)
     return SuiteResult(options.suite, step, trained_length, about, scores, speed, memory)
 

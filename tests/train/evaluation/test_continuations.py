@@ -44,7 +44,7 @@ def test_are_those_of_all_at_once(trained, mesh):
     assert calls == [(2, 5), (4, 5), (5, 5)]
     assert continuer.speed.tokens == sum(map(len, [*prompts, *wanted]))
     assert 0 < continuer.speed.compiling < continuer.speed.seconds
-    assert continuer.memory.parameters > 0
+    assert continuer.programs.memory.parameters > 0
 
 
 def test_what_does_not_fit_is_refused(trained, monkeypatch):
