@@ -46,8 +46,7 @@ class Likelihood(NamedTuple):
 class Scorer:
     """Scores continuations with one model, those of like length together.
 
-    Lengths are rounded up to a power of two or one and a half of it, so that few programs are
-    compiled however many lengths there are.
+    Lengths are rounded up, so that few programs are compiled however many lengths there are.
 
     Attributes:
       model, variables: of the model.
@@ -93,15 +92,13 @@ class Scorer:
 
 
 def rounded(length: int) -> int:
-    """A power of two or one and a half of it that is not less.
+    """The next of the lengths that are compiled for: four between a power of two and the next.
 
-    >>> [rounded(n) for n in (1, 33, 48, 49, 500)]
-    [32, 48, 48, 64, 512]
+    >>> [rounded(n) for n in (1, 33, 40, 41, 65, 500)]
+    [32, 40, 40, 48, 80, 512]
     """
-    size = _LEAST
-    while size < length:
-        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
-    return size
+    step = max(_LEAST, 1 << (length - 1).bit_length()) // 8
+    return max(_LEAST, -(-length // step) * step)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,6 +43,5 @@ def test_are_those_of_each_text_alone(mesh):
 
 
 def test_few_lengths_are_compiled_for():
-    sizes = {rounded(n) for n in range(1, 4097)}
-    assert len(sizes) == 15
-    assert all(n <= rounded(n) <= max(32, 1.5 * n) for n in range(1, 4097))
+    assert len({rounded(n) for n in range(1, 4097)}) == 29
+    assert all(n <= rounded(n) <= max(32, 1.25 * n) for n in range(1, 4097))
