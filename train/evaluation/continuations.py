@@ -21,8 +21,9 @@ from train.training.metrics import compiling_seconds
 
 # A part of the memory that is left free.
 RESERVED = 0.08
-# Tokens that are written before anybody asks whether they suffice.
-BLOCK = 16
+# Tokens that are written before anybody asks whether they suffice: those of these numbers that leave
+# no rest, for which another program would be compiled.
+BLOCKS = range(8, 17)
 
 
 @dataclasses.dataclass
@@ -188,8 +189,9 @@ class Continuer:
         given = self.variables, *place(self.model, (tokens, sizes))
         cache = self.programs.run(_Fill(self.model, new, self.chunk), *given)
         token, rows = given[1][:, -1], np.zeros((len(tokens), 0), np.int32)
+        block = max((size for size in BLOCKS if new % size == 0), default=BLOCKS[-1])
         while rows.shape[1] < new:
-            count = min(BLOCK, new - rows.shape[1])
+            count = min(block, new - rows.shape[1])
             written, cache = _write(
                 self.model, count, self.stop, self.pad, *given[:1], cache, token
             )
