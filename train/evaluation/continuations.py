@@ -21,8 +21,8 @@ from train.training.metrics import compiling_seconds
 
 # A part of the memory that is left free.
 RESERVED = 0.08
-# Tokens that are written before anybody asks whether they suffice: the largest of these numbers that
-# leaves no rest, for which another program would be compiled.
+# Tokens that are written before anybody asks whether they suffice: the largest of these numbers
+# that leaves no rest, for which another program would be compiled.
 BLOCKS = range(8, 17)
 
 
