@@ -16,7 +16,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .PHONY: help ask demo play-models addition-demo compare-demo arena-demo extend-demo evidence evidence-places \
-	evidence-quick test test-slow test-next faults lint parity benchmarks docs docs-serve lock audit wheel clean
+	evidence-quick test test-slow test-next test-harness faults lint parity benchmarks docs docs-serve lock audit wheel clean
 
 help:  ## what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile
@@ -70,6 +70,11 @@ test-slow: $(VENV)/.ready  ## the tests that take longer
 test-next:  ## the tests under Python 3.12 and the newer jax that it gets
 	$(MAKE) test VENV=.venv-next PYTHON=$(NEXT)
 
+test-harness:  ## the tests of train/harness.py, with lm_eval, torch and transformers
+	$(MAKE) .venv-harness/.ready VENV=.venv-harness
+	.venv-harness/bin/python -m pip install --quiet lm_eval torch "transformers>=5" accelerate peft
+	.venv-harness/bin/python -m pytest tests/train/test_harness.py
+
 faults: $(VENV)/.ready  ## break training in many ways, and count what is lost
 	$(BIN)/python -m tests.faults
 
@@ -107,7 +112,7 @@ wheel: $(VENV)/.ready  ## build the wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean:  ## remove environments and caches; runs/ stays
-	rm -rf .venv .venv-next .venv-docs .venv-audit .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site
+	rm -rf .venv .venv-next .venv-docs .venv-audit .venv-harness .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site
 
 $(VENV)/.ready: requirements.txt
 $(DOCS_VENV)/.ready: requirements-docs.txt

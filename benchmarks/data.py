@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
+from train.data import tokenizers
 from train.data.packing import PACKINGS
+from train.suites import SUITES, background, get_suite, questions
 from train.tasks import TASKS, get_task, task_type
 from train.tasks.arithmetic import Addition
 from train.tasks.places import PlaceTask
@@ -26,6 +28,7 @@ from train.tasks.text import Text
 
 COMPUTED_TARGET = 100_000  # examples
 TEXT_TARGET = 5_000_000  # tokens
+SUITE_TARGET = 1000  # questions
 
 
 class Pipeline(NamedTuple):
@@ -73,6 +76,18 @@ def texts(tokens_per_batch: int, cache: str) -> Iterator[Pipeline]:
             yield Pipeline(name, partial(next, stream), size, length, TEXT_TARGET)
 
 
+def suites(length: int = 8192) -> Iterator[Pipeline]:
+    """Questions of suites in bytes, each another one."""
+    codec, text = tokenizers.load("bytes"), background.read("stdlib")
+    for name, task in (pair for suite in SUITES for pair in get_suite(suite).items()):
+        numbers = itertools.count()
+
+        def produce(name=name, task=task, numbers=numbers) -> object:
+            return questions.ask(name, task, codec, text, length, next(numbers))
+
+        yield Pipeline(f"{name}, {length} bytes", produce, 1, length, SUITE_TARGET * length)
+
+
 def examples_per_second(produce: Callable[[], object], size: int, seconds: float) -> float:
     """Examples made in a second of processor time by ``produce()``, ``size`` at a time."""
     produce()
@@ -99,7 +114,7 @@ def main() -> None:
         rate = count / (time.process_time() - start)
         print(f"reading the standard library and caching its {count:,} bytes: {rate:,.0f} bytes/s")
         print(f"{'data':<36} {'examples/s':>12} {'tokens/s':>14}  at least")
-        for pipeline in (*computed(options.batch), *texts(options.tokens, cache)):
+        for pipeline in (*computed(options.batch), *texts(options.tokens, cache), *suites()):
             rate = examples_per_second(pipeline.produce, pipeline.batch_size, options.seconds)
             tokens = rate * pipeline.length
             line = f"{pipeline.name:<36} {rate:>12,.0f} {tokens:>14,.0f}"

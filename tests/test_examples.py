@@ -2,11 +2,13 @@
 
 import importlib
 import re
+import shutil
 import sys
 import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -80,9 +82,38 @@ def test_classifiers_learn_the_relation(name, steps, capsys):
     assert after > 0.8
 
 
+def train(folder, *options):
+    """The losses of four steps of ``train.py`` on the mesh of the options."""
+    small = ["--steps=4", "--save-every=2", "--batch=8", "--length=32", "--width=32", "--layers=2"]
+    program = importlib.import_module("examples.train")
+    return program.main([f"--text={ROOT}/tape_jax/*.py", f"--out={folder}", *small, *options])
+
+
+@pytest.mark.slow
+def test_train_is_the_same_on_a_mesh_and_goes_on(tmp_path, capsys):
+    """On eight devices as on one, and stopped halfway as undisturbed."""
+    whole = train(tmp_path / "mesh", "--data=2", "--fsdp=2", "--tensor=2")
+    assert whole[0] == pytest.approx(np.log(256), abs=0.5)
+    assert whole[3] < whole[0] - 0.1
+    other = train(tmp_path / "other", "--fsdp=8")
+    np.testing.assert_allclose(other, whole, atol=1e-4)
+    shutil.rmtree(tmp_path / "mesh" / "4")
+    again = train(tmp_path / "mesh", "--data=2", "--fsdp=2", "--tensor=2")
+    assert again == whole[2:]
+    assert "bits per byte" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="'nothing' has 0 bytes; at least 2560 are needed"):
+        train(tmp_path / "none", "--text=nothing")
+
+
+def test_train_is_one_file_of_public_names():
+    text = (FOLDER / "train.py").read_text()
+    assert len(text.splitlines()) <= 150
+    assert not re.search(r"_src|(import|from) (examples|train)\b", text)
+
+
 def test_all_are_listed_and_tested():
     programs = {p.stem for p in FOLDER.glob("*.py") if "__main__" in p.read_text()}
-    assert programs == {*MODELS, *CLASSIFIERS, "ray_train"}
+    assert programs == {*MODELS, *CLASSIFIERS, "ray_train", "train"}
     text = (FOLDER / "README.md").read_text()
     assert all(f"`{name}.py`" in text for name in programs)
 

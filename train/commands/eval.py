@@ -3,9 +3,13 @@
 Files: evaluation.json, evaluation.txt, and the figures and files of the task.
 
 python -m train.main eval --run=runs/x --config.evaluation.longest=12
+python -m train.main eval --run=runs/x --suite=ruler --lengths 4096 8192
 
 With --cut-updates the position encoding is as before training, so that states of TAPE stay at their
 start; what comes out is printed, and not written.
+
+With --suite, questions that others ask, too, take the place of the task's own. An evaluation that
+was stopped goes on where it was; the files are evaluation_SUITE.*.
 
 It runs on the mesh of the run, as far as the devices of this machine fit it, else on the first of
 them. Another mesh: --config.sharding.data=-1 or --config.sharding.fsdp=-1. Sequences are not split.
@@ -24,6 +28,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cut-updates", action="store_true", help="the position encoding as before training"
     )
+    suite = parser.add_argument_group("suites")
+    suite.add_argument("--suite", help="ruler or babilong, in place of the task's evaluation")
+    suite.add_argument("--lengths", type=int, nargs="+", default=[], help="tokens, such as 4096")
+    suite.add_argument("--tasks", nargs="+", default=[], help="of the suite (all)")
+    suite.add_argument("--samples", type=int, default=20, help="of each task and length (20)")
+    suite.add_argument("--form", default="long", help="long, or short for small models (long)")
+    suite.add_argument("--background", default="stdlib", help="a source of text (stdlib)")
+    suite.add_argument("--seed", type=int, default=0, help="of the questions (0)")
+    suite.add_argument("--batch-size", type=int, default=16, help="questions at once (16)")
+    suite.add_argument("--chunk", type=int, help="tokens of a prompt at a time (all)")
+    suite.add_argument("--fresh", action="store_true", help="forget the answers there are")
     parser.set_defaults(overrides=())
 
 
@@ -32,16 +47,33 @@ def run(args: argparse.Namespace) -> None:
     begun = time.monotonic()
 
     from train import experiment
-    from train.compare.evaluations import evaluate, evaluate_untrained
+    from train.checks import require
+    from train.compare.evaluations import evaluate, evaluate_suite, evaluate_untrained
+    from train.suites.evaluation import Options
     from train.training import runs
     from train.training.metrics import Clock
 
     clock = Clock(begun)
     options, mesh = experiment.change_evaluation(runs.load(args.run), args.overrides)
+    asked = None
+    require(not (args.suite and args.cut_updates), "eval: --cut-updates does not go with --suite")
+    require(
+        bool(args.suite) or not args.lengths,
+        "eval: --lengths goes with --suite; the task's own are in --config.evaluation",
+    )
+    if args.suite is not None:
+        names = ("samples", "form", "background", "seed", "batch_size", "chunk")
+        given = {name: getattr(args, name) for name in names}
+        lists = tuple(sorted(set(args.lengths))), tuple(args.tasks)
+        asked = Options(args.suite, *lists, **given)
     clock.lap("to start")
-    result = (evaluate_untrained if args.cut_updates else evaluate)(args.run, options, mesh)
+    if asked is not None:
+        print(evaluate_suite(args.run, asked, mesh, fresh=args.fresh).table())
+    else:
+        print(
+            (evaluate_untrained if args.cut_updates else evaluate)(args.run, options, mesh).table()
+        )
     clock.lap("to evaluate")
-    print(result.table())
     if not args.cut_updates:
         print(f"\nwritten: {', '.join(str(p) for p in sorted(args.run.glob('evaluation*')))}")
     print(f"took {clock}")

@@ -13,6 +13,10 @@ from train.compare import plots
 from train.compare.tasks import compare
 from train.evaluation.inside import untrained
 from train.files import write_atomically
+from train.suites.evaluation import Options, tokenizer_of
+from train.suites.evaluation import evaluate as ask_suite
+from train.suites.results import FORMAT as SUITE_FORMAT
+from train.suites.results import SuiteResult
 from train.tasks import Result
 from train.training import runs
 from train.training.metrics import Progress
@@ -86,6 +90,47 @@ def evaluate_untrained(folder: Path, options: Any, mesh: ShardingConfig | None =
         return trained.experiment.task.evaluate(without, options, progress)
 
 
+def evaluate_suite(
+    folder: Path, options: Options, mesh: ShardingConfig | None = None, *, fresh: bool = False
+) -> SuiteResult:
+    """Asks a run a suite and writes what comes out into its folder, ``evaluation_SUITE.*``.
+
+    Args:
+      folder: of the run.
+      options: what is asked.
+      mesh: as for :func:`evaluate`.
+      fresh: forget the answers of an earlier evaluation.
+
+    Raises:
+      ValueError: as :func:`train.suites.evaluation.evaluate` does, if the run's task has no
+        tokenizer, or a file there is not of this program.
+    """
+    codec = tokenizer_of(runs.load(folder).task, str(folder))
+    path = folder / f"evaluation_{options.suite}.json"
+    require(
+        not path.exists() or _format(path) == SUITE_FORMAT,
+        f"{path} is not an evaluation written by this program: it is not replaced; move it away",
+    )
+    figure = path.with_suffix(".png")
+    plots.require_ours(figure)
+    trained = runs.restore_for_evaluation(folder, mesh)
+    with Progress.of(f"asking {folder.name}") as progress:
+        result = ask_suite(
+            trained,
+            codec,
+            options,
+            path.with_suffix(".jsonl"),
+            step=trained.step,
+            trained_length=trained.experiment.task.sequence_length,
+            fresh=fresh,
+            progress=progress,
+        )
+    write_atomically(path, json.dumps(result.to_json()) + "\n")
+    write_atomically(path.with_suffix(".txt"), f"step {trained.step}\n\n{result.table()}\n")
+    plots.save(result.figure(), figure)
+    return result
+
+
 def options_to_json(options: Any) -> dict[str, Any]:
     """The options of an evaluation as they come back from a file."""
     return json.loads(json.dumps(dataclasses.asdict(options)))
@@ -93,8 +138,14 @@ def options_to_json(options: Any) -> dict[str, Any]:
 
 def saved(folder: Path) -> dict[str, Any] | None:
     """What :func:`evaluate` wrote: ``step``, ``options`` and ``result``; None if it did not."""
+    path = folder / "evaluation.json"
+    return json.loads(path.read_text(encoding="utf-8")) if _format(path) == FORMAT else None
+
+
+def _format(path: Path) -> Any:
+    """The format that a file says it has; None if it says none."""
     try:
-        record = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
+        record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return record if isinstance(record, dict) and record.get("format") == FORMAT else None
+    return record.get("format") if isinstance(record, dict) else None

@@ -22,21 +22,18 @@ so that its prompt is that of evaluation; a longer answer loses its end, and the
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import grain
-import jax
-import jax.numpy as jnp
 import numpy as np
 import tqdm
 
-from tape_jax import Transformer, decode, pad_prompts, prefill
 from train.checks import choose, require
 from train.data import synthetic
 from train.data.tokenizers import Tokenized, Tokenizer
 from train.evaluation import Progress, Trained
+from train.evaluation.continuations import Continuer, continuations
 from train.tasks import Score
 from train.tasks.scrolls_files import SPLITS, SUBSETS, ScrollsRecord, read
 from train.tasks.scrolls_metrics import SCORES, Outcome, score
@@ -275,16 +272,16 @@ class Scrolls(Tokenized):
     ) -> dict[str, str]:
         """What the model answers, by id."""
         layout = self.layout
-        answers = continuations(
+        continuer = Continuer(
             trained.model,
             trained.variables,
-            [question.prompt for question in questions.values()],
-            layout.longest_answer,
-            stop=layout.stop,
             pad=layout.pad,
+            stop=layout.stop,
             batch_size=options.batch_size,
-            shapes=options.shapes,
-            progress=progress,
+        )
+        prompts = [question.prompt for question in questions.values()]
+        answers = continuations(
+            continuer, prompts, layout.longest_answer, shapes=options.shapes, progress=progress
         )
         texts = (layout.codec.decode(answer).strip() for answer in answers)
         return dict(zip(questions, texts, strict=True))
@@ -303,72 +300,6 @@ class Scrolls(Tokenized):
             else f"{name}: {predictions[name]!r}"
             for name, question in questions.items()
         ]
-
-
-def continuations(
-    model: Transformer,
-    variables: Any,
-    prompts: Sequence[np.ndarray],
-    max_new_tokens: int,
-    *,
-    stop: int,
-    pad: int,
-    batch_size: int,
-    shapes: int = 4,
-    progress: Progress | None = None,
-) -> list[np.ndarray]:
-    """Continues many prompts greedily, those of like length together.
-
-    Args:
-      model: the model.
-      variables: its variables.
-      prompts: token ids [P] each, at least 2.
-      max_new_tokens: N.
-      stop: the token that ends a continuation.
-      pad: the token of padding.
-      batch_size: prompts that are continued at once.
-      shapes: how many different lengths to compile for; each batch is padded to the next of them.
-      progress: called with the numbers of prompts done and to be done.
-
-    Returns:
-      At most N token ids for each prompt, up to ``stop``, which is left out.
-    """
-    lengths = np.array([len(prompt) for prompt in prompts])
-    widths = np.unique(np.quantile(lengths, np.arange(1, shapes + 1) / shapes, method="higher"))
-    order = np.argsort(lengths, kind="stable")
-    size = min(batch_size, len(prompts))
-    answers: list[np.ndarray] = [np.zeros(0, np.int32)] * len(prompts)
-    for start in range(0, len(order), size):
-        rows = order[start : start + size]
-        width = int(widths[np.searchsorted(widths, lengths[rows[-1]])])
-        filled = np.pad(rows, (0, size - len(rows)), mode="edge")
-        tokens, sizes = pad_prompts([prompts[row] for row in filled], pad)
-        margin = width - tokens.shape[1]
-        tokens = jnp.pad(tokens, ((0, 0), (margin, 0)), constant_values=pad)
-        written = _continue(model, variables, tokens, sizes, max_new_tokens, stop, pad)
-        for row, answer in zip(rows, np.asarray(written), strict=False):
-            answers[row] = answer[: [*answer, stop].index(stop)]
-        if progress is not None:
-            progress(start + len(rows), len(prompts))
-    return answers
-
-
-@functools.partial(jax.jit, static_argnums=(0, 4, 5, 6))
-def _continue(
-    model: Transformer,
-    variables: Any,
-    tokens: jax.Array,
-    lengths: jax.Array,
-    max_new_tokens: int,
-    stop: int,
-    pad: int,
-) -> jax.Array:
-    """int32 [B, N]: what follows left-padded prompts [B, P]."""
-    capacity = tokens.shape[1] + max_new_tokens
-    _, cache = prefill(model, variables, tokens[:, :-1], lengths - 1, capacity=capacity)
-    stops = jnp.array([stop])
-    new, _ = decode(model, variables, cache, tokens[:, -1], max_new_tokens, stop=stops, pad_id=pad)
-    return new
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -14,8 +14,10 @@ import numpy as np
 
 import tape_jax as tape
 from tape_jax import Cache, Transformer, decode, init_cache, pad_prompts, prefill
+from tape_jax.pretrained import pretrained_config
+from tape_jax.sharding import ShardingConfig
 from train.checks import require
-from train.data.tokenizers import Tokenized
+from train.data.tokenizers import Tokenized, Tokenizer
 from train.evaluation import fits
 from train.training import runs
 
@@ -32,6 +34,7 @@ class Speaker:
       encode: prompt to token ids.
       decode: token ids to text.
       eos: id of the token that ends a text, or None.
+      codec: the tokenizer, or None of a task that has none.
     """
 
     model: Transformer
@@ -39,13 +42,24 @@ class Speaker:
     encode: Callable[[str], Sequence[int] | np.ndarray]
     decode: Callable[[Sequence[int]], str]
     eos: int | None
+    codec: Tokenizer | None = None
 
 
-def load(folder: Path, adapter: Path | None = None, tokenizer: str | None = None) -> Speaker:
+def load(
+    folder: Path,
+    adapter: Path | None = None,
+    tokenizer: str | None = None,
+    mesh: ShardingConfig | None = None,
+) -> Speaker:
     """The model of a run or of a Llama folder.
 
+    Args:
+      folder: of either.
+      adapter, tokenizer: of a Llama folder.
+      mesh: of the devices of this process; None: the first one.
+
     Raises:
-      ValueError: if ``folder`` is neither, or lacks a tokenizer.
+      ValueError: if ``folder`` is neither or lacks a tokenizer, or the devices do not fit the mesh.
     """
     if (folder / "experiment.json").exists() or not (folder / "config.json").exists():
         require(
@@ -53,20 +67,39 @@ def load(folder: Path, adapter: Path | None = None, tokenizer: str | None = None
             "generate: --adapter and --tokenizer go with a Llama folder, and "
             f"{folder} has no config.json",
         )
-        trained = runs.restore_model(folder)
+        given = None if mesh is None else runs.evaluation_sharding(runs.load(folder), mesh)
+        trained = runs.restore_model(folder, sharding=given)
         task: Any = trained.experiment.task
-        eos = getattr(getattr(task, "codec", None), "eos", None)
-        return Speaker(trained.model, trained.variables, task.encode, task.decode, eos)
-    model, variables = tape.from_pretrained(folder)
-    if adapter is not None:
-        model, variables = tape.adapt.load_adapter(adapter, model, variables)
+        codec = getattr(task, "codec", None)
+        eos = getattr(codec, "eos", None)
+        return Speaker(trained.model, trained.variables, task.encode, task.decode, eos, codec)
+    model, variables = _llama(folder, adapter, mesh)
     task = Tokenized(tokenizer=tokenizer or str(folder))
     require(
         task.vocab_size <= model.config.vocab_size,
         f"generate: the tokenizer {task.tokenizer!r} has {task.vocab_size} tokens, the model "
         f"{model.config.vocab_size}",
     )
-    return Speaker(model, variables, task.encode, task.decode, task.codec.eos)
+    return Speaker(model, variables, task.encode, task.decode, task.codec.eos, task.codec)
+
+
+def _llama(
+    folder: Path, adapter: Path | None, mesh: ShardingConfig | None
+) -> tuple[Transformer, Any]:
+    """The model of a Llama folder and its variables, on a mesh if there is one."""
+    sharding = places = None
+    if mesh is not None:
+        sharding = dataclasses.replace(mesh.build(jax.local_devices()), strict=False)
+        base = Transformer(pretrained_config(folder))
+        shapes = jax.eval_shape(base.init, jax.random.key(0), runs.ONE_TOKEN)
+        places = sharding.of(base, shapes)
+    model, variables = tape.from_pretrained(folder, sharding=places)
+    if adapter is not None:
+        model, variables = tape.adapt.load_adapter(adapter, model, variables)
+    if sharding is not None:
+        model = Transformer(model.config, sharding=sharding)
+        variables = jax.device_put(variables, sharding.of(model, variables))
+    return model, variables
 
 
 def stream(

@@ -395,6 +395,11 @@ def _count(event: str, duration_secs: float, **_: str | int) -> None:
 jax.monitoring.register_event_duration_secs_listener(_count)
 
 
+def compiling_seconds() -> float:
+    """What this process has spent on programs so far; what is traced inside others counts twice."""
+    return _compiling
+
+
 class Clock:
     """Divides the time since it was made, or since an earlier moment, among what it was spent on.
 

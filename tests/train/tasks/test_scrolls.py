@@ -2,11 +2,9 @@ import collections
 import json
 
 import chex
-import jax
 import numpy as np
 import pytest
 
-import tape_jax as tape
 from tests.train import tokenizer_files
 from tests.train.tasks.scrolls_archives import HARBOUR, qa, record, write
 from train import experiment
@@ -14,7 +12,7 @@ from train.compare.tasks import compare
 from train.data import tokenizers
 from train.main import main
 from train.tasks import get_task
-from train.tasks.scrolls import ScrollsEvaluation, continuations
+from train.tasks.scrolls import ScrollsEvaluation
 from train.tasks.scrolls_metrics import Outcome
 
 EOS, PAD = 256, 257
@@ -170,30 +168,6 @@ class TestOptions:
     def test_of_evaluation(self, options, message):
         with pytest.raises(ValueError, match=message):
             ScrollsEvaluation(**options)
-
-
-class TestContinuations:
-    @pytest.mark.slow
-    def test_are_those_of_all_at_once(self):
-        config = tape.ModelConfig(vocab_size=20, hidden_size=8, num_layers=2, num_heads=2)
-        model = tape.Transformer(config)
-        variables = jax.jit(model.init)(jax.random.key(0), np.zeros((1, 4), np.int32))
-        rng = np.random.default_rng(0)
-        prompts = [rng.integers(0, 18, n).astype(np.int32) for n in (3, 9, 2, 9, 5)]
-        # The token that one of them writes second ends a continuation.
-        lists = [prompt.tolist() for prompt in prompts]
-        alone = np.asarray(tape.generate(model, variables, lists, 6))[:, -6:]
-        stop = int(alone[1][1])
-        wanted = [a[: [*a.tolist(), stop].index(stop)].tolist() for a in alone]
-        calls = []
-        found = continuations(
-            *(model, variables, prompts, 6),
-            **{"stop": stop, "pad": 19, "batch_size": 2, "shapes": 2},
-            progress=lambda *call: calls.append(call),
-        )
-        assert [answer.tolist() for answer in found] == wanted
-        assert min(map(len, wanted)) < max(map(len, wanted))
-        assert calls == [(2, 5), (4, 5), (5, 5)]
 
 
 def test_compare(data):

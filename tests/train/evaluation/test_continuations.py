@@ -1,0 +1,57 @@
+import jax
+import numpy as np
+import pytest
+
+import tape_jax as tape
+from tape_jax.sharding import ShardingConfig
+from tests.models import random_variables, small_model
+from train.evaluation import continuations as module
+from train.evaluation.continuations import Continuer, Memory, continuations
+
+PAD = 12
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A model, prompts of several lengths, and what it writes after each of them."""
+    model = small_model("tape", num_layers=2, vocab_size=14)
+    variables = random_variables(model)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, PAD, n).astype(np.int32) for n in (3, 9, 2, 9, 5)]
+    lists = [prompt.tolist() for prompt in prompts]
+    return model, variables, prompts, np.asarray(tape.generate(model, variables, lists, 6))[:, -6:]
+
+
+@pytest.mark.parametrize(
+    "mesh", [None, pytest.param(ShardingConfig(data=2, tensor=2), marks=pytest.mark.slow)]
+)
+def test_are_those_of_all_at_once(trained, mesh):
+    """With few at a time, in chunks, up to a stop, on one device and on a mesh."""
+    model, variables, prompts, alone = trained
+    if mesh is not None:
+        sharding = mesh.build(jax.devices()[:4])
+        model = tape.Transformer(model.config, sharding=sharding)
+        variables = jax.device_put(variables, sharding.of(model, variables))
+    # The token that one of them writes second ends a continuation.
+    stop = int(alone[1][1])
+    wanted = [a[: [*a.tolist(), stop].index(stop)].tolist() for a in alone]
+    calls = []
+    continuer = Continuer(model, variables, pad=PAD, stop=stop, batch_size=2, chunk=3)
+    found = continuations(
+        continuer, prompts, 6, shapes=2, progress=lambda *call: calls.append(call)
+    )
+    assert [answer.tolist() for answer in found] == wanted
+    assert calls == [(2, 5), (4, 5), (5, 5)]
+    assert continuer.speed.tokens == sum(map(len, [*prompts, *wanted]))
+    assert 0 < continuer.speed.compiling < continuer.speed.seconds
+    assert continuer.programs.memory.parameters > 0
+
+
+def test_what_does_not_fit_is_refused(trained, monkeypatch):
+    model, variables, prompts, _ = trained
+    monkeypatch.setattr(module, "_memory", lambda program: Memory(50, 100, 100))
+    continuer = Continuer(model, variables, pad=PAD, batch_size=4)
+    with pytest.raises(ValueError, match=r"4 prompts of 9 tokens at a time .* at most 1 at a time"):
+        continuations(continuer, prompts, 2, shapes=1)
+    Memory(50, 40, 100).check(4, 9)
+    Memory(50, 400, None).check(4, 9)

@@ -1,0 +1,47 @@
+import jax
+import numpy as np
+import pytest
+
+import tape_jax as tape
+from tape_jax.sharding import ShardingConfig
+from tests.models import random_variables, small_model
+from train.evaluation.likelihoods import Given, Scorer, rounded
+
+
+@pytest.mark.parametrize(
+    "mesh", [None, pytest.param(ShardingConfig(data=2, tensor=2), marks=pytest.mark.slow)]
+)
+def test_are_those_of_each_text_alone(mesh):
+    """In batches of several lengths; one continuation is what greedy decoding writes."""
+    model = small_model("tape", num_layers=2, vocab_size=14)
+    variables = random_variables(model)
+    rng = np.random.default_rng(0)
+    given = [
+        Given(rng.integers(0, 13, n), start) for n, start in ((40, 1), (9, 8), (70, 60), (5, 2))
+    ]
+    written = np.asarray(tape.generate(model, variables, [given[1].tokens.tolist()], 4))[0]
+    given.append(Given(written, 9))
+    wanted = []
+    for tokens, start in given:
+        logits = jax.nn.log_softmax(model.apply(variables, tokens[None, :-1])[0])[start - 1 :]
+        chosen = tokens[start:]
+        right = (logits.argmax(-1) == chosen).all()
+        wanted.append((float(logits[np.arange(len(chosen)), chosen].sum()), bool(right)))
+    if mesh is not None:
+        sharding = mesh.build(jax.devices()[:4])
+        model = tape.Transformer(model.config, sharding=sharding)
+        variables = jax.device_put(variables, sharding.of(model, variables))
+    scorer = Scorer(model, variables, pad=13, batch_size=2)
+    found = {}
+    for rows, likelihoods in scorer.run(given):
+        found.update(zip(rows.tolist(), likelihoods, strict=True))
+    ours = [found[i] for i in range(len(given))]
+    np.testing.assert_allclose([x.sum for x in ours], [x for x, _ in wanted], atol=1e-4)
+    assert [x.greedy for x in ours] == [x for _, x in wanted]
+    assert ours[-1].greedy
+    assert scorer.speed.tokens == sum(len(x.tokens) for x in given)
+
+
+def test_few_lengths_are_compiled_for():
+    assert len({rounded(n) for n in range(1, 4097)}) == 29
+    assert all(n <= rounded(n) <= max(32, 1.25 * n) for n in range(1, 4097))

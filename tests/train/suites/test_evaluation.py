@@ -1,0 +1,157 @@
+"""Asking a model: what is kept, what is gone on with, what is refused."""
+
+import json
+import types
+
+import numpy as np
+import pytest
+
+from tests.models import random_variables, small_model
+from train.data import tokenizers
+from train.suites import evaluation, get_suite
+from train.suites.evaluation import Answers, Options, evaluate, tokenizer_of
+from train.suites.results import SuiteResult
+
+BYTES = tokenizers.load("bytes")
+OPTIONS = {"suite": "ruler", "lengths": (300, 400), "tasks": ("vt", "fwe"), "samples": 3}
+MORE = {"form": "short", "batch_size": 2, "chunk": 128}
+
+
+@pytest.fixture(scope="module")
+def trained():
+    model = small_model("rope", num_layers=1, vocab_size=258)
+    fields = {"model": model, "variables": random_variables(model), "max_length": 400}
+    return types.SimpleNamespace(**fields)
+
+
+@pytest.fixture
+def background(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("A sentence of some ordinary words follows another one. \n" * 40)
+    return str(path)
+
+
+def asked(trained, path, background, **options):
+    chosen = Options(**OPTIONS | MORE | {"background": background} | options)
+    calls = []
+    given = {"step": 7, "trained_length": 128, "progress": lambda *call: calls.append(call)}
+    return evaluate(trained, BYTES, chosen, path, **given), calls
+
+
+def test_a_killed_evaluation_goes_on(trained, tmp_path, background, monkeypatch):
+    """With half a line of answers on the disk; what is there is not asked again."""
+    whole, calls = asked(trained, tmp_path / "whole.jsonl", background)
+    assert calls[-1] == (12, 12)
+    path = tmp_path / "answers.jsonl"
+    lines = (tmp_path / "whole.jsonl").read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join([*lines[:3], lines[3][:20]]))
+    again, calls = asked(trained, path, background)
+    assert calls[0][0] > 4
+    assert again.scores == whole.scores
+    assert sorted(path.read_bytes().split(b"\n")) == sorted(lines)
+    done, calls = asked(trained, path, background)
+    assert (done.scores, calls) == (whole.scores, [])
+    assert done.speed == "nothing was left to ask"
+    more, calls = asked(trained, path, background, samples=4)
+    assert len(calls) == 4
+    assert more.scores["vt"][400][:3] == whole.scores["vt"][400]
+
+
+def test_answers_do_not_depend_on_the_batch(trained, tmp_path, background):
+    asked(trained, tmp_path / "a", background)
+    asked(trained, tmp_path / "b", background, batch_size=8, chunk=None)
+    found = [Answers(tmp_path / x, json.loads((tmp_path / x).read_text().split("\n")[0])).texts
+             for x in "ab"]  # fmt: skip
+    assert found[0] == found[1]
+    assert len(found[0]) == 12
+
+
+def test_right_answers_score(trained, tmp_path, background, monkeypatch):
+    """With a stand-in for the model that reads the question's number off the key."""
+    path = tmp_path / "answers.jsonl"
+    asked(trained, path, background)
+    header, *_ = path.read_text().split("\n")
+    tasks = get_suite("ruler", OPTIONS["tasks"])
+    lines = []
+    for task in tasks:
+        for length in OPTIONS["lengths"]:
+            right = [
+                evaluation.ask(
+                    task, tasks[task], BYTES, evaluation.read(background), length, i, form="short"
+                ).question.references
+                for i in range(3)
+            ]
+            answers = [" ".join(right[0]).lower(), right[1][0], "nothing"]
+            line = {"task": task, "length": length, "numbers": [0, 1, 2], "answers": answers}
+            lines.append(json.dumps(line))
+    path.write_text("\n".join([header, *lines, ""]))
+    result, _ = asked(trained, path, background)
+    assert result.scores == {task: dict.fromkeys((300, 400), (1, 1 / 3, 0)) for task in tasks}
+    assert result.mean(300) == pytest.approx(4 / 9)
+    assert "| vt   | 44.4 ± 29.4 | 44.4 ± 29.4 |" in result.table()
+    assert SuiteResult.from_json(json.loads(json.dumps(result.to_json()))) == result
+    axes = result.figure().axes
+    assert [len(panel.lines) for panel in axes] == [3]
+    np.testing.assert_allclose(axes[0].lines[0].get_xydata(), [[300, 400 / 9], [400, 400 / 9]])
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "message"),
+    [
+        ("mine\n", {}, "was not written by this program: it is left alone"),
+        (None, {"seed": 1}, r"answers to other questions \(seed was 0, and is 1\): move it"),
+        (None, {"lengths": (300, 800)}, "takes at most 400 tokens: a length of 800 cannot be"),
+        (None, {"lengths": (20, 400)}, "20 tokens leaves no room"),
+        (None, {"tasks": ("niah_multivalue",)}, "different words of four to eight letters"),
+        (None, {"background": "nowhere.txt"}, r"there is no 'nowhere.txt'"),
+    ],
+)
+def test_what_is_refused_leaves_the_answers_alone(
+    trained, tmp_path, background, content, options, message
+):
+    path = tmp_path / "answers.jsonl"
+    about = {"suite": "ruler", "step": 7, "form": "short", "seed": 0}
+    about |= {"background": evaluation.read(background).fingerprint}
+    about |= {"tokenizer": BYTES.fingerprint[:16]}
+    if content is None:
+        Answers(path, about).add([("vt", 300, 0)], ["x"])
+    else:
+        path.write_text(content)
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=message):
+        asked(trained, path, **{"background": background} | options)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"suite": "scrolls"}, "unknown suite"),
+        ({"form": "tiny"}, "unknown form 'tiny'"),
+        ({"lengths": ()}, "a suite needs lengths"),
+        ({"lengths": (8, 4)}, "must ascend"),
+        ({"lengths": (0,)}, "a length must be a positive integer"),
+        ({"samples": 0}, "samples must be a positive integer"),
+        ({"chunk": 0}, "chunk must be a positive integer or None"),
+        ({"seed": -1}, "seed must be an integer from 0 on"),
+    ],
+)
+def test_options_out_of_range(options, message):
+    with pytest.raises(ValueError, match=message):
+        Options(**OPTIONS | options)
+
+
+def test_a_tokenizer_that_cannot_write_the_answers(trained, tmp_path, background):
+    class Deaf(tokenizers.ByteTokenizer):
+        def _decode(self, ids):
+            return "?" * len(ids)
+
+    options = Options(**OPTIONS | MORE | {"background": background})
+    with pytest.raises(ValueError, match=r"'bytes' writes '[A-Z]{3}', which vt asks for, as '\?"):
+        evaluate(trained, Deaf(), options, tmp_path / "answers.jsonl")
+    assert not (tmp_path / "answers.jsonl").exists()
+
+
+def test_a_task_without_a_tokenizer():
+    with pytest.raises(ValueError, match="sums was trained on a task without a tokenizer"):
+        tokenizer_of(object(), "sums")

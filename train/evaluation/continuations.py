@@ -1,0 +1,300 @@
+"""Greedy continuations of many prompts: batches of like length, each length compiled once."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tape_jax import Cache, Transformer, decode, init_cache, pad_prompts, prefill
+from train.checks import require
+from train.evaluation import Progress
+from train.training.metrics import compiling_seconds
+
+# A part of the memory that is left free.
+RESERVED = 0.08
+# Tokens that are written before anybody asks whether they suffice: the largest of these numbers
+# that leaves no rest, for which another program would be compiled.
+BLOCKS = range(8, 17)
+
+
+@dataclasses.dataclass
+class Speed:
+    """What continuing took.
+
+    Attributes:
+      tokens: of prompts and continuations, padding left out.
+      seconds: in all.
+      compiling: of these, for tracing and compiling.
+    """
+
+    tokens: int = 0
+    seconds: float = 0.0
+    compiling: float = 0.0
+
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[None]:
+        """Adds the time that something takes."""
+        begun, compiled = time.monotonic(), compiling_seconds()
+        yield
+        spent = time.monotonic() - begun
+        self.seconds += spent
+        # Programs that are traced inside others are counted twice.
+        self.compiling += min(compiling_seconds() - compiled, spent)
+
+    def __str__(self) -> str:
+        running = self.seconds - self.compiling
+        if running <= 0:
+            return "nothing was left to ask"
+        share = self.compiling / self.seconds
+        return f"{self.tokens / running:,.0f} tokens/s; {share:.0%} of the time went into compiling"
+
+
+class Memory(NamedTuple):
+    """Bytes on one device while a batch is continued.
+
+    Attributes:
+      parameters: and whatever else goes in.
+      between: everything that is made on the way, the cache among it.
+      limit: what the device has; None: it does not tell.
+    """
+
+    parameters: int
+    between: int
+    limit: int | None
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.parameters + self.between
+
+    def __str__(self) -> str:
+        of = "" if self.limit is None else f" of {self.limit / 1e9:.2f} GB"
+        return (
+            f"memory of a device: {self.total / 1e9:.2f} GB{of}, {self.parameters / 1e9:.2f} GB of "
+            "them parameters"
+        )
+
+    def check(self, batch: int, width: int) -> None:
+        """Raises ValueError, with what to do, if a batch of prompts of this width does not fit."""
+        if self.limit is None or self.total <= self.limit * (1 - RESERVED):
+            return
+        room = max(0.0, self.limit * (1 - RESERVED) - self.parameters)
+        advice = int(batch * room / self.between)
+        raise ValueError(
+            f"{batch} prompts of {width:,} tokens at a time do not fit: {self}; ask at most "
+            f"{max(advice, 1)} at a time, run the prompts in chunks, or split the model over more "
+            "devices"
+        )
+
+
+@dataclasses.dataclass
+class Programs:
+    """Compiled programs by their shapes, none of which takes more memory than there is.
+
+    Attributes:
+      memory: of the largest so far; None: there was none.
+    """
+
+    memory: Memory | None = None
+    _compiled: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+    def run(self, function: Callable[..., Any], *given: Any) -> Any:
+        """Calls a function that can be compared, the tokens [B, T] of a batch its second argument.
+
+        Raises:
+          ValueError: a batch that does not fit into the memory.
+        """
+        key = function, jax.tree.map(jnp.shape, given[1:])
+        if key not in self._compiled:
+            program = jax.jit(function).lower(*given).compile()
+            memory = _memory(program)
+            memory.check(*given[1].shape)
+            self.memory = max(self.memory or memory, memory, key=lambda found: found.total)
+            self._compiled[key] = program
+        return self._compiled[key](*given)
+
+
+@dataclasses.dataclass
+class Continuer:
+    """Continues prompts with one model; the programs, one for each shape, are kept.
+
+    Attributes:
+      model, variables: of the model, whose sharding, if it has one, splits batches too.
+      pad: the token of padding.
+      stop: the token that ends a continuation, and is left out; None: there is none.
+      batch_size: prompts that are continued at once.
+      chunk: tokens of the prompts that are run at a time; None: all.
+      enough: told the continuations of a batch so far, [B, n], it says whether they suffice; None:
+        all go on to a stop, or to the end.
+      speed: what it took so far.
+      programs: that it has compiled.
+    """
+
+    model: Transformer
+    variables: Any
+    pad: int
+    stop: int | None = None
+    batch_size: int = 16
+    chunk: int | None = None
+    enough: Callable[[np.ndarray], bool] | None = None
+    speed: Speed = dataclasses.field(default_factory=Speed)
+    programs: Programs = dataclasses.field(default_factory=Programs)
+
+    def run(
+        self, prompts: Sequence[np.ndarray], max_new_tokens: int, widths: Sequence[int] | np.ndarray
+    ) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
+        """Continues prompts, the longest first.
+
+        Args:
+          prompts: token ids [P] each, at least 1.
+          max_new_tokens: N.
+          widths: ascending lengths to compile for, the last at least that of the longest prompt;
+            each batch is padded to the next of them.
+
+        Yields:
+          Rows of ``prompts``, and for each at most N token ids, up to the stop.
+
+        Raises:
+          ValueError: a batch that does not fit into the memory.
+        """
+        lengths = np.array([len(prompt) for prompt in prompts])
+        for rows, filled in batches(
+            -lengths, batch_rows(self.model, self.batch_size, len(prompts))
+        ):
+            width = int(widths[np.searchsorted(widths, lengths[rows[0]])])
+            padded, sizes = map(np.asarray, pad_prompts([prompts[i] for i in filled], self.pad))
+            margin = (0, 0), (width - padded.shape[1], 0)
+            tokens = np.pad(padded, margin, constant_values=self.pad)
+            with self.speed.measured():
+                written = self._continue(tokens, sizes, max_new_tokens)
+            answers = [self._until_stop(row) for row in written[: len(rows)]]
+            self.speed.tokens += int(lengths[rows].sum()) + sum(map(len, answers))
+            yield rows, answers
+
+    def _until_stop(self, row: np.ndarray) -> np.ndarray:
+        if self.stop is None:
+            return row
+        return row[: [*row.tolist(), self.stop].index(self.stop)]
+
+    def _continue(self, tokens: np.ndarray, sizes: np.ndarray, new: int) -> np.ndarray:
+        given = self.variables, *place(self.model, (tokens, sizes))
+        cache = self.programs.run(_Fill(self.model, new, self.chunk), *given)
+        token, rows = given[1][:, -1], np.zeros((len(tokens), 0), np.int32)
+        block = max((size for size in BLOCKS if new % size == 0), default=BLOCKS[-1])
+        while rows.shape[1] < new:
+            count = min(block, new - rows.shape[1])
+            written, cache = _write(
+                self.model, count, self.stop, self.pad, *given[:1], cache, token
+            )
+            token, rows = written[:, -1], np.concatenate([rows, written], axis=1)
+            ended = self.stop is not None and (rows == self.stop).any(axis=1).all()
+            if ended or (self.enough is not None and self.enough(rows)):
+                break
+        return rows
+
+
+def batches(key: np.ndarray, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Rows in the order of a key: those of each batch, and the same filled up to ``size``."""
+    order = np.argsort(key, kind="stable")
+    for start in range(0, len(order), size):
+        rows = order[start : start + size]
+        yield rows, np.pad(rows, (0, size - len(rows)), mode="edge")
+
+
+def batch_rows(model: Transformer, batch_size: int, count: int) -> int:
+    """Rows of a batch, a multiple of what the model's mesh divides."""
+    parts = 1 if model.sharding is None else model.sharding.shards("batch")
+    return -(-min(batch_size, count) // parts) * parts
+
+
+def place(model: Transformer, arrays: tuple[np.ndarray, ...]) -> tuple[Any, ...]:
+    """Arrays [B, ...], on the mesh of a model if it has one."""
+    return arrays if model.sharding is None else model.sharding.place(arrays)
+
+
+def _memory(program: Any) -> Memory:
+    """What a compiled program takes."""
+    found = program.memory_analysis()
+    device = jax.local_devices()[0]
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    if device.platform == "cpu":
+        # All devices of a CPU share its memory.
+        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(jax.local_devices())
+    between = found.temp_size_in_bytes + found.output_size_in_bytes
+    return Memory(found.argument_size_in_bytes, between, limit)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fill:
+    """Makes a cache of prompts, but for their last token, with room for ``new`` more."""
+
+    model: Transformer
+    new: int
+    chunk: int | None
+
+    def __call__(self, variables: Any, tokens: jax.Array, lengths: jax.Array) -> Cache:
+        """The cache of left-padded prompts [B, P]."""
+        batch, width = tokens.shape
+        sizes: Any = {"capacity": width + self.new, "length": lengths + self.new}
+        if width == 1:
+            return init_cache(self.model, batch, **sizes)
+        prompts = tokens[:, :-1], lengths - 1
+        return prefill(self.model, variables, *prompts, chunk=self.chunk, **sizes)[1]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=5)
+def _write(
+    model: Transformer,
+    count: int,
+    stop: int | None,
+    pad: int,
+    variables: Any,
+    cache: Cache,
+    token: jax.Array,
+) -> tuple[jax.Array, Cache]:
+    """int32 [B, count]: what follows, and the cache."""
+    stops = None if stop is None else jnp.array([stop])
+    return decode(model, variables, cache, token, count, stop=stops, pad_id=pad)
+
+
+def continuations(
+    continuer: Continuer,
+    prompts: Sequence[np.ndarray],
+    max_new_tokens: int,
+    *,
+    shapes: int = 4,
+    progress: Progress | None = None,
+) -> list[np.ndarray]:
+    """Continues many prompts greedily, those of like length together.
+
+    Args:
+      continuer: the model.
+      prompts: token ids [P] each, at least 1.
+      max_new_tokens: N.
+      shapes: how many different lengths to compile for.
+      progress: called with the numbers of prompts done and to be done.
+
+    Returns:
+      At most N token ids for each prompt, up to the stop, which is left out.
+    """
+    require(len(prompts) > 0, "evaluation: no prompts")
+    lengths = [len(prompt) for prompt in prompts]
+    widths = np.unique(np.quantile(lengths, np.arange(1, shapes + 1) / shapes, method="higher"))
+    answers: list[np.ndarray] = [np.zeros(0, np.int32)] * len(prompts)
+    done = 0
+    for rows, found in continuer.run(prompts, max_new_tokens, widths):
+        for row, answer in zip(rows, found, strict=True):
+            answers[row] = answer
+        done += len(rows)
+        if progress is not None:
+            progress(done, len(prompts))
+    return answers

@@ -1,0 +1,105 @@
+"""Suites: long-context questions that others ask too, of any model with a tokenizer.
+
+A task of a suite is a frozen dataclass that writes questions as text (:class:`SuiteTask`), and one
+line in ``SUITES``. What fits them to a number of tokens is :mod:`train.suites.questions`, what asks
+a model is :mod:`train.suites.evaluation`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from train.checks import choose
+from train.suites.background import Background
+
+# For each suite, where its tasks are, by name.
+SUITES: dict[str, dict[str, str]] = {
+    "ruler": {
+        "niah_single_1": "train.suites.needles:SINGLE_NOISE",
+        "niah_single_2": "train.suites.needles:SINGLE_NUMBER",
+        "niah_single_3": "train.suites.needles:SINGLE_UUID",
+        "niah_multikey_1": "train.suites.needles:MULTIKEY_TEXT",
+        "niah_multikey_2": "train.suites.needles:MULTIKEY_NEEDLES",
+        "niah_multikey_3": "train.suites.needles:MULTIKEY_UUIDS",
+        "niah_multivalue": "train.suites.needles:MULTIVALUE",
+        "niah_multiquery": "train.suites.needles:MULTIQUERY",
+        "vt": "train.suites.tracking:TRACKING",
+        "cwe": "train.suites.words:COMMON",
+        "fwe": "train.suites.words:FREQUENT",
+    },
+    "babilong": {
+        "qa1": "train.suites.facts:ONE_FACT",
+        "qa2": "train.suites.facts:TWO_FACTS",
+        "qa3": "train.suites.facts:THREE_FACTS",
+        "qa6": "train.suites.facts:YES_NO",
+        "qa7": "train.suites.facts:COUNTING",
+    },
+}
+FORMS = ("long", "short")
+
+
+class Question(NamedTuple):
+    """A question in writing.
+
+    Attributes:
+      prompt: which the answer must follow.
+      references: what the answer must hold.
+      labels: all answers that the task knows, for rules that ask which of them was given.
+    """
+
+    prompt: str
+    references: tuple[str, ...]
+    labels: tuple[str, ...] = ()
+
+
+class SuiteTask(Protocol):
+    """Writes questions of any length, and knows nothing of tokens.
+
+    Attributes:
+      rule: how answers are scored, a name in :data:`train.suites.scoring.RULES`.
+      answer_tokens: room for the answer, by form.
+    """
+
+    @property
+    def rule(self) -> str: ...
+
+    @property
+    def answer_tokens(self) -> dict[str, int]: ...
+
+    def ask(
+        self, rng: np.random.Generator, background: Background, size: int, form: str
+    ) -> Question:
+        """A question whose prompt has at most ``size`` characters, and hardly fewer.
+
+        Args:
+          rng: decides everything but what ``size`` does: with another size, the same facts are
+            hidden.
+          background: the text to hide them in, and the words to make them of.
+          size: characters.
+          form: of :data:`FORMS`; ``short`` says the same in fewer characters.
+
+        Raises:
+          ValueError: a size too small for the question, or a background too small for it.
+        """
+
+
+def get_suite(name: str, tasks: Sequence[str] = ()) -> dict[str, SuiteTask]:
+    """The tasks of a suite by name, or some of them.
+
+    Raises:
+      ValueError: an unknown suite or task.
+    """
+    choose("suite", name, SUITES)
+    known = SUITES[name]
+    for task in tasks:
+        choose(f"task of {name}", task, known)
+    return {task: _load(known[task]) for task in dict.fromkeys(tasks or known)}
+
+
+def _load(where: str) -> SuiteTask:
+    module, _, attribute = where.partition(":")
+    return getattr(importlib.import_module(module), attribute)

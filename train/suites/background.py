@@ -1,0 +1,164 @@
+"""Texts of no interest in which facts are hidden, and the words that facts are made of."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import re
+
+import numpy as np
+
+from train.checks import require
+from train.data.sources import get_source
+from train.data.tokenizers import load
+
+# Of a long text, so many characters are used.
+MOST_CHARACTERS = 1 << 26
+_WORD = re.compile(r"\b[a-z]{4,8}\b")
+# After a line, or after a sentence within one.
+_END = re.compile(r"\n+|(?<=[.!?]) +(?=\S)")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Passage:
+    """A piece of text and where something may be put into it.
+
+    Attributes:
+      text: the piece.
+      cuts: int [C], ascending numbers of characters, from 0 on, before places between sentences.
+    """
+
+    text: str
+    cuts: np.ndarray
+
+    def hide(self, rng: np.random.Generator, statements: list[str], *, shuffle: bool = True) -> str:
+        """The text with statements at random places between its sentences, each at another one.
+
+        Args:
+          rng: decides where; it draws equally often whatever the passage.
+          statements: what is hidden.
+          shuffle: in any order; else in the one given.
+        """
+        order = rng.permutation(len(statements)) if shuffle else range(len(statements))
+        places = np.sort(rng.random(len(statements)))
+        chosen = self.cuts[(places * len(self.cuts)).astype(int)]
+        parts, start = [], 0
+        for place, number in zip(chosen.tolist(), order, strict=True):
+            parts += [self.text[start:place], statements[number]]
+            start = place
+        return "".join([*parts, self.text[start:]])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Background:
+    """A long text.
+
+    Attributes:
+      name: what it is called where something is wrong with it.
+      text: all of it.
+    """
+
+    name: str
+    text: str
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Equal for equal texts."""
+        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
+
+    @functools.cached_property
+    def _starts(self) -> np.ndarray:
+        """int [S], where lines and sentences start, ascending, 0 first."""
+        return np.array([0, *(match.end() for match in _END.finditer(self.text))])
+
+    @functools.cached_property
+    def vocabulary(self) -> list[str]:
+        """Its words of four to eight small letters, each once, in the order of the alphabet."""
+        return sorted(set(_WORD.findall(self.text)))
+
+    def passage(self, rng: np.random.Generator, size: int) -> Passage:
+        """A piece of exactly ``size`` characters that starts with a random sentence.
+
+        Raises:
+          ValueError: a text with fewer characters.
+        """
+        require(
+            size <= len(self.text),
+            f"the background {self.name} has {len(self.text):,} characters, and a question needs "
+            f"{size:,}: name a longer text, or ask for smaller lengths",
+        )
+        last = np.searchsorted(self._starts, len(self.text) - size, "right")
+        first = int(rng.random() * last)
+        start = int(self._starts[first])
+        end = np.searchsorted(self._starts, start + size, "right")
+        cuts = self._starts[first:end] - start
+        return Passage(self.text[start : start + size], cuts)
+
+    def words(self, rng: np.random.Generator, count: int, *, different: bool = False) -> list[str]:
+        """Words of the text.
+
+        Args:
+          rng: draws them.
+          count: how many; up to four are always different.
+          different: whether more are, too.
+
+        Raises:
+          ValueError: a text with too few words.
+        """
+        known, needed = self.vocabulary, count if different else 16
+        require(
+            needed <= len(known),
+            f"the background {self.name} has {len(known):,} different words of four to eight "
+            f"letters, and a question needs {needed:,}: name a text with more words, or ask for "
+            "smaller lengths",
+        )
+        alone = different or count <= 4
+        return [known[i] for i in rng.choice(len(known), count, replace=not alone)]
+
+
+def room(size: int, *texts: str) -> int:
+    """Characters that these texts leave of ``size`` for what surrounds them.
+
+    Raises:
+      ValueError: if they leave none.
+    """
+    taken = sum(map(len, texts))
+    require(
+        taken <= size,
+        f"{size:,} characters are too few for a question that takes {taken:,} without any "
+        "background: ask for a larger length",
+    )
+    return size - taken
+
+
+@functools.lru_cache(maxsize=32)
+def _noise(text: str, size: int) -> Background:
+    return Background("of repeated sentences", text * (size // len(text) + 1))
+
+
+def noise(text: str, size: int) -> Passage:
+    """``size`` characters of sentences that are repeated again and again."""
+    # A power of two, so that few texts are made.
+    repeated = _noise(text, 1 << max(size, 1).bit_length())
+    end = np.searchsorted(repeated._starts, size, "right")
+    return Passage(repeated.text[:size], repeated._starts[:end])
+
+
+def read(source: str, text_field: str = "text") -> Background:
+    """The background called ``source``, one of :mod:`train.data.sources` that holds text.
+
+    Raises:
+      ValueError: if there is none, or it holds tokens.
+    """
+    parts: list[str] = []
+    size = 0
+    for document in get_source(source, text_field, load("bytes")).documents():
+        text = document.content
+        if not isinstance(text, str):
+            raise ValueError(f"the background {source!r} holds tokens; expected text")
+        parts.append(text if text.endswith("\n") else f"{text}\n")
+        size += len(parts[-1])
+        if size >= MOST_CHARACTERS:
+            break
+    return Background(repr(source), "".join(parts)[:MOST_CHARACTERS])

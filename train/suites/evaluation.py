@@ -1,0 +1,280 @@
+"""Asking a model the questions of a suite; a killed evaluation goes on where it was.
+
+Every answer is on the disk as soon as its batch is done, in ``evaluation_SUITE.jsonl`` of the run.
+Its first line says on what the questions depend; more lengths, tasks or questions are added to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from train.checks import choose, not_negative, positive, require
+from train.data.tokenizers import Tokenizer
+from train.evaluation import Progress, Trained, fits
+from train.evaluation.continuations import Continuer
+from train.files import sync, write_atomically
+from train.suites import FORMS, SuiteTask, get_suite
+from train.suites.background import Background, read
+from train.suites.questions import Asked, ask
+from train.suites.results import Scores, SuiteResult
+from train.suites.scoring import score
+
+FORMAT = "tape-jax answers to a suite, version 1"
+# Task, length and number of a question.
+Key = tuple[str, int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is asked.
+
+    Attributes:
+      suite: one of :data:`train.suites.SUITES`.
+      lengths: tokens of prompt and answer together, ascending.
+      tasks: of the suite; none: all.
+      samples: questions of each task and length.
+      form: of :data:`train.suites.FORMS`.
+      background: a source of text (:mod:`train.data.sources`).
+      seed: of the questions.
+      batch_size: questions at once.
+      chunk: tokens of the prompts that are run at a time; None: all.
+    """
+
+    suite: str
+    lengths: tuple[int, ...]
+    tasks: tuple[str, ...] = ()
+    samples: int = 20
+    form: str = "long"
+    background: str = "stdlib"
+    seed: int = 0
+    batch_size: int = 16
+    chunk: int | None = None
+
+    def __post_init__(self):
+        get_suite(self.suite, self.tasks)
+        choose("form", self.form, FORMS)
+        require(bool(self.lengths), "evaluation: a suite needs lengths, such as 4096")
+        for length in self.lengths:
+            positive("evaluation: a length", length)
+        require(
+            list(self.lengths) == sorted(set(self.lengths)),
+            f"evaluation: lengths must ascend; got {self.lengths}",
+        )
+        for name in ("samples", "batch_size"):
+            positive(f"evaluation: {name}", getattr(self, name))
+        positive("evaluation: chunk", self.chunk, optional=True)
+        not_negative("evaluation: seed", self.seed)
+
+
+def tokenizer_of(task: Any, what: str) -> Tokenizer:
+    """The tokenizer of a run's task.
+
+    Raises:
+      ValueError: if it has none.
+    """
+    codec = getattr(task, "codec", None)
+    if not isinstance(codec, Tokenizer):
+        raise ValueError(
+            f"{what} was trained on a task without a tokenizer: suites ask models of text"
+        )
+    return codec
+
+
+class Answers:
+    """The answers so far, on the disk.
+
+    Attributes:
+      texts: by question.
+    """
+
+    def __init__(self, path: Path, about: dict[str, Any], *, fresh: bool = False):
+        """
+        Args:
+          path: of the file, which need not exist.
+          about: on what the questions and their answers depend, in JSON types.
+          fresh: forget what an evaluation by this program left there.
+
+        Raises:
+          ValueError: a file of another evaluation, or of another program.
+        """
+        self._path, self.texts = path, dict[Key, str]()
+        header, kept = {"format": FORMAT, **about}, b""
+        if path.exists():
+            first, *lines = path.read_bytes().split(b"\n")
+            found = _parse(first)
+            require(
+                found.get("format") == FORMAT,
+                f"{path} was not written by this program: it is left alone; move it away",
+            )
+            different = [
+                f"{name} was {found.get(name)}, and is {value}"
+                for name, value in header.items()
+                if found.get(name) != value
+            ]
+            # The last part is what a kill left of a line; else it is empty.
+            lines = [] if fresh else lines[:-1]
+            require(
+                not (lines and different),
+                f"{path} has answers to other questions ({'; '.join(different)}): move it away, or "
+                "give --fresh to forget them",
+            )
+            for line in map(_parse, lines):
+                for index, text in zip(line["numbers"], line["answers"], strict=True):
+                    self.texts[line["task"], line["length"], index] = text
+            kept = b"".join(line + b"\n" for line in lines)
+        write_atomically(path, json.dumps(header).encode() + b"\n" + kept)
+
+    def add(self, keys: Sequence[Key], texts: Sequence[str]) -> None:
+        """Writes answers down, and returns when they are on the disk."""
+        self.texts.update(zip(keys, texts, strict=True))
+        lines = []
+        for task, length in dict.fromkeys(key[:2] for key in keys):
+            chosen = [i for i, key in enumerate(keys) if key[:2] == (task, length)]
+            numbers, answers = [keys[i][2] for i in chosen], [texts[i] for i in chosen]
+            line = {"task": task, "length": length, "numbers": numbers, "answers": answers}
+            lines.append(json.dumps(line) + "\n")
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.write("".join(lines))
+            file.flush()
+            os.fsync(file.fileno())
+        sync(self._path.parent)
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def evaluate(
+    trained: Trained,
+    codec: Tokenizer,
+    options: Options,
+    path: Path,
+    *,
+    step: int = 0,
+    trained_length: int = 0,
+    fresh: bool = False,
+    progress: Progress | None = None,
+) -> SuiteResult:
+    """Asks a model a suite.
+
+    Args:
+      trained: the model; its sharding, if it has one, splits the questions.
+      codec: of the model.
+      options: what is asked.
+      path: of the file of answers, from which an interrupted evaluation goes on.
+      step: of the checkpoint.
+      trained_length: tokens of a training sequence.
+      fresh: forget the answers of an earlier evaluation.
+      progress: called with the numbers of questions done and to be done.
+
+    Raises:
+      ValueError: a length that the model does not take or that is too small for a task, a
+        background that is too short, a batch that does not fit into the memory, or a file of other
+        answers. Nothing has been asked then.
+    """
+    longest = options.lengths[-1]
+    require(
+        fits(longest, trained.max_length),
+        f"the model takes at most {trained.max_length} tokens: a length of {longest:,} cannot be "
+        "asked",
+    )
+    asker = _Asker(
+        options, get_suite(options.suite, options.tasks), codec, read(options.background)
+    )
+    asker.check()
+    about = asker.about(step)
+    answers = Answers(path, about, fresh=fresh)
+    continuer = Continuer(
+        trained.model,
+        trained.variables,
+        pad=next((i for i in (codec.pad, codec.eos, codec.bos) if i is not None), 0),
+        stop=codec.eos,
+        batch_size=options.batch_size,
+        chunk=options.chunk,
+    )
+    done = sum(key in answers.texts for key in asker.keys)
+    for room, waiting in asker.groups(answers):
+        prompts = [asker.ask(key).tokens for key in waiting]
+        for rows, found in continuer.run(prompts, room, [waiting[0][1] - room]):
+            answers.add([waiting[row] for row in rows], [codec.decode(x) for x in found])
+            done += len(rows)
+            if progress is not None:
+                progress(done, len(asker.keys))
+    memory = str(continuer.programs.memory or "")
+    scores, speed = asker.scores(answers), str(continuer.speed)
+    return SuiteResult(options.suite, step, trained_length, about, scores, speed, memory)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asker:
+    """The questions of an evaluation, and how they are scored."""
+
+    options: Options
+    tasks: dict[str, SuiteTask]
+    codec: Tokenizer
+    background: Background
+
+    @property
+    def keys(self) -> list[Key]:
+        """All questions, in the order of tables."""
+        options = self.options
+        numbers = range(options.samples)
+        return [(task, n, i) for n in options.lengths for task in self.tasks for i in numbers]
+
+    def ask(self, key: Key) -> Asked:
+        """A question."""
+        (task, *where), options = key, self.options
+        given: Any = {"seed": options.seed, "form": options.form}
+        return ask(task, self.tasks[task], self.codec, self.background, *where, **given)
+
+    def check(self) -> None:
+        """Raises ValueError if a cell has no questions, or answers that cannot be written."""
+        for length in self.options.lengths:
+            for task in self.tasks:
+                for right in self.ask((task, length, 0)).question.references:
+                    written = self.codec.decode(self.codec.encode(f" {right}"))
+                    require(
+                        right in written,
+                        f"the tokenizer {self.codec.name!r} writes {right!r}, which {task} asks "
+                        f"for, as {written!r}: no answer could be right",
+                    )
+
+    def about(self, step: int) -> dict[str, Any]:
+        """On what the answers of a checkpoint depend, beside the questions' keys."""
+        return {
+            "suite": self.options.suite,
+            "step": step,
+            "form": self.options.form,
+            "seed": self.options.seed,
+            "background": self.background.fingerprint,
+            "tokenizer": self.codec.fingerprint[:16],
+        }
+
+    def groups(self, answers: Answers) -> Iterator[tuple[int, list[Key]]]:
+        """What is left to ask: the answers' room, and questions of one shape, the longest first.
+
+        So what does not fit into the memory is refused before anything is asked.
+        """
+        rooms = {name: task.answer_tokens[self.options.form] for name, task in self.tasks.items()}
+        left = [key for key in self.keys if key not in answers.texts]
+        shapes = sorted({(key[1], rooms[key[0]]) for key in left}, reverse=True)
+        for length, room in shapes:
+            yield room, [key for key in left if (key[1], rooms[key[0]]) == (length, room)]
+
+    def scores(self, answers: Answers) -> Scores:
+        """Those of each question."""
+        found: dict[str, dict[int, tuple[float, ...]]] = {task: {} for task in self.tasks}
+        for key in self.keys:
+            task, length, _ = key
+            one = score(self.tasks[task].rule, answers.texts[key], self.ask(key).question)
+            found[task][length] = (*found[task].get(length, ()), one)
+        return found

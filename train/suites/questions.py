@@ -1,0 +1,107 @@
+"""Questions of a suite, fitted to a number of tokens.
+
+Length counts what RULER's does: the prompt, and the room for the answer. With bytes, a prompt fills
+its room to the last byte wherever the text goes on for ever; other tokenizers leave one token in a
+hundred, and lists end where the next word would not fit.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from typing import NamedTuple
+
+import numpy as np
+
+from train.checks import require
+from train.data.synthetic import generator
+from train.data.tokenizers import Tokenizer
+from train.suites import Question, SuiteTask
+from train.suites.background import Background
+
+# How often a question is written again, a little longer or shorter; and what may be left empty.
+_TRIES = 4
+_SLACK = 0.01
+
+
+class Asked(NamedTuple):
+    """A question in tokens.
+
+    Attributes:
+      question: in writing.
+      tokens: of the prompt, int32 [P].
+    """
+
+    question: Question
+    tokens: np.ndarray
+
+
+def ask(
+    name: str,
+    task: SuiteTask,
+    codec: Tokenizer,
+    background: Background,
+    length: int,
+    index: int,
+    *,
+    seed: int = 0,
+    form: str = "long",
+) -> Asked:
+    """Question number ``index`` of a task at one length.
+
+    It depends on the arguments alone, and not on which others are asked.
+
+    Args:
+      name: of the task, which decides the draw.
+      task: writes questions.
+      codec: of the model.
+      background: what the facts are hidden in.
+      length: tokens of the prompt and of the answer's room together.
+      index: from 0 on.
+      seed: of the draw.
+      form: of :data:`train.suites.FORMS`.
+
+    Raises:
+      ValueError: a length that is too small, or a background too small for it.
+    """
+    start = [] if codec.bos is None else [codec.bos]
+    room = length - task.answer_tokens[form] - len(start)
+    require(
+        room > 0,
+        f"{name}: a length of {length:,} tokens leaves no room for a question: its answer may take "
+        f"{task.answer_tokens[form]}",
+    )
+    size, best = int(room * _characters_per_token(codec, background)), None
+    for _ in range(_TRIES):
+        rng = generator(seed, zlib.crc32(name.encode()), length, index)
+        try:
+            question = task.ask(rng, background, size, form)
+        except ValueError as error:
+            if best is not None:
+                break
+            raise ValueError(f"{name}, {length:,} tokens: {error}") from None
+        tokens = codec.encode_all([question.prompt])[0]
+        left = room - len(tokens)
+        if left >= 0 and (best is None or len(tokens) > len(best.tokens)):
+            best = Asked(question, np.array([*start, *tokens.tolist()], np.int32))
+        written = len(question.prompt)
+        # What a task leaves empty by itself, longer texts would leave, too.
+        if 0 <= left <= _SLACK * room or (left > 0 and size - written > left):
+            break
+        step = left * written / max(len(tokens), 1)
+        size += int(np.floor(step)) - (left < 0)
+    require(
+        best is not None,
+        f"{name}: no question fits into {length:,} tokens with this tokenizer and background: ask "
+        "for a larger length",
+    )
+    assert best is not None
+    return best
+
+
+@functools.lru_cache(maxsize=8)
+def _characters_per_token(codec: Tokenizer, background: Background) -> float:
+    """Characters of a token of the background's first part."""
+    sample = background.text[: 1 << 16]
+    tokens = len(codec.encode_all([sample])[0])
+    return len(sample) / tokens if tokens else 1.0
