@@ -70,10 +70,13 @@ test-slow: $(VENV)/.ready  ## the tests that take longer
 test-next:  ## the tests under Python 3.12 and the newer jax that it gets
 	$(MAKE) test VENV=.venv-next PYTHON=$(NEXT)
 
-test-harness:  ## the tests of train/harness.py, with lm_eval, torch and transformers
+test-harness: .venv-harness/.installed  ## the tests of train/harness.py, with lm_eval, torch and transformers
+	.venv-harness/bin/python -m pytest tests/train/test_harness.py
+
+.venv-harness/.installed:
 	$(MAKE) .venv-harness/.ready VENV=.venv-harness
 	.venv-harness/bin/python -m pip install --quiet lm_eval torch "transformers>=5" accelerate peft
-	.venv-harness/bin/python -m pytest tests/train/test_harness.py
+	touch $@
 
 faults: $(VENV)/.ready  ## break training in many ways, and count what is lost
 	$(BIN)/python -m tests.faults
