@@ -75,12 +75,15 @@ class Attention(nn.Module):
         linear = functools.partial(projection, c, sharding=self.sharding)
 
         def heads(name: str, n: int, axis: str) -> Array:
-            split = linear(name, n * c.dim, ("embed", axis))(x).reshape(*x.shape[:-1], n, c.dim)
+            flat = linear(name, n * c.dim, ("embed", axis))(x)
+            if c.qk_norm == "full" and name != "v":
+                flat = RMSNorm(c, name=f"{name}_norm")(flat)
+            split = flat.reshape(*x.shape[:-1], n, c.dim)
             return constrain(self.sharding, split, "batch", "sequence", axis)
 
         q = heads("q", c.num_heads, "heads")
         k, v = (heads(name, c.kv_heads, "kv_heads") for name in ("k", "v"))
-        if c.qk_norm is not None:
+        if c.qk_norm == "head":
             q, k = RMSNorm(c, name="q_norm")(q), RMSNorm(c, name="k_norm")(k)
         seen, options = prepared(
             c, self.encoding, params, x, (q, k, v), state, context, cache, self.sharding
@@ -193,6 +196,8 @@ def prepared(
         "window_positions": None if config.shifted_groups else context.counts,
         **terms.keywords(),
     }
+    if config.query_scale is not None:
+        options.setdefault("scale", config.query_scale)
     return seen, options
 
 

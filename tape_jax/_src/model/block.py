@@ -91,11 +91,15 @@ class Block(nn.Module):
         specs = encoding.layer_params(c.sizes, updates=self.updates)
         params = declare(self, "position", specs, c.param_dtype, self.sharding)
         attends_state = self.updates and encoding.attends_state
+        attention_norm = RMSNorm(c, name="attention_norm")
+        mlp_norm = RMSNorm(c, name="mlp_norm")
+        before = c.norms == "before"
         out, attended, cache = Attention(
             c, encoding, attend_state=attends_state, sharding=self.sharding, name="attention"
-        )(RMSNorm(c, name="attention_norm")(h), state, params, context, cache)
-        h = self._residual(h + out)
-        x = self._residual(self._mlp(RMSNorm(c, name="mlp_norm")(h), context))
+        )(attention_norm(h) if before else h, state, params, context, cache)
+        h = self._residual(h + self._scaled(out if before else attention_norm(out)))
+        x = self._mlp(mlp_norm(h) if before else h, context)
+        x = self._residual(x if before else mlp_norm(x))
         if self.updates:
             options: dict[str, Any] = {} if self.sharding is None else {"sharding": self.sharding}
             if c.update_implementation is not None:
@@ -103,7 +107,12 @@ class Block(nn.Module):
             state = encoding.update_state(params, state, attended, x, **options)
             state = pack_state(state, x.ndim - 1) if packed else state
             state = constrain_state(self.sharding, state)
-        return (h + x, state if self.updates else None), (cache, entered)
+        return (h + self._scaled(x), state if self.updates else None), (cache, entered)
+
+    @nn.nowrap
+    def _scaled(self, x: Array) -> Array:
+        scale = self.config.residual_scale
+        return x if scale == 1 else x * scale
 
     @nn.nowrap
     def _mlp(self, x: Array, context: Context) -> Array:

@@ -171,6 +171,12 @@ def _optional(cls: type) -> Callable[[str, Any], Any]:
     return check
 
 
+def _positive_number(what: str, value: Any, optional: bool = False) -> Any:
+    value = number(what, value, optional=optional)
+    require(value is None or value > 0, f"{what} must be positive; got {value!r}")
+    return value
+
+
 _or_none = functools.partial(positive, optional=True)
 _COMPUTED = ("float32", "bfloat16", "float16", "float64")
 # How each field of ModelConfig is checked, and brought into one form.
@@ -192,7 +198,10 @@ FIELDS: dict[str, Callable[[str, Any], Any]] = {
     "experts": _optional(Experts),
     "random_positions": _optional(RandomPositions),
     "biases": _projections,
-    "qk_norm": _one_of_names("qk_norm", None, "head"),
+    "qk_norm": _one_of_names("qk_norm", None, "head", "full"),
+    "norms": _one_of_names("norms", "before", "after"),
+    **dict.fromkeys(("embedding_scale", "residual_scale", "logits_scaling"), _positive_number),
+    "query_scale": functools.partial(_positive_number, optional=True),
 }
 
 
@@ -239,7 +248,14 @@ class ModelConfig:
       experts: a mixture of experts in place of the MLP, or None.
       biases: projections that have a bias, of those that ``Lora.targets`` may name.
       qk_norm: ``head``: queries and keys are normalised head by head, before they are rotated, as
-        in Qwen3; None: not at all.
+        in Qwen3; ``full``: over all heads at once, as in Olmo 2; None: not at all.
+      norms: ``before``: what enters attention and MLP is normalised; ``after``: what leaves them
+        is, as in Olmo 2.
+      embedding_scale, residual_scale: factors on embeddings, and on what attention and MLP add to
+        the residual stream, as in Granite.
+      query_scale: factor on the logits of attention, of encodings that have none of their own;
+        None: ``head_dim ** -0.5``.
+      logits_scaling: what logits are divided by.
       shifted_groups: for training on long sequences, attention inside this many groups of the
         sequence, shifted by half a group in half of the heads (LongLoRA); None: full attention.
     """
@@ -270,6 +286,11 @@ class ModelConfig:
     random_positions: RandomPositions | None = None
     biases: tuple[str, ...] = ()
     qk_norm: str | None = None
+    norms: str = "before"
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    query_scale: float | None = None
+    logits_scaling: float = 1.0
 
     def __post_init__(self):
         for name, check in FIELDS.items():

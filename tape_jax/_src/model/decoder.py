@@ -319,6 +319,7 @@ class Transformer(nn.Module):
         table = create(self, "embedding", spec, c.param_dtype, role="embeddings")
         table = gathered(sharding, table, EMBEDDING_AXES)
         h = table_rows("token ids", table, call.tokens).astype(c.dtype)
+        h = h if c.embedding_scale == 1 else h * c.embedding_scale
         specs = encoding.input_params(c.sizes)
         params = declare(self, "position", specs, c.param_dtype, sharding)
         added = encoding.embed(params, call.at, c.sizes, call.key)
@@ -362,7 +363,14 @@ class Transformer(nn.Module):
         else:
             logits = self._head(sharding)(final)
         logits = constrain(sharding, logits, "batch", "sequence", "vocab")
-        return logits.astype(algebra.at_least_float32(c.dtype))
+        return self._wide(logits)
+
+    @nn.nowrap
+    def _wide(self, logits: Array) -> Array:
+        """Logits as they are returned: scaled, in at least float32."""
+        logits = logits.astype(algebra.at_least_float32(self.config.dtype))
+        scale = self.config.logits_scaling
+        return logits if scale == 1 else logits / scale
 
     @nn.nowrap
     def project(self, variables: Any, hidden: Array) -> Array:
@@ -379,7 +387,7 @@ class Transformer(nn.Module):
         else:
             head = self._head(self.sharding, parent=None)
             logits = jnp.asarray(head.apply({"params": params["head"]}, hidden))
-        return logits.astype(algebra.at_least_float32(c.dtype))
+        return self._wide(logits)
 
     @nn.nowrap
     def _head(self, sharding: Sharding | None, **options: Any) -> Linear:
@@ -388,11 +396,14 @@ class Transformer(nn.Module):
 
     @nn.nowrap
     def output_kernel(self, variables: Any) -> Array:
-        """The output projection's kernel ``[hidden, vocab]``, for :mod:`tape_jax.losses`."""
-        params = variables["params"]
-        if self.config.tie_embeddings:
-            return params["embedding"].T
-        return params["head"]["kernel"]
+        """The output projection's kernel ``[hidden, vocab]``, for :mod:`tape_jax.losses`.
+
+        ``logits_scaling`` is in it.
+        """
+        params, scale = variables["params"], self.config.logits_scaling
+        tied = self.config.tie_embeddings
+        kernel = params["embedding"].T if tied else params["head"]["kernel"]
+        return kernel if scale == 1 else kernel / scale
 
     @nn.nowrap
     def _in_order(self, record: States, ring: Sharding, start_axis: int) -> States:

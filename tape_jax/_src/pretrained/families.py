@@ -63,6 +63,7 @@ class Family:
       read: from ``config.json`` to fields of :class:`tape_jax.ModelConfig`.
       write: the other way; None if the family cannot be such a model.
       defaults: what transformers takes for fields that are absent, where it is not Llama's.
+      names: of tensors, by the paths of our parameters, where they are not Llama's.
     """
 
     architecture: str
@@ -70,6 +71,7 @@ class Family:
     read: Callable[[Mapping[str, Any]], Fields]
     write: Callable[[ModelConfig], Fields | None]
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def _flag(config: Mapping[str, Any], name: str) -> bool:
@@ -105,6 +107,13 @@ def _same_in_all_layers(config: Mapping[str, Any], window: Any, slides: Sequence
     return _before(window) if any(slides) else None
 
 
+def _plain(c: ModelConfig, *own: str, **wanted: Any) -> bool:
+    """Whether what Llama has not is not there, but for fields of the family's own."""
+    off: Fields = {"embedding_scale": 1, "residual_scale": 1, "logits_scaling": 1}
+    off |= {"query_scale": None, "qk_norm": None, "norms": "before"} | wanted
+    return all(getattr(c, name) == value for name, value in off.items() if name not in own)
+
+
 def _read_llama(config: Mapping[str, Any]) -> Fields:
     attention = ATTENTION if _flag(config, "attention_bias") else ()
     return {"biases": (*attention, *(MLP if _flag(config, "mlp_bias") else ()))}
@@ -113,7 +122,7 @@ def _read_llama(config: Mapping[str, Any]) -> Fields:
 def _write_llama(c: ModelConfig) -> Fields | None:
     kinds = {(): (False, False), ATTENTION: (True, False), MLP: (False, True)}
     kinds[(*ATTENTION, *MLP)] = (True, True)
-    if c.biases not in kinds or c.qk_norm is not None or c.local_window_size is not None:
+    if c.biases not in kinds or not _plain(c) or c.local_window_size is not None:
         return None
     attention, mlp = kinds[c.biases]
     return {"attention_bias": attention, "mlp_bias": mlp}
@@ -124,7 +133,7 @@ def _read_mistral(config: Mapping[str, Any]) -> Fields:
 
 
 def _write_mistral(c: ModelConfig) -> Fields | None:
-    if c.biases or c.qk_norm is not None:
+    if c.biases or not _plain(c):
         return None
     return {"sliding_window": _sliding_window(c.local_window_size)}
 
@@ -166,7 +175,7 @@ def _read_qwen2(config: Mapping[str, Any]) -> Fields:
 
 
 def _write_qwen2(c: ModelConfig) -> Fields | None:
-    if c.biases != ("q", "k", "v") or c.qk_norm is not None:
+    if c.biases != ("q", "k", "v") or not _plain(c):
         return None
     return _write_qwen_window(c)
 
@@ -177,9 +186,42 @@ def _read_qwen3(config: Mapping[str, Any]) -> Fields:
 
 
 def _write_qwen3(c: ModelConfig) -> Fields | None:
-    if c.qk_norm != "head" or c.biases not in ((), ATTENTION):
+    if not _plain(c, qk_norm="head") or c.biases not in ((), ATTENTION):
         return None
     return {"attention_bias": bool(c.biases), **_write_qwen_window(c)}
+
+
+GRANITE = {
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "attention_multiplier": "query_scale",
+    "logits_scaling": "logits_scaling",
+}
+
+
+def _read_granite(config: Mapping[str, Any]) -> Fields:
+    return _read_llama(config) | {ours: config[theirs] for theirs, ours in GRANITE.items()}
+
+
+def _write_granite(c: ModelConfig) -> Fields | None:
+    if not _plain(c, *GRANITE.values()) or c.query_scale is None:
+        return None
+    off: Any = {**dict.fromkeys(GRANITE.values(), 1), "query_scale": None}
+    plain = dataclasses.replace(c, **off)
+    biases = _write_llama(plain)
+    if biases is None:
+        return None
+    return biases | {theirs: getattr(c, ours) for theirs, ours in GRANITE.items()}
+
+
+def _read_olmo2(config: Mapping[str, Any]) -> Fields:
+    biases = ATTENTION if _flag(config, "attention_bias") else ()
+    return {"biases": biases, "qk_norm": "full", "norms": "after"}
+
+
+def _write_olmo2(c: ModelConfig) -> Fields | None:
+    wanted = _plain(c, qk_norm="full", norms="after") and c.local_window_size is None
+    return {"attention_bias": bool(c.biases)} if wanted and c.biases in ((), ATTENTION) else None
 
 
 _WINDOWS = frozenset(("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"))
@@ -204,6 +246,24 @@ FAMILIES: dict[str, Family] = {
         _read_qwen3,
         _write_qwen3,
         {**_QWEN, "head_dim": 128},
+    ),
+    "granite": Family(
+        "GraniteForCausalLM",
+        frozenset(("attention_bias", "mlp_bias", *GRANITE)),
+        _read_granite,
+        _write_granite,
+        dict.fromkeys(GRANITE, 1.0),
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        frozenset(("attention_bias",)),
+        _read_olmo2,
+        _write_olmo2,
+        {"rms_norm_eps": 1e-5},
+        {
+            "layers/attention_norm/scale": "model.layers.{}.post_attention_layernorm.weight",
+            "layers/mlp_norm/scale": "model.layers.{}.post_feedforward_layernorm.weight",
+        },
     ),
 }
 

@@ -107,7 +107,9 @@ class StoredParameter:
 
 
 def parameters(model: Transformer) -> list[StoredParameter]:
-    """The parameters of a model that has Llama's alone, in the order of ``NAMES``."""
+    """The parameters of a model that has a family's alone, in the order of ``NAMES``."""
+    written = writer_of(model.config)
+    names = NAMES if written is None else {**NAMES, **written[1].names}
     # Types play no part in shapes, and 64-bit ones may be disabled.
     plain = replaced(model, dtype="float32", param_dtype="float32", state_dtype=None)
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
@@ -121,7 +123,7 @@ def parameters(model: Transformer) -> list[StoredParameter]:
                 StoredParameter(
                     path=block_name(first, path),
                     shape=leaf.shape,
-                    tensors=tuple(NAMES[path].format(layer) for layer in layers),
+                    tensors=tuple(names[path].format(layer) for layer in layers),
                     stacked=first != OUTSIDE and model.config.scan_layers,
                     transposed=path.endswith("/kernel"),
                 )
@@ -262,8 +264,9 @@ def check_plain(model: Transformer) -> None:
     )
     require(
         writer_of(c) is not None,
-        f"no family of checkpoints has biases = {c.biases}, qk_norm = {c.qk_norm!r} and "
-        f"local_window_size = {c.local_window_size!r} together; known are {', '.join(FAMILIES)}",
+        f"no family of checkpoints has biases = {c.biases}, qk_norm = {c.qk_norm!r}, norms = "
+        f"{c.norms!r}, local_window_size = {c.local_window_size!r} and such scales together; known "
+        f"are {', '.join(FAMILIES)}",
     )
 
 

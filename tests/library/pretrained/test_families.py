@@ -14,7 +14,7 @@ from tape_jax._src.pretrained.llama import model_config
 from tests.library.pretrained.folders import HF, checkpoint_files
 from tests.models import random_variables, small_model
 
-FOLDERS = ["mistral_tiny", "qwen2_tiny", "qwen3_tiny"]
+FOLDERS = ["granite_tiny", "mistral_tiny", "olmo2_tiny", "qwen2_tiny", "qwen3_tiny"]
 WINDOW = {"use_sliding_window": True, "sliding_window": 4}
 
 
@@ -103,6 +103,11 @@ class TestFields:
             ({"local_window_size": 3}, "mistral"),
             ({"biases": ("q", "k", "v"), "local_window_size": 3}, "qwen2"),
             ({"qk_norm": "head", "biases": ["out", "q", "k", "v"]}, "qwen3"),
+            (
+                {"query_scale": 0.3, "logits_scaling": 0.6, "biases": ("gate", "up", "down")},
+                "granite",
+            ),
+            ({"qk_norm": "full", "norms": "after", "biases": ("q", "k", "v", "out")}, "olmo2"),
         ],
     )
     def test_model_is_saved_as_the_first_that_fits(self, options, family, tmp_path):
@@ -119,6 +124,11 @@ class TestFields:
         np.testing.assert_allclose(
             again.apply(same, tokens), model.apply(variables, tokens), atol=1e-5
         )
+
+    def test_scales_that_lack_are_one(self):
+        scales = ("embedding_multiplier", "residual_multiplier", "attention_multiplier")
+        config = model_config(config_of("granite_tiny", **dict.fromkeys(scales, ...)))
+        assert (config.embedding_scale, config.residual_scale, config.query_scale) == (1, 1, 1)
 
     def test_model_of_no_family_is_refused(self, tmp_path):
         model = small_model("rope", biases=("q",), qk_norm="head")
