@@ -25,6 +25,7 @@ from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.parity import coupled_positions
 from tape_jax._src.parity.deviations import Deviation, deviation
 from tape_jax._src.positions.fixed.bias import alibi_slopes
+from tape_jax._src.positions.fixed.rotary import frequencies
 from tape_jax._src.positions.layer import Layer
 from tape_jax._src.positions.protocol import Encoding, default_positions
 
@@ -210,6 +211,12 @@ def _path_fox(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
     return Recorded(encoding, path.params | gate)
 
 
+def _p_rope(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    encoding = positions.PRope(base=meta["theta"], partial_rotary_factor=meta["p"])
+    omega = frequencies(arrays["q"].shape[-1], encoding.base, encoding.scaling, None, meta["p"])
+    return Recorded(encoding, constants={"inv_freq": omega})
+
+
 # By the name in ``meta``, or the file's up to its last underscore: from the arrays and ``meta``.
 ENCODINGS: dict[str, Source] = {
     "cope": _cope,
@@ -231,6 +238,7 @@ ENCODINGS: dict[str, Source] = {
     "stickbreaking": _stickbreaking,
     "stickbreaking_current": _stickbreaking,
     "stickbreaking_rem": _stickbreaking,
+    "p_rope": _p_rope,
     "path": _path,
     "path_fox": _path_fox,
 }

@@ -40,7 +40,8 @@ class RopeScaling:
       kind: ``none``; ``linear`` (positions divided by ``factor``); ``ntk`` (base multiplied by
         ``factor ** (D / (D - 2))``); ``dynamic`` (NTK with a factor that follows the sequence
         length); ``yarn`` (frequencies blended by wavelength, states scaled by a magnitude);
-        ``llama3``.
+        ``llama3``; ``proportional`` (as ``linear``, but the share of dimensions that rotate, if
+        not all do, keeps the frequencies that it has in the whole head).
       factor: ratio of the wanted length to the trained one.
       original_length: the trained length, in tokens (dynamic, yarn, llama3).
       beta_fast, beta_slow: yarn; rotations over ``original_length`` above which a frequency is
@@ -61,7 +62,8 @@ class RopeScaling:
     truncate: bool = True
 
     def __post_init__(self):
-        choose("rope scaling", self.kind, ("none", "linear", "ntk", "dynamic", "yarn", "llama3"))
+        kinds = ("none", "linear", "ntk", "dynamic", "yarn", "llama3", "proportional")
+        choose("rope scaling", self.kind, kinds)
         require(self.factor > 0, f"rope scaling: factor must be positive; got {self.factor}")
         require(
             self.original_length > 0,
@@ -104,6 +106,10 @@ def frequencies(
     Returns:
       Frequencies in radians per token, float64 ``[D/2]``.
     """
+    if scaling is not None and scaling.kind == "proportional":
+        omega = frequencies(head_dim, base) / scaling.factor
+        omega[int(partial_rotary_factor * head_dim / 2) :] = 0.0
+        return omega
     if partial_rotary_factor < 1:
         turning = _turning(head_dim, partial_rotary_factor)
         moving = frequencies(turning, base, scaling, length) if turning else np.zeros(0)
@@ -216,7 +222,9 @@ def angles(
         if change is None:
             parts.append(turned(t, omega, compute))
         else:
-            unit = frequencies(2 * count, math.e, None, None, partial_rotary_factor)
+            plain = scaling if scaling is not None and scaling.kind == "proportional" else None
+            plain = plain and dataclasses.replace(plain, factor=1.0)
+            unit = frequencies(2 * count, math.e, plain, None, partial_rotary_factor)
             powers = np.log(unit, out=np.zeros_like(unit), where=unit > 0)
             turns = jnp.asarray(omega, compute)
             turns = turns * jnp.exp(change[..., None] * jnp.asarray(powers, compute))
@@ -488,6 +496,30 @@ class Yarn(Rope):
         require(
             self.scaling.kind == "yarn",
             f"yarn: scaling.kind must be 'yarn'; got {self.scaling.kind!r}",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class PRope(Rope):
+    """RoPE whose slowest frequencies are zero (p-RoPE, Barbero et al. 2024; Gemma 4).
+
+    The share ``partial_rotary_factor`` of the dimensions rotates by the frequencies of the whole
+    head; those left out are its slowest.
+
+    Raises:
+      ValueError: as :class:`Rope` does; for a scaling of another kind.
+    """
+
+    kind: ClassVar[str] = "p_rope"
+
+    scaling: RopeScaling = RopeScaling(kind="proportional")
+    partial_rotary_factor: float = 0.25
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(
+            self.scaling.kind == "proportional",
+            f"p_rope: scaling.kind must be 'proportional'; got {self.scaling.kind!r}",
         )
 
 

@@ -13,7 +13,7 @@ import pytest
 from tape_jax import ModelConfig, RopeScaling, rotary_state, rotate
 from tape_jax._src.positions.fixed.additive import sinusoids
 from tape_jax._src.positions.fixed.rotary import frequencies
-from tape_jax.positions import RandomRope, Rope, Xpos, Yarn
+from tape_jax.positions import PRope, RandomRope, Rope, Xpos, Yarn
 from tests.paths import GOLDEN
 
 
@@ -276,6 +276,8 @@ class TestRope:
             Rope(scaling="ntk")
         with pytest.raises(ValueError, match=r"scaling\.kind must be 'yarn'; got 'linear'"):
             Yarn(scaling=RopeScaling("linear", 2.0))
+        with pytest.raises(ValueError, match=r"scaling\.kind must be 'proportional'; got 'linear'"):
+            PRope(scaling=RopeScaling("linear", 2.0))
 
 
 class TestXpos:
