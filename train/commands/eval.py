@@ -24,19 +24,26 @@ from pathlib import Path
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
+    parser.usage = "%(prog)s --run RUN [--cut-updates | --suite SUITE --lengths N ...] [options]"
     parser.add_argument("--run", type=Path, required=True, help="the run folder")
     parser.add_argument(
         "--cut-updates", action="store_true", help="the position encoding as before training"
     )
     suite = parser.add_argument_group("suites")
     suite.add_argument("--suite", help="ruler or babilong, in place of the task's evaluation")
-    suite.add_argument("--lengths", type=int, nargs="+", default=[], help="tokens, such as 4096")
-    suite.add_argument("--tasks", nargs="+", default=[], help="of the suite (all)")
+    suite.add_argument(
+        "--lengths", type=int, nargs="+", default=[], metavar="N", help="tokens, such as 4096"
+    )
+    suite.add_argument("--tasks", nargs="+", default=[], metavar="NAME", help="of the suite (all)")
     suite.add_argument("--samples", type=int, default=20, help="of each task and length (20)")
     suite.add_argument("--form", default="long", help="long, or short for small models (long)")
-    suite.add_argument("--background", default="stdlib", help="a source of text (stdlib)")
+    suite.add_argument(
+        "--background", default="stdlib", metavar="SOURCE", help="a source of text (stdlib)"
+    )
     suite.add_argument("--seed", type=int, default=0, help="of the questions (0)")
-    suite.add_argument("--batch-size", type=int, default=16, help="questions at once (16)")
+    suite.add_argument(
+        "--batch-size", type=int, default=16, metavar="N", help="questions at once (16)"
+    )
     suite.add_argument("--chunk", type=int, help="tokens of a prompt at a time (all)")
     suite.add_argument("--fresh", action="store_true", help="forget the answers there are")
     parser.set_defaults(overrides=())
@@ -49,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
     from train import experiment
     from train.checks import require
     from train.compare.evaluations import evaluate, evaluate_suite, evaluate_untrained
-    from train.suites.evaluation import Options
+    from train.suites.evaluation import SuiteOptions
     from train.training import runs
     from train.training.metrics import Clock
 
@@ -65,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
         names = ("samples", "form", "background", "seed", "batch_size", "chunk")
         given = {name: getattr(args, name) for name in names}
         lists = tuple(sorted(set(args.lengths))), tuple(args.tasks)
-        asked = Options(args.suite, *lists, **given)
+        asked = SuiteOptions(args.suite, *lists, **given)
     clock.lap("to start")
     if asked is not None:
         print(evaluate_suite(args.run, asked, mesh, fresh=args.fresh).table())

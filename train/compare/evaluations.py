@@ -13,7 +13,7 @@ from train.compare import plots
 from train.compare.tasks import compare
 from train.evaluation.inside import untrained
 from train.files import write_atomically
-from train.suites.evaluation import Options, tokenizer_of
+from train.suites.evaluation import SuiteOptions, tokenizer_of
 from train.suites.evaluation import evaluate as ask_suite
 from train.suites.results import FORMAT as SUITE_FORMAT
 from train.suites.results import SuiteResult
@@ -91,7 +91,7 @@ def evaluate_untrained(folder: Path, options: Any, mesh: ShardingConfig | None =
 
 
 def evaluate_suite(
-    folder: Path, options: Options, mesh: ShardingConfig | None = None, *, fresh: bool = False
+    folder: Path, options: SuiteOptions, mesh: ShardingConfig | None = None, *, fresh: bool = False
 ) -> SuiteResult:
     """Asks a run a suite and writes what comes out into its folder, ``evaluation_SUITE.*``.
 

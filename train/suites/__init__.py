@@ -42,7 +42,7 @@ SUITES: dict[str, dict[str, str]] = {
 FORMS = ("long", "short")
 
 
-class Question(NamedTuple):
+class SuiteQuestion(NamedTuple):
     """A question in writing.
 
     Attributes:
@@ -72,7 +72,7 @@ class SuiteTask(Protocol):
 
     def ask(
         self, rng: np.random.Generator, background: Background, size: int, form: str
-    ) -> Question:
+    ) -> SuiteQuestion:
         """A question whose prompt has at most ``size`` characters, and hardly fewer.
 
         Args:

@@ -20,7 +20,7 @@ from train.evaluation.continuations import Continuer
 from train.files import sync, write_atomically
 from train.suites import FORMS, SuiteTask, get_suite
 from train.suites.background import Background, read
-from train.suites.questions import Asked, ask
+from train.suites.questions import AskedSample, ask
 from train.suites.results import Scores, SuiteResult
 from train.suites.scoring import score
 
@@ -30,7 +30,7 @@ Key = tuple[str, int, int]
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class SuiteOptions:
     """What is asked.
 
     Attributes:
@@ -156,7 +156,7 @@ def _parse(line: bytes) -> dict[str, Any]:
 def evaluate(
     trained: Trained,
     codec: Tokenizer,
-    options: Options,
+    options: SuiteOptions,
     path: Path,
     *,
     step: int = 0,
@@ -218,7 +218,7 @@ def evaluate(
 class _Asker:
     """The questions of an evaluation, and how they are scored."""
 
-    options: Options
+    options: SuiteOptions
     tasks: dict[str, SuiteTask]
     codec: Tokenizer
     background: Background
@@ -230,7 +230,7 @@ class _Asker:
         numbers = range(options.samples)
         return [(task, n, i) for n in options.lengths for task in self.tasks for i in numbers]
 
-    def ask(self, key: Key) -> Asked:
+    def ask(self, key: Key) -> AskedSample:
         """A question."""
         (task, *where), options = key, self.options
         given: Any = {"seed": options.seed, "form": options.form}

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from train.suites import Question
+from train.suites import SuiteQuestion
 from train.suites.background import Background, room
 
 PEOPLE = ("Anna", "Boris", "Clara", "David")
@@ -151,7 +151,7 @@ class Facts:
 
     def ask(
         self, rng: np.random.Generator, background: Background, size: int, form: str
-    ) -> Question:
+    ) -> SuiteQuestion:
         """Hides the events in their order; see :class:`train.suites.SuiteTask`."""
 
         def draw(below: int) -> int:
@@ -169,7 +169,7 @@ class Facts:
         end = f"\nQuestion: {question}{known}\nAnswer:"
         left = room(size, start, end, *world.events)
         text = background.passage(rng, left).hide(rng, world.events, shuffle=False)
-        return Question(start + text + end, (answer,), self.labels)
+        return SuiteQuestion(start + text + end, (answer,), self.labels)
 
 
 ONE_FACT = Facts(where_is_somebody, things=False)

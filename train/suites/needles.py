@@ -11,7 +11,7 @@ import dataclasses
 
 import numpy as np
 
-from train.suites import Question
+from train.suites import SuiteQuestion
 from train.suites.background import Background, noise, room
 from train.tasks.retrieval import FILLER
 
@@ -58,7 +58,7 @@ class Needles:
 
     def ask(
         self, rng: np.random.Generator, background: Background, size: int, form: str
-    ) -> Question:
+    ) -> SuiteQuestion:
         """Hides the needles and asks for some; see :class:`train.suites.SuiteTask`."""
         start, needle, question = _LONG if form == "long" else _SHORT
         kind = self.value if self.value == "uuid" else "number"
@@ -90,7 +90,7 @@ class Needles:
             noisy = self.haystack == "noise"
             passage = noise(FILLER, left) if noisy else background.passage(rng, left)
             text = passage.hide(rng, statements)
-        return Question(start + text + end, tuple(right))
+        return SuiteQuestion(start + text + end, tuple(right))
 
     def _keys(
         self, rng: np.random.Generator, background: Background, count: int, form: str

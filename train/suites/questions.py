@@ -16,7 +16,7 @@ import numpy as np
 from train.checks import require
 from train.data.synthetic import generator
 from train.data.tokenizers import Tokenizer
-from train.suites import Question, SuiteTask
+from train.suites import SuiteQuestion, SuiteTask
 from train.suites.background import Background
 
 # How often a question is written again, a little longer or shorter; and what may be left empty.
@@ -24,7 +24,7 @@ _TRIES = 4
 _SLACK = 0.01
 
 
-class Asked(NamedTuple):
+class AskedSample(NamedTuple):
     """A question in tokens.
 
     Attributes:
@@ -32,7 +32,7 @@ class Asked(NamedTuple):
       tokens: of the prompt, int32 [P].
     """
 
-    question: Question
+    question: SuiteQuestion
     tokens: np.ndarray
 
 
@@ -46,7 +46,7 @@ def ask(
     *,
     seed: int = 0,
     form: str = "long",
-) -> Asked:
+) -> AskedSample:
     """Question number ``index`` of a task at one length.
 
     It depends on the arguments alone, and not on which others are asked.
@@ -83,7 +83,7 @@ def ask(
         tokens = codec.encode_all([question.prompt])[0]
         left = room - len(tokens)
         if left >= 0 and (best is None or len(tokens) > len(best.tokens)):
-            best = Asked(question, np.array([*start, *tokens.tolist()], np.int32))
+            best = AskedSample(question, np.array([*start, *tokens.tolist()], np.int32))
         written = len(question.prompt)
         # What a task leaves empty by itself, longer texts would leave, too.
         if 0 <= left <= _SLACK * room or (left > 0 and size - written > left):

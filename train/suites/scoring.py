@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from train.suites import Question
+    from train.suites import SuiteQuestion
 
 
 def match_all(answer: str, references: Sequence[str], labels: Sequence[str] = ()) -> float:
@@ -38,6 +38,6 @@ RULES: dict[str, Callable[..., float]] = {
 }
 
 
-def score(rule: str, answer: str, question: Question) -> float:
+def score(rule: str, answer: str, question: SuiteQuestion) -> float:
     """The score of an answer, from 0 to 1."""
     return RULES[rule](answer, question.references, question.labels)

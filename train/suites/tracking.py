@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from train.suites import Question
+from train.suites import SuiteQuestion
 from train.suites.background import Background, noise, room
 from train.tasks.retrieval import FILLER
 
@@ -37,7 +37,7 @@ class Tracking:
 
     def ask(
         self, rng: np.random.Generator, background: Background, size: int, form: str
-    ) -> Question:
+    ) -> SuiteQuestion:
         """Hides the chain; see :class:`train.suites.SuiteTask`."""
         start, end = _LONG if form == "long" else _SHORT
         count = 1 + self.hops[form == "short"]
@@ -51,7 +51,7 @@ class Tracking:
         end = end.format(value=value, count=count)
         left = room(size, start, end, *statements)
         text = noise(FILLER, left).hide(rng, statements, shuffle=False)
-        return Question(start + text + end, tuple(names))
+        return SuiteQuestion(start + text + end, tuple(names))
 
 
 TRACKING = Tracking()

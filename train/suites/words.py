@@ -8,7 +8,7 @@ import numpy as np
 import scipy.special
 
 from train.checks import require
-from train.suites import Question
+from train.suites import SuiteQuestion
 from train.suites.background import Background
 
 _TOO_SMALL = "{size:,} characters are too few for a question about the words of a text"
@@ -36,7 +36,7 @@ class Common:
 
     def ask(
         self, rng: np.random.Generator, background: Background, size: int, form: str
-    ) -> Question:
+    ) -> SuiteQuestion:
         """Writes the list; see :class:`train.suites.SuiteTask`."""
         short = form == "short"
         count = self.count[short]
@@ -71,7 +71,7 @@ class Common:
         words = common * often + others[:fitting] * rarely
         order = rng.permutation(len(words)).tolist()
         text = " ".join([f"{n}. {words[i]}" for n, i in enumerate(order, start=1)])
-        return Question(start + text + end, tuple(common))
+        return SuiteQuestion(start + text + end, tuple(common))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Frequent:
 
     def ask(
         self, rng: np.random.Generator, background: Background, size: int, form: str
-    ) -> Question:
+    ) -> SuiteQuestion:
         """Writes the coded text; see :class:`train.suites.SuiteTask`."""
         short = form == "short"
         width = 4 if short else 6
@@ -122,7 +122,7 @@ class Frequent:
         numbers = np.pad(numbers, (total - len(numbers), 0))
         known = ["." * width, *words]
         text = " ".join([known[i] for i in rng.permutation(numbers).tolist()])
-        return Question(start + text + end, tuple(words[:3]))
+        return SuiteQuestion(start + text + end, tuple(words[:3]))
 
 
 COMMON = Common()

@@ -9,7 +9,7 @@ import pytest
 from tests.models import random_variables, small_model
 from train.data import tokenizers
 from train.suites import evaluation, get_suite
-from train.suites.evaluation import Answers, Options, evaluate, tokenizer_of
+from train.suites.evaluation import Answers, SuiteOptions, evaluate, tokenizer_of
 from train.suites.results import SuiteResult
 
 BYTES = tokenizers.load("bytes")
@@ -32,7 +32,7 @@ def background(tmp_path):
 
 
 def asked(trained, path, background, **options):
-    chosen = Options(**OPTIONS | MORE | {"background": background} | options)
+    chosen = SuiteOptions(**OPTIONS | MORE | {"background": background} | options)
     calls = []
     given = {"step": 7, "trained_length": 128, "progress": lambda *call: calls.append(call)}
     return evaluate(trained, BYTES, chosen, path, **given), calls
@@ -138,7 +138,7 @@ def test_what_is_refused_leaves_the_answers_alone(
 )
 def test_options_out_of_range(options, message):
     with pytest.raises(ValueError, match=message):
-        Options(**OPTIONS | options)
+        SuiteOptions(**OPTIONS | options)
 
 
 def test_a_tokenizer_that_cannot_write_the_answers(trained, tmp_path, background):
@@ -146,7 +146,7 @@ def test_a_tokenizer_that_cannot_write_the_answers(trained, tmp_path, background
         def _decode(self, ids):
             return "?" * len(ids)
 
-    options = Options(**OPTIONS | MORE | {"background": background})
+    options = SuiteOptions(**OPTIONS | MORE | {"background": background})
     with pytest.raises(ValueError, match=r"'bytes' writes '[A-Z]{3}', which vt asks for, as '\?"):
         evaluate(trained, Deaf(), options, tmp_path / "answers.jsonl")
     assert not (tmp_path / "answers.jsonl").exists()

@@ -1,6 +1,6 @@
 import pytest
 
-from train.suites import Question
+from train.suites import SuiteQuestion
 from train.suites.scoring import score
 
 
@@ -15,7 +15,7 @@ from train.suites.scoring import score
     ],
 )
 def test_string_matches(rule, answer, wanted):
-    assert score(rule, answer, Question("", ("12", "34", "56"))) == wanted
+    assert score(rule, answer, SuiteQuestion("", ("12", "34", "56"))) == wanted
 
 
 @pytest.mark.parametrize(
@@ -30,8 +30,8 @@ def test_string_matches(rule, answer, wanted):
     ],
 )
 def test_labels(answer, wanted):
-    assert score("label", answer, Question("", ("yes",), ("yes", "no"))) == wanted
+    assert score("label", answer, SuiteQuestion("", ("yes",), ("yes", "no"))) == wanted
 
 
 def test_capitals_do_not_count():
-    assert score("all", "abcde", Question("", ("ABCDE",))) == 1
+    assert score("all", "abcde", SuiteQuestion("", ("ABCDE",))) == 1
