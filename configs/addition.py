@@ -3,7 +3,7 @@
 Claim: TAPE generalises to operands longer than those it was trained on better than RoPE, random
 RoPE, FIRE and no encoding do (the paper's figures come from code in which position states do not
 reach the output, see docs/differences.md; this is the experiment that it describes). At the size of
-configs/addition_demo.py TAPE is told apart from no rival (research/evidence.md).
+configs/addition_demo.py TAPE differs clearly from no rival (research/evidence.md).
 Cost: not measured.
 Command:
     python -m train.main train --config=configs/addition.py --run=runs/addition --evaluate

@@ -2,7 +2,7 @@
 
 Claim: trained on sums of numbers with up to 5 digits, TAPE answers at least 99 % of unseen sums of
 that size. What each does with longer ones is for the report to show. By research/evidence.md TAPE
-is told apart from no rival there: nobody exceeds 5 % on average, at rates chosen by those longer
+differs clearly from no rival there: nobody exceeds 5 % on average, at rates chosen by those longer
 sums, with which most do not learn the trained lengths whole.
 Cost: under 2 minutes for both trainings and evaluations on 2 idle cores, 3.5 minutes of processor
 time; 6 minutes on cores that other work keeps busy.

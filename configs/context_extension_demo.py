@@ -8,7 +8,7 @@ three seeds, TAPE with attention_mix="head_scale": base 4.05, 10.83, 16.00; scal
 5.04; full 4.51, 4.54, 17.03. docs/experiments.md has the passkeys, and what this says and does not,
 of one base and one rate for all. From five bases, with tuned rates (research/evidence.md), the
 claim is contradicted: perplexity at 128 bytes TAPE 5.04, with the published code's mixing 5.01,
-LoRA 4.33, LongLoRA 4.52, theta 4.48, full 4.20; passkeys there are not told apart.
+LoRA 4.33, LongLoRA 4.52, theta 4.48, full 4.20; passkeys there show no clear difference.
 Cost: 16 minutes of processor time for the base and the 21 runs, on cores that other work kept busy.
 Command: first the base, a RoPE model that learns Python source and short passkeys side by side,
     python -m train.main train --config=configs/bytes_demo.py --run=runs/short \
