@@ -36,7 +36,7 @@ from tape_jax._src.attention.request import (
 )
 from tape_jax._src.attention.visibility import Visibility, visible_blocks
 from tape_jax._src.core import algebra
-from tape_jax._src.core.checks import positive, require
+from tape_jax._src.core.checks import positive
 from tape_jax._src.core.partition import once_differentiated
 
 Array = jax.Array

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from tape_jax._src.attention import reference, rows
 from tape_jax._src.attention.request import Request, refuse
-from tape_jax._src.core.checks import positive, require
+from tape_jax._src.core.checks import positive
 
 Array = jax.Array
 

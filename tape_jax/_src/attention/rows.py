@@ -21,7 +21,7 @@ from tape_jax._src.attention.request import (
     scaled_beforehand,
 )
 from tape_jax._src.attention.visibility import part
-from tape_jax._src.core.checks import positive, require
+from tape_jax._src.core.checks import positive
 
 Array = jax.Array
 

@@ -98,7 +98,7 @@ def real(what: str, value: Any) -> float:
 
 
 def _real(value: Any) -> float | None:
-    """A finite number of Python, numpy or jax as ``float``; None if it is none, or a truth value."""
+    """A finite number of any library as ``float``; None if it is none, or a truth value."""
     try:
         found = math.nan if isinstance(value, bool | str | bytes) else float(value)
     except (TypeError, ValueError):
