@@ -36,7 +36,7 @@ from tape_jax._src.attention.request import (
 )
 from tape_jax._src.attention.visibility import Visibility, visible_blocks
 from tape_jax._src.core import algebra
-from tape_jax._src.core.checks import require
+from tape_jax._src.core.checks import positive
 from tape_jax._src.core.partition import once_differentiated
 
 Array = jax.Array
@@ -68,10 +68,12 @@ def attend(
       accumulator type.
 
     Raises:
-      ValueError: if a block is empty.
+      ValueError: if the size of a block is no positive integer.
     """
-    for name, size in (("block_q", block_q), ("block_k", block_k)):
-        require(size is None or size >= 1, f"{name} must be at least 1; got {size}")
+    block_q, block_k = (
+        positive(name, size, optional=True)
+        for name, size in (("block_q", block_q), ("block_k", block_k))
+    )
     default_q, default_k = default_blocks(request)
     q, k = request.rotated()
     q, scale = scaled_beforehand(q, request.scale)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +19,16 @@ from tape_jax._src.attention.request import (
 )
 from tape_jax._src.attention.visibility import MAX_INDEX, Band, Visibility
 from tape_jax._src.core import algebra
-from tape_jax._src.core.checks import as_integers, concrete, not_negative, require, truth
+from tape_jax._src.core.checks import (
+    as_array,
+    as_integers,
+    concrete,
+    instance,
+    not_negative,
+    real,
+    require,
+    truth,
+)
 from tape_jax._src.core.sharding import Sharding
 
 Array = jax.Array
@@ -60,8 +68,9 @@ def normalize(
       ValueError: if the call is wrong.
       NotImplementedError: if no implementation can do it.
     """
-    q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
+    q, k, v = as_array("q", q), as_array("k", k), as_array("v", v)
     _check_inputs(q, k, v)
+    keys_rotated = _truth("keys_rotated", keys_rotated)
     state, query_state = _states(q, k, state, query_state, keys_rotated)
     _check_key_width(q, k, state, query_state, keys_rotated)
     *batch, query_length, query_heads, dim = q.shape
@@ -85,11 +94,11 @@ def normalize(
         bias=_bias(bias, batch, pairs),
         log_decay=_log_decay(log_decay, batch, pairs),
         visibility=visibility,
-        scale=dim**-0.5 if scale is None else _known("scale", scale, float, "a number"),
+        scale=dim**-0.5 if scale is None else _known("scale", scale, real, "a finite number"),
         keys_rotated=keys_rotated,
-        attend_state=attend_state,
-        interpret=interpret,
-        sharding=sharding,
+        attend_state=_truth("attend_state", attend_state),
+        interpret=_truth("interpret", interpret),
+        sharding=instance("sharding", sharding, Sharding, optional=True),
         logits_fn=_row_function("logits_fn", logits_fn),
         weights_fn=_row_function("weights_fn", weights_fn),
     )
@@ -121,7 +130,7 @@ def _visibility(
     if segment_ids is not None:
         segments = _ids("segment_ids", segment_ids, batch, (queries, keys))
     if mask is not None:
-        mask = jnp.asarray(mask)
+        mask = as_array("mask", mask)
         require(mask.dtype == jnp.bool_, f"mask must be boolean, True = visible; got {mask.dtype}")
         mask = _broadcastable("mask", mask, batch, pairs)
     within = _within_lengths(lengths, batch, (queries, keys))
@@ -131,25 +140,25 @@ def _visibility(
     elif within is not None:
         both = within[0][:, None, :, None] & within[1][:, None, None]
         mask = both if mask is None else mask & both
-    # A wider window hides no more, and sums with it would leave 32-bit integers.
-    widest = queries + keys + farthest if known and farthest is not None else MAX_INDEX
     words = "an integer from 0 on, or a pair (left, right) of them"
-    sizes = _known("local_window_size", window[0], _window, words)
-    sides = None if sizes is None else (min(sizes[0], widest), min(sizes[1], widest))
-    causal = _known("is_causal", is_causal, functools.partial(truth, "is_causal"), "True or False")
-    band = Band(causal, sides)
+    sides = _known("local_window_size", window[0], _window, words)
     counts = None
     if window[1] is not None:
         counts = _ids("window_positions", window[1], batch, (queries, keys))
+    elif sides is not None:
+        # A wider window hides no more, and sums with it would leave 32-bit integers.
+        widest = queries + keys + farthest if known and farthest is not None else MAX_INDEX
+        sides = (min(sides[0], widest), min(sides[1], widest))
+    band = Band(_truth("is_causal", is_causal), sides)
     return Visibility(band, offset, segments, mask, None if sides is None else counts)
 
 
-def _window(given: Any) -> tuple[int, int] | None:
+def _window(what: str, given: Any) -> tuple[int, int] | None:
     """Return how many keys before and behind its own a query sees; ValueError for anything else."""
     if given is None:
         return None
     sizes = given if isinstance(given, tuple | list) else (given, given)
-    left, right = (not_negative("local_window_size", size) for size in sizes)
+    left, right = (not_negative(what, size) for size in sizes)
     return left, right
 
 
@@ -182,7 +191,7 @@ def _row_function(name: str, function: Any) -> RowFunction | None:
     require(callable(function), f"{name} must be a function of logits and rows; got {function!r}")
 
     def checked(logits: Array, rows: AttentionRows) -> Array:
-        out = jnp.asarray(function(logits, rows))
+        out = as_array(f"the value of {name}", function(logits, rows))
         require(
             out.shape == logits.shape and jnp.issubdtype(out.dtype, jnp.floating),
             f"{name} must return floating-point numbers [B, Hq, Q, S] = {logits.shape}, as it is "
@@ -193,10 +202,15 @@ def _row_function(name: str, function: Any) -> RowFunction | None:
     return checked
 
 
-def _known(name: str, value: Any, kind: Callable[[Any], Any], expected: str) -> Any:
-    """``kind(value)``; ValueError if that fails, as it does for what is traced."""
+def _truth(name: str, value: Any) -> bool:
+    """A truth value; ValueError if it is none."""
+    return _known(name, value, truth, "True or False")
+
+
+def _known(name: str, value: Any, kind: Callable[[str, Any], Any], expected: str) -> Any:
+    """``kind(name, value)``; ValueError if that fails, as it does for what is traced."""
     try:
-        return kind(value)
+        return kind(name, value)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"{name} must be {expected}, known when the call is compiled; got {value!r}"
@@ -263,7 +277,7 @@ def _state(
     """A state of ``x [batch..., T, H, D]`` as ``[B|1, T, h, ...]``; :func:`algebra.check_state`."""
     if state is None:
         return None
-    state = jnp.asarray(state)
+    state = as_array(name, state)
     tail = algebra.check_state(state, x, name=name, of=of, heads=heads)
     return _flatten(algebra.align_state(state), x.shape[:-3], 2 + tail)
 
@@ -319,9 +333,18 @@ def _ids(
             f"{name}: expected shape {(*batch, length)}, batch axes may be missing; got "
             f"{ids.shape}",
         )
-        return _flatten(ids, batch, 1)
+        return _flatten(algebra.at_least_32_bits(ids), batch, 1)
 
-    return _of_both(what, ids, lengths, converted)
+    queries, keys = _of_both(what, ids, lengths, converted)
+    if queries.dtype == keys.dtype:
+        return queries, keys
+    both = np.promote_types(queries.dtype, keys.dtype)
+    require(
+        both.kind in "iu" and jax.dtypes.canonicalize_dtype(both) == both,
+        f"{what} of queries and keys must be of one type, or a wider one must hold both; got "
+        f"{queries.dtype} and {keys.dtype}",
+    )
+    return queries.astype(both), keys.astype(both)
 
 
 def _log_decay(
@@ -331,7 +354,7 @@ def _log_decay(
     heads, *_ = pairs
 
     def converted(name: str, x: Any, length: int) -> Array:
-        x = jnp.asarray(x)
+        x = as_array(name, x)
         require(
             jnp.issubdtype(x.dtype, jnp.floating), f"{name} must be floating-point; got {x.dtype}"
         )
@@ -375,7 +398,7 @@ def _bias(
 def _floating(name: str, bias: Any) -> Array:
     """The bias as an array; ValueError if it is not floating-point."""
     require(bias is not None, f"{name} must be a floating-point array; got None")
-    bias = jnp.asarray(bias)
+    bias = as_array(name, bias)
     require(
         jnp.issubdtype(bias.dtype, jnp.floating),
         f"{name} must be floating-point (for a boolean, use mask); got {bias.dtype}",
@@ -385,7 +408,7 @@ def _floating(name: str, bias: Any) -> Array:
 
 def _offset(offset: int | Array, batch: Sequence[int]) -> tuple[int | Array, int | None]:
     """An int, or int32: a scalar or ``[B]``; and the largest distance, None if it is not known."""
-    if isinstance(offset, int | np.integer):
+    if isinstance(offset, int | np.integer) and not isinstance(offset, bool):
         return int(offset), abs(int(offset))
     values = concrete(offset) if hasattr(offset, "dtype") else None
     offset = as_integers("query_offset", offset)

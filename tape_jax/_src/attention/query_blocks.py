@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from tape_jax._src.attention import reference, rows
 from tape_jax._src.attention.request import Request, refuse
-from tape_jax._src.core.checks import require
+from tape_jax._src.core.checks import positive
 
 Array = jax.Array
 
@@ -56,9 +56,9 @@ def attend(request: Request, *, block_q: int | None = None) -> tuple[Array, Arra
       As :func:`reference.attend`.
 
     Raises:
-      ValueError: if a block is empty.
+      ValueError: if the size of a block is no positive integer.
     """
-    require(block_q is None or block_q >= 1, f"block_q must be at least 1; got {block_q}")
+    block_q = positive("block_q", block_q, optional=True)
     q, k = request.rotated()
     v, width = request.values(), request.v.shape[-1]
     # CPUs have no products of shorter types, and gradients of keys are sums over blocks.

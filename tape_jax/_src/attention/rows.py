@@ -21,7 +21,7 @@ from tape_jax._src.attention.request import (
     scaled_beforehand,
 )
 from tape_jax._src.attention.visibility import part
-from tape_jax._src.core.checks import require
+from tape_jax._src.core.checks import positive
 
 Array = jax.Array
 
@@ -47,9 +47,9 @@ def attend(request: Request, *, block_q: int | None = None) -> tuple[Array, Arra
       As :func:`reference.attend`.
 
     Raises:
-      ValueError: if a block is empty.
+      ValueError: if the size of a block is no positive integer.
     """
-    require(block_q is None or block_q >= 1, f"block_q must be at least 1; got {block_q}")
+    block_q = positive("block_q", block_q, optional=True)
     time = request.query_length
     size = min(block_q or _block_length(request), time)
     q, k = request.rotated()

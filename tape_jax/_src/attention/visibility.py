@@ -65,14 +65,24 @@ class Band:
           Booleans ``[Q, K]`` or ``[B, 1, Q, K]``, or None if all are visible.
         """
         i = queries[:, None] if queries.ndim == 1 else queries[:, None, :, None]
-        return self.near(i, keys)
-
-    def near(self, queries: Any, keys: Any) -> Any:
-        """Return which pairs of places, arrays that broadcast, are near enough; None if all are."""
-        rules = [] if self.highest is None else [keys <= queries + self.highest]
+        rules = [] if self.highest is None else [keys <= i + self.highest]
         if self.lowest is not None:
-            rules.append(keys >= queries + self.lowest)
+            rules.append(keys >= i + self.lowest)
         return functools.reduce(operator.and_, rules) if rules else None
+
+
+def within(window: tuple[int, int], queries: Array, keys: Array) -> Array:
+    """Return which keys lie in the windows of queries: integers of one type, which broadcast.
+
+    They may be any of their type: differences are taken without a sign, and do not overflow.
+    """
+    unsigned = jnp.dtype(f"uint{8 * queries.dtype.itemsize}")
+    before, behind = (min(size, jnp.iinfo(unsigned).max) for size in window)
+    ahead = keys > queries
+    distance = jnp.where(ahead, keys - queries, queries - keys).astype(unsigned)
+    return distance <= jnp.where(
+        ahead, jnp.asarray(behind, unsigned), jnp.asarray(before, unsigned)
+    )
 
 
 @functools.partial(
@@ -123,10 +133,9 @@ class Visibility:
           Booleans that broadcast to ``[B, Hq, Q, K]``, or None if all are visible.
         """
         rules = [self.by_index.pairs(self.places(queries), jnp.arange(keys, dtype=jnp.int32))]
-        if self.counts is not None:
+        if self.counts is not None and self.band.window is not None:
             own, others = self.counts
-            window = dataclasses.replace(self.band, is_causal=False)
-            rules.append(window.near(own[:, None, :, None], others[:, None, None, :]))
+            rules.append(within(self.band.window, own[:, None, :, None], others[:, None, None, :]))
         if self.segments is not None:
             query_ids, key_ids = self.segments
             rules.append(query_ids[:, None, :, None] == key_ids[:, None, None, :])

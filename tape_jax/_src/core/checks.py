@@ -80,16 +80,30 @@ def number(what: str, value: Any, *, optional: bool = False) -> float | None:
     """A finite number from 0 on as Python's ``float``; ValueError if it is none."""
     if optional and value is None:
         return None
-    try:
-        found = math.nan if isinstance(value, bool | str) else float(value)
-    except TypeError:
-        found = math.nan
+    found = _real(value)
     or_none = " or None" if optional else ""
     require(
-        found >= 0 and math.isfinite(found),
+        found is not None and found >= 0,
         f"{what} must be a number from 0 on{or_none}; got {value!r}",
     )
     return found
+
+
+def real(what: str, value: Any) -> float:
+    """A finite number as Python's ``float``; ValueError if it is none."""
+    found = _real(value)
+    if found is None:
+        raise ValueError(f"{what} must be a finite number; got {value!r}")
+    return found
+
+
+def _real(value: Any) -> float | None:
+    """A finite number of any library as ``float``; None if it is none, or a truth value."""
+    try:
+        found = math.nan if isinstance(value, bool | str | bytes) else float(value)
+    except (TypeError, ValueError):
+        return None
+    return found if math.isfinite(found) else None
 
 
 def _integer(value: Any) -> int | None:
@@ -145,9 +159,27 @@ def as_integers(what: str, value: Any) -> jax.Array:
     """``jnp.asarray(value)``; ValueError if it would cut integers to fewer bits."""
     require_whole(what, value)
     try:
-        return jnp.asarray(value)
+        return as_array(what, value)
     except OverflowError as error:
         raise ValueError(f"{what} must fit in 32 bits: {error}") from error
+
+
+def as_array(what: str, value: Any) -> jax.Array:
+    """``jnp.asarray(value)``; ValueError if it is no array, and none can be made of it."""
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{what} must be an array of numbers; got {value!r}") from error
+
+
+def instance(what: str, value: Any, cls: type | tuple[type, ...], *, optional: bool = False) -> Any:
+    """The value; ValueError unless it is an instance of a class, with ``optional`` also None."""
+    names = " or ".join(x.__name__ for x in (cls if isinstance(cls, tuple) else (cls,)))
+    require(
+        isinstance(value, cls) or (optional and value is None),
+        f"{what} must be of the type {names}{' or None' if optional else ''}; got {value!r}",
+    )
+    return value
 
 
 def require_x64(hint: str = "", **types: Any) -> None:

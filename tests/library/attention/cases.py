@@ -24,6 +24,8 @@ class Case:
       segments: None, ``same`` (one array) or ``pair``.
       mask: None, or the axes of a random mask: ``full`` [batch, 1, Tq, S] and ``heads`` [heads, Tq,
         S], with a row that sees no key, ``keys`` [batch, 1, 1, S], or ``queries`` [Tq, 1].
+      window_positions: None, or for random ones, of queries and of keys, the largest of either
+        sign.
       log_decay: None, ``same`` [batch, T, heads], ``shared`` [T, 1], or two: ``pair`` [batch, Tq,
         heads] and [batch, S, heads], ``mixed`` [Tq, 1] and [batch, S, heads].
     """
@@ -46,6 +48,7 @@ class Case:
     bias: str | None = None
     segments: str | None = None
     mask: str | None = None
+    window_positions: int | None = None
     log_decay: str | None = None
     query_offset: int = 0
     keys_rotated: bool = False
@@ -106,7 +109,17 @@ CASES = [
     Case("decay_cross", queries=17, keys=21, segments="pair", is_causal=False, log_decay="mixed"),
     Case("decay_and_bias", heads=4, bias="array", log_decay="same", batch=(2, 2), queries=9),
 ]
+# By a mask, or by what only plain JAX has.
 MASKED = [
+    Case("window_by_positions", window_positions=200, local_window_size=90, queries=33),
+    Case(
+        "window_by_far_positions",
+        window_positions=2**31 - 1,
+        local_window_size=(2**31 + 5, 2**30),
+        queries=9,
+        keys=21,
+        is_causal=False,
+    ),
     Case("mask", mask="full", is_causal=False),
     Case("mask_grouped", mask="full", heads=4, bias="array"),
     Case("mask_heads", mask="heads", heads=4, local_window_size=8, segments="same"),
@@ -160,6 +173,12 @@ def inputs(case: Case, seed: int = 0) -> tuple[dict[str, np.ndarray], dict[str, 
         ids = rng.integers(0, 3, size=(*b, tq))
         ids[..., 0] = 7
         fixed["segment_ids"] = (ids, rng.integers(0, 3, size=(s,)))
+    if case.window_positions is not None:
+        far = case.window_positions
+        fixed["window_positions"] = tuple(
+            rng.integers(-far, far, size=(*b, n), endpoint=True, dtype=np.int64).astype(np.int32)
+            for n in (tq, s)
+        )
     if case.mask is not None:
         shapes = {
             "full": (*b, 1, tq, s),
@@ -215,6 +234,7 @@ def call(attention: Any, case: Case, floats: dict[str, Any], fixed: dict[str, An
         is_causal=case.is_causal,
         segment_ids=fixed.get("segment_ids"),
         local_window_size=case.local_window_size,
+        window_positions=fixed.get("window_positions"),
         scale=case.scale,
         bias=bias,
         mask=fixed.get("mask"),
@@ -318,7 +338,11 @@ def _visible(
         return False
     window = case.local_window_size
     left, right = window if isinstance(window, tuple) else (window, window)
-    if window is not None and not at - left <= j <= at + right:
+    own, other = at, j
+    if case.window_positions is not None:
+        queries, keys = fixed["window_positions"]
+        own, other = int(queries[row][i]), int(keys[row][j])
+    if window is not None and not own - left <= other <= own + right:
         return False
     if "mask" in fixed:
         full = (*case.batch, case.heads, case.queries, case.key_length)

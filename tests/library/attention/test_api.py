@@ -147,7 +147,30 @@ WRONG = {
         r"an integer from 0 on, or a pair .*; got \(3, 0, 1\)",
     ),
     "window_float": (arrays() | {"local_window_size": 3.0}, "an integer from 0 on.*; got 3.0"),
-    "scale_name": (arrays() | {"scale": "big"}, "scale must be a number, .*; got 'big'"),
+    "scale_name": (arrays() | {"scale": "2"}, "scale must be a finite number, .*; got '2'"),
+    "scale_true": (arrays() | {"scale": True}, "scale must be a finite number, .*; got True"),
+    "scale_nan": (arrays() | {"scale": np.nan}, "scale must be a finite number, .*; got nan"),
+    **{
+        f"{name}_text": (arrays() | {name: "no"}, f"{name} must be True or False, .*; got 'no'")
+        for name in ("keys_rotated", "attend_state", "interpret")
+    },
+    **{
+        f"{name}_no_array": (
+            arrays() | {"local_window_size": 1, "query_state": jnp.ones((2, T, 2, D)), name: "x"},
+            f"{name} must be an array of numbers; got 'x'",
+        )
+        for name in (
+            *("q", "k", "v", "state", "query_state", "mask", "bias", "log_decay", "segment_ids"),
+            *("query_offset", "window_positions", "query_seq_lengths"),
+        )
+    },
+    "window_positions_signs": (
+        arrays()
+        | {"local_window_size": 1, "window_positions": (INTS, jnp.asarray(INTS, jnp.uint32))},
+        "window_positions of queries and keys must be of one type.*int32 and uint32",
+    ),
+    "sharding_name": (arrays() | {"sharding": "x"}, "sharding must be of the type Sharding or No"),
+    "offset_true": (arrays() | {"query_offset": True}, "query_offset must be an integer.*bool"),
     "implementation_number": (
         arrays() | {"implementation": 3},
         "implementation must be a name, several or None; got 3",
@@ -242,9 +265,12 @@ def test_traced_scalars_are_named(name, value):
         jax.jit(lambda x: attention(**arrays(), **{name: x}))(value)
 
 
-def test_empty_block():
-    with pytest.raises(ValueError, match="block_q must be at least 1; got 0"):
-        attention(**arrays(), implementation="chunked", options={"block_q": 0})
+@pytest.mark.parametrize("implementation", ["chunked", "query_blocks", "rows"])
+@pytest.mark.parametrize("size", [0, 2.5, "a", True])
+def test_no_block(implementation, size):
+    options = {"block_q": size}
+    with pytest.raises(ValueError, match=f"block_q must be a positive .*; got {size!r}"):
+        attention(**arrays(), implementation=implementation, options=options)
 
 
 @pytest.mark.parametrize("window", [2**31 - 1, sys.maxsize, np.int64(2**40)])
