@@ -222,14 +222,19 @@ def angles(
         if change is None:
             parts.append(turned(t, omega, compute))
         else:
-            plain = scaling if scaling is not None and scaling.kind == "proportional" else None
-            plain = plain and dataclasses.replace(plain, factor=1.0)
-            unit = frequencies(2 * count, math.e, plain, None, partial_rotary_factor)
-            powers = np.log(unit, out=np.zeros_like(unit), where=unit > 0)
+            powers = _powers(2 * count, scaling, partial_rotary_factor)
             turns = jnp.asarray(omega, compute)
             turns = turns * jnp.exp(change[..., None] * jnp.asarray(powers, compute))
             parts.append(_told_apart(t, compute)[..., None] * turns)
     return jnp.concatenate(parts, axis=-1)
+
+
+def _powers(dim: int, scaling: RopeScaling | None, partial_rotary_factor: float) -> np.ndarray:
+    """Powers of the base that the frequencies are, ``[dim / 2]``; 0 where nothing turns."""
+    plain = scaling if scaling is not None and scaling.kind == "proportional" else None
+    plain = plain and dataclasses.replace(plain, factor=1.0)
+    unit = frequencies(dim, math.e, plain, None, partial_rotary_factor)
+    return np.log(unit, out=np.zeros_like(unit), where=unit > 0)
 
 
 def turned(positions: Array, omega: np.ndarray, compute: Any) -> Array:
