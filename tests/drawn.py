@@ -191,6 +191,7 @@ OPTIONS: dict[tuple[str, ...], tuple[Any, ...]] = {
 }
 # Of encodings that do not take all of them.
 OWN: dict[str, dict[tuple[str, ...], tuple[Any, ...]]] = {
+    "p_rope": {("scaling",): ((RopeScaling("proportional"),), (RopeScaling("proportional", 2.0),))},
     "yarn": {("scaling",): ((RopeScaling("yarn", 2.0),), (YARN,))},
     "tape_separate_cos_sin": {("form", "l", "r"): (ROTARY,), ("norm", "degree"): LINEAR},
     "tape_relaxed_equivariance": {("form", "l", "r"): (ROTARY,), ("norm", "degree"): LINEAR},
