@@ -57,7 +57,7 @@ PLAN = (
     ),
     Part(
         "The compiled kernels against the reference",
-        "pytest -m gpu -n 12 tests/attention tests/positions",
+        "pytest -m gpu -n 12 tests/library/attention tests/library/positions",
         5,
         OF_TESTS,
     ),
@@ -92,7 +92,7 @@ DRY = (
     ),
     Part(
         "Tests that need a GPU",
-        "pytest -m gpu -qq --collect-only tests/attention tests/positions",
+        "pytest -m gpu -qq --collect-only tests/library/attention tests/library/positions",
         2,
     ),
     Part("Attention by itself", "benchmarks.attention --lengths 32 64 --repeats 2", 2),

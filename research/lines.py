@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from train.checks import require
-from train.files import sync, write_atomically
+from train.files import json_object, sync, write_atomically
 
 Fields = Mapping[str, Any]
 
@@ -65,7 +65,7 @@ def append(path: Path, format: str, record: Fields, shared: Sequence[str]) -> No
         data = file.read()
         end = data.rfind(b"\n") + 1
         before = ""
-        if end and _object(data[end:]):
+        if end and json_object(data[end:]):
             before = "\n"
         elif end < len(data):
             file.truncate(end)
@@ -160,7 +160,7 @@ def _parsed(data: bytes, path: Path, format: str) -> Contents:
     *lines, last = data.split(b"\n")
     records: dict[str, dict[str, Any]] = {}
     problems = []
-    if _object(last):
+    if json_object(last):
         lines.append(last)
     elif last:
         problems.append(f"{path}: the last line was not written to its end")
@@ -181,7 +181,7 @@ def _parsed(data: bytes, path: Path, format: str) -> Contents:
 
 def _shared(line: bytes, path: Path, format: str) -> dict[str, Any]:
     """What the first line says is shared; ValueError if it is of no file of this format."""
-    header = _object(line)
+    header = json_object(line)
     require(
         header is not None and header.get("format") == format and "shared" in header,
         f"{path} is not a results file of this version: it begins with {line[:60]!r}, expected "
@@ -189,15 +189,6 @@ def _shared(line: bytes, path: Path, format: str) -> dict[str, Any]:
     )
     assert header is not None
     return header["shared"]
-
-
-def _object(line: bytes) -> dict[str, Any] | None:
-    """A line as JSON; None if it is no whole object."""
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def _header(format: str, shared: Fields) -> str:

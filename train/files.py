@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
 def write_atomically(path: Path, content: str | bytes | Callable[[Path], None]) -> None:
@@ -34,6 +36,15 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def json_object(line: bytes) -> dict[str, Any] | None:
+    """A line as JSON; None if it is no whole object."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def cache_folder() -> Path:

@@ -16,6 +16,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from tape_jax.sharding import ShardingConfig
 from train.checks import positive, require
+from train.evaluation import few_widths
 from train.evaluation.continuations import Continuer
 from train.evaluation.likelihoods import Given, Scorer
 from train.training import runs
@@ -95,8 +96,7 @@ class TapeJax(TemplateLM):
         )
         self.max_length = max_length or limit or _usual_length(folder)
         size = 16 if str(batch_size).startswith("auto") else int(batch_size)
-        pad = next((i for i in (self.codec.pad, self.codec.eos, self.codec.bos) if i), 0)
-        given = speaker.model, speaker.variables
+        given, pad = (speaker.model, speaker.variables), self.codec.padding
         self._scorer = Scorer(*given, pad=pad, batch_size=size)
         self._continuer = Continuer(
             *given, pad=pad, stop=self.codec.eos, batch_size=size, chunk=chunk
@@ -234,9 +234,7 @@ class TapeJax(TemplateLM):
     def _continued(
         self, prompts: Sequence[np.ndarray], new: int, until: tuple[str, ...]
     ) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
-        lengths = [len(prompt) for prompt in prompts]
-        shares = np.arange(1, _SHAPES + 1) / _SHAPES
-        widths = np.unique(np.quantile(lengths, shares, method="higher"))
+        widths = few_widths([len(prompt) for prompt in prompts], _SHAPES)
 
         def enough(rows: np.ndarray) -> bool:
             stop = self.codec.eos

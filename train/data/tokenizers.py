@@ -57,6 +57,11 @@ class Tokenizer(abc.ABC):
     pad: int | None = None
     unk: int | None = None
 
+    @property
+    def padding(self) -> int:
+        """What fills up rows: the token for it, else one that ends or starts a document, else 0."""
+        return next((i for i in (self.pad, self.eos, self.bos) if i is not None), 0)
+
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Token ids of ``text``.
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
+
+import numpy as np
 
 from tape_jax import Transformer
 
@@ -37,6 +39,11 @@ class Trained(Protocol):
 def fits(tokens: int, limit: int | None) -> bool:
     """Whether a model that takes at most ``limit`` tokens (None: any number) takes so many."""
     return limit is None or tokens <= limit
+
+
+def few_widths(lengths: Sequence[int] | np.ndarray, count: int) -> np.ndarray:
+    """At most ``count`` lengths to compile for, ascending: each next holds as many rows more."""
+    return np.unique(np.quantile(lengths, np.arange(1, count + 1) / count, method="higher"))
 
 
 def part_of(progress: Progress | None, before: int, total: int) -> Progress | None:

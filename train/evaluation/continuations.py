@@ -16,7 +16,7 @@ import numpy as np
 
 from tape_jax import Cache, Transformer, decode, init_cache, pad_prompts, prefill
 from train.checks import require
-from train.evaluation import Progress
+from train.evaluation import Progress, few_widths
 from train.training.metrics import compiling_seconds
 
 # A part of the memory that is left free.
@@ -287,8 +287,7 @@ def continuations(
       At most N token ids for each prompt, up to the stop, which is left out.
     """
     require(len(prompts) > 0, "evaluation: no prompts")
-    lengths = [len(prompt) for prompt in prompts]
-    widths = np.unique(np.quantile(lengths, np.arange(1, shapes + 1) / shapes, method="higher"))
+    widths = few_widths([len(prompt) for prompt in prompts], shapes)
     answers: list[np.ndarray] = [np.zeros(0, np.int32)] * len(prompts)
     done = 0
     for rows, found in continuer.run(prompts, max_new_tokens, widths):

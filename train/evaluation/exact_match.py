@@ -18,7 +18,7 @@ import numpy as np
 
 from tape_jax import Transformer
 from train.checks import require
-from train.evaluation import Progress, fits
+from train.evaluation import Progress, few_widths, fits
 from train.process import compile_in_turn
 
 Apply = Callable[..., jax.Array]
@@ -162,8 +162,7 @@ def _batches(
     examples: Examples, batch_size: int, shapes: int
 ) -> Iterator[tuple[np.ndarray, Examples]]:
     """Row numbers [<= B] and their examples [B], the last one repeated to fill the batch."""
-    quantiles = np.arange(1, shapes + 1) / shapes
-    widths = np.unique(np.quantile(examples.lengths, quantiles, method="higher"))
+    widths = few_widths(examples.lengths, shapes)
     group = np.searchsorted(widths, examples.lengths)
     for index, width in enumerate(widths):
         members = np.flatnonzero(group == index)

@@ -17,7 +17,7 @@ from train.checks import choose, not_negative, positive, require
 from train.data.tokenizers import Tokenizer
 from train.evaluation import Progress, Trained, fits
 from train.evaluation.continuations import Continuer
-from train.files import sync, write_atomically
+from train.files import json_object, sync, write_atomically
 from train.suites import FORMS, SuiteTask, get_suite
 from train.suites.background import Background, read
 from train.suites.questions import AskedSample, ask
@@ -106,7 +106,7 @@ class Answers:
         header, kept = {"format": FORMAT, **about}, b""
         if path.exists():
             first, *lines = path.read_bytes().split(b"\n")
-            found = _parse(first)
+            found = json_object(first) or {}
             require(
                 found.get("format") == FORMAT,
                 f"{path} was not written by this program: it is left alone; move it away",
@@ -123,7 +123,8 @@ class Answers:
                 f"{path} has answers to other questions ({'; '.join(different)}): move it away, or "
                 "give --fresh to forget them",
             )
-            for line in map(_parse, lines):
+            for written in lines:
+                line = json_object(written) or {}
                 for index, text in zip(line["numbers"], line["answers"], strict=True):
                     self.texts[line["task"], line["length"], index] = text
             kept = b"".join(line + b"\n" for line in lines)
@@ -143,14 +144,6 @@ class Answers:
             file.flush()
             os.fsync(file.fileno())
         sync(self._path.parent)
-
-
-def _parse(line: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def evaluate(
@@ -196,7 +189,7 @@ def evaluate(
     continuer = Continuer(
         trained.model,
         trained.variables,
-        pad=next((i for i in (codec.pad, codec.eos, codec.bos) if i is not None), 0),
+        pad=codec.padding,
         stop=codec.eos,
         batch_size=options.batch_size,
         chunk=options.chunk,

@@ -192,8 +192,7 @@ class Text(Tokenized):
 
     def packed(self) -> Packed:
         """All training sequences, in order."""
-        codec = self.codec
-        pad = next(i for i in (codec.pad, codec.eos, codec.bos) if i is not None)
+        pad = self.codec.padding
         return Packed(self.training_stream(), self.sequence_length, self.packing, pad)
 
     @property

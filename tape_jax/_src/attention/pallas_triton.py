@@ -34,7 +34,7 @@ from tape_jax._src.attention.pallas_blocks import Tile, Tiles, default_tiles
 from tape_jax._src.attention.pallas_kernels import KernelCall
 from tape_jax._src.attention.request import Request, refuse, refuse_rows
 from tape_jax._src.attention.visibility import full_blocks, segments_meet, visible_blocks
-from tape_jax._src.core.devices import check_triton
+from tape_jax._src.core.devices import check_triton, tile_size
 from tape_jax._src.core.partition import Named, batch_size, over_batch_and_heads
 
 Array = jax.Array
@@ -149,7 +149,7 @@ def _arrays(request: Request) -> Named:
 
 def _pad_last(x: Array) -> Array:
     """Pads the last axis to a power of two that products of tiles allow: 16 or more."""
-    missing = max(16, 1 << (x.shape[-1] - 1).bit_length()) - x.shape[-1]
+    missing = tile_size(x.shape[-1]) - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 
 

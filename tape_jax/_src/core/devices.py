@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
+
 import jax
 
 # The oldest compute capability with what Pallas' kernels for Triton need: Ampere's.
@@ -19,6 +22,17 @@ def compute_capability() -> tuple[int, int] | None:
     return int(major), int(minor)
 
 
+def tile_size(size: int) -> int:
+    """The least size of a tile of Triton's that holds so many: a power of two, at least 16."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+@functools.cache
+def _be_quiet() -> None:
+    """Hides what jax 0.11 says at every kernel for Triton; users can do nothing about it."""
+    warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
+
+
 def check_triton(capability: tuple[int, int] | None) -> None:
     """Raises NotImplementedError unless a GPU of this capability runs Triton's kernels."""
     if capability is None:
@@ -30,3 +44,4 @@ def check_triton(capability: tuple[int, int] | None) -> None:
         raise NotImplementedError(
             f"needs a GPU of compute capability 8.0 (Ampere) or later; this one has {capability}"
         )
+    _be_quiet()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax
@@ -75,17 +75,11 @@ class Run(NamedTuple):
 def _applied(
     apply: Callable[..., Any], variables: Any, tokens: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    return apply(variables, tokens, *args, **kwargs)
+    given = args if tokens is None else (tokens, *args)
+    return apply(variables, *given, **kwargs)
 
 
-def _own_axes(given: Mapping[str, Any], shapes: Any) -> Any:
-    model = given["model"]
-    if model.sharding is None:
-        return jax.tree.map(lambda x: (None,) * x.ndim, shapes)
-    return jax.tree.map(lambda place: tuple(place.spec), model.sharding.of(model, shapes))
-
-
-@automatic_inside(_own_axes)
+@automatic_inside(placement.parameters)
 def _initialized(
     init: Callable[..., Any], model: Transformer, rngs: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -129,12 +123,12 @@ class Transformer(nn.Module):
         return self.config.carried_dtype
 
     @nn.nowrap
-    def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply(self, variables: Any, tokens: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As ``flax.linen.Module.apply``, on meshes with explicit axes too.
 
         What is returned is split there as the tokens are, logits also as the output projection is.
         """
-        return _applied(super().apply, variables, *args, **kwargs)
+        return _applied(super().apply, variables, tokens, *args, **kwargs)
 
     @nn.nowrap
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -81,7 +81,7 @@ def start_cache(
 
 def _explicit_axes(given: Mapping[str, Any], shapes: Any) -> Any:
     """Where results lie on a mesh with explicit axes."""
-    out, attended, cache = shapes
+    _, attended, cache = shapes
     lead = names_of(given["x"])[:-1]
     heads = names_of(given["params"]["q"])[-1]
     heads = None if heads in lead else heads
@@ -89,7 +89,7 @@ def _explicit_axes(given: Mapping[str, Any], shapes: Any) -> Any:
         attended = (*lead, heads, *[None] * (attended.ndim - len(lead) - 1))
     if cache is not None:
         cache = jax.tree.map(lambda _, x: names_of(x), cache, given["cache"])
-    return (*lead, None)[: out.ndim], attended, cache
+    return (*lead, None), attended, cache
 
 
 @automatic_inside(_explicit_axes)

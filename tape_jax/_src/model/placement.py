@@ -49,6 +49,14 @@ def outputs(given: Mapping[str, Any], shapes: Any) -> Any:
     return jax.tree.map(place_tree, shapes, is_leaf=lambda x: isinstance(x, Cache))
 
 
+def parameters(given: Mapping[str, Any], shapes: Any) -> Any:
+    """Mesh axes of what ``model.init`` returns: those of the model's rules, if it has some."""
+    model = given["model"]
+    if model.sharding is None:
+        return jax.tree.map(lambda x: (None,) * x.ndim, shapes)
+    return jax.tree.map(lambda place: tuple(place.spec), model.sharding.of(model, shapes))
+
+
 def _cache(new: Any, old: Any, rows: Names) -> Any:
     """Mesh axes of a cache: those of the one before, else batches split as ``rows``."""
     if old is not None:

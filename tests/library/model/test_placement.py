@@ -126,3 +126,12 @@ def test_sampling():
         got = tape.sample_logits(*put(mesh, P("data", "tensor"), logits), **options)
     chex.assert_trees_all_equal(got, tape.sample_logits(logits, **options))
     assert jax.typeof(got).sharding.spec == P("data")
+
+
+def test_apply_passes_on_what_it_is_given():
+    """Tokens by name, and methods that take none."""
+    _, (model, variables, tokens), _ = placed("rope")
+    chex.assert_trees_all_equal(
+        model.apply(variables, tokens=tokens), model.apply(variables, tokens)
+    )
+    assert model.apply(variables, method=lambda module: module.config.num_layers) == 3

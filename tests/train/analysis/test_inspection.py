@@ -9,6 +9,7 @@ import pytest
 from tape_jax import positions
 from tape_jax._src.model.layout import restack
 from tests.models import encoding, random_variables, small_model, without
+from tests.train import small_runs
 from train.analysis import inspection
 from train.compare.plots import MARK
 from train.evaluation import inside as insides
@@ -128,10 +129,7 @@ def test_every_encoding(kind):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("inside")
-    (folder / "small.py").write_text(CONFIG)
-    assert main(["train", f"--config={folder / 'small.py'}", f"--run={folder / 'run'}"]) == 0
-    return folder / "run"
+    return small_runs.train(tmp_path_factory.mktemp("inside"), CONFIG)
 
 
 @pytest.mark.slow

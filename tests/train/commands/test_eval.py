@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.train import small_runs
 from train.main import USER_ERROR, main
 from train.suites.results import SuiteResult
 
@@ -23,10 +24,7 @@ ASKED = ["--form=short", "--samples=2", "--batch-size=2", "--tasks", "vt", "cwe"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("eval")
-    (folder / "small.py").write_text(CONFIG)
-    assert main(["train", f"--config={folder / 'small.py'}", f"--run={folder / 'run'}"]) == 0
-    return folder / "run"
+    return small_runs.train(tmp_path_factory.mktemp("eval"), CONFIG)
 
 
 def test_a_suite(run, capsys):

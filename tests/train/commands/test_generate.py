@@ -9,6 +9,7 @@ import pytest
 import tape_jax as tape
 from tests.models import random_variables, small_model
 from tests.paths import ROOT
+from tests.train import small_runs
 from train import experiment
 from train.main import main
 from train.training import generation, runs
@@ -28,10 +29,7 @@ def get_config():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("generate")
-    (folder / "small.py").write_text(CONFIG)
-    assert main(["train", f"--config={folder / 'small.py'}", f"--run={folder / 'run'}"]) == 0
-    return folder / "run"
+    return small_runs.train(tmp_path_factory.mktemp("generate"), CONFIG)
 
 
 @pytest.mark.slow

@@ -442,19 +442,15 @@ def _by_kernel(kernel: Any, *args: Array | None) -> Array:
 
 
 def _kernel_forward(kernel: Any, *args: Any) -> tuple[Array, tuple[Array | None, ...]]:
-    from tape_jax._src.positions.tape.update_kernel import fused_update
-
-    gate, down, up, mix, e, a = args
-    return fused_update(kernel, _matrix(gate, down, up), mix, e, a), args
+    gate, down, up, *rest = args
+    return kernel.update(_matrix(gate, down, up), *rest), args
 
 
 def _kernel_backward(kernel: Any, args: Any, d_out: Array) -> tuple[Array | None, ...]:
-    from tape_jax._src.positions.tape.update_kernel import fused_gradients
-
-    gate, down, up, mix, e, a = args
+    gate, down, up, *rest = args
     matrix, pull = jax.vjp(_matrix, gate, down, up)
-    d_matrix, d_mix, d_e, d_a = fused_gradients(kernel, matrix, mix, e, a, d_out)
-    return *pull(d_matrix), d_mix, d_e, d_a
+    d_matrix, *gradients = kernel.gradients(d_out, matrix, *rest)
+    return *pull(d_matrix), *gradients
 
 
 _by_kernel.defvjp(_kernel_forward, _kernel_backward)

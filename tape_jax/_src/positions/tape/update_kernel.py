@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from tape_jax._src.core.devices import tile_size
 from tape_jax._src.core.partition import Named, batch_size, over_batch_and_heads
 from tape_jax._src.positions.tape.norms import TINY
 
@@ -29,9 +29,6 @@ Refs = Mapping[str, Any]
 # Types of states that the kernel reads and writes.
 TYPES = ("float32", "bfloat16", "float16")
 ZERO: Any = np.int32(0)
-
-# What jax 0.11 says whenever it compiles a kernel for Triton; users can do nothing about it.
-warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
 
 # Axes of all arrays: b batch, which is full or 1; nothing else is split over devices.
 NAMES = ("e", "a", "matrix", "out", "d_out", "d_e", "d_a", "d_matrix", "d_mix")
@@ -59,6 +56,38 @@ class UpdateKernel:
     warps: int = 1
     stages: int = 2
     interpret: bool = False
+
+    def update(self, matrix: Array, mix: Array | None, e: Array, a: Array | None) -> Array:
+        """``matrix (e + mix a)``, normalized, ``[B, T, H, N]`` in the type of ``e``.
+
+        Args:
+          matrix: ``I + alpha A(x)``, ``[B, T, H, H]`` in float32.
+          mix: ``[H, H_q]``, or None.
+          e, a: ``[B, T, H, N]`` and ``[B, T, H_q, N]`` or None.
+        """
+        return self._over_batch(_forward, matrix, mix, e, a)["out"]
+
+    def gradients(
+        self, d_out: Array, matrix: Array, mix: Array | None, e: Array, a: Array | None
+    ) -> tuple[Array, Array | None, Array, Array | None]:
+        """Gradients of the arguments of :meth:`update`, in their order."""
+        got = self._over_batch(_backward, matrix, mix, e, a, d_out=d_out)
+        d_mix = got["d_mix"].sum((0, 1)) if mix is not None else None
+        return got["d_matrix"], d_mix, got["d_e"], got.get("d_a")
+
+    def _over_batch(
+        self,
+        launch: Callable[[UpdateKernel, Named], Named],
+        matrix: Array,
+        mix: Array | None,
+        e: Array,
+        a: Array | None,
+        **more: Array,
+    ) -> Named:
+        inputs: Named = {"e": e, "matrix": matrix, **more}
+        if mix is not None:
+            inputs |= {"a": a, "mix": mix[None]}
+        return over_batch_and_heads(functools.partial(launch, self), inputs, AXES)
 
     def dot(self, x: Array, y: Array, *, rows: tuple[int, int] = (1, 0)) -> Array:
         """A product over axis ``rows[0]`` of ``x`` and ``rows[1]`` of ``y``, in float32.
@@ -92,40 +121,6 @@ class UpdateKernel:
         # A norm below the least counts as the least, whatever y is.
         along = jnp.where(unit < np.float32(0.5 / TINY), along, 0.0)
         return scale * (d_out - y * along * unit)
-
-
-def fused_update(
-    kernel: UpdateKernel, matrix: Array, mix: Array | None, e: Array, a: Array | None
-) -> Array:
-    """``matrix (e + mix a)``, normalized, ``[B, T, H, N]`` in the type of ``e``.
-
-    Args:
-      kernel: what is known beside the arrays.
-      matrix: ``I + alpha A(x)``, ``[B, T, H, H]`` in float32.
-      mix: ``[H, H_q]``, or None.
-      e, a: ``[B, T, H, N]`` and ``[B, T, H_q, N]`` or None.
-    """
-    inputs: Named = {"e": e, "matrix": matrix}
-    if mix is not None:
-        inputs |= {"a": a, "mix": mix[None]}
-    return over_batch_and_heads(functools.partial(_forward, kernel), inputs, AXES)["out"]
-
-
-def fused_gradients(
-    kernel: UpdateKernel,
-    matrix: Array,
-    mix: Array | None,
-    e: Array,
-    a: Array | None,
-    d_out: Array,
-) -> tuple[Array, Array | None, Array, Array | None]:
-    """Gradients of the arguments of :func:`fused_update`, in their order."""
-    inputs: Named = {"e": e, "matrix": matrix, "d_out": d_out}
-    if mix is not None:
-        inputs |= {"a": a, "mix": mix[None]}
-    got = over_batch_and_heads(functools.partial(_backward, kernel), inputs, AXES)
-    d_mix = got["d_mix"].sum((0, 1)) if mix is not None else None
-    return got["d_matrix"], d_mix, got["d_e"], got.get("d_a")
 
 
 def _forward(kernel: UpdateKernel, inputs: Named) -> Named:
@@ -211,7 +206,7 @@ def _total(kernel: UpdateKernel, mix: Array | None, inputs: Refs, b: Array, t: A
 def _read(ref: Any, b: Array, *at: Array) -> Array:
     """A matrix of ``[b|1, ..., rows, columns]`` in float32, padded to a tile with zeros."""
     b = ZERO if ref.shape[0] == 1 else b
-    index, mask = _tile(ref, (b, *at), _padded(ref.shape[-2]), _padded(ref.shape[-1]))
+    index, mask = _tile(ref, (b, *at), tile_size(ref.shape[-2]), tile_size(ref.shape[-1]))
     x = plt.load(index) if mask is None else plt.load(index, mask=mask, other=0.0)
     return x.astype(jnp.float32)
 
@@ -229,8 +224,3 @@ def _tile(ref: Any, at: tuple[Any, ...], rows: int, columns: int) -> tuple[Any, 
         return index, None
     exists = lax.iota(jnp.int32, rows)[:, None] < ref.shape[-2]
     return index, exists & (lax.iota(jnp.int32, columns)[None, :] < ref.shape[-1])
-
-
-def _padded(size: int) -> int:
-    """The least size of a tile that holds so many: a power of two, at least 16."""
-    return max(16, 1 << (size - 1).bit_length())

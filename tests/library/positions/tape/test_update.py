@@ -125,14 +125,18 @@ def test_sums_of_narrow_states_are_wide():
     assert_near(got["mix"], want["mix"], 1e-2)
 
 
-@pytest.mark.slow
-def test_a_batch_of_calls():
+def check_a_batch_of_calls(**options):
     """Parameters may differ from call to call."""
     calls = [arguments("grouped", "float32", alpha=alpha) for alpha in (0.7, 0.3)]
     stacked = jax.tree.map(lambda *z: jnp.stack(z), *calls)
-    run = functools.partial(result_and_gradients, norm="rms", **UNROLLED)
+    run = functools.partial(result_and_gradients, norm="rms", **options)
     want = jax.tree.map(lambda *z: jnp.stack(z), *(run(*call) for call in calls))
     assert_near(jax.vmap(run)(*stacked), want, 1e-5)
+
+
+@pytest.mark.slow
+def test_a_batch_of_calls():
+    check_a_batch_of_calls(**UNROLLED)
 
 
 @pytest.mark.slow

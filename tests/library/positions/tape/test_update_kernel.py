@@ -16,6 +16,7 @@ from tests.library.positions.tape.test_update import (
     CASES,
     arguments,
     assert_near,
+    check_a_batch_of_calls,
     result_and_gradients,
     wanted,
 )
@@ -71,12 +72,7 @@ def test_states_at_zero_stay_there():
 
 @pytest.mark.usefixtures("interpreted")
 def test_a_batch_of_calls():
-    """Parameters may differ from call to call."""
-    calls = [arguments("grouped", "float32", alpha=alpha) for alpha in (0.7, 0.3)]
-    stacked = jax.tree.map(lambda *z: jnp.stack(z), *calls)
-    run = functools.partial(result_and_gradients, norm="rms", **FUSED)
-    want = jax.tree.map(lambda *z: jnp.stack(z), *(run(*call) for call in calls))
-    assert_near(jax.vmap(run)(*stacked), want, 1e-5)
+    check_a_batch_of_calls(**FUSED)
 
 
 @pytest.mark.usefixtures("interpreted")
