@@ -20,6 +20,7 @@ from tape_jax._src.attention.request import (
 from tape_jax._src.attention.visibility import MAX_INDEX, Band, Visibility
 from tape_jax._src.core import algebra
 from tape_jax._src.core.checks import (
+    FLOATS,
     as_array,
     as_integers,
     concrete,
@@ -34,7 +35,7 @@ from tape_jax._src.core.sharding import Sharding
 Array = jax.Array
 
 # Of queries, keys and values.
-TYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16", "float64")))
+TYPES = tuple(map(jnp.dtype, FLOATS))
 
 
 def normalize(

@@ -13,6 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+# Types of what is computed.
+FLOATS = ("float32", "bfloat16", "float16", "float64")
+
 
 def nearest(name: str, known: Iterable[str], aliases: Mapping[str, str] | None = None) -> str:
     """``" (did you mean 'x'?)"`` for the known name nearest to ``name``, or an empty string.
@@ -89,11 +92,14 @@ def number(what: str, value: Any, *, optional: bool = False) -> float | None:
     return found
 
 
-def real(what: str, value: Any) -> float:
-    """A finite number as Python's ``float``; ValueError if it is none."""
+def real(what: str, value: Any, *, optional: bool = False) -> Any:
+    """A finite number as Python's ``float``, with ``optional`` also None; ValueError if not."""
+    if optional and value is None:
+        return None
     found = _real(value)
     if found is None:
-        raise ValueError(f"{what} must be a finite number; got {value!r}")
+        or_none = " or None" if optional else ""
+        raise ValueError(f"{what} must be a finite number{or_none}; got {value!r}")
     return found
 
 

@@ -33,6 +33,17 @@ def places(segment_ids: Array) -> Array:
     return side_by_side(count, segment_ids)
 
 
+def of_first(segment_ids: Array, x: Array) -> Array:
+    """``x [..., T]`` of the first token of each one's segment, batch axes full."""
+
+    def first(ids: Array, x: Array) -> Array:
+        steps = steps_since(jnp.diff(ids, axis=ids.ndim - 1, prepend=ids[..., :1]) != 0)
+        return jnp.take_along_axis(x, jnp.arange(x.shape[-1]) - steps, axis=-1)
+
+    shape = jnp.broadcast_shapes(segment_ids.shape, x.shape)
+    return side_by_side(first, *(jnp.broadcast_to(y, shape) for y in (segment_ids, x)))
+
+
 def side_by_side(function: Callable[..., Array], segment_ids: Array, *arrays: Array) -> Array:
     """``function(ids, *arrays)`` of rows in which each segment's tokens stand side by side.
 

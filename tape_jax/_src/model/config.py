@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from tape_jax._src.attention import BACKENDS
 from tape_jax._src.core.algebra import at_least_float32
 from tape_jax._src.core.checks import (
+    FLOATS,
     choose,
     from_mapping,
     not_negative,
@@ -178,7 +179,6 @@ def _positive_number(what: str, value: Any, optional: bool = False) -> Any:
 
 
 _or_none = functools.partial(positive, optional=True)
-_COMPUTED = ("float32", "bfloat16", "float16", "float64")
 # How each field of ModelConfig is checked, and brought into one form.
 FIELDS: dict[str, Callable[[str, Any], Any]] = {
     "position": lambda _, value: create(value),
@@ -190,8 +190,8 @@ FIELDS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("tie_embeddings", "scan_layers"), truth),
     "norm_eps": number,
     "init_scale": functools.partial(number, optional=True),
-    "dtype": _one_of("model dtype", *_COMPUTED),
-    "param_dtype": _one_of("model param_dtype", *_COMPUTED),
+    "dtype": _one_of("model dtype", *FLOATS),
+    "param_dtype": _one_of("model param_dtype", *FLOATS),
     "state_dtype": _one_of("model state_dtype", None, "float32", "bfloat16", "float64"),
     "remat": _one_of_names("remat policy", "none", "dots", "full", "groups"),
     "lora": _optional(Lora),

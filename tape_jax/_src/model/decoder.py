@@ -73,10 +73,14 @@ class Run(NamedTuple):
 
 @automatic_inside(placement.outputs)
 def _applied(
-    apply: Callable[..., Any], variables: Any, tokens: Any, *args: Any, **kwargs: Any
+    apply: Callable[..., Any],
+    variables: Any,
+    tokens: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
-    given = args if tokens is None else (tokens, *args)
-    return apply(variables, *given, **kwargs)
+    """``tokens`` are those among the arguments, if there are any."""
+    return apply(variables, *args, **kwargs)
 
 
 @automatic_inside(placement.parameters)
@@ -123,12 +127,13 @@ class Transformer(nn.Module):
         return self.config.carried_dtype
 
     @nn.nowrap
-    def apply(self, variables: Any, tokens: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
         """As ``flax.linen.Module.apply``, on meshes with explicit axes too.
 
         What is returned is split there as the tokens are, logits also as the output projection is.
         """
-        return _applied(super().apply, variables, tokens, *args, **kwargs)
+        tokens = args[0] if args else kwargs.get("tokens")
+        return _applied(super().apply, variables, tokens, args, kwargs)
 
     @nn.nowrap
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ from jax import lax
 
 from tape_jax._src.core.algebra import at_least_float32
 from tape_jax._src.core.checks import require
-from tape_jax._src.core.segments import running, side_by_side
+from tape_jax._src.core.segments import of_first, running, side_by_side
 from tape_jax._src.core.sizes import Sizes
 
 Array = jax.Array
@@ -117,9 +117,27 @@ class Layer:
     @property
     def query_positions(self) -> Array:
         """Positions of the new tokens, ``[..., T]``, or ``[..., T, n]``."""
+        return self.of_new_tokens(self.positions)
+
+    def of_new_tokens(self, x: Array) -> Array:
+        """Those of ``x [..., S]``, or ``[..., S, n]``, that are of the new tokens."""
         if self.kept is None:
-            return self.positions
-        return lax.dynamic_slice_in_dim(self.positions, self.index, self.time, axis=1)
+            return x
+        return lax.dynamic_slice_in_dim(x, self.index, self.time, axis=1)
+
+    def first_positions(self) -> Array:
+        """Positions of the first tokens of all keys' segments, ``[..., S]``, or one for all.
+
+        Of what no new token sees they mean nothing.
+        """
+        p, ids = self.positions, self.segment_ids
+        if ids is None or self.order is not None:
+            return p[..., :1]
+        own, every = ids if isinstance(ids, tuple) else (ids, ids)
+        if self.kept is None or self.time > 1:
+            return of_first(every, p)
+        slot = jnp.argmax(every == own, axis=-1, keepdims=True)
+        return jnp.take_along_axis(p, slot, axis=-1)
 
     def require_causal(self, kind: str, why: str) -> None:
         """Raises ValueError unless tokens see earlier ones only."""

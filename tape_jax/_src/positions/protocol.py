@@ -111,8 +111,16 @@ def as_positions(positions: Any) -> Array:
         jnp.issubdtype(positions.dtype, jnp.integer),
         f"positions must be integers or floats; got {positions.dtype}",
     )
-    narrow = jnp.issubdtype(positions.dtype, jnp.unsignedinteger) or positions.dtype.itemsize < 4
-    return positions.astype(jnp.int32) if narrow else positions
+    unsigned = jnp.issubdtype(positions.dtype, jnp.unsignedinteger)
+    wide = positions.dtype.itemsize + unsigned > 4
+    signed = jax.dtypes.canonicalize_dtype(jnp.int64 if wide else jnp.int32)
+    known = concrete(positions) if unsigned and wide else None
+    largest = 0 if known is None or not known.size else int(known.max())
+    require(
+        largest <= jnp.iinfo(signed).max,
+        f"positions must fit in {signed}; got {positions.dtype} up to {largest}",
+    )
+    return positions.astype(signed)
 
 
 def as_length(length: Any, batch: tuple[int, ...]) -> int | Array:
@@ -124,7 +132,7 @@ def as_length(length: Any, batch: tuple[int, ...]) -> int | Array:
     try:
         number = operator.index(length)
     except TypeError:
-        array = jnp.asarray(length)
+        array = as_integers("length", length)
         fits = len(batch) >= array.ndim and all(
             n in (1, m) for n, m in zip(array.shape[::-1], batch[::-1], strict=False)
         )
@@ -139,7 +147,7 @@ def as_length(length: Any, batch: tuple[int, ...]) -> int | Array:
             f"length must be positive; got {None if known is None else known.tolist()}",
         )
         return array.astype(jnp.int32)
-    require(number > 0, f"length must be positive; got {number}")
+    require(not isinstance(length, bool) and number > 0, f"length must be positive; got {length}")
     return number
 
 

@@ -231,7 +231,7 @@ def test_wrong_functions(name):
     ):
         with pytest.raises(ValueError, match=rf"{name} must return.*\(2, 2, [49], 9\)"):
             attention(q, k, v, **{name: wrong})
-    with pytest.raises(ValueError, match="block_q must be a positive integer.*got 0"):
+    with pytest.raises(ValueError, match="block_q must be a positive integer"):
         attention(q, k, v, implementation="rows", options={"block_q": 0})
 
 

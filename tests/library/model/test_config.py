@@ -73,8 +73,14 @@ class TestRopeScaling:
         [
             ({"kind": "yarm"}, r"unknown rope scaling 'yarm'.*did you mean 'yarn'"),
             ({"factor": 0.0}, r"factor must be positive; got 0\.0"),
-            ({"factor": float("nan")}, r"factor must be positive; got nan"),
-            ({"original_length": 0}, r"original_length must be positive; got 0"),
+            ({"factor": float("nan")}, r"factor must be a finite number; got nan"),
+            ({"original_length": 0}, r"original_length must be a positive integer; got 0"),
+            ({"original_length": 2.5}, r"original_length must be a positive integer; got 2\.5"),
+            ({"factor": "a"}, r"rope scaling: factor must be a finite number; got 'a'"),
+            ({"magnitude": float("inf")}, r"magnitude must be a finite number or None; got inf"),
+            ({"truncate": "no"}, r"truncate must be True or False; got 'no'"),
+            ({"beta_slow": 0}, r"beta_slow must be positive; got 0"),
+            ({"beta_fast": 1}, r"beta_fast 1\.0 must exceed beta_slow 1\.0"),
             (
                 {"low_freq_factor": 4.0, "high_freq_factor": 4.0},
                 r"high_freq_factor 4\.0 must exceed low_freq_factor 4\.0",

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from tape_jax._src.core.checks import choose, require
 from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.contextual import rows as by_rows
-from tape_jax._src.positions.fixed.bias import alibi_slopes
+from tape_jax._src.positions.fixed.bias import alibi_slopes, distances
 from tape_jax._src.positions.fixed.rotary import content_state, frequencies
 from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.positions.protocol import Encoding, Param
@@ -71,7 +71,7 @@ class GrapeAdditive(Encoding):
             queries = _gate(layer.q, params["query_direction"], layer.dtype)
 
         def bias(i: Array, j: Array) -> Array:
-            distance = jnp.abs(p[..., i][..., :, None] - p[..., j][..., None, :])
+            distance = distances(p[..., i], p[..., j])
             gates = jnp.moveaxis(keys[..., j, :], -1, -2)[..., None, :]
             if queries is not None:
                 own = queries[..., i - layer.index, :]

@@ -33,6 +33,15 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
     return np.concatenate([slopes, between])[:num_heads]
 
 
+def distances(query: jax.Array, key: jax.Array) -> jax.Array:
+    """``|i - j|`` of positions ``[..., Q]`` and ``[..., K]``; of integers unsigned, up to 2^32."""
+    query, key = query[..., :, None], key[..., None, :]
+    if jnp.issubdtype(query.dtype, jnp.floating):
+        return jnp.abs(query - key)
+    apart = jnp.where(query > key, query - key, key - query)
+    return apart.astype(f"uint{8 * apart.dtype.itemsize}")
+
+
 SLOPES = ("fixed", "learned", "learned_from_zero")
 
 
@@ -78,20 +87,21 @@ class Alibi(SomeHeads):
 
     def pair_bias(self, params, query, key, sizes: Sizes):
         slopes = self._slopes(params, sizes)
-        distance = jnp.abs(query[..., :, None] - key[..., None, :]).astype(slopes.dtype)
+        distance = distances(query, key).astype(slopes.dtype)
         return -slopes[:, None, None] * distance[..., None, :, :]
 
     def head_terms(self, params, layer: Layer) -> Terms:
         if not layer.is_causal:
             return super().head_terms(params, layer)
         slopes = self._slopes(params, layer.sizes)
-        # From the first on: where positions start says nothing.
-        first = layer.positions[..., :1]
+        first = layer.first_positions()
 
-        def decay(positions: jax.Array) -> jax.Array:
+        def decay(positions: jax.Array, first: jax.Array) -> jax.Array:
             return -slopes * (positions - first).astype(slopes.dtype)[..., None]
 
-        return Terms(log_decay=(decay(layer.query_positions), decay(layer.positions)))
+        of_queries = layer.of_new_tokens(first) if first.shape[-1] > 1 else first
+        queries = decay(layer.query_positions, of_queries)
+        return Terms(log_decay=(queries, decay(layer.positions, first)))
 
 
 FORMS = ("log", "power")
@@ -133,8 +143,7 @@ class Kerple(SomeHeads):
         r1, r2 = (
             jnp.maximum(params[name].astype(compute), 0.01)[:, None, None] for name in ("r1", "r2")
         )
-        distance = jnp.abs(query[..., :, None] - key[..., None, :]).astype(compute)
-        distance = distance[..., None, :, :]
+        distance = distances(query, key).astype(compute)[..., None, :, :]
         if self.form == "log":
             return -r1 * jnp.log1p(r2 * distance)
         # The derivative of a power of 0 is no number.
@@ -187,8 +196,8 @@ class Fire(SomeHeads):
     def pair_bias(self, params, query, key, sizes: Sizes):
         compute = algebra.at_least_float32(sizes.dtype)
         p = {name: value.astype(compute) for name, value in params.items()}
-        query, key = query.astype(compute), key.astype(compute)
-        distance = query[..., :, None] - key[..., None, :]
+        distance = distances(query, key).astype(compute)
+        query = query.astype(compute)
         threshold = jnp.abs(p["multiplier"] * self.threshold)
         near = jnp.log(jnp.abs(p["c"] * distance) + 1)
         far = jnp.log(jnp.abs(p["c"] * jnp.maximum(query, threshold)) + 1) + self.eps
@@ -239,6 +248,7 @@ class T5Bias(SomeHeads):
     def pair_bias(self, params, query, key, sizes: Sizes):
         for positions in (query, key):
             check_indices(f"{self.kind}: positions", positions)
-        bucket = self.bucket(query[..., :, None] - key[..., None, :])
+        later = key[..., None, :] > query[..., :, None]
+        bucket = self.bucket(jnp.where(later, 0, distances(query, key)))
         table = params["table"].astype(algebra.at_least_float32(sizes.dtype))
         return jnp.moveaxis(table[bucket.astype(jnp.int32)], -1, -3)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -13,16 +15,23 @@ from jax import lax
 
 from tape_jax._src.core import algebra
 from tape_jax._src.core.checks import (
+    FLOATS,
     choose,
     concrete,
+    instance,
     not_negative,
+    number,
+    positive,
+    real,
     require,
     require_x64,
     set_field,
+    truth,
+    type_name,
 )
 from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.drawing import RandomPositions, drawn_positions
-from tape_jax._src.positions.protocol import Encoding, Param, State, as_positions
+from tape_jax._src.positions.protocol import Encoding, Param, State, as_length, as_positions
 
 Array = jax.Array
 
@@ -30,6 +39,16 @@ Array = jax.Array
 NEAR = 2**12
 # Fields of :class:`Rope` that say where a rotary state starts.
 START_FIELDS = ("base", "scaling", "axes", "partial_rotary_factor", "learn_base", "still_heads")
+
+
+# How fields of :class:`RopeScaling` are checked, and brought into one form.
+_SCALING: dict[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys(("factor", "beta_fast", "beta_slow"), real),
+    **dict.fromkeys(("low_freq_factor", "high_freq_factor"), number),
+    "original_length": positive,
+    "magnitude": functools.partial(real, optional=True),
+    "truncate": truth,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,10 +83,14 @@ class RopeScaling:
     def __post_init__(self):
         kinds = ("none", "linear", "ntk", "dynamic", "yarn", "llama3", "proportional")
         choose("rope scaling", self.kind, kinds)
-        require(self.factor > 0, f"rope scaling: factor must be positive; got {self.factor}")
+        for name, check in _SCALING.items():
+            set_field(self, name, check(f"rope scaling: {name}", getattr(self, name)))
+        for name in ("factor", "beta_slow"):
+            value = getattr(self, name)
+            require(value > 0, f"rope scaling: {name} must be positive; got {value}")
         require(
-            self.original_length > 0,
-            f"rope scaling: original_length must be positive; got {self.original_length}",
+            self.beta_fast > self.beta_slow,
+            f"rope scaling: beta_fast {self.beta_fast} must exceed beta_slow {self.beta_slow}",
         )
         require(
             self.high_freq_factor > self.low_freq_factor,
@@ -180,10 +203,8 @@ def angles(
     ``D/2`` allows, and each coordinate has a whole range of them (axial RoPE). Arguments are those
     of :func:`rotary_state`.
     """
-    require(
-        head_dim > 0 and head_dim % 2 == 0,
-        f"the head dimension must be even and positive; got {head_dim}",
-    )
+    head_dim = positive("the head dimension", head_dim)
+    require(head_dim % 2 == 0, f"the head dimension must be even; got {head_dim}")
     positions = as_positions(positions)
     if axes < 1 or 2 * axes > head_dim:
         raise ValueError(
@@ -195,8 +216,10 @@ def angles(
         )
     if positions.ndim < 1:
         raise ValueError("positions must have shape [..., T]; got a scalar")
+    tokens = positions.shape[:-1] if axes > 1 else positions.shape
     if length is None:
-        length = positions.shape[-1 if axes == 1 else -2]
+        length = tokens[-1]
+    length = as_length(length, np.broadcast_shapes(tokens[:-1], np.shape(length)))
     require_x64(dtype=dtype)
     wanted = algebra.float_type(dtype)
     compute = algebra.at_least_float32(
@@ -252,14 +275,19 @@ def turned(positions: Array, omega: np.ndarray, compute: Any) -> Array:
     if jnp.issubdtype(positions.dtype, jnp.floating) or compute == jnp.float64:
         return plain
     known = concrete(positions)
-    if known is not None and (np.abs(known) < NEAR).all():
+    if known is not None and _nearer(known, NEAR).all():
         return plain
     if positions.dtype.itemsize > 4:
         wide = positions.astype(jnp.float64)[..., None] * jnp.asarray(omega)
         exact = jnp.fmod(wide, 2 * math.pi).astype(compute)
     else:
         exact = _fixed_point(positions, omega).astype(compute)
-    return jnp.where((jnp.abs(positions) < NEAR)[..., None], plain, exact)
+    return jnp.where(_nearer(positions, NEAR)[..., None], plain, exact)
+
+
+def _nearer(positions: Any, limit: int) -> Any:
+    """Which integers have magnitudes below a limit; the least one has no positive counterpart."""
+    return (positions > -limit) & (positions < limit)
 
 
 def _fixed_point(positions: Array, omega: np.ndarray) -> Array:
@@ -281,7 +309,7 @@ def _told_apart(positions: Array, compute: Any) -> Array:
     x = positions.astype(compute)
     if jnp.issubdtype(positions.dtype, jnp.floating) or compute == jnp.float64:
         return x
-    return jnp.where(jnp.abs(positions) < 2**24, x, jnp.nan)
+    return jnp.where(_nearer(positions, 2**24), x, jnp.nan)
 
 
 def state_at(angles: Array) -> Array:
@@ -315,21 +343,15 @@ def check_start(
 ) -> None:
     """Raises ValueError for options of a rotary start that are out of range."""
     require(
-        isinstance(base, int | float | np.number) and base > 1,
+        real(f"{what}: the rotary base", base) > 1,
         f"{what}: the rotary base must exceed 1; got {base}",
     )
+    positive(f"{what}: axes", axes)
     require(
-        isinstance(axes, int | np.integer) and axes >= 1,
-        f"{what}: axes must be positive; got {axes}",
-    )
-    require(
-        0 <= partial_rotary_factor <= 1,
+        0 <= real(f"{what}: partial_rotary_factor", partial_rotary_factor) <= 1,
         f"{what}: partial_rotary_factor is a share from 0 to 1; got {partial_rotary_factor}",
     )
-    require(
-        scaling is None or isinstance(scaling, RopeScaling),
-        f"{what}: scaling must be a RopeScaling; got {scaling!r}",
-    )
+    instance(f"{what}: scaling", scaling, RopeScaling, optional=True)
 
 
 def rotary_state(
@@ -368,10 +390,7 @@ def rotary_state(
       ValueError: if the head dimension is odd, the shapes do not fit, or an option is out of range.
     """
     check_start("rotary_state", base, scaling, axes, partial_rotary_factor)
-    require(
-        dtype is None or jnp.issubdtype(dtype, jnp.floating),
-        f"rotary_state: dtype must be a floating-point type or None; got {dtype}",
-    )
+    type_name("rotary_state: dtype", dtype, (None, *FLOATS))
     theta = angles(
         positions,
         head_dim,

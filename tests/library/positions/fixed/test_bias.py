@@ -22,6 +22,24 @@ def config(heads: int, **options) -> ModelConfig:
     return ModelConfig(5, hidden_size=8 * heads, num_heads=heads, **options)
 
 
+@pytest.mark.parametrize(
+    "encoding", [Alibi(), Kerple(), Kerple("power"), Fire(), T5Bias()], ids=str
+)
+@pytest.mark.parametrize("keys", [(2**30, 2**30 + 1, 2**30 + 4), (-(2**31), -5, 0, 2**31 - 1)])
+def test_integers_far_away_and_far_apart(encoding, keys):
+    """Distances are those of the integers: float32, and sums of int32, would lose them."""
+    specs = encoding.layer_params(config(2).sizes, updates=False)
+    params = {
+        name: spec.init(jax.random.key(0), spec.shape, jnp.float32) for name, spec in specs.items()
+    }
+    got = encoding.pair_bias(params, *[jnp.asarray(keys, jnp.int32)] * 2, config(2).sizes)
+    with jax.enable_x64(True):
+        wide = {name: x.astype(jnp.float64) for name, x in params.items()}
+        sizes = config(2, dtype="float64").sizes
+        want = encoding.pair_bias(wide, *[jnp.asarray(keys, jnp.int64)] * 2, sizes)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
 class TestAlibi:
     def test_slopes(self):
         np.testing.assert_allclose(alibi_slopes(4), recorded("alibi")["f64/slopes"], rtol=1e-14)

@@ -207,14 +207,17 @@ class TestRotaryState:
     @pytest.mark.parametrize(
         ("positions", "dim", "axes", "words"),
         [
-            (np.arange(4), 7, 1, r"head dimension must be even and positive; got 7"),
-            (np.arange(4), 0, 1, r"even and positive; got 0"),
-            (np.arange(4), 8, 0, r"axes must be positive; got 0"),
+            (np.arange(4), 7, 1, r"head dimension must be even; got 7"),
+            (np.arange(4), 0, 1, r"head dimension must be a positive integer; got 0"),
+            (np.arange(4), 8.0, 1, r"head dimension must be a positive integer; got 8\.0"),
+            (np.arange(4), 8, 0, r"axes must be a positive integer; got 0"),
             (np.zeros((4, 5)), 8, 5, r"axes must lie in 1\.\.4 .*got 5"),
             (np.arange(4), 8, 2, r"coordinates of shape \[\.\.\., T, 2\]; got \(4,\)"),
             (np.zeros((4, 3)), 8, 2, r"got \(4, 3\)"),
             (np.int32(4), 8, 1, r"got a scalar"),
             (np.ones(4, bool), 8, 1, r"positions must be integers or floats; got bool"),
+            ("x", 8, 1, r"positions must be an array of numbers; got 'x'"),
+            (jnp.uint32([0, 2**31]), 8, 1, r"must fit in int32; got uint32 up to 2147483648"),
         ],
     )
     def test_misuse(self, positions, dim, axes, words):
@@ -270,9 +273,11 @@ class TestRope:
     def test_misuse(self):
         with pytest.raises(ValueError, match=r"rope: the rotary base must exceed 1; got 0\.5"):
             Rope(base=0.5)
-        with pytest.raises(ValueError, match=r"rope: axes must be positive; got 0"):
+        with pytest.raises(ValueError, match=r"rope: axes must be a positive integer; got 0"):
             Rope(axes=0)
-        with pytest.raises(ValueError, match=r"rope: scaling must be a RopeScaling; got 'ntk'"):
+        with pytest.raises(
+            ValueError, match=r"rope: scaling must be of the type RopeScaling .*; got 'ntk'"
+        ):
             Rope(scaling="ntk")
         with pytest.raises(ValueError, match=r"scaling\.kind must be 'yarn'; got 'linear'"):
             Yarn(scaling=RopeScaling("linear", 2.0))
@@ -434,7 +439,7 @@ class TestRandomRope:
 class TestIntegersFarAway:
     """Angles of integers are exact, however large they are."""
 
-    PLACES = (0, 7, 4095, 4096, 10**6, 2**24, 2**24 + 1, 2**31 - 1, -(2**24) - 3)
+    PLACES = (0, 7, 4095, 4096, 10**6, 2**24, 2**24 + 1, 2**31 - 1, -(2**24) - 3, -(2**31))
 
     def wanted(self, scaling=None):
         turn = fractions.Fraction(2 * math.pi)
@@ -473,9 +478,20 @@ class TestIntegersFarAway:
         ({"partial_rotary_factor": -1}, "partial_rotary_factor is a share from 0 to 1; got -1"),
         ({"partial_rotary_factor": 2}, "partial_rotary_factor is a share from 0 to 1; got 2"),
         ({"base": -1e4}, "the rotary base must exceed 1; got -10000"),
-        ({"scaling": "linear"}, "scaling must be a RopeScaling; got 'linear'"),
-        ({"dtype": jnp.int32}, "dtype must be a floating-point type or None"),
-        ({"axes": 0}, "axes must be positive; got 0"),
+        ({"scaling": "linear"}, "scaling must be of the type RopeScaling or None; got 'linear'"),
+        (
+            {"dtype": jnp.int32},
+            "unknown rotary_state: dtype 'int32': expected one of None, 'float32'",
+        ),
+        ({"dtype": "x"}, "unknown rotary_state: dtype 'x'"),
+        ({"axes": 0}, "axes must be a positive integer; got 0"),
+        ({"axes": True}, "axes must be a positive integer; got True"),
+        ({"base": np.inf}, "the rotary base must be a finite number; got inf"),
+        ({"partial_rotary_factor": "a"}, "partial_rotary_factor must be a finite number; got 'a'"),
+        ({"length": 4.5}, r"length must be an integer or integers .*; got float32 of shape \(\)"),
+        ({"length": True}, "length must be positive; got True"),
+        ({"length": "x"}, "length must be an array of numbers; got 'x'"),
+        ({"length": -1}, "length must be positive; got -1"),
     ],
 )
 def test_a_state_has_the_checks_of_the_encoding(options, words):
