@@ -115,10 +115,10 @@ def parameters(model: Transformer) -> list[StoredParameter]:
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     key = jax.eval_shape(functools.partial(jax.random.key, 0))
     shapes = by_path(jax.eval_shape(plain.init, key, tokens)["params"])
-    stops, found = {start: stop for start, stop, _ in model.blocks}, []
+    ranges, found = {blocks.layers[0]: blocks.layers for blocks in model.blocks}, []
     for path in filter(shapes.__contains__, NAMES):
         for first, leaf in shapes[path].items():
-            layers = (first,) if first == OUTSIDE else range(first, stops[first])
+            layers = (first,) if first == OUTSIDE else ranges[first]
             found.append(
                 StoredParameter(
                     path=block_name(first, path),
