@@ -78,6 +78,7 @@ def attention(
     mask: Array | None = None,
     bias: Array | BiasFunction | None = None,
     scale: float | None = None,
+    logit_softcap: float | None = None,
     query_state: Array | None = None,
     query_offset: int | Array = 0,
     keys_rotated: bool = False,
@@ -124,6 +125,9 @@ def attention(
         int32, to what broadcasts to ``[..., Hq, Q, K]``. Gradients reach what it closes over.
         Call from within ``jax.jit``: outside, ``chunked`` compiles a function anew at each call.
       scale: factor on the logits; None: ``1 / sqrt(D)``.
+      logit_softcap: a bound ``c`` of the scaled logits, which become ``c tanh(logits / c)`` before
+        anything is added to them or hidden (Gemma 2, section 2); None: no bound. In plain JAX, in
+        ``ring`` and in ``splash``.
       query_state: state of the queries, in the form of ``state``, but its number of heads is any
         that divides ``Hq``. None: ``state``, which must then have the queries' length.
       query_offset: index of the first query among the keys: an integer, or an integer array, of
@@ -147,9 +151,9 @@ def attention(
       interpret: run kernels, where an implementation has any, in interpreted mode.
       sharding: a mesh and rules, by which ``ring`` splits the sequence. Others leave the mesh to
         the compiler.
-      logits_fn: rewrites rows of scaled logits before anything is added to them or hidden: a
-        function of logits ``[B, Hq, Q, K]`` of ``Q`` queries and the first ``K`` keys, which are
-        all that these queries may see, ``B`` being all batch axes, and of
+      logits_fn: rewrites rows of scaled logits, bounded if they are, before anything is added to
+        them or hidden: a function of logits ``[B, Hq, Q, K]`` of ``Q`` queries and the first
+        ``K`` keys, which are all that these queries may see, ``B`` being all batch axes, and of
         :class:`tape_jax.AttentionRows`, which says which queries they are and what they see.
         Gradients reach what it closes over.
       weights_fn: in place of the softmax: a function of the final logits, -inf where a key is not
@@ -172,10 +176,10 @@ def attention(
         q, k, v, state=state, is_causal=is_causal, local_window_size=local_window_size,
         window_positions=window_positions,
         query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths, mask=mask,
-        bias=bias, scale=scale, query_state=query_state, query_offset=query_offset,
-        keys_rotated=keys_rotated, segment_ids=segment_ids, log_decay=log_decay,
-        attend_state=attend_state, interpret=interpret, sharding=sharding, logits_fn=logits_fn,
-        weights_fn=weights_fn,
+        bias=bias, scale=scale, logit_softcap=logit_softcap, query_state=query_state,
+        query_offset=query_offset, keys_rotated=keys_rotated, segment_ids=segment_ids,
+        log_decay=log_decay, attend_state=attend_state, interpret=interpret, sharding=sharding,
+        logits_fn=logits_fn, weights_fn=weights_fn,
     )  # fmt: skip
     names = _names(implementation, options)
     o, a = _attend(request, names, options or {})

@@ -27,6 +27,7 @@ from tape_jax._src.attention.block_bias import (
 )
 from tape_jax._src.attention.request import (
     Request,
+    capped,
     from_rows,
     hide,
     pairs_to_rows,
@@ -84,6 +85,7 @@ def attend(
         block_k=min(block_k or default_k, request.key_length),
         groups=request.groups,
         scale=scale,
+        softcap=request.softcap,
     )
     visibility = _padded_visibility(request.visibility, blocks)
     bias, source = _block_bias(request, blocks, jnp.asarray(visibility.query_offset))
@@ -132,6 +134,7 @@ class Blocks:
     block_k: int
     groups: int
     scale: float
+    softcap: float | None = None
 
     @property
     def rows(self) -> int:
@@ -251,13 +254,20 @@ def pad(x: Array, size: int, *, axis: int, mode: str = "constant") -> Array:
     return jnp.pad(x, [(0, missing if n == axis else 0) for n in range(x.ndim)], mode=mode)
 
 
-def _logits(blocks: Blocks, bias: BlockBias | None, arrays: Arrays, i: Array, j: Array) -> Array:
-    """Masked logits of one block, ``[B, Hk, G * block_q, block_k]``."""
+def _scores(blocks: Blocks, arrays: Arrays, i: Array, j: Array) -> Array:
+    """Scaled, bounded logits of one block, ``[B, Hk, G * block_q, block_k]``."""
     q = _take(arrays.q, i, blocks.rows, 2)
     k = _take(arrays.k, j, blocks.block_k, 2)
-    logits = _product("bhrd,bhkd->bhrk", q, k) * blocks.scale
+    return capped(_product("bhrd,bhkd->bhrk", q, k) * blocks.scale, blocks.softcap)
+
+
+def _logits(
+    blocks: Blocks, bias: BlockBias | None, arrays: Arrays, scores: Array, i: Array, j: Array
+) -> Array:
+    """Those of :func:`_scores` with the bias, masked."""
+    logits = scores
     by_rows = partial(
-        pairs_to_rows, kv_heads=k.shape[1], groups=blocks.groups, block=blocks.block_q
+        pairs_to_rows, kv_heads=scores.shape[1], groups=blocks.groups, block=blocks.block_q
     )
     if bias is not None:
         logits = logits + by_rows(bias.block(arrays.bias, i, j)).astype(logits.dtype)
@@ -298,7 +308,7 @@ def forward(blocks: Blocks, bias: BlockBias | None, arrays: Arrays) -> tuple[Arr
     def visit(i, j, carry):
         """Takes one block of keys into the running softmax of a block of queries."""
         top, total, out = carry
-        logits = _logits(blocks, bias, arrays, i, j)
+        logits = _logits(blocks, bias, arrays, _scores(blocks, arrays, i, j), i, j)
         values = _take(arrays.values, j, blocks.block_k, 2)
         new_top = jnp.maximum(top, jnp.max(logits, axis=-1, keepdims=True))
         weights = jnp.exp(logits - new_top)
@@ -353,7 +363,8 @@ def gradients(blocks: Blocks, bias: BlockBias | None, saved: Saved, d_out: Array
         q, k = _take(arrays.q, i, blocks.rows, 2), _take(arrays.k, j, blocks.block_k, 2)
         values = _take(arrays.values, j, blocks.block_k, 2)
         d_rows = _take(d_out, i, blocks.rows, 2)
-        logits = _logits(blocks, bias, arrays, i, j)
+        scores = _scores(blocks, arrays, i, j)
+        logits = _logits(blocks, bias, arrays, scores, i, j)
         top, total = (_take(x, i, blocks.rows, 2) for x in (saved.top, saved.total))
         weights = jnp.exp(logits - top) / total
         d_weights = _product("bhrd,bhkd->bhrk", d_rows, values)
@@ -362,6 +373,8 @@ def gradients(blocks: Blocks, bias: BlockBias | None, saved: Saved, d_out: Array
         if bias is not None:
             pairs = d_logits.reshape(d_logits.shape[0], -1, blocks.block_q, blocks.block_k)
             d_bias = bias.block_gradient(arrays.bias, i, j, pairs)
+        if blocks.softcap is not None:
+            d_logits = d_logits * (1 - jnp.square(scores / blocks.softcap))
         weights, d_logits = weights.astype(compute), d_logits.astype(compute)
         return (
             _product("bhrk,bhkd->bhrd", d_logits, k),

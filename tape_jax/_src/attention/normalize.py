@@ -52,6 +52,7 @@ def normalize(
     mask: Array | None = None,
     bias: Array | BiasFunction | None = None,
     scale: float | None = None,
+    logit_softcap: float | None = None,
     query_state: Array | None = None,
     query_offset: int | Array = 0,
     keys_rotated: bool = False,
@@ -73,7 +74,6 @@ def normalize(
     _check_inputs(q, k, v)
     keys_rotated = _truth("keys_rotated", keys_rotated)
     state, query_state = _states(q, k, state, query_state, keys_rotated)
-    _check_key_width(q, k, state, query_state, keys_rotated)
     *batch, query_length, query_heads, dim = q.shape
     pairs = (query_heads, query_length, k.shape[-3])
     lengths = {"query": query_seq_lengths, "key_value": key_value_seq_lengths}
@@ -96,6 +96,7 @@ def normalize(
         log_decay=_log_decay(log_decay, batch, pairs),
         visibility=visibility,
         scale=dim**-0.5 if scale is None else _known("scale", scale, real, "a finite number"),
+        softcap=_softcap(logit_softcap),
         keys_rotated=keys_rotated,
         attend_state=_truth("attend_state", attend_state),
         interpret=_truth("interpret", interpret),
@@ -103,6 +104,15 @@ def normalize(
         logits_fn=_row_function("logits_fn", logits_fn),
         weights_fn=_row_function("weights_fn", weights_fn),
     )
+
+
+def _softcap(given: Any) -> float | None:
+    """The bound of the logits; ValueError unless it is a positive number or None."""
+    if given is None:
+        return None
+    cap = _known("logit_softcap", given, real, "a positive number or None")
+    require(cap > 0, f"logit_softcap must be a positive number or None; got {given!r}")
+    return cap
 
 
 def _visibility(
@@ -269,6 +279,7 @@ def _states(
             f"state and query_state must have one form; got blocks {e.shape[3:]} and "
             f"{query_state.shape[3:]}",
         )
+    _check_key_width(q, k, e, query_state, keys_rotated)
     return e, query_state
 
 

@@ -73,6 +73,7 @@ def _check_call(request: Request) -> None:
     visibility = request.visibility
     refuse_rows(request)
     refuse(request.bias is not None, "bias= is not in the kernels")
+    refuse(request.softcap is not None, "logit_softcap= is not in the kernels")
     refuse(
         visibility.mask is not None, "mask= is not in the kernels; segment_ids= hides padding too"
     )

@@ -64,7 +64,8 @@ def attend(request: Request, *, block_q: int | None = None) -> tuple[Array, Arra
     # CPUs have no products of shorter types, and gradients of keys are sums over blocks.
     q, k, v = (x.astype(request.accumulator_dtype) for x in (q, k, v))
     decay = request.log_decay
-    if decay is not None and request.scale and not request.needs_rows:
+    linear = request.scale and request.softcap is None and not request.needs_rows
+    if decay is not None and linear:
         q, k = _with_decay(request, q, k)
         decay = jax.lax.stop_gradient(decay)
     if decay is not None:

@@ -2,7 +2,8 @@
 
 With ``P`` the softmax over the visible keys of ``scale * <rotate(q_i, e_i), rotate(k_j, e_j)>
 + bias_ij + F_i - F_j``, ``F`` the log decay, the outputs are ``o = P v`` and ``a = P e`` (TAPE,
-section 3.2). One ``P`` serves both. Every other backend must agree with this one.
+section 3.2). One ``P`` serves both. A softcap bounds the first term. Every
+other backend must agree with this one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from tape_jax._src.attention.request import (
     AttentionRows,
     Request,
     RowFunction,
+    capped,
     decays,
     from_rows,
     hide,
@@ -48,7 +50,7 @@ def attend(request: Request) -> tuple[Array, Array | None]:
     # Heads before time: XLA's batched products are twice as fast in this order on a CPU.
     q = to_rows(q, request.kv_heads, request.query_length)
     k = k.transpose(0, 2, 1, 3)
-    logits = product("bhrd,bhkd->bhrk", q, k) * request.scale
+    logits = capped(product("bhrd,bhkd->bhrk", q, k) * request.scale, request.softcap)
     visible = request.visibility.pairs(request.query_length, request.key_length)
     rows = _rows(request, visible) if request.needs_rows else None
     logits = _by_rows(request.logits_fn, logits, rows, request)

@@ -118,6 +118,7 @@ def attend(
             block_k=min(block_k or default, chunk),
             groups=heads if shared else request.groups,
             scale=request.scale,
+            softcap=request.softcap,
         ),
     )
     q, k = request.rotated()

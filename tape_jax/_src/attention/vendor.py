@@ -32,6 +32,7 @@ class VendorCall:
 
     Attributes:
       scale: factor on the logits.
+      softcap: bound of the scaled logits, or None.
       band: the causal rule and the window.
       offset: index of the first query among the keys.
       queries, keys: how many there are.
@@ -48,6 +49,7 @@ class VendorCall:
     widths: tuple[int, int]
     same_ids: bool
     interpret: bool
+    softcap: float | None = None
 
     @classmethod
     def of(cls, request: Request) -> VendorCall:
@@ -69,6 +71,7 @@ class VendorCall:
             widths=(request.v.shape[-1], 0 if state is None else math.prod(state.shape[3:])),
             same_ids=segments is not None and segments[0] is segments[1],
             interpret=request.interpret,
+            softcap=request.softcap,
         )
 
     def rows_that_see(self) -> np.ndarray:
@@ -86,11 +89,13 @@ class Vendor:
     Attributes:
       types: of the operands of the kernel.
       segments: whether it takes segment ids.
+      softcap: whether it bounds logits.
       hidden_rows: whether it stays finite, forward and backward, for queries that see no key.
     """
 
     types: tuple[str, ...]
     segments = False
+    softcap = False
     hidden_rows = False
 
     def check_device(self, interpret: bool) -> None:
@@ -138,6 +143,9 @@ class Vendor:
     def _checked(self, request: Request) -> VendorCall:
         refuse_rows(request)
         refuse(request.bias is not None, "bias= is not in the kernel")
+        refuse(
+            request.softcap is not None and not self.softcap, "logit_softcap= is not in the kernel"
+        )
         refuse(
             request.visibility.mask is not None,
             "mask= is not in the kernel; segment_ids= hides padding too",

@@ -34,6 +34,7 @@ class Splash(Vendor):
     block: int | None = None
     types = ("float32", "bfloat16")
     segments = True
+    softcap = True
     hidden_rows = True
 
     LANES = 128
@@ -86,6 +87,7 @@ class Splash(Vendor):
                 block_q_dq=block_q,
                 block_kv_dq=block_k,
             ),
+            attn_logits_soft_cap=call.softcap,
             head_shards=1,
             q_seq_shards=1,
             interpret=call.interpret,

@@ -1,100 +1,31 @@
 """Families of Hugging Face decoders: their configuration's fields in terms of ours, both ways.
 
-A new family is a function that reads what is its own in a ``config.json``, one that writes it, and
-a line in :data:`FAMILIES`. The fields that all of them share are read in ``llama``.
+A new family is a file with a :class:`Family`, and a line in :data:`FAMILIES`. The fields that all
+of them share are read in ``llama``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tape_jax._src.core.checks import require
 from tape_jax._src.model.config import ModelConfig
-
-Fields = dict[str, Any]
-ATTENTION, MLP = ("q", "k", "v", "out"), ("gate", "up", "down")
-
-# Fields that say nothing of what a decoder computes: names, token ids, training, caches, types.
-HARMLESS = frozenset(
-    (
-        *("_attn_implementation_autoset", "_name_or_path", "architectures"),
-        *("attn_implementation", "attention_dropout"),
-        *("bos_token_id", "cache_implementation", "chunk_size_feed_forward", "dtype"),
-        *("eos_token_id", "finetuning_task", "id2label", "initializer_range"),
-        *("is_decoder", "is_encoder_decoder", "label2id", "max_position_embeddings"),
-        *("model_type", "num_labels", "output_attentions", "output_hidden_states"),
-        *("pad_token_id", "pretraining_tp", "problem_type", "return_dict"),
-        *("sep_token_id", "task_specific_params", "tie_encoder_decoder"),
-        *("tokenizer_class", "torch_dtype", "torchscript", "transformers_version"),
-        *("unk_token_id", "use_cache", "use_return_dict"),
-    )
+from tape_jax._src.pretrained.family import (
+    ATTENTION,
+    COMMON,
+    HARMLESS,
+    MLP,
+    OFF,
+    Family,
+    Fields,
+    before_own,
+    flag,
+    is_plain,
+    sliding_window,
 )
-# Fields that every family has, and that are read for all of them.
-COMMON = frozenset(
-    (
-        *("head_dim", "hidden_act", "hidden_size", "intermediate_size"),
-        *("num_attention_heads", "num_hidden_layers", "num_key_value_heads"),
-        *("original_max_position_embeddings", "partial_rotary_factor"),
-        *("quantization_config", "rms_norm_eps", "rope_parameters", "rope_scaling"),
-        *("rope_theta", "tie_word_embeddings", "vocab_size"),
-    )
-)
-
-
-# Values with which a field that a family does not know changes nothing.
-_OFF = {
-    "attention_bias": False,
-    "mlp_bias": False,
-    "use_sliding_window": False,
-    "add_cross_attention": False,
-    "rope_interleaved": False,
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """A ``model_type`` of ``config.json``.
-
-    Attributes:
-      architecture: its name in ``architectures``.
-      own: the fields of its ``config.json`` that the others lack.
-      read: from ``config.json`` to fields of :class:`tape_jax.ModelConfig`.
-      write: the other way; None if the family cannot be such a model.
-      defaults: what transformers takes for fields that are absent, where it is not Llama's.
-      names: of tensors, by the paths of our parameters, where they are not Llama's.
-    """
-
-    architecture: str
-    own: frozenset[str]
-    read: Callable[[Mapping[str, Any]], Fields]
-    write: Callable[[ModelConfig], Fields | None]
-    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-
-def _flag(config: Mapping[str, Any], name: str) -> bool:
-    value = config.get(name) or False
-    require(isinstance(value, bool), f"config.json: {name} must be true or false; got {value!r}")
-    return value
-
-
-def _before(window: Any) -> int | None:
-    """Keys before a token's own that ``sliding_window`` lets it see, which counts the own too."""
-    if window is None:
-        return None
-    require(
-        isinstance(window, int) and not isinstance(window, bool) and window >= 1,
-        f"config.json: sliding_window must be a positive integer or null; got {window!r}",
-    )
-    return window - 1
-
-
-def _sliding_window(before: int | tuple[int, int] | None) -> int | None:
-    """Inverse of :func:`_before`, of a causal model's window."""
-    before = before[0] if isinstance(before, tuple) else before
-    return None if before is None else before + 1
+from tape_jax._src.pretrained.phi3 import PHI3
 
 
 def _same_in_all_layers(config: Mapping[str, Any], window: Any, slides: Sequence[bool]) -> Any:
@@ -104,44 +35,37 @@ def _same_in_all_layers(config: Mapping[str, Any], window: Any, slides: Sequence
         "config.json: a sliding window in some layers alone is not known here; got layer_types = "
         f"{config.get('layer_types')!r}, max_window_layers = {config.get('max_window_layers')!r}",
     )
-    return _before(window) if any(slides) else None
-
-
-def _plain(c: ModelConfig, *own: str, **wanted: Any) -> bool:
-    """Whether what Llama has not is not there, but for fields of the family's own."""
-    off: Fields = {"embedding_scale": 1, "residual_scale": 1, "logits_scaling": 1}
-    off |= {"query_scale": None, "qk_norm": None, "norms": "before"} | wanted
-    return all(getattr(c, name) == value for name, value in off.items() if name not in own)
+    return before_own(window) if any(slides) else None
 
 
 def _read_llama(config: Mapping[str, Any]) -> Fields:
-    attention = ATTENTION if _flag(config, "attention_bias") else ()
-    return {"biases": (*attention, *(MLP if _flag(config, "mlp_bias") else ()))}
+    attention = ATTENTION if flag(config, "attention_bias") else ()
+    return {"biases": (*attention, *(MLP if flag(config, "mlp_bias") else ()))}
 
 
 def _write_llama(c: ModelConfig) -> Fields | None:
     kinds = {(): (False, False), ATTENTION: (True, False), MLP: (False, True)}
     kinds[(*ATTENTION, *MLP)] = (True, True)
-    if c.biases not in kinds or not _plain(c) or c.local_window_size is not None:
+    if c.biases not in kinds or not is_plain(c) or c.local_window_size is not None:
         return None
     attention, mlp = kinds[c.biases]
     return {"attention_bias": attention, "mlp_bias": mlp}
 
 
 def _read_mistral(config: Mapping[str, Any]) -> Fields:
-    return {"local_window_size": _before(config["sliding_window"])}
+    return {"local_window_size": before_own(config["sliding_window"])}
 
 
 def _write_mistral(c: ModelConfig) -> Fields | None:
-    if c.biases or not _plain(c):
+    if c.biases or not is_plain(c):
         return None
-    return {"sliding_window": _sliding_window(c.local_window_size)}
+    return {"sliding_window": sliding_window(c.local_window_size)}
 
 
 def _qwen_window(config: Mapping[str, Any]) -> Any:
     """The window of Qwen 2 and 3: of the layers marked sliding, or from a certain one on."""
     layers, kinds = config["num_hidden_layers"], config.get("layer_types")
-    if not _flag(config, "use_sliding_window") or config["sliding_window"] is None:
+    if not flag(config, "use_sliding_window") or config["sliding_window"] is None:
         return None
     window = config["sliding_window"]
     if kinds is None:
@@ -162,7 +86,7 @@ def _qwen_window(config: Mapping[str, Any]) -> Any:
 
 
 def _write_qwen_window(c: ModelConfig) -> Fields:
-    window = _sliding_window(c.local_window_size)
+    window = sliding_window(c.local_window_size)
     return {
         "use_sliding_window": window is not None,
         "sliding_window": window,
@@ -175,18 +99,18 @@ def _read_qwen2(config: Mapping[str, Any]) -> Fields:
 
 
 def _write_qwen2(c: ModelConfig) -> Fields | None:
-    if c.biases != ("q", "k", "v") or not _plain(c):
+    if c.biases != ("q", "k", "v") or not is_plain(c):
         return None
     return _write_qwen_window(c)
 
 
 def _read_qwen3(config: Mapping[str, Any]) -> Fields:
-    biases = ATTENTION if _flag(config, "attention_bias") else ()
+    biases = ATTENTION if flag(config, "attention_bias") else ()
     return {"biases": biases, "qk_norm": "head", "local_window_size": _qwen_window(config)}
 
 
 def _write_qwen3(c: ModelConfig) -> Fields | None:
-    if not _plain(c, qk_norm="head") or c.biases not in ((), ATTENTION):
+    if not is_plain(c, qk_norm="head") or c.biases not in ((), ATTENTION):
         return None
     return {"attention_bias": bool(c.biases), **_write_qwen_window(c)}
 
@@ -204,7 +128,7 @@ def _read_granite(config: Mapping[str, Any]) -> Fields:
 
 
 def _write_granite(c: ModelConfig) -> Fields | None:
-    if not _plain(c, *GRANITE.values()) or c.query_scale is None:
+    if not is_plain(c, *GRANITE.values()) or c.query_scale is None:
         return None
     off: Any = {**dict.fromkeys(GRANITE.values(), 1), "query_scale": None}
     plain = dataclasses.replace(c, **off)
@@ -215,12 +139,12 @@ def _write_granite(c: ModelConfig) -> Fields | None:
 
 
 def _read_olmo2(config: Mapping[str, Any]) -> Fields:
-    biases = ATTENTION if _flag(config, "attention_bias") else ()
+    biases = ATTENTION if flag(config, "attention_bias") else ()
     return {"biases": biases, "qk_norm": "full", "norms": "after"}
 
 
 def _write_olmo2(c: ModelConfig) -> Fields | None:
-    wanted = _plain(c, qk_norm="full", norms="after") and c.local_window_size is None
+    wanted = is_plain(c, qk_norm="full", norms="after") and c.local_window_size is None
     return {"attention_bias": bool(c.biases)} if wanted and c.biases in ((), ATTENTION) else None
 
 
@@ -265,6 +189,7 @@ FAMILIES: dict[str, Family] = {
             "layers/mlp_norm/scale": "model.layers.{}.post_feedforward_layernorm.weight",
         },
     ),
+    "phi3": PHI3,
 }
 
 
@@ -288,7 +213,7 @@ def family_of(config: Mapping[str, Any]) -> tuple[str, Family]:
     fields = COMMON | HARMLESS | family.own
     # What is null is as if it were not there.
     unknown = [name for name, x in config.items() if x is not None and name not in fields]
-    unknown = [name for name in unknown if not (name in _OFF and config[name] == _OFF[name])]
+    unknown = [name for name in unknown if not (name in OFF and config[name] == OFF[name])]
     require(
         not unknown,
         f"config.json has fields that are not known of model_type {kind!r}: "
@@ -303,10 +228,10 @@ def with_defaults(config: Mapping[str, Any], family: Family) -> Fields:
     return {**family.defaults, **config}
 
 
-def writer_of(config: ModelConfig) -> tuple[str, Family, Fields] | None:
-    """The first family that can be such a model, and its own fields; None if there is none."""
-    for name, family in FAMILIES.items():
-        fields = family.write(config)
+def writer_of(config: ModelConfig, kind: str | None = None) -> tuple[str, Family, Fields] | None:
+    """The family ``kind``, or the first that can be such a model, and its own fields, or None."""
+    for name in FAMILIES if kind is None else (kind,):
+        fields = FAMILIES[name].write(config)
         if fields is not None:
-            return name, family, fields
+            return name, FAMILIES[name], fields
     return None

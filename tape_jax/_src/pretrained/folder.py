@@ -13,7 +13,8 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,13 @@ def dtype_name(dtype: Any) -> str:
         name = str(dtype)
     choose("dtype", name, DTYPE_NAMES)
     return name
+
+
+def common_type(types: Collection[str]) -> str:
+    """A type, as safetensors names it, that holds the numbers of all of these."""
+    if len(set(types)) == 1:
+        return next(iter(types))
+    return "F64" if "F64" in types else "F32"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,14 +87,16 @@ class File:
     tensors: dict[str, Tensor]
     spans: dict[str, tuple[int, int]]
 
-    def read(self, name: str) -> np.ndarray:
-        """The values of a tensor."""
+    def read(self, name: str, first: int = 0, rows: int | None = None) -> np.ndarray:
+        """The values of a tensor, or of ``rows`` of its rows from ``first`` on."""
         tensor = self.tensors[name]
         dtype = jnp.dtype(DTYPES[tensor.dtype])
-        count = math.prod(tensor.shape)
-        values = np.fromfile(self.path, dtype, count, offset=self.spans[name][0])
+        shape = tensor.shape if rows is None else (rows, *tensor.shape[1:])
+        start = self.spans[name][0] + first * math.prod(shape[1:]) * dtype.itemsize
+        count = math.prod(shape)
+        values = np.fromfile(self.path, dtype, count, offset=start)
         require(values.size == count, f"{self.path} became shorter while it was read")
-        return values.reshape(tensor.shape)
+        return values.reshape(shape)
 
     def read_bytes(self, name: str) -> np.ndarray:
         """The values of a tensor of any type, as bytes."""
@@ -329,17 +339,41 @@ def check(folder: Folder, wanted: Mapping[str, tuple[int, ...]], known: Callable
       known: whether a tensor that is not wanted may be there.
     """
     where = folder.where
-    problems = []
-    missing = [name for name in wanted if name not in where]
-    if missing:
-        problems.append(f"missing: {', '.join(missing)}")
-    unknown = [name for name in where if name not in wanted and not known(name)]
-    if unknown:
-        problems.append(f"unknown: {', '.join(unknown)}")
+    problems = [("missing: ", name, "") for name in wanted if name not in where]
+    problems += [
+        ("unknown: ", name, "") for name in where if name not in wanted and not known(name)
+    ]
     for name, file in where.items():
         tensor = file.tensors[name]
         if name in wanted and tensor.shape != wanted[name]:
-            problems.append(f"{name} has shape {tensor.shape}, expected {wanted[name]}")
+            problems.append(("", name, f" has shape {tensor.shape}, expected {wanted[name]}"))
         if tensor.dtype not in DTYPES:
-            problems.append(f"{name} has type {tensor.dtype}, expected one of {', '.join(DTYPES)}")
-    require(not problems, f"{folder.path} does not fit its {CONFIG}: {'; '.join(problems)}")
+            types = ", ".join(DTYPES)
+            problems.append(("", name, f" has type {tensor.dtype}, expected one of {types}"))
+    lines = "".join(f"\n  {line}" for line in _by_layers(problems))
+    require(not problems, f"{folder.path} does not fit its {CONFIG}:{lines}")
+
+
+def _by_layers(problems: Iterable[tuple[str, str, str]]) -> list[str]:
+    """One line for what is said alike of a tensor in several layers, such as ``layers.0-3,7.``."""
+    layers: dict[tuple[str, ...], list[int]] = collections.defaultdict(list)
+    for before, name, after in problems:
+        found = re.fullmatch(r"(?:(.*?\.)(\d+)(?=\.))?(.*)", name)
+        assert found is not None
+        head, number, tail = found.groups("")
+        layers[before, head, tail, after].extend([int(number)] if number else [])
+    return [
+        f"{before}{head}{_ranges(numbers)}{tail}{after}"
+        for (before, head, tail, after), numbers in layers.items()
+    ]
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Numbers as ``0-3,7``."""
+    runs: list[list[int]] = []
+    for n in sorted(numbers):
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1][1:] = [n]
+        else:
+            runs.append([n])
+    return ",".join("-".join(map(str, run)) for run in runs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
@@ -11,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tape_jax._src import positions
 from tape_jax._src.core.checks import choose, require
@@ -21,6 +23,7 @@ from tape_jax._src.model.decoder import (
 from tape_jax._src.model.layout import OUTSIDE, block_name, by_path, replaced
 from tape_jax._src.positions.fixed.rotary import RopeScaling
 from tape_jax._src.pretrained.families import FAMILIES, family_of, with_defaults, writer_of
+from tape_jax._src.pretrained.family import Family, Fields
 
 # This library's parameters, and the tensors of a checkpoint that hold them. Kernels are stored
 # transposed, ``[out, in]``.
@@ -48,6 +51,8 @@ NAMES = {
     "head/kernel": "lm_head.weight",
 }
 EMBEDDING, HEAD = NAMES["embedding"], NAMES["head/kernel"]
+# What has the numbers of heads that rotate, as its last axis.
+ROTATED = re.compile(r"layers/attention/[qk](_norm)?/(kernel|bias|scale)")
 
 # Fields of config.json without which there is no model, and this library's names for them.
 SIZES = {
@@ -57,6 +62,12 @@ SIZES = {
     "num_hidden_layers": "num_layers",
     "num_attention_heads": "num_heads",
 }
+
+# Options of a model in which families differ.
+DIFFER = (
+    *("biases", "qk_norm", "norms", "local_window_size", "embedding_scale", "residual_scale"),
+    *("query_scale", "logits_scaling"),
+)
 
 # Fields that must have one value, which is also the one that they have where they lack.
 FIXED = {"hidden_act": "silu"}
@@ -91,6 +102,8 @@ class StoredParameter:
       tensors: names of its tensors, one for each layer.
       stacked: whether the parameter has a leading axis of layers.
       transposed: whether the tensors are ``[out, in]``, and the parameter ``[..., in, out]``.
+      rows: where it has only some rows of each tensor, the first of them, and how many there are.
+      order: numbers of each head of the tensors in the order of the parameter's; None: the same.
     """
 
     path: str
@@ -98,25 +111,49 @@ class StoredParameter:
     tensors: tuple[str, ...]
     stacked: bool
     transposed: bool
+    rows: tuple[int, int] | None = None
+    order: tuple[int, ...] | None = None
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Shape of its part of each tensor."""
+        shape = self.shape[1:] if self.stacked else self.shape
+        return shape[::-1] if self.transposed else shape
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
         """Shape of each of the tensors."""
-        shape = self.shape[1:] if self.stacked else self.shape
-        return shape[::-1] if self.transposed else shape
+        return self.part_shape if self.rows is None else (self.rows[1], *self.part_shape[1:])
+
+    def ordered(self, part: np.ndarray, *, back: bool = False) -> np.ndarray:
+        """Rows of a tensor in the order of the parameter's, or those of the parameter ``back``."""
+        if self.order is None:
+            return part
+        order = np.argsort(self.order) if back else np.array(self.order)
+        heads = part.reshape(-1, len(order), *part.shape[1:])
+        return heads[:, order].reshape(part.shape)
 
 
-def parameters(model: Transformer) -> list[StoredParameter]:
+def parameters(model: Transformer, family: Family) -> list[StoredParameter]:
     """The parameters of a model that has a family's alone, in the order of ``NAMES``."""
-    written = writer_of(model.config)
-    names = NAMES if written is None else {**NAMES, **written[1].names}
+    names, order = {**NAMES, **family.names}, None
+    if family.head_order is not None:
+        order = family.head_order(model.config)
     # Types play no part in shapes, and 64-bit ones may be disabled.
     plain = replaced(model, dtype="float32", param_dtype="float32", state_dtype=None)
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     key = jax.eval_shape(functools.partial(jax.random.key, 0))
     shapes = by_path(jax.eval_shape(plain.init, key, tokens)["params"])
     ranges, found = {blocks.layers[0]: blocks.layers for blocks in model.blocks}, []
-    for path in filter(shapes.__contains__, NAMES):
+    paths = [path for path in NAMES if path in shapes]
+    shared = collections.Counter(names[path] for path in paths)
+    widths = {path: next(iter(shapes[path].values())).shape[-1] for path in paths}
+    for path in paths:
+        rows = None
+        if shared[names[path]] > 1:
+            beside = [x for x in paths if names[x] == names[path]]
+            before = beside[: beside.index(path)]
+            rows = (sum(widths[x] for x in before), sum(widths[x] for x in beside))
         for first, leaf in shapes[path].items():
             layers = (first,) if first == OUTSIDE else ranges[first]
             found.append(
@@ -126,6 +163,8 @@ def parameters(model: Transformer) -> list[StoredParameter]:
                     tensors=tuple(names[path].format(layer) for layer in layers),
                     stacked=first != OUTSIDE and model.config.scan_layers,
                     transposed=path.endswith("/kernel"),
+                    rows=rows,
+                    order=order if ROTATED.fullmatch(path) else None,
                 )
             )
     return found
@@ -161,30 +200,36 @@ def model_config(config: Mapping[str, Any], **fields: Any) -> ModelConfig:
         head_dim=config.get("head_dim"),
         norm_eps=_number(config, "rms_norm_eps", DEFAULT_EPS),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        position=_rope(config),
+        position=_rope(config, part="partial_rotary_factor" in family.own),
         **family.read(config),
         **fields,
     )
 
 
-def _rope(config: Mapping[str, Any]) -> positions.Rope:
-    """The encoding; which field wins over which is as in transformers 5."""
+def _rope(config: Mapping[str, Any], *, part: bool) -> positions.Rope:
+    """The encoding; which field wins over which is as in transformers 5.
+
+    ``part``: whether a part of each head may rotate.
+    """
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     require(
         isinstance(given, dict),
         f"config.json: rotary parameters must be an object; got {given!r}",
     )
     given = {name: value for name, value in given.items() if value is not None}
-    part = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    both = config if config.get("partial_rotary_factor") is not None else given
+    share = _number(both, "partial_rotary_factor", 1.0)
     require(
-        part in (None, 1),
-        f"config.json: partial_rotary_factor must be 1, heads rotate as a whole; got {part!r}",
+        0 < share <= 1 and (part or share == 1),
+        f"config.json: partial_rotary_factor must be {'above 0 and at most ' if part else ''}1"
+        f"{'' if part else ', heads rotate as a whole'}; got {share!r}",
     )
     kind = given.get("rope_type", given.get("type", "default"))
     choose("rope_type in config.json", kind, ROPE_KINDS)
     fallback = _number(config, "rope_theta", DEFAULT_BASE)
     base = _number(given, "rope_theta", fallback)
-    return positions.Rope(base=base, scaling=_scaling(ROPE_KINDS[kind], given, config))
+    scaling = _scaling(ROPE_KINDS[kind], given, config)
+    return positions.Rope(base=base, scaling=scaling, partial_rotary_factor=share)
 
 
 def _scaling(kind: str, given: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling:
@@ -236,14 +281,18 @@ def _number(given: Mapping[str, Any], name: str, default: float | None = None) -
     return float(value)
 
 
-def check_plain(model: Transformer) -> None:
-    """Raises ValueError unless a Llama checkpoint can say all that the model is."""
+def written(model: Transformer, kind: str | None = None) -> tuple[str, Family, Fields]:
+    """The family ``kind``, or the first that can be such a model, its name and its own fields.
+
+    Raises:
+      ValueError: if a checkpoint cannot say all that the model is.
+    """
     advice = "save what was trained with tape_jax.adapt.save_adapter instead"
     c, encoding = model.config, model.encoding
     require(
         isinstance(encoding, positions.Rope)
         and type(encoding) in (positions.Rope, positions.Yarn)
-        and (encoding.axes, encoding.partial_rotary_factor) == (1, 1)
+        and encoding.axes == 1
         and not (encoding.learn_base or encoding.still_heads),
         f"a Llama checkpoint has no place for the position encoding {encoding!r}: {advice}",
     )
@@ -262,30 +311,40 @@ def check_plain(model: Transformer) -> None:
         "a checkpoint has full attention, the model has shifted_groups = "
         f"{c.shifted_groups!r}: save the model with shifted_groups=None, or {advice}",
     )
+    found = writer_of(c, kind)
     require(
-        writer_of(c) is not None,
-        f"no family of checkpoints has biases = {c.biases}, qk_norm = {c.qk_norm!r}, norms = "
-        f"{c.norms!r}, local_window_size = {c.local_window_size!r} and such scales together; known "
-        f"are {', '.join(FAMILIES)}",
+        found is not None,
+        f"{'no family of checkpoints has' if kind is None else f'the family {kind!r} has not'} "
+        f"{_described(c)} together; known are {', '.join(FAMILIES)}",
     )
+    assert found is not None
+    return found
 
 
-def to_json(model: Transformer) -> dict[str, Any]:
+def _described(c: ModelConfig) -> str:
+    """Options of a model in which families differ."""
+    given = {name: getattr(c, name) for name in DIFFER}
+    given["partial_rotary_factor"] = c.position.partial_rotary_factor
+    plain = ModelConfig(1, position="rope")
+    given = {k: x for k, x in given.items() if x != getattr(plain, k, 1)}
+    return ", ".join(f"{name} = {value!r}" for name, value in given.items())
+
+
+def to_json(model: Transformer, kind: str | None = None) -> dict[str, Any]:
     """The ``config.json`` of a model, in the form that every version of transformers reads.
+
+    It names the family ``kind``, or the first that can be such a model.
 
     The length that a model was trained for is known where its scaling or ``max_length`` says it;
     elsewhere it is the default of transformers.
     """
-    check_plain(model)
+    kind, family, own = written(model, kind)
     c, encoding = model.config, model.encoding
     assert isinstance(encoding, positions.Rope)
     base, scaling = encoding.base, encoding.scaling
     if scaling.kind == "ntk":
         # A larger base, which needs no name of its own.
         base, scaling = base * scaling.factor ** (c.dim / (c.dim - 2)), RopeScaling()
-    written = writer_of(c)
-    assert written is not None
-    kind, family, own = written
     return {
         "architectures": [family.architecture],
         "model_type": kind,

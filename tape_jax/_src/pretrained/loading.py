@@ -18,7 +18,16 @@ from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.model.decoder import (
     Transformer,
 )
-from tape_jax._src.pretrained.folder import DTYPES, Folder, check, dtype_name, read_folder
+from tape_jax._src.pretrained.families import family_of
+from tape_jax._src.pretrained.folder import (
+    DTYPES,
+    File,
+    Folder,
+    check,
+    common_type,
+    dtype_name,
+    read_folder,
+)
 from tape_jax._src.pretrained.llama import (
     EMBEDDING,
     HEAD,
@@ -80,7 +89,7 @@ def from_pretrained(
     folder = read_folder(path)
     config = _config(folder, dtype, options)
     compute, model = config.dtype, Transformer(config)
-    wanted = parameters(model)
+    wanted = parameters(model, family_of(folder.config)[1])
     check_tensors(folder, wanted, tied=config.tie_embeddings)
     types = {p.path: _stored_type(folder, p) if dtype is None else compute for p in wanted}
     for path, kind in types.items():
@@ -145,10 +154,7 @@ def _most_common_type(folder: Folder) -> str:
 def _stored_type(folder: Folder, parameter: StoredParameter) -> str:
     """The type of a parameter's tensors; one that holds all of them if they differ."""
     where = folder.where
-    stored = {DTYPES[where[name].tensors[name].dtype] for name in parameter.tensors}
-    if len(stored) == 1:
-        return stored.pop()
-    return "float64" if "float64" in stored else "float32"
+    return DTYPES[common_type({where[name].tensors[name].dtype for name in parameter.tensors})]
 
 
 def _places(wanted: list[StoredParameter], sharding: Any) -> dict[str, JaxSharding | None]:
@@ -206,7 +212,7 @@ def _load(
             if not rows.start <= layer < rows.stop:
                 continue
             if values is None:
-                values = where[name].read(name)
+                values = _read(where[name], name, parameter)
             piece = values[part[::-1] if parameter.transposed else part]
             piece = jax.device_put(np.ascontiguousarray(piece), device)
             if parameter.stacked:
@@ -224,6 +230,14 @@ def _load(
     if sharding is None:
         return arrays[None]
     return jax.make_array_from_single_device_arrays(shape, sharding, list(arrays.values()))
+
+
+def _read(file: File, name: str, parameter: StoredParameter) -> np.ndarray:
+    """The part of a tensor that belongs to a parameter, in its order."""
+    if parameter.rows is None:
+        return parameter.ordered(file.read(name))
+    first, rows = parameter.rows[0], parameter.part_shape[0]
+    return parameter.ordered(file.read(name, first, rows))
 
 
 def _bounds(index: Index, shape: tuple[int, ...]) -> Index:

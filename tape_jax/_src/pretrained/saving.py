@@ -20,6 +20,7 @@ from tape_jax._src.core.checks import choose, require
 from tape_jax._src.model.decoder import (
     Transformer,
 )
+from tape_jax._src.pretrained.families import family_of
 from tape_jax._src.pretrained.folder import (
     CONFIG,
     DTYPE_NAMES,
@@ -28,6 +29,7 @@ from tape_jax._src.pretrained.folder import (
     SINGLE,
     Folder,
     Tensor,
+    common_type,
     dtype_name,
     inside,
     make_header,
@@ -40,11 +42,11 @@ from tape_jax._src.pretrained.llama import (
     HEAD,
     ROPE_FIELDS,
     StoredParameter,
-    check_plain,
     is_buffer,
     model_config,
     parameters,
     to_json,
+    written,
 )
 from tape_jax._src.pretrained.loading import check_tensors
 
@@ -110,11 +112,12 @@ def save_pretrained(
       NotImplementedError: if safetensors is not installed, or a parameter is spread over several
         processes.
     """
-    check_plain(model)
-    wanted = parameters(model)
+    source = None if like is None else read_folder(like)
+    kind = None if source is None else family_of(source.config)[0]
+    _, family, _ = written(model, kind)
+    wanted = parameters(model, family)
     fetchers, own = _fetchers(wanted, variables)
     target = None if dtype is None else DTYPE_NAMES[dtype_name(dtype)]
-    source = None if like is None else read_folder(like)
     if source is None:
         types = {name: target or own_type for name, own_type in own.items()}
         plans = _plan(wanted, types, max_shard_size)
@@ -169,8 +172,8 @@ def _fetchers(
         if path in leaves and np.shape(leaves[path]) != shape
     ]
     require(not problems, f"the variables are not the model's: {'; '.join(problems)}")
-    fetchers: dict[str, Callable[[], np.ndarray]] = {}
-    types: dict[str, str] = {}
+    parts: dict[str, list[Callable[[], np.ndarray]]] = collections.defaultdict(list)
+    types: dict[str, set[str]] = collections.defaultdict(set)
     for p in wanted:
         leaf = leaves[p.path]
         choose(f"type of {p.path}", leaf.dtype.name, DTYPE_NAMES)
@@ -179,15 +182,23 @@ def _fetchers(
                 f"{p.path} is spread over several processes: gather the parameters in one first"
             )
         for layer, name in enumerate(p.tensors):
-            fetchers[name] = _fetcher(leaf, p, layer)
-            types[name] = DTYPE_NAMES[leaf.dtype.name]
-    return fetchers, types
+            parts[name].append(_fetcher(leaf, p, layer))
+            types[name].add(DTYPE_NAMES[leaf.dtype.name])
+    common = {name: common_type(found) for name, found in types.items()}
+    return {name: _joined(parts[name], common[name]) for name in parts}, common
+
+
+def _joined(parts: list[Callable[[], np.ndarray]], dtype: str) -> Callable[[], np.ndarray]:
+    """Brings a tensor to the host, of one part or of several, one below the other."""
+    if len(parts) == 1:
+        return parts[0]
+    return lambda: np.concatenate([part().astype(DTYPES[dtype], copy=False) for part in parts])
 
 
 def _fetcher(leaf: Any, parameter: StoredParameter, layer: int) -> Callable[[], np.ndarray]:
     options = {"stacked": parameter.stacked, "transposed": parameter.transposed}
     pick = _pick_on_device if isinstance(leaf, jax.Array) else _pick
-    return lambda: np.asarray(pick(leaf, layer, **options))
+    return lambda: parameter.ordered(np.asarray(pick(leaf, layer, **options)), back=True)
 
 
 def _pick(leaf: Any, layer: Any, *, stacked: bool, transposed: bool) -> Any:
@@ -262,13 +273,15 @@ def _describe(
     model: Transformer, source: Folder | None, types: Mapping[str, str]
 ) -> dict[str, Any]:
     """The content of ``config.json``: the source's own wherever the model agrees with it."""
-    described = to_json(model)
+    kind = None if source is None else family_of(source.config)[0]
+    described = to_json(model, kind)
     counts = collections.Counter(DTYPES[dtype] for dtype in types.values() if dtype in DTYPES)
     common = counts.most_common(1)[0][0]
     if source is None:
         return {**described, "torch_dtype": common}
     result = dict(source.config)
-    before = to_json(Transformer(model_config(source.config, max_length=model.config.max_length)))
+    config = model_config(source.config, max_length=model.config.max_length)
+    before = to_json(Transformer(config), kind)
     if described != before:
         result = {name: x for name, x in result.items() if name not in ROPE_FIELDS} | described
     if types != {name: file.tensors[name].dtype for name, file in source.where.items()}:

@@ -47,7 +47,7 @@ SUBSET = {
     ),
     "splash": (
         "two_batch_axes", "grouped_heads_shared_state", "window_bidirectional", "cross", "cache",
-        "tensor_cache", "state_not_attended",
+        "tensor_cache", "state_not_attended", "softcap", "softcap_cache",
     ),
 }  # fmt: skip
 # Names of the cases that a backend refuses.
@@ -57,6 +57,7 @@ TENSOR = {case.name for case in CASES if case.form == "tensor"}
 WITH_SEGMENTS = {case.name for case in CASES if case.segments is not None}
 WITH_WINDOW = {case.name for case in CASES + MASKED if case.local_window_size is not None}
 WITH_DECAY = {case.name for case in CASES if case.log_decay is not None}
+WITH_SOFTCAP = {case.name for case in CASES if case.softcap is not None}
 KEYLESS_ROWS = {"before_the_keys", "window_passed"}
 OFFSET = {case.name for case in CASES if case.query_offset}
 VENDOR = WITH_MASK | WITH_BIAS | WITH_DECAY
@@ -65,14 +66,17 @@ REFUSED = {
     "chunked": set(),
     "rows": set(),
     "query_blocks": WITH_WINDOW,
-    "pallas": WITH_MASK | WITH_BIAS | TENSOR,
+    "pallas": WITH_MASK | WITH_BIAS | TENSOR | WITH_SOFTCAP,
     "splash": VENDOR,
     # All of them, having no mesh; with one, test_ring.py has its tests.
     "ring": {case.name for case in CASES + MASKED},
-    **dict.fromkeys(("tokamax", "tokamax_mosaic"), VENDOR | WITH_SEGMENTS | KEYLESS_ROWS | OFFSET),
+    **dict.fromkeys(
+        ("tokamax", "tokamax_mosaic"), VENDOR | WITH_SEGMENTS | WITH_SOFTCAP | KEYLESS_ROWS | OFFSET
+    ),
     # All of them, whose widths are small and no powers of two.
     "tokamax_triton": {case.name for case in CASES + MASKED},
     "cudnn": VENDOR
+    | WITH_SOFTCAP
     | WITH_SEGMENTS
     | KEYLESS_ROWS
     | OFFSET

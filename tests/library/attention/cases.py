@@ -45,6 +45,7 @@ class Case:
     is_causal: bool = True
     local_window_size: int | tuple[int, int] | None = None
     scale: float | None = None
+    softcap: float | None = None
     bias: str | None = None
     segments: str | None = None
     mask: str | None = None
@@ -107,6 +108,17 @@ CASES = [
     Case("decay_shared", log_decay="shared", form=None, scale=0.3, is_causal=False),
     Case("decay_cache", queries=3, keys=21, query_offset=18, form=None, heads=4, log_decay="pair"),
     Case("decay_cross", queries=17, keys=21, segments="pair", is_causal=False, log_decay="mixed"),
+    Case("softcap", softcap=0.7, heads=4, segments="same", local_window_size=6),
+    Case(
+        "softcap_cache",
+        softcap=0.7,
+        scale=0.9,
+        queries=3,
+        keys=21,
+        query_offset=18,
+        form=None,
+    ),
+    Case("softcap_and_decay", softcap=0.4, heads=4, bias="array", log_decay="same"),
     Case("decay_and_bias", heads=4, bias="array", log_decay="same", batch=(2, 2), queries=9),
 ]
 # By a mask, or by what only plain JAX has.
@@ -236,6 +248,7 @@ def call(attention: Any, case: Case, floats: dict[str, Any], fixed: dict[str, An
         local_window_size=case.local_window_size,
         window_positions=fixed.get("window_positions"),
         scale=case.scale,
+        logit_softcap=case.softcap,
         bias=bias,
         mask=fixed.get("mask"),
         log_decay=log_decay(floats),
@@ -286,6 +299,8 @@ def oracle(
                 if not visible.any():
                     continue
                 logits = np.array([scale * np.dot(query, keys[j]) for j in range(s)])
+                if case.softcap is not None:
+                    logits = case.softcap * np.tanh(logits / case.softcap)
                 if rewrite is not None:
                     logits = rewrite(row, h, i, logits, visible)
                 logits += [_bias(case, floats, fixed, row, h, i, j) for j in range(s)]

@@ -147,6 +147,8 @@ WRONG = {
         r"an integer from 0 on, or a pair .*; got \(3, 0, 1\)",
     ),
     "window_float": (arrays() | {"local_window_size": 3.0}, "an integer from 0 on.*; got 3.0"),
+    "softcap_zero": (arrays() | {"logit_softcap": 0}, "logit_softcap must be a positive .*; got 0"),
+    "softcap_traced": (arrays() | {"logit_softcap": "5"}, "logit_softcap must be a pos.*; got '5'"),
     "scale_name": (arrays() | {"scale": "2"}, "scale must be a finite number, .*; got '2'"),
     "scale_true": (arrays() | {"scale": True}, "scale must be a finite number, .*; got True"),
     "scale_nan": (arrays() | {"scale": np.nan}, "scale must be a finite number, .*; got nan"),

@@ -72,7 +72,7 @@ def test_refused_cases(backend):
 # Cases that each backend is tried on at every change, as far as it takes them.
 QUICK = {
     "grouped_heads", "multi_query", "segments", "window_passed", "mask_heads",
-    "grouped_heads_shared_state", "tensor_cache", "decay_grouped",
+    "grouped_heads_shared_state", "tensor_cache", "decay_grouped", "softcap",
 }  # fmt: skip
 PAIRS = [
     pytest.param(

@@ -85,7 +85,7 @@ CASES = {
     "decay": (
         {"sequence": 2},
         {"heads": 4, "log_decay": 4},
-        {"segment_ids": SEGMENTS, "local_window_size": 29},
+        {"segment_ids": SEGMENTS, "local_window_size": 29, "logit_softcap": 0.4},
     ),
     "decay_on_four": (
         {"sequence": 4, "tensor": 2},

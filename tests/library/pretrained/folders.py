@@ -10,7 +10,7 @@ from tests.paths import GOLDEN
 
 HF = GOLDEN / "hf"
 MHA, TIED = HF / "llama2_mha", HF / "tied_sharded_headdim"
-NAMES = ["linear_scaled", "llama2_mha", "llama3_gqa", "tied_sharded_headdim"]
+NAMES = ["llama2_mha", "llama3_gqa", "tied_sharded_headdim"]
 SCALINGS = np.load(MHA / "rope_scalings.npz")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DOWN = "model.layers.0.mlp.down_proj.weight"

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import tape_jax as tape
 from tape_jax._src.pretrained.families import FAMILIES
@@ -14,7 +15,7 @@ from tape_jax._src.pretrained.llama import model_config
 from tests.library.pretrained.folders import HF, checkpoint_files
 from tests.models import random_variables, small_model
 
-FOLDERS = ["granite_tiny", "mistral_tiny", "olmo2_tiny", "qwen2_tiny", "qwen3_tiny"]
+FOLDERS = ["granite_tiny", "mistral_tiny", "olmo2_tiny", "phi3_tiny", "qwen2_tiny", "qwen3_tiny"]
 WINDOW = {"use_sliding_window": True, "sliding_window": 4}
 
 
@@ -70,6 +71,12 @@ class TestFields:
                 WINDOW | {"layer_types": ..., "max_window_layers": "2"},
                 "max_window_layers must be an integer; got '2'",
             ),
+            (
+                "phi3_tiny",
+                {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
+                "'longrope': expected one of",
+            ),
+            ("phi3_tiny", {"rope_parameters": {"partial_rotary_factor": 0}}, "above 0 and at most"),
             ("qwen2_tiny", {"architectures": ["Qwen3ForCausalLM"]}, r"Qwen3ForCausalLM.*'qwen2'"),
         ],
     )
@@ -124,6 +131,37 @@ class TestFields:
         np.testing.assert_allclose(
             again.apply(same, tokens), model.apply(variables, tokens), atol=1e-5
         )
+
+    def test_part_of_each_head_is_phi3s(self, tmp_path):
+        position = tape.positions.Rope(partial_rotary_factor=0.5)
+        model = small_model(position, head_dim=12, num_kv_heads=1, local_window_size=3)
+        variables = random_variables(model)
+        tape.save_pretrained(tmp_path / "new", model, variables)
+        tensors = safetensors.numpy.load_file(tmp_path / "new" / "model.safetensors")
+        q = np.asarray(variables["params"]["layers_0"]["attention"]["q"]["kernel"][1].T)
+        rows = [0, 1, 2, 6, 7, 8, 3, 4, 5, 9, 10, 11]
+        fused = tensors["model.layers.1.self_attn.qkv_proj.weight"]
+        np.testing.assert_array_equal(fused[12:24], q[12:24][rows])
+        again, same = tape.from_pretrained(tmp_path / "new")
+        assert again.config == model.config
+        jax.tree.map(np.testing.assert_array_equal, same, variables)
+
+    def test_part_of_a_head_must_be_even(self, copy):
+        path = copy(HF / "phi3_tiny", rope_parameters={"partial_rotary_factor": 0.6})
+        with pytest.raises(ValueError, match=r"12 numbers; got 0\.6, which rotates 7"):
+            tape.from_pretrained(path)
+
+    def test_saving_like_a_folder_of_a_family_keeps_the_family(self, copy, tmp_path):
+        """A Phi 3 whose heads rotate as a whole could be a Llama too."""
+        path = copy(HF / "phi3_tiny", rope_parameters={"rope_theta": 50.0})
+        model, variables = tape.from_pretrained(path)
+        tape.save_pretrained(tmp_path / "same", model, variables, like=path)
+        assert checkpoint_files(tmp_path / "same") == checkpoint_files(path)
+        scaled = tape.adapt.with_scaling(model, tape.RopeScaling("linear", factor=4.0))
+        tape.save_pretrained(tmp_path / "new", scaled, variables, like=path)
+        again, same = tape.from_pretrained(tmp_path / "new")
+        assert again.config == dataclasses.replace(scaled.config, head_dim=12)
+        jax.tree.map(np.testing.assert_array_equal, same, variables)
 
     def test_scales_that_lack_are_one(self):
         scales = ("embedding_multiplier", "residual_multiplier", "attention_multiplier")

@@ -185,8 +185,14 @@ class TestSharding:
             tape.from_pretrained(TIED, sharding="cpu")
 
     @pytest.mark.slow
-    def test_sharded_parameters_are_saved(self, tmp_path):
-        halves = NamedSharding(self.mesh(), PartitionSpec("layers"))
-        model, variables = tape.from_pretrained(HF / "linear_scaled", sharding=halves)
-        tape.save_pretrained(tmp_path / "new", model, variables, like=HF / "linear_scaled")
-        assert checkpoint_files(tmp_path / "new") == checkpoint_files(HF / "linear_scaled")
+    def test_fused_tensors_sharded_and_saved(self, tmp_path):
+        def place(path, shape):
+            split = "width" if shape[-1] % 4 == 0 else None
+            return NamedSharding(self.mesh(), PartitionSpec(*(None,) * (len(shape) - 1), split))
+
+        path = HF / "phi3_tiny"
+        model, variables = tape.from_pretrained(path, sharding=place)
+        _, plain = tape.from_pretrained(path)
+        chex.assert_trees_all_equal(jax.device_get(variables), jax.device_get(plain))
+        tape.save_pretrained(tmp_path / "new", model, variables, like=path)
+        assert checkpoint_files(tmp_path / "new") == checkpoint_files(path)

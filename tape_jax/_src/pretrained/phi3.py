@@ -1,0 +1,52 @@
+"""Phi 3 and its like: projections fused in one tensor, rotation of a part of each head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tape_jax._src.core.checks import require
+from tape_jax._src.model.config import ModelConfig
+from tape_jax._src.pretrained.family import Family, Fields, before_own, is_plain, sliding_window
+
+
+def _read(config: Mapping[str, Any]) -> Fields:
+    return {"local_window_size": before_own(config["sliding_window"])}
+
+
+def _write(c: ModelConfig) -> Fields | None:
+    if c.biases or not is_plain(c, "partial_rotary_factor"):
+        return None
+    return {
+        "sliding_window": sliding_window(c.local_window_size),
+        "partial_rotary_factor": c.position.partial_rotary_factor,
+    }
+
+
+def _head_order(c: ModelConfig) -> tuple[int, ...]:
+    """There the first numbers of a head turn, the first half of these with the second."""
+    share = c.position.partial_rotary_factor
+    turning = int(c.dim * share)
+    require(
+        turning % 2 == 0,
+        f"config.json: partial_rotary_factor must rotate an even number of a head's {c.dim} "
+        f"numbers; got {share}, which rotates {turning}",
+    )
+    half, middle = turning // 2, (c.dim + turning) // 2
+    first = (*range(half), *range(turning, middle))
+    return (*first, *range(half, turning), *range(middle, c.dim))
+
+
+_LAYER = "model.layers.{}."
+PHI3 = Family(
+    "Phi3ForCausalLM",
+    frozenset(("partial_rotary_factor", "sliding_window")),
+    _read,
+    _write,
+    {"rms_norm_eps": 1e-5, "sliding_window": None},
+    {
+        **{f"layers/attention/{x}/kernel": f"{_LAYER}self_attn.qkv_proj.weight" for x in "qkv"},
+        **{f"layers/mlp/{x}/kernel": f"{_LAYER}mlp.gate_up_proj.weight" for x in ("gate", "up")},
+    },
+    _head_order,
+)
