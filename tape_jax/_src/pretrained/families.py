@@ -7,7 +7,7 @@ of them share are read in ``llama``.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from tape_jax._src.core.checks import require
@@ -15,27 +15,24 @@ from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.pretrained.family import (
     ATTENTION,
     COMMON,
+    FULL,
     HARMLESS,
     MLP,
     OFF,
     Family,
     Fields,
+    LayerKind,
     before_own,
     flag,
     is_plain,
+    layer_types,
+    layers_of,
+    slides,
     sliding_window,
 )
+from tape_jax._src.pretrained.olmo3 import OLMO3, OLMO_NORMS
 from tape_jax._src.pretrained.phi3 import PHI3
-
-
-def _same_in_all_layers(config: Mapping[str, Any], window: Any, slides: Sequence[bool]) -> Any:
-    """The window of all layers; ValueError where layers differ, which the decoder here cannot."""
-    require(
-        all(slides) or not any(slides),
-        "config.json: a sliding window in some layers alone is not known here; got layer_types = "
-        f"{config.get('layer_types')!r}, max_window_layers = {config.get('max_window_layers')!r}",
-    )
-    return before_own(window) if any(slides) else None
+from tape_jax._src.pretrained.smollm3 import SMOLLM3
 
 
 def _read_llama(config: Mapping[str, Any]) -> Fields:
@@ -46,7 +43,7 @@ def _read_llama(config: Mapping[str, Any]) -> Fields:
 def _write_llama(c: ModelConfig) -> Fields | None:
     kinds = {(): (False, False), ATTENTION: (True, False), MLP: (False, True)}
     kinds[(*ATTENTION, *MLP)] = (True, True)
-    if c.biases not in kinds or not is_plain(c) or c.local_window_size is not None:
+    if c.biases not in kinds or not is_plain(c):
         return None
     attention, mlp = kinds[c.biases]
     return {"attention_bias": attention, "mlp_bias": mlp}
@@ -57,62 +54,63 @@ def _read_mistral(config: Mapping[str, Any]) -> Fields:
 
 
 def _write_mistral(c: ModelConfig) -> Fields | None:
-    if c.biases or not is_plain(c):
+    if c.biases or not is_plain(c, "window"):
         return None
-    return {"sliding_window": sliding_window(c.local_window_size)}
+    return {"sliding_window": sliding_window(layers_of(c))}
 
 
-def _qwen_window(config: Mapping[str, Any]) -> Any:
+def _qwen_layers(config: Mapping[str, Any], rope: Any) -> list[LayerKind]:
     """The window of Qwen 2 and 3: of the layers marked sliding, or from a certain one on."""
-    layers, kinds = config["num_hidden_layers"], config.get("layer_types")
-    if not flag(config, "use_sliding_window") or config["sliding_window"] is None:
-        return None
-    window = config["sliding_window"]
-    if kinds is None:
-        first = config["max_window_layers"]
-        require(
-            isinstance(first, int) and not isinstance(first, bool),
-            f"config.json: max_window_layers must be an integer; got {first!r}",
-        )
-        return _same_in_all_layers(config, window, [i >= first for i in range(layers)])
-    known = {"full_attention": False, "sliding_attention": True}
+    window = config["sliding_window"] if flag(config, "use_sliding_window") else None
+    if window is None:
+        return [LayerKind(rope(FULL), None)] * config["num_hidden_layers"]
+    first = config["max_window_layers"]
     require(
-        isinstance(kinds, list)
-        and len(kinds) == layers
-        and all(isinstance(kind, str) and kind in known for kind in kinds),
-        f"config.json: layer_types must be {layers} of {', '.join(known)}; got {kinds!r}",
+        config.get("layer_types") is not None
+        or (isinstance(first, int) and not isinstance(first, bool)),
+        f"config.json: max_window_layers must be an integer; got {first!r}",
     )
-    return _same_in_all_layers(config, window, [known[kind] for kind in kinds])
+    before = before_own(window)
+    sliding = slides(config, lambda layer: layer >= first)
+    return [LayerKind(rope(FULL), before if one else None) for one in sliding]
 
 
-def _write_qwen_window(c: ModelConfig) -> Fields:
-    window = sliding_window(c.local_window_size)
+def _write_qwen_window(c: ModelConfig) -> Fields | None:
+    layers = layers_of(c)
+    if layers is None or len({layer.rope for layer in layers}) > 1:
+        return None
+    window = sliding_window(layers)
+    kinds = [layer.window is not None for layer in layers]
+    first = kinds.index(True) if window is not None else c.num_layers
+    late = all(kinds[first:])
     return {
         "use_sliding_window": window is not None,
         "sliding_window": window,
-        "max_window_layers": 0 if window is not None else c.num_layers,
+        "max_window_layers": first if late else c.num_layers,
+        **({} if late else {"layer_types": layer_types(layers)}),
     }
 
 
 def _read_qwen2(config: Mapping[str, Any]) -> Fields:
-    return {"biases": ("q", "k", "v"), "local_window_size": _qwen_window(config)}
+    return {"biases": ("q", "k", "v")}
 
 
 def _write_qwen2(c: ModelConfig) -> Fields | None:
-    if c.biases != ("q", "k", "v") or not is_plain(c):
+    if c.biases != ("q", "k", "v") or not is_plain(c, "layers"):
         return None
     return _write_qwen_window(c)
 
 
 def _read_qwen3(config: Mapping[str, Any]) -> Fields:
     biases = ATTENTION if flag(config, "attention_bias") else ()
-    return {"biases": biases, "qk_norm": "head", "local_window_size": _qwen_window(config)}
+    return {"biases": biases, "qk_norm": "head"}
 
 
 def _write_qwen3(c: ModelConfig) -> Fields | None:
-    if not is_plain(c, qk_norm="head") or c.biases not in ((), ATTENTION):
+    if not is_plain(c, "layers", qk_norm="head") or c.biases not in ((), ATTENTION):
         return None
-    return {"attention_bias": bool(c.biases), **_write_qwen_window(c)}
+    windows = _write_qwen_window(c)
+    return None if windows is None else {"attention_bias": bool(c.biases), **windows}
 
 
 GRANITE = {
@@ -144,7 +142,7 @@ def _read_olmo2(config: Mapping[str, Any]) -> Fields:
 
 
 def _write_olmo2(c: ModelConfig) -> Fields | None:
-    wanted = is_plain(c, qk_norm="full", norms="after") and c.local_window_size is None
+    wanted = is_plain(c, qk_norm="full", norms="after")
     return {"attention_bias": bool(c.biases)} if wanted and c.biases in ((), ATTENTION) else None
 
 
@@ -163,13 +161,16 @@ FAMILIES: dict[str, Family] = {
         _write_mistral,
         {"num_key_value_heads": 8, "sliding_window": 4096},
     ),
-    "qwen2": Family("Qwen2ForCausalLM", _WINDOWS, _read_qwen2, _write_qwen2, _QWEN),
+    "qwen2": Family(
+        "Qwen2ForCausalLM", _WINDOWS, _read_qwen2, _write_qwen2, _QWEN, layers=_qwen_layers
+    ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         _WINDOWS | {"attention_bias"},
         _read_qwen3,
         _write_qwen3,
         {**_QWEN, "head_dim": 128},
+        layers=_qwen_layers,
     ),
     "granite": Family(
         "GraniteForCausalLM",
@@ -184,11 +185,10 @@ FAMILIES: dict[str, Family] = {
         _read_olmo2,
         _write_olmo2,
         {"rms_norm_eps": 1e-5},
-        {
-            "layers/attention_norm/scale": "model.layers.{}.post_attention_layernorm.weight",
-            "layers/mlp_norm/scale": "model.layers.{}.post_feedforward_layernorm.weight",
-        },
+        OLMO_NORMS,
     ),
+    "olmo3": OLMO3,
+    "smollm3": SMOLLM3,
     "phi3": PHI3,
 }
 

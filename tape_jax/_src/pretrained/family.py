@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from tape_jax._src import positions
 from tape_jax._src.core.checks import require
 from tape_jax._src.model.config import ModelConfig
 
 Fields = dict[str, Any]
+FULL, SLIDING = "full_attention", "sliding_attention"
 ATTENTION, MLP = ("q", "k", "v", "out"), ("gate", "up", "down")
 
 # Fields that say nothing of what a decoder computes: names, token ids, training, caches, types.
@@ -51,6 +53,22 @@ OFF = {
 }
 
 
+class LayerKind(NamedTuple):
+    """How one layer tells positions apart.
+
+    Attributes:
+      rope: its rotation, or None.
+      window: how many tokens before its own a token sees; None: all.
+    """
+
+    rope: positions.Rope | None
+    window: int | None
+
+
+# From a config.json, and its rotations by FULL or SLIDING, to the kinds of all layers.
+ReadLayers = Callable[[Mapping[str, Any], Callable[[str], positions.Rope]], list[LayerKind]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
     """A ``model_type`` of ``config.json``.
@@ -63,6 +81,7 @@ class Family:
       defaults: what transformers takes for fields that are absent, where it is not Llama's.
       names: of tensors, by the paths of our parameters, where they are not Llama's. Parameters of
         one name are rows of one tensor, in the order of Llama's names.
+      layers: from ``config.json``, what its layers are where they differ; None: they are alike.
       head_order: of our model, which numbers of a checkpoint's head ours are, where rotation pairs
         others; None: the same.
     """
@@ -73,6 +92,7 @@ class Family:
     write: Callable[[ModelConfig], Fields | None]
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    layers: ReadLayers | None = None
     head_order: Callable[[ModelConfig], tuple[int, ...]] | None = None
 
 
@@ -93,17 +113,93 @@ def before_own(window: Any) -> int | None:
     return window - 1
 
 
-def sliding_window(before: int | tuple[int, int] | None) -> int | None:
-    """Inverse of :func:`before_own`, of a causal model's window."""
-    before = before[0] if isinstance(before, tuple) else before
-    return None if before is None else before + 1
+def slides(config: Mapping[str, Any], default: Callable[[int], bool]) -> list[bool]:
+    """Which layers have the window: as ``layer_types`` says or, where it lacks, by a rule."""
+    layers, kinds = config["num_hidden_layers"], config.get("layer_types")
+    if kinds is None:
+        return [default(layer) for layer in range(layers)]
+    require(
+        isinstance(kinds, list)
+        and len(kinds) == layers
+        and all(x in (FULL, SLIDING) for x in kinds),
+        f"config.json: layer_types must be {layers} of {FULL}, {SLIDING}; got {kinds!r}",
+    )
+    return [kind == SLIDING for kind in kinds]
+
+
+def layer_types(layers: Sequence[LayerKind]) -> list[str]:
+    """Inverse of :func:`slides`."""
+    return [FULL if layer.window is None else SLIDING for layer in layers]
+
+
+def position_of(layers: Sequence[LayerKind]) -> Fields:
+    """Fields of :class:`tape_jax.ModelConfig` that say what its layers are."""
+    windows = {layer.window for layer in layers}
+    shared = windows.pop() if len(windows) == 1 else None
+    entries = [
+        [
+            *([] if layer.rope is None else [layer.rope]),
+            *([] if layer.window in (None, shared) else [positions.Window(layer.window)]),
+        ]
+        for layer in layers
+    ]
+    lengths = range(1, len(entries) + 1)
+    period = next(n for n in lengths if all(x == entries[i % n] for i, x in enumerate(entries)))
+    pattern = [positions.create(entry or "none") for entry in entries[:period]]
+    position = pattern[0] if period == 1 else positions.Layers(pattern)
+    return {"position": position, "local_window_size": shared}
+
+
+def layers_of(c: ModelConfig) -> list[LayerKind] | None:
+    """Inverse of :func:`position_of`; None for encodings that no checkpoint has a place for."""
+    found = []
+    for encoding, _, _ in c.position.of_layers(c.num_layers):
+        ropes = [x for x in encoding.members if type(x) in (positions.Rope, positions.Yarn)]
+        others = [x for x in encoding.members if x not in ropes]
+        known = all(type(x) in (positions.Window, positions.Encoding) for x in others)
+        if len(ropes) > 1 or not known or any(x.axes > 1 or x.learn_base for x in ropes):
+            return None
+        window = encoding.local_window_size
+        window = c.local_window_size if window is None else window
+        before = window[0] if isinstance(window, tuple) else window
+        found.append(LayerKind(ropes[0] if ropes else None, before))
+    return None if any(x.rope and x.rope.still_heads for x in found) else found
+
+
+def main_rope(layers: Sequence[LayerKind]) -> positions.Rope:
+    """The rotation of layers that see all tokens or, where none rotates, of the first that does."""
+    rotated = [layer for layer in layers if layer.rope is not None]
+    found = next((x.rope for x in rotated if x.window is None), rotated[0].rope)
+    assert found is not None
+    return found
+
+
+def sliding_window(layers: Sequence[LayerKind] | None) -> int | None:
+    """The ``sliding_window`` that some layers have, which counts a token's own place too.
+
+    Raises:
+      ValueError: if they have several.
+    """
+    windows = {x.window + 1 for x in layers or () if x.window is not None}
+    require(len(windows) < 2, f"a checkpoint has one sliding window; got {sorted(windows)}")
+    return next(iter(windows), None)
 
 
 def is_plain(c: ModelConfig, *own: str, **wanted: Any) -> bool:
-    """Whether what Llama has not is not there, but for fields of the family's own."""
+    """Whether what Llama has not is not there, but for fields of the family's own.
+
+    With ``"window"`` among them layers may have one, with ``"layers"`` differ in it and rotation.
+    """
     off: Fields = {"embedding_scale": 1, "residual_scale": 1, "logits_scaling": 1}
     off |= {"query_scale": None, "qk_norm": None, "norms": "before"} | wanted
-    part = getattr(c.position, "partial_rotary_factor", 1)
+    layers = layers_of(c)
+    if layers is None or not any(layer.rope for layer in layers):
+        return False
+    if "layers" not in own and len(set(layers)) > 1:
+        return False
+    if not {"layers", "window"} & {*own} and layers[0].window is not None:
+        return False
+    part = main_rope(layers).partial_rotary_factor
     return (part == 1 or "partial_rotary_factor" in own) and all(
         getattr(c, name) == value for name, value in off.items() if name not in own
     )

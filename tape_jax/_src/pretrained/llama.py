@@ -23,7 +23,15 @@ from tape_jax._src.model.decoder import (
 from tape_jax._src.model.layout import OUTSIDE, block_name, by_path, replaced
 from tape_jax._src.positions.fixed.rotary import RopeScaling
 from tape_jax._src.pretrained.families import FAMILIES, family_of, with_defaults, writer_of
-from tape_jax._src.pretrained.family import Family, Fields
+from tape_jax._src.pretrained.family import (
+    FULL,
+    SLIDING,
+    Family,
+    Fields,
+    layers_of,
+    main_rope,
+    position_of,
+)
 
 # This library's parameters, and the tensors of a checkpoint that hold them. Kernels are stored
 # transposed, ``[out, in]``.
@@ -194,26 +202,34 @@ def model_config(config: Mapping[str, Any], **fields: Any) -> ModelConfig:
     )
     missing = [name for name in SIZES if config.get(name) is None]
     require(not missing, f"config.json lacks {', '.join(missing)}")
+    rope = functools.partial(_rope, config, part="partial_rotary_factor" in family.own)
+    layers: Fields = {"position": rope()}
+    if family.layers is not None:
+        layers = position_of(family.layers(config, rope))
     return ModelConfig(
         **{ours: config[theirs] for theirs, ours in SIZES.items()},
         num_kv_heads=config.get("num_key_value_heads"),
         head_dim=config.get("head_dim"),
         norm_eps=_number(config, "rms_norm_eps", DEFAULT_EPS),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        position=_rope(config, part="partial_rotary_factor" in family.own),
+        **layers,
         **family.read(config),
         **fields,
     )
 
 
-def _rope(config: Mapping[str, Any], *, part: bool) -> positions.Rope:
-    """The encoding; which field wins over which is as in transformers 5.
+def _rope(config: Mapping[str, Any], kind: str = FULL, *, part: bool) -> positions.Rope:
+    """The rotation; which field wins over which is as in transformers 5.
 
-    ``part``: whether a part of each head may rotate.
+    Args:
+      config: the content of ``config.json``.
+      kind: of layers, where they differ in it.
+      part: whether a part of each head may rotate.
     """
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    given = given.get(kind, given) if isinstance(given, dict) else given
     require(
-        isinstance(given, dict),
+        isinstance(given, dict) and not {FULL, SLIDING} & given.keys(),
         f"config.json: rotary parameters must be an object; got {given!r}",
     )
     given = {name: value for name, value in given.items() if value is not None}
@@ -289,11 +305,9 @@ def written(model: Transformer, kind: str | None = None) -> tuple[str, Family, F
     """
     advice = "save what was trained with tape_jax.adapt.save_adapter instead"
     c, encoding = model.config, model.encoding
+    layers = layers_of(c)
     require(
-        isinstance(encoding, positions.Rope)
-        and type(encoding) in (positions.Rope, positions.Yarn)
-        and encoding.axes == 1
-        and not (encoding.learn_base or encoding.still_heads),
+        layers is not None and any(layer.rope for layer in layers),
         f"a Llama checkpoint has no place for the position encoding {encoding!r}: {advice}",
     )
     require(
@@ -324,9 +338,11 @@ def written(model: Transformer, kind: str | None = None) -> tuple[str, Family, F
 def _described(c: ModelConfig) -> str:
     """Options of a model in which families differ."""
     given = {name: getattr(c, name) for name in DIFFER}
-    given["partial_rotary_factor"] = c.position.partial_rotary_factor
+    layers = layers_of(c) or []
+    given["partial_rotary_factor"] = main_rope(layers).partial_rotary_factor
+    given["layers"] = len({*layers}) > 1 and c.position.kind
     plain = ModelConfig(1, position="rope")
-    given = {k: x for k, x in given.items() if x != getattr(plain, k, 1)}
+    given = {k: x for k, x in given.items() if x and x != getattr(plain, k, 1)}
     return ", ".join(f"{name} = {value!r}" for name, value in given.items())
 
 
@@ -339,8 +355,8 @@ def to_json(model: Transformer, kind: str | None = None) -> dict[str, Any]:
     elsewhere it is the default of transformers.
     """
     kind, family, own = written(model, kind)
-    c, encoding = model.config, model.encoding
-    assert isinstance(encoding, positions.Rope)
+    c = model.config
+    encoding = main_rope(layers_of(c) or ())
     base, scaling = encoding.base, encoding.scaling
     if scaling.kind == "ntk":
         # A larger base, which needs no name of its own.

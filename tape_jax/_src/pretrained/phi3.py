@@ -7,7 +7,15 @@ from typing import Any
 
 from tape_jax._src.core.checks import require
 from tape_jax._src.model.config import ModelConfig
-from tape_jax._src.pretrained.family import Family, Fields, before_own, is_plain, sliding_window
+from tape_jax._src.pretrained.family import (
+    Family,
+    Fields,
+    before_own,
+    is_plain,
+    layers_of,
+    main_rope,
+    sliding_window,
+)
 
 
 def _read(config: Mapping[str, Any]) -> Fields:
@@ -15,17 +23,18 @@ def _read(config: Mapping[str, Any]) -> Fields:
 
 
 def _write(c: ModelConfig) -> Fields | None:
-    if c.biases or not is_plain(c, "partial_rotary_factor"):
+    if c.biases or not is_plain(c, "partial_rotary_factor", "window"):
         return None
+    layers = layers_of(c) or []
     return {
-        "sliding_window": sliding_window(c.local_window_size),
-        "partial_rotary_factor": c.position.partial_rotary_factor,
+        "sliding_window": sliding_window(layers),
+        "partial_rotary_factor": main_rope(layers).partial_rotary_factor,
     }
 
 
 def _head_order(c: ModelConfig) -> tuple[int, ...]:
     """There the first numbers of a head turn, the first half of these with the second."""
-    share = c.position.partial_rotary_factor
+    share = main_rope(layers_of(c) or []).partial_rotary_factor
     turning = int(c.dim * share)
     require(
         turning % 2 == 0,
@@ -48,5 +57,5 @@ PHI3 = Family(
         **{f"layers/attention/{x}/kernel": f"{_LAYER}self_attn.qkv_proj.weight" for x in "qkv"},
         **{f"layers/mlp/{x}/kernel": f"{_LAYER}mlp.gate_up_proj.weight" for x in ("gate", "up")},
     },
-    _head_order,
+    head_order=_head_order,
 )

@@ -6,9 +6,11 @@ from pathlib import Path
 import numpy as np
 import safetensors.numpy
 
-from tests.paths import GOLDEN
+from tests.paths import GOLDEN, ROOT
 
 HF = GOLDEN / "hf"
+# Folders beside the repository, too large to ship.
+BESIDE = ROOT.parent / "shared" / "golden" / "hf"
 MHA, TIED = HF / "llama2_mha", HF / "tied_sharded_headdim"
 NAMES = ["llama2_mha", "llama3_gqa", "tied_sharded_headdim"]
 SCALINGS = np.load(MHA / "rope_scalings.npz")

@@ -12,36 +12,50 @@ import safetensors.numpy
 import tape_jax as tape
 from tape_jax._src.pretrained.families import FAMILIES
 from tape_jax._src.pretrained.llama import model_config
-from tests.library.pretrained.folders import HF, checkpoint_files
+from tests.library.pretrained.folders import BESIDE, HF, checkpoint_files
 from tests.models import random_variables, small_model
 
-FOLDERS = ["granite_tiny", "mistral_tiny", "olmo2_tiny", "phi3_tiny", "qwen2_tiny", "qwen3_tiny"]
+SHIPPED = ["granite_tiny", "mistral_tiny", "olmo2_tiny", "phi3_tiny", "qwen2_tiny", "qwen3_tiny"]
+NOT_SHIPPED = ["olmo3_tiny", "olmo3_yarn_tiny", "qwen2_window_tiny", "smollm3_tiny"]
+FOLDERS = [
+    *(pytest.param(HF / name, id=name) for name in SHIPPED),
+    *(
+        pytest.param(
+            BESIDE / name,
+            id=name,
+            marks=pytest.mark.skipif(
+                not (BESIDE / name).exists(), reason=f"no {BESIDE.name}/{name}"
+            ),
+        )
+        for name in NOT_SHIPPED
+    ),
+]
 WINDOW = {"use_sliding_window": True, "sliding_window": 4}
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("folder", FOLDERS)
 class TestFamilies:
-    def test_logits_and_greedy_tokens(self, name):
-        model, variables = tape.from_pretrained(HF / name)
-        expected = np.load(HF / name / "expected.npz")
+    def test_logits_and_greedy_tokens(self, folder):
+        model, variables = tape.from_pretrained(folder)
+        expected = np.load(folder / "expected.npz")
         logits = model.apply(variables, jnp.asarray(expected["input_ids"]))
         np.testing.assert_allclose(logits, expected["logits_f64"], atol=3e-5)
         prompt, greedy = expected["prompt"], expected["greedy"]
         tokens = tape.generate(model, variables, jnp.asarray(prompt), greedy.shape[1])
         np.testing.assert_array_equal(tokens[:, -greedy.shape[1] :], greedy)
 
-    def test_saved_folder_is_the_same(self, name, tmp_path):
-        model, variables = tape.from_pretrained(HF / name)
-        tape.save_pretrained(tmp_path / "like", model, variables, like=HF / name)
-        assert checkpoint_files(tmp_path / "like") == checkpoint_files(HF / name)
+    def test_saved_folder_is_the_same(self, folder, tmp_path):
+        model, variables = tape.from_pretrained(folder)
+        tape.save_pretrained(tmp_path / "like", model, variables, like=folder)
+        assert checkpoint_files(tmp_path / "like") == checkpoint_files(folder)
         tape.save_pretrained(tmp_path / "new", model, variables)
         again, same = tape.from_pretrained(tmp_path / "new")
         assert again.config == dataclasses.replace(model.config, head_dim=model.config.dim)
         jax.tree.map(np.testing.assert_array_equal, same, variables)
 
-    def test_tape_is_added_without_a_difference(self, name):
-        model, variables = tape.from_pretrained(HF / name)
-        tokens = jnp.asarray(np.load(HF / name / "expected.npz")["input_ids"])
+    def test_tape_is_added_without_a_difference(self, folder):
+        model, variables = tape.from_pretrained(folder)
+        tokens = jnp.asarray(np.load(folder / "expected.npz")["input_ids"])
         new, added = tape.add_tape(model, variables, key=jax.random.key(0))
         before, after = model.apply(variables, tokens), new.apply(added, tokens)
         np.testing.assert_allclose(after, before, atol=1e-6)
@@ -84,12 +98,44 @@ class TestFields:
         with pytest.raises(ValueError, match=message):
             model_config(config_of(name, **changes))
 
-    def test_windows_in_some_layers_are_refused(self):
-        kinds = ["full_attention", "sliding_attention"] * 8
-        config = config_of("qwen2_tiny", use_sliding_window=True, sliding_window=4)
-        kinds = kinds[: config["num_hidden_layers"]]
-        with pytest.raises(ValueError, match="a sliding window in some layers alone"):
-            model_config(config | {"layer_types": kinds})
+    @pytest.mark.parametrize(
+        ("changes", "kind"),
+        [
+            ({"layer_types": ["full_attention", "sliding_attention"] * 2}, "rope/rope+window"),
+            ({"layer_types": None, "max_window_layers": 3}, "rope/rope/rope/rope+window"),
+            # What transformers takes where both are given.
+            (
+                {"layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 2},
+                "rope+window/rope+window/rope/rope",
+            ),
+            ({"layer_types": ["sliding_attention"] * 4}, "rope"),
+        ],
+    )
+    def test_windows_in_some_layers(self, changes, kind):
+        config = config_of("qwen2_tiny", use_sliding_window=True, sliding_window=4, **changes)
+        found = model_config(config)
+        assert found.position.kind == kind
+        windows = {x.local_window_size for x in found.position.members} - {None}
+        assert windows | {found.local_window_size} - {None} == {3}
+
+    def test_layers_without_rotation(self, tmp_path):
+        config = {"no_rope_layers": [1, 0, 0], "use_sliding_window": False}
+        model = small_model("rope/none/none", tie_embeddings=True)
+        variables = random_variables(model)
+        tape.save_pretrained(tmp_path / "new", model, variables)
+        written = json.loads((tmp_path / "new" / "config.json").read_text())
+        assert written["model_type"] == "smollm3"
+        assert {name: written[name] for name in config} == config
+        again, same = tape.from_pretrained(tmp_path / "new")
+        assert again.config == dataclasses.replace(model.config, head_dim=model.config.dim)
+        jax.tree.map(np.testing.assert_array_equal, same, variables)
+        by_rule = {**written, "no_rope_layers": None, "no_rope_layer_interval": 2}
+        assert model_config(by_rule).position.kind == "rope/none"
+
+    def test_window_of_all_layers_is_kept_however_it_is_said(self, tmp_path):
+        model = small_model(tape.positions.create("rope+window", size=3))
+        tape.save_pretrained(tmp_path / "new", model, random_variables(model))
+        assert tape.from_pretrained(tmp_path / "new")[0].config.local_window_size == 3
 
     def test_window_that_is_not_used_needs_no_layers(self):
         for name in ("qwen2_tiny", "qwen3_tiny"):
