@@ -212,7 +212,7 @@ def cache(kind: str) -> str:
         made = jax.eval_shape(lambda: tape.init_cache(model, 1, capacity))
         return made.layers[0], made.kept, made
 
-    count = model.blocks[0][1] - model.blocks[0][0]
+    count = len(model.blocks[0].layers)
     (layer, once, whole), longer = layers(64), layers(128)[2]
     sizes = {
         "keys": layer.k,
@@ -244,7 +244,7 @@ def parameters(kind: str) -> str:
     def count(params: Any) -> int:
         return sum(math.prod(param.shape) for param in params.values())
 
-    layer = count(encoding.layer_params(config.sizes, updates=model.blocks[0][2]))
+    layer = count(encoding.layer_params(config.sizes, updates=model.blocks[0].like.updates))
     once = count(encoding.input_params(config.sizes))
     return ", ".join([f"{layer:,}"] * (layer > 0 or not once) + [f"once {once:,}"] * (once > 0))
 

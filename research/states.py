@@ -85,18 +85,20 @@ def measure_updates(folder: Path) -> dict[str, Any]:
 
 def without_layer(model: Transformer, variables: Any, layer: int, before: Any) -> Any:
     """The variables of a model, with one layer as in others, from before training."""
-    start = next(first for first, last, _ in model.blocks if first <= layer < last)
-    block, params = f"layers_{start}", variables["params"]
+    blocks = next(blocks for blocks in model.blocks if layer in blocks.layers)
+    block, params = blocks.name, variables["params"]
     ours, theirs = params[block], before["params"][block]
     if model.config.scan_layers:
-        here = layer - start
+        here = blocks.layers.index(layer)
         theirs = jax.tree.map(lambda x, y: x.at[here].set(y[here]), ours, theirs)
     return {**variables, "params": {**params, block: theirs}}
 
 
 def updating(model: Transformer) -> list[int]:
     """The layers of a model that update states."""
-    return [n for first, last, updates in model.blocks if updates for n in range(first, last)]
+    return [
+        n for n, one in enumerate(model.encoding.of_layers(model.config.num_layers)) if one.updates
+    ]
 
 
 def finite(summary: Mapping[str, float]) -> dict[str, float]:

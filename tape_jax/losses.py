@@ -134,4 +134,6 @@ def added_by_encoding(model: Transformer, params: Any, progress: Array | float) 
     Returns:
       A scalar, or None if the encoding adds nothing (:meth:`Encoding.loss`).
     """
-    return model.encoding.loss(layer_params(model, params), progress)
+    found = [own.loss(p, progress) for own, p in layer_params(model, params).items()]
+    added = [loss for loss in found if loss is not None]
+    return sum(added[1:], added[0]) if added else None

@@ -18,6 +18,7 @@ from tape_jax._src.positions import (
     GrapePath,
     Kerple,
     Layer,
+    Layers,
     Learned,
     MapFormerEM,
     MapFormerWM,
@@ -39,6 +40,7 @@ from tape_jax._src.positions import (
     T5Bias,
     Tape,
     Terms,
+    Window,
     Xpos,
     Yarn,
     create,
@@ -48,7 +50,8 @@ from tape_jax._src.positions import (
     tensor_state,
     update_state,
 )
-from tape_jax._src.positions.creation import kinds, option_names, options_of
+from tape_jax._src.positions.creation import kinds, option_names
+from tape_jax._src.positions.schedule import options_of
 
 __all__ = [
     "Abacus",
@@ -65,6 +68,7 @@ __all__ = [
     "GrapePath",
     "Kerple",
     "Layer",
+    "Layers",
     "Learned",
     "MapFormerEM",
     "MapFormerWM",
@@ -86,6 +90,7 @@ __all__ = [
     "T5Bias",
     "Tape",
     "Terms",
+    "Window",
     "Xpos",
     "Yarn",
     "create",

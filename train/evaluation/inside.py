@@ -100,18 +100,25 @@ def look(
     def run(variables: Any, tokens: jax.Array) -> Any:
         options: dict[str, Any] = {"return_states": True, "mutable": ["maps"]}
         (_, recorded), sown = model.apply(variables, tokens, **options)
-        entering = [model.encoding.rotation(state)[1] for state in recorded.position]
+        kinds = model.encoding.of_layers(config.num_layers)
+        entering = [
+            one.encoding.rotation(one.own(state))[1]
+            for one, state in zip(kinds, recorded.position, strict=True)
+        ]
         given = [e for e in entering if e is not None]
         states = jnp.stack([full(e) for e in given]) if given else None
         return sown["maps"], states
 
     sown, states = run(variables, jnp.asarray(tokens))
-    in_order = sorted(sown, key=lambda name: int(name.removeprefix("layers_")))
     shape = (-1, batch, length, config.num_heads, length)
-    maps = [np.reshape(jax.tree.leaves(sown[name])[0], shape) for name in in_order]
+    maps: list[Any] = [None] * config.num_layers
+    for blocks in model.blocks:
+        of_layers = np.reshape(jax.tree.leaves(sown[blocks.name])[0], shape)
+        for layer, own in zip(blocks.layers, of_layers, strict=True):
+            maps[layer] = own
     return Inside(
         labels,
-        np.concatenate(maps).astype(np.float32),
+        np.stack(maps).astype(np.float32),
         None if states is None else np.asarray(states, np.float32),
     )
 

@@ -128,8 +128,7 @@ def _changes_of_base(experiment: Experiment) -> list[str]:
 
 def _scaling(encoding: positions.Encoding) -> RopeScaling | None:
     """How an encoding, or one among several, scales rotary frequencies; None: it has none."""
-    parts = getattr(encoding, "encodings", (encoding,))
-    return next((part.scaling for part in parts if hasattr(part, "scaling")), None)
+    return next((part.scaling for part in encoding.members if hasattr(part, "scaling")), None)
 
 
 def _spoken(scaling: RopeScaling) -> str:

@@ -8,6 +8,7 @@ import math
 from flax.traverse_util import flatten_dict
 
 from tape_jax import ModelConfig, Transformer
+from tape_jax.positions import Encoding
 from train.experiment import Experiment
 from train.training import runs
 
@@ -140,23 +141,22 @@ def model_flops(config: ModelConfig, batch: int, length: int) -> float:
     or the look-up of embeddings (the convention of PaLM, appendix B, with causal pairs halved), nor
     experts that a token does not take.
     """
-    c, encoding = config, Transformer(config).encoding
+    c, kinds = config, Transformer(config).encoding.of_layers(config.num_layers)
     per_token = c.hidden_size * c.vocab_size
     attention = 0.0
-    for layer in range(c.num_layers):
-        updates = encoding.updates(layer, c.num_layers)
+    for encoding, _, updates in kinds:
         per_token += 2 * c.hidden_size * c.dim * (c.num_heads + c.kv_heads)
         per_token += _mlp_products(config)
         if updates:
-            per_token += _update_products(config)
-        attends = updates and encoding.attends_state
+            per_token += _update_products(config, encoding)
+        attends, own = updates and encoding.attends_state, encoding.local_window_size
         attention += attention_flops(
             (STATE if attends else PLAIN).forward,
             length,
             batch=batch,
             heads=c.num_heads,
             head_dim=c.dim,
-            local_window_size=c.local_window_size,
+            local_window_size=c.local_window_size if own is None else own,
         )
     return 3 * (2 * per_token * batch * length + attention)
 
@@ -169,9 +169,9 @@ def _mlp_products(config: ModelConfig) -> int:
     return experts.per_token * mlp + config.hidden_size * experts.count
 
 
-def _update_products(config: ModelConfig) -> int:
+def _update_products(config: ModelConfig, encoding: Encoding) -> int:
     """Multiplications of one token's position update in the rotary form, but for scales."""
-    params = Transformer(config).encoding.layer_params(config.sizes, updates=True)
+    params = encoding.layer_params(config.sizes, updates=True)
     over_heads = (params[name].shape for name in ("mix", "origin", "target") if name in params)
     mixing = sum(math.prod(shape) * config.dim for shape in over_heads if len(shape) == 2)
     if "wx" not in params:

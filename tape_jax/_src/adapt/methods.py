@@ -44,7 +44,8 @@ def add_tape(
     """TAPE put into a RoPE model (Zhu et al. 2025); at first the logits stay as they are.
 
     Args:
-      model: a model with the encoding ``rope`` or ``yarn``, of any base, scaling and axes.
+      model: a model with the encoding ``rope`` or ``yarn``, of any base, scaling and axes, alone,
+        among others (``rope+window``), or in some layers of a schedule: its other layers stay.
       variables: its variables; arrays or ShapeDtypeStructs.
       key: random key for the new parameters, of which ``mix`` and ``up`` start at zero.
       dtype: type of the new parameters; None: the model's ``param_dtype``.
@@ -53,22 +54,31 @@ def add_tape(
         ``scaling``, ``axes``, ``partial_rotary_factor``, ``learn_base``), which are the model's.
 
     Returns:
-      The model with the encoding ``tape``, and its variables. Existing arrays keep their type and
-      sharding.
+      The model with ``tape`` in place of RoPE, and its variables. Existing arrays keep their type
+      and sharding.
 
     Raises:
       ValueError: if the model has another encoding, or an option is unknown or does not fit.
     """
-    rope = _rope(model)
-    fixed = {name: getattr(rope, name) for name in START_FIELDS}
-    for name in options:
+
+    def tape(rope: positions.Rope) -> positions.Encoding:
+        # Other encodings derive from Rope too, but start or rotate otherwise.
         require(
-            name not in fixed,
-            f"add_tape: {name} is the model's own, {fixed.get(name)!r}: change it there first "
-            "(tape_jax.adapt.scale_theta, tape_jax.adapt.with_scaling)",
+            rope.kind in ("rope", "yarn"),
+            "expected a model with the encoding 'rope' or 'yarn'; this one has "
+            f"{model.encoding.kind!r}",
         )
-    tape = positions.create("tape", **fixed, **options)
-    return with_encoding(model, variables, tape, key=key, dtype=dtype, donate=donate)
+        fixed = {name: getattr(rope, name) for name in START_FIELDS}
+        for name in options:
+            require(
+                name not in fixed,
+                f"add_tape: {name} is the model's own, {fixed.get(name)!r}: change it there first "
+                "(tape_jax.adapt.scale_theta, tape_jax.adapt.with_scaling)",
+            )
+        return positions.create("tape", **fixed, **options)
+
+    position = _with_rotary(model.encoding, tape)
+    return with_encoding(model, variables, position, key=key, dtype=dtype, donate=donate)
 
 
 def with_encoding(
@@ -79,8 +89,12 @@ def with_encoding(
     key: Array,
     dtype: Any = None,
     donate: bool = False,
+    include_unrotated: bool = False,
 ) -> tuple[Transformer, dict[str, Any]]:
     """Another encoding, or several, put in place of the model's own.
+
+    Windows stay. In a schedule it takes the place of what is rotary: layers without a rotation stay
+    as they are.
 
     Parameters that both encodings have, by name and shape, are kept; new ones start as in a fresh
     model. The logits change unless what is added starts at nothing, as TAPE beside RoPE's start
@@ -95,6 +109,7 @@ def with_encoding(
       key: random key for new parameters.
       dtype: type of the new parameters; None: the model's ``param_dtype``.
       donate: whether the arrays of ``variables`` may be deleted; see :func:`restack`.
+      include_unrotated: whether layers of a schedule that have no rotation get it too.
 
     Returns:
       The model with that encoding, and its variables. Existing arrays keep their type and sharding.
@@ -103,17 +118,18 @@ def with_encoding(
       ValueError: if the encoding, or an option, is unknown or does not fit the model.
     """
     check_variables(variables)
-    encoding = _with_start_of(model.encoding, position)
+    encoding = _in_place_of(model.encoding, position, include_unrotated)
     new = replaced(model, position=encoding)
     layers = new.config.num_layers
     # Of the parameters of a layer, or of none, where they are: and their keys.
     groups: list[tuple[str, dict[str, Param], int | None, int]] = [
         ("", encoding.input_params(new.config.sizes), None, layers)
     ]
-    for start, stop, _ in new.blocks:
-        specs = encoding.layer_params(new.config.sizes, updates=encoding.updates(start, layers))
-        stack = stop - start if new.config.scan_layers else None
-        groups.append((f"layers_{start}/", specs, stack, start))
+    for blocks in new.blocks:
+        own, _, updates = blocks.like
+        specs = own.layer_params(new.config.sizes, updates=updates)
+        stack = len(blocks.layers) if new.config.scan_layers else None
+        groups.append((f"{blocks.name}/", specs, stack, blocks.layers[0]))
     wanted = {full_name("position", name) for _, specs, _, _ in groups for name in specs}
     known = {path: spec.role for path, spec in model.parameters().items()}
     kept = {
@@ -133,6 +149,34 @@ def with_encoding(
     return new, {**variables, "params": unflatten_dict(flat, sep="/")}
 
 
+def _in_place_of(
+    old: positions.Encoding, position: Any, include_unrotated: bool
+) -> positions.Encoding:
+    """The encoding that ``position`` becomes in a model with another one."""
+    given = position.get("kind") if isinstance(position, Mapping) else position
+    if isinstance(given, positions.Layers) or (isinstance(given, str) and "/" in given):
+        return positions.create(position)
+
+    def of_layer(one: positions.Encoding) -> positions.Encoding:
+        new = _with_start_of(one if _is_rotary(one) else old, position)
+        windows = [] if "window" in new.acts_on else [x for x in one.members if _is_window(x)]
+        return positions.create([new, *windows]) if windows else new
+
+    if not isinstance(old, positions.Layers):
+        return of_layer(old)
+    return positions.Layers(
+        [of_layer(x) if include_unrotated or _is_rotary(x) else x for x in old.encodings]
+    )
+
+
+def _is_rotary(encoding: positions.Encoding) -> bool:
+    return any(isinstance(one, positions.Rope) for one in encoding.members)
+
+
+def _is_window(encoding: positions.Encoding) -> bool:
+    return "window" in encoding.acts_on
+
+
 def _with_start_of(old: positions.Encoding, position: Any) -> positions.Encoding:
     """An encoding with the rotary start of another one, but for what is said of its own."""
     if isinstance(position, Sequence) and not isinstance(position, str):
@@ -145,8 +189,7 @@ def _with_start_of(old: positions.Encoding, position: Any) -> positions.Encoding
 
 def rotary_start(old: positions.Encoding, kind: str) -> dict[str, Any]:
     """What an encoding, or several joined by ``+``, takes over of another one's rotary start."""
-    members = old.encodings if isinstance(old, positions.Combined) else (old,)
-    rope = next((one for one in members if isinstance(one, positions.Rope)), None)
+    rope = next((one for one in old.members if isinstance(one, positions.Rope)), None)
     if rope is None:
         return {}
     known = option_names(kind)
@@ -238,6 +281,8 @@ def merge_lora(model: Transformer, variables: Any) -> tuple[Transformer, dict[st
 def scale_theta(model: Transformer, variables: Any, base: float = 1e6) -> tuple[Transformer, Any]:
     """The model with another rotary base (Xiong et al. 2023); parameters unchanged.
 
+    In a schedule layers with a window keep theirs, unless all have one.
+
     Raises:
       ValueError: if the encoding is not a rotary one, or the base does not exceed 1.
     """
@@ -248,6 +293,8 @@ def with_scaling(
     model: Transformer, scaling: RopeScaling, *, max_length: int | None = None
 ) -> Transformer:
     """The model with its rotary frequencies adapted by ``scaling``.
+
+    In a schedule layers with a window keep theirs, unless all have one.
 
     Args:
       model: a model with a rotary encoding: ``rope``, ``yarn``, ``tape`` ...
@@ -283,25 +330,37 @@ def _initial(
     return jax.eval_shape(draw) if isinstance(like, jax.ShapeDtypeStruct) else draw()
 
 
-def _rope(model: Transformer) -> positions.Rope:
-    """The encoding of a RoPE model."""
-    encoding = model.encoding
-    # Other encodings derive from Rope too, but start or rotate otherwise.
-    if not isinstance(encoding, positions.Rope) or encoding.kind not in ("rope", "yarn"):
-        raise ValueError(
-            f"expected a model with the encoding 'rope' or 'yarn'; this one has {encoding.kind!r}"
-        )
-    return encoding
+def _with_rotary(
+    encoding: positions.Encoding,
+    change: Callable[[positions.Rope], positions.Encoding],
+    chosen: Callable[[positions.Encoding], bool] = _is_rotary,
+) -> positions.Encoding:
+    """An encoding with what is rotary in it changed; of a schedule, in the layers ``chosen``."""
+    require(_is_rotary(encoding), f"expected a model with a rotary encoding; got {encoding.kind!r}")
+
+    def changed(one: positions.Encoding) -> positions.Encoding:
+        return change(one) if isinstance(one, positions.Rope) else one
+
+    def of_layer(one: positions.Encoding) -> positions.Encoding:
+        return positions.create([changed(member) for member in one.members])
+
+    if not isinstance(encoding, positions.Layers):
+        return of_layer(encoding)
+    return positions.Layers([of_layer(x) if chosen(x) else x for x in encoding.encodings])
 
 
 def _with_rotation(model: Transformer, **changes: Any) -> Transformer:
-    """The model with fields of its rotary encoding changed."""
-    encoding = model.encoding
-    if not isinstance(encoding, positions.Rope):
-        raise ValueError(f"expected a model with a rotary encoding; got {encoding.kind!r}")
-    if isinstance(encoding, positions.Yarn):
-        encoding = positions.Rope(**vars(encoding))
-    return replaced(model, position=dataclasses.replace(encoding, **changes))
+    """The model with fields of its rotary encoding changed: where layers see all, if some do."""
+    layers = model.encoding.encodings if isinstance(model.encoding, positions.Layers) else ()
+    rotary = [one for one in layers if _is_rotary(one)]
+    full = [one for one in rotary if not _is_window(one)]
+
+    def change(rope: positions.Rope) -> positions.Rope:
+        plain = positions.Rope(**vars(rope)) if isinstance(rope, positions.Yarn) else rope
+        return dataclasses.replace(plain, **changes)
+
+    position = _with_rotary(model.encoding, change, lambda one: one in (full or rotary))
+    return replaced(model, position=position)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -419,7 +478,7 @@ def adapt(
     if scaling is not None:
         model = with_scaling(model, scaling)
     model, variables = chosen.prepare(model, variables, key=key, **options)
-    members = getattr(model.encoding, "encodings", (model.encoding,))
+    members = model.encoding.members
     require(
         scaling is None or any(getattr(one, "scaling", None) == scaling for one in members),
         f"scaling is of the rotary frequencies that the model had: {model.encoding.kind!r}, put in "

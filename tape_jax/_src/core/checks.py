@@ -73,6 +73,14 @@ def not_negative(what: str, value: Any) -> int:
     return number
 
 
+def window(what: str, value: Any) -> int | tuple[int, int] | None:
+    """An integer from 0 on, a pair of them, or None; ValueError if it is none of these."""
+    if isinstance(value, tuple | list) and len(value) == 2:
+        left, right = (not_negative(what, size) for size in value)
+        return left, right
+    return None if value is None else not_negative(what, value)
+
+
 def truth(what: str, value: Any) -> bool:
     """A truth value of Python or numpy as ``bool``; ValueError if it is none."""
     require(isinstance(value, bool | np.bool_), f"{what} must be True or False; got {value!r}")

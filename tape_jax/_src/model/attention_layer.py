@@ -184,6 +184,7 @@ def prepared(
     seen = Seen(k, v, e)
     if cache is not None:
         seen = _with_cache(config, seen, cache, terms, context)
+    own = encoding.local_window_size
     options: dict[str, Any] = {
         "keys_rotated": seen.keys_rotated,
         "query_state": query_state,
@@ -192,7 +193,7 @@ def prepared(
         "is_causal": context.is_causal,
         "segment_ids": context.segment_ids,
         "mask": context.mask,
-        "local_window_size": config.local_window_size,
+        "local_window_size": config.local_window_size if own is None else own,
         "window_positions": None if config.shifted_groups else context.counts,
         **terms.keywords(),
     }

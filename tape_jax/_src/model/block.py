@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax
@@ -19,7 +19,7 @@ from tape_jax._src.model.config import NORMS, ModelConfig, kinds_by_pairs
 from tape_jax._src.model.inputs import Context
 from tape_jax._src.model.layers import MLP, ExpertMLP, Norm
 from tape_jax._src.model.parameters import declare
-from tape_jax._src.positions.protocol import Encoding, State
+from tape_jax._src.positions.protocol import OfLayer, State
 from tape_jax._src.positions.tape.mixing import SUM_OVER_DEVICES
 
 Array = jax.Array
@@ -57,18 +57,26 @@ def pack_state(state: State, axes: int) -> PackedState:
     return PackedState(jax.tree.unflatten(tree, flat), tuple(x.shape[axes:] for x in arrays))
 
 
+def unpacked(states: State) -> State:
+    """A state, or those of a schedule, none of them packed."""
+
+    def is_packed(x: Any) -> bool:
+        return isinstance(x, PackedState)
+
+    return jax.tree.map(lambda x: x.unpack() if is_packed(x) else x, states, is_leaf=is_packed)
+
+
 class Block(nn.Module):
     """One decoder block: attention, MLP, and the update of the position state between them.
 
     Attributes:
-      updates: whether this layer updates the state; if not, it hands it on unchanged.
+      like: what it is of the model's layers.
       record: whether the hidden and position states that enter are returned.
       sharding: a mesh and rules, or None.
     """
 
     config: ModelConfig
-    encoding: Encoding
-    updates: bool
+    like: OfLayer
     record: bool = False
     sharding: Sharding | None = None
 
@@ -80,17 +88,16 @@ class Block(nn.Module):
         context: Context,
         cache: LayerCache | None,
     ) -> tuple[tuple[Array, State], tuple[LayerCache | None, Any]]:
-        c, encoding = self.config, self.encoding
-        h, state = carry
+        c, encoding, updates = self.config, self.like.encoding, self.like.updates
+        h, carried = carry
+        states = fixed_state if carried is None else carried
+        state = self.like.own(states)
         packed = isinstance(state, PackedState)
-        if packed:
-            state = state.unpack()
-        if not self.updates:
-            state = fixed_state
-        entered = (h, state) if self.record else None
-        specs = encoding.layer_params(c.sizes, updates=self.updates)
+        state = state.unpack() if packed else state
+        entered = (h, unpacked(states)) if self.record else None
+        specs = encoding.layer_params(c.sizes, updates=updates)
         params = declare(self, "position", specs, c.param_dtype, self.sharding)
-        attends_state = self.updates and encoding.attends_state
+        attends_state = updates and encoding.attends_state
         before, after = NORMS[c.norms]
 
         def normalized(of: str, name: str | None, x: Array) -> Array:
@@ -103,14 +110,14 @@ class Block(nn.Module):
         h = self._residual(h + self._scaled(normalized("attention", after, out)))
         x = self._mlp(entering if c.parallel_block else normalized("mlp", before, h), context)
         x = self._residual(normalized("mlp", after, x))
-        if self.updates:
+        if updates:
             options: dict[str, Any] = {} if self.sharding is None else {"sharding": self.sharding}
-            if c.update_implementation is not None:
+            if c.update_implementation is not None and encoding.update_implementations:
                 options["implementation"] = c.update_implementation
             state = encoding.update_state(params, state, attended, x, **options)
             state = pack_state(state, x.ndim - 1) if packed else state
-            state = constrain_state(self.sharding, state)
-        return (h + self._scaled(x), state if self.updates else None), (cache, entered)
+            carried = self.like.with_own(states, constrain_state(self.sharding, state))
+        return (h + self._scaled(x), carried), (cache, entered)
 
     @nn.nowrap
     def _scaled(self, x: Array) -> Array:
@@ -127,6 +134,22 @@ class Block(nn.Module):
 
     def _residual(self, h: Array) -> Array:
         return constrain(self.sharding, h, "batch", "sequence", "hidden")
+
+
+class Pattern(nn.Module):
+    """Blocks one after the other: what a loop over layers repeats."""
+
+    blocks: tuple[Block, ...]
+
+    @nn.compact
+    def __call__(
+        self, carry: Any, fixed_state: State, context: Context, caches: Sequence[Any] | None
+    ) -> tuple[Any, tuple[tuple[LayerCache | None, Any], ...]]:
+        out = []
+        for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
+            carry, more = block(carry, fixed_state, context, cache)
+            out.append(more)
+        return carry, tuple(out)
 
 
 def constrain_state(sharding: Sharding | None, state: State) -> State:
@@ -161,8 +184,17 @@ def unrolls(config: ModelConfig) -> bool:
     return few and config.remat == "none" and not kinds_by_pairs(config.position)
 
 
-def in_groups(block: Block, params: Any, carry: Any, fixed: State, context: Context) -> Any:
-    """What leaves a run of like layers, of which the backward pass keeps what enters every n-th.
+def in_groups(
+    blocks: Sequence[Block], params: Any, carry: Any, fixed: State, context: Context
+) -> Any:
+    """What leaves a loop over layers, of which the backward pass keeps what enters every n-th.
+
+    Args:
+      blocks: what it repeats.
+      params: of each of them, stacked.
+      carry: what enters.
+      fixed: the position state where none of them updates it.
+      context: of the call.
 
     From there it makes what enters the layers of a group, and then each layer, again.
     """
@@ -171,8 +203,10 @@ def in_groups(block: Block, params: Any, carry: Any, fixed: State, context: Cont
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def layer(carry: Any, params: Any) -> tuple[Any, None]:
-        out: Any = block.apply({"params": params}, carry, fixed, context, None)
-        return out[0], None
+        for block, own in zip(blocks, params, strict=True):
+            out: Any = block.apply({"params": own}, carry, fixed, context, None)
+            carry = out[0]
+        return carry, None
 
     @jax.checkpoint
     def group(carry: Any, params: Any) -> Any:

@@ -8,7 +8,6 @@ is written in place only if it is written and read in the same shape: none has a
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -50,12 +49,13 @@ def loop_over_tokens(model: Transformer, variables: Any, cache: Cache) -> Loop:
         return Loop(model, variables, cache, *(lambda cache: cache,) * 3)
     single = replaced(model, scan_layers=False)
     variables = {**variables, "params": restack(variables["params"], model, single)}
-    counts = [len(run.k) for run in cache.layers]
-    layers = tuple(
-        jax.tree.map(lambda x, i=i: x[i : i + 1], run)
-        for run, n in zip(cache.layers, counts, strict=True)
-        for i in range(n)
-    )
+    of_layers = [blocks.layers for blocks in model.blocks]
+    by_layer = {
+        layer: jax.tree.map(lambda x, i=i: x[i : i + 1], stacked)
+        for stacked, numbers in zip(cache.layers, of_layers, strict=True)
+        for i, layer in enumerate(numbers)
+    }
+    layers = tuple(by_layer[layer] for layer in range(model.config.num_layers))
     shapes = jax.tree.map(lambda x: x.shape, layers)
 
     def enter(cache: Cache) -> Cache:
@@ -63,8 +63,8 @@ def loop_over_tokens(model: Transformer, variables: Any, cache: Cache) -> Loop:
         return dataclasses.replace(cache, layers=full)
 
     def finish(cache: Cache) -> Cache:
-        single = iter(enter(cache).layers)
-        runs = (tuple(itertools.islice(single, n)) for n in counts)
+        single = enter(cache).layers
+        runs = ([single[layer] for layer in numbers] for numbers in of_layers)
         stacked = tuple(jax.tree.map(lambda *x: jnp.concatenate(x), *run) for run in runs)
         return dataclasses.replace(cache, layers=stacked)
 

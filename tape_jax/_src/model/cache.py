@@ -14,9 +14,9 @@ from tape_jax._src.core import algebra
 from tape_jax._src.core.checks import choose, positive, require, require_x64
 from tape_jax._src.core.segments import PADDING, places, without_padding
 from tape_jax._src.core.sharding import Model
-from tape_jax._src.model.config import ModelConfig
+from tape_jax._src.model.config import Blocks, ModelConfig
 from tape_jax._src.positions.layer import Layer
-from tape_jax._src.positions.protocol import Encoding, Param, as_length, default_positions
+from tape_jax._src.positions.protocol import Encoding, OfLayer, Param, as_length, default_positions
 
 Array = jax.Array
 
@@ -188,7 +188,7 @@ def _layers(
 @functools.lru_cache(maxsize=128)
 def _layers_of(
     config: ModelConfig,
-    blocks: tuple[tuple[int, int, bool], ...],
+    blocks: tuple[Blocks, ...],
     batch_size: int,
     capacity: int,
     carried_dtype: str,
@@ -203,10 +203,12 @@ def _layers_of(
     def parameters(specs: dict[str, Param]) -> dict[str, Any]:
         return {name: shape(spec.shape, config.param_dtype) for name, spec in specs.items()}
 
-    def kept(params: Any, x: Array, positions: Array, entering: Any) -> dict[str, Any]:
+    def kept(
+        own: Encoding, params: Any, x: Array, positions: Array, entering: Any
+    ) -> dict[str, Any]:
         """What the encoding keeps of the tokens that enter a layer."""
         layer = Layer(x, positions, None, True, sizes, **entering)
-        return encoding.layer_terms(params, layer).kept or {}
+        return own.layer_terms(params, layer).kept or {}
 
     def begin(p: Array, x: Array, params: Any) -> tuple[Any, dict[str, Array]]:
         start, kept = encoding.start_from_embeddings(params, Layer(x, p, None, True, sizes))
@@ -214,15 +216,10 @@ def _layers_of(
             start = encoding.start(p, sizes, length=capacity, dtype=jnp.dtype(carried_dtype))
         return start, kept
 
-    def carried(state: Any) -> Any:
-        return encoding.carry(state, tokens, sizes)
-
     begins = parameters(encoding.input_params(sizes))
-    start, first = jax.eval_shape(begin, positions, x, begins)
-    e = jax.eval_shape(lambda state: encoding.rotation(carried(state))[1], start)
+    starts, first = jax.eval_shape(begin, positions, x, begins)
     q = shape((*tokens, config.num_heads, config.dim), dtype)
     head = shape((*tokens, config.kv_heads, config.dim), dtype)
-    rotated = head if e is None else jax.eval_shape(algebra.rotate, head, e)
 
     def slots(like: jax.ShapeDtypeStruct, *n: int) -> Any:
         """Heads before time; ``n`` layers."""
@@ -233,29 +230,33 @@ def _layers_of(
         narrower = min(e.dtype, jnp.dtype(config.dtype), key=lambda x: x.itemsize)
         return shape(e.shape, state_dtype or narrower)
 
-    def layer(updates: bool, n: int) -> LayerCache:
-        keeps_state = updates and encoding.attends_state and e is not None
-        params = parameters(encoding.layer_params(sizes, updates=updates))
-        state = jax.eval_shape(carried, start) if updates else start
-        entering = {"q": q, "k": head, "state": state}
-        more = jax.eval_shape(kept, params, x, positions, entering)
+    def layer(blocks: Blocks) -> LayerCache:
+        n, like = len(blocks.layers), blocks.like
+        own, start = like.encoding, like.own(starts)
+        carried = jax.eval_shape(lambda state: own.carry(state, tokens, sizes), start)
+        e = jax.eval_shape(lambda state: own.rotation(state)[1], carried)
+        rotated = head if e is None else jax.eval_shape(algebra.rotate, head, e)
+        keeps_state = like.updates and own.attends_state and e is not None
+        params = parameters(own.layer_params(sizes, updates=like.updates))
+        entering = {"q": q, "k": head, "state": carried if like.updates else start}
+        more = jax.eval_shape(functools.partial(kept, own), params, x, positions, entering)
         wide = algebra.at_least_float32(dtype)
         return LayerCache(
-            k=slots(shape(rotated.shape, wide if encoding.rewrites_keys else dtype), n),
+            k=slots(shape(rotated.shape, wide if own.rewrites_keys else dtype), n),
             v=slots(head, n),
             e=slots(kept_state(e), n) if keeps_state else None,
             kept={name: slots(x, n) for name, x in more.items()},
         )
 
-    layers = tuple(layer(updates, stop - start) for start, stop, updates in blocks)
-    return layers, {name: slots(x) for name, x in first.items()}
+    return tuple(map(layer, blocks)), {name: slots(x) for name, x in first.items()}
 
 
 def empty_layer(
     config: ModelConfig, batch_size: int, capacity: int, *, updates: bool
 ) -> LayerCache:
     """Return the empty cache of one layer; ``updates``: whether it updates the state."""
-    blocks, types = ((0, 1, updates),), (config.carried_dtype.name, config.dtype)
+    blocks = (Blocks(range(1), OfLayer(config.position, None, updates)),)
+    types = config.carried_dtype.name, config.dtype
     (layer,), _ = _layers_of(config, blocks, batch_size, capacity, *types, None)
     return jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), layer)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +16,18 @@ from tape_jax._src.core.checks import (
     FLOATS,
     choose,
     from_mapping,
-    not_negative,
     number,
     positive,
     require,
     set_field,
     truth,
     type_name,
+    window,
 )
 from tape_jax._src.core.sizes import Sizes
-from tape_jax._src.positions.creation import create
 from tape_jax._src.positions.drawing import RandomPositions
+from tape_jax._src.positions.protocol import Encoding, OfLayer
+from tape_jax._src.positions.schedule import create
 
 MLP_PROJECTIONS = ("gate", "up", "down")
 PROJECTIONS = ("q", "k", "v", "out", *MLP_PROJECTIONS)
@@ -109,17 +110,47 @@ class Experts:
             require(value >= 0, f"experts: {name} must not be negative; got {value!r}")
 
 
-def kinds_by_pairs(encoding: Any) -> list[str]:
+def kinds_by_pairs(encoding: Encoding) -> list[str]:
     """Those of an encoding whose causal attention is more than states and decays."""
-    members = getattr(encoding, "encodings", (encoding,))
-    own = {"logits", "weights"}
+    members, own = encoding.members, {"logits", "weights"}
     return [x.kind for x in members if own & {*x.acts_on} or tuple(x.acts_on) == ("bias",)]
 
 
-def runs(flags: Sequence[Any]) -> list[tuple[int, int, Any]]:
-    """Maximal runs ``(start, stop, flag)`` of equal neighbours: one scan each."""
-    edges = [i for i in range(len(flags)) if i == 0 or flags[i] != flags[i - 1]]
-    return [(a, b, flags[a]) for a, b in zip(edges, [*edges[1:], len(flags)], strict=True)]
+class Blocks(NamedTuple):
+    """Like layers, of which the parameters are stacked, or one layer.
+
+    Attributes:
+      layers: their numbers.
+      like: what each has of the model's encoding.
+    """
+
+    layers: range
+    like: OfLayer
+
+    @property
+    def name(self) -> str:
+        """Of their parameters: ``layers_<first>``."""
+        return f"layers_{self.layers[0]}"
+
+
+def loops(kinds: Sequence[Any]) -> list[tuple[int, int, int]]:
+    """How equal neighbours, or patterns that repeat, follow each other: one scan each.
+
+    Returns:
+      Of each its first, the length of the pattern, and how often it is there.
+    """
+    found, first = [], 0
+    while first < len(kinds):
+        period, times = 1, 1
+        for length in range(1, (len(kinds) - first) // 2 + 1):
+            pattern, count = kinds[first : first + length], 1
+            while kinds[first + length * count :][:length] == pattern:
+                count += 1
+            if count > 1 and length * count > period * times:
+                period, times = length, count
+        found.append((first, period, times))
+        first += period * times
+    return found
 
 
 def _names(what: str, names: Any) -> str | tuple[str, ...] | None:
@@ -152,13 +183,6 @@ def _one_of_names(what: str, *allowed: Any) -> Callable[[str, Any], Any]:
         return value
 
     return check
-
-
-def _window(what: str, value: Any) -> Any:
-    """An integer from 0 on, a pair of them, or None; ValueError if it is none of these."""
-    if isinstance(value, tuple | list) and len(value) == 2:
-        return tuple(not_negative(what, size) for size in value)
-    return None if value is None else not_negative(what, value)
 
 
 def _one_of(what: str, *allowed: Any) -> Callable[[str, Any], Any]:
@@ -194,7 +218,7 @@ FIELDS: dict[str, Callable[[str, Any], Any]] = {
     "position": lambda _, value: create(value),
     **dict.fromkeys(("vocab_size", "hidden_size", "num_layers", "num_heads"), positive),
     **dict.fromkeys(("num_kv_heads", "head_dim", "intermediate_size", "max_length"), _or_none),
-    "local_window_size": _window,
+    "local_window_size": window,
     "shifted_groups": _or_none,
     **dict.fromkeys(("attention_implementation", "update_implementation"), _names),
     **dict.fromkeys(
@@ -331,6 +355,7 @@ class ModelConfig:
         self._check_implementations()
         self._check_random_positions()
         self._check_mlp()
+        self._check_windows()
         self.position.check(self.sizes)
 
     def _check_heads(self) -> None:
@@ -373,6 +398,14 @@ class ModelConfig:
             )
             for name in (names,) if isinstance(names, str) else names or ():
                 choose(field.replace("_", " "), name, implementations)
+
+    def _check_windows(self) -> None:
+        """Raises ValueError for a window of the model's beside one of its encoding."""
+        require(
+            self.local_window_size is None or "window" not in self.position.acts_on,
+            f"model: local_window_size = {self.local_window_size} beside a window of the encoding "
+            f"{self.position.kind!r}: give one of them",
+        )
 
     def _check_random_positions(self) -> None:
         """Raises ValueError for drawn positions that the encoding does not take."""
@@ -424,17 +457,27 @@ class ModelConfig:
         )
 
     @property
-    def runs(self) -> list[tuple[int, int, bool]]:
-        """Runs of like layers: (first, one past the last, whether they update the state)."""
-        n = self.num_layers
-        return runs([self.position.updates(i, n) for i in range(n)])
+    def loops(self) -> list[tuple[Blocks, ...]]:
+        """Layers as they are compiled: like ones, or a pattern that repeats, are one loop."""
+        kinds = self.position.of_layers(self.num_layers)
+        found = [(i, 1, 1) for i in range(self.num_layers)]
+        return [
+            tuple(
+                Blocks(range(first + n, first + period * times, period), kinds[first + n])
+                for n in range(period)
+            )
+            for first, period, times in (loops(kinds) if self.scan_layers else found)
+        ]
 
     @property
-    def blocks(self) -> list[tuple[int, int, bool]]:
-        """What has parameters of its own, ``layers_<first>``: runs, or layers if not scanned."""
-        if self.scan_layers:
-            return self.runs
-        return [(i, i + 1, updates) for a, b, updates in self.runs for i in range(a, b)]
+    def blocks(self) -> list[Blocks]:
+        """What has parameters of its own: like layers, or each if they are not scanned."""
+        return [blocks for loop in self.loops for blocks in loop]
+
+    @property
+    def has_window(self) -> bool:
+        """Whether some layer sees only nearby tokens."""
+        return self.local_window_size is not None or "window" in self.position.acts_on
 
     @property
     def carried_dtype(self) -> jnp.dtype:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import flax
 import flax.linen as nn
@@ -23,14 +23,16 @@ from tape_jax._src.model import placement
 from tape_jax._src.model.attention_layer import Attention, entered_layer
 from tape_jax._src.model.block import (
     Block,
+    Pattern,
     constrain_state,
     in_groups,
     pack_state,
     remat_policy,
+    unpacked,
     unrolls,
 )
 from tape_jax._src.model.cache import Cache, LayerCache, keep, write_cache
-from tape_jax._src.model.config import ModelConfig
+from tape_jax._src.model.config import Blocks, ModelConfig
 from tape_jax._src.model.inputs import Call, Context, check_call
 from tape_jax._src.model.layers import Linear, Norm
 from tape_jax._src.model.parameters import create, declare, declared_params, gathered
@@ -55,20 +57,6 @@ class States:
     hidden: tuple[Array, ...]
     position: tuple[State, ...]
     final_norm: Array
-
-
-class Run(NamedTuple):
-    """Like layers that follow each other.
-
-    Attributes:
-      name: of their parameters.
-      length: how many.
-      options: of each :class:`Block`.
-    """
-
-    name: str
-    length: int
-    options: dict[str, Any]
 
 
 @automatic_inside(placement.outputs)
@@ -112,13 +100,8 @@ class Transformer(nn.Module):
         return self.config.position
 
     @property
-    def runs(self) -> list[tuple[int, int, bool]]:
-        """Runs of like layers: (first, one past the last, whether they update the state)."""
-        return self.config.runs
-
-    @property
-    def blocks(self) -> list[tuple[int, int, bool]]:
-        """What has parameters of its own, ``layers_<first>``: runs, or layers if not scanned."""
+    def blocks(self) -> list[Blocks]:
+        """What has parameters of its own: like layers, or each if they are not scanned."""
         return self.config.blocks
 
     @property
@@ -194,7 +177,7 @@ class Transformer(nn.Module):
                 return call(*args, **kwargs)
             with recorded_plans(operations=True) as found:
                 out = call(*args, **kwargs)
-            plans[context.module.path[0]] = found[0]
+            plans[context.module.path[-2]] = found[0]
             return out
 
         inputs["tokens"] = jax.ShapeDtypeStruct((batch_size, length), jnp.int32)
@@ -412,10 +395,15 @@ class Transformer(nn.Module):
         ``start_axis`` is the axis of time in states that no layer has updated.
         """
 
-        def state_in_order(layer: int, state: State) -> State:
-            updated = any(updates and first <= layer for first, _, updates in self.runs)
-            axis = 1 if updated else start_axis
-            return jax.tree.map(lambda x: from_zigzag(ring, x, axis), state)
+        updating = [(x.layers[0], x.like.member) for x in self.blocks if x.like.updates]
+
+        def state_in_order(layer: int, states: State) -> State:
+            ordered = states
+            for one in self.encoding.of_layers(self.config.num_layers):
+                updated = any(first <= layer and one.member == n for first, n in updating)
+                order = functools.partial(from_zigzag, ring, axis=1 if updated else start_axis)
+                ordered = one.with_own(ordered, jax.tree.map(order, one.own(states)))
+            return ordered
 
         return dataclasses.replace(
             record,
@@ -428,85 +416,93 @@ class Transformer(nn.Module):
     ) -> tuple[Array, tuple[Any, ...], list[Array], list[State]]:
         """Run all layers; return what leaves them, their caches, and what entered each."""
         c, cache = self.config, call.cache
-        caches, hidden, states = [], [], []
-        for number, (start, stop, updates) in enumerate(self.blocks):
-            own = None if cache is None else cache.layers[number]
-            if updates:
-                state = self.encoding.carry(state, h.shape[:-1], c.sizes)
-                packed = constrain_state(sharding, pack_state(state, h.ndim - 1))
-                carry, fixed = (h, packed), None
-            else:
-                carry, fixed = (h, None), state
-            options: dict[str, Any] = {
-                "config": c,
-                "encoding": self.encoding,
-                "updates": updates,
-                "record": record,
-                "sharding": sharding,
-            }
-            run = Run(f"layers_{start}", stop - start, options)
-            carry, own, entered = self._run(run, carry, fixed, call.context, own)
-            h = carry[0]
-            state = carry[1].unpack() if updates else state
-            caches.append(own)
-            for i in range(stop - start if record else 0):
-                hidden.append(entered[0][i])
-                states.append(jax.tree.map(lambda x, i=i: x[i], entered[1]))
-        return h, tuple(caches), hidden, states
+        caches: list[LayerCache | None] = []
+        entered: dict[int, Any] = {}
+        for loop in c.loops:
+            first, count = len(caches), len(loop)
+            own = None if cache is None else cache.layers[first : first + count]
+            updating = [blocks.like for blocks in loop if blocks.like.updates]
+            for like in updating:
+                full = like.encoding.carry(like.own(state), h.shape[:-1], c.sizes)
+                packed = constrain_state(sharding, pack_state(full, h.ndim - 1))
+                state = like.with_own(state, packed)
+            carried, fixed = (state, None) if updating else (None, state)
+            options = {"config": c, "record": record, "sharding": sharding}
+            (h, carried), out = self._loop(loop, options, (h, carried), fixed, call.context, own)
+            state = unpacked(carried) if updating else state
+            caches += [new for new, _ in out]
+            for blocks, (_, seen) in zip(loop, out, strict=True):
+                for n, layer in enumerate(blocks.layers if record else ()):
+                    entered[layer] = jax.tree.map(lambda x, n=n: x[n], seen)
+        in_order = [entered[layer] for layer in sorted(entered)]
+        return h, tuple(caches), [x for x, _ in in_order], [x for _, x in in_order]
 
-    def _run(
-        self, run: Run, carry: Any, fixed: State, context: Context, cache: LayerCache | None
-    ) -> tuple[Any, LayerCache | None, Any]:
+    def _loop(
+        self,
+        loop: tuple[Blocks, ...],
+        options: dict[str, Any],
+        carry: Any,
+        fixed: State,
+        context: Context,
+        caches: Sequence[LayerCache] | None,
+    ) -> tuple[Any, Sequence[tuple[LayerCache | None, Any]]]:
         """Run like layers: as a scan, in groups that are computed again, or one by one.
 
         Args:
-          run: of which layers.
+          loop: what is repeated: one block, or a pattern of several.
+          options: of each :class:`Block`.
           carry: hidden and position states that enter.
           fixed: the position state, where these layers do not update it.
           context: of the call.
-          cache: of these layers, with a leading axis of layers.
+          caches: of the blocks, with a leading axis of layers.
 
         Returns:
-          What leaves the last layer, the new cache, and what entered each layer if recorded.
+          What leaves the last layer, and of each block the new cache, and what entered each of its
+          layers if recorded.
         """
-        c, block = self.config, Block
+        c, kind, length, name = self.config, Block, len(loop[0].layers), f"loop_{loop[0].layers[0]}"
         if c.remat != "none":
-            block = nn.remat(block, policy=remat_policy(c.remat), prevent_cse=not c.scan_layers)
+            kind = nn.remat(kind, policy=remat_policy(c.remat), prevent_cse=not c.scan_layers)
         grouped = c.remat == "groups" and not (
-            run.options["record"] or self.is_initializing() or self.is_mutable_collection("maps")
+            options["record"] or self.is_initializing() or self.is_mutable_collection("maps")
         )
-        if grouped and cache is None and run.length > 2:
-            plain = Block(**run.options, parent=None)
-            params = self.variables["params"][run.name]
-            return in_groups(plain, params, carry, fixed, context), None, None
+        if grouped and caches is None and length > 2:
+            plain = [Block(like=blocks.like, **options, parent=None) for blocks in loop]
+            params = [self.variables["params"][blocks.name] for blocks in loop]
+            return in_groups(plain, params, carry, fixed, context), [(None, None)] * len(loop)
+        made = tuple(kind(like=blocks.like, **options, name=blocks.name) for blocks in loop)
         if not c.scan_layers:
-            one = jax.tree.map(lambda x: x[0], cache)
-            carry, outputs = block(**run.options, name=run.name)(carry, fixed, context, one)
-            return carry, *jax.tree.map(lambda x: x[None], outputs)
-        sharding = run.options["sharding"]
-        alone = cache is None and sharding is None and not self.is_initializing()
+            one = jax.tree.map(lambda x: x[0], caches)
+            carry, out = Pattern(made, name=name)(carry, fixed, context, one)
+            return carry, jax.tree.map(lambda x: x[None], out)
+        alone = caches is None and options["sharding"] is None and not self.is_initializing()
         scanned: Any = nn.scan(
-            block,
+            Pattern,
             variable_axes={"params": 0, "maps": 0, "losses": 0},
             split_rngs={"params": True},
             in_axes=(nn.broadcast, nn.broadcast, 0),
-            length=run.length,
+            length=length,
             unroll=alone and unrolls(c),
         )
-        if c.remat != "none" and run.length == 1 and not self.is_initializing():
-            params = self.variables["params"][run.name]
+        if c.remat != "none" and length == 1 and not self.is_initializing():
+            params = self.variables["params"][loop[0].name]
             scanned, carry = _gradients_at_once(scanned, params, carry)
-        carry, (new, entered) = scanned(**run.options, name=run.name)(carry, fixed, context, cache)
-        if cache is not None:
-            cache = write_cache(cache, new, context.index, axis=3)
-        return carry, cache, entered
+        carry, out = scanned(made, name=name)(carry, fixed, context, caches)
+        if caches is not None:
+            write = functools.partial(write_cache, index=context.index, axis=3)
+            return carry, [(write(old, new), x) for old, (new, x) in zip(caches, out, strict=True)]
+        return carry, out
 
 
-def _gradients_at_once(block: Any, params: Any, carry: Any) -> tuple[Any, Any]:
-    """A block, and what enters it, such that all its gradients are made before they leave it.
+def _gradients_at_once(pattern: Any, params: Any, carry: Any) -> tuple[Any, Any]:
+    """One block, and what enters it, such that all its gradients are made before they leave it.
 
     A loop sees to that for its layers. The gradients of parameters of a single layer may be left
     for later, and its activations would have to be kept until then.
     """
     params, carry = jax.lax.optimization_barrier((params, carry))
-    return nn.map_variables(block, "params", trans_in_fn=lambda _: {"params": params}), carry
+
+    def given(own: Any) -> Any:
+        return {"params": params} if jax.tree.leaves(own) else own
+
+    return nn.map_variables(pattern, "params", trans_in_fn=given), carry

@@ -102,7 +102,7 @@ class Call:
         at = encoding.coordinates(tokens, positions, segment_ids)
         at = without_padding(at, segment_ids, axes=encoding.coordinate_axes)
         counts = None
-        if config.local_window_size is not None and segment_ids is not None:
+        if config.has_window and segment_ids is not None:
             counts = (places(segment_ids),) * 2
         context = Context(positions, segment_ids, index=0, counts=counts, **shared)
         return cls(tokens, positions, segment_ids, at, length, key, context)
@@ -132,7 +132,7 @@ class Call:
         at = recent(encoding.coordinates(cache.tokens, every, cache.segment_ids))
         at = without_padding(at, ids[0], axes=encoding.coordinate_axes)
         counts = None
-        if config.local_window_size is not None:
+        if config.has_window:
             every_count = places(cache.segment_ids)
             counts = recent(every_count), every_count
         context = Context(every, ids, index=start, counts=counts, **shared)

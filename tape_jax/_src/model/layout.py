@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from tape_jax._src.model.decoder import (
     Transformer,
 )
 from tape_jax._src.model.parameters import full_name
+from tape_jax._src.positions.protocol import Encoding
 
 # In place of a block's number, for parameters outside of the layers.
 OUTSIDE = -1
@@ -40,16 +42,15 @@ def with_encoding(model: Transformer, params: Any, other: Any) -> dict[str, Any]
     return unflatten_dict({p: (theirs if p in own else ours)[p] for p in ours}, sep="/")
 
 
-def layer_params(model: Transformer, params: Any) -> list[dict[str, Any]]:
-    """What the encoding declares with ``Encoding.layer_params``, of each of the model's blocks."""
-    c, encoding = model.config, model.encoding
-    return [
-        {
-            name: params[f"layers_{start}"][full_name("position", name)]
-            for name in encoding.layer_params(c.sizes, updates=updates)
-        }
-        for start, _, updates in model.blocks
-    ]
+def layer_params(model: Transformer, params: Any) -> dict[Encoding, list[dict[str, Any]]]:
+    """What encodings declare with ``Encoding.layer_params``, of each of the model's blocks."""
+    found: dict[Encoding, list[dict[str, Any]]] = {}
+    for blocks in model.blocks:
+        encoding, _, updates = blocks.like
+        names = encoding.layer_params(model.config.sizes, updates=updates)
+        own = {name: params[blocks.name][full_name("position", name)] for name in names}
+        found.setdefault(encoding, []).append(own)
+    return found
 
 
 def restack(
@@ -82,7 +83,7 @@ def restack(
         new.config.num_layers == layers,
         f"restack needs equal numbers of layers; got {layers} and {new.config.num_layers}",
     )
-    sources, result = {start: stop for start, stop, _ in old.blocks}, {}
+    sources, result = {blocks.layers[0]: blocks.layers for blocks in old.blocks}, {}
     for path, leaves in by_path(params).items():
         if OUTSIDE in leaves:
             result[path] = leaves[OUTSIDE]
@@ -94,22 +95,18 @@ def restack(
                 f"{', '.join(f'layers_{a}' for a in sources)}",
             )
         made: dict[str, Any] = {}
-        for start, stop, _ in new.blocks:
-            parts = [
-                (x, max(start - first, 0), min(stop, sources[first]) - first)
-                for first, x in sorted(leaves.items())
-                if first < stop and sources[first] > start
-            ]
-            found = sum(upper - lower for _, lower, upper in parts)
-            if found == 0:
+        rows = {layer: (first, row) for first in leaves for row, layer in enumerate(sources[first])}
+        for blocks in new.blocks:
+            found = [rows[layer] for layer in blocks.layers if layer in rows]
+            if not found:
                 continue
             require(
-                found == stop - start,
-                f"{path}: {found} of the layers {start} to {stop - 1} have this parameter; a run "
-                "needs it in all or none",
+                len(found) == len(blocks.layers),
+                f"{path}: {len(found)} of the layers {', '.join(map(str, blocks.layers))} have "
+                "this parameter; like layers need it in all or none",
             )
             stacked = (old.config.scan_layers, new.config.scan_layers)
-            made[block_name(start, path)] = _assemble(parts, *stacked)
+            made[block_name(blocks.layers[0], path)] = _assemble(_spans(leaves, found), *stacked)
         result |= made
         for x in leaves.values():
             if donate and isinstance(x, jax.Array) and not any(x is y for y in made.values()):
@@ -136,6 +133,17 @@ def by_path(params: Any) -> dict[str, dict[int, Any]]:
 def block_name(first: int, path: str) -> str:
     """Inverse of :func:`by_path` for one leaf."""
     return path if first == OUTSIDE else f"layers_{first}/{path.removeprefix('layers/')}"
+
+
+def _spans(leaves: Mapping[int, Any], rows: list[tuple[int, int]]) -> list[tuple[Any, int, int]]:
+    """Rows ``(leaf, row)``, those that are neighbours as ``(array, first, one past the last)``."""
+    spans: list[tuple[int, int, int]] = []
+    for leaf, row in rows:
+        lower = row
+        if spans and spans[-1][0] == leaf and spans[-1][2] == row:
+            lower = spans.pop()[1]
+        spans.append((leaf, lower, row + 1))
+    return [(leaves[leaf], lower, upper) for leaf, lower, upper in spans]
 
 
 def _assemble(parts: list[tuple[Any, int, int]], stacked: bool, stack: bool) -> Any:

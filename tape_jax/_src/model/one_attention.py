@@ -35,6 +35,10 @@ def layer_config(hidden_size: int, num_heads: int, **options: Any) -> ModelConfi
     # Two layers: the last layer of a model updates no state.
     config = ModelConfig(1, hidden_size, num_layers=2, num_heads=num_heads, **options)
     encoding = config.position
+    require(
+        config.position.of_layers(1)[0].member is None,
+        f"one layer has one encoding, not a schedule of several; got {encoding.kind!r}",
+    )
     if "embedding" in encoding.acts_on or encoding.input_params(config.sizes):
         raise NotImplementedError(
             f"the encoding {encoding.kind!r} acts at the embeddings, which one layer does not "
@@ -192,7 +196,7 @@ def _context(
     )
     if cache is not None:
         positions = jnp.broadcast_to(positions, (x.shape[0], slots))
-    if config.local_window_size is not None and segment_ids is not None:
+    if config.has_window and segment_ids is not None:
         if cache is None:
             counts = (places(segment_ids),) * 2
         else:

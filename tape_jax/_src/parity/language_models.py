@@ -31,7 +31,7 @@ from tape_jax._src.model.parameters import full_name
 from tape_jax._src.parity.deviations import TOLERANCE, Deviation, read_arrays, scaled_error
 from tape_jax._src.positions.ablations import split_tables
 from tape_jax._src.positions.fixed.rotary import RopeScaling
-from tape_jax._src.positions.protocol import default_positions
+from tape_jax._src.positions.protocol import OfLayer, default_positions
 
 Array = jax.Array
 Weights = dict[str, Any]
@@ -246,10 +246,10 @@ def convert(weights: Weights, golden: Golden, model: Transformer) -> Weights:
         "head": {"kernel": weights["lm_head.weight"].T},
     }
     variant = golden.variant
-    for start, stop, updates in model.runs:
-        position = updates or not variant.updates_only
-        blocks = [block_params(weights, variant, i, position=position) for i in range(start, stop)]
-        params[f"layers_{start}"] = jax.tree.map(lambda *x: jnp.stack(x), *blocks)
+    for blocks in model.blocks:
+        position = blocks.like.updates or not variant.updates_only
+        own = [block_params(weights, variant, i, position=position) for i in blocks.layers]
+        params[blocks.name] = jax.tree.map(lambda *x: jnp.stack(x), *own)
     return params
 
 
@@ -348,7 +348,7 @@ def _compare(golden: Golden, precision: str) -> Iterator[Deviation | str]:
 def _leaving_state(golden, model: Transformer, weights: Weights, states, places: Array) -> Any:
     """The state leaving the last layer, which the model itself never computes."""
     last = golden.layers - 1
-    block = Block(model.config, model.encoding, updates=True)
+    block = Block(model.config, OfLayer(model.encoding, None, True))
     params = block_params(weights, golden.variant, last, position=True)
     h = states.hidden[last]
     state = model.encoding.carry(states.position[last], h.shape[:-1], model.config.sizes)

@@ -17,13 +17,15 @@ from tape_jax._src.positions.contextual.path import PathAttention
 from tape_jax._src.positions.contextual.repo import Repo
 from tape_jax._src.positions.contextual.selective import SelectiveRope
 from tape_jax._src.positions.contextual.stickbreaking import StickBreaking
-from tape_jax._src.positions.creation import create, registry
+from tape_jax._src.positions.creation import registry
 from tape_jax._src.positions.fixed.additive import Abacus, Learned, Sinusoidal
 from tape_jax._src.positions.fixed.bias import Alibi, Fire, Kerple, T5Bias
 from tape_jax._src.positions.fixed.coupling import PositionCoupling
 from tape_jax._src.positions.fixed.rotary import PRope, RandomRope, Rope, Xpos, Yarn, rotary_state
+from tape_jax._src.positions.fixed.window import Window
 from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.positions.protocol import Encoding, Param
+from tape_jax._src.positions.schedule import Layers, create
 from tape_jax._src.positions.tape.encoding import Tape, init_update, tensor_state
 from tape_jax._src.positions.tape.update import update_state
 
@@ -42,6 +44,7 @@ __all__ = [
     "GrapePath",
     "Kerple",
     "Layer",
+    "Layers",
     "Learned",
     "MapFormerEM",
     "MapFormerWM",
@@ -63,6 +66,7 @@ __all__ = [
     "T5Bias",
     "Tape",
     "Terms",
+    "Window",
     "Xpos",
     "Yarn",
     "create",

@@ -23,6 +23,7 @@ ALONE = {
     "state": "has a position state",
     "logits": "rewrites the logits",
     "weights": "replaces the softmax",
+    "window": "bounds what is seen",
 }
 
 
@@ -78,6 +79,14 @@ class Combined(Encoding):
     def kind(self) -> str:  # type: ignore[override]
         """The kinds, joined by ``+``."""
         return "+".join(encoding.kind for encoding in self.encodings)
+
+    @property
+    def members(self) -> tuple[Encoding, ...]:
+        return self.encodings
+
+    @property
+    def local_window_size(self) -> int | tuple[int, int] | None:
+        return self._of("window").local_window_size
 
     @property
     def acts_on(self) -> tuple[str, ...]:  # type: ignore[override]

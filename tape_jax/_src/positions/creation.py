@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ from tape_jax._src.positions.fixed.additive import Abacus, Learned, Sinusoidal
 from tape_jax._src.positions.fixed.bias import Alibi, Fire, Kerple, T5Bias
 from tape_jax._src.positions.fixed.coupling import PositionCoupling
 from tape_jax._src.positions.fixed.rotary import PRope, RandomRope, Rope, RopeScaling, Xpos, Yarn
+from tape_jax._src.positions.fixed.window import Window
 from tape_jax._src.positions.protocol import Encoding
 from tape_jax._src.positions.tape.encoding import Tape
 
@@ -52,6 +54,7 @@ registry: dict[str, type[Encoding]] = {
         Repo,
         MapFormerWM,
         MapFormerEM,
+        Window,
         Alibi,
         Kerple,
         Fire,
@@ -96,13 +99,13 @@ Parts = list[tuple[type[Encoding], dict[str, Any]]]
 
 
 def kinds(kind: Any) -> list[str]:
-    """The names of the encodings in a name, which are joined by ``+``.
+    """The names of the encodings in a name, which are joined by ``+`` and, layer by layer, ``/``.
 
     Raises:
       ValueError: for an unknown one; the message names the nearest known one.
     """
     names: list[str] = [] if isinstance(kind, str) else [kind]
-    for name in kind.split("+") if isinstance(kind, str) else ():
+    for name in re.split("[+/]", kind) if isinstance(kind, str) else ():
         meant = ALIASES.get(name, name)
         names += meant.split("+") if "+" in meant else [name]
     for name in names:
@@ -116,7 +119,7 @@ def option_names(kind: Any) -> dict[str, tuple[type[Encoding], str]]:
     Raises:
       ValueError: as :func:`kinds` does.
     """
-    return _option_names([registry[name] for name in kinds(kind)])
+    return _option_names(list(dict.fromkeys(registry[name] for name in kinds(kind))))
 
 
 def _option_names(types: Sequence[type[Encoding]]) -> dict[str, tuple[type[Encoding], str]]:
@@ -132,7 +135,7 @@ def _option_names(types: Sequence[type[Encoding]]) -> dict[str, tuple[type[Encod
 
 def options_of(encoding: Encoding) -> dict[str, Any]:
     """``kind`` and all options, from which :func:`create` makes the encoding again."""
-    members = encoding.encodings if isinstance(encoding, Combined) else (encoding,)
+    members = encoding.members
     names = _option_names([type(member) for member in members])
     # Of two names of an option the short one, which comes first.
     called = {field: name for name, field in reversed(names.items())}
@@ -146,19 +149,7 @@ def options_of(encoding: Encoding) -> dict[str, Any]:
 
 
 def create(position: Any, **options: Any) -> Encoding:
-    """An encoding.
-
-    Args:
-      position: an encoding; its name; a mapping with the name, ``kind``, and options; or several of
-        these, or names joined by ``+``, for encodings that act together.
-      **options: further ones. Of several encodings, one that the one with a state has too is called
-        after its encoding: ``sinusoidal_base`` beside RoPE.
-
-    Raises:
-      ValueError: for an unknown name or option; the message names the nearest known one. For
-        encodings that do not go together. For an encoding that cannot be hashed: a model, which is
-        a key of compiled programs, could not be.
-    """
+    """The encoding of one layer; see ``schedule.create``."""
     encoding = position
     if options or not isinstance(position, Encoding):
         made = [_build(cls, values) for cls, values in with_options(_parts(position), options)]
@@ -172,6 +163,11 @@ def create(position: Any, **options: Any) -> Encoding:
 
 def _parts(position: Any) -> Parts:
     """The classes of encodings, and the options that are given with them."""
+    name = position if isinstance(position, str) else getattr(position, "kind", "")
+    require(
+        not (isinstance(name, str) and "/" in name),
+        f"a schedule cannot be combined, only the encodings in it; got {name!r}",
+    )
     if isinstance(position, Combined):
         return _parts(position.encodings)
     if isinstance(position, Encoding):

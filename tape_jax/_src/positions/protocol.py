@@ -30,9 +30,9 @@ from tape_jax._src.positions.layer import Layer, Terms
 Array = jax.Array
 State = Any
 
-# Where an encoding may act: of "embedding", "state", "logits" and "weights" one encoding of a
-# combination, of the others any number.
-PLACES = ("embedding", "state", "logits", "weights", "bias", "decay")
+# Where an encoding may act: of "bias" and "decay" any number of encodings of a combination, of each
+# of the others one.
+PLACES = ("embedding", "state", "logits", "weights", "bias", "decay", "window")
 
 # What an option of each type has to be: in words, and whether a value is that.
 OPTION_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
@@ -156,6 +156,30 @@ def default_positions(length: int) -> Array:
     return jnp.asarray(np.arange(length, dtype=np.int32))
 
 
+class OfLayer(NamedTuple):
+    """What one layer has of an encoding.
+
+    Attributes:
+      encoding: the layer's.
+      member: number of its position state among those of a schedule; None: there is one state.
+      updates: whether the layer updates it.
+    """
+
+    encoding: Encoding
+    member: int | None
+    updates: bool
+
+    def own(self, states: State) -> State:
+        """The layer's state."""
+        return states if self.member is None else states[self.member]
+
+    def with_own(self, states: State, new: State) -> State:
+        """Inverse of :meth:`own`: the state, or those of a schedule, with the layer's replaced."""
+        if self.member is None:
+            return new
+        return (*states[: self.member], new, *states[self.member + 1 :])
+
+
 @dataclasses.dataclass(frozen=True)
 class Encoding:
     """No position encoding at all; the base of every other one.
@@ -190,6 +214,20 @@ class Encoding:
                 words, fits = OPTION_TYPES[kind]
                 require(fits(value), f"{cls.kind}: {name} must be {words}; got {value!r}")
         return super().__new__(cls)
+
+    @property
+    def members(self) -> tuple[Encoding, ...]:
+        """The encodings that it is made of."""
+        return (self,)
+
+    def of_layers(self, num_layers: int) -> list[OfLayer]:
+        """What each layer of a model has of it."""
+        return [OfLayer(self, None, self.updates(i, num_layers)) for i in range(num_layers)]
+
+    @property
+    def local_window_size(self) -> int | tuple[int, int] | None:
+        """As in ``ModelConfig``, for an encoding that bounds what is seen; None: the model's."""
+        return None
 
     @property
     def coordinate_axes(self) -> int:

@@ -144,7 +144,7 @@ def parameters(model: Transformer, family: Family) -> list[StoredParameter]:
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     key = jax.eval_shape(functools.partial(jax.random.key, 0))
     shapes = by_path(jax.eval_shape(plain.init, key, tokens)["params"])
-    stops, found = {start: stop for start, stop, _ in model.blocks}, []
+    ranges, found = {blocks.layers[0]: blocks.layers for blocks in model.blocks}, []
     paths = [path for path in NAMES if path in shapes]
     shared = collections.Counter(names[path] for path in paths)
     widths = {path: next(iter(shapes[path].values())).shape[-1] for path in paths}
@@ -155,7 +155,7 @@ def parameters(model: Transformer, family: Family) -> list[StoredParameter]:
             before = beside[: beside.index(path)]
             rows = (sum(widths[x] for x in before), sum(widths[x] for x in beside))
         for first, leaf in shapes[path].items():
-            layers = (first,) if first == OUTSIDE else range(first, stops[first])
+            layers = (first,) if first == OUTSIDE else ranges[first]
             found.append(
                 StoredParameter(
                     path=block_name(first, path),

@@ -17,11 +17,12 @@ from tape_jax._src.model.cache import (
     LayerCache,
     write_cache,
 )
-from tape_jax._src.model.config import Lora, runs
+from tape_jax._src.model.config import Lora, loops
 from tape_jax._src.model.inputs import Context
 from tape_jax._src.model.layers import MLP, Linear, Norm
 from tape_jax._src.model.parameters import declared_params
 from tape_jax._src.positions.protocol import (
+    OfLayer,
     default_positions,
 )
 from tests.models import random_variables, small_model
@@ -198,7 +199,7 @@ def test_a_cache_is_written_where_the_index_says():
 def test_block():
     x, e, context = inputs()
     encoding = positions.Tape(alpha=0.5, activation="tanh")
-    block = Block(CONFIG, encoding, updates=True, record=True)
+    block = Block(CONFIG, OfLayer(encoding, None, True), record=True)
     variables = random_params(block, (x, e), None, context, None)
     (h, state), (cache, entered) = jax.jit(block.apply)(variables, (x, e), None, context, None)
     assert cache is None
@@ -232,7 +233,7 @@ def test_a_packed_state():
 
 def test_a_packed_state_leaves_a_block_packed():
     x, e, context = inputs()
-    block = Block(CONFIG, positions.Tape(), updates=True, record=True)
+    block = Block(CONFIG, OfLayer(positions.Tape(), None, True), record=True)
     variables = random_params(block, (x, e), None, context, None)
     apply = jax.jit(block.apply)
     (h, state), (_, entered) = apply(variables, (x, e), None, context, None)
@@ -244,7 +245,7 @@ def test_a_packed_state_leaves_a_block_packed():
 
 def test_a_block_that_does_not_update_hands_the_state_on():
     x, e, context = inputs()
-    block = Block(CONFIG, positions.Tape(), updates=False)
+    block = Block(CONFIG, OfLayer(positions.Tape(), None, False))
     variables = random_params(block, (x, None), e, context, None)
     assert not [name for name in variables["params"] if name.startswith("position")]
     (_, state), _ = jax.jit(block.apply)(variables, (x, None), e, context, None)
@@ -252,14 +253,19 @@ def test_a_block_that_does_not_update_hands_the_state_on():
 
 
 @pytest.mark.parametrize(
-    ("flags", "expected"),
+    ("kinds", "expected"),
     [
-        ([True], [(0, 1, True)]),
-        ([False, True, True, False], [(0, 1, False), (1, 3, True), (3, 4, False)]),
+        ("a", [(0, 1, 1)]),
+        ("abba", [(0, 1, 1), (1, 1, 2), (3, 1, 1)]),
+        ("aaab", [(0, 1, 3), (3, 1, 1)]),
+        ("aabaab", [(0, 3, 2)]),
+        ("aabaabaa", [(0, 3, 2), (6, 1, 2)]),
+        ("abcabd", [(0, 1, 1), (1, 1, 1), (2, 1, 1), (3, 1, 1), (4, 1, 1), (5, 1, 1)]),
+        ("aaaaab" * 10 + "aa", [(0, 6, 10), (60, 1, 2)]),
     ],
 )
-def test_runs(flags, expected):
-    assert runs(flags) == expected
+def test_loops(kinds, expected):
+    assert loops(kinds) == expected
 
 
 def test_default_positions():

@@ -62,7 +62,7 @@ def test_parameters_of_the_encoding_are_told_from_the_others():
     """Those of the layers as it names them; and exchanged, those of the embeddings too."""
     model = small_model(positions.Tape(layers=(1, 3)), num_layers=5)
     params = random_variables(model)["params"]
-    own = layer_params(model, params)
+    (own,) = layer_params(model, params).values()
     assert [sorted(layer) for layer in own] == [[], ["down", "mix", "up", "wx"], []]
     assert own[1]["up"] is params["layers_1"]["position_up"]
 
@@ -128,5 +128,5 @@ def test_layouts_that_do_not_fit():
     with pytest.raises(ValueError, match="have layers_3, the model has layers_0, layers_4"):
         restack({"layers_3": {"x": np.ones(2)}}, LAYOUTS["0-4, 4-5"], rope)
     tape = random_variables(LAYOUTS["0-4, 4-5"])["params"]
-    with pytest.raises(ValueError, match=r"position_down: 4 of the layers 0 to 4 have this"):
+    with pytest.raises(ValueError, match=r"position_down: 4 of the layers 0, 1, 2, 3, 4 have this"):
         restack(tape, LAYOUTS["0-4, 4-5"], rope)

@@ -18,10 +18,10 @@ from tests.selection import mostly_slow
 def unstacked(model, variables):
     """Variables of a scanned model for the same model with ``scan_layers=False``."""
     params = dict(variables["params"])
-    for start, stop, _ in model.runs:
-        stacked = params.pop(f"layers_{start}")
-        for i in range(start, stop):
-            params[f"layers_{i}"] = jax.tree.map(lambda x, j=i - start: x[j], stacked)
+    for blocks in model.blocks:
+        stacked = params.pop(blocks.name)
+        for i, layer in enumerate(blocks.layers):
+            params[f"layers_{layer}"] = jax.tree.map(lambda x, i=i: x[i], stacked)
     return {"params": params}
 
 

@@ -106,9 +106,9 @@ def test_only_updating_layers_have_parameters_and_never_the_last(layers, updatin
         i for i in range(4) if any(name.startswith("position") for name in params[f"layers_{i}"])
     }
     assert having == updating
-    assert {i for a, b, updates in model.runs if updates for i in range(a, b)} == updating
+    assert {i for blocks in model.blocks if blocks.like.updates for i in blocks.layers} == updating
     cache = jax.eval_shape(lambda: init_cache(model, 1, 3))
-    assert [layer.e is not None for layer in cache.layers] == [u for _, _, u in model.blocks]
+    assert [layer.e is not None for layer in cache.layers] == [x.like.updates for x in model.blocks]
 
 
 def test_only_updating_layers_change_the_state():

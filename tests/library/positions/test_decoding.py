@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tape_jax import RandomPositions, Transformer, init_cache
-from tape_jax.positions import RandomRope, Rope, Tape, Xpos, create
+from tape_jax.positions import Layers, RandomRope, Rope, Tape, Xpos, create
 from tests import drawn
 from tests.drawn import Batch
 from tests.models import encoding, random_variables, small_model
@@ -67,13 +67,15 @@ CASES = {
     "some heads, fire": (create("fire", on_heads=2), None),
     "some heads, kerple": (create("rope+kerple", on_heads=1), None),
     "some heads, t5": (create("rope+t5", on_heads=3), None),
+    "schedule": (create("tape+window/none/tape+window/rope+fox", size=2, base=50.0), None),
+    "schedule by heads": (Layers([Tape(head_shift=2.0), RandomRope(range=16)]), None),
     "spaced": (Tape(), "spaced"),
     "stretched": (Tape(), "stretched"),
     "shifted": (Tape(), "shifted"),
     "spaced learned": (encoding("learned"), "spaced"),
     "stretched fire": (encoding("fire", threshold=3.0), "stretched"),
 }
-QUICK = ("degree", "tape", "rope", "some heads", "stretched")
+QUICK = ("degree", "tape", "rope", "some heads", "schedule", "stretched")
 
 
 def model_of(name: str) -> Transformer:
@@ -82,7 +84,8 @@ def model_of(name: str) -> Transformer:
     types = {"dtype": "float64", "param_dtype": "float64"}
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
     drawn_from = None if draw is None else RandomPositions(draw, 40)
-    return small_model(position, random_positions=drawn_from, **types, **sizes)
+    layers = 5 if isinstance(position, Layers) else 3
+    return small_model(position, num_layers=layers, random_positions=drawn_from, **types, **sizes)
 
 
 @pytest.mark.parametrize("name", mostly_slow(CASES, *QUICK))

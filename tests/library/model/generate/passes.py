@@ -36,6 +36,7 @@ VARIANTS = {
     "a range of layers": {"position": tape(layers=(1, 3)), "num_layers": 5},
     "not scanned": {"position": tape(layers=(1, 2)), "scan_layers": False, "tie_embeddings": True},
     "window": {"position": tape(), "local_window_size": 3},
+    "a schedule": {"position": "tape+window/tape+window/tape/fox", "num_layers": 9},
     "window, bias": {"position": positions.Alibi(), "local_window_size": 4},
     "a draw for each layer": {"position": positions.RandomRope(range=64, each_layer=True)},
 }

@@ -280,7 +280,7 @@ def test_gated_and_content_free_starts():
 def test_layers_before_the_first_that_chooses_positions_have_rope():
     late = positions.Repo(first_layer=2, base=10_000.0)
     model, tokens = small_model(late), jnp.arange(5)[None]
-    assert [x for *_, x in model.runs] == [False, True]
+    assert [blocks.like.updates for blocks in model.blocks] == [False, True]
     variables = random_variables(model)
     assert not any(name.startswith("position") for name in variables["params"]["layers_0"])
     rope = small_model("rope", num_layers=2)

@@ -1,0 +1,249 @@
+"""A schedule: layers of one model with unlike encodings."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from tape_jax._src.core.checks import nearest, positive, require, set_field
+from tape_jax._src.core.sizes import Sizes
+from tape_jax._src.positions import creation
+from tape_jax._src.positions.layer import Layer, Terms
+from tape_jax._src.positions.protocol import Encoding, OfLayer, Param, State
+
+Array = jax.Array
+
+# What a schedule has no place for: it begins at the first layer.
+BEFORE_LAYERS = ("embed", "coordinates", "start_from_embeddings", "locate")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers(Encoding):
+    """An encoding for each layer: a pattern that repeats until all layers have one.
+
+    >>> Layers(["rope+window", "rope+window", "rope"]).kind
+    'rope+window/rope+window/rope'
+    >>> Layers("rope", every={4: "none"}).kind
+    'rope/rope/rope/none'
+
+    Equal encodings are one, with one position state, which only its own layers read and update. So
+    its last layer in a model updates nothing, and a layer that is to read the state that TAPE has
+    updated needs that encoding itself.
+
+    Attributes:
+      encodings: the pattern: encodings, or what :func:`create` makes them of.
+      every: of each ``n``-th layer, counted from 1, another one.
+
+    Raises:
+      ValueError: for an encoding that also acts before the first layer, such as ``sinusoidal``, or
+        encodings that take unlike numbers of coordinates.
+    """
+
+    encodings: Any
+    every: dataclasses.InitVar[Mapping[int, Any] | None] = None
+
+    def __post_init__(self, every: Mapping[int, Any] | None):
+        given = self.encodings
+        one = isinstance(given, str | Mapping | Encoding) or not isinstance(given, Sequence)
+        entries = [given] if one else list(given)
+        require(bool(entries), f"a schedule needs an encoding; got {given!r}")
+        pattern = [create(entry) for entry in entries]
+        others = {positive("every", n): create(entry) for n, entry in (every or {}).items()}
+        length = math.lcm(len(pattern), *others)
+        pattern = [pattern[i % len(pattern)] for i in range(length)]
+        for n, other in others.items():
+            pattern[n - 1 :: n] = [other] * (length // n)
+        set_field(self, "encodings", tuple(pattern))
+        for encoding in self.members:
+            for place in BEFORE_LAYERS:
+                require(
+                    getattr(type(encoding), place) is getattr(Encoding, place),
+                    f"{encoding.kind!r} acts before the first layer, which a schedule of layers "
+                    f"has no place for; got {self.kind!r}",
+                )
+        axes = {x.kind: x.coordinate_axes for x in self.distinct if x.reads_positions}
+        require(
+            len(set(axes.values())) < 2,
+            f"encodings of one schedule take as many coordinates as each other; got {axes}",
+        )
+        require(
+            not any(isinstance(x, Layers) for x in pattern),
+            f"a schedule cannot be part of another; got {self.kind!r}",
+        )
+
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        """The kinds of the pattern, joined by ``/``."""
+        return "/".join(encoding.kind for encoding in self.encodings)
+
+    @property
+    def distinct(self) -> tuple[Encoding, ...]:
+        """Each encoding once; of each there is a state."""
+        return tuple(dict.fromkeys(self.encodings))
+
+    @property
+    def members(self) -> tuple[Encoding, ...]:
+        return tuple(dict.fromkeys(x for one in self.distinct for x in one.members))
+
+    @property
+    def acts_on(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Everything that one of them acts on."""
+        return tuple(dict.fromkeys(x for one in self.distinct for x in one.acts_on))
+
+    @property
+    def takes_drawn(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The kinds that all of them take."""
+        takes = [x.takes_drawn for x in self.distinct if x.reads_positions]
+        return tuple(x for x in Encoding.takes_drawn if all(x in kinds for kinds in takes))
+
+    def of_layers(self, num_layers: int) -> list[OfLayer]:
+        pattern = itertools.islice(itertools.cycle(self.encodings), num_layers)
+        numbers = [self.distinct.index(x) for x in pattern]
+        found = []
+        for layer, n in enumerate(numbers):
+            encoding, before = self.distinct[n], numbers[:layer].count(n)
+            found.append(OfLayer(encoding, n, encoding.updates(before, numbers.count(n))))
+        return found
+
+    def updates(self, layer: int, num_layers: int) -> bool:
+        return self.of_layers(num_layers)[layer].updates
+
+    @property
+    def coordinate_axes(self) -> int:
+        return next((x.coordinate_axes for x in self.distinct if x.reads_positions), 1)
+
+    @property
+    def attends_state(self) -> bool:
+        return any(x.attends_state for x in self.distinct)
+
+    @property
+    def starts_by_head(self) -> bool:
+        return any(x.starts_by_head for x in self.distinct)
+
+    @property
+    def reads_positions(self) -> bool:
+        return any(x.reads_positions for x in self.distinct)
+
+    @property
+    def reads_start(self) -> bool:
+        return any(x.reads_start for x in self.distinct)
+
+    @property
+    def rewrites_keys(self) -> bool:  # type: ignore[override]
+        """Whether one of them does."""
+        return any(x.rewrites_keys for x in self.distinct)
+
+    def check(self, sizes: Sizes) -> None:
+        require(
+            len(self.encodings) <= sizes.num_layers,
+            f"a schedule of {len(self.encodings)} layers does not fit a model of "
+            f"{sizes.num_layers}; got {self.kind!r}",
+        )
+        numbers = [x.member for x in self.of_layers(sizes.num_layers)]
+        for n, encoding in enumerate(self.distinct):
+            encoding.check(dataclasses.replace(sizes, num_layers=numbers.count(n)))
+
+    def max_length(self) -> int | None:
+        limits = [x.max_length() for x in self.distinct]
+        return min((n for n in limits if n is not None), default=None)
+
+    def input_params(self, sizes: Sizes) -> dict[str, Param]:
+        return {
+            f"{n}_{name}": spec
+            for n, encoding in enumerate(self.distinct)
+            for name, spec in encoding.input_params(sizes).items()
+        }
+
+    def start(
+        self,
+        positions: Array,
+        sizes: Sizes,
+        *,
+        params: dict[str, Array] | None = None,
+        **options: Any,
+    ) -> State:
+        """The states of all, in the order of :attr:`distinct`."""
+
+        def own(n: int) -> dict[str, Array] | None:
+            prefix = f"{n}_"
+            named = {k: x for k, x in (params or {}).items() if k.startswith(prefix)}
+            return {k.removeprefix(prefix): x for k, x in named.items()} or None
+
+        return tuple(
+            encoding.start(positions, sizes, params=own(n), **options)
+            for n, encoding in enumerate(self.distinct)
+        )
+
+    @property
+    def update_implementations(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(x for one in self.distinct for x in one.update_implementations))
+
+    def layer_params(self, sizes: Sizes, *, updates: bool) -> dict[str, Param]:
+        raise self._differs("parameters")
+
+    def layer_terms(self, params: dict[str, Array], layer: Layer) -> Terms:
+        raise self._differs("terms")
+
+    def rotation(self, state: State) -> tuple[Array | None, Array | None]:
+        raise self._differs("a rotation")
+
+    def _differs(self, what: str) -> NotImplementedError:
+        return NotImplementedError(
+            f"a schedule has {what} of each layer, not of all (of_layers); got {self.kind!r}"
+        )
+
+
+def create(position: Any, **options: Any) -> Encoding:
+    """An encoding, or a schedule of them.
+
+    Args:
+      position: an encoding; its name; a mapping with the name, ``kind``, and options; several of
+        these, or names joined by ``+``, for encodings that act together; or names joined by ``/``,
+        for a pattern of layers (:class:`Layers`).
+      **options: further ones. Of several encodings, one that the one with a state has too is called
+        after its encoding: ``sinusoidal_base`` beside RoPE. In a schedule every encoding gets those
+        that it has.
+
+    Raises:
+      ValueError: for an unknown name or option; the message names the nearest known one. For
+        encodings that do not go together. For an encoding that cannot be hashed: a model, which is
+        a key of compiled programs, could not be.
+    """
+    if isinstance(position, Mapping) and "/" in str(position.get("kind", "")):
+        options = {name: x for name, x in position.items() if name != "kind"} | options
+        position = options.pop("encodings", position["kind"])
+        position = position if isinstance(position, str) else Layers(position)
+    if isinstance(position, Layers):
+        require(
+            not options,
+            f"options of a schedule stand with its encodings; got {', '.join(options)} beside "
+            f"{position.kind!r}",
+        )
+        return position
+    if not (isinstance(position, str) and "/" in position):
+        return creation.create(position, **options)
+    entries, left = [], dict(options)
+    for kind in position.split("/"):
+        known = creation.option_names(kind)
+        entries.append(creation.create(kind, **{k: options[k] for k in options if k in known}))
+        left = {k: x for k, x in left.items() if k not in known}
+    if left:
+        known = creation.option_names(position)
+        name = next(iter(left))
+        raise ValueError(
+            f"unknown field {name!r} of position encoding {position!r}{nearest(name, known)}; "
+            f"fields: {', '.join(known)}"
+        )
+    return Layers(entries)
+
+
+def options_of(encoding: Encoding) -> dict[str, Any]:
+    """``kind`` and all options, from which :func:`create` makes the encoding again."""
+    if isinstance(encoding, Layers):
+        return {"kind": encoding.kind, "encodings": [options_of(x) for x in encoding.encodings]}
+    return creation.options_of(encoding)

@@ -1,0 +1,175 @@
+"""Schedules: which encoding, state and window each layer has, whatever the loops over layers."""
+
+import dataclasses
+import math
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tape_jax import ModelConfig, RopeScaling, Transformer, adapt, init_cache
+from tape_jax._src.model.block import Block, unpacked
+from tape_jax._src.model.inputs import Context
+from tape_jax._src.model.layout import replaced, restack
+from tape_jax.positions import Layers, Rope, Tape, Window, create, options_of
+from tests.library.model.calls import loss_and_gradients, random_tokens, run
+from tests.models import random_variables, small_model
+from tests.selection import mostly_slow
+
+LOCAL = create("tape+window", size=2, base=50.0)
+# Two states that are updated, one window, one layer without any, in a pattern and a rest.
+POSITION = Layers([LOCAL, "tape", "none"])
+SIZES = {"num_layers": 12, "num_heads": 4, "num_kv_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (Layers("rope", every={4: "none"}), "rope/rope/rope/none"),
+        (Layers("rope", every={2: "none", 3: "alibi"}), "rope/none/alibi/none/rope/alibi"),
+        (Layers(["rope", "none"], every={3: "fox"}), "rope/none/fox/none/rope/fox"),
+        ("rope+window/rope", "rope+window/rope"),
+        ({"kind": "rope/tape", "norm": "rms"}, "rope/tape"),
+    ],
+)
+def test_patterns(given, expected):
+    made = create(given)
+    assert made.kind == expected
+    assert create(options_of(made)) == made
+    assert create(dataclasses.asdict(made)) == made
+
+
+def test_options_go_to_those_that_have_them():
+    made = create("rope+window/rope/none", base=50.0, size=(3, 0))
+    rope = Rope(base=50.0)
+    assert made.encodings == (create([rope, Window((3, 0))]), rope, create("none"))
+
+
+def test_what_layers_have():
+    tape, rope = Tape(), Rope()
+    found = Layers([tape, rope, "none"]).of_layers(7)
+    assert [one.encoding.kind for one in found] == ["tape", "rope", "none"] * 2 + ["tape"]
+    assert [one.member for one in found] == [0, 1, 2, 0, 1, 2, 0]
+    # Nothing reads the state behind the last layer that has it.
+    assert [one.updates for one in found] == [True, False, False, True, False, False, False]
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_each_layer_is_a_block_of_its_encoding(scan_layers):
+    model = small_model(POSITION, scan_layers=scan_layers, **SIZES)
+    variables, tokens = random_variables(model), random_tokens(2, 7)
+    _, states = run(model, variables, tokens, return_states=True)
+    context = Context(jnp.arange(7), None, None, 0, True)
+    single = replaced(model, scan_layers=False)
+    params = restack(variables["params"], model, single)
+    expected = [LOCAL, Tape(), create("none")] * 4
+    for layer, like in enumerate(POSITION.of_layers(12)):
+        assert like.encoding == expected[layer]
+        state = like.own(states.position[layer])
+        one = dataclasses.replace(model.config, position=like.encoding)
+        block = Block(one, like._replace(member=None))
+        if like.updates:
+            state = like.encoding.carry(state, (2, 7), model.config.sizes)
+        carry = (states.hidden[layer], state if like.updates else None)
+        own = {"params": params[f"layers_{layer}"]}
+        (h, new), _ = block.apply(own, carry, state, context, None)
+        chex.assert_trees_all_close(h, states.hidden[layer + 1], atol=1e-5)
+        if like.updates:
+            following = like.own(states.position[layer + 1])
+            chex.assert_trees_all_close(unpacked(new), following, atol=1e-5)
+            assert float(jnp.abs(following - state).max()) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "options",
+    mostly_slow(
+        [{"remat": "none"}, {"remat": "full"}, {"remat": "dots"}, {"remat": "groups"}],
+        {"remat": "groups"},
+    ),
+)
+def test_loops_over_patterns_change_nothing(options):
+    model = small_model(POSITION, **options, **SIZES)
+    repeated = [(blocks.name, list(blocks.layers)) for blocks in model.config.loops[0]]
+    assert repeated == [("layers_0", [0, 3, 6]), ("layers_1", [1, 4, 7]), ("layers_2", [2, 5, 8])]
+    variables, tokens = random_variables(model), random_tokens(2, 6)
+    single = replaced(model, scan_layers=False, remat="none")
+    apart = {"params": restack(variables["params"], model, single)}
+    loss, gradients = loss_and_gradients(model, variables, tokens)
+    expected, wanted = loss_and_gradients(single, apart, tokens)
+    chex.assert_trees_all_close(loss, expected, rtol=1e-5)
+    back = restack(wanted["params"], single, model)
+    chex.assert_trees_all_close(gradients["params"], back, atol=1e-5)
+
+
+def test_one_loop_for_a_pattern():
+    model = small_model("rope+window/rope+window/rope", num_layers=12)
+    (loop,) = model.config.loops
+    assert [list(blocks.layers) for blocks in loop] == [
+        [0, 3, 6, 9],
+        [1, 4, 7, 10],
+        [2, 5, 8, 11],
+    ]
+    lowered = jax.jit(model.apply).lower(random_variables(model), random_tokens(1, 4))
+    once = lowered.as_text().count("stablehlo.while")
+    assert once == 1
+
+
+def test_windows_by_layer():
+    """A token reaches as far back as the windows together let it."""
+    model = small_model(Layers([Window(1), Window(3)]), num_layers=2)
+    variables, tokens = random_variables(model), random_tokens(1, 12)
+    changed = tokens.at[0, 4].set((tokens[0, 4] + 1) % 13)
+    before, after = (run(model, variables, x) for x in (tokens, changed))
+    moved = jnp.abs(before - after).max((0, 2)) > 1e-7
+    assert jnp.flatnonzero(moved).tolist() == [4, 5, 6, 7, 8]
+
+
+def test_retrofit_changes_the_rotary_layers_alone():
+    model = small_model("rope+window/rope/none", num_layers=7, num_heads=4, num_kv_heads=2)
+    variables, tokens = random_variables(model), random_tokens(2, 9)
+    taped, new = adapt.add_tape(model, variables, key=jax.random.key(0), norm="rms")
+    assert taped.encoding.kind == "tape+window/tape/none"
+    chex.assert_trees_all_close(run(taped, new, tokens), run(model, variables, tokens), atol=1e-5)
+    scaled = adapt.with_scaling(model, RopeScaling("linear", 2.0))
+    windowed, full, none = scaled.encoding.encodings
+    assert windowed.members[0].scaling.kind == "none"
+    assert (full.scaling.factor, none.kind) == (2.0, "none")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Layers([]), "needs an encoding"),
+        (lambda: Layers(["rope", "sinusoidal"]), "'sinusoidal' acts before the first layer"),
+        (lambda: Layers(["rope", "mapformer_em"]), "'mapformer_em' acts before the first layer"),
+        (lambda: Layers(["rope", "rope/none"]), "cannot be part of another"),
+        (lambda: Layers([Rope(axes=2), "alibi"]), "as many coordinates"),
+        (lambda: Layers("rope", every={0: "none"}), "every must be a positive integer"),
+        (lambda: create(["rope/none", "alibi"]), "cannot be combined"),
+        (lambda: create([Layers(["rope", "none"]), "alibi"]), "cannot be combined"),
+        (lambda: create("rope/none", bsae=3.0), "did you mean 'base'"),
+        (lambda: create(Layers(["rope", "none"]), base=3.0), "stand with its encodings"),
+        (lambda: small_model("rope/rope/rope/none"), "schedule of 4 layers does not fit.* of 3"),
+        (lambda: small_model("rope+window/rope", local_window_size=3), "give one of them"),
+        (lambda: create("rope+window", size=-1), "window: size must be an integer from 0 on"),
+        (lambda: Window(None), "window: size must be"),
+        (lambda: small_model(Layers([Tape(layers=(0, 3)), "none"])), "goes past the model's 2"),
+    ],
+)
+def test_refusals(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_cache_of_another_schedule_is_refused():
+    model, other = small_model("rope/none"), small_model("none/rope")
+    with pytest.raises(ValueError, match="another encoding"):
+        run(model, random_variables(model), random_tokens(1, 2), cache=init_cache(other, 1, 4))
+
+
+def test_config_round_trip():
+    config = ModelConfig(13, 16, 4, 2, position="rope+window/tape")
+    assert ModelConfig(**dataclasses.asdict(config)) == config
+    assert math.prod(len(x) for x in config.loops) == 1
+    assert Transformer(config).blocks[0].like.encoding.kind == "rope+window"
