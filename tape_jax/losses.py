@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 
-from tape_jax._src.core.algebra import at_least_32_bits, at_least_float32
+from tape_jax._src.core.algebra import at_least_32_bits, at_least_float32, capped
 from tape_jax._src.core.checks import require
 from tape_jax._src.core.explicit import automatic_inside
 from tape_jax._src.core.sharding import Sharding, constrain
@@ -32,6 +32,7 @@ def cross_entropy(
     weights: Array | None = None,
     *,
     chunk: int | None = None,
+    logit_softcap: float | None = None,
     sharding: Sharding | None = None,
 ) -> Array:
     """Cross entropy of the logits ``hidden @ kernel``, of which only a chunk exists at a time.
@@ -47,6 +48,8 @@ def cross_entropy(
         elsewhere others make the loss and its gradients NaN.
       weights: of the tokens, ``[..., T]``; None: 1 each.
       chunk: tokens of each sequence in a chunk; None: as many as ``CHUNK_LOGITS`` allows.
+      logit_softcap: bound ``c`` of the logits, which become ``c tanh(logits / c)``
+        (``ModelConfig.final_logit_softcap``); None: none.
       sharding: a mesh and rules; ``hidden`` is then ``[B, T, D]``.
 
     Returns:
@@ -87,7 +90,7 @@ def cross_entropy(
         flat = x if sharding is not None else x.reshape(-1, dim)
         logits = (flat @ kernel.astype(x.dtype)).reshape(*targets.shape, -1)
         logits = constrain(sharding, logits, "batch", "sequence", None, "vocab")
-        logits = logits.astype(total.dtype)
+        logits = capped(logits.astype(total.dtype), logit_softcap)
         known = (targets >= 0) & (targets < kernel.shape[1])
         index = jnp.where(known, targets, 0)[..., None]
         chosen = jnp.take_along_axis(logits, index, axis=-1)[..., 0]

@@ -249,7 +249,8 @@ def part_loss(
         loss = weighted_loss(out, *wanted)
     else:
         kernel = model.output_kernel(variables)
-        loss = cross_entropy(out, kernel, *wanted, sharding=model.sharding)
+        softcap = model.config.final_logit_softcap
+        loss = cross_entropy(out, kernel, *wanted, logit_softcap=softcap, sharding=model.sharding)
     if experts is None:
         return loss, {"loss": loss}
     added, means = added_by_routers(sown, experts)

@@ -12,6 +12,7 @@ import numpy as np
 
 from tape_jax._src import positions
 from tape_jax._src.core.checks import require
+from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.model.decoder import (
     Transformer,
 )
@@ -21,6 +22,12 @@ from tape_jax._src.positions.protocol import Encoding
 
 # Entries per axis of a parameter's matrix, at least, that enter the fingerprint.
 SAMPLES = 16
+# Fields that older fingerprints lack; they stand there where they are used.
+LATER = (
+    *("biases", "qk_norm", "norms", "norm", "zero_centered_norms", "activation", "parallel_block"),
+    *("embedding_scale", "residual_scale", "query_scale", "logits_scaling", "logit_softcap"),
+    "final_logit_softcap",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +85,8 @@ def fingerprint(model: Transformer, variables: Any) -> Fingerprint:
         "norm_eps": c.norm_eps,
         "tie_embeddings": c.tie_embeddings,
         "position": encoding_to_json(model.encoding),
-        # Fields that older fingerprints lack stand where they are used.
         **({"experts": dataclasses.asdict(c.experts)} if c.experts else {}),
-        **({"biases": c.biases} if c.biases else {}),
-        **({"qk_norm": c.qk_norm} if c.qk_norm else {}),
+        **{name: x for name in LATER if (x := getattr(c, name)) != getattr(ModelConfig, name)},
     }
     tensors = {}
     for path, leaves in sorted(by_path(variables["params"]).items()):

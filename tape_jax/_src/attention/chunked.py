@@ -27,7 +27,6 @@ from tape_jax._src.attention.block_bias import (
 )
 from tape_jax._src.attention.request import (
     Request,
-    capped,
     from_rows,
     hide,
     pairs_to_rows,
@@ -258,7 +257,7 @@ def _scores(blocks: Blocks, arrays: Arrays, i: Array, j: Array) -> Array:
     """Scaled, bounded logits of one block, ``[B, Hk, G * block_q, block_k]``."""
     q = _take(arrays.q, i, blocks.rows, 2)
     k = _take(arrays.k, j, blocks.block_k, 2)
-    return capped(_product("bhrd,bhkd->bhrk", q, k) * blocks.scale, blocks.softcap)
+    return algebra.capped(_product("bhrd,bhkd->bhrk", q, k) * blocks.scale, blocks.softcap)
 
 
 def _logits(

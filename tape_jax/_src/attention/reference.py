@@ -19,13 +19,13 @@ from tape_jax._src.attention.request import (
     AttentionRows,
     Request,
     RowFunction,
-    capped,
     decays,
     from_rows,
     hide,
     pairs_to_rows,
     to_rows,
 )
+from tape_jax._src.core import algebra
 
 Array = jax.Array
 
@@ -50,7 +50,7 @@ def attend(request: Request) -> tuple[Array, Array | None]:
     # Heads before time: XLA's batched products are twice as fast in this order on a CPU.
     q = to_rows(q, request.kv_heads, request.query_length)
     k = k.transpose(0, 2, 1, 3)
-    logits = capped(product("bhrd,bhkd->bhrk", q, k) * request.scale, request.softcap)
+    logits = algebra.capped(product("bhrd,bhkd->bhrk", q, k) * request.scale, request.softcap)
     visible = request.visibility.pairs(request.query_length, request.key_length)
     rows = _rows(request, visible) if request.needs_rows else None
     logits = _by_rows(request.logits_fn, logits, rows, request)

@@ -40,7 +40,7 @@ class Request:
         float64; see :func:`decays`. Or None.
       visibility: which keys a query sees, and the offset of the queries.
       scale: factor on the logits.
-      softcap: bound of the scaled logits, or None; see :func:`capped`.
+      softcap: bound of the scaled logits, or None; see :func:`algebra.capped`.
       logits_fn, weights_fn: of logits ``[B, Hq, Q, K]`` and :class:`AttentionRows`, to as many
         logits and to weights, or None.
       keys_rotated, attend_state, interpret, sharding: as in :func:`tape_jax.attention`.
@@ -146,11 +146,6 @@ def scaled_beforehand(q: Array, scale: float) -> tuple[Array, float]:
     1e9 the largest one then differs from the maximum by hundreds, and the softmax overflows.
     """
     return (q, scale) if q.dtype.itemsize < 4 else (q * scale, 1.0)
-
-
-def capped(logits: Array, softcap: float | None) -> Array:
-    """Scaled logits between ``-softcap`` and ``softcap``; None: as they are."""
-    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
 def refuse_rows(request: Request) -> None:

@@ -46,6 +46,11 @@ def at_least_float32(dtype) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
+def capped(logits: Array, softcap: float | None) -> Array:
+    """Logits ``c tanh(logits / c)`` of a bound ``c``, or as they are if it is None."""
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+
+
 def is_tensor_form(state: Array, q: Shaped) -> bool:
     """Whether a state of ``q [batch..., T, H, D]`` has tensor form, which its axes tell.
 

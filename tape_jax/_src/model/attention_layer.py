@@ -20,7 +20,7 @@ from tape_jax._src.core.sharding import Sharding, constrain, splits_sequence
 from tape_jax._src.model.cache import Cache, LayerCache, entries, with_entries, write_cache
 from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.model.inputs import Context
-from tape_jax._src.model.layers import RMSNorm, projection
+from tape_jax._src.model.layers import Norm, projection
 from tape_jax._src.positions.layer import Layer, Order, Terms
 from tape_jax._src.positions.protocol import Encoding, State
 
@@ -77,14 +77,14 @@ class Attention(nn.Module):
         def heads(name: str, n: int, axis: str) -> Array:
             flat = linear(name, n * c.dim, ("embed", axis))(x)
             if c.qk_norm == "full" and name != "v":
-                flat = RMSNorm(c, name=f"{name}_norm")(flat)
+                flat = Norm(c, name=f"{name}_norm")(flat)
             split = flat.reshape(*x.shape[:-1], n, c.dim)
             return constrain(self.sharding, split, "batch", "sequence", axis)
 
         q = heads("q", c.num_heads, "heads")
         k, v = (heads(name, c.kv_heads, "kv_heads") for name in ("k", "v"))
         if c.qk_norm == "head":
-            q, k = RMSNorm(c, name="q_norm")(q), RMSNorm(c, name="k_norm")(k)
+            q, k = Norm(c, name="q_norm")(q), Norm(c, name="k_norm")(k)
         seen, options = prepared(
             c, self.encoding, params, x, (q, k, v), state, context, cache, self.sharding
         )
@@ -197,6 +197,8 @@ def prepared(
         "window_positions": None if config.shifted_groups else context.counts,
         **terms.keywords(),
     }
+    if config.logit_softcap is not None:
+        options["logit_softcap"] = config.logit_softcap
     if config.query_scale is not None:
         options.setdefault("scale", config.query_scale)
     return seen, options

@@ -15,9 +15,9 @@ from tape_jax._src.core.sharding import Sharding, constrain
 from tape_jax._src.model import experts
 from tape_jax._src.model.attention_layer import Attention
 from tape_jax._src.model.cache import LayerCache
-from tape_jax._src.model.config import ModelConfig, kinds_by_pairs
+from tape_jax._src.model.config import NORMS, ModelConfig, kinds_by_pairs
 from tape_jax._src.model.inputs import Context
-from tape_jax._src.model.layers import MLP, ExpertMLP, RMSNorm
+from tape_jax._src.model.layers import MLP, ExpertMLP, Norm
 from tape_jax._src.model.parameters import declare
 from tape_jax._src.positions.protocol import OfLayer, State
 from tape_jax._src.positions.tape.mixing import SUM_OVER_DEVICES
@@ -98,15 +98,18 @@ class Block(nn.Module):
         specs = encoding.layer_params(c.sizes, updates=updates)
         params = declare(self, "position", specs, c.param_dtype, self.sharding)
         attends_state = updates and encoding.attends_state
-        attention_norm = RMSNorm(c, name="attention_norm")
-        mlp_norm = RMSNorm(c, name="mlp_norm")
-        before = c.norms == "before"
+        before, after = NORMS[c.norms]
+
+        def normalized(of: str, name: str | None, x: Array) -> Array:
+            return x if name is None else Norm(c, name=f"{of}_{name}")(x)
+
+        entering = normalized("attention", before, h)
         out, attended, cache = Attention(
             c, encoding, attend_state=attends_state, sharding=self.sharding, name="attention"
-        )(attention_norm(h) if before else h, state, params, context, cache)
-        h = self._residual(h + self._scaled(out if before else attention_norm(out)))
-        x = self._mlp(mlp_norm(h) if before else h, context)
-        x = self._residual(x if before else mlp_norm(x))
+        )(entering, state, params, context, cache)
+        h = self._residual(h + self._scaled(normalized("attention", after, out)))
+        x = self._mlp(entering if c.parallel_block else normalized("mlp", before, h), context)
+        x = self._residual(normalized("mlp", after, x))
         if updates:
             options: dict[str, Any] = {} if self.sharding is None else {"sharding": self.sharding}
             if c.update_implementation is not None and encoding.update_implementations:

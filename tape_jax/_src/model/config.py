@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from tape_jax._src.attention import BACKENDS
@@ -30,6 +31,15 @@ from tape_jax._src.positions.schedule import create
 
 MLP_PROJECTIONS = ("gate", "up", "down")
 PROJECTIONS = ("q", "k", "v", "out", *MLP_PROJECTIONS)
+# Of the MLP's gate; ``gelu`` is jax.nn's, by tanh.
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": jax.nn.gelu,
+    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+    "relu": jax.nn.relu,
+}
+# What norms before and behind attention and MLP are called, after ``attention_`` and ``mlp_``.
+NORMS = {"before": ("norm", None), "after": (None, "norm"), "both": ("norm", "out_norm")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +221,9 @@ FIELDS: dict[str, Callable[[str, Any], Any]] = {
     "local_window_size": window,
     "shifted_groups": _or_none,
     **dict.fromkeys(("attention_implementation", "update_implementation"), _names),
-    **dict.fromkeys(("tie_embeddings", "scan_layers"), truth),
+    **dict.fromkeys(
+        ("tie_embeddings", "scan_layers", "zero_centered_norms", "parallel_block"), truth
+    ),
     "norm_eps": number,
     "init_scale": functools.partial(number, optional=True),
     "dtype": _one_of("model dtype", *FLOATS),
@@ -223,9 +235,14 @@ FIELDS: dict[str, Callable[[str, Any], Any]] = {
     "random_positions": _optional(RandomPositions),
     "biases": _projections,
     "qk_norm": _one_of_names("qk_norm", None, "head", "full"),
-    "norms": _one_of_names("norms", "before", "after"),
+    "norms": _one_of_names("norms", *NORMS),
+    "norm": _one_of_names("norm", "rms", "layer"),
+    "activation": _one_of_names("activation", *ACTIVATIONS),
     **dict.fromkeys(("embedding_scale", "residual_scale", "logits_scaling"), _positive_number),
-    "query_scale": functools.partial(_positive_number, optional=True),
+    **dict.fromkeys(
+        ("query_scale", "logit_softcap", "final_logit_softcap"),
+        functools.partial(_positive_number, optional=True),
+    ),
 }
 
 
@@ -248,7 +265,7 @@ class ModelConfig:
         as ``tape_jax.positions.Tape(norm="rms")``, or a mapping with the name, ``kind``, and
         options.
       random_positions: positions drawn in training in place of the given ones, or None.
-      norm_eps: epsilon of every RMSNorm.
+      norm_eps: epsilon of every norm.
       tie_embeddings: the output projection is the transposed embedding.
       max_length: longest sequence that the model accepts, in tokens; None: no limit of its own.
       dtype: compute type; parameters are kept in ``param_dtype``, position states in
@@ -274,12 +291,21 @@ class ModelConfig:
       qk_norm: ``head``: queries and keys are normalised head by head, before they are rotated, as
         in Qwen3; ``full``: over all heads at once, as in Olmo 2; None: not at all.
       norms: ``before``: what enters attention and MLP is normalised; ``after``: what leaves them
-        is, as in Olmo 2.
+        is, as in Olmo 2; ``both``, as in Gemma 2.
+      norm: ``rms``, or ``layer`` for a LayerNorm without bias, as in Cohere 2.
+      zero_centered_norms: norms multiply by ``1 + scale``, as in Gemma.
+      activation: of the MLP's gate, ``silu``, ``gelu`` (by tanh, as in ``jax.nn``), ``gelu_exact``
+        or ``relu``.
+      parallel_block: attention and MLP read the same normalised input and are added at once, as in
+        Cohere 2; there is no norm of the MLP then.
       embedding_scale, residual_scale: factors on embeddings, and on what attention and MLP add to
         the residual stream, as in Granite.
       query_scale: factor on the logits of attention, of encodings that have none of their own;
         None: ``head_dim ** -0.5``.
       logits_scaling: what logits are divided by.
+      logit_softcap: bound of the logits of attention, as in :func:`tape_jax.attention`.
+      final_logit_softcap: bound ``c`` of the model's logits, which become ``c tanh(logits / c)``,
+        as in Gemma 2; None: none.
       shifted_groups: for training on long sequences, attention inside this many groups of the
         sequence, shifted by half a group in half of the heads (LongLoRA); None: full attention.
     """
@@ -315,6 +341,12 @@ class ModelConfig:
     residual_scale: float = 1.0
     query_scale: float | None = None
     logits_scaling: float = 1.0
+    norm: str = "rms"
+    zero_centered_norms: bool = False
+    activation: str = "silu"
+    parallel_block: bool = False
+    logit_softcap: float | None = None
+    final_logit_softcap: float | None = None
 
     def __post_init__(self):
         for name, check in FIELDS.items():
@@ -403,7 +435,11 @@ class ModelConfig:
         )
 
     def _check_mlp(self) -> None:
-        """Raises ValueError for experts beside what they do not go together with."""
+        """Raises ValueError for an MLP, or experts, beside what does not go together with it."""
+        require(
+            not self.parallel_block or self.norms == "before",
+            f"model: parallel_block = True needs norms = 'before'; got norms = {self.norms!r}",
+        )
         targets = set(self.lora.targets if self.lora and self.experts else ())
         require(
             targets.isdisjoint(MLP_PROJECTIONS),

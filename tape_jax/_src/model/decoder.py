@@ -34,7 +34,7 @@ from tape_jax._src.model.block import (
 from tape_jax._src.model.cache import Cache, LayerCache, keep, write_cache
 from tape_jax._src.model.config import Blocks, ModelConfig
 from tape_jax._src.model.inputs import Call, Context, check_call
-from tape_jax._src.model.layers import Linear, RMSNorm
+from tape_jax._src.model.layers import Linear, Norm
 from tape_jax._src.model.parameters import create, declare, declared_params, gathered
 from tape_jax._src.positions.protocol import Encoding, Param, State, as_positions, table_rows
 
@@ -270,7 +270,7 @@ class Transformer(nn.Module):
         given = made if initial_state is None else initial_state
         state, time_axis = self._start(call, params, given)
         h, caches, hidden, states = self._blocks(h, state, call, return_states, sharding)
-        final = RMSNorm(c, name="final_norm")(h)
+        final = Norm(c, name="final_norm")(h)
         if call.cache is not None:
             # Traced, nothing else says that no slot was left.
             final = jnp.where(call.cache.index > call.cache.capacity, jnp.nan, final)
@@ -349,10 +349,11 @@ class Transformer(nn.Module):
 
     @nn.nowrap
     def _wide(self, logits: Array) -> Array:
-        """Logits as they are returned: scaled, in at least float32."""
-        logits = logits.astype(algebra.at_least_float32(self.config.dtype))
-        scale = self.config.logits_scaling
-        return logits if scale == 1 else logits / scale
+        """Logits as they are returned: scaled and bounded, in at least float32."""
+        c = self.config
+        logits = logits.astype(algebra.at_least_float32(c.dtype))
+        logits = logits if c.logits_scaling == 1 else logits / c.logits_scaling
+        return algebra.capped(logits, c.final_logit_softcap)
 
     @nn.nowrap
     def project(self, variables: Any, hidden: Array) -> Array:
@@ -380,7 +381,7 @@ class Transformer(nn.Module):
     def output_kernel(self, variables: Any) -> Array:
         """The output projection's kernel ``[hidden, vocab]``, for :mod:`tape_jax.losses`.
 
-        ``logits_scaling`` is in it.
+        ``logits_scaling`` is in it, ``final_logit_softcap`` is not.
         """
         params, scale = variables["params"], self.config.logits_scaling
         tied = self.config.tie_embeddings

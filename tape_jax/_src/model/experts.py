@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from tape_jax._src.core.algebra import at_least_float32
 from tape_jax._src.core.checks import require
 from tape_jax._src.core.sharding import Axes, Sharding, constrain
-from tape_jax._src.model.config import Experts
+from tape_jax._src.model.config import ACTIVATIONS, Experts
 
 Array = jax.Array
 
@@ -76,10 +76,10 @@ def router_logits(x: Array, kernel: Array, sharding: Sharding | None = None) -> 
     return checkpoint_name(product(x, kernel), PRODUCT)
 
 
-@functools.partial(jax.checkpoint, prevent_cse=False)
-def gated(gate: Array, up: Array) -> Array:
-    """``silu(gate) * up``, of which only the two are kept for the backward pass."""
-    return jax.nn.silu(gate) * up
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
+def gated(gate: Array, up: Array, activation: str) -> Array:
+    """``activation(gate) * up``, of which only the two are kept for the backward pass."""
+    return ACTIVATIONS[activation](gate) * up
 
 
 def mixture(
@@ -88,8 +88,9 @@ def mixture(
     kernels: Mapping[str, Array],
     experts: Experts,
     sharding: Sharding | None = None,
+    activation: str = "silu",
 ) -> tuple[Array, Array]:
-    """The weighted sum of ``down(silu(gate(x)) * up(x))`` over each token's experts.
+    """The weighted sum of ``down(activation(gate(x)) * up(x))`` over each token's experts.
 
     ``jax.lax.ragged_dot`` does the products. For TPUs XLA compiles it as a product by groups; for
     CPUs and NVIDIA GPUs (jax 0.11) it multiplies all ``k`` copies of a token by all experts and
@@ -101,6 +102,7 @@ def mixture(
       kernels: ``gate`` and ``up`` ``[E, D, F]``, ``down`` ``[E, F, D]``, in the type of ``x``.
       experts: how many a token takes.
       sharding: a mesh and rules, or None.
+      activation: a name in ``config.ACTIVATIONS``.
 
     Returns:
       ``[..., D]`` in the type of ``x``, and the numbers of the experts taken, int32 ``[..., k]``.
@@ -110,7 +112,7 @@ def mixture(
     """
     kernels = {name: kernels[name] for name in ("gate", "up", "down")}
     if sharding is None:
-        return _on_device(x, logits, kernels, experts, None)
+        return _on_device(x, logits, kernels, experts, None, activation)
     held = _token_axes(sharding)
     for axis in ("experts", "embed"):
         foreign = [name for name in sharding.mesh_axes(axis) if name not in held]
@@ -127,7 +129,9 @@ def mixture(
         sharding = dataclasses.replace(sharding, strict=True)
     tokens = sharding.spec((*TOKEN_AXES, None), x.shape, "the tokens of experts")
     specs = {name: sharding.spec(KERNEL_AXES[name], k.shape, name) for name, k in kernels.items()}
-    on_device = functools.partial(_on_device, experts=experts, sharding=sharding)
+    on_device = functools.partial(
+        _on_device, experts=experts, sharding=sharding, activation=activation
+    )
     out, chosen = jax.shard_map(
         on_device,
         mesh=sharding.inner,
@@ -143,6 +147,7 @@ def _on_device(
     kernels: Mapping[str, Array],
     experts: Experts,
     sharding: Sharding | None,
+    activation: str,
 ) -> tuple[Array, Array]:
     """As :func:`mixture`, for the tokens and the parts of kernels that one device has."""
     split = _split_axes(sharding)
@@ -157,7 +162,7 @@ def _on_device(
     # Said here, the sum of gradients over the parts of an expert is of tokens, not of rows.
     rows = _varying(x, split).reshape(-1, x.shape[-1])
     rows = _permuted(jnp.repeat(rows, experts.per_token, axis=0), order)
-    rows = product(gated(product(rows, "gate"), product(rows, "up")), "down")
+    rows = product(gated(product(rows, "gate"), product(rows, "up"), activation), "down")
     rows = _permuted(rows, jnp.argsort(order)).reshape(*chosen.shape, -1)
     out = jnp.einsum("...kd,...k->...d", rows, weights.astype(x.dtype))
     return (lax.psum(out, split) if split else out), chosen

@@ -29,19 +29,26 @@ from tape_jax._src.positions.protocol import Param
 Array = jax.Array
 
 
-class RMSNorm(nn.Module):
-    """Root mean square norm (Zhang and Sennrich 2019), computed in at least float32."""
+class Norm(nn.Module):
+    """Root mean square norm (Zhang and Sennrich 2019) or LayerNorm without bias, as configured.
+
+    Computed in at least float32.
+    """
 
     config: ModelConfig
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         c = self.config
-        spec = Param((x.shape[-1],), nn.initializers.ones, (None,))
+        init = nn.initializers.zeros if c.zero_centered_norms else nn.initializers.ones
+        spec = Param((x.shape[-1],), init, (None,))
         scale = create(self, "scale", spec, c.param_dtype, role="norms")
         wide = x.astype(algebra.at_least_float32(x.dtype))
+        scale = scale.astype(wide.dtype) + c.zero_centered_norms
+        if c.norm == "layer":
+            wide = wide - wide.mean(-1, keepdims=True)
         inverse = jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + c.norm_eps)
-        return (wide * inverse * scale.astype(wide.dtype)).astype(c.dtype)
+        return (wide * inverse * scale).astype(c.dtype)
 
 
 class Linear(nn.Module):
@@ -104,7 +111,7 @@ def projection(
 
 
 class MLP(nn.Module):
-    """Gated MLP (Shazeer 2020): ``down(silu(gate(x)) * up(x))``."""
+    """Gated MLP (Shazeer 2020): ``down(activation(gate(x)) * up(x))``."""
 
     config: ModelConfig
     sharding: Sharding | None = None
@@ -115,7 +122,8 @@ class MLP(nn.Module):
         linear = functools.partial(projection, c, sharding=self.sharding)
         gate = linear("gate", c.mlp_size, ("embed", "mlp"))(x)
         up = linear("up", c.mlp_size, ("embed", "mlp"))(x)
-        wide = constrain(self.sharding, experts.gated(gate, up), "batch", "sequence", "mlp")
+        wide = experts.gated(gate, up, c.activation)
+        wide = constrain(self.sharding, wide, "batch", "sequence", "mlp")
         return linear("down", c.hidden_size, ("mlp", "embed"), residual=True)(wide)
 
 
@@ -155,7 +163,7 @@ class ExpertMLP(nn.Module):
             "up": kernel("up", count, width, inner).astype(c.dtype),
             "down": kernel("down", count, inner, width, residual=True).astype(c.dtype),
         }
-        out, chosen = experts.mixture(x, logits, kernels, c.experts, self.sharding)
+        out, chosen = experts.mixture(x, logits, kernels, c.experts, self.sharding, c.activation)
         if self.is_mutable_collection("losses") and not self.is_initializing():
             losses = experts.router_losses(logits, chosen, segment_ids)
             for name, value in losses.items():

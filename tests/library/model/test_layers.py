@@ -19,7 +19,7 @@ from tape_jax._src.model.cache import (
 )
 from tape_jax._src.model.config import Lora, loops
 from tape_jax._src.model.inputs import Context
-from tape_jax._src.model.layers import MLP, Linear, RMSNorm
+from tape_jax._src.model.layers import MLP, Linear, Norm
 from tape_jax._src.model.parameters import declared_params
 from tape_jax._src.positions.protocol import (
     OfLayer,
@@ -52,7 +52,7 @@ def rms_norm(x, scale):
 @pytest.mark.parametrize("shape", [(8,), (3, 8), (2, 3, 8)])
 def test_rms_norm(shape):
     x = rng(1).normal(size=shape).astype(np.float32) * 3
-    norm = RMSNorm(CONFIG)
+    norm = Norm(CONFIG)
     variables = random_params(norm, jnp.asarray(x))
     expected = rms_norm(x, np.asarray(variables["params"]["scale"], np.float64))
     chex.assert_trees_all_close(norm.apply(variables, x), expected.astype(np.float32), atol=1e-5)
@@ -60,7 +60,7 @@ def test_rms_norm(shape):
 
 def test_rms_norm_of_large_float16_values_is_computed_in_float32():
     x = jnp.full((2, 8), 1000.0, jnp.float16)  # the square is infinite in float16
-    norm = RMSNorm(ModelConfig(5, hidden_size=8, dtype="float16"))
+    norm = Norm(ModelConfig(5, hidden_size=8, dtype="float16"))
     out = norm.apply({"params": {"scale": jnp.ones(8)}}, x)
     chex.assert_type(out, jnp.float16)
     np.testing.assert_allclose(out, 1.0, rtol=1e-3)
