@@ -17,20 +17,14 @@ from tests.models import random_variables, small_model
 
 SHIPPED = ["granite_tiny", "mistral_tiny", "olmo2_tiny", "phi3_tiny", "qwen2_tiny", "qwen3_tiny"]
 NOT_SHIPPED = ["olmo3_tiny", "olmo3_yarn_tiny", "qwen2_window_tiny", "smollm3_tiny"]
-FOLDERS = [
-    *(pytest.param(HF / name, id=name) for name in SHIPPED),
-    *(
-        pytest.param(
-            BESIDE / name,
-            id=name,
-            marks=pytest.mark.skipif(
-                not (BESIDE / name).exists(), reason=f"no {BESIDE.name}/{name}"
-            ),
-        )
-        for name in NOT_SHIPPED
-    ),
-]
-WINDOW = {"use_sliding_window": True, "sliding_window": 4}
+
+
+def beside(name):
+    here = pytest.mark.skipif(not (BESIDE / name).exists(), reason="not beside the repository")
+    return pytest.param(BESIDE / name, id=name, marks=here)
+
+
+FOLDERS = [*(pytest.param(HF / name, id=name) for name in SHIPPED), *map(beside, NOT_SHIPPED)]
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
