@@ -17,6 +17,7 @@ from tests.models import random_variables, small_model
 
 SHIPPED = ["granite_tiny", "mistral_tiny", "olmo2_tiny", "phi3_tiny", "qwen2_tiny", "qwen3_tiny"]
 NOT_SHIPPED = ["olmo3_tiny", "olmo3_yarn_tiny", "qwen2_window_tiny", "smollm3_tiny"]
+WINDOW = {"use_sliding_window": True, "sliding_window": 4}
 
 
 def beside(name):
