@@ -195,6 +195,14 @@ def _grape_path(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
     return Recorded(positions.GrapePath(width), same(path_kernel="W_p"))
 
 
+def _dda_per_row(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    def half(number: int) -> Callable[[Arrays], Any]:
+        return lambda arrays: jnp.split(arrays["W_gate"], 2, axis=-1)[number]
+
+    encoding = positions.DdaPerRow(meta["dim_gate"], meta["post_log_scale"])
+    return Recorded(encoding, {"query_gate_kernel": half(0), "key_gate_kernel": half(1)})
+
+
 def _path(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
     names = {"beta_kernel": "W_beta", "beta_bias": "b_beta"}
     optional = {"w_kernel": "W_w", "w_down": "W_w1", "w_up": "W_w2", "w_taps": "conv_w"}
@@ -223,6 +231,7 @@ ENCODINGS: dict[str, Source] = {
     "cope_sepkey_nodiv": _cope,
     "dape_alibi": _dape,
     "dape_kerple": _dape,
+    "dda_per_row": _dda_per_row,
     "fox": _fox,
     "grape_m_ctx": _grape_m_ctx,
     "mapformer_em": _mapformer(positions.MapFormerEM),

@@ -14,6 +14,7 @@ from tape_jax.positions import (
     Cope,
     DapeAlibi,
     DapeKerple,
+    DdaPerRow,
     GrapeAdditive,
     GrapePath,
     Kerple,
@@ -37,6 +38,7 @@ ENCODINGS = {
     "grape_additive": GrapeAdditive(),
     "grape_additive, key": GrapeAdditive("key"),
     "grape_path": GrapePath(width=4),
+    "dda_per_row": DdaPerRow(width=3),
     # With another one that has a state, a decay, or that is of the other kind.
     "rope+cope": positions.create("rope+cope", positions=5),
     "tape+dape_kerple": positions.create("tape+dape_kerple"),
@@ -165,6 +167,7 @@ def test_which_implementations_can_do_it(name):
     ("position", "words"),
     [
         ("cope+dape_alibi", "'cope' and 'dape_alibi' do not go together: each rewrites the logits"),
+        ("dda_per_row+grape_path", "each rewrites the logits"),
         ("cope+grape_path", "each rewrites the logits"),
     ],
 )
