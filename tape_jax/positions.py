@@ -6,6 +6,7 @@ A new encoding is one file with a subclass of :class:`Encoding` and one line in 
 from tape_jax._src.positions import (
     Abacus,
     Alibi,
+    Cable,
     Combined,
     Cope,
     DapeAlibi,
@@ -54,6 +55,7 @@ from tape_jax._src.positions.creation import kinds, option_names, options_of
 __all__ = [
     "Abacus",
     "Alibi",
+    "Cable",
     "Combined",
     "Cope",
     "DapeAlibi",

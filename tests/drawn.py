@@ -241,13 +241,13 @@ WHOLE = (*INDEXING, "t5")
 # These read the random stream "positions".
 DRAWING = ("random_rope", "abacus", "position_coupling")
 # These are refused where tokens see later ones.
-CAUSAL = ("cope", "fox", "dda_per_row", "grape_path", "stickbreaking", "path")
+CAUSAL = ("cope", "cable", "fox", "dda_per_row", "grape_path", "stickbreaking", "path")
 # Moving all positions by a constant changes nothing for these.
 RELATIVE = (
     "none", "tape", "rope", "yarn", "xpos", "alibi", "t5", "abacus", "tape_place_weights", "fox",
     "kerple", "cope", "dape_kerple", "dape_alibi", "stickbreaking", "grape_additive",
     "selective_rope", "grape_m_ctx", "repo", "mapformer_wm", "mapformer_em", "position_coupling",
-    "path", "p_rope", "dda_per_row",
+    "path", "p_rope", "cable", "dda_per_row",
 )  # fmt: skip
 # The size of the learned table and the capacity of caches; positions of calls are smaller.
 LIMIT = 40

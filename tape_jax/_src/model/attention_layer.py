@@ -184,7 +184,9 @@ def prepared(
     seen = Seen(k, v, e)
     if cache is not None:
         seen = _with_cache(config, seen, cache, terms, context)
+    scale = encoding.logits_scale(config.sizes)
     options: dict[str, Any] = {
+        "scale": config.query_scale if scale is None else scale,
         "keys_rotated": seen.keys_rotated,
         "query_state": query_state,
         # Inside of nn.remat the index is no longer known to be 0.
@@ -196,8 +198,6 @@ def prepared(
         "window_positions": None if config.shifted_groups else context.counts,
         **terms.keywords(),
     }
-    if config.query_scale is not None:
-        options.setdefault("scale", config.query_scale)
     return seen, options
 
 

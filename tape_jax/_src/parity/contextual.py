@@ -71,6 +71,10 @@ def _fox(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
     return Recorded(positions.Fox(), same(forget_kernel="W_f", forget_bias="b_f"))
 
 
+def _cable(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    return Recorded(positions.Cable(), same(decay_kernel="W_f", decay_bias="b_f"))
+
+
 def _selective_rope(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
     full = "W_phi" in arrays
     trained, heads = "temp" in arrays, arrays["k"].shape[-2]
@@ -227,6 +231,7 @@ def _p_rope(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
 
 # By the name in ``meta``, or the file's up to its last underscore: from the arrays and ``meta``.
 ENCODINGS: dict[str, Source] = {
+    "cable": _cable,
     "cope": _cope,
     "cope_sepkey_nodiv": _cope,
     "dape_alibi": _dape,
@@ -255,6 +260,7 @@ ENCODINGS: dict[str, Source] = {
 # Intermediate values that files record, and the methods of encodings that compute them.
 INTERMEDIATES = {
     "log_f": "log_gates",
+    "decay": "decays",
     "w": "vectors",
     "beta": "strengths",
     "pos": "places",
@@ -398,8 +404,9 @@ def _run(
     weights = options
     if recorded.att_of is not None:
         weights = recorded.att_of.layer_terms(params, layer).keywords()
+    scale = encoding.logits_scale(sizes)
     attend = functools.partial(
-        attention, q, k, is_causal=True, implementation="reference", scale=dim**-0.5
+        attention, q, k, is_causal=True, implementation="reference", scale=scale
     )
     one_hot = jnp.broadcast_to(jnp.eye(time, dtype=q.dtype)[:, None], (*k.shape[:-1], time))
     att = _heads_first(attend(one_hot, **weights)[0])

@@ -10,7 +10,7 @@ from tape_jax._src.positions.ablations import (
 from tape_jax._src.positions.combined import Combined
 from tape_jax._src.positions.contextual.cope import Cope
 from tape_jax._src.positions.contextual.dape import DapeAlibi, DapeKerple
-from tape_jax._src.positions.contextual.forget import DdaPerRow, Fox
+from tape_jax._src.positions.contextual.forget import Cable, DdaPerRow, Fox
 from tape_jax._src.positions.contextual.grape import GrapeAdditive, GrapeMultiplicative, GrapePath
 from tape_jax._src.positions.contextual.mapformer import MapFormerEM, MapFormerWM
 from tape_jax._src.positions.contextual.path import PathAttention
@@ -30,6 +30,7 @@ from tape_jax._src.positions.tape.update import update_state
 __all__ = [
     "Abacus",
     "Alibi",
+    "Cable",
     "Combined",
     "Cope",
     "DapeAlibi",

@@ -83,13 +83,58 @@ class Fox(SomeHeads):
         return jnp.broadcast_to(jax.nn.log_sigmoid(logits), shape)
 
     def head_terms(self, params, layer: Layer) -> Terms:
-        layer.require_causal(self.kind, FAVOURED)
         log_gates = self.log_gates(params, layer)
         if self.scaled:
             log_gates = log_gates * layer.sizes.head_dim**-0.5
-        total = layer.running_sum("log_decay", log_gates)
-        decay = total, layer.of_all_keys("log_decay", total)
-        return Terms(log_decay=decay, kept={"log_decay": total})
+        return _forgetting(self.kind, layer, log_gates)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cable(Encoding):
+    """CABLE (Veisi et al. 2025): ``q_i . k_j - sum_{j < l <= i} softplus(x_l W + b)``.
+
+    FoX's decay, one for each query head, but on logits that are not divided by ``sqrt(D)``, as in
+    the published code.
+
+    Attributes:
+      bias: what ``b`` starts at; the larger, the more is forgotten.
+
+    Raises:
+      ValueError: where tokens see later ones, which are not forgotten.
+    """
+
+    kind: ClassVar[str] = "cable"
+    acts_on: ClassVar[tuple[str, ...]] = ("scale", "decay")
+    reads_positions: ClassVar[bool] = False
+
+    bias: float = 0.0
+
+    def logits_scale(self, sizes: Sizes) -> float:
+        return 1.0
+
+    def layer_params(self, sizes: Sizes, *, updates: bool):
+        heads = sizes.num_heads
+        normal, constant = jax.nn.initializers.normal(0.02), jax.nn.initializers.constant(self.bias)
+        return {
+            "decay_kernel": Param((sizes.hidden_size, heads), normal, ("embed", "heads")),
+            "decay_bias": Param((heads,), constant, ("heads",)),
+        }
+
+    def decays(self, params, layer: Layer) -> jax.Array:
+        """``softplus(x W + b) [..., T, H]``, in at least float32."""
+        logits = layer.product(params["decay_kernel"])
+        return jax.nn.softplus(logits + params["decay_bias"].astype(logits.dtype))
+
+    def layer_terms(self, params, layer: Layer) -> Terms:
+        return _forgetting(self.kind, layer, -self.decays(params, layer))
+
+
+def _forgetting(kind: str, layer: Layer, log_gates: jax.Array) -> Terms:
+    """The decay of logarithms of gates ``[..., T, H]``."""
+    layer.require_causal(kind, FAVOURED)
+    total = layer.running_sum("log_decay", log_gates)
+    decay = total, layer.of_all_keys("log_decay", total)
+    return Terms(log_decay=decay, kept={"log_decay": total})
 
 
 @dataclasses.dataclass(frozen=True)

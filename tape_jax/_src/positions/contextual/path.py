@@ -42,7 +42,8 @@ class PathAttention(Encoding):
     """
 
     kind: ClassVar[str] = "path"
-    acts_on: ClassVar[tuple[str, ...]] = ("state", "logits")
+    # It makes its logits of queries and keys as they are, by its own scale.
+    acts_on: ClassVar[tuple[str, ...]] = ("state", "scale", "logits")
     reads_positions: ClassVar[bool] = False
     rewrites_keys: ClassVar[bool] = True
 

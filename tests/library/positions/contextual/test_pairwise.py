@@ -168,6 +168,7 @@ def test_which_implementations_can_do_it(name):
     [
         ("cope+dape_alibi", "'cope' and 'dape_alibi' do not go together: each rewrites the logits"),
         ("dda_per_row+grape_path", "each rewrites the logits"),
+        ("path+cable", "'path' and 'cable' do not go together: each scales the logits by a factor"),
         ("cope+grape_path", "each rewrites the logits"),
     ],
 )
