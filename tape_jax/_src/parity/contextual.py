@@ -158,8 +158,19 @@ def _kerple(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
     return Recorded(positions.Kerple(), KERPLE)
 
 
+FIRE = same(w1="F1", b1="f1", w2="F2", b2="f2", c="c", multiplier="L_mult")
+
+
+def _fire(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    return Recorded(positions.Fire(arrays["f1"].shape[0], meta["init_L"]), FIRE)
+
+
 def _dape(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
     width = arrays["b1"].shape[0]
+    if "f1" in arrays:
+        fire = {f"fire_{name}": make for name, make in FIRE.items()}
+        encoding = positions.DapeFire(width, arrays["f1"].shape[0], meta["init_L"])
+        return Recorded(encoding, {**fire, **MLP})
     if "bias_p" in arrays:
         return Recorded(positions.DapeKerple(width), {**KERPLE, **MLP})
     return Recorded(positions.DapeAlibi(width), MLP)
@@ -235,7 +246,9 @@ ENCODINGS: dict[str, Source] = {
     "cope": _cope,
     "cope_sepkey_nodiv": _cope,
     "dape_alibi": _dape,
+    "dape_fire": _dape,
     "dape_kerple": _dape,
+    "fire": _fire,
     "dda_per_row": _dda_per_row,
     "fox": _fox,
     "grape_m_ctx": _grape_m_ctx,

@@ -9,7 +9,7 @@ from tape_jax._src.positions.ablations import (
 )
 from tape_jax._src.positions.combined import Combined
 from tape_jax._src.positions.contextual.cope import Cope
-from tape_jax._src.positions.contextual.dape import DapeAlibi, DapeKerple
+from tape_jax._src.positions.contextual.dape import DapeAlibi, DapeFire, DapeKerple
 from tape_jax._src.positions.contextual.forget import Cable, DdaPerRow, Fox
 from tape_jax._src.positions.contextual.grape import GrapeAdditive, GrapeMultiplicative, GrapePath
 from tape_jax._src.positions.contextual.mapformer import MapFormerEM, MapFormerWM
@@ -34,6 +34,7 @@ __all__ = [
     "Combined",
     "Cope",
     "DapeAlibi",
+    "DapeFire",
     "DapeKerple",
     "DdaPerRow",
     "Encoding",

@@ -22,7 +22,7 @@ from tape_jax._src.positions.ablations import (
 )
 from tape_jax._src.positions.combined import Combined
 from tape_jax._src.positions.contextual.cope import Cope
-from tape_jax._src.positions.contextual.dape import DapeAlibi, DapeKerple
+from tape_jax._src.positions.contextual.dape import DapeAlibi, DapeFire, DapeKerple
 from tape_jax._src.positions.contextual.forget import Cable, DdaPerRow, Fox
 from tape_jax._src.positions.contextual.grape import GrapeAdditive, GrapeMultiplicative, GrapePath
 from tape_jax._src.positions.contextual.mapformer import MapFormerEM, MapFormerWM
@@ -65,6 +65,7 @@ registry: dict[str, type[Encoding]] = {
         Cope,
         DapeKerple,
         DapeAlibi,
+        DapeFire,
         StickBreaking,
         Sinusoidal,
         Learned,

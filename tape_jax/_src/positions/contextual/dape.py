@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from tape_jax._src.core.checks import positive, set_field
 from tape_jax._src.core.sizes import Sizes
-from tape_jax._src.positions.fixed.bias import Alibi, Kerple
+from tape_jax._src.positions.fixed.bias import Alibi, Fire, Kerple
 from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.positions.protocol import Encoding, Param
 
@@ -35,13 +35,18 @@ class Dape(Encoding):
     """
 
     acts_on: ClassVar[tuple[str, ...]] = ("logits",)
-    # The bias ``b``.
-    additive: ClassVar[Encoding]
+    # What the names of the bias's parameters begin with, if not with nothing.
+    prefix: ClassVar[str] = ""
 
     width: int = 32
 
     def __post_init__(self):
         set_field(self, "width", positive(f"{self.kind}: width", self.width))
+
+    @property
+    def additive(self) -> Encoding:
+        """The bias ``b``."""
+        raise NotImplementedError
 
     def layer_params(self, sizes: Sizes, *, updates: bool):
         heads = sizes.num_heads
@@ -49,8 +54,9 @@ class Dape(Encoding):
         def linear(inputs: int, *shape: int, axes: tuple[str | None, ...]) -> Param:
             return Param(shape, _uniform(inputs**-0.5), axes)
 
+        bias = self.additive.layer_params(sizes, updates=updates)
         return {
-            **self.additive.layer_params(sizes, updates=updates),
+            **{self.prefix + name: param for name, param in bias.items()},
             "w1": linear(2 * heads, 2 * heads, self.width, axes=(None, None)),
             "b1": linear(2 * heads, self.width, axes=(None,)),
             "w2": linear(self.width, self.width, heads, axes=(None, "heads")),
@@ -59,21 +65,26 @@ class Dape(Encoding):
 
     def layer_terms(self, params, layer: Layer) -> Terms:
         positions, keys = layer.query_positions, layer.positions
+        names = self.additive.layer_params(layer.sizes, updates=True)
+        of_bias = {name: params[self.prefix + name] for name in names}
 
         def logits_fn(logits: Array, rows: Any) -> Array:
             queries = jnp.take(positions, rows.queries, axis=-1)
             seen = keys[..., : logits.shape[-1]]
-            bias = self.additive.pair_bias(params, queries, seen, layer.sizes)
+            bias = self.additive.pair_bias(of_bias, queries, seen, layer.sizes)
             if bias.ndim > 3:
                 bias = jnp.broadcast_to(bias, (*layer.x.shape[:-2], *logits.shape[1:]))
             bias = bias.reshape(-1, *logits.shape[1:]).astype(logits.dtype)
-            w1, b1, w2, b2 = (params[n].astype(logits.dtype) for n in ("w1", "b1", "w2", "b2"))
-            of_logits, of_bias = jnp.split(w1, 2)
-            hidden = _pairwise(logits, of_logits) + _pairwise(bias, of_bias) + b1[:, None, None]
-            more = _pairwise(jax.nn.leaky_relu(hidden, 0.01), w2)
-            return logits + bias + more + b2[:, None, None]
+            return logits + bias + self.network(params, logits, bias)
 
         return Terms(logits_fn=logits_fn)
+
+    def network(self, params, logits: Array, bias: Array) -> Array:
+        """The MLP of logits and biases ``[B, H, Q, K]``, as many numbers."""
+        w1, b1, w2, b2 = (params[n].astype(logits.dtype) for n in ("w1", "b1", "w2", "b2"))
+        of_logits, of_bias = jnp.split(w1, 2)
+        hidden = _pairwise(logits, of_logits) + _pairwise(bias, of_bias) + b1[:, None, None]
+        return _pairwise(jax.nn.leaky_relu(hidden, 0.01), w2) + b2[:, None, None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +96,10 @@ class DapeKerple(Dape):
     """
 
     kind: ClassVar[str] = "dape_kerple"
-    additive: ClassVar[Encoding] = Kerple()
+
+    @property
+    def additive(self) -> Encoding:
+        return Kerple()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +111,38 @@ class DapeAlibi(Dape):
     """
 
     kind: ClassVar[str] = "dape_alibi"
-    additive: ClassVar[Encoding] = Alibi()
+
+    @property
+    def additive(self) -> Encoding:
+        return Alibi()
+
+
+@dataclasses.dataclass(frozen=True)
+class DapeFire(Dape):
+    """DAPE over the bias of FIRE, whose MLP has ``leaky_relu`` here too; see :class:`Dape`.
+
+    Attributes:
+      width: hidden units of DAPE's MLP.
+      fire_width, threshold, c: as ``width``, ``threshold`` and ``c`` of :class:`Fire`.
+
+    Raises:
+      ValueError: for a width that is not positive.
+    """
+
+    kind: ClassVar[str] = "dape_fire"
+    prefix: ClassVar[str] = "fire_"
+
+    fire_width: int = 32
+    threshold: float = 512.0
+    c: float = 0.1
+
+    def __post_init__(self):
+        super().__post_init__()
+        set_field(self, "fire_width", positive("dape_fire: fire_width", self.fire_width))
+
+    @property
+    def additive(self) -> Encoding:
+        return Fire(self.fire_width, self.threshold, self.c, activation="leaky_relu")
 
 
 def _pairwise(x: Array, weights: Array) -> Array:
