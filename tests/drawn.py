@@ -216,6 +216,7 @@ OWN: dict[str, dict[tuple[str, ...], tuple[Any, ...]]] = {
         ("form", "first_layer"): (("swiglu", 0), ("linear", 1), ("swiglu", 1), ("linear", 0)),
         ("width",): ((None,), (3,)),
     },
+    "dapev2_kerple": {("taps",): ((3,), (5,))},
     "kerple": {("form",): (("log",), ("power",))},
     "cope": {
         ("positions",): ((5,), (64,)),
@@ -241,11 +242,21 @@ WHOLE = (*INDEXING, "t5")
 # These read the random stream "positions".
 DRAWING = ("random_rope", "abacus", "position_coupling")
 # These are refused where tokens see later ones.
-CAUSAL = ("cope", "cable", "fox", "dda_per_row", "grape_path", "stickbreaking", "path")
+CAUSAL = (
+    "dapev2_kerple",
+    "dapev2_alibi",
+    "cope",
+    "cable",
+    "fox",
+    "dda_per_row",
+    "grape_path",
+    "stickbreaking",
+    "path",
+)
 # Moving all positions by a constant changes nothing for these.
 RELATIVE = (
     "none", "tape", "rope", "yarn", "xpos", "alibi", "t5", "abacus", "tape_place_weights", "fox",
-    "kerple", "cope", "dape_kerple", "dape_alibi", "stickbreaking", "grape_additive",
+    "kerple", "cope", "dape_kerple", "dape_alibi", "dapev2_kerple", "dapev2_alibi", "stickbreaking", "grape_additive",
     "selective_rope", "grape_m_ctx", "repo", "mapformer_wm", "mapformer_em", "position_coupling",
     "path", "p_rope", "cable", "dda_per_row",
 )  # fmt: skip

@@ -171,6 +171,11 @@ def _dape(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
         fire = {f"fire_{name}": make for name, make in FIRE.items()}
         encoding = positions.DapeFire(width, arrays["f1"].shape[0], meta["init_L"])
         return Recorded(encoding, {**fire, **MLP})
+    if "taps" in meta:
+        cls = positions.DapeV2Kerple if "bias_p" in arrays else positions.DapeV2Alibi
+        return Recorded(
+            cls(width, meta["taps"], published=True), MLP | (KERPLE if "bias_p" in arrays else {})
+        )
     if "bias_p" in arrays:
         return Recorded(positions.DapeKerple(width), {**KERPLE, **MLP})
     return Recorded(positions.DapeAlibi(width), MLP)
@@ -248,6 +253,8 @@ ENCODINGS: dict[str, Source] = {
     "dape_alibi": _dape,
     "dape_fire": _dape,
     "dape_kerple": _dape,
+    "dapev2_alibi": _dape,
+    "dapev2_kerple": _dape,
     "fire": _fire,
     "dda_per_row": _dda_per_row,
     "fox": _fox,

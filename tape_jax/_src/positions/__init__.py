@@ -9,7 +9,13 @@ from tape_jax._src.positions.ablations import (
 )
 from tape_jax._src.positions.combined import Combined
 from tape_jax._src.positions.contextual.cope import Cope
-from tape_jax._src.positions.contextual.dape import DapeAlibi, DapeFire, DapeKerple
+from tape_jax._src.positions.contextual.dape import (
+    DapeAlibi,
+    DapeFire,
+    DapeKerple,
+    DapeV2Alibi,
+    DapeV2Kerple,
+)
 from tape_jax._src.positions.contextual.forget import Cable, DdaPerRow, Fox
 from tape_jax._src.positions.contextual.grape import GrapeAdditive, GrapeMultiplicative, GrapePath
 from tape_jax._src.positions.contextual.mapformer import MapFormerEM, MapFormerWM
@@ -36,6 +42,8 @@ __all__ = [
     "DapeAlibi",
     "DapeFire",
     "DapeKerple",
+    "DapeV2Alibi",
+    "DapeV2Kerple",
     "DdaPerRow",
     "Encoding",
     "Fire",

@@ -22,7 +22,13 @@ from tape_jax._src.positions.ablations import (
 )
 from tape_jax._src.positions.combined import Combined
 from tape_jax._src.positions.contextual.cope import Cope
-from tape_jax._src.positions.contextual.dape import DapeAlibi, DapeFire, DapeKerple
+from tape_jax._src.positions.contextual.dape import (
+    DapeAlibi,
+    DapeFire,
+    DapeKerple,
+    DapeV2Alibi,
+    DapeV2Kerple,
+)
 from tape_jax._src.positions.contextual.forget import Cable, DdaPerRow, Fox
 from tape_jax._src.positions.contextual.grape import GrapeAdditive, GrapeMultiplicative, GrapePath
 from tape_jax._src.positions.contextual.mapformer import MapFormerEM, MapFormerWM
@@ -66,6 +72,8 @@ registry: dict[str, type[Encoding]] = {
         DapeKerple,
         DapeAlibi,
         DapeFire,
+        DapeV2Kerple,
+        DapeV2Alibi,
         StickBreaking,
         Sinusoidal,
         Learned,
