@@ -223,6 +223,15 @@ def _dda_per_row(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
     return Recorded(encoding, {"query_gate_kernel": half(0), "key_gate_kernel": half(1)})
 
 
+def _inkling(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    params = same(relative_kernel="W_r", table="W_dist")
+    width, reach = arrays["W_dist"].shape
+    if "window" in meta:
+        return Recorded(positions.InklingLocal(width, reach), params)
+    alpha, floor = meta.get("alpha", 0.1), meta.get("n_floor")
+    return Recorded(positions.Inkling(width, reach, alpha, floor), params)
+
+
 def _path(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
     names = {"beta_kernel": "W_beta", "beta_bias": "b_beta"}
     optional = {"w_kernel": "W_w", "w_down": "W_w1", "w_up": "W_w2", "w_taps": "conv_w"}
@@ -265,6 +274,8 @@ ENCODINGS: dict[str, Source] = {
     "repo_swiglu": _repo_swiglu,
     "selective_rope": _selective_rope,
     "selective_rope_full": _selective_rope,
+    "inkling": _inkling,
+    "inkling_local": _inkling,
     "grape_a_kgated": _grape_additive,
     "grape_a_qkgated": _grape_additive,
     "grape_ap": _grape_path,
@@ -281,6 +292,8 @@ ENCODINGS: dict[str, Source] = {
 INTERMEDIATES = {
     "log_f": "log_gates",
     "decay": "decays",
+    "rel": "relative",
+    "bias": "relative_bias",
     "w": "vectors",
     "beta": "strengths",
     "pos": "places",
@@ -459,4 +472,4 @@ def _heads_first(x: Array) -> Array:
 
 
 def _logits(logits: Array, rows: AttentionRows) -> Array:
-    return jnp.where(rows.visible, logits, 0)
+    return jnp.where(logits == -jnp.inf, 0, logits)

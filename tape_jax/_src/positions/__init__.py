@@ -18,6 +18,7 @@ from tape_jax._src.positions.contextual.dape import (
 )
 from tape_jax._src.positions.contextual.forget import Cable, DdaPerRow, Fox
 from tape_jax._src.positions.contextual.grape import GrapeAdditive, GrapeMultiplicative, GrapePath
+from tape_jax._src.positions.contextual.inkling import Inkling, InklingLocal
 from tape_jax._src.positions.contextual.mapformer import MapFormerEM, MapFormerWM
 from tape_jax._src.positions.contextual.path import PathAttention
 from tape_jax._src.positions.contextual.repo import Repo
@@ -51,6 +52,8 @@ __all__ = [
     "GrapeAdditive",
     "GrapeMultiplicative",
     "GrapePath",
+    "Inkling",
+    "InklingLocal",
     "Kerple",
     "Layer",
     "Learned",

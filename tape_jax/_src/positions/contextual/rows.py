@@ -37,6 +37,13 @@ def all_axes(x: Array) -> Array:
     return x.reshape(-1, *x.shape[-3:])
 
 
+def with_batch(x: Array, batch: tuple[int, ...]) -> Array:
+    """``x [..., T]``, whose batch axes may be missing, as ``[B, T]``, or ``[1, T]`` for all."""
+    if all(n == 1 for n in x.shape[:-1]):
+        return x.reshape(1, -1)
+    return jnp.broadcast_to(x, (*batch, x.shape[-1])).reshape(-1, x.shape[-1])
+
+
 def products(queries: Array, keys: Array, dtype: Any) -> Array:
     """Inner products ``[B, Hq, Q, S]`` of ``[B, Q, Hq, D]`` and ``[B, S, Hk, D]``.
 

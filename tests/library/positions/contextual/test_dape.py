@@ -68,7 +68,7 @@ def test_convolutions(encoding, published, ids, x64):
         apart = [pairs.place(b, i) - pairs.place(b, j) for j in seen]
         biases = [[bias(pairs, h, n, pairs.place(b, i)) for n in apart] for h in range(HEADS)]
         scores = np.array([pairs.scores(b, h)[i, seen] for h in range(HEADS)])
-        whole = len([j for j in pairs.seen(b, i, is_causal=False)])
+        whole = len(pairs.seen(b, i, is_causal=False))
         # Zeros for the keys that are not there or, where the text ends, nothing.
         behind = min(side, whole - len(seen)) if published else side
         c = np.pad(np.concatenate([scores, biases]), [(0, 0), (side, side + behind)])
