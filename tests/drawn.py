@@ -230,6 +230,7 @@ OWN: dict[str, dict[tuple[str, ...], tuple[Any, ...]]] = {
         ("remainder",): (("none",), ("value",)),
     },
     "grape_additive": {("gate",): (("query_key",), ("key",))},
+    "wall": {("chunk",): ((2,), (32,)), ("bias",): ((8.0,), (0.0,))},
     "path": {
         ("rank", "taps"): ((3, 3), (None, 2), (2, 0)),
         ("chunk",): ((3,), (64,), (1,), (2,)),
@@ -246,7 +247,7 @@ DRAWING = ("random_rope", "abacus", "position_coupling")
 # These are refused where tokens see later ones.
 CAUSAL = (
     "cope", "fox", "grape_path", "stickbreaking", "path", "cable", "dda_per_row", "dapev2_kerple",
-    "dapev2_alibi", "inkling", "inkling_local",
+    "dapev2_alibi", "inkling", "inkling_local", "wall",
 )  # fmt: skip
 # Moving all positions by a constant changes nothing for these.
 RELATIVE = (
@@ -254,7 +255,7 @@ RELATIVE = (
     "kerple", "cope", "dape_kerple", "dape_alibi", "stickbreaking", "grape_additive",
     "selective_rope", "grape_m_ctx", "repo", "mapformer_wm", "mapformer_em", "position_coupling",
     "path", "p_rope", "cable", "dda_per_row", "dapev2_kerple", "dapev2_alibi", "inkling",
-    "inkling_local",
+    "inkling_local", "wall",
 )  # fmt: skip
 # The size of the learned table and the capacity of caches; positions of calls are smaller.
 LIMIT = 40

@@ -47,6 +47,7 @@ class Recorded:
       constants: recorded values that depend on no input, such as ALiBi's slopes.
       att_of: the encoding whose weights and what they leave were recorded, ``att`` and ``rem``, if
         the compared one adds something to them.
+      intermediates: as ``INTERMEDIATES``, for names that mean something else here.
     """
 
     encoding: Encoding
@@ -54,6 +55,7 @@ class Recorded:
     prepare: Callable[[Arrays], Arrays] = lambda arrays: arrays
     constants: dict[str, Any] = dataclasses.field(default_factory=dict)
     att_of: Encoding | None = None
+    intermediates: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 Source = Callable[[Arrays, Mapping[str, Any]], Recorded]
@@ -248,6 +250,17 @@ def _path_fox(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
     return Recorded(encoding, path.params | gate)
 
 
+def _wall(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    # Recorded texts are short: several chunks of them.
+    wall = positions.Wall(chunk=4)
+    gates = {"log_f": "channel_log_gates", "log_fs": "log_gates"}
+    params = same(forget_kernel="W_f", forget_bias="b_f")
+    if "W_fs" not in arrays:
+        return Recorded(wall, params, intermediates=gates)
+    params |= same(fox_forget_kernel="W_fs", fox_forget_bias="b_fs")
+    return Recorded(positions.create([wall, positions.Fox()]), params, intermediates=gates)
+
+
 def _p_rope(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
     encoding = positions.PRope(base=meta["theta"], partial_rotary_factor=meta["p"])
     omega = frequencies(arrays["q"].shape[-1], encoding.base, encoding.scaling, None, meta["p"])
@@ -286,6 +299,8 @@ ENCODINGS: dict[str, Source] = {
     "p_rope": _p_rope,
     "path": _path,
     "path_fox": _path_fox,
+    "wall": _wall,
+    "wall_scalar": _wall,
 }
 
 # Intermediate values that files record, and the methods of encodings that compute them.
@@ -378,11 +393,16 @@ def _compare(file: ContextualFile, precision: str) -> Iterator[Deviation | str]:
         yield f"{precision}  gradients: not recorded in this file"
 
 
-def _changed(encoding: Encoding, changes: Arrays, found: Arrays) -> Encoding:
-    """The encoding with changes added to intermediate values, which are noted in ``found``."""
+def _changed(
+    encoding: Encoding, made: Mapping[str, str], changes: Arrays, found: Arrays
+) -> Encoding:
+    """The encoding with changes added to intermediate values, which are noted in ``found``.
+
+    ``made`` are the methods that compute them, by the values' names.
+    """
     if isinstance(encoding, positions.Combined):
         parts = encoding.encodings
-        return positions.Combined(tuple(_changed(part, changes, found) for part in parts))
+        return positions.Combined(tuple(_changed(part, made, changes, found) for part in parts))
 
     def method(name: str, original: Callable[..., Array]) -> Callable[..., Array]:
         def compute(self: Encoding, *args: Any) -> Array:
@@ -394,7 +414,7 @@ def _changed(encoding: Encoding, changes: Arrays, found: Arrays) -> Encoding:
     own = type(encoding)
     methods = {
         made_by: method(name, getattr(own, made_by))
-        for name, made_by in INTERMEDIATES.items()
+        for name, made_by in made.items()
         if hasattr(own, made_by)
     }
     return type(own.__name__, (own,), methods)(**vars(encoding))
@@ -408,7 +428,8 @@ def _run(
     params = {name: make(arrays) for name, make in recorded.params.items()}
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
     noted: Arrays = {}
-    encoding = _changed(recorded.encoding, changes, noted)
+    made = INTERMEDIATES | recorded.intermediates
+    encoding = _changed(recorded.encoding, made, changes, noted)
     batch, time, heads, dim = q.shape
     x = arrays.get("x", jnp.zeros((batch, time, heads * dim), q.dtype))
     sizes = Sizes(

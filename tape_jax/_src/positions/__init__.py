@@ -24,6 +24,7 @@ from tape_jax._src.positions.contextual.path import PathAttention
 from tape_jax._src.positions.contextual.repo import Repo
 from tape_jax._src.positions.contextual.selective import SelectiveRope
 from tape_jax._src.positions.contextual.stickbreaking import StickBreaking
+from tape_jax._src.positions.contextual.wall import Wall
 from tape_jax._src.positions.creation import create, registry
 from tape_jax._src.positions.fixed.additive import Abacus, Learned, Sinusoidal
 from tape_jax._src.positions.fixed.bias import Alibi, Fire, Kerple, T5Bias
@@ -77,6 +78,7 @@ __all__ = [
     "T5Bias",
     "Tape",
     "Terms",
+    "Wall",
     "Xpos",
     "Yarn",
     "create",

@@ -37,6 +37,7 @@ from tape_jax._src.positions.contextual.path import PathAttention
 from tape_jax._src.positions.contextual.repo import Repo
 from tape_jax._src.positions.contextual.selective import SelectiveRope
 from tape_jax._src.positions.contextual.stickbreaking import StickBreaking
+from tape_jax._src.positions.contextual.wall import Wall
 from tape_jax._src.positions.fixed.additive import Abacus, Learned, Sinusoidal
 from tape_jax._src.positions.fixed.bias import Alibi, Fire, Kerple, T5Bias
 from tape_jax._src.positions.fixed.coupling import PositionCoupling
@@ -67,6 +68,7 @@ registry: dict[str, type[Encoding]] = {
         Cable,
         DdaPerRow,
         PathAttention,
+        Wall,
         GrapeAdditive,
         GrapePath,
         Cope,
@@ -102,6 +104,7 @@ ALIASES = {
     "roformer": "rope",
     "rotary": "rope",
     "sincos": "sinusoidal",
+    "wall_scalar": "wall+fox",
 }
 
 

@@ -24,6 +24,7 @@ from tape_jax.positions import (
     InklingLocal,
     Kerple,
     StickBreaking,
+    Wall,
 )
 from tests.library.positions import pairs as by_pairs
 from tests.library.positions.pairs import drawn
@@ -46,6 +47,8 @@ ENCODINGS = {
     "grape_additive": GrapeAdditive(),
     "grape_additive, key": GrapeAdditive("key"),
     "grape_path": GrapePath(width=4),
+    "wall": Wall(chunk=3),
+    "wall+fox": positions.create("wall+fox", chunk=4),
     "inkling": Inkling(width=3, reach=5, floor=2.5),
     "inkling_local": InklingLocal(width=3, reach=5),
     "dda_per_row": DdaPerRow(width=3),
