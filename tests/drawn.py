@@ -216,6 +216,9 @@ OWN: dict[str, dict[tuple[str, ...], tuple[Any, ...]]] = {
         ("form", "first_layer"): (("swiglu", 0), ("linear", 1), ("swiglu", 1), ("linear", 0)),
         ("width",): ((None,), (3,)),
     },
+    "dapev2_kerple": {("taps",): ((3,), (5,))},
+    "inkling": {("width", "reach"): ((16, 1024), (3, 4)), ("floor",): ((3.0,), (None,))},
+    "inkling_local": {("width", "reach"): ((16, 3), (3, 512))},
     "kerple": {("form",): (("log",), ("power",))},
     "cope": {
         ("positions",): ((5,), (64,)),
@@ -227,6 +230,7 @@ OWN: dict[str, dict[tuple[str, ...], tuple[Any, ...]]] = {
         ("remainder",): (("none",), ("value",)),
     },
     "grape_additive": {("gate",): (("query_key",), ("key",))},
+    "wall": {("chunk",): ((2,), (32,)), ("bias",): ((8.0,), (0.0,))},
     "path": {
         ("rank", "taps"): ((3, 3), (None, 2), (2, 0)),
         ("chunk",): ((3,), (64,), (1,), (2,)),
@@ -236,18 +240,22 @@ ONE_STATE_A_HEAD = ("tape_no_equivariance", "tape_mix_head_dim")
 
 # Positions of these index a table, so they are integers below a limit.
 INDEXING = ("learned", "random_rope")
-# These take integers only: of t5 distances index a table.
-WHOLE = (*INDEXING, "t5")
+# These take integers only: distances index a table.
+WHOLE = (*INDEXING, "t5", "inkling", "inkling_local")
 # These read the random stream "positions".
 DRAWING = ("random_rope", "abacus", "position_coupling")
 # These are refused where tokens see later ones.
-CAUSAL = ("cope", "fox", "grape_path", "stickbreaking", "path")
+CAUSAL = (
+    "cope", "fox", "grape_path", "stickbreaking", "path", "cable", "dda_per_row", "dapev2_kerple",
+    "dapev2_alibi", "inkling", "inkling_local", "wall",
+)  # fmt: skip
 # Moving all positions by a constant changes nothing for these.
 RELATIVE = (
     "none", "tape", "rope", "yarn", "xpos", "alibi", "t5", "abacus", "tape_place_weights", "fox",
     "kerple", "cope", "dape_kerple", "dape_alibi", "stickbreaking", "grape_additive",
     "selective_rope", "grape_m_ctx", "repo", "mapformer_wm", "mapformer_em", "position_coupling",
-    "path", "p_rope",
+    "path", "p_rope", "cable", "dda_per_row", "dapev2_kerple", "dapev2_alibi", "inkling",
+    "inkling_local", "wall",
 )  # fmt: skip
 # The size of the learned table and the capacity of caches; positions of calls are smaller.
 LIMIT = 40

@@ -185,7 +185,9 @@ def prepared(
     if cache is not None:
         seen = _with_cache(config, seen, cache, terms, context)
     own = encoding.local_window_size
+    scale = encoding.logits_scale(config.sizes)
     options: dict[str, Any] = {
+        "scale": config.query_scale if scale is None else scale,
         "keys_rotated": seen.keys_rotated,
         "query_state": query_state,
         # Inside of nn.remat the index is no longer known to be 0.
@@ -199,8 +201,6 @@ def prepared(
     }
     if config.logit_softcap is not None:
         options["logit_softcap"] = config.logit_softcap
-    if config.query_scale is not None:
-        options.setdefault("scale", config.query_scale)
     return seen, options
 
 

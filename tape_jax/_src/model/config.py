@@ -300,7 +300,7 @@ class ModelConfig:
         Cohere 2; there is no norm of the MLP then.
       embedding_scale, residual_scale: factors on embeddings, and on what attention and MLP add to
         the residual stream, as in Granite.
-      query_scale: factor on the logits of attention, of encodings that have none of their own;
+      query_scale: factor on the logits of attention, for encodings that have none of their own;
         None: ``head_dim ** -0.5``.
       logits_scaling: what logits are divided by.
       logit_softcap: bound of the logits of attention, as in :func:`tape_jax.attention`.
@@ -352,6 +352,7 @@ class ModelConfig:
         for name, check in FIELDS.items():
             set_field(self, name, check(f"model: {name}", getattr(self, name)))
         self._check_heads()
+        self._check_scale()
         self._check_implementations()
         self._check_random_positions()
         self._check_mlp()
@@ -381,6 +382,15 @@ class ModelConfig:
             self.shifted_groups is None or not by_pairs,
             f"model: shifted_groups = {self.shifted_groups} cuts sequences up, which "
             f"{' and '.join(map(repr, by_pairs))} cannot take: pairs of tokens are looked at",
+        )
+
+    def _check_scale(self) -> None:
+        """Raises ValueError for a scale of the logits beside the encoding's own."""
+        own = [x.kind for x in self.position.members if "scale" in x.acts_on]
+        require(
+            self.query_scale is None or not own,
+            f"model: query_scale = {self.query_scale} is for encodings without a scale of their "
+            f"own, which {' and '.join(map(repr, own))} has",
         )
 
     def _check_implementations(self) -> None:

@@ -47,6 +47,7 @@ class Recorded:
       constants: recorded values that depend on no input, such as ALiBi's slopes.
       att_of: the encoding whose weights and what they leave were recorded, ``att`` and ``rem``, if
         the compared one adds something to them.
+      intermediates: as ``INTERMEDIATES``, for names that mean something else here.
     """
 
     encoding: Encoding
@@ -54,6 +55,7 @@ class Recorded:
     prepare: Callable[[Arrays], Arrays] = lambda arrays: arrays
     constants: dict[str, Any] = dataclasses.field(default_factory=dict)
     att_of: Encoding | None = None
+    intermediates: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 Source = Callable[[Arrays, Mapping[str, Any]], Recorded]
@@ -69,6 +71,10 @@ def same(**names: str) -> dict[str, Callable[[Arrays], Any]]:
 
 def _fox(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
     return Recorded(positions.Fox(), same(forget_kernel="W_f", forget_bias="b_f"))
+
+
+def _cable(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    return Recorded(positions.Cable(), same(decay_kernel="W_f", decay_bias="b_f"))
 
 
 def _selective_rope(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
@@ -154,8 +160,24 @@ def _kerple(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
     return Recorded(positions.Kerple(), KERPLE)
 
 
+FIRE = same(w1="F1", b1="f1", w2="F2", b2="f2", c="c", multiplier="L_mult")
+
+
+def _fire(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    return Recorded(positions.Fire(arrays["f1"].shape[0], meta["init_L"]), FIRE)
+
+
 def _dape(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
     width = arrays["b1"].shape[0]
+    if "f1" in arrays:
+        fire = {f"fire_{name}": make for name, make in FIRE.items()}
+        encoding = positions.DapeFire(width, arrays["f1"].shape[0], meta["init_L"])
+        return Recorded(encoding, {**fire, **MLP})
+    if "taps" in meta:
+        cls = positions.DapeV2Kerple if "bias_p" in arrays else positions.DapeV2Alibi
+        return Recorded(
+            cls(width, meta["taps"], published=True), MLP | (KERPLE if "bias_p" in arrays else {})
+        )
     if "bias_p" in arrays:
         return Recorded(positions.DapeKerple(width), {**KERPLE, **MLP})
     return Recorded(positions.DapeAlibi(width), MLP)
@@ -195,6 +217,23 @@ def _grape_path(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
     return Recorded(positions.GrapePath(width), same(path_kernel="W_p"))
 
 
+def _dda_per_row(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    def half(number: int) -> Callable[[Arrays], Any]:
+        return lambda arrays: jnp.split(arrays["W_gate"], 2, axis=-1)[number]
+
+    encoding = positions.DdaPerRow(meta["dim_gate"], meta["post_log_scale"])
+    return Recorded(encoding, {"query_gate_kernel": half(0), "key_gate_kernel": half(1)})
+
+
+def _inkling(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    params = same(relative_kernel="W_r", table="W_dist")
+    width, reach = arrays["W_dist"].shape
+    if "window" in meta:
+        return Recorded(positions.InklingLocal(width, reach), params)
+    alpha, floor = meta.get("alpha", 0.1), meta.get("n_floor")
+    return Recorded(positions.Inkling(width, reach, alpha, floor), params)
+
+
 def _path(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
     names = {"beta_kernel": "W_beta", "beta_bias": "b_beta"}
     optional = {"w_kernel": "W_w", "w_down": "W_w1", "w_up": "W_w2", "w_taps": "conv_w"}
@@ -211,6 +250,17 @@ def _path_fox(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
     return Recorded(encoding, path.params | gate)
 
 
+def _wall(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    # Recorded texts are short: several chunks of them.
+    wall = positions.Wall(chunk=4)
+    gates = {"log_f": "channel_log_gates", "log_fs": "log_gates"}
+    params = same(forget_kernel="W_f", forget_bias="b_f")
+    if "W_fs" not in arrays:
+        return Recorded(wall, params, intermediates=gates)
+    params |= same(fox_forget_kernel="W_fs", fox_forget_bias="b_fs")
+    return Recorded(positions.create([wall, positions.Fox()]), params, intermediates=gates)
+
+
 def _p_rope(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
     encoding = positions.PRope(base=meta["theta"], partial_rotary_factor=meta["p"])
     omega = frequencies(arrays["q"].shape[-1], encoding.base, encoding.scaling, None, meta["p"])
@@ -219,10 +269,16 @@ def _p_rope(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
 
 # By the name in ``meta``, or the file's up to its last underscore: from the arrays and ``meta``.
 ENCODINGS: dict[str, Source] = {
+    "cable": _cable,
     "cope": _cope,
     "cope_sepkey_nodiv": _cope,
     "dape_alibi": _dape,
+    "dape_fire": _dape,
     "dape_kerple": _dape,
+    "dapev2_alibi": _dape,
+    "dapev2_kerple": _dape,
+    "fire": _fire,
+    "dda_per_row": _dda_per_row,
     "fox": _fox,
     "grape_m_ctx": _grape_m_ctx,
     "mapformer_em": _mapformer(positions.MapFormerEM),
@@ -231,6 +287,8 @@ ENCODINGS: dict[str, Source] = {
     "repo_swiglu": _repo_swiglu,
     "selective_rope": _selective_rope,
     "selective_rope_full": _selective_rope,
+    "inkling": _inkling,
+    "inkling_local": _inkling,
     "grape_a_kgated": _grape_additive,
     "grape_a_qkgated": _grape_additive,
     "grape_ap": _grape_path,
@@ -241,11 +299,16 @@ ENCODINGS: dict[str, Source] = {
     "p_rope": _p_rope,
     "path": _path,
     "path_fox": _path_fox,
+    "wall": _wall,
+    "wall_scalar": _wall,
 }
 
 # Intermediate values that files record, and the methods of encodings that compute them.
 INTERMEDIATES = {
     "log_f": "log_gates",
+    "decay": "decays",
+    "rel": "relative",
+    "bias": "relative_bias",
     "w": "vectors",
     "beta": "strengths",
     "pos": "places",
@@ -330,11 +393,16 @@ def _compare(file: ContextualFile, precision: str) -> Iterator[Deviation | str]:
         yield f"{precision}  gradients: not recorded in this file"
 
 
-def _changed(encoding: Encoding, changes: Arrays, found: Arrays) -> Encoding:
-    """The encoding with changes added to intermediate values, which are noted in ``found``."""
+def _changed(
+    encoding: Encoding, made: Mapping[str, str], changes: Arrays, found: Arrays
+) -> Encoding:
+    """The encoding with changes added to intermediate values, which are noted in ``found``.
+
+    ``made`` are the methods that compute them, by the values' names.
+    """
     if isinstance(encoding, positions.Combined):
         parts = encoding.encodings
-        return positions.Combined(tuple(_changed(part, changes, found) for part in parts))
+        return positions.Combined(tuple(_changed(part, made, changes, found) for part in parts))
 
     def method(name: str, original: Callable[..., Array]) -> Callable[..., Array]:
         def compute(self: Encoding, *args: Any) -> Array:
@@ -346,7 +414,7 @@ def _changed(encoding: Encoding, changes: Arrays, found: Arrays) -> Encoding:
     own = type(encoding)
     methods = {
         made_by: method(name, getattr(own, made_by))
-        for name, made_by in INTERMEDIATES.items()
+        for name, made_by in made.items()
         if hasattr(own, made_by)
     }
     return type(own.__name__, (own,), methods)(**vars(encoding))
@@ -360,7 +428,8 @@ def _run(
     params = {name: make(arrays) for name, make in recorded.params.items()}
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
     noted: Arrays = {}
-    encoding = _changed(recorded.encoding, changes, noted)
+    made = INTERMEDIATES | recorded.intermediates
+    encoding = _changed(recorded.encoding, made, changes, noted)
     batch, time, heads, dim = q.shape
     x = arrays.get("x", jnp.zeros((batch, time, heads * dim), q.dtype))
     sizes = Sizes(
@@ -389,8 +458,9 @@ def _run(
     weights = options
     if recorded.att_of is not None:
         weights = recorded.att_of.layer_terms(params, layer).keywords()
+    scale = encoding.logits_scale(sizes)
     attend = functools.partial(
-        attention, q, k, is_causal=True, implementation="reference", scale=dim**-0.5
+        attention, q, k, is_causal=True, implementation="reference", scale=scale
     )
     one_hot = jnp.broadcast_to(jnp.eye(time, dtype=q.dtype)[:, None], (*k.shape[:-1], time))
     att = _heads_first(attend(one_hot, **weights)[0])
@@ -423,4 +493,4 @@ def _heads_first(x: Array) -> Array:
 
 
 def _logits(logits: Array, rows: AttentionRows) -> Array:
-    return jnp.where(rows.visible, logits, 0)
+    return jnp.where(logits == -jnp.inf, 0, logits)

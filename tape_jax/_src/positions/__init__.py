@@ -9,14 +9,22 @@ from tape_jax._src.positions.ablations import (
 )
 from tape_jax._src.positions.combined import Combined
 from tape_jax._src.positions.contextual.cope import Cope
-from tape_jax._src.positions.contextual.dape import DapeAlibi, DapeKerple
-from tape_jax._src.positions.contextual.forget import Fox
+from tape_jax._src.positions.contextual.dape import (
+    DapeAlibi,
+    DapeFire,
+    DapeKerple,
+    DapeV2Alibi,
+    DapeV2Kerple,
+)
+from tape_jax._src.positions.contextual.forget import Cable, DdaPerRow, Fox
 from tape_jax._src.positions.contextual.grape import GrapeAdditive, GrapeMultiplicative, GrapePath
+from tape_jax._src.positions.contextual.inkling import Inkling, InklingLocal
 from tape_jax._src.positions.contextual.mapformer import MapFormerEM, MapFormerWM
 from tape_jax._src.positions.contextual.path import PathAttention
 from tape_jax._src.positions.contextual.repo import Repo
 from tape_jax._src.positions.contextual.selective import SelectiveRope
 from tape_jax._src.positions.contextual.stickbreaking import StickBreaking
+from tape_jax._src.positions.contextual.wall import Wall
 from tape_jax._src.positions.creation import registry
 from tape_jax._src.positions.fixed.additive import Abacus, Learned, Sinusoidal
 from tape_jax._src.positions.fixed.bias import Alibi, Fire, Kerple, T5Bias
@@ -32,16 +40,23 @@ from tape_jax._src.positions.tape.update import update_state
 __all__ = [
     "Abacus",
     "Alibi",
+    "Cable",
     "Combined",
     "Cope",
     "DapeAlibi",
+    "DapeFire",
     "DapeKerple",
+    "DapeV2Alibi",
+    "DapeV2Kerple",
+    "DdaPerRow",
     "Encoding",
     "Fire",
     "Fox",
     "GrapeAdditive",
     "GrapeMultiplicative",
     "GrapePath",
+    "Inkling",
+    "InklingLocal",
     "Kerple",
     "Layer",
     "Layers",
@@ -66,6 +81,7 @@ __all__ = [
     "T5Bias",
     "Tape",
     "Terms",
+    "Wall",
     "Window",
     "Xpos",
     "Yarn",

@@ -21,6 +21,7 @@ Array = jax.Array
 ALONE = {
     "embedding": "adds to the embeddings",
     "state": "has a position state",
+    "scale": "scales the logits by a factor of its own",
     "logits": "rewrites the logits",
     "weights": "replaces the softmax",
     "window": "bounds what is seen",
@@ -43,8 +44,8 @@ class Combined(Encoding):
 
     Raises:
       ValueError: for fewer than two, two of a kind, or one that cannot be combined; if two have a
-        state, rewrite the logits, replace the softmax, or add to the embeddings, or if one reads
-        one position a token where the state has several; and as each of them does.
+        state, scale or rewrite the logits, replace the softmax, or add to the embeddings, or if one
+        reads one position a token where the state has several; and as each of them does.
     """
 
     encodings: tuple[Encoding, ...]
@@ -196,6 +197,9 @@ class Combined(Encoding):
 
     def rotation(self, state: State) -> tuple[Array | None, Array | None]:
         return self._state.rotation(state)
+
+    def logits_scale(self, sizes: Sizes) -> float | None:
+        return self._of("scale").logits_scale(sizes)
 
     def updates(self, layer: int, num_layers: int) -> bool:
         return self._state.updates(layer, num_layers)

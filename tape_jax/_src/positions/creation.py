@@ -23,14 +23,22 @@ from tape_jax._src.positions.ablations import (
 )
 from tape_jax._src.positions.combined import Combined
 from tape_jax._src.positions.contextual.cope import Cope
-from tape_jax._src.positions.contextual.dape import DapeAlibi, DapeKerple
-from tape_jax._src.positions.contextual.forget import Fox
+from tape_jax._src.positions.contextual.dape import (
+    DapeAlibi,
+    DapeFire,
+    DapeKerple,
+    DapeV2Alibi,
+    DapeV2Kerple,
+)
+from tape_jax._src.positions.contextual.forget import Cable, DdaPerRow, Fox
 from tape_jax._src.positions.contextual.grape import GrapeAdditive, GrapeMultiplicative, GrapePath
+from tape_jax._src.positions.contextual.inkling import Inkling, InklingLocal
 from tape_jax._src.positions.contextual.mapformer import MapFormerEM, MapFormerWM
 from tape_jax._src.positions.contextual.path import PathAttention
 from tape_jax._src.positions.contextual.repo import Repo
 from tape_jax._src.positions.contextual.selective import SelectiveRope
 from tape_jax._src.positions.contextual.stickbreaking import StickBreaking
+from tape_jax._src.positions.contextual.wall import Wall
 from tape_jax._src.positions.fixed.additive import Abacus, Learned, Sinusoidal
 from tape_jax._src.positions.fixed.bias import Alibi, Fire, Kerple, T5Bias
 from tape_jax._src.positions.fixed.coupling import PositionCoupling
@@ -60,12 +68,20 @@ registry: dict[str, type[Encoding]] = {
         Fire,
         T5Bias,
         Fox,
+        Cable,
+        DdaPerRow,
         PathAttention,
+        Wall,
         GrapeAdditive,
         GrapePath,
         Cope,
         DapeKerple,
         DapeAlibi,
+        DapeFire,
+        DapeV2Kerple,
+        DapeV2Alibi,
+        Inkling,
+        InklingLocal,
         StickBreaking,
         Sinusoidal,
         Learned,
@@ -91,6 +107,7 @@ ALIASES = {
     "roformer": "rope",
     "rotary": "rope",
     "sincos": "sinusoidal",
+    "wall_scalar": "wall+fox",
 }
 
 

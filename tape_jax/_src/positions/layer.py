@@ -125,6 +125,21 @@ class Layer:
             return x
         return lax.dynamic_slice_in_dim(x, self.index, self.time, axis=1)
 
+    def ids(self) -> tuple[Array | None, Array | None]:
+        """Segment ids of the new tokens ``[B, T]`` and of all keys ``[B, S]``, or Nones.
+
+        ``B`` is all batch axes.
+        """
+        if self.segment_ids is None:
+            return None, None
+        pair = self.segment_ids if isinstance(self.segment_ids, tuple) else (self.segment_ids,) * 2
+        batch = self.x.shape[:-2]
+        own, every = (
+            jnp.broadcast_to(ids, (*batch, ids.shape[-1])).reshape(-1, ids.shape[-1])
+            for ids in pair
+        )
+        return own, every
+
     def first_positions(self) -> Array:
         """Positions of the first tokens of all keys' segments, ``[..., S]``, or one for all.
 

@@ -32,7 +32,7 @@ State = Any
 
 # Where an encoding may act: of "bias" and "decay" any number of encodings of a combination, of each
 # of the others one.
-PLACES = ("embedding", "state", "logits", "weights", "bias", "decay", "window")
+PLACES = ("embedding", "state", "scale", "logits", "weights", "bias", "decay", "window")
 
 # What an option of each type has to be: in words, and whether a value is that.
 OPTION_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
@@ -335,6 +335,10 @@ class Encoding:
     def rotation(self, state: State) -> tuple[Array | None, Array | None]:
         """The states ``e`` by which queries and keys are rotated; ``(None, None)``: not at all."""
         return None, None
+
+    def logits_scale(self, sizes: Sizes) -> float | None:
+        """The factor on ``q . k`` of an encoding that acts on "scale"; None: ``1 / sqrt(D)``."""
+        return None
 
     def pair_bias(self, params: dict[str, Array], query: Array, key: Array, sizes: Sizes) -> Array:
         """Bias ``[..., H, Q, K]`` of the logits at positions ``[..., Q]`` and ``[..., K]``."""
