@@ -191,6 +191,13 @@ OPTIONS: dict[tuple[str, ...], tuple[Any, ...]] = {
 }
 # Of encodings that do not take all of them.
 OWN: dict[str, dict[tuple[str, ...], tuple[Any, ...]]] = {
+    "longrope": {
+        ("scaling", "partial_rotary_factor"): (
+            (RopeScaling("longrope", 2.0), 1.0),
+            (RopeScaling("longrope", 8.0, 8, long_factor=(1.0, 2.0, 3.0, 9.0)), 1.0),
+            (RopeScaling("longrope", 4.0, 8, short_factor=(2, 3), long_factor=(5, 7)), 0.5),
+        )
+    },
     "p_rope": {("scaling",): ((RopeScaling("proportional"),), (RopeScaling("proportional", 2.0),))},
     "yarn": {("scaling",): ((RopeScaling("yarn", 2.0),), (YARN,))},
     "tape_separate_cos_sin": {("form", "l", "r"): (ROTARY,), ("norm", "degree"): LINEAR},
@@ -247,7 +254,7 @@ RELATIVE = (
     "none", "tape", "rope", "yarn", "xpos", "alibi", "t5", "abacus", "tape_place_weights", "fox",
     "kerple", "cope", "dape_kerple", "dape_alibi", "stickbreaking", "grape_additive",
     "selective_rope", "grape_m_ctx", "repo", "mapformer_wm", "mapformer_em", "position_coupling",
-    "path", "p_rope",
+    "path", "p_rope", "longrope",
 )  # fmt: skip
 # The size of the learned table and the capacity of caches; positions of calls are smaller.
 LIMIT = 40
@@ -305,7 +312,9 @@ class Drawn:
     def length(self) -> int | None:
         """The length that passes are for if they are to equal those through a cache."""
         scaling = self.encoding.get("scaling")
-        reads_it = self.kind == "random_rope" or (scaling and scaling.kind == "dynamic")
+        reads_it = self.kind == "random_rope" or (
+            scaling and scaling.kind in ("dynamic", "longrope")
+        )
         return LIMIT if reads_it else None
 
     @functools.cached_property

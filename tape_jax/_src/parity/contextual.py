@@ -25,7 +25,7 @@ from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.parity import coupled_positions
 from tape_jax._src.parity.deviations import Deviation, deviation
 from tape_jax._src.positions.fixed.bias import alibi_slopes
-from tape_jax._src.positions.fixed.rotary import frequencies
+from tape_jax._src.positions.fixed.rotary import RopeScaling, frequencies
 from tape_jax._src.positions.layer import Layer
 from tape_jax._src.positions.protocol import Encoding, default_positions
 
@@ -47,6 +47,9 @@ class Recorded:
       constants: recorded values that depend on no input, such as ALiBi's slopes.
       att_of: the encoding whose weights and what they leave were recorded, ``att`` and ``rem``, if
         the compared one adds something to them.
+      order: the numbers of a head in the order of the library, as indices of those of the file;
+        None: they have one order.
+      positions: of the tokens, from the file's arrays; None: 0, 1, ...
     """
 
     encoding: Encoding
@@ -54,6 +57,8 @@ class Recorded:
     prepare: Callable[[Arrays], Arrays] = lambda arrays: arrays
     constants: dict[str, Any] = dataclasses.field(default_factory=dict)
     att_of: Encoding | None = None
+    order: np.ndarray | None = None
+    positions: Callable[[Arrays], Any] | None = None
 
 
 Source = Callable[[Arrays, Mapping[str, Any]], Recorded]
@@ -212,9 +217,36 @@ def _path_fox(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
 
 
 def _p_rope(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
-    encoding = positions.PRope(base=meta["theta"], partial_rotary_factor=meta["p"])
+    scaling = RopeScaling("proportional", meta.get("factor") or 1.0)
+    encoding = positions.PRope(meta["theta"], scaling, partial_rotary_factor=meta["p"])
     omega = frequencies(arrays["q"].shape[-1], encoding.base, encoding.scaling, None, meta["p"])
     return Recorded(encoding, constants={"inv_freq": omega})
+
+
+def _longrope(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    dim, time = arrays["q"].shape[-1], arrays["q"].shape[1]
+    scaling = RopeScaling(
+        "longrope",
+        factor=meta.get("factor") or meta["max"] / meta["original_max"],
+        original_length=meta["original_max"],
+        short_factor=tuple(meta["short_factor"]),
+        long_factor=tuple(meta["long_factor"]),
+    )
+    share = meta["partial"]
+    encoding = positions.LongRope(meta["theta"], scaling, partial_rotary_factor=share)
+    omega = frequencies(dim, encoding.base, scaling, time, share)
+    # The file's pairs are of those that rotate.
+    turning = 2 * arrays["inv_freq"].size
+    still = np.arange(turning, dim).reshape(2, -1)
+    order = np.concatenate([np.arange(turning).reshape(2, -1), still], axis=-1).ravel()
+    return Recorded(
+        encoding,
+        constants={
+            "inv_freq": omega[: turning // 2],
+            "attention_factor": scaling.state_magnitude,
+        },
+        order=order,
+    )
 
 
 # By the name in ``meta``, or the file's up to its last underscore: from the arrays and ``meta``.
@@ -225,6 +257,8 @@ ENCODINGS: dict[str, Source] = {
     "dape_kerple": _dape,
     "fox": _fox,
     "grape_m_ctx": _grape_m_ctx,
+    "longrope": _longrope,
+    "longrope_short": _longrope,
     "mapformer_em": _mapformer(positions.MapFormerEM),
     "mapformer_wm": _mapformer(positions.MapFormerWM),
     "repo_linear": _repo_linear,
@@ -358,7 +392,8 @@ def _run(
     """``o``, and everything else that a file may hold, with changes to intermediate values."""
     arrays = recorded.prepare({**fixed, **inputs})
     params = {name: make(arrays) for name, make in recorded.params.items()}
-    q, k, v = arrays["q"], arrays["k"], arrays["v"]
+    order = np.arange(arrays["q"].shape[-1]) if recorded.order is None else recorded.order
+    q, k, v = arrays["q"][..., order], arrays["k"][..., order], arrays["v"]
     noted: Arrays = {}
     encoding = _changed(recorded.encoding, changes, noted)
     batch, time, heads, dim = q.shape
@@ -383,7 +418,8 @@ def _run(
     scores = _all_pairs(q, k)
     if rotations[0] is not None and rotations[1] is not None:
         q, k = rotate(q, rotations[0]), rotate(k, rotations[1])
-    noted |= {"q_rot": q, "k_rot": k}
+    back = np.argsort(order)
+    noted |= {"q_rot": q[..., back], "k_rot": k[..., back]}
     q, k = q + changes.get("q_rot", 0), k + changes.get("k_rot", 0)
     options = terms.keywords()
     weights = options

@@ -21,7 +21,15 @@ from tape_jax._src.positions.creation import create, registry
 from tape_jax._src.positions.fixed.additive import Abacus, Learned, Sinusoidal
 from tape_jax._src.positions.fixed.bias import Alibi, Fire, Kerple, T5Bias
 from tape_jax._src.positions.fixed.coupling import PositionCoupling
-from tape_jax._src.positions.fixed.rotary import PRope, RandomRope, Rope, Xpos, Yarn, rotary_state
+from tape_jax._src.positions.fixed.rotary import (
+    LongRope,
+    PRope,
+    RandomRope,
+    Rope,
+    Xpos,
+    Yarn,
+    rotary_state,
+)
 from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.positions.protocol import Encoding, Param
 from tape_jax._src.positions.tape.encoding import Tape, init_update, tensor_state
@@ -43,6 +51,7 @@ __all__ = [
     "Kerple",
     "Layer",
     "Learned",
+    "LongRope",
     "MapFormerEM",
     "MapFormerWM",
     "MixHeadDim",

@@ -33,7 +33,15 @@ from tape_jax._src.positions.contextual.stickbreaking import StickBreaking
 from tape_jax._src.positions.fixed.additive import Abacus, Learned, Sinusoidal
 from tape_jax._src.positions.fixed.bias import Alibi, Fire, Kerple, T5Bias
 from tape_jax._src.positions.fixed.coupling import PositionCoupling
-from tape_jax._src.positions.fixed.rotary import PRope, RandomRope, Rope, RopeScaling, Xpos, Yarn
+from tape_jax._src.positions.fixed.rotary import (
+    LongRope,
+    PRope,
+    RandomRope,
+    Rope,
+    RopeScaling,
+    Xpos,
+    Yarn,
+)
 from tape_jax._src.positions.protocol import Encoding
 from tape_jax._src.positions.tape.encoding import Tape
 
@@ -44,6 +52,7 @@ registry: dict[str, type[Encoding]] = {
         Tape,
         Rope,
         Yarn,
+        LongRope,
         PRope,
         Xpos,
         RandomRope,

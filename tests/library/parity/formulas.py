@@ -1,0 +1,87 @@
+"""Formulas of published encodings in plain numpy, written to files of the form of recorded runs.
+
+Gradients are complex steps: ``f(x + ih).imag / h``, exact for functions that are analytic.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Arrays = dict[str, np.ndarray]
+# From the inputs: ``o`` and everything else that is recorded.
+Formula = Callable[[Arrays], Arrays]
+
+STEP = 1e-30
+# Names of the files that formulas here, and no recorded runs of the tests, are compared with.
+NAMES = ("longrope", "longrope_short")
+
+
+def write(
+    folder: Path, name: str, inputs: Arrays, formula: Formula, meta: dict[str, Any], **fixed: Any
+) -> Path:
+    """The path of a file with a formula's outputs, and gradients of what is not ``fixed``."""
+    found = formula(inputs | fixed)
+    do = np.random.default_rng(1).normal(size=found["o"].shape)
+    arrays = {**inputs, **fixed, **found, "do": do}
+    for given in inputs:
+        gradient = np.zeros_like(inputs[given])
+        for place in np.ndindex(gradient.shape):
+            moved = inputs[given].astype(complex)
+            moved[place] += STEP * 1j
+            changed = formula(inputs | fixed | {given: moved})["o"]
+            gradient[place] = np.sum(changed * do).imag / STEP
+        arrays[f"grad_{given}"] = gradient
+    meta = meta | {"name": name, "inputs": [*inputs, *fixed], "intermediates": []}
+    path = folder / f"{name}_formula.npz"
+    np.savez(path, **arrays, meta=np.array(json.dumps(meta)))
+    return path
+
+
+def heads(seed: int, time: int, dim: int, q: int = 2, kv: int = 2) -> Arrays:
+    """Queries, keys and values of one row."""
+    rng = np.random.default_rng(seed)
+    counts = {"q": q, "k": kv, "v": kv}
+    return {name: rng.normal(size=(1, time, count, dim)) for name, count in counts.items()}
+
+
+def turned(x: np.ndarray, angles: np.ndarray) -> np.ndarray:
+    """``x [B, T, H, D]`` with the pairs ``(c, c + r/2)`` turned by angles ``[..., T, r/2]``."""
+    planes = angles.shape[-1]
+    first, second, rest = np.split(x, [planes, 2 * planes], axis=-1)
+    cos, sin = np.cos(angles)[..., None, :], np.sin(angles)[..., None, :]
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+
+
+def attended(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> Arrays:
+    """Causal softmax attention of queries and keys that hold their positions."""
+    group = q.shape[2] // k.shape[2]
+    keys, values = (np.repeat(x, group, axis=2) for x in (k, v))
+    logits = np.einsum("bihd,bjhd->bhij", q, keys) * scale
+    seen = np.tri(q.shape[1], dtype=bool)
+    weights = np.where(seen, np.exp(logits - logits.real.max(-1, keepdims=True)), 0)
+    weights = weights / weights.sum(-1, keepdims=True)
+    o = np.einsum("bhij,bjhd->bihd", weights, values)
+    return {"o": o, "q_rot": q, "k_rot": k, "logits": np.where(seen, logits, 0)}
+
+
+def longrope(time: int, dim: int, meta: dict[str, Any]) -> Formula:
+    """Frequencies divided one by one, and a magnitude, of the share that rotates."""
+    planes = int(dim * meta["partial"]) // 2
+    divisors = meta["long_factor" if time > meta["original_max"] else "short_factor"]
+    omega = np.array([1 / (x * meta["theta"] ** (c / planes)) for c, x in enumerate(divisors)])
+    ratio = meta["max"] / meta["original_max"]
+    a = math.sqrt(1 + math.log(ratio) / math.log(meta["original_max"])) if ratio > 1 else 1.0
+
+    def formula(given: Arrays) -> Arrays:
+        scale = np.where(np.arange(dim) < 2 * planes, a, 1.0)
+        q, k = (turned(given[x], np.arange(time)[:, None] * omega) * scale for x in "qk")
+        found = attended(q, k, given["v"], dim**-0.5)
+        return found | {"inv_freq": omega, "attention_factor": np.array(a)}
+
+    return formula
