@@ -249,6 +249,20 @@ def _longrope(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
     )
 
 
+def _mrope(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    encoding = positions.MRope(
+        meta["theta"],
+        axes=len(meta["section"]),
+        sections=tuple(meta["section"]),
+        interleaved=meta["layout"] == "interleaved",
+    )
+    return Recorded(
+        encoding,
+        constants={"inv_freq": frequencies(arrays["q"].shape[-1], encoding.base)},
+        positions=lambda a: jnp.moveaxis(a["pos_ids"], 0, -1),
+    )
+
+
 # By the name in ``meta``, or the file's up to its last underscore: from the arrays and ``meta``.
 ENCODINGS: dict[str, Source] = {
     "cope": _cope,
@@ -259,6 +273,8 @@ ENCODINGS: dict[str, Source] = {
     "grape_m_ctx": _grape_m_ctx,
     "longrope": _longrope,
     "longrope_short": _longrope,
+    "mrope": _mrope,
+    "mrope_interleaved": _mrope,
     "mapformer_em": _mapformer(positions.MapFormerEM),
     "mapformer_wm": _mapformer(positions.MapFormerWM),
     "repo_linear": _repo_linear,
@@ -408,7 +424,8 @@ def _run(
         dtype=q.dtype.name,
     )
     encoding.check(sizes)
-    layer = Layer(x, default_positions(time), None, True, sizes, q=q, k=k)
+    places = default_positions(time) if recorded.positions is None else recorded.positions(arrays)
+    layer = Layer(x, places, None, True, sizes, q=q, k=k)
     state, _ = encoding.start_from_embeddings(params, layer)
     if state is None:
         state = encoding.start(layer.positions, sizes, dtype=q.dtype)

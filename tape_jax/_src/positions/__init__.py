@@ -23,6 +23,7 @@ from tape_jax._src.positions.fixed.bias import Alibi, Fire, Kerple, T5Bias
 from tape_jax._src.positions.fixed.coupling import PositionCoupling
 from tape_jax._src.positions.fixed.rotary import (
     LongRope,
+    MRope,
     PRope,
     RandomRope,
     Rope,
@@ -52,6 +53,7 @@ __all__ = [
     "Layer",
     "Learned",
     "LongRope",
+    "MRope",
     "MapFormerEM",
     "MapFormerWM",
     "MixHeadDim",

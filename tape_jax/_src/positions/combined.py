@@ -96,6 +96,11 @@ class Combined(Encoding):
             x for x in Encoding.takes_drawn if all(x in e.takes_drawn for e in self.encodings)
         )
 
+    @property
+    def counts_text(self) -> bool:  # type: ignore[override]
+        """Whether the one with a state does."""
+        return self._state.counts_text
+
     def _of(self, place: str) -> Encoding:
         """The one that acts there; none at all if no one does."""
         return next((x for x in self.encodings if place in x.acts_on), Encoding())

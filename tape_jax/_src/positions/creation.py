@@ -35,6 +35,7 @@ from tape_jax._src.positions.fixed.bias import Alibi, Fire, Kerple, T5Bias
 from tape_jax._src.positions.fixed.coupling import PositionCoupling
 from tape_jax._src.positions.fixed.rotary import (
     LongRope,
+    MRope,
     PRope,
     RandomRope,
     Rope,
@@ -54,6 +55,7 @@ registry: dict[str, type[Encoding]] = {
         Yarn,
         LongRope,
         PRope,
+        MRope,
         Xpos,
         RandomRope,
         SelectiveRope,

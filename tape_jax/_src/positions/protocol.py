@@ -156,6 +156,13 @@ def default_positions(length: int) -> Array:
     return jnp.asarray(np.arange(length, dtype=np.int32))
 
 
+def on_axes(positions: Array, axes: int) -> Array:
+    """Positions ``[..., T]`` as coordinates ``[..., T, n]`` if there are ``n > 1`` axes."""
+    if axes == 1:
+        return positions
+    return jnp.broadcast_to(positions[..., None], (*positions.shape, axes))
+
+
 @dataclasses.dataclass(frozen=True)
 class Encoding:
     """No position encoding at all; the base of every other one.
@@ -173,6 +180,8 @@ class Encoding:
     acts_on: ClassVar[tuple[str, ...]] = ()
     # Whether layer_terms rewrites what decoding keeps of earlier keys.
     rewrites_keys: ClassVar[bool] = False
+    # Whether tokens have, where no positions are given, their index on each of several axes.
+    counts_text: ClassVar[bool] = False
     # Kinds of RandomPositions that it takes: a table has no rows for stretched ones.
     takes_drawn: ClassVar[tuple[str, ...]] = ("spaced", "stretched", "shifted")
 

@@ -19,7 +19,7 @@ Formula = Callable[[Arrays], Arrays]
 
 STEP = 1e-30
 # Names of the files that formulas here, and no recorded runs of the tests, are compared with.
-NAMES = ("longrope", "longrope_short")
+NAMES = ("longrope", "longrope_short", "mrope", "mrope_interleaved")
 
 
 def write(
@@ -83,5 +83,18 @@ def longrope(time: int, dim: int, meta: dict[str, Any]) -> Formula:
         q, k = (turned(given[x], np.arange(time)[:, None] * omega) * scale for x in "qk")
         found = attended(q, k, given["v"], dim**-0.5)
         return found | {"inv_freq": omega, "attention_factor": np.array(a)}
+
+    return formula
+
+
+def mrope(axis: list[int], theta: float) -> Formula:
+    """Each frequency turns by one coordinate of ``pos_ids [3, B, T]``, by its ``axis``."""
+    planes = len(axis)
+
+    def formula(given: Arrays) -> Arrays:
+        omega = theta ** (-np.arange(planes) / planes)
+        angles = np.stack([given["pos_ids"][a] * w for a, w in zip(axis, omega, strict=True)], -1)
+        q, k = (turned(given[x], angles) for x in "qk")
+        return attended(q, k, given["v"], (2 * planes) ** -0.5) | {"inv_freq": omega}
 
     return formula

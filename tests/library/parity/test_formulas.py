@@ -1,5 +1,6 @@
 """Encodings against formulas in numpy and, where they lie beside the tree, recorded runs."""
 
+import numpy as np
 import pytest
 
 from tape_jax._src.parity import report
@@ -31,3 +32,22 @@ def test_longrope(share, time, longest, tmp_path):
     meta |= {"long_factor": [1.5, 2, 3, 9][:planes], "short_factor": [1, 1.2, 2, 3][:planes]}
     formula = formulas.longrope(time, 8, meta)
     assert_parity(formulas.write(tmp_path, "longrope", formulas.heads(0, time, 8), formula, meta))
+
+
+@pytest.mark.parametrize(
+    ("section", "interleaved", "axis"),
+    [
+        ([1, 1, 2], False, [0, 1, 2, 2]),
+        ([2, 1, 1], True, [0, 1, 2, 0]),
+        ([4, 2, 2], False, [0, 0, 0, 0, 1, 1, 2, 2]),
+        ([4, 1, 3], True, [0, 1, 2, 0, 0, 2, 0, 0]),
+        ([0, 8, 0], False, [1] * 8),
+    ],
+)
+def test_mrope(section, interleaved, axis, tmp_path):
+    name = "mrope_interleaved" if interleaved else "mrope"
+    meta = {"theta": 60.0, "section": section, "layout": name.removeprefix("mrope_")}
+    pos_ids = np.random.default_rng(0).integers(0, 9, (3, 1, 6)).astype(float)
+    inputs = formulas.heads(0, 6, 2 * len(axis))
+    formula = formulas.mrope(axis, 60.0)
+    assert_parity(formulas.write(tmp_path, name, inputs, formula, meta, pos_ids=pos_ids))

@@ -527,7 +527,8 @@ class Rope(Encoding):
     def check(self, sizes: Sizes) -> None:
         if self.scaling.kind == "longrope":
             trained = self.scaling.original_length
-            for _, turning in _planes(sizes.head_dim, self.axes, self.partial_rotary_factor):
+            axes = self.start_options(None)["axes"]
+            for _, turning in _planes(sizes.head_dim, axes, self.partial_rotary_factor):
                 for length in (trained, trained + 1):
                     self.scaling.divisors(turning, length)
         require(
@@ -659,6 +660,81 @@ class PRope(Rope):
             self.scaling.kind == "proportional",
             f"p_rope: scaling.kind must be 'proportional'; got {self.scaling.kind!r}",
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class MRope(Rope):
+    """Multimodal RoPE (Qwen2-VL, Wang et al. 2024, arXiv:2409.12191): coordinates share one head.
+
+    A token has several coordinates, ``[..., T, 3]`` for time, height and width, and each frequency
+    of the whole head turns by one of them. Positions that are not given are those of text: the
+    index of the token on every axis, going on behind the largest coordinate of the token before.
+    (With ``axes`` of :class:`Rope` each coordinate has a whole range of frequencies.)
+
+    Attributes:
+      axes: coordinates per token.
+      sections: how many frequencies, of those that rotate, each coordinate turns; ``()``: as evenly
+        as possible.
+      interleaved: frequencies are dealt out in turn, as in Qwen3-VL: to the coordinate ``n > 0``
+        the ``sections[n]`` first ones of those with index ``n`` modulo ``axes``, all others to the
+        first coordinate; False: the first ``sections[0]`` to the first one, and so on.
+
+    Raises:
+      ValueError: as :class:`Rope` does; for sections that do not fit the axes or the head.
+    """
+
+    kind: ClassVar[str] = "mrope"
+    counts_text: ClassVar[bool] = True
+
+    axes: int = 3
+    sections: tuple[int, ...] = ()
+    interleaved: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(self.axes > 1, f"mrope: axes must exceed 1; got {self.axes}")
+        require(
+            isinstance(self.sections, tuple) and len(self.sections) in (0, self.axes),
+            f"mrope: sections must be a tuple of one number for each of the {self.axes} axes; got "
+            f"{self.sections!r}",
+        )
+        sections = tuple(not_negative("mrope: sections", n) for n in self.sections)
+        set_field(self, "sections", sections)
+
+    def check(self, sizes: Sizes) -> None:
+        super().check(sizes)
+        turning = _turning(sizes.head_dim, self.partial_rotary_factor) // 2
+        require(
+            not self.sections or sum(self.sections) == turning,
+            f"mrope: sections = {self.sections} must add up to the {turning} frequencies of a head "
+            "that rotate",
+        )
+
+    def axis_of_frequencies(self, head_dim: int) -> np.ndarray:
+        """Which coordinate turns each frequency, ``[D/2]``."""
+        turning = _turning(head_dim, self.partial_rotary_factor) // 2
+        shares = [len(part) for part in np.array_split(np.arange(turning), self.axes)]
+        sections = np.asarray(self.sections or shares)
+        if self.interleaved:
+            index = np.arange(turning)
+            axis = index % self.axes
+            found = np.where(index < self.axes * sections[axis], axis, 0)
+        else:
+            found = np.repeat(np.arange(self.axes), sections)
+        return np.pad(found, (0, head_dim // 2 - turning))
+
+    def start_options(self, params: dict[str, Array] | None) -> dict[str, Any]:
+        return super().start_options(params) | {"axes": 1}
+
+    def start_at(self, positions, sizes, **options):
+        require(
+            jnp.ndim(positions) > 1 and jnp.shape(positions)[-1] == self.axes,
+            f"mrope: axes = {self.axes} expects positions of shape [..., T, {self.axes}]; got "
+            f"{jnp.shape(positions)}",
+        )
+        start = super().start_at
+        states = [start(positions[..., n], sizes, **options) for n in range(self.axes)]
+        return jnp.choose(np.tile(self.axis_of_frequencies(sizes.head_dim), 2), states, mode="clip")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ import pytest
 from tape_jax import ModelConfig, RopeScaling, rotary_state, rotate
 from tape_jax._src.positions.fixed.additive import sinusoids
 from tape_jax._src.positions.fixed.rotary import frequencies
-from tape_jax.positions import LongRope, PRope, RandomRope, Rope, Tape, Xpos, Yarn
+from tape_jax.positions import LongRope, MRope, PRope, RandomRope, Rope, Tape, Xpos, Yarn
 from tests.paths import GOLDEN
 
 
@@ -312,6 +312,27 @@ class TestRope:
             ModelConfig(10, 16, num_heads=2, position=tape)
         with pytest.raises(ValueError, match=r"scaling\.kind must be 'proportional'; got 'linear'"):
             PRope(scaling=RopeScaling("linear", 2.0))
+
+
+class TestMRope:
+    def test_equal_coordinates_are_rope(self):
+        positions = jnp.broadcast_to(jnp.arange(5)[:, None], (5, 3))
+        got = MRope(interleaved=True).start(positions, CONFIG.sizes)
+        np.testing.assert_array_equal(got, Rope().start(jnp.arange(5), CONFIG.sizes))
+
+    def test_misuse(self):
+        with pytest.raises(ValueError, match=r"mrope: axes must exceed 1; got 1"):
+            MRope(axes=1)
+        with pytest.raises(ValueError, match=r"one number for each of the 3 axes; got \(4, 4\)"):
+            MRope(sections=(4, 4))
+        with pytest.raises(ValueError, match=r"sections must be an integer from 0 on; got -1"):
+            MRope(sections=(4, 1, -1))
+        with pytest.raises(ValueError, match=r"\(16, 24, 24\) must add up to the 4 frequencies"):
+            ModelConfig(10, 16, num_heads=2, position=MRope(sections=(16, 24, 24)))
+        with pytest.raises(
+            ValueError, match=r"expects positions of shape \[\.\.\., T, 3\]; got \(5,\)"
+        ):
+            MRope().start(jnp.arange(5), CONFIG.sizes)
 
 
 class TestXpos:
