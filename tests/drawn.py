@@ -208,6 +208,10 @@ OWN: dict[str, dict[tuple[str, ...], tuple[Any, ...]]] = {
             (RopeScaling("longrope", 4.0, 8, short_factor=(2, 3), long_factor=(5, 7)), 0.5),
         )
     },
+    "fope": {
+        ("learn",): ((False,), (True,)),
+        ("original_length",): ((2048,), (8,), (64,)),
+    },
     "mrope": {
         ("axes", "sections", "partial_rotary_factor"): (
             (3, (), 1.0),

@@ -123,6 +123,8 @@ def attend(
         new = context.positions
         if cache is not None:
             new = jax.lax.dynamic_slice_in_dim(new, index, time, axis=1)
+        if encoding.starts_by_head:
+            new = jnp.broadcast_to(new, x.shape[:-1])
         state = encoding.start(new, c.sizes, length=length, dtype=c.carried_dtype)
     if updates:
         state = encoding.carry(state, x.shape[:-1], c.sizes)

@@ -263,12 +263,23 @@ def _mrope(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
     )
 
 
+def _fope(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    length = meta["max_sequence_length"]
+    encoding = positions.Fope(meta["theta"], original_length=length, learn=True)
+    kept = arrays["sin_coef"].shape[1]
+    omega = frequencies(arrays["q"].shape[-1], encoding.base)[:kept]
+    return Recorded(
+        encoding, same(sin_coef="sin_coef", cos_coef="cos_coef"), constants={"inv_freq": omega}
+    )
+
+
 # By the name in ``meta``, or the file's up to its last underscore: from the arrays and ``meta``.
 ENCODINGS: dict[str, Source] = {
     "cope": _cope,
     "cope_sepkey_nodiv": _cope,
     "dape_alibi": _dape,
     "dape_kerple": _dape,
+    "fope": _fope,
     "fox": _fox,
     "grape_m_ctx": _grape_m_ctx,
     "longrope": _longrope,
@@ -428,7 +439,8 @@ def _run(
     layer = Layer(x, places, None, True, sizes, q=q, k=k)
     state, _ = encoding.start_from_embeddings(params, layer)
     if state is None:
-        state = encoding.start(layer.positions, sizes, dtype=q.dtype)
+        places = places[None] if encoding.starts_by_head else places
+        state = encoding.start(places, sizes, dtype=q.dtype, params=params)
     layer = dataclasses.replace(layer, state=state)
     terms = encoding.layer_terms(params, layer)
     rotations = encoding.rotation(state) if terms.state is None else (terms.state, terms.state)

@@ -21,6 +21,7 @@ from tape_jax._src.positions.creation import create, registry
 from tape_jax._src.positions.fixed.additive import Abacus, Learned, Sinusoidal
 from tape_jax._src.positions.fixed.bias import Alibi, Fire, Kerple, T5Bias
 from tape_jax._src.positions.fixed.coupling import PositionCoupling
+from tape_jax._src.positions.fixed.fourier import Fope
 from tape_jax._src.positions.fixed.rotary import (
     LongRope,
     MRope,
@@ -45,6 +46,7 @@ __all__ = [
     "DapeKerple",
     "Encoding",
     "Fire",
+    "Fope",
     "Fox",
     "GrapeAdditive",
     "GrapeMultiplicative",

@@ -33,6 +33,7 @@ from tape_jax._src.positions.contextual.stickbreaking import StickBreaking
 from tape_jax._src.positions.fixed.additive import Abacus, Learned, Sinusoidal
 from tape_jax._src.positions.fixed.bias import Alibi, Fire, Kerple, T5Bias
 from tape_jax._src.positions.fixed.coupling import PositionCoupling
+from tape_jax._src.positions.fixed.fourier import Fope
 from tape_jax._src.positions.fixed.rotary import (
     LongRope,
     MRope,
@@ -58,6 +59,7 @@ registry: dict[str, type[Encoding]] = {
         MRope,
         Xpos,
         RandomRope,
+        Fope,
         SelectiveRope,
         GrapeMultiplicative,
         Repo,

@@ -19,7 +19,7 @@ Formula = Callable[[Arrays], Arrays]
 
 STEP = 1e-30
 # Names of the files that formulas here, and no recorded runs of the tests, are compared with.
-NAMES = ("longrope", "longrope_short", "mrope", "mrope_interleaved")
+NAMES = ("fope", "longrope", "longrope_short", "mrope", "mrope_interleaved")
 
 
 def write(
@@ -96,5 +96,27 @@ def mrope(axis: list[int], theta: float) -> Formula:
         angles = np.stack([given["pos_ids"][a] * w for a, w in zip(axis, omega, strict=True)], -1)
         q, k = (turned(given[x], angles) for x in "qk")
         return attended(q, k, given["v"], (2 * planes) ** -0.5) | {"inv_freq": omega}
+
+    return formula
+
+
+def fope(dim: int, time: int, meta: dict[str, Any]) -> Formula:
+    """Sums of sines and cosines in the first planes, 1 + i in the others."""
+    omega = [meta["theta"] ** (-2 * c / dim) for c in range(dim // 2)]
+    kept = np.array([w for w in omega if w >= 2 * math.pi / meta["max_sequence_length"]])
+
+    def formula(given: Arrays) -> Arrays:
+        planes = given["sin_coef"].shape[-1]
+        angles = np.arange(time)[:, None] * kept
+        sines = np.einsum("tc,hcn->thn", np.sin(angles), given["sin_coef"])
+        cosines = np.einsum("tc,hcn->thn", np.cos(angles), given["cos_coef"])
+        still = np.ones((*sines.shape[:2], dim // 2 - planes))
+        sines, cosines = (np.concatenate([x, still], axis=-1) for x in (sines, cosines))
+        found = []
+        for x in (given["q"], given["k"]):
+            first, second = np.split(x, 2, axis=-1)
+            real, imaginary = first * cosines - second * sines, first * sines + second * cosines
+            found.append(np.concatenate([real, imaginary], axis=-1))
+        return attended(*found, given["v"], dim**-0.5) | {"inv_freq": kept}
 
     return formula

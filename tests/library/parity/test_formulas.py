@@ -51,3 +51,14 @@ def test_mrope(section, interleaved, axis, tmp_path):
     inputs = formulas.heads(0, 6, 2 * len(axis))
     formula = formulas.mrope(axis, 60.0)
     assert_parity(formulas.write(tmp_path, name, inputs, formula, meta, pos_ids=pos_ids))
+
+
+@pytest.mark.parametrize(("dim", "length"), [(8, 64), (8, 8), (16, 4096)])
+def test_fope(dim, length, tmp_path):
+    meta = {"theta": 30.0, "max_sequence_length": length}
+    kept = sum(30.0 ** (-2 * c / dim) >= 2 * np.pi / length for c in range(dim // 2))
+    inputs, rng = formulas.heads(0, 6, dim), np.random.default_rng(1)
+    shape = (2, kept, min(kept, dim // 4))
+    inputs |= {name: rng.normal(size=shape) for name in ("sin_coef", "cos_coef")}
+    formula = formulas.fope(dim, 6, meta)
+    assert_parity(formulas.write(tmp_path, "fope", inputs, formula, meta))
