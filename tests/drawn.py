@@ -276,7 +276,7 @@ RELATIVE = (
     "none", "tape", "rope", "yarn", "xpos", "alibi", "t5", "abacus", "tape_place_weights", "fox",
     "kerple", "cope", "dape_kerple", "dape_alibi", "stickbreaking", "grape_additive",
     "selective_rope", "grape_m_ctx", "repo", "mapformer_wm", "mapformer_em", "position_coupling",
-    "path", "p_rope", "longrope", "mrope",
+    "path", "p_rope", "longrope", "mrope", "rope_pp",
 )  # fmt: skip
 # The size of the learned table and the capacity of caches; positions of calls are smaller.
 LIMIT = 40

@@ -107,7 +107,7 @@ def look(
 
     sown, states = run(variables, jnp.asarray(tokens))
     in_order = sorted(sown, key=lambda name: int(name.removeprefix("layers_")))
-    shape = (-1, batch, length, config.num_heads, length)
+    shape = (-1, batch, length, config.attention_heads, length)
     maps = [np.reshape(jax.tree.leaves(sown[name])[0], shape) for name in in_order]
     return Inside(
         labels,

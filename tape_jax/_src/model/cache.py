@@ -34,8 +34,8 @@ class LayerCache:
     Heads come before time: so the products of a single query read it as it is.
 
     Attributes:
-      k: rotated keys ``[B, H_kv, S, D]`` (``M * R`` wide in tensor form); in at least float32 where
-        the encoding rewrites them.
+      k: rotated keys ``[B, H_kv, S, D]`` (``M * R`` wide in tensor form), or features of keys; in
+        at least float32 where the encoding rewrites them.
       v: values ``[B, H_kv, S, D]``.
       e: position states, ``[B, H_kv, S, D]`` or ``[B, H_kv, S, M, L, R]``; None unless attended.
       kept: what else the encoding keeps of each token, by name, ``[B, heads, S, ...]``.
@@ -208,10 +208,11 @@ def _layers_of(
     def parameters(specs: dict[str, Param]) -> dict[str, Any]:
         return {name: shape(spec.shape, config.param_dtype) for name, spec in specs.items()}
 
-    def kept(params: Any, x: Array, positions: Array, entering: Any) -> dict[str, Any]:
-        """What the encoding keeps of the tokens that enter a layer."""
+    def kept(params: Any, x: Array, positions: Array, entering: Any) -> tuple[Any, Any]:
+        """What the encoding keeps of tokens that enter a layer; its features of keys, or None."""
         layer = Layer(x, positions, None, True, sizes, **entering)
-        return encoding.layer_terms(params, layer).kept or {}
+        terms = encoding.layer_terms(params, layer)
+        return terms.kept or {}, None if terms.features is None else terms.features[1]
 
     def begin(p: Array, x: Array, params: Any) -> tuple[Any, dict[str, Array]]:
         start, kept = encoding.start_from_embeddings(params, Layer(x, p, None, True, sizes))
@@ -243,10 +244,10 @@ def _layers_of(
         params = parameters(encoding.layer_params(sizes, updates=updates))
         state = jax.eval_shape(carried, start) if updates else start
         entering = {"q": q, "k": head, "state": state}
-        more = jax.eval_shape(kept, params, x, positions, entering)
-        wide = algebra.at_least_float32(dtype)
+        more, features = jax.eval_shape(kept, params, x, positions, entering)
+        wide, keys = algebra.at_least_float32(dtype), features or rotated
         return LayerCache(
-            k=slots(shape(rotated.shape, wide if encoding.rewrites_keys else dtype), n),
+            k=slots(shape(keys.shape, wide if encoding.rewrites_keys else dtype), n),
             v=slots(head, n),
             e=slots(kept_state(e), n) if keeps_state else None,
             kept={name: slots(x, n) for name, x in more.items()},

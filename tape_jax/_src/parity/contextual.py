@@ -273,6 +273,12 @@ def _fope(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
     )
 
 
+def _rope_pp(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    encoding = positions.RopePP(meta["theta"])
+    omega = frequencies(arrays["q"].shape[-1], encoding.base)
+    return Recorded(encoding, constants={"inv_freq": omega})
+
+
 # By the name in ``meta``, or the file's up to its last underscore: from the arrays and ``meta``.
 ENCODINGS: dict[str, Source] = {
     "cope": _cope,
@@ -302,6 +308,7 @@ ENCODINGS: dict[str, Source] = {
     "p_rope": _p_rope,
     "path": _path,
     "path_fox": _path_fox,
+    "rope_pp": _rope_pp,
 }
 
 # Intermediate values that files record, and the methods of encodings that compute them.
@@ -413,16 +420,9 @@ def _changed(encoding: Encoding, changes: Arrays, found: Arrays) -> Encoding:
     return type(own.__name__, (own,), methods)(**vars(encoding))
 
 
-def _run(
-    recorded: Recorded, fixed: Arrays, inputs: Arrays, changes: Arrays
-) -> tuple[Array, Arrays]:
-    """``o``, and everything else that a file may hold, with changes to intermediate values."""
-    arrays = recorded.prepare({**fixed, **inputs})
-    params = {name: make(arrays) for name, make in recorded.params.items()}
-    order = np.arange(arrays["q"].shape[-1]) if recorded.order is None else recorded.order
-    q, k, v = arrays["q"][..., order], arrays["k"][..., order], arrays["v"]
-    noted: Arrays = {}
-    encoding = _changed(recorded.encoding, changes, noted)
+def _layer(recorded: Recorded, encoding: Encoding, params: Arrays, arrays: Arrays) -> Layer:
+    """The layer that a file's arrays enter, with the state that the encoding makes."""
+    q, k = arrays["q"], arrays["k"]
     batch, time, heads, dim = q.shape
     x = arrays.get("x", jnp.zeros((batch, time, heads * dim), q.dtype))
     sizes = Sizes(
@@ -441,13 +441,31 @@ def _run(
     if state is None:
         places = places[None] if encoding.starts_by_head else places
         state = encoding.start(places, sizes, dtype=q.dtype, params=params)
-    layer = dataclasses.replace(layer, state=state)
+    return dataclasses.replace(layer, state=state)
+
+
+def _run(
+    recorded: Recorded, fixed: Arrays, inputs: Arrays, changes: Arrays
+) -> tuple[Array, Arrays]:
+    """``o``, and everything else that a file may hold, with changes to intermediate values."""
+    arrays = recorded.prepare({**fixed, **inputs})
+    params = {name: make(arrays) for name, make in recorded.params.items()}
+    order = recorded.order
+    q, k, v = arrays["q"], arrays["k"], arrays["v"]
+    if order is not None:
+        q, k = q[..., order], k[..., order]
+    noted: Arrays = {}
+    encoding = _changed(recorded.encoding, changes, noted)
+    layer = _layer(recorded, encoding, params, arrays | {"q": q, "k": k})
+    state, (_, time, heads, dim) = layer.state, q.shape
     terms = encoding.layer_terms(params, layer)
     rotations = encoding.rotation(state) if terms.state is None else (terms.state, terms.state)
     scores = _all_pairs(q, k)
+    if terms.features is not None:
+        q, k = terms.features
     if rotations[0] is not None and rotations[1] is not None:
         q, k = rotate(q, rotations[0]), rotate(k, rotations[1])
-    back = np.argsort(order)
+    back = slice(None) if order is None else np.argsort(order)
     noted |= {"q_rot": q[..., back], "k_rot": k[..., back]}
     q, k = q + changes.get("q_rot", 0), k + changes.get("k_rot", 0)
     options = terms.keywords()
@@ -461,7 +479,7 @@ def _run(
     att = _heads_first(attend(one_hot, **weights)[0])
     logits = _heads_first(attend(one_hot, **options | {"weights_fn": _logits})[0])
     seen = jnp.tril(jnp.ones((time, time), bool))
-    scores = jnp.where(seen, scores, 0)
+    scores = jnp.repeat(jnp.where(seen, scores, 0), logits.shape[1] // heads, axis=1)
     # What rotates queries and keys or, if nothing does, the state that the encoding uses otherwise.
     states = jax.tree.leaves((rotations, state))
     found = {

@@ -180,6 +180,8 @@ class Encoding:
     acts_on: ClassVar[tuple[str, ...]] = ()
     # Whether layer_terms rewrites what decoding keeps of earlier keys.
     rewrites_keys: ClassVar[bool] = False
+    # Heads that attend for each query head, where layer_terms makes features.
+    heads_per_query: ClassVar[int] = 1
     # Whether tokens have, where no positions are given, their index on each of several axes.
     counts_text: ClassVar[bool] = False
     # Kinds of RandomPositions that it takes: a table has no rows for stretched ones.

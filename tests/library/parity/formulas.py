@@ -19,7 +19,7 @@ Formula = Callable[[Arrays], Arrays]
 
 STEP = 1e-30
 # Names of the files that formulas here, and no recorded runs of the tests, are compared with.
-NAMES = ("fope", "longrope", "longrope_short", "mrope", "mrope_interleaved")
+NAMES = ("fope", "longrope", "longrope_short", "mrope", "mrope_interleaved", "rope_pp")
 
 
 def write(
@@ -118,5 +118,18 @@ def fope(dim: int, time: int, meta: dict[str, Any]) -> Formula:
             real, imaginary = first * cosines - second * sines, first * sines + second * cosines
             found.append(np.concatenate([real, imaginary], axis=-1))
         return attended(*found, given["v"], dim**-0.5) | {"inv_freq": kept}
+
+    return formula
+
+
+def rope_pp(time: int, dim: int, theta: float) -> Formula:
+    """Two heads of each query: turned, and turned a quarter less."""
+    omega = np.array([theta ** (-2 * c / dim) for c in range(dim // 2)])
+    angles = np.arange(time)[:, None] * omega
+
+    def formula(given: Arrays) -> Arrays:
+        both = np.stack([turned(given["q"], angles - x) for x in (0, np.pi / 2)], axis=3)
+        q = both.reshape(1, time, -1, dim)
+        return attended(q, turned(given["k"], angles), given["v"], dim**-0.5) | {"inv_freq": omega}
 
     return formula

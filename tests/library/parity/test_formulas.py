@@ -62,3 +62,10 @@ def test_fope(dim, length, tmp_path):
     inputs |= {name: rng.normal(size=shape) for name in ("sin_coef", "cos_coef")}
     formula = formulas.fope(dim, 6, meta)
     assert_parity(formulas.write(tmp_path, "fope", inputs, formula, meta))
+
+
+@pytest.mark.parametrize("kv", [1, 2])
+def test_rope_pp(kv, tmp_path):
+    inputs, formula = formulas.heads(0, 6, 8, kv=kv), formulas.rope_pp(6, 8, 50.0)
+    meta = {"theta": 50.0, "imag_mode": "imag2"}
+    assert_parity(formulas.write(tmp_path, "rope_pp", inputs, formula, meta))
