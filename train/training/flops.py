@@ -145,7 +145,8 @@ def model_flops(config: ModelConfig, batch: int, length: int) -> float:
     per_token = c.hidden_size * c.vocab_size
     attention = 0.0
     for encoding, _, updates in kinds:
-        per_token += 2 * c.hidden_size * c.dim * (c.num_heads + c.kv_heads)
+        projected = c.num_heads + 2 * c.kv_heads + c.attention_heads
+        per_token += c.hidden_size * c.dim * projected
         per_token += _mlp_products(config)
         if updates:
             per_token += _update_products(config, encoding)
@@ -154,7 +155,7 @@ def model_flops(config: ModelConfig, batch: int, length: int) -> float:
             (STATE if attends else PLAIN).forward,
             length,
             batch=batch,
-            heads=c.num_heads,
+            heads=c.attention_heads,
             head_dim=c.dim,
             local_window_size=c.local_window_size if own is None else own,
         )

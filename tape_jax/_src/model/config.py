@@ -516,6 +516,11 @@ class ModelConfig:
         return self.num_kv_heads or self.num_heads
 
     @property
+    def attention_heads(self) -> int:
+        """Number of heads that attend: query heads, or more where the encoding makes them."""
+        return self.num_heads * self.position.heads_per_query
+
+    @property
     def dim(self) -> int:
         """Head dimension."""
         return self.head_dim or self.hidden_size // self.num_heads

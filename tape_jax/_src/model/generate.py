@@ -30,7 +30,12 @@ from tape_jax._src.model.by_layer import loop_over_tokens
 from tape_jax._src.model.cache import Cache, append, check_length, init_cache, last_segment
 from tape_jax._src.model.decoder import Transformer
 from tape_jax._src.model.inputs import check_inputs, check_variables
-from tape_jax._src.positions.protocol import as_positions, check_indices, default_positions
+from tape_jax._src.positions.protocol import (
+    as_positions,
+    check_indices,
+    default_positions,
+    on_axes,
+)
 
 Array = jax.Array
 
@@ -224,7 +229,9 @@ def prefill(
         padding = jnp.int32(0) if lengths is None else longest - lengths.astype(jnp.int32)[:, None]
         counted = default_positions(longest) - padding
         segment_ids = (counted >= 0).astype(jnp.int32)
-        positions = counted if positions is None else positions
+        encoding = model.config.position
+        if positions is None and (encoding.coordinate_axes == 1 or encoding.counts_text):
+            positions = on_axes(counted, encoding.coordinate_axes)
     kind = jnp.int32
     if positions is not None:
         positions = as_positions(positions)
@@ -243,7 +250,8 @@ def _in_chunks(
     """:func:`prefill` of an empty cache, ``chunk`` tokens at a time; the first may be fewer."""
     check_inputs(model, tokens, given["positions"], given["segment_ids"], cache)
     if given["positions"] is None:  # The cache would find them by comparing all pairs of tokens.
-        given["positions"] = places(given["segment_ids"])
+        axes = model.config.position.coordinate_axes
+        given["positions"] = on_axes(places(given["segment_ids"]), axes)
     # All are written before any is run, for encodings whose ids depend on later tokens.
     cache = append(cache, tokens, **given)
     check_indices("token ids", cache.tokens, model.config.vocab_size)

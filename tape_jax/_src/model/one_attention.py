@@ -64,7 +64,7 @@ def attention_params(config: ModelConfig, *, qk_norm: bool) -> dict[str, Param]:
         "q": kernel(c.hidden_size, q, "embed", "heads"),
         "k": kernel(c.hidden_size, kv, "embed", "kv_heads"),
         "v": kernel(c.hidden_size, kv, "embed", "kv_heads"),
-        "out": kernel(q, c.hidden_size, "heads", "embed"),
+        "out": kernel(c.attention_heads * c.dim, c.hidden_size, "heads", "embed"),
     }
     if qk_norm:
         specs |= {name: Param((c.dim,), init.ones, (None,)) for name in ("q_norm", "k_norm")}
@@ -127,6 +127,8 @@ def attend(
         new = context.positions
         if cache is not None:
             new = jax.lax.dynamic_slice_in_dim(new, index, time, axis=1)
+        if encoding.starts_by_head:
+            new = jnp.broadcast_to(new, x.shape[:-1])
         state = encoding.start(new, c.sizes, length=length, dtype=c.carried_dtype)
     if updates:
         state = encoding.carry(state, x.shape[:-1], c.sizes)
@@ -140,7 +142,7 @@ def attend(
     q, k, v = heads("q", c.num_heads), heads("k", c.kv_heads), heads("v", c.kv_heads)
     prefix = full_name(ENCODING, "")
     own = {name.removeprefix(prefix): p for name, p in params.items() if name.startswith(prefix)}
-    seen, options = prepared(c, encoding, own, x, (q, k, v), state, context, cache)
+    q, seen, options = prepared(c, encoding, own, x, (q, k, v), state, context, cache)
     out, attended = attention(
         q,
         seen.k,

@@ -25,7 +25,7 @@ from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.parity import coupled_positions
 from tape_jax._src.parity.deviations import Deviation, deviation
 from tape_jax._src.positions.fixed.bias import alibi_slopes
-from tape_jax._src.positions.fixed.rotary import frequencies
+from tape_jax._src.positions.fixed.rotary import RopeScaling, frequencies
 from tape_jax._src.positions.layer import Layer
 from tape_jax._src.positions.protocol import Encoding, default_positions
 
@@ -48,6 +48,9 @@ class Recorded:
       att_of: the encoding whose weights and what they leave were recorded, ``att`` and ``rem``, if
         the compared one adds something to them.
       intermediates: as ``INTERMEDIATES``, for names that mean something else here.
+      order: the numbers of a head in the order of the library, as indices of those of the file;
+        None: they have one order.
+      positions: of the tokens, from the file's arrays; None: 0, 1, ...
     """
 
     encoding: Encoding
@@ -56,6 +59,8 @@ class Recorded:
     constants: dict[str, Any] = dataclasses.field(default_factory=dict)
     att_of: Encoding | None = None
     intermediates: dict[str, str] = dataclasses.field(default_factory=dict)
+    order: np.ndarray | None = None
+    positions: Callable[[Arrays], Any] | None = None
 
 
 Source = Callable[[Arrays, Mapping[str, Any]], Recorded]
@@ -262,8 +267,65 @@ def _wall(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
 
 
 def _p_rope(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
-    encoding = positions.PRope(base=meta["theta"], partial_rotary_factor=meta["p"])
+    scaling = RopeScaling("proportional", meta.get("factor") or 1.0)
+    encoding = positions.PRope(meta["theta"], scaling, partial_rotary_factor=meta["p"])
     omega = frequencies(arrays["q"].shape[-1], encoding.base, encoding.scaling, None, meta["p"])
+    return Recorded(encoding, constants={"inv_freq": omega})
+
+
+def _longrope(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    dim, time = arrays["q"].shape[-1], arrays["q"].shape[1]
+    scaling = RopeScaling(
+        "longrope",
+        factor=meta.get("factor") or meta["max"] / meta["original_max"],
+        original_length=meta["original_max"],
+        short_factor=tuple(meta["short_factor"]),
+        long_factor=tuple(meta["long_factor"]),
+    )
+    share = meta["partial"]
+    encoding = positions.LongRope(meta["theta"], scaling, partial_rotary_factor=share)
+    omega = frequencies(dim, encoding.base, scaling, time, share)
+    # The file's pairs are of those that rotate.
+    turning = 2 * arrays["inv_freq"].size
+    still = np.arange(turning, dim).reshape(2, -1)
+    order = np.concatenate([np.arange(turning).reshape(2, -1), still], axis=-1).ravel()
+    return Recorded(
+        encoding,
+        constants={
+            "inv_freq": omega[: turning // 2],
+            "attention_factor": scaling.state_magnitude,
+        },
+        order=order,
+    )
+
+
+def _mrope(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    encoding = positions.MRope(
+        meta["theta"],
+        axes=len(meta["section"]),
+        sections=tuple(meta["section"]),
+        interleaved=meta["layout"] == "interleaved",
+    )
+    return Recorded(
+        encoding,
+        constants={"inv_freq": frequencies(arrays["q"].shape[-1], encoding.base)},
+        positions=lambda a: jnp.moveaxis(a["pos_ids"], 0, -1),
+    )
+
+
+def _fope(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    length = meta["max_sequence_length"]
+    encoding = positions.Fope(meta["theta"], original_length=length, learn=True)
+    kept = arrays["sin_coef"].shape[1]
+    omega = frequencies(arrays["q"].shape[-1], encoding.base)[:kept]
+    return Recorded(
+        encoding, same(sin_coef="sin_coef", cos_coef="cos_coef"), constants={"inv_freq": omega}
+    )
+
+
+def _rope_pp(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    encoding = positions.RopePP(meta["theta"])
+    omega = frequencies(arrays["q"].shape[-1], encoding.base)
     return Recorded(encoding, constants={"inv_freq": omega})
 
 
@@ -279,8 +341,13 @@ ENCODINGS: dict[str, Source] = {
     "dapev2_kerple": _dape,
     "fire": _fire,
     "dda_per_row": _dda_per_row,
+    "fope": _fope,
     "fox": _fox,
     "grape_m_ctx": _grape_m_ctx,
+    "longrope": _longrope,
+    "longrope_short": _longrope,
+    "mrope": _mrope,
+    "mrope_interleaved": _mrope,
     "mapformer_em": _mapformer(positions.MapFormerEM),
     "mapformer_wm": _mapformer(positions.MapFormerWM),
     "repo_linear": _repo_linear,
@@ -301,6 +368,7 @@ ENCODINGS: dict[str, Source] = {
     "path_fox": _path_fox,
     "wall": _wall,
     "wall_scalar": _wall,
+    "rope_pp": _rope_pp,
 }
 
 # Intermediate values that files record, and the methods of encodings that compute them.
@@ -420,16 +488,9 @@ def _changed(
     return type(own.__name__, (own,), methods)(**vars(encoding))
 
 
-def _run(
-    recorded: Recorded, fixed: Arrays, inputs: Arrays, changes: Arrays
-) -> tuple[Array, Arrays]:
-    """``o``, and everything else that a file may hold, with changes to intermediate values."""
-    arrays = recorded.prepare({**fixed, **inputs})
-    params = {name: make(arrays) for name, make in recorded.params.items()}
-    q, k, v = arrays["q"], arrays["k"], arrays["v"]
-    noted: Arrays = {}
-    made = INTERMEDIATES | recorded.intermediates
-    encoding = _changed(recorded.encoding, made, changes, noted)
+def _layer(recorded: Recorded, encoding: Encoding, params: Arrays, arrays: Arrays) -> Layer:
+    """The layer that a file's arrays enter, with the state that the encoding makes."""
+    q, k = arrays["q"], arrays["k"]
     batch, time, heads, dim = q.shape
     x = arrays.get("x", jnp.zeros((batch, time, heads * dim), q.dtype))
     sizes = Sizes(
@@ -442,23 +503,46 @@ def _run(
         dtype=q.dtype.name,
     )
     encoding.check(sizes)
-    layer = Layer(x, default_positions(time), None, True, sizes, q=q, k=k)
+    places = default_positions(time) if recorded.positions is None else recorded.positions(arrays)
+    layer = Layer(x, places, None, True, sizes, q=q, k=k)
     state, _ = encoding.start_from_embeddings(params, layer)
     if state is None:
-        state = encoding.start(layer.positions, sizes, dtype=q.dtype)
-    layer = dataclasses.replace(layer, state=state)
+        places = places[None] if encoding.starts_by_head else places
+        state = encoding.start(places, sizes, dtype=q.dtype, params=params)
+    return dataclasses.replace(layer, state=state)
+
+
+def _run(
+    recorded: Recorded, fixed: Arrays, inputs: Arrays, changes: Arrays
+) -> tuple[Array, Arrays]:
+    """``o``, and everything else that a file may hold, with changes to intermediate values."""
+    arrays = recorded.prepare({**fixed, **inputs})
+    params = {name: make(arrays) for name, make in recorded.params.items()}
+    order = recorded.order
+    q, k, v = arrays["q"], arrays["k"], arrays["v"]
+    if order is not None:
+        q, k = q[..., order], k[..., order]
+    noted: Arrays = {}
+    made = INTERMEDIATES | recorded.intermediates
+    encoding = _changed(recorded.encoding, made, changes, noted)
+    layer = _layer(recorded, encoding, params, arrays | {"q": q, "k": k})
+    state, (_, time, heads, dim) = layer.state, q.shape
     terms = encoding.layer_terms(params, layer)
     rotations = encoding.rotation(state) if terms.state is None else (terms.state, terms.state)
     scores = _all_pairs(q, k)
+    if terms.features is not None:
+        q, k = terms.features
     if rotations[0] is not None and rotations[1] is not None:
         q, k = rotate(q, rotations[0]), rotate(k, rotations[1])
-    noted |= {"q_rot": q, "k_rot": k}
+    back = slice(None) if order is None else np.argsort(order)
+    noted |= {"q_rot": q[..., back], "k_rot": k[..., back]}
     q, k = q + changes.get("q_rot", 0), k + changes.get("k_rot", 0)
     options = terms.keywords()
     weights = options
     if recorded.att_of is not None:
         weights = recorded.att_of.layer_terms(params, layer).keywords()
-    scale = encoding.logits_scale(sizes)
+    own = encoding.logits_scale(layer.sizes)
+    scale = dim**-0.5 if own is None else own
     attend = functools.partial(
         attention, q, k, is_causal=True, implementation="reference", scale=scale
     )
@@ -466,7 +550,7 @@ def _run(
     att = _heads_first(attend(one_hot, **weights)[0])
     logits = _heads_first(attend(one_hot, **options | {"weights_fn": _logits})[0])
     seen = jnp.tril(jnp.ones((time, time), bool))
-    scores = jnp.where(seen, scores, 0)
+    scores = jnp.repeat(jnp.where(seen, scores, 0), logits.shape[1] // heads, axis=1)
     # What rotates queries and keys or, if nothing does, the state that the encoding uses otherwise.
     states = jax.tree.leaves((rotations, state))
     found = {

@@ -29,7 +29,18 @@ from tape_jax._src.positions.creation import registry
 from tape_jax._src.positions.fixed.additive import Abacus, Learned, Sinusoidal
 from tape_jax._src.positions.fixed.bias import Alibi, Fire, Kerple, T5Bias
 from tape_jax._src.positions.fixed.coupling import PositionCoupling
-from tape_jax._src.positions.fixed.rotary import PRope, RandomRope, Rope, Xpos, Yarn, rotary_state
+from tape_jax._src.positions.fixed.features import RopePP
+from tape_jax._src.positions.fixed.fourier import Fope
+from tape_jax._src.positions.fixed.rotary import (
+    LongRope,
+    MRope,
+    PRope,
+    RandomRope,
+    Rope,
+    Xpos,
+    Yarn,
+    rotary_state,
+)
 from tape_jax._src.positions.fixed.window import Window
 from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.positions.protocol import Encoding, Param
@@ -51,6 +62,7 @@ __all__ = [
     "DdaPerRow",
     "Encoding",
     "Fire",
+    "Fope",
     "Fox",
     "GrapeAdditive",
     "GrapeMultiplicative",
@@ -61,6 +73,8 @@ __all__ = [
     "Layer",
     "Layers",
     "Learned",
+    "LongRope",
+    "MRope",
     "MapFormerEM",
     "MapFormerWM",
     "MixHeadDim",
@@ -74,6 +88,7 @@ __all__ = [
     "RelaxedEquivariance",
     "Repo",
     "Rope",
+    "RopePP",
     "SelectiveRope",
     "SeparateCosSin",
     "Sinusoidal",

@@ -42,7 +42,18 @@ from tape_jax._src.positions.contextual.wall import Wall
 from tape_jax._src.positions.fixed.additive import Abacus, Learned, Sinusoidal
 from tape_jax._src.positions.fixed.bias import Alibi, Fire, Kerple, T5Bias
 from tape_jax._src.positions.fixed.coupling import PositionCoupling
-from tape_jax._src.positions.fixed.rotary import PRope, RandomRope, Rope, RopeScaling, Xpos, Yarn
+from tape_jax._src.positions.fixed.features import RopePP
+from tape_jax._src.positions.fixed.fourier import Fope
+from tape_jax._src.positions.fixed.rotary import (
+    LongRope,
+    MRope,
+    PRope,
+    RandomRope,
+    Rope,
+    RopeScaling,
+    Xpos,
+    Yarn,
+)
 from tape_jax._src.positions.fixed.window import Window
 from tape_jax._src.positions.protocol import Encoding
 from tape_jax._src.positions.tape.encoding import Tape
@@ -54,9 +65,13 @@ registry: dict[str, type[Encoding]] = {
         Tape,
         Rope,
         Yarn,
+        LongRope,
         PRope,
+        MRope,
         Xpos,
         RandomRope,
+        Fope,
+        RopePP,
         SelectiveRope,
         GrapeMultiplicative,
         Repo,

@@ -34,6 +34,9 @@ class Terms(NamedTuple):
       bias: as ``bias`` of :func:`tape_jax.attention`.
       log_decay: as ``log_decay`` there, of the queries and of all keys.
       logits_fn, weights_fn: as there.
+      features: queries ``[..., T, Hq, F]`` and keys ``[..., T, Hk, F]`` of the new tokens that
+        attend in place of the projected ones; decoding keeps the keys. Nothing rotates them. ``Hq``
+        is ``Encoding.heads_per_query`` times the number of query heads.
       rewritten_keys: what decoding keeps of all keys ``[B, H, S, D]`` after these tokens, for an
         encoding that says so (``Encoding.rewrites_keys``). Without ``logits_fn`` they are also what
         these tokens attend.
@@ -46,6 +49,7 @@ class Terms(NamedTuple):
     log_decay: tuple[Array, Array] | None = None
     logits_fn: Callable[[Array, Any], Array] | None = None
     weights_fn: Callable[[Array, Any], Array] | None = None
+    features: tuple[Array, Array] | None = None
     rewritten_keys: Callable[[Array], Array] | None = None
     kept: dict[str, Array] | None = None
 

@@ -180,6 +180,13 @@ class OfLayer(NamedTuple):
         return (*states[: self.member], new, *states[self.member + 1 :])
 
 
+def on_axes(positions: Array, axes: int) -> Array:
+    """Positions ``[..., T]`` as coordinates ``[..., T, n]`` if there are ``n > 1`` axes."""
+    if axes == 1:
+        return positions
+    return jnp.broadcast_to(positions[..., None], (*positions.shape, axes))
+
+
 @dataclasses.dataclass(frozen=True)
 class Encoding:
     """No position encoding at all; the base of every other one.
@@ -197,6 +204,10 @@ class Encoding:
     acts_on: ClassVar[tuple[str, ...]] = ()
     # Whether layer_terms rewrites what decoding keeps of earlier keys.
     rewrites_keys: ClassVar[bool] = False
+    # Heads that attend for each query head, where layer_terms makes features.
+    heads_per_query: ClassVar[int] = 1
+    # Whether tokens have, where no positions are given, their index on each of several axes.
+    counts_text: ClassVar[bool] = False
     # Kinds of RandomPositions that it takes: a table has no rows for stretched ones.
     takes_drawn: ClassVar[tuple[str, ...]] = ("spaced", "stretched", "shifted")
 

@@ -86,6 +86,7 @@ ROPE_KINDS = {
     "dynamic": "dynamic",
     "yarn": "yarn",
     "llama3": "llama3",
+    "longrope": "longrope",
 }
 ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta")
 
@@ -267,6 +268,15 @@ def _scaling(kind: str, given: Mapping[str, Any], config: Mapping[str, Any]) -> 
             high_freq_factor=_number(given, "high_freq_factor"),
         )
     factor = _number(given, "factor", length / original)
+    if kind == "longrope":
+        return RopeScaling(
+            kind,
+            factor=factor,
+            original_length=original,
+            magnitude=given.get("attention_factor"),
+            short_factor=_list(given, "short_factor"),
+            long_factor=_list(given, "long_factor"),
+        )
     return RopeScaling(
         kind,
         factor=factor,
@@ -287,6 +297,12 @@ def _yarn_magnitude(factor: float, given: Mapping[str, Any]) -> float | None:
         return None
     growth = 0.1 * math.log(max(factor, 1.0))
     return (above * growth + 1) / (below * growth + 1)
+
+
+def _list(given: Mapping[str, Any], name: str) -> tuple[Any, ...]:
+    value = given.get(name)
+    require(isinstance(value, list), f"config.json: {name} must be a list; got {value!r}")
+    return tuple(value or ())
 
 
 def _number(given: Mapping[str, Any], name: str, default: float | None = None) -> float:
@@ -382,7 +398,7 @@ def _length(config: ModelConfig, scaling: RopeScaling) -> int:
     """``max_position_embeddings``, from which transformers takes parts of the scalings."""
     if scaling.kind == "dynamic":
         return scaling.original_length
-    if scaling.kind == "yarn":
+    if scaling.kind in ("yarn", "longrope"):
         return round(scaling.original_length * scaling.factor)
     if config.max_length is not None:
         return config.max_length
@@ -394,14 +410,16 @@ def _length(config: ModelConfig, scaling: RopeScaling) -> int:
 def _scaling_to_json(scaling: RopeScaling) -> dict[str, Any] | None:
     if scaling.kind == "none":
         return None
-    names = {
+    names: tuple[str, ...] = {
+        "longrope": ("short_factor", "long_factor"),
         "llama3": ("low_freq_factor", "high_freq_factor"),
         "yarn": ("beta_fast", "beta_slow", "truncate"),
     }.get(scaling.kind, ())
     fields: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
-    fields |= {name: getattr(scaling, name) for name in names}
-    if scaling.kind in ("yarn", "llama3"):
+    values = {name: getattr(scaling, name) for name in names}
+    fields |= {name: list(x) if isinstance(x, tuple) else x for name, x in values.items()}
+    if scaling.kind in ("yarn", "llama3", "longrope"):
         fields["original_max_position_embeddings"] = scaling.original_length
-    if scaling.kind == "yarn" and scaling.magnitude is not None:
+    if scaling.kind in ("yarn", "longrope") and scaling.magnitude is not None:
         fields["attention_factor"] = scaling.magnitude
     return fields

@@ -339,6 +339,11 @@ class Tape(Rope):
 
     def check(self, sizes: Sizes) -> None:
         super().check(sizes)
+        require(
+            self.scaling.kind != "longrope" or self.partial_rotary_factor == 1,
+            f"{self.kind}: longrope scales the states of all dimensions here, so "
+            f"partial_rotary_factor must be 1; got {self.partial_rotary_factor}",
+        )
         heads = sizes.num_kv_heads - self.still_heads
         require(
             not isinstance(self.head_shift, tuple) or len(self.head_shift) == heads,

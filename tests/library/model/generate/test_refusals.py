@@ -66,8 +66,8 @@ def test_the_limit_of_the_encoding(kind, limit):
         generate(small_model(kind), ANY, [[1, 2]], limit - 1)
 
 
-def test_coordinates_of_several_axes_cannot_be_cached():
-    with pytest.raises(ValueError, match="one coordinate per token; 'rope' has axes=2"):
+def test_coordinates_of_several_axes_are_not_made_up():
+    with pytest.raises(ValueError, match=r"axes=2: give positions= of shape \(1, 1, 2\)"):
         generate(small_model(positions.Rope(axes=2)), ANY, [[1, 2]], 3)
 
 
