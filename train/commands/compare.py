@@ -7,8 +7,8 @@
   python -m research.main compare --config=research/configs/ablations.py --run=runs/ablations \\
       --variants=all --sweep train.learning_rate=1e-3,3e-3
 
-Options of one encoding follow its name: --encodings=rope+alibi,rope+fox+alibi:bias=5.0. Among methods,
-names joined by + are encodings put in place: --methods=tape,rope+alibi:slopes=learned_from_zero
+Options of one encoding follow its name: --encodings=rope+alibi,rope+fox+alibi:bias=5.0. Names with
++ among methods are encodings put in place: --methods=tape,rope+alibi:slopes=learned_from_zero
 
 Steps, data and seeds are equal. Each training gets a run of its own inside the run folder. Called
 again, finished runs are kept and unfinished ones continued. Beside them are written report.md, with
