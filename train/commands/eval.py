@@ -8,8 +8,9 @@ python -m train.main eval --run=runs/x --suite=ruler --lengths 4096 8192
 With --cut-updates the position encoding is as before training, so that states of TAPE stay at their
 start; what comes out is printed, and not written.
 
-With --suite, questions that others ask, too, take the place of the task's own. An evaluation that
-was stopped goes on where it was; the files are evaluation_SUITE.*.
+With --suite, questions that others ask, too, take the place of the task's own; the files are
+evaluation_SUITE.*. An evaluation that was stopped goes on where it was. Nothing is asked if what is
+asked at once does not fit into the memory.
 
 It runs on the mesh of the run, as far as the devices of this machine fit it, else on the first of
 them. Another mesh: --config.sharding.data=-1 or --config.sharding.fsdp=-1. Sequences are not split.
@@ -45,7 +46,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--batch-size", type=int, default=16, metavar="N", help="questions at once (16)"
     )
     suite.add_argument("--chunk", type=int, help="tokens of a prompt at a time (all)")
-    suite.add_argument("--fresh", action="store_true", help="forget the answers there are")
+    parser.add_argument(
+        "--fresh", action="store_true", help="forget what a stopped evaluation has done"
+    )
     parser.set_defaults(overrides=())
 
 
@@ -76,10 +79,11 @@ def run(args: argparse.Namespace) -> None:
     clock.lap("to start")
     if asked is not None:
         print(evaluate_suite(args.run, asked, mesh, fresh=args.fresh).table())
+    elif args.cut_updates:
+        print(evaluate_untrained(args.run, options, mesh).table())
     else:
-        print(
-            (evaluate_untrained if args.cut_updates else evaluate)(args.run, options, mesh).table()
-        )
+        evaluate(args.run, options, mesh, fresh=args.fresh)
+        print((args.run / "evaluation.txt").read_text(encoding="utf-8"))
     clock.lap("to evaluate")
     if not args.cut_updates:
         print(f"\nwritten: {', '.join(str(p) for p in sorted(args.run.glob('evaluation*')))}")

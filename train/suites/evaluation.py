@@ -7,8 +7,6 @@ Its first line says on what the questions depend; more lengths, tasks or questio
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from train.checks import choose, not_negative, positive, require
 from train.data.tokenizers import Tokenizer
 from train.evaluation import Progress, Trained, fits
 from train.evaluation.continuations import Continuer
-from train.files import json_object, sync, write_atomically
+from train.evaluation.journal import Journal
 from train.suites import FORMS, SuiteTask, get_suite
 from train.suites.background import Background, read
 from train.suites.questions import AskedSample, ask
@@ -100,35 +98,11 @@ class Answers:
           fresh: forget what an evaluation by this program left there.
 
         Raises:
-          ValueError: a file of another evaluation, or of another program.
+          ValueError: a file of another evaluation or of another program, or a damaged one.
         """
-        self._path, self.texts = path, dict[Key, str]()
-        header, kept = {"format": FORMAT, **about}, b""
-        if path.exists():
-            first, *lines = path.read_bytes().split(b"\n")
-            found = json_object(first) or {}
-            require(
-                found.get("format") == FORMAT,
-                f"{path} was not written by this program: it is left alone; move it away",
-            )
-            different = [
-                f"{name} was {found.get(name)}, and is {value}"
-                for name, value in header.items()
-                if found.get(name) != value
-            ]
-            # The last part is what a kill left of a line; else it is empty.
-            lines = [] if fresh else lines[:-1]
-            require(
-                not (lines and different),
-                f"{path} has answers to other questions ({'; '.join(different)}): move it away, or "
-                "give --fresh to forget them",
-            )
-            for written in lines:
-                line = json_object(written) or {}
-                for index, text in zip(line["numbers"], line["answers"], strict=True):
-                    self.texts[line["task"], line["length"], index] = text
-            kept = b"".join(line + b"\n" for line in lines)
-        write_atomically(path, json.dumps(header).encode() + b"\n" + kept)
+        self._journal, self.texts = Journal(path, FORMAT, about, fresh=fresh), dict[Key, str]()
+        for found in self._journal.read(_answers):
+            self.texts.update(found)
 
     def add(self, keys: Sequence[Key], texts: Sequence[str]) -> None:
         """Writes answers down, and returns when they are on the disk."""
@@ -138,12 +112,14 @@ class Answers:
             chosen = [i for i, key in enumerate(keys) if key[:2] == (task, length)]
             numbers, answers = [keys[i][2] for i in chosen], [texts[i] for i in chosen]
             line = {"task": task, "length": length, "numbers": numbers, "answers": answers}
-            lines.append(json.dumps(line) + "\n")
-        with open(self._path, "a", encoding="utf-8") as file:
-            file.write("".join(lines))
-            file.flush()
-            os.fsync(file.fileno())
-        sync(self._path.parent)
+            lines.append(line)
+        self._journal.add(lines)
+
+
+def _answers(line: dict[str, Any]) -> dict[Key, str]:
+    """Those of a line."""
+    pairs = zip(line["numbers"], line["answers"], strict=True)
+    return {(line["task"], line["length"], index): str(text) for index, text in pairs}
 
 
 def evaluate(
