@@ -41,6 +41,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     suite.add_argument(
         "--background", default="stdlib", metavar="SOURCE", help="a source of text (stdlib)"
     )
+    suite.add_argument("--squad", metavar="FILE", help="SQuAD v1.1, for qa_1")
+    suite.add_argument("--hotpotqa", metavar="FILE", help="HotpotQA, for qa_2")
     suite.add_argument("--seed", type=int, default=0, help="of the questions (0)")
     suite.add_argument(
         "--batch-size", type=int, default=16, metavar="N", help="questions at once (16)"
@@ -72,7 +74,16 @@ def run(args: argparse.Namespace) -> None:
         "eval: --lengths goes with --suite; the task's own are in --config.evaluation",
     )
     if args.suite is not None:
-        names = ("samples", "form", "background", "seed", "batch_size", "chunk")
+        names = (
+            "samples",
+            "form",
+            "background",
+            "seed",
+            "batch_size",
+            "chunk",
+            "squad",
+            "hotpotqa",
+        )
         given = {name: getattr(args, name) for name in names}
         lists = tuple(sorted(set(args.lengths))), tuple(args.tasks)
         asked = SuiteOptions(args.suite, *lists, **given)

@@ -31,7 +31,8 @@ class Journal:
         Args:
           path: of the file, which need not exist.
           format: what the first line says that the file is.
-          about: on what the results depend, in JSON types.
+          about: on what the results depend, in JSON types. What the file does not name, none of its
+            results depended on.
           fresh: forget what is there.
           replace: forget what depends on something else, which is an error otherwise.
 
@@ -49,9 +50,9 @@ class Journal:
                 f"{path} was not written by this program: it is left alone; move it away",
             )
             different = [
-                f"{name} was {found.get(name)}, and is {value}"
+                f"{name} was {found[name]}, and is {value}"
                 for name, value in self._header.items()
-                if found.get(name) != value
+                if name in found and found[name] != value
             ]
             # The last part is what a kill left of a line; else it is empty.
             self._lines = [] if fresh or (replace and different) else lines[:-1]
@@ -60,6 +61,8 @@ class Journal:
                 f"{path} has answers to other questions ({'; '.join(different)}): move it away, or "
                 "give --fresh to forget them",
             )
+            if self._lines:
+                self._header = {**found, **self._header}
 
     def read(self, parse: Callable[[dict[str, Any]], Any]) -> Iterator[Any]:
         """What ``parse`` makes of each line that was there before.

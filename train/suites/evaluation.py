@@ -16,7 +16,7 @@ from train.data.tokenizers import Tokenizer
 from train.evaluation import Progress, Trained, fits
 from train.evaluation.continuations import Continuer
 from train.evaluation.journal import Journal
-from train.suites import FORMS, SuiteTask, get_suite
+from train.suites import FILES, FORMS, SuiteTask, get_suite
 from train.suites.background import Background, read
 from train.suites.questions import AskedSample, ask
 from train.suites.results import Scores, SuiteResult
@@ -41,6 +41,8 @@ class SuiteOptions:
       seed: of the questions.
       batch_size: questions at once.
       chunk: tokens of the prompts that are run at a time; None: all.
+      squad, hotpotqa: files with the questions of ``qa_1`` and of ``qa_2``; None: they are not
+        asked.
     """
 
     suite: str
@@ -52,9 +54,11 @@ class SuiteOptions:
     seed: int = 0
     batch_size: int = 16
     chunk: int | None = None
+    squad: str | None = None
+    hotpotqa: str | None = None
 
     def __post_init__(self):
-        get_suite(self.suite, self.tasks)
+        _ = self.asked
         choose("form", self.form, FORMS)
         require(bool(self.lengths), "evaluation: a suite needs lengths, such as 4096")
         for length in self.lengths:
@@ -67,6 +71,12 @@ class SuiteOptions:
             positive(f"evaluation: {name}", getattr(self, name))
         positive("evaluation: chunk", self.chunk, optional=True)
         not_negative("evaluation: seed", self.seed)
+
+    @property
+    def asked(self) -> dict[str, SuiteTask]:
+        """The tasks by name."""
+        files = {"squad": self.squad, "hotpotqa": self.hotpotqa}
+        return get_suite(self.suite, self.tasks, files)
 
 
 def tokenizer_of(task: Any, what: str) -> Tokenizer:
@@ -156,9 +166,7 @@ def evaluate(
         f"the model takes at most {trained.max_length} tokens: a length of {longest:,} cannot be "
         "asked",
     )
-    asker = _Asker(
-        options, get_suite(options.suite, options.tasks), codec, read(options.background)
-    )
+    asker = _Asker(options, options.asked, codec, read(options.background))
     asker.check()
     about = asker.about(step)
     answers = Answers(path, about, fresh=fresh)
@@ -226,6 +234,11 @@ class _Asker:
             "seed": self.options.seed,
             "background": self.background.fingerprint,
             "tokenizer": self.codec.fingerprint[:16],
+            **{
+                FILES[name]: getattr(task, "fingerprint", None)
+                for name, task in self.tasks.items()
+                if name in FILES
+            },
         }
 
     def groups(self, answers: Answers) -> Iterator[tuple[int, list[Key]]]:
