@@ -21,6 +21,10 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from train.suites.evaluation import SuiteOptions
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -30,8 +34,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cut-updates", action="store_true", help="the position encoding as before training"
     )
+    suite = configure_suite(parser)
+    suite.add_argument("--seed", type=int, default=0, help="of the questions (0)")
+    parser.add_argument(
+        "--fresh", action="store_true", help="forget what a stopped evaluation has done"
+    )
+    parser.set_defaults(overrides=())
+
+
+def configure_suite(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Adds the options of suites."""
     suite = parser.add_argument_group("suites")
-    suite.add_argument("--suite", help="ruler or babilong, in place of the task's evaluation")
+    suite.add_argument("--suite", help="ruler or babilong")
     suite.add_argument(
         "--lengths", type=int, nargs="+", default=[], metavar="N", help="tokens, such as 4096"
     )
@@ -43,15 +57,31 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     suite.add_argument("--squad", metavar="FILE", help="SQuAD v1.1, for qa_1")
     suite.add_argument("--hotpotqa", metavar="FILE", help="HotpotQA, for qa_2")
-    suite.add_argument("--seed", type=int, default=0, help="of the questions (0)")
     suite.add_argument(
         "--batch-size", type=int, default=16, metavar="N", help="questions at once (16)"
     )
     suite.add_argument("--chunk", type=int, help="tokens of a prompt at a time (all)")
-    parser.add_argument(
-        "--fresh", action="store_true", help="forget what a stopped evaluation has done"
+    return suite
+
+
+def suite_options(args: argparse.Namespace) -> SuiteOptions | None:
+    """What is asked; None: no suite.
+
+    Raises:
+      ValueError: options that do not go together.
+    """
+    from train.checks import require
+    from train.suites.evaluation import SuiteOptions
+
+    require(
+        bool(args.suite) or not args.lengths,
+        "--lengths goes with --suite; the task's own are in --config.evaluation",
     )
-    parser.set_defaults(overrides=())
+    if args.suite is None:
+        return None
+    names = ("samples", "form", "background", "seed", "batch_size", "chunk", "squad", "hotpotqa")
+    given = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    return SuiteOptions(args.suite, tuple(sorted({*args.lengths})), tuple(args.tasks), **given)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -61,32 +91,13 @@ def run(args: argparse.Namespace) -> None:
     from train import experiment
     from train.checks import require
     from train.compare.evaluations import evaluate, evaluate_suite, evaluate_untrained
-    from train.suites.evaluation import SuiteOptions
     from train.training import runs
     from train.training.metrics import Clock
 
     clock = Clock(begun)
     options, mesh = experiment.change_evaluation(runs.load(args.run), args.overrides)
-    asked = None
     require(not (args.suite and args.cut_updates), "eval: --cut-updates does not go with --suite")
-    require(
-        bool(args.suite) or not args.lengths,
-        "eval: --lengths goes with --suite; the task's own are in --config.evaluation",
-    )
-    if args.suite is not None:
-        names = (
-            "samples",
-            "form",
-            "background",
-            "seed",
-            "batch_size",
-            "chunk",
-            "squad",
-            "hotpotqa",
-        )
-        given = {name: getattr(args, name) for name in names}
-        lists = tuple(sorted(set(args.lengths))), tuple(args.tasks)
-        asked = SuiteOptions(args.suite, *lists, **given)
+    asked = suite_options(args)
     clock.lap("to start")
     if asked is not None:
         print(evaluate_suite(args.run, asked, mesh, fresh=args.fresh).table())

@@ -202,8 +202,8 @@ def claim(folder: Path, jobs: Sequence[Job]) -> None:
     write_atomically(marker, json.dumps(content, indent=2) + "\n")
 
 
-def record(job: Job, *, ask: bool) -> RunRecord:
-    """What the report says of a finished job, with samples if ``ask``."""
+def record(job: Job, *, ask: bool, suite: Mapping[str, float] | None = None) -> RunRecord:
+    """What the report says of a finished job, with samples if ``ask``, and scores of a suite."""
     evaluated = evaluations.saved(job.folder)
     assert evaluated is not None
     lines = metrics.read(job.folder / "metrics.jsonl")
@@ -238,4 +238,5 @@ def record(job: Job, *, ask: bool) -> RunRecord:
             ),
         },
         samples=job.samples() if ask else (),
+        suite=suite or {},
     )
