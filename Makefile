@@ -56,7 +56,7 @@ extend-demo: $(VENV)/.ready  ## train a small model on 64 bytes, adapt it to 128
 retrofit: $(VENV)/.ready  ## train a model on 512 bytes, retrofit it to 2,048 by rival methods: hours; continues
 	$(BIN)/python -m train.main train --config=configs/retrofit_base.py --run=runs/short_base --resume
 	$(BIN)/python -m train.main compare --config=configs/retrofit_demo.py --run=runs/retrofit --seeds=5 \
-		--methods=$(RETROFITS) --suite=ruler --form=short --lengths 512 2048
+		--methods=$(RETROFITS) --suite=ruler:lengths=512,2048:form=short
 
 evidence: $(VENV)/.ready  ## test what is claimed of TAPE, hours; continues where it was stopped
 	$(BIN)/python -m research.main evidence

@@ -9,7 +9,7 @@ and then
     python -m train.main compare --config=configs/retrofit_demo.py --run=runs/retrofit \
         --methods=base,scaled,tape,lora,drope,\
 rope+alibi:slopes=learned_from_zero,tape+alibi:slopes=learned_from_zero --seeds=5 \
-        --suite=ruler --form=short --lengths 512 2048
+        --suite=ruler:lengths=512,2048:form=short
 The scaling of all methods but base and drope is YaRN's; drope trains at 512 bytes. Called again,
 it goes on where it was stopped.
 """

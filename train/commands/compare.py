@@ -13,8 +13,8 @@ Options of one encoding follow its name: --encodings=rope+alibi,rope+fox+alibi:b
 Steps, data and seeds are equal. Each training gets a run of its own inside the run folder. Called
 again, finished runs are kept and unfinished ones continued. Beside them are written report.md, with
 pictures, and report.json. With --sweep, every value is tried with the first seed, and each rival is
-compared with the one that is best in a validation apart from the test. With --suite, all are asked
-a suite as well, as by eval.
+compared with the one that is best in a validation apart from the test. All are asked a suite as
+well by --suite=ruler:lengths=512,2048:form=short and other options of eval.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ import itertools
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from train.commands import eval
 
 if TYPE_CHECKING:
     from train.compare.jobs import Choice
@@ -47,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seeds", type=int, default=1, help="trainings of each (1)")
     parser.add_argument("--jobs", type=int, default=2, help="trainings side by side (2)")
-    eval.configure_suite(parser)
+    parser.add_argument("--suite", metavar="NAME:lengths=N,...", help="ask a suite, too")
     parser.set_defaults(overrides=())
 
 
@@ -63,7 +61,7 @@ def run(args: argparse.Namespace) -> None:
     from train.training import messages
 
     require(args.jobs >= 1, f"compare: --jobs must be at least 1; got {args.jobs}")
-    asked = eval.suite_options(args)
+    asked = None if args.suite is None else suites.parse(args.suite)
     choice, names = chosen(args)
     plan_for = functools.partial(plan, args.config, args.run, choice)
     if args.sweep:

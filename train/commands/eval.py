@@ -9,8 +9,7 @@ With --cut-updates the position encoding is as before training, so that states o
 start; what comes out is printed, and not written.
 
 With --suite, questions that others ask, too, take the place of the task's own; the files are
-evaluation_SUITE.*. An evaluation that was stopped goes on where it was. Nothing is asked if what is
-asked at once does not fit into the memory.
+evaluation_SUITE.*. An evaluation that was stopped goes on where it was.
 
 It runs on the mesh of the run, as far as the devices of this machine fit it, else on the first of
 them. Another mesh: --config.sharding.data=-1 or --config.sharding.fsdp=-1. Sequences are not split.
@@ -19,12 +18,9 @@ them. Another mesh: --config.sharding.data=-1 or --config.sharding.fsdp=-1. Sequ
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from train.suites.evaluation import SuiteOptions
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -34,16 +30,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cut-updates", action="store_true", help="the position encoding as before training"
     )
-    suite = configure_suite(parser)
-    suite.add_argument("--seed", type=int, default=0, help="of the questions (0)")
-    parser.add_argument(
-        "--fresh", action="store_true", help="forget what a stopped evaluation has done"
-    )
-    parser.set_defaults(overrides=())
-
-
-def configure_suite(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Adds the options of suites."""
     suite = parser.add_argument_group("suites")
     suite.add_argument("--suite", help="ruler or babilong")
     suite.add_argument(
@@ -61,27 +47,9 @@ def configure_suite(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         "--batch-size", type=int, default=16, metavar="N", help="questions at once (16)"
     )
     suite.add_argument("--chunk", type=int, help="tokens of a prompt at a time (all)")
-    return suite
-
-
-def suite_options(args: argparse.Namespace) -> SuiteOptions | None:
-    """What is asked; None: no suite.
-
-    Raises:
-      ValueError: options that do not go together.
-    """
-    from train.checks import require
-    from train.suites.evaluation import SuiteOptions
-
-    require(
-        bool(args.suite) or not args.lengths,
-        "--lengths goes with --suite; the task's own are in --config.evaluation",
-    )
-    if args.suite is None:
-        return None
-    names = ("samples", "form", "background", "seed", "batch_size", "chunk", "squad", "hotpotqa")
-    given = {name: getattr(args, name) for name in names if hasattr(args, name)}
-    return SuiteOptions(args.suite, tuple(sorted({*args.lengths})), tuple(args.tasks), **given)
+    suite.add_argument("--seed", type=int, default=0, help="of the questions (0)")
+    parser.add_argument("--fresh", action="store_true", help="forget what was stopped")
+    parser.set_defaults(overrides=())
 
 
 def run(args: argparse.Namespace) -> None:
@@ -91,13 +59,23 @@ def run(args: argparse.Namespace) -> None:
     from train import experiment
     from train.checks import require
     from train.compare.evaluations import evaluate, evaluate_suite, evaluate_untrained
+    from train.suites.evaluation import SuiteOptions
     from train.training import runs
     from train.training.metrics import Clock
 
     clock = Clock(begun)
     options, mesh = experiment.change_evaluation(runs.load(args.run), args.overrides)
     require(not (args.suite and args.cut_updates), "eval: --cut-updates does not go with --suite")
-    asked = suite_options(args)
+    require(
+        bool(args.suite) or not args.lengths,
+        "eval: --lengths goes with --suite; the task's own are in --config.evaluation",
+    )
+    asked = None
+    if args.suite is not None:
+        fields = [f.name for f in dataclasses.fields(SuiteOptions)]
+        given = {name: getattr(args, name) for name in fields}
+        lists = {"lengths": tuple(sorted({*args.lengths})), "tasks": tuple(args.tasks)}
+        asked = SuiteOptions(**given | lists)
     clock.lap("to start")
     if asked is not None:
         print(evaluate_suite(args.run, asked, mesh, fresh=args.fresh).table())

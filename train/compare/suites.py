@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from train.checks import require
+from train.checks import choose, require
 from train.compare.tasks import Comparison
 from train.evaluation import fits
 from train.evaluation.grids import text_table
@@ -15,6 +16,35 @@ from train.suites.evaluation import SuiteOptions, tokenizer_of
 from train.suites.results import SuiteResult
 from train.tasks import Score, Task
 from train.training import runs
+
+# How options of a suite are read from words.
+_READ: dict[str, Callable[[str], Any]] = {
+    "lengths": lambda text: tuple(sorted({int(n) for n in text.split(",")})),
+    "tasks": lambda text: tuple(text.split(",")),
+    **dict.fromkeys(("samples", "seed", "batch_size", "chunk"), int),
+    **dict.fromkeys(("form", "background", "squad", "hotpotqa"), str),
+}
+
+
+def parse(text: str) -> SuiteOptions:
+    """The options in words, such as ``ruler:lengths=512,2048:form=short``.
+
+    Raises:
+      ValueError: for an option that does not exist, or what one does not take.
+    """
+    name, *given = text.split(":")
+    values: dict[str, Any] = {}
+    for option in given:
+        key, equals, value = option.partition("=")
+        require(
+            bool(equals), f"expected SUITE:OPTION=VALUE, such as ruler:lengths=512; got {option!r}"
+        )
+        choose("option of a suite", key, _READ)
+        try:
+            values[key] = _READ[key](value)
+        except ValueError:
+            raise ValueError(f"{key} of a suite takes whole numbers; got {value!r}") from None
+    return SuiteOptions(name, values.pop("lengths", ()), **values)
 
 
 def check(options: SuiteOptions, experiments: Sequence[Experiment]) -> None:

@@ -1,5 +1,6 @@
 """A suite in a comparison: its scores beside the task's, and what is refused before training."""
 
+import dataclasses
 import json
 
 import pytest
@@ -41,6 +42,14 @@ def result(*right):
     return SuiteResult("ruler", 7, 512, {}, {"vt": cells, "cwe": cells})
 
 
+def test_every_option_can_be_said():
+    words = "ruler:lengths=2048,512:tasks=vt,cwe:samples=3:form=short:background=x.txt:seed=1"
+    assert suites.parse(f"{words}:batch_size=2:chunk=64:squad=a:hotpotqa=b") == SuiteOptions(
+        *("ruler", (512, 2048), ("vt", "cwe"), 3, "short", "x.txt", 1, 2, 64, "a", "b")
+    )
+    assert {"suite", *suites._READ} == {field.name for field in dataclasses.fields(SuiteOptions)}
+
+
 def test_scores_beside_those_of_the_task(tmp_path):
     answers = [result(1, 1), result(1, 0), result(0, 0), result(0, 0)]
     names = ["tape", "tape", "rope", "rope"]
@@ -71,15 +80,18 @@ def test_scores_beside_those_of_the_task(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--suite=ruler", "--lengths", "512"], "takes at most 300 tokens: a length of 512"),
-        (["--suite=ruler"], "a suite needs lengths"),
-        (["--lengths", "512"], "--lengths goes with --suite"),
-        (["--suite=ruler", "--lengths", "256", "--tasks", "qa_1"], "give one with --squad=FILE"),
+        ("ruler:lengths=512", "takes at most 300 tokens: a length of 512"),
+        ("ruler", "a suite needs lengths"),
+        ("rule:lengths=256", "unknown suite 'rule'"),
+        ("ruler:lengths=256:512", "expected SUITE:OPTION=VALUE"),
+        ("ruler:lengths=many", "lengths of a suite takes whole numbers; got 'many'"),
+        ("ruler:length=256", "unknown option of a suite 'length'"),
+        ("ruler:lengths=256:tasks=vt,qa_1", "give one with --squad=FILE"),
     ],
 )
 def test_what_cannot_be_asked_is_known_before(config, tmp_path, options, message, capsys):
     call = ["compare", f"--config={config}", f"--run={tmp_path / 'all'}", "--encodings=rope"]
-    assert main([*call, *options]) == USER_ERROR
+    assert main([*call, f"--suite={options}"]) == USER_ERROR
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
@@ -101,7 +113,7 @@ def test_a_task_without_a_tokenizer():
 def test_a_comparison_asks_and_goes_on(config, tmp_path, capsys):
     folder = tmp_path / "all"
     call = ["compare", f"--config={config}", f"--run={folder}", "--encodings=rope", "--seeds=2"]
-    call += ["--suite=ruler", "--form=short", "--tasks", "vt", "--samples=2", "--lengths", "256"]
+    call += ["--suite=ruler:form=short:tasks=vt:samples=2:lengths=256"]
     assert main(call) == 0
     assert "Suite ruler" in capsys.readouterr().out
     runs = json.loads((folder / "report.json").read_text())["runs"]
