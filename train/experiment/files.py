@@ -111,7 +111,7 @@ def _changes_of_base(experiment: Experiment) -> list[str]:
                 f"{section.base}, which cannot make sense of its tokens: leave task.tokenizer out",
             )
     encodings = base_model(section.base).position, experiment.model.position
-    if section.method == "encoding":
+    if section.method in ("drope", "encoding"):
         notes.append("encoding: " + " -> ".join(encoding.kind for encoding in encodings))
     before, after = _scaling(encodings[0]) or RopeScaling(), _scaling(encodings[1])
     if after is not None and after != before:

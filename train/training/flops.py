@@ -187,11 +187,11 @@ def step_flops(experiment: Experiment) -> float:
 
     They are those of :func:`model_flops`. The low-rank terms of adapters are not counted.
     """
-    config, length = experiment.train, experiment.task.sequence_length
-    count = model_flops(experiment.model, config.batch_size, length)
+    rows, length = experiment.batch_shape
+    count = model_flops(experiment.model, rows, length)
     frozen = flatten_dict(runs.abstract_params(experiment)[1] or {})
     kernels = {p: x for p, x in frozen.items() if x is not None and p[-1] == "kernel"}
-    tokens, experts = config.batch_size * length, experiment.model.experts
+    tokens, experts = rows * length, experiment.model.experts
 
     def share(path: tuple[str, ...]) -> float:
         """Of a kernel's entries, those that a token meets."""

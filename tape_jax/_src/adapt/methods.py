@@ -308,6 +308,19 @@ def with_scaling(
     return model if max_length is None else replaced(model, max_length=max_length)
 
 
+def drop_positions(model: Transformer, variables: Any) -> tuple[Transformer, dict[str, Any]]:
+    """The model without its rotation (DroPE, arXiv:2512.12167); parameters unchanged.
+
+    What it computes is another function then, which a short training makes good. The paper trains
+    all parameters on sequences of the length that the model was trained at.
+
+    Raises:
+      ValueError: if the model has another encoding than ``rope`` or ``yarn``.
+    """
+    _rope(model)
+    return with_encoding(model, variables, "none", key=jax.random.key(0))
+
+
 def full_attention(model: Transformer) -> Transformer:
     """The model without shifted groups, as it is to be evaluated and to generate."""
     return replaced(model, shifted_groups=None)
@@ -417,6 +430,10 @@ def _encoding(model: Transformer, variables: Any, *, key: Array, position: Any =
     return with_encoding(model, variables, position, key=key, **options)
 
 
+def _drope(model: Transformer, variables: Any, *, key: Array | None):
+    return drop_positions(model, variables)
+
+
 def _unchanged(model: Transformer, variables: Any, *, key: Array | None):
     return model, variables
 
@@ -424,13 +441,14 @@ def _unchanged(model: Transformer, variables: Any, *, key: Array | None):
 _LORA_OPTIONS = ("rank", "alpha", "targets", "dtype")
 
 # The methods that the paper compares for longer contexts, full fine-tuning, and that with another
-# encoding, whose logits the base's projections were not made for.
+# encoding or none, whose logits the base's projections were not made for.
 METHODS = {
     "tape": Method(add_tape, (Position(),), None),
     "lora": Method(add_lora, (LoraFactors(),), _LORA_OPTIONS),
     "longlora": Method(_long_lora, (LoraFactors(),), ("groups", *_LORA_OPTIONS)),
     "theta": Method(_theta, (LoraFactors(),), ("base", *_LORA_OPTIONS)),
     "full": Method(_unchanged, (Everything(),), ()),
+    "drope": Method(_drope, (Everything(),), ()),
     "encoding": Method(_encoding, (Everything(),), ("position", "dtype", "donate")),
 }
 
@@ -453,10 +471,11 @@ def adapt(
       variables: its variables; arrays or ShapeDtypeStructs.
       method: ``tape``; ``lora``; ``longlora``, which trains on shifted groups and is evaluated with
         :func:`full_attention`; ``theta``, LoRA with another rotary base; ``full``, everything;
-        ``encoding``, everything, with another encoding.
-      key: random key for new parameters; ``full`` needs none.
+        ``drope``, everything, with :func:`drop_positions`; ``encoding``, everything, with another
+        encoding.
+      key: random key for new parameters; ``full`` and ``drope`` need none.
       norms, embeddings: whether the norms, and the embeddings with the output projection, train
-        too; ``full`` and ``encoding`` train them in any case.
+        too; ``full``, ``drope`` and ``encoding`` train them in any case.
       scaling: first adapts the rotary frequencies, as :func:`with_scaling`.
       **options: ``tape``: those of :func:`add_tape`; else ``rank``, ``alpha``, ``targets`` and
         ``dtype`` of :func:`add_lora`, ``groups`` (longlora) and ``base`` (theta); ``encoding``:
@@ -471,7 +490,7 @@ def adapt(
     if chosen.options is not None:
         for name in options:
             choose(f"option of the method {method!r}", name, chosen.options)
-    needs_key = chosen.prepare is not _unchanged
+    needs_key = chosen.prepare not in (_unchanged, _drope)
     require(key is not None or not needs_key, f"the method {method!r} needs a random key; got None")
     abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(variables))
     base = None if abstract else fingerprint(model, variables)

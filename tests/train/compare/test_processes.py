@@ -106,7 +106,7 @@ def test_seeds_share_compiled_programs(config, tmp_path, monkeypatch, side_by_si
     processes.train_all(jobs, side_by_side)
     assert all(job.finished for job in jobs)
     printed = "".join(job.log.read_text() for job in jobs)
-    for name in ("init_state", "step", "_all_right"):
+    for name in ("init_state", "step", "_call"):
         compiled = len(list((tmp_path / "compiled").glob(f"jit_{name}-*-cache")))
         assert compiled >= 1
         assert printed.count(f"PERSISTENT COMPILATION CACHE MISS for 'jit_{name}'") == compiled
