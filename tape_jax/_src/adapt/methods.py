@@ -14,7 +14,7 @@ from tape_jax._src import positions
 from tape_jax._src.adapt.identity import Fingerprint, fingerprint
 from tape_jax._src.adapt.rules import Embeddings, Everything, LoraFactors, Norms, Position, Rule
 from tape_jax._src.core.algebra import at_least_float32
-from tape_jax._src.core.checks import choose, require
+from tape_jax._src.core.checks import choose, require, typed
 from tape_jax._src.model.config import Lora
 from tape_jax._src.model.decoder import (
     Transformer,
@@ -32,6 +32,7 @@ from tape_jax._src.positions.protocol import Param
 Array = jax.Array
 
 
+@typed
 def add_tape(
     model: Transformer,
     variables: Any,
@@ -71,6 +72,7 @@ def add_tape(
     return with_encoding(model, variables, tape, key=key, dtype=dtype, donate=donate)
 
 
+@typed
 def with_encoding(
     model: Transformer,
     variables: Any,
@@ -143,6 +145,7 @@ def _with_start_of(old: positions.Encoding, position: Any) -> positions.Encoding
     return positions.create({**own, **given} if own else position)
 
 
+@typed
 def rotary_start(old: positions.Encoding, kind: str) -> dict[str, Any]:
     """What an encoding, or several joined by ``+``, takes over of another one's rotary start."""
     members = old.encodings if isinstance(old, positions.Combined) else (old,)
@@ -159,6 +162,7 @@ def rotary_start(old: positions.Encoding, kind: str) -> dict[str, Any]:
     return own
 
 
+@typed
 def add_lora(
     model: Transformer,
     variables: Any,
@@ -207,6 +211,7 @@ def add_lora(
     return new, {**variables, "params": unflatten_dict(flat, sep="/")}
 
 
+@typed
 def merge_lora(model: Transformer, variables: Any) -> tuple[Transformer, dict[str, Any]]:
     """The low-rank terms added to their kernels: a plain model again, with full attention.
 
@@ -235,6 +240,7 @@ def merge_lora(model: Transformer, variables: Any) -> tuple[Transformer, dict[st
     return merged, {**variables, "params": unflatten_dict(flat, sep="/")}
 
 
+@typed
 def scale_theta(model: Transformer, variables: Any, base: float = 1e6) -> tuple[Transformer, Any]:
     """The model with another rotary base (Xiong et al. 2023); parameters unchanged.
 
@@ -244,6 +250,7 @@ def scale_theta(model: Transformer, variables: Any, base: float = 1e6) -> tuple[
     return _with_rotation(model, base=float(base)), variables
 
 
+@typed
 def with_scaling(
     model: Transformer, scaling: RopeScaling, *, max_length: int | None = None
 ) -> Transformer:
@@ -261,6 +268,7 @@ def with_scaling(
     return model if max_length is None else replaced(model, max_length=max_length)
 
 
+@typed
 def full_attention(model: Transformer) -> Transformer:
     """The model without shifted groups, as it is to be evaluated and to generate."""
     return replaced(model, shifted_groups=None)
@@ -376,6 +384,7 @@ METHODS = {
 }
 
 
+@typed
 def adapt(
     model: Transformer,
     variables: Any,

@@ -248,8 +248,9 @@ class Transformer(nn.Module):
             Tokens for which no slots are left are refused or, under ``jax.jit``, make these and all
             later logits NaN. The random key of a draw is the cache's too.
           length: for how many tokens random positions are drawn and dynamic scaling is fixed, an
-            integer or one for each sequence ``[...]``; None: as many as the sequence has, padding
-            not counted. With a cache it is the cache's (:func:`tape_jax.init_cache`).
+            integer or one for each row ``[...]``; None: as many as the row has in all its
+            segments, padding not counted. A segment is then as it is alone only with the ``length``
+            that it has alone. With a cache it is the cache's (:func:`tape_jax.init_cache`).
           output: ``logits``, or ``hidden`` to leave the output projection out: what enters it is
             returned instead, ``[..., T, hidden]`` in the compute type, of which :meth:`project`
             makes logits for a few tokens at a time.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import jax
 
-from tape_jax._src.core.checks import require
+from tape_jax._src.core.checks import require, typed
 
 Array = jax.Array
 
 
+@typed
 def halves_from_pairs(kernel: Array, head_dim: int, *, axis: int = -1) -> Array:
     """Reorder the outputs of a projection from neighbouring pairs to halves.
 

@@ -28,6 +28,7 @@ from tape_jax._src.core.checks import (
     set_field,
     truth,
     type_name,
+    typed,
 )
 from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.drawing import RandomPositions, drawn_positions
@@ -57,8 +58,9 @@ class RopeScaling:
 
     Attributes:
       kind: ``none``; ``linear`` (positions divided by ``factor``); ``ntk`` (base multiplied by
-        ``factor ** (D / (D - 2))``); ``dynamic`` (NTK with a factor that follows the sequence
-        length); ``yarn`` (frequencies blended by wavelength, states scaled by a magnitude);
+        ``factor ** (D / (D - 2))``); ``dynamic`` (NTK with a factor that follows the
+        length of the row, or the ``length`` that a call is given); ``yarn`` (frequencies blended by
+        wavelength, states scaled by a magnitude);
         ``llama3``; ``proportional`` (as ``linear``, but the share of dimensions that rotate, if
         not all do, keeps the frequencies that it has in the whole head).
       factor: ratio of the wanted length to the trained one.
@@ -354,6 +356,7 @@ def check_start(
     instance(f"{what}: scaling", scaling, RopeScaling, optional=True)
 
 
+@typed
 def rotary_state(
     positions: Array,
     head_dim: int,
@@ -609,9 +612,10 @@ class RandomRope(Rope):
     """Randomised positions (Ruoss et al. 2023): RoPE at a sorted random subset of a long range.
 
     One draw serves every layer, head and batch row of a call, as far as their lengths agree: a
-    shorter row has fewer of the same places, whatever else is in its batch. The draw follows the
-    model's random stream ``"positions"``; without it a fixed draw is used, so that evaluation is
-    repeatable.
+    shorter row has fewer of the same places, whatever else is in its batch. A row of several
+    segments has one length, that of all of them, unless the call is given ``length``. The draw
+    follows the model's random stream ``"positions"``; without it a fixed draw is used, so that
+    evaluation is repeatable.
 
     Positions index the draw. Beyond the length that it was made for they are refused or, where they
     are not known yet, traced ones, make the state NaN.

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tape_jax._src.core.algebra import align_state, check_state, float_type
-from tape_jax._src.core.checks import choose, positive, require, require_x64, set_field
+from tape_jax._src.core.checks import choose, positive, require, require_x64, set_field, typed
 from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.fixed.rotary import Rope, RopeScaling, angles
 from tape_jax._src.positions.protocol import Param, State
@@ -34,6 +34,7 @@ DEGREES = (1, 3)
 FORMS = ("rotary", "tensor")
 
 
+@typed
 def tensor_state(
     positions: Array,
     head_dim: int,
@@ -152,6 +153,7 @@ def update_params(
     return params
 
 
+@typed
 def init_update(
     key: Array,
     hidden_size: int,
