@@ -109,7 +109,7 @@ def cross_entropy(
 
 
 @typed
-def added_by_routers(sown: Mapping[str, Any], experts: Experts) -> tuple[Array, dict[str, Array]]:
+def added_by_routers(sown: Any, experts: Experts) -> tuple[Array, dict[str, Array]]:
     """What the routers of a mixture of experts add to the loss of a training step.
 
     Args:
@@ -122,10 +122,11 @@ def added_by_routers(sown: Mapping[str, Any], experts: Experts) -> tuple[Array, 
       more (Fedus et al. 2021, equations 4 to 6); ``z_loss`` is the mean squared log-sum-exp of the
       routers' logits (Zoph et al. 2022, equation 5).
     """
+    mapping = isinstance(sown, Mapping)
     require(
-        "losses" in sown,
-        f"sown must be {{'losses': ...}}, as apply(..., mutable=['losses']) returns it beside its "
-        f"output; got keys {sorted(map(str, sown))}",
+        mapping and "losses" in sown,
+        "sown must be {'losses': ...}, as apply(..., mutable=['losses']) returns it beside its "
+        f"output; got {f'keys {sorted(map(str, sown))}' if mapping else type(sown).__name__}",
     )
     layers: dict[str, list[Array]] = {}
     for path, values in flatten_dict(sown["losses"]).items():

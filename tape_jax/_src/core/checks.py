@@ -193,11 +193,14 @@ def typed(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+_hints_of = functools.cache(typing.get_type_hints)
+
+
 def check_fields(value: Any, prefix: str = "") -> None:
     """Raises ValueError for a field of a dataclass that is not of its annotated type."""
     cls = type(value)
     given = {name: getattr(value, name) for name in inspect.get_annotations(cls)}
-    _check_types(given, typing.get_type_hints(cls), prefix)
+    _check_types(given, _hints_of(cls), prefix)
 
 
 def type_name(what: str, value: Any, allowed: Iterable[Any]) -> Any:

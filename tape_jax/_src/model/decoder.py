@@ -16,7 +16,7 @@ from flax.traverse_util import flatten_dict
 from tape_jax._src.attention import AttentionPlan, recorded_plans
 from tape_jax._src.attention.zigzag import from_zigzag
 from tape_jax._src.core import algebra
-from tape_jax._src.core.checks import choose, require_x64
+from tape_jax._src.core.checks import check_fields, choose, require_x64
 from tape_jax._src.core.explicit import automatic_inside
 from tape_jax._src.core.sharding import ParameterSpec, Sharding, constrain, splits_sequence
 from tape_jax._src.model import placement
@@ -31,7 +31,7 @@ from tape_jax._src.model.block import (
 )
 from tape_jax._src.model.cache import Cache, LayerCache, keep, write_cache
 from tape_jax._src.model.config import ModelConfig
-from tape_jax._src.model.inputs import Call, Context, check_call
+from tape_jax._src.model.inputs import Call, Context, check_call, check_variables
 from tape_jax._src.model.layers import Linear, RMSNorm
 from tape_jax._src.model.parameters import create, declare, declared_params, gathered
 from tape_jax._src.positions.protocol import Encoding, Param, State, as_positions, table_rows
@@ -106,6 +106,10 @@ class Transformer(nn.Module):
     config: ModelConfig
     sharding: Sharding | None = None
 
+    def __post_init__(self):
+        check_fields(self)
+        super().__post_init__()
+
     @property
     def encoding(self) -> Encoding:
         """The position encoding."""
@@ -132,6 +136,7 @@ class Transformer(nn.Module):
 
         What is returned is split there as the tokens are, logits also as the output projection is.
         """
+        check_variables(variables)
         tokens = args[0] if args else kwargs.get("tokens")
         return _applied(super().apply, variables, tokens, args, kwargs)
 

@@ -395,7 +395,8 @@ def decode(
         f"{max_new_tokens} tokens do not fit into a cache of capacity {cache.capacity} with "
         f"{index} in use",
     )
-    stop = stop if isinstance(stop, jax.Array) else _stop_ids(stop, model.config.vocab_size)
+    if not isinstance(stop, jax.core.Tracer):
+        stop = _stop_ids(stop, model.config.vocab_size)
     by = loop_over_tokens(model, jax.tree.map(jnp.asarray, variables), cache)
     ids = None if stop is None else last_segment(cache)
 
@@ -514,11 +515,11 @@ def _check_sampling(
     ]
 
 
-def _stop_ids(stop: Iterable[int] | None, vocab_size: int) -> Array | None:
+def _stop_ids(stop: Iterable[int] | Array | None, vocab_size: int) -> Array | None:
     if stop is None:
         return None
     require(isinstance(stop, Iterable), f"stop must be a collection of token ids; got {stop!r}")
-    ids = np.asarray(list(stop))
+    ids = np.asarray(stop if hasattr(stop, "dtype") else list(stop))
     return _check_ids("stop", ids, vocab_size) if ids.size else None
 
 

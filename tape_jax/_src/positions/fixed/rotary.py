@@ -16,6 +16,7 @@ from jax import lax
 from tape_jax._src.core import algebra
 from tape_jax._src.core.checks import (
     FLOATS,
+    as_array,
     choose,
     concrete,
     instance,
@@ -234,6 +235,13 @@ def angles(
     if scaling is not None and scaling.kind == "dynamic" and known is None:
         stretch = dynamic_stretch(scaling, jnp.asarray(length, compute)[..., None])
     counts = [len(part) for part in np.array_split(np.arange(head_dim // 2), axes)]
+    if log_stretch is not None:
+        log_stretch = as_array("log_stretch", log_stretch)
+        require(
+            log_stretch.ndim == 0 and jnp.issubdtype(log_stretch.dtype, jnp.floating),
+            f"log_stretch must be a scalar floating-point array; got {log_stretch.dtype} of shape "
+            f"{log_stretch.shape}",
+        )
     parts = []
     for axis, count in enumerate(counts):
         omega = frequencies(2 * count, base, scaling, known, partial_rotary_factor)

@@ -70,7 +70,7 @@ class UpdateCall:
     heads: int
     tensor: bool
     norm: str
-    magnitude: float
+    magnitude: Any
     activation: str
     sharding: Sharding | None
 
