@@ -193,7 +193,9 @@ def typed(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-_hints_of = functools.cache(typing.get_type_hints)
+@functools.cache
+def _hints_of(cls: Any) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
 
 
 def check_fields(value: Any, prefix: str = "") -> None:

@@ -21,6 +21,7 @@ import numpy as np
 from tape_jax._src.core.algebra import align_state, check_state, float_type
 from tape_jax._src.core.checks import (
     FLOATS,
+    as_array,
     choose,
     positive,
     require,
@@ -91,7 +92,7 @@ def tensor_state(
     if start is not None:
         time = jnp.shape(positions) if axes == 1 else jnp.shape(positions)[:-1]
         shape = (*time, 1, blocks, l, r)
-        start = jnp.asarray(start)
+        start = as_array("start", start)
         try:
             return jnp.broadcast_to(start, shape).astype(dtype)
         except ValueError:
