@@ -14,7 +14,7 @@ from tape_jax._src import positions
 from tape_jax._src.adapt.identity import Fingerprint, fingerprint
 from tape_jax._src.adapt.rules import Embeddings, Everything, LoraFactors, Norms, Position, Rule
 from tape_jax._src.core.algebra import at_least_float32
-from tape_jax._src.core.checks import choose, require
+from tape_jax._src.core.checks import choose, require, typed
 from tape_jax._src.model.config import Lora
 from tape_jax._src.model.decoder import (
     Transformer,
@@ -32,6 +32,7 @@ from tape_jax._src.positions.protocol import Param
 Array = jax.Array
 
 
+@typed
 def add_tape(
     model: Transformer,
     variables: Any,
@@ -81,6 +82,7 @@ def add_tape(
     return with_encoding(model, variables, position, key=key, dtype=dtype, donate=donate)
 
 
+@typed
 def with_encoding(
     model: Transformer,
     variables: Any,
@@ -187,6 +189,7 @@ def _with_start_of(old: positions.Encoding, position: Any) -> positions.Encoding
     return positions.create({**own, **given} if own else position)
 
 
+@typed
 def rotary_start(old: positions.Encoding, kind: str) -> dict[str, Any]:
     """What an encoding, or several joined by ``+``, takes over of another one's rotary start."""
     rope = next((one for one in old.members if isinstance(one, positions.Rope)), None)
@@ -202,6 +205,7 @@ def rotary_start(old: positions.Encoding, kind: str) -> dict[str, Any]:
     return own
 
 
+@typed
 def add_lora(
     model: Transformer,
     variables: Any,
@@ -250,6 +254,7 @@ def add_lora(
     return new, {**variables, "params": unflatten_dict(flat, sep="/")}
 
 
+@typed
 def merge_lora(model: Transformer, variables: Any) -> tuple[Transformer, dict[str, Any]]:
     """The low-rank terms added to their kernels: a plain model again, with full attention.
 
@@ -278,6 +283,7 @@ def merge_lora(model: Transformer, variables: Any) -> tuple[Transformer, dict[st
     return merged, {**variables, "params": unflatten_dict(flat, sep="/")}
 
 
+@typed
 def scale_theta(model: Transformer, variables: Any, base: float = 1e6) -> tuple[Transformer, Any]:
     """The model with another rotary base (Xiong et al. 2023); parameters unchanged.
 
@@ -289,6 +295,7 @@ def scale_theta(model: Transformer, variables: Any, base: float = 1e6) -> tuple[
     return _with_rotation(model, base=float(base)), variables
 
 
+@typed
 def with_scaling(
     model: Transformer, scaling: RopeScaling, *, max_length: int | None = None
 ) -> Transformer:
@@ -308,6 +315,7 @@ def with_scaling(
     return model if max_length is None else replaced(model, max_length=max_length)
 
 
+@typed
 def drop_positions(model: Transformer, variables: Any) -> tuple[Transformer, dict[str, Any]]:
     """The model without its rotation (DroPE, arXiv:2512.12167); parameters unchanged.
 
@@ -317,10 +325,15 @@ def drop_positions(model: Transformer, variables: Any) -> tuple[Transformer, dic
     Raises:
       ValueError: if the model has another encoding than ``rope`` or ``yarn``.
     """
-    _rope(model)
+    require(
+        model.encoding.kind in ("rope", "yarn"),
+        "expected a model with the encoding 'rope' or 'yarn'; this one has "
+        f"{model.encoding.kind!r}",
+    )
     return with_encoding(model, variables, "none", key=jax.random.key(0))
 
 
+@typed
 def full_attention(model: Transformer) -> Transformer:
     """The model without shifted groups, as it is to be evaluated and to generate."""
     return replaced(model, shifted_groups=None)
@@ -453,6 +466,7 @@ METHODS = {
 }
 
 
+@typed
 def adapt(
     model: Transformer,
     variables: Any,

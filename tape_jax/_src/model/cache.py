@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from tape_jax._src.core import algebra
-from tape_jax._src.core.checks import choose, positive, require, require_x64
+from tape_jax._src.core.checks import choose, positive, require, require_x64, typed
 from tape_jax._src.core.segments import PADDING, places, without_padding
 from tape_jax._src.core.sharding import Model
 from tape_jax._src.model.config import Blocks, ModelConfig
@@ -91,6 +91,7 @@ class Cache:
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
 
 
+@typed
 def init_cache(
     model: Model,
     batch_size: int,
@@ -269,6 +270,7 @@ def empty_layer(
     return jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), layer)
 
 
+@typed
 def grow_cache(model: Model, cache: Cache, capacity: int) -> Cache:
     """The cache with more slots; outside of ``jax.jit``.
 

@@ -14,10 +14,12 @@ from tape_jax._src.attention import BACKENDS
 from tape_jax._src.core.algebra import at_least_float32
 from tape_jax._src.core.checks import (
     FLOATS,
+    check_fields,
     choose,
     from_mapping,
     number,
     positive,
+    real,
     require,
     set_field,
     truth,
@@ -58,6 +60,7 @@ class Lora:
     targets: tuple[str, ...] = ("q", "k", "v", "out")
 
     def __post_init__(self):
+        set_field(self, "alpha", real("lora: alpha", self.alpha))
         set_field(self, "rank", positive("lora: rank", self.rank))
         if isinstance(self.targets, list):
             set_field(self, "targets", tuple(self.targets))
@@ -94,6 +97,7 @@ class Experts:
     normalize: bool = True
 
     def __post_init__(self):
+        check_fields(self, "experts: ")
         for name in ("count", "per_token"):
             set_field(self, name, positive(f"experts: {name}", getattr(self, name)))
         require(

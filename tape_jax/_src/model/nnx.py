@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from tape_jax._src.core.algebra import float_type
-from tape_jax._src.core.checks import require_x64
+from tape_jax._src.core.checks import require_x64, typed
 from tape_jax._src.core.sharding import Sharding
 from tape_jax._src.model import one_attention
 from tape_jax._src.model.cache import LayerCache
@@ -48,6 +48,7 @@ class UpdateState(nnx.Module):
       ValueError: if an option is unknown or out of range.
     """
 
+    @typed
     def __init__(
         self,
         hidden_size: int,
@@ -120,6 +121,7 @@ class Attention(nnx.Module):
       NotImplementedError: for an encoding that also acts at the embeddings.
     """
 
+    @typed
     def __init__(
         self,
         hidden_size: int,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from tape_jax._src.attention import attention
 from tape_jax._src.core.algebra import at_least_float32
-from tape_jax._src.core.checks import require
+from tape_jax._src.core.checks import concrete, require
 from tape_jax._src.core.explicit import automatic_inside, names_of
 from tape_jax._src.core.segments import places
 from tape_jax._src.model.attention_layer import prepared
@@ -153,6 +153,10 @@ def attend(
         **options,
     )
     out = out.reshape(*x.shape[:-1], -1) @ params["out"].astype(c.dtype)
+    if cache is not None:
+        # Beyond the last slot, writing would be at the last ones.
+        fits = index + x.shape[-2] <= cache.k.shape[2]
+        out, attended = jax.tree.map(lambda y: jnp.where(fits, y, jnp.nan), (out, attended))
     return out, attended, seen.cache
 
 
@@ -180,6 +184,11 @@ def _context(
             x.ndim == 3 and x.shape[0] == cache.k.shape[0] and time <= slots,
             f"with a cache of {cache.k.shape[0]} sequences and {slots} slots, x must have shape "
             f"[{cache.k.shape[0]}, T, {config.hidden_size}] with T <= {slots}; got {x.shape}",
+        )
+        used = concrete(index)
+        require(
+            used is None or 0 <= int(used) <= slots - time,
+            f"{time} tokens do not fit into a cache of capacity {slots} with {used} in use",
         )
         if segment_ids is None:
             # Slots behind the new tokens belong to no segment.

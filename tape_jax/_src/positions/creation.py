@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tape_jax._src.core.checks import choose, from_mapping, nearest, require
+from tape_jax._src.core.checks import choose, from_mapping, nearest, require, typed
 from tape_jax._src.positions.ablations import (
     MixHeadDim,
     NoEquivariance,
@@ -165,6 +165,7 @@ def _option_names(types: Sequence[type[Encoding]]) -> dict[str, tuple[type[Encod
     return short | {f"{cls.kind}_{name}": (cls, name) for cls, name in fields}
 
 
+@typed
 def options_of(encoding: Encoding) -> dict[str, Any]:
     """``kind`` and all options, from which :func:`create` makes the encoding again."""
     members = encoding.members

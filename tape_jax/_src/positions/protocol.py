@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tape_jax._src.core.algebra import at_least_32_bits, at_least_float32
-from tape_jax._src.core.checks import as_integers, concrete, require
+from tape_jax._src.core.checks import as_integers, broadcasts, concrete, require
 from tape_jax._src.core.sharding import Sharding
 from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.layer import Layer, Terms
@@ -133,11 +133,8 @@ def as_length(length: Any, batch: tuple[int, ...]) -> int | Array:
         number = operator.index(length)
     except TypeError:
         array = as_integers("length", length)
-        fits = len(batch) >= array.ndim and all(
-            n in (1, m) for n, m in zip(array.shape[::-1], batch[::-1], strict=False)
-        )
         require(
-            jnp.issubdtype(array.dtype, jnp.integer) and fits,
+            jnp.issubdtype(array.dtype, jnp.integer) and broadcasts(array.shape, batch),
             f"length must be an integer or integers that broadcast to the batch {batch}; got "
             f"{array.dtype} of shape {array.shape}",
         )

@@ -127,7 +127,7 @@ class TestExperts:
         ("fields", "words"),
         [
             ({"count": 0}, r"count must be a positive integer; got 0"),
-            ({"count": 4.0}, r"count must be a positive integer; got 4\.0"),
+            ({"count": 4.0}, r"count must be an integer; got 4\.0"),
             ({"count": 4, "per_token": 0}, r"per_token must be a positive integer; got 0"),
             ({"count": 4, "per_token": 5}, r"per_token = 5 exceeds count = 4"),
             ({"count": 4, "per_token": 1}, r"learns nothing; give normalize=False"),

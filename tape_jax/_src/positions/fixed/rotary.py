@@ -16,6 +16,7 @@ from jax import lax
 from tape_jax._src.core import algebra
 from tape_jax._src.core.checks import (
     FLOATS,
+    as_array,
     choose,
     concrete,
     instance,
@@ -28,6 +29,7 @@ from tape_jax._src.core.checks import (
     set_field,
     truth,
     type_name,
+    typed,
 )
 from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.drawing import RandomPositions, drawn_positions
@@ -66,12 +68,12 @@ class RopeScaling:
 
     Attributes:
       kind: ``none``; ``linear`` (positions divided by ``factor``); ``ntk`` (base multiplied by
-        ``factor ** (D / (D - 2))``); ``dynamic`` (NTK with a factor that follows the sequence
-        length); ``yarn`` (frequencies blended by wavelength, states scaled by a magnitude);
-        ``llama3``; ``longrope`` (each frequency divided by a factor of its own, of one list up to
-        the trained length and of another beyond it; states scaled by a magnitude); ``proportional``
-        (as ``linear``, but the share of dimensions that rotate, if not all do, keeps the
-        frequencies that it has in the whole head).
+        ``factor ** (D / (D - 2))``); ``dynamic`` (NTK with a factor that follows the length of the
+        row, or the ``length`` that a call is given); ``yarn`` (frequencies blended by wavelength,
+        states scaled by a magnitude); ``llama3``; ``longrope`` (each frequency divided by a factor
+        of its own, of one list up to the trained length and of another beyond it; states scaled by
+        a magnitude); ``proportional`` (as ``linear``, but the share of dimensions that rotate, if
+        not all do, keeps the frequencies that it has in the whole head).
       factor: ratio of the wanted length to the trained one.
       original_length: the trained length, in tokens (dynamic, yarn, llama3, longrope).
       beta_fast, beta_slow: yarn; rotations over ``original_length`` above which a frequency is
@@ -272,6 +274,13 @@ def angles(
     )
     stretch, beyond, lengths = _by_length(scaling, length, compute)
     counts = [len(part) for part in np.array_split(np.arange(head_dim // 2), axes)]
+    if log_stretch is not None:
+        log_stretch = as_array("log_stretch", log_stretch)
+        require(
+            log_stretch.ndim == 0 and jnp.issubdtype(log_stretch.dtype, jnp.floating),
+            f"log_stretch must be a scalar floating-point array; got {log_stretch.dtype} of shape "
+            f"{log_stretch.shape}",
+        )
     parts = []
     for axis, count in enumerate(counts):
         omegas = [frequencies(2 * count, base, scaling, n, partial_rotary_factor) for n in lengths]
@@ -436,6 +445,7 @@ def check_start(
     instance(f"{what}: scaling", scaling, RopeScaling, optional=True)
 
 
+@typed
 def rotary_state(
     positions: Array,
     head_dim: int,
@@ -799,9 +809,10 @@ class RandomRope(Rope):
     """Randomised positions (Ruoss et al. 2023): RoPE at a sorted random subset of a long range.
 
     One draw serves every layer, head and batch row of a call, as far as their lengths agree: a
-    shorter row has fewer of the same places, whatever else is in its batch. The draw follows the
-    model's random stream ``"positions"``; without it a fixed draw is used, so that evaluation is
-    repeatable.
+    shorter row has fewer of the same places, whatever else is in its batch. A row of several
+    segments has one length, that of all of them, unless the call is given ``length``. The draw
+    follows the model's random stream ``"positions"``; without it a fixed draw is used, so that
+    evaluation is repeatable.
 
     Positions index the draw. Beyond the length that it was made for they are refused or, where they
     are not known yet, traced ones, make the state NaN.

@@ -23,7 +23,7 @@ from tape_jax._src.core.algebra import (
     is_tensor_form,
     precise_einsum,
 )
-from tape_jax._src.core.checks import choose, refuse, require
+from tape_jax._src.core.checks import choose, refuse, require, typed
 from tape_jax._src.core.explicit import automatic_inside, joined, names_of
 from tape_jax._src.core.sharding import Sharding
 from tape_jax._src.positions.tape.mixing import (
@@ -70,7 +70,7 @@ class UpdateCall:
     heads: int
     tensor: bool
     norm: str
-    magnitude: float
+    magnitude: Any
     activation: str
     sharding: Sharding | None
 
@@ -128,16 +128,17 @@ def _explicit_axes(given: Mapping[str, Any], shape: Any) -> tuple[Any, ...]:
     )
 
 
+@typed
 @automatic_inside(_explicit_axes)
 def update_state(
-    params: dict[str, Array],
+    params: Mapping[str, Array],
     state: Array,
     attended: Array | None,
     x: Array,
     alpha: float | Array = 1.0,
     *,
     norm: str = "none",
-    magnitude: float = 1.0,
+    magnitude: float | Array = 1.0,
     activation: str = "silu",
     num_kv_heads: int | None = None,
     sharding: Sharding | None = None,
@@ -185,11 +186,6 @@ def update_state(
       ValueError: if shapes disagree or an option is unknown.
       NotImplementedError: if no named implementation can do the call here.
     """
-    require(
-        isinstance(params, Mapping),
-        f"the first argument must be a dict of parameters, as in update_state(params, state, "
-        f"attended, x); got {type(params).__name__}",
-    )
     for name in params:
         choose("parameter of an update", name, UPDATE_PARAMS)
     choose("norm", norm, NORMS)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tape_jax import ModelConfig, RopeScaling, rotary_state, rotate
+from tape_jax import ModelConfig, RopeScaling, rotary_state, rotate, tensor_state
 from tape_jax._src.positions.fixed.additive import sinusoids
 from tape_jax._src.positions.fixed.rotary import frequencies
 from tape_jax.positions import LongRope, MRope, PRope, RandomRope, Rope, Tape, Xpos, Yarn
@@ -215,14 +215,14 @@ class TestRotaryState:
         [
             (np.arange(4), 7, 1, r"head dimension must be even; got 7"),
             (np.arange(4), 0, 1, r"head dimension must be a positive integer; got 0"),
-            (np.arange(4), 8.0, 1, r"head dimension must be a positive integer; got 8\.0"),
+            (np.arange(4), 8.0, 1, r"head_dim must be an integer; got 8\.0"),
             (np.arange(4), 8, 0, r"axes must be a positive integer; got 0"),
             (np.zeros((4, 5)), 8, 5, r"axes must lie in 1\.\.4 .*got 5"),
             (np.arange(4), 8, 2, r"coordinates of shape \[\.\.\., T, 2\]; got \(4,\)"),
             (np.zeros((4, 3)), 8, 2, r"got \(4, 3\)"),
             (np.int32(4), 8, 1, r"got a scalar"),
             (np.ones(4, bool), 8, 1, r"positions must be integers or floats; got bool"),
-            ("x", 8, 1, r"positions must be an array of numbers; got 'x'"),
+            ("x", 8, 1, r"positions must be an array; got 'x'"),
             (jnp.uint32([0, 2**31]), 8, 1, r"must fit in int32; got uint32 up to 2147483648"),
         ],
     )
@@ -531,19 +531,25 @@ class TestIntegersFarAway:
         ({"scaling": "linear"}, "scaling must be of the type RopeScaling or None; got 'linear'"),
         (
             {"dtype": jnp.int32},
-            "unknown rotary_state: dtype 'int32': expected one of None, 'float32'",
+            "unknown (rotary|tensor)_state: dtype 'int32': expected one of None, 'float32'",
         ),
-        ({"dtype": "x"}, "unknown rotary_state: dtype 'x'"),
+        ({"dtype": "x"}, "unknown (rotary|tensor)_state: dtype 'x'"),
         ({"axes": 0}, "axes must be a positive integer; got 0"),
-        ({"axes": True}, "axes must be a positive integer; got True"),
-        ({"base": np.inf}, "the rotary base must be a finite number; got inf"),
+        ({"axes": True}, "axes must be an integer; got True"),
+        ({"base": np.inf}, "base must be a finite number; got inf"),
         ({"partial_rotary_factor": "a"}, "partial_rotary_factor must be a finite number; got 'a'"),
         ({"length": 4.5}, r"length must be an integer or integers .*; got float32 of shape \(\)"),
         ({"length": True}, "length must be positive; got True"),
-        ({"length": "x"}, "length must be an array of numbers; got 'x'"),
+        ({"length": "x"}, "length must be an integer or an array or None; got 'x'"),
+        (
+            {"log_stretch": np.ones(3)},
+            r"log_stretch must be a scalar .*; got float32 of shape \(3,\)",
+        ),
+        ({"log_stretch": 1j}, "log_stretch must be a scalar floating-point array; got complex64"),
         ({"length": -1}, "length must be positive; got -1"),
     ],
 )
-def test_a_state_has_the_checks_of_the_encoding(options, words):
+@pytest.mark.parametrize("state", [rotary_state, tensor_state])
+def test_a_state_has_the_checks_of_the_encoding(state, options, words):
     with pytest.raises(ValueError, match=words):
-        rotary_state(jnp.arange(4), 8, **options)
+        state(jnp.arange(4), 8, **options)

@@ -201,7 +201,7 @@ class TestChoice:
             ("pallas", r"unknown update implementation 'pallas': expected one of 'reference'"),
             (("unrolled", "triton"), r"unknown update implementation 'triton'"),
             ((), r"must be a name, several or None; got \(\)"),
-            (3, r"must be a name, several or None; got 3"),
+            (3, r"implementation must be a string or of the type Sequence or None; got 3"),
         ],
     )
     def test_wrong_names(self, names, words):
