@@ -145,7 +145,7 @@ def update_state(
 ) -> Array:
     """One layer's update of the position states (TAPE, equations 6 to 8).
 
-    ``(I + alpha A(x)) (e + alpha Mix(a))``, then the norm. ``A(x)`` is contracted to a heads x
+    ``(I + alpha G(x)) (e + alpha Mix(a))``, then the norm. ``G(x)`` is contracted to a heads x
     heads matrix per token first, which costs a fraction of projecting the states up to width ``P``.
 
     With ``origin`` and ``target``, matrices over heads, the sum ``z = e + alpha Mix(a)`` becomes
