@@ -7,8 +7,8 @@
   python -m research.main compare --config=research/configs/ablations.py --run=runs/ablations \\
       --variants=all --sweep train.learning_rate=1e-3,3e-3
 
-Options of one encoding follow its name: --encodings=rope+alibi,rope+fox+alibi:bias=5.0. Names with
-+ among methods are encodings put in place: --methods=tape,rope+alibi:slopes=learned_from_zero
+Options follow a name, and go to the part that has them: --encodings=rope+alibi,fox+alibi:bias=5.0.
+Names with + among methods are encodings put in place: --methods=tape,rope+alibi:slopes=fixed
 
 Steps, data and seeds are equal. Each training gets a run of its own inside the run folder. Called
 again, finished runs are kept and unfinished ones continued. Beside them are written report.md, with
@@ -43,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sweep", action="append", default=[], metavar="FIELD=VALUE,...", help="choose the best"
     )
-    parser.add_argument("--seeds", type=int, default=1, help="trainings of each (1)")
+    parser.add_argument("--seeds", type=int, default=1, help="of each; 3 or more for a verdict (1)")
     parser.add_argument("--jobs", type=int, default=2, help="trainings side by side (2)")
     parser.add_argument("--suite", metavar="NAME:lengths=N,...", help="ask a suite, too")
     parser.set_defaults(overrides=())
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
     from train.compare import suites, sweep
     from train.compare.evaluations import evaluate_suite
     from train.compare.jobs import claim, plan, record
-    from train.compare.processes import train_all, tune
+    from train.compare.processes import count_runs, train_all, tune
     from train.compare.report import by_name, result_section, sample_lines, write_report
     from train.compare.tasks import compare
     from train.training import messages
@@ -74,7 +74,8 @@ def run(args: argparse.Namespace) -> None:
     if asked is not None:
         suites.check(asked, [job.experiment for job in jobs])
     claim(args.run, jobs)
-    train_all([job for job in jobs if not job.finished], args.jobs)
+    missing = [job for job in jobs if not job.finished]
+    train_all(missing, args.jobs, finished=count_runs(len(jobs) - len(missing), len(jobs)))
     task = jobs[0].experiment.task
     answers = [] if asked is None else [evaluate_suite(job.folder, asked) for job in jobs]
     first_seeds = {job.name: job for job in reversed(jobs)}.values()

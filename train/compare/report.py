@@ -217,13 +217,15 @@ def _verdict(score: Score, groups: Mapping[str, Sequence[RunRecord]]) -> str:
         return "all equal."
     if min(map(len, values.values())) < 2:
         return f"best is {best}."
-    unclear = [name for name in others if not _is_clear(values[best], values[name])]
+    clear = [name for name in others if _is_clear(values[best], values[name])]
+    unclear = [name for name in others if name not in clear]
     if unclear:
-        return (
-            f"no clear winner. Best on average is {best}; the seeds do not tell it from "
-            f"{', '.join(unclear)}."
+        outcome = (
+            f"no clear winner. Best on average is {best}, with no significant difference to "
+            f"{', '.join(unclear)}"
         )
-    return f"{best} wins; every difference is beyond the spread of the seeds."
+        return outcome + (f"; clearly better than {', '.join(clear)}." if clear else ".")
+    return f"{best} wins; clearly better than {', '.join(clear)}."
 
 
 def _is_clear(first: Mapping[int, float], second: Mapping[int, float]) -> bool:

@@ -263,8 +263,8 @@ def _states(
         require(not keys_rotated, "keys_rotated=True needs query_state, the state of the queries")
         require(
             e is None or q.shape[-3] == k.shape[-3],
-            f"query_state is required where queries and keys differ in length; got q {q.shape}, "
-            f"k {k.shape}",
+            "query_state is required where queries and keys differ in length (arrays are [batch, "
+            f"time, heads, D]); got q {q.shape}, k {k.shape}",
         )
         query_state = e
     require(

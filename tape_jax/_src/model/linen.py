@@ -169,9 +169,10 @@ class Attention(nn.Module):
         Args:
           x: what enters the layer after its norm, ``[..., T, hidden]``; ``[B, T, hidden]`` with a
             cache.
-          state: the position state ``e`` that enters; None: the encoding's start state.
-          positions: of all keys, ``[..., S]``; None: ``0 .. S - 1``. Without a cache ``S`` is
-            ``T``, with one its number of slots.
+          state: the position state ``e`` that enters. The first layer takes
+            :func:`tape_jax.rotary_state` if an update follows. None: the encoding's start state.
+          positions: of each key, ``[..., S]``: of the ``T`` tokens, or of all slots of a cache.
+            None, usual while decoding: ``0 .. S - 1``.
           segment_ids: integers ``[..., T]``; with a cache a pair ``([B, T], [B, S])``.
           mask: as in :func:`tape_jax.attention`.
           is_causal: whether tokens see earlier ones only.

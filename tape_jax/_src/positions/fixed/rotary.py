@@ -248,19 +248,7 @@ def angles(
     ``D/2`` allows, and each coordinate has a whole range of them (axial RoPE). Arguments are those
     of :func:`rotary_state`.
     """
-    head_dim = positive("the head dimension", head_dim)
-    require(head_dim % 2 == 0, f"the head dimension must be even; got {head_dim}")
-    positions = as_positions(positions)
-    if axes < 1 or 2 * axes > head_dim:
-        raise ValueError(
-            f"axes must lie in 1..{head_dim // 2} (half the head dimension); got {axes}"
-        )
-    if axes > 1 and (positions.ndim < 2 or positions.shape[-1] != axes):
-        raise ValueError(
-            f"axes={axes} expects coordinates of shape [..., T, {axes}]; got {positions.shape}"
-        )
-    if positions.ndim < 1:
-        raise ValueError("positions must have shape [..., T]; got a scalar")
+    positions, head_dim = _checked(positions, head_dim, axes)
     tokens = positions.shape[:-1] if axes > 1 else positions.shape
     if length is None:
         length = tokens[-1]
@@ -300,6 +288,23 @@ def angles(
             found = [each * (jnp.asarray(omega, compute) * bases) for omega in omegas]
         parts.append(found[0] if beyond is None else jnp.where(beyond, found[1], found[0]))
     return jnp.concatenate(parts, axis=-1)
+
+
+def _checked(positions: Any, head_dim: Any, axes: int) -> tuple[Array, int]:
+    """Positions and the head dimension in one form; ValueError if they do not go together."""
+    head_dim = positive("the head dimension", head_dim)
+    require(head_dim % 2 == 0, f"the head dimension must be even; got {head_dim}")
+    positions = as_positions(positions)
+    require(
+        1 <= axes and 2 * axes <= head_dim,
+        f"axes must lie in 1..{head_dim // 2} (half the head dimension); got {axes}",
+    )
+    require(
+        axes == 1 or (positions.ndim > 1 and positions.shape[-1] == axes),
+        f"axes={axes} expects coordinates of shape [..., T, {axes}]; got {positions.shape}",
+    )
+    require(positions.ndim > 0, "positions must have shape [..., T]; got a scalar")
+    return positions, head_dim
 
 
 def _by_length(

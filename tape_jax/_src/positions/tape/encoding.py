@@ -2,9 +2,9 @@
 
 Pure functions on arrays, and the encoding that the model uses. One layer computes
 
-    e' = norm((I + alpha A(x)) (e + alpha Mix(a))),   A(x) = W_down diag(act(x W_x)) W_up,
+    e' = norm((I + alpha G(x)) (e + alpha Mix(a))),   G(x) = W_down diag(act(x W_x)) W_up,
 
-where ``a = A e`` is the state averaged by the attention probabilities and ``A(x)`` is one
+where ``a = A e`` is the state averaged by the attention probabilities and ``G(x)`` is one
 heads x heads matrix per token. Both factors act on the heads axis alone, never on what the
 symmetry group acts on, so the update commutes with :func:`tape_jax.transform`.
 """
