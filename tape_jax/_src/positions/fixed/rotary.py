@@ -296,7 +296,7 @@ def _checked(positions: Any, head_dim: Any, axes: int) -> tuple[Array, int]:
     require(head_dim % 2 == 0, f"the head dimension must be even; got {head_dim}")
     positions = as_positions(positions)
     require(
-        1 <= axes and 2 * axes <= head_dim,
+        axes >= 1 and 2 * axes <= head_dim,
         f"axes must lie in 1..{head_dim // 2} (half the head dimension); got {axes}",
     )
     require(
