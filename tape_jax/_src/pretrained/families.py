@@ -12,6 +12,7 @@ from typing import Any
 
 from tape_jax._src.core.checks import require
 from tape_jax._src.model.config import ModelConfig
+from tape_jax._src.pretrained.cohere2 import COHERE2
 from tape_jax._src.pretrained.family import (
     ATTENTION,
     COMMON,
@@ -30,6 +31,7 @@ from tape_jax._src.pretrained.family import (
     slides,
     sliding_window,
 )
+from tape_jax._src.pretrained.gemma import GEMMA2, GEMMA3
 from tape_jax._src.pretrained.olmo3 import OLMO3, OLMO_NORMS
 from tape_jax._src.pretrained.phi3 import PHI3
 from tape_jax._src.pretrained.smollm3 import SMOLLM3
@@ -190,6 +192,9 @@ FAMILIES: dict[str, Family] = {
     "olmo3": OLMO3,
     "smollm3": SMOLLM3,
     "phi3": PHI3,
+    "gemma2": GEMMA2,
+    "gemma3_text": GEMMA3,
+    "cohere2": COHERE2,
 }
 
 
@@ -210,10 +215,11 @@ def family_of(config: Mapping[str, Any]) -> tuple[str, Family]:
             f"config.json describes architectures {architectures!r} of model_type {kind!r}; known "
             f"are {known}"
         )
-    fields = COMMON | HARMLESS | family.own
+    fields = COMMON | HARMLESS | family.own | {family.eps, family.activation}
+    fixed = {name: x for name, x in {**OFF, **family.fixed}.items() if name not in fields}
     # What is null is as if it were not there.
     unknown = [name for name, x in config.items() if x is not None and name not in fields]
-    unknown = [name for name in unknown if not (name in OFF and config[name] == OFF[name])]
+    unknown = [name for name in unknown if name not in fixed or config[name] != fixed[name]]
     require(
         not unknown,
         f"config.json has fields that are not known of model_type {kind!r}: "

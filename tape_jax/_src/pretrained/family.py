@@ -32,10 +32,10 @@ HARMLESS = frozenset(
 # Fields that every family has, and that are read for all of them.
 COMMON = frozenset(
     (
-        *("head_dim", "hidden_act", "hidden_size", "intermediate_size"),
+        *("head_dim", "hidden_size", "intermediate_size"),
         *("num_attention_heads", "num_hidden_layers", "num_key_value_heads"),
         *("original_max_position_embeddings", "quantization_config"),
-        *("rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta"),
+        *("rope_parameters", "rope_scaling", "rope_theta"),
         *("tie_word_embeddings", "vocab_size"),
     )
 )
@@ -50,7 +50,13 @@ OFF = {
     "rope_interleaved": False,
     "partial_rotary_factor": 1,
     "lm_head_bias": False,
+    "use_bidirectional_attention": False,
 }
+# Options of a model that Llama has not.
+OPTIONS = (
+    *("embedding_scale", "residual_scale", "logits_scaling", "query_scale", "qk_norm", "norms"),
+    *("norm", "zero_centered_norms", "parallel_block", "logit_softcap", "final_logit_softcap"),
+)
 
 
 class LayerKind(NamedTuple):
@@ -84,6 +90,8 @@ class Family:
       layers: from ``config.json``, what its layers are where they differ; None: they are alike.
       head_order: of our model, which numbers of a checkpoint's head ours are, where rotation pairs
         others; None: the same.
+      eps, activation: the fields of the norms' epsilon and of the MLP's activation.
+      fixed: values that fields of its own must have, if they are there.
     """
 
     architecture: str
@@ -94,12 +102,29 @@ class Family:
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     layers: ReadLayers | None = None
     head_order: Callable[[ModelConfig], tuple[int, ...]] | None = None
+    eps: str = "rms_norm_eps"
+    activation: str = "hidden_act"
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def flag(config: Mapping[str, Any], name: str) -> bool:
     value = config.get(name) or False
     require(isinstance(value, bool), f"config.json: {name} must be true or false; got {value!r}")
     return value
+
+
+def number(given: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    """A number of ``config.json``; ValueError for anything else."""
+    value = given.get(name)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"config.json: {name} must be a number; got {value!r}")
+    return float(value)
+
+
+def number_or_none(given: Mapping[str, Any], name: str) -> float | None:
+    """As :func:`number`, or None if it is null or absent."""
+    return None if given.get(name) is None else number(given, name)
 
 
 def before_own(window: Any) -> int | None:
@@ -190,8 +215,7 @@ def is_plain(c: ModelConfig, *own: str, **wanted: Any) -> bool:
 
     With ``"window"`` among them layers may have one, with ``"layers"`` differ in it and rotation.
     """
-    off: Fields = {"embedding_scale": 1, "residual_scale": 1, "logits_scaling": 1}
-    off |= {"query_scale": None, "qk_norm": None, "norms": "before"} | wanted
+    off: Fields = {name: getattr(ModelConfig, name) for name in OPTIONS} | wanted
     layers = layers_of(c)
     if layers is None or not any(layer.rope for layer in layers):
         return False

@@ -25,6 +25,7 @@ from tape_jax._src.positions.fixed.rotary import RopeScaling
 from tape_jax._src.pretrained.families import FAMILIES, family_of, with_defaults, writer_of
 from tape_jax._src.pretrained.family import (
     FULL,
+    OPTIONS,
     SLIDING,
     Family,
     Fields,
@@ -32,6 +33,7 @@ from tape_jax._src.pretrained.family import (
     main_rope,
     position_of,
 )
+from tape_jax._src.pretrained.family import number as _number
 
 # This library's parameters, and the tensors of a checkpoint that hold them. Kernels are stored
 # transposed, ``[out, in]``.
@@ -73,12 +75,19 @@ SIZES = {
 
 # Options of a model in which families differ.
 DIFFER = (
-    *("biases", "qk_norm", "norms", "local_window_size", "embedding_scale", "residual_scale"),
-    *("query_scale", "logits_scaling"),
+    *("biases", "local_window_size", "activation"),
+    *OPTIONS,
 )
 
-# Fields that must have one value, which is also the one that they have where they lack.
-FIXED = {"hidden_act": "silu"}
+# Activations in ``config.json``, the usual name of each first.
+ACTIVATIONS = {
+    "silu": "silu",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu": "gelu_exact",
+    "relu": "relu",
+    "gelu_new": "gelu",
+    "swish": "silu",
+}
 
 ROPE_KINDS = {
     "default": "none",
@@ -154,7 +163,7 @@ def parameters(model: Transformer, family: Family) -> list[StoredParameter]:
     key = jax.eval_shape(functools.partial(jax.random.key, 0))
     shapes = by_path(jax.eval_shape(plain.init, key, tokens)["params"])
     ranges, found = {blocks.layers[0]: blocks.layers for blocks in model.blocks}, []
-    paths = [path for path in NAMES if path in shapes]
+    paths = [path for path in names if path in shapes]
     shared = collections.Counter(names[path] for path in paths)
     widths = {path: next(iter(shapes[path].values())).shape[-1] for path in paths}
     for path in paths:
@@ -193,9 +202,8 @@ def model_config(config: Mapping[str, Any], **fields: Any) -> ModelConfig:
     """
     _, family = family_of(config)
     config = with_defaults(config, family)
-    for name, value in FIXED.items():
-        given = config.get(name, value)
-        require(given == value, f"config.json: {name} must be {value!r}; got {given!r}")
+    given = config.get(family.activation) or "silu"
+    choose(f"{family.activation} in config.json", given, ACTIVATIONS)
     require(
         not config.get("quantization_config"),
         "config.json: the checkpoint is quantised (quantization_config); give one in floating "
@@ -211,7 +219,8 @@ def model_config(config: Mapping[str, Any], **fields: Any) -> ModelConfig:
         **{ours: config[theirs] for theirs, ours in SIZES.items()},
         num_kv_heads=config.get("num_key_value_heads"),
         head_dim=config.get("head_dim"),
-        norm_eps=_number(config, "rms_norm_eps", DEFAULT_EPS),
+        norm_eps=_number(config, family.eps, DEFAULT_EPS),
+        activation=ACTIVATIONS[given],
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         **layers,
         **family.read(config),
@@ -305,14 +314,6 @@ def _list(given: Mapping[str, Any], name: str) -> tuple[Any, ...]:
     return tuple(value or ())
 
 
-def _number(given: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    value = given.get(name)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"config.json: {name} must be a number; got {value!r}")
-    return float(value)
-
-
 def written(model: Transformer, kind: str | None = None) -> tuple[str, Family, Fields]:
     """The family ``kind``, or the first that can be such a model, its name and its own fields.
 
@@ -384,9 +385,9 @@ def to_json(model: Transformer, kind: str | None = None) -> dict[str, Any]:
         "intermediate_size": c.mlp_size,
         "num_key_value_heads": c.kv_heads,
         "head_dim": c.dim,
-        **FIXED,
+        family.activation: next(x for x, ours in ACTIVATIONS.items() if ours == c.activation),
         **own,
-        "rms_norm_eps": c.norm_eps,
+        family.eps: c.norm_eps,
         "tie_word_embeddings": c.tie_embeddings,
         "max_position_embeddings": _length(c, scaling),
         "rope_theta": base,

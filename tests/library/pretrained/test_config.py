@@ -24,7 +24,7 @@ class TestConfig:
             ({"architectures": ["LlamaForSequenceClassification"]}, "SequenceClassification"),
             ({"architectures": ..., "model_type": ...}, r"\[\] of model_type None"),
             ({"model_type": "mistral"}, "model_type 'mistral'"),
-            ({"hidden_act": "gelu"}, "hidden_act must be 'silu'; got 'gelu'"),
+            ({"hidden_act": "quick_gelu"}, "hidden_act in config.json.*'quick_gelu'.*'silu'"),
             ({"attention_bias": "yes"}, "attention_bias must be true or false; got 'yes'"),
             ({"a_field_of_tomorrow": [1]}, r"'llama': a_field_of_tomorrow = \[1\]"),
             ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),

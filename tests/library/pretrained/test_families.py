@@ -15,8 +15,33 @@ from tape_jax._src.pretrained.llama import model_config
 from tests.library.pretrained.folders import BESIDE, HF, checkpoint_files
 from tests.models import random_variables, small_model
 
-SHIPPED = ["granite_tiny", "mistral_tiny", "olmo2_tiny", "phi3_tiny", "qwen2_tiny", "qwen3_tiny"]
-NOT_SHIPPED = ["olmo3_tiny", "olmo3_yarn_tiny", "qwen2_window_tiny", "smollm3_tiny"]
+SHIPPED = [
+    *("gemma2_tiny", "granite_tiny", "mistral_tiny", "olmo2_tiny", "phi3_tiny", "qwen2_tiny"),
+    "qwen3_tiny",
+]
+NOT_SHIPPED = [
+    *("cohere2_tiny", "gemma3_text_tiny", "olmo3_tiny", "olmo3_yarn_tiny"),
+    *("qwen2_window_tiny", "smollm3_tiny"),
+]
+LOCAL = tape.positions.create("rope+window", size=3)
+GEMMA = {
+    "norms": "both",
+    "zero_centered_norms": True,
+    "embedding_scale": 4.0,
+    "query_scale": 20**-0.5,
+    "final_logit_softcap": 3.0,
+    "activation": "gelu",
+    "tie_embeddings": True,
+}
+GEMMA2 = {**GEMMA, "position": tape.positions.Layers([LOCAL, "rope"]), "logit_softcap": 0.5}
+SCALED = tape.positions.Rope(base=700.0, scaling=tape.RopeScaling("linear", factor=4.0))
+GEMMA3 = {**GEMMA, "position": tape.positions.Layers([LOCAL, LOCAL, SCALED]), "qk_norm": "head"}
+COHERE2 = {
+    "position": tape.positions.Layers([LOCAL, "none"]),
+    "norm": "layer",
+    "parallel_block": True,
+    "logits_scaling": 0.5,
+}
 WINDOW = {"use_sliding_window": True, "sliding_window": 4}
 
 
@@ -54,6 +79,10 @@ class TestFamilies:
         new, added = tape.add_tape(model, variables, key=jax.random.key(0))
         before, after = model.apply(variables, tokens), new.apply(added, tokens)
         np.testing.assert_allclose(after, before, atol=1e-6)
+
+
+def said_in_full(config):
+    return dataclasses.replace(config, head_dim=config.dim, num_kv_heads=config.kv_heads)
 
 
 def config_of(name, **changes):
@@ -122,7 +151,7 @@ class TestFields:
         assert written["model_type"] == "smollm3"
         assert {name: written[name] for name in config} == config
         again, same = tape.from_pretrained(tmp_path / "new")
-        assert again.config == dataclasses.replace(model.config, head_dim=model.config.dim)
+        assert again.config == said_in_full(model.config)
         jax.tree.map(np.testing.assert_array_equal, same, variables)
         by_rule = {**written, "no_rope_layers": None, "no_rope_layer_interval": 2}
         assert model_config(by_rule).position.kind == "rope/none"
@@ -156,10 +185,14 @@ class TestFields:
                 "granite",
             ),
             ({"qk_norm": "full", "norms": "after", "biases": ("q", "k", "v", "out")}, "olmo2"),
+            ({"activation": "gelu_exact"}, "llama"),
+            (GEMMA2, "gemma2"),
+            (GEMMA3, "gemma3_text"),
+            (COHERE2, "cohere2"),
         ],
     )
     def test_model_is_saved_as_the_first_that_fits(self, options, family, tmp_path):
-        model = small_model("rope", **options)
+        model = small_model(**{"position": "rope", **options})
         variables = random_variables(model)
         tape.save_pretrained(tmp_path / "new", model, variables)
         config = json.loads((tmp_path / "new" / "config.json").read_text())
@@ -168,6 +201,7 @@ class TestFields:
             [FAMILIES[family].architecture],
         )
         again, same = tape.from_pretrained(tmp_path / "new")
+        assert again.config == said_in_full(model.config)
         tokens = jnp.arange(12)[None] % model.config.vocab_size
         np.testing.assert_allclose(
             again.apply(same, tokens), model.apply(variables, tokens), atol=1e-5
@@ -203,6 +237,57 @@ class TestFields:
         again, same = tape.from_pretrained(tmp_path / "new")
         assert again.config == dataclasses.replace(scaled.config, head_dim=12)
         jax.tree.map(np.testing.assert_array_equal, same, variables)
+
+    @pytest.mark.parametrize(
+        ("model_type", "kind"),
+        [
+            ("gemma2", "rope+window/rope"),
+            ("gemma3_text", "/".join(["rope+window"] * 5 + ["rope"])),
+            ("cohere2", "rope+window/rope+window/rope+window/none"),
+            ("olmo3", "rope+window/rope+window/rope+window/rope"),
+        ],
+    )
+    def test_rules_of_layers_where_config_says_nothing(self, model_type, kind):
+        sizes = {"vocab_size": 10, "hidden_size": 8, "intermediate_size": 12}
+        sizes |= {"num_hidden_layers": 8, "num_attention_heads": 4, "model_type": model_type}
+        found = model_config(sizes)
+        assert found.position.kind == kind
+        assert {x.local_window_size for x in found.position.members} == {None, 4095}
+
+    def test_rotations_of_gemma3_in_the_older_form(self):
+        sizes = {"vocab_size": 10, "hidden_size": 8, "intermediate_size": 12}
+        sizes |= {"num_hidden_layers": 3, "num_attention_heads": 4, "model_type": "gemma3_text"}
+        older = {"rope_theta": 700.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+        older |= {"rope_local_base_freq": 50.0, "sliding_window_pattern": 3}
+        newer = {"full_attention": {**older["rope_scaling"], "rope_theta": 700.0}}
+        newer["sliding_attention"] = {"rope_theta": 50.0}
+        newer = {"rope_parameters": newer, "layer_types": ["sliding_attention"] * 2}
+        newer["layer_types"] += ["full_attention"]
+        found = model_config(sizes | older)
+        assert found == model_config(sizes | newer)
+        local, _, full = found.position.encodings
+        assert (local.members[0], full) == (tape.positions.Rope(base=50.0), SCALED)
+
+    def test_cohere2_pairs_neighbours(self, tmp_path):
+        model = small_model(head_dim=6, num_kv_heads=1, **COHERE2)
+        variables = random_variables(model)
+        tape.save_pretrained(tmp_path / "new", model, variables)
+        tensors = safetensors.numpy.load_file(tmp_path / "new" / "model.safetensors")
+        k = np.asarray(variables["params"]["layers_1"]["attention"]["k"]["kernel"].T)
+        k = k.reshape(6, -1)
+        stored = tensors["model.layers.1.self_attn.k_proj.weight"]
+        np.testing.assert_array_equal(stored, k[[0, 3, 1, 4, 2, 5]])
+        assert "model.layers.1.post_attention_layernorm.weight" not in tensors
+
+    def test_fields_of_published_cohere2_files(self):
+        sizes = {"vocab_size": 10, "hidden_size": 8, "intermediate_size": 12}
+        sizes |= {"num_hidden_layers": 4, "num_attention_heads": 4, "model_type": "cohere2"}
+        published = {"position_embedding_type": "rope_gptj", "use_parallel_block": True}
+        assert model_config(sizes | published) == model_config(sizes)
+        with pytest.raises(ValueError, match="'cohere2': use_qk_norm = True"):
+            model_config(sizes | {"use_qk_norm": True})
+        with pytest.raises(ValueError, match="'cohere2': rms_norm_eps = 1e-06"):
+            model_config(sizes | {"rms_norm_eps": 1e-6})
 
     def test_scales_that_lack_are_one(self):
         scales = ("embedding_multiplier", "residual_multiplier", "attention_multiplier")
