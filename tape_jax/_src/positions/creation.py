@@ -33,7 +33,7 @@ from tape_jax._src.positions.contextual.stickbreaking import StickBreaking
 from tape_jax._src.positions.fixed.additive import Abacus, Learned, Sinusoidal
 from tape_jax._src.positions.fixed.bias import Alibi, Fire, Kerple, T5Bias
 from tape_jax._src.positions.fixed.coupling import PositionCoupling
-from tape_jax._src.positions.fixed.features import RopePP
+from tape_jax._src.positions.fixed.features import Pope, RopePP
 from tape_jax._src.positions.fixed.fourier import Fope
 from tape_jax._src.positions.fixed.rotary import (
     LongRope,
@@ -62,6 +62,7 @@ registry: dict[str, type[Encoding]] = {
         RandomRope,
         Fope,
         RopePP,
+        Pope,
         SelectiveRope,
         GrapeMultiplicative,
         Repo,
