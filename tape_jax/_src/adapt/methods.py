@@ -31,6 +31,9 @@ from tape_jax._src.positions.protocol import Param
 
 Array = jax.Array
 
+# Encodings whose start is TAPE's: others derive from Rope too, but start or rotate otherwise.
+START_KINDS = ("rope", "yarn", "longrope")
+
 
 def add_tape(
     model: Transformer,
@@ -44,7 +47,8 @@ def add_tape(
     """TAPE put into a RoPE model (Zhu et al. 2025); at first the logits stay as they are.
 
     Args:
-      model: a model with the encoding ``rope`` or ``yarn``, of any base, scaling and axes.
+      model: a model with the encoding ``rope``, ``yarn`` or ``longrope``, of any base, scaling and
+        axes.
       variables: its variables; arrays or ShapeDtypeStructs.
       key: random key for the new parameters, of which ``mix`` and ``up`` start at zero.
       dtype: type of the new parameters; None: the model's ``param_dtype``.
@@ -286,10 +290,10 @@ def _initial(
 def _rope(model: Transformer) -> positions.Rope:
     """The encoding of a RoPE model."""
     encoding = model.encoding
-    # Other encodings derive from Rope too, but start or rotate otherwise.
-    if not isinstance(encoding, positions.Rope) or encoding.kind not in ("rope", "yarn"):
+    if not isinstance(encoding, positions.Rope) or encoding.kind not in START_KINDS:
+        names = " or ".join(map(repr, START_KINDS))
         raise ValueError(
-            f"expected a model with the encoding 'rope' or 'yarn'; this one has {encoding.kind!r}"
+            f"expected a model with the encoding {names}; this one has {encoding.kind!r}"
         )
     return encoding
 
@@ -299,7 +303,7 @@ def _with_rotation(model: Transformer, **changes: Any) -> Transformer:
     encoding = model.encoding
     if not isinstance(encoding, positions.Rope):
         raise ValueError(f"expected a model with a rotary encoding; got {encoding.kind!r}")
-    if isinstance(encoding, positions.Yarn):
+    if isinstance(encoding, positions.Yarn | positions.LongRope):
         encoding = positions.Rope(**vars(encoding))
     return replaced(model, position=dataclasses.replace(encoding, **changes))
 
