@@ -542,8 +542,9 @@ class Rope(Encoding):
     def check(self, sizes: Sizes) -> None:
         if self.scaling.kind == "longrope":
             trained = self.scaling.original_length
-            axes = self.start_options(None)["axes"]
-            for _, turning in _planes(sizes.head_dim, axes, self.partial_rotary_factor):
+            start = self.start_options(None)
+            share = start["partial_rotary_factor"]
+            for _, turning in _planes(sizes.head_dim, start["axes"], share):
                 for length in (trained, trained + 1):
                     self.scaling.divisors(turning, length)
         require(
