@@ -20,6 +20,7 @@ from tape_jax._src.core.checks import choose, require, typed
 from tape_jax._src.model.decoder import (
     Transformer,
 )
+from tape_jax._src.model.inputs import check_variables
 from tape_jax._src.pretrained.folder import (
     CONFIG,
     DTYPE_NAMES,
@@ -111,6 +112,7 @@ def save_pretrained(
       NotImplementedError: if safetensors is not installed, or a parameter is spread over several
         processes.
     """
+    check_variables(variables)
     check_plain(model)
     wanted = parameters(model)
     fetchers, own = _fetchers(wanted, variables)

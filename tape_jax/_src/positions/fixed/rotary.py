@@ -235,19 +235,12 @@ def angles(
     if scaling is not None and scaling.kind == "dynamic" and known is None:
         stretch = dynamic_stretch(scaling, jnp.asarray(length, compute)[..., None])
     counts = [len(part) for part in np.array_split(np.arange(head_dim // 2), axes)]
-    if log_stretch is not None:
-        log_stretch = as_array("log_stretch", log_stretch)
-        require(
-            log_stretch.ndim == 0 and jnp.issubdtype(log_stretch.dtype, jnp.floating),
-            f"log_stretch must be a scalar floating-point array; got {log_stretch.dtype} of shape "
-            f"{log_stretch.shape}",
-        )
     parts = []
     for axis, count in enumerate(counts):
         omega = frequencies(2 * count, base, scaling, known, partial_rotary_factor)
         t = positions[..., axis] if axes > 1 else positions
         # The logarithm of what multiplies the base, [...].
-        change = None if log_stretch is None else jnp.asarray(log_stretch, compute)
+        change = None if log_stretch is None else _log_stretch(log_stretch).astype(compute)
         if stretch is not None:
             turning = _turning(2 * count, partial_rotary_factor)
             power = turning / (turning - 2) if turning > 2 else 0.0
@@ -260,6 +253,15 @@ def angles(
             turns = turns * jnp.exp(change[..., None] * jnp.asarray(powers, compute))
             parts.append(_told_apart(t, compute)[..., None] * turns)
     return jnp.concatenate(parts, axis=-1)
+
+
+def _log_stretch(given: Any) -> Array:
+    x = as_array("log_stretch", given)
+    require(
+        x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.floating),
+        f"log_stretch must be a scalar floating-point array; got {x.dtype} of shape {x.shape}",
+    )
+    return x
 
 
 def _powers(dim: int, scaling: RopeScaling | None, partial_rotary_factor: float) -> np.ndarray:
