@@ -56,7 +56,11 @@ def test_what_is_of_no_declared_type(function, name):
         (tape_jax.init_update, {"dtype": "x"}, "dtype must be a type of numbers; got 'x'"),
         (positions.Fire, {"width": "a"}, "fire: width must be an integer; got 'a'"),
         (positions.Tape, {"form": "tensor", "l": None}, "tape: l must be an integer; got None"),
-        (positions.RelaxedEquivariance, {"penalty": 2.5}, "penalty must be a tuple; got 2.5"),
+        (
+            positions.RelaxedEquivariance,
+            {"penalty": 2.5},
+            "penalty must be two numbers of at least 0; got 2.5",
+        ),
         (tape_jax.decode, {"cache": None}, "cache must be of the type Cache; got None"),
         (tape_jax.init_update, {"mlp_mix": "no"}, "mlp_mix must be True or False; got 'no'"),
         (tape_jax.init_update, {"num_heads": 10.0}, "num_heads must be an integer; got 10.0"),

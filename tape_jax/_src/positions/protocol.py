@@ -39,7 +39,6 @@ OPTION_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "bool": ("True or False", lambda x: isinstance(x, bool | np.bool_)),
     "int": ("an integer", lambda x: isinstance(x, int | np.integer) and not isinstance(x, bool)),
     "float": ("a finite number", lambda x: isinstance(x, numbers.Real) and math.isfinite(x)),
-    "tuple": ("a tuple", lambda x: isinstance(x, tuple | list)),
 }
 
 
@@ -186,8 +185,6 @@ class Encoding:
         in_order = [f.name for f in dataclasses.fields(cls) if f.init and not f.kw_only]
         for name, value in (dict(zip(in_order, args, strict=False)) | options).items():
             kind, optional, _ = _annotation(fields.get(name)).partition(" | None")
-            if " | " not in kind:
-                kind = kind.partition("[")[0]
             if kind in OPTION_TYPES and not (optional and value is None):
                 words, fits = OPTION_TYPES[kind]
                 require(fits(value), f"{cls.kind}: {name} must be {words}; got {value!r}")
