@@ -231,6 +231,7 @@ def add_lora(
     Raises:
       ValueError: if the model has low-rank terms already, or an option does not fit.
     """
+    check_variables(variables)
     require(
         model.config.lora is None,
         f"add_lora: the model has low-rank terms already, {model.config.lora}: merge_lora first",
@@ -262,6 +263,7 @@ def merge_lora(model: Transformer, variables: Any) -> tuple[Transformer, dict[st
     Raises:
       ValueError: if the model has no low-rank terms.
     """
+    check_variables(variables)
     lora = model.config.lora
     if lora is None:
         raise ValueError("merge_lora: the model has no low-rank terms (config.lora is None)")
