@@ -33,7 +33,7 @@ from tape_jax._src.model.block import (
 )
 from tape_jax._src.model.cache import Cache, LayerCache, keep, write_cache
 from tape_jax._src.model.config import Blocks, ModelConfig
-from tape_jax._src.model.inputs import Call, Context, check_call, check_variables
+from tape_jax._src.model.inputs import Call, Context, check_call
 from tape_jax._src.model.layers import Linear, Norm
 from tape_jax._src.model.parameters import create, declare, declared_params, gathered
 from tape_jax._src.positions.protocol import Encoding, Param, State, as_positions, table_rows
@@ -119,7 +119,6 @@ class Transformer(nn.Module):
 
         What is returned is split there as the tokens are, logits also as the output projection is.
         """
-        check_variables(variables)
         tokens = args[0] if args else kwargs.get("tokens")
         return _applied(super().apply, variables, tokens, args, kwargs)
 

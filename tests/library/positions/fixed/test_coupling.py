@@ -159,7 +159,7 @@ def test_misuse():
             PositionCoupling(**{name: value})
     with pytest.raises(ValueError, match=r"digits must be token ids; got '45'"):
         PositionCoupling(digits="45")
-    with pytest.raises(ValueError, match=r"plus must be a token id; got '\+'"):
+    with pytest.raises(ValueError, match=r"plus must be an integer; got '\+'"):
         PositionCoupling(plus="+")
     with pytest.raises(ValueError, match=r"digits, plus and equals, the token ids, must be given"):
         PositionCoupling(digits=(1, 2), plus=3).check(CONFIG.sizes)
