@@ -232,12 +232,15 @@ def part_loss(
       key: random key for positions that are drawn.
       share: the part's weight, by which what routers add is multiplied.
     """
-    experts = model.config.experts
+    experts, encoding = model.config.experts, model.config.position
+    positions = part.get("positions")
+    if positions is not None and encoding.counts_text:
+        positions = jnp.stack([positions] * encoding.coordinate_axes, axis=-1)
     whole = part["targets"].size * model.config.vocab_size <= CHUNK_LOGITS
     result: Any = model.apply(
         variables,
         part["inputs"],
-        positions=part.get("positions"),
+        positions=positions,
         segment_ids=part.get("segment_ids"),
         rngs={"positions": key},
         output="logits" if whole else "hidden",
