@@ -126,26 +126,25 @@ def products(
     behind = precise_einsum("bntj,bhntd->bhnjd", strictly.astype(k.dtype), log_gates)
     # Of each query and chunk, what the chunks between them leave.
     of_chunks = precise_einsum("brnt,bhntd->bhrnd", acts.astype(k.dtype), log_gates)
-    between = _sums_behind(of_chunks, 3)
-    found = precise_einsum(
-        "bhrnd,bhnjd->bhrnj", q[..., None, :] * jnp.exp(between), k * jnp.exp(behind)
-    )
+    passed = q[..., None, :] * jnp.exp(_sums_behind(of_chunks))
+    found = precise_einsum("bhrnd,bhnjd->bhrnj", passed, k * jnp.exp(behind))
 
     own = places // size
-    near_k, near_gates = (jnp.take(x, own, axis=2, mode="clip") for x in (k, log_gates))
-    near_acts = jnp.take_along_axis(acts, own[None, :, None, None], axis=2)[:, :, 0]
-    left = _sums_behind(jnp.where(near_acts[:, None, ..., None], near_gates, 0), 3)
+    near_k, near_behind = (jnp.take(x, own, axis=2, mode="clip") for x in (k, behind))
+    at_query = jnp.take(
+        behind.reshape(*behind.shape[:2], -1, q.shape[-1]), places, axis=2, mode="clip"
+    )
+    left = jnp.minimum(near_behind - at_query[..., None, :], 0)
     near = precise_einsum("bhrd,bhrjd->bhrj", q, near_k * jnp.exp(left))
     is_own = own[:, None] == jnp.arange(k.shape[2], dtype=jnp.int32)
     found = jnp.where(is_own[..., None], near[..., None, :], found)
     return found.reshape(*found.shape[:3], -1)[..., :keys]
 
 
-def _sums_behind(x: Array, axis: int) -> Array:
-    """Of each entry along an axis the sum of all behind it."""
-    total = lax.cumsum(x, axis=axis, reverse=True)
-    pads = [(0, 1 if n == axis else 0) for n in range(x.ndim)]
-    return lax.slice_in_dim(jnp.pad(total, pads), 1, None, axis=axis)
+def _sums_behind(x: Array) -> Array:
+    """Of chunks ``[..., n, D]`` the sum of all behind each."""
+    total = lax.cumsum(x, axis=x.ndim - 2, reverse=True)
+    return jnp.concatenate([total[..., 1:, :], jnp.zeros_like(x[..., :1, :])], axis=-2)
 
 
 def _split(x: Array, size: int, axis: int) -> Array:
