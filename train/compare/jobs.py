@@ -209,7 +209,6 @@ def record(job: Job, *, ask: bool, suite: Mapping[str, float] | None = None) -> 
     lines = metrics.read(job.folder / "metrics.jsonl")
     speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
     parameters, trained = runs.count_parameters(job.experiment)
-    train = job.experiment.train
     return RunRecord(
         name=job.name,
         seed=job.experiment.seed,
@@ -231,7 +230,7 @@ def record(job: Job, *, ask: bool, suite: Mapping[str, float] | None = None) -> 
             "parameters": f"{parameters:,}",
             "of these trained": f"{trained:,} ({trained / parameters:.2%})",
             "steps": f"{job.experiment.steps:,}",
-            "batch": f"{train.batch_size:,}",
+            "batch": f"{job.experiment.batch_shape[0]:,}",
             "last loss": f"{lines[-1]['loss']:.5f}" if lines else "-",
             "tokens per second, median": (
                 f"{sorted(speeds)[len(speeds) // 2]:,.0f}" if speeds else "-"
