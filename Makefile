@@ -6,6 +6,8 @@ NEXT ?= python3.12
 VENV ?= .venv
 RUN ?= runs/addressing_demo
 ENCODINGS ?= rope,fox,tape+alibi
+# Names with + are encodings put in place, their new part starting at nothing.
+RETROFITS ?= base,scaled,tape,lora,drope,rope+alibi:slopes=learned_from_zero,tape+alibi:slopes=learned_from_zero
 QUESTION ?= q d m c x a k f t b h z +5 c?
 MODEL ?= tape
 BIN := $(VENV)/bin
@@ -15,7 +17,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs
 # The tests keep both cores busy: one process each.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: help ask demo play-models addition-demo compare-demo arena-demo extend-demo evidence evidence-places \
+.PHONY: help ask demo play-models addition-demo compare-demo arena-demo extend-demo retrofit evidence evidence-places \
 	evidence-quick test test-slow test-next test-harness faults lint parity benchmarks docs docs-serve lock audit wheel clean
 
 help:  ## what there is to make
@@ -50,6 +52,11 @@ extend-demo: $(VENV)/.ready  ## train a small model on 64 bytes, adapt it to 128
 		--config.train.steps=1200 --config.train.batch_size=32
 	$(BIN)/python -m train.main compare --config=configs/context_extension_demo.py \
 		--run=runs/longer_demo --methods=base,scaled,tape,lora,longlora,theta,full --seeds=3
+
+retrofit: $(VENV)/.ready  ## train a model on 512 bytes, retrofit it to 2,048 by rival methods: hours; continues
+	$(BIN)/python -m train.main train --config=configs/retrofit_base.py --run=runs/short_base --resume
+	$(BIN)/python -m train.main compare --config=configs/retrofit_demo.py --run=runs/retrofit --seeds=5 \
+		--methods=$(RETROFITS) --suite=ruler:lengths=512,2048:form=short
 
 evidence: $(VENV)/.ready  ## test what is claimed of TAPE, hours; continues where it was stopped
 	$(BIN)/python -m research.main evidence

@@ -26,6 +26,7 @@ import tape_jax as tape
 from tape_jax import positions, testing
 from tape_jax._src.attention import pallas_blocks
 from tape_jax._src.core.files import write_atomically
+from tape_jax._src.positions.protocol import on_axes
 
 PAGE = Path(__file__).parent / "encodings_reference.md"
 BEGIN, END = "<!-- symmetries: begin -->", "<!-- symmetries: end -->"
@@ -86,10 +87,15 @@ class Small:
         variables = jax.jit(model.init)(jax.random.key(0), tokens)
         return cls(model, tokens, testing.random_params(None, variables))
 
+    def coordinates(self, places: jax.Array) -> jax.Array:
+        """Positions ``[T]`` as the model takes them, the same on each of several axes."""
+        return on_axes(places, self.model.encoding.coordinate_axes)
+
     def shift(self) -> str:
         """Of positions: whether logits stay; and whether they do for any positions."""
 
         def logits(places: jax.Array) -> jax.Array:
+            places = self.coordinates(places)
             return self.model.apply(self.variables, self.tokens, positions=places)
 
         moved = functools.partial(testing.assert_shift_invariant, logits, jnp.arange(TIME))
@@ -102,7 +108,7 @@ class Small:
         """Of tokens, with their positions and with what each sees, which the mask says."""
 
         def logits(tokens: jax.Array, places: jax.Array, mask: jax.Array) -> jax.Array:
-            options = {"positions": places, "mask": mask, "is_causal": False}
+            options = {"positions": self.coordinates(places), "mask": mask, "is_causal": False}
             return self.model.apply(self.variables, tokens, **options)
 
         inputs = self.tokens, jnp.arange(TIME), jnp.tri(TIME, dtype=bool)

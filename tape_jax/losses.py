@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 
 from tape_jax._src.core.algebra import at_least_32_bits, at_least_float32, capped
-from tape_jax._src.core.checks import require
+from tape_jax._src.core.checks import as_array, as_integers, require, typed
 from tape_jax._src.core.explicit import automatic_inside
 from tape_jax._src.core.sharding import Sharding, constrain
 from tape_jax._src.model.config import Experts
@@ -24,6 +25,7 @@ Array = jax.Array
 CHUNK_LOGITS = 2**26
 
 
+@typed
 @automatic_inside(lambda given, shape: ())
 def cross_entropy(
     hidden: Array,
@@ -58,15 +60,22 @@ def cross_entropy(
     Raises:
       ValueError: if shapes disagree, or ``chunk`` is not positive.
     """
+    hidden, kernel = as_array("hidden", hidden), as_array("kernel", kernel)
+    targets = as_integers("targets", targets)
+    weights = None if weights is None else as_array("weights", weights)
+    require(hidden.ndim > 1, f"expected hidden [..., T, D]; got shape {hidden.shape}")
     *batch, length, dim = hidden.shape
     if weights is None:
         weights = jnp.ones(targets.shape, at_least_float32(hidden.dtype))
     require(
         kernel.ndim == 2 and kernel.shape[0] == dim
         and targets.shape == weights.shape == (*batch, length)
-        and jnp.issubdtype(targets.dtype, jnp.integer),
+        and jnp.issubdtype(targets.dtype, jnp.integer)
+        and all(jnp.issubdtype(x.dtype, jnp.floating) for x in (hidden, kernel))
+        and not jnp.iscomplexobj(weights),
         f"expected hidden [..., T, D], kernel [D, V], integer targets and weights [..., T]; got "
-        f"{hidden.shape}, {kernel.shape}, {targets.dtype} {targets.shape} and {weights.shape}",
+        f"{hidden.dtype} {hidden.shape}, {kernel.dtype} {kernel.shape}, {targets.dtype} "
+        f"{targets.shape} and {weights.dtype} {weights.shape}",
     )  # fmt: skip
     require(chunk is None or chunk > 0, f"chunk must be positive; got {chunk}")
     require(hidden.size > 0, f"there are no tokens: hidden has shape {hidden.shape}")
@@ -102,6 +111,7 @@ def cross_entropy(
     return jax.lax.scan(add, start, tuple(map(chunks, (hidden, targets, weights))))[0]
 
 
+@typed
 def added_by_routers(sown: Any, experts: Experts) -> tuple[Array, dict[str, Array]]:
     """What the routers of a mixture of experts add to the loss of a training step.
 
@@ -115,6 +125,12 @@ def added_by_routers(sown: Any, experts: Experts) -> tuple[Array, dict[str, Arra
       more (Fedus et al. 2021, equations 4 to 6); ``z_loss`` is the mean squared log-sum-exp of the
       routers' logits (Zoph et al. 2022, equation 5).
     """
+    mapping = isinstance(sown, Mapping)
+    require(
+        mapping and "losses" in sown,
+        "sown must be {'losses': ...}, as apply(..., mutable=['losses']) returns it beside its "
+        f"output; got {f'keys {sorted(map(str, sown))}' if mapping else type(sown).__name__}",
+    )
     layers: dict[str, list[Array]] = {}
     for path, values in flatten_dict(sown["losses"]).items():
         layers.setdefault(path[-1], []).extend(jnp.ravel(x) for x in values)
@@ -123,6 +139,7 @@ def added_by_routers(sown: Any, experts: Experts) -> tuple[Array, dict[str, Arra
     return jnp.asarray(added), {f"{name}_loss": x.mean() for name, x in every.items()}
 
 
+@typed
 def added_by_encoding(model: Transformer, params: Any, progress: Array | float) -> Array | None:
     """What the position encoding adds to the loss of a training step, whatever the batch.
 

@@ -36,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tape_jax._src.core import algebra
+from tape_jax._src.core.checks import require, typed
 from tape_jax._src.core.draws import (
     generator_of,
     random_orthogonal,
@@ -90,6 +91,7 @@ class SymmetryError(AssertionError):
         )
 
 
+@typed
 def assert_permutation_equivariant(
     fn: Callable[..., Tree],
     *args: Tree,
@@ -141,6 +143,7 @@ def assert_permutation_equivariant(
     )
 
 
+@typed
 def assert_phase_equivariant(
     fn: Callable[..., Tree],
     *args: Tree,
@@ -179,6 +182,7 @@ def assert_phase_equivariant(
     )
 
 
+@typed
 def assert_orthogonal_equivariant(
     fn: Callable[..., Tree],
     *args: Tree,
@@ -219,6 +223,7 @@ def assert_orthogonal_equivariant(
         )
 
 
+@typed
 def assert_shift_invariant(
     fn: Callable[..., Tree],
     positions: Array,
@@ -237,8 +242,10 @@ def assert_shift_invariant(
 
     Raises:
       SymmetryError: if it does not hold.
+      ValueError: if no position is moved, or there is no result.
     """
     moved = jnp.asarray(positions) + shift
+    require(bool((moved != positions).any()), f"shift = {shift} moves no position")
     _assert_symmetric(
         f"invariance to a shift of positions by {shift}",
         fn,
@@ -249,6 +256,7 @@ def assert_shift_invariant(
     )
 
 
+@typed
 def assert_causal(
     fn: Callable[..., Tree],
     *args: Tree,
@@ -388,6 +396,10 @@ def _compare(
     symmetry: str, got: dict[str, Any], expected: dict[str, Any], tolerance: float | None
 ) -> None:
     """Raises SymmetryError at the largest difference, relative to what is allowed."""
+    require(
+        any(np.size(want) for want in expected.values()),
+        f"{symmetry}: the function returns no numbers, so nothing could be compared",
+    )
     worst, excess = None, 1.0
     for name, want in expected.items():
         bound = _tolerance(want.dtype) if tolerance is None else tolerance

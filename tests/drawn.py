@@ -48,12 +48,18 @@ class Batch(NamedTuple):
         return Batch(*(x[index] for x in self))
 
 
+def coordinates(model, positions):
+    """Positions ``[B, T]`` as the model takes them: different ones on each of several axes."""
+    steps = np.arange(1, model.encoding.coordinate_axes + 1).astype(positions.dtype)
+    return positions if steps.size == 1 else positions[..., None] * steps
+
+
 def full_pass(model, variables, batch, *, is_causal=True, length=None, key=None, losses=False):
     """Logits of a pass without a cache; with ``losses`` also those of the routers."""
     out = model.apply(
         variables,
         batch.tokens,
-        positions=batch.positions,
+        positions=coordinates(model, batch.positions),
         segment_ids=batch.ids,
         is_causal=is_causal,
         length=length,
@@ -66,7 +72,11 @@ def full_pass(model, variables, batch, *, is_causal=True, length=None, key=None,
 def chunk(model, variables, cache, batch):
     """Logits of the tokens that follow a cache, and the cache with them."""
     return model.apply(
-        variables, batch.tokens, positions=batch.positions, segment_ids=batch.ids, cache=cache
+        variables,
+        batch.tokens,
+        positions=coordinates(model, batch.positions),
+        segment_ids=batch.ids,
+        cache=cache,
     )
 
 
@@ -191,6 +201,25 @@ OPTIONS: dict[tuple[str, ...], tuple[Any, ...]] = {
 }
 # Of encodings that do not take all of them.
 OWN: dict[str, dict[tuple[str, ...], tuple[Any, ...]]] = {
+    "longrope": {
+        ("scaling", "partial_rotary_factor"): (
+            (RopeScaling("longrope", 2.0), 1.0),
+            (RopeScaling("longrope", 8.0, 8, long_factor=(1.0, 2.0, 3.0, 9.0)), 1.0),
+            (RopeScaling("longrope", 4.0, 8, short_factor=(2, 3), long_factor=(5, 7)), 0.5),
+        )
+    },
+    "fope": {
+        ("learn",): ((False,), (True,)),
+        ("original_length",): ((2048,), (8,), (64,)),
+    },
+    "mrope": {
+        ("axes", "sections", "partial_rotary_factor"): (
+            (3, (), 1.0),
+            (3, (1, 1, 2), 1.0),
+            (2, (0, 2), 0.5),
+        ),
+        ("interleaved",): ((False,), (True,)),
+    },
     "p_rope": {("scaling",): ((RopeScaling("proportional"),), (RopeScaling("proportional", 2.0),))},
     "yarn": {("scaling",): ((RopeScaling("yarn", 2.0),), (YARN,))},
     "tape_separate_cos_sin": {("form", "l", "r"): (ROTARY,), ("norm", "degree"): LINEAR},
@@ -216,6 +245,9 @@ OWN: dict[str, dict[tuple[str, ...], tuple[Any, ...]]] = {
         ("form", "first_layer"): (("swiglu", 0), ("linear", 1), ("swiglu", 1), ("linear", 0)),
         ("width",): ((None,), (3,)),
     },
+    "dapev2_kerple": {("taps",): ((3,), (5,))},
+    "inkling": {("width", "reach"): ((16, 1024), (3, 4)), ("floor",): ((3.0,), (None,))},
+    "inkling_local": {("width", "reach"): ((16, 3), (3, 512))},
     "kerple": {("form",): (("log",), ("power",))},
     "cope": {
         ("positions",): ((5,), (64,)),
@@ -227,6 +259,7 @@ OWN: dict[str, dict[tuple[str, ...], tuple[Any, ...]]] = {
         ("remainder",): (("none",), ("value",)),
     },
     "grape_additive": {("gate",): (("query_key",), ("key",))},
+    "wall": {("chunk",): ((2,), (32,)), ("bias",): ((8.0,), (0.0,))},
     "path": {
         ("rank", "taps"): ((3, 3), (None, 2), (2, 0)),
         ("chunk",): ((3,), (64,), (1,), (2,)),
@@ -236,18 +269,23 @@ ONE_STATE_A_HEAD = ("tape_no_equivariance", "tape_mix_head_dim")
 
 # Positions of these index a table, so they are integers below a limit.
 INDEXING = ("learned", "random_rope")
-# These take integers only: of t5 distances index a table.
-WHOLE = (*INDEXING, "t5")
+# These take integers only: distances index a table.
+WHOLE = (*INDEXING, "t5", "inkling", "inkling_local")
 # These read the random stream "positions".
 DRAWING = ("random_rope", "abacus", "position_coupling")
 # These are refused where tokens see later ones.
-CAUSAL = ("cope", "fox", "grape_path", "stickbreaking", "path")
+CAUSAL = (
+    "cope", "fox", "grape_path", "stickbreaking", "path", "cable", "dda_per_row", "dapev2_kerple",
+    "dapev2_alibi", "inkling", "inkling_local", "wall",
+)  # fmt: skip
 # Moving all positions by a constant changes nothing for these.
 RELATIVE = (
     "none", "tape", "rope", "yarn", "xpos", "alibi", "t5", "abacus", "tape_place_weights", "fox",
     "kerple", "cope", "dape_kerple", "dape_alibi", "stickbreaking", "grape_additive",
     "selective_rope", "grape_m_ctx", "repo", "mapformer_wm", "mapformer_em", "position_coupling",
-    "path", "p_rope",
+    "path", "p_rope", "cable", "dda_per_row", "dapev2_kerple", "dapev2_alibi", "inkling",
+    "inkling_local", "wall",
+    "path", "p_rope", "longrope", "mrope", "rope_pp",
 )  # fmt: skip
 # The size of the learned table and the capacity of caches; positions of calls are smaller.
 LIMIT = 40
@@ -305,7 +343,9 @@ class Drawn:
     def length(self) -> int | None:
         """The length that passes are for if they are to equal those through a cache."""
         scaling = self.encoding.get("scaling")
-        reads_it = self.kind == "random_rope" or (scaling and scaling.kind == "dynamic")
+        reads_it = self.kind == "random_rope" or (
+            scaling and scaling.kind in ("dynamic", "longrope")
+        )
         return LIMIT if reads_it else None
 
     @functools.cached_property

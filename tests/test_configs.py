@@ -25,6 +25,7 @@ ADAPTED = {
     "context_extension": "c4_pretrain",
     "context_extension_demo": "bytes_demo",
     "retrofit": "c4_pretrain",
+    "retrofit_demo": "retrofit_base",
 }
 
 

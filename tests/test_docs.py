@@ -13,13 +13,14 @@ import sys
 import types
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import pytest
 import yaml
 
 import tape_jax
-from docs import symmetries
+from docs import figures, symmetries
 from research import evidence
 from tape_jax import positions
 from tape_jax._src.attention import BACKENDS
@@ -386,6 +387,16 @@ def test_pictures_can_be_drawn(tmp_path, capsys):
     assert drawn < {path.name for path in (ROOT / "docs" / "images").glob("*.png")}
     assert {"idea_layer.png", "encodings.png", "results.png"} < drawn
     assert "nats per token" in capsys.readouterr().out
+
+
+def test_the_picture_of_a_question_shows_where_its_last_token_attends():
+    """A distribution over tokens for every head; the first layer finds c, the second the answer."""
+    attention, words = figures.pointing(), figures.QUESTION.split()
+    assert attention.shape == (3, 4, len(words))
+    chex.assert_trees_all_close(attention.sum(-1), jnp.ones((3, 4)), atol=1e-5)
+    found = attention.max(1)
+    assert found[0, words.index("c")] > 0.9
+    assert found[1, words.index(figures.ANSWER)] > 0.9
 
 
 @pytest.mark.slow

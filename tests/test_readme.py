@@ -1,5 +1,6 @@
 """The README: its length, its numbers and its quick start."""
 
+import json
 import re
 import statistics
 
@@ -39,14 +40,14 @@ def table():
 
 
 def said(study, factor, kind, alpha):
-    """A cell as it should read."""
+    """A cell as it should read, without the star of a clear difference."""
     found = records.scores(study, factor, kind, alpha)
     if found is None:
-        return ""
+        return "not run"
     values, learned = found
     assert len(values) == 5
     mean = statistics.mean(values)
-    cell = f"{mean:.2f}" if factor else f"{mean:.1f}" if mean > 99 else f"{mean:.0f}"
+    cell = f"{mean:.3f}" if factor else f"{mean:.1f}" if mean > 99 else f"{mean:.0f}"
     return cell if learned else f"({cell})"
 
 
@@ -59,17 +60,43 @@ def test_it_is_one_page():
 @pytest.mark.parametrize("row", range(len(ROWS)))
 def test_results_are_those_on_record(row):
     expected = [said(*ROWS[row], *column) for column in COLUMNS.values()]
-    assert table()[row][1:] == expected
+    assert [cell.rstrip("*") for cell in table()[row][1:]] == expected
+
+
+def test_sizes_are_those_on_record():
+    """Trained lengths, widths and layers of what the table shows."""
+    headings = [row[0] for row in table()]
+    for (study, factor), heading in zip(ROWS, headings, strict=True):
+        head = (records.RECORDS / f"{study}.jsonl").read_text(encoding="utf-8").splitlines()
+        one = records.merged(json.loads(head[0])["shared"], json.loads(head[1]))["experiment"]
+        task, model = one["task"], one["model"]
+        length = task["sequence_length"] * factor if factor else records.TRAINED[study]
+        assert f"{length:,}" in heading
+        assert (model["num_layers"], model["hidden_size"]) == (3, 128 if factor else 64)
+    assert "Three layers, width 64 (text: 128)" in TEXT
+
+
+def test_verdicts_on_the_claims_are_those_of_the_results():
+    results = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    claims = results.partition("## The paper's claims")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| .* \| (\w.*) \|$", claims, re.MULTILINE)[1:]
+    confirmed, contradicted = (
+        sum(row.startswith(word) for row in rows) for word in ("confirmed", "contradicted")
+    )
+    assert f"Of its [{len(rows)} claims]" in TEXT
+    assert f"{confirmed} were confirmed\nand {contradicted} contradicted" in TEXT
 
 
 def test_costs_are_those_on_record():
-    section = TEXT.partition("**Cost of a training step**")[2].partition("##")[0]
-    cpu, gpu = re.findall(r"\]\((benchmarks/\S+)\)(.*?\.)(?:\s|$)", section, re.DOTALL)
-    for page, sentence in (cpu, gpu):
-        numbers = re.findall(r"\b1\.\d\d\b", sentence)
-        assert len(numbers) == 2
-        found = (ROOT / page).read_text()
-        assert all(number in found for number in numbers), page
+    section = TEXT.partition("**Cost**")[2].partition("##")[0]
+    sentences = re.findall(r"[A-Z](?:[^.]|\.(?!\s))*\.(?=\s)", section)
+    numbers = {}
+    for sentence in sentences:
+        for page in re.findall(r"\]\((benchmarks/\S+)\)", sentence):
+            numbers[page] = re.findall(r"\b[01]\.\d\d\b", sentence)
+            found = (ROOT / page).read_text()
+            assert all(number in found for number in numbers[page]), page
+    assert [len(found) for found in numbers.values()] == [2, 2, 2]
 
 
 def test_quick_start_starts_as_rope():

@@ -38,6 +38,13 @@ COMMANDS = {
 
 USER_ERROR = 2
 
+# Fields of a config for which an option is often looked for.
+FIELDS = {
+    "--encoding": "--config.model.position.kind",
+    "--position": "--config.model.position.kind",
+    "--steps": "--config.train.steps",
+}
+
 
 def main(
     argv: Sequence[str] | None = None,
@@ -185,7 +192,10 @@ def _check_options(
         if not re.match("--.", name) or name in known:
             continue
         if not (takes_config and name.startswith("--config.")):
-            raise ValueError(f"{command} has no option {name!r}{nearest(name, known)}; see --help")
+            meant = nearest(name, known)
+            if takes_config and name in FIELDS and f"{name}s" not in known:
+                meant = f" (did you mean {FIELDS[name]!r}?)"
+            raise ValueError(f"{command} has no option {name!r}{meant}; see --help")
 
 
 def _help_config(argv: Sequence[str]) -> str:

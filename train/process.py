@@ -42,14 +42,14 @@ def keep_programs() -> None:
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
 
 
-def compile_in_turn(lowered: jax.stages.Lowered) -> None:
+def compile_in_turn(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     """Compiles a program; the next call of the function that was lowered finds it.
 
     Processes that are about to compile the same program do so one after another, where jax keeps
     what it compiles: all but the first find it there.
     """
     with _turn(lowered):
-        lowered.compile()
+        return lowered.compile()
 
 
 @contextlib.contextmanager

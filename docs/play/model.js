@@ -151,7 +151,7 @@ class Model {
     return times(wide, layer["mlp/down"]);
   }
 
-  /** Return norm((I + alpha A(x)) (e + alpha Mix(a))) of one token's states [H][D]. */
+  /** Return norm((I + alpha G(x)) (e + alpha Mix(a))) of one token's states [H][D]. */
   updated(layer, e, attended, x) {
     const alpha = this.config.position.alpha;
     const gate = times(x, layer.position_wx).map(silu);

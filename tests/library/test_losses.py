@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tape_jax import Transformer
-from tape_jax.losses import cross_entropy
+from tape_jax import Experts, Transformer
+from tape_jax.losses import added_by_routers, cross_entropy
 from tape_jax.sharding import ShardingConfig
 from tests.models import random_variables, small_model
 
@@ -103,9 +103,21 @@ def test_with_a_model_on_a_mesh(tied):
 
 def test_wrong_calls():
     hidden, kernel, targets, weights = arrays(dtype=jnp.float32)
-    with pytest.raises(ValueError, match=r"expected hidden .* got \(3, 11, 6\), \(17, 6\)"):
+    with pytest.raises(
+        ValueError, match=r"expected hidden .* got float32 \(3, 11, 6\), float32 \(17, 6\)"
+    ):
         cross_entropy(hidden, kernel.T, targets, weights)
-    with pytest.raises(ValueError, match=r"\(3, 11\) and \(3, 10\)"):
+    with pytest.raises(ValueError, match=r"\(3, 11\) and float32 \(3, 10\)"):
         cross_entropy(hidden, kernel, targets, weights[:, :10])
     with pytest.raises(ValueError, match="chunk must be positive; got 0"):
         cross_entropy(hidden, kernel, targets, weights, chunk=0)
+    with pytest.raises(ValueError, match=r"hidden .* got complex64"):
+        cross_entropy(hidden + 1j, kernel, targets, weights)
+
+
+@pytest.mark.parametrize(
+    ("sown", "given"), [({}, r"keys \[\]"), ({"loss": {}}, "keys"), (None, "None")]
+)
+def test_losses_of_routers_that_are_not_there(sown, given):
+    with pytest.raises(ValueError, match=rf"sown must be \{{'losses': .* got {given}"):
+        added_by_routers(sown, Experts(2))

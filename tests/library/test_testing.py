@@ -185,6 +185,21 @@ def test_shift_invariance():
     assert caught.value.difference == 4.5
 
 
+@pytest.mark.parametrize(
+    ("fn", "options", "message"),
+    [
+        (lambda t: t, {"shift": 0}, "shift = 0 moves no position"),
+        (lambda t: t, {"shift": 256}, "shift = 256 moves no position"),
+        (lambda t: None, {}, "returns no numbers"),
+        (lambda t: t[:0], {}, "returns no numbers"),
+        (lambda t: t, {"tolerance": float("nan")}, "tolerance must be a finite number or None"),
+    ],
+)
+def test_checks_that_could_not_fail_are_refused(fn, options, message):
+    with pytest.raises(ValueError, match=message):
+        testing.assert_shift_invariant(fn, jnp.arange(5, dtype=jnp.int8), **options)
+
+
 def test_complex_values_are_compared_whole():
     t = jnp.arange(5)
     testing.assert_shift_invariant(lambda t: jnp.exp(1j * (t - t[0])), t)

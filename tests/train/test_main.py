@@ -164,6 +164,15 @@ def test_ask(trained, capsys):
         (["train", "--run={new}", "--config={config}", "--config.seeed=3"], "mean 'seed'"),
         (["train", "--run={new}", "--config={config}", "--config.task=x"], "is a group"),
         (["compare", "--run={new}", "--config={config}", "--seed=3"], "mean '--seeds'"),
+        (
+            ["train", "--run={new}", "--config={config}", "--encoding=rope"],
+            "mean '--config.model.position.kind'",
+        ),
+        (["compare", "--run={new}", "--config={config}", "--encoding=x"], "mean '--encodings'"),
+        (
+            ["train", "--run={new}", "--config={config}", "--config.model.position.kind=RoPE"],
+            "rope",
+        ),
         (["generate", "--run={run}", "--promt=1+2"], "mean '--prompt'"),
         (["ask", "--run={run}", "1+2", "--config.seed=1"], "ask has no option"),
         (["train", "--run={new}", "--config={config}", "--config.model.position.kind=rop"], "rope"),
@@ -372,7 +381,12 @@ def test_the_fields_of_a_config_are_listed(trained, config, capsys):
     assert main(call) == 0
     assert "tokenizer_fingerprint" in capsys.readouterr().out
     assert main(["eval", f"--run={trained}", "--help-config"]) == 0
-    assert "max_digits" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "max_digits" in out
+    assert "lists its own" not in out
+    assert main(["eval", "--help-config"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Of the task addition; --run=RUN or --config=FILE lists its own\n")
 
 
 def test_help_loads_nothing_that_takes_long():

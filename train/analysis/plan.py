@@ -291,7 +291,7 @@ def abstract_step(
     state = jax.eval_shape(lambda params: init_state(experiment, optimizer, params), params)
     places = sharding.of(model, state)
     frozen = runs.placed(frozen, sharding.of(model, frozen))
-    shape = config.batch_size, length
+    shape = experiment.batch_shape
     place = sharding.named(("batch", "sequence"), shape, "the batch")
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=place)
     batch = {

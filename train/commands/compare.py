@@ -3,22 +3,25 @@
   python -m train.main compare --config=configs/addition_demo.py --run=runs/addition_demo \\
       --encodings=tape,rope
   python -m train.main compare --config=configs/context_extension.py --run=runs/longer \\
-      --methods=base,tape,lora,longlora,theta,full
+      --methods=base,scaled,tape,lora,longlora,theta,full,drope
   python -m research.main compare --config=research/configs/ablations.py --run=runs/ablations \\
       --variants=all --sweep train.learning_rate=1e-3,3e-3
 
-Options of one encoding follow its name: --encodings=rope+alibi,rope+fox+alibi:bias=5.0
+Options follow a name, and go to the part that has them: --encodings=rope+alibi,fox+alibi:bias=5.0.
+Names with + among methods are encodings put in place: --methods=tape,rope+alibi:slopes=fixed
 
 Steps, data and seeds are equal. Each training gets a run of its own inside the run folder. Called
 again, finished runs are kept and unfinished ones continued. Beside them are written report.md, with
 pictures, and report.json. With --sweep, every value is tried with the first seed, and each rival is
-compared with the one that is best in a validation apart from the test.
+compared with the one that is best in a validation apart from the test. All are asked a suite as
+well by --suite=ruler:lengths=512,2048:form=short and other options of eval.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,22 +43,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sweep", action="append", default=[], metavar="FIELD=VALUE,...", help="choose the best"
     )
-    parser.add_argument("--seeds", type=int, default=1, help="trainings of each (1)")
+    parser.add_argument("--seeds", type=int, default=1, help="of each; 3 or more for a verdict (1)")
     parser.add_argument("--jobs", type=int, default=2, help="trainings side by side (2)")
+    parser.add_argument("--suite", metavar="NAME:lengths=N,...", help="ask a suite, too")
     parser.set_defaults(overrides=())
 
 
 def run(args: argparse.Namespace) -> None:
     """Compares."""
     from train.checks import require
-    from train.compare import sweep
+    from train.compare import suites, sweep
+    from train.compare.evaluations import evaluate_suite
     from train.compare.jobs import claim, plan, record
-    from train.compare.processes import train_all, tune
+    from train.compare.processes import count_runs, train_all, tune
     from train.compare.report import by_name, result_section, sample_lines, write_report
     from train.compare.tasks import compare
     from train.training import messages
 
     require(args.jobs >= 1, f"compare: --jobs must be at least 1; got {args.jobs}")
+    asked = None if args.suite is None else suites.parse(args.suite)
     choice, names = chosen(args)
     plan_for = functools.partial(plan, args.config, args.run, choice)
     if args.sweep:
@@ -65,13 +71,22 @@ def run(args: argparse.Namespace) -> None:
         jobs = [job for planned in by_rival for job in planned]
     else:
         jobs = plan_for(names, args.seeds, args.overrides)
+    if asked is not None:
+        suites.check(asked, [job.experiment for job in jobs])
     claim(args.run, jobs)
-    train_all([job for job in jobs if not job.finished], args.jobs)
+    missing = [job for job in jobs if not job.finished]
+    train_all(missing, args.jobs, finished=count_runs(len(jobs) - len(missing), len(jobs)))
     task = jobs[0].experiment.task
+    answers = [] if asked is None else [evaluate_suite(job.folder, asked) for job in jobs]
     first_seeds = {job.name: job for job in reversed(jobs)}.values()
-    records = [record(job, ask=job in first_seeds) for job in jobs]
+    records = [
+        record(job, ask=job in first_seeds, suite=suites.summary(answer) if answer else None)
+        for job, answer in itertools.zip_longest(jobs, answers)
+    ]
     results = {name: [r.result for r in group] for name, group in by_name(records).items()}
     compared = compare(task, results)
+    if answers:
+        compared = suites.added(compared, task, [job.name for job in jobs], answers)
     asking = messages.ask(jobs[0].folder, task)
     report = write_report(args.run, task, records, compared, ask=asking)
     for heading, text in compared.sections.items():

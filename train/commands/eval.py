@@ -8,8 +8,8 @@ python -m train.main eval --run=runs/x --suite=ruler --lengths 4096 8192
 With --cut-updates the position encoding is as before training, so that states of TAPE stay at their
 start; what comes out is printed, and not written.
 
-With --suite, questions that others ask, too, take the place of the task's own. An evaluation that
-was stopped goes on where it was; the files are evaluation_SUITE.*.
+With --suite, questions that others ask, too, take the place of the task's own; the files are
+evaluation_SUITE.*. An evaluation that was stopped goes on where it was.
 
 It runs on the mesh of the run, as far as the devices of this machine fit it, else on the first of
 them. Another mesh: --config.sharding.data=-1 or --config.sharding.fsdp=-1. Sequences are not split.
@@ -18,6 +18,7 @@ them. Another mesh: --config.sharding.data=-1 or --config.sharding.fsdp=-1. Sequ
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import time
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--cut-updates", action="store_true", help="the position encoding as before training"
     )
     suite = parser.add_argument_group("suites")
-    suite.add_argument("--suite", help="ruler or babilong, in place of the task's evaluation")
+    suite.add_argument("--suite", help="ruler or babilong")
     suite.add_argument(
         "--lengths", type=int, nargs="+", default=[], metavar="N", help="tokens, such as 4096"
     )
@@ -40,12 +41,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     suite.add_argument(
         "--background", default="stdlib", metavar="SOURCE", help="a source of text (stdlib)"
     )
-    suite.add_argument("--seed", type=int, default=0, help="of the questions (0)")
+    suite.add_argument("--squad", metavar="FILE", help="SQuAD v1.1, for qa_1")
+    suite.add_argument("--hotpotqa", metavar="FILE", help="HotpotQA, for qa_2")
     suite.add_argument(
         "--batch-size", type=int, default=16, metavar="N", help="questions at once (16)"
     )
     suite.add_argument("--chunk", type=int, help="tokens of a prompt at a time (all)")
-    suite.add_argument("--fresh", action="store_true", help="forget the answers there are")
+    suite.add_argument("--seed", type=int, default=0, help="of the questions (0)")
+    parser.add_argument("--fresh", action="store_true", help="forget what was stopped")
     parser.set_defaults(overrides=())
 
 
@@ -62,24 +65,25 @@ def run(args: argparse.Namespace) -> None:
 
     clock = Clock(begun)
     options, mesh = experiment.change_evaluation(runs.load(args.run), args.overrides)
-    asked = None
     require(not (args.suite and args.cut_updates), "eval: --cut-updates does not go with --suite")
     require(
         bool(args.suite) or not args.lengths,
         "eval: --lengths goes with --suite; the task's own are in --config.evaluation",
     )
+    asked = None
     if args.suite is not None:
-        names = ("samples", "form", "background", "seed", "batch_size", "chunk")
-        given = {name: getattr(args, name) for name in names}
-        lists = tuple(sorted(set(args.lengths))), tuple(args.tasks)
-        asked = SuiteOptions(args.suite, *lists, **given)
+        fields = [f.name for f in dataclasses.fields(SuiteOptions)]
+        given = {name: getattr(args, name) for name in fields}
+        lists = {"lengths": tuple(sorted({*args.lengths})), "tasks": tuple(args.tasks)}
+        asked = SuiteOptions(**given | lists)
     clock.lap("to start")
     if asked is not None:
         print(evaluate_suite(args.run, asked, mesh, fresh=args.fresh).table())
+    elif args.cut_updates:
+        print(evaluate_untrained(args.run, options, mesh).table())
     else:
-        print(
-            (evaluate_untrained if args.cut_updates else evaluate)(args.run, options, mesh).table()
-        )
+        evaluate(args.run, options, mesh, fresh=args.fresh)
+        print((args.run / "evaluation.txt").read_text(encoding="utf-8"))
     clock.lap("to evaluate")
     if not args.cut_updates:
         print(f"\nwritten: {', '.join(str(p) for p in sorted(args.run.glob('evaluation*')))}")

@@ -38,6 +38,8 @@ def run(args: argparse.Namespace) -> None:
     """Generates."""
     begun = time.monotonic()
 
+    import sys
+
     import jax
     import numpy as np
 
@@ -48,6 +50,9 @@ def run(args: argparse.Namespace) -> None:
     clock = Clock(begun)
     require(args.new >= 1, f"generate: --new must be at least 1; got {args.new}")
     require(all(args.prompt), "generate: a --prompt is empty")
+    for prompt in args.prompt:
+        is_text = prompt.encode(errors="ignore").decode() == prompt
+        require(is_text, f"generate: the --prompt {prompt!r} is not UTF-8")
     speaker = load(args.run or args.model, args.adapter, args.tokenizer)
     prompts = [np.asarray(speaker.encode(prompt)) for prompt in args.prompt]
     sampling: dict[str, Any] = {}
@@ -81,7 +86,11 @@ def run(args: argparse.Namespace) -> None:
             print(f"--- {prompt}\n{text}")
     assert cache is not None
     clock.lap("to generate")
-    print(f"[{describe_cache(cache)}; {clock}]")
+    step, steps = speaker.steps or (0, 0)
+    trained = f"step {step:,} of {steps:,}; " if speaker.steps else ""
+    print(f"[{trained}{describe_cache(cache)}; {clock}]")
+    if step < steps:
+        print(f"warning: {args.run} is not trained to its end", file=sys.stderr)
 
 
 def _until(text: str, stops: Sequence[str]) -> str:

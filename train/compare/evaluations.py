@@ -12,6 +12,8 @@ from train.checks import require
 from train.compare import plots
 from train.compare.tasks import compare
 from train.evaluation.inside import untrained
+from train.evaluation.journal import Journal
+from train.evaluation.programs import KeptResults, Programs
 from train.files import write_atomically
 from train.suites.evaluation import SuiteOptions, tokenizer_of
 from train.suites.evaluation import evaluate as ask_suite
@@ -22,19 +24,27 @@ from train.training import runs
 from train.training.metrics import Progress
 
 FORMAT = "tape-jax evaluation, version 1"
+# What an evaluation that was stopped had computed.
+PARTIAL, PARTIAL_FORMAT = "evaluation.partial.jsonl", "tape-jax part of an evaluation, version 1"
 
 
-def evaluate(folder: Path, options: Any, mesh: ShardingConfig | None = None) -> Result:
+def evaluate(
+    folder: Path, options: Any, mesh: ShardingConfig | None = None, *, fresh: bool = False
+) -> Result:
     """Evaluates a run and writes the result into its folder.
+
+    What it has computed is in :data:`PARTIAL` there until it is done, so that an evaluation of the
+    same checkpoint that was stopped goes on.
 
     Args:
       folder: of the run.
       options: an instance of the task's ``Evaluation``.
       mesh: on which; None: the run's own, if the devices here fit it, else the first of them.
+      fresh: forget what an evaluation that was stopped had computed.
 
     Raises:
-      ValueError: if the folder is not a run, a file there is not of this program, or the devices do
-        not fit ``mesh``.
+      ValueError: if the folder is not a run, a file there is not of this program or damaged, the
+        devices do not fit ``mesh``, or a pass does not fit into the memory.
     """
     path = folder / "evaluation.json"
     again = saved(folder) is not None
@@ -43,7 +53,12 @@ def evaluate(folder: Path, options: Any, mesh: ShardingConfig | None = None) -> 
         f"{path} is not an evaluation written by this program: it is not replaced",
     )
     trained = runs.restore_for_evaluation(folder, mesh)
-    task = trained.experiment.task
+    with runs.checkpoints(folder) as checkpoints:
+        about = {"checkpoint": checkpoints.digest(trained.step)}
+    partial = folder / PARTIAL
+    journal = Journal(partial, PARTIAL_FORMAT, about, fresh=fresh, replace=True)
+    programs = Programs(kept=KeptResults(journal))
+    trained, task = trained._replace(programs=programs), trained.experiment.task
     with Progress.of(f"evaluating {folder.name}") as progress:
         result = task.evaluate(trained, options, progress)
     files: dict[str, str] = getattr(result, "files", dict)()
@@ -57,14 +72,17 @@ def evaluate(folder: Path, options: Any, mesh: ShardingConfig | None = None) -> 
         "step": trained.step,
         "options": options_to_json(options),
         "result": result.to_json(),
+        "computing": str(programs),
     }
     write_atomically(path, json.dumps(record) + "\n")
-    write_atomically(folder / "evaluation.txt", f"step {trained.step}\n\n{result.table()}\n")
+    text = f"step {trained.step}\n\n{result.table()}\n\n{programs}\n"
+    write_atomically(folder / "evaluation.txt", text)
     for name, content in files.items():
         write_atomically(folder / name, content)
     figures = compare(task, {trained.experiment.label: [result]}).figures
     for name, figure in figures.items():
         plots.save(figure, folder / f"evaluation_{name}")
+    partial.unlink(missing_ok=True)
     return result
 
 

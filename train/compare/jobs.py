@@ -39,12 +39,14 @@ class Choice:
       parts: of a name the known ones that it joins; ValueError if it joins another.
       combined: the field of the config that takes such a name, if any. Fields beside it can then
         follow a name: ``rope+fox:bias=5.0``.
+      beside: further options of a name that joins several.
     """
 
     what: str
     known: Mapping[str, Sequence[str]]
     parts: Callable[[str], list[str]] | None = None
     combined: str | None = None
+    beside: Sequence[str] = ()
 
     def overrides(self, name: str) -> Sequence[str]:
         """The ``--config.a.b=value`` options that make a name; ValueError for an unknown one."""
@@ -59,7 +61,7 @@ class Choice:
             group = self.combined.rpartition(".")[0]
             return (*self.overrides(name), *(f"--config.{group}.{option}" for option in options))
         if self.parts and len(self.parts(name)) > 1:
-            return (f"--config.{self.combined}={name}",)
+            return (*self.beside, f"--config.{self.combined}={name}")
         choose(self.what, name, self.known)
         return self.known[name]
 
@@ -76,7 +78,14 @@ ENCODINGS = Choice.of_field(
     parts=positions.kinds,
     combined="model.position.kind",
 )
-METHODS = Choice.of_field("adapt method", "adapt.method", adaptation.METHODS)
+METHODS = Choice.of_field(
+    "adapt method",
+    "adapt.method",
+    adaptation.METHODS,
+    parts=lambda name: positions.kinds(name) if "+" in name else [name],
+    combined="model.position.kind",
+    beside=("--config.adapt.method=encoding",),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,8 +202,8 @@ def claim(folder: Path, jobs: Sequence[Job]) -> None:
     write_atomically(marker, json.dumps(content, indent=2) + "\n")
 
 
-def record(job: Job, *, ask: bool) -> RunRecord:
-    """What the report says of a finished job, with samples if ``ask``."""
+def record(job: Job, *, ask: bool, suite: Mapping[str, float] | None = None) -> RunRecord:
+    """What the report says of a finished job, with samples if ``ask``, and scores of a suite."""
     evaluated = evaluations.saved(job.folder)
     assert evaluated is not None
     lines = metrics.read(job.folder / "metrics.jsonl")
@@ -229,4 +238,5 @@ def record(job: Job, *, ask: bool) -> RunRecord:
             ),
         },
         samples=job.samples() if ask else (),
+        suite=suite or {},
     )

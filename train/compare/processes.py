@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +14,8 @@ import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import tqdm
 
 from train.compare import sweep
 from train.compare.jobs import Job, claim
@@ -109,6 +113,22 @@ def train_all(
         )
 
 
+def count_runs(done: int, total: int) -> Callable[[Ended], None]:
+    """A function for ``finished`` that says how many runs are done.
+
+    Args:
+      done: runs that were done before.
+      total: runs in all.
+    """
+    numbers = itertools.count(done + 1)
+
+    def say(_: Ended) -> None:
+        # Above the bars.
+        tqdm.tqdm.write(f"{next(numbers)} of {total} runs done", file=sys.stderr)
+
+    return say
+
+
 def _distinct_first(jobs: Sequence[Job]) -> list[Job]:
     """Those first that differ in more than the seed: what they compile, the others find."""
     first: dict[Any, Job] = {}
@@ -196,7 +216,10 @@ def shares(count: int) -> list[list[int]]:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[Job], None]]:
-    """A function that shows how far a job is, one bar for each that has begun."""
+    """A function that shows how far a job is, one bar for each that has begun.
+
+    The log of a training ends with how far its evaluation is.
+    """
 
     def lines_of(job: Job) -> list[dict[str, Any]]:
         return metrics.read(job.folder / "metrics.jsonl")
@@ -209,13 +232,22 @@ def _progress() -> Iterator[Callable[[Job], None]]:
             if job not in bars:
                 bars[job] = metrics.Progress(steps, start=step, label=job.label, row=len(bars))
             done = step == steps
-            bars[job].update(step, "evaluating" if done else metrics.describe(lines[-1]))
+            bars[job].update(step, _evaluating(job) if done else metrics.describe(lines[-1]))
 
     try:
         yield show
     finally:
         for bar in bars.values():
             bar.close()
+
+
+def _evaluating(job: Job) -> str:
+    """How far a training is that evaluates."""
+    with open(job.log, "rb") as log:
+        log.seek(max(0, job.log.stat().st_size - 200))
+        found = re.findall(rb"evaluating [^\n]*: (\d+)/(\d+)", log.read())
+    done, total = map(int, found[-1]) if found else (0, 1)
+    return f"evaluating, {100 * done // total} %"
 
 
 def tune(folder: Path, trials: Sequence[Job], side_by_side: int) -> dict[str, Setting]:
@@ -228,7 +260,8 @@ def tune(folder: Path, trials: Sequence[Job], side_by_side: int) -> dict[str, Se
     sweep.validation_options(task, trials[0].experiment.evaluation)
     claim(folder, trials)
     missing = [job for job in trials if not job.finished]
-    train_all(missing, side_by_side, ends=(*EVALUATE, *VALIDATE))
+    said = count_runs(len(trials) - len(missing), len(trials))
+    train_all(missing, side_by_side, ends=(*EVALUATE, *VALIDATE), finished=said)
     results: dict[str, dict[Setting, list[Result]]] = {}
     for job in trials:
         with metrics.Progress.of(f"validating {job.folder.name}") as progress:

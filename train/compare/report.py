@@ -41,6 +41,7 @@ class RunRecord:
       command: repeats the run.
       facts: more about the run, such as the number of its parameters; the same names in all runs.
       samples: lines that show what the trained model does.
+      suite: scores beside those of the result, by key, from 0 to 1.
     """
 
     name: str
@@ -51,6 +52,12 @@ class RunRecord:
     command: str
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     samples: Sequence[str] = ()
+    suite: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """All scores by key."""
+        return {**self.result.summary(), **self.suite}
 
 
 def write_report(
@@ -114,7 +121,7 @@ def write_report(
         {
             **{name: getattr(run, name) for name in ("name", "seed", "command")},
             "facts": dict(run.facts),
-            "scores": run.result.summary(),
+            "scores": run.scores,
         }
         for run in runs
     ]
@@ -139,14 +146,14 @@ def by_name(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
 def result_section(task: Task, runs: Sequence[RunRecord], compared: Comparison) -> str:
     """Who is best by the task's scores, and a table of these and others, in one order."""
     scores = compared.scores or task.scores
-    judged = [score for score in scores if score in task.scores]
+    judged = [s for s in scores if s in task.scores or any(s.key in run.suite for run in runs)]
     return f"{verdict(judged, runs)}\n\n{score_table(scores, runs)}"
 
 
 def score_table(scores: Sequence[Score], runs: Sequence[RunRecord]) -> str:
     """Mean and standard deviation over seeds of every score, by name."""
     groups = by_name(runs)
-    columns = [s for s in scores if any(s.key in r.result.summary() for r in runs)]
+    columns = [s for s in scores if any(s.key in r.scores for r in runs)]
     rows = []
     for name, group in groups.items():
         cells = [mean_and_spread(_values(group, score)) for score in columns]
@@ -210,13 +217,15 @@ def _verdict(score: Score, groups: Mapping[str, Sequence[RunRecord]]) -> str:
         return "all equal."
     if min(map(len, values.values())) < 2:
         return f"best is {best}."
-    unclear = [name for name in others if not _is_clear(values[best], values[name])]
+    clear = [name for name in others if _is_clear(values[best], values[name])]
+    unclear = [name for name in others if name not in clear]
     if unclear:
-        return (
-            f"no clear winner. Best on average is {best}; the seeds do not tell it from "
-            f"{', '.join(unclear)}."
+        outcome = (
+            f"no clear winner. Best on average is {best}, with no significant difference to "
+            f"{', '.join(unclear)}"
         )
-    return f"{best} wins; every difference is beyond the spread of the seeds."
+        return outcome + (f"; clearly better than {', '.join(clear)}." if clear else ".")
+    return f"{best} wins; clearly better than {', '.join(clear)}."
 
 
 def _is_clear(first: Mapping[int, float], second: Mapping[int, float]) -> bool:
@@ -227,7 +236,7 @@ def _is_clear(first: Mapping[int, float], second: Mapping[int, float]) -> bool:
 
 def by_seed(group: Sequence[RunRecord], score: Score) -> dict[int, float]:
     """A score, as it is shown, of the runs of one name; seeds without it are left out."""
-    summaries = {run.seed: run.result.summary() for run in group}
+    summaries = {run.seed: run.scores for run in group}
     return {s: score.factor * x[score.key] for s, x in summaries.items() if score.key in x}
 
 

@@ -21,6 +21,9 @@ class Trained(Protocol):
       variables: its variables.
       apply: ``apply(variables, tokens [B, T], length=[B]) -> logits [B, T, V]``.
       max_length: the longest sequence, in tokens, that the model accepts; None: any.
+
+    Those that are evaluated by a command also have ``programs``, a
+    :class:`train.evaluation.programs.Programs` that plans, keeps and times what is computed.
     """
 
     @property

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import os
-import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,110 +14,11 @@ import numpy as np
 from tape_jax import Cache, Transformer, decode, init_cache, pad_prompts, prefill
 from train.checks import require
 from train.evaluation import Progress, few_widths
-from train.training.metrics import compiling_seconds
+from train.evaluation.programs import Programs, Speed
 
-# A part of the memory that is left free.
-RESERVED = 0.08
 # Tokens that are written before anybody asks whether they suffice: the largest of these numbers
 # that leaves no rest, for which another program would be compiled.
 BLOCKS = range(8, 17)
-
-
-@dataclasses.dataclass
-class Speed:
-    """What continuing took.
-
-    Attributes:
-      tokens: of prompts and continuations, padding left out.
-      seconds: in all.
-      compiling: of these, for tracing and compiling.
-    """
-
-    tokens: int = 0
-    seconds: float = 0.0
-    compiling: float = 0.0
-
-    @contextlib.contextmanager
-    def measured(self) -> Iterator[None]:
-        """Adds the time that something takes."""
-        begun, compiled = time.monotonic(), compiling_seconds()
-        yield
-        spent = time.monotonic() - begun
-        self.seconds += spent
-        # Programs that are traced inside others are counted twice.
-        self.compiling += min(compiling_seconds() - compiled, spent)
-
-    def __str__(self) -> str:
-        running = self.seconds - self.compiling
-        if running <= 0:
-            return "nothing was left to ask"
-        share = self.compiling / self.seconds
-        return f"{self.tokens / running:,.0f} tokens/s; {share:.0%} of the time went into compiling"
-
-
-class Memory(NamedTuple):
-    """Bytes on one device while a batch is continued.
-
-    Attributes:
-      parameters: and whatever else goes in.
-      between: everything that is made on the way, the cache among it.
-      limit: what the device has; None: it does not tell.
-    """
-
-    parameters: int
-    between: int
-    limit: int | None
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.parameters + self.between
-
-    def __str__(self) -> str:
-        of = "" if self.limit is None else f" of {self.limit / 1e9:.2f} GB"
-        return (
-            f"memory of a device: {self.total / 1e9:.2f} GB{of}, {self.parameters / 1e9:.2f} GB of "
-            "them parameters"
-        )
-
-    def check(self, batch: int, width: int) -> None:
-        """Raises ValueError, with what to do, if a batch of prompts of this width does not fit."""
-        if self.limit is None or self.total <= self.limit * (1 - RESERVED):
-            return
-        room = max(0.0, self.limit * (1 - RESERVED) - self.parameters)
-        advice = int(batch * room / self.between)
-        raise ValueError(
-            f"{batch} prompts of {width:,} tokens at a time do not fit: {self}; ask at most "
-            f"{max(advice, 1)} at a time, run the prompts in chunks, or split the model over more "
-            "devices"
-        )
-
-
-@dataclasses.dataclass
-class Programs:
-    """Compiled programs by their shapes, none of which takes more memory than there is.
-
-    Attributes:
-      memory: of the largest so far; None: there was none.
-    """
-
-    memory: Memory | None = None
-    _compiled: dict[Any, Any] = dataclasses.field(default_factory=dict)
-
-    def run(self, function: Callable[..., Any], *given: Any) -> Any:
-        """Calls a function that can be compared, the tokens [B, T] of a batch its second argument.
-
-        Raises:
-          ValueError: a batch that does not fit into the memory.
-        """
-        key = function, jax.tree.map(jnp.shape, given[1:])
-        if key not in self._compiled:
-            program = jax.jit(function).lower(*given).compile()
-            memory = _memory(program)
-            memory.check(*given[1].shape)
-            self.memory = max(self.memory or memory, memory, key=lambda found: found.total)
-            self._compiled[key] = program
-        return self._compiled[key](*given)
 
 
 @dataclasses.dataclass
@@ -219,18 +117,6 @@ def batch_rows(model: Transformer, batch_size: int, count: int) -> int:
 def place(model: Transformer, arrays: tuple[np.ndarray, ...]) -> tuple[Any, ...]:
     """Arrays [B, ...], on the mesh of a model if it has one."""
     return arrays if model.sharding is None else model.sharding.place(arrays)
-
-
-def _memory(program: Any) -> Memory:
-    """What a compiled program takes."""
-    found = program.memory_analysis()
-    device = jax.local_devices()[0]
-    limit = (device.memory_stats() or {}).get("bytes_limit")
-    if device.platform == "cpu":
-        # All devices of a CPU share its memory.
-        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(jax.local_devices())
-    between = found.temp_size_in_bytes + found.output_size_in_bytes
-    return Memory(found.argument_size_in_bytes, between, limit)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ import numpy as np
 from tape_jax import Transformer
 from train.checks import require
 from train.evaluation import Progress, few_widths, fits
-from train.process import compile_in_turn
+from train.evaluation.programs import Programs
 
 Apply = Callable[..., jax.Array]
 
@@ -110,6 +110,7 @@ def exact_match(
     batch_size: int = 512,
     shapes: int = 2,
     progress: Progress | None = None,
+    programs: Programs | None = None,
 ) -> np.ndarray:
     """Whether each answer would be generated greedily to its last token: bool [E].
 
@@ -124,77 +125,69 @@ def exact_match(
       shapes: how many different sequence lengths to compile for; each example is padded to the
         next of them. More of them compute less and compile longer.
       progress: called with the numbers of examples done and to be done.
+      programs: what plans, keeps and times the passes; None: their own.
 
     Raises:
-      ValueError: no examples, or ``batch_size`` or ``shapes`` below 1.
+      ValueError: no examples, ``batch_size`` or ``shapes`` below 1, or a pass that does not fit
+        into the memory.
     """
     require(len(examples) > 0, "evaluation: no examples")
     require(batch_size >= 1, f"evaluation: batch_size must be at least 1; got {batch_size}")
     require(shapes >= 1, f"evaluation: shapes must be at least 1; got {shapes}")
-    right = np.zeros(len(examples), bool)
-    done = 0
-
-    def fetch(rows: np.ndarray, outcome: jax.Array) -> None:
-        nonlocal done
+    right, done = np.zeros(len(examples), bool), 0
+    all_right = _AllRight(apply, int((examples.lengths - examples.prompt_lengths).max()))
+    chosen = list(_rows(examples, min(batch_size, len(examples)), shapes))
+    batches = (
+        ((batch.tokens, batch.prompt_lengths, batch.lengths), int(examples.lengths[rows].sum()))
+        for rows, filled, width in chosen
+        for batch in [examples.take(filled, width)]
+    )
+    found = (programs or Programs()).results("exact match", all_right, variables, batches)
+    for (rows, _, _), outcome in zip(chosen, found, strict=True):
         right[rows] = outcome[: len(rows)]
         done += len(rows)
         if progress is not None:
             progress(done, len(examples))
-
-    longest = int((examples.lengths - examples.prompt_lengths).max())
-    waiting: tuple[np.ndarray, jax.Array] | None = None
-    seen: set[tuple[int, ...]] = set()
-    for rows, batch in _batches(examples, min(batch_size, len(examples)), shapes):
-        call = apply, longest, variables, batch.tokens, batch.prompt_lengths, batch.lengths
-        if batch.tokens.shape not in seen:
-            seen.add(batch.tokens.shape)
-            compile_in_turn(_all_right.lower(*call))
-        outcome = _all_right(*call)
-        if waiting is not None:
-            fetch(*waiting)
-        waiting = rows, outcome
-    assert waiting is not None
-    fetch(*waiting)
     return right
 
 
-def _batches(
+def _rows(
     examples: Examples, batch_size: int, shapes: int
-) -> Iterator[tuple[np.ndarray, Examples]]:
-    """Row numbers [<= B] and their examples [B], the last one repeated to fill the batch."""
+) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+    """Row numbers [<= B] of a pass, the same with the last one repeated [B], and their width.
+
+    The widest come first, so that what does not fit into the memory is known at once.
+    """
     widths = few_widths(examples.lengths, shapes)
     group = np.searchsorted(widths, examples.lengths)
-    for index, width in enumerate(widths):
+    for index, width in reversed([*enumerate(widths)]):
         members = np.flatnonzero(group == index)
         for start in range(0, len(members), batch_size):
             rows = members[start : start + batch_size]
-            filled = np.pad(rows, (0, batch_size - len(rows)), mode="edge")
-            yield rows, examples.take(filled, int(width))
+            yield rows, np.pad(rows, (0, batch_size - len(rows)), mode="edge"), int(width)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _all_right(
-    apply: Apply | AtPlaces,
-    answer_length: int,
-    variables: Any,
-    tokens: jax.Array,
-    prompt_lengths: jax.Array,
-    lengths: jax.Array,
-) -> jax.Array:
-    """bool [B]: whether the most probable token is right at every place of the answer.
+@dataclasses.dataclass(frozen=True)
+class _AllRight:
+    """Whether the most probable token is right at every place of answers of so many at most."""
 
-    No answer has more than ``answer_length`` tokens.
-    """
-    inputs, targets = tokens[:, :-1].astype(jnp.int32), tokens[:, 1:].astype(jnp.int32)
-    places = prompt_lengths[:, None] - 1 + jnp.arange(answer_length)
-    if isinstance(apply, AtPlaces):
-        logits = apply(variables, inputs, places, lengths - 1)
-    else:
-        logits = apply(variables, inputs, length=lengths - 1)
-        logits = jnp.take_along_axis(logits, places[..., None], axis=1, mode="clip")
-    wanted = jnp.take_along_axis(targets, places, axis=1, mode="clip")
-    beyond = places + 1 >= lengths[:, None]
-    return jnp.all((jnp.argmax(logits, axis=-1) == wanted) | beyond, axis=-1)
+    apply: Apply | AtPlaces
+    answer_length: int
+
+    def __call__(
+        self, variables: Any, tokens: jax.Array, prompt_lengths: jax.Array, lengths: jax.Array
+    ) -> jax.Array:
+        """bool [B], of ``tokens`` [B, L] with prompts and all of these lengths [B]."""
+        inputs, targets = tokens[:, :-1].astype(jnp.int32), tokens[:, 1:].astype(jnp.int32)
+        places = prompt_lengths[:, None] - 1 + jnp.arange(self.answer_length)
+        if isinstance(self.apply, AtPlaces):
+            logits = self.apply(variables, inputs, places, lengths - 1)
+        else:
+            logits = self.apply(variables, inputs, length=lengths - 1)
+            logits = jnp.take_along_axis(logits, places[..., None], axis=1, mode="clip")
+        wanted = jnp.take_along_axis(targets, places, axis=1, mode="clip")
+        beyond = places + 1 >= lengths[:, None]
+        return jnp.all((jnp.argmax(logits, axis=-1) == wanted) | beyond, axis=-1)
 
 
 @functools.partial(jax.jit, static_argnums=0)

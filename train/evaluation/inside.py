@@ -110,7 +110,7 @@ def look(
         return sown["maps"], states
 
     sown, states = run(variables, jnp.asarray(tokens))
-    shape = (-1, batch, length, config.num_heads, length)
+    shape = (-1, batch, length, config.attention_heads, length)
     maps: list[Any] = [None] * config.num_layers
     for blocks in model.blocks:
         of_layers = np.reshape(jax.tree.leaves(sown[blocks.name])[0], shape)

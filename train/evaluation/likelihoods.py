@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tape_jax import Transformer
-from train.evaluation.continuations import Programs, Speed, batch_rows, batches, place
+from train.evaluation.continuations import batch_rows, batches, place
+from train.evaluation.programs import Programs, Speed
 from train.evaluation.window_losses import CHUNK
 
 # The least length, in tokens, that is compiled for.

@@ -32,6 +32,7 @@ from tape_jax import Transformer
 from train.checks import require
 from train.evaluation import Progress, fits
 from train.evaluation.grids import read_record, text_table
+from train.evaluation.programs import Programs
 from train.evaluation.window_losses import losses_and_places, windows_of, with_window
 
 FORMAT = "tape-jax perplexity, version 1"
@@ -178,6 +179,7 @@ def measure(
     max_length: int | None = None,
     text_bytes: int | None = None,
     progress: Progress | None = None,
+    programs: Programs | None = None,
 ) -> Perplexity:
     """Perplexity by length.
 
@@ -192,9 +194,11 @@ def measure(
       max_length: tokens that the model accepts; None: any number.
       text_bytes: bytes that all targets together stand for, if known.
       progress: called with the numbers of tokens done and to be done.
+      programs: what plans, keeps and times the passes; None: their own.
 
     Raises:
-      ValueError: no texts, texts of other lengths, or a stride longer than a window.
+      ValueError: no texts, texts of other lengths, a stride longer than a window, or a pass that
+        does not fit into the memory: nothing has been computed then.
     """
     sizes, tokens, is_target = _joined(texts, lengths[-1])
     plan = {
@@ -205,16 +209,16 @@ def measure(
     possible = {key for key in plan if fits(key[1], max_length)}
     total, before = sum(key[1] * len(plan[key][0]) for key in possible), 0
     bin = max(1, trained // BINS_PER_TRAINED_LENGTH)
+    programs = programs or Programs()
 
     def advance(done: int) -> None:
         if progress is not None:
             progress(before + done, total)
 
-    measurements = []
-    for (protocol, length), (starts, first) in plan.items():
-        if (protocol, length) not in possible:
-            measurements.append(Measurement(protocol, length, (), ()))
-            continue
+    measured = {key: Measurement(*key, (), ()) for key in plan}
+    # The longest windows first, so that what does not fit into the memory is known at once.
+    for protocol, length in sorted(possible, key=lambda key: (-key[1], *key)):
+        starts, first = plan[protocol, length]
         losses, places = losses_and_places(
             # A window that spans everything is left out, which saves a compilation.
             with_window(model, trained) if protocol == "windowed" and length > trained else model,
@@ -225,12 +229,13 @@ def measure(
             length,
             batch_tokens,
             advance,
+            programs,
+            f"losses, {protocol}",
         )
         before += length * len(starts)
         found = losses[is_target], places[is_target] // bin
-        measurements.append(
-            Measurement(protocol, length, *_means(*found, lengths[-1], length, bin))
-        )
+        means = _means(*found, lengths[-1], length, bin)
+        measured[protocol, length] = Measurement(protocol, length, *means)
     return Perplexity(
         trained=trained,
         stride=stride,
@@ -238,7 +243,7 @@ def measure(
         targets=sum(sizes),
         fingerprint=hashlib.sha256(np.array(sizes).tobytes() + tokens.tobytes()).hexdigest()[:16],
         text_bytes=text_bytes,
-        measurements=tuple(measurements),
+        measurements=tuple(measured.values()),
     )
 
 

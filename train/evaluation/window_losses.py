@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ import optax
 
 from tape_jax import Transformer
 from train.checks import require
-from train.process import compile_in_turn
+from train.evaluation.programs import Programs
 
 # Tokens whose logits are in memory at a time.
 CHUNK = 1024
@@ -42,26 +41,26 @@ def windows(targets: int, length: int, stride: int) -> tuple[np.ndarray, np.ndar
     return starts, length - np.diff(starts + length, prepend=0)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def token_losses(model: Transformer, variables: Any, tokens: jax.Array) -> jax.Array:
+@dataclasses.dataclass(frozen=True)
+class TokenLosses:
     """The loss of each token but the first, given those before it.
 
-    Args:
+    Attributes:
       model: of which logits are made for :data:`CHUNK` tokens at a time.
-      variables: of the model.
-      tokens: int32 [B, L + 1].
-
-    Returns:
-      float32 [B, L], cross entropy in nats.
     """
-    hidden = jnp.asarray(model.apply(variables, tokens[:, :-1], output="hidden"))
 
-    def loss(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
-        logits = model.project(variables, pair[0]).astype(jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, pair[1])
+    model: Transformer
 
-    flat = hidden.reshape(-1, hidden.shape[-1]), tokens[:, 1:].reshape(-1)
-    return jax.lax.map(loss, flat, batch_size=CHUNK).reshape(tokens.shape[0], -1)
+    def __call__(self, variables: Any, tokens: jax.Array) -> jax.Array:
+        """float32 [B, L], cross entropy in nats, of ``tokens`` int32 [B, L + 1]."""
+        hidden = jnp.asarray(self.model.apply(variables, tokens[:, :-1], output="hidden"))
+
+        def loss(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
+            logits = self.model.project(variables, pair[0]).astype(jnp.float32)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, pair[1])
+
+        flat = hidden.reshape(-1, hidden.shape[-1]), tokens[:, 1:].reshape(-1)
+        return jax.lax.map(loss, flat, batch_size=CHUNK).reshape(tokens.shape[0], -1)
 
 
 def with_window(model: Transformer, window: int) -> Transformer:
@@ -89,20 +88,29 @@ def losses_and_places(
     length: int,
     batch_tokens: int,
     advance: Callable[[int], None],
+    programs: Programs,
+    name: str,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """For each of ``tokens`` the loss of its target, and its place in the window that scores it."""
+    """For each of ``tokens`` the loss of its target, and its place in the window that scores it.
+
+    ``programs`` finds kept results again by ``name`` and what is in the windows.
+    """
     losses = np.full(len(tokens), np.nan)
     places = np.zeros(len(tokens), np.int64)
     within = np.arange(length + 1)
     rows = min(max(1, batch_tokens // length), len(starts))
-    for row in range(0, len(starts), rows):
+    firsts = range(0, len(starts), rows)
+
+    def batches() -> Iterator[tuple[tuple[np.ndarray], int]]:
+        for row in firsts:
+            chosen = starts[row : row + rows]
+            # The last pass repeats a window: another shape would have to be compiled for.
+            filled = np.pad(chosen, (0, rows - len(chosen)), mode="edge")
+            yield (tokens[filled[:, None] + within],), len(chosen) * length
+
+    results = programs.results(name, TokenLosses(model), variables, batches())
+    for row, found in zip(firsts, results, strict=True):
         chosen = starts[row : row + rows]
-        # The last pass repeats a window: another shape would have to be compiled for.
-        filled = np.pad(chosen, (0, rows - len(chosen)), mode="edge")
-        batch = tokens[filled[:, None] + within]
-        if row == 0:
-            compile_in_turn(token_losses.lower(model, variables, batch))
-        found = np.asarray(token_losses(model, variables, batch))
         window, place = np.nonzero(within[:-1] >= first[row : row + rows, None])
         losses[chosen[window] + place] = found[window, place]
         places[chosen[window] + place] = place

@@ -27,6 +27,8 @@ Array = jax.Array
 # What methods are compared with: the base as it is, and with its rotary frequencies scaled.
 UNTRAINED = ("base", "scaled")
 METHODS = (*UNTRAINED, *adapt.METHODS)
+# Those that have no rotary frequencies to scale, or leave them as they are.
+UNSCALED = ("base", "drope")
 # Those that the model's ``position`` says something of.
 POSITIONED = ("tape", "encoding")
 
@@ -88,7 +90,7 @@ class Adaptation:
       rules: what trains in place of all that: texts for :func:`tape_jax.adapt.parse_rule`, each of
         which must choose something, and together all parameters that the method adds. None: see
         above.
-      scaling: adapts the rotary frequencies, whatever the method but ``base``.
+      scaling: adapts the rotary frequencies, whatever the method but ``base`` and ``drope``.
       replace_scaling: whether it may replace a scaling that the base has; else that is an error of
         a new experiment.
       max_length: the longest sequence that the model accepts, in tokens; None: the base's.
@@ -161,7 +163,8 @@ def apply(
         options["position"] = position
     if method in POSITIONED:
         options["donate"] = True
-    if method != "full":
+    known = adapt.METHODS[method].options
+    if known is None or "dtype" in known:
         # Rounded to fewer digits a new parameter would lose its first small steps.
         options["dtype"] = _wide(model.config.param_dtype)
     before = set(_by_name(variables["params"]))
@@ -170,7 +173,7 @@ def apply(
         variables,
         method,
         key=key,
-        scaling=None if adaptation.method == "base" else adaptation.scaling,
+        scaling=None if adaptation.method in UNSCALED else adaptation.scaling,
         **options,
     )
     rules = adaptation.trained

@@ -167,6 +167,13 @@ class Experiment:
         return self.train.steps if self.adapt is None or self.adapt.trains else 0
 
     @property
+    def batch_shape(self) -> tuple[int, int]:
+        """Sequences of an optimiser step, and tokens of each."""
+        length = self.task.sequence_length
+        short = getattr(self.task, "train_length", None) or length
+        return self.train.batch_size * (length // short), short
+
+    @property
     def label(self) -> str:
         """What it is called beside others: its method of adaptation, or its encoding."""
         if self.adapt is None or self.adapt.method == "encoding":

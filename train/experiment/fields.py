@@ -42,7 +42,11 @@ def build_field(cls: type, name: str, value: Any, path: str) -> Any:
 
 
 def convert(value: Any, hint: Any, path: str) -> Any:
-    """``value`` as the type ``hint``: lists become tuples, whole numbers int or float as wanted."""
+    """``value`` as the type ``hint``.
+
+    Lists become tuples, whole numbers int or float as wanted, and where a tuple is wanted a single
+    value becomes one, text at its commas.
+    """
     value = _tuples(value)
     if _matches(value, hint):
         return value
@@ -50,6 +54,9 @@ def convert(value: Any, hint: Any, path: str) -> Any:
         return float(value)
     if type(value) is float and value.is_integer() and _matches(int(value), hint):
         return int(value)
+    several = tuple(value.split(",")) if isinstance(value, str) else (value,)
+    if _matches(several, hint):
+        return several
     wanted = hint.__name__ if isinstance(hint, type) else str(hint)
     raise ValueError(f"{path}: expected {wanted}, got {value!r}")
 

@@ -111,7 +111,7 @@ def _changes_of_base(experiment: Experiment) -> list[str]:
                 f"{section.base}, which cannot make sense of its tokens: leave task.tokenizer out",
             )
     encodings = base_model(section.base).position, experiment.model.position
-    if section.method == "encoding":
+    if section.method in ("drope", "encoding"):
         notes.append("encoding: " + " -> ".join(encoding.kind for encoding in encodings))
     before, after = _scaling(encodings[0]) or RopeScaling(), _scaling(encodings[1])
     if after is not None and after != before:
@@ -309,12 +309,14 @@ def help_config(
     record = read_record(run) if run and path is None else None
     values = _load_file(path) if path else record["experiment"] if record else {}
     task = _named(options, "task.name") or values.get("task", {}).get("name", "addition")
-    sections = []
+    sections = ["--config.name=TEXT, --config.seed=NUMBER"]
+    if not values and _named(options, "task.name") is None:
+        sections.insert(0, f"Of the task {task}; --run=RUN or --config=FILE lists its own")
     for name, fields in _template(task).items():
         if isinstance(fields, Mapping):
             of = f" (of the task {task})" if name in ("task", "evaluation") else ""
             sections.append(f"--config.{name}.FIELD=VALUE{of}:\n  " + ", ".join(_dotted(fields)))
-    return "\n\n".join(["--config.name=TEXT, --config.seed=NUMBER", *sections])
+    return "\n\n".join(sections)
 
 
 def _dotted(fields: Mapping[str, Any], before: str = "") -> list[str]:

@@ -52,6 +52,10 @@ def from_mapping(values: Mapping[str, Any]) -> Experiment:
     kind = task_type(options.pop("name", "addition"))
     if adapt and "tokenizer" in hints_of(kind) and "tokenizer" not in options:
         options = base_tokenizer(adapt.base) | options
+    if adapt and adapt.method == "drope" and "train_length" in hints_of(kind):
+        short = base_length(adapt.base)
+        if short and short < options.get("sequence_length", 0):
+            options.setdefault("train_length", short)
     task = build(kind, options, "task")
     return Experiment(
         name=convert(values["name"], str, "name"),
@@ -198,6 +202,16 @@ def base_tokenizer(name: str) -> dict[str, Any]:
         fields = [f.name for f in dataclasses.fields(Tokenized)]
         return {field: task[field] for field in fields if field in task}
     return {} if tokenizers.fingerprint(name) is None else {"tokenizer": name}
+
+
+def base_length(name: str) -> int | None:
+    """The tokens of a sequence that what is adapted was trained on; None: nothing says it."""
+    if record := read_record(Path(name)):
+        task = record["experiment"]["task"]
+        return task.get("train_length") or task.get("sequence_length")
+    path = Path(name, "config.json")
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return config.get("original_max_position_embeddings", config.get("max_position_embeddings"))
 
 
 def base_model(name: str) -> ModelConfig:

@@ -7,13 +7,14 @@ a model is :mod:`train.suites.evaluation`.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from train.checks import choose
+from train.checks import choose, require
 from train.suites.background import Background
 
 # For each suite, where its tasks are, by name.
@@ -30,6 +31,8 @@ SUITES: dict[str, dict[str, str]] = {
         "vt": "train.suites.tracking:TRACKING",
         "cwe": "train.suites.words:COMMON",
         "fwe": "train.suites.words:FREQUENT",
+        "qa_1": "train.suites.reading:SQUAD",
+        "qa_2": "train.suites.reading:HOTPOTQA",
     },
     "babilong": {
         "qa1": "train.suites.facts:ONE_FACT",
@@ -39,6 +42,8 @@ SUITES: dict[str, dict[str, str]] = {
         "qa7": "train.suites.facts:COUNTING",
     },
 }
+# Tasks whose questions are in a file of the user's, and what option names it.
+FILES = {"qa_1": "squad", "qa_2": "hotpotqa"}
 FORMS = ("long", "short")
 
 
@@ -87,19 +92,36 @@ class SuiteTask(Protocol):
         """
 
 
-def get_suite(name: str, tasks: Sequence[str] = ()) -> dict[str, SuiteTask]:
+def get_suite(
+    name: str, tasks: Sequence[str] = (), files: Mapping[str, str | None] | None = None
+) -> dict[str, SuiteTask]:
     """The tasks of a suite by name, or some of them.
 
+    Args:
+      name: of the suite.
+      tasks: of it; none: all, but for those whose file is not given.
+      files: paths by the options of :data:`FILES`.
+
     Raises:
-      ValueError: an unknown suite or task.
+      ValueError: an unknown suite or task, or one whose file is not given.
     """
     choose("suite", name, SUITES)
-    known = SUITES[name]
+    known, given = SUITES[name], {k: path for k, path in (files or {}).items() if path is not None}
     for task in tasks:
         choose(f"task of {name}", task, known)
-    return {task: _load(known[task]) for task in dict.fromkeys(tasks or known)}
+        option = FILES.get(task)
+        require(
+            option is None or option in given,
+            f"{task} asks what is in a file of yours: give one with --{option}=FILE",
+        )
+    able = [task for task in known if task not in FILES or FILES[task] in given]
+    return {
+        task: _load(known[task], given.get(FILES.get(task, "")))
+        for task in dict.fromkeys(tasks or able)
+    }
 
 
-def _load(where: str) -> SuiteTask:
+def _load(where: str, path: str | None) -> SuiteTask:
     module, _, attribute = where.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    task = getattr(importlib.import_module(module), attribute)
+    return task if path is None else dataclasses.replace(task, path=path)

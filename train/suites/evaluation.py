@@ -7,8 +7,6 @@ Its first line says on what the questions depend; more lengths, tasks or questio
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,8 @@ from train.checks import choose, not_negative, positive, require
 from train.data.tokenizers import Tokenizer
 from train.evaluation import Progress, Trained, fits
 from train.evaluation.continuations import Continuer
-from train.files import json_object, sync, write_atomically
-from train.suites import FORMS, SuiteTask, get_suite
+from train.evaluation.journal import Journal
+from train.suites import FILES, FORMS, SuiteTask, get_suite
 from train.suites.background import Background, read
 from train.suites.questions import AskedSample, ask
 from train.suites.results import Scores, SuiteResult
@@ -43,6 +41,8 @@ class SuiteOptions:
       seed: of the questions.
       batch_size: questions at once.
       chunk: tokens of the prompts that are run at a time; None: all.
+      squad, hotpotqa: files with the questions of ``qa_1`` and of ``qa_2``; None: they are not
+        asked.
     """
 
     suite: str
@@ -54,9 +54,11 @@ class SuiteOptions:
     seed: int = 0
     batch_size: int = 16
     chunk: int | None = None
+    squad: str | None = None
+    hotpotqa: str | None = None
 
     def __post_init__(self):
-        get_suite(self.suite, self.tasks)
+        _ = self.asked
         choose("form", self.form, FORMS)
         require(bool(self.lengths), "evaluation: a suite needs lengths, such as 4096")
         for length in self.lengths:
@@ -69,6 +71,12 @@ class SuiteOptions:
             positive(f"evaluation: {name}", getattr(self, name))
         positive("evaluation: chunk", self.chunk, optional=True)
         not_negative("evaluation: seed", self.seed)
+
+    @property
+    def asked(self) -> dict[str, SuiteTask]:
+        """The tasks by name."""
+        files = {"squad": self.squad, "hotpotqa": self.hotpotqa}
+        return get_suite(self.suite, self.tasks, files)
 
 
 def tokenizer_of(task: Any, what: str) -> Tokenizer:
@@ -100,35 +108,11 @@ class Answers:
           fresh: forget what an evaluation by this program left there.
 
         Raises:
-          ValueError: a file of another evaluation, or of another program.
+          ValueError: a file of another evaluation or of another program, or a damaged one.
         """
-        self._path, self.texts = path, dict[Key, str]()
-        header, kept = {"format": FORMAT, **about}, b""
-        if path.exists():
-            first, *lines = path.read_bytes().split(b"\n")
-            found = json_object(first) or {}
-            require(
-                found.get("format") == FORMAT,
-                f"{path} was not written by this program: it is left alone; move it away",
-            )
-            different = [
-                f"{name} was {found.get(name)}, and is {value}"
-                for name, value in header.items()
-                if found.get(name) != value
-            ]
-            # The last part is what a kill left of a line; else it is empty.
-            lines = [] if fresh else lines[:-1]
-            require(
-                not (lines and different),
-                f"{path} has answers to other questions ({'; '.join(different)}): move it away, or "
-                "give --fresh to forget them",
-            )
-            for written in lines:
-                line = json_object(written) or {}
-                for index, text in zip(line["numbers"], line["answers"], strict=True):
-                    self.texts[line["task"], line["length"], index] = text
-            kept = b"".join(line + b"\n" for line in lines)
-        write_atomically(path, json.dumps(header).encode() + b"\n" + kept)
+        self._journal, self.texts = Journal(path, FORMAT, about, fresh=fresh), dict[Key, str]()
+        for found in self._journal.read(_answers):
+            self.texts.update(found)
 
     def add(self, keys: Sequence[Key], texts: Sequence[str]) -> None:
         """Writes answers down, and returns when they are on the disk."""
@@ -138,12 +122,14 @@ class Answers:
             chosen = [i for i, key in enumerate(keys) if key[:2] == (task, length)]
             numbers, answers = [keys[i][2] for i in chosen], [texts[i] for i in chosen]
             line = {"task": task, "length": length, "numbers": numbers, "answers": answers}
-            lines.append(json.dumps(line) + "\n")
-        with open(self._path, "a", encoding="utf-8") as file:
-            file.write("".join(lines))
-            file.flush()
-            os.fsync(file.fileno())
-        sync(self._path.parent)
+            lines.append(line)
+        self._journal.add(lines)
+
+
+def _answers(line: dict[str, Any]) -> dict[Key, str]:
+    """Those of a line."""
+    pairs = zip(line["numbers"], line["answers"], strict=True)
+    return {(line["task"], line["length"], index): str(text) for index, text in pairs}
 
 
 def evaluate(
@@ -180,9 +166,7 @@ def evaluate(
         f"the model takes at most {trained.max_length} tokens: a length of {longest:,} cannot be "
         "asked",
     )
-    asker = _Asker(
-        options, get_suite(options.suite, options.tasks), codec, read(options.background)
-    )
+    asker = _Asker(options, options.asked, codec, read(options.background))
     asker.check()
     about = asker.about(step)
     answers = Answers(path, about, fresh=fresh)
@@ -250,6 +234,11 @@ class _Asker:
             "seed": self.options.seed,
             "background": self.background.fingerprint,
             "tokenizer": self.codec.fingerprint[:16],
+            **{
+                FILES[name]: getattr(task, "fingerprint", None)
+                for name, task in self.tasks.items()
+                if name in FILES
+            },
         }
 
     def groups(self, answers: Answers) -> Iterator[tuple[int, list[Key]]]:

@@ -331,6 +331,7 @@ class QuestionTask(GridTask):
             batch_size=options.batch_size,
             shapes=options.shapes,
             progress=progress,
+            programs=getattr(trained, "programs", None),
         )
         shape = (len(axes[0]) if self.operands == 2 else 1, len(axes[-1]))
         return self.grid(axes, **tally(examples.cells, right, shape))

@@ -268,8 +268,10 @@ def retrieve(
     lengths = [examples.tokens.shape[1] - 1 for examples in asked]
     able = [e for e, n in zip(asked, lengths, strict=True) if fits(n, trained.max_length)]
     total = sum(len(examples) for examples in able)
+    programs = getattr(trained, "programs", None)
     right: list[np.ndarray] = []
-    for examples in able:
+    # The longest first, so that what does not fit into the memory is known at once.
+    for examples in reversed(able):
         found = exact_match(
             AtPlaces(trained.model),
             trained.variables,
@@ -277,6 +279,7 @@ def retrieve(
             batch_size=max(1, batch_tokens // (examples.tokens.shape[1] - 1)),
             shapes=1,
             progress=part_of(progress, sum(x.size for x in right), total),
+            programs=programs,
         )
         right.append(found)
     depths = 1 + max(int(examples.cells[:, 0].max()) for examples in asked)
@@ -287,7 +290,7 @@ def retrieve(
         columns=tuple(lengths),
         lengths=np.broadcast_to(lengths, shape),
         **tally(
-            np.concatenate([none[0], *(examples.cells for examples in able)]),
+            np.concatenate([none[0], *(examples.cells for examples in reversed(able))]),
             np.concatenate([none[1], *right]),
             shape,
         ),

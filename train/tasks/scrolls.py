@@ -34,6 +34,7 @@ from train.data import synthetic
 from train.data.tokenizers import Tokenized, Tokenizer
 from train.evaluation import Progress, Trained
 from train.evaluation.continuations import Continuer, continuations
+from train.evaluation.programs import Programs
 from train.tasks import Score
 from train.tasks.scrolls_files import SPLITS, SUBSETS, ScrollsRecord, read
 from train.tasks.scrolls_metrics import SCORES, Outcome, score
@@ -271,13 +272,15 @@ class Scrolls(Tokenized):
         progress: Progress | None = None,
     ) -> dict[str, str]:
         """What the model answers, by id."""
-        layout = self.layout
+        layout, programs = self.layout, getattr(trained, "programs", None) or Programs()
         continuer = Continuer(
             trained.model,
             trained.variables,
             pad=layout.pad,
             stop=layout.stop,
             batch_size=options.batch_size,
+            speed=programs.speed,
+            programs=programs,
         )
         prompts = [question.prompt for question in questions.values()]
         answers = continuations(

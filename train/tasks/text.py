@@ -48,6 +48,8 @@ class Text(Tokenized):
       text_field: field of a jsonl line, or feature of a tfds corpus, that holds the text.
       tokenizer, tokenizer_fingerprint, vocab_size: see :class:`train.data.tokenizers.Tokenized`.
       sequence_length: T.
+      train_length: tokens of a training sequence, which divide T; a batch then has as many more of
+        them. None: T, or where ``adapt.method`` is ``drope``, what the base was trained on.
       packing: ``concatenated`` or ``documents`` (see :mod:`train.data.packing`).
       held_out: share of the documents that is kept out of training, if ``held_out_source`` is None;
         of a single document, the share of its end.
@@ -66,6 +68,7 @@ class Text(Tokenized):
     source: str = "stdlib"
     text_field: str = "text"
     sequence_length: int = 1024
+    train_length: int | None = None
     packing: str = "concatenated"
     held_out: float = 0.05
     held_out_source: str | None = None
@@ -77,6 +80,13 @@ class Text(Tokenized):
     def __post_init__(self):
         choose("packing", self.packing, PACKINGS)
         synthetic.require_positive("text", sequence_length=self.sequence_length)
+        if self.train_length is not None:
+            synthetic.require_positive("text", train_length=self.train_length)
+            require(
+                self.sequence_length % self.train_length == 0,
+                f"text: train_length must divide sequence_length = {self.sequence_length}; got "
+                f"{self.train_length}",
+            )
         require(
             0 < self.held_out < 1,
             f"text: held_out must be between 0 and 1; got {self.held_out}",
@@ -145,6 +155,11 @@ class Text(Tokenized):
           ValueError: an argument out of range, a source that cannot be read, or sequences too short
             for passkeys.
         """
+        short = self.train_length or self.sequence_length
+        if short < self.sequence_length:
+            of_that = dataclasses.replace(self, sequence_length=short, train_length=None)
+            many = batch_size * (self.sequence_length // short)
+            return of_that.dataset(seed, many, process_index, process_count)
         share = process_index, process_count
         batches = endless_batches(self.packed, self.shuffle, seed, batch_size, *share)
         if not self.passkeys:

@@ -214,6 +214,7 @@ def evaluate(
         max_length=trained.max_length,
         text_bytes=_count_bytes(task.codec, texts),
         progress=stage(0),
+        programs=getattr(trained, "programs", None),
     )
     if not options.passkey_lengths:
         return TextResult(measured)

@@ -222,6 +222,10 @@ class Checkpoints:
             if path.is_file()
         }
 
+    def digest(self, step: int) -> str:
+        """What tells a checkpoint from another, in 16 hexadecimal digits."""
+        return _sha256(self._manifest(step))[:16]
+
     def _path(self, step: int) -> Path:
         return self.folder / f"{step:08d}"
 

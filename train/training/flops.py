@@ -145,7 +145,8 @@ def model_flops(config: ModelConfig, batch: int, length: int) -> float:
     per_token = c.hidden_size * c.vocab_size
     attention = 0.0
     for encoding, _, updates in kinds:
-        per_token += 2 * c.hidden_size * c.dim * (c.num_heads + c.kv_heads)
+        projected = c.num_heads + 2 * c.kv_heads + c.attention_heads
+        per_token += c.hidden_size * c.dim * projected
         per_token += _mlp_products(config)
         if updates:
             per_token += _update_products(config, encoding)
@@ -154,7 +155,7 @@ def model_flops(config: ModelConfig, batch: int, length: int) -> float:
             (STATE if attends else PLAIN).forward,
             length,
             batch=batch,
-            heads=c.num_heads,
+            heads=c.attention_heads,
             head_dim=c.dim,
             local_window_size=c.local_window_size if own is None else own,
         )
@@ -186,11 +187,11 @@ def step_flops(experiment: Experiment) -> float:
 
     They are those of :func:`model_flops`. The low-rank terms of adapters are not counted.
     """
-    config, length = experiment.train, experiment.task.sequence_length
-    count = model_flops(experiment.model, config.batch_size, length)
+    rows, length = experiment.batch_shape
+    count = model_flops(experiment.model, rows, length)
     frozen = flatten_dict(runs.abstract_params(experiment)[1] or {})
     kernels = {p: x for p, x in frozen.items() if x is not None and p[-1] == "kernel"}
-    tokens, experts = config.batch_size * length, experiment.model.experts
+    tokens, experts = rows * length, experiment.model.experts
 
     def share(path: tuple[str, ...]) -> float:
         """Of a kernel's entries, those that a token meets."""

@@ -35,6 +35,7 @@ class Speaker:
       decode: token ids to text.
       eos: id of the token that ends a text, or None.
       codec: the tokenizer, or None of a task that has none.
+      steps: of training, taken and wanted; None of a Llama folder.
     """
 
     model: Transformer
@@ -43,6 +44,7 @@ class Speaker:
     decode: Callable[[Sequence[int]], str]
     eos: int | None
     codec: Tokenizer | None = None
+    steps: tuple[int, int] | None = None
 
 
 def load(
@@ -72,7 +74,10 @@ def load(
         task: Any = trained.experiment.task
         codec = getattr(task, "codec", None)
         eos = getattr(codec, "eos", None)
-        return Speaker(trained.model, trained.variables, task.encode, task.decode, eos, codec)
+        steps = trained.step, trained.experiment.steps
+        return Speaker(
+            trained.model, trained.variables, task.encode, task.decode, eos, codec, steps
+        )
     model, variables = _llama(folder, adapter, mesh)
     task = Tokenized(tokenizer=tokenizer or str(folder))
     require(

@@ -39,9 +39,9 @@ def begins(experiment: Experiment, folder: Path) -> str:
         size += f", of which {trained:,} train"
     count = jax.device_count() if experiment.sharding else 1
     device = jax.devices()[0]
-    train, length = experiment.train, experiment.task.sequence_length
+    rows, length = experiment.batch_shape
     return (
-        f"{experiment.label}: {size}; {experiment.steps:,} steps of {train.batch_size:,} x "
+        f"{experiment.label}: {size}; {experiment.steps:,} steps of {rows:,} x "
         f"{length:,} tokens on {count} x {device.device_kind}, in {folder}"
     )
 

@@ -34,6 +34,7 @@ from tape_jax.adapt import (
 from tape_jax.pretrained import pretrained_config
 from tape_jax.sharding import Sharding, ShardingConfig
 from train.checks import require
+from train.evaluation.programs import Programs
 from train.experiment import (
     FORMAT,
     Experiment,
@@ -145,12 +146,14 @@ class TrainedRun(NamedTuple):
       step: optimiser steps taken.
       model: the Flax module.
       variables: its variables.
+      programs: that plan, keep and time its evaluation; None: each part has its own.
     """
 
     experiment: Experiment
     step: int
     model: Transformer
     variables: dict[str, Any]
+    programs: Programs | None = None
 
     @property
     def apply(self) -> Callable[..., Any]:

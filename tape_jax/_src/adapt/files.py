@@ -19,7 +19,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from tape_jax._src import positions
 from tape_jax._src.adapt.identity import Fingerprint, digest, encoding_to_json, fingerprint
 from tape_jax._src.adapt.rules import Rule, parse_rule, table, trainable_mask
-from tape_jax._src.core.checks import from_mapping, require
+from tape_jax._src.core.checks import from_mapping, require, typed
 from tape_jax._src.core.files import write_atomically
 from tape_jax._src.model.config import Lora
 from tape_jax._src.model.decoder import (
@@ -33,6 +33,7 @@ VERSION = 1
 ADAPTED_FIELDS = ("position", "lora", "shifted_groups", "max_length", "local_window_size")
 
 
+@typed
 def save_adapter(
     path: str | os.PathLike,
     model: Transformer,
@@ -115,6 +116,7 @@ def save_adapter(
     write_atomically(Path(path), write)
 
 
+@typed
 def load_adapter(
     path: str | os.PathLike, base_model: Transformer, base_variables: Any
 ) -> tuple[Transformer, dict[str, Any]]:
@@ -171,6 +173,7 @@ def _like(x: np.ndarray, old: Any) -> Any:
     return jax.device_put(x, old.sharding) if placed else jnp.asarray(x)
 
 
+@typed
 def describe_adapter(path: str | os.PathLike) -> str:
     """What a file of :func:`save_adapter` holds, as a table; values are not read.
 

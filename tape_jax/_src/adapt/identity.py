@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from tape_jax._src import positions
-from tape_jax._src.core.checks import require
+from tape_jax._src.core.checks import require, typed
 from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.model.decoder import (
     Transformer,
@@ -62,6 +62,7 @@ class Fingerprint:
             yield name, f"{tensor['dtype']}[{shape}] with values {tensor['sha256'][:12]}"
 
 
+@typed
 def fingerprint(model: Transformer, variables: Any) -> Fingerprint:
     """The fingerprint of a model with its parameters.
 

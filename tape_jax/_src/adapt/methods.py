@@ -14,7 +14,7 @@ from tape_jax._src import positions
 from tape_jax._src.adapt.identity import Fingerprint, fingerprint
 from tape_jax._src.adapt.rules import Embeddings, Everything, LoraFactors, Norms, Position, Rule
 from tape_jax._src.core.algebra import at_least_float32
-from tape_jax._src.core.checks import choose, require
+from tape_jax._src.core.checks import choose, require, typed
 from tape_jax._src.model.config import Lora
 from tape_jax._src.model.decoder import (
     Transformer,
@@ -32,6 +32,7 @@ from tape_jax._src.positions.protocol import Param
 Array = jax.Array
 
 
+@typed
 def add_tape(
     model: Transformer,
     variables: Any,
@@ -81,6 +82,7 @@ def add_tape(
     return with_encoding(model, variables, position, key=key, dtype=dtype, donate=donate)
 
 
+@typed
 def with_encoding(
     model: Transformer,
     variables: Any,
@@ -187,6 +189,7 @@ def _with_start_of(old: positions.Encoding, position: Any) -> positions.Encoding
     return positions.create({**own, **given} if own else position)
 
 
+@typed
 def rotary_start(old: positions.Encoding, kind: str) -> dict[str, Any]:
     """What an encoding, or several joined by ``+``, takes over of another one's rotary start."""
     rope = next((one for one in old.members if isinstance(one, positions.Rope)), None)
@@ -202,6 +205,7 @@ def rotary_start(old: positions.Encoding, kind: str) -> dict[str, Any]:
     return own
 
 
+@typed
 def add_lora(
     model: Transformer,
     variables: Any,
@@ -250,6 +254,7 @@ def add_lora(
     return new, {**variables, "params": unflatten_dict(flat, sep="/")}
 
 
+@typed
 def merge_lora(model: Transformer, variables: Any) -> tuple[Transformer, dict[str, Any]]:
     """The low-rank terms added to their kernels: a plain model again, with full attention.
 
@@ -278,6 +283,7 @@ def merge_lora(model: Transformer, variables: Any) -> tuple[Transformer, dict[st
     return merged, {**variables, "params": unflatten_dict(flat, sep="/")}
 
 
+@typed
 def scale_theta(model: Transformer, variables: Any, base: float = 1e6) -> tuple[Transformer, Any]:
     """The model with another rotary base (Xiong et al. 2023); parameters unchanged.
 
@@ -289,6 +295,7 @@ def scale_theta(model: Transformer, variables: Any, base: float = 1e6) -> tuple[
     return _with_rotation(model, base=float(base)), variables
 
 
+@typed
 def with_scaling(
     model: Transformer, scaling: RopeScaling, *, max_length: int | None = None
 ) -> Transformer:
@@ -308,6 +315,25 @@ def with_scaling(
     return model if max_length is None else replaced(model, max_length=max_length)
 
 
+@typed
+def drop_positions(model: Transformer, variables: Any) -> tuple[Transformer, dict[str, Any]]:
+    """The model without its rotation (DroPE, arXiv:2512.12167); parameters unchanged.
+
+    What it computes is another function then, which a short training makes good. The paper trains
+    all parameters on sequences of the length that the model was trained at.
+
+    Raises:
+      ValueError: if the model has another encoding than ``rope`` or ``yarn``.
+    """
+    require(
+        model.encoding.kind in ("rope", "yarn"),
+        "expected a model with the encoding 'rope' or 'yarn'; this one has "
+        f"{model.encoding.kind!r}",
+    )
+    return with_encoding(model, variables, "none", key=jax.random.key(0))
+
+
+@typed
 def full_attention(model: Transformer) -> Transformer:
     """The model without shifted groups, as it is to be evaluated and to generate."""
     return replaced(model, shifted_groups=None)
@@ -417,6 +443,10 @@ def _encoding(model: Transformer, variables: Any, *, key: Array, position: Any =
     return with_encoding(model, variables, position, key=key, **options)
 
 
+def _drope(model: Transformer, variables: Any, *, key: Array | None):
+    return drop_positions(model, variables)
+
+
 def _unchanged(model: Transformer, variables: Any, *, key: Array | None):
     return model, variables
 
@@ -424,17 +454,19 @@ def _unchanged(model: Transformer, variables: Any, *, key: Array | None):
 _LORA_OPTIONS = ("rank", "alpha", "targets", "dtype")
 
 # The methods that the paper compares for longer contexts, full fine-tuning, and that with another
-# encoding, whose logits the base's projections were not made for.
+# encoding or none, whose logits the base's projections were not made for.
 METHODS = {
     "tape": Method(add_tape, (Position(),), None),
     "lora": Method(add_lora, (LoraFactors(),), _LORA_OPTIONS),
     "longlora": Method(_long_lora, (LoraFactors(),), ("groups", *_LORA_OPTIONS)),
     "theta": Method(_theta, (LoraFactors(),), ("base", *_LORA_OPTIONS)),
     "full": Method(_unchanged, (Everything(),), ()),
+    "drope": Method(_drope, (Everything(),), ()),
     "encoding": Method(_encoding, (Everything(),), ("position", "dtype", "donate")),
 }
 
 
+@typed
 def adapt(
     model: Transformer,
     variables: Any,
@@ -453,10 +485,11 @@ def adapt(
       variables: its variables; arrays or ShapeDtypeStructs.
       method: ``tape``; ``lora``; ``longlora``, which trains on shifted groups and is evaluated with
         :func:`full_attention`; ``theta``, LoRA with another rotary base; ``full``, everything;
-        ``encoding``, everything, with another encoding.
-      key: random key for new parameters; ``full`` needs none.
+        ``drope``, everything, with :func:`drop_positions`; ``encoding``, everything, with another
+        encoding.
+      key: random key for new parameters; ``full`` and ``drope`` need none.
       norms, embeddings: whether the norms, and the embeddings with the output projection, train
-        too; ``full`` and ``encoding`` train them in any case.
+        too; ``full``, ``drope`` and ``encoding`` train them in any case.
       scaling: first adapts the rotary frequencies, as :func:`with_scaling`.
       **options: ``tape``: those of :func:`add_tape`; else ``rank``, ``alpha``, ``targets`` and
         ``dtype`` of :func:`add_lora`, ``groups`` (longlora) and ``base`` (theta); ``encoding``:
@@ -471,7 +504,7 @@ def adapt(
     if chosen.options is not None:
         for name in options:
             choose(f"option of the method {method!r}", name, chosen.options)
-    needs_key = chosen.prepare is not _unchanged
+    needs_key = chosen.prepare not in (_unchanged, _drope)
     require(key is not None or not needs_key, f"the method {method!r} needs a random key; got None")
     abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(variables))
     base = None if abstract else fingerprint(model, variables)

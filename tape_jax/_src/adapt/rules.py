@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from tape_jax._src.core.checks import choose, require
+from tape_jax._src.core.checks import choose, require, typed
 from tape_jax._src.core.sharding import ParameterSpec
 from tape_jax._src.model.decoder import (
     Transformer,
@@ -97,6 +97,7 @@ RULES: dict[str, type[Rule]] = {
 }
 
 
+@typed
 def parse_rule(rule: Rule | str) -> Rule:
     """A rule from its text: a name in :data:`RULES`, or ``path:<pattern>``.
 
@@ -112,6 +113,7 @@ def parse_rule(rule: Rule | str) -> Rule:
     return RULES[rule]()
 
 
+@typed
 def trainable_mask(model: Transformer, rules: Iterable[Rule | str]) -> dict[str, Any]:
     """Which parameters the rules choose: a tree of bools like the parameters of ``model``.
 
@@ -151,6 +153,7 @@ def merge(trainable: Any, frozen: Any) -> Any:
     return jax.tree.map(pick, trainable, frozen, is_leaf=lambda x: x is None)
 
 
+@typed
 def describe_trainable(model: Transformer, rules: Iterable[Rule | str]) -> str:
     """The parameters that the rules choose, with their numbers and shares, as a table."""
     mask = flatten_dict(trainable_mask(model, rules), sep="/")

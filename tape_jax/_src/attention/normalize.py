@@ -23,6 +23,7 @@ from tape_jax._src.core.checks import (
     FLOATS,
     as_array,
     as_integers,
+    broadcasts,
     concrete,
     instance,
     not_negative,
@@ -262,8 +263,8 @@ def _states(
         require(not keys_rotated, "keys_rotated=True needs query_state, the state of the queries")
         require(
             e is None or q.shape[-3] == k.shape[-3],
-            f"query_state is required where queries and keys differ in length; got q {q.shape}, "
-            f"k {k.shape}",
+            "query_state is required where queries and keys differ in length (arrays are [batch, "
+            f"time, heads, D]); got q {q.shape}, k {k.shape}",
         )
         query_state = e
     require(
@@ -341,7 +342,7 @@ def _ids(
         ids = as_integers(name, ids)
         require(jnp.issubdtype(ids.dtype, jnp.integer), f"{what} must be integers; got {ids.dtype}")
         require(
-            ids.ndim >= 1 and ids.shape[-1] == length and _batch_fits(ids.shape[:-1], batch),
+            ids.ndim >= 1 and ids.shape[-1] == length and broadcasts(ids.shape[:-1], batch),
             f"{name}: expected shape {(*batch, length)}, batch axes may be missing; got "
             f"{ids.shape}",
         )
@@ -374,7 +375,7 @@ def _log_decay(
             x.ndim >= 2
             and x.shape[-2] == length
             and x.shape[-1] in (1, heads)
-            and _batch_fits(x.shape[:-2], batch),
+            and broadcasts(x.shape[:-2], batch),
             f"{name}: expected shape {(*batch, length, heads)}, one head for all or batch axes "
             f"missing; got {x.shape}",
         )
@@ -425,7 +426,7 @@ def _offset(offset: int | Array, batch: Sequence[int]) -> tuple[int | Array, int
     values = concrete(offset) if hasattr(offset, "dtype") else None
     offset = as_integers("query_offset", offset)
     require(
-        jnp.issubdtype(offset.dtype, jnp.integer) and _batch_fits(offset.shape, batch),
+        jnp.issubdtype(offset.dtype, jnp.integer) and broadcasts(offset.shape, batch),
         f"query_offset must be an integer or one a row, {tuple(batch)}; got shape {offset.shape}, "
         f"{offset.dtype}",
     )
@@ -444,18 +445,11 @@ def _broadcastable(name: str, x: Array, batch: Sequence[int], pairs: tuple[int, 
         )
     x = x.reshape((1,) * (3 - x.ndim) + x.shape)
     require(
-        _batch_fits(x.shape[:-3], batch) and _batch_fits(x.shape[-3:], pairs),
+        broadcasts(x.shape[:-3], batch) and broadcasts(x.shape[-3:], pairs),
         f"{name} must broadcast to [batch..., query heads, queries, keys] = {(*batch, *pairs)}; "
         f"got {given}{hint}",
     )
     return _flatten(x, batch, 3)
-
-
-def _batch_fits(shape: Sequence[int], full: Sequence[int]) -> bool:
-    """Whether ``shape`` broadcasts to ``full``, which has at least as many axes."""
-    return len(shape) <= len(full) and all(
-        a in (1, b) for a, b in zip(shape[::-1], full[::-1], strict=False)
-    )
 
 
 def _flatten(x: Array, batch: Sequence[int], tail: int) -> Array:

@@ -227,9 +227,7 @@ def check_state(
     fits_head = math.prod(block[:2]) == dim if tensor else block == (dim,)
     if not fits_head or not (lead == bare or has_all_axes):
         letters = ("M", "L", "R") if tensor else (dim,)
-        hint = ""
-        if state.ndim == q.ndim - 1 and state.shape[-2:] == (time, dim):
-            hint = f"; {name}[..., None, :] has an axis of heads"
+        hint = _misfit(name, state, lead, q, heads)
         raise ValueError(
             f"{name} of shape {state.shape} does not fit {of} of shape {q.shape}: expected "
             f"{_shape(*bare, *letters)} or {_shape(*batch, time, 'h', *letters)}, batch axes full "
@@ -237,6 +235,21 @@ def check_state(
         )
     _check_floating(name, state)
     return tail
+
+
+def _misfit(
+    name: str, state: Array, lead: tuple[int, ...], q: Shaped, heads: tuple[int, ...]
+) -> str:
+    """Return what is probably wrong with a state whose axes before its block are ``lead``."""
+    time, own_heads, dim = q.shape[-3:]
+    if state.ndim == q.ndim - 1 and state.shape[-2:] == (time, dim):
+        return f"; {name}[..., None, :] has an axis of heads"
+    if time != own_heads and (lead == (own_heads,) or lead[-2:] == (own_heads, time)):
+        return " (arrays are [batch, time, heads, D])"
+    more = len(lead) == q.ndim - 1 and lead[-2] == time and lead[-1] > own_heads == heads[-1]
+    if more and lead[-1] % own_heads == 0:
+        return f"; give num_kv_heads={own_heads} to init_update or UpdateState"
+    return ""
 
 
 def _check_floating(name: str, x: Array) -> None:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
+import inspect
 import math
 import operator
-from collections.abc import Iterable, Mapping
-from typing import Any
+import reprlib
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # Types of what is computed.
 FLOATS = ("float32", "bfloat16", "float16", "float64")
@@ -115,7 +123,7 @@ def _real(value: Any) -> float | None:
     """A finite number of any library as ``float``; None if it is none, or a truth value."""
     try:
         found = math.nan if isinstance(value, bool | str | bytes) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     return found if math.isfinite(found) else None
 
@@ -126,6 +134,83 @@ def _integer(value: Any) -> int | None:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         return None
+
+
+def _is_key(value: Any) -> bool:
+    """Whether a value is a random key, of either style."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is None:
+        return False
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key) or (dtype == np.uint32 and value.ndim > 0)
+
+
+# What arguments of each type have to be: in words, and whether a value is that.
+ARGUMENT_TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    type(None): ("None", lambda x: x is None),
+    bool: ("True or False", lambda x: isinstance(x, bool | np.bool_)),
+    int: ("an integer", lambda x: _integer(x) is not None),
+    float: ("a finite number", lambda x: _real(x) is not None),
+    str: ("a string", lambda x: isinstance(x, str)),
+    # Lists and numbers too, where the function makes an array of them.
+    jax.Array: (
+        "an array",
+        lambda x: hasattr(x, "dtype") or isinstance(x, int | float | complex | list | tuple),
+    ),
+}
+KEY = ("a random key", _is_key)
+
+
+def _words_and_test(name: str, kind: Any) -> tuple[str, Callable[[Any], bool]]:
+    if kind in ARGUMENT_TYPES:
+        return KEY if (name, kind) == ("key", jax.Array) else ARGUMENT_TYPES[kind]
+    kind = typing.get_origin(kind) or kind
+    words = "callable" if kind is Callable else f"of the type {kind.__name__}"
+    return words, lambda x: isinstance(x, kind)
+
+
+def _check_types(given: Mapping[str, Any], hints: Mapping[str, Any], prefix: str = "") -> None:
+    """Raises ValueError for a value that is of none of the types in its annotation.
+
+    Containers are looked at from outside only. What is named ``key`` is a random key.
+    """
+    for name, value in given.items():
+        hint = hints.get(name, Any)
+        union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        kinds = typing.get_args(hint) if union else (hint,)
+        if Any in kinds:
+            continue
+        allowed = [_words_and_test(name, kind) for kind in kinds]
+        if not any(fits(value) for _, fits in allowed):
+            expected = " or ".join(words for words, _ in allowed)
+            raise ValueError(f"{prefix}{name} must be {expected}; got {reprlib.repr(value)}")
+
+
+def typed(function: Callable[P, R]) -> Callable[P, R]:
+    """A decorator: raises ValueError for an argument that is not of its annotated type."""
+    signature = inspect.signature(function)
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    single = {name for name, p in signature.parameters.items() if p.kind not in several}
+    hints = {name: x for name, x in typing.get_type_hints(function).items() if name in single}
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        # What is missing, the call itself says.
+        _check_types(signature.bind_partial(*args, **kwargs).arguments, hints)
+        return function(*args, **kwargs)
+
+    return call
+
+
+@functools.cache
+def _hints_of(cls: Any) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def check_fields(value: Any, prefix: str = "") -> None:
+    """Raises ValueError for a field of a dataclass that is not of its annotated type."""
+    cls: Any = type(value)
+    given = {name: getattr(value, name) for name in inspect.get_annotations(cls)}
+    _check_types(given, _hints_of(cls), prefix)
 
 
 def type_name(what: str, value: Any, allowed: Iterable[Any]) -> Any:
@@ -172,10 +257,7 @@ def require_whole(what: str, value: Any) -> None:
 def as_integers(what: str, value: Any) -> jax.Array:
     """``jnp.asarray(value)``; ValueError if it would cut integers to fewer bits."""
     require_whole(what, value)
-    try:
-        return as_array(what, value)
-    except OverflowError as error:
-        raise ValueError(f"{what} must fit in 32 bits: {error}") from error
+    return as_array(what, value)
 
 
 def as_array(what: str, value: Any) -> jax.Array:
@@ -184,6 +266,15 @@ def as_array(what: str, value: Any) -> jax.Array:
         return jnp.asarray(value)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{what} must be an array of numbers; got {value!r}") from error
+    except OverflowError as error:
+        raise ValueError(f"{what} must fit in 32 bits: {error}") from error
+
+
+def broadcasts(shape: Sequence[int], full: Sequence[int]) -> bool:
+    """Whether ``shape`` broadcasts to ``full``, which has at least as many axes."""
+    return len(shape) <= len(full) and all(
+        a in (1, b) for a, b in zip(shape[::-1], full[::-1], strict=False)
+    )
 
 
 def instance(what: str, value: Any, cls: type | tuple[type, ...], *, optional: bool = False) -> Any:

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tape_jax._src.core.checks import typed
+
 Array = jax.Array
 Tree = Any
 
@@ -21,6 +23,7 @@ def generator_of(key: Array | None) -> np.random.Generator:
     return np.random.default_rng(0 if key is None else np.asarray(jax.random.key_data(key)).ravel())
 
 
+@typed
 def random_permutation(key: Array | None, n: int) -> np.ndarray:
     """A permutation of ``0 .. n - 1`` that moves something, ``[n]``.
 
@@ -33,6 +36,7 @@ def random_permutation(key: Array | None, n: int) -> np.ndarray:
     return np.roll(permutation, int(np.all(permutation == np.arange(n))))
 
 
+@typed
 def random_orthogonal(
     key: Array | None, r: int, *, reflection: bool | None = None, dtype: Any = None
 ) -> Array:
@@ -51,11 +55,13 @@ def random_orthogonal(
     return jnp.asarray(q, dtype)
 
 
+@typed
 def random_phases(key: Array | None, n: int, *, dtype: Any = None) -> Array:
     """Phases ``[n]`` in radians, uniform in ``[-pi, pi)``."""
     return jnp.asarray(generator_of(key).uniform(-np.pi, np.pi, n), dtype)
 
 
+@typed
 def random_state(
     key: Array | None,
     shape: Sequence[int],
@@ -88,6 +94,7 @@ def random_state(
     return jnp.asarray(generator_of(key).standard_normal(full), dtype)
 
 
+@typed
 def random_params(key: Array | None, params: Tree, *, std: float = 0.2) -> Tree:
     """``params`` with normal noise of standard deviation ``std`` added to every float array."""
     generator = generator_of(key)

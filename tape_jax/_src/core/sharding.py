@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from tape_jax._src.core.checks import choose, nearest, require
+from tape_jax._src.core.checks import choose, nearest, require, typed
 from tape_jax._src.core.explicit import automatic
 
 Array = jax.Array
@@ -56,6 +56,7 @@ class ParameterSpec(NamedTuple):
     role: str | None = None
 
 
+@runtime_checkable
 class Model(Protocol):
     """A model that declares its parameters, such as :class:`tape_jax.Transformer`."""
 
@@ -158,6 +159,7 @@ PRESETS = {
 }
 
 
+@typed
 def preset(name: str, **changes: Any) -> ShardingConfig:
     """The preset ``device``, ``host`` or ``pod_slice``, with fields changed."""
     choose("sharding preset", name, PRESETS)
@@ -379,6 +381,7 @@ class Sharding:
         return "\n".join([heading, *map(line, rows)])
 
 
+@typed
 def constrain(sharding: Sharding | None, x: Array, *axes: str | None) -> Array:
     """``x`` kept where the rules put these logical axes; without a sharding ``x`` itself.
 

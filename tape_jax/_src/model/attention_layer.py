@@ -85,14 +85,14 @@ class Attention(nn.Module):
         k, v = (heads(name, c.kv_heads, "kv_heads") for name in ("k", "v"))
         if c.qk_norm == "head":
             q, k = Norm(c, name="q_norm")(q), Norm(c, name="k_norm")(k)
-        seen, options = prepared(
+        q, seen, options = prepared(
             c, self.encoding, params, x, (q, k, v), state, context, cache, self.sharding
         )
         out, attended = self._attend(q, seen, cache is not None, options)
         if attended is not None:
             attended = constrain(self.sharding, attended, "batch", "sequence", "heads")
         out = constrain(self.sharding, out, "batch", "sequence", "heads")
-        out = out.reshape(*x.shape[:-1], c.num_heads * c.dim)
+        out = out.reshape(*x.shape[:-1], -1)
         out = linear("out", c.hidden_size, ("heads", "embed"), residual=True)(out)
         return out, attended, seen.cache
 
@@ -162,8 +162,8 @@ def prepared(
     context: Context,
     cache: LayerCache | None,
     sharding: Sharding | None = None,
-) -> tuple[Seen, dict[str, Any]]:
-    """Return what the queries of a layer see, and the keywords of attention.
+) -> tuple[Array, Seen, dict[str, Any]]:
+    """Return the queries of a layer, what they see, and the keywords of attention.
 
     Args:
       config: the model's.
@@ -179,13 +179,21 @@ def prepared(
     q, k, v = projected
     layer = entered_layer(context, config, x, sharding, cache, q=q, k=k, state=state)
     terms = encoding.layer_terms(params, layer)
+    if terms.features is not None:
+        q, k = terms.features
     rotations = encoding.rotation(state)
     query_state, e = rotations if terms.state is None else (terms.state, terms.state)
     seen = Seen(k, v, e)
     if cache is not None:
         seen = _with_cache(config, seen, cache, terms, context)
     own = encoding.local_window_size
+    scale = encoding.logits_scale(config.sizes)
+    scale = config.query_scale if scale is None else scale
+    if scale is None and terms.features is not None:
+        # Features may be wider than a head.
+        scale = config.dim**-0.5
     options: dict[str, Any] = {
+        "scale": scale,
         "keys_rotated": seen.keys_rotated,
         "query_state": query_state,
         # Inside of nn.remat the index is no longer known to be 0.
@@ -199,9 +207,7 @@ def prepared(
     }
     if config.logit_softcap is not None:
         options["logit_softcap"] = config.logit_softcap
-    if config.query_scale is not None:
-        options.setdefault("scale", config.query_scale)
-    return seen, options
+    return q, seen, options
 
 
 def _with_cache(

@@ -11,12 +11,19 @@ import jax
 import jax.numpy as jnp
 
 from tape_jax._src.core import algebra
-from tape_jax._src.core.checks import choose, positive, require, require_x64
+from tape_jax._src.core.checks import choose, positive, require, require_x64, typed
 from tape_jax._src.core.segments import PADDING, places, without_padding
 from tape_jax._src.core.sharding import Model
 from tape_jax._src.model.config import Blocks, ModelConfig
 from tape_jax._src.positions.layer import Layer
-from tape_jax._src.positions.protocol import Encoding, OfLayer, Param, as_length, default_positions
+from tape_jax._src.positions.protocol import (
+    Encoding,
+    OfLayer,
+    Param,
+    as_length,
+    default_positions,
+    on_axes,
+)
 
 Array = jax.Array
 
@@ -28,8 +35,8 @@ class LayerCache:
     Heads come before time: so the products of a single query read it as it is.
 
     Attributes:
-      k: rotated keys ``[B, H_kv, S, D]`` (``M * R`` wide in tensor form); in at least float32 where
-        the encoding rewrites them.
+      k: rotated keys ``[B, H_kv, S, D]`` (``M * R`` wide in tensor form), or features of keys; in
+        at least float32 where the encoding rewrites them.
       v: values ``[B, H_kv, S, D]``.
       e: position states, ``[B, H_kv, S, D]`` or ``[B, H_kv, S, M, L, R]``; None unless attended.
       kept: what else the encoding keeps of each token, by name, ``[B, heads, S, ...]``.
@@ -50,7 +57,8 @@ class Cache:
     Attributes:
       index: number of slots written, int32.
       tokens: ``[B, S]`` int32.
-      positions: ``[B, S]`` int32 or, if :func:`init_cache` was told so, of a floating type.
+      positions: ``[B, S]``, or ``[B, S, n]``, int32 or, if :func:`init_cache` was told so, of a
+        floating type.
       segment_ids: ``[B, S]`` int32; 0 is padding, and what is not yet written.
       layers: per block (see :attr:`Transformer.blocks`) a ``LayerCache`` with
         a leading axis ``n``, the number of its layers.
@@ -83,6 +91,7 @@ class Cache:
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
 
 
+@typed
 def init_cache(
     model: Model,
     batch_size: int,
@@ -112,7 +121,7 @@ def init_cache(
 
     Raises:
       ValueError: if a size is not positive, the capacity is more than the model or its encoding
-        takes, the encoding has n-dimensional coordinates, or positions cannot have the given type.
+        takes, or positions cannot have the given type.
     """
     c, encoding = model.config, model.config.position
     if batch_size < 1 or capacity < 1:
@@ -124,11 +133,6 @@ def init_cache(
         dtype=dtype, state_dtype=state_dtype or c.state_dtype, position_dtype=position_dtype
     )
     check_length(model, capacity, what="a cache")
-    if encoding.coordinate_axes > 1:
-        raise ValueError(
-            f"a cache holds one coordinate per token; {encoding.kind!r} has "
-            f"axes={encoding.coordinate_axes}"
-        )
     choose("position_dtype", jnp.dtype(position_dtype).name, ("int32", "float32", "float64"))
     if length is not None:
         length = jnp.broadcast_to(jnp.int32(as_length(length, (batch_size,))), (batch_size,))
@@ -138,10 +142,12 @@ def init_cache(
     def slots(dtype: Any = jnp.int32) -> Array:
         return jnp.zeros((batch_size, capacity), dtype)
 
+    positions = on_axes(slots(position_dtype), encoding.coordinate_axes)
+
     return Cache(
         index=jnp.int32(0),
         tokens=slots(),
-        positions=slots(position_dtype),
+        positions=positions,
         segment_ids=slots(),
         layers=_empty(layers),
         key=key,
@@ -198,17 +204,19 @@ def _layers_of(
     encoding, sizes, shape = config.position, config.sizes, jax.ShapeDtypeStruct
     tokens = (batch_size, capacity)
     x = shape((*tokens, config.hidden_size), config.dtype)
-    positions = shape(tokens, jnp.int32)
+    axes = encoding.coordinate_axes
+    positions = shape((*tokens, axes) if axes > 1 else tokens, jnp.int32)
 
     def parameters(specs: dict[str, Param]) -> dict[str, Any]:
         return {name: shape(spec.shape, config.param_dtype) for name, spec in specs.items()}
 
     def kept(
         own: Encoding, params: Any, x: Array, positions: Array, entering: Any
-    ) -> dict[str, Any]:
-        """What the encoding keeps of the tokens that enter a layer."""
+    ) -> tuple[Any, Any]:
+        """What the encoding keeps of tokens that enter a layer; its features of keys, or None."""
         layer = Layer(x, positions, None, True, sizes, **entering)
-        return own.layer_terms(params, layer).kept or {}
+        terms = own.layer_terms(params, layer)
+        return terms.kept or {}, None if terms.features is None else terms.features[1]
 
     def begin(p: Array, x: Array, params: Any) -> tuple[Any, dict[str, Array]]:
         start, kept = encoding.start_from_embeddings(params, Layer(x, p, None, True, sizes))
@@ -239,10 +247,11 @@ def _layers_of(
         keeps_state = like.updates and own.attends_state and e is not None
         params = parameters(own.layer_params(sizes, updates=like.updates))
         entering = {"q": q, "k": head, "state": carried if like.updates else start}
-        more = jax.eval_shape(functools.partial(kept, own), params, x, positions, entering)
-        wide = algebra.at_least_float32(dtype)
+        found = jax.eval_shape(functools.partial(kept, own), params, x, positions, entering)
+        more, features = found
+        wide, keys = algebra.at_least_float32(dtype), features or rotated
         return LayerCache(
-            k=slots(shape(rotated.shape, wide if own.rewrites_keys else dtype), n),
+            k=slots(shape(keys.shape, wide if own.rewrites_keys else dtype), n),
             v=slots(head, n),
             e=slots(kept_state(e), n) if keeps_state else None,
             kept={name: slots(x, n) for name, x in more.items()},
@@ -261,6 +270,7 @@ def empty_layer(
     return jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), layer)
 
 
+@typed
 def grow_cache(model: Model, cache: Cache, capacity: int) -> Cache:
     """The cache with more slots; outside of ``jax.jit``.
 
@@ -315,9 +325,9 @@ def depends_on_capacity(model: Model, old: int, new: int, *, key: Array | None =
 
     def start(length: int) -> Any:
         dtype = model.config.carried_dtype
-        return model.config.position.start(
-            jnp.arange(min(old, new)), model.config.sizes, key=key, length=length, dtype=dtype
-        )
+        encoding = model.config.position
+        positions = on_axes(jnp.arange(min(old, new)), encoding.coordinate_axes)
+        return encoding.start(positions, model.config.sizes, key=key, length=length, dtype=dtype)
 
     same = jax.tree.map(lambda a, b: bool(jnp.array_equal(a, b)), start(old), start(new))
     return not all(jax.tree.leaves(same))
@@ -347,7 +357,7 @@ def append(
             f"with a cache for {cache.tokens.shape[0]} sequences, tokens must have shape "
             f"({cache.tokens.shape[0]}, T); got {tokens.shape}"
         )
-    time = tokens.shape[1]
+    time, axes = tokens.shape[1], cache.encoding.coordinate_axes
     used = 0 if isinstance(cache.index, jax.core.Tracer) else int(cache.index)
     if used + time > cache.capacity:
         raise ValueError(
@@ -360,8 +370,9 @@ def append(
         place = places(segment_ids)
     if positions is None:
         same = cache.segment_ids[:, None] == segment_ids[..., None]
-        last, found = _last(cache.positions[:, None], same)
-        positions = jnp.where(found, last + 1, 0) + place
+        farthest = cache.positions if axes == 1 else cache.positions.max(-1)
+        last, found = _last(farthest[:, None], same)
+        positions = on_axes(jnp.where(found, last + 1, 0) + place, axes)
     kept = cache.positions.dtype
     require(
         jnp.issubdtype(kept, jnp.floating) or not jnp.issubdtype(positions.dtype, jnp.floating),
@@ -370,7 +381,9 @@ def append(
     )
 
     def put(old: Array, new: Array) -> Array:
-        new = jnp.broadcast_to(without_padding(new, segment_ids), tokens.shape).astype(old.dtype)
+        tail = old.shape[2:]
+        new = without_padding(new, segment_ids, axes=axes if tail else 1)
+        new = jnp.broadcast_to(new, (*tokens.shape, *tail)).astype(old.dtype)
         return jax.lax.dynamic_update_slice_in_dim(old, new, cache.index, axis=1)
 
     return dataclasses.replace(

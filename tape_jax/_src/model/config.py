@@ -14,10 +14,12 @@ from tape_jax._src.attention import BACKENDS
 from tape_jax._src.core.algebra import at_least_float32
 from tape_jax._src.core.checks import (
     FLOATS,
+    check_fields,
     choose,
     from_mapping,
     number,
     positive,
+    real,
     require,
     set_field,
     truth,
@@ -58,6 +60,7 @@ class Lora:
     targets: tuple[str, ...] = ("q", "k", "v", "out")
 
     def __post_init__(self):
+        set_field(self, "alpha", real("lora: alpha", self.alpha))
         set_field(self, "rank", positive("lora: rank", self.rank))
         if isinstance(self.targets, list):
             set_field(self, "targets", tuple(self.targets))
@@ -94,6 +97,7 @@ class Experts:
     normalize: bool = True
 
     def __post_init__(self):
+        check_fields(self, "experts: ")
         for name in ("count", "per_token"):
             set_field(self, name, positive(f"experts: {name}", getattr(self, name)))
         require(
@@ -300,7 +304,7 @@ class ModelConfig:
         Cohere 2; there is no norm of the MLP then.
       embedding_scale, residual_scale: factors on embeddings, and on what attention and MLP add to
         the residual stream, as in Granite.
-      query_scale: factor on the logits of attention, of encodings that have none of their own;
+      query_scale: factor on the logits of attention, for encodings that have none of their own;
         None: ``head_dim ** -0.5``.
       logits_scaling: what logits are divided by.
       logit_softcap: bound of the logits of attention, as in :func:`tape_jax.attention`.
@@ -352,6 +356,7 @@ class ModelConfig:
         for name, check in FIELDS.items():
             set_field(self, name, check(f"model: {name}", getattr(self, name)))
         self._check_heads()
+        self._check_scale()
         self._check_implementations()
         self._check_random_positions()
         self._check_mlp()
@@ -381,6 +386,15 @@ class ModelConfig:
             self.shifted_groups is None or not by_pairs,
             f"model: shifted_groups = {self.shifted_groups} cuts sequences up, which "
             f"{' and '.join(map(repr, by_pairs))} cannot take: pairs of tokens are looked at",
+        )
+
+    def _check_scale(self) -> None:
+        """Raises ValueError for a scale of the logits beside the encoding's own."""
+        own = [x.kind for x in self.position.members if "scale" in x.acts_on]
+        require(
+            self.query_scale is None or not own,
+            f"model: query_scale = {self.query_scale} is for encodings without a scale of their "
+            f"own, which {' and '.join(map(repr, own))} has",
         )
 
     def _check_implementations(self) -> None:
@@ -504,6 +518,11 @@ class ModelConfig:
     def kv_heads(self) -> int:
         """Number of key/value heads."""
         return self.num_kv_heads or self.num_heads
+
+    @property
+    def attention_heads(self) -> int:
+        """Number of heads that attend: query heads, or more where the encoding makes them."""
+        return self.num_heads * self.position.heads_per_query
 
     @property
     def dim(self) -> int:

@@ -16,7 +16,7 @@ from flax.traverse_util import flatten_dict
 from tape_jax._src.attention import AttentionPlan, recorded_plans
 from tape_jax._src.attention.zigzag import from_zigzag
 from tape_jax._src.core import algebra
-from tape_jax._src.core.checks import choose, require_x64
+from tape_jax._src.core.checks import check_fields, choose, require_x64
 from tape_jax._src.core.explicit import automatic_inside
 from tape_jax._src.core.sharding import ParameterSpec, Sharding, constrain, splits_sequence
 from tape_jax._src.model import placement
@@ -33,7 +33,7 @@ from tape_jax._src.model.block import (
 )
 from tape_jax._src.model.cache import Cache, LayerCache, keep, write_cache
 from tape_jax._src.model.config import Blocks, ModelConfig
-from tape_jax._src.model.inputs import Call, Context, check_call
+from tape_jax._src.model.inputs import Call, Context, check_call, check_variables
 from tape_jax._src.model.layers import Linear, Norm
 from tape_jax._src.model.parameters import create, declare, declared_params, gathered
 from tape_jax._src.positions.protocol import Encoding, Param, State, as_positions, table_rows
@@ -94,6 +94,10 @@ class Transformer(nn.Module):
     config: ModelConfig
     sharding: Sharding | None = None
 
+    def __post_init__(self):
+        check_fields(self)
+        super().__post_init__()
+
     @property
     def encoding(self) -> Encoding:
         """The position encoding."""
@@ -115,6 +119,7 @@ class Transformer(nn.Module):
 
         What is returned is split there as the tokens are, logits also as the output projection is.
         """
+        check_variables(variables)
         tokens = args[0] if args else kwargs.get("tokens")
         return _applied(super().apply, variables, tokens, args, kwargs)
 
@@ -231,8 +236,9 @@ class Transformer(nn.Module):
             Tokens for which no slots are left are refused or, under ``jax.jit``, make these and all
             later logits NaN. The random key of a draw is the cache's too.
           length: for how many tokens random positions are drawn and dynamic scaling is fixed, an
-            integer or one for each sequence ``[...]``; None: as many as the sequence has, padding
-            not counted. With a cache it is the cache's (:func:`tape_jax.init_cache`).
+            integer or one for each row ``[...]``; None: as many as the row has in all its
+            segments, padding not counted. A segment is then as it is alone only with the ``length``
+            that it has alone. With a cache it is the cache's (:func:`tape_jax.init_cache`).
           output: ``logits``, or ``hidden`` to leave the output projection out: what enters it is
             returned instead, ``[..., T, hidden]`` in the compute type, of which :meth:`project`
             makes logits for a few tokens at a time.

@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tape_jax._src.core.checks import as_integers, concrete, require
+from tape_jax._src.core.algebra import at_least_float32
+from tape_jax._src.core.checks import as_array, as_integers, broadcasts, concrete, require, typed
 from tape_jax._src.core.explicit import automatic_inside, names_of
 from tape_jax._src.core.segments import PADDING, places
 from tape_jax._src.model import placement
@@ -30,11 +30,17 @@ from tape_jax._src.model.by_layer import loop_over_tokens
 from tape_jax._src.model.cache import Cache, append, check_length, init_cache, last_segment
 from tape_jax._src.model.decoder import Transformer
 from tape_jax._src.model.inputs import check_inputs, check_variables
-from tape_jax._src.positions.protocol import as_positions, check_indices, default_positions
+from tape_jax._src.positions.protocol import (
+    as_positions,
+    check_indices,
+    default_positions,
+    on_axes,
+)
 
 Array = jax.Array
 
 
+@typed
 @automatic_inside(placement.outputs)
 def generate(
     model: Transformer,
@@ -129,6 +135,7 @@ def _generate(
     return jnp.concatenate([tokens, new], axis=1)
 
 
+@typed
 def pad_prompts(
     prompts: Array | Sequence[Sequence[int] | np.ndarray],
     pad_id: int = 0,
@@ -174,6 +181,7 @@ def pad_prompts(
     return jnp.asarray(padded), jnp.asarray(lengths)
 
 
+@typed
 @automatic_inside(placement.outputs)
 def prefill(
     model: Transformer,
@@ -224,7 +232,9 @@ def prefill(
         padding = jnp.int32(0) if lengths is None else longest - lengths.astype(jnp.int32)[:, None]
         counted = default_positions(longest) - padding
         segment_ids = (counted >= 0).astype(jnp.int32)
-        positions = counted if positions is None else positions
+        encoding = model.config.position
+        if positions is None and (encoding.coordinate_axes == 1 or encoding.counts_text):
+            positions = on_axes(counted, encoding.coordinate_axes)
     kind = jnp.int32
     if positions is not None:
         positions = as_positions(positions)
@@ -243,7 +253,8 @@ def _in_chunks(
     """:func:`prefill` of an empty cache, ``chunk`` tokens at a time; the first may be fewer."""
     check_inputs(model, tokens, given["positions"], given["segment_ids"], cache)
     if given["positions"] is None:  # The cache would find them by comparing all pairs of tokens.
-        given["positions"] = places(given["segment_ids"])
+        axes = model.config.position.coordinate_axes
+        given["positions"] = on_axes(places(given["segment_ids"]), axes)
     # All are written before any is run, for encodings whose ids depend on later tokens.
     cache = append(cache, tokens, **given)
     check_indices("token ids", cache.tokens, model.config.vocab_size)
@@ -281,6 +292,7 @@ def _check_lengths(lengths: Any, batch: int, longest: int) -> Array:
     return lengths.astype(jnp.int32)
 
 
+@typed
 @automatic_inside(placement.outputs)
 def extend(
     model: Transformer,
@@ -334,6 +346,7 @@ class _Decoding(NamedTuple):
     out: Array
 
 
+@typed
 @automatic_inside(placement.outputs)
 def decode(
     model: Transformer,
@@ -390,7 +403,8 @@ def decode(
         f"{max_new_tokens} tokens do not fit into a cache of capacity {cache.capacity} with "
         f"{index} in use",
     )
-    stop = stop if isinstance(stop, jax.Array) else _stop_ids(stop, model.config.vocab_size)
+    if not isinstance(stop, jax.core.Tracer):
+        stop = _stop_ids(stop, model.config.vocab_size)
     by = loop_over_tokens(model, jax.tree.map(jnp.asarray, variables), cache)
     ids = None if stop is None else last_segment(cache)
 
@@ -417,6 +431,7 @@ def decode(
     return end.out, by.finish(end.cache)
 
 
+@typed
 @automatic_inside(lambda given, _: names_of(given["logits"])[:-1])
 def sample_logits(
     logits: Array,
@@ -429,9 +444,10 @@ def sample_logits(
     """Draws token ids from logits.
 
     Args:
-      logits: ``[..., vocab]``.
+      logits: ``[..., vocab]``; they are drawn from in at least float32.
       key: random key; None: the most likely token, whatever the other options say.
-      temperature: divides the logits.
+      temperature: divides the logits; it, ``top_k`` and ``top_p`` may each be an array that
+        broadcasts to ``[...]``.
       top_k: keeps the ``top_k`` most likely tokens, exactly that many among equals.
       top_p: keeps the fewest most likely tokens whose probabilities, after ``temperature`` and
         ``top_k``, add up to at least this (Holtzman et al. 2020, section 3.1).
@@ -440,15 +456,15 @@ def sample_logits(
       int32 ``[...]``; -1 where a logit is NaN.
 
     Raises:
-      ValueError: if an option that is a Python number is out of range.
+      ValueError: if an option is of another shape or, where it is known, out of range.
     """
     dtype = getattr(logits, "dtype", None)
     require(
-        dtype is not None and jnp.issubdtype(dtype, jnp.floating),
+        dtype is not None and jnp.issubdtype(dtype, jnp.floating) and logits.ndim > 0,
         f"logits must be an array of floats [..., vocab]; got {dtype or type(logits).__name__}",
     )
-    _check_sampling(temperature, top_k, top_p)
-    drawn = _draw(logits, key, temperature, top_k, top_p)
+    options = _check_sampling(temperature, top_k, top_p, logits.shape[:-1])
+    drawn = _draw(logits.astype(at_least_float32(dtype)), key, *options)
     return jnp.where(jnp.isnan(logits).any(-1), -1, drawn).astype(jnp.int32)
 
 
@@ -474,29 +490,44 @@ def _draw(logits: Array, key: Array | None, temperature: Any, top_k: Any, top_p:
     return jnp.take_along_axis(order, rank[..., None], axis=-1)[..., 0]
 
 
-def _check_sampling(temperature: Any, top_k: Any, top_p: Any) -> None:
-    """Checks sampling options; arrays, which may be traced, are let pass."""
+def _check_sampling(
+    temperature: Any, top_k: Any, top_p: Any, rows: tuple[int, ...] = ()
+) -> list[Array | None]:
+    """Sampling options as arrays that broadcast to ``[*rows, vocab]``, checked where known."""
 
-    def refuse(name: str, value: Any, wanted: str, valid: bool) -> None:
-        require(valid, f"{name} must be {wanted}; got {value!r}")
+    def checked(name: str, value: Any, wanted: str, valid: Callable[[Any], Any]) -> Array | None:
+        if value is None:
+            return None
+        x = as_array(name, value)
+        known = concrete(x)
+        require(
+            x.dtype != bool and (known is None or bool(np.all(valid(known)))),
+            f"{name} must be {wanted}; got {value!r}",
+        )
+        require(
+            broadcasts(x.shape, rows),
+            f"{name} must be a number, or broadcast to the rows {rows}; got shape {x.shape}",
+        )
+        return x[..., None]
 
-    temperature, top_k, top_p = (
-        x.item() if isinstance(x, np.generic) else x for x in (temperature, top_k, top_p)
-    )
-    if isinstance(temperature, int | float):
-        fine = temperature >= 0 and math.isfinite(temperature)
-        refuse("temperature", temperature, "finite and not negative", fine)
-    if isinstance(top_k, int | float):
-        refuse("top_k", top_k, "an integer of at least 1", isinstance(top_k, int) and top_k >= 1)
-    if isinstance(top_p, int | float):
-        refuse("top_p", top_p, "in (0, 1]", 0 < top_p <= 1)
+    def whole(x: Any) -> bool:
+        return jnp.issubdtype(x.dtype, jnp.integer) and (x >= 1)
+
+    def finite(x: Any) -> Any:
+        return np.isfinite(x) & (x >= 0)
+
+    return [
+        checked("temperature", temperature, "finite and not negative", finite),
+        checked("top_k", top_k, "an integer of at least 1", whole),
+        checked("top_p", top_p, "in (0, 1]", lambda x: (x > 0) & (x <= 1)),
+    ]
 
 
-def _stop_ids(stop: Iterable[int] | None, vocab_size: int) -> Array | None:
+def _stop_ids(stop: Iterable[int] | Array | None, vocab_size: int) -> Array | None:
     if stop is None:
         return None
     require(isinstance(stop, Iterable), f"stop must be a collection of token ids; got {stop!r}")
-    ids = np.asarray(list(stop))
+    ids = np.asarray(stop if hasattr(stop, "dtype") else list(stop))
     return _check_ids("stop", ids, vocab_size) if ids.size else None
 
 

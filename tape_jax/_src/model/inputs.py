@@ -23,6 +23,7 @@ from tape_jax._src.positions.protocol import (
     as_length,
     as_positions,
     default_positions,
+    on_axes,
 )
 
 Array = jax.Array
@@ -96,6 +97,7 @@ class Call:
             length = jnp.maximum((segment_ids != PADDING).sum(-1, dtype=jnp.int32), 1)
         if positions is None:
             positions = default_positions(time) if segment_ids is None else places(segment_ids)
+            positions = on_axes(positions, encoding.coordinate_axes)
         tokens = without_padding(tokens, segment_ids)
         positions = without_padding(positions, segment_ids, axes=encoding.coordinate_axes)
         positions = _drawn(config, positions, length, key)
@@ -237,7 +239,7 @@ def check_inputs(
     if not tokens.size:
         raise ValueError(f"tokens must hold at least one token; got shape {tokens.shape}")
     check_length(model, time if cache is None else cache.capacity)
-    if positions is None and encoding.coordinate_axes > 1:
+    if positions is None and encoding.coordinate_axes > 1 and not encoding.counts_text:
         raise ValueError(
             f"the encoding {encoding.kind!r} has axes={encoding.coordinate_axes}: give "
             f"positions= of shape {(*tokens.shape, encoding.coordinate_axes)}"
@@ -289,7 +291,8 @@ def _fits(name: str, x: Array | None, tokens: Array, tail: tuple[int, ...]) -> N
         or lead[-1] != tokens.shape[-1]
         or any(a not in (1, b) for a, b in batch)
     ):
+        turned = "; ids [n, ..., T] are jnp.moveaxis(ids, 0, -1)" if x.shape[:1] == tail else ""
         raise ValueError(
             f"{name} of shape {x.shape} does not fit tokens of shape {tokens.shape}: expected "
-            f"{(*tokens.shape, *tail)}, leading axes may be missing"
+            f"{(*tokens.shape, *tail)}, leading axes may be missing{turned}"
         )

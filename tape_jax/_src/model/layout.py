@@ -13,7 +13,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tape_jax._src.core.checks import require
+from tape_jax._src.core.checks import require, typed
 from tape_jax._src.model.decoder import (
     Transformer,
 )
@@ -53,6 +53,7 @@ def layer_params(model: Transformer, params: Any) -> dict[Encoding, list[dict[st
     return found
 
 
+@typed
 def restack(
     params: Any, old: Transformer, new: Transformer, *, donate: bool = False
 ) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 
 from tape_jax._src.core.algebra import float_type
-from tape_jax._src.core.checks import require_x64
+from tape_jax._src.core.checks import check_fields, require_x64
 from tape_jax._src.core.sharding import Sharding
 from tape_jax._src.model import one_attention
 from tape_jax._src.model.cache import LayerCache
@@ -57,6 +57,10 @@ class UpdateState(nn.Module):
     activation: str = "silu"
     param_dtype: Any = None
     sharding: Sharding | None = None
+
+    def __post_init__(self):
+        check_fields(self)
+        super().__post_init__()
 
     @nn.compact
     def __call__(self, state: Array, attended: Array | None, x: Array) -> Array:
@@ -143,6 +147,10 @@ class Attention(nn.Module):
     dtype: Any = "float32"
     param_dtype: Any = "float32"
 
+    def __post_init__(self):
+        check_fields(self)
+        super().__post_init__()
+
     @nn.compact
     def __call__(
         self,
@@ -161,14 +169,16 @@ class Attention(nn.Module):
         Args:
           x: what enters the layer after its norm, ``[..., T, hidden]``; ``[B, T, hidden]`` with a
             cache.
-          state: the position state ``e`` that enters; None: the encoding's start state.
-          positions: of all keys, ``[..., S]``; None: ``0 .. S - 1``. Without a cache ``S`` is
-            ``T``, with one its number of slots.
+          state: the position state ``e`` that enters. The first layer takes
+            :func:`tape_jax.rotary_state` if an update follows. None: the encoding's start state.
+          positions: of each key, ``[..., S]``: of the ``T`` tokens, or of all slots of a cache.
+            None, usual while decoding: ``0 .. S - 1``.
           segment_ids: integers ``[..., T]``; with a cache a pair ``([B, T], [B, S])``.
           mask: as in :func:`tape_jax.attention`.
           is_causal: whether tokens see earlier ones only.
           cache: of :meth:`init_cache`, or what the last call returned.
-          index: number of slots written before. ``index + T`` must not exceed the capacity.
+          index: number of slots written before. Where ``index + T`` exceeds the capacity, which is
+            an error where it is known, results are NaN.
 
         Returns:
           ``[..., T, hidden]``, the attended state or None, and the new cache or None.

@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from tape_jax._src.core.algebra import float_type
-from tape_jax._src.core.checks import require_x64
+from tape_jax._src.core.checks import require_x64, typed
 from tape_jax._src.core.sharding import Sharding
 from tape_jax._src.model import one_attention
 from tape_jax._src.model.cache import LayerCache
@@ -48,6 +48,7 @@ class UpdateState(nnx.Module):
       ValueError: if an option is unknown or out of range.
     """
 
+    @typed
     def __init__(
         self,
         hidden_size: int,
@@ -90,7 +91,21 @@ class UpdateState(nnx.Module):
         self._options = nnx.static(tuple(options.items()))
 
     def __call__(self, state: Array, attended: Array | None, x: Array) -> Array:
-        """Return the state leaving the layer; arguments as of :class:`tape_jax.UpdateState`."""
+        """Return the state leaving the layer.
+
+        Args:
+          state: ``e``, the state entering the layer, ``[T, D]`` or ``[batch..., T, H_kv | 1, D]``,
+            or in tensor form; the first layer takes :func:`tape_jax.rotary_state`.
+          attended: ``a``, with query heads ``H_q`` and the rest as ``state``; may be None if
+            ``attention_mix`` is ``none`` and ``degree`` 1.
+          x: the MLP's output before its residual addition ``[..., T, hidden]``.
+
+        Returns:
+          The new state, ``[..., T, H_kv, D]`` in the type of ``state``.
+
+        Raises:
+          ValueError: if shapes disagree.
+        """
         params = _values(self, self._names)
         return update_state(params, state, attended, x, **dict(self._options))
 
@@ -120,6 +135,7 @@ class Attention(nnx.Module):
       NotImplementedError: for an encoding that also acts at the embeddings.
     """
 
+    @typed
     def __init__(
         self,
         hidden_size: int,
@@ -166,7 +182,27 @@ class Attention(nnx.Module):
         cache: LayerCache | None = None,
         index: Array | int = 0,
     ) -> tuple[Array, Array | None, LayerCache | None]:
-        """Attend; arguments and results as of :class:`tape_jax.linen.Attention`."""
+        """Attend.
+
+        Args:
+          x: what enters the layer after its norm, ``[..., T, hidden]``; ``[B, T, hidden]`` with a
+            cache.
+          state: the position state ``e`` that enters. The first layer takes
+            :func:`tape_jax.rotary_state` if an update follows. None: the encoding's start state.
+          positions: of each key, ``[..., S]``: of the ``T`` tokens, or of all slots of a cache.
+            None, usual while decoding: ``0 .. S - 1``.
+          segment_ids: integers ``[..., T]``; with a cache a pair ``([B, T], [B, S])``.
+          mask: as in :func:`tape_jax.attention`.
+          is_causal: whether tokens see earlier ones only.
+          cache: of :meth:`init_cache`, or what the last call returned.
+          index: number of slots written before. ``index + T`` must not exceed the capacity.
+
+        Returns:
+          ``[..., T, hidden]``, the attended state or None, and the new cache or None.
+
+        Raises:
+          ValueError: if shapes or options do not go together.
+        """
         return one_attention.attend(
             self.config,
             _values(self, self._specs()),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from tape_jax._src.attention import attention
 from tape_jax._src.core.algebra import at_least_float32
-from tape_jax._src.core.checks import require
+from tape_jax._src.core.checks import concrete, require
 from tape_jax._src.core.explicit import automatic_inside, names_of
 from tape_jax._src.core.segments import places
 from tape_jax._src.model.attention_layer import prepared
@@ -64,7 +64,7 @@ def attention_params(config: ModelConfig, *, qk_norm: bool) -> dict[str, Param]:
         "q": kernel(c.hidden_size, q, "embed", "heads"),
         "k": kernel(c.hidden_size, kv, "embed", "kv_heads"),
         "v": kernel(c.hidden_size, kv, "embed", "kv_heads"),
-        "out": kernel(q, c.hidden_size, "heads", "embed"),
+        "out": kernel(c.attention_heads * c.dim, c.hidden_size, "heads", "embed"),
     }
     if qk_norm:
         specs |= {name: Param((c.dim,), init.ones, (None,)) for name in ("q_norm", "k_norm")}
@@ -127,6 +127,8 @@ def attend(
         new = context.positions
         if cache is not None:
             new = jax.lax.dynamic_slice_in_dim(new, index, time, axis=1)
+        if encoding.starts_by_head:
+            new = jnp.broadcast_to(new, x.shape[:-1])
         state = encoding.start(new, c.sizes, length=length, dtype=c.carried_dtype)
     if updates:
         state = encoding.carry(state, x.shape[:-1], c.sizes)
@@ -140,7 +142,7 @@ def attend(
     q, k, v = heads("q", c.num_heads), heads("k", c.kv_heads), heads("v", c.kv_heads)
     prefix = full_name(ENCODING, "")
     own = {name.removeprefix(prefix): p for name, p in params.items() if name.startswith(prefix)}
-    seen, options = prepared(c, encoding, own, x, (q, k, v), state, context, cache)
+    q, seen, options = prepared(c, encoding, own, x, (q, k, v), state, context, cache)
     out, attended = attention(
         q,
         seen.k,
@@ -151,6 +153,10 @@ def attend(
         **options,
     )
     out = out.reshape(*x.shape[:-1], -1) @ params["out"].astype(c.dtype)
+    if cache is not None:
+        # Beyond the last slot, writing would be at the last ones.
+        fits = index + x.shape[-2] <= cache.k.shape[2]
+        out, attended = jax.tree.map(lambda y: jnp.where(fits, y, jnp.nan), (out, attended))
     return out, attended, seen.cache
 
 
@@ -178,6 +184,11 @@ def _context(
             x.ndim == 3 and x.shape[0] == cache.k.shape[0] and time <= slots,
             f"with a cache of {cache.k.shape[0]} sequences and {slots} slots, x must have shape "
             f"[{cache.k.shape[0]}, T, {config.hidden_size}] with T <= {slots}; got {x.shape}",
+        )
+        used = concrete(index)
+        require(
+            used is None or 0 <= int(used) <= slots - time,
+            f"{time} tokens do not fit into a cache of capacity {slots} with {used} in use",
         )
         if segment_ids is None:
             # Slots behind the new tokens belong to no segment.

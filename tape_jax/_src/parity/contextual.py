@@ -25,7 +25,7 @@ from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.parity import coupled_positions
 from tape_jax._src.parity.deviations import Deviation, deviation
 from tape_jax._src.positions.fixed.bias import alibi_slopes
-from tape_jax._src.positions.fixed.rotary import frequencies
+from tape_jax._src.positions.fixed.rotary import RopeScaling, frequencies
 from tape_jax._src.positions.layer import Layer
 from tape_jax._src.positions.protocol import Encoding, default_positions
 
@@ -47,6 +47,10 @@ class Recorded:
       constants: recorded values that depend on no input, such as ALiBi's slopes.
       att_of: the encoding whose weights and what they leave were recorded, ``att`` and ``rem``, if
         the compared one adds something to them.
+      intermediates: as ``INTERMEDIATES``, for names that mean something else here.
+      order: the numbers of a head in the order of the library, as indices of those of the file;
+        None: they have one order.
+      positions: of the tokens, from the file's arrays; None: 0, 1, ...
     """
 
     encoding: Encoding
@@ -54,6 +58,9 @@ class Recorded:
     prepare: Callable[[Arrays], Arrays] = lambda arrays: arrays
     constants: dict[str, Any] = dataclasses.field(default_factory=dict)
     att_of: Encoding | None = None
+    intermediates: dict[str, str] = dataclasses.field(default_factory=dict)
+    order: np.ndarray | None = None
+    positions: Callable[[Arrays], Any] | None = None
 
 
 Source = Callable[[Arrays, Mapping[str, Any]], Recorded]
@@ -69,6 +76,10 @@ def same(**names: str) -> dict[str, Callable[[Arrays], Any]]:
 
 def _fox(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
     return Recorded(positions.Fox(), same(forget_kernel="W_f", forget_bias="b_f"))
+
+
+def _cable(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    return Recorded(positions.Cable(), same(decay_kernel="W_f", decay_bias="b_f"))
 
 
 def _selective_rope(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
@@ -154,8 +165,24 @@ def _kerple(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
     return Recorded(positions.Kerple(), KERPLE)
 
 
+FIRE = same(w1="F1", b1="f1", w2="F2", b2="f2", c="c", multiplier="L_mult")
+
+
+def _fire(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    return Recorded(positions.Fire(arrays["f1"].shape[0], meta["init_L"]), FIRE)
+
+
 def _dape(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
     width = arrays["b1"].shape[0]
+    if "f1" in arrays:
+        fire = {f"fire_{name}": make for name, make in FIRE.items()}
+        encoding = positions.DapeFire(width, arrays["f1"].shape[0], meta["init_L"])
+        return Recorded(encoding, {**fire, **MLP})
+    if "taps" in meta:
+        cls = positions.DapeV2Kerple if "bias_p" in arrays else positions.DapeV2Alibi
+        return Recorded(
+            cls(width, meta["taps"], published=True), MLP | (KERPLE if "bias_p" in arrays else {})
+        )
     if "bias_p" in arrays:
         return Recorded(positions.DapeKerple(width), {**KERPLE, **MLP})
     return Recorded(positions.DapeAlibi(width), MLP)
@@ -195,6 +222,23 @@ def _grape_path(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
     return Recorded(positions.GrapePath(width), same(path_kernel="W_p"))
 
 
+def _dda_per_row(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    def half(number: int) -> Callable[[Arrays], Any]:
+        return lambda arrays: jnp.split(arrays["W_gate"], 2, axis=-1)[number]
+
+    encoding = positions.DdaPerRow(meta["dim_gate"], meta["post_log_scale"])
+    return Recorded(encoding, {"query_gate_kernel": half(0), "key_gate_kernel": half(1)})
+
+
+def _inkling(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    params = same(relative_kernel="W_r", table="W_dist")
+    width, reach = arrays["W_dist"].shape
+    if "window" in meta:
+        return Recorded(positions.InklingLocal(width, reach), params)
+    alpha, floor = meta.get("alpha", 0.1), meta.get("n_floor")
+    return Recorded(positions.Inkling(width, reach, alpha, floor), params)
+
+
 def _path(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
     names = {"beta_kernel": "W_beta", "beta_bias": "b_beta"}
     optional = {"w_kernel": "W_w", "w_down": "W_w1", "w_up": "W_w2", "w_taps": "conv_w"}
@@ -211,26 +255,107 @@ def _path_fox(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
     return Recorded(encoding, path.params | gate)
 
 
+def _wall(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    # Recorded texts are short: several chunks of them.
+    wall = positions.Wall(chunk=4)
+    gates = {"log_f": "channel_log_gates", "log_fs": "log_gates"}
+    params = same(forget_kernel="W_f", forget_bias="b_f")
+    if "W_fs" not in arrays:
+        return Recorded(wall, params, intermediates=gates)
+    params |= same(fox_forget_kernel="W_fs", fox_forget_bias="b_fs")
+    return Recorded(positions.create([wall, positions.Fox()]), params, intermediates=gates)
+
+
 def _p_rope(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
-    encoding = positions.PRope(base=meta["theta"], partial_rotary_factor=meta["p"])
+    scaling = RopeScaling("proportional", meta.get("factor") or 1.0)
+    encoding = positions.PRope(meta["theta"], scaling, partial_rotary_factor=meta["p"])
     omega = frequencies(arrays["q"].shape[-1], encoding.base, encoding.scaling, None, meta["p"])
+    return Recorded(encoding, constants={"inv_freq": omega})
+
+
+def _longrope(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    dim, time = arrays["q"].shape[-1], arrays["q"].shape[1]
+    scaling = RopeScaling(
+        "longrope",
+        factor=meta.get("factor") or meta["max"] / meta["original_max"],
+        original_length=meta["original_max"],
+        short_factor=tuple(meta["short_factor"]),
+        long_factor=tuple(meta["long_factor"]),
+    )
+    share = meta["partial"]
+    encoding = positions.LongRope(meta["theta"], scaling, partial_rotary_factor=share)
+    omega = frequencies(dim, encoding.base, scaling, time, share)
+    # The file's pairs are of those that rotate.
+    turning = 2 * arrays["inv_freq"].size
+    still = np.arange(turning, dim).reshape(2, -1)
+    order = np.concatenate([np.arange(turning).reshape(2, -1), still], axis=-1).ravel()
+    return Recorded(
+        encoding,
+        constants={
+            "inv_freq": omega[: turning // 2],
+            "attention_factor": scaling.state_magnitude,
+        },
+        order=order,
+    )
+
+
+def _mrope(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    encoding = positions.MRope(
+        meta["theta"],
+        axes=len(meta["section"]),
+        sections=tuple(meta["section"]),
+        interleaved=meta["layout"] == "interleaved",
+    )
+    return Recorded(
+        encoding,
+        constants={"inv_freq": frequencies(arrays["q"].shape[-1], encoding.base)},
+        positions=lambda a: jnp.moveaxis(a["pos_ids"], 0, -1),
+    )
+
+
+def _fope(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    length = meta["max_sequence_length"]
+    encoding = positions.Fope(meta["theta"], original_length=length, learn=True)
+    kept = arrays["sin_coef"].shape[1]
+    omega = frequencies(arrays["q"].shape[-1], encoding.base)[:kept]
+    return Recorded(
+        encoding, same(sin_coef="sin_coef", cos_coef="cos_coef"), constants={"inv_freq": omega}
+    )
+
+
+def _rope_pp(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    encoding = positions.RopePP(meta["theta"])
+    omega = frequencies(arrays["q"].shape[-1], encoding.base)
     return Recorded(encoding, constants={"inv_freq": omega})
 
 
 # By the name in ``meta``, or the file's up to its last underscore: from the arrays and ``meta``.
 ENCODINGS: dict[str, Source] = {
+    "cable": _cable,
     "cope": _cope,
     "cope_sepkey_nodiv": _cope,
     "dape_alibi": _dape,
+    "dape_fire": _dape,
     "dape_kerple": _dape,
+    "dapev2_alibi": _dape,
+    "dapev2_kerple": _dape,
+    "fire": _fire,
+    "dda_per_row": _dda_per_row,
+    "fope": _fope,
     "fox": _fox,
     "grape_m_ctx": _grape_m_ctx,
+    "longrope": _longrope,
+    "longrope_short": _longrope,
+    "mrope": _mrope,
+    "mrope_interleaved": _mrope,
     "mapformer_em": _mapformer(positions.MapFormerEM),
     "mapformer_wm": _mapformer(positions.MapFormerWM),
     "repo_linear": _repo_linear,
     "repo_swiglu": _repo_swiglu,
     "selective_rope": _selective_rope,
     "selective_rope_full": _selective_rope,
+    "inkling": _inkling,
+    "inkling_local": _inkling,
     "grape_a_kgated": _grape_additive,
     "grape_a_qkgated": _grape_additive,
     "grape_ap": _grape_path,
@@ -241,11 +366,17 @@ ENCODINGS: dict[str, Source] = {
     "p_rope": _p_rope,
     "path": _path,
     "path_fox": _path_fox,
+    "wall": _wall,
+    "wall_scalar": _wall,
+    "rope_pp": _rope_pp,
 }
 
 # Intermediate values that files record, and the methods of encodings that compute them.
 INTERMEDIATES = {
     "log_f": "log_gates",
+    "decay": "decays",
+    "rel": "relative",
+    "bias": "relative_bias",
     "w": "vectors",
     "beta": "strengths",
     "pos": "places",
@@ -330,11 +461,16 @@ def _compare(file: ContextualFile, precision: str) -> Iterator[Deviation | str]:
         yield f"{precision}  gradients: not recorded in this file"
 
 
-def _changed(encoding: Encoding, changes: Arrays, found: Arrays) -> Encoding:
-    """The encoding with changes added to intermediate values, which are noted in ``found``."""
+def _changed(
+    encoding: Encoding, made: Mapping[str, str], changes: Arrays, found: Arrays
+) -> Encoding:
+    """The encoding with changes added to intermediate values, which are noted in ``found``.
+
+    ``made`` are the methods that compute them, by the values' names.
+    """
     if isinstance(encoding, positions.Combined):
         parts = encoding.encodings
-        return positions.Combined(tuple(_changed(part, changes, found) for part in parts))
+        return positions.Combined(tuple(_changed(part, made, changes, found) for part in parts))
 
     def method(name: str, original: Callable[..., Array]) -> Callable[..., Array]:
         def compute(self: Encoding, *args: Any) -> Array:
@@ -346,21 +482,15 @@ def _changed(encoding: Encoding, changes: Arrays, found: Arrays) -> Encoding:
     own = type(encoding)
     methods = {
         made_by: method(name, getattr(own, made_by))
-        for name, made_by in INTERMEDIATES.items()
+        for name, made_by in made.items()
         if hasattr(own, made_by)
     }
     return type(own.__name__, (own,), methods)(**vars(encoding))
 
 
-def _run(
-    recorded: Recorded, fixed: Arrays, inputs: Arrays, changes: Arrays
-) -> tuple[Array, Arrays]:
-    """``o``, and everything else that a file may hold, with changes to intermediate values."""
-    arrays = recorded.prepare({**fixed, **inputs})
-    params = {name: make(arrays) for name, make in recorded.params.items()}
-    q, k, v = arrays["q"], arrays["k"], arrays["v"]
-    noted: Arrays = {}
-    encoding = _changed(recorded.encoding, changes, noted)
+def _layer(recorded: Recorded, encoding: Encoding, params: Arrays, arrays: Arrays) -> Layer:
+    """The layer that a file's arrays enter, with the state that the encoding makes."""
+    q, k = arrays["q"], arrays["k"]
     batch, time, heads, dim = q.shape
     x = arrays.get("x", jnp.zeros((batch, time, heads * dim), q.dtype))
     sizes = Sizes(
@@ -373,30 +503,54 @@ def _run(
         dtype=q.dtype.name,
     )
     encoding.check(sizes)
-    layer = Layer(x, default_positions(time), None, True, sizes, q=q, k=k)
+    places = default_positions(time) if recorded.positions is None else recorded.positions(arrays)
+    layer = Layer(x, places, None, True, sizes, q=q, k=k)
     state, _ = encoding.start_from_embeddings(params, layer)
     if state is None:
-        state = encoding.start(layer.positions, sizes, dtype=q.dtype)
-    layer = dataclasses.replace(layer, state=state)
+        places = places[None] if encoding.starts_by_head else places
+        state = encoding.start(places, sizes, dtype=q.dtype, params=params)
+    return dataclasses.replace(layer, state=state)
+
+
+def _run(
+    recorded: Recorded, fixed: Arrays, inputs: Arrays, changes: Arrays
+) -> tuple[Array, Arrays]:
+    """``o``, and everything else that a file may hold, with changes to intermediate values."""
+    arrays = recorded.prepare({**fixed, **inputs})
+    params = {name: make(arrays) for name, make in recorded.params.items()}
+    order = recorded.order
+    q, k, v = arrays["q"], arrays["k"], arrays["v"]
+    if order is not None:
+        q, k = q[..., order], k[..., order]
+    noted: Arrays = {}
+    made = INTERMEDIATES | recorded.intermediates
+    encoding = _changed(recorded.encoding, made, changes, noted)
+    layer = _layer(recorded, encoding, params, arrays | {"q": q, "k": k})
+    state, (_, time, heads, dim) = layer.state, q.shape
     terms = encoding.layer_terms(params, layer)
     rotations = encoding.rotation(state) if terms.state is None else (terms.state, terms.state)
     scores = _all_pairs(q, k)
+    if terms.features is not None:
+        q, k = terms.features
     if rotations[0] is not None and rotations[1] is not None:
         q, k = rotate(q, rotations[0]), rotate(k, rotations[1])
-    noted |= {"q_rot": q, "k_rot": k}
+    back = slice(None) if order is None else np.argsort(order)
+    noted |= {"q_rot": q[..., back], "k_rot": k[..., back]}
     q, k = q + changes.get("q_rot", 0), k + changes.get("k_rot", 0)
     options = terms.keywords()
     weights = options
     if recorded.att_of is not None:
         weights = recorded.att_of.layer_terms(params, layer).keywords()
+    own = encoding.logits_scale(layer.sizes)
+    scale = dim**-0.5 if own is None else own
     attend = functools.partial(
-        attention, q, k, is_causal=True, implementation="reference", scale=dim**-0.5
+        attention, q, k, is_causal=True, implementation="reference", scale=scale
     )
     one_hot = jnp.broadcast_to(jnp.eye(time, dtype=q.dtype)[:, None], (*k.shape[:-1], time))
     att = _heads_first(attend(one_hot, **weights)[0])
     logits = _heads_first(attend(one_hot, **options | {"weights_fn": _logits})[0])
     seen = jnp.tril(jnp.ones((time, time), bool))
-    scores = jnp.where(seen, scores, 0)
+    scores = jnp.repeat(jnp.where(seen, scores, 0), logits.shape[1] // heads, axis=1)
     # What rotates queries and keys or, if nothing does, the state that the encoding uses otherwise.
     states = jax.tree.leaves((rotations, state))
     found = {
@@ -423,4 +577,4 @@ def _heads_first(x: Array) -> Array:
 
 
 def _logits(logits: Array, rows: AttentionRows) -> Array:
-    return jnp.where(rows.visible, logits, 0)
+    return jnp.where(logits == -jnp.inf, 0, logits)

@@ -9,19 +9,38 @@ from tape_jax._src.positions.ablations import (
 )
 from tape_jax._src.positions.combined import Combined
 from tape_jax._src.positions.contextual.cope import Cope
-from tape_jax._src.positions.contextual.dape import DapeAlibi, DapeKerple
-from tape_jax._src.positions.contextual.forget import Fox
+from tape_jax._src.positions.contextual.dape import (
+    DapeAlibi,
+    DapeFire,
+    DapeKerple,
+    DapeV2Alibi,
+    DapeV2Kerple,
+)
+from tape_jax._src.positions.contextual.forget import Cable, DdaPerRow, Fox
 from tape_jax._src.positions.contextual.grape import GrapeAdditive, GrapeMultiplicative, GrapePath
+from tape_jax._src.positions.contextual.inkling import Inkling, InklingLocal
 from tape_jax._src.positions.contextual.mapformer import MapFormerEM, MapFormerWM
 from tape_jax._src.positions.contextual.path import PathAttention
 from tape_jax._src.positions.contextual.repo import Repo
 from tape_jax._src.positions.contextual.selective import SelectiveRope
 from tape_jax._src.positions.contextual.stickbreaking import StickBreaking
+from tape_jax._src.positions.contextual.wall import Wall
 from tape_jax._src.positions.creation import registry
 from tape_jax._src.positions.fixed.additive import Abacus, Learned, Sinusoidal
 from tape_jax._src.positions.fixed.bias import Alibi, Fire, Kerple, T5Bias
 from tape_jax._src.positions.fixed.coupling import PositionCoupling
-from tape_jax._src.positions.fixed.rotary import PRope, RandomRope, Rope, Xpos, Yarn, rotary_state
+from tape_jax._src.positions.fixed.features import RopePP
+from tape_jax._src.positions.fixed.fourier import Fope
+from tape_jax._src.positions.fixed.rotary import (
+    LongRope,
+    MRope,
+    PRope,
+    RandomRope,
+    Rope,
+    Xpos,
+    Yarn,
+    rotary_state,
+)
 from tape_jax._src.positions.fixed.window import Window
 from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.positions.protocol import Encoding, Param
@@ -32,20 +51,30 @@ from tape_jax._src.positions.tape.update import update_state
 __all__ = [
     "Abacus",
     "Alibi",
+    "Cable",
     "Combined",
     "Cope",
     "DapeAlibi",
+    "DapeFire",
     "DapeKerple",
+    "DapeV2Alibi",
+    "DapeV2Kerple",
+    "DdaPerRow",
     "Encoding",
     "Fire",
+    "Fope",
     "Fox",
     "GrapeAdditive",
     "GrapeMultiplicative",
     "GrapePath",
+    "Inkling",
+    "InklingLocal",
     "Kerple",
     "Layer",
     "Layers",
     "Learned",
+    "LongRope",
+    "MRope",
     "MapFormerEM",
     "MapFormerWM",
     "MixHeadDim",
@@ -59,6 +88,7 @@ __all__ = [
     "RelaxedEquivariance",
     "Repo",
     "Rope",
+    "RopePP",
     "SelectiveRope",
     "SeparateCosSin",
     "Sinusoidal",
@@ -66,6 +96,7 @@ __all__ = [
     "T5Bias",
     "Tape",
     "Terms",
+    "Wall",
     "Window",
     "Xpos",
     "Yarn",

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from tape_jax._src.core.checks import require, set_field
 from tape_jax._src.core.sizes import Sizes
@@ -21,6 +22,7 @@ Array = jax.Array
 ALONE = {
     "embedding": "adds to the embeddings",
     "state": "has a position state",
+    "scale": "scales the logits by a factor of its own",
     "logits": "rewrites the logits",
     "weights": "replaces the softmax",
     "window": "bounds what is seen",
@@ -28,7 +30,7 @@ ALONE = {
 
 
 # Terms that one encoding of a combination has at most.
-ONE_OF = ("state", "logits_fn", "weights_fn", "rewritten_keys")
+ONE_OF = ("state", "logits_fn", "weights_fn", "rewritten_keys", "features")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +45,8 @@ class Combined(Encoding):
 
     Raises:
       ValueError: for fewer than two, two of a kind, or one that cannot be combined; if two have a
-        state, rewrite the logits, replace the softmax, or add to the embeddings, or if one reads
-        one position a token where the state has several; and as each of them does.
+        state, scale or rewrite the logits, replace the softmax, or add to the embeddings, or if one
+        reads one position a token where the state has several; and as each of them does.
     """
 
     encodings: tuple[Encoding, ...]
@@ -105,6 +107,16 @@ class Combined(Encoding):
             x for x in Encoding.takes_drawn if all(x in e.takes_drawn for e in self.encodings)
         )
 
+    @property
+    def heads_per_query(self) -> int:  # type: ignore[override]
+        """That of the one with a state."""
+        return self._state.heads_per_query
+
+    @property
+    def counts_text(self) -> bool:  # type: ignore[override]
+        """Whether the one with a state does."""
+        return self._state.counts_text
+
     def _of(self, place: str) -> Encoding:
         """The one that acts there; none at all if no one does."""
         return next((x for x in self.encodings if place in x.acts_on), Encoding())
@@ -152,9 +164,15 @@ class Combined(Encoding):
     def reads_start(self) -> bool:
         return self._state.reads_start
 
+    def _sizes(self, encoding: Encoding, sizes: Sizes) -> Sizes:
+        """The sizes as one of them sees them: beside more heads a query all others have those."""
+        if encoding is self._state or self.heads_per_query == 1:
+            return sizes
+        return dataclasses.replace(sizes, num_heads=sizes.num_heads * self.heads_per_query)
+
     def check(self, sizes: Sizes) -> None:
         for encoding in self.encodings:
-            encoding.check(sizes)
+            encoding.check(self._sizes(encoding, sizes))
 
     def max_length(self) -> int | None:
         limits = [encoding.max_length() for encoding in self.encodings]
@@ -165,7 +183,9 @@ class Combined(Encoding):
 
     def layer_params(self, sizes: Sizes, *, updates: bool) -> dict[str, Param]:
         return self._gathered(
-            lambda one: one.layer_params(sizes, updates=updates and one is self._state)
+            lambda one: one.layer_params(
+                self._sizes(one, sizes), updates=updates and one is self._state
+            )
         )
 
     def coordinates(
@@ -197,6 +217,9 @@ class Combined(Encoding):
     def rotation(self, state: State) -> tuple[Array | None, Array | None]:
         return self._state.rotation(state)
 
+    def logits_scale(self, sizes: Sizes) -> float | None:
+        return self._of("scale").logits_scale(sizes)
+
     def updates(self, layer: int, num_layers: int) -> bool:
         return self._state.updates(layer, num_layers)
 
@@ -224,8 +247,11 @@ class Combined(Encoding):
         )
 
     def _terms_of(self, encoding: Encoding, params: dict[str, Array], layer: Layer) -> Terms:
-        prefix = self._prefix(encoding)
-        specs = encoding.layer_params(layer.sizes, updates=True)
+        prefix, sizes = self._prefix(encoding), self._sizes(encoding, layer.sizes)
+        if sizes is not layer.sizes:
+            q = None if layer.q is None else jnp.repeat(layer.q, self.heads_per_query, axis=-2)
+            layer = dataclasses.replace(layer, sizes=sizes, q=q)
+        specs = encoding.layer_params(sizes, updates=True)
         terms = encoding.layer_terms(self._own(encoding, params, specs), layer.renamed(prefix))
         kept = terms.kept or {}
         return terms._replace(kept={prefix + name: x for name, x in kept.items()})

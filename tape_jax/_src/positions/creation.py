@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tape_jax._src.core.checks import choose, from_mapping, nearest, require
+from tape_jax._src.core.checks import choose, from_mapping, nearest, require, typed
 from tape_jax._src.positions.ablations import (
     MixHeadDim,
     NoEquivariance,
@@ -23,18 +23,37 @@ from tape_jax._src.positions.ablations import (
 )
 from tape_jax._src.positions.combined import Combined
 from tape_jax._src.positions.contextual.cope import Cope
-from tape_jax._src.positions.contextual.dape import DapeAlibi, DapeKerple
-from tape_jax._src.positions.contextual.forget import Fox
+from tape_jax._src.positions.contextual.dape import (
+    DapeAlibi,
+    DapeFire,
+    DapeKerple,
+    DapeV2Alibi,
+    DapeV2Kerple,
+)
+from tape_jax._src.positions.contextual.forget import Cable, DdaPerRow, Fox
 from tape_jax._src.positions.contextual.grape import GrapeAdditive, GrapeMultiplicative, GrapePath
+from tape_jax._src.positions.contextual.inkling import Inkling, InklingLocal
 from tape_jax._src.positions.contextual.mapformer import MapFormerEM, MapFormerWM
 from tape_jax._src.positions.contextual.path import PathAttention
 from tape_jax._src.positions.contextual.repo import Repo
 from tape_jax._src.positions.contextual.selective import SelectiveRope
 from tape_jax._src.positions.contextual.stickbreaking import StickBreaking
+from tape_jax._src.positions.contextual.wall import Wall
 from tape_jax._src.positions.fixed.additive import Abacus, Learned, Sinusoidal
 from tape_jax._src.positions.fixed.bias import Alibi, Fire, Kerple, T5Bias
 from tape_jax._src.positions.fixed.coupling import PositionCoupling
-from tape_jax._src.positions.fixed.rotary import PRope, RandomRope, Rope, RopeScaling, Xpos, Yarn
+from tape_jax._src.positions.fixed.features import RopePP
+from tape_jax._src.positions.fixed.fourier import Fope
+from tape_jax._src.positions.fixed.rotary import (
+    LongRope,
+    MRope,
+    PRope,
+    RandomRope,
+    Rope,
+    RopeScaling,
+    Xpos,
+    Yarn,
+)
 from tape_jax._src.positions.fixed.window import Window
 from tape_jax._src.positions.protocol import Encoding
 from tape_jax._src.positions.tape.encoding import Tape
@@ -46,9 +65,13 @@ registry: dict[str, type[Encoding]] = {
         Tape,
         Rope,
         Yarn,
+        LongRope,
         PRope,
+        MRope,
         Xpos,
         RandomRope,
+        Fope,
+        RopePP,
         SelectiveRope,
         GrapeMultiplicative,
         Repo,
@@ -60,12 +83,20 @@ registry: dict[str, type[Encoding]] = {
         Fire,
         T5Bias,
         Fox,
+        Cable,
+        DdaPerRow,
         PathAttention,
+        Wall,
         GrapeAdditive,
         GrapePath,
         Cope,
         DapeKerple,
         DapeAlibi,
+        DapeFire,
+        DapeV2Kerple,
+        DapeV2Alibi,
+        Inkling,
+        InklingLocal,
         StickBreaking,
         Sinusoidal,
         Learned,
@@ -91,6 +122,7 @@ ALIASES = {
     "roformer": "rope",
     "rotary": "rope",
     "sincos": "sinusoidal",
+    "wall_scalar": "wall+fox",
 }
 
 
@@ -133,6 +165,7 @@ def _option_names(types: Sequence[type[Encoding]]) -> dict[str, tuple[type[Encod
     return short | {f"{cls.kind}_{name}": (cls, name) for cls, name in fields}
 
 
+@typed
 def options_of(encoding: Encoding) -> dict[str, Any]:
     """``kind`` and all options, from which :func:`create` makes the encoding again."""
     members = encoding.members

@@ -34,6 +34,9 @@ class Terms(NamedTuple):
       bias: as ``bias`` of :func:`tape_jax.attention`.
       log_decay: as ``log_decay`` there, of the queries and of all keys.
       logits_fn, weights_fn: as there.
+      features: queries ``[..., T, Hq, F]`` and keys ``[..., T, Hk, F]`` of the new tokens that
+        attend in place of the projected ones; decoding keeps the keys. Nothing rotates them. ``Hq``
+        is ``Encoding.heads_per_query`` times the number of query heads.
       rewritten_keys: what decoding keeps of all keys ``[B, H, S, D]`` after these tokens, for an
         encoding that says so (``Encoding.rewrites_keys``). Without ``logits_fn`` they are also what
         these tokens attend.
@@ -46,6 +49,7 @@ class Terms(NamedTuple):
     log_decay: tuple[Array, Array] | None = None
     logits_fn: Callable[[Array, Any], Array] | None = None
     weights_fn: Callable[[Array, Any], Array] | None = None
+    features: tuple[Array, Array] | None = None
     rewritten_keys: Callable[[Array], Array] | None = None
     kept: dict[str, Array] | None = None
 
@@ -124,6 +128,21 @@ class Layer:
         if self.kept is None:
             return x
         return lax.dynamic_slice_in_dim(x, self.index, self.time, axis=1)
+
+    def ids(self) -> tuple[Array | None, Array | None]:
+        """Segment ids of the new tokens ``[B, T]`` and of all keys ``[B, S]``, or Nones.
+
+        ``B`` is all batch axes.
+        """
+        if self.segment_ids is None:
+            return None, None
+        pair = self.segment_ids if isinstance(self.segment_ids, tuple) else (self.segment_ids,) * 2
+        batch = self.x.shape[:-2]
+        own, every = (
+            jnp.broadcast_to(ids, (*batch, ids.shape[-1])).reshape(-1, ids.shape[-1])
+            for ids in pair
+        )
+        return own, every
 
     def first_positions(self) -> Array:
         """Positions of the first tokens of all keys' segments, ``[..., S]``, or one for all.

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tape_jax._src.core.algebra import at_least_32_bits, at_least_float32
-from tape_jax._src.core.checks import as_integers, concrete, require
+from tape_jax._src.core.checks import as_integers, broadcasts, concrete, require
 from tape_jax._src.core.sharding import Sharding
 from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.layer import Layer, Terms
@@ -32,7 +32,7 @@ State = Any
 
 # Where an encoding may act: of "bias" and "decay" any number of encodings of a combination, of each
 # of the others one.
-PLACES = ("embedding", "state", "logits", "weights", "bias", "decay", "window")
+PLACES = ("embedding", "state", "scale", "logits", "weights", "bias", "decay", "window")
 
 # What an option of each type has to be: in words, and whether a value is that.
 OPTION_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
@@ -133,11 +133,8 @@ def as_length(length: Any, batch: tuple[int, ...]) -> int | Array:
         number = operator.index(length)
     except TypeError:
         array = as_integers("length", length)
-        fits = len(batch) >= array.ndim and all(
-            n in (1, m) for n, m in zip(array.shape[::-1], batch[::-1], strict=False)
-        )
         require(
-            jnp.issubdtype(array.dtype, jnp.integer) and fits,
+            jnp.issubdtype(array.dtype, jnp.integer) and broadcasts(array.shape, batch),
             f"length must be an integer or integers that broadcast to the batch {batch}; got "
             f"{array.dtype} of shape {array.shape}",
         )
@@ -180,6 +177,13 @@ class OfLayer(NamedTuple):
         return (*states[: self.member], new, *states[self.member + 1 :])
 
 
+def on_axes(positions: Array, axes: int) -> Array:
+    """Positions ``[..., T]`` as coordinates ``[..., T, n]`` if there are ``n > 1`` axes."""
+    if axes == 1:
+        return positions
+    return jnp.broadcast_to(positions[..., None], (*positions.shape, axes))
+
+
 @dataclasses.dataclass(frozen=True)
 class Encoding:
     """No position encoding at all; the base of every other one.
@@ -197,6 +201,10 @@ class Encoding:
     acts_on: ClassVar[tuple[str, ...]] = ()
     # Whether layer_terms rewrites what decoding keeps of earlier keys.
     rewrites_keys: ClassVar[bool] = False
+    # Heads that attend for each query head, where layer_terms makes features.
+    heads_per_query: ClassVar[int] = 1
+    # Whether tokens have, where no positions are given, their index on each of several axes.
+    counts_text: ClassVar[bool] = False
     # Kinds of RandomPositions that it takes: a table has no rows for stretched ones.
     takes_drawn: ClassVar[tuple[str, ...]] = ("spaced", "stretched", "shifted")
 
@@ -335,6 +343,10 @@ class Encoding:
     def rotation(self, state: State) -> tuple[Array | None, Array | None]:
         """The states ``e`` by which queries and keys are rotated; ``(None, None)``: not at all."""
         return None, None
+
+    def logits_scale(self, sizes: Sizes) -> float | None:
+        """The factor on ``q . k`` of an encoding that acts on "scale"; None: ``1 / sqrt(D)``."""
+        return None
 
     def pair_bias(self, params: dict[str, Array], query: Array, key: Array, sizes: Sizes) -> Array:
         """Bias ``[..., H, Q, K]`` of the logits at positions ``[..., Q]`` and ``[..., K]``."""

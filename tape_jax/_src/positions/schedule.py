@@ -71,6 +71,11 @@ class Layers(Encoding):
             len(set(axes.values())) < 2,
             f"encodings of one schedule take as many coordinates as each other; got {axes}",
         )
+        heads = {x.kind: x.heads_per_query for x in self.distinct}
+        require(
+            len(set(heads.values())) < 2,
+            f"in a schedule as many heads attend for each query head in all layers; got {heads}",
+        )
         require(
             not any(isinstance(x, Layers) for x in pattern),
             f"a schedule cannot be part of another; got {self.kind!r}",
@@ -137,6 +142,14 @@ class Layers(Encoding):
     def rewrites_keys(self) -> bool:  # type: ignore[override]
         """Whether one of them does."""
         return any(x.rewrites_keys for x in self.distinct)
+
+    @property
+    def counts_text(self) -> bool:  # type: ignore[override]
+        return all(x.counts_text for x in self.distinct if x.coordinate_axes > 1)
+
+    @property
+    def heads_per_query(self) -> int:  # type: ignore[override]
+        return self.distinct[0].heads_per_query
 
     def check(self, sizes: Sizes) -> None:
         require(

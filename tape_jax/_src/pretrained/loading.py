@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from tape_jax._src.core.checks import choose, require, require_x64
+from tape_jax._src.core.checks import choose, require, require_x64, typed
 from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.model.decoder import (
     Transformer,
@@ -53,6 +53,7 @@ OPTIONS = (
 )
 
 
+@typed
 def from_pretrained(
     path: str | os.PathLike,
     *,
@@ -103,6 +104,7 @@ def from_pretrained(
     return model, {"params": unflatten_dict(params, sep="/")}
 
 
+@typed
 def pretrained_config(path: str | os.PathLike, **options: Any) -> ModelConfig:
     """The description of the model that :func:`from_pretrained` gives; no tensor is read.
 

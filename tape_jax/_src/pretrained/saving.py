@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
 
-from tape_jax._src.core.checks import choose, require
+from tape_jax._src.core.checks import choose, require, typed
 from tape_jax._src.model.decoder import (
     Transformer,
 )
@@ -80,6 +80,7 @@ class FilePlan:
     tensors: dict[str, Tensor]
 
 
+@typed
 def save_pretrained(
     path: str | os.PathLike,
     model: Transformer,

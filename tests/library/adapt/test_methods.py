@@ -240,6 +240,7 @@ class TestAdapt:
                 {"lora": Lora(), "position": positions.Rope(base=5e5)},
             ),
             ("full", {}, "all", {}),
+            ("drope", {}, "all", {"position": positions.create("none")}),
         ],
     )
     def test_methods(self, method, options, rules, changes):
@@ -247,7 +248,7 @@ class TestAdapt:
         assert made.model.config == dataclasses.replace(self.MODEL.config, **changes)
         assert described(made.variables) == wanted(made.model)
         assert made.method == method
-        extra = [] if method == "full" else ["norms", "embeddings"]
+        extra = [] if rules == "all" else ["norms", "embeddings"]
         assert [str(rule) for rule in made.rules] == [rules, *extra]
         adapt.trainable_mask(made.model, made.rules)
         assert made.base == adapt.fingerprint(self.MODEL, self.VARIABLES)
@@ -264,6 +265,19 @@ class TestAdapt:
         )
         assert made.rules == (adapt.Position(),)
         assert made.model.encoding == positions.Tape(scaling=RopeScaling("linear", 2.0))
+
+    def test_dropped_positions_are_equal_positions(self):
+        """Where all tokens are at one place, RoPE turns none of them against another."""
+        made = adapt.adapt(self.MODEL, self.VARIABLES, "drope")
+        found = logits(made.model, made.variables)
+        same_place = logits(self.MODEL, self.VARIABLES, positions=jnp.full_like(TOKENS, 5))
+        assert difference(found, same_place) < 1e-6
+        assert difference(found, logits(self.MODEL, self.VARIABLES)) > 0.01
+        assert is_shared(made.variables, self.VARIABLES)
+        with pytest.raises(ValueError, match="scaling is of the rotary frequencies"):
+            adapt.adapt(self.MODEL, self.VARIABLES, "drope", scaling=YARN)
+        with pytest.raises(ValueError, match="'rope' or 'yarn'; this one has 'alibi'"):
+            adapt.drop_positions(small_model("alibi"), {})
 
     def test_a_model_without_values(self):
         shapes = jax.eval_shape(self.MODEL.init, jax.random.key(0), TOKENS)

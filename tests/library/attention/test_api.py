@@ -57,7 +57,23 @@ WRONG = {
         arrays(state=(2, 5, 2, D)),
         r"state of shape \(2, 5, 2, 8\).*k of shape \(2, 6, 2, 8\)",
     ),
-    "state_heads": (arrays(state=(2, T, 4, D)), "state of shape.*does not fit"),
+    "state_heads": (arrays(state=(2, T, 3, D)), "state of shape.*does not fit.*h = 1, 2(?!;)"),
+    "state_query_heads": (
+        arrays(state=(2, T, 4, D)),
+        "h = 1, 2; give num_kv_heads=2 to init_update or UpdateState",
+    ),
+    "heads_before_time": (
+        arrays(q=(2, H, T, D), k=(2, H, T, D), v=(2, H, T, D), state=(T, D)),
+        r"h = 1, 6 \(arrays are \[batch, time, heads, D\]\)",
+    ),
+    "heads_before_time_in_the_state": (
+        arrays(state=(2, 2, T, D)),
+        r"h = 1, 2 \(arrays are \[batch, time, heads, D\]\)",
+    ),
+    "grouped_heads_before_time": (
+        arrays(q=(2, H, T, D), k=(2, 2, T, D), v=(2, 2, T, D), state=(T, D)),
+        r"differ in length \(arrays are \[batch, time, heads, D\]\); got q \(2, 4, 6, 8\)",
+    ),
     "state_heads_divide": (
         arrays(q=(2, T, 4, D), k=(2, T, 4, D), v=(2, T, 4, D), state=(2, T, 2, D)),
         r"state of shape .*does not fit k .*h = 1, 4",

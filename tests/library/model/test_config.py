@@ -62,6 +62,9 @@ class TestRopeScaling:
         assert yarn.state_magnitude == pytest.approx(0.1 * math.log(8) + 1)
         assert dataclasses.replace(yarn, factor=0.5).state_magnitude == 1.0
         assert dataclasses.replace(yarn, magnitude=1.3).state_magnitude == 1.3
+        longrope = RopeScaling("longrope", 8.0, original_length=64)
+        assert longrope.state_magnitude == pytest.approx(math.sqrt(1.5))
+        assert dataclasses.replace(longrope, factor=0.5).state_magnitude == 1.0
 
     def test_numbers_of_jax_can_be_hashed(self):
         config = ModelConfig(10, norm_eps=jnp.float32(1e-5), tie_embeddings=np.bool_(True))
@@ -79,6 +82,13 @@ class TestRopeScaling:
             ({"factor": "a"}, r"rope scaling: factor must be a finite number; got 'a'"),
             ({"magnitude": float("inf")}, r"magnitude must be a finite number or None; got inf"),
             ({"truncate": "no"}, r"truncate must be True or False; got 'no'"),
+            ({"kind": "longrope", "original_length": 1}, r"original_length above 1; got 1"),
+            ({"kind": "longrope", "long_factor": 3.0}, r"must be a tuple of numbers; got 3\.0"),
+            ({"kind": "longrope", "long_factor": (1, 0)}, r"must be positive; got \(1, 0\)"),
+            (
+                {"kind": "yarn", "short_factor": (2,)},
+                r"short_factor and long_factor are of the kind 'longrope'; .* with 'yarn'",
+            ),
             ({"beta_slow": 0}, r"beta_slow must be positive; got 0"),
             ({"beta_fast": 1}, r"beta_fast 1\.0 must exceed beta_slow 1\.0"),
             (
@@ -117,7 +127,7 @@ class TestExperts:
         ("fields", "words"),
         [
             ({"count": 0}, r"count must be a positive integer; got 0"),
-            ({"count": 4.0}, r"count must be a positive integer; got 4\.0"),
+            ({"count": 4.0}, r"count must be an integer; got 4\.0"),
             ({"count": 4, "per_token": 0}, r"per_token must be a positive integer; got 0"),
             ({"count": 4, "per_token": 5}, r"per_token = 5 exceeds count = 4"),
             ({"count": 4, "per_token": 1}, r"learns nothing; give normalize=False"),

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import tape_jax as tape
+import tape_jax.linen
 from tape_jax import testing
 from tests import arrays
 
@@ -125,9 +126,31 @@ def test_parameters_are_of_the_default_type_or_the_given_one(x64):
         ({"num_heads": 4, "norm": "batch"}, "unknown norm 'batch'"),
         ({"num_heads": 4, "num_kv_heads": 3}, "not a multiple"),
         ({"num_heads": 8}, "has 4 heads; the parameters expect 8"),
+        ({"num_heads": 4, "mlp_mix": "no"}, "mlp_mix must be True or False; got 'no'"),
+        ({"num_heads": "4"}, "num_heads must be an integer; got '4'"),
+        ({"num_heads": 4, "alpha": float("nan")}, "alpha must be a finite number; got nan"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_wrong_options_are_errors(options, message):
     with pytest.raises(ValueError, match=message):
         tape.UpdateState(**options).init(jax.random.key(0), *inputs({"num_heads": 4}))
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "traced"])
+def test_behind_its_last_slot_a_cache_gives_no_number(known):
+    layer, x = tape.linen.Attention(num_heads=2), normal(1, 2, 8)
+    variables = layer.init(jax.random.key(0), x)
+
+    def step(index):
+        cache = layer.init_cache(8, 1, 3)
+        return layer.apply(variables, x, cache=cache, index=index)[:2]
+
+    if known:
+        with pytest.raises(
+            ValueError, match="2 tokens do not fit into a cache of capacity 3 with 2"
+        ):
+            step(2)
+    else:
+        assert all(np.isnan(y).all() for y in jax.jit(step)(2))
+        assert all(np.isfinite(y).all() for y in jax.jit(step)(1))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tape_jax import Experts, RopeScaling, extend, init_cache, positions
+from tape_jax._src.positions.protocol import on_axes
 from tests.library.model.calls import random_tokens, run
 from tests.models import DIGITS, VOCAB, assert_near, encoding, random_variables, small_model
 from tests.selection import mostly_slow
@@ -67,6 +68,7 @@ def test_padding_is_not_read_and_not_seen(kind):
     tokens = jnp.full((3, 8), 10_000).at[0, :5].set(row).at[1, 3:].set(row).at[2, 1:6].set(row)
     ids = (tokens < VOCAB).astype(jnp.int32) * 4
     places = jnp.where(ids == 0, -9000, jnp.cumsum(ids // 4, axis=1) - 1)
+    places = on_axes(places, model.encoding.coordinate_axes)
     expected = run(model, variables, row, length=length)
     for given in ({}, {"positions": places}):
         logits = run(model, variables, tokens, segment_ids=ids, length=length, **given)

@@ -125,6 +125,13 @@ GRID = positions.Rope(axes=2)
         (GRID, None, {}, r"axes=2: give positions= of shape \(2, 5, 2\)"),
         (GRID, None, {"positions": jnp.zeros((2, 5))}, r"expected \(2, 5, 2\)"),
         (GRID, None, {"positions": jnp.zeros((2, 5, 3))}, r"expected \(2, 5, 2\)"),
+        ("mrope", None, {"positions": jnp.arange(5)}, r"shape \(5,\).*expected \(2, 5, 3\)"),
+        (
+            "mrope",
+            None,
+            {"positions": jnp.zeros((3, 2, 5))},
+            r"\(2, 5, 3\).*moveaxis\(ids, 0, -1\)",
+        ),
         ("tape", None, {"segment_ids": jnp.zeros((2, 5))}, "segment_ids must be integers; got fl"),
         ("tape", None, {"segment_ids": jnp.zeros(4, jnp.int32)}, r"segment_ids of shape \(4,\)"),
         ("tape", None, {"mask": jnp.ones((5, 5))}, "mask must be boolean"),

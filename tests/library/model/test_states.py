@@ -150,7 +150,7 @@ def test_an_initial_state_replaces_the_start():
 def test_an_initial_state_is_read_or_refused(position):
     chosen = positions.create(position) if "+" in position else encoding(position)
     rotary = {name for name, cls in positions.registry.items() if issubclass(cls, positions.Rope)}
-    rotary |= {"mapformer_wm", "mapformer_em"}
+    rotary |= {"fope", "mapformer_wm", "mapformer_em"}
     assert chosen.reads_start is (position in rotary or position.startswith("tape"))
     if not chosen.reads_start:
         model, state = small_model(chosen), (jnp.zeros((5, 8)), jnp.zeros(3))

@@ -54,7 +54,8 @@ class Pairs:
         """Scaled logits ``[T, T]``, nothing added and nothing masked."""
         q, k = (self.arrays[name][b].astype(np.float64) for name in "qk")
         group = q.shape[1] // k.shape[1]
-        return q[:, h] @ k[:, h // group].T / np.sqrt(q.shape[-1])
+        scale = self.encoding.logits_scale(self.config.sizes) or q.shape[-1] ** -0.5
+        return q[:, h] @ k[:, h // group].T * scale
 
     def seen(self, b: int, i: int, *, is_causal: bool = True) -> list[int]:
         """The keys that a query sees, in order."""
@@ -145,6 +146,7 @@ def attend(
     return attention(
         *(arrays[name] for name in "qkv"), is_causal=is_causal, segment_ids=layer.segment_ids,
         implementation=implementation, options=options, **terms.keywords(),
+        scale=pairs.encoding.logits_scale(layer.sizes),
     )[0]  # fmt: skip
 
 

@@ -211,7 +211,7 @@ def test_they_are_tape_otherwise():
 
 
 def tape_update(params, e, a, x, alpha):
-    """``(I + alpha A(x)) (e + alpha Mix(a))`` in numpy, for states ``[T, H, D]``."""
+    """``(I + alpha G(x)) (e + alpha Mix(a))`` in numpy, for states ``[T, H, D]``."""
     e = e + alpha * mixed(params["mix"], a)
     matrix = np.einsum("hp,tp,pk->thk", params["down"], silu(x @ params["wx"]), params["up"])
     return e + alpha * np.einsum("thk,tkd->thd", matrix, e)

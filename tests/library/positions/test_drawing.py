@@ -11,6 +11,7 @@ import pytest
 
 from tape_jax import ModelConfig, RandomPositions, grow_cache, init_cache, positions, testing
 from tape_jax._src.positions.drawing import drawn_positions
+from tape_jax._src.positions.protocol import on_axes
 from tape_jax.positions import RandomRope, Rope
 from tests.library.positions.test_decoding import stream_key
 from tests.models import encoding, random_variables, small_model
@@ -146,11 +147,12 @@ def test_encodings_that_read_no_positions_refuse_a_draw(position):
     kinds = {*position.split("+")}
     by_content = {"none", "selective_rope", "grape_m_ctx", "repo", "mapformer_wm", "mapformer_em"}
     by_content |= {"fox", "path", "cope", "stickbreaking", "abacus", "position_coupling"}
+    by_content |= {"cable", "dda_per_row", "wall"}
     if kinds <= by_content:
         told = rf"which '{re.escape(position)}' does not; got RandomPositions\(kind='spaced', ran"
         with pytest.raises(ValueError, match=told):
             model_of("spaced", position)
-    elif position != "random_rope":
+    elif position not in ("random_rope", "mrope"):
         model_of("spaced", position)
 
 
@@ -158,7 +160,7 @@ def test_encodings_that_read_no_positions_refuse_a_draw(position):
 @pytest.mark.parametrize("position", positions.registry)
 def test_an_encoding_says_whether_it_reads_positions(position):
     model, places = small_model(position), jnp.array([0, 2, 3, 7, 11, 13])
-    variables = random_variables(model)
+    variables, places = random_variables(model), on_axes(places, model.encoding.coordinate_axes)
     moved = logits(model, variables, positions=places) - logits(model, variables)
     assert bool((moved != 0).any()) == model.encoding.reads_positions
 

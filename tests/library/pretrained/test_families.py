@@ -144,7 +144,7 @@ class TestFields:
 
     def test_layers_without_rotation(self, tmp_path):
         config = {"no_rope_layers": [1, 0, 0], "use_sliding_window": False}
-        model = small_model("rope/none/none", tie_embeddings=True)
+        model = small_model("rope/none/none", tie_embeddings=True, num_kv_heads=2)
         variables = random_variables(model)
         tape.save_pretrained(tmp_path / "new", model, variables)
         written = json.loads((tmp_path / "new" / "config.json").read_text())

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.train import small_runs
+from train.evaluation.programs import KeptResults, Programs
 from train.main import USER_ERROR, main
 from train.suites.results import SuiteResult
 
@@ -40,6 +41,81 @@ def test_a_suite(run, capsys):
     assert (run / "evaluation_ruler.png").read_bytes().startswith(b"\x89PNG")
     assert main(call) == 0
     assert "nothing was left to ask" in capsys.readouterr().out
+
+
+TEXT = """
+from ml_collections import ConfigDict
+
+def get_config():
+    return ConfigDict({
+        "task": {"name": "text", "source": "SOURCE", "sequence_length": 64, "held_out": 0.2,
+                 "cache": "CACHE", "passkeys": 0.5, "passkey_form": "short"},
+        "model": {"hidden_size": 8, "num_heads": 2, "num_layers": 1, "position": {"kind": "rope"}},
+        "train": {"steps": 2, "batch_size": 2, "learning_rate": 1e-2},
+        "evaluation": {"factors": (1, 2), "tokens": 1024, "batch_tokens": 256,
+                       "passkey_lengths": (64, 128), "passkey_depths": 2, "passkey_trials": 3},
+    })
+"""
+
+
+@pytest.fixture(scope="module")
+def text_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "text.txt").write_text("Some words of a text that goes on and on. " * 400)
+    config = TEXT.replace("SOURCE", f"{folder}/text.txt").replace("CACHE", f"{folder}/cache")
+    return small_runs.train(folder, config)
+
+
+def scores_of(run):
+    return json.loads((run / "evaluation.json").read_text())["result"]
+
+
+def test_a_killed_evaluation_goes_on(text_run, capsys, monkeypatch):
+    """Of perplexity and passkeys: what was computed is not computed again."""
+    call, partial = ["eval", f"--run={text_run}"], text_run / "evaluation.partial.jsonl"
+    asked, computed = [], Programs.run
+
+    def counted(self, function, *given):
+        asked.append(type(function).__name__)
+        return computed(self, function, *given)
+
+    monkeypatch.setattr(Programs, "run", counted)
+    assert main(call) == 0
+    whole, wanted = list(asked), scores_of(text_run)
+    assert set(whole) == {"TokenLosses", "_AllRight"}
+    printed = capsys.readouterr().out
+    assert "tokens/s" in printed
+    assert "Planned memory of a device" in printed
+    assert not partial.exists()
+
+    kept = KeptResults.add
+
+    def killed(self, key, result):
+        kept(self, key, result)
+        if len(self.found) == len(whole) - 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(KeptResults, "add", killed)
+        assert main(call) != 0
+    lines = partial.read_bytes()
+    partial.write_bytes(lines[:-30])
+    (text_run / "evaluation.json").unlink()
+    asked.clear()
+    assert main(call) == 0
+    assert len(asked) == 3
+    assert scores_of(text_run) == wanted
+    assert not partial.exists()
+
+    partial.write_bytes(lines)
+    asked.clear()
+    assert main([*call, "--fresh"]) == 0
+    assert asked == whole
+    partial.write_text("mine")
+    assert main(call) == USER_ERROR
+    assert "was not written by this program: it is left alone" in capsys.readouterr().err
+    assert partial.read_text() == "mine"
+    partial.unlink()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Generation from the command line: it says what greedy generation says."""
 
+import json
 import shutil
 
 import jax
@@ -41,7 +42,18 @@ def test_one_prompt_is_continued_greedily(run, capsys):
     assert main(["generate", f"--run={run}", "--prompt=12+30", "--new=40"]) == 0
     text, note = capsys.readouterr().out.strip().split("\n")
     assert text == "12+30" + task.decode(expected[0, len(prompt) :])
-    assert "cache: keys, values and position states of 47 tokens in float32" in note
+    assert "[step 3 of 3; cache: keys, values and position states of 47 tokens in float32" in note
+
+
+def test_a_run_that_is_not_trained_to_its_end_says_so(run, tmp_path, capsys):
+    folder = shutil.copytree(run, tmp_path / "run")
+    record = json.loads((folder / "experiment.json").read_text())
+    record["experiment"]["train"]["steps"] = 200
+    (folder / "experiment.json").write_text(json.dumps(record))
+    assert main(["generate", f"--run={folder}", "--prompt=1+2", "--new=1"]) == 0
+    said = capsys.readouterr()
+    assert "[step 3 of 200; " in said.out
+    assert said.err == f"warning: {folder} is not trained to its end\n"
 
 
 @pytest.mark.slow
@@ -125,6 +137,7 @@ def test_a_tokenizer_that_is_too_large(capsys):
         (["--prompt=1+2", "--top-k=3"], "need a positive --temperature"),
         (["--prompt=1+2", "--adapter=x"], "go with a Llama folder"),
         (["--prompt=one"], "is not in the"),
+        (["--prompt=1\udcff"], r"the --prompt '1\udcff' is not UTF-8"),
     ],
 )
 def test_bad_arguments(run, capsys, arguments, message):

@@ -54,8 +54,25 @@ def test_options_of_one_rival(config, tmp_path):
     }.items():
         with pytest.raises(ValueError, match=message):
             plan(config, tmp_path, ENCODINGS, [name], 1, [])
-    with pytest.raises(ValueError, match="unknown adapt method 'tape:alpha=8'"):
-        METHODS.overrides("tape:alpha=8")
+
+
+def test_encodings_among_methods():
+    position = "--config.model.position"
+    assert METHODS.overrides("tape:alpha=8") == (
+        "--config.adapt.method=tape",
+        f"{position}.alpha=8",
+    )
+    assert METHODS.overrides("rope+alibi:slopes=learned_from_zero") == (
+        "--config.adapt.method=encoding",
+        f"{position}.kind=rope+alibi",
+        f"{position}.slopes=learned_from_zero",
+    )
+    for name, message in {
+        "lorra": "unknown adapt method 'lorra'.*mean 'lora'",
+        "rope+alib": "unknown position encoding 'alib'.*mean 'alibi'",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            METHODS.overrides(name)
 
 
 def test_what_cannot_be_asked_for_is_known_before(tmp_path, capsys):

@@ -5,8 +5,9 @@ import pytest
 import tape_jax as tape
 from tape_jax.sharding import ShardingConfig
 from tests.models import random_variables, small_model
-from train.evaluation import continuations as module
-from train.evaluation.continuations import Continuer, Memory, continuations
+from train.evaluation import programs as module
+from train.evaluation.continuations import Continuer, continuations
+from train.evaluation.programs import Memory
 
 PAD = 12
 
@@ -51,7 +52,7 @@ def test_what_does_not_fit_is_refused(trained, monkeypatch):
     model, variables, prompts, _ = trained
     monkeypatch.setattr(module, "_memory", lambda program: Memory(50, 100, 100))
     continuer = Continuer(model, variables, pad=PAD, batch_size=4)
-    with pytest.raises(ValueError, match=r"4 prompts of 9 tokens at a time .* at most 1 at a time"):
+    with pytest.raises(ValueError, match=r"4 texts of 9 tokens at a time .* at most 1 at a time"):
         continuations(continuer, prompts, 2, shapes=1)
     Memory(50, 40, 100).check(4, 9)
     Memory(50, 400, None).check(4, 9)

@@ -9,9 +9,10 @@ from tape_jax import ModelConfig, Transformer
 from tests.models import VOCAB, random_variables, small_model
 from tests.selection import mostly_slow
 from train.evaluation import window_losses
+from train.evaluation.programs import Programs
 from train.evaluation.window_losses import (
+    TokenLosses,
     losses_and_places,
-    token_losses,
     windows,
     windows_of,
     with_window,
@@ -59,7 +60,7 @@ class TestTokenLosses:
         logits = np.asarray(model.apply(variables, tokens[:, :-1]), np.float64)
         log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         expected = -np.take_along_axis(log_p, tokens[:, 1:, None], -1)[..., 0]
-        np.testing.assert_allclose(token_losses(model, variables, tokens), expected, rtol=2e-5)
+        np.testing.assert_allclose(TokenLosses(model)(variables, tokens), expected, rtol=2e-5)
 
     @pytest.mark.slow
     def test_memory_is_linear_in_the_length(self):
@@ -71,7 +72,7 @@ class TestTokenLosses:
 
         def temporary(length):
             tokens = jax.ShapeDtypeStruct((1, length + 1), jnp.int32)
-            compiled = token_losses.lower(model, variables, tokens).compile()
+            compiled = jax.jit(TokenLosses(model)).lower(variables, tokens).compile()
             return compiled.memory_analysis().temp_size_in_bytes
 
         short, long = temporary(4096), temporary(8192)
@@ -91,12 +92,16 @@ def test_each_target_is_scored_in_its_own_window():
     starts, first = windows(10, 4, 3)
     done = []
     losses, places = losses_and_places(
-        model, variables, tokens, starts, first, 4, batch_tokens=8, advance=done.append
+        *(model, variables, tokens, starts, first, 4),
+        batch_tokens=8,
+        advance=done.append,
+        programs=Programs(),
+        name="losses",
     )
     np.testing.assert_array_equal(places[:-1], [0, 1, 2, 3, 1, 2, 3, 1, 2, 3])
     begin = [0, 0, 0, 0, 3, 3, 3, 6, 6, 6]
     for target, start in enumerate(begin):
         window = tokens[None, start : start + 5]
-        expected = token_losses(model, variables, window)[0, target - start]
+        expected = TokenLosses(model)(variables, window)[0, target - start]
         np.testing.assert_allclose(losses[target], expected, rtol=1e-5)
     assert done == [8, 12]

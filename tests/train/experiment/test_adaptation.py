@@ -147,7 +147,7 @@ def test_from_training_to_adapter(llama, rope_run, tmp_path, compiled_once, base
         else:
             chex.assert_trees_all_equal_dtypes(x, old[name])
             chex.assert_trees_all_equal(x, old[name])
-    assert method in ("full", "encoding") or not all(mask.values())
+    assert method in ("full", "drope", "encoding") or not all(mask.values())
 
     # The adapter makes the run's model out of the base.
     adapter = folder / runs.ADAPTER
@@ -409,6 +409,26 @@ def test_methods_on_the_command_line(config, tmp_path):
     assert [job.experiment.model.position.kind for job in jobs].count("tape") == 1
     with pytest.raises(ValueError, match="unknown adapt method 'lorra'"):
         plan(config, tmp_path / "all", METHODS, ["lorra"], 1, [])
+
+
+def test_drope_trains_at_the_length_of_its_base(tmp_path):
+    small = {"hidden_size": 16, "num_heads": 2, "num_layers": 1, "position": "rope"}
+    text = {"name": "text", "sequence_length": 32}
+    base = values("unused") | {"adapt": None, "model": small, "task": text, "evaluation": {}}
+    runs.create(tmp_path / "base", experiment.from_mapping(base))
+    scaling = {"kind": "linear", "factor": 4.0}
+    longer = {"task": {"name": "text", "sequence_length": 128}, "evaluation": {}}
+    found = {
+        method: experiment.from_mapping(values(tmp_path / "base", method, scaling=scaling) | longer)
+        for method in ("drope", "lora")
+    }
+    assert found["drope"].batch_shape == (16, 32)
+    assert found["drope"].model.position.kind == "none"
+    assert found["drope"].task.sequence_length == 128
+    assert found["lora"].batch_shape == (4, 128)
+    again = experiment.from_mapping(experiment.to_json(found["drope"]))
+    assert again == found["drope"]
+    assert experiment.records.base_length(str(CONTEXTUAL)) == 128
 
 
 @pytest.mark.slow

@@ -115,6 +115,8 @@ def test_round_trip_through_json(file):
         ("train.steps=1e4", "train.steps", 10_000),
         ("train.clip=2", "train.clip", 2.0),
         ("train.no_decay=('scale',)", "train.no_decay", ("scale",)),
+        ("train.no_decay=scale", "train.no_decay", ("scale",)),
+        ("train.no_decay=scale,bias", "train.no_decay", ("scale", "bias")),
         ("evaluation.longest=None", "evaluation.longest", None),
     ],
 )
@@ -249,7 +251,7 @@ def test_digits_come_from_the_task(file):
         ("--config.train.steps=None", "train.steps: expected int, got None"),
         ("--config.train.steps=True", "train.steps: expected int, got True"),
         ("--config.train.steps=0", "steps must be at least 1; got 0"),
-        ("--config.train.no_decay=scale", "train.no_decay: expected tuple[str, ...], got 'scale'"),
+        ("--config.train.no_decay=3", "train.no_decay: expected tuple[str, ...], got 3"),
         ("--config.train.accumulate=3", "batch_size = 8 is not a multiple of accumulate = 3"),
         ("--config.train.learning_rate=-1", "learning rate must be positive"),
         ("--config.train.schedule=cosin", "did you mean 'cosine'?"),

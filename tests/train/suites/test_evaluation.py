@@ -66,6 +66,25 @@ def test_answers_do_not_depend_on_the_batch(trained, tmp_path, background):
     assert len(found[0]) == 12
 
 
+def test_a_file_of_questions_is_added_and_not_exchanged(trained, tmp_path, background):
+    path = tmp_path / "answers.jsonl"
+    asked(trained, path, background)
+    for number in range(2):
+        context = f"Paragraph {number} of a few words."
+        qas = [{"question": "Which?", "answers": [{"text": "few"}]}]
+        paragraphs = [{"context": f"{context} {i}" * 3, "qas": qas} for i in range(9)]
+        content = {"data": [{"paragraphs": paragraphs}]}
+        (tmp_path / f"{number}.json").write_text(json.dumps(content))
+    tasks = ("vt", "qa_1")
+    added, calls = asked(trained, path, background, tasks=tasks, squad=str(tmp_path / "0.json"))
+    assert len(calls) == 4
+    assert calls[-1] == (12, 12)
+    assert list(added.scores) == list(tasks)
+    assert asked(trained, path, background)[1] == []
+    with pytest.raises(ValueError, match=r"answers to other questions \(squad was \w+, and is"):
+        asked(trained, path, background, tasks=tasks, squad=str(tmp_path / "1.json"))
+
+
 def test_right_answers_score(trained, tmp_path, background, monkeypatch):
     """With a stand-in for the model that reads the question's number off the key."""
     path = tmp_path / "answers.jsonl"

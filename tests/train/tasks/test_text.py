@@ -61,6 +61,17 @@ class TestTraining:
             batch["inputs"][:, 1:][weighed], batch["targets"][:, :-1][weighed]
         )
 
+    def test_shorter_sequences(self, folder):
+        """As many tokens in more rows, the same as of a task that is judged by them."""
+        short = text_task(folder, train_length=8, passkeys=0)
+        batch = next(iter(short.dataset(0, 6)))
+        expected = next(iter(text_task(folder, sequence_length=8).dataset(0, 12)))
+        for name, values in expected.items():
+            np.testing.assert_array_equal(batch[name], values)
+        assert batch["inputs"].shape == (12, 8)
+        with pytest.raises(ValueError, match="train_length must divide sequence_length = 16"):
+            text_task(folder, train_length=5)
+
     @pytest.mark.parametrize("packing", ["concatenated", "documents"])
     def test_trains_on_all_but_the_held_out_files(self, folder, packing):
         task = text_task(folder, packing=packing)

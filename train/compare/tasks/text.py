@@ -68,7 +68,9 @@ def compare(task: Text, results: Mapping[str, Sequence[TextResult]]) -> Comparis
         introduction=(
             f"Trained on sequences of {first.trained:,} tokens and judged by held-out text in "
             f"windows of {lengths} tokens. Every window length scores the same {first.targets:,} "
-            "targets."
+            "targets. Read disjoint windows first: each starts without context. In overlapping "
+            "ones nearly every token has the whole length as context; the sliding attention window "
+            "tells unseen distances from unseen positions."
         ),
         sections=sections,
         figures=figures,

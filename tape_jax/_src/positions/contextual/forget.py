@@ -1,21 +1,24 @@
-"""Forgetting attention: a gate of each token lets everything before it fade."""
+"""Forget gates: of each token (FoX, CABLE), or of each pair of a query and a token."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tape_jax._src.core.checks import choose, require
+from tape_jax._src.core.checks import choose, positive, require, set_field
 from tape_jax._src.core.sizes import Sizes
+from tape_jax._src.positions.contextual import rows as by_rows
 from tape_jax._src.positions.layer import Layer, Terms
-from tape_jax._src.positions.protocol import Param
+from tape_jax._src.positions.protocol import Encoding, Param
 from tape_jax._src.positions.some_heads import SomeHeads
 
 GATES = ("full", "bias_only", "fixed")
+# Why they need the causal rule.
+FAVOURED = "what comes after a token would be favoured, not forgotten"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,10 +83,115 @@ class Fox(SomeHeads):
         return jnp.broadcast_to(jax.nn.log_sigmoid(logits), shape)
 
     def head_terms(self, params, layer: Layer) -> Terms:
-        layer.require_causal(self.kind, "what comes after a token would be favoured, not forgotten")
         log_gates = self.log_gates(params, layer)
         if self.scaled:
             log_gates = log_gates * layer.sizes.head_dim**-0.5
-        total = layer.running_sum("log_decay", log_gates)
-        decay = total, layer.of_all_keys("log_decay", total)
-        return Terms(log_decay=decay, kept={"log_decay": total})
+        return _forgetting(self.kind, layer, log_gates)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cable(Encoding):
+    """CABLE (Veisi et al. 2025): ``q_i . k_j - sum_{j < l <= i} softplus(x_l W + b)``.
+
+    FoX's decay, one for each query head, but on logits that are not divided by ``sqrt(D)``, as in
+    the published code.
+
+    Attributes:
+      bias: what ``b`` starts at; the larger, the more is forgotten.
+
+    Raises:
+      ValueError: where tokens see later ones, which are not forgotten.
+    """
+
+    kind: ClassVar[str] = "cable"
+    acts_on: ClassVar[tuple[str, ...]] = ("scale", "decay")
+    reads_positions: ClassVar[bool] = False
+
+    bias: float = 0.0
+
+    def logits_scale(self, sizes: Sizes) -> float:
+        return 1.0
+
+    def layer_params(self, sizes: Sizes, *, updates: bool):
+        heads = sizes.num_heads
+        normal, constant = jax.nn.initializers.normal(0.02), jax.nn.initializers.constant(self.bias)
+        return {
+            "decay_kernel": Param((sizes.hidden_size, heads), normal, ("embed", "heads")),
+            "decay_bias": Param((heads,), constant, ("heads",)),
+        }
+
+    def decays(self, params, layer: Layer) -> jax.Array:
+        """``softplus(x W + b) [..., T, H]``, in at least float32."""
+        logits = layer.product(params["decay_kernel"])
+        return jax.nn.softplus(logits + params["decay_bias"].astype(logits.dtype))
+
+    def layer_terms(self, params, layer: Layer) -> Terms:
+        return _forgetting(self.kind, layer, -self.decays(params, layer))
+
+
+def _forgetting(kind: str, layer: Layer, log_gates: jax.Array) -> Terms:
+    """The decay of logarithms of gates ``[..., T, H]``."""
+    layer.require_causal(kind, FAVOURED)
+    total = layer.running_sum("log_decay", log_gates)
+    decay = total, layer.of_all_keys("log_decay", total)
+    return Terms(log_decay=decay, kept={"log_decay": total})
+
+
+@dataclasses.dataclass(frozen=True)
+class DdaPerRow(Encoding):
+    """Data-dependent ALiBi of each row: every query has gates of its own for the keys before it.
+
+    From x-transformers (``PerRowDataDependentAlibi``): ``sum_{j <= l < i} post_log_scale * log
+    sigmoid(a_i . c_l / sqrt(width))`` is added to the logit of query ``i`` and key ``j``, over the
+    keys ``l`` that the query sees. ``a`` and ``c`` are projections of what enters the layer, for
+    each query head. The key's own gate counts and the query's does not, where FoX has it the other
+    way round.
+
+    Attributes:
+      width: numbers of ``a`` and ``c`` in each head.
+      post_log_scale: factor on the logarithms.
+
+    Raises:
+      ValueError: for options out of range; where tokens see later ones, which are not forgotten.
+    """
+
+    kind: ClassVar[str] = "dda_per_row"
+    acts_on: ClassVar[tuple[str, ...]] = ("logits",)
+    reads_positions: ClassVar[bool] = False
+
+    width: int = 8
+    post_log_scale: float = 1.0
+
+    def __post_init__(self):
+        set_field(self, "width", positive("dda_per_row: width", self.width))
+        require(
+            self.post_log_scale > 0,
+            f"dda_per_row: post_log_scale must be positive; got {self.post_log_scale}",
+        )
+
+    def layer_params(self, sizes: Sizes, *, updates: bool):
+        # Between -1 and 1, over the root of the width that it reads, as torch starts it.
+        uniform = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+        kernel = Param(
+            (sizes.hidden_size, sizes.num_heads * self.width), uniform, ("embed", "heads")
+        )
+        return {"query_gate_kernel": kernel, "key_gate_kernel": kernel}
+
+    def layer_terms(self, params, layer: Layer) -> Terms:
+        layer.require_causal(self.kind, FAVOURED)
+
+        def projected(name: str) -> jax.Array:
+            flat = layer.product(params[name])
+            return flat.reshape(*flat.shape[:-1], layer.sizes.num_heads, self.width)
+
+        own, gates = projected("query_gate_kernel"), projected("key_gate_kernel")
+        keys = layer.of_all_keys("gate", gates).astype(own.dtype)
+
+        def logits_fn(logits: jax.Array, rows: Any) -> jax.Array:
+            sides = by_rows.of_queries(own, rows), by_rows.of_keys(keys, rows)
+            along = by_rows.products(*sides, own.dtype) * self.width**-0.5
+            steps = self.post_log_scale * jax.nn.log_sigmoid(along)
+            steps = jnp.where(by_rows.before(rows), steps, 0)
+            return logits + by_rows.sums_from(steps).astype(logits.dtype)
+
+        return Terms(logits_fn=logits_fn, kept={"gate": gates})

@@ -42,7 +42,8 @@ class PathAttention(Encoding):
     """
 
     kind: ClassVar[str] = "path"
-    acts_on: ClassVar[tuple[str, ...]] = ("state", "logits")
+    # It makes its logits of queries and keys as they are, by its own scale.
+    acts_on: ClassVar[tuple[str, ...]] = ("state", "scale", "logits")
     reads_positions: ClassVar[bool] = False
     rewrites_keys: ClassVar[bool] = True
 
@@ -108,10 +109,7 @@ class PathAttention(Encoding):
         z = self.projections(params, layer)
         kept = {"w": z} if self.taps else None
         w, beta = self.vectors(params, layer, z), self.strengths(params, layer)
-        ids = layer.segment_ids
-        ids, key_ids = ids if isinstance(ids, tuple) else (ids, ids)
-        if ids is not None:
-            ids = _flat(jnp.broadcast_to(ids, layer.x.shape[:-1]), 1)
+        ids, key_ids = layer.ids()
         k, w, beta = _flat(layer.k, 3), _flat(w, 3), _flat(beta, 2)
         chunks = householder.chunked(k, w, beta, ids, self.chunk, layer.dtype)
         if layer.kept is None:

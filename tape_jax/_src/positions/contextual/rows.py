@@ -26,9 +26,22 @@ def of_keys(x: Array, rows: Any) -> Array:
     return all_axes(x)[:, : rows.visible.shape[-1]]
 
 
+def before(rows: Any) -> Array:
+    """Which keys ``[B|1, Hq|1, Q, K]`` a query sees, its own token not among them."""
+    places = jnp.atleast_2d(rows.places)[:, None, :, None]
+    return rows.visible & (jnp.arange(rows.visible.shape[-1], dtype=jnp.int32) < places)
+
+
 def all_axes(x: Array) -> Array:
     """``[..., T, heads, D]`` with its batch axes as one, ``[B, T, heads, D]``."""
     return x.reshape(-1, *x.shape[-3:])
+
+
+def with_batch(x: Array, batch: tuple[int, ...]) -> Array:
+    """``x [..., T]``, whose batch axes may be missing, as ``[B, T]``, or ``[1, T]`` for all."""
+    if all(n == 1 for n in x.shape[:-1]):
+        return x.reshape(1, -1)
+    return jnp.broadcast_to(x, (*batch, x.shape[-1])).reshape(-1, x.shape[-1])
 
 
 def products(queries: Array, keys: Array, dtype: Any) -> Array:

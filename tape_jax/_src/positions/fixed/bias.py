@@ -152,6 +152,9 @@ class Kerple(SomeHeads):
         return -r1 * jnp.where(apart, powers, 0)
 
 
+ACTIVATIONS = {"relu": jax.nn.relu, "leaky_relu": jax.nn.leaky_relu}
+
+
 @dataclasses.dataclass(frozen=True)
 class Fire(SomeHeads):
     """FIRE (Li et al. 2024, equation 4): an MLP of log distance over log query position.
@@ -164,10 +167,12 @@ class Fire(SomeHeads):
       threshold: initial threshold in tokens.
       c: initial scale of the logarithm.
       eps: guards the division.
+      activation: of the MLP, ``relu`` or, with a slope of 0.01, ``leaky_relu``.
       on_heads: how many query heads, the first ones, have the bias; None: all.
 
     Raises:
-      ValueError: for a width that is not positive; for ``on_heads`` out of range.
+      ValueError: for a width that is not positive, an unknown activation, ``on_heads`` out of
+        range.
     """
 
     kind: ClassVar[str] = "fire"
@@ -177,9 +182,11 @@ class Fire(SomeHeads):
     threshold: float = 512.0
     c: float = 0.1
     eps: float = 1e-6
+    activation: str = "relu"
 
     def __post_init__(self):
         require(self.width > 0, f"fire: width must be positive; got {self.width}")
+        choose("fire activation", self.activation, ACTIVATIONS)
 
     def head_params(self, sizes: Sizes):
         normal = jax.nn.initializers.lecun_normal()
@@ -202,7 +209,7 @@ class Fire(SomeHeads):
         near = jnp.log(jnp.abs(p["c"] * distance) + 1)
         far = jnp.log(jnp.abs(p["c"] * jnp.maximum(query, threshold)) + 1) + self.eps
         x = (near / far[..., :, None])[..., None]
-        hidden = jax.nn.relu(x * p["w1"][0] + p["b1"])
+        hidden = ACTIVATIONS[self.activation](x * p["w1"][0] + p["b1"])
         return jnp.moveaxis(hidden @ p["w2"] + p["b2"], -1, -3)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import jax
 
-from tape_jax._src.core.checks import require
+from tape_jax._src.core.checks import as_array, require, typed
 
 Array = jax.Array
 
 
+@typed
 def halves_from_pairs(kernel: Array, head_dim: int, *, axis: int = -1) -> Array:
     """Reorder the outputs of a projection from neighbouring pairs to halves.
 
@@ -28,8 +29,12 @@ def halves_from_pairs(kernel: Array, head_dim: int, *, axis: int = -1) -> Array:
       An array of the same shape.
 
     Raises:
-      ValueError: if ``head_dim`` is odd or does not divide the axis.
+      ValueError: if ``head_dim`` is odd or does not divide the axis, or there is no such axis.
     """
+    kernel = kernel if hasattr(kernel, "shape") else as_array("kernel", kernel)
+    require(
+        -kernel.ndim <= axis < kernel.ndim, f"a kernel of shape {kernel.shape} has no axis {axis}"
+    )
     size = kernel.shape[axis]
     require(
         head_dim > 0 and head_dim % 2 == 0 and size % head_dim == 0,

@@ -16,6 +16,7 @@ from jax import lax
 from tape_jax._src.core import algebra
 from tape_jax._src.core.checks import (
     FLOATS,
+    as_array,
     choose,
     concrete,
     instance,
@@ -28,6 +29,7 @@ from tape_jax._src.core.checks import (
     set_field,
     truth,
     type_name,
+    typed,
 )
 from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.drawing import RandomPositions, drawn_positions
@@ -48,7 +50,16 @@ _SCALING: dict[str, Callable[[str, Any], Any]] = {
     "original_length": positive,
     "magnitude": functools.partial(real, optional=True),
     "truncate": truth,
+    **dict.fromkeys(("short_factor", "long_factor"), lambda what, given: _factors(what, given)),
 }
+
+
+def _factors(what: str, given: Any) -> tuple[float, ...]:
+    """Positive numbers as a tuple; ValueError if they are none."""
+    require(isinstance(given, tuple | list), f"{what} must be a tuple of numbers; got {given!r}")
+    found = tuple(real(what, x) for x in given)
+    require(all(x > 0 for x in found), f"{what} must be positive; got {given!r}")
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,17 +68,23 @@ class RopeScaling:
 
     Attributes:
       kind: ``none``; ``linear`` (positions divided by ``factor``); ``ntk`` (base multiplied by
-        ``factor ** (D / (D - 2))``); ``dynamic`` (NTK with a factor that follows the sequence
-        length); ``yarn`` (frequencies blended by wavelength, states scaled by a magnitude);
-        ``llama3``; ``proportional`` (as ``linear``, but the share of dimensions that rotate, if
+        ``factor ** (D / (D - 2))``); ``dynamic`` (NTK with a factor that follows the length of the
+        row, or the ``length`` that a call is given); ``yarn`` (frequencies blended by wavelength,
+        states scaled by a magnitude); ``llama3``; ``longrope`` (each frequency divided by a factor
+        of its own, of one list up to the trained length and of another beyond it; states scaled by
+        a magnitude); ``proportional`` (as ``linear``, but the share of dimensions that rotate, if
         not all do, keeps the frequencies that it has in the whole head).
       factor: ratio of the wanted length to the trained one.
-      original_length: the trained length, in tokens (dynamic, yarn, llama3).
+      original_length: the trained length, in tokens (dynamic, yarn, llama3, longrope).
       beta_fast, beta_slow: yarn; rotations over ``original_length`` above which a frequency is
         kept, and below which it is fully interpolated.
       low_freq_factor, high_freq_factor: llama3; the corresponding bounds.
-      magnitude: yarn; factor on the states. None: ``0.1 ln(factor) + 1``.
+      magnitude: factor on the states. None: of yarn ``0.1 ln(factor) + 1``, of longrope
+        ``sqrt(1 + ln(factor) / ln(original_length))``; 1 for a ``factor`` up to 1.
       truncate: yarn; round the blending range outwards to whole dimensions, as published.
+      short_factor, long_factor: longrope; what frequencies are divided by in sequences up to
+        ``original_length`` tokens, and in longer ones; one number for each that rotates. ``()``:
+        1 in short ones, ``factor`` in long ones.
     """
 
     kind: str = "none"
@@ -79,9 +96,11 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     magnitude: float | None = None
     truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
 
     def __post_init__(self):
-        kinds = ("none", "linear", "ntk", "dynamic", "yarn", "llama3", "proportional")
+        kinds = ("none", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope", "proportional")
         choose("rope scaling", self.kind, kinds)
         for name, check in _SCALING.items():
             set_field(self, name, check(f"rope scaling: {name}", getattr(self, name)))
@@ -97,15 +116,39 @@ class RopeScaling:
             f"rope scaling: high_freq_factor {self.high_freq_factor} must exceed "
             f"low_freq_factor {self.low_freq_factor}",
         )
+        require(
+            self.kind == "longrope" or not (self.short_factor or self.long_factor),
+            f"rope scaling: short_factor and long_factor are of the kind 'longrope'; got "
+            f"{self.short_factor} and {self.long_factor} with {self.kind!r}",
+        )
+        require(
+            self.kind != "longrope" or self.original_length > 1,
+            f"rope scaling: longrope needs an original_length above 1; got {self.original_length}",
+        )
 
     @property
     def state_magnitude(self) -> float:
-        """Factor on the start state: ``magnitude`` or ``0.1 ln(factor) + 1`` for yarn, else 1."""
-        if self.kind != "yarn":
+        """Factor on the start state: ``magnitude``, or that of yarn or longrope, else 1."""
+        if self.kind not in ("yarn", "longrope"):
             return 1.0
         if self.magnitude is not None:
             return self.magnitude
-        return 0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0
+        growth = math.log(max(self.factor, 1.0))
+        if self.kind == "longrope":
+            return math.sqrt(1 + growth / math.log(self.original_length))
+        return 0.1 * growth + 1
+
+    def divisors(self, planes: int, length: int) -> np.ndarray:
+        """What longrope divides the frequencies by, for sequences of ``length`` tokens."""
+        beyond = length > self.original_length
+        name = "long_factor" if beyond else "short_factor"
+        found = getattr(self, name) or (self.factor if beyond else 1.0,) * planes
+        require(
+            len(found) == planes,
+            f"rope scaling: {name} must hold one number for each of the {planes} frequencies; got "
+            f"{len(found)}",
+        )
+        return np.asarray(found)
 
 
 def frequencies(
@@ -121,8 +164,8 @@ def frequencies(
       head_dim: ``D``, even.
       base: the rotary base.
       scaling: linear (Chen et al. 2023), NTK and dynamic NTK (bloc97 2023), YaRN (Peng et al.
-        2023, section 3.2) or llama3 (Llama 3, section 3.2).
-      length: sequence length in tokens; read by ``dynamic`` alone.
+        2023, section 3.2), llama3 (Llama 3, section 3.2) or LongRoPE (Ding et al. 2024).
+      length: sequence length in tokens; read by ``dynamic`` and ``longrope``.
       partial_rotary_factor: share of the dimensions that rotate (Black et al. 2022, section 2.1.1);
         the frequencies of the others, which come last, are zero.
 
@@ -154,6 +197,8 @@ def frequencies(
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         keep = np.clip((rotations - low) / (high - low), 0.0, 1.0)
         return omega * (keep + (1 - keep) / scaling.factor)
+    if scaling.kind == "longrope":
+        return omega / scaling.divisors(head_dim // 2, length or 0)
     return omega
 
 
@@ -203,19 +248,7 @@ def angles(
     ``D/2`` allows, and each coordinate has a whole range of them (axial RoPE). Arguments are those
     of :func:`rotary_state`.
     """
-    head_dim = positive("the head dimension", head_dim)
-    require(head_dim % 2 == 0, f"the head dimension must be even; got {head_dim}")
-    positions = as_positions(positions)
-    if axes < 1 or 2 * axes > head_dim:
-        raise ValueError(
-            f"axes must lie in 1..{head_dim // 2} (half the head dimension); got {axes}"
-        )
-    if axes > 1 and (positions.ndim < 2 or positions.shape[-1] != axes):
-        raise ValueError(
-            f"axes={axes} expects coordinates of shape [..., T, {axes}]; got {positions.shape}"
-        )
-    if positions.ndim < 1:
-        raise ValueError("positions must have shape [..., T]; got a scalar")
+    positions, head_dim = _checked(positions, head_dim, axes)
     tokens = positions.shape[:-1] if axes > 1 else positions.shape
     if length is None:
         length = tokens[-1]
@@ -227,14 +260,18 @@ def angles(
         if jnp.issubdtype(positions.dtype, jnp.floating)
         else wanted
     )
-    known = length if isinstance(length, int | np.integer) else None
-    stretch = None
-    if scaling is not None and scaling.kind == "dynamic" and known is None:
-        stretch = dynamic_stretch(scaling, jnp.asarray(length, compute)[..., None])
+    stretch, beyond, lengths = _by_length(scaling, length, compute)
     counts = [len(part) for part in np.array_split(np.arange(head_dim // 2), axes)]
+    if log_stretch is not None:
+        log_stretch = as_array("log_stretch", log_stretch)
+        require(
+            log_stretch.ndim == 0 and jnp.issubdtype(log_stretch.dtype, jnp.floating),
+            f"log_stretch must be a scalar floating-point array; got {log_stretch.dtype} of shape "
+            f"{log_stretch.shape}",
+        )
     parts = []
     for axis, count in enumerate(counts):
-        omega = frequencies(2 * count, base, scaling, known, partial_rotary_factor)
+        omegas = [frequencies(2 * count, base, scaling, n, partial_rotary_factor) for n in lengths]
         t = positions[..., axis] if axes > 1 else positions
         # The logarithm of what multiplies the base, [...].
         change = None if log_stretch is None else jnp.asarray(log_stretch, compute)
@@ -243,13 +280,51 @@ def angles(
             power = turning / (turning - 2) if turning > 2 else 0.0
             change = power * jnp.log(stretch) + (0 if change is None else change)
         if change is None:
-            parts.append(turned(t, omega, compute))
+            found = [turned(t, omega, compute) for omega in omegas]
         else:
             powers = _powers(2 * count, scaling, partial_rotary_factor)
-            turns = jnp.asarray(omega, compute)
-            turns = turns * jnp.exp(change[..., None] * jnp.asarray(powers, compute))
-            parts.append(_told_apart(t, compute)[..., None] * turns)
+            bases = jnp.exp(change[..., None] * jnp.asarray(powers, compute))
+            each = _told_apart(t, compute)[..., None]
+            found = [each * (jnp.asarray(omega, compute) * bases) for omega in omegas]
+        parts.append(found[0] if beyond is None else jnp.where(beyond, found[1], found[0]))
     return jnp.concatenate(parts, axis=-1)
+
+
+def _checked(positions: Any, head_dim: Any, axes: int) -> tuple[Array, int]:
+    """Positions and the head dimension in one form; ValueError if they do not go together."""
+    head_dim = positive("the head dimension", head_dim)
+    require(head_dim % 2 == 0, f"the head dimension must be even; got {head_dim}")
+    positions = as_positions(positions)
+    require(
+        axes >= 1 and 2 * axes <= head_dim,
+        f"axes must lie in 1..{head_dim // 2} (half the head dimension); got {axes}",
+    )
+    require(
+        axes == 1 or (positions.ndim > 1 and positions.shape[-1] == axes),
+        f"axes={axes} expects coordinates of shape [..., T, {axes}]; got {positions.shape}",
+    )
+    require(positions.ndim > 0, "positions must have shape [..., T]; got a scalar")
+    return positions, head_dim
+
+
+def _by_length(
+    scaling: RopeScaling | None, length: int | Array, compute: Any
+) -> tuple[Array | None, Array | None, tuple[int | None, ...]]:
+    """How frequencies depend on a length that is not known yet.
+
+    Returns:
+      The stretch of dynamic NTK ``[..., 1]``, or None; of longrope whether the length is beyond the
+      trained one ``[..., 1, 1]``, or None; and the lengths that frequencies are made for: the known
+      one, or one up to the trained length and one beyond it.
+    """
+    if isinstance(length, int | np.integer):
+        return None, None, (length,)
+    if scaling is not None and scaling.kind == "dynamic":
+        return dynamic_stretch(scaling, jnp.asarray(length, compute)[..., None]), None, (None,)
+    if scaling is not None and scaling.kind == "longrope":
+        trained = scaling.original_length
+        return None, (jnp.asarray(length) > trained)[..., None, None], (trained, trained + 1)
+    return None, None, (None,)
 
 
 def _powers(dim: int, scaling: RopeScaling | None, partial_rotary_factor: float) -> np.ndarray:
@@ -338,6 +413,27 @@ def _turned(state: Array, change: Array) -> Array:
     return jnp.concatenate([-sin * change, cos * change], axis=-1)
 
 
+def magnitudes(
+    head_dim: int, scaling: RopeScaling | None, axes: int, partial_rotary_factor: float
+) -> float | np.ndarray:
+    """Factors on the states: one, or those of each frequency ``[D/2]``.
+
+    Of longrope, dimensions that do not rotate have none.
+    """
+    scaling = scaling or RopeScaling()
+    if scaling.kind != "longrope" or partial_rotary_factor == 1:
+        return scaling.state_magnitude
+    planes = _planes(head_dim, axes, partial_rotary_factor)
+    turns = np.concatenate([np.arange(count) < turning for count, turning in planes])
+    return np.where(turns, scaling.state_magnitude, 1.0)
+
+
+def _planes(head_dim: int, axes: int, partial_rotary_factor: float) -> list[tuple[int, int]]:
+    """How many frequencies each coordinate has, and how many of them are not zero."""
+    counts = [len(part) for part in np.array_split(np.arange(head_dim // 2), axes)]
+    return [(count, _turning(2 * count, partial_rotary_factor) // 2) for count in counts]
+
+
 def check_start(
     what: str, base: float, scaling: RopeScaling | None, axes: int, partial_rotary_factor: float
 ) -> None:
@@ -354,6 +450,7 @@ def check_start(
     instance(f"{what}: scaling", scaling, RopeScaling, optional=True)
 
 
+@typed
 def rotary_state(
     positions: Array,
     head_dim: int,
@@ -374,8 +471,8 @@ def rotary_state(
       base: the rotary base.
       scaling: a :class:`tape_jax.RopeScaling`, or None.
       axes: coordinates per token.
-      length: sequence length in tokens, for dynamic scaling, an integer or integers that broadcast
-        to ``[...]``; None: ``T``.
+      length: sequence length in tokens, for dynamic scaling and longrope, an integer or integers
+        that broadcast to ``[...]``; None: ``T``.
       partial_rotary_factor: share of the dimensions of a head that rotate.
       log_stretch: a scalar array ``s``, which may be learned: the base is multiplied by ``exp(s)``,
         after scaling; None: as 0.
@@ -402,7 +499,10 @@ def rotary_state(
         log_stretch=log_stretch,
         dtype=dtype,
     )
-    e = state_at(theta) * (scaling or RopeScaling()).state_magnitude
+    scale = magnitudes(head_dim, scaling, axes, partial_rotary_factor)
+    if isinstance(scale, np.ndarray):
+        scale = np.tile(scale, 2).astype(theta.dtype)
+    e = state_at(theta) * scale
     return e.astype(algebra.float_type(dtype))
 
 
@@ -440,6 +540,12 @@ class Rope(Encoding):
         set_field(self, "still_heads", still_heads)
 
     def check(self, sizes: Sizes) -> None:
+        if self.scaling.kind == "longrope":
+            trained = self.scaling.original_length
+            axes = self.start_options(None)["axes"]
+            for _, turning in _planes(sizes.head_dim, axes, self.partial_rotary_factor):
+                for length in (trained, trained + 1):
+                    self.scaling.divisors(turning, length)
         require(
             self.still_heads < sizes.num_kv_heads,
             f"{self.kind}: still_heads = {self.still_heads} leaves none of the model's "
@@ -524,6 +630,30 @@ class Yarn(Rope):
 
 
 @dataclasses.dataclass(frozen=True)
+class LongRope(Rope):
+    """LongRoPE (Ding et al. 2024, arXiv:2402.13753; Phi-3): a name for that scaling.
+
+    Which of the two lists of factors is taken depends on the length of the whole sequence: in
+    cached decoding on the capacity, or on ``length`` of :func:`tape_jax.init_cache`. States are
+    scaled by their magnitude at every length.
+
+    Raises:
+      ValueError: as :class:`Rope` does; for a scaling of another kind.
+    """
+
+    kind: ClassVar[str] = "longrope"
+
+    scaling: RopeScaling = RopeScaling(kind="longrope", factor=2.0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(
+            self.scaling.kind == "longrope",
+            f"longrope: scaling.kind must be 'longrope'; got {self.scaling.kind!r}",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class PRope(Rope):
     """RoPE whose slowest frequencies are zero (p-RoPE, Barbero et al. 2024; Gemma 4).
 
@@ -545,6 +675,81 @@ class PRope(Rope):
             self.scaling.kind == "proportional",
             f"p_rope: scaling.kind must be 'proportional'; got {self.scaling.kind!r}",
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class MRope(Rope):
+    """Multimodal RoPE (Qwen2-VL, Wang et al. 2024, arXiv:2409.12191): coordinates share one head.
+
+    A token has several coordinates, ``[..., T, 3]`` for time, height and width, and each frequency
+    of the whole head turns by one of them. Positions that are not given are those of text: the
+    index of the token on every axis, going on behind the largest coordinate of the token before.
+    (With ``axes`` of :class:`Rope` each coordinate has a whole range of frequencies.)
+
+    Attributes:
+      axes: coordinates per token.
+      sections: how many frequencies, of those that rotate, each coordinate turns; ``()``: as evenly
+        as possible.
+      interleaved: frequencies are dealt out in turn, as in Qwen3-VL: to the coordinate ``n > 0``
+        the ``sections[n]`` first ones of those with index ``n`` modulo ``axes``, all others to the
+        first coordinate; False: the first ``sections[0]`` to the first one, and so on.
+
+    Raises:
+      ValueError: as :class:`Rope` does; for sections that do not fit the axes or the head.
+    """
+
+    kind: ClassVar[str] = "mrope"
+    counts_text: ClassVar[bool] = True
+
+    axes: int = 3
+    sections: tuple[int, ...] = ()
+    interleaved: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(self.axes > 1, f"mrope: axes must exceed 1; got {self.axes}")
+        require(
+            isinstance(self.sections, tuple) and len(self.sections) in (0, self.axes),
+            f"mrope: sections must be a tuple of one number for each of the {self.axes} axes; got "
+            f"{self.sections!r}",
+        )
+        sections = tuple(not_negative("mrope: sections", n) for n in self.sections)
+        set_field(self, "sections", sections)
+
+    def check(self, sizes: Sizes) -> None:
+        super().check(sizes)
+        turning = _turning(sizes.head_dim, self.partial_rotary_factor) // 2
+        require(
+            not self.sections or sum(self.sections) == turning,
+            f"mrope: sections = {self.sections} must add up to the {turning} frequencies of a head "
+            "that rotate",
+        )
+
+    def axis_of_frequencies(self, head_dim: int) -> np.ndarray:
+        """Which coordinate turns each frequency, ``[D/2]``."""
+        turning = _turning(head_dim, self.partial_rotary_factor) // 2
+        shares = [len(part) for part in np.array_split(np.arange(turning), self.axes)]
+        sections = np.asarray(self.sections or shares)
+        if self.interleaved:
+            index = np.arange(turning)
+            axis = index % self.axes
+            found = np.where(index < self.axes * sections[axis], axis, 0)
+        else:
+            found = np.repeat(np.arange(self.axes), sections)
+        return np.pad(found, (0, head_dim // 2 - turning))
+
+    def start_options(self, params: dict[str, Array] | None) -> dict[str, Any]:
+        return super().start_options(params) | {"axes": 1}
+
+    def start_at(self, positions, sizes, **options):
+        require(
+            jnp.ndim(positions) > 1 and jnp.shape(positions)[-1] == self.axes,
+            f"mrope: axes = {self.axes} expects positions of shape [..., T, {self.axes}]; got "
+            f"{jnp.shape(positions)}",
+        )
+        start = super().start_at
+        states = [start(positions[..., n], sizes, **options) for n in range(self.axes)]
+        return jnp.choose(np.tile(self.axis_of_frequencies(sizes.head_dim), 2), states, mode="clip")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -609,9 +814,10 @@ class RandomRope(Rope):
     """Randomised positions (Ruoss et al. 2023): RoPE at a sorted random subset of a long range.
 
     One draw serves every layer, head and batch row of a call, as far as their lengths agree: a
-    shorter row has fewer of the same places, whatever else is in its batch. The draw follows the
-    model's random stream ``"positions"``; without it a fixed draw is used, so that evaluation is
-    repeatable.
+    shorter row has fewer of the same places, whatever else is in its batch. A row of several
+    segments has one length, that of all of them, unless the call is given ``length``. The draw
+    follows the model's random stream ``"positions"``; without it a fixed draw is used, so that
+    evaluation is repeatable.
 
     Positions index the draw. Beyond the length that it was made for they are refused or, where they
     are not known yet, traced ones, make the state NaN.

@@ -2,9 +2,9 @@
 
 Pure functions on arrays, and the encoding that the model uses. One layer computes
 
-    e' = norm((I + alpha A(x)) (e + alpha Mix(a))),   A(x) = W_down diag(act(x W_x)) W_up,
+    e' = norm((I + alpha G(x)) (e + alpha Mix(a))),   G(x) = W_down diag(act(x W_x)) W_up,
 
-where ``a = A e`` is the state averaged by the attention probabilities and ``A(x)`` is one
+where ``a = A e`` is the state averaged by the attention probabilities and ``G(x)`` is one
 heads x heads matrix per token. Both factors act on the heads axis alone, never on what the
 symmetry group acts on, so the update commutes with :func:`tape_jax.transform`.
 """
@@ -19,9 +19,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from tape_jax._src.core.algebra import align_state, check_state, float_type
-from tape_jax._src.core.checks import choose, positive, require, require_x64, set_field
+from tape_jax._src.core.checks import (
+    FLOATS,
+    as_array,
+    choose,
+    positive,
+    require,
+    require_x64,
+    set_field,
+    type_name,
+    typed,
+)
 from tape_jax._src.core.sizes import Sizes
-from tape_jax._src.positions.fixed.rotary import Rope, RopeScaling, angles
+from tape_jax._src.positions.fixed.rotary import Rope, RopeScaling, angles, check_start
 from tape_jax._src.positions.protocol import Param, State
 from tape_jax._src.positions.tape.mixing import ACTIVATIONS
 from tape_jax._src.positions.tape.norms import NORMS, normalize
@@ -34,6 +44,7 @@ DEGREES = (1, 3)
 FORMS = ("rotary", "tensor")
 
 
+@typed
 def tensor_state(
     positions: Array,
     head_dim: int,
@@ -68,8 +79,11 @@ def tensor_state(
       ``[..., T, 1, M, L, R]``.
 
     Raises:
-      ValueError: if ``l`` does not divide ``head_dim``, or no start exists and none is given.
+      ValueError: if ``l`` does not divide ``head_dim``, no start exists and none is given, or an
+        option is out of range.
     """
+    check_start("tensor_state", base, scaling, axes, partial_rotary_factor)
+    type_name("tensor_state: dtype", dtype, (None, *FLOATS))
     if l < 1 or r < 1 or head_dim % l:
         raise ValueError(f"l must divide the head dimension: got l={l}, r={r}, head_dim={head_dim}")
     blocks = head_dim // l
@@ -78,7 +92,7 @@ def tensor_state(
     if start is not None:
         time = jnp.shape(positions) if axes == 1 else jnp.shape(positions)[:-1]
         shape = (*time, 1, blocks, l, r)
-        start = jnp.asarray(start)
+        start = as_array("start", start)
         try:
             return jnp.broadcast_to(start, shape).astype(dtype)
         except ValueError:
@@ -152,6 +166,7 @@ def update_params(
     return params
 
 
+@typed
 def init_update(
     key: Array,
     hidden_size: int,
@@ -190,6 +205,7 @@ def init_update(
       ValueError: for options out of range; for query heads that are not a multiple of the state
         heads; for a type of 64 bits while such are disabled.
     """
+    type_name("init_update: dtype", dtype, (None, *FLOATS))
     dtype = float_type(dtype)
     require_x64(dtype=dtype)
     specs = update_params(
@@ -339,6 +355,11 @@ class Tape(Rope):
 
     def check(self, sizes: Sizes) -> None:
         super().check(sizes)
+        require(
+            self.scaling.kind != "longrope" or self.partial_rotary_factor == 1,
+            f"{self.kind}: longrope scales the states of all dimensions here, so "
+            f"partial_rotary_factor must be 1; got {self.partial_rotary_factor}",
+        )
         heads = sizes.num_kv_heads - self.still_heads
         require(
             not isinstance(self.head_shift, tuple) or len(self.head_shift) == heads,

@@ -70,7 +70,7 @@ def mixing_matrix(
     *,
     dtype: Any = jnp.float32,
 ) -> Array:
-    """``alpha A(x)``, a heads x heads matrix per token: ``[..., T, H, H]``.
+    """``alpha G(x)``, a heads x heads matrix per token: ``[..., T, H, H]``.
 
     ``alpha`` is a scalar or has one number for each row ``[H]``.
     """

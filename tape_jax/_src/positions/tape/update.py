@@ -23,7 +23,7 @@ from tape_jax._src.core.algebra import (
     is_tensor_form,
     precise_einsum,
 )
-from tape_jax._src.core.checks import choose, refuse, require
+from tape_jax._src.core.checks import choose, refuse, require, typed
 from tape_jax._src.core.explicit import automatic_inside, joined, names_of
 from tape_jax._src.core.sharding import Sharding
 from tape_jax._src.positions.tape.mixing import (
@@ -70,7 +70,7 @@ class UpdateCall:
     heads: int
     tensor: bool
     norm: str
-    magnitude: float
+    magnitude: Any
     activation: str
     sharding: Sharding | None
 
@@ -128,16 +128,17 @@ def _explicit_axes(given: Mapping[str, Any], shape: Any) -> tuple[Any, ...]:
     )
 
 
+@typed
 @automatic_inside(_explicit_axes)
 def update_state(
-    params: dict[str, Array],
+    params: Mapping[str, Array],
     state: Array,
     attended: Array | None,
     x: Array,
     alpha: float | Array = 1.0,
     *,
     norm: str = "none",
-    magnitude: float = 1.0,
+    magnitude: float | Array = 1.0,
     activation: str = "silu",
     num_kv_heads: int | None = None,
     sharding: Sharding | None = None,
@@ -145,7 +146,7 @@ def update_state(
 ) -> Array:
     """One layer's update of the position states (TAPE, equations 6 to 8).
 
-    ``(I + alpha A(x)) (e + alpha Mix(a))``, then the norm. ``A(x)`` is contracted to a heads x
+    ``(I + alpha G(x)) (e + alpha Mix(a))``, then the norm. ``G(x)`` is contracted to a heads x
     heads matrix per token first, which costs a fraction of projecting the states up to width ``P``.
 
     With ``origin`` and ``target``, matrices over heads, the sum ``z = e + alpha Mix(a)`` becomes
@@ -185,11 +186,6 @@ def update_state(
       ValueError: if shapes disagree or an option is unknown.
       NotImplementedError: if no named implementation can do the call here.
     """
-    require(
-        isinstance(params, Mapping),
-        f"the first argument must be a dict of parameters, as in update_state(params, state, "
-        f"attended, x); got {type(params).__name__}",
-    )
     for name in params:
         choose("parameter of an update", name, UPDATE_PARAMS)
     choose("norm", norm, NORMS)
@@ -487,10 +483,12 @@ def _check_types(state: Any, attended: Any, x: Any, alpha: Any) -> None:
     """Raises ValueError unless these are arrays of floats, and alpha an array or a number."""
     for name, value in {"state": state, "attended": attended, "x": x}.items():
         dtype = getattr(value, "dtype", None)
+        start = "; give tape.rotary_state(...) to the first layer"
         require(
             (name == "attended" and value is None)
             or (dtype is not None and jnp.issubdtype(dtype, jnp.floating)),
-            f"{name} must be an array of floats; got {dtype or type(value).__name__}",
+            f"{name} must be an array of floats; got {dtype or type(value).__name__}"
+            + (start if name == "state" and value is None else ""),
         )
     is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
     require(
@@ -527,7 +525,8 @@ def _check_update(e, a, x, params, num_kv_heads) -> tuple[bool, int]:
         heads = have if have > 1 or mix is None else mix.shape[-1]
     if have not in (1, heads):
         raise ValueError(
-            f"state of shape {e.shape} has {have} heads; the parameters expect {heads}"
+            f"state of shape {e.shape} has {have} heads; the parameters expect {heads}: give "
+            f"num_kv_heads={have} to init_update or UpdateState"
         )
     keys = jax.ShapeDtypeStruct((*x.shape[:-1], heads, width), e.dtype)
     check_state(e, keys, name="state", of=f"x of shape {x.shape}, keys", heads=(1, heads))

@@ -1,6 +1,6 @@
 """The position update as one kernel each way: Pallas for its Triton backend, on NVIDIA GPUs.
 
-One warp owns one token. XLA makes the token's matrix ``I + alpha A(x)``; the kernel multiplies the
+One warp owns one token. XLA makes the token's matrix ``I + alpha G(x)``; the kernel multiplies the
 sum ``e + alpha W a`` by it. Both are products over heads of tiles of 16 or 32 rows, which tensor
 cores do, and the gradient of ``W`` stays in registers while a program walks over its tokens.
 Nothing but ``e``, ``a`` and the new state passes through memory.
@@ -61,7 +61,7 @@ class UpdateKernel:
         """``matrix (e + mix a)``, normalized, ``[B, T, H, N]`` in the type of ``e``.
 
         Args:
-          matrix: ``I + alpha A(x)``, ``[B, T, H, H]`` in float32.
+          matrix: ``I + alpha G(x)``, ``[B, T, H, H]`` in float32.
           mix: ``[H, H_q]``, or None.
           e, a: ``[B, T, H, N]`` and ``[B, T, H_q, N]`` or None.
         """

@@ -140,3 +140,33 @@ def test_a_cache_of_another_model():
     assert jnp.isfinite(jit_extend(model, variables, cache, tokens)[0]).all()
     with pytest.raises(ValueError, match=r"key of a draw is the cache's: give init_cache key="):
         model.apply(variables, tokens, cache=cache, rngs={"positions": jax.random.key(0)})
+
+
+def test_text_goes_on_behind_an_image(x64):
+    """Three tokens of text, an image of 1 x 2 x 4 patches, text: as Qwen2-VL counts."""
+    types = {"dtype": "float64", "param_dtype": "float64"}
+    model = small_model(positions.MRope(sections=(1, 1, 2), base=20.0), num_layers=2, **types)
+    variables = random_variables(model)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, 14)), jnp.int32)
+    image = 3 + np.stack(np.unravel_index(np.arange(8), (1, 2, 4)), axis=-1)
+    before, after = (np.repeat(n[:, None], 3, axis=1) for n in (np.arange(3), np.arange(7, 10)))
+    places = np.concatenate([before, image, after])
+    full = jit_apply(model, variables, tokens, positions=jnp.asarray(places))
+    first, cache = jit_prefill(model, variables, tokens[:, :3], capacity=14)
+    second, cache = extend(model, variables, cache, tokens[:, 3:11], positions=jnp.asarray(image))
+    third = []
+    for n in range(11, 14):
+        logits, cache = extend(model, variables, cache, tokens[:, n : n + 1])
+        third.append(logits)
+    assert_near(jnp.concatenate([first, second, *third], axis=1), full, 1e-10)
+    np.testing.assert_array_equal(cache.positions[1], places)
+
+
+def test_coordinates_of_a_grid_can_be_cached():
+    model = small_model(positions.Tape(axes=2), num_layers=2)
+    variables, tokens = random_variables(model), jnp.arange(6).reshape(1, 6)
+    grid = jnp.stack(jnp.unravel_index(jnp.arange(6), (2, 3)), axis=-1)
+    full = jit_apply(model, variables, tokens, positions=grid)
+    first, cache = jit_prefill(model, variables, tokens[:, :4], capacity=6, positions=grid[:4])
+    rest, _ = extend(model, variables, cache, tokens[:, 4:], positions=grid[4:])
+    assert_near(jnp.concatenate([first, rest], axis=1), full, 1e-5)

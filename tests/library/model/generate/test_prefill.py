@@ -80,7 +80,7 @@ def test_wrong_chunks():
     variables = random_variables(model)
     with pytest.raises(ValueError, match=r"chunk must be a positive integer; got 0"):
         prefill(model, variables, jnp.ones((1, 4), jnp.int32), capacity=4, chunk=0)
-    with pytest.raises(ValueError, match=r"prefill_chunk must be a positive integer; got 1.5"):
+    with pytest.raises(ValueError, match=r"prefill_chunk must be an integer or None; got 1.5"):
         generate(model, variables, [[1, 2]], 1, prefill_chunk=1.5)
     with pytest.raises(ValueError, match=r"token ids must lie in 0 .. 12; got 99"):
         prefill(model, variables, jnp.full((1, 4), 99), capacity=4, chunk=2)

@@ -1,5 +1,7 @@
 """Draws from logits: their distribution, and options that cannot be."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -54,6 +56,33 @@ def test_sampling_has_the_right_distribution(options, kept):
     np.testing.assert_array_less(np.abs(actual - expected), error + 1e-9)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.5}])
+def test_types_of_16_bits_are_drawn_from_in_float32(dtype, options):
+    """Noise of 16 bits has ties, of which argmax takes the first, and no rare values."""
+    vocab = 4096
+    logits = jnp.zeros((1000, vocab), dtype)
+    drawn = sample(logits, jax.random.key(0), **options)
+    np.testing.assert_array_equal(
+        drawn, sample(logits.astype(jnp.float32), jax.random.key(0), **options)
+    )
+    assert abs(drawn.mean() / vocab - options.get("top_p", 1) / 2) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("temperature", (1e-6, 1.0, 5.0)), ("top_k", (1, 2, 3)), ("top_p", (0.1, 0.6, 1.0))],
+)
+def test_each_row_may_have_options_of_its_own(name, values):
+    """Also where there are as many rows as tokens."""
+    logits = jnp.log(jnp.asarray([[0.2, 0.5, 0.3]] * 3))
+    keys = jax.random.split(jax.random.key(0), 200)
+    found = jax.vmap(lambda key: sample_logits(logits, key, **{name: jnp.asarray(values)}))(keys)
+    for row, value in enumerate(values):
+        draw = functools.partial(sample_logits, logits, **{name: value})
+        np.testing.assert_array_equal(found[:, row], jax.vmap(draw)(keys)[:, row])
+
+
 def test_top_k_keeps_exactly_k_of_equal_tokens():
     assert np.count_nonzero(frequencies(np.full(5, 0.2), top_k=2)) == 2
 
@@ -79,6 +108,11 @@ def test_without_a_key_the_most_likely_token_is_taken():
         {"top_p": 2.0},
         {"top_p": 0},
         {"temperature": np.float32(np.nan)},
+        {"temperature": "a"},
+        {"temperature": True},
+        {"temperature": jnp.float32(-1)},
+        {"temperature": jnp.ones(3)},
+        {"top_p": jnp.ones(5)},
         {"top_k": np.int64(0)},
     ],
 )

@@ -13,11 +13,18 @@ from tape_jax.positions import (
     Combined,
     Cope,
     DapeAlibi,
+    DapeFire,
     DapeKerple,
+    DapeV2Alibi,
+    DapeV2Kerple,
+    DdaPerRow,
     GrapeAdditive,
     GrapePath,
+    Inkling,
+    InklingLocal,
     Kerple,
     StickBreaking,
+    Wall,
 )
 from tests.library.positions import pairs as by_pairs
 from tests.library.positions.pairs import drawn
@@ -29,6 +36,9 @@ ENCODINGS = {
     "power": Kerple("power"),
     "dape_kerple": DapeKerple(width=6),
     "dape_alibi": DapeAlibi(width=6),
+    "dapev2_kerple": DapeV2Kerple(width=6),
+    "dapev2_alibi": DapeV2Alibi(width=6, taps=5),
+    "dape_fire": DapeFire(width=6, fire_width=4, threshold=3.0),
     "cope": Cope(positions=5),
     "cope, own keys": Cope(positions=5, separate_key=True, divide=False),
     "stickbreaking": StickBreaking(),
@@ -37,10 +47,17 @@ ENCODINGS = {
     "grape_additive": GrapeAdditive(),
     "grape_additive, key": GrapeAdditive("key"),
     "grape_path": GrapePath(width=4),
+    "wall": Wall(chunk=3),
+    "wall+fox": positions.create("wall+fox", chunk=4),
+    "inkling": Inkling(width=3, reach=5, floor=2.5),
+    "inkling_local": InklingLocal(width=3, reach=5),
+    "dda_per_row": DdaPerRow(width=3),
     # With another one that has a state, a decay, or that is of the other kind.
     "rope+cope": positions.create("rope+cope", positions=5),
     "tape+dape_kerple": positions.create("tape+dape_kerple"),
     "alibi+stickbreaking": positions.create("alibi+stickbreaking"),
+    "rope+inkling": positions.create("rope+inkling", reach=4, floor=3.0),
+    "inkling_local+stickbreaking": positions.create("inkling_local+stickbreaking", reach=3),
     "rope+kerple": positions.create("rope+kerple"),
     "tape+grape_additive": positions.create("tape+grape_additive"),
     "fox+grape_path+stickbreaking": positions.create("fox+grape_path+stickbreaking"),
@@ -83,7 +100,9 @@ def test_decoding_equals_the_full_pass(name, x64):
     np.testing.assert_allclose(found[ids != 0], np.asarray(full)[ids != 0], atol=1e-10)
 
 
-SHIFTED = [name for name in ENCODINGS if "grape_path" not in name]
+# The others read where positions start, or take integers only.
+NOT_SHIFTED = {"grape_path", "dape_fire", "inkling", "inkling_local"}
+SHIFTED = [name for name in ENCODINGS if not NOT_SHIFTED & {*name.split("+")}]
 
 
 @pytest.mark.parametrize("name", mostly_slow(SHIFTED, "dape_kerple", "grape_additive"))
@@ -165,6 +184,9 @@ def test_which_implementations_can_do_it(name):
     ("position", "words"),
     [
         ("cope+dape_alibi", "'cope' and 'dape_alibi' do not go together: each rewrites the logits"),
+        ("dda_per_row+grape_path", "each rewrites the logits"),
+        ("path+cable", "'path' and 'cable' do not go together: each scales the logits by a factor"),
+        ("cable+inkling", "'cable' and 'inkling' do not go together: each scales the logits"),
         ("cope+grape_path", "each rewrites the logits"),
     ],
 )

@@ -45,3 +45,9 @@ def test_logits_are_those_of_neighbouring_pairs(share, axis):
 def test_wrong_head_dims_are_errors(head_dim):
     with pytest.raises(ValueError, match="must be even and divide"):
         tape.halves_from_pairs(jax.ShapeDtypeStruct((6, 15), jnp.float32), head_dim)
+
+
+@pytest.mark.parametrize("axis", [2, -3])
+def test_an_axis_that_is_not_there(axis):
+    with pytest.raises(ValueError, match=rf"a kernel of shape \(6, 8\) has no axis {axis}"):
+        tape.halves_from_pairs(jnp.zeros((6, 8)), 4, axis=axis)

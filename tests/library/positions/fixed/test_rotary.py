@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tape_jax import ModelConfig, RopeScaling, rotary_state, rotate
+from tape_jax import ModelConfig, RopeScaling, rotary_state, rotate, tensor_state
 from tape_jax._src.positions.fixed.additive import sinusoids
 from tape_jax._src.positions.fixed.rotary import frequencies
-from tape_jax.positions import PRope, RandomRope, Rope, Xpos, Yarn
+from tape_jax.positions import LongRope, MRope, PRope, RandomRope, Rope, Tape, Xpos, Yarn
 from tests.paths import GOLDEN
 
 
@@ -63,6 +63,12 @@ class TestFrequencies:
         """Factor 2, trained on 16: the stretch is 2 length / 16 - 1 past the trained length."""
         got = frequencies(12, 500.0, RopeScaling("dynamic", 2.0, original_length=16), length)
         np.testing.assert_allclose(got, plain(12, 500.0 * stretch ** (12 / 10)), rtol=1e-13)
+
+    def test_longrope_without_lists(self):
+        """Up to the trained length plain ones, beyond it as linear interpolation."""
+        scaling = RopeScaling("longrope", 3.0, original_length=16)
+        np.testing.assert_allclose(frequencies(12, 500.0, scaling, 16), plain(12, 500.0))
+        np.testing.assert_allclose(3 * frequencies(12, 500.0, scaling, 17), plain(12, 500.0))
 
     def test_llama3_by_wavelength(self):
         scaling = RopeScaling(
@@ -209,14 +215,14 @@ class TestRotaryState:
         [
             (np.arange(4), 7, 1, r"head dimension must be even; got 7"),
             (np.arange(4), 0, 1, r"head dimension must be a positive integer; got 0"),
-            (np.arange(4), 8.0, 1, r"head dimension must be a positive integer; got 8\.0"),
+            (np.arange(4), 8.0, 1, r"head_dim must be an integer; got 8\.0"),
             (np.arange(4), 8, 0, r"axes must be a positive integer; got 0"),
             (np.zeros((4, 5)), 8, 5, r"axes must lie in 1\.\.4 .*got 5"),
             (np.arange(4), 8, 2, r"coordinates of shape \[\.\.\., T, 2\]; got \(4,\)"),
             (np.zeros((4, 3)), 8, 2, r"got \(4, 3\)"),
             (np.int32(4), 8, 1, r"got a scalar"),
             (np.ones(4, bool), 8, 1, r"positions must be integers or floats; got bool"),
-            ("x", 8, 1, r"positions must be an array of numbers; got 'x'"),
+            ("x", 8, 1, r"positions must be an array; got 'x'"),
             (jnp.uint32([0, 2**31]), 8, 1, r"must fit in int32; got uint32 up to 2147483648"),
         ],
     )
@@ -264,6 +270,20 @@ class TestRope:
             np.testing.assert_allclose(got, want, atol=1e-12)
         assert Rope().input_params(CONFIG.sizes) == {}
 
+    @pytest.mark.parametrize("learn_base", [False, True])
+    def test_longrope_of_rows_of_their_own_lengths(self, learn_base):
+        scaling = RopeScaling(
+            "longrope", 4.0, 8, short_factor=(1, 2, 3, 4), long_factor=(5, 6, 7, 8)
+        )
+        rope = LongRope(scaling=scaling, learn_base=learn_base)
+        params = {"log_stretch": jnp.float32(0)} if learn_base else None
+        positions = jnp.broadcast_to(jnp.arange(5), (2, 5))
+        got = rope.start(positions, CONFIG.sizes, length=jnp.array([8, 9]), params=params)
+        for row, factors in zip(got, (scaling.short_factor, scaling.long_factor), strict=True):
+            angles = np.arange(5)[:, None] * plain(8, 10_000.0) / np.array(factors)
+            want = math.sqrt(1 + math.log(4) / math.log(8)) * np.exp(1j * angles)
+            np.testing.assert_allclose(row[:, 0, :4] + 1j * row[:, 0, 4:], want, atol=1e-6)
+
     def test_length_reaches_dynamic_scaling(self):
         rope = Rope(scaling=RopeScaling("dynamic", 2.0, original_length=4))
         got = rope.start(jnp.arange(5), CONFIG.sizes, length=12)
@@ -281,8 +301,38 @@ class TestRope:
             Rope(scaling="ntk")
         with pytest.raises(ValueError, match=r"scaling\.kind must be 'yarn'; got 'linear'"):
             Yarn(scaling=RopeScaling("linear", 2.0))
+        with pytest.raises(ValueError, match=r"scaling\.kind must be 'longrope'; got 'linear'"):
+            LongRope(scaling=RopeScaling("linear", 2.0))
+        factors = RopeScaling("longrope", 2.0, long_factor=(1, 2, 3))
+        words = r"long_factor must hold one number for each of the 4 frequencies; got 3"
+        with pytest.raises(ValueError, match=words):
+            ModelConfig(10, 16, num_heads=2, position=LongRope(scaling=factors))
+        tape = Tape(scaling=RopeScaling("longrope", 2.0), partial_rotary_factor=0.5)
+        with pytest.raises(ValueError, match=r"partial_rotary_factor must be 1; got 0\.5"):
+            ModelConfig(10, 16, num_heads=2, position=tape)
         with pytest.raises(ValueError, match=r"scaling\.kind must be 'proportional'; got 'linear'"):
             PRope(scaling=RopeScaling("linear", 2.0))
+
+
+class TestMRope:
+    def test_equal_coordinates_are_rope(self):
+        positions = jnp.broadcast_to(jnp.arange(5)[:, None], (5, 3))
+        got = MRope(interleaved=True).start(positions, CONFIG.sizes)
+        np.testing.assert_array_equal(got, Rope().start(jnp.arange(5), CONFIG.sizes))
+
+    def test_misuse(self):
+        with pytest.raises(ValueError, match=r"mrope: axes must exceed 1; got 1"):
+            MRope(axes=1)
+        with pytest.raises(ValueError, match=r"one number for each of the 3 axes; got \(4, 4\)"):
+            MRope(sections=(4, 4))
+        with pytest.raises(ValueError, match=r"sections must be an integer from 0 on; got -1"):
+            MRope(sections=(4, 1, -1))
+        with pytest.raises(ValueError, match=r"\(16, 24, 24\) must add up to the 4 frequencies"):
+            ModelConfig(10, 16, num_heads=2, position=MRope(sections=(16, 24, 24)))
+        with pytest.raises(
+            ValueError, match=r"expects positions of shape \[\.\.\., T, 3\]; got \(5,\)"
+        ):
+            MRope().start(jnp.arange(5), CONFIG.sizes)
 
 
 class TestXpos:
@@ -481,19 +531,25 @@ class TestIntegersFarAway:
         ({"scaling": "linear"}, "scaling must be of the type RopeScaling or None; got 'linear'"),
         (
             {"dtype": jnp.int32},
-            "unknown rotary_state: dtype 'int32': expected one of None, 'float32'",
+            "unknown (rotary|tensor)_state: dtype 'int32': expected one of None, 'float32'",
         ),
-        ({"dtype": "x"}, "unknown rotary_state: dtype 'x'"),
+        ({"dtype": "x"}, "unknown (rotary|tensor)_state: dtype 'x'"),
         ({"axes": 0}, "axes must be a positive integer; got 0"),
-        ({"axes": True}, "axes must be a positive integer; got True"),
-        ({"base": np.inf}, "the rotary base must be a finite number; got inf"),
+        ({"axes": True}, "axes must be an integer; got True"),
+        ({"base": np.inf}, "base must be a finite number; got inf"),
         ({"partial_rotary_factor": "a"}, "partial_rotary_factor must be a finite number; got 'a'"),
         ({"length": 4.5}, r"length must be an integer or integers .*; got float32 of shape \(\)"),
         ({"length": True}, "length must be positive; got True"),
-        ({"length": "x"}, "length must be an array of numbers; got 'x'"),
+        ({"length": "x"}, "length must be an integer or an array or None; got 'x'"),
+        (
+            {"log_stretch": np.ones(3)},
+            r"log_stretch must be a scalar .*; got float32 of shape \(3,\)",
+        ),
+        ({"log_stretch": 1j}, "log_stretch must be a scalar floating-point array; got complex64"),
         ({"length": -1}, "length must be positive; got -1"),
     ],
 )
-def test_a_state_has_the_checks_of_the_encoding(options, words):
+@pytest.mark.parametrize("state", [rotary_state, tensor_state])
+def test_a_state_has_the_checks_of_the_encoding(state, options, words):
     with pytest.raises(ValueError, match=words):
-        rotary_state(jnp.arange(4), 8, **options)
+        state(jnp.arange(4), 8, **options)

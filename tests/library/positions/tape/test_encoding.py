@@ -63,7 +63,7 @@ class TestUpdate:
         for wrong in ({"params": params}, params | {"mxi": params["mix"]}):
             with pytest.raises(ValueError, match=r"unknown parameter of an update '(params|mxi)'"):
                 jax_update_state(wrong, e, a, x)
-        with pytest.raises(ValueError, match=r"update_state\(params, state, attended, x\); got "):
+        with pytest.raises(ValueError, match="params must be of the type Mapping; got array"):
             jax_update_state(e, a, x, params)
 
     @pytest.mark.parametrize("block", [(8,), (4, 2, 3)], ids=["rotary", "tensor"])
@@ -453,8 +453,11 @@ class TestEncoding:
             ({"layers": (1,)}, r"got \(1,\)"),
             ({"layers": (0.0, 1.5)}, r"got \(0\.0, 1\.5\)"),
             ({"base": 1.0}, r"tape: the rotary base must exceed 1; got 1\.0"),
-            ({"axes": 0}, r"axes must be positive; got 0"),
-            ({"scaling": "linear"}, r"scaling must be a RopeScaling; got 'linear'"),
+            ({"axes": 0}, r"axes must be a positive integer; got 0"),
+            (
+                {"scaling": "linear"},
+                r"scaling must be of the type RopeScaling or None; got 'linear'",
+            ),
         ],
     )
     def test_misuse(self, options, words):

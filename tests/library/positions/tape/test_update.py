@@ -201,7 +201,7 @@ class TestChoice:
             ("pallas", r"unknown update implementation 'pallas': expected one of 'reference'"),
             (("unrolled", "triton"), r"unknown update implementation 'triton'"),
             ((), r"must be a name, several or None; got \(\)"),
-            (3, r"must be a name, several or None; got 3"),
+            (3, r"implementation must be a string or of the type Sequence or None; got 3"),
         ],
     )
     def test_wrong_names(self, names, words):
@@ -266,7 +266,8 @@ class TestModel:
         ({"x": [1.0]}, "x must be an array of floats; got list"),
         ({"x": jnp.ones((11, HIDDEN), int)}, "x must be an array of floats; got int32"),
         ({"attended": [0.0]}, "attended must be an array of floats; got list"),
-        ({"state": jnp.ones((11, 8), int)}, "state must be an array of floats; got int32"),
+        ({"state": jnp.ones((11, 8), int)}, "state must be an array of floats; got int32$"),
+        ({"state": None}, r"got NoneType; give tape\.rotary_state\(\.\.\.\) to the first layer"),
     ],
 )
 def test_types_and_shapes_of_a_wrong_call(changed, words):

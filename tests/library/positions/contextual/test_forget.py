@@ -1,0 +1,79 @@
+"""Forget gates against loops over pairs."""
+
+import numpy as np
+import pytest
+
+from tape_jax.positions import Cable, DdaPerRow
+from tests.library.positions.pairs import (
+    HEADS,
+    KV_HEADS,
+    alone_and_packed,
+    drawn,
+    sigmoid,
+    softplus,
+)
+from tests.models import random_variables, small_model
+
+
+def assert_attends(pairs, logit):
+    want = pairs.softmax(logit)
+    np.testing.assert_allclose(pairs.attend(), want, atol=1e-12)
+    found = pairs.attend(implementation="rows", block_q=4)
+    np.testing.assert_allclose(found, want, atol=1e-12)
+
+
+@alone_and_packed
+def test_dda_per_row(ids, x64):
+    pairs = drawn(DdaPerRow(width=3, post_log_scale=0.5), ids=ids)
+    x, p = pairs.arrays["x"], pairs.params
+    a, c = (
+        (x @ p[f"{side}_gate_kernel"]).reshape(*x.shape[:2], HEADS, 3) for side in ("query", "key")
+    )
+
+    def logit(b, h, i, j):
+        between = [n for n in pairs.seen(b, i) if j <= n < i]
+        gates = [sigmoid(a[b, i, h] @ c[b, n, h] / np.sqrt(3)) for n in between]
+        return pairs.scores(b, h)[i, j] + 0.5 * np.log(gates).sum()
+
+    assert_attends(pairs, logit)
+
+
+@alone_and_packed
+def test_cable(ids, x64):
+    pairs = drawn(Cable(), ids=ids)
+    p = pairs.params
+    decays = softplus(pairs.arrays["x"] @ p["decay_kernel"] + p["decay_bias"])
+    q, k = pairs.arrays["q"], pairs.arrays["k"]
+
+    def logit(b, h, i, j):
+        between = [n for n in pairs.seen(b, i) if n > j]
+        return q[b, i, h] @ k[b, j, h // (HEADS // KV_HEADS)] - decays[b, between, h].sum()
+
+    assert_attends(pairs, logit)
+
+
+def test_a_scale_of_its_own(x64):
+    """In a model logits are not divided, neither by the root of the width nor by query_scale."""
+    types = {"dtype": "float64", "param_dtype": "float64", "num_layers": 1}
+    cable, fox = small_model("cable", **types), small_model("fox", query_scale=1.0, **types)
+    variables, tokens = random_variables(cable), np.arange(6)[None]
+    layer = dict(variables["params"]["layers_0"])
+    for name in ("kernel", "bias"):
+        layer[f"position_forget_{name}"] = -layer.pop(f"position_decay_{name}")
+    params = {**variables["params"], "layers_0": layer}
+    want = fox.apply({"params": params}, tokens)
+    np.testing.assert_allclose(cable.apply(variables, tokens), want, atol=1e-12)
+    for kind in ("cable", "path", "alibi+cable"):
+        with pytest.raises(ValueError, match=r"query_scale = 2.0 is for encodings without a scale"):
+            small_model(kind, query_scale=2.0)
+
+
+def test_wrong_options():
+    with pytest.raises(ValueError, match="dda_per_row: width must be a positive integer; got 0"):
+        DdaPerRow(width=0)
+    with pytest.raises(ValueError, match=r"dda_per_row: post_log_scale must be positive; got -1"):
+        DdaPerRow(post_log_scale=-1.0)
+    with pytest.raises(ValueError, match="'dda_per_row' needs is_causal=True"):
+        drawn(DdaPerRow()).attend(is_causal=False)
+    with pytest.raises(ValueError, match="'cable' needs is_causal=True"):
+        drawn(Cable()).attend(is_causal=False)

@@ -1,0 +1,65 @@
+"""Features in place of queries and keys: in models, in combinations, and in single layers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tape_jax
+import tape_jax.linen
+from tape_jax import ModelConfig, extend, positions, prefill
+from tests.models import VOCAB, assert_near, jit_quickly, random_variables, small_model
+from tests.selection import mostly_slow
+
+TYPES = {"dtype": "float64", "param_dtype": "float64"}
+BESIDE = ("alibi", "fox", "t5", "kerple", "cope", "dape_kerple", "grape_additive", "stickbreaking")
+COMBINED = [f"{kind}+{other}" for kind in ("rope_pp",) for other in BESIDE]
+
+
+@pytest.mark.parametrize("position", mostly_slow(COMBINED, "rope_pp+fox", "rope_pp+cope"))
+def test_combinations_with_a_cache_equal_the_full_pass(position, x64):
+    """With grouped heads and two segments."""
+    model = small_model(position, num_layers=2, num_heads=4, num_kv_heads=2, **TYPES)
+    variables = random_variables(model)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, 7)), jnp.int32)
+    ids = jnp.array([[1, 1, 1, 2, 2, 2, 2], [1] * 7])
+    full = jit_quickly(lambda t: model.apply(variables, t, segment_ids=ids))(tokens)
+    first, cache = prefill(model, variables, tokens[:, :4], segment_ids=ids[:, :4], capacity=7)
+    rest = []
+    for n in range(4, 7):
+        one = slice(n, n + 1)
+        logits, cache = extend(model, variables, cache, tokens[:, one], segment_ids=ids[:, one])
+        rest.append(logits)
+    assert_near(jnp.concatenate([first, *rest], axis=1), full, 1e-10)
+
+
+def test_others_have_the_heads_that_attend():
+    model = small_model("rope_pp+fox+alibi", num_heads=4, num_kv_heads=2, head_dim=6)
+    shapes = {path: spec.shape.shape for path, spec in model.parameters().items()}
+    assert shapes["layers_0/position_fox_forget_kernel"] == (3, 16, 8)
+    assert shapes["layers_0/attention/out/kernel"] == (3, 48, 16)
+    assert model.config.attention_heads == 8
+
+
+def test_two_states_do_not_go_together():
+    with pytest.raises(ValueError, match="'rope_pp' and 'path' do not go together: each has a pos"):
+        positions.create("rope_pp+path")
+
+
+@pytest.mark.parametrize("kind", ["rope_pp"])
+def test_modules_for_other_models(kind, x64):
+    """A single layer equals attention over the features of its projections."""
+    config = ModelConfig(1, 16, num_heads=4, num_kv_heads=2, position=kind, **TYPES)
+    module = tape_jax.linen.Attention(4, num_kv_heads=2, position=kind, **TYPES)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 16)))
+    variables = module.init(jax.random.key(0), x)
+    params = variables["params"]
+    q, k, v = ((x @ params[name]).reshape(2, 5, -1, 4) for name in ("q", "k", "v"))
+    encoding = config.position
+    state = encoding.start(jnp.arange(5), config.sizes, dtype=jnp.float64)
+    own = {n.removeprefix("position_"): p for n, p in params.items() if n.startswith("position_")}
+    layer = positions.Layer(x, jnp.arange(5), None, True, config.sizes, q=q, k=k, state=state)
+    features = encoding.layer_terms(own, layer).features
+    want, _ = tape_jax.attention(*features, v, is_causal=True, scale=0.5)
+    found = module.apply(variables, x)[0]
+    assert_near(found, want.reshape(2, 5, -1) @ params["out"], 1e-12)

@@ -1,0 +1,56 @@
+"""FoPE: what the formula test of its state, with given coefficients, does not see."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tape_jax import ModelConfig
+from tape_jax.positions import Fope
+
+CONFIG = ModelConfig(10, 128, num_heads=4, num_kv_heads=2)
+
+
+@pytest.mark.parametrize("learn", [False, True])
+def test_coefficients_are_normal_around_one_frequency_of_each_plane(learn, x64):
+    """32 dimensions, base 1e4, trained on 64 tokens: 5 frequencies, 5 planes; on 4096: 12 and 8."""
+    for length, kept, planes, step in ((64, 5, 5, 1), (4096, 12, 8, 2)):
+        fope = Fope(learn=learn, original_length=length, gain=1e-7)
+        assert fope.shape(CONFIG.sizes) == (2, kept, planes)
+        params = None
+        if learn:
+            specs = fope.input_params(CONFIG.sizes)
+            params = {
+                name: spec.init(jax.random.key(0), spec.shape, jnp.float64)
+                for name, spec in specs.items()
+            }
+        state = fope.start(jnp.arange(9)[None], CONFIG.sizes, dtype=jnp.float64, params=params)
+        found = state[0, ..., :16] + 1j * state[0, ..., 16:]
+        omega = [1e4 ** (-step * n / 16) if step * n < kept else None for n in range(planes)]
+        waves = [np.exp(1j * np.arange(9) * w) if w else np.zeros(9) for w in omega]
+        want = np.stack([*waves, *[np.full(9, 1 + 1j)] * (16 - planes)], axis=-1)
+        np.testing.assert_allclose(found, np.broadcast_to(want[:, None], found.shape), atol=1e-5)
+
+
+def test_the_deviation_is_xavier_s_and_the_seed_decides():
+    first, other = (Fope(gain=0.5, seed=n) for n in (0, 1))
+    start = jnp.zeros((1, 1), jnp.int32)
+    states = [x.start(start, CONFIG.sizes)[0, 0, :, :8] for x in (first, other)]
+    assert np.abs(states[0] - states[1]).max() > 1e-2
+    assert np.abs(states[0][0] - states[0][1]).max() > 1e-2
+    normal = np.random.default_rng(2).normal(size=(2, 11, 8))
+    drawn = first._from_normal(normal)
+    ones = np.zeros((11, 8))
+    ones[np.arange(0, 11, 2), np.arange(6)] = 1
+    np.testing.assert_allclose((drawn - ones) / normal, 0.5 * np.sqrt(2 / (11 * 8 + 2 * 8)))
+
+
+def test_misuse():
+    with pytest.raises(ValueError, match=r"original_length must hold a turn .* 2 pi tokens; got 6"):
+        Fope(original_length=6)
+    with pytest.raises(ValueError, match=r"the rotary base must exceed 1; got 1\.0"):
+        Fope(base=1.0)
+    with pytest.raises(ValueError, match=r"gain must not be negative; got -1"):
+        Fope(gain=-1)
+    with pytest.raises(ValueError, match=r"got a head dimension of 2"):
+        ModelConfig(10, 8, num_heads=4, position="fope")

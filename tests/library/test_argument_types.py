@@ -1,0 +1,70 @@
+"""Public functions refuse arguments that are not of the types that they declare."""
+
+import inspect
+import types
+import typing
+
+import jax
+import pytest
+
+import tape_jax
+from tape_jax import adapt, losses, positions, pretrained, sharding, testing
+
+# They check their arguments by themselves, most of them arrays of any kind.
+OWN_CHECKS = {
+    "attention", "attention_plan", "create", "kinds", "option_names", "recorded_plans", "rotate",
+    "transform",
+}  # fmt: skip
+
+
+def declared():
+    """Every public function with each of its parameters that has a type."""
+    found = {}
+    for module in (tape_jax, adapt, losses, positions, pretrained, sharding, testing):
+        for name in module.__all__:
+            function = getattr(module, name)
+            if isinstance(function, types.FunctionType) and name not in OWN_CHECKS:
+                found[name] = function
+    for name, function in found.items():
+        hints = typing.get_type_hints(function)
+        for parameter in inspect.signature(function).parameters.values():
+            named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            hint = hints[parameter.name]
+            if named and typing.Any not in (hint, *typing.get_args(hint)):
+                yield pytest.param(function, parameter.name, id=f"{name}-{parameter.name}")
+
+
+@pytest.mark.parametrize(("function", "name"), list(declared()))
+def test_what_is_of_no_declared_type(function, name):
+    with pytest.raises(ValueError, match=rf"^{name} must be .*; got <object"):
+        function(**{name: object()})
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "message"),
+    [
+        (tape_jax.generate, {"temperature": "a"}, "temperature must be a finite number; got 'a'"),
+        (tape_jax.generate, {"temperature": float("nan")}, "a finite number; got nan"),
+        (
+            tape_jax.generate,
+            {"max_new_tokens": True},
+            "max_new_tokens must be an integer; got True",
+        ),
+        (tape_jax.generate, {"top_k": 2.5}, "top_k must be an integer or None; got 2.5"),
+        (tape_jax.generate, {"key": 0}, "key must be a random key or None; got 0"),
+        (tape_jax.decode, {"cache": None}, "cache must be of the type Cache; got None"),
+        (tape_jax.init_update, {"mlp_mix": "no"}, "mlp_mix must be True or False; got 'no'"),
+        (tape_jax.init_update, {"num_heads": 10.0}, "num_heads must be an integer; got 10.0"),
+        (tape_jax.rotary_state, {"base": 10**400}, "base must be a finite number; got 1000"),
+        (losses.added_by_routers, {"experts": 3}, "experts must be of the type Experts; got 3"),
+        (tape_jax.from_pretrained, {"path": 3}, "path must be a string or of the type PathLike"),
+    ],
+)
+def test_messages(function, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        function(**arguments)
+
+
+@pytest.mark.parametrize("key", [jax.random.key(0), jax.random.PRNGKey(0)])
+def test_keys_of_both_styles(key):
+    assert tape_jax.sample_logits(jax.numpy.zeros(1), key) == 0

@@ -1,0 +1,125 @@
+"""A suite in a comparison: its scores beside the task's, and what is refused before training."""
+
+import dataclasses
+import json
+
+import pytest
+
+from tests.train.compare.test_report import FixedTask, compared, make_run
+from train import experiment
+from train.compare import suites
+from train.compare.report import result_section, write_report
+from train.main import USER_ERROR, main
+from train.suites.evaluation import SuiteOptions
+from train.suites.results import SuiteResult
+
+SMALL = """
+from ml_collections import ConfigDict
+
+def get_config():
+    return ConfigDict({
+        "task": {"name": "text", "source": "SOURCE", "sequence_length": 64, "held_out": 0.2,
+                 "cache": "CACHE"},
+        "model": {"hidden_size": 8, "num_heads": 2, "num_layers": 1, "max_length": 300},
+        "train": {"steps": 2, "batch_size": 2, "learning_rate": 1e-2},
+        "evaluation": {"factors": (1,), "tokens": 256, "protocols": ("disjoint",)},
+    })
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    (tmp_path / "text.txt").write_text("Some words of a text that goes on and on. " * 200)
+    path = tmp_path / "small.py"
+    given = {"SOURCE": f"{tmp_path}/text.txt", "CACHE": f"{tmp_path}/cache"}
+    path.write_text(SMALL.replace("SOURCE", given["SOURCE"]).replace("CACHE", given["CACHE"]))
+    return path
+
+
+def result(*right):
+    """Of two tasks at two lengths, the shorter always answered."""
+    cells = {512: (1.0, 1.0), 2048: tuple(map(float, right))}
+    return SuiteResult("ruler", 7, 512, {}, {"vt": cells, "cwe": cells})
+
+
+def test_every_option_can_be_said():
+    words = "ruler:lengths=2048,512:tasks=vt,cwe:samples=3:form=short:background=x.txt:seed=1"
+    assert suites.parse(f"{words}:batch_size=2:chunk=64:squad=a:hotpotqa=b") == SuiteOptions(
+        *("ruler", (512, 2048), ("vt", "cwe"), 3, "short", "x.txt", 1, 2, 64, "a", "b")
+    )
+    assert {"suite", *suites._READ} == {field.name for field in dataclasses.fields(SuiteOptions)}
+
+
+def test_scores_beside_those_of_the_task(tmp_path):
+    answers = [result(1, 1), result(1, 0), result(0, 0), result(0, 0)]
+    names = ["tape", "tape", "rope", "rope"]
+    assert suites.summary(answers[1]) == {"ruler_512": 1.0, "ruler_2048": 0.5}
+    records = [
+        make_run(name, seed, suite=suites.summary(answer))
+        for name, seed, answer in zip(names, (0, 1, 0, 1), answers, strict=True)
+    ]
+    found = suites.added(compared(), FixedTask, names, answers)
+    assert [score.key for score in found.scores] == ["loss", "right", "ruler_2048", "ruler_512"]
+    lines = found.sections["Suite ruler"].splitlines()
+    assert lines[0].split() == ["|", "task", "|", "tokens", "|", "tape", "|", "rope", "|"]
+    assert [*map(str.strip, lines[3].split("|"))][1:-1] == [
+        "vt",
+        "2,048",
+        "75.0 ± 35.4",
+        "0.0 ± 0.0",
+    ]
+    text = result_section(FixedTask, records, found)
+    assert "ruler at 512 tokens, %" in text
+    assert "**ruler at 2,048 tokens, %**: no clear winner. Best on average is tape" in text
+    write_report(tmp_path / "report", FixedTask, records, found, environment={})
+    runs = json.loads((tmp_path / "report" / "report.json").read_text())["runs"]
+    assert [run["scores"]["ruler_2048"] for run in runs] == [1.0, 0.5, 0.0, 0.0]
+    assert runs[0]["scores"]["loss"] == 1.5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("ruler:lengths=512", "takes at most 300 tokens: a length of 512"),
+        ("ruler", "a suite needs lengths"),
+        ("rule:lengths=256", "unknown suite 'rule'"),
+        ("ruler:lengths=256:512", "expected SUITE:OPTION=VALUE"),
+        ("ruler:lengths=many", "lengths of a suite takes whole numbers; got 'many'"),
+        ("ruler:length=256", "unknown option of a suite 'length'"),
+        ("ruler:lengths=256:tasks=vt,qa_1", "give one with --squad=FILE"),
+    ],
+)
+def test_what_cannot_be_asked_is_known_before(config, tmp_path, options, message, capsys):
+    call = ["compare", f"--config={config}", f"--run={tmp_path / 'all'}", "--encodings=rope"]
+    assert main([*call, f"--suite={options}"]) == USER_ERROR
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "all").exists()
+
+
+def test_a_task_without_a_tokenizer():
+    wanted = {
+        "name": "sums",
+        "task": {"name": "addition"},
+        "model": {"hidden_size": 8, "num_heads": 2, "num_layers": 1},
+        "train": {"steps": 1, "batch_size": 1, "learning_rate": 0.1},
+    }
+    with pytest.raises(ValueError, match="sums was trained on a task without a tokenizer"):
+        suites.check(SuiteOptions("ruler", (512,)), [experiment.from_mapping(wanted)])
+
+
+@pytest.mark.slow
+def test_a_comparison_asks_and_goes_on(config, tmp_path, capsys):
+    folder = tmp_path / "all"
+    call = ["compare", f"--config={config}", f"--run={folder}", "--encodings=rope", "--seeds=2"]
+    call += ["--suite=ruler:form=short:tasks=vt:samples=2:lengths=256"]
+    assert main(call) == 0
+    assert "Suite ruler" in capsys.readouterr().out
+    runs = json.loads((folder / "report.json").read_text())["runs"]
+    assert all("ruler_256" in run["scores"] for run in runs)
+    path = folder / "rope" / "evaluation_ruler.jsonl"
+    lines = path.read_bytes()
+    assert main(call) == 0
+    assert path.read_bytes() == lines
+    assert json.loads((folder / "report.json").read_text())["runs"] == runs

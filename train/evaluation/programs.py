@@ -1,0 +1,234 @@
+"""Running a model on batches: memory planned before, results kept, time measured."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from train.evaluation.journal import Journal
+from train.process import compile_in_turn
+from train.training.metrics import compiling_seconds
+
+# A part of the memory that is left free.
+RESERVED = 0.08
+
+
+@dataclasses.dataclass
+class Speed:
+    """What running took.
+
+    Attributes:
+      tokens: that were read and written, padding left out.
+      seconds: in all.
+      compiling: of these, for tracing and compiling.
+    """
+
+    tokens: int = 0
+    seconds: float = 0.0
+    compiling: float = 0.0
+
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[None]:
+        """Adds the time that something takes."""
+        begun, compiled = time.monotonic(), compiling_seconds()
+        yield
+        spent = time.monotonic() - begun
+        self.seconds += spent
+        # Programs that are traced inside others are counted twice.
+        self.compiling += min(compiling_seconds() - compiled, spent)
+
+    def __str__(self) -> str:
+        running = self.seconds - self.compiling
+        if running <= 0:
+            return "nothing was left to ask"
+        share = self.compiling / self.seconds
+        return f"{self.tokens / running:,.0f} tokens/s; {share:.0%} of the time went into compiling"
+
+
+class Memory(NamedTuple):
+    """Bytes on one device while a program runs.
+
+    Attributes:
+      parameters: and whatever else goes in.
+      between: everything that is made on the way, the cache among it.
+      limit: what the device has; None: it does not tell.
+    """
+
+    parameters: int
+    between: int
+    limit: int | None
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.parameters + self.between
+
+    def __str__(self) -> str:
+        of = "" if self.limit is None else f" of {self.limit / 1e9:.2f} GB"
+        return (
+            f"memory of a device: {self.total / 1e9:.2f} GB{of}, {self.parameters / 1e9:.2f} GB of "
+            "them parameters"
+        )
+
+    def check(self, batch: int, width: int) -> None:
+        """Raises ValueError, with what to do, if a batch of texts of this width does not fit."""
+        if self.limit is None or self.total <= self.limit * (1 - RESERVED):
+            return
+        room = max(0.0, self.limit * (1 - RESERVED) - self.parameters)
+        advice = int(batch * room / self.between)
+        raise ValueError(
+            f"{batch} texts of {width:,} tokens at a time do not fit: {self}; take at most "
+            f"{max(advice, 1)} at a time, run prompts in chunks, or split the model over more "
+            "devices"
+        )
+
+
+@dataclasses.dataclass
+class Programs:
+    """Compiled programs by their shapes, none of which takes more memory than there is.
+
+    Attributes:
+      memory: of the largest so far; None: there was none.
+      speed: of :meth:`results`.
+      kept: where :meth:`results` keeps what it has, and finds it again; None: nowhere.
+    """
+
+    memory: Memory | None = None
+    speed: Speed = dataclasses.field(default_factory=Speed)
+    kept: KeptResults | None = None
+    _compiled: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+    def run(self, function: Callable[..., Any], *given: Any) -> Any:
+        """Calls a function that can be compared, the tokens [B, T] of a batch its second argument.
+
+        Raises:
+          ValueError: a batch that does not fit into the memory.
+        """
+        key = function, jax.tree.map(jnp.shape, given[1:])
+        if key not in self._compiled:
+            program = compile_in_turn(_call.lower(function, *given))
+            memory = _memory(program)
+            memory.check(*given[1].shape)
+            self.memory = max(self.memory or memory, memory, key=lambda found: found.total)
+            self._compiled[key] = program
+        return self._compiled[key](*given)
+
+    def results(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        variables: Any,
+        batches: Iterable[tuple[Sequence[np.ndarray], int]],
+    ) -> Iterator[np.ndarray]:
+        """What a function gives for each batch; what is kept is not computed again.
+
+        A batch is begun before the result of the one before is fetched.
+
+        Args:
+          name: of what is computed: a result is found again by it and by the batch.
+          function: ``function(variables, *arrays)``, which can be compared.
+          variables: of the model.
+          batches: arrays, the first of them tokens [B, T], and how many tokens these are without
+            padding.
+
+        Raises:
+          ValueError: a batch that does not fit into the memory.
+        """
+        waiting: tuple[str, Any] | None = None
+        for arrays, tokens in batches:
+            key = _digest(name, arrays) if self.kept else ""
+            found = self.kept.found.get(key) if self.kept else None
+            if found is None:
+                with self.speed.measured():
+                    found = self.run(function, variables, *arrays)
+                self.speed.tokens += tokens
+            if waiting is not None:
+                yield self._fetched(*waiting)
+            waiting = key, found
+        if waiting is not None:
+            yield self._fetched(*waiting)
+
+    def _fetched(self, key: str, result: Any) -> np.ndarray:
+        if isinstance(result, np.ndarray):
+            return result
+        with self.speed.measured():
+            fetched = np.asarray(result)
+        if self.kept is not None:
+            self.kept.add(key, fetched)
+        return fetched
+
+    def __str__(self) -> str:
+        planned = "" if self.memory is None else f"\nPlanned {self.memory}."
+        return f"Speed: {self.speed}.{planned}"
+
+
+class KeptResults:
+    """Arrays by digest, on the disk.
+
+    Attributes:
+      found: what is there.
+    """
+
+    def __init__(self, journal: Journal):
+        """
+        Args:
+          journal: where they are.
+
+        Raises:
+          ValueError: a damaged line.
+        """
+        self._journal = journal
+        self.found: dict[str, np.ndarray] = dict(journal.read(_kept))
+
+    def add(self, key: str, result: np.ndarray) -> None:
+        """Keeps a result; it is on the disk then."""
+        values = base64.b64encode(np.ascontiguousarray(result).tobytes()).decode()
+        shape = list(result.shape)
+        self._journal.add(
+            [{"batch": key, "dtype": result.dtype.str, "shape": shape, "values": values}]
+        )
+        self.found[key] = result
+
+
+def _kept(line: dict[str, Any]) -> tuple[str, np.ndarray]:
+    """The digest and the array of a line."""
+    values = np.frombuffer(base64.b64decode(line["values"]), line["dtype"])
+    return line["batch"], values.reshape(line["shape"])
+
+
+def _digest(name: str, arrays: Sequence[np.ndarray]) -> str:
+    """What a batch is found again by."""
+    made = hashlib.sha256(name.encode())
+    for array in arrays:
+        made.update(f"{array.dtype.str}{array.shape}".encode())
+        made.update(np.ascontiguousarray(array).tobytes())
+    return made.hexdigest()[:32]
+
+
+# One program for equal functions, whoever calls them.
+@functools.partial(jax.jit, static_argnums=0)
+def _call(function: Callable[..., Any], *given: Any) -> Any:
+    return function(*given)
+
+
+def _memory(program: Any) -> Memory:
+    """What a compiled program takes."""
+    found = program.memory_analysis()
+    device = jax.local_devices()[0]
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    if device.platform == "cpu":
+        # All devices of a CPU share its memory.
+        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(jax.local_devices())
+    between = found.temp_size_in_bytes + found.output_size_in_bytes
+    return Memory(found.argument_size_in_bytes, between, limit)

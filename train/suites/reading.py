@@ -1,0 +1,214 @@
+"""RULER's questions of people about paragraphs (arXiv:2404.06654): SQuAD's and HotpotQA's.
+
+The paragraphs that a question needs stand among others of the same file, which takes the place of
+the background. Questions, paragraphs and answers are those of a file that the user has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from train.checks import require
+from train.suites import SuiteQuestion
+from train.suites.background import Background, room
+
+_LONG = (
+    "Answer the question from the documents below with as few words as possible.\n",
+    "\nDocument {number}:\n{paragraph}\n",
+    "\nAnswer the question from the documents above with as few words as possible.\n"
+    "Question: {question}\nAnswer:",
+)
+_SHORT = ("", "{paragraph}\n", "Question: {question}\nAnswer:")
+
+
+class Asked(NamedTuple):
+    """A question of a file.
+
+    Attributes:
+      question: in writing.
+      answers: any of which is right.
+      needed: numbers of the paragraphs that hold the answer.
+      near: numbers of others that come with the question, to be distracted by first.
+    """
+
+    question: str
+    answers: tuple[str, ...]
+    needed: tuple[int, ...]
+    near: tuple[int, ...]
+
+
+class Collection(NamedTuple):
+    """What a file holds.
+
+    Attributes:
+      paragraphs: each once.
+      sizes: int [P], their characters.
+      asked: the questions.
+      fingerprint: equal for equal files.
+    """
+
+    paragraphs: list[str]
+    sizes: np.ndarray
+    asked: list[Asked]
+    fingerprint: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """A kind of question.
+
+    Attributes:
+      kind: of file, one of :data:`FORMATS`.
+      path: of the file; None: it is still to be given.
+    """
+
+    kind: str
+    path: str | None = None
+
+    rule = "part"
+
+    @property
+    def answer_tokens(self) -> dict[str, int]:
+        """RULER's, for both forms."""
+        return {"long": 32, "short": 32}
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Of the file."""
+        return None if self.path is None else read(self.path, self.kind).fingerprint
+
+    def ask(
+        self, rng: np.random.Generator, background: Background, size: int, form: str
+    ) -> SuiteQuestion:
+        """A question after as many whole paragraphs as fit; see :class:`train.suites.SuiteTask`.
+
+        First those that it needs, then those that come with it, then any; in random order.
+        """
+        assert self.path is not None
+        file = read(self.path, self.kind)
+        asked = file.asked[int(rng.random() * len(file.asked))]
+        turn, place = rng.random((2, len(file.paragraphs)))
+        turn[[*asked.near]] -= 1
+        turn[[*asked.needed]] -= 2
+        start, paragraph, end = _LONG if form == "long" else _SHORT
+        end = end.format(question=asked.question)
+        around = len(paragraph.format(number=len(file.paragraphs), paragraph=""))
+        needed = [" " * around + file.paragraphs[i] for i in asked.needed]
+        left = room(size, start, end, *needed) + sum(map(len, needed))
+        order = np.argsort(turn)
+        count = int(np.searchsorted(np.cumsum(file.sizes[order] + around), left, "right"))
+        require(
+            count < len(order),
+            f"all paragraphs of {self.path} together are shorter than the {size:,} characters of a "
+            "question: name a larger file, or ask for smaller lengths",
+        )
+        chosen = order[:count][np.argsort(place[order[:count]])]
+        text = "".join(
+            paragraph.format(number=number, paragraph=file.paragraphs[i])
+            for number, i in enumerate(chosen.tolist(), start=1)
+        )
+        return SuiteQuestion(start + text + end, asked.answers)
+
+
+SQUAD = Reading("squad")
+HOTPOTQA = Reading("hotpotqa")
+
+
+@functools.lru_cache(maxsize=4)
+def read(path: str, kind: str) -> Collection:
+    """The paragraphs and questions of a file.
+
+    Args:
+      path: of the file, JSON.
+      kind: one of :data:`FORMATS`.
+
+    Raises:
+      ValueError: if there is none, it is something else, or it has no question with an answer.
+    """
+    file = Path(path).expanduser()
+    require(file.is_file(), f"there is no file {path} with questions of {FORMATS[kind].name}")
+    content = file.read_bytes()
+    numbers: dict[str, int] = {}
+
+    def number(paragraph: str) -> int:
+        return numbers.setdefault(str(paragraph), len(numbers))
+
+    try:
+        asked = FORMATS[kind].parse(json.loads(content), number)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} is no file of {FORMATS[kind].name}, {FORMATS[kind].form} "
+            f"({type(error).__name__}: {error})"
+        ) from None
+    require(bool(asked), f"{path} has no question with an answer")
+    sizes = np.array([len(paragraph) for paragraph in numbers])
+    return Collection([*numbers], sizes, asked, hashlib.sha256(content).hexdigest()[:16])
+
+
+def _squad(content: Any, number: Callable[[str], int]) -> list[Asked]:
+    """Questions with an answer; those of version 2 that have none are passed over."""
+    asked = []
+    for article in content["data"]:
+        own = [number(paragraph["context"]) for paragraph in article["paragraphs"]]
+        for place, paragraph in zip(own, article["paragraphs"], strict=True):
+            near = tuple(sorted({*own} - {place}))
+            for entry in paragraph["qas"]:
+                if answers := _different(answer["text"] for answer in entry["answers"]):
+                    asked.append(Asked(str(entry["question"]).strip(), answers, (place,), near))
+    return asked
+
+
+def _hotpotqa(content: Any, number: Callable[[str], int]) -> list[Asked]:
+    """Questions that need the paragraphs of their supporting facts."""
+    asked = []
+    for entry in content:
+        places = {
+            title: number(f"{title}\n{''.join(sentences)}") for title, sentences in entry["context"]
+        }
+        needed = _different(places[title] for title, _ in entry["supporting_facts"])
+        near = tuple(sorted({*places.values()} - {*needed}))
+        answers = _different([entry["answer"]])
+        if answers and needed:
+            asked.append(Asked(str(entry["question"]).strip(), answers, needed, near))
+    return asked
+
+
+def _different(values: Any) -> tuple[Any, ...]:
+    """Values that are not empty, each once."""
+    return tuple(dict.fromkeys(value for value in values if value != ""))
+
+
+class Format(NamedTuple):
+    """A format of files.
+
+    Attributes:
+      name: as people call it.
+      form: what is in it.
+      parse: its questions, given its content and what numbers its paragraphs.
+    """
+
+    name: str
+    form: str
+    parse: Callable[[Any, Callable[[str], int]], list[Asked]]
+
+
+FORMATS: dict[str, Format] = {
+    "squad": Format(
+        "SQuAD v1.1",
+        "an object with data, articles with paragraphs with context and qas",
+        _squad,
+    ),
+    "hotpotqa": Format(
+        "HotpotQA",
+        "a list of question, answer, context and supporting_facts",
+        _hotpotqa,
+    ),
+}
