@@ -79,7 +79,8 @@ def from_pretrained(
         of ``config.json`` is no limit, as in transformers, unless it is given as ``max_length``.
 
     Returns:
-      The model, with the encoding ``rope`` or, where layers differ, a schedule, and ``{"params": ...}`` as ``model.init`` gives them.
+      The model, with the encoding ``rope`` or, where layers differ, a schedule, and ``{"params":
+      ...}`` as ``model.init`` gives them.
 
     Raises:
       ValueError: if the folder is no checkpoint, is damaged, incomplete or of another architecture,
