@@ -48,6 +48,7 @@ PAGES = sorted(
 # Pages whose code takes more than a few seconds.
 SLOW = {
     "docs/encodings.md",
+    "docs/experiments.md",
     "docs/howto/decode.md",
     "docs/howto/backend.md",
     "docs/howto/accelerators.md",
@@ -55,7 +56,6 @@ SLOW = {
     "docs/howto/encoding.md",
     "docs/howto/packing.md",
     "docs/howto/retrofit.md",
-    "docs/howto/train.md",
     "docs/howto/your_model.md",
 }
 # How many Python blocks a page may leave out, each with its reason.

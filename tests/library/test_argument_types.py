@@ -9,6 +9,7 @@ import pytest
 
 import tape_jax
 from tape_jax import adapt, losses, positions, pretrained, sharding, testing
+from tests.models import small_model
 
 # They check their arguments by themselves, most of them arrays of any kind.
 OWN_CHECKS = {
@@ -52,6 +53,14 @@ def test_what_is_of_no_declared_type(function, name):
         ),
         (tape_jax.generate, {"top_k": 2.5}, "top_k must be an integer or None; got 2.5"),
         (tape_jax.generate, {"key": 0}, "key must be a random key or None; got 0"),
+        (tape_jax.init_update, {"dtype": "x"}, "dtype must be a type of numbers; got 'x'"),
+        (positions.Fire, {"width": "a"}, "fire: width must be an integer; got 'a'"),
+        (positions.Tape, {"form": "tensor", "l": None}, "tape: l must be an integer; got None"),
+        (
+            positions.RelaxedEquivariance,
+            {"penalty": 2.5},
+            "penalty must be two numbers of at least 0; got 2.5",
+        ),
         (tape_jax.decode, {"cache": None}, "cache must be of the type Cache; got None"),
         (tape_jax.init_update, {"mlp_mix": "no"}, "mlp_mix must be True or False; got 'no'"),
         (tape_jax.init_update, {"num_heads": 10.0}, "num_heads must be an integer; got 10.0"),
@@ -63,6 +72,21 @@ def test_what_is_of_no_declared_type(function, name):
 def test_messages(function, arguments, message):
     with pytest.raises(ValueError, match=message):
         function(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        (adapt.add_lora, {"key": jax.random.key(0)}),
+        (adapt.merge_lora, {}),
+        (adapt.fingerprint, {}),
+    ],
+)
+def test_what_is_no_variables(function, options):
+    model = small_model("rope", num_layers=1)
+    for wrong in (None, {"embedding": 0}):
+        with pytest.raises(ValueError, match="variables must be"):
+            function(model, wrong, **options)
 
 
 @pytest.mark.parametrize("key", [jax.random.key(0), jax.random.PRNGKey(0)])

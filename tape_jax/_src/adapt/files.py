@@ -25,6 +25,7 @@ from tape_jax._src.model.config import Lora
 from tape_jax._src.model.decoder import (
     Transformer,
 )
+from tape_jax._src.model.inputs import check_variables
 from tape_jax._src.model.layout import block_name, by_path, replaced, restack
 
 FORMAT = "tape-jax adapter"
@@ -62,6 +63,7 @@ def save_adapter(
         base, as far as the fingerprint tells.
       NotImplementedError: if safetensors is not installed.
     """
+    check_variables(variables)
     safetensors = _safetensors()
     params = variables["params"]
     rules = [parse_rule(rule) for rule in rules]

@@ -16,6 +16,7 @@ from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.model.decoder import (
     Transformer,
 )
+from tape_jax._src.model.inputs import check_variables
 from tape_jax._src.model.layout import OUTSIDE, by_path
 from tape_jax._src.positions.creation import options_of
 from tape_jax._src.positions.protocol import Encoding
@@ -72,6 +73,7 @@ def fingerprint(model: Transformer, variables: Any) -> Fingerprint:
     Raises:
       ValueError: if the variables have no values.
     """
+    check_variables(variables)
     c = model.config
     abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(variables))
     require(not abstract, "a fingerprint needs the values of parameters; got ShapeDtypeStructs")

@@ -31,6 +31,9 @@ from tape_jax._src.positions.protocol import Param
 
 Array = jax.Array
 
+# Encodings whose start is TAPE's: others derive from Rope too, but start or rotate otherwise.
+START_KINDS = ("rope", "yarn", "longrope")
+
 
 @typed
 def add_tape(
@@ -45,8 +48,9 @@ def add_tape(
     """TAPE put into a RoPE model (Zhu et al. 2025); at first the logits stay as they are.
 
     Args:
-      model: a model with the encoding ``rope`` or ``yarn``, of any base, scaling and axes, alone,
-        among others (``rope+window``), or in some layers of a schedule: its other layers stay.
+      model: a model with the encoding ``rope``, ``yarn`` or ``longrope``, of any base, scaling and
+        axes, alone, among others (``rope+window``), or in some layers of a schedule: its other
+        layers stay.
       variables: its variables; arrays or ShapeDtypeStructs.
       key: random key for the new parameters, of which ``mix`` and ``up`` start at zero.
       dtype: type of the new parameters; None: the model's ``param_dtype``.
@@ -63,12 +67,7 @@ def add_tape(
     """
 
     def tape(rope: positions.Rope) -> positions.Encoding:
-        # Other encodings derive from Rope too, but start or rotate otherwise.
-        require(
-            rope.kind in ("rope", "yarn"),
-            "expected a model with the encoding 'rope' or 'yarn'; this one has "
-            f"{model.encoding.kind!r}",
-        )
+        _check_start(rope, model)
         fixed = {name: getattr(rope, name) for name in START_FIELDS}
         for name in options:
             require(
@@ -232,6 +231,7 @@ def add_lora(
     Raises:
       ValueError: if the model has low-rank terms already, or an option does not fit.
     """
+    check_variables(variables)
     require(
         model.config.lora is None,
         f"add_lora: the model has low-rank terms already, {model.config.lora}: merge_lora first",
@@ -263,6 +263,7 @@ def merge_lora(model: Transformer, variables: Any) -> tuple[Transformer, dict[st
     Raises:
       ValueError: if the model has no low-rank terms.
     """
+    check_variables(variables)
     lora = model.config.lora
     if lora is None:
         raise ValueError("merge_lora: the model has no low-rank terms (config.lora is None)")
@@ -325,11 +326,7 @@ def drop_positions(model: Transformer, variables: Any) -> tuple[Transformer, dic
     Raises:
       ValueError: if the model has another encoding than ``rope`` or ``yarn``.
     """
-    require(
-        model.encoding.kind in ("rope", "yarn"),
-        "expected a model with the encoding 'rope' or 'yarn'; this one has "
-        f"{model.encoding.kind!r}",
-    )
+    _check_start(model.encoding, model)
     return with_encoding(model, variables, "none", key=jax.random.key(0))
 
 
@@ -354,6 +351,15 @@ def _initial(
         }
 
     return jax.eval_shape(draw) if isinstance(like, jax.ShapeDtypeStruct) else draw()
+
+
+def _check_start(encoding: positions.Encoding, model: Transformer) -> None:
+    """Raises ValueError unless TAPE can start as an encoding of a model does."""
+    require(
+        encoding.kind in START_KINDS,
+        f"expected a model with the encoding {' or '.join(map(repr, START_KINDS))}; this one has "
+        f"{model.encoding.kind!r}",
+    )
 
 
 def _with_rotary(
@@ -382,7 +388,8 @@ def _with_rotation(model: Transformer, **changes: Any) -> Transformer:
     full = [one for one in rotary if not _is_window(one)]
 
     def change(rope: positions.Rope) -> positions.Rope:
-        plain = positions.Rope(**vars(rope)) if isinstance(rope, positions.Yarn) else rope
+        named = isinstance(rope, positions.Yarn | positions.LongRope)
+        plain = positions.Rope(**vars(rope)) if named else rope
         return dataclasses.replace(plain, **changes)
 
     position = _with_rotary(model.encoding, change, lambda one: one in (full or rotary))

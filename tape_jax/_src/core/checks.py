@@ -144,6 +144,14 @@ def _is_key(value: Any) -> bool:
     return jnp.issubdtype(dtype, jax.dtypes.prng_key) or (dtype == np.uint32 and value.ndim > 0)
 
 
+def _is_dtype(value: Any) -> bool:
+    """Whether a value names a type of numbers, as jax takes them; None is the default one."""
+    try:
+        return jnp.issubdtype(np.dtype(value), jnp.number)
+    except TypeError:
+        return False
+
+
 # What arguments of each type have to be: in words, and whether a value is that.
 ARGUMENT_TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     type(None): ("None", lambda x: x is None),
@@ -158,6 +166,7 @@ ARGUMENT_TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     ),
 }
 KEY = ("a random key", _is_key)
+DTYPE = ("a type of numbers", _is_dtype)
 
 
 def _words_and_test(name: str, kind: Any) -> tuple[str, Callable[[Any], bool]]:
@@ -171,15 +180,16 @@ def _words_and_test(name: str, kind: Any) -> tuple[str, Callable[[Any], bool]]:
 def _check_types(given: Mapping[str, Any], hints: Mapping[str, Any], prefix: str = "") -> None:
     """Raises ValueError for a value that is of none of the types in its annotation.
 
-    Containers are looked at from outside only. What is named ``key`` is a random key.
+    Containers are looked at from outside only. What is named ``key`` is a random key, what is
+    named ``dtype`` a type of numbers.
     """
     for name, value in given.items():
         hint = hints.get(name, Any)
         union = typing.get_origin(hint) in (typing.Union, types.UnionType)
         kinds = typing.get_args(hint) if union else (hint,)
-        if Any in kinds:
+        if Any in kinds and name != "dtype":
             continue
-        allowed = [_words_and_test(name, kind) for kind in kinds]
+        allowed = [DTYPE] if Any in kinds else [_words_and_test(name, kind) for kind in kinds]
         if not any(fits(value) for _, fits in allowed):
             expected = " or ".join(words for words, _ in allowed)
             raise ValueError(f"{prefix}{name} must be {expected}; got {reprlib.repr(value)}")
@@ -202,7 +212,7 @@ def typed(function: Callable[P, R]) -> Callable[P, R]:
 
 
 @functools.cache
-def _hints_of(cls: Any) -> dict[str, Any]:
+def _hints_of(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
@@ -210,7 +220,7 @@ def check_fields(value: Any, prefix: str = "") -> None:
     """Raises ValueError for a field of a dataclass that is not of its annotated type."""
     cls: Any = type(value)
     given = {name: getattr(value, name) for name in inspect.get_annotations(cls)}
-    _check_types(given, _hints_of(cls), prefix)
+    _check_types(given, _hints_of(typing.cast(typing.Hashable, cls)), prefix)
 
 
 def type_name(what: str, value: Any, allowed: Iterable[Any]) -> Any:

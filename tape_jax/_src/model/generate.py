@@ -205,8 +205,8 @@ def prefill(
       capacity: slots of the new cache, at least ``P``.
       length: for how many tokens random positions are drawn and dynamic scaling is fixed, an
         integer or one for each prompt ``[B]``; None: the capacity.
-      positions: ``[B, P]`` or ``[P]``, integers or, as the cache then has them, floats; not read
-        at padding. None: 0, 1, ... in each segment.
+      positions: ``[B, P]`` or ``[P]``, with several axes ``[..., P, n]``, integers or, as the cache
+        then has them, floats; not read at padding. None: 0, 1, ... in each segment.
       segment_ids: in place of ``lengths``, ``[B, P]`` or ``[P]``, 0 at padding.
       chunk: run so many tokens at a time, each chunk attending what the cache holds: the memory
         beside cache and logits then does not grow with ``P``, but for what the attention of
@@ -310,8 +310,8 @@ def extend(
       variables: its variables.
       cache: holds the tokens before.
       tokens: ``[B, T]``.
-      positions: ``[B, T]`` or ``[T]``; None: each row goes on from the last one of its segment, in
-        steps of 1, and begins at 0.
+      positions: ``[B, T]`` or ``[T]``, with several axes ``[..., T, n]``; None: each row goes on
+        from the last one of its segment, in steps of 1, and begins at 0.
       segment_ids: ``[B, T]`` or ``[T]``, 0 at padding; None: each row goes on with the id of its
         last real token, and begins with 1.
 

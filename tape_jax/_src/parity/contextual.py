@@ -329,6 +329,14 @@ def _rope_pp(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
     return Recorded(encoding, constants={"inv_freq": omega})
 
 
+def _pope(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
+    turning = meta["rotate_dim"]
+    share = turning / arrays["q"].shape[-1]
+    encoding = positions.Pope(meta["theta"], partial_rotary_factor=share)
+    omega = frequencies(2 * turning, encoding.base)
+    return Recorded(encoding, same(phase="phase_bias"), constants={"inv_freq": omega})
+
+
 # By the name in ``meta``, or the file's up to its last underscore: from the arrays and ``meta``.
 ENCODINGS: dict[str, Source] = {
     "cable": _cable,
@@ -364,6 +372,7 @@ ENCODINGS: dict[str, Source] = {
     "stickbreaking_current": _stickbreaking,
     "stickbreaking_rem": _stickbreaking,
     "p_rope": _p_rope,
+    "pope": _pope,
     "path": _path,
     "path_fox": _path_fox,
     "wall": _wall,

@@ -29,7 +29,7 @@ from tape_jax._src.positions.creation import registry
 from tape_jax._src.positions.fixed.additive import Abacus, Learned, Sinusoidal
 from tape_jax._src.positions.fixed.bias import Alibi, Fire, Kerple, T5Bias
 from tape_jax._src.positions.fixed.coupling import PositionCoupling
-from tape_jax._src.positions.fixed.features import RopePP
+from tape_jax._src.positions.fixed.features import Pope, RopePP
 from tape_jax._src.positions.fixed.fourier import Fope
 from tape_jax._src.positions.fixed.rotary import (
     LongRope,
@@ -83,6 +83,7 @@ __all__ = [
     "Param",
     "PathAttention",
     "PlaceWeights",
+    "Pope",
     "PositionCoupling",
     "RandomRope",
     "RelaxedEquivariance",

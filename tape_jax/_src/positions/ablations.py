@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from tape_jax._src.core.algebra import at_least_float32, precise_einsum
-from tape_jax._src.core.checks import require, set_field
+from tape_jax._src.core.checks import number, require, set_field
 from tape_jax._src.core.segments import places
 from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.fixed.additive import sinusoids
@@ -307,11 +307,12 @@ class RelaxedEquivariance(Tape):
     def __post_init__(self):
         super().__post_init__()
         require(self.form == "rotary", f"{self.kind} exists in rotary form only; got {self.form!r}")
-        set_field(self, "penalty", tuple(self.penalty))
         require(
-            len(self.penalty) == 2 and min(self.penalty) >= 0,
-            f"{self.kind}: penalty must be two numbers of at least 0; got {self.penalty}",
+            isinstance(self.penalty, tuple | list) and len(self.penalty) == 2,
+            f"{self.kind}: penalty must be two numbers of at least 0; got {self.penalty!r}",
         )
+        penalty = tuple(number(f"{self.kind}: penalty", x) for x in self.penalty)
+        set_field(self, "penalty", penalty)
 
     def mixing_params(self, sizes: Sizes) -> dict[str, Param]:
         mirror = Param(

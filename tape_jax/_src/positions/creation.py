@@ -42,7 +42,7 @@ from tape_jax._src.positions.contextual.wall import Wall
 from tape_jax._src.positions.fixed.additive import Abacus, Learned, Sinusoidal
 from tape_jax._src.positions.fixed.bias import Alibi, Fire, Kerple, T5Bias
 from tape_jax._src.positions.fixed.coupling import PositionCoupling
-from tape_jax._src.positions.fixed.features import RopePP
+from tape_jax._src.positions.fixed.features import Pope, RopePP
 from tape_jax._src.positions.fixed.fourier import Fope
 from tape_jax._src.positions.fixed.rotary import (
     LongRope,
@@ -72,6 +72,7 @@ registry: dict[str, type[Encoding]] = {
         RandomRope,
         Fope,
         RopePP,
+        Pope,
         SelectiveRope,
         GrapeMultiplicative,
         Repo,

@@ -37,6 +37,7 @@ PLACES = ("embedding", "state", "scale", "logits", "weights", "bias", "decay", "
 # What an option of each type has to be: in words, and whether a value is that.
 OPTION_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "bool": ("True or False", lambda x: isinstance(x, bool | np.bool_)),
+    "int": ("an integer", lambda x: isinstance(x, int | np.integer) and not isinstance(x, bool)),
     "float": ("a finite number", lambda x: isinstance(x, numbers.Real) and math.isfinite(x)),
 }
 
@@ -216,7 +217,8 @@ class Encoding:
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Raises ValueError for an option of another type or not finite, before it is looked at."""
         fields = {field.name: field.type for field in dataclasses.fields(cls) if field.init}
-        for name, value in (dict(zip(fields, args, strict=False)) | options).items():
+        in_order = [f.name for f in dataclasses.fields(cls) if f.init and not f.kw_only]
+        for name, value in (dict(zip(in_order, args, strict=False)) | options).items():
             kind, optional, _ = _annotation(fields.get(name)).partition(" | None")
             if kind in OPTION_TYPES and not (optional and value is None):
                 words, fits = OPTION_TYPES[kind]

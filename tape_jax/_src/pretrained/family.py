@@ -12,6 +12,8 @@ from tape_jax._src.model.config import ModelConfig
 
 Fields = dict[str, Any]
 FULL, SLIDING = "full_attention", "sliding_attention"
+# Encodings that a checkpoint has a place for.
+ROPES = (positions.Rope, positions.Yarn, positions.LongRope)
 ATTENTION, MLP = ("q", "k", "v", "out"), ("gate", "up", "down")
 
 # Fields that say nothing of what a decoder computes: names, token ids, training, caches, types.
@@ -179,7 +181,7 @@ def layers_of(c: ModelConfig) -> list[LayerKind] | None:
     """Inverse of :func:`position_of`; None for encodings that no checkpoint has a place for."""
     found = []
     for encoding, _, _ in c.position.of_layers(c.num_layers):
-        ropes = [x for x in encoding.members if type(x) in (positions.Rope, positions.Yarn)]
+        ropes = [x for x in encoding.members if type(x) in ROPES]
         others = [x for x in encoding.members if x not in ropes]
         known = all(type(x) in (positions.Window, positions.Encoding) for x in others)
         if len(ropes) > 1 or not known or any(x.axes > 1 or x.learn_base for x in ropes):

@@ -20,6 +20,7 @@ from tape_jax._src.core.checks import choose, require, typed
 from tape_jax._src.model.decoder import (
     Transformer,
 )
+from tape_jax._src.model.inputs import check_variables
 from tape_jax._src.pretrained.families import family_of
 from tape_jax._src.pretrained.folder import (
     CONFIG,
@@ -116,6 +117,7 @@ def save_pretrained(
       NotImplementedError: if safetensors is not installed, or a parameter is spread over several
         processes.
     """
+    check_variables(variables)
     source = None if like is None else read_folder(like)
     kind = None if source is None else family_of(source.config)[0]
     _, family, _ = written(model, kind)

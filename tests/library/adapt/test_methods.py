@@ -59,6 +59,7 @@ class TestTape:
         ("rope", "options", "model"),
         [
             (positions.Rope(base=500.0, scaling=RopeScaling("linear", 2.0)), {"norm": "rms"}, {}),
+            (positions.LongRope(base=100.0), {"norm": "rms"}, {}),
             pytest.param(
                 positions.Yarn(scaling=YARN),
                 {"form": "tensor", "attention_mix": "heads", "learn_alpha": True},
@@ -137,8 +138,8 @@ class TestTape:
     def test_misuse(self):
         rope = small_model("rope")
         variables = random_variables(rope)
-        for kind in ("tape", "alibi", "xpos", "random_rope"):
-            with pytest.raises(ValueError, match=rf"'rope' or 'yarn'; this one has '{kind}'"):
+        for kind in ("tape", "alibi", "xpos", "random_rope", "mrope", "rope_pp", "pope"):
+            with pytest.raises(ValueError, match=rf"expected a model with .*'{kind}'"):
                 tape.add_tape(small_model(kind), variables, key=KEY)
         with pytest.raises(ValueError, match=r"unknown field 'nrm'.*did you mean 'norm'"):
             tape.add_tape(rope, variables, key=KEY, nrm="rms")
@@ -214,9 +215,9 @@ class TestRotation:
         assert adapt.with_scaling(old, RopeScaling("linear", 2.0)).config.max_length == 16
 
     def test_yarn_becomes_rope_with_that_scaling(self):
-        yarn = small_model(positions.Yarn(base=100.0, scaling=YARN))
-        new = adapt.with_scaling(yarn, RopeScaling("ntk", 2.0))
-        assert new.encoding == positions.Rope(base=100.0, scaling=RopeScaling("ntk", 2.0))
+        for old in (positions.Yarn(base=100.0, scaling=YARN), positions.LongRope(base=100.0)):
+            new = adapt.with_scaling(small_model(old), RopeScaling("ntk", 2.0))
+            assert new.encoding == positions.Rope(base=100.0, scaling=RopeScaling("ntk", 2.0))
 
     def test_other_encodings_are_refused(self):
         with pytest.raises(ValueError, match="a rotary encoding; got 'alibi'"):
@@ -276,7 +277,7 @@ class TestAdapt:
         assert is_shared(made.variables, self.VARIABLES)
         with pytest.raises(ValueError, match="scaling is of the rotary frequencies"):
             adapt.adapt(self.MODEL, self.VARIABLES, "drope", scaling=YARN)
-        with pytest.raises(ValueError, match="'rope' or 'yarn'; this one has 'alibi'"):
+        with pytest.raises(ValueError, match="'longrope'; this one has 'alibi'"):
             adapt.drop_positions(small_model("alibi"), {})
 
     def test_a_model_without_values(self):

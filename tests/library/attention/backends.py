@@ -42,12 +42,12 @@ SUBSET = {
     "pallas": (
         "causal", "two_batch_axes", "one_token", "shared_state", "grouped_heads_shared_state",
         "window_bidirectional", "cross", "window_passed", "cache", "own_query_state",
-        "state_not_attended", "no_state", "decay", "decay_grouped", "decay_shared", "decay_cache",
-        "decay_cross",
+        "state_not_attended", "no_state", "wide_keys", "decay", "decay_grouped", "decay_shared",
+        "decay_cache", "decay_cross",
     ),
     "splash": (
         "two_batch_axes", "grouped_heads_shared_state", "window_bidirectional", "cross", "cache",
-        "tensor_cache", "state_not_attended", "softcap", "softcap_cache",
+        "tensor_cache", "state_not_attended", "softcap", "softcap_cache", "wide_keys",
     ),
 }  # fmt: skip
 # Names of the cases that a backend refuses.

@@ -103,6 +103,7 @@ CASES = [
     Case("own_query_state", query_state=True, heads=4),
     Case("state_not_attended", attend_state=False),
     Case("no_state", form=None, value_dim=8, scale=0.3),
+    Case("wide_keys", form=None, dim=16, value_dim=8, heads=4, scale=8**-0.5),
     Case("decay", log_decay="same"),
     Case("decay_grouped", heads=6, log_decay="same", segments="same", local_window_size=8),
     Case("decay_shared", log_decay="shared", form=None, scale=0.3, is_causal=False),

@@ -19,7 +19,7 @@ Formula = Callable[[Arrays], Arrays]
 
 STEP = 1e-30
 # Names of the files that formulas here, and no recorded runs of the tests, are compared with.
-NAMES = ("fope", "longrope", "longrope_short", "mrope", "mrope_interleaved", "rope_pp")
+NAMES = ("fope", "longrope", "longrope_short", "mrope", "mrope_interleaved", "pope", "rope_pp")
 
 
 def write(
@@ -131,5 +131,25 @@ def rope_pp(time: int, dim: int, theta: float) -> Formula:
         both = np.stack([turned(given["q"], angles - x) for x in (0, np.pi / 2)], axis=3)
         q = both.reshape(1, time, -1, dim)
         return attended(q, turned(given["k"], angles), given["v"], dim**-0.5) | {"inv_freq": omega}
+
+    return formula
+
+
+def pope(time: int, turning: int, theta: float) -> Formula:
+    """The first coordinates as lengths of vectors in planes of their own."""
+    omega = np.array([theta ** (-c / turning) for c in range(turning)])
+    angles = np.arange(time)[:, None, None] * omega
+
+    def planes(x: np.ndarray, angles: np.ndarray) -> np.ndarray:
+        length = np.log(1 + np.exp(x[..., :turning]))
+        pairs = [length * np.cos(angles), length * np.sin(angles)]
+        found = np.stack(pairs, axis=-1).reshape(*x.shape[:-1], -1)
+        return np.concatenate([found, x[..., turning:]], axis=-1)
+
+    def formula(given: Arrays) -> Arrays:
+        phase = given["phase_bias"]
+        phase = np.where(phase.real > 0, 0, np.where(phase.real < -2 * np.pi, -2 * np.pi, phase))
+        q, k = planes(given["q"], angles), planes(given["k"], angles + phase)
+        return attended(q, k, given["v"], given["q"].shape[-1] ** -0.5) | {"inv_freq": omega}
 
     return formula

@@ -69,3 +69,15 @@ def test_rope_pp(kv, tmp_path):
     inputs, formula = formulas.heads(0, 6, 8, kv=kv), formulas.rope_pp(6, 8, 50.0)
     meta = {"theta": 50.0, "imag_mode": "imag2"}
     assert_parity(formulas.write(tmp_path, "rope_pp", inputs, formula, meta))
+
+
+@pytest.mark.parametrize("kv", [1, 2])
+@pytest.mark.parametrize("turning", [8, 5])
+def test_pope(turning, kv, tmp_path):
+    """With phases at both bounds, where they have a gradient, and beyond, where they have none."""
+    inputs, formula = formulas.heads(0, 6, 8, kv=kv), formulas.pope(6, turning, 50.0)
+    phase = np.random.default_rng(1).uniform(-6, 0, (kv, turning))
+    phase[0, :4] = 0, -2 * np.pi, 0.5, -7
+    meta = {"theta": 50.0, "rotate_dim": turning}
+    path = formulas.write(tmp_path, "pope", inputs | {"phase_bias": phase}, formula, meta)
+    assert_parity(path)

@@ -262,19 +262,12 @@ def angles(
     )
     stretch, beyond, lengths = _by_length(scaling, length, compute)
     counts = [len(part) for part in np.array_split(np.arange(head_dim // 2), axes)]
-    if log_stretch is not None:
-        log_stretch = as_array("log_stretch", log_stretch)
-        require(
-            log_stretch.ndim == 0 and jnp.issubdtype(log_stretch.dtype, jnp.floating),
-            f"log_stretch must be a scalar floating-point array; got {log_stretch.dtype} of shape "
-            f"{log_stretch.shape}",
-        )
     parts = []
     for axis, count in enumerate(counts):
         omegas = [frequencies(2 * count, base, scaling, n, partial_rotary_factor) for n in lengths]
         t = positions[..., axis] if axes > 1 else positions
         # The logarithm of what multiplies the base, [...].
-        change = None if log_stretch is None else jnp.asarray(log_stretch, compute)
+        change = None if log_stretch is None else _log_stretch(log_stretch).astype(compute)
         if stretch is not None:
             turning = _turning(2 * count, partial_rotary_factor)
             power = turning / (turning - 2) if turning > 2 else 0.0
@@ -325,6 +318,15 @@ def _by_length(
         trained = scaling.original_length
         return None, (jnp.asarray(length) > trained)[..., None, None], (trained, trained + 1)
     return None, None, (None,)
+
+
+def _log_stretch(given: Any) -> Array:
+    x = as_array("log_stretch", given)
+    require(
+        x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.floating),
+        f"log_stretch must be a scalar floating-point array; got {x.dtype} of shape {x.shape}",
+    )
+    return x
 
 
 def _powers(dim: int, scaling: RopeScaling | None, partial_rotary_factor: float) -> np.ndarray:
@@ -542,8 +544,9 @@ class Rope(Encoding):
     def check(self, sizes: Sizes) -> None:
         if self.scaling.kind == "longrope":
             trained = self.scaling.original_length
-            axes = self.start_options(None)["axes"]
-            for _, turning in _planes(sizes.head_dim, axes, self.partial_rotary_factor):
+            start = self.start_options(None)
+            share = start["partial_rotary_factor"]
+            for _, turning in _planes(sizes.head_dim, start["axes"], share):
                 for length in (trained, trained + 1):
                     self.scaling.divisors(turning, length)
         require(

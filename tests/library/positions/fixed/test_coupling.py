@@ -154,7 +154,7 @@ def test_decoding_goes_on_behind_a_prompt(name, x64):
 def test_misuse():
     with pytest.raises(ValueError, match=r"not reversed need extra_digits"):
         PositionCoupling(reverse_answer=False)
-    for name, value in (("max_offset", -1), ("extra_digits", 0.5), ("size", 0)):
+    for name, value in (("max_offset", -1), ("extra_digits", -1), ("size", 0)):
         with pytest.raises(ValueError, match=rf"position_coupling: {name} must be .*positive"):
             PositionCoupling(**{name: value})
     with pytest.raises(ValueError, match=r"digits must be token ids; got '45'"):

@@ -13,10 +13,10 @@ from tests.selection import mostly_slow
 
 TYPES = {"dtype": "float64", "param_dtype": "float64"}
 BESIDE = ("alibi", "fox", "t5", "kerple", "cope", "dape_kerple", "grape_additive", "stickbreaking")
-COMBINED = [f"{kind}+{other}" for kind in ("rope_pp",) for other in BESIDE]
+COMBINED = [f"{kind}+{other}" for kind in ("rope_pp", "pope") for other in BESIDE]
 
 
-@pytest.mark.parametrize("position", mostly_slow(COMBINED, "rope_pp+fox", "rope_pp+cope"))
+@pytest.mark.parametrize("position", mostly_slow(COMBINED, "rope_pp+fox", "pope+cope"))
 def test_combinations_with_a_cache_equal_the_full_pass(position, x64):
     """With grouped heads and two segments."""
     model = small_model(position, num_layers=2, num_heads=4, num_kv_heads=2, **TYPES)
@@ -46,7 +46,7 @@ def test_two_states_do_not_go_together():
         positions.create("rope_pp+path")
 
 
-@pytest.mark.parametrize("kind", ["rope_pp"])
+@pytest.mark.parametrize("kind", ["rope_pp", "pope"])
 def test_modules_for_other_models(kind, x64):
     """A single layer equals attention over the features of its projections."""
     config = ModelConfig(1, 16, num_heads=4, num_kv_heads=2, position=kind, **TYPES)
@@ -63,3 +63,40 @@ def test_modules_for_other_models(kind, x64):
     want, _ = tape_jax.attention(*features, v, is_causal=True, scale=0.5)
     found = module.apply(variables, x)[0]
     assert_near(found, want.reshape(2, 5, -1) @ params["out"], 1e-12)
+
+
+def test_phases_of_pope():
+    sizes = ModelConfig(1, 16, num_heads=4, num_kv_heads=2).sizes
+    for uniform, low in ((False, 0.0), (True, -2 * np.pi)):
+        encoding = positions.Pope(uniform_phase=uniform, partial_rotary_factor=0.5)
+        (spec,) = encoding.layer_params(sizes, updates=False).values()
+        phase = spec.init(jax.random.key(0), spec.shape, jnp.float32)
+        assert phase.shape == (2, 2)
+        assert ((phase >= low) & (phase <= 0)).all()
+        assert bool((phase < 0).any()) is uniform
+
+
+def test_a_free_phase_of_pope_has_a_period_and_a_gradient(x64):
+    """Turned by a whole turn above 0, the logits stay; cut, they are those of 0."""
+    model = small_model(positions.Pope(clip=False), num_layers=1, **TYPES)
+    clipped = small_model(positions.Pope(), num_layers=1, **TYPES)
+    variables, tokens = random_variables(model), jnp.arange(5)[None]
+
+    def logits(model, phase):
+        params = variables["params"] | {}
+        params["layers_0"] = params["layers_0"] | {"position_phase": phase}
+        return model.apply({"params": params}, tokens)
+
+    shape = variables["params"]["layers_0"]["position_phase"].shape
+    zero = jnp.zeros(shape)
+    assert_near(logits(model, zero + 2 * np.pi), logits(clipped, zero), 1e-10)
+    assert_near(logits(clipped, zero + 1), logits(clipped, zero), 1e-10)
+    cases = (model, zero + 1, True), (clipped, zero, True), (clipped, zero + 1, False)
+    for which, phase, moves in cases:
+        found = jax.grad(lambda x, which=which: logits(which, x)[0, 4, 0])(phase)
+        assert bool((jnp.abs(found) > 1e-8).any()) is moves
+
+
+def test_misuse():
+    with pytest.raises(ValueError, match=r"partial_rotary_factor = 0\.1 leaves no coordinate of 4"):
+        ModelConfig(1, 16, num_heads=4, position=positions.Pope(partial_rotary_factor=0.1))
