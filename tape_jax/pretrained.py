@@ -1,4 +1,4 @@
-"""Llama checkpoints in the layout of Hugging Face: loading and saving, without transformers.
+"""Checkpoints in the layout of Hugging Face: loading and saving, without transformers.
 
 A checkpoint is a folder with ``config.json`` and safetensors, in one file or in shards with an
 index. Nothing is downloaded, and pickles are never opened.

@@ -3,16 +3,21 @@
   python -m train.main plan --config=configs/c4_pretrain.py --topology=v5e:8x8
   python -m train.main plan --config=configs/c4_pretrain.py --topology=h100:4x8 \\
       --mesh fsdp=8,data=4 --mesh fsdp=32
+  python -m train.main plan --pretrained=checkpoints/llama-2-7b --mesh fsdp=8
 
 The real step is compiled for that machine: needs libtpu, or the CUDA plugin (see
 train/analysis/ahead_of_time.py). Memory and collectives are the compiler's; times are what the
 chips' data sheets allow at best. Nothing is run. Topologies: v4, v5e, v5p, v6e with the shape of a
 slice; a100, h100, h200 with GPUs of one host, or hosts x GPUs.
+
+Of a Hugging Face folder it says where each parameter goes, and the bytes on each device of a mesh.
+No tensor is read, and no compiler is needed.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +27,10 @@ if TYPE_CHECKING:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
-    parser.add_argument("--config", type=Path, required=True, help="the config file")
-    parser.add_argument("--topology", required=True, help="such as v5e:8x8 or h100:4x8")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--config", type=Path, help="the config file")
+    source.add_argument("--pretrained", type=Path, help="a Hugging Face folder, of which to plan")
+    parser.add_argument("--topology", help="such as v5e:8x8 or h100:4x8; needed with --config")
     parser.add_argument(
         "--mesh",
         action="append",
@@ -42,6 +49,10 @@ def run(args: argparse.Namespace) -> None:
     from train.checks import require
 
     jax.config.update("jax_platforms", "cpu")
+    if args.pretrained is not None:
+        plan_folder(args)
+        return
+    require(args.topology is not None, "--config needs --topology, such as v5e:8x8 or h100:4x8")
     wanted = experiment.from_file(args.config, args.overrides)
     machine = ahead_of_time.machine(args.topology)
     given = [parse_mesh(text) for text in args.mesh]
@@ -55,6 +66,26 @@ def run(args: argparse.Namespace) -> None:
     require(best is not None, f"no mesh of these fits {args.topology}")
     assert best is not None
     print(f"best: {plan.details(best)}")
+
+
+def plan_folder(args: argparse.Namespace) -> None:
+    """Prints where the parameters of a folder go, for each mesh."""
+    from tape_jax import Transformer
+    from tape_jax.pretrained import pretrained_config
+    from tape_jax.sharding import MESH_AXES
+    from train.checks import require
+
+    require(
+        args.topology is None and not args.overrides,
+        "--pretrained takes --mesh, and no --topology or fields of a config: bytes of parameters "
+        "depend on neither",
+    )
+    model = Transformer(pretrained_config(args.pretrained))
+    for text in args.mesh or ["data=1"]:
+        mesh = parse_mesh(text)
+        sizes = [getattr(mesh, axis) for axis in MESH_AXES]
+        require(-1 not in sizes, f"--mesh with --pretrained needs sizes above 0; got {text!r}")
+        print(f"{mesh.build(math.prod(sizes)).table(model)}\n")
 
 
 def parse_mesh(text: str) -> ShardingConfig:

@@ -389,12 +389,20 @@ class ModelConfig:
         )
 
     def _check_scale(self) -> None:
-        """Raises ValueError for a scale of the logits beside the encoding's own."""
+        """Raises ValueError for a scale or a bound of logits that the encoding makes by itself."""
         own = [x.kind for x in self.position.members if "scale" in x.acts_on]
         require(
             self.query_scale is None or not own,
             f"model: query_scale = {self.query_scale} is for encodings without a scale of their "
             f"own, which {' and '.join(map(repr, own))} has",
+        )
+        made = [
+            x.kind for x in self.position.members if {"state", "scale", "logits"} <= {*x.acts_on}
+        ]
+        require(
+            self.logit_softcap is None or not made,
+            f"model: logit_softcap = {self.logit_softcap} bounds the products of queries and keys, "
+            f"but {' and '.join(map(repr, made))} makes its logits by itself",
         )
 
     def _check_implementations(self) -> None:

@@ -31,9 +31,9 @@ from tape_jax._src.pretrained.family import (
     Fields,
     layers_of,
     main_rope,
+    number,
     position_of,
 )
-from tape_jax._src.pretrained.family import number as _number
 
 # This library's parameters, and the tensors of a checkpoint that hold them. Kernels are stored
 # transposed, ``[out, in]``.
@@ -219,7 +219,7 @@ def model_config(config: Mapping[str, Any], **fields: Any) -> ModelConfig:
         **{ours: config[theirs] for theirs, ours in SIZES.items()},
         num_kv_heads=config.get("num_key_value_heads"),
         head_dim=config.get("head_dim"),
-        norm_eps=_number(config, family.eps, DEFAULT_EPS),
+        norm_eps=number(config, family.eps, DEFAULT_EPS),
         activation=ACTIVATIONS[given],
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         **layers,
@@ -244,7 +244,7 @@ def _rope(config: Mapping[str, Any], kind: str = FULL, *, part: bool) -> positio
     )
     given = {name: value for name, value in given.items() if value is not None}
     both = config if config.get("partial_rotary_factor") is not None else given
-    share = _number(both, "partial_rotary_factor", 1.0)
+    share = number(both, "partial_rotary_factor", 1.0)
     require(
         0 < share <= 1 and (part or share == 1),
         f"config.json: partial_rotary_factor must be {'above 0 and at most ' if part else ''}1"
@@ -252,8 +252,8 @@ def _rope(config: Mapping[str, Any], kind: str = FULL, *, part: bool) -> positio
     )
     kind = given.get("rope_type", given.get("type", "default"))
     choose("rope_type in config.json", kind, ROPE_KINDS)
-    fallback = _number(config, "rope_theta", DEFAULT_BASE)
-    base = _number(given, "rope_theta", fallback)
+    fallback = number(config, "rope_theta", DEFAULT_BASE)
+    base = number(given, "rope_theta", fallback)
     scaling = _scaling(ROPE_KINDS[kind], given, config)
     return positions.Rope(base=base, scaling=scaling, partial_rotary_factor=share)
 
@@ -262,21 +262,21 @@ def _scaling(kind: str, given: Mapping[str, Any], config: Mapping[str, Any]) -> 
     if kind == "none":
         return RopeScaling()
     if kind == "linear":
-        return RopeScaling(kind, factor=_number(given, "factor"))
-    length = int(_number(config, "max_position_embeddings", DEFAULT_LENGTH))
+        return RopeScaling(kind, factor=number(given, "factor"))
+    length = int(number(config, "max_position_embeddings", DEFAULT_LENGTH))
     if kind == "dynamic":
-        return RopeScaling(kind, factor=_number(given, "factor"), original_length=length)
-    inner = _number(given, "original_max_position_embeddings", length)
-    original = int(_number(config, "original_max_position_embeddings", inner))
+        return RopeScaling(kind, factor=number(given, "factor"), original_length=length)
+    inner = number(given, "original_max_position_embeddings", length)
+    original = int(number(config, "original_max_position_embeddings", inner))
     if kind == "llama3":
         return RopeScaling(
             kind,
-            factor=_number(given, "factor"),
+            factor=number(given, "factor"),
             original_length=original,
-            low_freq_factor=_number(given, "low_freq_factor"),
-            high_freq_factor=_number(given, "high_freq_factor"),
+            low_freq_factor=number(given, "low_freq_factor"),
+            high_freq_factor=number(given, "high_freq_factor"),
         )
-    factor = _number(given, "factor", length / original)
+    factor = number(given, "factor", length / original)
     if kind == "longrope":
         return RopeScaling(
             kind,
@@ -290,8 +290,8 @@ def _scaling(kind: str, given: Mapping[str, Any], config: Mapping[str, Any]) -> 
         kind,
         factor=factor,
         original_length=original,
-        beta_fast=_number(given, "beta_fast", 0.0) or 32.0,
-        beta_slow=_number(given, "beta_slow", 0.0) or 1.0,
+        beta_fast=number(given, "beta_fast", 0.0) or 32.0,
+        beta_slow=number(given, "beta_slow", 0.0) or 1.0,
         magnitude=_yarn_magnitude(factor, given),
         truncate=bool(given.get("truncate", True)),
     )
@@ -300,7 +300,7 @@ def _scaling(kind: str, given: Mapping[str, Any], config: Mapping[str, Any]) -> 
 def _yarn_magnitude(factor: float, given: Mapping[str, Any]) -> float | None:
     """Factor on the states where it is not YaRN's own, else None."""
     if "attention_factor" in given:
-        return _number(given, "attention_factor")
+        return number(given, "attention_factor")
     above, below = given.get("mscale"), given.get("mscale_all_dim")
     if not (above and below):
         return None

@@ -61,7 +61,7 @@ def from_pretrained(
     sharding: JaxSharding | Callable[[str, tuple[int, ...]], JaxSharding | None] | Any = None,
     **options: Any,
 ) -> tuple[Transformer, dict[str, Any]]:
-    """The model of a Hugging Face folder (Llama, Mistral, Qwen 2 or Qwen 3), and its variables.
+    """The model of a Hugging Face folder, of Llama and its relatives, and its variables.
 
     Tensors are read one by one, and each goes straight to its place in the (stacked, sharded)
     parameters: what is needed beyond the parameters is about one tensor. Of other processes'
@@ -79,7 +79,8 @@ def from_pretrained(
         of ``config.json`` is no limit, as in transformers, unless it is given as ``max_length``.
 
     Returns:
-      The model, with the encoding ``rope``, and ``{"params": ...}`` as ``model.init`` gives them.
+      The model, with the encoding ``rope`` or, where layers differ, a schedule, and ``{"params":
+      ...}`` as ``model.init`` gives them.
 
     Raises:
       ValueError: if the folder is no checkpoint, is damaged, incomplete or of another architecture,

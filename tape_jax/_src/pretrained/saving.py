@@ -1,4 +1,4 @@
-"""Saving a model as a Llama checkpoint, tensor by tensor."""
+"""Saving a model as a Hugging Face folder, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -92,11 +92,14 @@ def save_pretrained(
     config: Mapping[str, Any] | None = None,
     max_shard_size: int = MAX_SHARD_SIZE,
 ) -> None:
-    """Writes a model as a Hugging Face Llama folder, all at once or not at all.
+    """Writes a model as a Hugging Face folder, all at once or not at all.
+
+    The folder is of the family of ``like`` or, without it, of the first that can be such a model.
 
     Args:
       path: the folder; it must not exist, or be empty.
-      model: a model with the encoding ``rope`` or ``yarn`` and nothing that Llama does not have.
+      model: a model with the encoding ``rope`` or ``yarn``, or a schedule of it, windows and layers
+        without rotation, and nothing that no family has.
       variables: its variables; arrays of jax, sharded or not, or of numpy.
       like: a checkpoint of the same tensors, such as the one that the model was loaded from. Its
         shards, their order and metadata, its ``config.json`` as far as the model agrees, its

@@ -220,3 +220,10 @@ def test_bounded_logits_in_the_loss_without_logits():
 def test_misuse(options, message):
     with pytest.raises(ValueError, match=message):
         small_model("rope", **options)
+
+
+@pytest.mark.parametrize("position", ["path", "path_fox", "wall"])
+def test_bound_of_logits_that_an_encoding_makes(position):
+    made = position.removesuffix("_fox")
+    with pytest.raises(ValueError, match=f"logit_softcap = 2.0 .* '{made}' makes its logits"):
+        small_model(position, logit_softcap=2.0)

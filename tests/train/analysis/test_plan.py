@@ -6,8 +6,11 @@ import types
 
 import jax
 import pytest
+import safetensors.numpy
 
+from tape_jax._src.pretrained import folder
 from tape_jax.sharding import ShardingConfig
+from tests.paths import ROOT
 from train.analysis import ahead_of_time, plan
 from train.analysis.ahead_of_time import TARGETS, Machine
 from train.analysis.collectives import Collective
@@ -112,3 +115,35 @@ def test_a_mesh_on_the_command_line(capsys, tmp_path):
     call = ["plan", "--config=configs/addition_demo.py", "--topology=v5e"]
     assert main(call) == 2
     assert "expected a chip and a layout" in capsys.readouterr().err
+
+
+class TestFolders:
+    FOLDER = ROOT / "tests" / "golden" / "hf" / "gemma2_tiny"
+
+    def test_bytes_of_each_device(self, capsys, monkeypatch):
+        """As much as the parameters take, the split ones half of it; no tensor is read."""
+        monkeypatch.setattr(folder.File, "read", None)
+        meshes = ["--mesh=data=1", "--mesh=fsdp=2"]
+        assert main(["plan", f"--pretrained={self.FOLDER}", *meshes]) in (None, 0)
+        whole, split = re.findall(r"^all +([\d,]+)", capsys.readouterr().out, re.MULTILINE)
+        tensors = safetensors.numpy.load_file(self.FOLDER / "model.safetensors")
+        total = sum(x.nbytes for x in tensors.values())
+        norms = sum(x.nbytes for x in tensors.values() if x.ndim == 1)
+        assert int(whole.replace(",", "")) == total
+        assert int(split.replace(",", "")) == norms + (total - norms) // 2
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--topology=v5e:2x2"], "no --topology"),
+            (["--config.train.steps=3"], "fields of a config"),
+            (["--mesh=fsdp=-1"], "needs sizes above 0; got 'fsdp=-1'"),
+        ],
+    )
+    def test_misuse(self, options, message, capsys):
+        assert main(["plan", f"--pretrained={self.FOLDER}", *options]) == 2
+        assert message in capsys.readouterr().err
+
+    def test_a_config_needs_a_topology(self, capsys):
+        assert main(["plan", "--config=configs/c4_pretrain.py"]) == 2
+        assert "--config needs --topology" in capsys.readouterr().err
