@@ -77,8 +77,9 @@ test-slow: $(VENV)/.ready  ## the tests that take longer
 test-next:  ## the tests under Python 3.12 and the newer jax that it gets
 	$(MAKE) test VENV=.venv-next PYTHON=$(NEXT)
 
-test-harness: .venv-harness/.installed  ## the tests of train/harness.py, with lm_eval, torch and transformers
-	.venv-harness/bin/python -m pytest tests/train/test_harness.py
+test-harness: .venv-harness/.installed  ## the tests that need lm_eval, torch and transformers
+	.venv-harness/bin/python -m pytest tests/train/test_harness.py \
+		tests/library/pretrained/test_in_transformers.py
 
 .venv-harness/.installed:
 	$(MAKE) .venv-harness/.ready VENV=.venv-harness

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from tape_jax._src import positions
 from tape_jax._src.core.checks import require
 from tape_jax._src.model.config import ModelConfig
+from tape_jax._src.positions.fixed.rotary import RopeScaling
 
 Fields = dict[str, Any]
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -210,6 +211,25 @@ def sliding_window(layers: Sequence[LayerKind] | None) -> int | None:
     windows = {x.window + 1 for x in layers or () if x.window is not None}
     require(len(windows) < 2, f"a checkpoint has one sliding window; got {sorted(windows)}")
     return next(iter(windows), None)
+
+
+def scaling_to_json(scaling: RopeScaling) -> Fields | None:
+    """``rope_scaling`` of a config.json."""
+    if scaling.kind == "none":
+        return None
+    names: tuple[str, ...] = {
+        "longrope": ("short_factor", "long_factor"),
+        "llama3": ("low_freq_factor", "high_freq_factor"),
+        "yarn": ("beta_fast", "beta_slow", "truncate"),
+    }.get(scaling.kind, ())
+    fields: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    values = {name: getattr(scaling, name) for name in names}
+    fields |= {name: list(x) if isinstance(x, tuple) else x for name, x in values.items()}
+    if scaling.kind in ("yarn", "llama3", "longrope"):
+        fields["original_max_position_embeddings"] = scaling.original_length
+    if scaling.kind in ("yarn", "longrope") and scaling.magnitude is not None:
+        fields["attention_factor"] = scaling.magnitude
+    return fields
 
 
 def is_plain(c: ModelConfig, *own: str, **wanted: Any) -> bool:

@@ -33,6 +33,7 @@ from tape_jax._src.pretrained.family import (
     main_rope,
     number,
     position_of,
+    scaling_to_json,
 )
 
 # This library's parameters, and the tensors of a checkpoint that hold them. Kernels are stored
@@ -391,7 +392,9 @@ def to_json(model: Transformer, kind: str | None = None) -> dict[str, Any]:
         "tie_word_embeddings": c.tie_embeddings,
         "max_position_embeddings": _length(c, scaling),
         "rope_theta": base,
-        "rope_scaling": _scaling_to_json(scaling),
+        **({} if "rope_parameters" in own else {"rope_scaling": scaling_to_json(scaling)}),
+        # The usual ids of some families are beyond smaller vocabularies.
+        "pad_token_id": None,
     }
 
 
@@ -406,21 +409,3 @@ def _length(config: ModelConfig, scaling: RopeScaling) -> int:
     if scaling.kind == "llama3":
         return round(scaling.original_length * scaling.factor)
     return DEFAULT_LENGTH
-
-
-def _scaling_to_json(scaling: RopeScaling) -> dict[str, Any] | None:
-    if scaling.kind == "none":
-        return None
-    names: tuple[str, ...] = {
-        "longrope": ("short_factor", "long_factor"),
-        "llama3": ("low_freq_factor", "high_freq_factor"),
-        "yarn": ("beta_fast", "beta_slow", "truncate"),
-    }.get(scaling.kind, ())
-    fields: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
-    values = {name: getattr(scaling, name) for name in names}
-    fields |= {name: list(x) if isinstance(x, tuple) else x for name, x in values.items()}
-    if scaling.kind in ("yarn", "llama3", "longrope"):
-        fields["original_max_position_embeddings"] = scaling.original_length
-    if scaling.kind in ("yarn", "longrope") and scaling.magnitude is not None:
-        fields["attention_factor"] = scaling.magnitude
-    return fields

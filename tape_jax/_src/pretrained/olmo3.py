@@ -21,6 +21,7 @@ from tape_jax._src.pretrained.family import (
     layer_types,
     layers_of,
     main_rope,
+    scaling_to_json,
     slides,
     sliding_window,
 )
@@ -29,7 +30,8 @@ OLMO_NORMS = {
     "layers/attention_norm/scale": "model.layers.{}.post_attention_layernorm.weight",
     "layers/mlp_norm/scale": "model.layers.{}.post_feedforward_layernorm.weight",
 }
-# What transformers 5 takes for the base of sliding layers in a file of transformers 4.
+# What transformers 5 takes for sliding layers where a file does not say the base of each kind, as
+# files of transformers 4 do not.
 USUAL_BASE = 500_000.0
 
 
@@ -55,10 +57,16 @@ def _write(c: ModelConfig) -> Fields | None:
     full = [x for x in layers if x.window is None]
     if not local or any(x.rope != plain for x in local) or any(x.rope != rope for x in full):
         return None
+    by_kind = {
+        SLIDING: {"rope_type": "default", "rope_theta": rope.base},
+        FULL: {"rope_type": "default", **(scaling_to_json(rope.scaling) or {})}
+        | {"rope_theta": rope.base},
+    }
     return {
         "attention_bias": bool(c.biases),
         "layer_types": layer_types(layers),
         "sliding_window": sliding_window(layers),
+        **({} if rope.base == USUAL_BASE else {"rope_parameters": by_kind}),
     }
 
 
