@@ -17,7 +17,8 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 ROPES = (positions.Rope, positions.Yarn, positions.LongRope)
 ATTENTION, MLP = ("q", "k", "v", "out"), ("gate", "up", "down")
 
-# Fields that say nothing of what a decoder computes: names, token ids, training, caches, types.
+# Fields that say nothing of what a decoder computes: names, token ids, training, caches, types,
+# and how older files say that texts are generated.
 HARMLESS = frozenset(
     (
         *("_attn_implementation_autoset", "_name_or_path", "architectures"),
@@ -30,6 +31,10 @@ HARMLESS = frozenset(
         *("sep_token_id", "task_specific_params", "tie_encoder_decoder"),
         *("tokenizer_class", "torch_dtype", "torchscript", "transformers_version"),
         *("unk_token_id", "use_cache", "use_return_dict"),
+        *("diversity_penalty", "do_sample", "early_stopping", "length_penalty", "max_length"),
+        *("max_new_tokens", "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams"),
+        *("num_return_sequences", "output_scores", "repetition_penalty"),
+        *("return_dict_in_generate", "temperature", "top_k", "top_p", "typical_p"),
     )
 )
 # Fields that every family has, and that are read for all of them.

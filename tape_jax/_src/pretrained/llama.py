@@ -387,14 +387,14 @@ def to_json(model: Transformer, kind: str | None = None) -> dict[str, Any]:
         "num_key_value_heads": c.kv_heads,
         "head_dim": c.dim,
         family.activation: next(x for x, ours in ACTIVATIONS.items() if ours == c.activation),
-        **own,
         family.eps: c.norm_eps,
         "tie_word_embeddings": c.tie_embeddings,
         "max_position_embeddings": _length(c, scaling),
         "rope_theta": base,
         **({} if "rope_parameters" in own else {"rope_scaling": scaling_to_json(scaling)}),
-        # The usual ids of some families are beyond smaller vocabularies.
+        # What some families have is beyond smaller vocabularies.
         "pad_token_id": None,
+        **own,
     }
 
 

@@ -26,10 +26,18 @@ def _write(c: ModelConfig) -> Fields | None:
     if c.biases or not is_plain(c, "partial_rotary_factor", "window"):
         return None
     layers = layers_of(c) or []
-    return {
+    rope = main_rope(layers)
+    fields: Fields = {
         "sliding_window": sliding_window(layers),
-        "partial_rotary_factor": main_rope(layers).partial_rotary_factor,
+        "partial_rotary_factor": rope.partial_rotary_factor,
     }
+    scaling = rope.scaling
+    if scaling.kind == "longrope" and scaling.magnitude is None and scaling.long_factor:
+        # transformers 4 takes these three fields and no others.
+        factors = {name: [*getattr(scaling, name)] for name in ("short_factor", "long_factor")}
+        fields["rope_scaling"] = {"type": "longrope", **factors}
+        fields["original_max_position_embeddings"] = scaling.original_length
+    return fields
 
 
 def _head_order(c: ModelConfig) -> tuple[int, ...]:

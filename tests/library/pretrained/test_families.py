@@ -111,8 +111,8 @@ class TestFields:
             ),
             (
                 "phi3_tiny",
-                {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
-                "'longrope': expected one of",
+                {"rope_scaling": {"type": "su", "short_factor": [1.0]}},
+                "'su': expected one of",
             ),
             ("phi3_tiny", {"rope_parameters": {"partial_rotary_factor": 0}}, "above 0 and at most"),
             ("qwen2_tiny", {"architectures": ["Qwen3ForCausalLM"]}, r"Qwen3ForCausalLM.*'qwen2'"),
@@ -220,6 +220,23 @@ class TestFields:
         again, same = tape.from_pretrained(tmp_path / "new")
         assert again.config == model.config
         jax.tree.map(np.testing.assert_array_equal, same, variables)
+
+    def test_factors_of_phi3_are_written_as_every_version_reads_them(self, tmp_path):
+        scaling = {"kind": "longrope", "factor": 4.0, "original_length": 16}
+        scaling |= {"short_factor": (1.0, 1.5, 2.0), "long_factor": (2.0, 3.0, 4.0)}
+        scaling = tape.RopeScaling(**scaling)
+        position = tape.positions.Rope(scaling=scaling, partial_rotary_factor=0.5)
+        model = small_model(position, head_dim=12)
+        tape.save_pretrained(tmp_path / "new", model, random_variables(model))
+        written = json.loads((tmp_path / "new" / "config.json").read_text())
+        assert written["rope_scaling"] == {
+            "type": "longrope",
+            "short_factor": [1.0, 1.5, 2.0],
+            "long_factor": [2.0, 3.0, 4.0],
+        }
+        lengths = ("original_max_position_embeddings", "max_position_embeddings")
+        assert [written[name] for name in lengths] == [16, 64]
+        assert model_config(written) == said_in_full(model.config)
 
     def test_part_of_a_head_must_be_even(self, copy):
         path = copy(HF / "phi3_tiny", rope_parameters={"partial_rotary_factor": 0.6})
