@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import tape_jax
+import tape_jax.linen
 from tape_jax import ModelConfig
 from tape_jax.positions import Fope
 
@@ -43,6 +45,18 @@ def test_the_deviation_is_xavier_s_and_the_seed_decides():
     ones = np.zeros((11, 8))
     ones[np.arange(0, 11, 2), np.arange(6)] = 1
     np.testing.assert_allclose((drawn - ones) / normal, 0.5 * np.sqrt(2 / (11 * 8 + 2 * 8)))
+
+
+def test_a_single_layer_has_a_state_for_each_head():
+    """Which has the axes of the batch, as the module's queries have."""
+    module = tape_jax.linen.Attention(4, num_kv_heads=2, position="fope")
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 16)), jnp.float32)
+    variables = module.init(jax.random.key(0), x)
+    whole, *_ = module.apply(variables, x)
+    alone, *_ = module.apply(variables, x[:1])
+    np.testing.assert_allclose(whole[:1], alone, atol=1e-6)
+    with pytest.raises(NotImplementedError, match="acts at the embeddings"):
+        tape_jax.linen.Attention(4, position=Fope(learn=True)).init(jax.random.key(0), x)
 
 
 def test_misuse():
