@@ -103,10 +103,12 @@ class Reading:
         around = len(paragraph.format(number=len(file.paragraphs), paragraph=""))
         needed = [" " * around + file.paragraphs[i] for i in asked.needed]
         left = room(size, start, end, *needed) + sum(map(len, needed))
-        order = np.argsort(turn)
+        most = min(len(turn), left // int(file.sizes.min() + around) + 1)
+        first = np.argpartition(turn, most - 1)[:most]
+        order = first[np.argsort(turn[first])]
         count = int(np.searchsorted(np.cumsum(file.sizes[order] + around), left, "right"))
         require(
-            count < len(order),
+            count < len(turn),
             f"all paragraphs of {self.path} together are shorter than the {size:,} characters of a "
             "question: name a larger file, or ask for smaller lengths",
         )

@@ -173,11 +173,14 @@ class Checkpoints:
         context.pytree_options.loading.partial_load = partial
         with context:
             try:
-                return ocp.load_checkpointables(self._path(step), parts)["state"]
+                state = ocp.load_checkpointables(self._path(step), parts)["state"]
             except (KeyError, ValueError) as error:
                 raise ValueError(
                     f"checkpoint {self._path(step)} does not fit this model: {error}"
                 ) from error
+        for part in others.values():
+            require(part.refused is None, f"cannot go on from {self._path(step)}: {part.refused}")
+        return state
 
     def _commit(self, step: int, response: ocp.AsyncResponse) -> None:
         try:
@@ -247,6 +250,8 @@ class _Position:
 
     def __init__(self, iterator: Any):
         self._iterator = iterator
+        # Why the iterator does not take what was saved. Raised, orbax would tell its own story.
+        self.refused: ValueError | None = None
 
     async def save(self, directory: Any) -> Awaitable[None]:
         text = json.dumps(self._iterator.get_state())
@@ -261,7 +266,10 @@ class _Position:
     async def load(self, directory: Any) -> Awaitable[None]:
         async def read() -> None:
             (path,) = Path(directory).glob("*.json")
-            self._iterator.set_state(json.loads(path.read_text(encoding="utf-8")))
+            try:
+                self._iterator.set_state(json.loads(path.read_text(encoding="utf-8")))
+            except ValueError as error:
+                self.refused = error
 
         return read()
 

@@ -70,6 +70,23 @@ def test_round_trip_with_the_position_of_the_data(tmp_path):
     assert [next(other) for _ in range(6)] == upcoming
 
 
+def test_data_that_have_changed_say_so_themselves(tmp_path):
+    class Changed:
+        def get_state(self):
+            return {}
+
+        def set_state(self, state):
+            raise ValueError("the text has changed")
+
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(7, a_state(7), Changed())
+    with (
+        Checkpoints(tmp_path) as checkpoints,
+        pytest.raises(ValueError, match=r"cannot go on from .*00000007: the text has changed$"),
+    ):
+        checkpoints.restore(a_state(0), Changed())
+
+
 def test_sums_beside_the_state_and_checkpoints_without_them(tmp_path, saved):
     sums = Sums(since=4, steps=2, totals={"loss": 0.1 + 0.2})
     with Checkpoints(tmp_path / "new") as checkpoints:
