@@ -44,6 +44,7 @@ class Recorded:
       encoding: what is compared.
       params: its parameters, each computed from the file's arrays.
       prepare: what is done to the file's arrays first.
+      window: how many keys a query sees, itself among them; None: all.
       constants: recorded values that depend on no input, such as ALiBi's slopes.
       att_of: the encoding whose weights and what they leave were recorded, ``att`` and ``rem``, if
         the compared one adds something to them.
@@ -56,6 +57,7 @@ class Recorded:
     encoding: Encoding
     params: dict[str, Callable[[Arrays], Any]] = dataclasses.field(default_factory=dict)
     prepare: Callable[[Arrays], Arrays] = lambda arrays: arrays
+    window: int | None = None
     constants: dict[str, Any] = dataclasses.field(default_factory=dict)
     att_of: Encoding | None = None
     intermediates: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -258,12 +260,14 @@ def _path_fox(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
 def _wall(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
     # Recorded texts are short: several chunks of them.
     wall = positions.Wall(chunk=4)
+    encoding: Encoding = wall
     gates = {"log_f": "channel_log_gates", "log_fs": "log_gates"}
     params = same(forget_kernel="W_f", forget_bias="b_f")
-    if "W_fs" not in arrays:
-        return Recorded(wall, params, intermediates=gates)
-    params |= same(fox_forget_kernel="W_fs", fox_forget_bias="b_fs")
-    return Recorded(positions.create([wall, positions.Fox()]), params, intermediates=gates)
+    if "W_fs" in arrays:
+        encoding = positions.create([wall, positions.Fox()])
+        params |= same(fox_forget_kernel="W_fs", fox_forget_bias="b_fs")
+    window = meta.get("window", meta.get("window_size"))
+    return Recorded(encoding, params, window=window, intermediates=gates)
 
 
 def _p_rope(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
@@ -546,7 +550,8 @@ def _run(
     back = slice(None) if order is None else np.argsort(order)
     noted |= {"q_rot": q[..., back], "k_rot": k[..., back]}
     q, k = q + changes.get("q_rot", 0), k + changes.get("k_rot", 0)
-    options = terms.keywords()
+    window = None if recorded.window is None else (recorded.window - 1, 0)
+    options = {**terms.keywords(), "local_window_size": window}
     weights = options
     if recorded.att_of is not None:
         weights = recorded.att_of.layer_terms(params, layer).keywords()

@@ -103,5 +103,26 @@ def test_what_is_missing_is_named(missing, tmp_path, capsys):
     assert f"{missing!r} is recorded neither as an array nor in meta" in capsys.readouterr().err
 
 
+def test_wall_in_a_window_with_grouped_heads(tmp_path):
+    """Numbers made here, by loops: no file of that kind ships with the tests."""
+    rng, window = np.random.default_rng(0), 4
+    shapes = {"x": (1, 9, 5), "q": (1, 9, 4, 6), "k": (1, 9, 2, 6), "v": (1, 9, 2, 6)}
+    inputs = {name: rng.normal(size=shape) for name, shape in shapes.items()}
+    inputs |= {"W_f": rng.normal(size=(5, 24)), "b_f": rng.normal(size=24)}
+    gates = -np.log1p(np.exp(-(inputs["x"] @ inputs["W_f"] + inputs["b_f"]))).reshape(1, 9, 4, 6)
+    o = np.zeros((1, 9, 4, 6))
+    for i, h in np.ndindex(9, 4):
+        seen = range(max(0, i - window + 1), i + 1)
+        left = [np.exp(gates[0, j + 1 : i + 1, h].sum(axis=0)) for j in seen]
+        keys, values = (inputs[name][0, list(seen), h // 2] for name in "kv")
+        weights = np.exp((keys * left) @ inputs["q"][0, i, h] / np.sqrt(6))
+        o[0, i, h] = weights @ values / weights.sum()
+    meta = {"name": "wall", "inputs": [*inputs], "intermediates": ["log_f"]}
+    for size, fits in ((window, True), (window + 1, False)):
+        text = np.array(json.dumps(meta | {"window": size}))
+        np.savez(tmp_path / "wall.npz", meta=text, o=o, do=np.ones_like(o), log_f=gates, **inputs)
+        assert report.report(tmp_path / "wall.npz")[1] == fits
+
+
 def test_tolerances():
     assert deviations.TOLERANCE == {"float32": 3e-5, "float64": 1e-9}
