@@ -416,7 +416,7 @@ def test_a_python_without_the_environment_is_told_where_it_is(tmp_path):
     code += "sys.exit(main(['ask', '--run=x', '1+2']))"
     done = python(code, "-S")
     assert done.returncode == program.USER_ERROR
-    assert done.stderr.startswith("error: No module named 'jax' in this Python")
+    assert re.match(r"error: No module named '\w+' in this Python", done.stderr)
     assert ".venv" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 

@@ -88,7 +88,7 @@ class TestLoading:
         with pytest.raises(ValueError, match="unknown option of from_pretrained 'num_layers'"):
             tape.from_pretrained(MHA, num_layers=2)
         for dtype in ("int8", "float31"):
-            with pytest.raises(ValueError, match=f"unknown dtype '{dtype}'"):
+            with pytest.raises(ValueError, match=f"dtype.*'{dtype}'"):
                 tape.from_pretrained(MHA, dtype=dtype)
 
     def test_tensors_are_read_one_by_one(self, monkeypatch):
