@@ -11,9 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from jax import P
+from jax.sharding import AxisType, NamedSharding
 
 from tape_jax import Experts, ModelConfig, rotary_state, rotate, testing
 from tape_jax.positions import registry
+from tape_jax.sharding import Sharding
 from tests import drawn
 from tests.drawn import DYNAMIC, LIMIT, TOLERANCE, Batch, Profile, assert_near, for_all
 from tests.library.attention import cases
@@ -105,6 +108,47 @@ def uncompiled(model, batch, *, cached):
         cache = new_cache(model, batch)
         out, _ = drawn.chunk(model.model, model.variables, cache, batch)
     return np.asarray(out)
+
+
+# --- Meshes --------------------------------------------------------------------------------------
+
+MESHES = {
+    "batch": {"data": 4},
+    "heads": {"tensor": 2},
+    "batch and heads": {"data": 2, "tensor": 2},
+    "batch, parameters and heads": {"data": 2, "fsdp": 2, "tensor": 2},
+}
+
+
+@each_kind("tape", among=tuple(registry))
+def test_a_mesh_changes_nothing(kind, profile):
+    """Whatever it splits, and whether its axes are explicit or automatic."""
+    models = drawn.models(kind, profile, num_heads=4, num_kv_heads=2, vocab_size=16)
+    meshes = st.sampled_from(sorted(MESHES)), st.sampled_from((AxisType.Explicit, AxisType.Auto))
+
+    @for_all(
+        profile.calls,
+        kind,
+        call=drawn.calls(models, drawn.batches, 4, TIME),
+        mesh=st.tuples(*meshes),
+    )
+    def check(call, mesh):
+        (model, batch), (name, axes) = call, mesh
+        sizes = MESHES[name]
+        mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), (axes,) * len(sizes))
+        sharding = Sharding(mesh)
+        options = {"is_causal": model.is_causal, "key": model.key}
+        with drawn.precision(model.dtype):
+            expected = drawn.compiled_full_pass(model.model, model.variables, batch, **options)
+            places = sharding.of(model.model, model.variables)
+            variables = jax.device_put(model.variables, places)
+            rows = NamedSharding(mesh, P("data" if "data" in sizes else None))
+            moved = Batch(*(None if x is None else jax.device_put(x, rows) for x in batch))
+            with jax.set_mesh(mesh):
+                run = model.model.clone(sharding=sharding)
+                found = drawn.compiled_full_pass(run, variables, moved, **options)
+        real = batch.ids != 0
+        assert_near(np.asarray(found)[real], np.asarray(expected)[real], TOLERANCE[model.dtype])
 
 
 # --- Padding and packing -------------------------------------------------------------------------
