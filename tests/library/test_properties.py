@@ -137,7 +137,7 @@ def test_a_mesh_changes_nothing(kind, profile):
         sizes = MESHES[name]
         mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), (axes,) * len(sizes))
         sharding = Sharding(mesh)
-        options = {"is_causal": model.is_causal, "key": model.key}
+        options = {"is_causal": model.is_causal, "key": model.key, "length": model.length}
         with drawn.precision(model.dtype):
             expected = drawn.compiled_full_pass(model.model, model.variables, batch, **options)
             places = sharding.of(model.model, model.variables)

@@ -116,7 +116,9 @@ class Block(nn.Module):
                 options["implementation"] = c.update_implementation
             state = encoding.update_state(params, state, attended, x, **options)
             state = pack_state(state, x.ndim - 1) if packed else state
-            carried = self.like.with_own(states, constrain_state(self.sharding, state))
+            carried = self.like.with_own(
+                states, constrain_state(self.sharding, state, x.shape[:-1])
+            )
         return (h + self._scaled(x), carried), (cache, entered)
 
     @nn.nowrap
@@ -152,12 +154,13 @@ class Pattern(nn.Module):
         return carry, tuple(out)
 
 
-def constrain_state(sharding: Sharding | None, state: State) -> State:
-    """Position states ``[B, T, H_kv, ...]`` kept where the rules put them."""
+def constrain_state(sharding: Sharding | None, state: State, tokens: tuple[int, ...]) -> State:
+    """Position states ``[B, T, H_kv, ...]``, tokens ``[B, T]``, kept where the rules put them."""
 
     def keep(x: Array) -> Array:
-        # Beside states there may be the number of a layer.
-        return constrain(sharding, x, "batch", "sequence", "kv_heads") if x.ndim else x
+        # Beside states there may be the number of a layer, or tables that all rows share.
+        of_tokens = x.ndim > 1 and x.shape[:2] == tokens
+        return constrain(sharding, x, "batch", "sequence", "kv_heads") if of_tokens else x
 
     return jax.tree.map(keep, state)
 

@@ -429,7 +429,7 @@ class Transformer(nn.Module):
             updating = [blocks.like for blocks in loop if blocks.like.updates]
             for like in updating:
                 full = like.encoding.carry(like.own(state), h.shape[:-1], c.sizes)
-                packed = constrain_state(sharding, pack_state(full, h.ndim - 1))
+                packed = constrain_state(sharding, pack_state(full, h.ndim - 1), h.shape[:-1])
                 state = like.with_own(state, packed)
             carried, fixed = (state, None) if updating else (None, state)
             options = {"config": c, "record": record, "sharding": sharding}
