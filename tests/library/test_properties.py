@@ -120,7 +120,7 @@ MESHES = {
 }
 
 
-@each_kind("tape", among=tuple(registry))
+@each_kind("tape", among=[kind for kind in registry if kind not in drawn.ONE_STATE_A_HEAD])
 def test_a_mesh_changes_nothing(kind, profile):
     """Whatever it splits, and whether its axes are explicit or automatic."""
     models = drawn.models(kind, profile, num_heads=4, num_kv_heads=2, vocab_size=16)

@@ -29,7 +29,7 @@ _LONG = (
 _SHORT = ("", "{paragraph}\n", "Question: {question}\nAnswer:")
 
 
-class Asked(NamedTuple):
+class FileQuestion(NamedTuple):
     """A question of a file.
 
     Attributes:
@@ -57,7 +57,7 @@ class Collection(NamedTuple):
 
     paragraphs: list[str]
     sizes: np.ndarray
-    asked: list[Asked]
+    asked: list[FileQuestion]
     fingerprint: str
 
 
@@ -155,7 +155,7 @@ def read(path: str, kind: str) -> Collection:
     return Collection([*numbers], sizes, asked, hashlib.sha256(content).hexdigest()[:16])
 
 
-def _squad(content: Any, number: Callable[[str], int]) -> list[Asked]:
+def _squad(content: Any, number: Callable[[str], int]) -> list[FileQuestion]:
     """Questions with an answer; those of version 2 that have none are passed over."""
     asked = []
     for article in content["data"]:
@@ -164,11 +164,13 @@ def _squad(content: Any, number: Callable[[str], int]) -> list[Asked]:
             near = tuple(sorted({*own} - {place}))
             for entry in paragraph["qas"]:
                 if answers := _different(answer["text"] for answer in entry["answers"]):
-                    asked.append(Asked(str(entry["question"]).strip(), answers, (place,), near))
+                    asked.append(
+                        FileQuestion(str(entry["question"]).strip(), answers, (place,), near)
+                    )
     return asked
 
 
-def _hotpotqa(content: Any, number: Callable[[str], int]) -> list[Asked]:
+def _hotpotqa(content: Any, number: Callable[[str], int]) -> list[FileQuestion]:
     """Questions that need the paragraphs of their supporting facts."""
     asked = []
     for entry in content:
@@ -179,7 +181,7 @@ def _hotpotqa(content: Any, number: Callable[[str], int]) -> list[Asked]:
         near = tuple(sorted({*places.values()} - {*needed}))
         answers = _different([entry["answer"]])
         if answers and needed:
-            asked.append(Asked(str(entry["question"]).strip(), answers, needed, near))
+            asked.append(FileQuestion(str(entry["question"]).strip(), answers, needed, near))
     return asked
 
 
@@ -199,7 +201,7 @@ class Format(NamedTuple):
 
     name: str
     form: str
-    parse: Callable[[Any, Callable[[str], int]], list[Asked]]
+    parse: Callable[[Any, Callable[[str], int]], list[FileQuestion]]
 
 
 FORMATS: dict[str, Format] = {

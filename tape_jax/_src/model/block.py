@@ -139,7 +139,7 @@ class Block(nn.Module):
 
 
 class Pattern(nn.Module):
-    """Blocks one after the other: what a loop over layers repeats."""
+    """LayerStack one after the other: what a loop over layers repeats."""
 
     blocks: tuple[Block, ...]
 

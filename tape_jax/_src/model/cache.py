@@ -14,7 +14,7 @@ from tape_jax._src.core import algebra
 from tape_jax._src.core.checks import choose, positive, require, require_x64, typed
 from tape_jax._src.core.segments import PADDING, places, without_padding
 from tape_jax._src.core.sharding import Model
-from tape_jax._src.model.config import Blocks, ModelConfig
+from tape_jax._src.model.config import LayerStack, ModelConfig
 from tape_jax._src.positions.layer import Layer
 from tape_jax._src.positions.protocol import (
     Encoding,
@@ -194,7 +194,7 @@ def _layers(
 @functools.lru_cache(maxsize=128)
 def _layers_of(
     config: ModelConfig,
-    blocks: tuple[Blocks, ...],
+    blocks: tuple[LayerStack, ...],
     batch_size: int,
     capacity: int,
     carried_dtype: str,
@@ -238,7 +238,7 @@ def _layers_of(
         narrower = min(e.dtype, jnp.dtype(config.dtype), key=lambda x: x.itemsize)
         return shape(e.shape, state_dtype or narrower)
 
-    def layer(blocks: Blocks) -> LayerCache:
+    def layer(blocks: LayerStack) -> LayerCache:
         n, like = len(blocks.layers), blocks.like
         own, start = like.encoding, like.own(starts)
         carried = jax.eval_shape(lambda state: own.carry(state, tokens, sizes), start)
@@ -264,7 +264,7 @@ def empty_layer(
     config: ModelConfig, batch_size: int, capacity: int, *, updates: bool
 ) -> LayerCache:
     """Return the empty cache of one layer; ``updates``: whether it updates the state."""
-    blocks = (Blocks(range(1), OfLayer(config.position, None, updates)),)
+    blocks = (LayerStack(range(1), OfLayer(config.position, None, updates)),)
     types = config.carried_dtype.name, config.dtype
     (layer,), _ = _layers_of(config, blocks, batch_size, capacity, *types, None)
     return jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), layer)

@@ -120,7 +120,7 @@ def kinds_by_pairs(encoding: Encoding) -> list[str]:
     return [x.kind for x in members if own & {*x.acts_on} or tuple(x.acts_on) == ("bias",)]
 
 
-class Blocks(NamedTuple):
+class LayerStack(NamedTuple):
     """Like layers, of which the parameters are stacked, or one layer.
 
     Attributes:
@@ -479,20 +479,20 @@ class ModelConfig:
         )
 
     @property
-    def loops(self) -> list[tuple[Blocks, ...]]:
+    def loops(self) -> list[tuple[LayerStack, ...]]:
         """Layers as they are compiled: like ones, or a pattern that repeats, are one loop."""
         kinds = self.position.of_layers(self.num_layers)
         found = [(i, 1, 1) for i in range(self.num_layers)]
         return [
             tuple(
-                Blocks(range(first + n, first + period * times, period), kinds[first + n])
+                LayerStack(range(first + n, first + period * times, period), kinds[first + n])
                 for n in range(period)
             )
             for first, period, times in (loops(kinds) if self.scan_layers else found)
         ]
 
     @property
-    def blocks(self) -> list[Blocks]:
+    def blocks(self) -> list[LayerStack]:
         """What has parameters of its own: like layers, or each if they are not scanned."""
         return [blocks for loop in self.loops for blocks in loop]
 

@@ -32,7 +32,7 @@ from tape_jax._src.model.block import (
     unrolls,
 )
 from tape_jax._src.model.cache import Cache, LayerCache, keep, write_cache
-from tape_jax._src.model.config import Blocks, ModelConfig
+from tape_jax._src.model.config import LayerStack, ModelConfig
 from tape_jax._src.model.inputs import Call, Context, check_call
 from tape_jax._src.model.layers import Linear, Norm
 from tape_jax._src.model.parameters import create, declare, declared_params, gathered
@@ -104,7 +104,7 @@ class Transformer(nn.Module):
         return self.config.position
 
     @property
-    def blocks(self) -> list[Blocks]:
+    def blocks(self) -> list[LayerStack]:
         """What has parameters of its own: like layers, or each if they are not scanned."""
         return self.config.blocks
 
@@ -444,7 +444,7 @@ class Transformer(nn.Module):
 
     def _loop(
         self,
-        loop: tuple[Blocks, ...],
+        loop: tuple[LayerStack, ...],
         options: dict[str, Any],
         carry: Any,
         fixed: State,

@@ -33,7 +33,7 @@ Array = jax.Array
 Arrays = dict[str, Any]
 
 # Neither inputs nor results: the cotangent of ``o``, and the authors' own result in float32.
-NOT_COMPARED = ("do", "o_f32", "meta")
+NOT_COMPARED = ("do", "o_f32", "meta", "pos_ids")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -147,7 +147,7 @@ def test_encodings_that_read_no_positions_refuse_a_draw(position):
     kinds = {*position.split("+")}
     by_content = {"none", "selective_rope", "grape_m_ctx", "repo", "mapformer_wm", "mapformer_em"}
     by_content |= {"fox", "path", "cope", "stickbreaking", "abacus", "position_coupling"}
-    by_content |= {"cable", "dda_per_row", "wall"}
+    by_content |= {"cable", "dda_per_row", "wall", "window"}
     if kinds <= by_content:
         told = rf"which '{re.escape(position)}' does not; got RandomPositions\(kind='spaced', ran"
         with pytest.raises(ValueError, match=told):

@@ -132,7 +132,7 @@ def _explicit_axes(given: Mapping[str, Any], shape: Any) -> tuple[Any, ...]:
 @automatic_inside(_explicit_axes)
 def update_state(
     params: Mapping[str, Array],
-    state: Array,
+    state: Any,
     attended: Array | None,
     x: Array,
     alpha: float | Array = 1.0,
