@@ -112,7 +112,7 @@ def test_misuse():
         wide_model(create("tape+alibi", head_shift=[1.0, 2.0, 3.0], still_heads=1))
     with pytest.raises(ValueError, match="rope: still_heads = 3 leaves none of the model's 3"):
         wide_model(positions.Rope(still_heads=3))
-    with pytest.raises(ValueError, match="rope: still_heads must be an integer; got -1"):
+    with pytest.raises(ValueError, match="rope: still_heads must be an integer from 0 on; got -1"):
         positions.Rope(still_heads=-1)
     with pytest.raises(ValueError, match="tape_place_weights: still_heads is an option of TAPE"):
         create("tape_place_weights", still_heads=1)
