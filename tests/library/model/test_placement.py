@@ -119,6 +119,25 @@ def test_adapters():
     chex.assert_trees_all_close(got, model.apply(variables, tokens), atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "position", "options"),
+    [
+        ({"data": 2, "sequence": 2}, "tape/none", {}),
+        ({"data": 2, "tensor": 2}, "tape", {"shifted_groups": 4}),
+    ],
+)
+def test_rings_and_shifted_groups(sizes, position, options):
+    sizes_of_heads = {"num_heads": 4, "num_kv_heads": 2, "vocab_size": 16}
+    model = small_model(position, **sizes_of_heads, **options)
+    variables, tokens = random_variables(model), random_tokens(4, 16)
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), devices=jax.devices()[:4])
+    sharding = Sharding(mesh)
+    moved = jax.device_put(variables, sharding.of(model, variables))
+    with jax.set_mesh(mesh):
+        got = jax.jit(model.clone(sharding=sharding).apply)(moved, sharding.place(tokens))
+    chex.assert_trees_all_close(got, model.apply(variables, tokens), atol=1e-4)
+
+
 def test_sampling():
     mesh, logits = mesh_of(), jnp.asarray(normal(4, 16), "float32")
     options = {"key": jax.random.key(0), "top_k": 3, "top_p": 0.9}
