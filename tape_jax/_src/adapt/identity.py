@@ -91,10 +91,16 @@ def fingerprint(model: Transformer, variables: Any) -> Fingerprint:
         **({"experts": dataclasses.asdict(c.experts)} if c.experts else {}),
         **{name: x for name in LATER if (x := getattr(c, name)) != getattr(ModelConfig, name)},
     }
+    layers = {blocks.layers[0]: blocks.layers for blocks in model.blocks}
     tensors = {}
     for path, leaves in sorted(by_path(variables["params"]).items()):
         stacked = c.scan_layers and OUTSIDE not in leaves
-        rows = np.concatenate([_sample(x, stacked) for _, x in sorted(leaves.items())])
+        by_layer = {
+            layer: row
+            for first, x in leaves.items()
+            for layer, row in zip(layers.get(first, (first,)), _sample(x, stacked), strict=True)
+        }
+        rows = np.stack([by_layer[layer] for layer in sorted(by_layer)])
         first = next(iter(leaves.values()))
         shape = first.shape[1:] if stacked else first.shape
         tensors[path] = {

@@ -95,7 +95,7 @@ def with_encoding(
     """Another encoding, or several, put in place of the model's own.
 
     Windows stay. In a schedule it takes the place of what is rotary: layers without a rotation stay
-    as they are.
+    as they are. A schedule as ``position`` takes the place of all, windows too.
 
     Parameters that both encodings have, by name and shape, are kept; new ones start as in a fresh
     model. The logits change unless what is added starts at nothing, as TAPE beside RoPE's start
@@ -119,35 +119,66 @@ def with_encoding(
       ValueError: if the encoding, or an option, is unknown or does not fit the model.
     """
     check_variables(variables)
-    encoding = _in_place_of(model.encoding, position, include_unrotated)
-    new = replaced(model, position=encoding)
-    layers = new.config.num_layers
-    # Of the parameters of a layer, or of none, where they are: and their keys.
-    groups: list[tuple[str, dict[str, Param], int | None, int]] = [
-        ("", encoding.input_params(new.config.sizes), None, layers)
+    new = replaced(model, position=_in_place_of(model.encoding, position, include_unrotated))
+    heads = model.encoding.heads_per_query, new.encoding.heads_per_query
+    require(
+        heads[0] == heads[1],
+        f"{new.encoding.kind!r} has {heads[1]} heads attend for each query head, "
+        f"{model.encoding.kind!r} {heads[0]}: the output projection would not fit",
+    )
+    known = {path: spec.role for path, spec in model.parameters().items()}
+    given = flatten_dict(variables["params"], sep="/")
+    own = {path: x for path, x in given.items() if known.get(path) == "position"}
+    rest = unflatten_dict({p: x for p, x in given.items() if p not in own}, sep="/")
+    flat = flatten_dict(restack(rest, model, new, donate=donate), sep="/")
+    dtype = jnp.dtype(dtype or new.config.param_dtype)
+    flat |= _position_params(model, new, own, key, dtype, next(iter(flat.values())))
+    return new, {**variables, "params": unflatten_dict(flat, sep="/")}
+
+
+def _position_params(
+    model: Transformer, new: Transformer, own: dict[str, Any], key: Array, dtype: Any, like: Any
+) -> dict[str, Any]:
+    """Parameters of a new encoding by path: the old ones of each layer that fit, else fresh ones.
+
+    Args:
+      model: that has the old ones.
+      new: that is to have the new ones.
+      own: the old ones by path.
+      key: random key.
+      dtype: type of fresh ones.
+      like: any parameter; without values, none has some.
+    """
+    c, single = new.config, replaced(model, scan_layers=False)
+    old = flatten_dict(restack(unflatten_dict(own, sep="/"), model, single), sep="/")
+    ranges = {blocks.name: blocks.layers for blocks in model.blocks}
+    # Of like layers, or of none, and what their keys are folded with.
+    groups: list[tuple[range | None, dict[str, Param], int]] = [
+        (None, new.encoding.input_params(c.sizes), c.num_layers)
     ]
     for blocks in new.blocks:
-        own, _, updates = blocks.like
-        specs = own.layer_params(new.config.sizes, updates=updates)
-        stack = len(blocks.layers) if new.config.scan_layers else None
-        groups.append((f"{blocks.name}/", specs, stack, blocks.layers[0]))
-    wanted = {full_name("position", name) for _, specs, _, _ in groups for name in specs}
-    known = {path: spec.role for path, spec in model.parameters().items()}
-    kept = {
-        path: x
-        for path, x in flatten_dict(variables["params"], sep="/").items()
-        if known.get(path) != "position" or path.rpartition("/")[2] in wanted
-    }
-    params = restack(unflatten_dict(kept, sep="/"), model, new, donate=donate)
-    flat = flatten_dict(params, sep="/")
-    dtype = jnp.dtype(dtype or new.config.param_dtype)
-    like = next(iter(flat.values()))
-    for prefix, specs, stack, fold in groups:
-        named = {prefix + full_name("position", name): spec for name, spec in specs.items()}
+        specs = blocks.like.encoding.layer_params(c.sizes, updates=blocks.like.updates)
+        groups.append((blocks.layers, specs, blocks.layers[0]))
+    found: dict[str, Any] = {}
+    for layers, specs, fold in groups:
+        block = "" if layers is None else f"layers_{layers[0]}/"
+        named = {block + full_name("position", name): spec for name, spec in specs.items()}
+        stack = len(layers) if layers is not None and c.scan_layers else None
         made = _initial(named, jax.random.fold_in(key, fold), stack, dtype, like)
-        old = {path: flat.get(path) for path in made}
-        flat |= {p: x for p, x in made.items() if old[p] is None or old[p].shape != x.shape}
-    return new, {**variables, "params": unflatten_dict(flat, sep="/")}
+        for path, x in made.items():
+            name = path.removeprefix(block)
+            parts = [f"layers_{n}/{name}" for n in layers] if layers is not None else [name]
+            fits = [part in old and old[part].shape == named[path].shape for part in parts]
+            if all(fits) and path in own and ranges.get(block.rstrip("/")) == layers:
+                x = own[path]
+            elif all(fits):
+                kept = unflatten_dict({part: old[part] for part in parts}, sep="/")
+                x = flatten_dict(restack(kept, single, new), sep="/")[path]
+            elif any(fits) and not isinstance(x, jax.ShapeDtypeStruct):
+                rows = enumerate(zip(parts, fits, strict=True))
+                x = jnp.stack([old[part] if fit else x[n] for n, (part, fit) in rows])
+            found[path] = x
+    return found
 
 
 def _in_place_of(
@@ -161,13 +192,22 @@ def _in_place_of(
     def of_layer(one: positions.Encoding) -> positions.Encoding:
         new = _with_start_of(one if _is_rotary(one) else old, position)
         windows = [] if "window" in new.acts_on else [x for x in one.members if _is_window(x)]
-        return positions.create([new, *windows]) if windows else new
+        return positions.create([*([new] if new.acts_on else []), *windows]) if windows else new
 
     if not isinstance(old, positions.Layers):
         return of_layer(old)
-    return positions.Layers(
+    require(
+        include_unrotated or _is_rotary(old),
+        f"no layer of {old.kind!r} rotates: give include_unrotated=True, or a schedule",
+    )
+    return _scheduled(
         [of_layer(x) if include_unrotated or _is_rotary(x) else x for x in old.encodings]
     )
+
+
+def _scheduled(entries: Sequence[positions.Encoding]) -> positions.Encoding:
+    """The encoding of all layers if they are equal, else the schedule."""
+    return entries[0] if len(set(entries)) == 1 else positions.Layers(entries)
 
 
 def _is_rotary(encoding: positions.Encoding) -> bool:
@@ -378,7 +418,7 @@ def _with_rotary(
 
     if not isinstance(encoding, positions.Layers):
         return of_layer(encoding)
-    return positions.Layers([of_layer(x) if chosen(x) else x for x in encoding.encodings])
+    return _scheduled([of_layer(x) if chosen(x) else x for x in encoding.encodings])
 
 
 def _with_rotation(model: Transformer, **changes: Any) -> Transformer:

@@ -162,7 +162,9 @@ ARGUMENT_TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     # Lists and numbers too, where the function makes an array of them.
     jax.Array: (
         "an array",
-        lambda x: hasattr(x, "dtype") or isinstance(x, int | float | complex | list | tuple),
+        lambda x: (
+            hasattr(x, "shape") or isinstance(x, int | float | complex | list | tuple | range)
+        ),
     ),
 }
 KEY = ("a random key", _is_key)

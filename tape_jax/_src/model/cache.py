@@ -124,10 +124,7 @@ def init_cache(
         takes, or positions cannot have the given type.
     """
     c, encoding = model.config, model.config.position
-    if batch_size < 1 or capacity < 1:
-        raise ValueError(
-            f"batch_size and capacity must be positive; got {batch_size} and {capacity}"
-        )
+    batch_size, capacity = positive("batch_size", batch_size), positive("capacity", capacity)
     dtype = jnp.dtype(dtype or c.dtype).name
     require_x64(
         dtype=dtype, state_dtype=state_dtype or c.state_dtype, position_dtype=position_dtype

@@ -426,8 +426,9 @@ class Transformer(nn.Module):
         for loop in c.loops:
             first, count = len(caches), len(loop)
             own = None if cache is None else cache.layers[first : first + count]
-            updating = [blocks.like for blocks in loop if blocks.like.updates]
-            for like in updating:
+            # A pattern may have one of them several times.
+            updating = {blocks.like.member: blocks.like for blocks in loop if blocks.like.updates}
+            for like in updating.values():
                 full = like.encoding.carry(like.own(state), h.shape[:-1], c.sizes)
                 packed = constrain_state(sharding, pack_state(full, h.ndim - 1), h.shape[:-1])
                 state = like.with_own(state, packed)

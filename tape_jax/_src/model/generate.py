@@ -499,7 +499,8 @@ def _check_sampling(
         if value is None:
             return None
         x = as_array(name, value)
-        known = concrete(x)
+        # Under a trace an array of a known number is not known itself.
+        known = concrete(value if hasattr(value, "dtype") else np.asarray(value))
         require(
             x.dtype != bool and (known is None or bool(np.all(valid(known)))),
             f"{name} must be {wanted}; got {value!r}",

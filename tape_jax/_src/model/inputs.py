@@ -25,6 +25,7 @@ from tape_jax._src.positions.protocol import (
     default_positions,
     on_axes,
 )
+from tape_jax._src.positions.schedule import Layers
 
 Array = jax.Array
 
@@ -265,6 +266,13 @@ def check_initial_state(encoding: Encoding, initial_state: State) -> None:
         f"the encoding {encoding.kind!r} reads no state that enters the first layer: expected "
         f"initial_state=None; got {jax.tree.map(jnp.shape, initial_state)}, by shapes",
     )
+    if initial_state is not None and isinstance(encoding, Layers):
+        count = len(encoding.distinct)
+        require(
+            isinstance(initial_state, tuple) and len(initial_state) == count,
+            f"initial_state of a schedule is a tuple of {count} states, of {encoding.kind!r}; got "
+            f"{jax.tree.map(jnp.shape, initial_state)}, by shapes",
+        )
 
 
 def check_sharded(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -147,8 +147,8 @@ class Attention(nnx.Module):
         updates: bool = True,
         qk_norm: bool = False,
         norm_eps: float = 1e-6,
-        local_window_size: int | tuple[int, int] | None = None,
-        implementation: str | tuple[str, ...] | None = None,
+        local_window_size: int | Sequence[int] | None = None,
+        implementation: str | Sequence[str] | None = None,
         dtype: Any = "float32",
         param_dtype: Any = "float32",
         rngs: nnx.Rngs,

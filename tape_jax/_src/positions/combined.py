@@ -70,7 +70,8 @@ class Combined(Encoding):
             )
         axes = self.coordinate_axes
         for encoding in self.encodings:
-            reads_positions = {"bias", "embedding", "logits"} & set(encoding.acts_on)
+            places = {"bias", "embedding", "logits"} & set(encoding.acts_on)
+            reads_positions = places and encoding.reads_positions
             require(
                 axes == 1 or encoding is self._state or not reads_positions,
                 f"{encoding.kind!r} reads one position a token, {self._state.kind!r} has axes = "

@@ -53,12 +53,20 @@ class Layers(Encoding):
         entries = [given] if one else list(given)
         require(bool(entries), f"a schedule needs an encoding; got {given!r}")
         pattern = [create(entry) for entry in entries]
+        require(
+            every is None or isinstance(every, Mapping),
+            f"every must map numbers of layers to encodings; got {every!r}",
+        )
         others = {positive("every", n): create(entry) for n, entry in (every or {}).items()}
         length = math.lcm(len(pattern), *others)
         pattern = [pattern[i % len(pattern)] for i in range(length)]
         for n, other in others.items():
             pattern[n - 1 :: n] = [other] * (length // n)
         set_field(self, "encodings", tuple(pattern))
+        require(
+            len(self.distinct) > 1,
+            f"a schedule is of two encodings or more; got only {self.kind!r}: give it by itself",
+        )
         for encoding in self.members:
             for place in BEFORE_LAYERS:
                 require(
@@ -229,8 +237,14 @@ def create(position: Any, **options: Any) -> Encoding:
     """
     if isinstance(position, Mapping) and "/" in str(position.get("kind", "")):
         options = {name: x for name, x in position.items() if name != "kind"} | options
-        position = options.pop("encodings", position["kind"])
+        kind = position["kind"]
+        position = options.pop("encodings", kind)
         position = position if isinstance(position, str) else Layers(position)
+        found = getattr(position, "kind", position)
+        require(
+            found == kind,
+            f"the encodings of a schedule contradict its kind: {found!r}, not {kind!r}",
+        )
     if isinstance(position, Layers):
         require(
             not options,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tape_jax._src.core.checks import require
 from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.pretrained.family import (
     ATTENTION,
@@ -18,6 +19,7 @@ from tape_jax._src.pretrained.family import (
     layer_types,
     layers_of,
     number,
+    period_of,
     slides,
     sliding_window,
 )
@@ -31,14 +33,22 @@ def _read(config: Mapping[str, Any]) -> Fields:
     return {
         **BLOCK,
         "biases": ATTENTION if flag(config, "attention_bias") else (),
-        "logits_scaling": 1 / number(config, "logit_scale"),
+        "logits_scaling": 1 / _scale(config),
     }
 
 
+def _scale(config: Mapping[str, Any]) -> float:
+    scale = number(config, "logit_scale")
+    require(scale > 0, f"config.json: logit_scale must be positive; got {scale}")
+    return scale
+
+
 def _layers(config: Mapping[str, Any], rope: Any) -> list[LayerKind]:
-    period = next((config[name] for name in PATTERN if config.get(name) is not None), 4)
+    period = period_of(config, PATTERN, 4)
     sliding = slides(config, lambda layer: (layer + 1) % period != 0)
-    local = LayerKind(rope(SLIDING), before_own(config["sliding_window"]))
+    window = before_own(config["sliding_window"])
+    # Only layers that have the window rotate.
+    local = LayerKind(None if window is None else rope(SLIDING), window)
     return [local if one else LayerKind(None, None) for one in sliding]
 
 

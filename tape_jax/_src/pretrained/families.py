@@ -20,6 +20,7 @@ from tape_jax._src.pretrained.family import (
     HARMLESS,
     MLP,
     OFF,
+    SAYS_NONE,
     Family,
     Fields,
     LayerKind,
@@ -28,6 +29,7 @@ from tape_jax._src.pretrained.family import (
     is_plain,
     layer_types,
     layers_of,
+    one_rope,
     slides,
     sliding_window,
 )
@@ -74,7 +76,7 @@ def _qwen_layers(config: Mapping[str, Any], rope: Any) -> list[LayerKind]:
     )
     before = before_own(window)
     sliding = slides(config, lambda layer: layer >= first)
-    return [LayerKind(rope(FULL), before if one else None) for one in sliding]
+    return [LayerKind(one_rope(rope), before if one else None) for one in sliding]
 
 
 def _write_qwen_window(c: ModelConfig) -> Fields | None:
@@ -231,7 +233,8 @@ def family_of(config: Mapping[str, Any]) -> tuple[str, Family]:
 
 def with_defaults(config: Mapping[str, Any], family: Family) -> Fields:
     """A ``config.json`` with what transformers takes for the fields that it lacks."""
-    return {**family.defaults, **config}
+    given = {name: x for name, x in config.items() if x is not None or name in SAYS_NONE}
+    return {**family.defaults, **given}
 
 
 def writer_of(config: ModelConfig, kind: str | None = None) -> tuple[str, Family, Fields] | None:

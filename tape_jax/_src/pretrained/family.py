@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tape_jax._src import positions
-from tape_jax._src.core.checks import require
+from tape_jax._src.core.checks import positive, require
 from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.positions.fixed.rotary import RopeScaling
 
@@ -81,6 +81,15 @@ class LayerKind(NamedTuple):
 
 # From a config.json, and its rotations by FULL or SLIDING, to the kinds of all layers.
 ReadLayers = Callable[[Mapping[str, Any], Callable[[str], positions.Rope]], list[LayerKind]]
+
+
+# Fields of which null says that there is none; of others it is as if they were not there.
+SAYS_NONE = frozenset(
+    (
+        *("sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),
+        *("head_dim", "num_key_value_heads"),
+    )
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,6 +167,27 @@ def slides(config: Mapping[str, Any], default: Callable[[int], bool]) -> list[bo
         f"config.json: layer_types must be {layers} of {FULL}, {SLIDING}; got {kinds!r}",
     )
     return [kind == SLIDING for kind in kinds]
+
+
+def one_rope(rope: Callable[[str], positions.Rope]) -> positions.Rope:
+    """The rotation of a family whose layers all have one.
+
+    Raises:
+      ValueError: if there are two.
+    """
+    full, local = rope(FULL), rope(SLIDING)
+    require(
+        full == local,
+        f"config.json: rotary parameters of {FULL} and {SLIDING} must be equal here; got {full} "
+        f"and {local}",
+    )
+    return full
+
+
+def period_of(config: Mapping[str, Any], names: Sequence[str], default: int) -> int:
+    """Every how many layers one is another; ValueError if that is no positive integer."""
+    name = next((name for name in names if config.get(name) is not None), None)
+    return default if name is None else positive(f"config.json: {name}", config[name])
 
 
 def layer_types(layers: Sequence[LayerKind]) -> list[str]:
@@ -250,7 +280,7 @@ def is_plain(c: ModelConfig, *own: str, **wanted: Any) -> bool:
         return False
     if not {"layers", "window"} & {*own} and layers[0].window is not None:
         return False
-    part = main_rope(layers).partial_rotary_factor
-    return (part == 1 or "partial_rotary_factor" in own) and all(
+    parts = {layer.rope.partial_rotary_factor for layer in layers if layer.rope}
+    return (parts == {1} or "partial_rotary_factor" in own) and all(
         getattr(c, name) == value for name, value in off.items() if name not in own
     )

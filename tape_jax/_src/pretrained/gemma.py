@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from tape_jax._src.core.checks import require
 from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.positions.fixed.rotary import RopeScaling
 from tape_jax._src.pretrained.family import (
@@ -24,6 +25,8 @@ from tape_jax._src.pretrained.family import (
     layers_of,
     number,
     number_or_none,
+    one_rope,
+    period_of,
     slides,
     sliding_window,
 )
@@ -44,9 +47,15 @@ def _read(config: Mapping[str, Any]) -> Fields:
         **NORMS,
         "biases": ATTENTION if flag(config, "attention_bias") else (),
         "embedding_scale": math.sqrt(number(config, "hidden_size")),
-        "query_scale": number(config, "query_pre_attn_scalar") ** -0.5,
+        "query_scale": _above_zero(config, "query_pre_attn_scalar") ** -0.5,
         "final_logit_softcap": number_or_none(config, "final_logit_softcapping"),
     }
+
+
+def _above_zero(config: Mapping[str, Any], name: str) -> float:
+    value = number(config, name)
+    require(value > 0, f"config.json: {name} must be positive; got {value}")
+    return value
 
 
 def _read2(config: Mapping[str, Any]) -> Fields:
@@ -61,17 +70,18 @@ def _read3(config: Mapping[str, Any]) -> Fields:
 def _layers2(config: Mapping[str, Any], rope: Any) -> list[LayerKind]:
     window = before_own(config["sliding_window"])
     sliding = slides(config, lambda layer: layer % 2 == 0)
-    return [LayerKind(rope(FULL), window if one else None) for one in sliding]
+    return [LayerKind(one_rope(rope), window if one else None) for one in sliding]
 
 
 def _layers3(config: Mapping[str, Any], rope: Any) -> list[LayerKind]:
     given = config.get("rope_parameters")
+    base = number(config, "rope_local_base_freq", LOCAL_BASE)
     if isinstance(given, dict) and SLIDING in given:
-        local = rope(SLIDING)
+        local, own = rope(SLIDING), given[SLIDING].get("rope_theta")
+        local = dataclasses.replace(local, base=base) if own is None else local
     else:
-        base = number(config, "rope_local_base_freq", LOCAL_BASE)
         local = dataclasses.replace(rope(FULL), base=base, scaling=RopeScaling())
-    period = next((config[name] for name in PATTERN if config.get(name) is not None), 6)
+    period = period_of(config, PATTERN, 6)
     sliding = slides(config, lambda layer: (layer + 1) % period != 0)
     window = before_own(config["sliding_window"])
     return [LayerKind(local, window) if one else LayerKind(rope(FULL), None) for one in sliding]

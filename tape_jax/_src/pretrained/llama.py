@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from tape_jax._src import positions
-from tape_jax._src.core.checks import choose, require
+from tape_jax._src.core.checks import choose, positive, require
 from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.model.decoder import (
     Transformer,
 )
 from tape_jax._src.model.layout import OUTSIDE, block_name, by_path, replaced
-from tape_jax._src.positions.fixed.rotary import RopeScaling
+from tape_jax._src.positions.fixed.rotary import RopeScaling, frequencies
 from tape_jax._src.pretrained.families import FAMILIES, family_of, with_defaults, writer_of
 from tape_jax._src.pretrained.family import (
     FULL,
@@ -29,6 +29,8 @@ from tape_jax._src.pretrained.family import (
     SLIDING,
     Family,
     Fields,
+    LayerKind,
+    flag,
     layers_of,
     main_rope,
     number,
@@ -212,6 +214,8 @@ def model_config(config: Mapping[str, Any], **fields: Any) -> ModelConfig:
     )
     missing = [name for name in SIZES if config.get(name) is None]
     require(not missing, f"config.json lacks {', '.join(missing)}")
+    for name in SIZES:
+        positive(f"config.json: {name}", config[name])
     rope = functools.partial(_rope, config, part="partial_rotary_factor" in family.own)
     layers: Fields = {"position": rope()}
     if family.layers is not None:
@@ -222,7 +226,7 @@ def model_config(config: Mapping[str, Any], **fields: Any) -> ModelConfig:
         head_dim=config.get("head_dim"),
         norm_eps=number(config, family.eps, DEFAULT_EPS),
         activation=ACTIVATIONS[given],
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tie_embeddings=flag(config, "tie_word_embeddings"),
         **layers,
         **family.read(config),
         **fields,
@@ -237,7 +241,14 @@ def _rope(config: Mapping[str, Any], kind: str = FULL, *, part: bool) -> positio
       kind: of layers, where they differ in it.
       part: whether a part of each head may rotate.
     """
-    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    nested = config.get("rope_parameters")
+    by_kind = isinstance(nested, dict) and {FULL, SLIDING} & nested.keys()
+    require(
+        not (by_kind and config.get("rope_scaling")),
+        "config.json: rope_scaling beside rope_parameters of several kinds of layers is ambiguous; "
+        "give rope_parameters alone",
+    )
+    given = config.get("rope_scaling") or nested or {}
     given = given.get(kind, given) if isinstance(given, dict) else given
     require(
         isinstance(given, dict) and not {FULL, SLIDING} & given.keys(),
@@ -343,13 +354,33 @@ def written(model: Transformer, kind: str | None = None) -> tuple[str, Family, F
         "a checkpoint has full attention, the model has shifted_groups = "
         f"{c.shifted_groups!r}: save the model with shifted_groups=None, or {advice}",
     )
-    found = writer_of(c, kind)
+    known = {*ROPE_KINDS.values(), "ntk"}
+    scalings = {layer.rope.scaling.kind for layer in layers or () if layer.rope}
+    require(
+        scalings <= known,
+        f"a checkpoint has no place for the rope scaling {', '.join(sorted(scalings - known))}; "
+        f"known are {', '.join(sorted(known))}: {advice}",
+    )
+    found = writer_of(dataclasses.replace(c, **position_of(folded(c))), kind)
     require(
         found is not None,
         f"{'no family of checkpoints has' if kind is None else f'the family {kind!r} has not'} "
         f"{_described(c)} together; known are {', '.join(FAMILIES)}",
     )
     assert found is not None
+    return found
+
+
+def folded(c: ModelConfig) -> list[LayerKind]:
+    """Layers of a model, with a larger base in place of NTK's scaling, which has no name there."""
+    found = []
+    for rope, window in layers_of(c) or ():
+        if rope is not None and rope.scaling.kind == "ntk":
+            turning = frequencies(c.dim, rope.base, None, None, rope.partial_rotary_factor)
+            width = 2 * int((turning > 0).sum())
+            grown = rope.scaling.factor ** (width / (width - 2)) if width > 2 else 1.0
+            rope = dataclasses.replace(rope, base=rope.base * grown, scaling=RopeScaling())
+        found.append(LayerKind(rope, window))
     return found
 
 
@@ -374,12 +405,9 @@ def to_json(model: Transformer, kind: str | None = None) -> dict[str, Any]:
     """
     kind, family, own = written(model, kind)
     c = model.config
-    encoding = main_rope(layers_of(c) or ())
-    base, scaling = encoding.base, encoding.scaling
-    if scaling.kind == "ntk":
-        # A larger base, which needs no name of its own.
-        base, scaling = base * scaling.factor ** (c.dim / (c.dim - 2)), RopeScaling()
-    return {
+    layers = folded(c)
+    base, scaling = main_rope(layers).base, main_rope(layers).scaling
+    config = {
         "architectures": [family.architecture],
         "model_type": kind,
         **{theirs: getattr(c, ours) for theirs, ours in SIZES.items()},
@@ -396,6 +424,23 @@ def to_json(model: Transformer, kind: str | None = None) -> dict[str, Any]:
         "pad_token_id": None,
         **own,
     }
+    again = layers_of(model_config(config)) or []
+    require(
+        [_turns(x, c.dim) for x in again] == [_turns(x, c.dim) for x in layers],
+        f"a config.json of the family {kind!r} cannot say how the layers of {c.position.kind!r} "
+        "rotate and what they see: save what was trained with tape_jax.adapt.save_adapter instead",
+    )
+    return config
+
+
+def _turns(layer: LayerKind, dim: int) -> Any:
+    """How a layer rotates, at a short and at a long length, and its window: numbers to compare."""
+    if layer.rope is None:
+        return None, layer.window
+    base, scaling, share = layer.rope.base, layer.rope.scaling, layer.rope.partial_rotary_factor
+    found = [frequencies(dim, base, scaling, n, share) for n in (1, 2**20)]
+    numbers = [*np.concatenate(found), scaling.state_magnitude]
+    return [f"{x:.6e}" for x in numbers], layer.window
 
 
 def _length(config: ModelConfig, scaling: RopeScaling) -> int:

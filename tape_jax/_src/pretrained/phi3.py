@@ -60,7 +60,7 @@ PHI3 = Family(
     frozenset(("partial_rotary_factor", "sliding_window")),
     _read,
     _write,
-    {"rms_norm_eps": 1e-5, "sliding_window": None},
+    {"rms_norm_eps": 1e-5, "sliding_window": None, "original_max_position_embeddings": 4096},
     {
         **{f"layers/attention/{x}/kernel": f"{_LAYER}self_attn.qkv_proj.weight" for x in "qkv"},
         **{f"layers/mlp/{x}/kernel": f"{_LAYER}mlp.gate_up_proj.weight" for x in ("gate", "up")},

@@ -289,7 +289,8 @@ def _describe(
     config = model_config(source.config, max_length=model.config.max_length)
     before = to_json(Transformer(config), kind)
     if described != before:
-        result = {name: x for name, x in result.items() if name not in ROPE_FIELDS} | described
+        own = family_of(source.config)[1].own | {*ROPE_FIELDS, "original_max_position_embeddings"}
+        result = {name: x for name, x in result.items() if name not in own} | described
     if types != {name: file.tensors[name].dtype for name, file in source.where.items()}:
         result["dtype" if "dtype" in result else "torch_dtype"] = common
     return result

@@ -9,7 +9,6 @@ from tape_jax._src.core.checks import require
 from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.pretrained.family import (
     ATTENTION,
-    FULL,
     MLP,
     Family,
     Fields,
@@ -19,6 +18,7 @@ from tape_jax._src.pretrained.family import (
     is_plain,
     layer_types,
     layers_of,
+    one_rope,
     slides,
     sliding_window,
 )
@@ -52,7 +52,7 @@ def _layers(config: Mapping[str, Any], rope: Any) -> list[LayerKind]:
     before = before_own(config["sliding_window"]) if windowed else None
     sliding = slides(config, lambda layer: not rotates[layer])
     return [
-        LayerKind(rope(FULL) if turns else None, before if one else None)
+        LayerKind(one_rope(rope) if turns else None, before if one else None)
         for turns, one in zip(rotates, sliding, strict=True)
     ]
 

@@ -7,6 +7,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import pytest
+from flax.traverse_util import flatten_dict
 
 from tape_jax import ModelConfig, RopeScaling, Transformer, adapt, init_cache
 from tape_jax._src.model.block import Block, unpacked
@@ -102,6 +103,75 @@ def test_loops_over_patterns_change_nothing(options):
     chex.assert_trees_all_close(gradients["params"], back, atol=1e-5)
 
 
+@pytest.mark.parametrize("options", [{}, {"scan_layers": False}, {"remat": "groups"}])
+def test_an_encoding_several_times_in_a_pattern(options):
+    """Its state goes through all of its layers, and decoding is as the full pass."""
+    model = small_model(Layers("tape", every={3: "none"}), num_layers=12, **options)
+    assert options or len(model.config.loops[0]) == 3
+    variables = random_variables(model)
+    tokens = random_tokens(2, 6)
+    full = run(model, variables, tokens)
+    single = replaced(model, scan_layers=False, remat="none")
+    apart = {"params": restack(variables["params"], model, single)}
+    chex.assert_trees_all_close(full, run(single, apart, tokens), atol=1e-5)
+    cache = init_cache(model, 2, 6)
+    found = []
+    for part in (tokens[:, :4], tokens[:, 4:]):
+        logits, cache = model.apply(variables, part, cache=cache)
+        found.append(logits)
+    chex.assert_trees_all_close(jnp.concatenate(found, 1), full, atol=1e-5)
+
+
+def test_adapters_do_not_depend_on_the_layout(tmp_path):
+    model = small_model("rope+window/rope", num_layers=6)
+    variables = random_variables(model)
+    single = replaced(model, scan_layers=False)
+    apart = {"params": restack(variables["params"], model, single)}
+    adapted = adapt.adapt(model, variables, "tape", key=jax.random.key(0))
+    adapt.save_adapter(
+        tmp_path / "adapter", adapted.model, adapted.variables, adapted.rules, base=adapted.base
+    )
+    loaded, new = adapt.load_adapter(tmp_path / "adapter", single, apart)
+    tokens = random_tokens(1, 5)
+    expected = run(adapted.model, adapted.variables, tokens)
+    chex.assert_trees_all_close(run(loaded, new, tokens), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "options"),
+    [
+        ("kerple/tape", "tape/kerple", {}),
+        ("tape/none", "tape", {"include_unrotated": True}),
+        ("kerple/rope", "kerple", {"include_unrotated": True}),
+        ("kerple/rope", "tape/kerple", {}),
+    ],
+)
+def test_encodings_put_in_place_layer_by_layer(old, new, options):
+    model = small_model(old, num_layers=6)
+    variables = random_variables(model)
+    changed, params = adapt.with_encoding(model, variables, new, key=jax.random.key(0), **options)
+    wanted = {path: spec.shape.shape for path, spec in changed.parameters().items()}
+    found = flatten_dict(params["params"], sep="/")
+    assert {path: x.shape for path, x in found.items()} == wanted
+    before = restack(variables["params"], model, replaced(model, scan_layers=False))
+    after = restack(params["params"], changed, replaced(changed, scan_layers=False))
+    for layer in range(6):
+        one, other = before[f"layers_{layer}"], after[f"layers_{layer}"]
+        for name in set(one) & set(other):
+            if jax.tree.map(jnp.shape, one[name]) == jax.tree.map(jnp.shape, other[name]):
+                chex.assert_trees_all_equal(one[name], other[name])
+
+
+def test_windows_stay_where_the_rotation_is_dropped():
+    model = small_model("rope+window", num_layers=2)
+    key = jax.random.key(0)
+    changed, _ = adapt.with_encoding(model, random_variables(model), "none", key=key)
+    assert changed.encoding.kind == "window"
+    biased = small_model("alibi+window/alibi", num_layers=2)
+    with pytest.raises(ValueError, match=r"no layer of 'alibi\+window/alibi' rotates"):
+        adapt.with_encoding(biased, random_variables(biased), "tape", key=key)
+
+
 def test_one_loop_for_a_pattern():
     model = small_model("rope+window/rope+window/rope", num_layers=12)
     (loop,) = model.config.loops
@@ -141,6 +211,9 @@ def test_retrofit_changes_the_rotary_layers_alone():
     ("make", "message"),
     [
         (lambda: Layers([]), "needs an encoding"),
+        (lambda: Layers(["rope"]), "two encodings or more; got only 'rope'"),
+        (lambda: Layers("rope", every=4), "every must map numbers of layers"),
+        (lambda: create({"kind": "rope/none", "encodings": ["alibi", "none"]}), "contradict"),
         (lambda: Layers(["rope", "sinusoidal"]), "'sinusoidal' acts before the first layer"),
         (lambda: Layers(["rope", "mapformer_em"]), "'mapformer_em' acts before the first layer"),
         (lambda: Layers(["rope", "rope/none"]), "cannot be part of another"),

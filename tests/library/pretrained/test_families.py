@@ -10,6 +10,7 @@ import pytest
 import safetensors.numpy
 
 import tape_jax as tape
+from tape_jax._src.model.layout import restack
 from tape_jax._src.pretrained.families import FAMILIES
 from tape_jax._src.pretrained.llama import model_config
 from tests.library.pretrained.folders import BESIDE, HF, checkpoint_files
@@ -305,6 +306,40 @@ class TestFields:
             model_config(sizes | {"use_qk_norm": True})
         with pytest.raises(ValueError, match="'cohere2': rms_norm_eps = 1e-06"):
             model_config(sizes | {"rms_norm_eps": 1e-6})
+
+    def test_layers_that_changed_are_written_anew(self, copy, tmp_path):
+        """Fields of the folder it is saved like do not win over what the model is."""
+        kinds = ["sliding_attention", "full_attention"] * 2
+        path = copy(HF / "qwen2_tiny", use_sliding_window=True, sliding_window=4, layer_types=kinds)
+        model, variables = tape.from_pretrained(path)
+        late = tape.positions.Layers(
+            [*model.encoding.encodings[1:]] * 2 + [model.encoding.encodings[0]] * 2
+        )
+        changed = tape.Transformer(
+            dataclasses.replace(model.config, position=late, scan_layers=False)
+        )
+        params = restack(variables["params"], model, changed)
+        tape.save_pretrained(tmp_path / "new", changed, {"params": params}, like=path)
+        again, _ = tape.from_pretrained(tmp_path / "new")
+        assert again.encoding == late
+
+    @pytest.mark.parametrize(
+        "position",
+        [
+            tape.positions.Rope(scaling=tape.RopeScaling("proportional", 4.0)),
+            tape.positions.Layers(
+                [
+                    [tape.positions.Rope(partial_rotary_factor=0.5), tape.positions.Window(3)],
+                    tape.positions.Rope(base=1e6),
+                ]
+            ),
+        ],
+    )
+    def test_rotations_that_no_family_has_are_refused(self, position, tmp_path):
+        model = small_model(position, norms="both", zero_centered_norms=True, qk_norm="head")
+        model = model if isinstance(position, tape.positions.Layers) else small_model(position)
+        with pytest.raises(ValueError, match=r"cannot say|no family|no place"):
+            tape.save_pretrained(tmp_path / "new", model, random_variables(model))
 
     def test_scales_that_lack_are_one(self):
         scales = ("embedding_multiplier", "residual_multiplier", "attention_multiplier")

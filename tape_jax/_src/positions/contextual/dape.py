@@ -213,9 +213,11 @@ class DapeV2(Dape):
             )
         side, keys = self.taps // 2, logits.shape[-1]
         places = jnp.arange(keys + side, dtype=jnp.int32)
-        is_hidden = places < jnp.argmax(visible, axis=-1, keepdims=True)
+        # Hidden units are of all heads.
+        seen = visible.any(1, keepdims=True)
+        is_hidden = places < jnp.argmax(seen, axis=-1, keepdims=True)
         if self.published:
-            last = keys - 1 - jnp.argmax(visible[..., ::-1], axis=-1, keepdims=True)
+            last = keys - 1 - jnp.argmax(seen[..., ::-1], axis=-1, keepdims=True)
             is_hidden = is_hidden | (places > last + _later(rows, ids, layer.time))
         of_logits, of_bias = jnp.split(w1, 2, axis=1)
         hidden = b1[:, None, None] + sum(

@@ -41,7 +41,8 @@ class Fope(Encoding):
       learn: coefficients are learned, from a draw of the initialiser; False: they are a draw by
         ``seed``, as published.
       gain: of that draw, normal with the deviation ``gain sqrt(2 / (F N + H N))`` for ``F``
-        frequencies and ``H`` heads; 1 is added to one frequency of each plane.
+        frequencies and ``H`` heads; 1 is added to frequency ``n ceil(F / N)`` of plane ``n``, where
+        there is one.
       seed: of coefficients that are not learned.
 
     Raises:

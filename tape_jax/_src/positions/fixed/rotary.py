@@ -727,6 +727,12 @@ class MRope(Rope):
             f"mrope: sections = {self.sections} must add up to the {turning} frequencies of a head "
             "that rotate",
         )
+        dealt = np.bincount(self.axis_of_frequencies(sizes.head_dim)[:turning], minlength=self.axes)
+        require(
+            not self.sections or tuple(dealt.tolist()) == self.sections,
+            f"mrope: interleaved, frequencies cannot be dealt out as sections = {self.sections}: "
+            f"{tuple(dealt.tolist())} would be",
+        )
 
     def axis_of_frequencies(self, head_dim: int) -> np.ndarray:
         """Which coordinate turns each frequency, ``[D/2]``."""
