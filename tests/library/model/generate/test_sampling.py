@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tape_jax._src.model.generate import sample_logits
+from tape_jax import init_cache
+from tape_jax._src.model.generate import decode, sample_logits
+from tests.models import random_variables, small_model
 
 PROBABILITIES = np.array([0.1, 0.4, 0.05, 0.3, 0.15])
 DRAWS = 20_000
@@ -119,3 +121,15 @@ def test_without_a_key_the_most_likely_token_is_taken():
 def test_bad_sampling_options(options):
     with pytest.raises(ValueError, match=f"{next(iter(options))} must be"):
         sample_logits(jnp.zeros(5), jax.random.key(0), **options)
+
+
+@pytest.mark.parametrize("option", [{"temperature": -1.0}, {"top_p": 1.5}, {"top_k": 0}])
+def test_wrong_options_are_seen_while_traced(option):
+    """By their values, which are known, and so while decoding too."""
+    key = jax.random.key(0)
+    with pytest.raises(ValueError, match=next(iter(option))):
+        jax.jit(lambda logits: sample_logits(logits, key=key, **option))(jnp.zeros((1, 4)))
+    model = small_model("rope", num_layers=1)
+    variables, token = random_variables(model), jnp.zeros(1, jnp.int32)
+    with pytest.raises(ValueError, match=next(iter(option))):
+        decode(model, variables, init_cache(model, 1, 4), token, 2, key=key, **option)

@@ -99,6 +99,23 @@ def test_rows_near_the_end(x64):
     assert np.abs(rows(True, 9)[:, 8] - rows(True, 12)[:, 8]).max() > 1e-3
 
 
+def test_hidden_units_are_of_all_heads():
+    """Their order says nothing, even where each head sees others."""
+    model = small_model(DapeV2Alibi(width=2), num_layers=1)
+    variables, tokens = random_variables(model), np.arange(8, dtype=np.int32)[None]
+    mask = np.random.default_rng(0).random((2, 8, 8)) < 0.5
+    mask |= np.eye(8, dtype=bool)
+    block = variables["params"]["layers_0"]
+    turned = {
+        "position_w1": block["position_w1"][..., ::-1],
+        "position_b1": block["position_b1"][..., ::-1],
+        "position_w2": block["position_w2"][..., ::-1, :],
+    }
+    other = {"params": {**variables["params"], "layers_0": {**block, **turned}}}
+    found, expected = (model.apply(v, tokens, mask=mask) for v in (other, variables))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
 def test_what_is_published_has_no_cache():
     model = small_model(DapeV2Alibi(published=True))
     variables, cache = random_variables(model), init_cache(model, 1, 4)
