@@ -404,6 +404,8 @@ def drawn_model(kind: str, number: int, **fixed: Any) -> Drawn:
     }
     for name, value in fixed.items():
         (chosen if name in fields else options)[name] = value
+    if "window" in registry[kind].acts_on:
+        options["local_window_size"] = None
     if options["experts"] is not None:
         # Rounding would now and then send a token to another expert.
         options["dtype"] = "float64"

@@ -73,7 +73,7 @@ def test_draws_depend_on_the_seed_alone(run, capsys):
     def said(seed):
         call = ["generate", f"--run={run}", "--prompt=1+2", "--new=20", "--temperature=2"]
         assert main([*call, f"--seed={seed}", "--top-k=9"]) == 0
-        return capsys.readouterr().out.rpartition("[cache")[0]
+        return capsys.readouterr().out.rpartition("[step")[0]
 
     assert said(1) == said(1)
     assert said(1) != said(2)

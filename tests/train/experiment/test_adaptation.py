@@ -115,7 +115,8 @@ def logits(model, variables):
 def load(path):
     """The base itself: model and variables."""
     if runs.read_record(path):
-        return runs.restore_model(path)[2:]
+        trained = runs.restore_model(path)
+        return trained.model, trained.variables
     return tape.from_pretrained(path)
 
 

@@ -130,11 +130,10 @@ def products(
     found = precise_einsum("bhrnd,bhnjd->bhrnj", passed, k * jnp.exp(behind))
 
     own = places // size
-    near_k, near_behind = (jnp.take(x, own, axis=2, mode="clip") for x in (k, behind))
-    at_query = jnp.take(
-        behind.reshape(*behind.shape[:2], -1, q.shape[-1]), places, axis=2, mode="clip"
-    )
-    left = jnp.minimum(near_behind - at_query[..., None, :], 0)
+    near_k, near_gates = (jnp.take(x, own, axis=2, mode="clip") for x in (k, log_gates))
+    near_acts = jnp.take_along_axis(acts, own[None, :, None, None], axis=2)[:, :, 0]
+    # Not a difference of what is behind a key and a query, which would hold gates of later tokens.
+    left = _sums_behind(jnp.where(near_acts[:, None, ..., None], near_gates, 0))
     near = precise_einsum("bhrd,bhrjd->bhrj", q, near_k * jnp.exp(left))
     is_own = own[:, None] == jnp.arange(k.shape[2], dtype=jnp.int32)
     found = jnp.where(is_own[..., None], near[..., None, :], found)
@@ -142,7 +141,7 @@ def products(
 
 
 def _sums_behind(x: Array) -> Array:
-    """Of chunks ``[..., n, D]`` the sum of all behind each."""
+    """Of each of ``[..., n, D]`` the sum of all behind it."""
     total = lax.cumsum(x, axis=x.ndim - 2, reverse=True)
     return jnp.concatenate([total[..., 1:, :], jnp.zeros_like(x[..., :1, :])], axis=-2)
 
