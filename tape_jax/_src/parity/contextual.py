@@ -310,9 +310,13 @@ def _mrope(arrays: Arrays, meta: Mapping[str, Any]) -> Recorded:
         sections=tuple(meta["section"]),
         interleaved=meta["layout"] == "interleaved",
     )
+    dim = arrays["q"].shape[-1]
+    # The published code deals them out otherwise than such sections say, without a word.
+    dealt = np.bincount(encoding.axis_of_frequencies(dim), minlength=encoding.axes)
+    encoding = dataclasses.replace(encoding, sections=tuple(dealt.tolist()))
     return Recorded(
         encoding,
-        constants={"inv_freq": frequencies(arrays["q"].shape[-1], encoding.base)},
+        constants={"inv_freq": frequencies(dim, encoding.base)},
         positions=lambda a: jnp.moveaxis(a["pos_ids"], 0, -1),
     )
 

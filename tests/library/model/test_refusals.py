@@ -188,8 +188,8 @@ def test_lists_are_named():
         (2, 6, (5,), 0, r"tokens must have shape \(2, T\); got \(5,\)"),
         (2, 6, (1, 2, 5), 0, r"tokens must have shape \(2, T\); got \(1, 2, 5\)"),
         (2, 9, (2, 5), 0, "a cache of 9 tokens exceeds the model's max_length of 8"),
-        (0, 5, (2, 5), 0, "batch_size and capacity must be positive; got 0 and 5"),
-        (2, 0, (2, 5), 0, "batch_size and capacity must be positive; got 2 and 0"),
+        (0, 5, (2, 5), 0, "batch_size must be a positive integer; got 0"),
+        (2, 0, (2, 5), 0, "capacity must be a positive integer; got 0"),
     ],
 )
 def test_bad_caches(batch, capacity, shape, used, message):
