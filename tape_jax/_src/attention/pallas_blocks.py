@@ -110,3 +110,10 @@ def default_tiles(dtype: jnp.dtype, width: int) -> Tiles:
     capability = compute_capability()
     table = TABLE["hopper" if capability is None else GENERATIONS.get(capability, "small")]
     return table[jnp.dtype(dtype).itemsize, 64 if width <= 64 else 128]
+
+
+def mosaic_tiles(width: int) -> Tiles:
+    """Blocks of the Mosaic kernels, for the larger of head dimension and value width."""
+    if width <= 64:
+        return Tiles(Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2))
+    return Tiles(Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), *[Tile(64, 128, 8, 2)] * 2)
