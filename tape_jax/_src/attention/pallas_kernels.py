@@ -110,9 +110,9 @@ class Program(abc.ABC):
     def dot(self, x: Any, y: Any, *, trans_b: bool = False) -> Array:
         """A product of two tiles in the compute type, summed in float32."""
 
-    def add_dot(self, total: Array, x: Any, y: Any) -> Array:
-        """``total + x y``."""
-        return total + self.dot(x, y)
+    def add_dot(self, total: Array, x: Any, y: Any, *, trans_b: bool = False) -> Array:
+        """A product added to a tile of float32."""
+        return total + self.dot(x, y, trans_b=trans_b)
 
     def loop(self, begin: Array, end: Array, step: Callable[..., Any], carry: Any) -> Any:
         """``step(j, carry)`` for blocks ``begin <= j < end`` of the other side."""
@@ -320,7 +320,7 @@ def query_gradients(program: Program) -> None:
         weights = jnp.exp2(logits - spread(log_sum, logits.shape, 0))
         d_weights = -spread(delta, logits.shape, 0)
         for cotangent, value in zip(cotangents, program.values(j, kv_head), strict=True):
-            d_weights = d_weights + program.dot(cotangent, value, trans_b=True)
+            d_weights = program.add_dot(d_weights, cotangent, value, trans_b=True)
         return program.add_dot(dq, weights * d_weights, k)
 
     dq = program.walk(step, jnp.zeros((rows, program.refs["q"].shape[-1]), jnp.float32), own="q")
@@ -361,7 +361,7 @@ def key_gradients(program: Program) -> None:
         delta = program.read_vector("delta", i, columns, head)
         d_weights = -spread(delta, logits.shape, 1)
         for cotangent, value in zip(cotangents, values, strict=True):
-            d_weights = d_weights + program.dot(value, cotangent, trans_b=True)
+            d_weights = program.add_dot(d_weights, value, cotangent, trans_b=True)
         d_logits = weights * d_weights
         if d_decay is not None:
             d_decay -= jnp.sum(d_logits, axis=1)

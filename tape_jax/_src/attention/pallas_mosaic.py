@@ -196,7 +196,7 @@ def _side(name: str) -> str:
 
 # Registers of a thread that computes, by the number of warpgroups that do, and of one that copies:
 # 65,536 in all.
-REGISTERS, COPYING = {1: 240, 2: 232, 3: 160}, 40
+REGISTERS, COPYING = {1: 240, 2: 240, 3: 160}, 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -319,11 +319,11 @@ class MosaicProgram(Program):
 
         return pl.run_scoped(multiply, plgpu.ACC((x.shape[0], y.shape[1]), jnp.float32))
 
-    def add_dot(self, total: Array, x: Any, y: Any) -> Array:
+    def add_dot(self, total: Array, x: Any, y: Any, *, trans_b: bool = False) -> Array:
         if self.call.interpret:
             # Nor does it know accumulators that begin with a value.
-            return total + self.dot(x, y)
-        x = self._operand(x)
+            return super().add_dot(total, x, y, trans_b=trans_b)
+        x, y = self._operand(x), y.transpose((1, 0)) if trans_b else y
         return pl.run_state(lambda sums: plgpu.wgmma(sums, x, y))(plgpu.ACC.init(total))
 
     def _operand(self, x: Any) -> Any:
