@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,13 +28,13 @@ from tape_jax._src.attention.pallas_kernels import KernelCall, Program
 from tape_jax._src.attention.request import Request, refuse
 from tape_jax._src.attention.vendor import wide_types_enabled
 from tape_jax._src.attention.vendor_tokamax import miscompiles_causal
+from tape_jax._src.core.checks import require
 from tape_jax._src.core.partition import Named, batch_size
 
 Array = jax.Array
 
 # Rows of a product of one warpgroup.
 ROWS = 64
-QUERY_TILES, KEY_TILES = ("q", "d_o", "d_a"), ("k", "v", "e")
 
 
 def check(request: Request) -> None:
@@ -101,13 +101,18 @@ def launch(
 ) -> Named:
     """See :data:`pallas_attention.Launch`."""
     groups = tile.warps // 4
-    of, own, others = (
-        ("q", QUERY_TILES, KEY_TILES) if by_queries else ("k", KEY_TILES, QUERY_TILES)
+    of, rows, columns = (
+        ("q", tile.queries, tile.keys) if by_queries else ("k", tile.keys, tile.queries)
     )
-    rows, columns = (tile.queries, tile.keys) if by_queries else (tile.keys, tile.queries)
-    assert rows == ROWS * groups, tile
+    require(
+        rows == ROWS * groups and columns % ROWS == 0,
+        f"tiles: {body.__name__} with {tile.warps} warps takes {ROWS * groups} "
+        f"{'queries' if by_queries else 'keys'}, and others by {ROWS}; got {tile}",
+    )
     own_tile = dataclasses.replace(tile, **{"queries" if by_queries else "keys": ROWS})
-    own_names, streamed = ([name for name in side if name in inputs] for side in (own, others))
+    sides = {name: _side(name) for name in inputs}
+    own_names = [name for name, side in sides.items() if side == of and inputs[name].ndim == 4]
+    streamed = [name for name, side in sides.items() if side not in (of, None)]
     length, (heads, kv_heads) = inputs["k"].shape[1], (inputs[x].shape[2] for x in "qk")
     sizes = {"q": tile.queries, "k": tile.keys}
     padded = {name: _whole_blocks(name, x, sizes) for name, x in inputs.items()}
@@ -143,9 +148,11 @@ def launch(
             program.stream(1 if by_queries else heads // kv_heads)
 
     def tiles_of(count: int, name: str, size: int) -> Any:
-        shape = (count, size, padded[name].shape[-1])
+        x = padded[name]
+        if x.ndim < 4:
+            return plgpu.SMEM((count, size), x.dtype)
         transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-        return plgpu.SMEM(shape, padded[name].dtype, transforms=transforms)
+        return plgpu.SMEM((count, size, x.shape[-1]), x.dtype, transforms=transforms)
 
     found = plgpu.kernel(
         kernel,
@@ -171,27 +178,23 @@ def launch(
     }
 
 
-def _whole_blocks(name: str, x: Array, sizes: dict[str, int]) -> Array:
+def _side(name: str) -> str | None:
+    """Whose tokens an array has: ``q``, ``k`` or None."""
+    letters = pallas_attention.AXES.get(name, "")
+    return "q" if "t" in letters else "k" if "s" in letters else None
+
+
+def _whole_blocks(name: str, x: Array, sizes: Mapping[str, int]) -> Array:
     """Pads the tokens of an array to whole blocks."""
-    axis = _tokens(name)
-    if axis is None:
+    side = _side(name)
+    if side is None:
         return x
-    missing = -x.shape[axis] % sizes[_side(name)]
+    axis = pallas_attention.AXES[name].index("t" if side == "q" else "s")
+    missing = -x.shape[axis] % sizes[side]
     # Queries past the end see nothing: the decay of a row of zeros could be infinite.
     value = -math.inf if name == "query_decay" else 0
     pads = [(0, missing if n == axis else 0) for n in range(x.ndim)]
     return jnp.pad(x, pads, constant_values=value) if missing else x
-
-
-def _tokens(name: str) -> int | None:
-    """The axis of tokens."""
-    letters = pallas_attention.AXES.get(name, "")
-    return next((n for n, letter in enumerate(letters) if letter in "ts"), None)
-
-
-def _side(name: str) -> str:
-    """Whose tokens an array has: ``q`` or ``k``."""
-    return "q" if "t" in pallas_attention.AXES[name] else "k"
 
 
 # Registers of a thread that computes, by the number of warpgroups that do, and of one that copies:
@@ -242,8 +245,8 @@ class MosaicProgram(Program):
         def copy(j: Array, turn: Array) -> Array:
             pl.when((turn > 0) | (j - begin >= self._depth))(lambda: until_free(j))
             slot = self._slot(j)
+            head = self.head if by_queries else self.head * np.int32(turns) + turn
             for name, tiles in self.stages.items():
-                head = self._key_head() if by_queries else self.head * np.int32(turns) + turn
                 self._copy(name, j, head, tiles.at[slot], self.ready.at[slot])
             return turn
 
@@ -253,16 +256,19 @@ class MosaicProgram(Program):
         lax.fori_loop(0, turns, walk, None)
         lax.fori_loop(begin, jnp.minimum(end, begin + self._depth), until_free, None)
 
-    def _key_head(self) -> Any:
-        """The key/value head of the own query head."""
-        return lax.div(self.head, np.int32(self.refs["q"].shape[2] // self.refs["k"].shape[2]))
-
     def _copy(self, name: str, block: Any, head: Any, to: Any, barrier: Any) -> None:
+        """Copies a block of an array: of the head that belongs to ``head``, of ``q`` or own."""
         ref, size = self.refs[name], to.shape[0]
-        head = np.int32(0) if ref.shape[2] == 1 else head
-        plgpu.copy_gmem_to_smem(
-            ref.at[self.row(ref), pl.ds(block * size, size), head], to, barrier
-        )
+        letters = pallas_attention.AXES[name]
+        at: list[Any] = [self.row(ref)]
+        for letter, n in zip(letters[1:], ref.shape[1:], strict=True):
+            if letter in "hk":
+                of_query = letter == "k" and "q" in self.own
+                shared = self.refs["q"].shape[2] // n if of_query else 1
+                at.append(np.int32(0) if n == 1 else lax.div(head, np.int32(shared)))
+            elif letter in "ts":
+                at.append(pl.ds(block * size, size))
+        plgpu.copy_gmem_to_smem(ref.at[tuple(at)], to, barrier)
 
     @property
     def _depth(self) -> int:
@@ -296,8 +302,12 @@ class MosaicProgram(Program):
     def read_vector(
         self, name: str, block: Array, size: int, *head: Array, other: float = 0
     ) -> Array:
+        if name in self.stages:
+            return plgpu.load(self.stages[name].at[self._slot(block)], optimized=False)
         ref = self.refs[name]
-        return plgpu.load(ref.at[(self.row(ref), *head, pl.ds(block * size, size))], optimized=False)
+        return plgpu.load(
+            ref.at[(self.row(ref), *head, pl.ds(block * size, size))], optimized=False
+        )
 
     def write(self, name: str, block: Array, head: Array, value: Array) -> None:
         ref, size = self.refs[name], value.shape[0]
