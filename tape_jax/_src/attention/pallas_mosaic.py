@@ -39,16 +39,17 @@ ROWS = 64
 
 def check(request: Request) -> None:
     """Raises NotImplementedError unless the kernels can do this call on this machine."""
-    if not hasattr(plgpu, "InterpretGPUParams"):
-        raise NotImplementedError(
-            f"needs jax 0.11.1 or later, and so Python 3.12; this is jax {jax.__version__}"
-        )
+    _check_release()
     if not request.interpret:
         _check_device()
-    pallas_attention.check_call(request)
-    for x in (request.q, request.k):
-        refuse(x.dtype.itemsize != 2, f"types of queries and keys have 16 bits; got {x.dtype}")
-    refuse(wide_types_enabled(), "the kernels do not compile with 64-bit types enabled")
+    _check_call(request)
+
+
+def _check_release() -> None:
+    refuse(
+        not hasattr(plgpu, "InterpretGPUParams"),
+        f"needs jax 0.11.1 or later, and so Python 3.12; this is jax {jax.__version__}",
+    )
 
 
 def _check_device() -> None:
@@ -60,9 +61,22 @@ def _check_device() -> None:
         )
     refuse(
         capability[0] != 9,
-        f"needs a GPU of Hopper's generation, compute capability 9.0; this one has {capability}",
+        "needs a GPU of Hopper's generation, compute capability 9.0; this one has "
+        f"{capability[0]}.{capability[1]}",
     )
     refuse(miscompiles_causal(), "CUDA 12.8.0 to 12.9.0 miscompiles Mosaic kernels with masks")
+
+
+def _check_call(request: Request) -> None:
+    pallas_attention.check_call(request)
+    for x in (request.q, request.k):
+        refuse(x.dtype.itemsize != 2, f"types of queries and keys have 16 bits; got {x.dtype}")
+    refuse(wide_types_enabled(), "the kernels do not compile with 64-bit types enabled")
+    width = max(request.q.shape[-1], request.v.shape[-1])
+    refuse(
+        request.log_decay is not None and width > 64,
+        f"with a decay heads are at most 64 numbers wide; got {width}: registers do not suffice",
+    )
 
 
 def attend(
@@ -82,7 +96,8 @@ def attend(
       NotImplementedError: if the call has what the kernels have not.
       ValueError: for tiles that warpgroups cannot have.
     """
-    check(request)
+    _check_release()
+    _check_call(request)
     width = max(request.q.shape[-1], request.v.shape[-1])
     chosen = mosaic_tiles(width) if tiles is None else Tiles.of(tiles)
     # The interpreter's callbacks come in an order, which a program that is split has not.
@@ -199,7 +214,7 @@ def _whole_blocks(name: str, x: Array, sizes: Mapping[str, int]) -> Array:
 
 # Registers of a thread that computes, by the number of warpgroups that do, and of one that copies:
 # 65,536 in all.
-REGISTERS, COPYING = {1: 240, 2: 240, 3: 160}, 24
+REGISTERS, COPYING = {1: 248, 2: 240, 3: 160}, 24
 
 
 @dataclasses.dataclass(frozen=True)
