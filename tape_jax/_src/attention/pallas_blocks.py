@@ -83,7 +83,7 @@ TABLE: Mapping[str, Mapping[tuple[int, int], Tiles]] = {
         (2, 64): Tiles(Tile(64, 64), Tile(64, 64), Tile(64, 64, stages=3)),
         (2, 128): Tiles(Tile(64, 64), Tile(64, 64, stages=3), Tile(64, 64, stages=3), Tile(64, 64)),
         (4, 64): Tiles(Tile(64, 32, 8), Tile(32, 32, 4), Tile(32, 32, 8)),
-        (4, 128): Tiles(Tile(32, 16, 8), Tile(32, 16, 4), Tile(16, 32, 4)),
+        (4, 128): Tiles(Tile(32, 16, 8), Tile(32, 16, 4), Tile(32, 16, 4)),
     },
     "ampere": {
         (2, 64): Tiles(Tile(128, 32, 8), Tile(64, 32, 8), Tile(16, 64, 8)),

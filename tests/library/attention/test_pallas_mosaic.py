@@ -49,6 +49,18 @@ def test_outputs_and_gradients(case, capfd):
     assert "RACE" not in "".join(capfd.readouterr())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_compiled(case):
+    try:
+        got = run(case, "float16", implementation="mosaic")
+    except NotImplementedError as reason:
+        pytest.skip(str(reason))
+    with jax.enable_x64(True):
+        want = run(case, "float64", "float16", implementation="reference")
+    assert_close(got, want, TOLERANCE["float16"])
+
+
 @needs_interpreter
 @pytest.mark.slow
 def test_a_stage_that_is_overwritten_too_early_is_a_race(monkeypatch, capfd):
