@@ -51,21 +51,15 @@ OF_TESTS = {"JAX_PLATFORMS": "", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 PLAN = (
     Part(
-        "The Mosaic kernels: right?",
-        "pytest -m gpu tests/library/attention/test_pallas_mosaic.py",
-        2,
-        OF_TESTS,
+        "What is right and fastest here",
+        "tape_jax.tune --minutes 9 --memory-limit 24",
+        10,
     ),
     Part(
         "The Mosaic kernels: fast?",
         "benchmarks.attention --head-dim 64 128 --lengths 1024 4096 16384 "
         "--backends mosaic pallas tokamax_mosaic cudnn --memory-limit 24",
         3,
-    ),
-    Part(
-        "What is right and fastest here",
-        "tape_jax.tune --minutes 9 --memory-limit 24",
-        10,
     ),
     Part(
         "The compiled kernels against the reference",

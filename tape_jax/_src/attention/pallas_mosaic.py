@@ -10,7 +10,6 @@ Arrays are padded to whole blocks beforehand.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -117,82 +116,67 @@ def launch(
     by_queries: bool,
 ) -> Named:
     """See :data:`pallas_attention.Launch`."""
-    groups = tile.warps // 4
-    of, rows, columns = (
-        ("q", tile.queries, tile.keys) if by_queries else ("k", tile.keys, tile.queries)
-    )
+    groups, of = tile.warps // 4, "q" if by_queries else "k"
+    sizes = {"q": tile.queries, "k": tile.keys}
+    rows, columns = sizes[of], sizes["k" if by_queries else "q"]
     require(
         rows == ROWS * groups and columns % ROWS == 0,
         f"tiles: {body.__name__} with {tile.warps} warps takes {ROWS * groups} "
         f"{'queries' if by_queries else 'keys'}, and others by {ROWS}; got {tile}",
     )
-    own_tile = dataclasses.replace(tile, **{"queries" if by_queries else "keys": ROWS})
     sides = {name: _side(name) for name in inputs}
-    own_names = [name for name, side in sides.items() if side == of and inputs[name].ndim == 4]
+    own = [name for name, side in sides.items() if side == of and inputs[name].ndim == 4]
     streamed = [name for name, side in sides.items() if side not in (of, None)]
     length, (heads, kv_heads) = inputs["k"].shape[1], (inputs[x].shape[2] for x in "qk")
-    sizes = {"q": tile.queries, "k": tile.keys}
     padded = {name: _whole_blocks(name, x, sizes) for name, x in inputs.items()}
-    out_types = {
-        name: jax.eval_shape(functools.partial(_whole_blocks, name, sizes=sizes), x)
-        for name, x in out.items()
-    }
-    names, out_names = sorted(padded), sorted(out)
-    blocks = padded[of].shape[1] // rows
+    types = jax.eval_shape(lambda: {n: _whole_blocks(n, _zeros(x), sizes) for n, x in out.items()})
+    own_tile = dataclasses.replace(tile, **{"queries" if by_queries else "keys": ROWS})
 
     def kernel(*refs: Any) -> None:
-        arrays = dict(zip([*names, *out_names], refs, strict=False))
+        arrays = dict(zip([*padded, *types], refs, strict=False))
         own_tiles, stages, own_ready, ready, free = refs[len(arrays) :]
-        group = lax.axis_index("group")
-        head, b = lax.axis_index("heads"), lax.axis_index("batch")
-        own = dict(zip(own_names, own_tiles, strict=True))
         program = MosaicProgram(
-            call, arrays, own_tile, lax.axis_index("blocks"), head, b, length,
-            group=group, groups=groups, own=own, own_ready=own_ready,
+            call, arrays, own_tile, lax.axis_index("blocks"), lax.axis_index("heads"),
+            lax.axis_index("batch"), length, group=lax.axis_index("group"), groups=groups,
+            own=dict(zip(own, own_tiles, strict=True)), own_ready=own_ready,
             stages=dict(zip(streamed, stages, strict=True)), ready=ready, free=free,
         )  # fmt: skip
-
-        @pl.when(group < groups)
-        def compute() -> None:
-            plgpu.set_max_registers(REGISTERS[groups], action="increase")
-            mine = dataclasses.replace(program, block=program.block * groups + group)
-            mine.copy_own()
-            body(mine)
-
-        @pl.when(group == groups)
-        def copy() -> None:
-            plgpu.set_max_registers(COPYING, action="decrease")
-            program.stream(1 if by_queries else heads // kv_heads)
-
-    def tiles_of(count: int, name: str, size: int) -> Any:
-        x = padded[name]
-        if x.ndim < 4:
-            return plgpu.SMEM((count, size), x.dtype)
-        transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-        return plgpu.SMEM((count, size, x.shape[-1]), x.dtype, transforms=transforms)
+        program.run(body, 1 if by_queries else heads // kv_heads)
 
     found = plgpu.kernel(
         kernel,
-        out_type=[out_types[name] for name in out_names],
+        out_type=[*types.values()],
         scratch_types=[
-            [tiles_of(groups, name, ROWS) for name in own_names],
-            [tiles_of(tile.stages, name, columns) for name in streamed],
-            plgpu.Barrier(num_arrivals=len(own_names), num_barriers=groups),
+            [_tiles(groups, ROWS, padded[name]) for name in own],
+            [_tiles(tile.stages, columns, padded[name]) for name in streamed],
+            plgpu.Barrier(num_arrivals=len(own), num_barriers=groups),
             plgpu.Barrier(num_arrivals=len(streamed), num_barriers=tile.stages),
             plgpu.Barrier(num_arrivals=groups, num_barriers=tile.stages),
         ],
-        grid=(padded[of].shape[2], blocks, batch_size(padded)),
+        grid=(padded[of].shape[2], padded[of].shape[1] // rows, batch_size(padded)),
         grid_names=("heads", "blocks", "batch"),
         num_threads=groups + 1,
         thread_name="group",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name=f"tape_attention_{body.__name__}",
         interpret=plgpu.InterpretGPUParams(detect_races=True) if call.interpret else None,
-    )(*(padded[name] for name in names))
+    )(*padded.values())
     return {
         name: lax.slice(x, (0,) * x.ndim, out[name].shape)
-        for name, x in zip(out_names, found, strict=True)
+        for name, x in zip(types, found, strict=True)
     }
+
+
+def _zeros(like: jax.ShapeDtypeStruct) -> Array:
+    return jnp.zeros(like.shape, like.dtype)
+
+
+def _tiles(count: int, rows: int, x: Array) -> Any:
+    """Shared memory for blocks of an array: tiles as products want them, or vectors."""
+    if x.ndim < 4:
+        return plgpu.SMEM((count, rows), x.dtype)
+    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    return plgpu.SMEM((count, rows, x.shape[-1]), x.dtype, transforms=transforms)
 
 
 def _side(name: str) -> str | None:
@@ -239,6 +223,26 @@ class MosaicProgram(Program):
     stages: Named
     ready: Any
     free: Any
+
+    def run(self, body: Callable[[Program], None], turns: int) -> None:
+        """What each group does: 64 rows of the own block, or, the last one, the copies.
+
+        Args:
+          body: of the kernel.
+          turns: of :meth:`stream`.
+        """
+
+        @pl.when(self.group < self.groups)
+        def compute() -> None:
+            plgpu.set_max_registers(REGISTERS[self.groups], action="increase")
+            mine = dataclasses.replace(self, block=self.block * self.groups + self.group)
+            mine.copy_own()
+            body(mine)
+
+        @pl.when(self.group == self.groups)
+        def copy() -> None:
+            plgpu.set_max_registers(COPYING, action="decrease")
+            self.stream(turns)
 
     def copy_own(self) -> None:
         """Copies the tiles of the own block, and waits for them."""

@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as plt
 
 from tape_jax._src.attention import pallas_attention, pallas_blocks
 from tape_jax._src.attention.pallas_blocks import Tile, Tiles, default_tiles
-from tape_jax._src.attention.pallas_kernels import KernelCall, Program
+from tape_jax._src.attention.pallas_kernels import ZERO, KernelCall, Program
 from tape_jax._src.attention.request import Request
 from tape_jax._src.core.devices import check_triton
 from tape_jax._src.core.partition import Named, batch_size
@@ -113,7 +113,7 @@ class TritonProgram(Program):
 
     def write(self, name: str, block: Array, head: Array, value: Array) -> None:
         ref, start = self.refs[name], block * value.shape[0]
-        at = ref.at[(self.b, pl.ds(start, value.shape[0]), head, slice(None))]
+        at = ref.at[(self.b, pl.ds(start, value.shape[0]), head, pl.ds(ZERO, value.shape[1]))]
         plt.store(at, value.astype(ref.dtype), mask=_rows_exist(ref.shape[1], start, *value.shape))
 
     def write_vector(self, name: str, block: Array, head: Array, value: Array) -> None:
