@@ -18,7 +18,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .PHONY: help ask demo play-models addition-demo compare-demo arena-demo extend-demo retrofit evidence evidence-places \
-	evidence-quick test test-slow test-next test-harness faults lint parity benchmarks docs docs-serve lock audit wheel clean
+	evidence-quick test test-slow test-next test-harness test-aot faults lint parity benchmarks docs docs-serve lock audit wheel clean
 
 help:  ## what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile
@@ -84,6 +84,18 @@ test-harness: .venv-harness/.installed  ## the tests that need lm_eval, torch an
 .venv-harness/.installed:
 	$(MAKE) .venv-harness/.ready VENV=.venv-harness
 	.venv-harness/bin/python -m pip install --quiet lm_eval torch "transformers>=5" accelerate peft
+	touch $@
+
+# What compiles for NVIDIA's GPUs on a machine without one, in versions that belong together.
+test-aot: .venv-aot/.installed  ## the kernels compiled for GPUs that are not here: nothing spills
+	.venv-aot/bin/python -m pytest tests/benchmarks/test_aot.py
+
+.venv-aot/.installed:
+	$(MAKE) .venv-aot/.ready VENV=.venv-aot PYTHON=$(NEXT)
+	jax=$$(.venv-aot/bin/python -c 'import jax; print(jax.__version__)') && \
+	.venv-aot/bin/python -m pip install --quiet --no-deps jax-cuda13-plugin==$$jax \
+		jax-cuda13-pjrt==$$jax nvidia-cuda-nvcc nvidia-nvvm nvidia-nvjitlink nvidia-cuda-runtime \
+		nvidia-cuda-cupti nvidia-cuda-crt
 	touch $@
 
 faults: $(VENV)/.ready  ## break training in many ways, and count what is lost

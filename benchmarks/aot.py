@@ -20,6 +20,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import itertools
+import os
 import re
 import stat
 import sys
@@ -28,6 +29,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.extend.backend
@@ -173,15 +175,15 @@ class KernelReport:
       registers: of a thread.
       spills: bytes stored and loaded because registers did not suffice.
       shared_memory: of a block, in bytes.
-      threads: of a block.
+      threads: of a block; of kernels of Mosaic neither is known.
       serialized: whether Hopper's asynchronous matrix products wait for one another.
     """
 
     name: str
     registers: int
     spills: tuple[int, int]
-    shared_memory: int
-    threads: int
+    shared_memory: int | None
+    threads: int | None
     serialized: bool
 
 
@@ -222,7 +224,8 @@ def compile_for(target: str, device: Any, program: AotProgram) -> Compilation:
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes
             )
             options = reporting_options(folder) if device.platform in ("gpu", "cuda") else {}
-            compiled = function.lower(*shapes).compile(compiler_options=options)
+            with reports_of_mosaic(folder / "mosaic.ptxas"):
+                compiled = function.lower(*shapes).compile(compiler_options=options)
         except Exception as error:
             reason = next(iter(str(error).splitlines()), "") or type(error).__name__
             reason = f"{type(error).__name__}: {reason}"
@@ -257,15 +260,34 @@ def reporting_options(folder: Path) -> dict[str, Any]:
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     return {
         "xla_gpu_cuda_data_dir": str(tools.parent),
+        # Whatever flags say: with less the kernels are others.
+        "xla_backend_optimization_level": 3,
         "xla_gpu_enable_libnvptxcompiler": False,
         "xla_dump_to": str(folder / "dump"),
     }
+
+
+@contextlib.contextmanager
+def reports_of_mosaic(path: Path) -> Iterator[None]:
+    """Keeps what ``ptxas`` says of Mosaic's kernels, which it compiles and prints by itself."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, MOSAIC_GPU_DUMP_PTXAS="1"))
+        file = stack.enter_context(path.open("w"))
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        for number in (1, 2):
+            kept = os.dup(number)
+            stack.callback(os.close, kept)
+            stack.callback(os.dup2, kept, number)
+            os.dup2(file.fileno(), number)
+        yield
 
 
 ENTRY = re.compile(r"Compiling entry function '(\S+)'")
 SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 SERIALIZED = re.compile(r"wgmma\S* instructions are serialized .* function '(\S+)'")
 REGISTERS = re.compile(r"Used (\d+) registers")
+MOSAIC = "_mosaic_gpu_kernel"
 LAUNCH = re.compile(r"\] (\S+) grid: .* threads: \[(\d+), (\d+), (\d+)\]\s+shared_memory: (\d+)")
 
 
@@ -285,9 +307,12 @@ def read_kernels(folder: Path) -> Iterator[KernelReport]:
             if spills and registers:
                 spilled = int(spills[1]), int(spills[2])
                 reports[name] = int(registers[1]), spilled, name in serialized
-    for name, (threads, shared) in launches.items():
-        if name in reports:
-            yield KernelReport(name, *reports[name][:2], shared, threads, reports[name][2])
+    for name, (registers, spills, serialized) in reports.items():
+        # Mosaic launches its kernels by itself.
+        if name in launches or name.endswith(MOSAIC):
+            threads, shared = launches.get(name, (None, None))
+            short = name.removesuffix(MOSAIC)
+            yield KernelReport(short, registers, spills, shared, threads, serialized)
 
 
 def program_table(results: Sequence[Compilation]) -> str:
@@ -327,7 +352,7 @@ def kernel_table(results: Sequence[Compilation]) -> str:
     rows = []
     for got in results:
         for kernel in got.kernels:
-            named = any(word in kernel.name for word in ("attention", "update", "mosaic"))
+            named = any(word in kernel.name for word in ("attention", "tape_", "mosaic"))
             ours = named or any(kernel.spills)
             if ours:
                 note = ", products wait" if kernel.serialized else ""
@@ -336,10 +361,10 @@ def kernel_table(results: Sequence[Compilation]) -> str:
                         kernel.name + note,
                         got.program.name,
                         got.target,
-                        kernel.threads,
+                        kernel.threads or "-",
                         kernel.registers,
                         f"{kernel.spills[0]} + {kernel.spills[1]}",
-                        f"{kernel.shared_memory / 1024:.1f}",
+                        f"{kernel.shared_memory / 1024:.1f}" if kernel.shared_memory else "-",
                     )
                 )
     return markdown(header, rows)

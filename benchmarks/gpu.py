@@ -56,6 +56,12 @@ PLAN = (
         10,
     ),
     Part(
+        "The Mosaic kernels: fast?",
+        "benchmarks.attention --head-dim 64 128 --lengths 1024 4096 16384 "
+        "--backends mosaic pallas tokamax_mosaic cudnn --memory-limit 24",
+        3,
+    ),
+    Part(
         "The compiled kernels against the reference",
         "pytest -m gpu -n 12 tests/library/attention tests/library/positions",
         5,

@@ -23,17 +23,17 @@ from jax import lax
 
 from benchmarks.aot import CHOSEN, attention_program, compile_for
 from benchmarks.table import markdown
-from tape_jax._src.attention import pallas_triton
+from tape_jax._src.attention import pallas_attention, pallas_triton
 from tape_jax._src.attention.pallas_blocks import Tile, Tiles
 from tape_jax._src.attention.pallas_kernels import KernelCall
 from tape_jax._src.core.timing import take_turns
 from train.analysis.ahead_of_time import Cuda
 
 LAUNCHERS = {
-    "forward": pallas_triton._forward_kernel,
-    "query_gradients": pallas_triton._query_kernel,
-    "key_gradients": pallas_triton._key_kernel,
-    "value_gradients": pallas_triton._value_kernel,
+    "forward": pallas_attention._forward_kernel,
+    "query_gradients": pallas_attention._query_kernel,
+    "key_gradients": pallas_attention._key_kernel,
+    "value_gradients": pallas_attention._value_kernel,
 }
 KERNELS = tuple(LAUNCHERS)
 
@@ -67,7 +67,8 @@ def time_candidates(dims: Sequence[int], length: int) -> None:
                 split = name.endswith((" alone", "value_gradients"))
                 tiles = Tiles.of([[int(n) for n in sizes.split("/")]] * (4 if split else 3))
                 call = KernelCall(
-                    dim**-0.5, None, 0, jnp.dtype("bfloat16"), lax.Precision.HIGHEST, tiles, False,
+                    pallas_triton.launch, dim**-0.5, None, 0, jnp.dtype("bfloat16"),
+                    lax.Precision.HIGHEST, tiles, False, True,
                     (jnp.dtype("bfloat16"), jnp.dtype("float32")),
                 )  # fmt: skip
                 try:

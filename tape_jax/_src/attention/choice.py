@@ -31,6 +31,7 @@ from tape_jax._src.core.devices import compute_capability
 # Name to module, or to "module:object". A module is imported when it may be taken, or is named.
 BACKENDS = {
     "pallas": "tape_jax._src.attention.pallas_triton",
+    "mosaic": "tape_jax._src.attention.pallas_mosaic",
     "tokamax": "tape_jax._src.attention.vendor_tokamax:tokamax",
     "tokamax_mosaic": "tape_jax._src.attention.vendor_tokamax:tokamax_mosaic",
     "tokamax_triton": "tape_jax._src.attention.vendor_tokamax:tokamax_triton",

@@ -83,7 +83,7 @@ TABLE: Mapping[str, Mapping[tuple[int, int], Tiles]] = {
         (2, 64): Tiles(Tile(64, 64), Tile(64, 64), Tile(64, 64, stages=3)),
         (2, 128): Tiles(Tile(64, 64), Tile(64, 64, stages=3), Tile(64, 64, stages=3), Tile(64, 64)),
         (4, 64): Tiles(Tile(64, 32, 8), Tile(32, 32, 4), Tile(32, 32, 8)),
-        (4, 128): Tiles(Tile(32, 16, 8), Tile(32, 16, 4), Tile(16, 32, 4)),
+        (4, 128): Tiles(Tile(32, 16, 8), Tile(32, 16, 4), Tile(32, 16, 4)),
     },
     "ampere": {
         (2, 64): Tiles(Tile(128, 32, 8), Tile(64, 32, 8), Tile(16, 64, 8)),
@@ -110,3 +110,10 @@ def default_tiles(dtype: jnp.dtype, width: int) -> Tiles:
     capability = compute_capability()
     table = TABLE["hopper" if capability is None else GENERATIONS.get(capability, "small")]
     return table[jnp.dtype(dtype).itemsize, 64 if width <= 64 else 128]
+
+
+def mosaic_tiles(width: int) -> Tiles:
+    """Blocks of the Mosaic kernels, for the larger of head dimension and value width."""
+    if width <= 64:
+        return Tiles(Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2))
+    return Tiles(Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), *[Tile(64, 128, 8, 2)] * 2)

@@ -66,7 +66,7 @@ REFUSED = {
     "chunked": set(),
     "rows": set(),
     "query_blocks": WITH_WINDOW,
-    "pallas": WITH_MASK | WITH_BIAS | TENSOR | WITH_SOFTCAP,
+    **dict.fromkeys(("pallas", "mosaic"), WITH_MASK | WITH_BIAS | TENSOR | WITH_SOFTCAP),
     "splash": VENDOR,
     # All of them, having no mesh; with one, test_ring.py has its tests.
     "ring": {case.name for case in CASES + MASKED},

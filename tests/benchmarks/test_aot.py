@@ -1,0 +1,84 @@
+"""Our attention kernels, compiled for GPUs that are not here."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks.aot import CHOSEN, AotProgram, compile_for
+from tape_jax._src.attention import attention
+
+needs_compilers = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None or jax.__version_info__ < (0, 11, 1),
+    reason="needs the packages of `make test-aot`",
+)
+LENGTH = 1024
+# Options of a call; arrays by their names.
+CALLS = {
+    "causal": {"is_causal": True},
+    "all keys": {},
+    "window": {"local_window_size": (100, 200)},
+    "causal window": {"is_causal": True, "local_window_size": 128},
+    "segments": {"is_causal": True, "segment_ids": "ids"},
+    "no state": {"is_causal": True, "attend_state": False},
+    "decay": {"is_causal": True, "log_decay": "decay"},
+}
+
+
+def program(implementation, dim, dtype, kv_heads, options):
+    """Forward and backward of a call, the state in float32."""
+    shapes = {
+        "q": jax.ShapeDtypeStruct((2, LENGTH, 12, dim), dtype),
+        **{n: jax.ShapeDtypeStruct((2, LENGTH, kv_heads, dim), dtype) for n in "kv"},
+        "state": jax.ShapeDtypeStruct((2, LENGTH, kv_heads, dim), "float32"),
+        "decay": jax.ShapeDtypeStruct((2, LENGTH, 12), "float32"),
+    }
+
+    def loss(floats, ids):
+        given = floats | {"ids": ids}
+        arrays = {name: given[name] for name in ("q", "k", "v", "state")}
+        rest = {name: given.get(x, x) if isinstance(x, str) else x for name, x in options.items()}
+        out = attention(**arrays, **rest, implementation=implementation)
+        return sum(jnp.sum(x.astype(jnp.float32)) for x in out if x is not None)
+
+    ids = jax.ShapeDtypeStruct((2, LENGTH), "int32")
+    return AotProgram("call", lambda: (jax.jit(jax.grad(loss)), (shapes, ids)), 1.0)
+
+
+def kernels(target, *args):
+    """Our own kernels of a program, by name."""
+    device, *_ = CHOSEN[target].devices()
+    got = compile_for(target, device, program(*args))
+    assert not got.error
+    found = {x.name.removeprefix("tape_attention_"): x for x in got.kernels}
+    return {name: x for name, x in found.items() if name.endswith(("forward", "gradients"))}
+
+
+@needs_compilers
+@pytest.mark.parametrize("kv_heads", [12, 4])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("call", CALLS)
+def test_mosaic_spills_nothing_on_hopper(call, dim, kv_heads):
+    """Nor do products wait for one another (C7512, C7515)."""
+    if call == "decay" and dim == 128:
+        pytest.skip("refused")
+    found = kernels("sm_90a", "mosaic", dim, "bfloat16", kv_heads, CALLS[call])
+    names = ["forward", "key_gradients", "query_gradients", *["value_gradients"] * (dim == 128)]
+    assert sorted(found) == names
+    assert not any(x.serialized for x in found.values())
+    # Segments make dk spill twelve bytes where each query head has keys of its own.
+    most = 12 if (call, dim, kv_heads) == ("segments", 128, 12) else 0
+    assert sum(sum(x.spills) for x in found.values()) <= most
+
+
+@needs_compilers
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+def test_triton_spills_nothing(target, dim, dtype):
+    found = kernels(target, "pallas", dim, dtype, 12, CALLS["causal"])
+    assert {"forward", "key_gradients", "query_gradients"} <= set(found)
+    assert sum(sum(x.spills) for x in found.values()) == 0

@@ -1,0 +1,130 @@
+"""The fused kernels by Mosaic GPU, interpreted: numbers, and no races between warpgroups."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu
+
+from tape_jax._src.attention import attention, attention_plan, pallas_blocks, pallas_mosaic
+from tape_jax._src.attention.pallas_blocks import Tile, Tiles
+from tests.library.attention.backends import TOLERANCE, assert_close, run
+from tests.library.attention.cases import Case
+from tests.selection import mostly_slow
+
+X = np.ones((1, 4, 2, 16), jnp.bfloat16)
+INTERPRETED = {"implementation": "mosaic", "interpret": True}
+needs_interpreter = pytest.mark.skipif(
+    not hasattr(mosaic_gpu, "InterpretGPUParams"), reason="needs jax 0.11.1, and so Python 3.12"
+)
+# Several blocks each, the last ones not full.
+CASES = [
+    Case("causal", batch=(1,), queries=200, dim=24, value_dim=64),
+    Case("short", queries=3),
+    Case("all_keys", batch=(1,), queries=70, keys=200, is_causal=False, query_state=True),
+    Case("wide", batch=(1,), queries=150, dim=128, value_dim=80),
+    Case("grouped", batch=(2,), queries=130, heads=4, kv_heads=2, state_heads=1),
+    Case("shared_by_the_batch", queries=70, state_heads=1, state_batch=False),
+    Case("window", batch=(1,), queries=300, local_window_size=(90, 20), is_causal=False),
+    Case("segments", batch=(1,), queries=200, local_window_size=150, segments="same"),
+    Case("cache", batch=(1,), queries=70, keys=200, query_offset=130, keys_rotated=True),
+    Case("decay", batch=(1,), queries=200, heads=4, log_decay="same", segments="same"),
+    Case("decay_shared", batch=(1,), queries=130, log_decay="shared", form=None),
+    Case("state_not_attended", batch=(1,), queries=130, attend_state=False),
+]
+
+
+@needs_interpreter
+@pytest.mark.parametrize("case", mostly_slow(CASES, CASES[4]), ids=str)
+def test_outputs_and_gradients(case, capfd):
+    dtype = "bfloat16" if case.name == "causal" else "float16"
+    got = run(case, dtype, **INTERPRETED)
+    with jax.enable_x64(True):
+        want = run(case, "float64", dtype, implementation="reference")
+    assert_close(got, want, TOLERANCE[dtype])
+    assert "RACE" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_compiled(case):
+    try:
+        got = run(case, "float16", implementation="mosaic")
+    except NotImplementedError as reason:
+        pytest.skip(str(reason))
+    with jax.enable_x64(True):
+        want = run(case, "float64", "float16", implementation="reference")
+    assert_close(got, want, TOLERANCE["float16"])
+
+
+@needs_interpreter
+@pytest.mark.slow
+def test_a_stage_that_is_overwritten_too_early_is_a_race(monkeypatch, capfd):
+    """What the interpreter is asked for, it finds."""
+    monkeypatch.setattr(pallas_mosaic.plgpu, "commit_smem", lambda: None)
+    run(dataclasses.replace(CASES[0], queries=300), "bfloat16", **INTERPRETED)
+    assert "RACE" in "".join(capfd.readouterr())
+
+
+@needs_interpreter
+@pytest.mark.slow
+@pytest.mark.parametrize("tiles", [[(64, 64, 4, 3)] * 4, [(128, 128, 8, 2)] * 3])
+def test_tiles(tiles):
+    case = dataclasses.replace(CASES[0], queries=150)
+    got = run(case, "float16", **INTERPRETED, options={"tiles": tiles})
+    with jax.enable_x64(True):
+        want = run(case, "float64", "float16", implementation="reference")
+    assert_close(got, want, TOLERANCE["float16"])
+
+
+@needs_interpreter
+def test_wrong_tiles():
+    tiles = dataclasses.replace(Tiles.same(128, 128, 8), forward=Tile(128, 128, 4))
+    with pytest.raises(ValueError, match="with 4 warps takes 64 queries"):
+        attention(X, X, X, state=X, options={"tiles": tiles}, **INTERPRETED)
+
+
+REFUSED = {
+    "float32": (dict.fromkeys("qkv", np.float32(X)), "16 bits; got float32"),
+    "bias": ({"bias": np.ones((4, 4), np.float32)}, "bias="),
+    "wide": (dict.fromkeys("qkv", X.repeat(9, -1)) | {"state": None}, "at most 128; got 144"),
+    "wide_decay": (
+        dict.fromkeys("qkv", X.repeat(5, -1))
+        | {"state": None, "log_decay": np.zeros((1, 4, 2), np.float32)},
+        "with a decay heads are at most 64 numbers wide; got 80",
+    ),
+}
+
+
+@needs_interpreter
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    keywords, message = REFUSED[name]
+    with pytest.raises(NotImplementedError, match=message):
+        attention(**dict.fromkeys(("q", "k", "v", "state"), X) | keywords, **INTERPRETED)
+
+
+@needs_interpreter
+def test_64_bit_types_are_refused(x64):
+    with pytest.raises(NotImplementedError, match="64-bit types"):
+        attention(X, X, X, state=X, **INTERPRETED)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="what a machine without a GPU does")
+def test_what_it_needs():
+    """A newer jax first, then a GPU of Hopper's generation."""
+    rejected = attention_plan(X, X, X, state=X, implementation="mosaic").rejected["mosaic"]
+    newer = hasattr(mosaic_gpu, "InterpretGPUParams")
+    assert rejected.startswith("needs a CUDA GPU" if newer else "needs jax 0.11.1 or later")
+
+
+@needs_interpreter
+@pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
+def test_other_gpus_are_refused(capability, monkeypatch):
+    monkeypatch.setattr(pallas_blocks, "compute_capability", lambda: capability)
+    with pytest.raises(NotImplementedError, match=r"Hopper's generation.*has \d+\.0"):
+        attention(X, X, X, state=X, implementation="mosaic")
