@@ -216,8 +216,8 @@ OWN: dict[str, dict[tuple[str, ...], tuple[Any, ...]]] = {
     "mrope": {
         ("axes", "sections", "partial_rotary_factor"): (
             (3, (), 1.0),
-            (3, (1, 1, 2), 1.0),
-            (2, (0, 2), 0.5),
+            (3, (2, 1, 1), 1.0),
+            (2, (1, 1), 0.5),
         ),
         ("interleaved",): ((False,), (True,)),
     },
