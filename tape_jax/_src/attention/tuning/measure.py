@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import ctypes
 import dataclasses
 import itertools
@@ -210,12 +211,15 @@ def measure(
     truth = _Truth(inputs)
     results: dict[str, Measured] = {}
     programs: dict[str, dict[str, Program]] = {}
+    pool = concurrent.futures.ThreadPoolExecutor()
+    # Traced here, since threads know nothing of jax.enable_x64 and the like; compiled side by side.
+    compiling = {name: _start_both(pool, name, inputs) for name in names}
     for name in names:
         if time.monotonic() > limits.deadline:
             results[name] = Measured(name, struck=LATE)
             continue
         try:
-            own = both_ways(caller(name), inputs)
+            own = compiling[name].result()
             error = truth.error(_run_once(own, limits))
         except Exception as reason:  # Whatever a compiler or a library may raise.
             results[name] = Measured(name, struck=_first_line(reason))
@@ -225,6 +229,7 @@ def measure(
         else:
             why = f"disagrees with the reference: error {error:.1e}, allowed {truth.tolerance:.1e}"
             results[name] = Measured(name, error=error, struck=why, wrong=True)
+    pool.shutdown(cancel_futures=True)
     least = LEAST.get(jax.default_backend(), LEAST_ELSEWHERE)
     forward, gradients = (
         timer(
@@ -293,6 +298,20 @@ def caller(name: str) -> Attend:
     return call
 
 
+def _start_both(
+    pool: concurrent.futures.Executor, name: str, inputs: Sequence[Array]
+) -> concurrent.futures.Future[dict[str, Program]]:
+    """Begins to compile an implementation forward, and forward and backward."""
+    found: concurrent.futures.Future[dict[str, Program]]
+    try:
+        lowered = {direction: _lowered(caller(name), inputs, direction) for direction in DIRECTIONS}
+    except Exception as reason:  # Whatever a library may raise.
+        found = concurrent.futures.Future()
+        found.set_exception(reason)
+        return found
+    return pool.submit(lambda: {n: (x.compile(), args) for n, (x, args) in lowered.items()})
+
+
 def both_ways(forward: Callable[..., Any], inputs: Sequence[Array]) -> dict[str, Program]:
     """Both programs of :func:`compiled`."""
     return {direction: compiled(forward, inputs, direction) for direction in DIRECTIONS}
@@ -303,8 +322,15 @@ def compiled(forward: Callable[..., Any], inputs: Sequence[Array], direction: st
 
     Gradients are of all inputs, for random gradients of the outputs.
     """
+    lowered, args = _lowered(forward, inputs, direction)
+    return lowered.compile(), args
+
+
+def _lowered(
+    forward: Callable[..., Any], inputs: Sequence[Array], direction: str
+) -> tuple[jax.stages.Lowered, tuple[Any, ...]]:
     if direction == FORWARD:
-        return jax.jit(forward).lower(*inputs).compile(), tuple(inputs)
+        return jax.jit(forward).lower(*inputs), tuple(inputs)
     outputs = jax.eval_shape(forward, *inputs)
     rng = np.random.default_rng(1)
     given = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), outputs)
@@ -313,7 +339,7 @@ def compiled(forward: Callable[..., Any], inputs: Sequence[Array], direction: st
         out, pull = jax.vjp(forward, *inputs)
         return out, pull(given)
 
-    return jax.jit(both).lower(given, *inputs).compile(), (given, *inputs)
+    return jax.jit(both).lower(given, *inputs), (given, *inputs)
 
 
 def _run_once(programs: dict[str, Program], limits: Limits) -> Any:
