@@ -33,11 +33,10 @@ def test_wrong_calls(arguments, message, capsys):
 @pytest.mark.slow
 def test_lines(capsys, tmp_path, monkeypatch):
     """And made again from what is kept of them, by the same command."""
-    options = (
-        "--model tiny --tokens 32 --lengths 16 --repeats 1 --long 32 --encodings fox rope/none"
-    )
-    given = [*options.split(), "--rows", str(tmp_path / "rows.jsonl")]
-    arena.main([*given, "--picture", str(tmp_path / "bars.png")])
+    options = "--model tiny --tokens 32 --lengths 16 --repeats 1 --long 32"
+    files = ["--rows", str(tmp_path / "rows.jsonl"), "--picture", str(tmp_path / "bars.png")]
+    given = [*options.split(), "--encodings", "fox", "rope/none", *files]
+    arena.main(given)
     out = capsys.readouterr().out
     assert re.search(r"^fox at 16: [\d.]+ ms, [\d.]+ x rope, [\d.]+ MiB$", out, re.MULTILINE)
     assert re.search(r"^fox at 32: [\d.]+ MiB, [\d.]+ x those of 16$", out, re.MULTILINE)
