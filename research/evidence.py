@@ -15,6 +15,7 @@ nothing but the results. Results by another protocol or another config are named
 
 --suite=places compares encodings at tasks in which a place is to be found by content, in place of
 the claims; its page is apart, and says too what the runs of the claims say of one TAPE for all.
+--suite=arena asks some of both of encodings that recent models have.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ FOLDER = "records"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
-    parser.add_argument("--suite", default="claims", help="claims (the default), or places")
+    parser.add_argument("--suite", default="claims", help="claims (the default), places, arena")
     parser.add_argument("--only", metavar="STUDY,...", help="studies of the page (all)")
     parser.add_argument("--rivals", metavar="RIVAL,...", help="rivals of these studies (all)")
     what = parser.add_mutually_exclusive_group()

@@ -18,10 +18,14 @@ CONFIGS, OWN = Path("configs"), Path("research/configs")
 # A regular and a context-free one.
 PROBLEMS = ("parity", "reverse")
 CONTEXTUAL = ("fox", "path", "cope", "selective_rope")
+RECENT = ("pope", "dda_per_row", "wall", "inkling", "dapev2_kerple")
 # On a CPU a shallow model compiles and trains faster without a loop over its layers.
 SHALLOW = {"cpu": {"model.scan_layers": False}}
 
-KIND, MIX = "model.position.kind", "model.position.attention_mix"
+KIND, MIX, SHIFT = (f"model.position.{x}" for x in ("kind", "attention_mix", "head_shift"))
+# numpy.random.default_rng(0).integers(0, 19869, 4): tokens, of which the slowest frequency of heads
+# of 16 takes 19,869 for a turn.
+PHASES = (16901.0, 12655.0, 10155.0, 5360.0)
 # Of FoX's gates, which start at 1/2 by default: at 0.993, so that 100 tokens back half is left.
 OPEN = {"model.position.bias": 5.0}
 FORMS: dict[str, dict[str, Any]] = {
@@ -42,7 +46,16 @@ FORMS: dict[str, dict[str, Any]] = {
     "rope_fox": {KIND: "rope+fox"},
     "rope_fox_open": {KIND: "rope+fox", **OPEN},
     "rope_fox_open_alibi": {KIND: "rope+fox+alibi", **OPEN},
-    **{f"{name}_alibi": {KIND: f"{name}+alibi"} for name in CONTEXTUAL},
+    **{f"{name}_alibi": {KIND: f"{name}+alibi"} for name in (*CONTEXTUAL, *RECENT)},
+    # Schedules of three layers.
+    "rope_none": {KIND: "rope/rope/none"},
+    "rope_windows": {KIND: "rope+window/rope+window/rope", "model.position.size": 15},
+    "tape_late_alibi": {KIND: "rope+alibi/tape+alibi/tape+alibi", MIX: "heads"},
+    # The demo's form with states that start otherwise: each head a token later than the one before;
+    # each frequency of each head at a phase of its own, drawn once; in PoPE's polar form.
+    "tape_shift": {**places.VARIANTS["base"], SHIFT: 1.0},
+    "tape_phases": {**places.VARIANTS["base"], SHIFT: PHASES},
+    "tape_polar": {**places.VARIANTS["base"], KIND: "tape_pope+alibi"},
     # Every question by itself: its positions are drawn for its own length, whatever it is asked
     # together with.
     "random_rope": {KIND: "random_rope", "evaluation.shapes": 100_000},
