@@ -23,9 +23,9 @@ RECENT = ("pope", "dda_per_row", "wall", "inkling", "dapev2_kerple")
 SHALLOW = {"cpu": {"model.scan_layers": False}}
 
 KIND, MIX, SHIFT = (f"model.position.{x}" for x in ("kind", "attention_mix", "head_shift"))
-# numpy.random.default_rng(0).integers(0, 19869, 4): tokens, of which the slowest frequency of heads
-# of 16 takes 19,869 for a turn.
-PHASES = (16901.0, 12655.0, 10155.0, 5360.0)
+# numpy.random.default_rng(0).integers(0, 19869): tokens, of which the slowest frequency of heads of
+# 16 takes 19,869 for a turn.
+PHASES = 16901.0
 # Of FoX's gates, which start at 1/2 by default: at 0.993, so that 100 tokens back half is left.
 OPEN = {"model.position.bias": 5.0}
 FORMS: dict[str, dict[str, Any]] = {
@@ -52,7 +52,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "rope_windows": {KIND: "rope+window/rope+window/rope", "model.position.size": 15},
     "tape_late_alibi": {KIND: "rope+alibi/tape+alibi/tape+alibi", MIX: "heads"},
     # The demo's form with states that start otherwise: each head a token later than the one before;
-    # each frequency of each head at a phase of its own, drawn once; in PoPE's polar form.
+    # so much later that each frequency's phase is as good as drawn; in PoPE's polar form.
     "tape_shift": {**places.VARIANTS["base"], SHIFT: 1.0},
     "tape_phases": {**places.VARIANTS["base"], SHIFT: PHASES},
     "tape_polar": {**places.VARIANTS["base"], KIND: "tape_pope+alibi"},

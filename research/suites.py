@@ -30,7 +30,7 @@ TAPE = {
         "further tasks](../benchmarks/results/2026-11-24-remedies.md)"
     ),
     "tape_shift": "`tape_demo` in which each head's states start a token later than the last one's",
-    "tape_phases": "`tape_demo` whose states start at phases of heads and frequencies, drawn once",
+    "tape_phases": "`tape_demo` whose heads start apart by phases of each frequency, drawn once",
     "tape_polar": "`tape_demo` whose states start in PoPE's polar form: `tape_pope`",
     "tape_late_alibi": "`tape_alibi` in the second and third of three layers, RoPE in the first",
     "place_weights": "`tape_head_scale` with weights of the update that depend on a token's place",
@@ -71,7 +71,7 @@ OTHERS = {
     "pope": "PoPE: lengths by content, angles by position",
     "dda_per_row": "contextual: a decay by gates of each query and the tokens in between",
     "wall": "contextual: Wall, a decay of each channel by gates of the tokens in between",
-    "inkling": "contextual: Inkling's global layers, a bias mixed by each token from a learned table",
+    "inkling": "contextual: Inkling's global layers, a bias that a token mixes of a learned table",
     "dapev2_kerple": "contextual: DAPE v2, KERPLE's bias changed by all logits nearby",
     **{f"{name}_alibi": f"`{name}` with ALiBi's bias on the same logits" for name in RECENT},
     "rope_none": "RoPE in two of three layers, no encoding in the last",
