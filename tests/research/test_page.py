@@ -22,6 +22,7 @@ from tests.research.results import (
     finish,
     finish_all,
 )
+from train.training.signals import Stopped
 
 
 @pytest.fixture
@@ -223,6 +224,17 @@ class TestCommand:
         assert second == f"not used by any study: {place.store.path('other')}"
         assert "**0 of at least 33 runs**" in (tmp_path / "docs" / "evidence.md").read_text()
 
+    def test_a_page_has_all_that_was_made_before_a_stop(self, small, place, tmp_path, monkeypatch):
+        def run(study, finished, *, quick):
+            for job in study.jobs[:2]:
+                finish(study, job, 0.5)
+                finished(study.item(job))
+            raise Stopped("stopped", 130)
+
+        monkeypatch.setattr(PlannedTrainings, "run", run)
+        assert self.call(tmp_path) == 130
+        assert "**2 of at least 33 runs**" in (tmp_path / "docs" / "evidence.md").read_text()
+
     def test_what_was_made_is_tidied(self, small, place, tmp_path, monkeypatch):
         """In the end the first line has what all runs share."""
 
@@ -232,6 +244,7 @@ class TestCommand:
 
         monkeypatch.setattr(PlannedTrainings, "run", run)
         assert self.call(tmp_path) == 0
+        assert "**33 of at least 33 runs**" in (tmp_path / "docs" / "evidence.md").read_text()
         text = place.store.path("copying").read_text()
         assert text.count('"counts"') == 1, "in the first line"
         assert small.at(place).state.unfinished == []
