@@ -25,14 +25,17 @@ WITHOUT = ("tape_demo", "rope_alibi", "pope_alibi")
 STARTED = ("counting", "selective_copy", "navigation")
 
 
-def _asked(name: str, forms: tuple[str, ...], rivals: tuple[str, ...]) -> Question:
+def _asked(name: str, forms: tuple[str, ...], rivals: tuple[str, ...], words: str = "") -> Question:
     """A question of before, about others."""
     before = place_claims.QUESTIONS[name]
-    return before._replace(forms=forms, rivals=rivals, beside=(), note="", of_all=False)
+    title = f"{before.title}{words}"
+    return before._replace(
+        title=title, forms=forms, rivals=rivals, beside=(), note="", of_all=False
+    )
 
 
 QUESTIONS = {
-    **{f"{name}, starts": _asked(name, STARTS, WITHOUT) for name in STARTED},
+    **{f"{name}, starts": _asked(name, STARTS, WITHOUT, ", with other starts") for name in STARTED},
     **{name: _asked(name, FORMS, RIVALS) for name in ASKED},
     # Where the demo's form of TAPE was chosen.
     AGAIN: _asked(AGAIN, FORMS, (*RIVALS, "tape_demo")),

@@ -30,7 +30,8 @@ def test_every_comparison_has_its_runs(name):
     assert not asked.beside
     assert not asked.of_all
     before = place_claims.QUESTIONS[name.removesuffix(", starts")]
-    assert (asked.study, asked.key, asked.title) == (before.study, before.key, before.title)
+    assert (asked.study, asked.key) == (before.study, before.key)
+    assert asked.title.startswith(before.title)
 
 
 def test_each_encoding_is_asked_alone_and_with_the_bias():
