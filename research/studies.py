@@ -18,7 +18,14 @@ CONFIGS, OWN = Path("configs"), Path("research/configs")
 # A regular and a context-free one.
 PROBLEMS = ("parity", "reverse")
 CONTEXTUAL = ("fox", "path", "cope", "selective_rope")
-RECENT = ("pope", "dda_per_row", "wall", "inkling", "dapev2_kerple")
+# With options for the hours: as many distances as texts are trained on, and less to compute at once.
+RECENT: dict[str, dict[str, Any]] = {
+    "pope": {},
+    "dda_per_row": {},
+    "inkling": {"model.position.reach": 128},
+    "wall": {"model.position.chunk": 16},
+    "dapev2_kerple": {},
+}
 # On a CPU a shallow model compiles and trains faster without a loop over its layers.
 SHALLOW = {"cpu": {"model.scan_layers": False}}
 
@@ -46,7 +53,9 @@ FORMS: dict[str, dict[str, Any]] = {
     "rope_fox": {KIND: "rope+fox"},
     "rope_fox_open": {KIND: "rope+fox", **OPEN},
     "rope_fox_open_alibi": {KIND: "rope+fox+alibi", **OPEN},
-    **{f"{name}_alibi": {KIND: f"{name}+alibi"} for name in (*CONTEXTUAL, *RECENT)},
+    **{f"{name}_alibi": {KIND: f"{name}+alibi"} for name in CONTEXTUAL},
+    **{name: {KIND: name, **own} for name, own in RECENT.items()},
+    **{f"{name}_alibi": {KIND: f"{name}+alibi", **own} for name, own in RECENT.items()},
     # Schedules of three layers.
     "rope_none": {KIND: "rope/rope/none"},
     "rope_windows": {KIND: "rope+window/rope+window/rope", "model.position.size": 15},

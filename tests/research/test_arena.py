@@ -36,9 +36,9 @@ def test_every_comparison_has_its_runs(name):
 
 def test_each_encoding_is_asked_alone_and_with_the_bias():
     rivals = OURS["counting"].rivals
-    for name in RECENT:
-        assert rivals[name] == {KIND: name}
-        assert rivals[f"{name}_alibi"] == {KIND: f"{name}+alibi"}
+    for name, own in RECENT.items():
+        assert rivals[name] == {KIND: name, **own}
+        assert rivals[f"{name}_alibi"] == {KIND: f"{name}+alibi", **own}
 
 
 def test_starts_differ_from_the_demo_in_their_start():
