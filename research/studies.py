@@ -18,7 +18,7 @@ CONFIGS, OWN = Path("configs"), Path("research/configs")
 # A regular and a context-free one.
 PROBLEMS = ("parity", "reverse")
 CONTEXTUAL = ("fox", "path", "cope", "selective_rope")
-# With options for the hours: as many distances as texts are trained on, and less to compute at once.
+# With options for the hours: distances as in texts trained on; fewer tokens at once.
 RECENT: dict[str, dict[str, Any]] = {
     "pope": {},
     "dda_per_row": {},
