@@ -18,7 +18,8 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .PHONY: help ask demo play-models addition-demo compare-demo arena-demo extend-demo retrofit evidence evidence-places \
-	evidence-quick test test-slow test-next test-harness test-aot faults lint parity benchmarks docs docs-serve lock audit wheel clean
+	evidence-arena evidence-quick test test-slow test-next test-harness test-aot faults lint parity benchmarks \
+	docs docs-serve lock audit wheel clean
 
 help:  ## what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile
@@ -63,6 +64,9 @@ evidence: $(VENV)/.ready  ## test what is claimed of TAPE, hours; continues wher
 
 evidence-places: $(VENV)/.ready  ## the same of where TAPE is ahead: tasks of finding places, hours
 	$(BIN)/python -m research.main evidence --suite=places
+
+evidence-arena: $(VENV)/.ready  ## the same of encodings that recent models have, days
+	$(BIN)/python -m research.main evidence --suite=arena
 
 evidence-quick: $(VENV)/.ready  ## make a few of these runs again, in minutes
 	$(BIN)/python -m research.main evidence --quick

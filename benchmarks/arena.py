@@ -3,9 +3,9 @@
     python -m benchmarks.arena [--lengths 256 1024] [--encodings rope fox ...] [--picture FILE.png]
 
 The ``small`` model of :mod:`benchmarks.train_step` on random tokens, a line for each encoding and
-length: the step's time, run by run over that of the first encoding, memory as the compiler plans
-it, and the operations of its matrix products, of all pairs of tokens, by count. A combination is
-written ``tape+alibi``.
+length: the step's time, in turns with RoPE's and run by run over it, RoPE's own over itself in the
+same turns, memory as the compiler plans it, and the operations of its matrix products, of all pairs
+of tokens, by count. A combination is written ``tape+alibi``, a schedule ``rope/rope/none``.
 
 ``--long 8192`` compiles a step of one sequence as long as that: printed is the memory that it takes
 between its arguments and results, and over that of half the length (2: linear, 4: quadratic). The
@@ -13,57 +13,99 @@ steps of those with linear memory are then timed, twice; with ``--repeats 0`` th
 
 ``--machines h100 v5e`` adds what the compiler plans for machines that are not here, at the width of
 the C4 model; what such compilers need is said in :mod:`train.analysis.ahead_of_time`.
+
+``--rows FILE.jsonl`` keeps each row the moment it is made, and makes none that is there: stopped
+anywhere, the same command continues.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from benchmarks.table import mebibytes, ratio
 from benchmarks.train_step import PRESETS
-from research.overhead import Memory, StepMeasurement, TrainingStep, again, measure_steps
+from research.overhead import Memory, Runner, TrainingStep
 from tape_jax import ModelConfig, Transformer, positions
 from tape_jax._src.core.operations import matrix_operations
 from tape_jax._src.core.table import markdown
-from tape_jax._src.core.timing import describe_device
+from tape_jax._src.core.timing import describe_device, take_turns
 from tape_jax._src.positions.creation import option_names
 from train.analysis import ahead_of_time
 
-# Beside the registry: combinations that are asked for most.
-COMBINATIONS = ("rope+alibi", "tape+alibi", "tape+fox")
+# Beside the registry: combinations and schedules that are asked for most.
+COMBINATIONS = (
+    *("rope+alibi", "tape+alibi", "tape+fox", "rope+fox+alibi", "wall+fox"),
+    *("rope/rope/none", "rope+window/rope+window/rope", "rope+alibi/tape+alibi/tape+alibi"),
+)
 LEFT_OUT = ("tape_separate_cos_sin", "tape_mix_head_dim", "tape_no_equivariance")
 MACHINES = {"h100": "h100:1", "v5e": "v5e:2x2"}
+CANNOT = (ValueError, NotImplementedError, jax.errors.JaxRuntimeError)
 
 
 @dataclasses.dataclass(frozen=True)
 class ArenaRow:
-    """One encoding at one length."""
+    """One encoding at one length.
+
+    Attributes:
+      name: of the encoding.
+      batch, length: shape of the batch, in sequences and tokens.
+      milliseconds: a step's median.
+      spread: half the quartiles' distance, relative to it.
+      time_ratio: of a step's time to RoPE's, paired.
+      noise: the same of RoPE's to itself.
+      temporary: bytes between arguments and results; None where the compiler does not say.
+      operations: of the matrix products of a forward pass.
+    """
 
     name: str
     batch: int
     length: int
-    measured: StepMeasurement
-    first: StepMeasurement
+    milliseconds: float
+    spread: float
+    time_ratio: float
+    noise: float
+    temporary: int | None
     operations: float
 
-    @property
-    def time_ratio(self) -> float:
-        """Of the step's time to that of the first encoding, paired."""
-        return self.measured.timing.ratio(self.first.timing)
-
     def __str__(self) -> str:
-        memory = self.measured.memory
-        size = "" if memory is None else f", {mebibytes(memory.temporary)} MiB"
+        size = "" if self.temporary is None else f", {mebibytes(self.temporary)} MiB"
         return (
-            f"{self.name} at {self.length}: {1e3 * self.measured.timing.median:.1f} ms, "
+            f"{self.name} at {self.length}: {self.milliseconds:.1f} ms, "
             f"{self.time_ratio:.2f} x rope{size}"
         )
+
+
+def kept(path: Path | None, key: Sequence[Any], make: Callable[[], Any]) -> Any:
+    """What a file of rows has under a key, or what ``make`` returns, which is added to it.
+
+    What cannot be made is a sentence.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines() if path and path.exists() else []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            # It was being written when the run was stopped.
+            continue
+        if row["key"] == list(key):
+            return row["found"]
+    try:
+        found = make()
+    except CANNOT as error:
+        found = f"skipped, {next(iter(str(error).splitlines()), error)}"
+    if path:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(f"\n{json.dumps({'key': key, 'found': found})}\n")
+    return found
 
 
 def names(asked: Sequence[str] | None) -> list[str]:
@@ -89,68 +131,82 @@ def count(config: ModelConfig, batch: int, length: int) -> float:
 
 
 def rows(model: ModelConfig, options: argparse.Namespace, length: int) -> Iterator[ArenaRow | str]:
-    """Measures all encodings at one length; what cannot be is a sentence."""
+    """Measures all encodings at one length, RoPE beside each; what cannot be is a sentence."""
     batch = max(1, options.tokens // length)
-    configs, refused = {}, {}
+    first = functools.cache(lambda: Runner(TrainingStep(config_of(model, "rope"), batch, length)))
+
+    def measured(name: str) -> dict[str, Any]:
+        config = config_of(model, name)
+        own = first() if name == "rope" else Runner(TrainingStep(config, batch, length))
+        turns = {"rope": first(), "own": own, "again": first()}
+        times = take_turns(turns, repeats=options.repeats)
+        row = ArenaRow(
+            name=name,
+            batch=batch,
+            length=length,
+            milliseconds=1e3 * times["own"].median,
+            spread=times["own"].spread,
+            time_ratio=times["own"].ratio(times["rope"]),
+            noise=times["again"].ratio(times["rope"]),
+            temporary=None if own.memory is None else own.memory.temporary,
+            operations=count(config, batch, length),
+        )
+        return dataclasses.asdict(row)
+
     for name in names(options.encodings):
-        try:
-            configs[name] = config_of(model, name)
-            configs[name].position.check(configs[name].sizes)
-        except ValueError as error:
-            refused[name] = str(error)
-            configs.pop(name, None)
-    found, skipped = measure_steps(configs, batch, length, repeats=options.repeats)
-    first = found["rope"]
-    for name, got in found.items():
-        config = configs[name.removesuffix(again(""))]
-        yield ArenaRow(name, batch, length, got, first, count(config, batch, length))
-    for name, reason in {**refused, **skipped}.items():
-        yield f"{name}: skipped, {reason}"
+        key = ["step", options.model, batch, length, options.repeats, name]
+        found = kept(options.rows, key, functools.partial(measured, name))
+        yield f"{name}: {found}" if isinstance(found, str) else ArenaRow(**found)
 
 
 def table(found: Sequence[ArenaRow]) -> str:
     """All rows of one length."""
     first = found[0]
-    lines = []
-    for row in found:
-        memory, base = row.measured.memory, first.measured.memory
-        size, least = (m.temporary if m else None for m in (memory, base))
-        lines.append(
-            (
-                row.name,
-                f"{1e3 * row.measured.timing.median:.1f}",
-                f"{100 * row.measured.timing.spread:.1f} %",
-                f"{row.time_ratio:.2f}",
-                mebibytes(size),
-                ratio(size, least),
-                f"{row.operations / 1e9:.2f}",
-                f"{row.operations / first.operations:.3f}",
-            )
+    lines = [
+        (
+            row.name,
+            f"{row.milliseconds:.1f}",
+            f"{100 * row.spread:.1f} %",
+            f"{row.time_ratio:.2f}",
+            f"{row.noise:.2f}",
+            mebibytes(row.temporary),
+            ratio(row.temporary, first.temporary),
+            f"{row.operations / 1e9:.2f}",
+            f"{row.operations / first.operations:.3f}",
         )
-    header = ("encoding", "ms", "+-", "x rope", "MiB", "x rope", "GFLOP forward", "x rope")
+        for row in found
+    ]
+    header = (
+        *("encoding", "ms", "+-", "x rope", "rope x rope", "MiB", "x rope"),
+        *("GFLOP forward", "x rope"),
+    )
     return markdown(header, lines)
 
 
 def long_lines(model: ModelConfig, options: argparse.Namespace) -> Iterator[str]:
     """Steps of one long sequence: memory, how it grows and, where that is linear, time."""
-    linear = {}
+    linear = []
     for name in names(options.encodings):
-        try:
+
+        def sizes(name: str = name) -> list[int | None]:
             config = config_of(model, name)
-            half, whole = (temporary(config, n) for n in (options.long // 2, options.long))
-        except (ValueError, NotImplementedError) as error:
-            yield f"{name} at {options.long}: skipped, {error}"
+            return [temporary(config, n) for n in (options.long // 2, options.long)]
+
+        found = kept(options.rows, ["memory", options.model, options.long, name], sizes)
+        if isinstance(found, str):
+            yield f"{name} at {options.long}: {found}"
             continue
+        half, whole = found
         yield (
             f"{name} at {options.long}: {mebibytes(whole)} MiB, "
             f"{ratio(whole, half)} x those of {options.long // 2}"
         )
         if whole and half and whole < 3 * half:
-            linear[name] = config
+            linear.append(name)
     if linear and options.repeats:
-        found, _ = measure_steps(linear, 1, options.long, repeats=min(options.repeats, 2))
-        first = next(iter(found.values()))
-        yield from (str(ArenaRow(n, 1, options.long, got, first, 0.0)) for n, got in found.items())
+        least = {"encodings": linear, "tokens": options.long, "repeats": min(options.repeats, 2)}
+        again = argparse.Namespace(**{**vars(options), **least})
+        yield from map(str, rows(model, again, options.long))
 
 
 def temporary(config: ModelConfig, length: int) -> int | None:
@@ -162,38 +218,44 @@ def temporary(config: ModelConfig, length: int) -> int | None:
 
 def planned(options: argparse.Namespace) -> Iterator[str]:
     """What the compilers of other machines plan for a step of the C4 model."""
-    model = PRESETS["c4"].model
-    batch, length = 8, 1024
     for name in options.machines:
         try:
             machine = ahead_of_time.machine(MACHINES[name])
-            device, is_cuda = machine.devices[0], isinstance(machine.target, ahead_of_time.Cuda)
-            compiler = ahead_of_time.cuda_options() if is_cuda else {}
+            compiler = (
+                ahead_of_time.cuda_options()
+                if isinstance(machine.target, ahead_of_time.Cuda)
+                else {}
+            )
         except NotImplementedError as error:
             yield f"{name}: skipped, {error}"
             continue
-        base = least = None
+        first = None
         for kind in names(options.encodings):
-            try:
-                with ahead_of_time.as_if_on(machine.target, device):
-                    step = TrainingStep(config_of(model, kind), batch, length)
-                    sharding = jax.sharding.SingleDeviceSharding(device)
-                    shapes = jax.tree.map(
-                        lambda x, s=sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-                        step.shapes(),
-                    )
-                    memory = Memory.of(step.function.lower(*shapes).compile(compiler))
-            except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
-                yield f"{kind} on {name}: skipped, {next(iter(str(error).splitlines()), error)}"
+            make = functools.partial(plan, machine, compiler, kind)
+            found = kept(options.rows, ["plan", name, kind], make)
+            if isinstance(found, str):
+                yield f"{kind} on {name}: {found}"
                 continue
-            total = memory.total if memory else None
-            base = base or total
-            work = count(config_of(model, kind), batch, length)
-            least = least or work
+            total, work = found
+            first = first or found
             yield (
-                f"{kind} on {name}: {mebibytes(total)} MiB in all, {ratio(total, base)} x rope; "
-                f"{work / 1e12:.2f} TFLOP forward, {work / least:.3f} x rope"
+                f"{kind} on {name}: {mebibytes(total)} MiB in all, {ratio(total, first[0])} x "
+                f"rope; {work / 1e12:.2f} TFLOP forward, {work / first[1]:.3f} x rope"
             )
+
+
+def plan(machine: Any, compiler: dict[str, Any], kind: str) -> tuple[int | None, float]:
+    """Bytes of a step of the C4 model on a machine, and operations of its forward pass."""
+    batch, length = 8, 1024
+    config, device = config_of(PRESETS["c4"].model, kind), machine.devices[0]
+    with ahead_of_time.as_if_on(machine.target, device):
+        step = TrainingStep(config, batch, length)
+        sharding = jax.sharding.SingleDeviceSharding(device)
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), step.shapes()
+        )
+        memory = Memory.of(step.function.lower(*shapes).compile(compiler))
+    return memory.total if memory else None, count(config, batch, length)
 
 
 def draw(found: Sequence[ArenaRow], path: Path) -> None:
@@ -242,6 +304,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", choices=PRESETS, default="small")
     parser.add_argument("--long", type=int, metavar="T", help="a length to plan memory for")
     parser.add_argument("--machines", nargs="*", choices=MACHINES, default=[], metavar="NAME")
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="keeps rows, and goes on by them")
     parser.add_argument("--picture", type=Path, help="where to draw a bar chart")
     options = parser.parse_args(argv)
     for name in options.encodings or ():
@@ -252,6 +315,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     halves = [] if options.long is None else [options.long // 2]
     if min([*options.lengths, *halves, options.tokens]) < 1:
         parser.error("--lengths and --tokens must be positive, --long at least 2")
+    if options.rows and not options.rows.parent.is_dir():
+        parser.error(f"--rows {options.rows}: there is no folder {options.rows.parent}")
     if options.picture and (error := picture_error(options.picture)):
         parser.error(f"--picture {options.picture}: {error}")
     if options.repeats < 0 or (options.lengths and options.repeats == 0):

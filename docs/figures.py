@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import io
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -277,6 +278,8 @@ def shapes() -> dict[str, np.ndarray]:
     cosines = np.cos(d[:, None] * frequency)
     zeta = (np.arange(32) / 32 + 0.4) / 1.4
     gates = np.where(d % 20 == 19, 0.3, 0.99)
+    phases = np.linspace(0, -math.pi, 32)
+    channels = np.linspace(0.9, 1, 16)[:, None] ** np.cumsum(1 + 9 * (d % 20 == 19))
     buckets = np.where(d < 16, d, 16 + 16 * np.log(np.maximum(d, 1) / 16) / np.log(8)).astype(int)
     return {
         "none": 0.0 * d,
@@ -285,17 +288,21 @@ def shapes() -> dict[str, np.ndarray]:
         "alibi": -d / 4,
         "kerple": -np.log1p(d),
         "t5, as it might be learned": -0.1 * buckets,
+        "pope, as it might be learned": np.cos(d[:, None] * frequency + phases).mean(1),
+        "inkling: a token's own mix": np.where(d < 48, 2 * np.exp(-(((d - 20) / 6) ** 2)) - 1, 0),
         "fox: gates close at line ends": np.cumsum(np.log(gates)),
+        "dda_per_row: for this query": np.cumsum(np.log(np.where(abs(d - 30) < 4, 0.5, 0.99))),
+        "wall: each channel for itself": channels.mean(0),
         "tape: it attended 24 back": np.cos((d - 24)[:, None] * frequency).mean(1),
     }
 
 
 def draw_encodings() -> Figure:
-    """Eight kinds of shapes of a logit over distance."""
-    figure = new_figure(10, 5.4)
-    panels = figure.subplots(2, 4, sharex=True).ravel()
+    """Kinds of shapes of a logit over distance."""
+    figure = new_figure(10, 8.1)
+    panels = figure.subplots(3, 4, sharex=True).ravel()
     for axes, (name, values) in zip(panels, shapes().items(), strict=True):
-        axes.plot(values, color=CONTENT if name.startswith(("fox", "tape")) else POSITION, lw=2)
+        axes.plot(values, color=CONTENT if ": " in name else POSITION, lw=2)
         axes.set_title(name.replace(": ", ":\n").replace(", ", ",\n"))
         axes.set(yticks=[0], xticks=[0, 30, 60])
     figure.supxlabel("distance in tokens; orange: the content moves it")

@@ -7,14 +7,15 @@
   python -m research.main evidence --config.scale=gpu
 
 Says what is missing and how long it will take, and makes it, claims first, by research/protocol.md.
-Each run is written to --results the moment it ends, and then the page: stopped anywhere, the same
-command continues. --plan stops before the first run. --quick makes a few of the runs once more in a
-folder of their own, and says whether they are those on record. --page runs nothing, and needs
-nothing but the results. Results by another protocol or another config are named and left out.
+Each run is written to --results the moment it ends, and the page once a minute: stopped anywhere,
+the same command continues. --plan stops before the first run. --quick makes a few of the runs once
+more in a folder of their own, and says whether they are those on record. --page runs nothing, and
+needs nothing but the results. Results by another protocol or another config are named and left out.
 --rivals makes the runs of these rivals, and those by which a budget is chosen.
 
 --suite=places compares encodings at tasks in which a place is to be found by content, in place of
 the claims; its page is apart, and says too what the runs of the claims say of one TAPE for all.
+--suite=arena asks some of both of encodings that recent models have.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ FOLDER = "records"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
-    parser.add_argument("--suite", default="claims", help="claims (the default), or places")
+    parser.add_argument("--suite", default="claims", help="claims (the default), places, arena")
     parser.add_argument("--only", metavar="STUDY,...", help="studies of the page (all)")
     parser.add_argument("--rivals", metavar="RIVAL,...", help="rivals of these studies (all)")
     what = parser.add_mutually_exclusive_group()

@@ -16,6 +16,9 @@ from research.trainings import PlannedTrainings
 from train.evaluation.grids import text_table
 from train.tasks import Score
 
+# Writing the page of all studies takes as long as a third of their shortest runs.
+SECONDS_BETWEEN_PAGES = 60.0
+
 
 def plan(suite: Suite, studies: Mapping[str, Study], side_by_side: int) -> str:
     """What of some studies is missing, and how long it is expected to take."""
@@ -33,7 +36,7 @@ def plan(suite: Suite, studies: Mapping[str, Study], side_by_side: int) -> str:
 
 
 def make(suite: Suite, studies: dict[str, Any], study: Study, out: Path, *, quick: bool) -> None:
-    """Makes what a study lacks; the page follows every run.
+    """Makes what a study lacks; the page follows its runs, once a minute at most, and in the end.
 
     Args:
       suite: whose page it is.
@@ -42,19 +45,26 @@ def make(suite: Suite, studies: dict[str, Any], study: Study, out: Path, *, quic
       out: the page.
       quick: whether only the quick part is made.
     """
-    start = time.monotonic()
+    start = written = time.monotonic()
     made: list[Item] = []
 
     def finished(item: Item) -> None:
+        nonlocal written
         made.append(item)
-        page.write(suite, studies, out, changed=studies[study.name])
+        if time.monotonic() - written > SECONDS_BETWEEN_PAGES:
+            page.write(suite, studies, out, changed=studies[study.name])
+            written = time.monotonic()
         state, took = study.state, (time.monotonic() - start) / 60
         done = f"{len(state.finished)} of at least {state.total} runs"
         print(f"{item.study}/{item.name}: {done}, {took:.0f} min", flush=True)
 
-    study.run(finished, quick=quick)
-    if made:
-        study.place.store.tidy(study.name)
+    try:
+        study.run(finished, quick=quick)
+        if made:
+            study.place.store.tidy(study.name)
+    finally:
+        if made:
+            page.write(suite, studies, out, changed=studies[study.name])
 
 
 def remarks(store: Store, studies: Mapping[str, Study]) -> Iterator[str]:

@@ -147,8 +147,8 @@ def _introduction(
     spent = sum(record.seconds for state in states.values() for record in state.finished)
     yield suite.introduction
     yield (
-        f"`{suite.make}` makes what is missing, {suite.order}, and writes this page after every "
-        f"run, from the files in `research/{folder}`. Finished: **"
+        f"`{suite.make}` makes what is missing, {suite.order}, and writes this page as they "
+        f"end, from the files in `research/{folder}`. Finished: **"
         f"{done} of at least {total} runs**, {spent / 3600:.1f} hours of processor time."
     )
     yield (

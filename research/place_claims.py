@@ -218,7 +218,10 @@ def _studies_of(scores: Iterable[tuple[str, str]]) -> tuple[str, ...]:
 
 def _judge(name: str) -> Callable[[Studies, str], Verdict]:
     """Whether a form is ahead at something."""
-    asked = QUESTIONS[name]
+    return _judge_of(QUESTIONS[name])
+
+
+def _judge_of(asked: Question) -> Callable[[Studies, str], Verdict]:
     return lambda studies, form: wins(
         studies[asked.study], asked.key, asked.rivals or rivals_of(form), name=form
     )
@@ -362,21 +365,23 @@ def _test(asked: Question) -> str:
     return f"{score} {rivals}.{asked.note}"
 
 
+def claim_of(name: str, asked: Question, needs: str = GPU) -> Claim:
+    """What a question claims of each of its forms, under a name."""
+    return Claim(
+        title=asked.title,
+        test=_test(asked),
+        needs=needs,
+        studies=(asked.study,),
+        judge=_judge_of(asked),
+        forms=asked.forms,
+        beside=(asked.study, asked.key, asked.beside) if asked.beside else None,
+        name=name,
+        words=WORDS,
+    )
+
+
 CLAIMS = (
-    *(
-        Claim(
-            title=asked.title,
-            test=_test(asked),
-            needs=GPU,
-            studies=(asked.study,),
-            judge=_judge(name),
-            forms=asked.forms,
-            beside=(asked.study, asked.key, asked.beside) if asked.beside else None,
-            name=name,
-            words=WORDS,
-        )
-        for name, asked in QUESTIONS.items()
-    ),
+    *(claim_of(name, asked) for name, asked in QUESTIONS.items()),
     Claim(
         title="One TAPE for all",
         test=(

@@ -18,10 +18,21 @@ CONFIGS, OWN = Path("configs"), Path("research/configs")
 # A regular and a context-free one.
 PROBLEMS = ("parity", "reverse")
 CONTEXTUAL = ("fox", "path", "cope", "selective_rope")
+# With options for the hours: distances as in texts trained on; fewer tokens at once.
+RECENT: dict[str, dict[str, Any]] = {
+    "pope": {},
+    "dda_per_row": {},
+    "inkling": {"model.position.reach": 128},
+    "wall": {"model.position.chunk": 16},
+    "dapev2_kerple": {},
+}
 # On a CPU a shallow model compiles and trains faster without a loop over its layers.
 SHALLOW = {"cpu": {"model.scan_layers": False}}
 
-KIND, MIX = "model.position.kind", "model.position.attention_mix"
+KIND, MIX, SHIFT = (f"model.position.{x}" for x in ("kind", "attention_mix", "head_shift"))
+# numpy.random.default_rng(0).integers(0, 19869): tokens, of which the slowest frequency of heads of
+# 16 takes 19,869 for a turn.
+PHASES = 16901.0
 # Of FoX's gates, which start at 1/2 by default: at 0.993, so that 100 tokens back half is left.
 OPEN = {"model.position.bias": 5.0}
 FORMS: dict[str, dict[str, Any]] = {
@@ -43,6 +54,17 @@ FORMS: dict[str, dict[str, Any]] = {
     "rope_fox_open": {KIND: "rope+fox", **OPEN},
     "rope_fox_open_alibi": {KIND: "rope+fox+alibi", **OPEN},
     **{f"{name}_alibi": {KIND: f"{name}+alibi"} for name in CONTEXTUAL},
+    **{name: {KIND: name, **own} for name, own in RECENT.items()},
+    **{f"{name}_alibi": {KIND: f"{name}+alibi", **own} for name, own in RECENT.items()},
+    # Schedules of three layers.
+    "rope_none": {KIND: "rope/rope/none"},
+    "rope_windows": {KIND: "rope+window/rope+window/rope", "model.position.size": 15},
+    "tape_late_alibi": {KIND: "rope+alibi/tape+alibi/tape+alibi", MIX: "heads"},
+    # The demo's form with states that start otherwise: each head a token later than the one before;
+    # so much later that each frequency's phase is as good as drawn; in PoPE's polar form.
+    "tape_shift": {**places.VARIANTS["base"], SHIFT: 1.0},
+    "tape_phases": {**places.VARIANTS["base"], SHIFT: PHASES},
+    "tape_polar": {**places.VARIANTS["base"], KIND: "tape_pope+alibi"},
     # Every question by itself: its positions are drawn for its own length, whatever it is asked
     # together with.
     "random_rope": {KIND: "random_rope", "evaluation.shapes": 100_000},

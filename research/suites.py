@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from research import claims, place_claims, studies
+from research import arena, claims, place_claims, studies
 from research.claims import Claim
+from research.studies import RECENT
 from research.study import Design
 
 # What is compared, by its name on both pages: TAPE, whole or with a part changed; and all else.
@@ -28,6 +29,10 @@ TAPE = {
         "`tape_demo` with stretched positions in training, chosen among twelve options on [four "
         "further tasks](../benchmarks/results/2026-11-24-remedies.md)"
     ),
+    "tape_shift": "`tape_demo` in which each head's states start a token later than the last one's",
+    "tape_phases": "`tape_demo` whose heads start apart by phases of each frequency, drawn once",
+    "tape_polar": "`tape_demo` whose states start in PoPE's polar form: `tape_pope`",
+    "tape_late_alibi": "`tape_alibi` in the second and third of three layers, RoPE in the first",
     "place_weights": "`tape_head_scale` with weights of the update that depend on a token's place",
     "early": (
         "`tape_head_scale` in which the first and the second of six layers update, and no other"
@@ -63,6 +68,14 @@ OTHERS = {
     "path_alibi": "contextual: `path` with that bias",
     "cope_alibi": "contextual: `cope` with that bias",
     "selective_rope_alibi": "contextual: `selective_rope` with that bias",
+    "pope": "PoPE: lengths by content, angles by position",
+    "dda_per_row": "contextual: a decay by gates of each query and the tokens in between",
+    "wall": "contextual: Wall, a decay of each channel by gates of the tokens in between",
+    "inkling": "contextual: Inkling's global layers, a bias that a token mixes of a learned table",
+    "dapev2_kerple": "contextual: DAPE v2, KERPLE's bias changed by all logits nearby",
+    **{f"{name}_alibi": f"`{name}` with ALiBi's bias on the same logits" for name in RECENT},
+    "rope_none": "RoPE in two of three layers, no encoding in the last",
+    "rope_windows": "RoPE, and in the first two of three layers a window of 16 tokens",
     "mapformer_wm": "contextual: MapFormer, RoPE along a path of learned moves",
     "lora": "tuned by low-rank terms",
     "longlora": "tuned as LongLoRA does: by low-rank terms and shifted sparse attention",
@@ -188,5 +201,25 @@ SUITES: dict[str, Suite] = {
         subject="task",
         overview=True,
         read={"evidence": place_claims.OF_CLAIMS},
+    ),
+    "arena": Suite(
+        name="arena",
+        designs=arena.STUDIES,
+        claims=arena.CLAIMS,
+        title="Encodings of recent models, schedules, and TAPE without RoPE's start",
+        introduction=(
+            "Tasks of [the other pages](places.md), asked of five encodings that recent models "
+            "have, alone and with ALiBi's bias, and of three schedules; and of TAPE whose states "
+            "start otherwise than RoPE's. [The "
+            "protocol](protocol.md#addendum-recent-encodings-schedules-and-other-starts) was "
+            "written before any of these runs. *Ahead*: clearly better than RoPE and TAPE with "
+            "ALiBi's bias; a start: than the same with RoPE's, and the same without the update; "
+            "*behind*: clearly worse than one of them."
+        ),
+        order="from the cheapest task to the dearest",
+        make="make evidence-arena",
+        command="python -m research.main evidence --suite=arena",
+        subject="task",
+        overview=True,
     ),
 }

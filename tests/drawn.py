@@ -208,6 +208,10 @@ OWN: dict[str, dict[tuple[str, ...], tuple[Any, ...]]] = {
             (RopeScaling("longrope", 4.0, 8, short_factor=(2, 3), long_factor=(5, 7)), 0.5),
         )
     },
+    "tape_pope": {
+        ("form", "l", "r"): (ROTARY,),
+        ("partial_rotary_factor", "clip"): ((1.0, True), (1.0, False)),
+    },
     "pope": {("partial_rotary_factor", "clip"): ((1.0, True), (0.5, False), (0.375, True))},
     "fope": {
         ("learn",): ((False,), (True,)),
@@ -285,7 +289,7 @@ RELATIVE = (
     "kerple", "cope", "dape_kerple", "dape_alibi", "stickbreaking", "grape_additive",
     "selective_rope", "grape_m_ctx", "repo", "mapformer_wm", "mapformer_em", "position_coupling",
     "path", "p_rope", "cable", "dda_per_row", "dapev2_kerple", "dapev2_alibi", "inkling",
-    "inkling_local", "wall", "longrope", "mrope", "rope_pp", "pope", "window",
+    "inkling_local", "wall", "longrope", "mrope", "rope_pp", "pope", "window", "tape_pope",
 )  # fmt: skip
 # The size of the learned table and the capacity of caches; positions of calls are smaller.
 LIMIT = 40

@@ -424,6 +424,11 @@ def test_table_of_encodings_is_of_the_registry():
     assert symmetries.with_rows(page, rows) == page
     named = set(markdown.spans(page))
     assert named >= set(positions.registry)
+    chosen = read(ROOT / "docs" / "encodings.md").partition("## All of them")[2]
+    lines = [line for line in chosen.splitlines() if line.startswith("| `")]
+    in_lines = [name for line in lines for name in re.findall(r"`(\w+)`", line.split(" | ")[0])]
+    ablations = {k for k, cls in positions.registry.items() if cls.__module__.endswith("ablations")}
+    assert sorted(in_lines) == sorted({*positions.registry} - ablations)
 
 
 @pytest.mark.parametrize("kind", mostly_slow(positions.registry, "alibi"))

@@ -231,6 +231,9 @@ def base_model(name: str) -> ModelConfig:
 def encoding_of(values: Any, task: Task | None = None) -> positions.Encoding:
     """The encoding of a mapping with ``kind``; the task knows how numbers are written."""
     values = position_fields(values)
+    if "encodings" in values and "/" in values["kind"]:
+        # A schedule as runs keep it: with the encoding of each of its layers.
+        return create({**values, "encodings": [encoding_of(x, task) for x in values["encodings"]]})
     kind = values.pop("kind")
     known = option_names(kind)
     for name in values:

@@ -240,13 +240,14 @@ def _layers_of(
         own, start = like.encoding, like.own(starts)
         carried = jax.eval_shape(lambda state: own.carry(state, tokens, sizes), start)
         e = jax.eval_shape(lambda state: own.rotation(state)[1], carried)
-        rotated = head if e is None else jax.eval_shape(algebra.rotate, head, e)
         keeps_state = like.updates and own.attends_state and e is not None
         params = parameters(own.layer_params(sizes, updates=like.updates))
         entering = {"q": q, "k": head, "state": carried if like.updates else start}
         found = jax.eval_shape(functools.partial(kept, own), params, x, positions, entering)
         more, features = found
-        wide, keys = algebra.at_least_float32(dtype), features or rotated
+        wide, keys = algebra.at_least_float32(dtype), features or head
+        if e is not None:
+            keys = jax.eval_shape(algebra.rotate, keys, e)
         return LayerCache(
             k=slots(shape(keys.shape, wide if own.rewrites_keys else dtype), n),
             v=slots(head, n),

@@ -46,6 +46,7 @@ from tape_jax._src.positions.layer import Layer, Terms
 from tape_jax._src.positions.protocol import Encoding, Param
 from tape_jax._src.positions.schedule import Layers, create
 from tape_jax._src.positions.tape.encoding import Tape, init_update, tensor_state
+from tape_jax._src.positions.tape.polar import TapePope
 from tape_jax._src.positions.tape.update import update_state
 
 __all__ = [
@@ -96,6 +97,7 @@ __all__ = [
     "StickBreaking",
     "T5Bias",
     "Tape",
+    "TapePope",
     "Terms",
     "Wall",
     "Window",

@@ -57,12 +57,14 @@ from tape_jax._src.positions.fixed.rotary import (
 from tape_jax._src.positions.fixed.window import Window
 from tape_jax._src.positions.protocol import Encoding
 from tape_jax._src.positions.tape.encoding import Tape
+from tape_jax._src.positions.tape.polar import TapePope
 
 registry: dict[str, type[Encoding]] = {
     cls.kind: cls
     for cls in (
         Encoding,
         Tape,
+        TapePope,
         Rope,
         Yarn,
         LongRope,

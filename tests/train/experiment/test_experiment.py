@@ -209,6 +209,22 @@ def test_random_positions_are_a_group_of_their_own(file):
     assert from_mapping(old).model.random_positions is None
 
 
+def test_a_schedule_is_kept_layer_by_layer(file):
+    kind = "rope+window/tape+alibi"
+    given = [f"--config.model.position.{x}" for x in (f"kind={kind}", "size=7", "norm=rms")]
+    e = from_file(file, [*given, "--config.model.num_layers=2"])
+    first, second = e.model.position.encodings
+    assert (first.members[1].size, second.members[0].norm) == (7, "rms")
+    kept = json.loads(json.dumps(to_json(e)))
+    assert from_mapping(kept) == e
+    kept["model"]["position"]["kind"] = "rope/rope"
+    with pytest.raises(ValueError, match=r"contradict its kind: 'rope\+window/tape\+alibi', not"):
+        from_mapping(kept)
+    kept["model"]["position"] |= {"kind": kind, "norm": "rms"}
+    with pytest.raises(ValueError, match="options of a schedule stand with its encodings"):
+        from_mapping(kept)
+
+
 def test_experts_are_a_group_of_their_own(file, tmp_path):
     """From the command line, a file and a record; one of before there were any has none."""
     given = ["--config.model.experts.count=8", "--config.model.experts.balance=1"]

@@ -119,16 +119,21 @@ class Pope(Rope):
         # Queries and keys are turned here already.
         return None, None
 
+    def phases(self, params: dict[str, Array], dtype: Any) -> Array:
+        """The angles by which keys are turned further, ``[H_kv, n]``."""
+        phase = params["phase"].astype(dtype)
+        if not self.clip:
+            return phase
+        # At the bounds there is a gradient, unlike in jnp.clip.
+        inside = (phase >= -2 * math.pi) & (phase <= 0)
+        return jnp.where(inside, phase, lax.stop_gradient(jnp.clip(phase, -2 * math.pi, 0)))
+
     def layer_terms(self, params, layer: Layer) -> Terms:
         assert layer.q is not None
         assert layer.k is not None
         state = align_state(layer.state)
         compute = jnp.promote_types(layer.dtype, state.dtype)
-        phase = params["phase"].astype(compute)
-        if self.clip:
-            # At the bounds there is a gradient, unlike in jnp.clip.
-            inside = (phase >= -2 * math.pi) & (phase <= 0)
-            phase = jnp.where(inside, phase, lax.stop_gradient(jnp.clip(phase, -2 * math.pi, 0)))
+        phase = self.phases(params, compute)
         turned = complex_multiply(state.astype(compute), state_at(phase))
         return Terms(features=(_polar(layer.q, state), _polar(layer.k, turned)))
 

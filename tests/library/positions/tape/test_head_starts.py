@@ -59,6 +59,32 @@ def test_shifts_are_tokens(x64):
     chex.assert_trees_all_equal(bare, start[0])
 
 
+@pytest.mark.parametrize("of", ["heads", "tokens"])
+def test_phases_keep_what_a_start_owes(of, x64):
+    """Drawn once for each head they are RoPE for an untrained model; for each token they are not.
+
+    Moving all positions changes neither.
+    """
+    model, rng = wide_model(positions.Tape()), np.random.default_rng(0)
+    phases = rng.uniform(0, 2 * np.pi, (1, 3, 2) if of == "heads" else (6, 1, 2))
+    trained = random_variables(model)
+    untrained = jax.tree.map_with_path(
+        lambda path, x: 0 * x if path[-1].key in ("position_mix", "position_up") else x, trained
+    )
+
+    @jax.jit
+    def logits(variables, turns, first=0):
+        angle = (first + jnp.arange(6))[:, None, None] * np.array([1, 0.01]) + turns
+        state = jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], axis=-1)[None]
+        return model.apply(variables, TOKENS, initial_state=state)
+
+    found, plain = (logits(untrained, turns) for turns in (phases, np.zeros((1, 3, 2))))
+    assert bool(np.abs(found - plain).max() < 1e-12) is (of == "heads")
+    moved = logits(trained, phases, 1000)
+    chex.assert_trees_all_close(logits(trained, phases), moved, atol=1e-10)
+    assert np.abs(moved - logits(trained, np.zeros((1, 3, 2)))).max() > 1e-3
+
+
 def test_still_heads_do_not_rotate(x64):
     model = wide_model(positions.Rope(still_heads=1))
     config = model.config

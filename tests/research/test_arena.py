@@ -1,0 +1,55 @@
+"""What the arena asks is asked as before, of others."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from research import arena, place_claims
+from research.studies import KIND, PHASES, RECENT, SHIFT
+
+BEFORE = {design.name: design for design in place_claims.STUDIES}
+OURS = {design.name: design for design in arena.STUDIES}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_study_differs_in_its_rivals_alone(name):
+    """So that what is on record serves both pages."""
+    ours, before = OURS[name], BEFORE[name]
+    same = {"rivals": before.rivals, "quick": before.quick}
+    assert dataclasses.replace(ours, **same) == before
+    shared = ours.rivals.keys() & before.rivals.keys()
+    assert {x: ours.rivals[x] for x in shared} == {x: before.rivals[x] for x in shared}
+    assert shared >= {*(ours.curve.rivals if ours.curve else ())}
+
+
+@pytest.mark.parametrize("name", arena.QUESTIONS)
+def test_every_comparison_has_its_runs(name):
+    asked = arena.QUESTIONS[name]
+    assert {*asked.forms, *asked.rivals} <= OURS[asked.study].rivals.keys()
+    assert not asked.beside
+    assert not asked.of_all
+    before = place_claims.QUESTIONS[name.removesuffix(", starts")]
+    assert (asked.study, asked.key) == (before.study, before.key)
+    assert asked.title.startswith(before.title)
+
+
+def test_each_encoding_is_asked_alone_and_with_the_bias():
+    rivals = OURS["counting"].rivals
+    for name, own in RECENT.items():
+        assert rivals[name] == {KIND: name, **own}
+        assert rivals[f"{name}_alibi"] == {KIND: f"{name}+alibi", **own}
+
+
+def test_starts_differ_from_the_demo_in_their_start():
+    rivals = OURS["navigation"].rivals
+    demo = rivals["tape_demo"]
+    assert rivals["tape_shift"] == {**demo, SHIFT: 1.0}
+    assert rivals["tape_phases"] == {**demo, SHIFT: PHASES}
+    assert rivals["tape_polar"] == {**demo, KIND: "tape_pope+alibi"}
+
+
+def test_the_phase_is_drawn_from_a_turn_of_the_slowest_frequency():
+    """Of heads of 16 numbers, as the tasks' models have them."""
+    period = round(2 * np.pi * 10_000 ** (1 - 2 / 16))
+    assert np.random.default_rng(0).integers(0, period) == PHASES
