@@ -95,3 +95,8 @@ def assert_near(actual, expected, tolerance=1e-5):
     """Equality to ``tolerance``, relative to the largest value where that exceeds 1."""
     allowed = tolerance * max(1.0, float(jnp.abs(expected).max()))
     chex.assert_trees_all_close(actual, expected, atol=allowed, rtol=0)
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    """Normal numbers in float64."""
+    return np.random.default_rng(seed).standard_normal(shape)

@@ -5,9 +5,7 @@ import pytest
 
 from tape_jax._src.parity import report
 from tests.library.parity import formulas
-from tests.paths import ROOT
-
-SHARED = ROOT.parent / "shared" / "golden_contextual"
+from tests.paths import BESIDE
 
 
 def assert_parity(path):
@@ -17,7 +15,7 @@ def assert_parity(path):
 
 @pytest.mark.parametrize("name", formulas.NAMES)
 def test_recorded_runs(name):
-    path = SHARED / f"{name}_tiny.npz"
+    path = BESIDE / f"{name}_tiny.npz"
     if not path.exists():
         pytest.skip(f"{path.name} is not beside the tree")
     assert_parity(path)

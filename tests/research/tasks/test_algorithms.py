@@ -2,14 +2,13 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 from research.tasks.algorithms import PROBLEMS, Algorithm, AlgorithmEvaluation
 from tests.models import random_variables, small_model
+from tests.train.small import Model
 from train.compare.tasks import compare
 from train.evaluation.exact_match import answer, exact_match
 from train.tasks import get_task
@@ -24,14 +23,6 @@ ORACLES = {
     "majority": lambda text: str(int(text.count("1") > text.count("0"))),
     "modular_sum": lambda text: str(sum(map(int, text)) % 5),
 }
-
-
-class Model(NamedTuple):
-    """What evaluation needs of a trained model."""
-
-    apply: Callable
-    variables: Any
-    max_length: int | None
 
 
 problems = pytest.mark.parametrize("problem", PROBLEMS)

@@ -9,7 +9,7 @@ import pytest
 from tape_jax import positions
 from tape_jax._src.model.layout import restack
 from tests.models import encoding, random_variables, small_model, without
-from tests.train import small_runs
+from tests.train import small
 from train.analysis import inspection
 from train.compare.plots import MARK
 from train.evaluation import inside as insides
@@ -129,7 +129,7 @@ def test_every_encoding(kind):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    return small_runs.train(tmp_path_factory.mktemp("inside"), CONFIG)
+    return small.train(tmp_path_factory.mktemp("inside"), CONFIG)
 
 
 @pytest.mark.slow

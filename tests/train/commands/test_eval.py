@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.train import small_runs
+from tests.train import small
 from train.evaluation.programs import KeptResults, Programs
 from train.main import USER_ERROR, main
 from train.suites.results import SuiteResult
@@ -25,7 +25,7 @@ ASKED = ["--form=short", "--samples=2", "--batch-size=2", "--tasks", "vt", "cwe"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    return small_runs.train(tmp_path_factory.mktemp("eval"), CONFIG)
+    return small.train(tmp_path_factory.mktemp("eval"), CONFIG)
 
 
 def test_a_suite(run, capsys):
@@ -63,7 +63,7 @@ def text_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
     (folder / "text.txt").write_text("Some words of a text that goes on and on. " * 400)
     config = TEXT.replace("SOURCE", f"{folder}/text.txt").replace("CACHE", f"{folder}/cache")
-    return small_runs.train(folder, config)
+    return small.train(folder, config)
 
 
 def scores_of(run):

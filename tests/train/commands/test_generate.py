@@ -10,7 +10,7 @@ import pytest
 import tape_jax as tape
 from tests.models import random_variables, small_model
 from tests.paths import ROOT
-from tests.train import small_runs
+from tests.train import small
 from train import experiment
 from train.main import main
 from train.training import generation, runs
@@ -30,7 +30,7 @@ def get_config():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    return small_runs.train(tmp_path_factory.mktemp("generate"), CONFIG)
+    return small.train(tmp_path_factory.mktemp("generate"), CONFIG)
 
 
 @pytest.mark.slow

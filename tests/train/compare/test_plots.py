@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from matplotlib.patches import Rectangle
 
-from tests.train.grids import sum_grid
+from tests.train.small import sum_grid
 from train.compare import plots
 from train.compare.plots import (
     MARK,
