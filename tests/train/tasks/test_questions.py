@@ -16,8 +16,7 @@ from train.evaluation.grids import Wording
 from train.tasks import get_task
 from train.tasks.arithmetic import Addition, AdditionEvaluation
 from train.tasks.digits import VOCABULARY, DigitQuestions, read_operands, write
-from train.tasks.options import Options
-from train.tasks.questions import VALIDATION_SEED, Questions, scores_by_range
+from train.tasks.questions import VALIDATION_SEED, Options, Questions, scores_by_range
 
 
 @dataclasses.dataclass(frozen=True)
