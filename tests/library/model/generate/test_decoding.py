@@ -4,45 +4,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tape_jax import decode, extend, init_cache, prefill
+from tape_jax import init_cache
 from tests.library.model.generate.passes import (
-    CASES,
-    LENGTHS,
-    NEW,
-    PADDED,
-    chunked_pass,
-    full_pass,
     jit_apply,
     jit_extend,
     jit_prefill,
-    ragged_tokens,
-    stepwise_pass,
 )
 from tests.models import VOCAB, assert_near, random_variables, small_model
-from tests.selection import mostly_slow
 
 QUICK = ("one group, dynamic scaling", "window, bias")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", mostly_slow(CASES, *QUICK))
-def test_chunks_behind_ragged_prompts_equal_the_full_pass(name, x64):
-    model = small_model(dtype="float64", param_dtype="float64", **CASES[name])
-    variables = random_variables(model)
-    left, right = ragged_tokens()
-    full = full_pass(model, variables, right)
-    chunked = chunked_pass(model, variables, left, jnp.asarray(LENGTHS))
-    for i, length in enumerate(LENGTHS):
-        assert_near(chunked[i, PADDED - length :], full[i, : length + NEW], 1e-10)
-
-
-@pytest.mark.parametrize("name", ["tape", "abacus"])
-def test_single_steps_equal_the_full_pass(name):
-    model = small_model(name)
-    variables = random_variables(model)
-    _, tokens = ragged_tokens()
-    full = full_pass(model, variables, tokens)
-    assert_near(stepwise_pass(model, variables, tokens), full, 1e-5)
 
 
 @pytest.mark.slow
@@ -81,48 +51,3 @@ def test_new_tokens_may_name_their_segment():
     for segment in (1, 2, 3):
         own = ids == segment
         assert_near(full[own], jit_apply(model, variables, tokens[own]), 1e-5)
-
-
-FRACTIONAL = ("none", "rope", "tape", "xpos", "alibi", "fire", "sinusoidal")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", mostly_slow(FRACTIONAL, "tape", "alibi"))
-def test_fractional_positions_are_kept(kind):
-    model = small_model(kind, num_layers=2)
-    variables = random_variables(model)
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, 8)), jnp.int32)
-    at = jnp.array([[0.5], [3.75]]) + jnp.concatenate([jnp.arange(5) * 0.25, 2.0 + jnp.arange(3)])
-    full = jit_apply(model, variables, tokens, positions=at)
-    cut = jit_apply(model, variables, tokens, positions=at.astype(int))
-    assert kind == "none" or jnp.abs(full - cut).max() > 1e-3
-    first, cache = jit_prefill(model, variables, tokens[:, :4], positions=at[:, :4], capacity=8)
-    second, cache = jit_extend(model, variables, cache, tokens[:, 4:6], positions=at[:, 4:6])
-    third, cache = jit_extend(model, variables, cache, tokens[:, 6:])
-    np.testing.assert_array_equal(cache.positions, at)
-    assert_near(jnp.concatenate([first, second, third], axis=1), full, 1e-5)
-
-
-@pytest.mark.parametrize("kind", mostly_slow(["tape", "fox"], "tape"))
-def test_a_conversation_goes_on_behind_a_stop(kind):
-    """Padding behind a stop is none of a row's text, whenever the row has stopped."""
-    model = small_model(kind)
-    variables = random_variables(model)
-    prompts = jnp.array([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
-    turn = jnp.array([[3, 1, 2], [2, 2, 5], [6, 1, 1]])
-
-    def said(stop):
-        _, cache = prefill(model, variables, prompts[:, :-1], capacity=16)
-        return decode(model, variables, cache, prompts[:, -1], 6, stop=stop)
-
-    first = np.asarray(said(None)[0])
-    # The first row stops at once, another one later or never.
-    stop = [int(first[0, 0])]
-    new, cache = said(stop)
-    logits, _ = extend(model, variables, cache, turn)
-    for row, own in enumerate(np.asarray(new)):
-        (ends,) = np.nonzero(own == stop[0])
-        text = own[: ends[0] + 1] if ends.size else own[:-1]
-        whole = jnp.concatenate([prompts[row], text, turn[row]])[None]
-        want = model.apply(variables, whole)[0, -3:]
-        assert_near(logits[row], want, 1e-5)

@@ -214,46 +214,6 @@ def test_without_beta_there_is_no_encoding(x64):
     assert jnp.abs(moved).max() > 1e-3
 
 
-IDS = jnp.asarray(
-    [
-        [0, 0, 0, *[1] * 13],
-        [3] * 16,
-        [5, 5, 2, 5, 2, 2, 0, 5, 5, 0, 2, 5, 5, 2, 2, 5],
-        [1] * 5 + [2] * 8 + [0] * 3,
-    ],
-    jnp.int32,
-)
-
-DECODED = [
-    (position, scan, heads)
-    for position in ("path", "path_fox", "path+alibi")
-    for scan in (True, False)
-    for heads in (1, 2, 4)
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("position", "scan", "kv_heads"),
-    mostly_slow(DECODED, ("path_fox", False, 1)),
-)
-def test_decoding_equals_the_full_pass(x64, position, scan, kv_heads):
-    model = model_of({"kind": position, "chunk": 3}, scan_layers=scan, num_kv_heads=kv_heads)
-    variables, tokens = random_variables(model), tokens_of(*IDS.shape)
-    full = jax.jit(model.apply)(variables, tokens, segment_ids=IDS)
-    step = jax.jit(functools.partial(tape.extend, model))
-    first, cache = prefill(model, variables, tokens[:, :7], segment_ids=IDS[:, :7], capacity=9)
-    found = [first]
-    cache = tape.grow_cache(model, cache, 21)
-    for start, stop in [(7, 8), (8, 12), *((i, i + 1) for i in range(12, 16))]:
-        part = slice(start, stop)
-        logits, cache = step(variables, cache, tokens[:, part], segment_ids=IDS[:, part])
-        found.append(logits)
-    chex.assert_shape(cache.layers[0].k, (2 if scan else 1, 4, kv_heads, 21, DIM))
-    found = jnp.concatenate(found, axis=1)
-    chex.assert_trees_all_close(found[IDS != 0], full[IDS != 0], atol=1e-10)
-
-
 @pytest.mark.slow
 def test_one_new_token_attends_by_any_implementation(x64):
     model = model_of(attention_implementation=("chunked", "rows"), num_layers=1)
@@ -264,17 +224,6 @@ def test_one_new_token_attends_by_any_implementation(x64):
         logits, _ = jax.jit(functools.partial(tape.extend, model))(variables, cache, tokens[:, 4:])
     assert {plan.implementation for plan in found} == {"chunked"}
     chex.assert_trees_all_close(logits[:, 0], full[:, -1], atol=1e-10)
-
-
-@pytest.mark.slow
-def test_ragged_prompts_are_generated_alike(x64):
-    model = model_of("path_fox", num_layers=1)
-    variables, prompts = random_variables(model, std=0.5), [[1, 2, 3, 4, 5], [6, 7], [8]]
-    found = tape.generate(model, variables, prompts, 6)
-    padding = 5 - np.asarray([len(prompt) for prompt in prompts])
-    ids = jnp.asarray(np.arange(11) >= padding[:, None], jnp.int32)
-    logits = jax.jit(model.apply)(variables, found, segment_ids=ids)
-    np.testing.assert_array_equal(found[:, 5:], logits[:, 4:-1].argmax(-1))
 
 
 @pytest.mark.slow
