@@ -49,10 +49,37 @@ def sum_grid(rows, columns, correct, counts, shared, trained) -> Grid:
     return Grid(rows, columns, lengths, correct, counts, shared, trained, wording)
 
 
-def train(folder: Path, config: str) -> Path:
-    """The run of a config file with this content, trained."""
-    (folder / "small.py").write_text(config)
-    assert main(["train", f"--config={folder / 'small.py'}", f"--run={folder / 'run'}"]) == 0
+def config(folder: Path, task: dict, model: Any = (), train: Any = (), **others: Any) -> Path:
+    """A config file of a small experiment in a folder.
+
+    Args:
+      folder: where it is written.
+      task: its section.
+      model, train: what differs in these sections from those of a small model and a short training.
+      **others: further sections; in capital letters what stands beside the config.
+    """
+    sections = {
+        "task": task,
+        "model": {"hidden_size": 8, "num_heads": 2, "num_layers": 2, **dict(model)},
+        "train": {"steps": 2, "batch_size": 4, "learning_rate": 1e-3, **dict(train)},
+        **{name: section for name, section in others.items() if not name.isupper()},
+    }
+    beside = [f"{name} = {others[name]!r}" for name in others if name.isupper()]
+    lines = [
+        "from ml_collections import ConfigDict",
+        *beside,
+        "def get_config():",
+        f"    return ConfigDict({sections!r})",
+    ]
+    path = folder / "small.py"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def train(folder: Path, task: dict, **sections: Any) -> Path:
+    """The run of such an experiment, trained."""
+    path = config(folder, task, **sections)
+    assert main(["train", f"--config={path}", f"--run={folder / 'run'}"]) == 0
     return folder / "run"
 
 

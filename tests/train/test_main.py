@@ -16,6 +16,7 @@ import pytest
 
 from tape_jax.sharding import ShardingConfig
 from tests.paths import ROOT
+from tests.train import small
 from train import main as program
 from train.main import main
 from train.training import metrics, runs
@@ -364,11 +365,7 @@ def test_a_sweep_compares_what_validated_best(config, tmp_path, capsys):
 
 
 def test_a_misspelt_field_of_a_file_is_named(tmp_path, capsys):
-    file = tmp_path / "config.py"
-    start = "from ml_collections import ConfigDict\ndef get_config():\n    return ConfigDict("
-    file.write_text(
-        start + "{'task': {'name': 'text'}, 'model': {'position': 'rope', 'num_layer': 1}})"
-    )
+    file = small.config(tmp_path, {"name": "text"}, {"position": "rope", "num_layer": 1})
     assert main(["train", f"--config={file}", f"--run={tmp_path / 'run'}"]) == program.USER_ERROR
     said = capsys.readouterr().err
     assert "unknown field 'num_layer' of config.model (did you mean 'num_layers'?)" in said

@@ -6,6 +6,7 @@ import chex
 import jax
 import pytest
 
+from tests.train import small
 from train import experiment
 from train.training import loop, runs
 from train.training import step as training_step
@@ -120,13 +121,7 @@ def test_no_such_run(tmp_path):
 
 
 def test_on_the_command_line(tmp_path):
-    path = tmp_path / "small.py"
-    path.write_text(
-        "from ml_collections import ConfigDict\n"
-        "def get_config():\n"
-        "    return ConfigDict({'task': {'name': 'addition'}, 'model': {},\n"
-        "        'train': {'steps': 1, 'batch_size': 1, 'learning_rate': 1.0}})\n"
-    )
+    path = small.config(tmp_path, {"name": "addition"})
     assert experiment.from_file(path).train.initial is None
     for given in ("runs/c4", "runs/c4/{encoding}"):
         chosen = experiment.from_file(path, [f"--config.train.initial={given}"])
