@@ -13,10 +13,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import tape_jax as tape
 from tape_jax import RopeScaling, adapt, positions
 from tape_jax._src.model.config import Lora
-from tests.models import random_variables, small_model, without
+from tests.models import FLOAT64, random_tokens, random_variables, small_model, without
 
 KEY = jax.random.key(7)
-TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 13, (2, 9)))
+TOKENS = random_tokens(2, 9)
 YARN = RopeScaling("yarn", factor=2.0, original_length=16)
 
 
@@ -89,7 +89,7 @@ class TestTape:
 
     @pytest.mark.slow
     def test_the_logits_stay_in_float64(self, x64):
-        old = small_model("rope", dtype="float64", param_dtype="float64")
+        old = small_model("rope", **FLOAT64)
         variables = random_variables(old)
         new, adapted = tape.add_tape(old, variables, key=KEY)
         assert difference(logits(new, adapted), logits(old, variables)) < 1e-12

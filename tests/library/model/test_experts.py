@@ -16,7 +16,7 @@ from tape_jax._src.model.experts import KERNEL_AXES, mixture, route, router_logi
 from tape_jax._src.model.layout import restack
 from tape_jax.losses import added_by_routers
 from tape_jax.sharding import ShardingConfig
-from tests.models import VOCAB, random_variables, small_model
+from tests.models import FLOAT64, random_tokens, random_variables, small_model
 
 WIDTH, INNER, COUNT = 6, 10, 5
 EXPERTS = Experts(COUNT, balance=0.5, z=0.25)
@@ -152,9 +152,9 @@ def sown_by(model, variables, tokens, **options):
 @pytest.mark.slow
 def test_in_the_decoder(x64):
     """Scanned or not, recomputed or not: the same logits, gradients and losses of routers."""
-    small = {"num_layers": 2, "dtype": "float64", "param_dtype": "float64"}
+    small = {"num_layers": 2, **FLOAT64}
     model = small_model("rope", experts=EXPERTS, **small)
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, 6)), jnp.int32)
+    tokens = random_tokens(2, 6)
     variables = random_variables(model)
     shapes = jax.eval_shape(model.init, jax.random.key(0), tokens)
     assert set(shapes) == {"params"}

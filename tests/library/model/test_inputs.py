@@ -7,8 +7,15 @@ import numpy as np
 import pytest
 
 from tape_jax import init_cache, positions
-from tests.library.model.calls import random_tokens, run
-from tests.models import VOCAB, assert_near, jit_quickly, random_variables, small_model
+from tests.models import (
+    VOCAB,
+    assert_near,
+    jit_quickly,
+    random_tokens,
+    random_variables,
+    run,
+    small_model,
+)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8])

@@ -7,8 +7,15 @@ import pytest
 
 from tape_jax import Experts, RopeScaling, extend, init_cache, positions
 from tape_jax._src.positions.protocol import on_axes
-from tests.library.model.calls import random_tokens, run
-from tests.models import VOCAB, assert_near, encoding, random_variables, small_model
+from tests.models import (
+    VOCAB,
+    assert_near,
+    encoding,
+    random_tokens,
+    random_variables,
+    run,
+    small_model,
+)
 from tests.selection import mostly_slow
 
 

@@ -7,8 +7,7 @@ import pytest
 
 from tape_jax import ModelConfig, init_cache, positions
 from tape_jax._src.core.checks import from_mapping
-from tests.library.model.calls import random_tokens
-from tests.models import encoding, small_model
+from tests.models import encoding, random_tokens, small_model
 
 
 def trace(model, tokens=None, **options):

@@ -13,7 +13,7 @@ import tape_jax as tape
 from tape_jax import ModelConfig, positions
 from tape_jax._src.positions.creation import options_of
 from tape_jax.positions import Combined, create
-from tests.models import DIGITS, encoding, random_variables, small_model
+from tests.models import DIGITS, FLOAT64, encoding, random_variables, small_model
 
 COMBINATIONS = (
     "tape+alibi", "rope+alibi", "tape+fox", "rope+fire", "fox+alibi+t5", "abacus+fire",
@@ -27,7 +27,7 @@ def combined(kinds, **options):
 
 
 def wide_model(position, **options):
-    return small_model(position, dtype="float64", param_dtype="float64", **options)
+    return small_model(position, **FLOAT64, **options)
 
 
 def batch(seed=0, time=17):

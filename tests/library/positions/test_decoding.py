@@ -14,7 +14,7 @@ from tests.drawn import Batch
 from tests.library.positions.contextual.test_content_rotations import VARIANTS
 from tests.library.positions.contextual.test_pairwise import ENCODINGS
 from tests.library.positions.test_combined import COMBINATIONS, combined
-from tests.models import encoding, random_variables, small_model
+from tests.models import FLOAT64, encoding, random_variables, small_model
 from tests.selection import mostly_slow
 
 # Padding, two segments with gaps between positions, and two in turns.
@@ -92,11 +92,10 @@ QUICK = ("degree", "tape", "rope", "some heads", "schedule", "stretched", "tape+
 def model_of(name: str) -> Transformer:
     """A model of four query heads on two states."""
     position, draw = CASES[name]
-    types = {"dtype": "float64", "param_dtype": "float64"}
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
     drawn_from = None if draw is None else RandomPositions(draw, 40)
     layers = 5 if isinstance(position, Layers) else 3
-    return small_model(position, num_layers=layers, random_positions=drawn_from, **types, **sizes)
+    return small_model(position, num_layers=layers, random_positions=drawn_from, **FLOAT64, **sizes)
 
 
 @pytest.mark.parametrize("name", mostly_slow(CASES, *QUICK))

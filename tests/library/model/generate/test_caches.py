@@ -12,7 +12,7 @@ from tape_jax import RopeScaling, init_cache, positions
 from tape_jax._src.model.cache import grow_cache
 from tape_jax._src.model.generate import decode, extend, prefill
 from tests.library.model.generate.passes import jit_apply, jit_extend, jit_prefill, tape
-from tests.models import VOCAB, assert_near, random_variables, small_model
+from tests.models import FLOAT64, assert_near, random_tokens, random_variables, small_model
 from tests.selection import mostly_slow
 
 
@@ -22,7 +22,7 @@ def test_a_cache_for_given_lengths(kind):
     dynamic = positions.Rope(scaling=RopeScaling("dynamic", 2.0, original_length=4))
     model = small_model(dynamic if kind == "dynamic" else kind, num_layers=2)
     variables, length = random_variables(model), jnp.array([6, 30])
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, 6)), jnp.int32)
+    tokens = random_tokens(2, 6)
     full = jit_apply(model, variables, tokens, length=length)
     first, cache = jit_prefill(model, variables, tokens[:, :3], capacity=3, length=length)
     rest, _ = jit_extend(model, variables, grow_cache(model, cache, 9), tokens[:, 3:])
@@ -144,10 +144,9 @@ def test_a_cache_of_another_model():
 
 def test_text_goes_on_behind_an_image(x64):
     """Three tokens of text, an image of 1 x 2 x 4 patches, text: as Qwen2-VL counts."""
-    types = {"dtype": "float64", "param_dtype": "float64"}
-    model = small_model(positions.MRope(sections=(1, 1, 2), base=20.0), num_layers=2, **types)
+    model = small_model(positions.MRope(sections=(1, 1, 2), base=20.0), num_layers=2, **FLOAT64)
     variables = random_variables(model)
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, 14)), jnp.int32)
+    tokens = random_tokens(2, 14)
     image = 3 + np.stack(np.unravel_index(np.arange(8), (1, 2, 4)), axis=-1)
     before, after = (np.repeat(n[:, None], 3, axis=1) for n in (np.arange(3), np.arange(7, 10)))
     places = np.concatenate([before, image, after])

@@ -10,7 +10,7 @@ from tests.library.model.generate.passes import (
     jit_extend,
     jit_prefill,
 )
-from tests.models import VOCAB, assert_near, random_variables, small_model
+from tests.models import assert_near, random_tokens, random_variables, small_model
 
 QUICK = ("one group, dynamic scaling", "window, bias")
 
@@ -20,7 +20,7 @@ def test_what_follows_a_cache_goes_on_with_its_last_token():
     """With the id of each row's last real token, and its position plus one."""
     model = small_model("learned")
     variables = random_variables(model)
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (4, 8)), jnp.int32)
+    tokens = random_tokens(4, 8)
     ids = jnp.array([[1, 1, 2, 2], [5, 5, 5, 5], [0, 0, 3, 3], [3, 3, 0, 0]])
     empty = init_cache(model, 4, 8)
     _, cache = jit_apply(model, variables, tokens[:, :4], segment_ids=ids, cache=empty)
@@ -40,7 +40,7 @@ def test_new_tokens_may_name_their_segment():
     """Their positions go on behind the last token of that segment, wherever it is."""
     model = small_model("learned", num_layers=2)
     variables = random_variables(model)
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (1, 9)), jnp.int32)
+    tokens = random_tokens(1, 9)
     ids = jnp.array([[1, 1, 2, 0, 2, 1, 3, 1, 0]])
     full = jit_apply(model, variables, tokens, segment_ids=ids)
     _, cache = jit_prefill(model, variables, tokens[:, :3], segment_ids=ids[:, :3], capacity=9)

@@ -14,7 +14,7 @@ from tape_jax import ModelConfig, Transformer, positions
 from tape_jax._src.attention import recorded_plans
 from tape_jax._src.positions.contextual import householder
 from tape_jax._src.positions.layer import Layer
-from tests.models import VOCAB, random_variables, small_model
+from tests.models import FLOAT64, random_tokens, random_variables, small_model
 from tests.selection import mostly_slow
 
 DIM = 4
@@ -185,8 +185,7 @@ def test_bfloat16_sums_are_float32():
 
 def model_of(position="path", **options):
     options = {"num_heads": 4, "num_kv_heads": 2, "num_layers": 2} | options
-    kind = {"dtype": "float64", "param_dtype": "float64"}
-    return small_model(positions.create(position), **kind | options)
+    return small_model(positions.create(position), **FLOAT64 | options)
 
 
 def prefill(model, variables, tokens, *, capacity, **options):
@@ -194,13 +193,9 @@ def prefill(model, variables, tokens, *, capacity, **options):
     return jax.jit(run)(variables, tokens, **options)
 
 
-def tokens_of(*shape):
-    return jnp.asarray(np.random.default_rng(1).integers(0, VOCAB, shape), jnp.int32)
-
-
 def test_without_beta_there_is_no_encoding(x64):
     model, plain = (model_of(kind, num_layers=1) for kind in ("path", "none"))
-    variables, tokens = random_variables(model), tokens_of(2, 9)
+    variables, tokens = random_variables(model), random_tokens(2, 9)
 
     def off(path, x):
         return jnp.full_like(x, -1e9) if path[-1].key == "position_beta_bias" else x
@@ -217,7 +212,7 @@ def test_without_beta_there_is_no_encoding(x64):
 @pytest.mark.slow
 def test_one_new_token_attends_by_any_implementation(x64):
     model = model_of(attention_implementation=("chunked", "rows"), num_layers=1)
-    variables, tokens = random_variables(model), tokens_of(2, 5)
+    variables, tokens = random_variables(model), random_tokens(2, 5)
     full = jax.jit(model.apply)(variables, tokens)
     _, cache = prefill(model, variables, tokens[:, :4], capacity=6)
     with recorded_plans() as found:
@@ -232,7 +227,7 @@ def test_rewritten_keys_do_not_drift(dtype):
     """200 times rewritten, in float32 whatever the compute type."""
     exact = model_of(dtype="float32", param_dtype="float32", num_layers=1)
     model = Transformer(dataclasses.replace(exact.config, dtype=dtype))
-    variables, tokens = random_variables(exact), tokens_of(1, 216)
+    variables, tokens = random_variables(exact), random_tokens(1, 216)
     _, cache = prefill(model, variables, tokens[:, :16], capacity=216)
     assert cache.layers[0].k.dtype == jnp.float32
     assert cache.layers[0].v.dtype == jnp.dtype(dtype)
@@ -256,7 +251,7 @@ def test_rewritten_keys_do_not_drift(dtype):
 def test_gradients_pass_a_cache(x64):
     """Prefilling and one more token, against the full pass."""
     model = model_of({"kind": "path", "chunk": 2}, num_layers=1, scan_layers=False)
-    variables, tokens = random_variables(model), tokens_of(1, 6)
+    variables, tokens = random_variables(model), random_tokens(1, 6)
 
     def cached(variables):
         _, cache = tape.prefill(model, variables, tokens[:, :5], capacity=6)
@@ -272,7 +267,7 @@ def test_gradients_pass_a_cache(x64):
 @pytest.mark.slow
 def test_any_batch_axes(x64):
     model = model_of("path", num_layers=1)
-    variables, tokens = random_variables(model), tokens_of(2, 3, 7)
+    variables, tokens = random_variables(model), random_tokens(2, 3, 7)
     ids = jnp.asarray([1, 1, 1, 2, 2, 1, 1])
     found = model.apply(variables, tokens, segment_ids=jnp.broadcast_to(ids, tokens.shape))
     for row, logits in zip(tokens.reshape(6, 7), found.reshape(6, 7, -1), strict=True):
@@ -311,6 +306,6 @@ def test_wrong_options(options, words):
 def test_wrong_calls():
     model = model_of(dtype="float32", param_dtype="float32")
     with pytest.raises(ValueError, match="'path' needs is_causal=True"):
-        model.apply(random_variables(model), tokens_of(1, 4), is_causal=False)
+        model.apply(random_variables(model), random_tokens(1, 4), is_causal=False)
     with pytest.raises(ValueError, match=r"'rope' and 'path' do not go together"):
         positions.create("rope+path")

@@ -8,9 +8,7 @@ import pytest
 import tape_jax
 import tape_jax.linen
 from tape_jax import ModelConfig, positions
-from tests.models import assert_near, random_variables, small_model
-
-TYPES = {"dtype": "float64", "param_dtype": "float64"}
+from tests.models import FLOAT64, assert_near, random_variables, small_model
 
 
 def test_others_have_the_heads_that_attend():
@@ -29,8 +27,8 @@ def test_two_states_do_not_go_together():
 @pytest.mark.parametrize("kind", ["rope_pp", "pope"])
 def test_modules_for_other_models(kind, x64):
     """A single layer equals attention over the features of its projections."""
-    config = ModelConfig(1, 16, num_heads=4, num_kv_heads=2, position=kind, **TYPES)
-    module = tape_jax.linen.Attention(4, num_kv_heads=2, position=kind, **TYPES)
+    config = ModelConfig(1, 16, num_heads=4, num_kv_heads=2, position=kind, **FLOAT64)
+    module = tape_jax.linen.Attention(4, num_kv_heads=2, position=kind, **FLOAT64)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 16)))
     variables = module.init(jax.random.key(0), x)
     params = variables["params"]
@@ -58,8 +56,8 @@ def test_phases_of_pope():
 
 def test_a_free_phase_of_pope_has_a_period_and_a_gradient(x64):
     """Turned by a whole turn above 0, the logits stay; cut, they are those of 0."""
-    model = small_model(positions.Pope(clip=False), num_layers=1, **TYPES)
-    clipped = small_model(positions.Pope(), num_layers=1, **TYPES)
+    model = small_model(positions.Pope(clip=False), num_layers=1, **FLOAT64)
+    clipped = small_model(positions.Pope(), num_layers=1, **FLOAT64)
     variables, tokens = random_variables(model), jnp.arange(5)[None]
 
     def logits(model, phase):
