@@ -5,11 +5,7 @@ import numpy as np
 import pytest
 
 from tape_jax import init_cache
-from tests.library.model.generate.passes import (
-    jit_apply,
-    jit_extend,
-    jit_prefill,
-)
+from tests.library.model.generate.passes import jit_apply, jit_extend, jit_prefill
 from tests.models import assert_near, random_tokens, random_variables, small_model
 
 QUICK = ("one group, dynamic scaling", "window, bias")
