@@ -86,7 +86,8 @@ CASES |= {
         *("path_fox", "path+alibi"),
     )
 }
-QUICK = ("degree", "tape", "rope", "some heads", "schedule", "stretched", "tape+fox", "pope+cope")
+QUICK = ("degree", "tape", "rope", "some heads", "schedule", "stretched")
+QUICK += ("tape+fox", "pope+cope", "rope_pp+fox")
 
 
 def model_of(name: str) -> Transformer:
