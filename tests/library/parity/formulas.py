@@ -18,8 +18,6 @@ Arrays = dict[str, np.ndarray]
 Formula = Callable[[Arrays], Arrays]
 
 STEP = 1e-30
-# Names of the files that formulas here, and no recorded runs of the tests, are compared with.
-NAMES = ("fope", "longrope", "longrope_short", "mrope", "mrope_interleaved", "pope", "rope_pp")
 
 
 def write(

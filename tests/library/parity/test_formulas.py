@@ -1,24 +1,15 @@
-"""Encodings against formulas in numpy and, where they lie beside the tree, recorded runs."""
+"""Encodings against formulas in numpy."""
 
 import numpy as np
 import pytest
 
 from tape_jax._src.parity import report
 from tests.library.parity import formulas
-from tests.paths import BESIDE
 
 
 def assert_parity(path):
     lines, ok = report.report(path)
     assert ok, "\n".join(lines)
-
-
-@pytest.mark.parametrize("name", formulas.NAMES)
-def test_recorded_runs(name):
-    path = BESIDE / f"{name}_tiny.npz"
-    if not path.exists():
-        pytest.skip(f"{path.name} is not beside the tree")
-    assert_parity(path)
 
 
 @pytest.mark.parametrize("longest", [8, 32])
