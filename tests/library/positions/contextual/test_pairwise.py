@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tape_jax as tape
-from tape_jax import attention_plan, positions, testing
+from tape_jax import attention_plan, positions
 from tape_jax.positions import (
     Combined,
     Cope,
@@ -62,22 +62,6 @@ ENCODINGS = {
     "tape+grape_additive": positions.create("tape+grape_additive"),
     "fox+grape_path+stickbreaking": positions.create("fox+grape_path+stickbreaking"),
 }
-GROUPED = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "num_layers": 2}
-
-
-# The others read where positions start, or take integers only.
-NOT_SHIFTED = {"grape_path", "dape_fire", "inkling", "inkling_local"}
-SHIFTED = [name for name in ENCODINGS if not NOT_SHIFTED & {*name.split("+")}]
-
-
-@pytest.mark.parametrize("name", mostly_slow(SHIFTED, "dape_kerple", "grape_additive"))
-def test_only_differences_of_positions_matter(name):
-    model = small_model(ENCODINGS[name], num_layers=2)
-    variables = random_variables(model)
-    tokens = np.arange(8)[None] % VOCAB
-    testing.assert_shift_invariant(
-        jax.jit(lambda at: model.apply(variables, tokens, positions=at)), jnp.arange(8.0)
-    )
 
 
 def test_the_path_depends_on_where_positions_start():
