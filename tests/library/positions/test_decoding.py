@@ -83,7 +83,7 @@ CASES |= {
     for kinds in (
         *(f"rope_pp+{kind}" for kind in ("alibi", "fox", "t5", "kerple", "cope", "stickbreaking")),
         *(f"pope+{kind}" for kind in ("fox", "cope", "dape_kerple", "grape_additive")),
-        *("path_fox", "path+alibi"),
+        *("path_fox", "path+alibi", "fox+selective_rope", "fox+mapformer_em"),
     )
 }
 QUICK = ("degree", "tape", "rope", "some heads", "schedule", "stretched")

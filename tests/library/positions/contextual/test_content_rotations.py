@@ -13,7 +13,7 @@ from tape_jax._src.core.algebra import rotate
 from tape_jax._src.positions.fixed.rotary import content_state
 from tape_jax._src.positions.layer import Layer
 from tape_jax._src.positions.protocol import default_positions
-from tests.models import VOCAB, random_variables, small_model, without
+from tests.models import VOCAB, random_variables, small_model
 from tests.selection import mostly_slow
 
 B, T, HEADS, KV_HEADS, D, HIDDEN = 2, 7, 4, 2, 6, 10
@@ -266,20 +266,6 @@ def test_layers_before_the_first_that_chooses_positions_have_rope():
     for x, y in zip(found[1].hidden, expected[1].hidden[:3], strict=True):
         np.testing.assert_allclose(x, y, atol=1e-6)
     assert expected[1].position[2] is None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["selective_rope", "mapformer_em"])
-def test_beside_a_decay(kind):
-    """Cached or not, parameters by their names."""
-    model = small_model(["fox", kind])
-    variables, tokens = random_variables(model, std=0.5), jnp.arange(10)[None] % VOCAB
-    full = model.apply(variables, tokens)
-    first, cache = tape.prefill(model, variables, tokens[:, :6], capacity=10)
-    rest, _ = tape.extend(model, variables, cache, tokens[:, 6:])
-    np.testing.assert_allclose(jnp.concatenate([first, rest], 1), full, rtol=1e-5, atol=2e-5)
-    alone = small_model(kind).apply(without(variables, "position_fox_"), tokens)
-    assert jnp.abs(alone - full).max() > 1e-4
 
 
 @pytest.mark.parametrize(
