@@ -13,9 +13,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import tape_jax as tape
 from tape_jax import RopeScaling, adapt, positions
 from tape_jax._src.model.config import Lora
-from tests.golden import HF
 from tests.models import FLOAT64, random_tokens, random_variables, small_model, without
+from tests.paths import GOLDEN
 
+HF = GOLDEN / "hf"
 KEY = jax.random.key(7)
 TOKENS = random_tokens(2, 9)
 YARN = RopeScaling("yarn", factor=2.0, original_length=16)

@@ -15,7 +15,7 @@ from train import experiment
 from train.main import main
 from train.training import generation, runs
 
-LLAMA = ROOT / "tests" / "golden" / "hf" / "llama3_gqa"
+HF = ROOT / "tests" / "golden" / "hf" / "llama3_gqa"
 
 
 @pytest.fixture(scope="module")
