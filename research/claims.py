@@ -7,25 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from research.overhead import PlannedCost
-from research.protocol import (
-    KEYS_LOST,
-    MOST_PARAMETERS,
-    MOST_TIME,
-    PERPLEXITY_GAINED,
-)
+from research.protocol import KEYS_LOST, MOST_PARAMETERS, MOST_TIME, PERPLEXITY_GAINED
 from research.stability import PlannedGrowth
 from research.studies import CONTEXTUAL, PROBLEMS
 from research.trainings import BEYOND, INSIDE
-from research.verdicts import (
-    Kind,
-    Verdict,
-    best_of,
-    every,
-    keeps,
-    limited,
-    together,
-    wins,
-)
+from research.verdicts import Kind, Verdict, best_of, every, keeps, limited, together, wins
 from train.statistics import estimate
 
 Studies = Mapping[str, Any]

@@ -21,6 +21,8 @@ jit_quickly = functools.partial(
 )
 
 VOCAB = 13
+# Types of models that are compared to the last digits.
+FLOAT64 = {"dtype": "float64", "param_dtype": "float64"}
 DIGITS = tuple(range(3, 13))
 
 # Options without which an encoding cannot be built, or that keep it small.
@@ -95,3 +97,30 @@ def assert_near(actual, expected, tolerance=1e-5):
     """Equality to ``tolerance``, relative to the largest value where that exceeds 1."""
     allowed = tolerance * max(1.0, float(jnp.abs(expected).max()))
     chex.assert_trees_all_close(actual, expected, atol=allowed, rtol=0)
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    """Normal numbers in float64."""
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+@functools.partial(
+    jit_quickly,
+    static_argnums=0,
+    static_argnames=("is_causal", "length", "output", "return_states"),
+)
+def run(model, variables, tokens, **options):
+    return model.apply(variables, tokens, **options)
+
+
+@functools.partial(jit_quickly, static_argnums=0)
+def loss_and_gradients(model, variables, tokens):
+    def loss(variables):
+        logits = jax.nn.log_softmax(model.apply(variables, tokens[:, :-1]))
+        return -jnp.take_along_axis(logits, tokens[:, 1:, None], -1).mean()
+
+    return jax.value_and_grad(loss)(variables)
+
+
+def random_tokens(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).integers(0, VOCAB, shape), jnp.int32)

@@ -25,8 +25,8 @@ from research import evidence
 from tape_jax import positions
 from tape_jax._src.attention import BACKENDS
 from tests import markdown
+from tests.library.test_package import all_modules, public_modules
 from tests.models import random_variables, small_model
-from tests.modules import all_modules, public_modules
 from tests.paths import ROOT
 from tests.selection import mostly_slow
 from train import experiment, main

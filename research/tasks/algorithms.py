@@ -30,8 +30,7 @@ from train.data import synthetic
 from train.evaluation.grids import Grid, Wording
 from train.tasks import Score
 from train.tasks.digits import VOCABULARY, DigitQuestions, Part, read_operands, write
-from train.tasks.options import Options
-from train.tasks.questions import Questions, Written, scores_by_range
+from train.tasks.questions import Options, Questions, Written, scores_by_range
 
 NOTHING = 10
 

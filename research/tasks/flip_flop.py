@@ -23,8 +23,8 @@ import numpy as np
 
 from train.checks import require
 from train.data import synthetic
-from train.tasks.options import Options
 from train.tasks.places import Called, PlaceTask, Texts, tokens_before
+from train.tasks.questions import Options
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,8 +24,8 @@ import numpy as np
 
 from train.checks import require
 from train.data import synthetic
-from train.tasks.options import Options
 from train.tasks.places import Called, PlaceTask, Texts, with_queries
+from train.tasks.questions import Options
 
 LETTERS = string.ascii_letters
 

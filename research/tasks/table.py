@@ -27,8 +27,8 @@ import numpy as np
 from train.checks import require
 from train.data import synthetic
 from train.evaluation.grids import Wording
-from train.tasks.options import Options
 from train.tasks.places import Called, PlaceTask, Texts, with_queries
+from train.tasks.questions import Options
 
 VALUES = string.digits
 MOST = 13

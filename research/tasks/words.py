@@ -40,8 +40,7 @@ from train.data import synthetic
 from train.evaluation import Progress, Trained, part_of
 from train.evaluation.grids import Grid, Wording, length_table, read_record
 from train.tasks import Score
-from train.tasks.options import Options
-from train.tasks.questions import Questions, QuestionTask, Written, scores_by_range
+from train.tasks.questions import Options, Questions, QuestionTask, Written, scores_by_range
 
 if TYPE_CHECKING:
     from train.evaluation.exact_match import Apply

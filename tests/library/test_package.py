@@ -1,17 +1,31 @@
 """What importing and packaging the library brings along."""
 
 import collections
+import importlib
 import inspect
+import pkgutil
 import re
 import subprocess
 import sys
+import types
 import zipfile
 
 import pytest
 
 import tape_jax
-from tests.modules import all_modules, public_modules
 from tests.paths import ROOT
+
+
+def all_modules() -> list[types.ModuleType]:
+    """Every module of the package, private ones included."""
+    found = pkgutil.walk_packages(tape_jax.__path__, "tape_jax.")
+    return [tape_jax, *(importlib.import_module(module.name) for module in found)]
+
+
+def public_modules() -> list[types.ModuleType]:
+    """Those in whose path nothing starts with an underscore."""
+    return [module for module in all_modules() if "._" not in module.__name__]
+
 
 PUBLIC = [
     "adapt", "linen", "losses", "nnx", "parity", "positions", "pretrained", "sharding", "testing",

@@ -221,7 +221,7 @@ def test_each_row_may_have_a_length_of_its_own(kind, profile):
                 assert_near(found[row], expected[row], TOLERANCE[model.dtype])
 
 
-@each_kind("tape", "alibi", "abacus", "repo", "cope", "path", among=drawn.RELATIVE)
+@each_kind("tape", "abacus", "repo", "cope", "grape_additive", "path", among=drawn.RELATIVE)
 def test_moving_all_positions_changes_nothing(kind, profile):
     models = drawn.models(kind, profile)
 

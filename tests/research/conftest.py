@@ -6,28 +6,19 @@ from research.records import Store
 from research.study import Place
 from research.trainings import Trainings
 from tests.research.results import BEYOND, INSIDE, MADE
-
-CONFIG = """
-from ml_collections import ConfigDict
-
-SCALES = {"gpu": {"task.max_length": 6}}
-
-def get_config():
-    return ConfigDict({
-        "name": "small",
-        "task": {"name": "algorithm", "problem": "copy", "max_length": 3},
-        "model": {"hidden_size": 8, "num_heads": 1, "num_layers": 1},
-        "train": {"steps": 2, "batch_size": 4, "learning_rate": 1e-3},
-        "evaluation": {"longest": 4, "samples_per_length": 5},
-    })
-"""
+from tests.train import small
 
 
 @pytest.fixture
 def config(tmp_path):
-    path = tmp_path / "small.py"
-    path.write_text(CONFIG)
-    return path
+    return small.config(
+        tmp_path,
+        {"name": "algorithm", "problem": "copy", "max_length": 3},
+        {"num_heads": 1, "num_layers": 1},
+        name="small",
+        evaluation={"longest": 4, "samples_per_length": 5},
+        SCALES={"gpu": {"task.max_length": 6}},
+    )
 
 
 @pytest.fixture

@@ -14,14 +14,7 @@ from research.records import Store
 from research.study import Place
 from research.trainings import PlannedTrainings, Trainings
 from research.verdicts import Kind, wins
-from tests.research.results import (
-    BEYOND,
-    INSIDE,
-    choose_all,
-    diverge,
-    finish,
-    finish_all,
-)
+from tests.research.results import BEYOND, INSIDE, choose_all, diverge, finish, finish_all
 from train.training.signals import Stopped
 
 

@@ -12,34 +12,22 @@ from research import stability
 from research.stability import Profile
 from tape_jax import positions
 from tests.models import random_variables, small_model
+from tests.train import small
 from train import experiment
 from train.compare import sweep
 from train.training import step as training_step
 
-CONFIG = """
-from ml_collections import ConfigDict
-
-VARIANTS = {
-    "tape": {},
-    "rope": {"model.position.kind": "rope"},
-    "tensor": {"model.position.form": "tensor"},
-    "rms": {"model.position.norm": "rms"},
-}
-
-def get_config():
-    return ConfigDict({
-        "task": {"name": "addition", "max_digits": 1},
-        "model": {"hidden_size": 8, "num_heads": 2, "num_layers": 2},
-        "train": {"steps": 3, "batch_size": 4, "learning_rate": 1e-3},
-    })
-"""
-
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    path = tmp_path_factory.mktemp("configs") / "small.py"
-    path.write_text(CONFIG)
-    return path
+    variants = {
+        "tape": {},
+        "rope": {"model.position.kind": "rope"},
+        "tensor": {"model.position.form": "tensor"},
+        "rms": {"model.position.norm": "rms"},
+    }
+    task, folder = {"name": "addition", "max_digits": 1}, tmp_path_factory.mktemp("configs")
+    return small.config(folder, task, train={"steps": 3}, VARIANTS=variants)
 
 
 @pytest.fixture(scope="module")

@@ -10,15 +10,7 @@ from research import protocol, studies, trainings
 from research.choosing import Budget, Curve
 from research.records import Store
 from research.study import Base
-from tests.research.results import (
-    BEYOND,
-    INSIDE,
-    MADE,
-    choose_all,
-    finish,
-    finish_all,
-    grid,
-)
+from tests.research.results import BEYOND, INSIDE, MADE, choose_all, finish, finish_all, grid
 from train.compare.processes import EVALUATE, VALIDATE, Ended
 from train.training.signals import NON_FINITE_EXIT_CODE, Stopped
 

@@ -11,9 +11,8 @@ import pytest
 import tape_jax as tape
 from tests.models import random_variables
 from tests.paths import ROOT
-from tests.train import tokenizer_files
+from tests.train import small, tokenizer_files
 from train import harness
-from train.main import main
 
 reason = "lm_eval is not installed: pip install '.[harness]'"
 TapeJax = pytest.importorskip("train.harness_model", reason=reason, exc_type=ImportError).TapeJax
@@ -90,15 +89,8 @@ def test_the_cache_keeps_what_was_answered(ask, llama, tmp_path, monkeypatch):
 
 
 def test_a_run(ask, tmp_path):
-    config = tmp_path / "small.py"
-    config.write_text(
-        "from ml_collections import ConfigDict\n"
-        "def get_config():\n"
-        "    return ConfigDict({'task': {'name': 'passkey', 'sequence_length': 64},\n"
-        "        'model': {'hidden_size': 8, 'num_heads': 2, 'num_layers': 1, 'max_length': 96},\n"
-        "        'train': {'steps': 1, 'batch_size': 2, 'learning_rate': 1e-2}})\n"
-    )
-    assert main(["train", f"--config={config}", f"--run={tmp_path / 'run'}"]) == 0
+    task, model = {"name": "passkey", "sequence_length": 64}, {"num_layers": 1, "max_length": 96}
+    small.train(tmp_path, task, model=model, train={"batch_size": 2})
     answers = ask("tape_jax", model_args=f"run={tmp_path / 'run'},max_length=48", batch_size=8)
     assert {task: len(x) for task, x in answers.items()} == dict.fromkeys(NAMES, 6)
     assert all(np.isfinite(numbers(answers)[0]))

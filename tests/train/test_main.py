@@ -11,15 +11,15 @@ import time
 from pathlib import Path
 
 import chex
-import jax
 import pytest
 
 from tape_jax.sharding import ShardingConfig
 from tests.paths import ROOT
+from tests.train import small
+from tests.train.training.tiny import final_state
 from train import main as program
 from train.main import main
 from train.training import metrics, runs
-from train.training import step as training_step
 
 
 @pytest.fixture(scope="module")
@@ -38,15 +38,6 @@ def own(trained, tmp_path):
 
 def content(folder):
     return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
-def state_of(folder):
-    wanted = runs.load(folder)
-    template = jax.eval_shape(
-        lambda: training_step.init_state(wanted, training_step.make_optimizer(wanted.train))
-    )
-    with runs.checkpoints(folder) as checkpoints:
-        return checkpoints.restore(template)
 
 
 def test_overview(capsys):
@@ -72,7 +63,7 @@ def test_resuming_a_tape_model_is_exact(own, trained, capsys):
     (own / "checkpoints" / "00000006.sha256").unlink()
     assert main(["train", f"--run={own}", "--resume"]) == 0
     assert "from step 3 of 6" in capsys.readouterr().out
-    chex.assert_trees_all_equal(state_of(own), state_of(trained))
+    chex.assert_trees_all_equal(final_state(own), final_state(trained))
 
 
 @pytest.mark.slow
@@ -157,74 +148,52 @@ def test_ask(trained, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trian"], "unknown command 'trian'.*did you mean 'train'"),
-        (["train", "--run={new}"], "give --config=FILE, or --resume"),
+        ("trian", "unknown command 'trian'.*did you mean 'train'"),
+        ("train --run={new}", "give --config=FILE, or --resume"),
+        ("train --run={new} --config={config} --stepz=3", "train has no option '--stepz'"),
+        ("train --run={new} --config={config} --config.train.stesp=3", "'steps'"),
+        ("compare --run={new} --config={config} --seed=3", "mean '--seeds'"),
         (
-            ["train", "--run={new}", "--config={config}", "--stepz=3"],
-            "train has no option '--stepz'",
-        ),
-        (["train", "--run={new}", "--config={config}", "--config.train.stesp=3"], "'steps'"),
-        (["train", "--run={new}", "--config={config}", "--config.seeed=3"], "mean 'seed'"),
-        (["train", "--run={new}", "--config={config}", "--config.task=x"], "is a group"),
-        (["compare", "--run={new}", "--config={config}", "--seed=3"], "mean '--seeds'"),
-        (
-            ["train", "--run={new}", "--config={config}", "--encoding=rope"],
+            "train --run={new} --config={config} --encoding=rope",
             "mean '--config.model.position.kind'",
         ),
-        (["compare", "--run={new}", "--config={config}", "--encoding=x"], "mean '--encodings'"),
+        ("compare --run={new} --config={config} --encoding=x", "mean '--encodings'"),
+        ("generate --run={run} --promt=1+2", "mean '--prompt'"),
+        ("ask --run={run} 1+2 --config.seed=1", "ask has no option"),
+        ("train --run={new} --config={config}x", "there is no config file"),
+        ("train --run={run} --config={config}", "exists already: continue it with --res"),
+        ("train --run={other} --config={config}", "exists already: choose another"),
+        ("train --run={file} --config={config}", "exists already"),
+        ("train --run={new} --resume", "there is no run folder"),
+        ("train --run={other} --resume", "is not a run"),
+        ("train --run={bare} --resume", "no checkpoint in .*bare"),
         (
-            ["train", "--run={new}", "--config={config}", "--config.model.position.kind=RoPE"],
-            "rope",
-        ),
-        (["generate", "--run={run}", "--promt=1+2"], "mean '--prompt'"),
-        (["ask", "--run={run}", "1+2", "--config.seed=1"], "ask has no option"),
-        (["train", "--run={new}", "--config={config}", "--config.model.position.kind=rop"], "rope"),
-        (["train", "--run={new}", "--config={config}x"], "there is no config file"),
-        (["train", "--run={run}", "--config={config}"], "exists already: continue it with --res"),
-        (["train", "--run={other}", "--config={config}"], "exists already: choose another"),
-        (["train", "--run={file}", "--config={config}"], "exists already"),
-        (["train", "--run={new}", "--resume"], "there is no run folder"),
-        (["train", "--run={other}", "--resume"], "is not a run"),
-        (["train", "--run={bare}", "--resume"], "no checkpoint in .*bare"),
-        (
-            ["train", "--run={run}", "--resume", "--config.train.batch_size=8"],
+            "train --run={run} --resume --config.train.batch_size=8",
             r"another experiment .train.batch_size: 4 there, 8 here\)\. .*train\.steps may change",
         ),
+        ("eval --run={new}", "there is no run folder"),
+        ("eval --run={other}", "is not a run"),
+        ("eval --run={bare}", "no checkpoint in .*bare"),
+        ("eval --run={run} --config.train.steps=9", "cannot be changed after training"),
+        ("eval --run={run} --config.sharding.data=3", "needs 3 devices; got 8"),
+        ("ask --run={other} 1+2", "is not a run"),
+        ("ask --run={above} 1+2", "is not a run: .* in it are the runs bare"),
+        ("ask --run={bare} 1+2", "no checkpoint in .*bare"),
+        ("ask --run={run} 1+x", "expected a sum of two numbers"),
+        ("ask --run={run} 1+a", "'a' .* is not in the vocabulary"),
+        ("ask --run={run} 123456789+123456789", "needs .* tokens.* at most 30"),
+        ("ask --run={run} 1+2 --loud", "ask has no option '--loud'"),
+        ("compare --run={other} --config={config} --encodings=tape", "not a comparison"),
+        ("compare --run={run} --config={config} --encodings=tape", "not a comparison"),
+        ("compare --run={new} --config={config} --encodings=tape,rop", "mean 'rope'"),
+        ("compare --run={new} --config={config} --encodings=rope,rope", "given twice"),
+        ("compare --run={new} --config={config} --encodings=", "unknown .* ''"),
         (
-            ["train", "--run={run}", "--resume", "--config={config}", "--config.seed=9"],
-            "another experiment .seed: 0 there, 9 here",
-        ),
-        (
-            ["train", "--run={run}", "--resume", "--config.train.steps=5"],
-            "train.steps = 5: the run has already taken 6 steps",
-        ),
-        (["eval", "--run={new}"], "there is no run folder"),
-        (["eval", "--run={other}"], "is not a run"),
-        (["eval", "--run={bare}"], "no checkpoint in .*bare"),
-        (["eval", "--run={run}", "--config.train.steps=9"], "cannot be changed after training"),
-        (
-            ["eval", "--run={run}", "--config.evaluation.longest=0"],
-            "longest must be a positive integer or None; got 0",
-        ),
-        (["eval", "--run={run}", "--config.sharding.data=3"], "needs 3 devices; got 8"),
-        (["ask", "--run={other}", "1+2"], "is not a run"),
-        (["ask", "--run={above}", "1+2"], "is not a run: .* in it are the runs bare"),
-        (["ask", "--run={bare}", "1+2"], "no checkpoint in .*bare"),
-        (["ask", "--run={run}", "1+x"], "expected a sum of two numbers"),
-        (["ask", "--run={run}", "1+a"], "'a' .* is not in the vocabulary"),
-        (["ask", "--run={run}", "123456789+123456789"], "needs .* tokens.* at most 30"),
-        (["ask", "--run={run}", "1+2", "--loud"], "ask has no option '--loud'"),
-        (["compare", "--run={other}", "--config={config}", "--encodings=tape"], "not a comparison"),
-        (["compare", "--run={run}", "--config={config}", "--encodings=tape"], "not a comparison"),
-        (["compare", "--run={new}", "--config={config}", "--encodings=tape,rop"], "mean 'rope'"),
-        (["compare", "--run={new}", "--config={config}", "--encodings=rope,rope"], "given twice"),
-        (["compare", "--run={new}", "--config={config}", "--encodings="], "unknown .* ''"),
-        (
-            ["compare", "--run={new}", "--config={config}", "--encodings=rope", "--seeds=0"],
+            "compare --run={new} --config={config} --encodings=rope --seeds=0",
             "--seeds must be at least 1",
         ),
         (
-            ["compare", "--run={new}", "--config={config}", "--encodings=rope", "--jobs=0"],
+            "compare --run={new} --config={config} --encodings=rope --jobs=0",
             "--jobs must be at least 1",
         ),
     ],
@@ -242,7 +211,7 @@ def test_wrong_calls_say_why_and_change_nothing(
     places["above"] = tmp_path
     before = {folder: content(folder) for folder in (trained, tmp_path)}
 
-    call = [a.format(run=trained, config=config, **places) for a in arguments]
+    call = arguments.format(run=trained, config=config, **places).split()
     assert main(call) == program.USER_ERROR
     captured = capsys.readouterr()
     assert re.match(rf"error: .*{message}", captured.err, re.DOTALL), captured.err
@@ -316,7 +285,7 @@ def test_compare_interrupted_and_continued(config, tmp_path, monkeypatch, capsys
     assert main(call) == 143
     thread.join()
     assert "the same command continues" in capsys.readouterr().err
-    reached = {name: state_of(folder / name)[0] for name in names}
+    reached = {name: final_state(folder / name)[0] for name in names}
     # Under load one of the two may have got to its end before the other was under way.
     interrupted = {name: step for name, step in reached.items() if step < steps}
     assert interrupted
@@ -327,7 +296,7 @@ def test_compare_interrupted_and_continued(config, tmp_path, monkeypatch, capsys
     for name, step in interrupted.items():
         assert f"from step {step} of {steps}" in (folder / f"{name}.log").read_text()
     for name in names:
-        assert state_of(folder / name)[0] == steps
+        assert final_state(folder / name)[0] == steps
     assert "rope, %" in out
     assert "none, %" in out
     assert f"report: {folder / 'report.md'}" in out
@@ -364,11 +333,7 @@ def test_a_sweep_compares_what_validated_best(config, tmp_path, capsys):
 
 
 def test_a_misspelt_field_of_a_file_is_named(tmp_path, capsys):
-    file = tmp_path / "config.py"
-    start = "from ml_collections import ConfigDict\ndef get_config():\n    return ConfigDict("
-    file.write_text(
-        start + "{'task': {'name': 'text'}, 'model': {'position': 'rope', 'num_layer': 1}})"
-    )
+    file = small.config(tmp_path, {"name": "text"}, {"position": "rope", "num_layer": 1})
     assert main(["train", f"--config={file}", f"--run={tmp_path / 'run'}"]) == program.USER_ERROR
     said = capsys.readouterr().err
     assert "unknown field 'num_layer' of config.model (did you mean 'num_layers'?)" in said

@@ -65,7 +65,8 @@ class SuiteTask(Protocol):
     """Writes questions of any length, and knows nothing of tokens.
 
     Attributes:
-      rule: how answers are scored, a name in :data:`train.suites.scoring.RULES`.
+      rule: how answers are scored, ``all``, ``part`` or ``label``
+        (:func:`train.suites.evaluation.score`).
       answer_tokens: room for the answer, by form.
     """
 

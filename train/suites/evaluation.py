@@ -7,6 +7,7 @@ Its first line says on what the questions depend; more lengths, tasks or questio
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,10 @@ from train.data.tokenizers import Tokenizer
 from train.evaluation import Progress, Trained, fits
 from train.evaluation.continuations import Continuer
 from train.evaluation.journal import Journal
-from train.suites import FILES, FORMS, SuiteTask, get_suite
+from train.suites import FILES, FORMS, SuiteQuestion, SuiteTask, get_suite
 from train.suites.background import Background, read
 from train.suites.questions import AskedSample, ask
 from train.suites.results import Scores, SuiteResult
-from train.suites.scoring import score
 
 FORMAT = "tape-jax answers to a suite, version 1"
 # Task, length and number of a question.
@@ -260,3 +260,22 @@ class _Asker:
             one = score(self.tasks[task].rule, answers.texts[key], self.ask(key).question)
             found[task][length] = (*found[task].get(length, ()), one)
         return found
+
+
+def score(rule: str, answer: str, question: SuiteQuestion) -> float:
+    """The score of an answer, from 0 to 1; capital letters do not count.
+
+    Args:
+      rule: ``all``, the share of the references that the answer holds (RULER's
+        ``string_match_all``); ``part``, 1 if it holds one of them (``string_match_part``); or
+        ``label``, 1 if its first sentence names the right label as a word, and no other (BABILong).
+      answer: as the model gave it.
+      question: that was asked.
+    """
+    answer = answer.lower()
+    if rule == "label":
+        sentence = re.split(r"[.\n]", answer.strip(), maxsplit=1)[0]
+        named = {x for x in question.labels if re.search(rf"\b{re.escape(x.lower())}\b", sentence)}
+        return float(named == set(question.references))
+    held = [reference.lower() in answer for reference in question.references]
+    return float(any(held)) if rule == "part" else sum(held) / len(held)

@@ -39,8 +39,8 @@ from train.evaluation import Progress, Trained, fits
 from train.evaluation.grids import Wording
 from train.evaluation.inside import untrained
 from train.tasks.address_result import AddressResult, Pointing, point
-from train.tasks.options import Options
 from train.tasks.places import PAD, Called, PlaceEvaluation, PlaceTask, Texts
+from train.tasks.questions import Options
 
 SIGNS = ("-", "*", "/", "=", ".", ",", ";", "!", "_", "~")
 ROWS = {"offset": "offset", "gap": "gap, tokens", "distractors": "distractors, tokens"}

@@ -22,8 +22,7 @@ from train.checks import require
 from train.data import held_out, synthetic
 from train.evaluation.grids import Grid, Wording
 from train.tasks import Score
-from train.tasks.options import Options
-from train.tasks.questions import Questions, QuestionTask, Written, scores_by_range
+from train.tasks.questions import Options, Questions, QuestionTask, Written, scores_by_range
 
 PAD, PADDING = 0, "<pad>"
 HASHED = 12

@@ -35,14 +35,7 @@ from tape_jax.pretrained import pretrained_config
 from tape_jax.sharding import Sharding, ShardingConfig
 from train.checks import require
 from train.evaluation.programs import Programs
-from train.experiment import (
-    FORMAT,
-    Experiment,
-    adaptation,
-    from_mapping,
-    read_record,
-    to_json,
-)
+from train.experiment import FORMAT, Experiment, adaptation, from_mapping, read_record, to_json
 from train.files import write_atomically
 from train.training import checkpoint
 from train.training.checkpoint import Checkpoints, Report

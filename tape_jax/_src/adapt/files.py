@@ -22,9 +22,7 @@ from tape_jax._src.adapt.rules import Rule, parse_rule, table, trainable_mask
 from tape_jax._src.core.checks import from_mapping, require, typed
 from tape_jax._src.core.files import write_atomically
 from tape_jax._src.model.config import Lora
-from tape_jax._src.model.decoder import (
-    Transformer,
-)
+from tape_jax._src.model.decoder import Transformer
 from tape_jax._src.model.inputs import check_variables
 from tape_jax._src.model.layout import block_name, by_path, replaced, restack
 

@@ -13,9 +13,7 @@ import numpy as np
 from tape_jax._src import positions
 from tape_jax._src.core.checks import require, typed
 from tape_jax._src.model.config import ModelConfig
-from tape_jax._src.model.decoder import (
-    Transformer,
-)
+from tape_jax._src.model.decoder import Transformer
 from tape_jax._src.model.inputs import check_variables
 from tape_jax._src.model.layout import OUTSIDE, by_path
 from tape_jax._src.positions.creation import options_of

@@ -16,15 +16,10 @@ from tape_jax._src.adapt.rules import Embeddings, Everything, LoraFactors, Norms
 from tape_jax._src.core.algebra import at_least_float32
 from tape_jax._src.core.checks import choose, require, typed
 from tape_jax._src.model.config import Lora
-from tape_jax._src.model.decoder import (
-    Transformer,
-)
+from tape_jax._src.model.decoder import Transformer
 from tape_jax._src.model.inputs import check_variables
 from tape_jax._src.model.layout import replaced, restack
-from tape_jax._src.model.parameters import (
-    full_name,
-    lora_params,
-)
+from tape_jax._src.model.parameters import full_name, lora_params
 from tape_jax._src.positions.creation import option_names
 from tape_jax._src.positions.fixed.rotary import START_FIELDS, RopeScaling
 from tape_jax._src.positions.protocol import Param

@@ -13,9 +13,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from tape_jax._src.core.checks import choose, require, typed
 from tape_jax._src.core.sharding import ParameterSpec
-from tape_jax._src.model.decoder import (
-    Transformer,
-)
+from tape_jax._src.model.decoder import Transformer
 from tape_jax._src.model.layout import by_path
 
 

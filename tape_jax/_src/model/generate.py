@@ -30,12 +30,7 @@ from tape_jax._src.model.by_layer import loop_over_tokens
 from tape_jax._src.model.cache import Cache, append, check_length, init_cache, last_segment
 from tape_jax._src.model.decoder import Transformer
 from tape_jax._src.model.inputs import check_inputs, check_variables
-from tape_jax._src.positions.protocol import (
-    as_positions,
-    check_indices,
-    default_positions,
-    on_axes,
-)
+from tape_jax._src.positions.protocol import as_positions, check_indices, default_positions, on_axes
 
 Array = jax.Array
 

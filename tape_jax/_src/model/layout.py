@@ -14,9 +14,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tape_jax._src.core.checks import require, typed
-from tape_jax._src.model.decoder import (
-    Transformer,
-)
+from tape_jax._src.model.decoder import Transformer
 from tape_jax._src.model.parameters import full_name
 from tape_jax._src.positions.protocol import Encoding
 

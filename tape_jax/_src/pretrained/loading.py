@@ -15,9 +15,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from tape_jax._src.core.checks import choose, require, require_x64, typed
 from tape_jax._src.model.config import ModelConfig
-from tape_jax._src.model.decoder import (
-    Transformer,
-)
+from tape_jax._src.model.decoder import Transformer
 from tape_jax._src.pretrained.families import family_of
 from tape_jax._src.pretrained.folder import (
     DTYPES,

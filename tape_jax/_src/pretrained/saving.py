@@ -17,9 +17,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from tape_jax._src.core.checks import choose, require, typed
-from tape_jax._src.model.decoder import (
-    Transformer,
-)
+from tape_jax._src.model.decoder import Transformer
 from tape_jax._src.model.inputs import check_variables
 from tape_jax._src.pretrained.families import family_of
 from tape_jax._src.pretrained.folder import (

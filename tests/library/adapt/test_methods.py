@@ -13,10 +13,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import tape_jax as tape
 from tape_jax import RopeScaling, adapt, positions
 from tape_jax._src.model.config import Lora
-from tests.models import random_variables, small_model, without
+from tests.models import FLOAT64, random_tokens, random_variables, small_model, without
+from tests.paths import GOLDEN
 
+HF = GOLDEN / "hf"
 KEY = jax.random.key(7)
-TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 13, (2, 9)))
+TOKENS = random_tokens(2, 9)
 YARN = RopeScaling("yarn", factor=2.0, original_length=16)
 
 
@@ -89,7 +91,7 @@ class TestTape:
 
     @pytest.mark.slow
     def test_the_logits_stay_in_float64(self, x64):
-        old = small_model("rope", dtype="float64", param_dtype="float64")
+        old = small_model("rope", **FLOAT64)
         variables = random_variables(old)
         new, adapted = tape.add_tape(old, variables, key=KEY)
         assert difference(logits(new, adapted), logits(old, variables)) < 1e-12
@@ -312,3 +314,23 @@ class TestAdapt:
     def test_misuse(self, method, options, message):
         with pytest.raises(ValueError, match=message):
             adapt.adapt(self.MODEL, self.VARIABLES, method, **{"key": KEY, **options})
+
+
+@pytest.mark.slow
+def test_merged_low_rank_terms_are_saved_as_a_checkpoint(tmp_path):
+    pytest.importorskip("safetensors")
+    model, variables = tape.from_pretrained(HF / "llama3_gqa")
+    made = adapt.adapt(model, variables, "longlora", key=KEY, rank=4)
+    random = random_variables(made.model, std=0.05)["params"]
+    mask = adapt.trainable_mask(made.model, ["lora"])
+    _, frozen = adapt.partition(made.variables["params"], mask)
+    trained = {"params": adapt.merge(adapt.partition(random, mask)[0], frozen)}
+    full = adapt.full_attention(made.model)
+    expected = logits(full, trained)
+    assert difference(expected, logits(model, variables)) > 0.01
+
+    merged, plain = adapt.merge_lora(made.model, trained)
+    tape.save_pretrained(tmp_path / "merged", merged, plain, like=HF / "llama3_gqa")
+    model, variables = tape.from_pretrained(tmp_path / "merged")
+    assert model.config == dataclasses.replace(merged.config, dtype=model.config.dtype)
+    assert difference(logits(model, variables), expected) <= 1e-5

@@ -4,7 +4,6 @@ import chex
 import jax
 import jax.extend
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax.traverse_util import flatten_dict
@@ -13,7 +12,7 @@ from tape_jax import adapt
 from tape_jax._src.model.block import MOST_UNROLLED
 from tape_jax._src.model.config import Lora
 from tape_jax.sharding import ParameterSpec
-from tests.models import random_variables, small_model
+from tests.models import random_tokens, random_variables, small_model
 
 MODEL = small_model("tape", lora=Lora(rank=2, targets=("q", "up")))
 PARAMS = random_variables(MODEL)["params"]
@@ -175,7 +174,7 @@ def test_a_step_follows_the_gradient_in_the_trainable_parameters_alone():
     mask = adapt.trainable_mask(model, ["position", "norms"])
     trainable, frozen = adapt.partition(params, mask)
     optimizer = optax.sgd(0.5)
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 13, (2, 8)))
+    tokens = random_tokens(2, 8)
     new, _ = jax.jit(step(model, optimizer))(trainable, optimizer.init(trainable), frozen, tokens)
     gradient = jax.jit(jax.grad(lambda p: loss(model, p, tokens)))(params)
     expected = jax.tree.map(lambda x, g, trains: x - 0.5 * g * trains, params, gradient, mask)

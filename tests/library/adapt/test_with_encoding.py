@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from tape_jax import RopeScaling, adapt, positions
-from tests.models import random_variables, small_model
+from tests.models import random_tokens, random_variables, small_model
 from tests.selection import mostly_slow
 
-TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 13, (2, 9)), jnp.int32)
+TOKENS = random_tokens(2, 9)
 KEY = jax.random.key(1)
 
 

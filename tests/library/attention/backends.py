@@ -7,6 +7,7 @@ take.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from tape_jax._src.attention import attention
 from tape_jax._src.attention.pallas_blocks import Tiles
@@ -231,3 +232,15 @@ def assert_sharded_alone(function, reference, ids, *args):
     placed = NamedSharding(mesh, heads)
     assert all(x.sharding.is_equivalent_to(placed, x.ndim) for x in jax.tree.leaves(got))
     chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), atol=1e-5)
+
+
+def lowered(platform, function, *shapes):
+    """StableHLO of a function for ``cuda`` or ``tpu``, made on a machine without it."""
+    target = contextlib.nullcontext()
+    if platform == "cuda" and jax.__version_info__ >= (0, 11):
+        from jax.sharding import AbstractDevice
+
+        device = AbstractDevice("NVIDIA H100", None, "cuda")
+        target = jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+    with target:
+        return jax.jit(function).trace(*shapes).lower(lowering_platforms=(platform,)).as_text()

@@ -17,10 +17,10 @@ from tests.library.attention.backends import (
     BACKENDS,
     assert_close,
     assert_sharded_alone,
+    lowered,
     normal,
     qkve,
 )
-from tests.library.attention.lowering import lowered
 from tests.paths import GOLDEN
 
 CONTEXTUAL = GOLDEN / "contextual" / "fox_tiny.npz"

@@ -13,9 +13,8 @@ import pytest
 
 from tape_jax._src.attention import attention, attention_plan, pallas_blocks
 from tape_jax._src.attention.pallas_blocks import Tile, Tiles
-from tests.library.attention.backends import assert_close, attend, expected, run
+from tests.library.attention.backends import assert_close, attend, expected, lowered, run
 from tests.library.attention.cases import BY_NAME
-from tests.library.attention.lowering import lowered
 from tests.selection import mostly_slow
 
 INTERPRETED = {"implementation": "pallas", "interpret": True}

@@ -33,12 +33,12 @@ from tests.library.attention.backends import (
     attend,
     expected,
     jit,
+    lowered,
     outputs_and_gradients,
     qkve,
     run,
 )
 from tests.library.attention.cases import BY_NAME
-from tests.library.attention.lowering import lowered
 from tests.selection import mostly_slow
 
 needs_tokamax = pytest.mark.skipif(

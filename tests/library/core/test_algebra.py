@@ -8,7 +8,7 @@ import pytest
 from tape_jax import rotate, transform
 from tape_jax._src.core import algebra
 from tape_jax.testing import random_orthogonal, random_phases, random_state
-from tests.arrays import normal
+from tests.models import normal
 
 
 def as_complex(x) -> np.ndarray:

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 
 import tape_jax as tape
 from tape_jax._src.core.explicit import automatic, explicit_mesh
-from tests.arrays import normal
+from tests.models import normal
 from tests.selection import mostly_slow
 
 BATCH, TIME, HEADS, KV_HEADS, DIM = 2, 8, 4, 2, 8

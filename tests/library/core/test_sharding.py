@@ -16,15 +16,7 @@ from jax.sharding import PartitionSpec as P
 from tape_jax import Experts, ModelConfig, RandomPositions, Transformer, init_cache, positions
 from tape_jax._src.core.sharding import process_share
 from tape_jax.losses import added_by_routers
-from tape_jax.sharding import (
-    MESH_AXES,
-    PRESETS,
-    RULES,
-    Sharding,
-    ShardingConfig,
-    constrain,
-    preset,
-)
+from tape_jax.sharding import MESH_AXES, PRESETS, RULES, Sharding, ShardingConfig, constrain, preset
 from tests.models import random_variables, small_model
 from tests.selection import mostly_slow
 from train.analysis.collectives import collectives

@@ -3,7 +3,6 @@
 Every check runs in float64 (differences to 1e-10) and, for some cases, in float32.
 """
 
-import contextlib
 import functools
 from typing import Any
 
@@ -28,12 +27,6 @@ few = functools.partial(
     suppress_health_check=list(HealthCheck),
 )
 seeds = st.integers(0, 2**20)
-
-
-@contextlib.contextmanager
-def precision(name: str):
-    with jax.enable_x64(name == "float64"):
-        yield
 
 
 def raises(minimum: float, symmetry: str):

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import tape_jax as tape
 from tape_jax import testing
-from tests.library.equivariance.checks import few, precision, raises, seeds
+from tests.drawn import precision
+from tests.library.equivariance.checks import few, raises, seeds
 from tests.selection import mostly_slow
 
 

@@ -6,6 +6,7 @@ from hypothesis import given
 
 from tape_jax import testing
 from tests import models
+from tests.drawn import precision
 from tests.library.equivariance.checks import (
     BATCH,
     TAPE,
@@ -16,7 +17,6 @@ from tests.library.equivariance.checks import (
     check_permutations,
     check_shift,
     few,
-    precision,
     seeds,
     state_of,
 )

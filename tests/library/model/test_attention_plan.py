@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from tape_jax import init_cache
-from tests.library.model.calls import random_tokens, run
-from tests.models import assert_near, random_variables, small_model
+from tests.models import assert_near, random_tokens, random_variables, run, small_model
 
 
 def test_backends_agree():

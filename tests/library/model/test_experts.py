@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from tape_jax import Experts, Transformer, init_cache, testing
+from tape_jax import Experts, Transformer
 from tape_jax._src.model.experts import KERNEL_AXES, mixture, route, router_logits, router_losses
 from tape_jax._src.model.layout import restack
 from tape_jax.losses import added_by_routers
 from tape_jax.sharding import ShardingConfig
-from tests.models import VOCAB, random_variables, small_model
+from tests.models import FLOAT64, random_tokens, random_variables, small_model
 
 WIDTH, INNER, COUNT = 6, 10, 5
 EXPERTS = Experts(COUNT, balance=0.5, z=0.25)
@@ -152,9 +152,9 @@ def sown_by(model, variables, tokens, **options):
 @pytest.mark.slow
 def test_in_the_decoder(x64):
     """Scanned or not, recomputed or not: the same logits, gradients and losses of routers."""
-    small = {"num_layers": 2, "dtype": "float64", "param_dtype": "float64"}
+    small = {"num_layers": 2, **FLOAT64}
     model = small_model("rope", experts=EXPERTS, **small)
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, 6)), jnp.int32)
+    tokens = random_tokens(2, 6)
     variables = random_variables(model)
     shapes = jax.eval_shape(model.init, jax.random.key(0), tokens)
     assert set(shapes) == {"params"}
@@ -210,24 +210,6 @@ def test_padding_does_not_count_for_the_balance():
     chex.assert_trees_all_close(other, padded, rtol=1e-6)
     documents = losses(tokens, jnp.array([[1, 1, 1, 2, 2]]))
     assert all(abs(documents[name] - padded[name]) > 1e-6 for name in padded)
-
-
-@pytest.mark.slow
-def test_cached_decoding_and_the_symmetry_of_positions(x64):
-    """Prefill and single tokens give the full pass; a shift of all positions changes nothing."""
-    small = {"num_layers": 2, "dtype": "float64", "param_dtype": "float64"}
-    model = small_model("tape", experts=EXPERTS, **small)
-    variables = random_variables(model)
-    tokens = jnp.asarray(np.random.default_rng(1).integers(0, VOCAB, (3, 7)), jnp.int32)
-    apply = jax.jit(lambda places: model.apply(variables, tokens, positions=places))
-    full = apply(jnp.arange(7))
-    extend = jax.jit(lambda cache, tokens: model.apply(variables, tokens, cache=cache))
-    parts, cache = [], init_cache(model, 3, 7)
-    for start, stop in ((0, 5), (5, 6), (6, 7)):
-        logits, cache = extend(cache, tokens[:, start:stop])
-        parts.append(logits)
-    np.testing.assert_allclose(jnp.concatenate(parts, 1), full, atol=1e-10)
-    testing.assert_shift_invariant(apply, jnp.arange(7), tolerance=1e-10)
 
 
 @pytest.mark.parametrize(

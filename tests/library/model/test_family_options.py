@@ -12,7 +12,7 @@ import pytest
 import tape_jax as tape
 from tape_jax import losses
 from tape_jax.sharding import ShardingConfig
-from tests.models import assert_near, random_variables, small_model
+from tests.models import FLOAT64, assert_near, random_variables, small_model
 
 VOCAB = 16
 WIDE = {"vocab_size": VOCAB, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6}
@@ -129,7 +129,7 @@ def a_model(name, position="rope", **options):
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.usefixtures("x64")
 def test_logits(name):
-    model, variables = a_model(name, dtype="float64", param_dtype="float64")
+    model, variables = a_model(name, **FLOAT64)
     params = jax.tree.map(np.asarray, variables["params"])
     wanted = [decoder(model.config, params, row) for row in TOKENS]
     np.testing.assert_allclose(model.apply(variables, TOKENS), wanted, atol=1e-10)

@@ -1,7 +1,5 @@
 """Tokens, positions and batch axes of every kind that a call may have."""
 
-import functools
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -9,8 +7,15 @@ import numpy as np
 import pytest
 
 from tape_jax import init_cache, positions
-from tests.library.model.calls import random_tokens, run
-from tests.models import VOCAB, assert_near, jit_quickly, random_variables, small_model
+from tests.models import (
+    VOCAB,
+    assert_near,
+    jit_quickly,
+    random_tokens,
+    random_variables,
+    run,
+    small_model,
+)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8])
@@ -71,29 +76,16 @@ def test_positions_may_lack_batch_axes(position):
     assert_near(run(model, variables, tokens, positions=places), whole)
 
 
-def test_indices_beyond_a_table_are_refused_or_give_nan():
-    """For token ids and every encoding with a table, never the row of a neighbour."""
-    tokens, zeros = jnp.array([[3, 4, 5, 6]]), jnp.zeros(4, int)
-    for kind, size, what in (
-        ("none", VOCAB, "token ids"),
-        ("learned", 40, "learned: positions"),
-        ("random_rope", 4, "random_rope: positions"),
-    ):
-        model = small_model(kind, num_layers=1)
-        variables = random_variables(model)
-        apply = functools.partial(model.apply, variables)
-        for wrong in (size, -1):
-            given = {"tokens": tokens, "positions": zeros}
-            name = "tokens" if kind == "none" else "positions"
-            given[name] = given[name].at[..., 2].set(wrong)
-            with pytest.raises(ValueError, match=rf"{what} must lie in 0 \.\. {size - 1}; got"):
-                apply(**given)
-            logits = jax.jit(apply)(**given)
-            assert jnp.isnan(logits[0, 2:]).all()
-            cache = init_cache(model, 1, 4)
-            with pytest.raises(ValueError, match=rf"{what} must lie in 0 \.\. {size - 1}; got"):
-                apply(**given, cache=cache)
-            assert jnp.isnan(jax.jit(apply)(**given, cache=cache)[0][0, 2:]).all()
+def test_token_ids_beyond_the_vocabulary_are_refused_or_give_nan():
+    """Never the row of a neighbour."""
+    model, tokens = small_model("none", num_layers=1), jnp.array([[3, 4, 5, 6]])
+    variables = random_variables(model)
+    for wrong in (tokens.at[0, 2].set(VOCAB), tokens.at[0, 2].set(-1)):
+        for given in ({}, {"cache": init_cache(model, 1, 4)}):
+            with pytest.raises(ValueError, match=rf"token ids must lie in 0 \.\. {VOCAB - 1}; got"):
+                model.apply(variables, wrong, **given)
+            found = jax.jit(model.apply)(variables, wrong, **given)
+            assert jnp.isnan((found[0] if given else found)[0, 2:]).all()
 
 
 @pytest.mark.slow

@@ -13,18 +13,12 @@ import pytest
 from tape_jax import ModelConfig, Transformer, init_cache, positions
 from tape_jax._src.model.attention_layer import Attention
 from tape_jax._src.model.block import Block, pack_state, remat_policy
-from tape_jax._src.model.cache import (
-    LayerCache,
-    write_cache,
-)
+from tape_jax._src.model.cache import LayerCache, write_cache
 from tape_jax._src.model.config import Lora, loops
 from tape_jax._src.model.inputs import Context
 from tape_jax._src.model.layers import MLP, Linear, Norm
 from tape_jax._src.model.parameters import declared_params
-from tape_jax._src.positions.protocol import (
-    OfLayer,
-    default_positions,
-)
+from tape_jax._src.positions.protocol import OfLayer, default_positions
 from tests.models import random_variables, small_model
 from tests.selection import mostly_slow
 

@@ -9,7 +9,7 @@ import pytest
 import tape_jax as tape
 import tape_jax.linen
 from tape_jax import testing
-from tests import arrays
+from tests import models
 
 BATCH, TIME, HEADS, KV_HEADS, DIM, WIDTH, LAYERS = 2, 5, 4, 2, 8, 6, 3
 GROUPED = {"num_heads": HEADS, "num_kv_heads": KV_HEADS}
@@ -25,7 +25,7 @@ CASES = {
 
 
 def normal(*shape, seed=0):
-    return jnp.asarray(arrays.normal(*shape, seed=seed))
+    return jnp.asarray(models.normal(*shape, seed=seed))
 
 
 def inputs(options, block=(DIM,)):

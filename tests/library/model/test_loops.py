@@ -10,8 +10,15 @@ import pytest
 from tape_jax import Experts, Transformer, positions
 from tape_jax._src.model import block
 from tape_jax.sharding import ShardingConfig
-from tests.library.model.calls import loss_and_gradients, random_tokens, run
-from tests.models import assert_near, jit_quickly, random_variables, small_model
+from tests.models import (
+    assert_near,
+    jit_quickly,
+    loss_and_gradients,
+    random_tokens,
+    random_variables,
+    run,
+    small_model,
+)
 from tests.selection import mostly_slow
 
 

@@ -7,8 +7,15 @@ import pytest
 
 from tape_jax import Experts, RopeScaling, extend, init_cache, positions
 from tape_jax._src.positions.protocol import on_axes
-from tests.library.model.calls import random_tokens, run
-from tests.models import DIGITS, VOCAB, assert_near, encoding, random_variables, small_model
+from tests.models import (
+    VOCAB,
+    assert_near,
+    encoding,
+    random_tokens,
+    random_variables,
+    run,
+    small_model,
+)
 from tests.selection import mostly_slow
 
 
@@ -38,26 +45,6 @@ def test_without_causality_every_token_is_seen():
     changed = tokens.at[0, -1].add(1)
     both = [run(model, variables, t, is_causal=False) for t in (tokens, changed)]
     assert jnp.abs(both[0] - both[1]).max(-1).min() > 1e-4
-
-
-@pytest.mark.parametrize("kind", mostly_slow(positions.registry, "tape", "abacus"))
-def test_packed_segments_equal_separate_sequences(kind):
-    model = small_model(kind)
-    generator = np.random.default_rng(0)
-    first, second = generator.integers(0, VOCAB, 4), generator.integers(0, VOCAB, 5)
-    first[-1] = second[0] = DIGITS[4]  # one number ends where the next begins
-    filler = generator.integers(0, VOCAB, 5)
-    rows = [(first, second), (first, filler), (second, filler[:4])]
-    tokens = jnp.asarray([np.concatenate(row) for row in rows])
-    segments = jnp.asarray(
-        [
-            np.repeat(ids, [len(x) for x in row])
-            for ids, row in zip([(7, 3), (1, 1), (2, 2)], rows, strict=True)
-        ]
-    )
-    logits = run(model, random_variables(model), tokens, segment_ids=segments)
-    assert_near(logits[0, :4], logits[1, :4])
-    assert_near(logits[0, 4:], logits[2, :5])
 
 
 @pytest.mark.parametrize("kind", mostly_slow(positions.registry, "tape", "learned"))

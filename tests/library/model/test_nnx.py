@@ -10,7 +10,7 @@ import tape_jax as tape
 import tape_jax.linen
 import tape_jax.nnx
 from tape_jax import testing
-from tests import arrays
+from tests import models
 from tests.selection import mostly_slow
 
 BATCH, TIME, HEADS, KV_HEADS, WIDTH = 2, 6, 4, 2, 32
@@ -20,7 +20,7 @@ ENCODINGS = ("tape", "rope", "none", "alibi", "fox", "tape+fox", "path", "select
 
 
 def normal(*shape, seed=0):
-    return jnp.asarray(arrays.normal(*shape, seed=seed))
+    return jnp.asarray(models.normal(*shape, seed=seed))
 
 
 def moved(module):

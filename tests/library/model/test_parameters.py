@@ -6,8 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from tape_jax import ModelConfig, Transformer
-from tests.library.model.calls import random_tokens, run
-from tests.models import assert_near, random_variables, small_model
+from tests.models import assert_near, random_tokens, random_variables, run, small_model
 from tests.selection import mostly_slow
 
 

@@ -14,10 +14,8 @@ import tape_jax.nnx
 from tape_jax import adapt, losses
 from tape_jax._src.positions import registry
 from tape_jax.sharding import Sharding
-from tests.arrays import normal
 from tests.library.core.test_explicit import mesh_of, put
-from tests.library.model.calls import random_tokens
-from tests.models import random_variables, small_model
+from tests.models import normal, random_tokens, random_variables, small_model
 from tests.selection import mostly_slow
 
 # Those that need options of their own, or a state for each query head.

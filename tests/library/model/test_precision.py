@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from tape_jax import init_cache, init_update, positions, rotary_state, tensor_state
-from tests.library.model.calls import random_tokens, run
-from tests.models import assert_near, random_variables, small_model
+from tests.models import FLOAT64, assert_near, random_tokens, random_variables, run, small_model
 from tests.selection import mostly_slow
 
 
@@ -56,7 +55,7 @@ def test_far_positions_stay_apart_in_bfloat16(position):
 
 
 def test_float64(x64):
-    model = small_model("tape", dtype="float64", param_dtype="float64")
+    model = small_model("tape", **FLOAT64)
     variables = random_variables(model)
     logits, states = run(model, variables, random_tokens(1, 4), return_states=True)
     chex.assert_type([logits, *states.hidden, *states.position], jnp.float64)

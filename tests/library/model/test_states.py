@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 
 from tape_jax import RopeScaling, init_cache, positions, rotary_state, tensor_state
-from tests.library.model.calls import random_tokens, run
 from tests.models import (
+    FLOAT64,
     VOCAB,
     assert_near,
     encoding,
     jit_quickly,
+    random_tokens,
     random_variables,
+    run,
     small_model,
     without,
 )
@@ -78,8 +80,9 @@ WITH_BASE = {
     ),
 )
 def test_the_base_learns(name, attention):
-    wide = {"dtype": "float64", "param_dtype": "float64"}
-    model = small_model(WITH_BASE[name], num_layers=2, attention_implementation=attention, **wide)
+    model = small_model(
+        WITH_BASE[name], num_layers=2, attention_implementation=attention, **FLOAT64
+    )
     with jax.enable_x64(True):
         variables, tokens = random_variables(model), random_tokens(2, 9)
         stretched = variables["params"]["position_log_stretch"]

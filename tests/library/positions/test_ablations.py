@@ -15,7 +15,7 @@ from tape_jax.positions import (
     SeparateCosSin,
     Tape,
 )
-from tests.arrays import normal
+from tests.models import normal
 
 CONFIG = ModelConfig(5, hidden_size=12, num_layers=3, num_heads=3, head_dim=4)
 HEADS, DIM, HIDDEN, WIDTH, TIME = 3, 4, 12, 12, 5

@@ -13,8 +13,7 @@ import tape_jax as tape
 from tape_jax import ModelConfig, positions
 from tape_jax._src.positions.creation import options_of
 from tape_jax.positions import Combined, create
-from tests.models import DIGITS, encoding, random_variables, small_model
-from tests.selection import mostly_slow
+from tests.models import DIGITS, FLOAT64, encoding, random_variables, small_model
 
 COMBINATIONS = (
     "tape+alibi", "rope+alibi", "tape+fox", "rope+fire", "fox+alibi+t5", "abacus+fire",
@@ -28,7 +27,7 @@ def combined(kinds, **options):
 
 
 def wide_model(position, **options):
-    return small_model(position, dtype="float64", param_dtype="float64", **options)
+    return small_model(position, **FLOAT64, **options)
 
 
 def batch(seed=0, time=17):
@@ -37,30 +36,6 @@ def batch(seed=0, time=17):
     ids = np.ones((3, time), np.int32)
     ids[0, :5], ids[1, 4:9], ids[2, [2, 5, 6]], ids[2, :2] = 0, 2, 3, 0
     return tokens, ids
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kinds", mostly_slow(COMBINATIONS, "tape+fox"))
-def test_decoding_in_chunks_is_the_full_pass(kinds):
-    with jax.enable_x64(True):
-        model = wide_model(combined(kinds), num_kv_heads=1)
-        variables = random_variables(model)
-        tokens, ids = batch()
-        full = model.apply(variables, tokens, segment_ids=ids)
-        logits, cache = tape.prefill(
-            model, variables, tokens[:, :9], segment_ids=ids[:, :9], capacity=20
-        )
-        found = [logits]
-        for begin, end in ((9, 12), *((i, i + 1) for i in range(12, tokens.shape[1]))):
-            part = slice(begin, end)
-            logits, cache = tape.extend(
-                model, variables, cache, tokens[:, part], segment_ids=ids[:, part]
-            )
-            found.append(logits)
-        real = (ids > 0)[..., None]
-        chex.assert_trees_all_close(
-            jnp.concatenate(found, 1) * real, full * real, atol=1e-12, rtol=0
-        )
 
 
 @pytest.mark.slow

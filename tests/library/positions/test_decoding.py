@@ -11,35 +11,36 @@ from tape_jax import RandomPositions, Transformer, init_cache
 from tape_jax.positions import Layers, RandomRope, Rope, Tape, Xpos, create
 from tests import drawn
 from tests.drawn import Batch
-from tests.models import encoding, random_variables, small_model
+from tests.library.positions.contextual.test_content_rotations import VARIANTS
+from tests.library.positions.contextual.test_pairwise import ENCODINGS
+from tests.library.positions.test_combined import COMBINATIONS, combined
+from tests.models import FLOAT64, encoding, random_variables, small_model
 from tests.selection import mostly_slow
 
+# Padding, two segments with gaps between positions, and two in turns.
+IDS = np.array([[0, 1, 1, 1, 1, 1], [1, 1, 1, 2, 2, 2], [1, 2, 1, 1, 2, 2]], np.int32)
+PLACES = np.array([[0, 0, 1, 3, 4, 7], [2, 3, 4, 0, 1, 5], [0, 0, 2, 3, 1, 4]], np.int32)
+CAPACITY = 9
 
-def assert_chunks_equal_the_full_pass(
-    model: Transformer, *, key: int | None = None, size: int = 3
-) -> None:
-    """In rows with padding, and with two segments whose positions have gaps.
+
+def assert_chunks_equal_the_full_pass(model: Transformer, *, key: int | None = None) -> None:
+    """An empty cache is given several tokens, then others behind them, then a single one.
 
     Args:
       model: in float64.
       key: seed of the random stream ``"positions"``, and of the cache's draw; None: there is none.
-      size: of the chunks, a divisor of 6.
     """
-    ids = np.array([[0, 1, 1, 1, 1, 1], [1, 1, 1, 2, 2, 2]], np.int32)
-    places = np.array([[0, 0, 1, 3, 4, 7], [2, 3, 4, 0, 1, 5]], np.int32)
-    batch = Batch(drawn.tokens(0, 2, 6), places, ids)
+    batch = Batch(drawn.tokens(0, *IDS.shape), PLACES, IDS)
     variables = random_variables(model)
-    capacity = 9
-    full = drawn.compiled_full_pass(model, variables, batch, length=capacity, key=key)
+    full = drawn.compiled_full_pass(model, variables, batch, length=CAPACITY, key=key)
     # What a model draws follows its random stream by the name of the module.
-    cache: Any = init_cache(model, 2, capacity, key=None if key is None else stream_key(model, key))
+    stream = None if key is None else stream_key(model, key)
+    cache: Any = init_cache(model, len(IDS), CAPACITY, key=stream)
     found = []
-    for first in range(0, 6, size):
-        part = batch.part(slice(None), slice(first, first + size))
-        logits, cache = drawn.compiled_chunk(model, variables, cache, part)
+    for part in (slice(0, 3), slice(3, 5), slice(5, 6)):
+        logits, cache = drawn.compiled_chunk(model, variables, cache, batch.part(slice(None), part))
         found.append(logits)
-    real = ids != 0
-    drawn.assert_near(jnp.concatenate(found, 1)[real], full[real], 1e-10)
+    drawn.assert_near(jnp.concatenate(found, 1)[IDS != 0], full[IDS != 0], 1e-10)
 
 
 def stream_key(model: Transformer, seed: int) -> jax.Array:
@@ -57,7 +58,7 @@ CASES = {
     ),
     "degree, still": (Tape(degree=3, norm="rms", still_heads=1, attention_mix="none"), None),
     "tape": (Tape(still_heads=1, head_shift=2.0, attention_mix="heads"), None),
-    "tape+alibi": (create("tape+alibi", head_shift=1.5), None),
+    "tape+alibi, shifted": (create("tape+alibi", head_shift=1.5), None),
     "tensor": (Tape(still_heads=1, head_shift=0.5, form="tensor", r=3, norm="rms"), None),
     "later layers": (Tape(still_heads=1, head_shift=3.0, layers=(1, 2)), None),
     "rope": (Rope(still_heads=1, partial_rotary_factor=0.5), None),
@@ -75,17 +76,27 @@ CASES = {
     "spaced learned": (encoding("learned"), "spaced"),
     "stretched fire": (encoding("fire", threshold=3.0), "stretched"),
 }
+CASES |= {kinds: (combined(kinds), None) for kinds in COMBINATIONS}
+CASES |= {name: (position, None) for name, position in (ENCODINGS | VARIANTS).items()}
+CASES |= {
+    kinds: (create(kinds), None)
+    for kinds in (
+        *(f"rope_pp+{kind}" for kind in ("alibi", "fox", "t5", "kerple", "cope", "stickbreaking")),
+        *(f"pope+{kind}" for kind in ("fox", "cope", "dape_kerple", "grape_additive")),
+        *("path_fox", "path+alibi", "fox+selective_rope", "fox+mapformer_em"),
+    )
+}
 QUICK = ("degree", "tape", "rope", "some heads", "schedule", "stretched")
+QUICK += ("tape+fox", "pope+cope", "rope_pp+fox")
 
 
 def model_of(name: str) -> Transformer:
     """A model of four query heads on two states."""
     position, draw = CASES[name]
-    types = {"dtype": "float64", "param_dtype": "float64"}
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
     drawn_from = None if draw is None else RandomPositions(draw, 40)
     layers = 5 if isinstance(position, Layers) else 3
-    return small_model(position, num_layers=layers, random_positions=drawn_from, **types, **sizes)
+    return small_model(position, num_layers=layers, random_positions=drawn_from, **FLOAT64, **sizes)
 
 
 @pytest.mark.parametrize("name", mostly_slow(CASES, *QUICK))

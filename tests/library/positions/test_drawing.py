@@ -14,11 +14,11 @@ from tape_jax._src.positions.drawing import drawn_positions
 from tape_jax._src.positions.protocol import on_axes
 from tape_jax.positions import RandomRope, Rope
 from tests.library.positions.test_decoding import stream_key
-from tests.models import encoding, random_variables, small_model
+from tests.models import FLOAT64, encoding, random_tokens, random_variables, small_model
 from tests.selection import mostly_slow
 
 KINDS = ("spaced", "stretched", "shifted")
-TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 13, (2, 6)))
+TOKENS = random_tokens(2, 6)
 KEY = jax.random.key(5)
 
 
@@ -26,8 +26,7 @@ def model_of(kind, position="tape", size=40, **options):
     draw = None if kind is None else RandomPositions(kind, size)
     if isinstance(position, str) and "+" not in position:
         position = encoding(position, **({"threshold": 3.0} if position == "fire" else {}))
-    types = {"dtype": "float64", "param_dtype": "float64"}
-    return small_model(position, random_positions=draw, num_layers=2, **types, **options)
+    return small_model(position, random_positions=draw, num_layers=2, **FLOAT64, **options)
 
 
 @functools.partial(jax.jit, static_argnums=0)

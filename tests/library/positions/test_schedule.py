@@ -14,8 +14,7 @@ from tape_jax._src.model.block import Block, unpacked
 from tape_jax._src.model.inputs import Context
 from tape_jax._src.model.layout import replaced, restack
 from tape_jax.positions import Layers, Rope, Tape, Window, create, options_of
-from tests.library.model.calls import loss_and_gradients, random_tokens, run
-from tests.models import random_variables, small_model
+from tests.models import loss_and_gradients, random_tokens, random_variables, run, small_model
 from tests.selection import mostly_slow
 
 LOCAL = create("tape+window", size=2, base=50.0)

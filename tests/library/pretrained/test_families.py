@@ -1,4 +1,4 @@
-"""Families beside Llama: their logits as transformers has them in float64, there and back."""
+"""Every family: logits as transformers has them in float64, there and back."""
 
 import dataclasses
 import json
@@ -13,8 +13,8 @@ import tape_jax as tape
 from tape_jax._src.model.layout import restack
 from tape_jax._src.pretrained.families import FAMILIES
 from tape_jax._src.pretrained.llama import model_config
-from tests.library.pretrained.folders import BESIDE, HF, checkpoint_files
-from tests.models import random_variables, small_model
+from tests.library.pretrained.folders import BESIDE, HF, NAMES, checkpoint_files
+from tests.models import assert_near, random_variables, small_model
 
 SHIPPED = [
     *("gemma2_tiny", "granite_tiny", "mistral_tiny", "olmo2_tiny", "phi3_tiny", "qwen2_tiny"),
@@ -51,16 +51,24 @@ def beside(name):
     return pytest.param(BESIDE / name, id=name, marks=here)
 
 
-FOLDERS = [*(pytest.param(HF / name, id=name) for name in SHIPPED), *map(beside, NOT_SHIPPED)]
+FOLDERS = [
+    *(pytest.param(HF / name, id=name) for name in (*NAMES, *SHIPPED)),
+    *map(beside, NOT_SHIPPED),
+]
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
 class TestFamilies:
     def test_logits_and_greedy_tokens(self, folder):
         model, variables = tape.from_pretrained(folder)
-        expected = np.load(folder / "expected.npz")
-        logits = model.apply(variables, jnp.asarray(expected["input_ids"]))
-        np.testing.assert_allclose(logits, expected["logits_f64"], atol=3e-5)
+        expected, double = np.load(folder / "expected.npz"), folder / "double.npz"
+        tokens = jnp.asarray(expected["input_ids"])
+        logits, states = model.apply(variables, tokens, return_states=True)
+        wanted = np.load(double)["logits"] if double.exists() else expected["logits_f64"]
+        np.testing.assert_allclose(logits, wanted, atol=3e-5)
+        for i, hidden in enumerate([*states.hidden[:-1], states.final_norm]):
+            if f"hidden_{i}" in expected:
+                assert_near(hidden, expected[f"hidden_{i}"], 3e-5)
         prompt, greedy = expected["prompt"], expected["greedy"]
         tokens = tape.generate(model, variables, jnp.asarray(prompt), greedy.shape[1])
         np.testing.assert_array_equal(tokens[:, -greedy.shape[1] :], greedy)

@@ -1,8 +1,7 @@
-"""Llama folders against numbers of transformers, and back again byte for byte."""
+"""Llama folders against numbers of transformers in float64, and odd ones back byte for byte."""
 
 import sys
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -26,22 +25,6 @@ from tests.selection import mostly_slow
 
 
 class TestAgainstTransformers:
-    @pytest.mark.parametrize("name", mostly_slow(NAMES, "tied_sharded_headdim"))
-    def test_float32(self, name):
-        expected = np.load(HF / name / "expected.npz")
-        model, variables = tape.from_pretrained(HF / name)
-        tokens = jnp.asarray(expected["input_ids"])
-        logits, states = model.apply(variables, tokens, return_states=True)
-        want = np.load(HF / name / "double.npz")["logits"]
-        np.testing.assert_allclose(logits, want, atol=3e-5)
-        for i, hidden in enumerate([*states.hidden[:-1], states.final_norm]):
-            if f"hidden_{i}" in expected:
-                np.testing.assert_allclose(hidden, expected[f"hidden_{i}"], atol=3e-5)
-        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits)[:, :-1], tokens[:, 1:, None], -1)
-        np.testing.assert_allclose(-chosen.mean(), expected["loss"], atol=3e-5)
-        out = tape.generate(model, variables, jnp.asarray(expected["prompt"]), max_new_tokens=16)
-        np.testing.assert_array_equal(out[:, 9:], expected["greedy"])
-
     @pytest.mark.slow
     @pytest.mark.usefixtures("x64")
     @pytest.mark.parametrize("name", mostly_slow(NAMES, "llama3_gqa"))
@@ -67,12 +50,6 @@ class TestAgainstTransformers:
 
 
 class TestRoundTrip:
-    @pytest.mark.parametrize("name", NAMES)
-    def test_golden_folders(self, name, tmp_path):
-        model, variables = tape.from_pretrained(HF / name)
-        tape.save_pretrained(tmp_path / "new", model, variables, like=HF / name)
-        assert checkpoint_files(tmp_path / "new") == checkpoint_files(HF / name)
-
     @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
     def test_every_value_of_narrow_types(self, copy, tmp_path, dtype):
         """Subnormal numbers, infinities and NaNs among them; also by way of float32."""

@@ -2,8 +2,6 @@
 
 import itertools
 import json
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +11,7 @@ import pytest
 from research.tasks.groups import GROUPS, multiplication_table
 from research.tasks.words import HASHED, WordEvaluation, Words
 from tests.models import random_variables, small_model
+from tests.train.small import Model
 from train.compare.tasks import compare
 from train.evaluation.exact_match import answer
 from train.tasks import get_task
@@ -199,14 +198,6 @@ def knowing(task, places):
     return apply
 
 
-class Model(NamedTuple):
-    """What evaluation needs of a trained model."""
-
-    apply: Callable
-    max_length: int | None = None
-    variables: Any = None
-
-
 class TestEvaluation:
     def test_counts(self):
         task, options = Words("A5", 3), WordEvaluation(samples=7, batch_size=4)
@@ -255,10 +246,10 @@ class TestEvaluation:
         task = Words("A5", 3)
         result = task.evaluate(Model(knowing(task, 9), max_length=6), WordEvaluation(samples=3))
         assert result.words.counts.tolist() == [[3] * 5 + [0] * 7]
-        result = task.evaluate(Model(knowing(task, 9), 3), WordEvaluation(samples=3))
+        result = task.evaluate(Model(knowing(task, 9), max_length=3), WordEvaluation(samples=3))
         assert result.words.counts.tolist() == [[3] * 2 + [0] * 10]
         with pytest.raises(ValueError, match=r"of 6 elements have up to 7 tokens, .* accepts 6"):
-            task.evaluate(Model(knowing(task, 9), 6), WordEvaluation(longest=6))
+            task.evaluate(Model(knowing(task, 9), max_length=6), WordEvaluation(longest=6))
         assert task.prepare(WordEvaluation(longest=6), 7) == "asked for 1 to 6 elements in the end"
 
     def test_a_model_is_asked(self):

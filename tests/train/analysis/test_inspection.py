@@ -9,23 +9,13 @@ import pytest
 from tape_jax import positions
 from tape_jax._src.model.layout import restack
 from tests.models import encoding, random_variables, small_model, without
-from tests.train import small_runs
+from tests.train import small
 from train.analysis import inspection
 from train.compare.plots import MARK
 from train.evaluation import inside as insides
 from train.evaluation.inside import Inside, before_training, has_learned
 from train.main import main
 
-CONFIG = """
-from ml_collections import ConfigDict
-
-def get_config():
-    return ConfigDict({
-        "task": {"name": "addition", "max_digits": 2},
-        "model": {"hidden_size": 8, "num_heads": 2, "num_layers": 3},
-        "train": {"steps": 2, "batch_size": 4, "learning_rate": 1e-3},
-    })
-"""
 TOKENS = np.arange(12).reshape(2, 6) % 7
 LABELS = [["a", "b", "c", "d", "e", "f"], ["g", "a", "b", "c", "d", "e"]]
 
@@ -129,7 +119,11 @@ def test_every_encoding(kind):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    return small_runs.train(tmp_path_factory.mktemp("inside"), CONFIG)
+    return small.train(
+        tmp_path_factory.mktemp("inside"),
+        {"name": "addition", "max_digits": 2},
+        model={"num_layers": 3},
+    )
 
 
 @pytest.mark.slow

@@ -4,28 +4,20 @@ import json
 
 import pytest
 
-from tests.train import small_runs
+from tests.train import small
 from train.evaluation.programs import KeptResults, Programs
 from train.main import USER_ERROR, main
 from train.suites.results import SuiteResult
 
-CONFIG = """
-from ml_collections import ConfigDict
-
-def get_config():
-    return ConfigDict({
-        "task": {"name": "passkey", "sequence_length": 64},
-        "model": {"hidden_size": 8, "num_heads": 2, "num_layers": 1, "max_length": 512,
-                  "position": {"kind": "rope"}},
-        "train": {"steps": 2, "batch_size": 2, "learning_rate": 1e-2},
-    })
-"""
+TRAIN = {"batch_size": 2, "learning_rate": 1e-2}
+ROPE = {"num_layers": 1, "position": {"kind": "rope"}}
 ASKED = ["--form=short", "--samples=2", "--batch-size=2", "--tasks", "vt", "cwe"]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    return small_runs.train(tmp_path_factory.mktemp("eval"), CONFIG)
+    folder, task = tmp_path_factory.mktemp("eval"), {"name": "passkey", "sequence_length": 64}
+    return small.train(folder, task, model=ROPE | {"max_length": 512}, train=TRAIN)
 
 
 def test_a_suite(run, capsys):
@@ -43,27 +35,15 @@ def test_a_suite(run, capsys):
     assert "nothing was left to ask" in capsys.readouterr().out
 
 
-TEXT = """
-from ml_collections import ConfigDict
-
-def get_config():
-    return ConfigDict({
-        "task": {"name": "text", "source": "SOURCE", "sequence_length": 64, "held_out": 0.2,
-                 "cache": "CACHE", "passkeys": 0.5, "passkey_form": "short"},
-        "model": {"hidden_size": 8, "num_heads": 2, "num_layers": 1, "position": {"kind": "rope"}},
-        "train": {"steps": 2, "batch_size": 2, "learning_rate": 1e-2},
-        "evaluation": {"factors": (1, 2), "tokens": 1024, "batch_tokens": 256,
-                       "passkey_lengths": (64, 128), "passkey_depths": 2, "passkey_trials": 3},
-    })
-"""
-
-
 @pytest.fixture(scope="module")
 def text_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
     (folder / "text.txt").write_text("Some words of a text that goes on and on. " * 400)
-    config = TEXT.replace("SOURCE", f"{folder}/text.txt").replace("CACHE", f"{folder}/cache")
-    return small_runs.train(folder, config)
+    task = {"name": "text", "source": f"{folder}/text.txt", "sequence_length": 64, "held_out": 0.2,
+            "cache": f"{folder}/cache", "passkeys": 0.5, "passkey_form": "short"}  # fmt: skip
+    asked = {"factors": (1, 2), "tokens": 1024, "batch_tokens": 256, "passkey_lengths": (64, 128),
+             "passkey_depths": 2, "passkey_trials": 3}  # fmt: skip
+    return small.train(folder, task, model=ROPE, train=TRAIN, evaluation=asked)
 
 
 def scores_of(run):

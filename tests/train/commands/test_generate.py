@@ -10,27 +10,18 @@ import pytest
 import tape_jax as tape
 from tests.models import random_variables, small_model
 from tests.paths import ROOT
-from tests.train import small_runs
+from tests.train import small
 from train import experiment
 from train.main import main
 from train.training import generation, runs
 
 HF = ROOT / "tests" / "golden" / "hf" / "llama3_gqa"
-CONFIG = """
-from ml_collections import ConfigDict
-
-def get_config():
-    return ConfigDict({
-        "task": {"name": "addition", "max_digits": 2},
-        "model": {"hidden_size": 8, "num_heads": 2, "num_layers": 2},
-        "train": {"steps": 3, "batch_size": 4, "learning_rate": 1e-2},
-    })
-"""
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    return small_runs.train(tmp_path_factory.mktemp("generate"), CONFIG)
+    task, train = {"name": "addition", "max_digits": 2}, {"steps": 3, "learning_rate": 1e-2}
+    return small.train(tmp_path_factory.mktemp("generate"), task, train=train)
 
 
 @pytest.mark.slow

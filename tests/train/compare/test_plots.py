@@ -6,16 +6,9 @@ import numpy as np
 import pytest
 from matplotlib.patches import Rectangle
 
-from tests.train.grids import sum_grid
+from tests.train.small import sum_grid
 from train.compare import plots
-from train.compare.plots import (
-    MARK,
-    Series,
-    heat_maps,
-    line_panels,
-    loss_curves,
-    save,
-)
+from train.compare.plots import MARK, Series, heat_maps, line_panels, loss_curves, save
 
 
 def make_grid(longest=4, trained=2, correct=0.5):

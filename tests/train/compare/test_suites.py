@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from tests.train import small
 from tests.train.compare.test_report import FixedTask, compared, make_run
 from train import experiment
 from train.compare import suites
@@ -13,27 +14,19 @@ from train.main import USER_ERROR, main
 from train.suites.evaluation import SuiteOptions
 from train.suites.results import SuiteResult
 
-SMALL = """
-from ml_collections import ConfigDict
-
-def get_config():
-    return ConfigDict({
-        "task": {"name": "text", "source": "SOURCE", "sequence_length": 64, "held_out": 0.2,
-                 "cache": "CACHE"},
-        "model": {"hidden_size": 8, "num_heads": 2, "num_layers": 1, "max_length": 300},
-        "train": {"steps": 2, "batch_size": 2, "learning_rate": 1e-2},
-        "evaluation": {"factors": (1,), "tokens": 256, "protocols": ("disjoint",)},
-    })
-"""
-
 
 @pytest.fixture
 def config(tmp_path):
     (tmp_path / "text.txt").write_text("Some words of a text that goes on and on. " * 200)
-    path = tmp_path / "small.py"
-    given = {"SOURCE": f"{tmp_path}/text.txt", "CACHE": f"{tmp_path}/cache"}
-    path.write_text(SMALL.replace("SOURCE", given["SOURCE"]).replace("CACHE", given["CACHE"]))
-    return path
+    task = {"name": "text", "source": f"{tmp_path}/text.txt", "sequence_length": 64,
+            "held_out": 0.2, "cache": f"{tmp_path}/cache"}  # fmt: skip
+    return small.config(
+        tmp_path,
+        task,
+        {"num_layers": 1, "max_length": 300},
+        {"batch_size": 2, "learning_rate": 1e-2},
+        evaluation={"factors": (1,), "tokens": 256, "protocols": ("disjoint",)},
+    )
 
 
 def result(*right):

@@ -10,6 +10,7 @@ import pytest
 from research.tasks.algorithms import Algorithm
 from research.tasks.words import WordEvaluation, Words
 from tape_jax import Transformer
+from tests.train import small
 from train import experiment
 from train.compare import sweep
 from train.compare.sweep import Setting, Sweep
@@ -17,26 +18,19 @@ from train.tasks.arithmetic import Addition, AdditionEvaluation
 from train.tasks.passkey import Passkey, PasskeyEvaluation
 from train.training import runs
 
-CONFIG = """
-from ml_collections import ConfigDict
-
-VARIANTS = {"wide": {"model.hidden_size": 16}, "rms": {"model.position.norm": "rms", "seed": 3}}
-
-def get_config():
-    return ConfigDict({
-        "task": {"name": "words", "group": "A5", "max_length": 3},
-        "model": {"hidden_size": 8, "num_heads": 1, "num_layers": 2},
-        "train": {"steps": 2, "batch_size": 4, "learning_rate": 1e-3},
-        "evaluation": {"longest": 4, "samples": 5},
-    })
-"""
-
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    path = tmp_path_factory.mktemp("configs") / "small.py"
-    path.write_text(CONFIG)
-    return path
+    return small.config(
+        tmp_path_factory.mktemp("configs"),
+        {"name": "words", "group": "A5", "max_length": 3},
+        {"num_heads": 1},
+        evaluation={"longest": 4, "samples": 5},
+        VARIANTS={
+            "wide": {"model.hidden_size": 16},
+            "rms": {"model.position.norm": "rms", "seed": 3},
+        },
+    )
 
 
 class TestParse:

@@ -1,8 +1,6 @@
 """Exact match against token-by-token generation and against counts by hand."""
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,19 +10,12 @@ import pytest
 
 from tape_jax import RopeScaling, positions
 from tests.models import VOCAB, random_variables, small_model
+from tests.train.small import Model
 from train.evaluation.exact_match import AtPlaces, Examples, answer, exact_match, greedy
 from train.tasks.arithmetic import Addition, AdditionEvaluation
 from train.tasks.digits import VOCABULARY
 
 WINDOW = 9
-
-
-class Model(NamedTuple):
-    """What evaluation needs of a trained model."""
-
-    apply: Callable
-    variables: Any
-    max_length: int | None = None
 
 
 def window_mlp(variables, tokens, length=None):

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.train.grids import sum_grid
+from tests.train.small import sum_grid
 from train.evaluation.grids import (
     Grid,
     Proportion,

@@ -10,7 +10,7 @@ import pytest
 
 from tests.models import VOCAB, encoding, random_variables, small_model
 from tests.selection import mostly_slow
-from tests.train.perplexities import result
+from tests.train.small import result
 from train.evaluation.perplexity import PROTOCOLS, measure
 
 TRAINED = 4

@@ -8,8 +8,8 @@ import pytest
 
 from tests.models import random_variables, small_model
 from train.data import tokenizers
-from train.suites import evaluation, get_suite
-from train.suites.evaluation import Answers, SuiteOptions, evaluate, tokenizer_of
+from train.suites import SuiteQuestion, evaluation, get_suite
+from train.suites.evaluation import Answers, SuiteOptions, evaluate, score, tokenizer_of
 from train.suites.results import SuiteResult
 
 BYTES = tokenizers.load("bytes")
@@ -174,3 +174,36 @@ def test_a_tokenizer_that_cannot_write_the_answers(trained, tmp_path, background
 def test_a_task_without_a_tokenizer():
     with pytest.raises(ValueError, match="sums was trained on a task without a tokenizer"):
         tokenizer_of(object(), "sums")
+
+
+@pytest.mark.parametrize(
+    ("rule", "answer", "wanted"),
+    [
+        ("all", " 12, 34 and 56.", 1),
+        ("all", "34", 1 / 3),
+        ("all", "", 0),
+        ("part", "the 56", 1),
+        ("part", "the 5", 0),
+    ],
+)
+def test_string_matches(rule, answer, wanted):
+    assert score(rule, answer, SuiteQuestion("", ("12", "34", "56"))) == wanted
+
+
+@pytest.mark.parametrize(
+    ("answer", "wanted"),
+    [
+        (" Yes.", 1),
+        ("yes, she is\nNo.", 1),
+        ("yes or no", 0),
+        ("nobody", 0),
+        ("", 0),
+        (". Yes", 0),
+    ],
+)
+def test_labels(answer, wanted):
+    assert score("label", answer, SuiteQuestion("", ("yes",), ("yes", "no"))) == wanted
+
+
+def test_capitals_do_not_count():
+    assert score("all", "abcde", SuiteQuestion("", ("ABCDE",))) == 1

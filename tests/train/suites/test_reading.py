@@ -9,9 +9,9 @@ from tests.train import tokenizer_files
 from train.data import tokenizers
 from train.suites import FORMS, get_suite
 from train.suites.background import Background
+from train.suites.evaluation import score
 from train.suites.questions import ask
 from train.suites.reading import Reading, read
-from train.suites.scoring import score
 
 BYTES = tokenizers.load("bytes")
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.models import random_variables, small_model
-from tests.train.tasks.places_models import Model
+from tests.train.small import Model
 from train.compare.tasks import compare, inside
 from train.evaluation.inside import before_training
 from train.tasks import get_task
@@ -132,7 +132,7 @@ class TestJudging:
     def test_by_what_the_rows_are(self, monkeypatch):
         monkeypatch.setattr(Address, "pointing", lambda *_: None)
         task = Address(**SMALL, gap=1)
-        model = Model(small_model("rope", vocab_size=task.vocab_size), None, knowing, 9)
+        model = Model(knowing, max_length=9, model=small_model("rope", vocab_size=task.vocab_size))
         result = task.evaluate(model, AddressEvaluation(samples=3, rows="gap"))
         assert result.rows == "gap"
         assert result.grid.rows == (1, 2)
@@ -153,12 +153,12 @@ class TestJudging:
         with pytest.raises(ValueError, match=message):
             task.prepare(AddressEvaluation())
         with pytest.raises(ValueError, match=message):
-            task.evaluate(Model(None, None, knowing, 9), AddressEvaluation())
+            task.evaluate(Model(knowing, max_length=9), AddressEvaluation())
 
     @pytest.mark.slow
     def test_a_result_is_read_back_and_drawn(self, task):
         model = small_model("tape", vocab_size=task.vocab_size)
-        trained = Model(model, random_variables(model), model.apply, None)
+        trained = Model(model.apply, random_variables(model), model=model)
         result = task.evaluate(trained, AddressEvaluation(samples=2))
         again = task.read_result(json.loads(json.dumps(result.to_json())))
         np.testing.assert_array_equal(result.grid.correct, again.grid.correct)
@@ -181,7 +181,7 @@ class TestJudging:
     def test_points_at_what_attention_says(self, task):
         model = small_model("tape", vocab_size=task.vocab_size)
         variables = random_variables(model)
-        trained = Model(model, variables, model.apply, None)
+        trained = Model(model.apply, variables, model=model)
         one = task.pointing(trained, 0, samples=1)
         tokens = task.ask([2, 6], 1, 0).symbols[0][:, :8]
         place = tokens[0].tolist().index(tokens[0, -1] - 8)

@@ -1,7 +1,5 @@
 """The addition data against Python's integers."""
 
-import itertools
-import json
 import subprocess
 import sys
 
@@ -190,55 +188,6 @@ class TestTraining:
                 counts[len(a) - 1, len(b) - 1] += 1
         expected = 4 * size / 16
         assert np.all(np.abs(counts - expected) < 5 * np.sqrt(expected))
-
-    def test_pure_function_of_seed_and_index(self):
-        task = Addition(6)
-        first = task.batch(3, 7, 32)
-        for name, value in task.batch(3, 7, 32).items():
-            np.testing.assert_array_equal(value, first[name])
-        for other in ((4, 7), (3, 8)):
-            assert np.any(task.batch(*other, 32)["inputs"] != first["inputs"])
-
-
-class TestDataset:
-    def test_restores_bit_for_bit(self):
-        dataset = Addition(5).dataset(seed=2**64 - 1, batch_size=16)
-        iterator = iter(dataset)
-        for _ in range(3):
-            next(iterator)
-        state = json.loads(json.dumps(iterator.get_state()))
-        ahead = [next(iterator) for _ in range(3)]
-        resumed = iter(dataset)
-        resumed.set_state(state)
-        for expected in ahead:
-            np.testing.assert_equal(next(resumed), expected)
-        iterator.set_state(state)
-        np.testing.assert_equal(next(iterator), ahead[0])
-
-    def test_processes_share_the_stream(self):
-        task = Addition(5)
-        whole = iter(task.dataset(seed=9, batch_size=24))
-        parts = [iter(task.dataset(9, 24, process, 3)) for process in range(3)]
-        for batch in itertools.islice(whole, 2):
-            shares = [next(part) for part in parts]
-            np.testing.assert_equal(
-                {name: np.concatenate([share[name] for share in shares]) for name in batch}, batch
-            )
-        assert len({str(part.get_state()) for part in parts}) == 1
-
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"batch_size": 0}, "batch_size must be a positive integer; got 0"),
-            ({"batch_size": 9, "process_count": 2}, "9 is not a multiple of process_count = 2"),
-            ({"batch_size": 4, "process_index": 1}, r"process_index must be in 0\.\.0; got 1"),
-            ({"batch_size": 4, "seed": -1}, "seed must be an integer from 0"),
-            ({"batch_size": 4, "seed": 0.5}, "seed must be an integer from 0"),
-        ],
-    )
-    def test_bad_arguments(self, options, message):
-        with pytest.raises(ValueError, match=message):
-            Addition(3).dataset(**{"seed": 0, **options})
 
 
 class TestGrid:

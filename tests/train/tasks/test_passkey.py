@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.train.tasks.byte_models import BYTES, trained
+from tests.train.small import BYTES, trained
 from train.compare.tasks import compare
 from train.tasks import get_task
 from train.tasks.passkey import Passkey

@@ -2,22 +2,21 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.train.small import Model
 from train import tasks
 from train.compare.tasks import compare
 from train.evaluation.grids import Wording
 from train.tasks import get_task
 from train.tasks.arithmetic import Addition, AdditionEvaluation
 from train.tasks.digits import VOCABULARY, DigitQuestions, read_operands, write
-from train.tasks.options import Options
-from train.tasks.questions import VALIDATION_SEED, Questions, scores_by_range
+from train.tasks.questions import VALIDATION_SEED, Options, Questions, scores_by_range
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,14 +86,6 @@ class LastDigit(DigitQuestions):
         return f"Asked for {grid.counts.sum()} last digits."
 
 
-class Model(NamedTuple):
-    """What evaluation needs of a trained model."""
-
-    apply: Callable
-    max_length: int | None = None
-    variables: Any = None
-
-
 def knowing(variables, tokens, length):
     """Says the last digit after ``=``, and the end after that."""
     before = jnp.pad(tokens, ((0, 0), (1, 0)))[:, :-1]
@@ -147,7 +138,9 @@ class TestANewTask:
         lines = task.samples(Model(knowing), task.Evaluation())
         assert len(lines) == 3
         assert all(line.endswith("(right)") for line in lines)
-        assert len(task.samples(Model(knowing, 6), task.Evaluation())) == 2, "four digits are long"
+        assert len(task.samples(Model(knowing, max_length=6), task.Evaluation())) == 2, (
+            "four digits are long"
+        )
         assert task.solve(" 407 = ") == "7"
         assert task.longest_answer("407") == 2
         np.testing.assert_array_equal(task.encode("407"), task.question("407"))

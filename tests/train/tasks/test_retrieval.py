@@ -10,7 +10,7 @@ import pytest
 
 from tape_jax import generate
 from tests.train import tokenizer_files
-from tests.train.tasks.byte_models import BYTES, trained
+from tests.train.small import BYTES, trained
 from train.data import tokenizers
 from train.evaluation.exact_match import AtPlaces, Examples, exact_match
 from train.tasks import retrieval

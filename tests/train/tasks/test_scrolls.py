@@ -5,7 +5,7 @@ import chex
 import numpy as np
 import pytest
 
-from tests.train import tokenizer_files
+from tests.train import small, tokenizer_files
 from tests.train.tasks.scrolls_archives import HARBOUR, qa, record, write
 from train import experiment
 from train.compare.tasks import compare
@@ -179,30 +179,15 @@ def test_compare(data):
     assert "1 examples of qasper, validation" in comparison.introduction
 
 
-CONFIG = """
-from ml_collections import ConfigDict
-
-def get_config():
-    return ConfigDict({
-        "task": {
-            "name": "scrolls", "subset": "contract_nli", "data": %r,
-            "sequence_length": 40, "answer_length": 6,
-        },
-        "model": {
-            "hidden_size": 16, "num_heads": 2, "num_layers": 1, "max_length": 40,
-            "position": {"kind": "rope"},
-        },
-        "train": {"steps": 40, "batch_size": 4, "learning_rate": 0.02, "save_every": 40},
-        "evaluation": {"batch_size": 2, "shapes": 1},
-    })
-"""
-
-
 @pytest.mark.slow
 def test_from_training_to_scores(data, tmp_path, capsys):
     """All training answers are "yes", and a model that has learned this is right twice in three."""
-    config, folder = tmp_path / "nli.py", tmp_path / "run"
-    config.write_text(CONFIG % str(data))
+    task = {"name": "scrolls", "subset": "contract_nli", "data": str(data), "sequence_length": 40,
+            "answer_length": 6}  # fmt: skip
+    model = {"hidden_size": 16, "num_layers": 1, "max_length": 40, "position": {"kind": "rope"}}
+    train = {"steps": 40, "learning_rate": 0.02, "save_every": 40}
+    config = small.config(tmp_path, task, model, train, evaluation={"batch_size": 2, "shapes": 1})
+    folder = tmp_path / "run"
     assert main(["train", f"--config={config}", f"--run={folder}", "--evaluate"]) == 0
     wanted = {"v1": "yes", "v2": "yes", "v3": "yes"}
     assert json.loads((folder / "predictions.json").read_text()) == wanted

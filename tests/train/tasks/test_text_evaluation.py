@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.models import random_variables, small_model
-from tests.train.perplexities import result
+from tests.train.small import result
 from train.data import tokenizers
 from train.evaluation.perplexity import PROTOCOLS, Measurement, measure
 from train.tasks import retrieval, text_evaluation

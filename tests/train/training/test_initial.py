@@ -3,9 +3,10 @@
 import shutil
 
 import chex
-import jax
 import pytest
 
+from tests.train import small
+from tests.train.training.tiny import final_state
 from train import experiment
 from train.training import loop, runs
 from train.training import step as training_step
@@ -23,14 +24,6 @@ def an_experiment(initial=None, *, task=None, position="rope", **model):
             "train": {"steps": 2, "batch_size": 4, "learning_rate": 0.01, "initial": initial},
         }
     )
-
-
-def state_of(folder, wanted):
-    template = jax.eval_shape(
-        lambda: training_step.init_state(wanted, training_step.make_optimizer(wanted.train))
-    )
-    with runs.checkpoints(folder) as checkpoints:
-        return checkpoints.restore(template)
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +52,9 @@ def test_starts_from_the_last_parameters_with_a_new_optimiser(first, tmp_path, m
         patch.setattr(loop, "make_step", lambda *_: crash)
         with pytest.raises(Crash):
             loop.train(wanted, tmp_path / "second")
-    step, state = state_of(tmp_path / "second", wanted)
+    step, state = final_state(tmp_path / "second", wanted)
     assert step == state.step == 0
-    last = state_of(first, an_experiment())[1].params
+    last = final_state(first, an_experiment())[1].params
     chex.assert_trees_all_equal(state.params, last)
     fresh = training_step.make_optimizer(wanted.train).init(last)
     chex.assert_trees_all_equal(state.opt_state, fresh)
@@ -69,7 +62,7 @@ def test_starts_from_the_last_parameters_with_a_new_optimiser(first, tmp_path, m
     # To resume, the other run is not needed.
     shutil.rmtree(source)
     loop.train(wanted, tmp_path / "second", resume=True)
-    assert state_of(tmp_path / "second", wanted)[0] == 2
+    assert final_state(tmp_path / "second", wanted)[0] == 2
 
 
 @pytest.mark.parametrize(
@@ -120,13 +113,7 @@ def test_no_such_run(tmp_path):
 
 
 def test_on_the_command_line(tmp_path):
-    path = tmp_path / "small.py"
-    path.write_text(
-        "from ml_collections import ConfigDict\n"
-        "def get_config():\n"
-        "    return ConfigDict({'task': {'name': 'addition'}, 'model': {},\n"
-        "        'train': {'steps': 1, 'batch_size': 1, 'learning_rate': 1.0}})\n"
-    )
+    path = small.config(tmp_path, {"name": "addition"})
     assert experiment.from_file(path).train.initial is None
     for given in ("runs/c4", "runs/c4/{encoding}"):
         chosen = experiment.from_file(path, [f"--config.train.initial={given}"])

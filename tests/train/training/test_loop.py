@@ -307,15 +307,6 @@ def test_a_finished_run_is_left_as_it_is(tiny, tmp_path):
         loop.train(an_experiment(steps=2), tmp_path / "run", resume=True)
 
 
-def test_a_config_that_does_not_fit_leaves_no_folder(tmp_path):
-    values = experiment.to_json(an_experiment())
-    values["model"] |= {"position": "learned"}
-    values["model"]["position"] = {"kind": "learned", "size": 3}
-    with pytest.raises(ValueError, match="exceeds the limit of the encoding 'learned' of 3"):
-        loop.train(experiment.from_mapping(values), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.slow
 def test_the_first_moment_has_a_type_of_its_own(tiny, tmp_path):
     """It is stored so, resumed so, and leaves what is learned nearly as it was."""

@@ -15,12 +15,7 @@ from tape_jax._src.core.checks import require, set_field
 from tape_jax._src.core.segments import side_by_side, steps_since
 from tape_jax._src.core.sizes import Sizes
 from tape_jax._src.positions.fixed.rotary import turned
-from tape_jax._src.positions.protocol import (
-    Encoding,
-    Param,
-    check_indices,
-    table_rows,
-)
+from tape_jax._src.positions.protocol import Encoding, Param, check_indices, table_rows
 
 Array = jax.Array
 

@@ -528,6 +528,8 @@ class Rope(Encoding):
 
     kind: ClassVar[str] = "rope"
     acts_on: ClassVar[tuple[str, ...]] = ("state",)
+    # The only kind of scaling that is taken; None: any.
+    scaling_kind: ClassVar[str | None] = None
 
     base: float = 10_000.0
     scaling: RopeScaling = RopeScaling()
@@ -538,6 +540,10 @@ class Rope(Encoding):
 
     def __post_init__(self):
         check_start(self.kind, self.base, self.scaling, self.axes, self.partial_rotary_factor)
+        require(
+            self.scaling_kind in (None, self.scaling.kind),
+            f"{self.kind}: scaling.kind must be {self.scaling_kind!r}; got {self.scaling.kind!r}",
+        )
         still_heads = not_negative(f"{self.kind}: still_heads", self.still_heads)
         set_field(self, "still_heads", still_heads)
 
@@ -621,15 +627,9 @@ class Yarn(Rope):
     """
 
     kind: ClassVar[str] = "yarn"
+    scaling_kind: ClassVar[str | None] = "yarn"
 
     scaling: RopeScaling = RopeScaling(kind="yarn", factor=2.0)
-
-    def __post_init__(self):
-        super().__post_init__()
-        require(
-            self.scaling.kind == "yarn",
-            f"yarn: scaling.kind must be 'yarn'; got {self.scaling.kind!r}",
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -645,15 +645,9 @@ class LongRope(Rope):
     """
 
     kind: ClassVar[str] = "longrope"
+    scaling_kind: ClassVar[str | None] = "longrope"
 
     scaling: RopeScaling = RopeScaling(kind="longrope", factor=2.0)
-
-    def __post_init__(self):
-        super().__post_init__()
-        require(
-            self.scaling.kind == "longrope",
-            f"longrope: scaling.kind must be 'longrope'; got {self.scaling.kind!r}",
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -668,16 +662,10 @@ class PRope(Rope):
     """
 
     kind: ClassVar[str] = "p_rope"
+    scaling_kind: ClassVar[str | None] = "proportional"
 
     scaling: RopeScaling = RopeScaling(kind="proportional")
     partial_rotary_factor: float = 0.25
-
-    def __post_init__(self):
-        super().__post_init__()
-        require(
-            self.scaling.kind == "proportional",
-            f"p_rope: scaling.kind must be 'proportional'; got {self.scaling.kind!r}",
-        )
 
 
 @dataclasses.dataclass(frozen=True)

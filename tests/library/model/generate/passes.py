@@ -2,11 +2,10 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tape_jax import RopeScaling, Transformer, init_cache, positions
+from tape_jax import RopeScaling, Transformer, positions
 from tape_jax._src.model.generate import extend, prefill
 from tests.models import DIGITS, VOCAB, jit_quickly
 
@@ -54,33 +53,6 @@ jit_model = functools.partial(jit_quickly, static_argnums=0)
 def full_pass(model, variables, tokens):
     """Logits ``[B, T, vocab]`` of whole sequences."""
     return model.apply(variables, tokens, length=CAPACITY)
-
-
-@jit_model
-def chunked_pass(model, variables, tokens, lengths):
-    """The same from a prefill with padding of all but the last tokens, and chunks of two tokens."""
-    start = PADDED - 1
-    first, cache = prefill(model, variables, tokens[:, :start], lengths - 1, capacity=CAPACITY)
-
-    def step(cache, chunk):
-        logits, cache = extend(model, variables, cache, chunk)
-        return cache, logits
-
-    chunks = tokens[:, start:].reshape(len(tokens), -1, 2).transpose(1, 0, 2)
-    _, rest = jax.lax.scan(step, cache, chunks)
-    return jnp.concatenate([first, *rest], axis=1)
-
-
-@jit_model
-def stepwise_pass(model, variables, tokens):
-    """The same token by token, from an empty cache."""
-
-    def step(cache, token):
-        logits, cache = extend(model, variables, cache, token[:, None])
-        return cache, logits[:, 0]
-
-    cache = init_cache(model, tokens.shape[0], CAPACITY)
-    return jax.lax.scan(step, cache, tokens.T)[1].transpose(1, 0, 2)
 
 
 jit_prefill = jit_quickly(

@@ -1,4 +1,4 @@
-"""Caches that grow, are full, or are another model's."""
+"""Caches: what follows them, when they grow, are full, or are another model's."""
 
 import functools
 
@@ -12,7 +12,7 @@ from tape_jax import RopeScaling, init_cache, positions
 from tape_jax._src.model.cache import grow_cache
 from tape_jax._src.model.generate import decode, extend, prefill
 from tests.library.model.generate.passes import jit_apply, jit_extend, jit_prefill, tape
-from tests.models import VOCAB, assert_near, random_variables, small_model
+from tests.models import FLOAT64, assert_near, random_tokens, random_variables, small_model
 from tests.selection import mostly_slow
 
 
@@ -22,7 +22,7 @@ def test_a_cache_for_given_lengths(kind):
     dynamic = positions.Rope(scaling=RopeScaling("dynamic", 2.0, original_length=4))
     model = small_model(dynamic if kind == "dynamic" else kind, num_layers=2)
     variables, length = random_variables(model), jnp.array([6, 30])
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, 6)), jnp.int32)
+    tokens = random_tokens(2, 6)
     full = jit_apply(model, variables, tokens, length=length)
     first, cache = jit_prefill(model, variables, tokens[:, :3], capacity=3, length=length)
     rest, _ = jit_extend(model, variables, grow_cache(model, cache, 9), tokens[:, 3:])
@@ -144,10 +144,9 @@ def test_a_cache_of_another_model():
 
 def test_text_goes_on_behind_an_image(x64):
     """Three tokens of text, an image of 1 x 2 x 4 patches, text: as Qwen2-VL counts."""
-    types = {"dtype": "float64", "param_dtype": "float64"}
-    model = small_model(positions.MRope(sections=(1, 1, 2), base=20.0), num_layers=2, **types)
+    model = small_model(positions.MRope(sections=(1, 1, 2), base=20.0), num_layers=2, **FLOAT64)
     variables = random_variables(model)
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, 14)), jnp.int32)
+    tokens = random_tokens(2, 14)
     image = 3 + np.stack(np.unravel_index(np.arange(8), (1, 2, 4)), axis=-1)
     before, after = (np.repeat(n[:, None], 3, axis=1) for n in (np.arange(3), np.arange(7, 10)))
     places = np.concatenate([before, image, after])
@@ -170,3 +169,41 @@ def test_coordinates_of_a_grid_can_be_cached():
     first, cache = jit_prefill(model, variables, tokens[:, :4], capacity=6, positions=grid[:4])
     rest, _ = extend(model, variables, cache, tokens[:, 4:], positions=grid[4:])
     assert_near(jnp.concatenate([first, rest], axis=1), full, 1e-5)
+
+
+@pytest.mark.slow
+def test_what_follows_a_cache_goes_on_with_its_last_token():
+    """With the id of each row's last real token, and its position plus one."""
+    model = small_model("learned")
+    variables = random_variables(model)
+    tokens = random_tokens(4, 8)
+    ids = jnp.array([[1, 1, 2, 2], [5, 5, 5, 5], [0, 0, 3, 3], [3, 3, 0, 0]])
+    empty = init_cache(model, 4, 8)
+    _, cache = jit_apply(model, variables, tokens[:, :4], segment_ids=ids, cache=empty)
+    followed = [jit_extend(model, variables, cache, tokens[:, 4:])]
+    followed.append(jit_apply(model, variables, tokens[:, 4:], cache=cache))
+    rest, positions = [2, 5, 3, 3], [2, 4, 2, 2]
+    for logits, after in followed:
+        np.testing.assert_array_equal(after.segment_ids[:, 4:], np.tile(rest, (4, 1)).T)
+        np.testing.assert_array_equal(after.positions[:, 4:], np.add.outer(positions, range(4)))
+        for i, own in enumerate(ids):
+            row = jnp.concatenate([tokens[i, :4][own == rest[i]], tokens[i, 4:]])
+            assert_near(logits[i], jit_apply(model, variables, row)[-4:], 1e-5)
+
+
+@pytest.mark.slow
+def test_new_tokens_may_name_their_segment():
+    """Their positions go on behind the last token of that segment, wherever it is."""
+    model = small_model("learned", num_layers=2)
+    variables = random_variables(model)
+    tokens = random_tokens(1, 9)
+    ids = jnp.array([[1, 1, 2, 0, 2, 1, 3, 1, 0]])
+    full = jit_apply(model, variables, tokens, segment_ids=ids)
+    _, cache = jit_prefill(model, variables, tokens[:, :3], segment_ids=ids[:, :3], capacity=9)
+    rest, cache = jit_extend(model, variables, cache, tokens[:, 3:], segment_ids=ids[:, 3:])
+    np.testing.assert_array_equal(cache.positions[ids != 0], [0, 1, 0, 1, 2, 0, 3])
+    real = ids[:, 3:] != 0
+    assert_near(rest[real], full[:, 3:][real], 1e-5)
+    for segment in (1, 2, 3):
+        own = ids == segment
+        assert_near(full[own], jit_apply(model, variables, tokens[own]), 1e-5)

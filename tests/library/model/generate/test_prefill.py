@@ -4,7 +4,6 @@ import functools
 
 import chex
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from tape_jax import init_cache
@@ -21,7 +20,14 @@ from tests.library.model.generate.passes import (
     ragged_tokens,
     tape,
 )
-from tests.models import VOCAB, assert_near, encoding, random_variables, small_model
+from tests.models import (
+    FLOAT64,
+    assert_near,
+    encoding,
+    random_tokens,
+    random_variables,
+    small_model,
+)
 from tests.selection import mostly_slow
 
 
@@ -39,7 +45,7 @@ UNREVERSED = {"position": encoding("position_coupling", reverse_operands=False)}
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*CASES, "operands with the highest digit first"])
 def test_a_prefill_in_chunks_equals_one_at_once(name, x64):
-    model = small_model(dtype="float64", param_dtype="float64", **CASES.get(name, UNREVERSED))
+    model = small_model(**FLOAT64, **CASES.get(name, UNREVERSED))
     variables = random_variables(model)
     left, _ = ragged_tokens()
     lengths = jnp.asarray(LENGTHS) + NEW - 1
@@ -65,7 +71,7 @@ def test_generation_with_a_prefill_in_chunks():
 def test_a_prefill_in_chunks_takes_segments_and_positions(places):
     model = small_model(num_layers=2)
     variables = random_variables(model)
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, 7)), jnp.int32)
+    tokens = random_tokens(2, 7)
     segments = jnp.array([[1, 1, 1, 2, 2, 2, 2], [0, 3, 3, 3, 3, 5, 5]])
     given = {"segment_ids": segments, "capacity": 8}
     if places == "floats":
@@ -90,7 +96,7 @@ def test_wrong_chunks():
 def test_states_in_the_compute_type_lose_nothing(form):
     model = small_model(tape(form=form), num_layers=2, dtype="bfloat16")
     variables = random_variables(model)
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, 7)), jnp.int32)
+    tokens = random_tokens(2, 7)
 
     def logits(state_dtype):
         cache = init_cache(model, 2, 7, state_dtype=state_dtype)
@@ -107,7 +113,7 @@ def test_states_in_the_compute_type_lose_nothing(form):
 def test_states_in_bfloat16_are_near():
     model = small_model(num_layers=2)
     variables = random_variables(model)
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, 7)), jnp.int32)
+    tokens = random_tokens(2, 7)
     cache = init_cache(model, 2, 7, state_dtype="bfloat16")
     logits, cache = jit_extend(model, variables, cache, tokens)
     assert cache.layers[0].e.dtype == jnp.bfloat16

@@ -13,7 +13,7 @@ from tape_jax._src.core.algebra import rotate
 from tape_jax._src.positions.fixed.rotary import content_state
 from tape_jax._src.positions.layer import Layer
 from tape_jax._src.positions.protocol import default_positions
-from tests.models import VOCAB, random_variables, small_model, without
+from tests.models import VOCAB, random_variables, small_model
 from tests.selection import mostly_slow
 
 B, T, HEADS, KV_HEADS, D, HIDDEN = 2, 7, 4, 2, 6, 10
@@ -199,33 +199,6 @@ def test_episodic_memory_multiplies_content_and_place(kv_heads, x64):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", mostly_slow(VARIANTS, "selective full"))
-def test_cached_passes_equal_the_full_pass(name, x64):
-    """In chunks and steps, behind padding, in packed and interleaved segments, by grouped heads."""
-    model = small_model(
-        VARIANTS[name], num_heads=4, num_kv_heads=2, dtype="float64", param_dtype="float64"
-    )
-    variables, generator = random_variables(model, std=0.5), np.random.default_rng(0)
-    tokens = jnp.asarray(generator.integers(0, VOCAB, (3, 14)))
-    ids = jnp.asarray(
-        [[0] * 4 + [1] * 10, [3] * 5 + [2] * 9, [1, 2, 1, 1, 2, 2, 1, 0, 2, 1, 1, 2, 1, 2]]
-    )
-    full = model.apply(variables, tokens, segment_ids=ids)
-    first, cache = tape.prefill(
-        model, variables, tokens[:, :6], segment_ids=ids[:, :6], capacity=17
-    )
-    found = [first]
-    for start, stop in ((6, 9), (9, 11), (11, 12), (12, 13), (13, 14)):
-        part = slice(start, stop)
-        logits, cache = tape.extend(
-            model, variables, cache, tokens[:, part], segment_ids=ids[:, part]
-        )
-        found.append(logits)
-    real = np.asarray(ids) != 0
-    np.testing.assert_allclose(jnp.concatenate(found, 1)[real], full[real], atol=1e-10)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SUMMED)
 def test_sums_of_narrow_inputs_are_in_float32(name):
     """Angles hardly change if what enters is rounded, however long the path."""
@@ -293,20 +266,6 @@ def test_layers_before_the_first_that_chooses_positions_have_rope():
     for x, y in zip(found[1].hidden, expected[1].hidden[:3], strict=True):
         np.testing.assert_allclose(x, y, atol=1e-6)
     assert expected[1].position[2] is None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["selective_rope", "mapformer_em"])
-def test_beside_a_decay(kind):
-    """Cached or not, parameters by their names."""
-    model = small_model(["fox", kind])
-    variables, tokens = random_variables(model, std=0.5), jnp.arange(10)[None] % VOCAB
-    full = model.apply(variables, tokens)
-    first, cache = tape.prefill(model, variables, tokens[:, :6], capacity=10)
-    rest, _ = tape.extend(model, variables, cache, tokens[:, 6:])
-    np.testing.assert_allclose(jnp.concatenate([first, rest], 1), full, rtol=1e-5, atol=2e-5)
-    alone = small_model(kind).apply(without(variables, "position_fox_"), tokens)
-    assert jnp.abs(alone - full).max() > 1e-4
 
 
 @pytest.mark.parametrize(

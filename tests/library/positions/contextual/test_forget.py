@@ -12,7 +12,7 @@ from tests.library.positions.pairs import (
     sigmoid,
     softplus,
 )
-from tests.models import random_variables, small_model
+from tests.models import FLOAT64, random_variables, small_model
 
 
 def assert_attends(pairs, logit):
@@ -54,7 +54,7 @@ def test_cable(ids, x64):
 
 def test_a_scale_of_its_own(x64):
     """In a model logits are not divided, neither by the root of the width nor by query_scale."""
-    types = {"dtype": "float64", "param_dtype": "float64", "num_layers": 1}
+    types = {**FLOAT64, "num_layers": 1}
     cable, fox = small_model("cable", **types), small_model("fox", query_scale=1.0, **types)
     variables, tokens = random_variables(cable), np.arange(6)[None]
     layer = dict(variables["params"]["layers_0"])

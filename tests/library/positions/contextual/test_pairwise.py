@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tape_jax as tape
-from tape_jax import attention_plan, positions, testing
+from tape_jax import attention_plan, positions
 from tape_jax.positions import (
     Combined,
     Cope,
@@ -62,57 +62,6 @@ ENCODINGS = {
     "tape+grape_additive": positions.create("tape+grape_additive"),
     "fox+grape_path+stickbreaking": positions.create("fox+grape_path+stickbreaking"),
 }
-GROUPED = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "num_layers": 2}
-
-
-def packed_rows(time):
-    """Ids of a row padded on the left, a packed one, and one of interleaved segments."""
-    rng = np.random.default_rng(0)
-    padded = (np.arange(time) >= 4).astype(int)
-    packed = 1 + (np.arange(time) >= 7)
-    return np.stack([padded, packed, rng.integers(1, 3, time)])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    mostly_slow(ENCODINGS, "cope, own keys", "grape_additive", "fox+grape_path+stickbreaking"),
-)
-def test_decoding_equals_the_full_pass(name, x64):
-    """In chunks and then token by token, of padded, packed and interleaved rows."""
-    options = {"dtype": "float64", "param_dtype": "float64", **GROUPED}
-    model = small_model(ENCODINGS[name], **options)
-    variables = random_variables(model)
-    time = 16
-    tokens = np.random.default_rng(1).integers(0, VOCAB, (3, time))
-    ids = packed_rows(time)
-    full = jax.jit(model.apply)(variables, tokens, segment_ids=ids)
-    extend = jax.jit(tape.extend, static_argnums=0)
-    cache = tape.init_cache(model, 3, time + 2)
-    found, start = [], 0
-    for size in (6, 4, 1, 1, 4):
-        part = slice(start, start + size)
-        logits, cache = extend(model, variables, cache, tokens[:, part], segment_ids=ids[:, part])
-        found.append(logits)
-        start += size
-    assert start == time
-    found = np.concatenate(found, axis=1)
-    np.testing.assert_allclose(found[ids != 0], np.asarray(full)[ids != 0], atol=1e-10)
-
-
-# The others read where positions start, or take integers only.
-NOT_SHIFTED = {"grape_path", "dape_fire", "inkling", "inkling_local"}
-SHIFTED = [name for name in ENCODINGS if not NOT_SHIFTED & {*name.split("+")}]
-
-
-@pytest.mark.parametrize("name", mostly_slow(SHIFTED, "dape_kerple", "grape_additive"))
-def test_only_differences_of_positions_matter(name):
-    model = small_model(ENCODINGS[name], num_layers=2)
-    variables = random_variables(model)
-    tokens = np.arange(8)[None] % VOCAB
-    testing.assert_shift_invariant(
-        jax.jit(lambda at: model.apply(variables, tokens, positions=at)), jnp.arange(8.0)
-    )
 
 
 def test_the_path_depends_on_where_positions_start():

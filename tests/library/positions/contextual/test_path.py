@@ -14,7 +14,7 @@ from tape_jax import ModelConfig, Transformer, positions
 from tape_jax._src.attention import recorded_plans
 from tape_jax._src.positions.contextual import householder
 from tape_jax._src.positions.layer import Layer
-from tests.models import VOCAB, random_variables, small_model
+from tests.models import FLOAT64, random_tokens, random_variables, small_model
 from tests.selection import mostly_slow
 
 DIM = 4
@@ -185,8 +185,7 @@ def test_bfloat16_sums_are_float32():
 
 def model_of(position="path", **options):
     options = {"num_heads": 4, "num_kv_heads": 2, "num_layers": 2} | options
-    kind = {"dtype": "float64", "param_dtype": "float64"}
-    return small_model(positions.create(position), **kind | options)
+    return small_model(positions.create(position), **FLOAT64 | options)
 
 
 def prefill(model, variables, tokens, *, capacity, **options):
@@ -194,13 +193,9 @@ def prefill(model, variables, tokens, *, capacity, **options):
     return jax.jit(run)(variables, tokens, **options)
 
 
-def tokens_of(*shape):
-    return jnp.asarray(np.random.default_rng(1).integers(0, VOCAB, shape), jnp.int32)
-
-
 def test_without_beta_there_is_no_encoding(x64):
     model, plain = (model_of(kind, num_layers=1) for kind in ("path", "none"))
-    variables, tokens = random_variables(model), tokens_of(2, 9)
+    variables, tokens = random_variables(model), random_tokens(2, 9)
 
     def off(path, x):
         return jnp.full_like(x, -1e9) if path[-1].key == "position_beta_bias" else x
@@ -214,50 +209,10 @@ def test_without_beta_there_is_no_encoding(x64):
     assert jnp.abs(moved).max() > 1e-3
 
 
-IDS = jnp.asarray(
-    [
-        [0, 0, 0, *[1] * 13],
-        [3] * 16,
-        [5, 5, 2, 5, 2, 2, 0, 5, 5, 0, 2, 5, 5, 2, 2, 5],
-        [1] * 5 + [2] * 8 + [0] * 3,
-    ],
-    jnp.int32,
-)
-
-DECODED = [
-    (position, scan, heads)
-    for position in ("path", "path_fox", "path+alibi")
-    for scan in (True, False)
-    for heads in (1, 2, 4)
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("position", "scan", "kv_heads"),
-    mostly_slow(DECODED, ("path_fox", False, 1)),
-)
-def test_decoding_equals_the_full_pass(x64, position, scan, kv_heads):
-    model = model_of({"kind": position, "chunk": 3}, scan_layers=scan, num_kv_heads=kv_heads)
-    variables, tokens = random_variables(model), tokens_of(*IDS.shape)
-    full = jax.jit(model.apply)(variables, tokens, segment_ids=IDS)
-    step = jax.jit(functools.partial(tape.extend, model))
-    first, cache = prefill(model, variables, tokens[:, :7], segment_ids=IDS[:, :7], capacity=9)
-    found = [first]
-    cache = tape.grow_cache(model, cache, 21)
-    for start, stop in [(7, 8), (8, 12), *((i, i + 1) for i in range(12, 16))]:
-        part = slice(start, stop)
-        logits, cache = step(variables, cache, tokens[:, part], segment_ids=IDS[:, part])
-        found.append(logits)
-    chex.assert_shape(cache.layers[0].k, (2 if scan else 1, 4, kv_heads, 21, DIM))
-    found = jnp.concatenate(found, axis=1)
-    chex.assert_trees_all_close(found[IDS != 0], full[IDS != 0], atol=1e-10)
-
-
 @pytest.mark.slow
 def test_one_new_token_attends_by_any_implementation(x64):
     model = model_of(attention_implementation=("chunked", "rows"), num_layers=1)
-    variables, tokens = random_variables(model), tokens_of(2, 5)
+    variables, tokens = random_variables(model), random_tokens(2, 5)
     full = jax.jit(model.apply)(variables, tokens)
     _, cache = prefill(model, variables, tokens[:, :4], capacity=6)
     with recorded_plans() as found:
@@ -267,23 +222,12 @@ def test_one_new_token_attends_by_any_implementation(x64):
 
 
 @pytest.mark.slow
-def test_ragged_prompts_are_generated_alike(x64):
-    model = model_of("path_fox", num_layers=1)
-    variables, prompts = random_variables(model, std=0.5), [[1, 2, 3, 4, 5], [6, 7], [8]]
-    found = tape.generate(model, variables, prompts, 6)
-    padding = 5 - np.asarray([len(prompt) for prompt in prompts])
-    ids = jnp.asarray(np.arange(11) >= padding[:, None], jnp.int32)
-    logits = jax.jit(model.apply)(variables, found, segment_ids=ids)
-    np.testing.assert_array_equal(found[:, 5:], logits[:, 4:-1].argmax(-1))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_rewritten_keys_do_not_drift(dtype):
     """200 times rewritten, in float32 whatever the compute type."""
     exact = model_of(dtype="float32", param_dtype="float32", num_layers=1)
     model = Transformer(dataclasses.replace(exact.config, dtype=dtype))
-    variables, tokens = random_variables(exact), tokens_of(1, 216)
+    variables, tokens = random_variables(exact), random_tokens(1, 216)
     _, cache = prefill(model, variables, tokens[:, :16], capacity=216)
     assert cache.layers[0].k.dtype == jnp.float32
     assert cache.layers[0].v.dtype == jnp.dtype(dtype)
@@ -307,7 +251,7 @@ def test_rewritten_keys_do_not_drift(dtype):
 def test_gradients_pass_a_cache(x64):
     """Prefilling and one more token, against the full pass."""
     model = model_of({"kind": "path", "chunk": 2}, num_layers=1, scan_layers=False)
-    variables, tokens = random_variables(model), tokens_of(1, 6)
+    variables, tokens = random_variables(model), random_tokens(1, 6)
 
     def cached(variables):
         _, cache = tape.prefill(model, variables, tokens[:, :5], capacity=6)
@@ -323,7 +267,7 @@ def test_gradients_pass_a_cache(x64):
 @pytest.mark.slow
 def test_any_batch_axes(x64):
     model = model_of("path", num_layers=1)
-    variables, tokens = random_variables(model), tokens_of(2, 3, 7)
+    variables, tokens = random_variables(model), random_tokens(2, 3, 7)
     ids = jnp.asarray([1, 1, 1, 2, 2, 1, 1])
     found = model.apply(variables, tokens, segment_ids=jnp.broadcast_to(ids, tokens.shape))
     for row, logits in zip(tokens.reshape(6, 7), found.reshape(6, 7, -1), strict=True):
@@ -362,6 +306,6 @@ def test_wrong_options(options, words):
 def test_wrong_calls():
     model = model_of(dtype="float32", param_dtype="float32")
     with pytest.raises(ValueError, match="'path' needs is_causal=True"):
-        model.apply(random_variables(model), tokens_of(1, 4), is_causal=False)
+        model.apply(random_variables(model), random_tokens(1, 4), is_causal=False)
     with pytest.raises(ValueError, match=r"'rope' and 'path' do not go together"):
         positions.create("rope+path")

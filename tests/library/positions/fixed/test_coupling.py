@@ -9,6 +9,7 @@ import tape_jax as tape
 from tape_jax import ModelConfig
 from tape_jax.positions import PositionCoupling
 from tests import models
+from tests.models import FLOAT64
 from tests.selection import mostly_slow
 
 PLUS, EQUALS, SPACE, PAD = 10, 11, 12, 13
@@ -133,7 +134,7 @@ def test_what_has_no_id_is_refused_or_nan(text, options, words):
 def test_decoding_goes_on_behind_a_prompt(name, x64):
     """Answers are written token by token; a prompt may not be cut within a number."""
     encoding = coupling(**(PLAIN if name == "plain" else {}))
-    model = models.small_model(encoding, vocab_size=14, dtype="float64", param_dtype="float64")
+    model = models.small_model(encoding, vocab_size=14, **FLOAT64)
     variables = models.random_variables(model)
     tokens = jnp.asarray([encoded("653+49=0207 "), encoded("  7+12=019  ")])
     ids = jnp.asarray([[1] * 12, [0] * 2 + [4] * 10])

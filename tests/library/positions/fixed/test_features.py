@@ -7,30 +7,8 @@ import pytest
 
 import tape_jax
 import tape_jax.linen
-from tape_jax import ModelConfig, extend, positions, prefill
-from tests.models import VOCAB, assert_near, jit_quickly, random_variables, small_model
-from tests.selection import mostly_slow
-
-TYPES = {"dtype": "float64", "param_dtype": "float64"}
-BESIDE = ("alibi", "fox", "t5", "kerple", "cope", "dape_kerple", "grape_additive", "stickbreaking")
-COMBINED = [f"{kind}+{other}" for kind in ("rope_pp", "pope") for other in BESIDE]
-
-
-@pytest.mark.parametrize("position", mostly_slow(COMBINED, "rope_pp+fox", "pope+cope"))
-def test_combinations_with_a_cache_equal_the_full_pass(position, x64):
-    """With grouped heads and two segments."""
-    model = small_model(position, num_layers=2, num_heads=4, num_kv_heads=2, **TYPES)
-    variables = random_variables(model)
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, 7)), jnp.int32)
-    ids = jnp.array([[1, 1, 1, 2, 2, 2, 2], [1] * 7])
-    full = jit_quickly(lambda t: model.apply(variables, t, segment_ids=ids))(tokens)
-    first, cache = prefill(model, variables, tokens[:, :4], segment_ids=ids[:, :4], capacity=7)
-    rest = []
-    for n in range(4, 7):
-        one = slice(n, n + 1)
-        logits, cache = extend(model, variables, cache, tokens[:, one], segment_ids=ids[:, one])
-        rest.append(logits)
-    assert_near(jnp.concatenate([first, *rest], axis=1), full, 1e-10)
+from tape_jax import ModelConfig, positions
+from tests.models import FLOAT64, assert_near, random_variables, small_model
 
 
 def test_others_have_the_heads_that_attend():
@@ -49,8 +27,8 @@ def test_two_states_do_not_go_together():
 @pytest.mark.parametrize("kind", ["rope_pp", "pope"])
 def test_modules_for_other_models(kind, x64):
     """A single layer equals attention over the features of its projections."""
-    config = ModelConfig(1, 16, num_heads=4, num_kv_heads=2, position=kind, **TYPES)
-    module = tape_jax.linen.Attention(4, num_kv_heads=2, position=kind, **TYPES)
+    config = ModelConfig(1, 16, num_heads=4, num_kv_heads=2, position=kind, **FLOAT64)
+    module = tape_jax.linen.Attention(4, num_kv_heads=2, position=kind, **FLOAT64)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 16)))
     variables = module.init(jax.random.key(0), x)
     params = variables["params"]
@@ -78,8 +56,8 @@ def test_phases_of_pope():
 
 def test_a_free_phase_of_pope_has_a_period_and_a_gradient(x64):
     """Turned by a whole turn above 0, the logits stay; cut, they are those of 0."""
-    model = small_model(positions.Pope(clip=False), num_layers=1, **TYPES)
-    clipped = small_model(positions.Pope(), num_layers=1, **TYPES)
+    model = small_model(positions.Pope(clip=False), num_layers=1, **FLOAT64)
+    clipped = small_model(positions.Pope(), num_layers=1, **FLOAT64)
     variables, tokens = random_variables(model), jnp.arange(5)[None]
 
     def logits(model, phase):

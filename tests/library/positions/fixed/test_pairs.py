@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tape_jax as tape
-from tests import arrays
+from tests import models
 
 TIME, WIDTH, HEADS, DIM = 5, 6, 3, 8
 
@@ -23,8 +23,8 @@ def rotated_pairs(x, turning):
 @pytest.mark.parametrize("share", [1.0, 0.5])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_logits_are_those_of_neighbouring_pairs(share, axis):
-    x, *kernels = (arrays.normal(n, m, seed=n) for n, m in ((TIME, WIDTH), (WIDTH, HEADS * DIM)))
-    kernels = [*kernels, arrays.normal(WIDTH, HEADS * DIM, seed=3)]
+    x, *kernels = (models.normal(n, m, seed=n) for n, m in ((TIME, WIDTH), (WIDTH, HEADS * DIM)))
+    kernels = [*kernels, models.normal(WIDTH, HEADS * DIM, seed=3)]
     q, k = (rotated_pairs((x @ w).reshape(TIME, HEADS, DIM), int(DIM * share)) for w in kernels)
     e = tape.rotary_state(jnp.arange(TIME), DIM, partial_rotary_factor=share)
 

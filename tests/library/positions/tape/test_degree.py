@@ -8,7 +8,7 @@ import pytest
 
 import tape_jax as tape
 from tape_jax import positions, testing
-from tests.models import small_model, without
+from tests.models import FLOAT64, small_model, without
 
 TIME, HIDDEN, DIM = 3, 5, 8
 
@@ -80,7 +80,7 @@ def test_a_state_goes_where_another_place_is_as_far(x64):
 
 @pytest.mark.slow
 def test_it_starts_as_rope_and_learns(x64):
-    sizes = {"num_heads": 4, "num_kv_heads": 2, "dtype": "float64", "param_dtype": "float64"}
+    sizes = {"num_heads": 4, "num_kv_heads": 2, **FLOAT64}
     tape_model, rope = (
         small_model(position, scan_layers=False, num_layers=2, **sizes)
         for position in (positions.Tape(degree=3, norm="rms", attention_mix="none"), "rope")

@@ -12,7 +12,7 @@ from tape_jax import ModelConfig, RopeScaling, init_update, rotary_state, rotate
 from tape_jax import update_state as jax_update_state
 from tape_jax._src.positions.tape.encoding import update_params
 from tape_jax.positions import Tape
-from tests.arrays import normal
+from tests.models import normal
 
 # Compiled, because hundreds of small operations one by one are slow.
 update_state = jax.jit(jax_update_state, static_argnames=("norm", "activation", "num_kv_heads"))

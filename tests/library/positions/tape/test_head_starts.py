@@ -11,16 +11,15 @@ import pytest
 import tape_jax as tape
 from tape_jax import RopeScaling, positions
 from tape_jax.positions import create
-from tests.models import random_variables, small_model, without
+from tests.models import FLOAT64, random_tokens, random_variables, small_model, without
 from tests.selection import mostly_slow
 
-TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 13, (2, 6)))
+TOKENS = random_tokens(2, 6)
 SIZES = {"num_heads": 6, "num_kv_heads": 3, "head_dim": 4, "num_layers": 2}
 
 
 def wide_model(position, **options):
-    types = {"dtype": "float64", "param_dtype": "float64"}
-    return small_model(position, **{**SIZES, **types, **options})
+    return small_model(position, **{**SIZES, **FLOAT64, **options})
 
 
 SHIFTED = {

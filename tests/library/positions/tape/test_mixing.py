@@ -13,7 +13,7 @@ from tape_jax._src.positions.tape.mixing import mix_heads, precise_product, sum_
 from tape_jax._src.positions.tape.norms import polar_factor
 from tape_jax.positions import MixHeadDim, NoEquivariance
 from tape_jax.sharding import ShardingConfig
-from tests.arrays import normal
+from tests.models import normal
 
 
 def products(function, *args):

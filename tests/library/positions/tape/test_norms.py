@@ -10,7 +10,7 @@ from jax.test_util import check_grads
 
 from tape_jax import RopeScaling, rotary_state, tensor_state, update_state
 from tape_jax._src.positions.tape.norms import normalize, polar_factor
-from tests.arrays import normal
+from tests.models import normal
 
 
 def polar_by_svd(e: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ from jax.test_util import check_grads
 from tape_jax import ModelConfig, Transformer, init_update, update_state
 from tape_jax.positions import SeparateCosSin, Tape
 from tape_jax.sharding import ShardingConfig
-from tests.arrays import normal
+from tests.models import normal
 
 HIDDEN = 5
 UNROLLED = {"implementation": "unrolled"}

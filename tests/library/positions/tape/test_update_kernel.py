@@ -10,8 +10,7 @@ import pytest
 from tape_jax import init_update, update_state
 from tape_jax._src.core import devices
 from tape_jax._src.positions.tape import update
-from tests.arrays import normal
-from tests.library.attention.lowering import lowered
+from tests.library.attention.backends import lowered
 from tests.library.positions.tape.test_update import (
     CASES,
     arguments,
@@ -20,6 +19,7 @@ from tests.library.positions.tape.test_update import (
     result_and_gradients,
     wanted,
 )
+from tests.models import normal
 
 FUSED = {"implementation": "fused"}
 

@@ -1,0 +1,113 @@
+"""What a report says of the results of each task."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+
+from tests.train.small import result
+from train import tasks
+from train.compare.tasks import compare
+from train.evaluation.grids import INTERVALS
+from train.tasks import get_task
+from train.tasks.address_result import AddressResult
+from train.tasks.text import Text
+from train.tasks.text_evaluation import TextResult
+
+
+def grid_of(task, right):
+    """All cells of an evaluation, of whose 20 questions so many are right."""
+    axes = task.axes(task.Evaluation())
+    counts = np.full([1, *map(len, axes)][-2:], 20)
+    return task.grid(axes, np.full(counts.shape, right), counts)
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        (
+            get_task("algorithm", problem="copy", max_length=3),
+            "Inside the trained range, the words asked were held out of training; where * stands, "
+            "there are too few to hold any out.",
+        ),
+        (
+            get_task("addition", max_digits=2),
+            "Inside the trained range, the sums asked were held out of training; where * or \u2022 "
+            "stands, there are too few to hold any out.",
+        ),
+        (get_task("table", rows=3, columns=3), "The questions asked were held out of training."),
+    ],
+    ids=["words", "sums", "places"],
+)
+def test_what_was_held_out(task, said):
+    """A mark is spoken of where one stands."""
+    grid = grid_of(task, 10)
+    compared = compare(task, {"one": [grid]})
+    assert compared.introduction == f"{task.introduction(grid)} {said}"
+    text = "".join(compared.sections.values())
+    assert ("*" in text.replace("\\*", "")) == grid.shared.any() == ("*" in said)
+
+
+def test_addressing_of_several_seeds():
+    """The mean over the seeds, with an interval over them, not over all questions."""
+    task = get_task("address", offsets=2, symbols=8, shortest=3, longest=4)
+    results = [AddressResult("offset", grid_of(task, n), None, None) for n in (5, 10, 15)]
+    compared = compare(task, {"three": results, "one": [results[1]] * 3})
+    assert compared.sections["By length"].startswith(f"{INTERVALS}.\n\n")
+    table = compared.sections["Exact match"]
+    # Student's interval of 25, 50 and 75 % reaches 62 points to either side.
+    assert re.search(r"\| three +\| +50\.0 \[0, 100\] \|", table)
+    assert re.search(r"\| one +\| +50\.0 \[50\.0, 50\.0\] \|", table)
+
+
+class TestCompare:
+    def test_sections_and_figures(self):
+        results = {
+            "tape": [TextResult(result(x, 1.0, 1.0, 1.0)) for x in (math.log(10), math.log(20))],
+            "rope": [TextResult(result(x, 2.0, 1.0, 1.0)) for x in (math.log(30), math.log(30))],
+        }
+        compared = compare(Text(), results)
+        rows = compared.sections["Perplexity, disjoint windows"].splitlines()
+        cells = [[c.strip() for c in row.strip("|").split("|")] for row in rows]
+        assert cells[0] == ["tokens", "of trained", "tape", "rope"]
+        assert cells[2] == ["4", "1x", "15.00 ± 7.07", "30.00 ± 0.00"]
+        assert (
+            "± is the standard deviation over seeds." in compared.sections["Perplexity by length"]
+        )
+        assert [score.key for score in compared.scores][:4] == [
+            *("perplexity_1x", "perplexity_2x"),
+            *("perplexity_windowed_1x", "perplexity_windowed_2x"),
+        ]
+        assert list(compared.figures) == ["perplexity.png", "loss_by_position.png"]
+        disjoint, windowed = compared.figures["perplexity.png"].axes
+        assert disjoint.get_title() == "disjoint windows"
+        assert windowed.get_title() == "sliding attention window"
+        line = disjoint.lines[0]
+        np.testing.assert_allclose(line.get_xydata(), [[4, 15], [8, math.e]])
+        assert "trained length" in {h.get_label() for h in disjoint.lines}
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"fingerprint": "b"}, "'a' and 'b' were not judged alike: fingerprint is a and b"),
+            ({"trained": 2}, "trained is 4 and 2"),
+            ({"stride": 3}, "stride is 2 and 3"),
+        ],
+    )
+    def test_other_targets(self, changes, message):
+        other = TextResult(result(1.0, 1.0, 1.0, 1.0, **changes))
+        with pytest.raises(ValueError, match=message):
+            compare(Text(), {"a": [TextResult(result(1.0, 1.0, 1.0, 1.0))], "b": [other]})
+
+
+class Plain:
+    """A task of which nothing special is said."""
+
+
+def test_a_task_without_a_comparison(monkeypatch):
+    monkeypatch.setitem(tasks.TASKS, "plain", f"{__name__}:Plain")
+    compared = compare(Plain(), {"tape": [None]})
+    assert compared.title == "Plain"
+    assert not compared.sections
+    assert not compared.figures
