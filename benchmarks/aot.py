@@ -209,9 +209,16 @@ class Compilation:
     kernels: tuple[KernelReport, ...] = ()
 
 
-def compile_for(target: str, device: Any, program: AotProgram) -> Compilation:
-    """Compiles a program for a device that need not be here; every error is a result."""
-    mesh = Mesh(np.array([device]), ("device",))
+def compile_for(target: str, device: Any, program: AotProgram, axis: str = "device") -> Compilation:
+    """Compiles a program for a device that need not be here; every error is a result.
+
+    Args:
+      target: its name.
+      device: a stand-in for it.
+      program: what is compiled, on a mesh of this device.
+      axis: of the mesh.
+    """
+    mesh = Mesh(np.array([device]), (axis,))
     place = NamedSharding(mesh, PartitionSpec())
     start = time.perf_counter()
     with contextlib.ExitStack() as stack:

@@ -7,6 +7,7 @@ import importlib.util
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec
 
 from benchmarks.aot import CHOSEN, AotProgram, compile_for
 from tape_jax._src.attention import attention
@@ -72,6 +73,24 @@ def test_mosaic_spills_nothing_on_hopper(call, dim, kv_heads):
     # Segments make dk spill twelve bytes where each query head has keys of its own.
     most = 12 if (call, dim, kv_heads) == ("segments", 128, 12) else 0
     assert sum(sum(x.spills) for x in found.values()) <= most
+
+
+@needs_compilers
+@pytest.mark.parametrize("axis", ["batch", "heads", "group"])
+def test_mosaic_inside_shard_map(axis):
+    """Its own axes are none of the mesh's, whatever these are called."""
+    device, *_ = CHOSEN["sm_90a"].devices()
+    spec = PartitionSpec(axis)
+    x = jax.ShapeDtypeStruct((2, LENGTH, 2, 64), "bfloat16")
+
+    def call(q):
+        return attention(q, q, q, state=q, is_causal=True, implementation="mosaic")
+
+    def build():
+        split = jax.shard_map(call, in_specs=spec, out_specs=spec, check_vma=False)
+        return jax.jit(split), (x,)
+
+    assert not compile_for("sm_90a", device, AotProgram("call", build, 1.0), axis).error
 
 
 @needs_compilers

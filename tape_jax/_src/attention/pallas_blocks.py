@@ -18,7 +18,7 @@ from tape_jax._src.core.devices import compute_capability as compute_capability
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """The blocks of one kernel and how Triton is to compile it.
+    """The blocks of one kernel and how it is to be compiled.
 
     Attributes:
       queries, keys: queries and keys in a block: powers of two, at least 16.

@@ -32,8 +32,10 @@ from tape_jax._src.core.partition import Named, batch_size
 
 Array = jax.Array
 
-# As it is since jax 0.11.1: that it is so is checked where a call enters.
+# What it needs of jax 0.11.1 is checked where a call enters.
 plgpu: Any = mosaic_gpu
+# Axes of the grid and of a program. jax takes a mesh axis of the same name first, inside shard_map.
+HEADS, BLOCKS, BATCH, GROUP = (f"tape_{x}" for x in ("heads", "blocks", "batch", "group"))
 # Rows of a product of one warpgroup.
 ROWS = 64
 
@@ -88,7 +90,8 @@ def attend(
     Args:
       request: the call.
       tiles: block sizes, warps and stages of each kernel, or lists of these numbers; None: from the
-        table. A warpgroup, of four warps, owns 64 rows; there is one more that copies.
+        table. Four warps own 64 rows of the own side, and there are four or eight beside those that
+        copy; blocks of the other side are multiples of 64.
 
     Returns:
       As :func:`pallas_attention.attend`.
@@ -120,9 +123,9 @@ def launch(
     sizes = {"q": tile.queries, "k": tile.keys}
     rows, columns = sizes[of], sizes["k" if by_queries else "q"]
     require(
-        rows == ROWS * groups and columns % ROWS == 0,
-        f"tiles: {body.__name__} with {tile.warps} warps takes {ROWS * groups} "
-        f"{'queries' if by_queries else 'keys'}, and others by {ROWS}; got {tile}",
+        groups in REGISTERS and rows == ROWS * groups and columns % ROWS == 0,
+        f"tiles: {body.__name__} takes 64 {'queries' if by_queries else 'keys'} with 4 warps or "
+        f"128 with 8, and a multiple of 64 {'keys' if by_queries else 'queries'}; got {tile}",
     )
     sides = {name: _side(name) for name in inputs}
     own = [name for name, side in sides.items() if side == of and inputs[name].ndim == 4]
@@ -136,8 +139,8 @@ def launch(
         arrays = dict(zip([*padded, *types], refs, strict=False))
         own_tiles, stages, own_ready, ready, free = refs[len(arrays) :]
         program = MosaicProgram(
-            call, arrays, own_tile, lax.axis_index("blocks"), lax.axis_index("heads"),
-            lax.axis_index("batch"), length, group=lax.axis_index("group"), groups=groups,
+            call, arrays, own_tile, lax.axis_index(BLOCKS), lax.axis_index(HEADS),
+            lax.axis_index(BATCH), length, group=lax.axis_index(GROUP), groups=groups,
             own=dict(zip(own, own_tiles, strict=True)), own_ready=own_ready,
             stages=dict(zip(streamed, stages, strict=True)), ready=ready, free=free,
         )  # fmt: skip
@@ -154,9 +157,9 @@ def launch(
             plgpu.Barrier(num_arrivals=groups, num_barriers=tile.stages),
         ],
         grid=(padded[of].shape[2], padded[of].shape[1] // rows, batch_size(padded)),
-        grid_names=("heads", "blocks", "batch"),
+        grid_names=(HEADS, BLOCKS, BATCH),
         num_threads=groups + 1,
-        thread_name="group",
+        thread_name=GROUP,
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name=f"tape_attention_{body.__name__}",
         interpret=plgpu.InterpretGPUParams(detect_races=True) if call.interpret else None,
@@ -200,7 +203,7 @@ def _whole_blocks(name: str, x: Array, sizes: Mapping[str, int]) -> Array:
 
 # Registers of a thread that computes, by the number of warpgroups that do, and of one that copies:
 # 65,536 in all.
-REGISTERS, COPYING = {1: 248, 2: 240, 3: 160}, 24
+REGISTERS, COPYING = {1: 248, 2: 240}, 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,7 +315,7 @@ class MosaicProgram(Program):
 
     def bounds(self) -> tuple[Array, ...]:
         ref = self.refs["bounds"]
-        block = lax.axis_index("blocks")
+        block = lax.axis_index(BLOCKS)
         return tuple(ref[self.row(ref), block, n] for n in range(4))
 
     def read(self, name: str, block: Array, size: int, head: Array) -> Any:

@@ -82,9 +82,10 @@ def test_tiles(tiles):
 
 
 @needs_interpreter
-def test_wrong_tiles():
-    tiles = dataclasses.replace(Tiles.same(128, 128, 8), forward=Tile(128, 128, 4))
-    with pytest.raises(ValueError, match="with 4 warps takes 64 queries"):
+@pytest.mark.parametrize("tile", [(128, 128, 4), (256, 64, 16), (64, 32, 4), (64, 64, 2)])
+def test_wrong_tiles(tile):
+    tiles = dataclasses.replace(Tiles.same(128, 128, 8), forward=Tile(*tile))
+    with pytest.raises(ValueError, match="takes 64 queries with 4 warps or 128 with 8, and a mult"):
         attention(X, X, X, state=X, options={"tiles": tiles}, **INTERPRETED)
 
 
