@@ -246,7 +246,7 @@ def test_moving_all_positions_changes_nothing(kind, profile):
 CONTINUED = ("tape", "tape_place_weights", "abacus", "random_rope", "learned", "alibi")
 
 
-@each_kind(among=CONTINUED)
+@each_kind("tape", "learned", among=CONTINUED)
 def test_extending_continues_each_row(kind, profile):
     """Its last segment and positions where it has any; an empty row begins with segment 1."""
     models, history = drawn.models(kind, profile), TIME // 2

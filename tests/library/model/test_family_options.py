@@ -13,6 +13,7 @@ import tape_jax as tape
 from tape_jax import losses
 from tape_jax.sharding import ShardingConfig
 from tests.models import FLOAT64, assert_near, random_variables, small_model
+from tests.selection import mostly_slow
 
 VOCAB = 16
 WIDE = {"vocab_size": VOCAB, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6}
@@ -135,7 +136,7 @@ def test_logits(name):
     np.testing.assert_allclose(model.apply(variables, TOKENS), wanted, atol=1e-10)
 
 
-@pytest.mark.parametrize("position", ["rope", "tape", "alibi"])
+@pytest.mark.parametrize("position", mostly_slow(["rope", "tape", "alibi"], "rope"))
 @pytest.mark.parametrize("name", ["gemma", "cohere", "other"])
 def test_cached_decoding(name, position):
     model, variables = a_model(name, position)
@@ -147,7 +148,7 @@ def test_cached_decoding(name, position):
         assert_near(last[:, 0], logits[:, i])
 
 
-@pytest.mark.parametrize("name", ["gemma", "cohere", "other"])
+@pytest.mark.parametrize("name", mostly_slow(["gemma", "cohere", "other"], "cohere"))
 def test_on_a_mesh(name):
     """Values and gradients, parameters and heads split."""
     model, variables = a_model(name, "tape")
@@ -189,6 +190,7 @@ def test_activation_of_experts():
     assert_near(model.apply(variables, TOKENS), plain.apply({"params": params}, TOKENS))
 
 
+@pytest.mark.slow
 def test_bounded_logits_in_the_loss_without_logits():
     model, variables = a_model("gemma")
     cap = model.config.final_logit_softcap

@@ -46,7 +46,7 @@ def test_update_equals_the_function(options):
     assert not np.allclose(wanted, e)
 
 
-@pytest.mark.parametrize("position", mostly_slow(ENCODINGS, "tape", "alibi", "fox"))
+@pytest.mark.parametrize("position", mostly_slow(ENCODINGS, "tape"))
 def test_attention_is_that_of_the_model_and_decodes(position):
     """Against the layer of ``Transformer`` whose parameters it takes; then token by token."""
     config = tape.ModelConfig(

@@ -53,6 +53,7 @@ def test_training_step(sharded, split):
         assert jax.typeof(x).sharding.spec == jax.typeof(like).sharding.spec
 
 
+@pytest.mark.slow
 def test_generation():
     def talk(model, variables, tokens):
         logits, cache = tape.prefill(model, variables, tokens, capacity=20)
@@ -84,6 +85,7 @@ def test_every_encoding(kind):
     chex.assert_trees_all_close(got, run(*here), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_init_lies_where_the_model_says():
     mesh, (model, *_), (there, moved, tokens) = placed("tape", sharded=True)
     with jax.set_mesh(mesh):

@@ -28,7 +28,7 @@ def test_outputs_and_gradients(name):
     assert_recorded_numbers(CONTEXTUAL / f"{name}.npz")
 
 
-@pytest.mark.parametrize("name", BESIDE_FILES)
+@pytest.mark.parametrize("name", mostly_slow(BESIDE_FILES, *BESIDE_FILES[:1]))
 def test_outputs_and_gradients_of_files_beside_the_repository(name):
     path = BESIDE / f"{name}.npz"
     if not path.is_file():
@@ -103,6 +103,7 @@ def test_what_is_missing_is_named(missing, tmp_path, capsys):
     assert f"{missing!r} is recorded neither as an array nor in meta" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_wall_in_a_window_with_grouped_heads(tmp_path):
     """Numbers made here, by loops: no file of that kind ships with the tests."""
     rng, window = np.random.default_rng(0), 4

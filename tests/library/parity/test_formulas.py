@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tape_jax._src.parity import report
+from tests.selection import mostly_slow
 
 Arrays = dict[str, np.ndarray]
 # From the inputs: ``o`` and everything else that is recorded.
@@ -210,7 +211,7 @@ def test_rope_pp(kv, tmp_path):
 
 
 @pytest.mark.parametrize("kv", [1, 2])
-@pytest.mark.parametrize("turning", [8, 5])
+@pytest.mark.parametrize("turning", mostly_slow([8, 5], 8))
 def test_pope(turning, kv, tmp_path):
     """With phases at both bounds, where they have a gradient, and beyond, where they have none."""
     inputs, formula = heads(0, 6, 8, kv=kv), pope(6, turning, 50.0)

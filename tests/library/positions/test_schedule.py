@@ -102,7 +102,9 @@ def test_loops_over_patterns_change_nothing(options):
     chex.assert_trees_all_close(gradients["params"], back, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"scan_layers": False}, {"remat": "groups"}])
+@pytest.mark.parametrize(
+    "options", mostly_slow([{}, {"scan_layers": False}, {"remat": "groups"}], {})
+)
 def test_an_encoding_several_times_in_a_pattern(options):
     """Its state goes through all of its layers, and decoding is as the full pass."""
     model = small_model(Layers("tape", every={3: "none"}), num_layers=12, **options)

@@ -48,7 +48,7 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 4}
 
 def beside(name):
     here = pytest.mark.skipif(not (BESIDE / name).exists(), reason="not beside the repository")
-    return pytest.param(BESIDE / name, id=name, marks=here)
+    return pytest.param(BESIDE / name, id=name, marks=[here, pytest.mark.slow])
 
 
 FOLDERS = [

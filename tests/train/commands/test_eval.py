@@ -20,6 +20,7 @@ def run(tmp_path_factory):
     return small.train(folder, task, model=ROPE | {"max_length": 512}, train=TRAIN)
 
 
+@pytest.mark.slow
 def test_a_suite(run, capsys):
     call = ["eval", f"--run={run}", "--suite=ruler", *ASKED, "--lengths", "512", "400"]
     assert main(call) == 0

@@ -38,6 +38,7 @@ def asked(trained, path, background, **options):
     return evaluate(trained, BYTES, chosen, path, **given), calls
 
 
+@pytest.mark.slow
 def test_a_killed_evaluation_goes_on(trained, tmp_path, background, monkeypatch):
     """With half a line of answers on the disk; what is there is not asked again."""
     whole, calls = asked(trained, tmp_path / "whole.jsonl", background)

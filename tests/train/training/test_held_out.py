@@ -54,6 +54,7 @@ def test_rows_that_lack_weigh_nothing(wanted):
     assert not weights[count:].any()
 
 
+@pytest.mark.slow
 def test_training_says_how_it_goes_and_is_the_same(wanted, tmp_path, monkeypatch):
     said = []
     loop.train(wanted, tmp_path / "watched", report=said.append)

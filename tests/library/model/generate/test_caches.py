@@ -142,6 +142,7 @@ def test_a_cache_of_another_model():
         model.apply(variables, tokens, cache=cache, rngs={"positions": jax.random.key(0)})
 
 
+@pytest.mark.slow
 def test_text_goes_on_behind_an_image(x64):
     """Three tokens of text, an image of 1 x 2 x 4 patches, text: as Qwen2-VL counts."""
     model = small_model(positions.MRope(sections=(1, 1, 2), base=20.0), num_layers=2, **FLOAT64)

@@ -11,6 +11,7 @@ from tape_jax._src.positions.fixed.bias import alibi_slopes
 from tape_jax.positions import DapeAlibi, DapeFire, DapeKerple, DapeV2Alibi, DapeV2Kerple
 from tests.library.positions.pairs import HEADS, alone_and_packed, drawn
 from tests.models import random_variables, small_model
+from tests.selection import mostly_slow
 
 
 def bias(pairs, h, distance, place):
@@ -55,7 +56,7 @@ V2 = [DapeV2Alibi(width=5), DapeV2Kerple(width=4, taps=5), DapeV2Kerple(width=4,
 
 
 @alone_and_packed
-@pytest.mark.parametrize("published", [False, True], ids=["", "published"])
+@pytest.mark.parametrize("published", mostly_slow([False, True], False))
 @pytest.mark.parametrize("encoding", V2, ids=lambda x: f"{x.kind} {x.taps}")
 def test_convolutions(encoding, published, ids, x64):
     pairs = drawn(dataclasses.replace(encoding, published=published), ids=ids)

@@ -15,10 +15,11 @@ from tests.library.positions.pairs import (
     layer_of,
     sigmoid,
 )
+from tests.selection import mostly_slow
 
 
 @alone_and_packed
-@pytest.mark.parametrize("chunk", [1, 2, 4, 32])
+@pytest.mark.parametrize("chunk", mostly_slow([1, 2, 4, 32], 4))
 def test_formula(chunk, ids, x64):
     pairs = drawn(Wall(chunk=chunk), ids=ids)
     q, k, x, p = (*(pairs.arrays[name] for name in "qkx"), pairs.params)

@@ -54,6 +54,7 @@ def test_phases_of_pope():
         assert bool((phase < 0).any()) is uniform
 
 
+@pytest.mark.slow
 def test_a_free_phase_of_pope_has_a_period_and_a_gradient(x64):
     """Turned by a whole turn above 0, the logits stay; cut, they are those of 0."""
     model = small_model(positions.Pope(clip=False), num_layers=1, **FLOAT64)
