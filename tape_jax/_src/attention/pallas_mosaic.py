@@ -132,7 +132,7 @@ def launch(
     streamed = [name for name, side in sides.items() if side not in (of, None)]
     length, (heads, kv_heads) = inputs["k"].shape[1], (inputs[x].shape[2] for x in "qk")
     padded = {name: _whole_blocks(name, x, sizes) for name, x in inputs.items()}
-    types = jax.eval_shape(lambda: {n: _whole_blocks(n, _zeros(x), sizes) for n, x in out.items()})
+    types = jax.eval_shape(lambda out: {n: _whole_blocks(n, x, sizes) for n, x in out.items()}, out)
     own_tile = dataclasses.replace(tile, **{"queries" if by_queries else "keys": ROWS})
 
     def kernel(*refs: Any) -> None:
@@ -168,10 +168,6 @@ def launch(
         name: lax.slice(x, (0,) * x.ndim, out[name].shape)
         for name, x in zip(types, found, strict=True)
     }
-
-
-def _zeros(like: jax.ShapeDtypeStruct) -> Array:
-    return jnp.zeros(like.shape, like.dtype)
 
 
 def _tiles(count: int, rows: int, x: Array) -> Any:
@@ -314,9 +310,8 @@ class MosaicProgram(Program):
         return lax.fori_loop(begin, end, with_stage, carry)
 
     def bounds(self) -> tuple[Array, ...]:
-        ref = self.refs["bounds"]
-        block = lax.axis_index(BLOCKS)
-        return tuple(ref[self.row(ref), block, n] for n in range(4))
+        # All groups walk over the same blocks: those that the program's own block meets.
+        return Program.bounds(dataclasses.replace(self, block=lax.axis_index(BLOCKS)))
 
     def read(self, name: str, block: Array, size: int, head: Array) -> Any:
         if name in self.own:
