@@ -278,4 +278,4 @@ def score(rule: str, answer: str, question: SuiteQuestion) -> float:
         named = {x for x in question.labels if re.search(rf"\b{re.escape(x.lower())}\b", sentence)}
         return float(named == set(question.references))
     held = [reference.lower() in answer for reference in question.references]
-    return float(any(held)) if rule == "part" else sum(held) / len(held)
+    return {"part": float(any(held)), "all": sum(held) / len(held)}[rule]
