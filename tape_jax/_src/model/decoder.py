@@ -78,6 +78,27 @@ def _initialized(
     return init(rngs, *args, **kwargs)
 
 
+@functools.lru_cache(maxsize=64)
+def _parameters(config: ModelConfig, wide_types: bool) -> dict[str, ParameterSpec]:
+    """See :meth:`Transformer.parameters`: a trace of the whole model, made once."""
+    axes = config.position.coordinate_axes
+    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    places = None if axes == 1 else jax.ShapeDtypeStruct((1, 1, axes), jnp.int32)
+    key = jax.eval_shape(jax.random.key, 0)
+
+    def shapes(key: Array, tokens: Array, places: Array | None) -> Any:
+        return Transformer(config).init(key, tokens, positions=places)["params"]
+
+    with declared_params() as declared:
+        flat = flatten_dict(jax.eval_shape(shapes, key, tokens, places), sep="/")
+
+    def whole(x: jax.ShapeDtypeStruct, one: ParameterSpec) -> ParameterSpec:
+        stack = ["layers"] * (x.ndim - len(one.axes))
+        return one._replace(shape=x, axes=(*stack, *one.axes))
+
+    return {path: whole(x, declared[path]) for path, x in flat.items()}
+
+
 class Transformer(nn.Module):
     """A decoder-only Transformer with any position encoding.
 
@@ -136,22 +157,7 @@ class Transformer(nn.Module):
 
         A path is ``layers_0/attention/q/kernel``; stacked layers have a first axis ``layers``.
         """
-        axes = self.encoding.coordinate_axes
-        tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-        places = None if axes == 1 else jax.ShapeDtypeStruct((1, 1, axes), jnp.int32)
-        key = jax.eval_shape(jax.random.key, 0)
-
-        def shapes(key: Array, tokens: Array, places: Array | None) -> Any:
-            return Transformer(self.config).init(key, tokens, positions=places)["params"]
-
-        with declared_params() as declared:
-            flat = flatten_dict(jax.eval_shape(shapes, key, tokens, places), sep="/")
-
-        def whole(x: jax.ShapeDtypeStruct, one: ParameterSpec) -> ParameterSpec:
-            stack = ["layers"] * (x.ndim - len(one.axes))
-            return one._replace(shape=x, axes=(*stack, *one.axes))
-
-        return {path: whole(x, declared[path]) for path, x in flat.items()}
+        return dict(_parameters(self.config, jax.config.jax_enable_x64))
 
     @nn.nowrap
     def attention_plan(
