@@ -1,5 +1,6 @@
 """Test set-up: the CPU, seen as eight devices."""
 
+import collections
 import importlib.metadata
 import itertools
 import os
@@ -42,8 +43,16 @@ def x64():
         yield
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Skips tests marked ``gpu`` where there is no GPU, and says so."""
+    """Makes later cases of ``mostly_slow`` tests slow; skips GPU tests where there is no GPU."""
+    cases = collections.Counter()
+    for item in items:
+        if marker := item.get_closest_marker("mostly_slow"):
+            of = item.nodeid.partition("[")[0]
+            cases[of] += item.get_closest_marker("slow") is None
+            if cases[of] > (marker.args or (1,))[0]:
+                item.add_marker("slow")
     if any(item.get_closest_marker("gpu") for item in items) and jax.default_backend() != "gpu":
         skip = pytest.mark.skip(reason=f"needs a GPU; jax runs on {jax.default_backend()}")
         for item in items:

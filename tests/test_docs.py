@@ -111,6 +111,7 @@ def page(monkeypatch):
         registry.update(entries)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     "path",
     [
@@ -393,6 +394,7 @@ def test_pictures_can_be_drawn(tmp_path, capsys):
     assert "nats per token" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_picture_of_a_question_shows_where_its_last_token_attends():
     """A distribution over tokens for every head; the first layer finds c, the second the answer."""
     attention, words = figures.pointing(), figures.QUESTION.split()

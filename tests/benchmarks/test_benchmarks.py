@@ -167,6 +167,7 @@ def test_step(capsys, monkeypatch):
     ]
 
 
+@pytest.mark.slow
 def test_update(capsys):
     """Each implementation in both directions, and why one is left out."""
     tiny = "--batch 1 --length 8 --heads 3 --head-dim 4 --repeats 1 --mixes heads"

@@ -25,6 +25,7 @@ def arrays(batch=(3,), length=11, dim=6, vocab=17, dtype=jnp.float64):
     return hidden, kernel, jnp.asarray(rng.integers(0, vocab, (*batch, length))), weights
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(("batch", "chunk"), [((3,), 4), ((), None)])
 @pytest.mark.usefixtures("x64")
 def test_equals_the_plain_one(batch, chunk):

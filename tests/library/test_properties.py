@@ -120,6 +120,7 @@ MESHES = {
 }
 
 
+@pytest.mark.slow
 @each_kind("tape", among=[kind for kind in registry if kind not in drawn.ONE_STATE_A_HEAD])
 def test_a_mesh_changes_nothing(kind, profile):
     """Whatever it splits, and whether its axes are explicit or automatic."""
@@ -173,6 +174,7 @@ def test_a_segment_equals_itself_alone(kind, profile):
             assert_near(found[0, where], expected[0], TOLERANCE[model.dtype])
 
 
+@pytest.mark.slow
 @each_kind("rope", among=("rope", "tape", "random_rope", "fire", "abacus", "tape_place_weights"))
 def test_rows_equal_one_row_that_holds_them_all(kind, profile):
     """Also in the losses of routers, which leave padding out wherever it is."""
@@ -197,6 +199,7 @@ def test_rows_equal_one_row_that_holds_them_all(kind, profile):
             assert_near(x, y, TOLERANCE[model.dtype])
 
 
+@pytest.mark.mostly_slow
 @each_profile
 @pytest.mark.parametrize("kind", ["random_rope", "rope"])
 def test_each_row_may_have_a_length_of_its_own(kind, profile):
@@ -548,6 +551,7 @@ def test_states_between_one_for_all_and_full_rank_are_refused(profile):
 # --- Turns, gaps and far places ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @each_kind("tape", among=("tape", "alibi", "fox", "path", "learned"))
 def test_turns_follow_a_stop(kind, profile):
     """What follows a row's stop is none of its text, whenever the row has stopped."""
@@ -572,6 +576,7 @@ def test_turns_follow_a_stop(kind, profile):
                 assert_near(found[row], expected, TOLERANCE[model.dtype])
 
 
+@pytest.mark.slow
 @each_kind("tape", among=("tape", "rope", "alibi", "fox", "cope"))
 def test_a_text_with_gaps_equals_itself_alone(kind, profile):
     """Padding between its tokens, and another text in turns with it, count for no window."""
@@ -599,6 +604,7 @@ def test_a_configuration_is_read_back_from_its_fields(kind, profile):
         assert ModelConfig(**dataclasses.asdict(config)) == config
 
 
+@pytest.mark.slow
 @each_profile
 def test_moving_far_away_changes_no_logit(profile):
     """Of rotary states in float32, by any number of tokens up to 2^31."""
@@ -617,6 +623,7 @@ def test_moving_far_away_changes_no_logit(profile):
         assert_near(logits(np.arange(6) + far), logits(np.arange(6)), 5e-4)
 
 
+@pytest.mark.slow
 @each_kind("alibi", among=("alibi", "kerple", "dape_kerple", "t5", "grape_additive"))
 def test_a_segment_far_away_equals_itself_near(kind, profile):
     """Beside padding and another segment, in a full pass and one token at a time."""

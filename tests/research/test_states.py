@@ -71,6 +71,7 @@ def test_from_nothing_to_a_sentence(planned):
     assert {panel.get_yscale() for panel in states_figure(states).axes} == {"linear"}
 
 
+@pytest.mark.slow
 def test_states_that_leave_by_many_times_their_length(planned):
     states, trainings = planned
     choose_all(trainings)

@@ -47,6 +47,7 @@ def test_overview(capsys):
     assert all(name in out for name in program.COMMANDS)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", program.COMMANDS)
 def test_help_is_short_and_shows_a_command(name, capsys):
     with pytest.raises(SystemExit) as left:
@@ -77,6 +78,7 @@ def test_a_damaged_checkpoint_is_reported_and_not_used(own, capsys):
     assert f"checkpoint {own / 'checkpoints' / '00000006'} is damaged and not used" in out
 
 
+@pytest.mark.slow
 def test_eval(own, capsys):
     assert main(["eval", f"--run={own}", "--config.evaluation.longest=2"]) == 0
     out = capsys.readouterr().out
@@ -129,6 +131,7 @@ def test_eval_on_a_mesh(own):
     assert devices(fsdp=3) == (1, 1)
 
 
+@pytest.mark.slow
 def test_eval_does_not_replace_what_it_did_not_write(own, capsys):
     (own / "evaluation.json").write_text("{}")
     before = content(own)

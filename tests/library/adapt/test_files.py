@@ -95,6 +95,7 @@ def test_only_what_was_trained_is_in_the_file(saved):
     assert loaded["embedding"] is VARIABLES["params"]["embedding"]
 
 
+@pytest.mark.slow
 def test_types_and_layouts_of_the_loader(tmp_path):
     """Saved from stacked bfloat16 arrays with a float32 part; loaded layer by layer, in numpy."""
     base = small_model("rope", param_dtype="bfloat16", num_layers=4)

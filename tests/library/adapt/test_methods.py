@@ -57,6 +57,7 @@ def is_shared(new, old):
 
 
 class TestTape:
+    @pytest.mark.mostly_slow
     @pytest.mark.parametrize(
         ("rope", "options", "model"),
         [
@@ -164,6 +165,7 @@ class TestLora:
         factors = {n: x for n, x in flatten_dict(adapted["params"], sep="/").items() if "lora" in n}
         assert all(bool(x.any()) == n.endswith("a") for n, x in factors.items())
 
+    @pytest.mark.slow
     def test_merged_it_is_a_plain_model(self):
         old = small_model("rope", num_kv_heads=1)
         new = dataclasses.replace(old.config, lora=Lora(2, 3.0, ("q", "k", "v", "out", "gate")))
@@ -290,6 +292,7 @@ class TestAdapt:
             assert described(made.variables) == wanted(made.model)
             assert made.base is None
 
+    @pytest.mark.slow
     def test_long_lora_is_evaluated_with_full_attention(self):
         made = adapt.adapt(self.MODEL, self.VARIABLES, "longlora", key=KEY, groups=2)
         tokens = jnp.concatenate([TOKENS[:, :8], TOKENS[:, :8]], axis=1)

@@ -43,6 +43,7 @@ def test_what_starts_at_nothing_leaves_the_logits(position, scan_layers):
     chex.assert_trees_all_close(got, want, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_parameters_that_both_have_are_kept():
     tape = small_model("tape")
     variables = random_variables(tape)

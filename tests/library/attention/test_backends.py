@@ -70,10 +70,7 @@ def test_refused_cases(backend):
 
 
 # Cases that each backend is tried on at every change, as far as it takes them.
-QUICK = {
-    "grouped_heads", "multi_query", "segments", "window_passed", "mask_heads",
-    "grouped_heads_shared_state", "tensor_cache", "decay_grouped", "softcap",
-}  # fmt: skip
+QUICK = {"grouped_heads", "segments", "window_passed", "tensor_cache", "decay_grouped"}
 PAIRS = [
     pytest.param(
         name,
@@ -94,6 +91,7 @@ def test_outputs_and_gradients(backend, case):
     assert_close(got, expected(case.name), TOLERANCE["float32"])
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(("block_q", "block_k"), [(4, 16), (19, 5)])
 @pytest.mark.parametrize("name", ["grouped_heads", "cross", "decay_cross", "mask_and_decay"])
 def test_blocks_of_any_size(name, block_q, block_k):
@@ -154,6 +152,7 @@ def test_rows_without_keys_give_zeros(backend, keywords):
         assert np.any(x[:, ~hidden] != 0)
 
 
+@pytest.mark.mostly_slow
 @each(compiled=True)
 def test_all_rows_hidden(backend, keywords):
     """Exact zeros, in a block that is visited (its ranges of ids meet) and in one that is not."""
@@ -176,6 +175,7 @@ def test_no_row_sees_a_key(backend, keywords):
     chex.assert_trees_all_equal(out, jax.tree.map(jnp.zeros_like, out))
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("shift", [-(2.0**20), np.finfo(np.float32).min])
 def test_gradients_do_not_round_with_large_logits(shift):
     """A finite bias on whole rows, as some use it for padding; all logits are exact in float32."""
@@ -193,6 +193,7 @@ def test_gradients_do_not_round_with_large_logits(shift):
     assert_close(gradients("chunked"), gradients("reference"), TOLERANCE["float32"])
 
 
+@pytest.mark.mostly_slow
 @each(compiled=True)
 def test_symmetries(backend, keywords):
     q, k, v, e = qkve(24)
@@ -229,6 +230,7 @@ HIDDEN = {
 }
 
 
+@pytest.mark.mostly_slow
 @each(
     "chunked", "pallas", slow=["pallas"], refused=[("pallas", "mask"), ("pallas", "mask_of_keys")]
 )

@@ -42,6 +42,7 @@ def forgetting(p, **keywords):
     return attention(p["q"], p["k"], p["v"], log_decay=log_decay, is_causal=True, **keywords)[0]
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("backend", OURS)
 def test_forgetting_attention(backend):
     """Outputs and gradients that the authors' code has computed."""
@@ -207,6 +208,7 @@ def test_sharded_over_batch_and_heads():
     assert_sharded_alone(functools.partial(f, **BACKENDS["pallas"]), f, ids, q, k, v, decay)
 
 
+@pytest.mark.slow
 def test_one_decay_for_sharded_batch_and_heads():
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
     q, k, v, _ = qkve(19, heads=4, kv_heads=2)

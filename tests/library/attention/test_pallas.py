@@ -25,6 +25,7 @@ UNLIKE = {
 }
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", ["window_bidirectional", "decay_grouped"])
 @pytest.mark.parametrize("split", [False, True])
 def test_tiles_of_unlike_sizes(name, split):
@@ -35,6 +36,7 @@ def test_tiles_of_unlike_sizes(name, split):
     assert_close(got, expected(case.name), 1e-5)
 
 
+@pytest.mark.slow
 def test_widths_and_table():
     """Widths that are no power of two, by the table's blocks, longer than the call."""
     case = dataclasses.replace(BY_NAME["causal"], batch=(1,), queries=17, dim=24, value_dim=40)

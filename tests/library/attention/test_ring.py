@@ -118,6 +118,7 @@ def test_equals_one_device(name):
     assert largest_error(found, expected) < 1e-10
 
 
+@pytest.mark.slow
 def test_gradients_do_not_round_with_large_logits():
     """Logits are exact in float32, and shifted by 2**20."""
     arrays = inputs(state=None)

@@ -187,6 +187,7 @@ def test_the_softmax_written_out_is_the_softmax(backend):
     )
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("backend", OPTIONS)
 def test_a_row_without_keys_gives_what_its_weights_say(backend):
     """The softmax gives zeros; weights that look at no logit are the function's own affair."""

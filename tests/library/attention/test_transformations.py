@@ -105,6 +105,7 @@ def closure_gradients():
         return jit(jax.grad(f))(jax.tree.map(jnp.asarray, floats))
 
 
+@pytest.mark.slow
 @each("pallas", "splash", slow=["splash"])
 def test_transformations(backend, keywords):
     """Gradients of a rematerialised and scanned call and under vmap are those of ``reference``."""
@@ -204,6 +205,7 @@ def bias_of(table, factor, wrap=lambda f: f):
     return wrap(lambda i, j: scaled(jnp.asarray(table)[jnp.abs(i[:, None] - j)]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["", "jit", "remat"])
 def test_no_bias_function_is_taken_for_another(wrap):
     """Whether they differ in an array, or in their derivatives alone."""
@@ -274,6 +276,7 @@ def open_sizes(shape):
     return [jax.ShapeDtypeStruct((batch, time, heads, 8), jnp.float32) for heads in (4, 2, 2)]
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("shape", ["b, 6", "2, t", "b, t"])
 def test_one_program_for_all_sizes(shape):
     exported = export.export(jax.jit(windowed))(*open_sizes(shape))

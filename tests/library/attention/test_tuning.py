@@ -409,6 +409,7 @@ def test_the_file_is_read_once(monkeypatch):
     assert plan_of(SHAPE).implementation == "chunked"
 
 
+@pytest.mark.slow
 def test_import_reads_nothing(folder):
     """Nor does a call that names its implementation, and neither measures."""
     folder.mkdir()

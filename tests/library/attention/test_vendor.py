@@ -94,6 +94,7 @@ def test_around_the_kernel(stand_in, name):
     assert_close(run(BY_NAME[name], "float32", implementation=stand_in), expected(name), 1e-5)
 
 
+@pytest.mark.slow
 @stand_ins
 def test_sharded_and_batched(stand_in):
     """Every device has its rows and heads; vmap merges with the batch."""

@@ -81,6 +81,7 @@ def test_attention(implementation, split, kind):
         assert specs == {spec}
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("split", SPLITS)
 def test_update(split):
     q, e, *_ = arrays()

@@ -434,6 +434,7 @@ def test_what_does_not_fit_a_model(config, step, problem):
         sharding.check(model_of(), batch_size=step[0], length=step[1])
 
 
+@pytest.mark.slow
 def test_wrong_calls_on_a_mesh():
     """Told from the shapes, before anything is compiled."""
     sharding = built(data=2, sequence=2)

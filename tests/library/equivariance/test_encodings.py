@@ -69,6 +69,7 @@ def test_ablations_break_the_group_and_the_shift_but_not_permutations(x64, name)
         check_shift(model, 1)
 
 
+@pytest.mark.slow
 def test_weights_by_place_break_permutations_and_nothing_else(x64):
     model = build("tape_place_weights", "float64")
     with raises(1.0, "permutation equivariance"):

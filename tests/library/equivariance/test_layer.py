@@ -183,6 +183,7 @@ def test_layer_in_float32(layer, seed):
         check_layer(layer, seed, SHAPES[0], tolerance=1e-3 if layer.norm == "unit" else 1e-5)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("layer", LAYERS[1::3], ids=str)
 @given(seed=seeds)
 @few(max_examples=1)

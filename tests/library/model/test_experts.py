@@ -61,6 +61,7 @@ def run(x, router, kernels, experts):
     return mixture(x, router_logits(x, router), kernels, experts)[0]
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -89,6 +90,7 @@ def test_with_all_experts_it_is_their_mean_by_probability():
     np.testing.assert_allclose(found, expected, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 def test_gradients():
     """Of tokens, router and experts; those of experts that nobody takes are zero."""
@@ -212,6 +214,7 @@ def test_padding_does_not_count_for_the_balance():
     assert all(abs(documents[name] - padded[name]) > 1e-6 for name in padded)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
     [

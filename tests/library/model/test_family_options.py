@@ -127,6 +127,7 @@ def a_model(name, position="rope", **options):
     return model, random_variables(model)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.usefixtures("x64")
 def test_logits(name):
@@ -136,6 +137,7 @@ def test_logits(name):
     np.testing.assert_allclose(model.apply(variables, TOKENS), wanted, atol=1e-10)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("position", mostly_slow(["rope", "tape", "alibi"], "rope"))
 @pytest.mark.parametrize("name", ["gemma", "cohere", "other"])
 def test_cached_decoding(name, position):
@@ -148,6 +150,7 @@ def test_cached_decoding(name, position):
         assert_near(last[:, 0], logits[:, i])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(["gemma", "cohere", "other"], "cohere"))
 def test_on_a_mesh(name):
     """Values and gradients, parameters and heads split."""
@@ -166,6 +169,7 @@ def test_on_a_mesh(name):
     jax.tree.map(lambda a, b: assert_near(jax.device_get(a), b, 1e-4), found[1], wanted[1])
 
 
+@pytest.mark.slow
 def test_parameters():
     found = a_model("gemma")[0].parameters()
     norms = {path for path, one in found.items() if one.role == "norms"}

@@ -59,6 +59,7 @@ def test_any_batch_axes(position):
     assert_near(mapped, whole)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("shape", [(5,), (1, 5), (2, 5)])
 def test_positions_broadcast(shape):
     model = small_model("tape")
@@ -67,6 +68,7 @@ def test_positions_broadcast(shape):
     assert_near(run(model, variables, tokens, positions=places), run(model, variables, tokens))
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("position", ["rope", positions.Tape(form="tensor", layers=(0, 0))])
 def test_positions_may_lack_batch_axes(position):
     model = small_model(position)
@@ -76,6 +78,7 @@ def test_positions_may_lack_batch_axes(position):
     assert_near(run(model, variables, tokens, positions=places), whole)
 
 
+@pytest.mark.slow
 def test_token_ids_beyond_the_vocabulary_are_refused_or_give_nan():
     """Never the row of a neighbour."""
     model, tokens = small_model("none", num_layers=1), jnp.array([[3, 4, 5, 6]])
@@ -101,6 +104,7 @@ def test_narrow_integers_do_not_overflow(kind):
         assert_near(found, expected)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     "position",
     [

@@ -36,6 +36,7 @@ def inputs(options, block=(DIM,)):
     return e, None if options.get("attention_mix") == "none" else a, normal(BATCH, TIME, WIDTH)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_parameters_are_those_of_init_update(options):
     variables = tape.UpdateState(**options).init(jax.random.key(0), *inputs(options))
@@ -108,6 +109,7 @@ def test_in_a_scan_with_remat_under_jit():
     assert all(np.abs(g).max() > 0.01 for g in jax.tree.leaves(got))
 
 
+@pytest.mark.slow
 def test_parameters_are_of_the_default_type_or_the_given_one(x64):
     made = {
         dtype: tape.UpdateState(4, param_dtype=dtype).init(

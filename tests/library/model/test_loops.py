@@ -32,6 +32,7 @@ def unstacked(model, variables):
     return {"params": params}
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -185,6 +186,7 @@ def test_remat_keeps_a_state_with_its_heads_in_one_axis(position):
     assert not [shape for shape in shapes if shape[:3] == (3, 2, 8) and len(shape) > 4]
 
 
+@pytest.mark.slow
 def test_a_single_layer_makes_its_gradients_at_once():
     """They leave one barrier, which keeps none that nobody wants."""
     tokens = random_tokens(1, 8)

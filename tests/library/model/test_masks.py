@@ -120,6 +120,7 @@ def test_nothing_but_padding():
     assert (balance(ids.at[0].set(3)) > 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", mostly_slow(["tape", "rope+alibi"], "tape"))
 def test_a_window_counts_tokens_of_the_own_text(kind):
     """Neither padding nor tokens of other segments, in a full pass and behind a cache."""

@@ -111,6 +111,7 @@ def start(index=0, time=TIME):
     return jnp.broadcast_to(e[:, None], (BATCH, time, KV_HEADS, DIM))
 
 
+@pytest.mark.slow
 def test_blocks_decode_as_they_read():
     blocks = [moved(Block(nnx.Rngs(n))) for n in range(2)]
     h, e = whole, _ = normal(BATCH, TIME, WIDTH), start()
@@ -126,6 +127,7 @@ def test_blocks_decode_as_they_read():
     np.testing.assert_allclose(jnp.concatenate(pieces, 1), h, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_scan_with_remat_is_the_loop():
     @nnx.split_rngs(splits=2)
     @nnx.vmap(in_axes=0, out_axes=0)

@@ -70,6 +70,7 @@ def test_generation():
     assert jax.typeof(got[4].layers[0].k).sharding.spec[1] == "data"
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     "kind", mostly_slow([k for k in registry if k not in LEFT_OUT], "rope", "path")
 )
@@ -95,6 +96,7 @@ def test_init_lies_where_the_model_says():
         assert jax.typeof(x).sharding.spec == jax.typeof(like).sharding.spec
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("heads", [None, "tensor"])
 def test_modules_in_models_of_others(heads):
     mesh, x = mesh_of(), jnp.asarray(normal(4, 8, 16), "float32")
@@ -111,6 +113,7 @@ def test_modules_in_models_of_others(heads):
     assert jax.typeof(got[0][1]).sharding.spec[:3] == ("data", None, heads)
 
 
+@pytest.mark.slow
 def test_adapters():
     mesh, (model, variables, tokens), (_, moved, there) = placed("rope")
     with jax.set_mesh(mesh):
@@ -119,6 +122,7 @@ def test_adapters():
     chex.assert_trees_all_close(got, model.apply(variables, tokens), atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "position", "options"),
     [
@@ -138,6 +142,7 @@ def test_rings_and_shifted_groups(sizes, position, options):
     chex.assert_trees_all_close(got, model.apply(variables, tokens), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_sampling():
     mesh, logits = mesh_of(), jnp.asarray(normal(4, 16), "float32")
     options = {"key": jax.random.key(0), "top_k": 3, "top_p": 0.9}

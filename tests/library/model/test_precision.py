@@ -41,6 +41,7 @@ def test_the_type_of_states_can_be_chosen():
         chex.assert_type(state, jnp.bfloat16)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("position", ["tape", "alibi", "rope", "xpos"])
 def test_far_positions_stay_apart_in_bfloat16(position):
     model = small_model(position, dtype="bfloat16", num_layers=2)

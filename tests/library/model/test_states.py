@@ -42,6 +42,7 @@ def with_initial_position(model, variables):
 YARN = RopeScaling("yarn", factor=2.0, original_length=16)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -162,6 +163,7 @@ def test_an_initial_state_is_read_or_refused(position):
             model.init(jax.random.key(0), jnp.zeros((2, 5), jnp.int32), initial_state=state)
 
 
+@pytest.mark.slow
 def test_a_late_start_of_repo_reads_an_initial_state():
     model = small_model(positions.Repo(width=4, first_layer=1))
     variables, tokens = random_variables(model), random_tokens(2, 6)
@@ -169,6 +171,7 @@ def test_a_late_start_of_repo_reads_an_initial_state():
     assert_near(run(model, variables, tokens, initial_state=state), run(model, variables, tokens))
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("kind", ["random_rope", "abacus"])
 def test_encodings_that_draw_follow_the_random_stream(kind):
     model = small_model(kind)

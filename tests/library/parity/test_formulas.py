@@ -162,6 +162,7 @@ def assert_parity(path):
     assert ok, "\n".join(lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("longest", [8, 32])
 @pytest.mark.parametrize("time", [8, 9])
 @pytest.mark.parametrize("share", [1.0, 0.5])
@@ -173,6 +174,7 @@ def test_longrope(share, time, longest, tmp_path):
     assert_parity(write(tmp_path, "longrope", heads(0, time, 8), formula, meta))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("section", "interleaved", "axis"),
     [
@@ -192,6 +194,7 @@ def test_mrope(section, interleaved, axis, tmp_path):
     assert_parity(write(tmp_path, name, inputs, formula, meta, pos_ids=pos_ids))
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(("dim", "length"), [(8, 64), (8, 8), (16, 4096)])
 def test_fope(dim, length, tmp_path):
     meta = {"theta": 30.0, "max_sequence_length": length}
@@ -203,6 +206,7 @@ def test_fope(dim, length, tmp_path):
     assert_parity(write(tmp_path, "fope", inputs, formula, meta))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv", [1, 2])
 def test_rope_pp(kv, tmp_path):
     inputs, formula = heads(0, 6, 8, kv=kv), rope_pp(6, 8, 50.0)
@@ -210,6 +214,7 @@ def test_rope_pp(kv, tmp_path):
     assert_parity(write(tmp_path, "rope_pp", inputs, formula, meta))
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("kv", [1, 2])
 @pytest.mark.parametrize("turning", mostly_slow([8, 5], 8))
 def test_pope(turning, kv, tmp_path):

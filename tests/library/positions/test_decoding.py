@@ -86,7 +86,7 @@ CASES |= {
         *("path_fox", "path+alibi", "fox+selective_rope", "fox+mapformer_em"),
     )
 }
-QUICK = ("tape", "rope", "schedule", "stretched", "tape+fox", "rope_pp+fox")
+QUICK = ("tape", "schedule", "tape+fox")
 
 
 def model_of(name: str) -> Transformer:

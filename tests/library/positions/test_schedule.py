@@ -55,6 +55,7 @@ def test_what_layers_have():
     assert [one.updates for one in found] == [True, False, False, True, False, False, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan_layers", [True, False])
 def test_each_layer_is_a_block_of_its_encoding(scan_layers):
     model = small_model(POSITION, scan_layers=scan_layers, **SIZES)
@@ -81,6 +82,7 @@ def test_each_layer_is_a_block_of_its_encoding(scan_layers):
             assert float(jnp.abs(following - state).max()) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     mostly_slow(
@@ -102,6 +104,7 @@ def test_loops_over_patterns_change_nothing(options):
     chex.assert_trees_all_close(gradients["params"], back, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", mostly_slow([{}, {"scan_layers": False}, {"remat": "groups"}], {})
 )
@@ -123,6 +126,7 @@ def test_an_encoding_several_times_in_a_pattern(options):
     chex.assert_trees_all_close(jnp.concatenate(found, 1), full, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_adapters_do_not_depend_on_the_layout(tmp_path):
     model = small_model("rope+window/rope", num_layers=6)
     variables = random_variables(model)
@@ -138,6 +142,7 @@ def test_adapters_do_not_depend_on_the_layout(tmp_path):
     chex.assert_trees_all_close(run(loaded, new, tokens), expected, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new", "options"),
     [
@@ -186,6 +191,7 @@ def test_one_loop_for_a_pattern():
     assert once == 1
 
 
+@pytest.mark.slow
 def test_windows_by_layer():
     """A token reaches as far back as the windows together let it."""
     model = small_model(Layers([Window(1), Window(3)]), num_layers=2)
@@ -196,6 +202,7 @@ def test_windows_by_layer():
     assert jnp.flatnonzero(moved).tolist() == [4, 5, 6, 7, 8]
 
 
+@pytest.mark.slow
 def test_retrofit_changes_the_rotary_layers_alone():
     model = small_model("rope+window/rope/none", num_layers=7, num_heads=4, num_kv_heads=2)
     variables, tokens = random_variables(model), random_tokens(2, 9)

@@ -21,6 +21,7 @@ def terms(encoding, heads, params, *, is_causal=True):
     return encoding.layer_terms(params, Layer(x, jnp.arange(TIME), None, is_causal, config.sizes))
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_first_heads_are_those_of_a_model_of_so_many(x64, kind):
     config = ModelConfig(13, HIDDEN, num_heads=3, num_kv_heads=1, head_dim=4)

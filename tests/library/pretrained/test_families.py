@@ -52,13 +52,14 @@ def beside(name):
 
 
 FOLDERS = [
-    *(pytest.param(HF / name, id=name) for name in (*NAMES, *SHIPPED)),
+    *(pytest.param(HF / name, id=name) for name in (*SHIPPED, *NAMES)),
     *map(beside, NOT_SHIPPED),
 ]
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
 class TestFamilies:
+    @pytest.mark.mostly_slow(2)
     def test_logits_and_greedy_tokens(self, folder):
         model, variables = tape.from_pretrained(folder)
         expected, double = np.load(folder / "expected.npz"), folder / "double.npz"
@@ -73,6 +74,7 @@ class TestFamilies:
         tokens = tape.generate(model, variables, jnp.asarray(prompt), greedy.shape[1])
         np.testing.assert_array_equal(tokens[:, -greedy.shape[1] :], greedy)
 
+    @pytest.mark.mostly_slow
     def test_saved_folder_is_the_same(self, folder, tmp_path):
         model, variables = tape.from_pretrained(folder)
         tape.save_pretrained(tmp_path / "like", model, variables, like=folder)
@@ -82,6 +84,7 @@ class TestFamilies:
         assert again.config == dataclasses.replace(model.config, head_dim=model.config.dim)
         jax.tree.map(np.testing.assert_array_equal, same, variables)
 
+    @pytest.mark.mostly_slow
     def test_tape_is_added_without_a_difference(self, folder):
         model, variables = tape.from_pretrained(folder)
         tokens = jnp.asarray(np.load(folder / "expected.npz")["input_ids"])
@@ -181,6 +184,7 @@ class TestFields:
             model_config(config_of("mistral_tiny", sliding_window=None)).local_window_size is None
         )
 
+    @pytest.mark.mostly_slow
     @pytest.mark.parametrize(
         ("options", "family"),
         [

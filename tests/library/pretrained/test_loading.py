@@ -133,6 +133,7 @@ class TestSharding:
     def mesh(self):
         return Mesh(np.asarray(jax.devices()).reshape(2, 4), ("layers", "width"))
 
+    @pytest.mark.slow
     def test_by_a_function(self):
         """Every axis sharded somewhere; two layers, of which each device has one."""
         mesh = self.mesh()

@@ -132,6 +132,7 @@ def test_misuse():
         AlgorithmEvaluation(samples_per_length=0)
 
 
+@pytest.mark.slow
 def test_evaluation():
     """A model that knows the answer to some words; what is too long for it is not asked."""
     task = Algorithm("parity", 3)

@@ -252,6 +252,7 @@ class TestEvaluation:
             task.evaluate(Model(knowing(task, 9), max_length=6), WordEvaluation(longest=6))
         assert task.prepare(WordEvaluation(longest=6), 7) == "asked for 1 to 6 elements in the end"
 
+    @pytest.mark.slow
     def test_a_model_is_asked(self):
         task = Words("A5", 3)
         model = small_model("rope", vocab_size=61)

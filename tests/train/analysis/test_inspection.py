@@ -138,6 +138,7 @@ def test_command(run, tmp_path, capsys):
     assert main(["inspect", f"--run={run}", "--prompt=12+30", f"--out={tmp_path / 'b'}"]) == 0
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

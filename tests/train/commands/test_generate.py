@@ -36,6 +36,7 @@ def test_one_prompt_is_continued_greedily(run, capsys):
     assert "[step 3 of 3; cache: keys, values and position states of 47 tokens in float32" in note
 
 
+@pytest.mark.slow
 def test_a_run_that_is_not_trained_to_its_end_says_so(run, tmp_path, capsys):
     folder = shutil.copytree(run, tmp_path / "run")
     record = json.loads((folder / "experiment.json").read_text())
@@ -84,6 +85,7 @@ def test_several_prompts_and_a_stop(run, capsys):
     assert stopped[1] == ""
 
 
+@pytest.mark.slow
 def test_a_llama_folder(tmp_path, capsys):
     folder = tmp_path / "llama"
     shutil.copytree(HF, folder)

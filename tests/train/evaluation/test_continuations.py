@@ -23,6 +23,7 @@ def trained():
     return model, variables, prompts, np.asarray(tape.generate(model, variables, lists, 6))[:, -6:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh", [None, pytest.param(ShardingConfig(data=2, tensor=2), marks=pytest.mark.slow)]
 )

@@ -77,6 +77,7 @@ class TestExactMatch:
         np.testing.assert_array_equal(right, generated_right(variables, examples))
         assert 0.15 < right.mean() < 0.85, "the model must be right and wrong for this to mean much"
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("batch_size", "shapes"), [(7, 1), (50, 3), (1000, 2)])
     def test_batches_do_not_matter(self, batch_size, shapes):
         variables = half_trained()
@@ -194,6 +195,7 @@ class TestGreedy:
             [[3, 4, 5, 6, 7, 8], [9, 8, 7, 6, 7, 8]],
         )
 
+    @pytest.mark.slow
     def test_padding_is_no_length(self):
         model = small_model("random_rope", num_layers=1)
         variables, lengths = random_variables(model, std=1.0), jnp.array([5, 6])

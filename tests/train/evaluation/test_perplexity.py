@@ -77,6 +77,7 @@ class TestMeasure:
         np.testing.assert_equal(np.isnan(found.at("overlapping", 8).by_position), [False] * 8)
         assert steps[-1][0] == steps[-1][1]
 
+    @pytest.mark.slow
     def test_same_text_has_the_same_perplexity_without_context(self):
         # Only the last norm and the head are not zero: every token has the same distribution.
         model = small_model("rope", num_layers=1)

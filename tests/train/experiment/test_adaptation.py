@@ -182,6 +182,7 @@ def shapes_made(jaxpr):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["tape", pytest.param("lora", marks=pytest.mark.slow), "full"])
 def test_nothing_is_made_for_frozen_parameters(method):
     """Neither gradient nor moments: no array of such a shape is among what a step computes."""
@@ -208,6 +209,7 @@ class TestOfARun:
     def own(self, rope_run, tmp_path):
         return Path(shutil.copytree(rope_run, tmp_path / "base"))
 
+    @pytest.mark.slow
     def test_a_base_that_is_not_what_it_was(self, own, tmp_path):
         wanted = an_experiment(own, model={"position": {"norm": "rms"}})
         assert wanted.model.hidden_size == 16
@@ -381,6 +383,7 @@ def config(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_methods_on_the_command_line(config, tmp_path):
     notes = []
     lora = experiment.from_file(

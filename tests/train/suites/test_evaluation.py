@@ -58,6 +58,7 @@ def test_a_killed_evaluation_goes_on(trained, tmp_path, background, monkeypatch)
     assert more.scores["vt"][400][:3] == whole.scores["vt"][400]
 
 
+@pytest.mark.slow
 def test_answers_do_not_depend_on_the_batch(trained, tmp_path, background):
     asked(trained, tmp_path / "a", background)
     asked(trained, tmp_path / "b", background, batch_size=8, chunk=None)
@@ -67,6 +68,7 @@ def test_answers_do_not_depend_on_the_batch(trained, tmp_path, background):
     assert len(found[0]) == 12
 
 
+@pytest.mark.slow
 def test_a_file_of_questions_is_added_and_not_exchanged(trained, tmp_path, background):
     path = tmp_path / "answers.jsonl"
     asked(trained, path, background)

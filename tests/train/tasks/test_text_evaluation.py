@@ -129,6 +129,7 @@ def trained(kind="rope"):
 
 
 class TestEvaluate:
+    @pytest.mark.slow
     def test_perplexity_and_passkey(self):
         steps = []
         options = Evaluation(
@@ -175,6 +176,7 @@ class TestEvaluate:
         options = Evaluation(factors=(1, 2, 4), tokens=50, documents=True, protocols=("disjoint",))
         assert evaluate(Text(), trained(), options).perplexity.text_bytes == 47
 
+    @pytest.mark.slow
     def test_samples(self):
         lines = text_evaluation.samples(Text(), trained(), Evaluation())
         assert [line.partition(" is continued with ")[0] for line in lines] == ["'aa'", "'aa'"]

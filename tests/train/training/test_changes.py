@@ -81,6 +81,7 @@ def test_a_run_is_guarded_after_its_record_was_written_anew(tiny, tmp_path, monk
     assert final_state(tmp_path / "run")[0] == 4
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     ("option", "message"),
     [

@@ -70,6 +70,7 @@ def test_training_says_how_it_goes_and_is_the_same(wanted, tmp_path, monkeypatch
     chex.assert_trees_all_equal(final_state(tmp_path / "watched"), final_state(tmp_path / "alone"))
 
 
+@pytest.mark.slow
 def test_a_rise_is_said(wanted):
     watch = HeldOut.of(wanted, None)
     first = jax.jit(lambda: loop.init_state(wanted, loop.make_optimizer(wanted.train)))().params

@@ -65,6 +65,7 @@ def test_starts_from_the_last_parameters_with_a_new_optimiser(first, tmp_path, m
     assert final_state(tmp_path / "second", wanted)[0] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "listed"),
     [

@@ -118,6 +118,7 @@ def test_a_second_signal_abandons_what_is_not_saved(tiny, tmp_path, monkeypatch,
     chex.assert_trees_all_equal(final_state(tmp_path / "run"), final_state(tmp_path / "whole"))
 
 
+@pytest.mark.slow
 def test_it_says_what_begins_and_how_it_ended(tiny, tmp_path):
     said = []
     loop.train(an_experiment(), tmp_path / "run", report=said.append)
@@ -132,6 +133,7 @@ def test_it_says_what_begins_and_how_it_ended(tiny, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_what_will_be_read_is_made_sure_of_first(tiny, tmp_path, monkeypatch):
     """Nothing is made if it is missing; a run that was begun before goes on, and says so."""
     task = type(an_experiment().task)
@@ -166,6 +168,7 @@ def test_what_the_model_does_not_take_is_known_first(tiny, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_different_seeds_differ(tiny, tmp_path):
     first = an_experiment(steps=2)
     configs = [first, experiment.from_mapping(experiment.to_json(first) | {"seed": 1})]
@@ -201,6 +204,7 @@ def break_moments(state, values):
     return state._replace(opt_state=broken), values
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     ("after", "action", "what"),
     [
@@ -232,6 +236,7 @@ def poison(when):
     }  # fmt: skip
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(("when", "skip", "lost"), [((3, 7, 8), 2, 3), ((5, 6, 7), 2, None)])
 def test_bad_steps_are_skipped_and_counted(tiny, tmp_path, monkeypatch, when, skip, lost):
     """Parameters and moments stay as they were; too many in a row stop the training."""
@@ -394,6 +399,7 @@ def test_routers_add_their_losses_to_what_is_minimised(monkeypatch, chunked):
     chex.assert_trees_all_close({name: found[name] for name in numbers}, numbers, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_options_of_the_compiler(monkeypatch):
     """Those of a GPU are known to this release, and a step is the same by them."""
     e = an_experiment()

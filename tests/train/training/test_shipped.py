@@ -26,6 +26,7 @@ def trained():
     return runs.TrainedRun(made, 7, runs.Transformer(made.model), variables)
 
 
+@pytest.mark.slow
 def test_is_read_back_in_16_bits(trained, tmp_path):
     path = tmp_path / "small.js"
     shipped.write(path, trained, {"seed": 2})

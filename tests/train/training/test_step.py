@@ -3,11 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from tests.models import VOCAB, random_variables, small_model
 from train.training import step
 
 
+@pytest.mark.slow
 def test_packed_text_has_its_places_on_every_axis():
     """Where all coordinates are one, multimodal RoPE is RoPE."""
     rng, ids = np.random.default_rng(0), np.array([[1, 1, 1, 2, 2, 2, 2, 2]] * 2)

@@ -16,6 +16,7 @@ from tests.models import FLOAT64, assert_near, random_tokens, random_variables, 
 from tests.selection import mostly_slow
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("kind", ["random_rope", "dynamic"])
 def test_a_cache_for_given_lengths(kind):
     """Equals the full pass that is given the same, whatever its capacity, and can grow."""
@@ -61,6 +62,7 @@ def test_a_cache_that_was_written_past_its_capacity_does_not_grow():
         grow_cache(small_model("rope", num_layers=2), init_cache(model, 1, 4), 8)
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_grow():
     for kind in ("random_rope", "xpos"):
         model = small_model(kind)
@@ -73,6 +75,7 @@ def test_a_cache_that_cannot_grow():
         grow_cache(model, init_cache(model, 1, 5), 9)
 
 
+@pytest.mark.slow
 def test_fractional_positions_that_cannot_be_kept():
     model = small_model("rope", num_layers=1)
     tokens, at = jnp.ones((1, 3), int), jnp.arange(3) * 0.5
@@ -162,6 +165,7 @@ def test_text_goes_on_behind_an_image(x64):
     np.testing.assert_array_equal(cache.positions[1], places)
 
 
+@pytest.mark.slow
 def test_coordinates_of_a_grid_can_be_cached():
     model = small_model(positions.Tape(axes=2), num_layers=2)
     variables, tokens = random_variables(model), jnp.arange(6).reshape(1, 6)

@@ -123,6 +123,7 @@ def test_the_same_key_gives_the_same_text(roped):
     chex.assert_trees_all_equal(sample(0, top_p=1e-6), greedy)
 
 
+@pytest.mark.slow
 def test_decoding_in_two_calls_draws_what_one_call_does(roped):
     model, variables = roped
     tokens, key = jnp.array([[1, 2, 3], [4, 5, 6]]), jax.random.key(0)

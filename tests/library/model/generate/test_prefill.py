@@ -59,6 +59,7 @@ def test_a_prefill_in_chunks_equals_one_at_once(name, x64):
             chex.assert_trees_all_equal(getattr(chunked, name), getattr(cache, name))
 
 
+@pytest.mark.slow
 def test_generation_with_a_prefill_in_chunks():
     model = small_model("rope", num_layers=1)
     variables = random_variables(model, std=1.0)

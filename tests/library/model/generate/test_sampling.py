@@ -58,6 +58,7 @@ def test_sampling_has_the_right_distribution(options, kept):
     np.testing.assert_array_less(np.abs(actual - expected), error + 1e-9)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.5}])
 def test_types_of_16_bits_are_drawn_from_in_float32(dtype, options):

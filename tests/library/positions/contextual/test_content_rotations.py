@@ -144,6 +144,7 @@ BY_HAND = {
 }
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     "segments",
     [

@@ -16,6 +16,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @alone_and_packed
 @pytest.mark.parametrize("name", CASES)
 def test_formula(name, ids, x64):

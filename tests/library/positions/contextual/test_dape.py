@@ -27,6 +27,7 @@ def bias(pairs, h, distance, place):
     return -r1 * np.log(1 + r2 * distance)
 
 
+@pytest.mark.slow
 @alone_and_packed
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "both ways"])
 @pytest.mark.parametrize(
@@ -55,6 +56,7 @@ def test_formula(encoding, is_causal, ids, x64):
 V2 = [DapeV2Alibi(width=5), DapeV2Kerple(width=4, taps=5), DapeV2Kerple(width=4, taps=1)]
 
 
+@pytest.mark.mostly_slow
 @alone_and_packed
 @pytest.mark.parametrize("published", mostly_slow([False, True], False))
 @pytest.mark.parametrize("encoding", V2, ids=lambda x: f"{x.kind} {x.taps}")
@@ -87,6 +89,7 @@ def test_convolutions(encoding, published, ids, x64):
     np.testing.assert_allclose(found, want, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_rows_near_the_end(x64):
     """Published code changes ``taps // 2`` of them when the text grows, the default none."""
 
@@ -100,6 +103,7 @@ def test_rows_near_the_end(x64):
     assert np.abs(rows(True, 9)[:, 8] - rows(True, 12)[:, 8]).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_hidden_units_are_of_all_heads():
     """Their order says nothing, even where each head sees others."""
     model = small_model(DapeV2Alibi(width=2), num_layers=1)
@@ -117,6 +121,7 @@ def test_hidden_units_are_of_all_heads():
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_is_published_has_no_cache():
     model = small_model(DapeV2Alibi(published=True))
     variables, cache = random_variables(model), init_cache(model, 1, 4)

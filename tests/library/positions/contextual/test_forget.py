@@ -22,6 +22,7 @@ def assert_attends(pairs, logit):
     np.testing.assert_allclose(found, want, atol=1e-12)
 
 
+@pytest.mark.slow
 @alone_and_packed
 def test_dda_per_row(ids, x64):
     pairs = drawn(DdaPerRow(width=3, post_log_scale=0.5), ids=ids)
@@ -38,6 +39,7 @@ def test_dda_per_row(ids, x64):
     assert_attends(pairs, logit)
 
 
+@pytest.mark.slow
 @alone_and_packed
 def test_cable(ids, x64):
     pairs = drawn(Cable(), ids=ids)

@@ -52,6 +52,7 @@ def test_gates(gate, is_causal, ids, x64):
         np.testing.assert_allclose(found, want, atol=1e-12)
 
 
+@pytest.mark.mostly_slow
 @alone_and_packed
 @pytest.mark.parametrize("width", [None, 4])
 def test_path(width, ids, x64):

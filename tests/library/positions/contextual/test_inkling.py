@@ -17,6 +17,7 @@ ENCODINGS = [
 ]
 
 
+@pytest.mark.mostly_slow
 @alone_and_packed
 @pytest.mark.parametrize("encoding", ENCODINGS, ids=str)
 def test_formula(encoding, ids, x64):
@@ -41,6 +42,7 @@ def test_formula(encoding, ids, x64):
     np.testing.assert_allclose(found, want, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_local_layers_are_global_ones_with_a_window():
     window = small_model(Inkling(width=3, reach=4), local_window_size=(3, 0))
     local = small_model(InklingLocal(width=3, reach=4))
@@ -70,6 +72,7 @@ def temporary_bytes(time):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_memory_is_linear_in_the_length():
     """Of 8,192 tokens the biases of two heads alone would take 512 MiB."""
     assert temporary_bytes(8192) < min(4.4 * temporary_bytes(2048), 2**27)

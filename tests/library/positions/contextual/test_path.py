@@ -193,6 +193,7 @@ def prefill(model, variables, tokens, *, capacity, **options):
     return jax.jit(run)(variables, tokens, **options)
 
 
+@pytest.mark.slow
 def test_without_beta_there_is_no_encoding(x64):
     model, plain = (model_of(kind, num_layers=1) for kind in ("path", "none"))
     variables, tokens = random_variables(model), random_tokens(2, 9)

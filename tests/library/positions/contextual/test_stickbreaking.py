@@ -16,6 +16,7 @@ CASES = [
 ]
 
 
+@pytest.mark.mostly_slow
 @alone_and_packed
 @pytest.mark.parametrize("encoding", CASES, ids=str)
 def test_formula(encoding, ids, x64):
@@ -83,6 +84,7 @@ def test_rows_without_keys_give_zeros(encoding, hides):
         assert np.all(np.isfinite(x))
 
 
+@pytest.mark.slow
 def test_nan_is_not_taken_for_hidden():
     pairs = drawn(StickBreaking())
     pairs.arrays["k"][:, 2] = np.nan

@@ -18,6 +18,7 @@ from tests.library.positions.pairs import (
 from tests.selection import mostly_slow
 
 
+@pytest.mark.slow
 @alone_and_packed
 @pytest.mark.parametrize("chunk", mostly_slow([1, 2, 4, 32], 4))
 def test_formula(chunk, ids, x64):
@@ -38,6 +39,7 @@ def test_formula(chunk, ids, x64):
     np.testing.assert_allclose(found, want, atol=1e-12)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("bias", [-2.0, -40.0])
 def test_strong_gates_are_finite(bias):
     """Where the product of gates over a chunk is below the smallest float, and its inverse is not

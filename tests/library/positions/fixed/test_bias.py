@@ -22,6 +22,7 @@ def config(heads: int, **options) -> ModelConfig:
     return ModelConfig(5, hidden_size=8 * heads, num_heads=heads, **options)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     "encoding", [Alibi(), Kerple(), Kerple("power"), Fire(), T5Bias()], ids=str
 )
@@ -123,6 +124,7 @@ class TestFire:
             "multiplier": (file[f"{name}.L_multiplier"] * file[f"{name}.init_L"]).reshape(()),
         }
 
+    @pytest.mark.mostly_slow
     @pytest.mark.parametrize("precision", ["float32", "float64"])
     def test_bias_is_the_recorded_one(self, precision):
         file = recorded("fire")

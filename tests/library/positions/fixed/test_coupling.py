@@ -51,6 +51,7 @@ WRITTEN = [
 ]
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(("text", "options", "want"), mostly_slow(WRITTEN, WRITTEN[0], WRITTEN[8]))
 def test_ids(text, options, want):
     if want is None:  # of several additions each has its own longest operand

@@ -24,6 +24,7 @@ def test_two_states_do_not_go_together():
         positions.create("rope_pp+path")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rope_pp", "pope"])
 def test_modules_for_other_models(kind, x64):
     """A single layer equals attention over the features of its projections."""

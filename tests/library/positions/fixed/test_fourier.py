@@ -47,6 +47,7 @@ def test_the_deviation_is_xavier_s_and_the_seed_decides():
     np.testing.assert_allclose((drawn - ones) / normal, 0.5 * np.sqrt(2 / (11 * 8 + 2 * 8)))
 
 
+@pytest.mark.slow
 def test_a_single_layer_has_a_state_for_each_head():
     """Which has the axes of the batch, as the module's queries have."""
     module = tape_jax.linen.Attention(4, num_kv_heads=2, position="fope")

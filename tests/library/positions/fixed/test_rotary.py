@@ -357,6 +357,7 @@ class TestXpos:
         product = np.hypot(queries[:, 0], queries[:, 4]) * np.hypot(keys[0, 0], keys[0, 4])
         np.testing.assert_allclose(product, [1, 0.4 / 1.4, (0.4 / 1.4) ** 2], rtol=1e-12)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("dtype", "length"), [("float16", 22_000), ("bfloat16", 258_000), ("float32", 258_000)]
     )
@@ -498,6 +499,7 @@ class TestIntegersFarAway:
         state = np.concatenate([np.cos(angle), np.sin(angle)], axis=-1)
         return state * (scaling or RopeScaling()).state_magnitude
 
+    @pytest.mark.mostly_slow
     @pytest.mark.parametrize("wide", [False, True])
     @pytest.mark.parametrize("scaling", [None, RopeScaling("yarn", 4.0, original_length=64)])
     def test_states(self, scaling, wide):

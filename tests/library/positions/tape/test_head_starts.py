@@ -58,6 +58,7 @@ def test_shifts_are_tokens(x64):
     chex.assert_trees_all_equal(bare, start[0])
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("of", ["heads", "tokens"])
 def test_phases_keep_what_a_start_owes(of, x64):
     """Drawn once for each head they are RoPE for an untrained model; for each token they are not.
@@ -109,6 +110,7 @@ def test_still_heads_take_no_part_in_updates(x64):
     chex.assert_trees_all_equal(last[:, :, 2], first[:, :, 2])
 
 
+@pytest.mark.slow
 def test_still_heads_start_as_in_rope(x64):
     model, rope = (
         wide_model(create(kind, still_heads=1), scan_layers=False) for kind in ("tape", "rope")

@@ -114,6 +114,7 @@ def test_gradients_elsewhere(x64):
         check_grads(fn, (jnp.asarray(e),), order=1, modes=["rev"], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("kind", ["none", "yarn"])
 @pytest.mark.parametrize("norm", ["rms", "unit"])
 @pytest.mark.parametrize(("l", "r"), [(None, None), (2, 2), (2, 4), (4, 4), (4, 5)])

@@ -18,6 +18,7 @@ TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 13, (2, 6)))
 OF_TAPE = re.compile("position_(mix|up|down|wx)")
 
 
+@pytest.mark.slow
 def test_an_untrained_model_is_pope(x64):
     """A trained one is not."""
     model, plain = (small_model(kind, **SIZES, **TYPES) for kind in ("tape_pope", "pope"))

@@ -73,6 +73,7 @@ def wanted(case, alpha=0.7, **shape):
         return jax.tree.map(np.asarray, found)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("case", CASES)
 def test_written_out_products(x64, case):
     args, d_out = arguments(case)

@@ -31,6 +31,7 @@ def interpreted(monkeypatch):
     monkeypatch.setitem(update.UPDATES, "fused", fused)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("case", CASES)
 def test_against_float64(case):
@@ -38,6 +39,7 @@ def test_against_float64(case):
     assert_near(result_and_gradients(args, d_out, CASES[case][3], **FUSED), wanted(case), 1e-5)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("norm", ["none", "rms", "unit"])
 def test_norms_of_tensor_states(norm):
@@ -47,6 +49,7 @@ def test_norms_of_tensor_states(norm):
     assert_near(run(**FUSED), run(implementation="reference"), 1e-5)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_narrow_states(dtype):
@@ -70,11 +73,13 @@ def test_states_at_zero_stay_there():
     assert_near(got[1][1], run(implementation="reference")[1][1], 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
 def test_a_batch_of_calls():
     check_a_batch_of_calls(**FUSED)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
 def test_a_batch_split_over_devices():
     """The kernel runs on the rows that a device holds; nothing is gathered."""
