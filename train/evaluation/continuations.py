@@ -34,7 +34,8 @@ class Continuer:
       enough: told the continuations of a batch so far, [B, n], it says whether they suffice; None:
         all go on to a stop, or to the end.
       speed: what it took so far.
-      programs: that it has compiled.
+      programs: that it has compiled, and the continuations that are kept, if any are; those that
+        ``enough`` ends are not.
     """
 
     model: Transformer
@@ -72,11 +73,20 @@ class Continuer:
             padded, sizes = map(np.asarray, pad_prompts([prompts[i] for i in filled], self.pad))
             margin = (0, 0), (width - padded.shape[1], 0)
             tokens = np.pad(padded, margin, constant_values=self.pad)
-            with self.speed.measured():
-                written = self._continue(tokens, sizes, max_new_tokens)
+            given = tokens, sizes, np.array([max_new_tokens, self.pad, *self._stops()])
+            key, written = self.programs.kept_result("continuations", given)
+            if is_new := written is None:
+                with self.speed.measured():
+                    written = self._continue(tokens, sizes, max_new_tokens)
+                if self.enough is None:
+                    self.programs.keep(key, written)
             answers = [self._until_stop(row) for row in written[: len(rows)]]
-            self.speed.tokens += int(lengths[rows].sum()) + sum(map(len, answers))
+            if is_new:
+                self.speed.tokens += int(lengths[rows].sum()) + sum(map(len, answers))
             yield rows, answers
+
+    def _stops(self) -> list[int]:
+        return [] if self.stop is None else [self.stop]
 
     def _until_stop(self, row: np.ndarray) -> np.ndarray:
         if self.stop is None:

@@ -147,8 +147,7 @@ class Programs:
         """
         waiting: tuple[str, Any] | None = None
         for arrays, tokens in batches:
-            key = _digest(name, arrays) if self.kept else ""
-            found = self.kept.found.get(key) if self.kept else None
+            key, found = self.kept_result(name, arrays)
             if found is None:
                 with self.speed.measured():
                     found = self.run(function, variables, *arrays)
@@ -159,13 +158,24 @@ class Programs:
         if waiting is not None:
             yield self._fetched(*waiting)
 
+    def kept_result(self, name: str, arrays: Sequence[np.ndarray]) -> tuple[str, Any]:
+        """By what the result of a batch is found again, and the result, if it is kept."""
+        if self.kept is None:
+            return "", None
+        key = _digest(name, arrays)
+        return key, self.kept.found.get(key)
+
+    def keep(self, key: str, result: np.ndarray) -> None:
+        """Keeps a result, if results are kept; it is on the disk then."""
+        if self.kept is not None and key not in self.kept.found:
+            self.kept.add(key, result)
+
     def _fetched(self, key: str, result: Any) -> np.ndarray:
         if isinstance(result, np.ndarray):
             return result
         with self.speed.measured():
             fetched = np.asarray(result)
-        if self.kept is not None:
-            self.kept.add(key, fetched)
+        self.keep(key, fetched)
         return fetched
 
     def __str__(self) -> str:

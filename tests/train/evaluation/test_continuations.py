@@ -7,7 +7,8 @@ from tape_jax.sharding import ShardingConfig
 from tests.models import random_variables, small_model
 from train.evaluation import programs as module
 from train.evaluation.continuations import Continuer, continuations
-from train.evaluation.programs import Memory
+from train.evaluation.journal import Journal
+from train.evaluation.programs import KeptResults, Memory, Programs
 
 PAD = 12
 
@@ -57,3 +58,28 @@ def test_what_does_not_fit_is_refused(trained, monkeypatch):
         continuations(continuer, prompts, 2, shapes=1)
     Memory(50, 40, 100).check(4, 9)
     Memory(50, 400, None).check(4, 9)
+
+
+def test_a_killed_one_goes_on(trained, tmp_path):
+    """With the batches that it has not, and only where the same is asked."""
+    model, variables, prompts, alone = trained
+    path = tmp_path / "kept.jsonl"
+
+    def again(length=6, **options):
+        programs = Programs(kept=KeptResults(Journal(path, "mine", {"step": 1})))
+        continuer = Continuer(model, variables, pad=PAD, batch_size=2, programs=programs, **options)
+        found = continuations(continuer, prompts, length, shapes=2)
+        return [answer.tolist() for answer in found], continuer.speed.tokens
+
+    wanted = alone.tolist()
+    assert again() == (wanted, 28 + 5 * 6)
+    whole = path.read_bytes().split(b"\n")
+    # A kill in the line of the second batch, of the prompts of 5 and 3 tokens.
+    path.write_bytes(b"\n".join([*whole[:2], whole[2][:30]]))
+    assert again() == (wanted, 5 + 3 + 2 + 3 * 6)
+    assert again() == (wanted, 0)
+    assert again(4) == ([x[:4] for x in wanted], 28 + 5 * 4)
+    lines = len(path.read_bytes().split(b"\n"))
+    assert again(enough=lambda rows: True)[1] == 0
+    assert again(5, enough=lambda rows: True)[1] > 0
+    assert len(path.read_bytes().split(b"\n")) == lines
