@@ -39,12 +39,14 @@ from jax._src.lib import _jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 import tape_jax as tape
+from benchmarks.moves import KINDS, Move, moves
 from benchmarks.table import markdown, mebibytes
 from benchmarks.train_step import PRESETS, row_config
 from research.overhead import Memory, TrainingStep
 from tape_jax._src.attention import BACKENDS
 from tape_jax._src.attention import attention as attend
 from tape_jax._src.core.files import write_atomically
+from tape_jax._src.model.block import MOST_UNROLLED
 from train.analysis.ahead_of_time import TARGETS, Cuda, Tpu, as_if_on, ptxas
 from train.training.flops import PLAIN, STATE, attention_flops, model_flops
 
@@ -57,11 +59,13 @@ class AotProgram:
       name: for the tables.
       build: makes the function and its arguments' shapes.
       needed: operations that the mathematics needs.
+      loop: whether layers of a step stay in a loop.
     """
 
     name: str
     build: Callable[[], tuple[Any, Sequence[Any]]]
     needed: float
+    loop: bool = False
 
 
 # The names of these targets in the results that are kept.
@@ -128,16 +132,18 @@ def update_program(dtype: str, mix: str, by: str, *, backward: bool) -> AotProgr
     return AotProgram(name, build, needed)
 
 
-def step_program(row: str, length: int, tokens: int) -> AotProgram:
-    """A training step of the C4 model."""
-    config, batch = row_config(PRESETS["c4"].model, row), tokens // length
+def step_program(
+    row: str, length: int, tokens: int, *, model: str = "c4", loop: bool = False
+) -> AotProgram:
+    """A training step; its layers in a loop, whatever the default says, or as that says."""
+    config, batch = row_config(PRESETS[model].model, row), tokens // length
 
     def build():
         step = TrainingStep(config, batch, length)
         return step.function, step.shapes()
 
-    name = f"step c4 {row} T {length}, {tokens} tokens"
-    return AotProgram(name, build, model_flops(config, batch, length))
+    name = f"step {model} {row} T {length}, {tokens} tokens{', in a loop' if loop else ''}"
+    return AotProgram(name, build, model_flops(config, batch, length), loop)
 
 
 def programs(target: Cuda | Tpu) -> list[AotProgram]:
@@ -163,7 +169,17 @@ def programs(target: Cuda | Tpu) -> list[AotProgram]:
         if length <= tokens:
             rows = [f"{encoding}:{b}" for b in ("chunked", *best) for encoding in ("rope", "tape")]
             found += [step_program(row, length, tokens) for row in rows]
+    if isinstance(target, Cuda) and "cudnn" in kernels:
+        found += list(_default_steps())
     return found
+
+
+def _default_steps() -> Iterator[AotProgram]:
+    """Steps by defaults, and before: in a loop, and with XLA's update."""
+    for model, length in itertools.product(("c4", "1b"), (1024, 8192)):
+        for row, loop in itertools.product(("rope:cudnn", "tape:cudnn:reference"), (True, False)):
+            yield step_program(row, length, 16_384, model=model, loop=loop)
+        yield step_program("tape:cudnn:fused", length, 16_384, model=model)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,6 +214,7 @@ class Compilation:
       memory: the compiler's plan.
       counted: operations and bytes by the compiler's own count.
       kernels: of a GPU program.
+      moves: what it only moves, by kind.
     """
 
     target: str
@@ -207,6 +224,7 @@ class Compilation:
     memory: Memory | None = None
     counted: tuple[float, float] | None = None
     kernels: tuple[KernelReport, ...] = ()
+    moves: Mapping[str, Move] = dataclasses.field(default_factory=dict)
 
 
 def compile_for(target: str, device: Any, program: AotProgram, axis: str = "device") -> Compilation:
@@ -225,6 +243,8 @@ def compile_for(target: str, device: Any, program: AotProgram, axis: str = "devi
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stack.enter_context(use_abstract_mesh(mesh.abstract_mesh))
         stack.enter_context(as_if_on(CHOSEN[target], device))
+        if program.loop:
+            stack.enter_context(mock.patch.dict(MOST_UNROLLED, clear=True))
         try:
             function, shapes = program.build()
             shapes = jax.tree.map(
@@ -240,7 +260,10 @@ def compile_for(target: str, device: Any, program: AotProgram, axis: str = "devi
         seconds = time.perf_counter() - start
         counted = counts(compiled)
         kernels = tuple(read_kernels(folder))
-        return Compilation(target, program, seconds, "", Memory.of(compiled), counted, kernels)
+        (module,) = compiled.runtime_executable().hlo_modules()
+        moved = moves(module.to_string())
+        plan = Memory.of(compiled)
+        return Compilation(target, program, seconds, "", plan, counted, kernels, moved)
 
 
 def counts(compiled: jax.stages.Compiled) -> tuple[float, float] | None:
@@ -353,6 +376,20 @@ def program_table(results: Sequence[Compilation]) -> str:
     return markdown(header, rows)
 
 
+def move_table(results: Sequence[Compilation]) -> str:
+    """One line for each training step: how often it only moves numbers, and MiB so written."""
+    rows = [
+        (
+            got.program.name,
+            got.target,
+            *(f"{move.count}, {mebibytes(move.written)}" for move in got.moves.values()),
+        )
+        for got in results
+        if got.moves and got.program.name.startswith("step")
+    ]
+    return markdown(("program", "target", "all instructions, MiB written", *KINDS), rows)
+
+
 def kernel_table(results: Sequence[Compilation]) -> str:
     """One line for each kernel of attention or the update, and for every other that spills."""
     header = ("kernel", "program", "target", "threads", "registers", "spilled bytes", "shared KiB")
@@ -412,7 +449,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             results.append(compile_for(name, device, program))
             done = results[-1]
             print(f"{name}: {program.name}: {done.error or 'compiled'}", flush=True)
-            text = f"{versions()}\n\n{program_table(results)}\n\n{kernel_table(results)}\n"
+            tables = program_table(results), move_table(results), kernel_table(results)
+            text = "\n\n".join([versions(), *tables]) + "\n"
             if options.out:
                 write_atomically(options.out, f"Command: `{command}`\n\n{text}")
     print(f"\n{text}")

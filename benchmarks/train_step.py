@@ -58,6 +58,14 @@ PRESETS = {
         (1024, 8192),
         16_384,
     ),
+    # A billion parameters.
+    "1b": Preset(
+        ModelConfig(
+            vocab_size=32_000, hidden_size=2048, num_layers=16, num_heads=16, dtype="bfloat16"
+        ),
+        (1024, 8192),
+        16_384,
+    ),
 }
 
 
