@@ -16,7 +16,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.mostly_slow
 @alone_and_packed
 @pytest.mark.parametrize("name", CASES)
 def test_formula(name, ids, x64):

@@ -27,7 +27,7 @@ def bias(pairs, h, distance, place):
     return -r1 * np.log(1 + r2 * distance)
 
 
-@pytest.mark.slow
+@pytest.mark.mostly_slow
 @alone_and_packed
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "both ways"])
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from tests.library.positions.pairs import (
 from tests.selection import mostly_slow
 
 
-@pytest.mark.slow
 @alone_and_packed
 @pytest.mark.parametrize("chunk", mostly_slow([1, 2, 4, 32], 4))
 def test_formula(chunk, ids, x64):
