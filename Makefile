@@ -83,7 +83,7 @@ test-next:  ## the tests under Python 3.12 and the newer jax that it gets
 
 test-harness: .venv-harness/.installed  ## the tests that need lm_eval, torch and transformers
 	.venv-harness/bin/python -m pytest tests/train/test_harness.py \
-		tests/library/pretrained/test_in_transformers.py
+		tests/library/pretrained/test_in_transformers.py tests/benchmarks/test_torch_attention.py
 
 .venv-harness/.installed:
 	$(MAKE) .venv-harness/.ready VENV=.venv-harness

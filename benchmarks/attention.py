@@ -13,7 +13,8 @@ One run measures, forward and forward plus backward (gradients of all inputs), i
   attended and has no gradient; twice, which shows the noise;
 * ``three calls``: how the published code does it, by the same library: the state with duplicated
   halves, and one attention each over values, cosines and sines;
-* ``PyTorch, three calls``: its scaled_dot_product_attention, where PyTorch sees a GPU.
+* PyTorch's own, where it sees a GPU: its scaled_dot_product_attention and FlashAttention by three
+  calls, and FlexAttention by one (:mod:`benchmarks.torch_attention`).
 
 Ratios are of times, run by run. ``x plain`` is to be compared with the arithmetic floor in the
 header; ``x floor`` is that quotient. ``three calls x`` says how much longer those take. TFLOP/s
@@ -26,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -34,6 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import torch_attention
 from benchmarks.table import markdown, mebibytes
 from research.overhead import Memory
 from tape_jax import rotary_state
@@ -238,8 +239,15 @@ def measure(
             skipped[name] = f"needs {need / 2**30:.1f} GiB, limit {options.memory_limit:g} GiB"
         else:
             programs[name] = compiled
-    rivals = torch_calls(options, dim, length)
-    batch = batch_size(options, length)
+    batch, rivals = batch_size(options, length), dict[str, torch_attention.TorchRow]()
+    if not options.no_state and options.heads == options.kv_heads:
+        rivals, refused = torch_attention.rows(
+            (batch, options.heads, length, dim),
+            options.dtype,
+            is_causal=not options.bidirectional,
+            window=options.window,
+        )
+        skipped |= refused
     results: dict[str, dict[str, CallMeasurement]] = {}
     for direction in DIRECTIONS:
         calls: dict[str, Callable[[], Any]] = {
@@ -248,13 +256,13 @@ def measure(
         }
         if "plain" in calls:
             calls["plain, again"] = calls["plain"]
-        calls |= {name: both[direction] for name, both in rivals.items()}
+        calls |= {name: row.calls[direction] for name, row in rivals.items()}
         timings = take_turns(calls, repeats=options.repeats, warm_up=2, least=options.least)
         results[direction] = {}
         for name, timing in timings.items():
             source = name.removesuffix(", again")
             memory = Memory.of(programs[source][direction][0]) if source in programs else None
-            products = ways[source].products if source in ways else THREE_CALLS
+            products = (rivals | ways)[source].products
             flops = attention_flops(
                 products.forward if direction == DIRECTIONS[0] else products.both,
                 length,
@@ -266,57 +274,6 @@ def measure(
             )
             results[direction][name] = CallMeasurement(timing, memory, flops)
     return results, skipped
-
-
-class _Launched:
-    """PyTorch's work on the GPU, awaited as :func:`jax.block_until_ready` awaits arrays."""
-
-    def __init__(self, torch: Any):
-        self._torch = torch
-
-    def block_until_ready(self) -> None:
-        self._torch.cuda.synchronize()
-
-
-def torch_calls(
-    options: argparse.Namespace, dim: int, length: int
-) -> dict[str, dict[str, Callable[[], Any]]]:
-    """PyTorch's attention three times, where PyTorch is installed and sees a GPU."""
-    plain = options.window is None and not options.no_state and options.heads == options.kv_heads
-    if not plain or importlib.util.find_spec("torch") is None:
-        return {}
-    import torch
-
-    if not torch.cuda.is_available():
-        return {}
-    shape = (batch_size(options, length), options.heads, length, dim)
-    make = {"device": "cuda", "dtype": getattr(torch, options.dtype)}
-    q, k, v, cos, sin = (torch.randn(shape, **make, requires_grad=True) for _ in range(5))
-    cotangents = [torch.randn(shape, **make) for _ in range(3)]
-
-    def rotate(x: Any) -> Any:
-        real, imag = x.chunk(2, dim=-1)
-        return x * cos + torch.cat((-imag, real), dim=-1) * sin
-
-    def forward() -> list[Any]:
-        left, right = rotate(q), rotate(k)
-        attend = torch.nn.functional.scaled_dot_product_attention
-        return [attend(left, right, x, is_causal=not options.bidirectional) for x in (v, cos, sin)]
-
-    def alone() -> _Launched:
-        with torch.no_grad():
-            forward()
-        return _Launched(torch)
-
-    def both() -> _Launched:
-        torch.autograd.grad(forward(), (q, k, v, cos, sin), cotangents)
-        return _Launched(torch)
-
-    return {
-        f"PyTorch {torch.__version__}, three calls": dict(
-            zip(DIRECTIONS, (alone, both), strict=True)
-        )
-    }
 
 
 def describe_choice(options: argparse.Namespace, dim: int, length: int) -> str:

@@ -1,0 +1,58 @@
+"""PyTorch's ways compute what ours does: on a CPU, forward."""
+
+import importlib.util
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import torch_attention
+from tape_jax import attention, rotary_state
+
+SHAPE = 2, 3, 40, 8
+
+needs_torch = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="PyTorch is not installed"
+)
+
+
+@needs_torch
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("way", ["three calls", "FlexAttention"])
+def test_is_ours(way, is_causal, window):
+    import torch
+
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=SHAPE).astype(np.float32) for _ in range(3))
+    e = np.asarray(rotary_state(jnp.asarray(rng.normal(size=SHAPE[:-1])), SHAPE[-1]))
+    _, make = torch_attention.WAYS[way]
+    if way == "three calls" and window is not None:
+        with pytest.raises(NotImplementedError, match="window"):
+            make(is_causal, window)
+        return
+    found = make(is_causal, window)(*map(torch.tensor, (q, k, v, e)))
+    turned = [jnp.swapaxes(jnp.asarray(x), 1, 2) for x in (q, k, v, e)]
+    wanted = attention(
+        *turned[:3], state=turned[3], is_causal=is_causal, local_window_size=window,
+        implementation="reference",
+    )  # fmt: skip
+    for x, y in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(x.numpy().swapaxes(1, 2), y, atol=2e-5)
+
+
+def test_without_a_gpu_there_is_nothing():
+    if importlib.util.find_spec("torch") is not None:
+        import torch
+
+        if torch.cuda.is_available():
+            pytest.skip("PyTorch sees a GPU")
+    assert torch_attention.rows(SHAPE, "float32", is_causal=True, window=None) == ({}, {})
+
+
+@needs_torch
+def test_what_is_not_installed_is_said():
+    if importlib.util.find_spec("flash_attn") is not None:
+        pytest.skip("flash-attn is installed")
+    with pytest.raises(NotImplementedError, match="flash-attn"):
+        torch_attention.flash(True, None)
