@@ -22,6 +22,8 @@ from tape_jax._src.attention.pallas_kernels import KernelCall, Program
 from tape_jax._src.core.checks import require
 
 Array = jax.Array
+import os
+CHUNK=int(os.environ.get('CHUNK','16'))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +39,7 @@ class AmpereProgram(MosaicProgram):
 
     COPYING = 0
     STREAMS_VECTORS = False
+    SWIZZLE = 64
 
     @staticmethod
     def check_tile(name: str, tile: Tile, *, by_queries: bool) -> None:
@@ -138,16 +141,25 @@ class AmpereProgram(MosaicProgram):
         return self.add_dot(zeros, x, y, trans_b=trans_b)
 
     def add_dot(self, total: Array, x: Any, y: Any, *, trans_b: bool = False) -> Array:
-        y = y.transpose((1, 0)) if trans_b else y
         if self.call.interpret:
             x = x.astype(self.call.compute) if isinstance(x, jax.Array) else x[...]
+            y = y.transpose((1, 0)) if trans_b else y
             return total + lax.dot(x, y[...], preferred_element_type=jnp.float32)
-        if isinstance(x, jax.Array):
-            x = _as_operand(x, self.call.compute)
-        else:
+        # A few rows of ``y`` at a time: all of it would not fit the registers.
+        chunks = [slice(n, n + CHUNK) for n in range(0, y.shape[0], CHUNK)]
+        if trans_b:
             x = plgpu.load(x, layout=plgpu.Layout.MMA_LHS(x.dtype))
-        y = plgpu.load(y, layout=plgpu.Layout.MMA_RHS(y.dtype))
-        return plgpu.mma(total, x, y)
+            parts = [
+                plgpu.mma(total[:, n], x, _right(y.at[n].transpose((1, 0)))) for n in chunks
+            ]
+            return jnp.concatenate(parts, axis=1)
+        for n in chunks:
+            total = plgpu.mma(total, _as_operand(x[:, n], self.call.compute), _right(y.at[n]))
+        return total
+
+
+def _right(y: Any) -> Array:
+    return plgpu.load(y, layout=plgpu.Layout.MMA_RHS(y.dtype))
 
 
 def _as_operand(x: Array, dtype: jnp.dtype) -> Array:

@@ -38,6 +38,7 @@ class HopperProgram(MosaicProgram):
 
     COPYING = 1
     STREAMS_VECTORS = True
+    SWIZZLE = 128
 
     @staticmethod
     def check_tile(name: str, tile: Tile, *, by_queries: bool) -> None:

@@ -55,9 +55,11 @@ class MosaicProgram(Program):
     stages: Named
     barriers: Any
 
-    # Warpgroups that copy and do not compute, and whether vectors come in stages too.
+    # Warpgroups that copy and do not compute, whether vectors come in stages too, and the bytes of
+    # a row of a tile in shared memory.
     COPYING: ClassVar[int]
     STREAMS_VECTORS: ClassVar[bool]
+    SWIZZLE: ClassVar[int]
 
     @staticmethod
     @abc.abstractmethod
@@ -126,8 +128,8 @@ class MosaicProgram(Program):
             kernel,
             out_type=[*types.values()],
             scratch_types=[
-                [_tiles(groups, ROWS, padded[name]) for name in own],
-                [_tiles(tile.stages, columns, padded[name]) for name in streamed],
+                [_tiles(groups, ROWS, padded[name], cls.SWIZZLE) for name in own],
+                [_tiles(tile.stages, columns, padded[name], cls.SWIZZLE) for name in streamed],
                 cls.barrier_types(call, groups, tile.stages, len(own), len(streamed)),
             ],
             grid=(padded[of].shape[2], padded[of].shape[1] // rows, batch_size(padded)),
@@ -203,11 +205,12 @@ class MosaicProgram(Program):
         self.refs[name][self.b, head, pl.ds(block * size, size)] = value
 
 
-def _tiles(count: int, rows: int, x: Array) -> Any:
+def _tiles(count: int, rows: int, x: Array, swizzle: int) -> Any:
     """Shared memory for blocks of an array: tiles as products want them, or vectors."""
     if x.ndim < 4:
         return plgpu.SMEM((count, rows), x.dtype)
-    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    tiling = (8, swizzle // x.dtype.itemsize)
+    transforms = (plgpu.TilingTransform(tiling), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM((count, rows, x.shape[-1]), x.dtype, transforms=transforms)
 
 
