@@ -44,11 +44,14 @@ class AmpereProgram(MosaicProgram):
     @staticmethod
     def check_tile(name: str, tile: Tile, *, by_queries: bool) -> None:
         sides = ("queries", "keys") if by_queries else ("keys", "queries")
-        rows = getattr(tile, sides[0])
+        (rows, columns), groups = (getattr(tile, side) for side in sides), tile.warps // 4
         require(
-            tile.warps in (4, 8) and rows == ROWS * tile.warps // 4 and tile.stages in (2, 3),
-            f"tiles: {name} takes 64 {sides[0]} with 4 warps or 128 with 8, and 2 or 3 stages; "
-            f"got {tile}",
+            groups in (1, 2)
+            and rows == ROWS * groups
+            and columns >= 16 * groups
+            and tile.stages in (2, 3),
+            f"tiles: {name} takes 64 {sides[0]} with 4 warps or 128 with 8, at least 16 {sides[1]} "
+            f"for every 4 warps, and 2 or 3 stages; got {tile}",
         )
 
     @staticmethod
