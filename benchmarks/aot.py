@@ -1,6 +1,6 @@
 """Compiles for GPUs and TPUs on a machine that has none, and says what the compilers make of it.
 
-    python -m benchmarks.aot [--targets sm_80 sm_90a v5e] [--programs WORD ...] [--out FILE.md]
+    python -m benchmarks.aot [--targets sm_80 sm_89 sm_90a v5e] [--programs WORD ...] [--out FILE.md]
 
 :mod:`train.analysis.ahead_of_time` says what must be installed. Programs are attention
 forward and backward by every backend, the position update, and whole training steps. Two tables
@@ -65,7 +65,15 @@ class AotProgram:
 
 
 # The names of these targets in the results that are kept.
-CHOSEN = {"sm_80": TARGETS["a100"], "sm_90a": TARGETS["h100"], "v5e": TARGETS["v5e"]}
+CHOSEN = {
+    "sm_80": TARGETS["a100"],
+    "sm_89": dataclasses.replace(
+        TARGETS["a100"], name="NVIDIA L40S", capability=(8, 9), processors=142,
+        shared_memory=102_400, l2=100_663_296, memory=48 * 2**30, clock=2.52, fpus=128,
+    ),
+    "sm_90a": TARGETS["h100"],
+    "v5e": TARGETS["v5e"],
+}  # fmt: skip
 
 BATCH, LENGTH, HEADS = 4, 4096, 12
 

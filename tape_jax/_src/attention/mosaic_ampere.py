@@ -22,8 +22,9 @@ from tape_jax._src.attention.pallas_kernels import KernelCall, Program
 from tape_jax._src.core.checks import require
 
 Array = jax.Array
-import os
-CHUNK=int(os.environ.get('CHUNK','16'))
+# A product takes so many rows of its right operand at a time, and so many numbers of a row of
+# those that are transposed.
+CHUNK, WIDTH = 16, 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,17 +149,21 @@ class AmpereProgram(MosaicProgram):
             x = x.astype(self.call.compute) if isinstance(x, jax.Array) else x[...]
             y = y.transpose((1, 0)) if trans_b else y
             return total + lax.dot(x, y[...], preferred_element_type=jnp.float32)
-        # A few rows of ``y`` at a time: all of it would not fit the registers.
-        chunks = [slice(n, n + CHUNK) for n in range(0, y.shape[0], CHUNK)]
-        if trans_b:
-            x = plgpu.load(x, layout=plgpu.Layout.MMA_LHS(x.dtype))
+        # A little of ``y`` at a time: all of it would not fit the registers.
+        rows = [slice(n, n + CHUNK) for n in range(0, y.shape[0], CHUNK)]
+        if not trans_b:
+            for n in rows:
+                total = plgpu.mma(total, _as_operand(x[:, n], self.call.compute), _right(y.at[n]))
+            return total
+        parts = [total[:, n] for n in rows]
+        for start in range(0, x.shape[1], WIDTH):
+            k = slice(start, start + WIDTH)
+            left = plgpu.load(x.at[:, k], layout=plgpu.Layout.MMA_LHS(x.dtype))
             parts = [
-                plgpu.mma(total[:, n], x, _right(y.at[n].transpose((1, 0)))) for n in chunks
+                plgpu.mma(part, left, _right(y.at[n, k].transpose((1, 0))))
+                for part, n in zip(parts, rows, strict=True)
             ]
-            return jnp.concatenate(parts, axis=1)
-        for n in chunks:
-            total = plgpu.mma(total, _as_operand(x[:, n], self.call.compute), _right(y.at[n]))
-        return total
+        return jnp.concatenate(parts, axis=1)
 
 
 def _right(y: Any) -> Array:
