@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -49,8 +52,20 @@ def program(implementation, dim, dtype, kv_heads, options):
     return AotProgram("call", lambda: (jax.jit(jax.grad(loss)), (shapes, ids)), 1.0)
 
 
+@functools.cache
+def process(target):
+    """Mosaic GPU compiles all kernels of a process for the chip of the first (jax 0.11.2)."""
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(1, context, jax.config.update, ("jax_platforms", "cpu"))
+
+
 def kernels(target, *args):
     """Our own kernels of a program, by name."""
+    return process(target).submit(compiled, target, *args).result()
+
+
+def compiled(target, *args):
+    """:func:`kernels` of this process."""
     device, *_ = CHOSEN[target].devices()
     got = compile_for(target, device, program(*args))
     assert not got.error
@@ -65,7 +80,7 @@ def kernels(target, *args):
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90a"])
 def test_mosaic_spills_nothing(target, call, dim, kv_heads):
     """Nor do products wait for one another (C7512, C7515); what a block has in memory is enough."""
-    if call == "decay" and dim == 128:
+    if (target, call, dim) == ("sm_90a", "decay", 128):
         pytest.skip("refused")
     found = kernels(target, "mosaic", dim, "bfloat16", kv_heads, CALLS[call])
     names = ["forward", "key_gradients", "query_gradients", *["value_gradients"] * (dim == 128)]
@@ -82,6 +97,11 @@ def test_mosaic_spills_nothing(target, call, dim, kv_heads):
 )
 def test_mosaic_inside_shard_map(target, axis):
     """Its own axes are none of the mesh's, whatever these are called."""
+    assert not process(target).submit(error_inside_shard_map, target, axis).result()
+
+
+def error_inside_shard_map(target, axis):
+    """Of a call on a mesh with this axis."""
     device, *_ = CHOSEN[target].devices()
     spec = PartitionSpec(axis)
     x = jax.ShapeDtypeStruct((2, LENGTH, 2, 64), "bfloat16")
@@ -93,7 +113,7 @@ def test_mosaic_inside_shard_map(target, axis):
         split = jax.shard_map(call, in_specs=spec, out_specs=spec, check_vma=False)
         return jax.jit(split), (x,)
 
-    assert not compile_for(target, device, AotProgram("call", build, 1.0), axis).error
+    return compile_for(target, device, AotProgram("call", build, 1.0), axis).error
 
 
 @needs_compilers

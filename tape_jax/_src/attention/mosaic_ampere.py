@@ -6,6 +6,7 @@ All warpgroups multiply (``mma``), and copy what they will need by themselves (`
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,7 @@ class AmpereProgram(MosaicProgram):
     COPYING = 0
     STREAMS_VECTORS = False
     SWIZZLE = 64
+    WIDEST_DECAY = 128
 
     @staticmethod
     def check_tile(name: str, tile: Tile, *, by_queries: bool) -> None:
@@ -83,8 +85,7 @@ class AmpereProgram(MosaicProgram):
         # Where the last walk ended, another group may still be reading.
         self._meet()
         for ahead in range(self.depth - 1):
-            j = begin + ahead
-            pl.when(j < end)(lambda j=j: self._stream(j, head))
+            pl.when(begin + ahead < end)(functools.partial(self._stream, begin + ahead, head))
         return super().walk(step, carry, own=own, head=head)
 
     def loop(

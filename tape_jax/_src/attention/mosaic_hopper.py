@@ -39,6 +39,7 @@ class HopperProgram(MosaicProgram):
     COPYING = 1
     STREAMS_VECTORS = True
     SWIZZLE = 128
+    WIDEST_DECAY = 64
 
     @staticmethod
     def check_tile(name: str, tile: Tile, *, by_queries: bool) -> None:

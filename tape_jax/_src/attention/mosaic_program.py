@@ -10,7 +10,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu
 
 from tape_jax._src.attention import pallas_attention
 from tape_jax._src.attention.pallas_blocks import Tile
-from tape_jax._src.attention.pallas_kernels import KernelCall, Program
+from tape_jax._src.attention.pallas_kernels import ZERO, KernelCall, Program
 from tape_jax._src.core.partition import Named, batch_size
 
 Array = jax.Array
@@ -41,8 +41,8 @@ class MosaicProgram(Program):
     Attributes:
       group: index of the warpgroup.
       groups: how many compute.
-      sources: what is copied: inputs ``[b|1, t, h * d]`` and, of vectors, as in ``refs``. Of the
-        former ``refs`` has the shapes alone.
+      sources: the inputs, by name. Tiles come from ``[b|1, t, h * d]``, since ``cp.async`` leaves
+        out leading axes only; of these ``refs`` has the shapes ``[b|1, t, h, d]`` alone.
       own: tiles ``[groups, 64, d]``, by name.
       stages: tiles ``[stages, rows, d]``, by name; block ``j`` comes into stage ``j % stages``.
       barriers: those of :meth:`barrier_types`.
@@ -55,11 +55,14 @@ class MosaicProgram(Program):
     stages: Named
     barriers: Any
 
-    # Warpgroups that copy and do not compute, whether vectors come in stages too, and the bytes of
-    # a row of a tile in shared memory.
+    # Warpgroups that copy and do not compute.
     COPYING: ClassVar[int]
+    # Whether vectors come in stages too.
     STREAMS_VECTORS: ClassVar[bool]
+    # Bytes of a row of a tile in shared memory.
     SWIZZLE: ClassVar[int]
+    # The widest heads that a decay leaves registers for.
+    WIDEST_DECAY: ClassVar[int]
 
     @staticmethod
     @abc.abstractmethod
@@ -110,12 +113,14 @@ class MosaicProgram(Program):
         types = jax.eval_shape(
             lambda out: {n: _whole_blocks(n, x, sizes) for n, x in out.items()}, out
         )
+        shapes = {
+            n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in padded.items() if x.ndim == 4
+        }
         own_tile = dataclasses.replace(tile, **{"queries" if by_queries else "keys": ROWS})
 
         def kernel(*refs: Any) -> None:
             arrays = dict(zip([*padded, *types], refs, strict=False))
             own_tiles, stages, barriers = refs[len(arrays) :]
-            shapes = {name: x for name, x in padded.items() if x.ndim == 4}
             program = cls(
                 call, arrays | shapes, own_tile, lax.axis_index(BLOCKS), lax.axis_index(HEADS),
                 lax.axis_index(BATCH), length, group=lax.axis_index(GROUP), groups=groups,
@@ -145,28 +150,24 @@ class MosaicProgram(Program):
             for name, x in zip(types, found, strict=True)
         }
 
-    def of_group(self) -> MosaicProgram:
+    def of_group(self) -> Self:
         """The program of this group's 64 rows."""
         return dataclasses.replace(self, block=self.block * self.groups + self.group)
 
     def source(self, name: str, block: Any, size: int, head: Any) -> Any:
         """Where a block of an array is: of the head that belongs to ``head``, of ``q`` or own."""
-        shape, letters = self.refs[name].shape, pallas_attention.AXES[name]
-        at: list[Any] = [self.row(self.refs[name])]
-        for letter, n in zip(letters[1:], shape[1:], strict=True):
-            if letter in "hk":
-                of_query = letter == "k" and "q" in self.own
-                shared = self.refs["q"].shape[2] // n if of_query else 1
-                at.append(np.int32(0) if n == 1 else lax.div(head, np.int32(shared)))
-            elif letter in "ts":
-                at.append(pl.ds(block * size, size))
-        if len(shape) == 4:
-            # Copies by ``cp.async`` leave out leading axes only: heads and their numbers are one.
-            row, which, rows = at
-            if letters[1] in "ts":
-                which, rows = rows, which
-            at = [row, rows, pl.ds(which * np.int32(shape[-1]), shape[-1])]
-        return self.sources[name].at[tuple(at)]
+        ref, letters = self.refs[name], pallas_attention.AXES[name]
+        rows = pl.ds(block * size, size)
+        if "h" not in letters and "k" not in letters:
+            return self.sources[name].at[self.row(ref), rows]
+        axis = 2 if len(letters) == 4 else 1
+        of_query = letters[axis] == "k" and "q" in self.own
+        shared = self.refs["q"].shape[2] // ref.shape[axis] if of_query else 1
+        which = ZERO if ref.shape[axis] == 1 else lax.div(head, np.int32(shared))
+        if axis == 1:
+            return self.sources[name].at[self.row(ref), which, rows]
+        dim = ref.shape[-1]
+        return self.sources[name].at[self.row(ref), rows, pl.ds(which * np.int32(dim), dim)]
 
     @property
     def depth(self) -> int:

@@ -130,6 +130,6 @@ def mosaic_tiles(width: int) -> Tiles:
 
 
 def _generation() -> str:
-    """Of the GPU that is here; without one (interpreted, or compiled for another machine) Hopper."""
+    """Of this GPU; without one (interpreted, or compiled for another machine) Hopper."""
     capability = compute_capability()
     return "hopper" if capability is None else GENERATIONS.get(capability, "small")

@@ -117,7 +117,7 @@ class Program(abc.ABC):
     def loop(
         self, begin: Array, end: Array, step: Callable[..., Any], carry: Any, head: Array
     ) -> Any:
-        """``step(j, carry)`` for blocks ``begin <= j < end`` of the other side, see :meth:`walk`."""
+        """``step(j, carry)`` for blocks ``begin <= j < end`` of the other side, of a query head."""
         return lax.fori_loop(begin, end, step, carry)
 
     def bounds(self) -> tuple[Array, ...]:

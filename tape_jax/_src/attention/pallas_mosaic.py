@@ -48,8 +48,8 @@ def _check_device() -> None:
         )
     refuse(
         capability[0] not in PROGRAMS,
-        "needs a GPU of Ampere's, Ada's or Hopper's generation, compute capability 8 or 9; this one "
-        f"has {capability[0]}.{capability[1]}",
+        "needs an Ampere, Ada or Hopper GPU, compute capability 8.x or 9.0; this one has "
+        f"{capability[0]}.{capability[1]}",
     )
     refuse(miscompiles_causal(), "CUDA 12.8.0 to 12.9.0 miscompiles Mosaic kernels with masks")
 
@@ -60,9 +60,11 @@ def _check_call(request: Request) -> None:
         refuse(x.dtype.itemsize != 2, f"types of queries and keys have 16 bits; got {x.dtype}")
     refuse(wide_types_enabled(), "the kernels do not compile with 64-bit types enabled")
     width = max(request.q.shape[-1], request.v.shape[-1])
+    widest = _program().WIDEST_DECAY
     refuse(
-        request.log_decay is not None and width > 64,
-        f"with a decay heads are at most 64 numbers wide; got {width}: registers do not suffice",
+        request.log_decay is not None and width > widest,
+        f"with a decay heads are at most {widest} numbers wide; got {width}: registers do not "
+        "suffice",
     )
 
 
@@ -74,8 +76,9 @@ def attend(
     Args:
       request: the call.
       tiles: block sizes, warps and stages of each kernel, or lists of these numbers; None: from the
-        table. Four warps own 64 rows of the own side, and there are four or eight beside those that
-        copy; blocks of the other side are multiples of 64.
+        table. Four warps own 64 rows of the own side, and there are four or eight. On Hopper others
+        copy, and blocks of the other side are multiples of 64; on Ampere and Ada there are at least
+        16 rows of the other side for every four warps, and two or three stages.
 
     Returns:
       As :func:`pallas_attention.attend`.

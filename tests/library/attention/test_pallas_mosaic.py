@@ -93,6 +93,18 @@ def test_tiles(tiles, chip):
     assert_close(got, want, TOLERANCE["float16"])
 
 
+@needs_interpreter
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", ["ampere"], indirect=True)
+@pytest.mark.usefixtures("chip")
+def test_wide_heads_with_a_decay():
+    case = Case("wide", batch=(1,), queries=150, heads=2, kv_heads=1, dim=128, log_decay="same")
+    got = run(case, "float16", **INTERPRETED)
+    with jax.enable_x64(True):
+        want = run(case, "float64", "float16", implementation="reference")
+    assert_close(got, want, TOLERANCE["float16"])
+
+
 WRONG_TILES = {
     "hopper": [(128, 128, 4), (256, 64, 16), (64, 32, 4), (64, 64, 2)],
     "ampere": [(128, 128, 4), (256, 64, 16), (128, 16, 8), (64, 64, 4, 4), (64, 64, 4, 1)],
@@ -148,13 +160,13 @@ def test_what_it_needs():
 @pytest.mark.parametrize("capability", [(7, 5), (10, 0)])
 def test_other_gpus_are_refused(capability, monkeypatch):
     monkeypatch.setattr(pallas_blocks, "compute_capability", lambda: capability)
-    with pytest.raises(NotImplementedError, match=r"compute capability 8 or 9; .*has \d+\.\d"):
+    with pytest.raises(NotImplementedError, match=r"capability 8\.x or 9\.0; .*has \d+\.\d"):
         attention(X, X, X, state=X, implementation="mosaic")
 
 
 @needs_interpreter
 def test_a_product_leaves_numbers_where_the_next_one_takes_them():
-    """By the fragments of ``mma.m16n8k16`` in the PTX manual, which four warps have one below another.
+    """By the fragments of ``mma.m16n8k16`` in the PTX manual; each of four warps has 16 rows.
 
     What is interpreted has no layouts.
     """
