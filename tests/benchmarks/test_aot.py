@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import multiprocessing
@@ -52,20 +53,23 @@ def program(implementation, dim, dtype, kv_heads, options):
     return AotProgram("call", lambda: (jax.jit(jax.grad(loss)), (shapes, ids)), 1.0)
 
 
-@functools.cache
-def process(target):
-    """Mosaic GPU compiles all kernels of a process for the chip of the first (jax 0.11.2)."""
+@pytest.fixture(scope="module")
+def processes():
+    """Makes a process for a target: Mosaic GPU compiles all kernels of one for its first chip."""
     context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(1, context, jax.config.update, ("jax_platforms", "cpu"))
+    with contextlib.ExitStack() as stack:
+        yield functools.cache(
+            lambda target: stack.enter_context(ProcessPoolExecutor(1, context, use_cpu))
+        )
+
+
+def use_cpu():
+    """Looks for no GPU."""
+    jax.config.update("jax_platforms", "cpu")
 
 
 def kernels(target, *args):
     """Our own kernels of a program, by name."""
-    return process(target).submit(compiled, target, *args).result()
-
-
-def compiled(target, *args):
-    """:func:`kernels` of this process."""
     device, *_ = CHOSEN[target].devices()
     got = compile_for(target, device, program(*args))
     assert not got.error
@@ -78,11 +82,12 @@ def compiled(target, *args):
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90a"])
-def test_mosaic_spills_nothing(target, call, dim, kv_heads):
+def test_mosaic_spills_nothing(target, call, dim, kv_heads, processes):
     """Nor do products wait for one another (C7512, C7515); what a block has in memory is enough."""
     if (target, call, dim) == ("sm_90a", "decay", 128):
         pytest.skip("refused")
-    found = kernels(target, "mosaic", dim, "bfloat16", kv_heads, CALLS[call])
+    args = target, "mosaic", dim, "bfloat16", kv_heads, CALLS[call]
+    found = processes(target).submit(kernels, *args).result()
     names = ["forward", "key_gradients", "query_gradients", *["value_gradients"] * (dim == 128)]
     assert sorted(found) == names
     assert not any(x.serialized for x in found.values())
@@ -95,9 +100,9 @@ def test_mosaic_spills_nothing(target, call, dim, kv_heads):
 @pytest.mark.parametrize(
     ("target", "axis"), [("sm_80", "batch"), *(("sm_90a", x) for x in ("batch", "heads", "group"))]
 )
-def test_mosaic_inside_shard_map(target, axis):
+def test_mosaic_inside_shard_map(target, axis, processes):
     """Its own axes are none of the mesh's, whatever these are called."""
-    assert not process(target).submit(error_inside_shard_map, target, axis).result()
+    assert not processes(target).submit(error_inside_shard_map, target, axis).result()
 
 
 def error_inside_shard_map(target, axis):
