@@ -1,6 +1,6 @@
 """Which blocks of the fused kernels compile without spilling registers, and which are fast.
 
-    python -m benchmarks.tiles [--targets sm_80 sm_89 sm_90a] [--dims 64 128] [--dtypes bfloat16 float32]
+    python -m benchmarks.tiles [--targets sm_80 sm_90a] [--dims 64 128] [--dtypes bfloat16 float32]
     python -m benchmarks.tiles --time [--dims 64 128] [--length 4096]
 
 For every size of blocks and number of warps the three kernels are compiled as in

@@ -33,10 +33,9 @@ class AmpereProgram(MosaicProgram):
     """Each group copies its share of each block of the other side.
 
     Its first barrier is where all groups meet. The interpreter knows neither ``mma`` nor
-    ``cp.async``: there a product is plain jax, and a copy is one of Hopper's, with two more
-    barriers: ``own_ready``, one a group, and ``ready``, one a group and stage. So what is
-    interpreted says nothing about the layouts of operands in registers, nor about the hardware's
-    count of copies on their way.
+    ``cp.async``: there a product of two operands is plain jax, and a copy is one of Hopper's, with
+    two more barriers: of own tiles, one a group, and of stages, one a group and stage. So it says
+    nothing of the layouts of operands in registers, nor of how many copies a stage is counted as.
     """
 
     COPYING = 0
@@ -95,12 +94,12 @@ class AmpereProgram(MosaicProgram):
         ahead = self.depth - 1
 
         def with_stage(j: Array, carry: Any) -> Any:
-            # Of the blocks that come before the last one is on its way when this one is waited for.
-            if ahead > 1:
+            # With three stages the next block may still be on its way, where there is one.
+            if self.depth == 2:
+                self._wait(j, 0)
+            else:
                 pl.when(j + 1 < last)(lambda: self._wait(j + 1, 1))
                 pl.when(j + 1 == last)(lambda: self._wait(j, 0))
-            else:
-                self._wait(j, 0)
             self._meet()
             pl.when(j + ahead < last)(lambda: self._stream(j + ahead, head))
             return step(j, carry)
@@ -146,29 +145,38 @@ class AmpereProgram(MosaicProgram):
         return self.add_dot(zeros, x, y, trans_b=trans_b)
 
     def add_dot(self, total: Array, x: Any, y: Any, *, trans_b: bool = False) -> Array:
-        if self.call.interpret:
-            x = x.astype(self.call.compute) if isinstance(x, jax.Array) else x[...]
-            y = y.transpose((1, 0)) if trans_b else y
-            return total + lax.dot(x, y[...], preferred_element_type=jnp.float32)
         # A little of ``y`` at a time: all of it would not fit the registers.
         rows = [slice(n, n + CHUNK) for n in range(0, y.shape[0], CHUNK)]
         if not trans_b:
             for n in rows:
-                total = plgpu.mma(total, _as_operand(x[:, n], self.call.compute), _right(y.at[n]))
+                total = self._multiply(total, self._left(x[:, n]), self._right(y.at[n]))
             return total
         parts = [total[:, n] for n in rows]
         for start in range(0, x.shape[1], WIDTH):
             k = slice(start, start + WIDTH)
-            left = plgpu.load(x.at[:, k], layout=plgpu.Layout.MMA_LHS(x.dtype))
+            left = self._left(x.at[:, k])
             parts = [
-                plgpu.mma(part, left, _right(y.at[n, k].transpose((1, 0))))
+                self._multiply(part, left, self._right(y.at[n, k].transpose((1, 0))))
                 for part, n in zip(parts, rows, strict=True)
             ]
         return jnp.concatenate(parts, axis=1)
 
+    def _multiply(self, total: Array, x: Array, y: Array) -> Array:
+        if self.call.interpret:
+            return total + lax.dot(x, y, preferred_element_type=jnp.float32)
+        return plgpu.mma(total, x, y)
 
-def _right(y: Any) -> Array:
-    return plgpu.load(y, layout=plgpu.Layout.MMA_RHS(y.dtype))
+    def _left(self, x: Any) -> Array:
+        in_registers = isinstance(x, jax.Array)
+        if self.call.interpret:
+            return x.astype(self.call.compute) if in_registers else x[...]
+        if in_registers:
+            return _as_operand(x, self.call.compute)
+        return plgpu.load(x, layout=plgpu.Layout.MMA_LHS(x.dtype))
+
+    def _right(self, y: Any) -> Array:
+        layout = None if self.call.interpret else plgpu.Layout.MMA_RHS(y.dtype)
+        return plgpu.load(y, layout=layout)
 
 
 def _as_operand(x: Array, dtype: jnp.dtype) -> Array:

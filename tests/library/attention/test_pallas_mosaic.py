@@ -98,7 +98,7 @@ def test_tiles(tiles, chip):
 @pytest.mark.parametrize("chip", ["ampere"], indirect=True)
 @pytest.mark.usefixtures("chip")
 def test_wide_heads_with_a_decay():
-    case = Case("wide", batch=(1,), queries=150, heads=2, kv_heads=1, dim=128, log_decay="same")
+    case = Case("wide", batch=(1,), queries=150, dim=128, log_decay="same")
     got = run(case, "float16", **INTERPRETED)
     with jax.enable_x64(True):
         want = run(case, "float64", "float16", implementation="reference")
