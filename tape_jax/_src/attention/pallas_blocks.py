@@ -125,8 +125,13 @@ def default_tiles(dtype: jnp.dtype, width: int) -> Tiles:
 
 
 def mosaic_tiles(width: int) -> Tiles:
-    """Blocks of the Mosaic kernels, for the larger of head dimension and value width."""
-    return MOSAIC[_generation()][64 if width <= 64 else 128]
+    """Blocks of the Mosaic kernels, for the larger of head dimension and value width.
+
+    Where there are none for a GPU, and it can but interpret, those of Hopper.
+    """
+    capability = compute_capability()
+    of_ampere = capability is not None and capability[0] == 8
+    return MOSAIC[_generation() if of_ampere else "hopper"][64 if width <= 64 else 128]
 
 
 def _generation() -> str:

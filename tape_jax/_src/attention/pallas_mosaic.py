@@ -98,6 +98,6 @@ def attend(
 
 
 def _program() -> type[MosaicProgram]:
-    """The kernels of the GPU that is here; without one those of Hopper."""
+    """The kernels of the GPU that is here; of another, or without one, those of Hopper."""
     capability = pallas_blocks.compute_capability()
-    return PROGRAMS.get(capability[0] if capability else 9, HopperProgram)
+    return PROGRAMS.get(capability[0], HopperProgram) if capability else HopperProgram

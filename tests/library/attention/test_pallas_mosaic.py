@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu
 
-from tape_jax._src.attention import attention, attention_plan, pallas_blocks
+from tape_jax._src.attention import attention, attention_plan, pallas_blocks, pallas_mosaic
 from tape_jax._src.attention.mosaic_ampere import AmpereProgram
+from tape_jax._src.attention.mosaic_hopper import HopperProgram
 from tape_jax._src.attention.mosaic_program import plgpu
 from tape_jax._src.attention.pallas_blocks import Tile, Tiles
 from tests.library.attention.backends import TOLERANCE, assert_close, run
@@ -95,7 +96,7 @@ def test_tiles(tiles, chip):
 
 @needs_interpreter
 @pytest.mark.slow
-@pytest.mark.parametrize("chip", ["ampere"], indirect=True)
+@pytest.mark.parametrize("chip", ["ampere", "ada"], indirect=True)
 @pytest.mark.usefixtures("chip")
 def test_wide_heads_with_a_decay():
     case = Case("wide", batch=(1,), queries=150, dim=128, log_decay="same")
@@ -103,6 +104,13 @@ def test_wide_heads_with_a_decay():
     with jax.enable_x64(True):
         want = run(case, "float64", "float16", implementation="reference")
     assert_close(got, want, TOLERANCE["float16"])
+
+
+@pytest.mark.parametrize("capability", [None, (7, 5), (10, 0), (12, 0)])
+def test_other_gpus_interpret_the_kernels_of_hopper(capability, monkeypatch):
+    monkeypatch.setattr(pallas_blocks, "compute_capability", lambda: capability)
+    assert pallas_mosaic._program() is HopperProgram
+    assert pallas_blocks.mosaic_tiles(64) == pallas_blocks.MOSAIC["hopper"][64]
 
 
 WRONG_TILES = {
