@@ -21,6 +21,7 @@ import jax
 import jax.extend.backend
 from jax._src.cudnn import fused_attention_stablehlo as cudnn_calls
 from jax.experimental import topologies
+from jax.experimental.mosaic.gpu import core as mosaic_core
 
 from tape_jax import tune
 from train.checks import choose, require
@@ -225,6 +226,9 @@ def as_if_on(target: Cuda | Tpu, device: Any) -> Iterator[None]:
         (cudnn_calls, "check_cudnn_version", lambda: CUDNN_VERSION),
         (cudnn_calls, "check_compute_capability", at_least),
     ]
+    if isinstance(target, Cuda):
+        # Mosaic GPU otherwise takes a block to have as much shared memory as on Hopper.
+        answers.append((mosaic_core, "_SMEM_SIZE_BOUND", target.shared_memory - 1024))
     with contextlib.ExitStack() as stack:
         for owner, name, answer in answers:
             stack.enter_context(mock.patch.object(owner, name, new=answer))

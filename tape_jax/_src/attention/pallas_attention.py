@@ -5,7 +5,7 @@ one online softmax, and the log-sum-exp of each row is kept (FlashAttention; Dao
 2023). Blocks that the
 causal rule, the window or disjoint ranges of segment ids hide are not visited. The body of each
 kernel is in ``pallas_kernels``, block sizes are in ``pallas_blocks``; ``pallas_triton`` and
-``pallas_mosaic`` launch them.
+``mosaic_program`` launch them.
 
 The backward pass is two kernels, one over blocks of queries (dq), one over blocks of keys (dk, dv,
 de); each computes the probabilities again. In units of one T x T x D product, with the state

@@ -102,18 +102,39 @@ TABLE: Mapping[str, Mapping[tuple[int, int], Tiles]] = {
 GENERATIONS = {(8, 0): "ampere", (9, 0): "hopper", (10, 0): "hopper", (10, 3): "hopper"}
 
 
-def default_tiles(dtype: jnp.dtype, width: int) -> Tiles:
-    """Blocks for operands of a type and the larger of head dimension and value width.
+# Those of Mosaic, for types of 16 bits, by generation and head dimension up to.
+MOSAIC: Mapping[str, Mapping[int, Tiles]] = {
+    "hopper": {
+        64: Tiles(Tile(128, 128, 8), Tile(128, 64, 8), Tile(64, 128, 8)),
+        128: Tiles(Tile(128, 64, 8), Tile(128, 64, 8), Tile(64, 128, 8), Tile(64, 128, 8)),
+    },
+    "ampere": {
+        64: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(32, 128, 8, 3)),
+        128: Tiles(Tile(128, 32, 8, 3), Tile(128, 32, 8), Tile(32, 128, 8), Tile(32, 128, 8, 3)),
+    },
+    "small": {
+        64: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8), Tile(32, 128, 8, 3)),
+        128: Tiles(Tile(128, 32, 8), Tile(64, 32, 4), Tile(32, 64, 4), Tile(32, 128, 8)),
+    },
+}
 
-    Without a GPU (interpreted, or compiled for another machine) those of Hopper.
-    """
-    capability = compute_capability()
-    table = TABLE["hopper" if capability is None else GENERATIONS.get(capability, "small")]
-    return table[jnp.dtype(dtype).itemsize, 64 if width <= 64 else 128]
+
+def default_tiles(dtype: jnp.dtype, width: int) -> Tiles:
+    """Blocks for operands of a type and the larger of head dimension and value width."""
+    return TABLE[_generation()][jnp.dtype(dtype).itemsize, 64 if width <= 64 else 128]
 
 
 def mosaic_tiles(width: int) -> Tiles:
-    """Blocks of the Mosaic kernels, for the larger of head dimension and value width."""
-    if width <= 64:
-        return Tiles(Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2))
-    return Tiles(Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), *[Tile(64, 128, 8, 2)] * 2)
+    """Blocks of the Mosaic kernels, for the larger of head dimension and value width.
+
+    Where there are none for a GPU, and it can but interpret, those of Hopper.
+    """
+    capability = compute_capability()
+    of_ampere = capability is not None and capability[0] == 8
+    return MOSAIC[_generation() if of_ampere else "hopper"][64 if width <= 64 else 128]
+
+
+def _generation() -> str:
+    """Of this GPU; without one (interpreted, or compiled for another machine) Hopper."""
+    capability = compute_capability()
+    return "hopper" if capability is None else GENERATIONS.get(capability, "small")

@@ -114,8 +114,10 @@ class Program(abc.ABC):
         """A product added to a tile of float32."""
         return total + self.dot(x, y, trans_b=trans_b)
 
-    def loop(self, begin: Array, end: Array, step: Callable[..., Any], carry: Any) -> Any:
-        """``step(j, carry)`` for blocks ``begin <= j < end`` of the other side."""
+    def loop(
+        self, begin: Array, end: Array, step: Callable[..., Any], carry: Any, head: Array
+    ) -> Any:
+        """``step(j, carry)`` for blocks ``begin <= j < end`` of the other side, of a query head."""
         return lax.fori_loop(begin, end, step, carry)
 
     def bounds(self) -> tuple[Array, ...]:
@@ -219,7 +221,7 @@ class Program(abc.ABC):
             logits = jnp.where(rule, logits, -jnp.inf)
         return logits
 
-    def walk(self, step: Callable[..., Any], carry: Any, *, own: str) -> Any:
+    def walk(self, step: Callable[..., Any], carry: Any, *, own: str, head: Array) -> Any:
         """Walks over the blocks of the other side that this one meets.
 
         Blocks with pairs that are to be hidden lie at both ends; those between take no mask.
@@ -228,18 +230,19 @@ class Program(abc.ABC):
           step: of a block's index and the carry, and whether to mask.
           carry: what it starts from.
           own: ``q`` or ``k``, this side.
+          head: query head.
         """
         hidden = (self.call.lowest, self.call.highest)
         begin, full, last, end = self.bounds()
         at_begin, at_end = (x is not None for x in (hidden if own == "q" else hidden[::-1]))
         at_end = at_end or (own == "q" and self.key_length % self.tile.keys > 0)
         if "query_ids" in self.refs:
-            return self.loop(begin, end, functools.partial(step, masked=True), carry)
+            return self.loop(begin, end, functools.partial(step, masked=True), carry, head)
         if at_begin:
-            carry = self.loop(begin, full, functools.partial(step, masked=True), carry)
-        carry = self.loop(full, last, functools.partial(step, masked=False), carry)
+            carry = self.loop(begin, full, functools.partial(step, masked=True), carry, head)
+        carry = self.loop(full, last, functools.partial(step, masked=False), carry, head)
         if at_end:
-            carry = self.loop(last, end, functools.partial(step, masked=True), carry)
+            carry = self.loop(last, end, functools.partial(step, masked=True), carry, head)
         return carry
 
 
@@ -292,6 +295,7 @@ def forward(program: Program) -> None:
             [jnp.zeros((rows, program.refs[name].shape[-1]), jnp.float32) for name in names],
         ),
         own="q",
+        head=head,
     )
     total = jnp.where(total > 0, total, jnp.ones_like(total))
     for name, x in zip(names, sums, strict=True):
@@ -323,7 +327,8 @@ def query_gradients(program: Program) -> None:
             d_weights = program.add_dot(d_weights, cotangent, value, trans_b=True)
         return program.add_dot(dq, weights * d_weights, k)
 
-    dq = program.walk(step, jnp.zeros((rows, program.refs["q"].shape[-1]), jnp.float32), own="q")
+    start = jnp.zeros((rows, program.refs["q"].shape[-1]), jnp.float32)
+    dq = program.walk(step, start, own="q", head=head)
     program.write("d_q", i, head, dq * np.float32(program.call.scale))
 
 
@@ -374,7 +379,7 @@ def key_gradients(program: Program) -> None:
         if decay is not None and "d_key_decay" in refs:
             start_decay = jnp.zeros((rows,), jnp.float32)
         of_head = functools.partial(step, head=head, decay=decay)
-        *carry, d_decay = program.walk(of_head, (*carry, start_decay), own="k")
+        *carry, d_decay = program.walk(of_head, (*carry, start_decay), own="k", head=head)
         if d_decay is not None:
             program.write_vector("d_key_decay", j, head, d_decay)
         return tuple(carry)

@@ -11,6 +11,9 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu
 
 from tape_jax._src.attention import attention, attention_plan, pallas_blocks, pallas_mosaic
+from tape_jax._src.attention.mosaic_ampere import AmpereProgram
+from tape_jax._src.attention.mosaic_hopper import HopperProgram
+from tape_jax._src.attention.mosaic_program import plgpu
 from tape_jax._src.attention.pallas_blocks import Tile, Tiles
 from tests.library.attention.backends import TOLERANCE, assert_close, run
 from tests.library.attention.cases import Case
@@ -36,11 +39,21 @@ CASES = [
     Case("decay_shared", batch=(1,), queries=130, log_decay="shared", form=None),
     Case("state_not_attended", batch=(1,), queries=130, attend_state=False),
 ]
+# What must be waited for before a stage is overwritten; compute capabilities.
+FENCES = {"hopper": (plgpu, "commit_smem"), "ampere": (AmpereProgram, "_meet")}
+CHIPS = {"hopper": (9, 0), "ampere": (8, 0), "ada": (8, 9)}
+
+
+@pytest.fixture(params=("hopper", "ampere"))
+def chip(request, monkeypatch):
+    """The chip whose kernels are interpreted."""
+    monkeypatch.setattr(pallas_blocks, "compute_capability", lambda: CHIPS[request.param])
+    return request.param
 
 
 @needs_interpreter
 @pytest.mark.parametrize("case", mostly_slow(CASES, CASES[4]), ids=str)
-def test_outputs_and_gradients(case, capfd):
+def test_outputs_and_gradients(case, chip, capfd):
     dtype = "bfloat16" if case.name == "causal" else "float16"
     got = run(case, dtype, **INTERPRETED)
     with jax.enable_x64(True):
@@ -63,9 +76,9 @@ def test_compiled(case):
 
 @needs_interpreter
 @pytest.mark.slow
-def test_a_stage_that_is_overwritten_too_early_is_a_race(monkeypatch, capfd):
+def test_a_stage_that_is_overwritten_too_early_is_a_race(chip, monkeypatch, capfd):
     """What the interpreter is asked for, it finds."""
-    monkeypatch.setattr(pallas_mosaic.plgpu, "commit_smem", lambda: None)
+    monkeypatch.setattr(*FENCES[chip], lambda *_: None)
     run(dataclasses.replace(CASES[0], queries=300), "bfloat16", **INTERPRETED)
     assert "RACE" in "".join(capfd.readouterr())
 
@@ -73,7 +86,7 @@ def test_a_stage_that_is_overwritten_too_early_is_a_race(monkeypatch, capfd):
 @needs_interpreter
 @pytest.mark.slow
 @pytest.mark.parametrize("tiles", [[(64, 64, 4, 3)] * 4, [(128, 128, 8, 2)] * 3])
-def test_tiles(tiles):
+def test_tiles(tiles, chip):
     case = dataclasses.replace(CASES[0], queries=150)
     got = run(case, "float16", **INTERPRETED, options={"tiles": tiles})
     with jax.enable_x64(True):
@@ -82,10 +95,38 @@ def test_tiles(tiles):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("tile", [(128, 128, 4), (256, 64, 16), (64, 32, 4), (64, 64, 2)])
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", ["ampere", "ada"], indirect=True)
+@pytest.mark.usefixtures("chip")
+def test_wide_heads_with_a_decay():
+    case = Case("wide", batch=(1,), queries=150, dim=128, log_decay="same")
+    got = run(case, "float16", **INTERPRETED)
+    with jax.enable_x64(True):
+        want = run(case, "float64", "float16", implementation="reference")
+    assert_close(got, want, TOLERANCE["float16"])
+
+
+@pytest.mark.parametrize("capability", [None, (7, 5), (10, 0), (12, 0)])
+def test_other_gpus_interpret_the_kernels_of_hopper(capability, monkeypatch):
+    monkeypatch.setattr(pallas_blocks, "compute_capability", lambda: capability)
+    assert pallas_mosaic._program() is HopperProgram
+    assert pallas_blocks.mosaic_tiles(64) == pallas_blocks.MOSAIC["hopper"][64]
+
+
+WRONG_TILES = {
+    "hopper": [(128, 128, 4), (256, 64, 16), (64, 32, 4), (64, 64, 2)],
+    "ampere": [(128, 128, 4), (256, 64, 16), (128, 16, 8), (64, 64, 4, 4), (64, 64, 4, 1)],
+}
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("chip", "tile"), [(x, tile) for x in WRONG_TILES for tile in WRONG_TILES[x]], indirect=["chip"]
+)
+@pytest.mark.usefixtures("chip")
 def test_wrong_tiles(tile):
     tiles = dataclasses.replace(Tiles.same(128, 128, 8), forward=Tile(*tile))
-    with pytest.raises(ValueError, match="takes 64 queries with 4 warps or 128 with 8, and a mult"):
+    with pytest.raises(ValueError, match="takes 64 queries with 4 warps or 128 with 8, "):
         attention(X, X, X, state=X, options={"tiles": tiles}, **INTERPRETED)
 
 
@@ -117,15 +158,52 @@ def test_64_bit_types_are_refused(x64):
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="what a machine without a GPU does")
 def test_what_it_needs():
-    """A newer jax first, then a GPU of Hopper's generation."""
+    """A newer jax first, then a GPU."""
     rejected = attention_plan(X, X, X, state=X, implementation="mosaic").rejected["mosaic"]
     newer = hasattr(mosaic_gpu, "InterpretGPUParams")
     assert rejected.startswith("needs a CUDA GPU" if newer else "needs jax 0.11.1 or later")
 
 
 @needs_interpreter
-@pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
+@pytest.mark.parametrize("capability", [(7, 5), (10, 0)])
 def test_other_gpus_are_refused(capability, monkeypatch):
     monkeypatch.setattr(pallas_blocks, "compute_capability", lambda: capability)
-    with pytest.raises(NotImplementedError, match=r"Hopper's generation.*has \d+\.0"):
+    with pytest.raises(NotImplementedError, match=r"capability 8\.x or 9\.0; .*has \d+\.\d"):
         attention(X, X, X, state=X, implementation="mosaic")
+
+
+@needs_interpreter
+def test_a_product_leaves_numbers_where_the_next_one_takes_them():
+    """By the fragments of ``mma.m16n8k16`` in the PTX manual; each of four warps has 16 rows.
+
+    What is interpreted has no layouts.
+    """
+    shape = (64, 32)
+    for layout, columns, order in (
+        (plgpu.Layout.MMA_ACC("bfloat16"), 8, [(0, 0), (8, 0)]),
+        (plgpu.Layout.MMA_LHS("bfloat16"), 16, [(0, 0), (8, 0), (0, 8), (8, 8)]),
+    ):
+        got = registers(layout.to_mgpu(), shape)
+        for warp, lane in np.ndindex(4, 32):
+            row, column = 16 * warp + lane // 4, 2 * (lane % 4)
+            want = [
+                [(row + down) * shape[1] + column + right + start + n for n in (0, 1)]
+                for start in range(0, shape[1], columns)
+                for down, right in order
+            ]
+            np.testing.assert_array_equal(got[warp, lane], want)
+
+
+def registers(layout, shape):
+    """Indices into a tile of what each register holds: ``[warps, lanes, registers, 2]``."""
+    x = np.arange(np.prod(shape)).reshape(shape)
+    for tile in layout.tiling.tiles:
+        kept, split = x.shape[: x.ndim - len(tile)], x.shape[x.ndim - len(tile) :]
+        sizes = [n for pair in zip(split, tile, strict=True) for n in (pair[0] // pair[1], pair[1])]
+        x, first = x.reshape(*kept, *sizes), len(kept)
+        outer, inner = (range(first + k, first + len(sizes), 2) for k in (0, 1))
+        x = x.transpose(*range(first), *outer, *inner)
+    warps = [axis for axis in layout.warp_dims if isinstance(axis, int)]
+    moved = [*warps, *layout.lane_dims, layout.vector_dim]
+    x = np.moveaxis(x, moved, [*range(len(moved) - 1), -1])
+    return x.reshape(4, 32, -1, 2)
