@@ -107,13 +107,12 @@ class AmpereProgram(MosaicProgram):
         return lax.fori_loop(begin, end, with_stage, carry)
 
     def _meet(self) -> None:
-        """Waits for the other groups."""
+        """Waits for the other groups, and for the other warps of this one."""
         if self.call.interpret:
             # What they read by generic loads is overwritten by Hopper's copies.
             plgpu.commit_smem()
-        if self.groups > 1:
-            plgpu.barrier_arrive(self.barriers[0])
-            plgpu.barrier_wait(self.barriers[0])
+        plgpu.barrier_arrive(self.barriers[0])
+        plgpu.barrier_wait(self.barriers[0])
 
     def _stream(self, j: Array, head: Array) -> None:
         """Begins to copy this group's share of a block of the other side."""

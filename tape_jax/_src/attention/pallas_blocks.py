@@ -124,14 +124,18 @@ def default_tiles(dtype: jnp.dtype, width: int) -> Tiles:
     return TABLE[_generation()][jnp.dtype(dtype).itemsize, 64 if width <= 64 else 128]
 
 
-def mosaic_tiles(width: int) -> Tiles:
+def mosaic_tiles(width: int, *, segments: bool = False) -> Tiles:
     """Blocks of the Mosaic kernels, for the larger of head dimension and value width.
 
     Where there are none for a GPU, and it can but interpret, those of Hopper.
     """
     capability = compute_capability()
-    of_ampere = capability is not None and capability[0] == 8
-    return MOSAIC[_generation() if of_ampere else "hopper"][64 if width <= 64 else 128]
+    if capability is not None and capability[0] == 8:
+        return MOSAIC[_generation()][64 if width <= 64 else 128]
+    tiles = MOSAIC["hopper"][64 if width <= 64 else 128]
+    # Ids take registers: with eight warps the kernel would spill.
+    one_group = dataclasses.replace(tiles, key_gradients=Tile(64, 64, 4))
+    return one_group if segments and width > 64 else tiles
 
 
 def _generation() -> str:

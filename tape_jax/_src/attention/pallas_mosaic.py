@@ -90,7 +90,8 @@ def attend(
     _check_release()
     _check_call(request)
     width = max(request.q.shape[-1], request.v.shape[-1])
-    chosen = mosaic_tiles(width) if tiles is None else Tiles.of(tiles)
+    segments = request.visibility.segments is not None
+    chosen = mosaic_tiles(width, segments=segments) if tiles is None else Tiles.of(tiles)
     # The interpreter's callbacks come in an order, which a program that is split has not.
     split = not request.interpret
     launch = _program().launch

@@ -157,7 +157,7 @@ class Transformer(nn.Module):
 
         A path is ``layers_0/attention/q/kernel``; stacked layers have a first axis ``layers``.
         """
-        return dict(_parameters(self.config, jax.config.jax_enable_x64))
+        return dict(_parameters(self.config, jax.dtypes.canonicalize_dtype(float).itemsize > 4))
 
     @nn.nowrap
     def attention_plan(

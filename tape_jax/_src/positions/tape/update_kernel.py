@@ -3,14 +3,16 @@
 One warp owns one token. XLA makes the token's matrix ``I + alpha G(x)``; the kernel multiplies the
 sum ``e + alpha W a`` by it. Both are products over heads of tiles of 16 or 32 rows, which tensor
 cores do, and the gradient of ``W`` stays in registers while a program walks over its tokens.
-Nothing but ``e``, ``a`` and the new state passes through memory.
+Nothing but ``e``, ``a`` and the new state passes through memory. States of more numbers than the
+registers of a warp hold are cut into parts, whose columns are independent but for the norm and for
+the gradients of matrices, which are sums over parts.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +31,8 @@ Refs = Mapping[str, Any]
 # Types of states that the kernel reads and writes.
 TYPES = ("float32", "bfloat16", "float16")
 ZERO: Any = np.int32(0)
+# Numbers of a tile, by whether states have 16 bits: with more, kernels spill.
+MOST_NUMBERS = {False: 1024, True: 2048}
 
 # Axes of all arrays: b batch, which is full or 1; nothing else is split over devices.
 NAMES = ("e", "a", "matrix", "out", "d_out", "d_e", "d_a", "d_matrix", "d_mix")
@@ -45,7 +49,8 @@ class UpdateKernel:
       magnitude: the norm of the new state.
       narrow: whether states have 16 bits.
       tokens: that a program walks over.
-      warps, stages: of a program, as Triton counts them.
+      warps, stages: of a program, as Triton counts them; None: one warp,
+        or two for more than 16 rows or several parts.
       interpret: run by XLA operations, on any device.
     """
 
@@ -53,7 +58,7 @@ class UpdateKernel:
     magnitude: float = 1.0
     narrow: bool = False
     tokens: int = 8
-    warps: int = 1
+    warps: int | None = None
     stages: int = 2
     interpret: bool = False
 
@@ -105,22 +110,35 @@ class UpdateKernel:
             preferred_element_type=jnp.float32,
         )
 
-    def scale(self, y: Array) -> Array:
-        """``magnitude / norm`` of each row ``[rows, 1]``."""
+    def parts(self, e: Any) -> list[slice]:
+        """Columns of each part of the states ``[..., H, N]``."""
+        rows, columns = map(tile_size, e.shape[-2:])
+        size = min(columns, MOST_NUMBERS[self.narrow] // rows)
+        return [slice(n, n + size) for n in range(0, e.shape[-1], size)]
+
+    def along(self, x: Sequence[Array], y: Sequence[Array]) -> Array:
+        """The sum of ``x y`` over the columns of all parts, ``[rows, 1]``, as the norm takes it."""
         assert self.square is not None
-        square = jnp.sum(y * y, axis=1)[:, None] * np.float32(self.square)
+        total = sum(jnp.sum(a * b, axis=1) for a, b in zip(x, y, strict=True))
+        return jnp.asarray(total)[:, None] * np.float32(self.square)
+
+    def scale(self, square: Array) -> Array:
+        """``magnitude / norm`` of rows from the squares of their norms."""
         return np.float32(self.magnitude) * lax.rsqrt(jnp.maximum(square, np.float32(TINY)))
 
-    def through_norm(self, d_out: Array, y: Array) -> Array:
-        """The gradient of ``y`` from that of ``y`` normalized."""
-        if self.square is None:
-            return d_out
-        scale = self.scale(y)
-        along = jnp.sum(d_out * y, axis=1)[:, None] * np.float32(self.square)
+    def through_norm(self, y: Sequence[Array], d_out: Sequence[Array]) -> tuple[Array, Array]:
+        """Factors of ``d_out`` and of ``y``, ``[rows, 1]``, whose sum is the gradient of ``y``.
+
+        Args:
+          y: its parts.
+          d_out: gradients of ``y`` normalized, in the same parts.
+        """
+        scale = self.scale(self.along(y, y))
+        along = self.along(d_out, y)
         unit = scale * scale * np.float32(self.magnitude**-2)
         # A norm below the least counts as the least, whatever y is.
         along = jnp.where(unit < np.float32(0.5 / TINY), along, 0.0)
-        return scale * (d_out - y * along * unit)
+        return scale, -scale * along * unit
 
 
 def _forward(kernel: UpdateKernel, inputs: Named) -> Named:
@@ -145,11 +163,13 @@ def _like(inputs: Named, name: str) -> jax.ShapeDtypeStruct:
 def _launch(
     kernel: UpdateKernel, body: Callable[..., None], inputs: Named, out: Named
 ) -> dict[str, Array]:
+    e = inputs["e"]
+    warps = kernel.warps or (2 if tile_size(e.shape[-2]) > 16 or len(kernel.parts(e)) > 1 else 1)
     return pl.pallas_call(
         functools.partial(body, kernel),
         out_shape=out,
         grid=(pl.cdiv(inputs["e"].shape[1], kernel.tokens), batch_size(inputs)),
-        compiler_params=plt.CompilerParams(num_warps=kernel.warps, num_stages=kernel.stages),
+        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=kernel.stages),
         interpret=kernel.interpret,
         name=f"tape_update{body.__name__.removesuffix('_body')}",
     )(inputs)
@@ -160,10 +180,13 @@ def _forward_body(kernel: UpdateKernel, inputs: Refs, outputs: Refs) -> None:
     mix = _read(inputs["mix"], b) if "mix" in inputs else None
 
     def step(t: Array, _: None) -> None:
-        y = kernel.dot(_read(inputs["matrix"], b, t), _total(kernel, mix, inputs, b, t))
+        matrix, parts = _read(inputs["matrix"], b, t), kernel.parts(inputs["e"])
+        new = [kernel.dot(matrix, _total(kernel, mix, inputs, b, t, part)) for part in parts]
         if kernel.square is not None:
-            y = y * kernel.scale(y)
-        _write(outputs["out"], y, b, t)
+            scale = kernel.scale(kernel.along(new, new))
+            new = [y * scale for y in new]
+        for part, y in zip(parts, new, strict=True):
+            _write(outputs["out"], y, b, t, part=part)
 
     lax.fori_loop(*_tokens(kernel, program, inputs), step, None)
 
@@ -173,17 +196,33 @@ def _backward_body(kernel: UpdateKernel, inputs: Refs, outputs: Refs) -> None:
     mix = _read(inputs["mix"], b) if "mix" in inputs else None
 
     def step(t: Array, d_mix: Array | None) -> Array | None:
-        matrix, total = _read(inputs["matrix"], b, t), _total(kernel, mix, inputs, b, t)
-        d_y = _read(inputs["d_out"], b, t)
+        matrix, parts = _read(inputs["matrix"], b, t), kernel.parts(inputs["e"])
+        read = functools.partial(_total, kernel, mix, inputs, b, t)
+        totals = [read(part) for part in parts]
+        given = [_read(inputs["d_out"], b, t, part=part) for part in parts]
+        new, of_given, of_new = list[Array](), None, None
         if kernel.square is not None:
-            d_y = kernel.through_norm(d_y, kernel.dot(matrix, total))
-        _write(outputs["d_matrix"], kernel.dot(d_y, total, rows=(1, 1)), b, t)
-        d_total = kernel.dot(matrix, d_y, rows=(0, 0))
-        _write(outputs["d_e"], d_total, b, t)
-        if mix is None or d_mix is None:
-            return None
-        _write(outputs["d_a"], kernel.dot(mix, d_total, rows=(0, 0)), b, t)
-        return d_mix + kernel.dot(d_total, _read(inputs["a"], b, t), rows=(1, 1))
+            new = [kernel.dot(matrix, total) for total in totals]
+            of_given, of_new = kernel.through_norm(new, given)
+        d_matrix: Any = None
+        for n, part in enumerate(parts):
+            total, d_y = totals[n], given[n]
+            if len(parts) > 1:
+                # Again, so that they need no registers meanwhile.
+                total, d_y = read(part), _read(inputs["d_out"], b, t, part=part)
+            if of_given is not None and of_new is not None:
+                y = new[n] if len(parts) == 1 else kernel.dot(matrix, total)
+                d_y = of_given * d_y + of_new * y
+            own = kernel.dot(d_y, total, rows=(1, 1))
+            d_matrix = own if d_matrix is None else d_matrix + own
+            d_total = kernel.dot(matrix, d_y, rows=(0, 0))
+            _write(outputs["d_e"], d_total, b, t, part=part)
+            if mix is not None and d_mix is not None:
+                _write(outputs["d_a"], kernel.dot(mix, d_total, rows=(0, 0)), b, t, part=part)
+                a = _read(inputs["a"], b, t, part=part)
+                d_mix = d_mix + kernel.dot(d_total, a, rows=(1, 1))
+        _write(outputs["d_matrix"], d_matrix, b, t)
+        return d_mix
 
     zeros = None if mix is None else jnp.zeros(mix.shape, jnp.float32)
     d_mix = lax.fori_loop(*_tokens(kernel, program, inputs), step, zeros)
@@ -197,30 +236,43 @@ def _tokens(kernel: UpdateKernel, program: Array, inputs: Refs) -> tuple[Array, 
     return first, jnp.minimum(first + np.int32(kernel.tokens), np.int32(inputs["e"].shape[1]))
 
 
-def _total(kernel: UpdateKernel, mix: Array | None, inputs: Refs, b: Array, t: Array) -> Array:
-    """``e + mix a`` of a token."""
-    e = _read(inputs["e"], b, t)
-    return e if mix is None else e + kernel.dot(mix, _read(inputs["a"], b, t))
+def _total(
+    kernel: UpdateKernel, mix: Array | None, inputs: Refs, b: Array, t: Array, part: slice
+) -> Array:
+    """``e + mix a`` of a token, of some columns."""
+    e = _read(inputs["e"], b, t, part=part)
+    return e if mix is None else e + kernel.dot(mix, _read(inputs["a"], b, t, part=part))
 
 
-def _read(ref: Any, b: Array, *at: Array) -> Array:
-    """A matrix of ``[b|1, ..., rows, columns]`` in float32, padded to a tile with zeros."""
+def _read(ref: Any, b: Array, *at: Array, part: slice | None = None) -> Array:
+    """A matrix of ``[b|1, ..., rows, columns]`` in float32, padded to a tile with zeros.
+
+    Args:
+      ref: of an array.
+      b: of the batch.
+      at: of the axes between.
+      part: its columns; None: all.
+    """
     b = ZERO if ref.shape[0] == 1 else b
-    index, mask = _tile(ref, (b, *at), tile_size(ref.shape[-2]), tile_size(ref.shape[-1]))
+    part = slice(0, tile_size(ref.shape[-1])) if part is None else part
+    index, mask = _tile(ref, (b, *at), tile_size(ref.shape[-2]), part)
     x = plt.load(index) if mask is None else plt.load(index, mask=mask, other=0.0)
     return x.astype(jnp.float32)
 
 
-def _write(ref: Any, x: Array, b: Array, t: Array) -> None:
+def _write(ref: Any, x: Array, b: Array, t: Array, *, part: slice | None = None) -> None:
     """Writes what :func:`_read` would read."""
-    index, mask = _tile(ref, (b, t), *x.shape)
+    index, mask = _tile(ref, (b, t), x.shape[0], part or slice(0, x.shape[1]))
     plt.store(index, x.astype(ref.dtype), mask=mask)
 
 
-def _tile(ref: Any, at: tuple[Any, ...], rows: int, columns: int) -> tuple[Any, Array | None]:
-    """Where a tile lies, and which of its numbers exist; None if all do."""
-    index = ref.at[(*at, pl.ds(ZERO, rows), pl.ds(ZERO, columns))]
-    if ref.shape[-2:] == (rows, columns):
+def _tile(ref: Any, at: tuple[Any, ...], rows: int, part: slice) -> tuple[Any, Array | None]:
+    """Where some columns lie, and which of their numbers exist; None if all do."""
+    columns = part.stop - part.start
+    # Not a constant, of which jax would ask that all of the tile exists.
+    start: Any = lax.add(np.int32(part.start), ZERO)
+    index: Any = ref.at[(*at, pl.ds(ZERO, rows), pl.ds(start, columns))]
+    if ref.shape[-2] == rows and ref.shape[-1] >= part.stop:
         return index, None
     exists = lax.iota(jnp.int32, rows)[:, None] < ref.shape[-2]
-    return index, exists & (lax.iota(jnp.int32, columns)[None, :] < ref.shape[-1])
+    return index, exists & (lax.iota(jnp.int32, columns)[None, :] < ref.shape[-1] - part.start)

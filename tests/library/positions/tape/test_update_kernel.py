@@ -9,7 +9,7 @@ import pytest
 
 from tape_jax import init_update, update_state
 from tape_jax._src.core import devices
-from tape_jax._src.positions.tape import update
+from tape_jax._src.positions.tape import update, update_kernel
 from tests.library.attention.backends import lowered
 from tests.library.positions.tape.test_update import (
     CASES,
@@ -60,6 +60,19 @@ def test_narrow_states(dtype):
     got = result_and_gradients(args, d_out, "rms", **FUSED)
     assert got[0].dtype == dtype
     assert_near(got, want, 2e-2)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("norm", ["rms", "none"])
+def test_wide_states_in_parts(norm, monkeypatch):
+    """Of 16 numbers each; the last part has fewer."""
+    monkeypatch.setattr(update_kernel, "MOST_NUMBERS", {False: 256, True: 256})
+    params = init_update(jax.random.key(0), 12, 4, num_kv_heads=2, attention_mix="heads")
+    params = jax.tree.map(lambda p: p + 0.1 * jnp.asarray(normal(*p.shape, seed=p.size)), params)
+    x = jnp.asarray(normal(2, 5, 12, seed=3), "float32")
+    e, a, d_out = (jnp.asarray(normal(2, 5, n, 40, seed=n), "float32") for n in (2, 4, 2))
+    run = functools.partial(result_and_gradients, (params, e, a, x, 0.5), d_out, norm)
+    assert_near(run(**FUSED), run(implementation="reference"), 1e-5)
 
 
 @pytest.mark.usefixtures("interpreted")
