@@ -72,7 +72,7 @@ evidence-quick: $(VENV)/.ready  ## make a few of these runs again, in minutes
 	$(BIN)/python -m research.main evidence --quick
 	$(BIN)/python -m research.main evidence --suite=places --quick
 
-test: $(VENV)/.ready  ## the tests, in five to six minutes on two cores
+test: $(VENV)/.ready  ## the tests, in about six minutes on two cores
 	$(PYTEST) -m "not slow"
 
 test-slow: $(VENV)/.ready  ## the tests that take longer
