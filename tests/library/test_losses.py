@@ -78,7 +78,7 @@ def test_memory_does_not_hold_the_logits():
     assert temporary(functools.partial(cross_entropy, chunk=16)) < logits / 4
 
 
-@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.slow
 def test_with_a_model_on_a_mesh(tied):
     """The kernel that the model names, tokens split over batch and sequence, and the vocabulary."""

@@ -106,7 +106,7 @@ def closure_gradients():
 
 
 @pytest.mark.slow
-@each("pallas", "splash", slow=["splash"])
+@each("pallas", "splash")
 def test_transformations(backend, keywords):
     """Gradients of a rematerialised and scanned call and under vmap are those of ``reference``."""
     q, k, v, e = qkve(19)
@@ -130,8 +130,8 @@ def test_transformations(backend, keywords):
 
 
 @pytest.mark.slow
-@each("pallas", "splash", slow=["splash"])
-@pytest.mark.parametrize("kv_heads", mostly_slow([4, 2], 2))
+@each("pallas", "splash")
+@pytest.mark.parametrize("kv_heads", [4, 2])
 def test_sharded_over_batch_and_heads(backend, keywords, kv_heads):
     """Each device attends with its rows and heads, and talks to no other."""
     args = qkve(19, heads=4, kv_heads=kv_heads)
@@ -241,7 +241,7 @@ def test_a_bias_function_is_compiled_once_with_the_program_around_it():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transform", mostly_slow([jax.jit, jax.vmap], jax.vmap))
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap])
 def test_chunked_names_who_has_second_derivatives(transform):
     q, k, v, e = qkve(19)
 

@@ -218,9 +218,9 @@ def test_padding_does_not_count_for_the_balance():
 @pytest.mark.parametrize(
     "sizes",
     [
-        pytest.param({"data": 8}, marks=pytest.mark.slow),
-        pytest.param({"fsdp": 2}, marks=pytest.mark.slow),
-        pytest.param({"tensor": 2}, marks=pytest.mark.slow),
+        {"data": 8},
+        {"fsdp": 2},
+        {"tensor": 2},
         {"data": 2, "fsdp": 2, "tensor": 2},
     ],
     ids=str,

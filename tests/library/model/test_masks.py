@@ -75,7 +75,7 @@ OF_LENGTH = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", mostly_slow(OF_LENGTH, "each layer"))
+@pytest.mark.parametrize("name", OF_LENGTH)
 def test_the_width_of_a_batch_is_no_length(name):
     """Draws and dynamic scaling are for what each row really has, or for the length it is given."""
     model = small_model(OF_LENGTH[name], num_layers=2)
@@ -121,7 +121,7 @@ def test_nothing_but_padding():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", mostly_slow(["tape", "rope+alibi"], "tape"))
+@pytest.mark.parametrize("kind", ["tape", "rope+alibi"])
 def test_a_window_counts_tokens_of_the_own_text(kind):
     """Neither padding nor tokens of other segments, in a full pass and behind a cache."""
     model = small_model(kind, local_window_size=2)

@@ -15,7 +15,6 @@ from tape_jax._src.model.inputs import Context
 from tape_jax._src.model.layout import replaced, restack
 from tape_jax.positions import Layers, Rope, Tape, Window, create, options_of
 from tests.models import loss_and_gradients, random_tokens, random_variables, run, small_model
-from tests.selection import mostly_slow
 
 LOCAL = create("tape+window", size=2, base=50.0)
 # Two states that are updated, one window, one layer without any, in a pattern and a rest.
@@ -84,11 +83,7 @@ def test_each_layer_is_a_block_of_its_encoding(scan_layers):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
-    mostly_slow(
-        [{"remat": "none"}, {"remat": "full"}, {"remat": "dots"}, {"remat": "groups"}],
-        {"remat": "groups"},
-    ),
+    "options", [{"remat": "none"}, {"remat": "full"}, {"remat": "dots"}, {"remat": "groups"}]
 )
 def test_loops_over_patterns_change_nothing(options):
     model = small_model(POSITION, **options, **SIZES)
@@ -105,9 +100,7 @@ def test_loops_over_patterns_change_nothing(options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", mostly_slow([{}, {"scan_layers": False}, {"remat": "groups"}], {})
-)
+@pytest.mark.parametrize("options", [{}, {"scan_layers": False}, {"remat": "groups"}])
 def test_an_encoding_several_times_in_a_pattern(options):
     """Its state goes through all of its layers, and decoding is as the full pass."""
     model = small_model(Layers("tape", every={3: "none"}), num_layers=12, **options)

@@ -27,7 +27,7 @@ from tests.selection import mostly_slow
 class TestAgainstTransformers:
     @pytest.mark.slow
     @pytest.mark.usefixtures("x64")
-    @pytest.mark.parametrize("name", mostly_slow(NAMES, "llama3_gqa"))
+    @pytest.mark.parametrize("name", NAMES)
     def test_float64(self, name):
         model, variables = tape.from_pretrained(HF / name, dtype="float64")
         expected = np.load(HF / name / "expected.npz")

@@ -25,9 +25,7 @@ def trained():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "mesh", [None, pytest.param(ShardingConfig(data=2, tensor=2), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("mesh", [None, ShardingConfig(data=2, tensor=2)])
 def test_are_those_of_all_at_once(trained, mesh):
     """With few at a time, in chunks, up to a stop, on one device and on a mesh."""
     model, variables, prompts, alone = trained

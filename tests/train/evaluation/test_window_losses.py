@@ -7,7 +7,6 @@ import pytest
 
 from tape_jax import ModelConfig, Transformer
 from tests.models import VOCAB, random_variables, small_model
-from tests.selection import mostly_slow
 from train.evaluation import window_losses
 from train.evaluation.programs import Programs
 from train.evaluation.window_losses import (
@@ -49,9 +48,7 @@ class TestWindows:
 
 class TestTokenLosses:
     @pytest.mark.slow
-    @pytest.mark.parametrize(
-        "options", mostly_slow([{}, {"tie_embeddings": True}], {"tie_embeddings": True})
-    )
+    @pytest.mark.parametrize("options", [{}, {"tie_embeddings": True}])
     def test_equals_whole_logits(self, options, monkeypatch):
         monkeypatch.setattr(window_losses, "CHUNK", 4)
         model = small_model("tape", num_layers=2, **options)

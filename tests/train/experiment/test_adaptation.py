@@ -183,7 +183,7 @@ def shapes_made(jaxpr):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["tape", pytest.param("lora", marks=pytest.mark.slow), "full"])
+@pytest.mark.parametrize("method", ["tape", "lora", "full"])
 def test_nothing_is_made_for_frozen_parameters(method):
     """Neither gradient nor moments: no array of such a shape is among what a step computes."""
     wanted = an_experiment(CONTEXTUAL, method, norms=False, embeddings=False)

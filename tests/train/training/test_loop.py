@@ -362,7 +362,7 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch():
     np.testing.assert_allclose(results[1][1]["loss"], loss, rtol=1e-6)
 
 
-@pytest.mark.parametrize("chunked", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.slow
 def test_routers_add_their_losses_to_what_is_minimised(monkeypatch, chunked):
     """To the gradient, not to the reported loss; every part of a batch is balanced by itself."""

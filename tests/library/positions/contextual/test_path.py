@@ -15,7 +15,6 @@ from tape_jax._src.attention import recorded_plans
 from tape_jax._src.positions.contextual import householder
 from tape_jax._src.positions.layer import Layer
 from tests.models import FLOAT64, random_tokens, random_variables, small_model
-from tests.selection import mostly_slow
 
 DIM = 4
 INTERLEAVED = [5, 5, 2, 5, 2, 2, 0, 5, 5, 0, 2, 5, 5]
@@ -128,7 +127,7 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("chunk", "packed", "window", "implementation"),
-    mostly_slow(CASES, (3, True, None, "rows"), (5, False, 4, "reference")),
+    CASES,
 )
 def test_chunks_equal_the_specification(x64, chunk, packed, window, implementation):
     """And so do gradients by everything."""
@@ -223,7 +222,7 @@ def test_one_new_token_attends_by_any_implementation(x64):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rewritten_keys_do_not_drift(dtype):
     """200 times rewritten, in float32 whatever the compute type."""
     exact = model_of(dtype="float32", param_dtype="float32", num_layers=1)
