@@ -73,7 +73,8 @@ class Continuer:
             padded, sizes = map(np.asarray, pad_prompts([prompts[i] for i in filled], self.pad))
             margin = (0, 0), (width - padded.shape[1], 0)
             tokens = np.pad(padded, margin, constant_values=self.pad)
-            given = tokens, sizes, np.array([max_new_tokens, self.pad, *self._stops()])
+            asked = [max_new_tokens, self.pad, -1 if self.stop is None else self.stop]
+            given = tokens, sizes, np.array(asked)
             key, written = self.programs.kept_result("continuations", given)
             if is_new := written is None:
                 with self.speed.measured():
@@ -84,9 +85,6 @@ class Continuer:
             if is_new:
                 self.speed.tokens += int(lengths[rows].sum()) + sum(map(len, answers))
             yield rows, answers
-
-    def _stops(self) -> list[int]:
-        return [] if self.stop is None else [self.stop]
 
     def _until_stop(self, row: np.ndarray) -> np.ndarray:
         if self.stop is None:

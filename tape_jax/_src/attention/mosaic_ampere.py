@@ -18,9 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 
 from tape_jax._src.attention.mosaic_program import ROWS, MosaicProgram, plgpu
-from tape_jax._src.attention.pallas_blocks import Tile
 from tape_jax._src.attention.pallas_kernels import KernelCall, Program
-from tape_jax._src.core.checks import require
 
 Array = jax.Array
 # A product takes so many rows of its right operand at a time, and so many numbers of a row of
@@ -42,19 +40,11 @@ class AmpereProgram(MosaicProgram):
     STREAMS_VECTORS = False
     SWIZZLE = 64
     WIDEST_DECAY = 128
+    WANTED = "at least 16 {} for every 4 warps, and 2 or 3 stages"
 
     @staticmethod
-    def check_tile(name: str, tile: Tile, *, by_queries: bool) -> None:
-        sides = ("queries", "keys") if by_queries else ("keys", "queries")
-        (rows, columns), groups = (getattr(tile, side) for side in sides), tile.warps // 4
-        require(
-            groups in (1, 2)
-            and rows == ROWS * groups
-            and columns >= 16 * groups
-            and tile.stages in (2, 3),
-            f"tiles: {name} takes 64 {sides[0]} with 4 warps or 128 with 8, at least 16 {sides[1]} "
-            f"for every 4 warps, and 2 or 3 stages; got {tile}",
-        )
+    def takes(columns: int, groups: int, stages: int) -> bool:
+        return columns >= CHUNK * groups and stages in (2, 3)
 
     @staticmethod
     def barrier_types(

@@ -17,9 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from tape_jax._src.attention.mosaic_program import ROWS, MosaicProgram, plgpu
-from tape_jax._src.attention.pallas_blocks import Tile
 from tape_jax._src.attention.pallas_kernels import KernelCall, Program
-from tape_jax._src.core.checks import require
 
 Array = jax.Array
 
@@ -40,16 +38,11 @@ class HopperProgram(MosaicProgram):
     STREAMS_VECTORS = True
     SWIZZLE = 128
     WIDEST_DECAY = 64
+    WANTED = "and a multiple of 64 {}"
 
     @staticmethod
-    def check_tile(name: str, tile: Tile, *, by_queries: bool) -> None:
-        sides = ("queries", "keys") if by_queries else ("keys", "queries")
-        rows, columns = (getattr(tile, side) for side in sides)
-        require(
-            tile.warps // 4 in REGISTERS and rows == ROWS * tile.warps // 4 and columns % 64 == 0,
-            f"tiles: {name} takes 64 {sides[0]} with 4 warps or 128 with 8, and a multiple of 64 "
-            f"{sides[1]}; got {tile}",
-        )
+    def takes(columns: int, groups: int, stages: int) -> bool:
+        return columns % 64 == 0
 
     @staticmethod
     def barrier_types(

@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu
 from tape_jax._src.attention import pallas_attention
 from tape_jax._src.attention.pallas_blocks import Tile
 from tape_jax._src.attention.pallas_kernels import ZERO, KernelCall, Program
+from tape_jax._src.core.checks import require
 from tape_jax._src.core.partition import Named, batch_size
 
 Array = jax.Array
@@ -63,11 +64,13 @@ class MosaicProgram(Program):
     SWIZZLE: ClassVar[int]
     # The widest heads that a decay leaves registers for.
     WIDEST_DECAY: ClassVar[int]
+    # What :meth:`takes` wants of the other side, by its name.
+    WANTED: ClassVar[str]
 
     @staticmethod
     @abc.abstractmethod
-    def check_tile(name: str, tile: Tile, *, by_queries: bool) -> None:
-        """Raises ValueError for a tile that the kernel of this name cannot have."""
+    def takes(columns: int, groups: int, stages: int) -> bool:
+        """Whether blocks of the other side can have so many rows, for so many groups, in stages."""
 
     @staticmethod
     @abc.abstractmethod
@@ -97,10 +100,14 @@ class MosaicProgram(Program):
         by_queries: bool,
     ) -> Named:
         """See :data:`pallas_attention.Launch`."""
-        cls.check_tile(body.__name__, tile, by_queries=by_queries)
-        groups, of = tile.warps // 4, "q" if by_queries else "k"
-        sizes = {"q": tile.queries, "k": tile.keys}
-        rows, columns = sizes[of], sizes["k" if by_queries else "q"]
+        groups, (of, other) = tile.warps // 4, "qk" if by_queries else "kq"
+        sizes, names = {"q": tile.queries, "k": tile.keys}, {"q": "queries", "k": "keys"}
+        rows, columns = sizes[of], sizes[other]
+        require(
+            groups in (1, 2) and rows == ROWS * groups and cls.takes(columns, groups, tile.stages),
+            f"tiles: {body.__name__} takes 64 {names[of]} with 4 warps or 128 with 8, "
+            f"{cls.WANTED.format(names[other])}; got {tile}",
+        )
         sides = {name: _side(name) for name in inputs}
         own = [name for name, side in sides.items() if side == of and inputs[name].ndim == 4]
         streamed = [

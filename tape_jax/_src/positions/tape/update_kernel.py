@@ -110,11 +110,12 @@ class UpdateKernel:
             preferred_element_type=jnp.float32,
         )
 
-    def parts(self, e: Any) -> list[slice]:
-        """Columns of each part of the states ``[..., H, N]``."""
-        rows, columns = map(tile_size, e.shape[-2:])
-        size = min(columns, MOST_NUMBERS[self.narrow] // rows)
-        return [slice(n, n + size) for n in range(0, e.shape[-1], size)]
+    def parts(self, inputs: Refs) -> list[slice]:
+        """Columns of each part of the states ``[..., H, N]``, own and attended."""
+        rows = max(tile_size(inputs[name].shape[-2]) for name in ("e", "a") if name in inputs)
+        width = inputs["e"].shape[-1]
+        size = min(tile_size(width), MOST_NUMBERS[self.narrow] // rows)
+        return [slice(n, n + size) for n in range(0, width, size)]
 
     def along(self, x: Sequence[Array], y: Sequence[Array]) -> Array:
         """The sum of ``x y`` over the columns of all parts, ``[rows, 1]``, as the norm takes it."""
@@ -163,8 +164,8 @@ def _like(inputs: Named, name: str) -> jax.ShapeDtypeStruct:
 def _launch(
     kernel: UpdateKernel, body: Callable[..., None], inputs: Named, out: Named
 ) -> dict[str, Array]:
-    e = inputs["e"]
-    warps = kernel.warps or (2 if tile_size(e.shape[-2]) > 16 or len(kernel.parts(e)) > 1 else 1)
+    several = len(kernel.parts(inputs)) > 1
+    warps = kernel.warps or (2 if several or tile_size(inputs["e"].shape[-2]) > 16 else 1)
     return pl.pallas_call(
         functools.partial(body, kernel),
         out_shape=out,
@@ -180,7 +181,7 @@ def _forward_body(kernel: UpdateKernel, inputs: Refs, outputs: Refs) -> None:
     mix = _read(inputs["mix"], b) if "mix" in inputs else None
 
     def step(t: Array, _: None) -> None:
-        matrix, parts = _read(inputs["matrix"], b, t), kernel.parts(inputs["e"])
+        matrix, parts = _read(inputs["matrix"], b, t), kernel.parts(inputs)
         new = [kernel.dot(matrix, _total(kernel, mix, inputs, b, t, part)) for part in parts]
         if kernel.square is not None:
             scale = kernel.scale(kernel.along(new, new))
@@ -196,22 +197,23 @@ def _backward_body(kernel: UpdateKernel, inputs: Refs, outputs: Refs) -> None:
     mix = _read(inputs["mix"], b) if "mix" in inputs else None
 
     def step(t: Array, d_mix: Array | None) -> Array | None:
-        matrix, parts = _read(inputs["matrix"], b, t), kernel.parts(inputs["e"])
-        read = functools.partial(_total, kernel, mix, inputs, b, t)
-        totals = [read(part) for part in parts]
-        given = [_read(inputs["d_out"], b, t, part=part) for part in parts]
-        new, of_given, of_new = list[Array](), None, None
+        matrix, parts = _read(inputs["matrix"], b, t), kernel.parts(inputs)
+
+        def read(part: slice) -> tuple[Array, Array, Array]:
+            total = _total(kernel, mix, inputs, b, t, part)
+            return total, kernel.dot(matrix, total), _read(inputs["d_out"], b, t, part=part)
+
+        read_once = [read(part) for part in parts]
+        factors = None
         if kernel.square is not None:
-            new = [kernel.dot(matrix, total) for total in totals]
-            of_given, of_new = kernel.through_norm(new, given)
+            _, new, given = zip(*read_once, strict=True)
+            factors = kernel.through_norm(new, given)
         d_matrix: Any = None
-        for n, part in enumerate(parts):
-            total, d_y = totals[n], given[n]
-            if len(parts) > 1:
-                # Again, so that they need no registers meanwhile.
-                total, d_y = read(part), _read(inputs["d_out"], b, t, part=part)
-            if of_given is not None and of_new is not None:
-                y = new[n] if len(parts) == 1 else kernel.dot(matrix, total)
+        for part in parts:
+            # Several are read again, so that they need no registers meanwhile.
+            total, y, d_y = read_once[0] if len(parts) == 1 else read(part)
+            if factors is not None:
+                of_given, of_new = factors
                 d_y = of_given * d_y + of_new * y
             own = kernel.dot(d_y, total, rows=(1, 1))
             d_matrix = own if d_matrix is None else d_matrix + own
