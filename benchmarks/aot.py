@@ -3,9 +3,9 @@
     python -m benchmarks.aot [--targets sm_90a v5e] [--programs WORD ...] [--out FILE.md]
 
 :mod:`train.analysis.ahead_of_time` says what must be installed. Programs are attention
-forward and backward by every backend, the position update, and whole training steps. Two tables
-are printed: programs, with the memory that the compiler plans; and kernels, with what ``ptxas``
-reports. It tells neither speed nor whether numbers are right.
+forward and backward by every backend, the position update, and whole training steps. Three tables
+are printed: programs, with the memory that the compiler plans; steps, with what they only move; and
+kernels, with what ``ptxas`` reports. It tells neither speed nor whether numbers are right.
 
 The compiler's own counts of operations and bytes take the body of a loop once and know nothing of
 what is inside a kernel, so ``needed`` is what the mathematics needs (:mod:`train.training.flops`).
@@ -268,8 +268,7 @@ def compile_for(target: str, device: Any, program: AotProgram, axis: str = "devi
         seconds = time.perf_counter() - start
         counted = counts(compiled)
         kernels = tuple(read_kernels(folder))
-        (module,) = compiled.runtime_executable().hlo_modules()
-        moved = moves(module.to_string())
+        moved = moves(compiled.as_text())
         plan = Memory.of(compiled)
         return Compilation(target, program, seconds, "", plan, counted, kernels, moved)
 

@@ -1,8 +1,9 @@
 """PyTorch's kernels, computing what our attention does, to be measured beside it.
 
 ``scaled_dot_product_attention`` and FlashAttention take values as wide as keys, so that they run
-three times: over values, cosines and sines, as the published code does. FlexAttention takes values
-of any width, and runs once, over ``[v | e]``. Keys and queries are rotated beforehand.
+three times: over values, cosines and sines, as the published code does, whose state is these two,
+with duplicated halves. FlexAttention takes values of any width, and runs once, over ``[v | e]``, a
+state of cosines beside sines. Keys and queries are rotated beforehand.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import Any
 from tape_jax._src.attention.tuning.measure import DIRECTIONS
 from train.training.flops import STATE, THREE_CALLS, Products
 
-# ``way(q, k, v, e)``, arrays [B, H, T, D] of PyTorch, to outputs [B, H, T, D] and states of that
-# shape: by a function that makes it for a causal rule and a window.
-Way = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
+# ``way(q, k, v, *state)``, arrays [B, H, T, D] of PyTorch, to outputs of values and of the state's
+# arrays: by a function that makes it for a causal rule and a window.
+Way = Callable[..., tuple[Any, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,14 +36,11 @@ class TorchRow:
 
 
 def three_calls(attend: Callable[[Any, Any, Any], Any]) -> Way:
-    """A way by three calls, the states as wide as values."""
+    """A way by three calls, of a state of cosines and sines."""
 
-    def way(q: Any, k: Any, v: Any, e: Any) -> tuple[Any, Any]:
-        import torch
-
-        q, k = rotated(q, e), rotated(k, e)
-        o, *states = (attend(q, k, x) for x in (v, *_duplicated(e)))
-        return o, torch.cat([x[..., : x.shape[-1] // 2] for x in states], dim=-1)
+    def way(q: Any, k: Any, v: Any, cos: Any, sin: Any) -> tuple[Any, ...]:
+        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+        return tuple(attend(q, k, x) for x in (v, cos, sin))
 
     return way
 
@@ -94,7 +92,7 @@ def flex(is_causal: bool, window: int | None) -> Way:
     compiled = torch.compile(flex_attention)
 
     def way(q: Any, k: Any, v: Any, e: Any) -> tuple[Any, Any]:
-        q, k = rotated(q, e), rotated(k, e)
+        q, k = (rotated(x, *duplicated(e)) for x in (q, k))
         mask = mask_of(q.shape[2], k.shape[2], q.device)
         attend = compiled if q.device.type == "cuda" else flex_attention
         found = attend(q, k, torch.cat([v, e], dim=-1), block_mask=mask)
@@ -103,14 +101,7 @@ def flex(is_causal: bool, window: int | None) -> Way:
     return way
 
 
-WAYS = {
-    "three calls": (THREE_CALLS, scaled_dot_product),
-    "FlashAttention, three calls": (THREE_CALLS, flash),
-    "FlexAttention": (STATE, flex),
-}
-
-
-def _duplicated(e: Any) -> tuple[Any, Any]:
+def duplicated(e: Any) -> tuple[Any, Any]:
     """Cosines and sines of a rotary state ``[..., D]``, each twice: ``[..., D]``."""
     import torch
 
@@ -118,13 +109,20 @@ def _duplicated(e: Any) -> tuple[Any, Any]:
     return torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
 
 
-def rotated(x: Any, e: Any) -> Any:
-    """``x [..., D]``, turned by a rotary state of that shape."""
+def rotated(x: Any, cos: Any, sin: Any) -> Any:
+    """``x [..., D]``, turned by cosines and sines of that shape."""
     import torch
 
-    cos, sin = _duplicated(e)
     real, imag = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-imag, real], dim=-1) * sin
+
+
+# What each needs, how it is made, and its state, of cosines beside sines.
+WAYS: dict[str, tuple[Products, Callable[[bool, int | None], Way], Callable[[Any], Any]]] = {
+    "three calls": (THREE_CALLS, scaled_dot_product, duplicated),
+    "FlashAttention, three calls": (THREE_CALLS, flash, duplicated),
+    "FlexAttention": (STATE, flex, lambda e: (e,)),
+}
 
 
 class _Launched:
@@ -157,14 +155,13 @@ def rows(
     if not torch.cuda.is_available():
         return {}, {}
     make = {"device": "cuda", "dtype": getattr(torch, dtype)}
-    inputs = [torch.randn(shape, **make, requires_grad=True) for _ in range(4)]
-    cotangents = [torch.randn(shape, **make) for _ in range(2)]
+    q, k, v, e = (torch.randn(shape, **make) for _ in range(4))
     found, skipped = {}, {}
-    for way, (products, make_way) in WAYS.items():
+    for way, (products, make_way, state) in WAYS.items():
         name = f"PyTorch {torch.__version__}, {way}"
         try:
-            forward = make_way(is_causal, window)
-            calls = _calls(forward, inputs, cotangents)
+            inputs = [x.detach().clone().requires_grad_() for x in (q, k, v, *state(e))]
+            calls = _calls(make_way(is_causal, window), inputs)
             for call in calls.values():
                 call().block_until_ready()
         except Exception as error:
@@ -174,8 +171,11 @@ def rows(
     return found, skipped
 
 
-def _calls(forward: Way, inputs: list[Any], cotangents: list[Any]) -> dict[str, Callable[[], Any]]:
+def _calls(forward: Way, inputs: list[Any]) -> dict[str, Callable[[], Any]]:
     import torch
+
+    # Outputs have the shapes of values and of the arrays of the state.
+    cotangents = [torch.randn_like(x) for x in inputs[2:]]
 
     def alone() -> _Launched:
         with torch.no_grad():

@@ -9,6 +9,8 @@ import pytest
 def mostly_slow(cases: Iterable[Any], *quick: Any) -> list[Any]:
     """The cases of a test: these are quick ones, all the others slow.
 
+    Where the first ones will do as well as any, the marker ``mostly_slow`` says it in a line.
+
     Args:
       cases: the values of a parameter, the keys of a table of cases, or tuples of several
         parameters.
