@@ -89,6 +89,19 @@ class MosaicProgram(Program):
         """
 
     @classmethod
+    def check_tile(cls, kernel: str, tile: Tile, *, by_queries: bool) -> None:
+        """Raises ValueError for a tile that a kernel by queries, or by keys, cannot have."""
+        groups, names = tile.warps // 4, ("queries", "keys")
+        rows, columns = tile.queries, tile.keys
+        if not by_queries:
+            rows, columns, names = columns, rows, names[::-1]
+        require(
+            groups in (1, 2) and rows == ROWS * groups and cls.takes(columns, groups, tile.stages),
+            f"tiles: {kernel} takes 64 {names[0]} with 4 warps or 128 with 8, "
+            f"{cls.WANTED.format(names[1])}; got {tile}",
+        )
+
+    @classmethod
     def launch(
         cls,
         body: Callable[[Program], None],
@@ -100,14 +113,10 @@ class MosaicProgram(Program):
         by_queries: bool,
     ) -> Named:
         """See :data:`pallas_attention.Launch`."""
-        groups, (of, other) = tile.warps // 4, "qk" if by_queries else "kq"
-        sizes, names = {"q": tile.queries, "k": tile.keys}, {"q": "queries", "k": "keys"}
-        rows, columns = sizes[of], sizes[other]
-        require(
-            groups in (1, 2) and rows == ROWS * groups and cls.takes(columns, groups, tile.stages),
-            f"tiles: {body.__name__} takes 64 {names[of]} with 4 warps or 128 with 8, "
-            f"{cls.WANTED.format(names[other])}; got {tile}",
-        )
+        of, other = "qk" if by_queries else "kq"
+        sizes = {"q": tile.queries, "k": tile.keys}
+        rows, columns, groups = sizes[of], sizes[other], tile.warps // 4
+        cls.check_tile(body.__name__, tile, by_queries=by_queries)
         sides = {name: _side(name) for name in inputs}
         own = [name for name, side in sides.items() if side == of and inputs[name].ndim == 4]
         streamed = [
