@@ -28,7 +28,6 @@ from tests import markdown
 from tests.library.test_package import all_modules, public_modules
 from tests.models import random_variables, small_model
 from tests.paths import ROOT
-from tests.selection import mostly_slow
 from train import experiment, main
 from train.commands import compare
 from train.tasks import TASKS
@@ -433,6 +432,7 @@ def test_table_of_encodings_is_of_the_registry():
     assert sorted(in_lines) == sorted({*positions.registry} - ablations)
 
 
-@pytest.mark.parametrize("kind", mostly_slow(positions.registry, "alibi"))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", positions.registry)
 def test_table_of_encodings_is_what_is_found(kind):
     assert symmetries.rows_of(read(symmetries.PAGE))[kind] == symmetries.row(kind)

@@ -139,7 +139,7 @@ def outputs_and_gradients(name, **options):
     return jax.tree.map(np.asarray, f(jax.tree.map(jnp.asarray, floats)))
 
 
-@pytest.mark.parametrize("block_q", [1, 5, 1000])
+@pytest.mark.parametrize("block_q", mostly_slow([1, 5, 1000], 5))
 @pytest.mark.parametrize("name", mostly_slow(["grouped_heads", "cross"], "cross"))
 def test_blocks_of_any_size(name, block_q, x64):
     """A block that begins within the one before counts its queries once."""

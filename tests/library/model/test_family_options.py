@@ -13,7 +13,6 @@ import tape_jax as tape
 from tape_jax import losses
 from tape_jax.sharding import ShardingConfig
 from tests.models import FLOAT64, assert_near, random_variables, small_model
-from tests.selection import mostly_slow
 
 VOCAB = 16
 WIDE = {"vocab_size": VOCAB, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6}
@@ -137,8 +136,8 @@ def test_logits(name):
     np.testing.assert_allclose(model.apply(variables, TOKENS), wanted, atol=1e-10)
 
 
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize("position", mostly_slow(["rope", "tape", "alibi"], "rope"))
+@pytest.mark.slow
+@pytest.mark.parametrize("position", ["rope", "tape", "alibi"])
 @pytest.mark.parametrize("name", ["gemma", "cohere", "other"])
 def test_cached_decoding(name, position):
     model, variables = a_model(name, position)

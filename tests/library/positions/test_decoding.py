@@ -86,7 +86,7 @@ CASES |= {
         *("path_fox", "path+alibi", "fox+selective_rope", "fox+mapformer_em"),
     )
 }
-QUICK = ("tape", "schedule", "tape+fox")
+QUICK = ("schedule", "tape+fox")
 
 
 def model_of(name: str) -> Transformer:

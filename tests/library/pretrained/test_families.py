@@ -59,7 +59,7 @@ FOLDERS = [
 
 @pytest.mark.parametrize("folder", FOLDERS)
 class TestFamilies:
-    @pytest.mark.mostly_slow(2)
+    @pytest.mark.mostly_slow
     def test_logits_and_greedy_tokens(self, folder):
         model, variables = tape.from_pretrained(folder)
         expected, double = np.load(folder / "expected.npz"), folder / "double.npz"
@@ -84,7 +84,7 @@ class TestFamilies:
         assert again.config == dataclasses.replace(model.config, head_dim=model.config.dim)
         jax.tree.map(np.testing.assert_array_equal, same, variables)
 
-    @pytest.mark.mostly_slow
+    @pytest.mark.slow
     def test_tape_is_added_without_a_difference(self, folder):
         model, variables = tape.from_pretrained(folder)
         tokens = jnp.asarray(np.load(folder / "expected.npz")["input_ids"])

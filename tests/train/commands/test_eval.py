@@ -51,6 +51,7 @@ def scores_of(run):
     return json.loads((run / "evaluation.json").read_text())["result"]
 
 
+@pytest.mark.slow
 def test_a_killed_evaluation_goes_on(text_run, capsys, monkeypatch):
     """Of perplexity and passkeys: what was computed is not computed again."""
     call, partial = ["eval", f"--run={text_run}"], text_run / "evaluation.partial.jsonl"
