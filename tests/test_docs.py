@@ -91,8 +91,9 @@ WITH_CODE = [path for path in PAGES if python_blocks(path)]
 
 @pytest.fixture
 def workplace(tmp_path, monkeypatch):
-    """A folder with what the pages take for granted: the configs, and a small Llama folder."""
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    """A folder with what the pages take for granted: configs, examples and a small Llama folder."""
+    for folder in ("configs", "examples"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
     shutil.copytree(LLAMA, tmp_path / "checkpoints" / "llama-2-7b")
     monkeypatch.chdir(tmp_path)
 

@@ -16,6 +16,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
     parser.add_argument("--run", type=Path, required=True, help="the run folder")
     parser.add_argument("--out", type=Path, required=True, help="the folder, new or empty")
+    parser.add_argument(
+        "--dtype",
+        help="type of all parameters, such as bfloat16; the base's or the run's by default",
+    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -41,5 +45,5 @@ def run(args: argparse.Namespace) -> None:
         model, variables = merge_lora(model, variables)
     section = wanted.adapt
     like = section.base if section and (Path(section.base) / "config.json").is_file() else None
-    save_pretrained(args.out, model, variables, like=like)
+    save_pretrained(args.out, model, variables, like=like, dtype=args.dtype)
     print(f"written: {args.out}")

@@ -1,8 +1,13 @@
 """What has no place in a Llama folder is said in a line, with what can be done instead."""
 
+import chex
+import jax
+import jax.numpy as jnp
 import pytest
 
+import tape_jax as tape
 from tests.paths import ROOT
+from tests.train.small import BYTES, trained
 from train import experiment
 from train.main import main
 from train.training import runs
@@ -35,3 +40,18 @@ def test_a_run_of_tape(tmp_path, capsys, adapter):
     else:
         assert f"generate --run={tmp_path / 'run'}" in said
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_in_16_bits(tmp_path, capsys, monkeypatch):
+    run = trained("rope")
+    run.experiment.task, run.experiment.adapt = BYTES, None
+    monkeypatch.setattr(runs, "load", lambda path: run.experiment)
+    monkeypatch.setattr(runs, "restore_model", lambda path: run)
+    out = tmp_path / "out"
+    assert main(["export", "--run=run", f"--out={out}", "--dtype=int7"]) == 2
+    assert capsys.readouterr().err == "error: dtype must be a type of numbers; got 'int7'\n"
+    assert not out.exists()
+    assert main(["export", "--run=run", f"--out={out}", "--dtype=bfloat16"]) == 0
+    _, variables = tape.from_pretrained(out)
+    rounded = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), run.variables)
+    chex.assert_trees_all_equal(variables, rounded)
