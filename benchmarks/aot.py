@@ -76,6 +76,10 @@ CHOSEN = {
         shared_memory=102_400, l2=100_663_296, memory=48 * 2**30, clock=2.52, fpus=128,
     ),
     "sm_90a": TARGETS["h100"],
+    "sm_100": dataclasses.replace(
+        TARGETS["h100"], name="NVIDIA B200", capability=(10, 0), processors=148, l2=132_644_864,
+        memory=180 * 2**30, clock=1.97,
+    ),
     "v5e": TARGETS["v5e"],
 }  # fmt: skip
 

@@ -122,7 +122,7 @@ def error_inside_shard_map(target, axis):
 @needs_compilers
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a", "sm_100"])
 def test_triton_spills_nothing(target, dim, dtype):
     found = kernels(target, "pallas", dim, dtype, 12, CALLS["causal"])
     assert {"forward", "key_gradients", "query_gradients"} <= set(found)

@@ -85,6 +85,12 @@ TABLE: Mapping[str, Mapping[tuple[int, int], Tiles]] = {
         (4, 64): Tiles(Tile(64, 32, 8), Tile(32, 32, 4), Tile(32, 32, 8)),
         (4, 128): Tiles(Tile(32, 16, 8), Tile(32, 16, 4), Tile(32, 16, 4)),
     },
+    "blackwell": {
+        (2, 64): Tiles(Tile(64, 64), Tile(64, 64, 8), Tile(64, 64, stages=3)),
+        (2, 128): Tiles(Tile(64, 64), Tile(64, 64, stages=3), Tile(64, 64, 8), Tile(64, 64, 8)),
+        (4, 64): Tiles(Tile(64, 32, 8), Tile(32, 32, 4), Tile(32, 32, 8)),
+        (4, 128): Tiles(Tile(32, 16, 8), Tile(32, 16, 4), Tile(32, 16, 4)),
+    },
     "ampere": {
         (2, 64): Tiles(Tile(128, 32, 8), Tile(64, 32, 8), Tile(16, 64, 8)),
         (2, 128): Tiles(Tile(32, 64, 8), Tile(32, 64, 8), Tile(64, 32, 8)),
@@ -99,7 +105,7 @@ TABLE: Mapping[str, Mapping[tuple[int, int], Tiles]] = {
     },
 }
 # Generations with at least 160 KiB of shared memory for a program; the others are small.
-GENERATIONS = {(8, 0): "ampere", (9, 0): "hopper", (10, 0): "hopper", (10, 3): "hopper"}
+GENERATIONS = {(8, 0): "ampere", (9, 0): "hopper", (10, 0): "blackwell", (10, 3): "blackwell"}
 
 
 # Those of Mosaic, for types of 16 bits, by generation and head dimension up to.
