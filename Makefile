@@ -139,7 +139,7 @@ wheel: $(VENV)/.ready  ## build the wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean:  ## remove environments and caches; runs/ stays
-	rm -rf .venv .venv-next .venv-docs .venv-audit .venv-harness .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site
+	rm -rf .venv .venv-next .venv-aot .venv-audit .venv-docs .venv-harness .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site
 
 $(VENV)/.ready: requirements.txt
 $(DOCS_VENV)/.ready: requirements-docs.txt
