@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
     from train.compare import suites, sweep
     from train.compare.evaluations import evaluate_suite
     from train.compare.jobs import claim, plan, record
-    from train.compare.processes import count_runs, train_all, tune
+    from train.compare.processes import EVALUATE, count_runs, train_all, tune
     from train.compare.report import by_name, result_section, sample_lines, write_report
     from train.compare.tasks import compare
     from train.training import messages
@@ -75,7 +75,12 @@ def run(args: argparse.Namespace) -> None:
         suites.check(asked, [job.experiment for job in jobs])
     claim(args.run, jobs)
     missing = [job for job in jobs if not job.finished]
-    train_all(missing, args.jobs, finished=count_runs(len(jobs) - len(missing), len(jobs)))
+    train_all(
+        missing,
+        args.jobs,
+        ends=(*EVALUATE, *([] if asked is None else [f"--suite={args.suite}"])),
+        finished=count_runs(len(jobs) - len(missing), len(jobs)),
+    )
     task = jobs[0].experiment.task
     answers = [] if asked is None else [evaluate_suite(job.folder, asked) for job in jobs]
     first_seeds = {job.name: job for job in reversed(jobs)}.values()

@@ -32,6 +32,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--evaluate", action="store_true", help="evaluate when training is done")
     parser.add_argument(
+        "--suite", metavar="NAME:lengths=N,...", help="ask a suite when training is done"
+    )
+    parser.add_argument(
         "--validate", action="store_true", help="validate when training is done, as a sweep does"
     )
     parser.add_argument(
@@ -74,6 +77,12 @@ def run(args: argparse.Namespace) -> None:
         wanted = experiment.change(runs.load(args.run), args.overrides)
     else:
         wanted = experiment.from_file(args.config, args.overrides)
+    asked = None
+    if args.suite is not None:
+        from train.compare import suites
+
+        asked = suites.parse(args.suite)
+        suites.check(asked, [wanted])
     loop.train(
         wanted,
         args.run,
@@ -87,6 +96,10 @@ def run(args: argparse.Namespace) -> None:
         from train.compare.evaluations import evaluate
 
         evaluate(args.run, wanted.evaluation)
+    if asked is not None and distributed.is_main():
+        from train.compare.evaluations import evaluate_suite
+
+        evaluate_suite(args.run, asked)
     if args.validate and distributed.is_main():
         from train.compare import sweep
 

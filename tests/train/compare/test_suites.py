@@ -8,7 +8,7 @@ import pytest
 from tests.train import small
 from tests.train.compare.test_report import FixedTask, compared, make_run
 from train import experiment
-from train.compare import suites
+from train.compare import evaluations, suites
 from train.compare.report import result_section, write_report
 from train.main import USER_ERROR, main
 from train.suites.evaluation import SuiteOptions
@@ -82,9 +82,10 @@ def test_scores_beside_those_of_the_task(tmp_path):
         ("ruler:lengths=256:tasks=vt,qa_1", "give one with --squad=FILE"),
     ],
 )
-def test_what_cannot_be_asked_is_known_before(config, tmp_path, options, message, capsys):
-    call = ["compare", f"--config={config}", f"--run={tmp_path / 'all'}", "--encodings=rope"]
-    assert main([*call, f"--suite={options}"]) == USER_ERROR
+@pytest.mark.parametrize("command", [["compare", "--encodings=rope"], ["train"]], ids="-".join)
+def test_what_cannot_be_asked_is_known_before(command, config, tmp_path, options, message, capsys):
+    call = [*command, f"--config={config}", f"--run={tmp_path / 'all'}", f"--suite={options}"]
+    assert main(call) == USER_ERROR
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
@@ -103,7 +104,14 @@ def test_a_task_without_a_tokenizer():
 
 
 @pytest.mark.slow
-def test_a_comparison_asks_and_goes_on(config, tmp_path, capsys):
+def test_a_comparison_asks_and_goes_on(config, tmp_path, capsys, monkeypatch):
+    def of_known_answers(trained, codec, options, path, **more):
+        """The trainings have asked, side by side."""
+        assert path.exists()
+        return ask(trained, codec, options, path, **more)
+
+    ask = evaluations.ask_suite
+    monkeypatch.setattr(evaluations, "ask_suite", of_known_answers)
     folder = tmp_path / "all"
     call = ["compare", f"--config={config}", f"--run={folder}", "--encodings=rope", "--seeds=2"]
     call += ["--suite=ruler:form=short:tasks=vt:samples=2:lengths=256"]
