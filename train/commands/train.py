@@ -31,9 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--resume", action="store_true", help="continue from the newest intact checkpoint"
     )
     parser.add_argument("--evaluate", action="store_true", help="evaluate when training is done")
-    parser.add_argument(
-        "--suite", metavar="NAME:lengths=N,...", help="ask a suite when training is done"
-    )
+    parser.add_argument("--suite", help="ask one when training is done: ruler:lengths=512")
     parser.add_argument(
         "--validate", action="store_true", help="validate when training is done, as a sweep does"
     )
@@ -55,7 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--no-tune",
         dest="tune",
         action="store_false",
-        help="do not measure attention first, on an accelerator where nothing was measured",
+        help="do not measure attention first, on a GPU or TPU",
     )
     parser.set_defaults(overrides=())
 
