@@ -45,10 +45,10 @@ def each_kind(*quick, among=tuple(registry)):
 
 
 # Ways to enter the model; two whose updates look at more than the tokens they see.
-ONE_OF_EACH = ("tape", "tape_place_weights", "random_rope", "abacus", "t5", "fox")
+QUICK_KINDS = ("tape", "tape_place_weights", "random_rope", "abacus", "t5", "fox")
 
 
-@each_kind(*ONE_OF_EACH, among=tuple(registry))
+@each_kind(*QUICK_KINDS, among=tuple(registry))
 def test_chunks_equal_the_full_pass(kind, profile):
     """Whatever the positions, the segments and the sizes of the chunks."""
     models = drawn.models(kind, profile)
@@ -352,7 +352,7 @@ def test_fractions_index_no_table(kind, cached, profile):
             in_chunks(model, batch, [4]) if cached else full_pass(model, batch)
 
 
-@each_kind(*ONE_OF_EACH, among=tuple(registry))
+@each_kind(*QUICK_KINDS, among=tuple(registry))
 def test_behind_its_last_slot_a_cache_gives_no_number(kind, profile):
     """An error where its index is known, NaN where it is traced. What fits is right everywhere."""
     models = drawn.models(kind, profile)

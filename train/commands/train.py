@@ -21,6 +21,7 @@ import argparse
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--resume", action="store_true", help="continue from the newest intact checkpoint"
     )
     parser.add_argument("--evaluate", action="store_true", help="evaluate when training is done")
-    parser.add_argument("--suite", help="ask one when training is done: ruler:lengths=512")
+    parser.add_argument("--suite", help="a suite to ask when done, as ruler:lengths=512")
     parser.add_argument(
         "--validate", action="store_true", help="validate when training is done, as a sweep does"
     )
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> None:
     steps = parse_steps(args.profile)
 
     from train import experiment
-    from train.training import distributed, loop, messages, metrics, runs
+    from train.training import distributed, loop, messages, runs
     from train.training.metrics import Clock
 
     if args.distributed:
@@ -90,20 +91,27 @@ def run(args: argparse.Namespace) -> None:
         clock=Clock(begun),
         tune=args.tune,
     )
-    if args.evaluate and distributed.is_main():
+    if distributed.is_main():
+        _judge(args, wanted.evaluation, asked)
+    distributed.report(messages.next_commands(args.run, wanted, evaluated=args.evaluate))
+
+
+def _judge(args: argparse.Namespace, evaluation: Any, suite: Any) -> None:
+    """Evaluates the trained run, asks it a suite, validates it: what the options say."""
+    if args.evaluate:
         from train.compare.evaluations import evaluate
 
-        evaluate(args.run, wanted.evaluation)
-    if asked is not None and distributed.is_main():
+        evaluate(args.run, evaluation)
+    if suite is not None:
         from train.compare.evaluations import evaluate_suite
 
-        evaluate_suite(args.run, asked)
-    if args.validate and distributed.is_main():
+        evaluate_suite(args.run, suite)
+    if args.validate:
         from train.compare import sweep
+        from train.training import metrics
 
         with metrics.Progress.of(f"validating {args.run.name}") as progress:
             sweep.validate(args.run, progress)
-    distributed.report(messages.next_commands(args.run, wanted, evaluated=args.evaluate))
 
 
 def parse_steps(text: str | None) -> range | None:

@@ -78,18 +78,18 @@ class Tiles:
 # By generation and by (bytes of an operand, head dimension up to). A multiprocessor of compute
 # capability 8.0 has as much shared memory as one of Hopper's, nearly, but its matrix products take
 # their operands from registers.
+_HOPPER: Mapping[tuple[int, int], Tiles] = {
+    (2, 64): Tiles(Tile(64, 64), Tile(64, 64), Tile(64, 64, stages=3)),
+    (2, 128): Tiles(Tile(64, 64), Tile(64, 64, stages=3), Tile(64, 64, stages=3), Tile(64, 64)),
+    (4, 64): Tiles(Tile(64, 32, 8), Tile(32, 32, 4), Tile(32, 32, 8)),
+    (4, 128): Tiles(Tile(32, 16, 8), Tile(32, 16, 4), Tile(32, 16, 4)),
+}
 TABLE: Mapping[str, Mapping[tuple[int, int], Tiles]] = {
-    "hopper": {
-        (2, 64): Tiles(Tile(64, 64), Tile(64, 64), Tile(64, 64, stages=3)),
-        (2, 128): Tiles(Tile(64, 64), Tile(64, 64, stages=3), Tile(64, 64, stages=3), Tile(64, 64)),
-        (4, 64): Tiles(Tile(64, 32, 8), Tile(32, 32, 4), Tile(32, 32, 8)),
-        (4, 128): Tiles(Tile(32, 16, 8), Tile(32, 16, 4), Tile(32, 16, 4)),
-    },
+    "hopper": _HOPPER,
     "blackwell": {
+        **_HOPPER,
         (2, 64): Tiles(Tile(64, 64), Tile(64, 64, 8), Tile(64, 64, stages=3)),
         (2, 128): Tiles(Tile(64, 64), Tile(64, 64, stages=3), Tile(64, 64, 8), Tile(64, 64, 8)),
-        (4, 64): Tiles(Tile(64, 32, 8), Tile(32, 32, 4), Tile(32, 32, 8)),
-        (4, 128): Tiles(Tile(32, 16, 8), Tile(32, 16, 4), Tile(32, 16, 4)),
     },
     "ampere": {
         (2, 64): Tiles(Tile(128, 32, 8), Tile(64, 32, 8), Tile(16, 64, 8)),
