@@ -130,8 +130,8 @@ class Profile:
     models: int
 
     def numbers(self, kind: str) -> range:
-        """Which models of the pool are taken: more of TAPE, which has the most options."""
-        return range(self.models + (2 if kind == "tape" else 0))
+        """Which models of the pool: of TAPE, which has the most options, more in a long run."""
+        return range(self.models + (2 if kind == "tape" and self.name == "long" else 0))
 
     def __str__(self) -> str:
         return self.name
@@ -283,14 +283,6 @@ CAUSAL = (
     "cope", "fox", "grape_path", "stickbreaking", "path", "cable", "dda_per_row", "dapev2_kerple",
     "dapev2_alibi", "inkling", "inkling_local", "wall",
 )  # fmt: skip
-# Moving all positions by a constant changes nothing for these.
-RELATIVE = (
-    "none", "tape", "rope", "yarn", "xpos", "alibi", "t5", "abacus", "tape_place_weights", "fox",
-    "kerple", "cope", "dape_kerple", "dape_alibi", "stickbreaking", "grape_additive",
-    "selective_rope", "grape_m_ctx", "repo", "mapformer_wm", "mapformer_em", "position_coupling",
-    "path", "p_rope", "cable", "dda_per_row", "dapev2_kerple", "dapev2_alibi", "inkling",
-    "inkling_local", "wall", "longrope", "mrope", "rope_pp", "pope", "window", "tape_pope",
-)  # fmt: skip
 # The size of the learned table and the capacity of caches; positions of calls are smaller.
 LIMIT = 40
 
@@ -389,7 +381,8 @@ def drawn_model(kind: str, number: int, **fixed: Any) -> Drawn:
             chosen |= dict(zip(names, choose(names[0], values), strict=True))
     own_state = kind in ONE_STATE_A_HEAD
     options = {name: choose(name, values) for name, values in MODEL_OPTIONS.items()} | {
-        "num_layers": choose("num_layers", (2, 3)),
+        # TAPE has a third, which reads a state that was updated twice.
+        "num_layers": 3 if "layers" in fields else 2,
         "num_heads": 2 if own_state else 4,
         "num_kv_heads": 2 if own_state else choose("num_kv_heads", (1, 2, 4)),
         # Most is seen in float64.

@@ -5,6 +5,17 @@ from typing import Any
 
 import pytest
 
+from tape_jax.positions import registry
+
+# One encoding for each set of what encodings act on, and those that read something of their own:
+# for what does not depend on the encoding, but on how a model asks it.
+BY_WHAT_THEY_ACT_ON = {kind.acts_on: name for name, kind in reversed(registry.items())}
+OF_EACH_SORT = tuple(
+    dict.fromkeys(
+        ("tape", "random_rope", "mrope", "learned", "abacus", *BY_WHAT_THEY_ACT_ON.values())
+    )
+)
+
 
 def mostly_slow(cases: Iterable[Any], *quick: Any) -> list[Any]:
     """The cases of a test: these are quick ones, all the others slow.

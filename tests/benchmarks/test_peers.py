@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import chex
@@ -58,13 +57,11 @@ def test_without_torch_the_reason_is_said(libraries, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_the_command():
+def test_the_command(libraries, monkeypatch, capsys):
     """It succeeds without PyTorch, and all other rows are measured."""
-    options = ["--model", "tiny", "--lengths", "16", "--tokens", "32", "--repeats", "1"]
-    code = "import runpy, sys, scipy.stats; sys.modules['torch'] = None; "
-    code += f"sys.argv[1:] = {options}; runpy.run_module('benchmarks.peers', run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "left out, needs pip install" in done.stdout
-    assert done.stdout.count("| rope") == 4
-    assert done.stdout.count("| tape") == 1
+    monkeypatch.setitem(sys.modules, "torch", None)
+    peers.main(["--model", "tiny", "--lengths", "16", "--tokens", "32", "--repeats", "1"])
+    out = capsys.readouterr().out
+    assert "left out, needs pip install" in out
+    assert out.count("| rope") == 4
+    assert out.count("| tape") == 1

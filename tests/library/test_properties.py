@@ -21,6 +21,7 @@ from tests import drawn
 from tests.drawn import DYNAMIC, LIMIT, TOLERANCE, Batch, Profile, assert_near, for_all
 from tests.library.attention import cases
 from tests.library.attention.cases import Case
+from tests.selection import OF_EACH_SORT
 
 ROWS, TIME = 3, 8
 
@@ -104,15 +105,13 @@ def uncompiled(model, batch, *, cached):
 # --- Meshes --------------------------------------------------------------------------------------
 
 MESHES = {
-    "batch": {"data": 4},
-    "heads": {"tensor": 2},
     "batch and heads": {"data": 2, "tensor": 2},
     "batch, parameters and heads": {"data": 2, "fsdp": 2, "tensor": 2},
 }
 
 
 @pytest.mark.slow
-@each_kind("tape", among=[kind for kind in registry if kind not in drawn.ONE_STATE_A_HEAD])
+@each_kind("tape", among=[kind for kind in OF_EACH_SORT if kind not in drawn.ONE_STATE_A_HEAD])
 def test_a_mesh_changes_nothing(kind, profile):
     """Whatever it splits, and whether its axes are explicit or automatic."""
     models = drawn.models(kind, profile, num_heads=4, num_kv_heads=2, vocab_size=16)
@@ -134,7 +133,7 @@ def test_a_mesh_changes_nothing(kind, profile):
             expected = drawn.compiled_full_pass(model.model, model.variables, batch, **options)
             places = sharding.of(model.model, model.variables)
             variables = jax.device_put(model.variables, places)
-            rows = NamedSharding(mesh, P("data" if "data" in sizes else None))
+            rows = NamedSharding(mesh, P("data"))
             moved = Batch(*(None if x is None else jax.device_put(x, rows) for x in batch))
             with jax.set_mesh(mesh):
                 run = model.model.clone(sharding=sharding)
@@ -215,7 +214,14 @@ def test_each_row_may_have_a_length_of_its_own(kind, profile):
                 assert_near(found[row], expected[row], TOLERANCE[model.dtype])
 
 
-@each_kind("tape", "abacus", "repo", "cope", "grape_additive", "path", among=drawn.RELATIVE)
+# Others are tried for the table of docs/encodings_reference.md.
+RELATIVE = (
+    "tape", "abacus", "repo", "cope", "grape_additive", "path", "position_coupling", "mrope", "t5",
+    "xpos", "fox",
+)  # fmt: skip
+
+
+@each_kind("tape", "repo", "path", among=RELATIVE)
 def test_moving_all_positions_changes_nothing(kind, profile):
     models = drawn.models(kind, profile)
 
@@ -352,7 +358,11 @@ def test_fractions_index_no_table(kind, cached, profile):
             in_chunks(model, batch, [4]) if cached else full_pass(model, batch)
 
 
-@each_kind(*QUICK_KINDS, among=tuple(registry))
+# Ways to enter the model, and to write and read a cache.
+WRITING = (*QUICK_KINDS, "path", "selective_rope", "wall", "dapev2_kerple")
+
+
+@each_kind("tape", "random_rope", among=WRITING)
 def test_behind_its_last_slot_a_cache_gives_no_number(kind, profile):
     """An error where its index is known, NaN where it is traced. What fits is right everywhere."""
     models = drawn.models(kind, profile)
@@ -403,7 +413,7 @@ def test_compilation_changes_nothing(kind, profile):
 
 
 @pytest.mark.slow
-@each_kind("tape", "fire")
+@each_kind("tape", "fire", among=sorted({*OF_EACH_SORT, "fire", "path"}))
 def test_scan_remat_and_vmap_change_nothing_and_gradients_are_slopes(kind, profile):
     """The gradients of one layout against differences of the loss of the other, along a line."""
     models, step = drawn.models(kind, profile, dtype="float64"), 1e-7
@@ -587,7 +597,7 @@ def test_a_text_with_gaps_equals_itself_alone(kind, profile):
             assert_near(found[:, own], full_pass(model, alone), TOLERANCE[model.dtype])
 
 
-@each_kind("tape", "sinusoidal", among=tuple(registry))
+@each_kind("tape", "sinusoidal", among=("tape", "sinusoidal", "longrope", "mrope"))
 def test_a_configuration_is_read_back_from_its_fields(kind, profile):
     @for_all(profile.calls, kind, model=drawn.models(kind, profile))
     def check(model):
@@ -615,7 +625,7 @@ def test_moving_far_away_changes_no_logit(profile):
 
 
 @pytest.mark.slow
-@each_kind("alibi", among=("alibi", "kerple", "dape_kerple", "t5", "grape_additive"))
+@each_kind("alibi", among=("alibi", "t5"))
 def test_a_segment_far_away_equals_itself_near(kind, profile):
     """Beside padding and another segment, in a full pass and one token at a time."""
     models = drawn.models(kind, profile, dtype="float32")

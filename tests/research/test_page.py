@@ -367,11 +367,10 @@ class TestSuites:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("name", suites.SUITES)
-    @pytest.mark.parametrize("scale", ["cpu", "gpu"])
-    def test_all_is_planned_and_judged(self, tmp_path, name, scale):
+    def test_all_is_planned_and_judged(self, tmp_path, name):
         """Every experiment of a suite can be made, and every claim judged, before any has run."""
         one = suites.SUITES[name]
-        place = Place(Store(tmp_path), tmp_path / "runs", scale=scale)
+        place = Place(Store(tmp_path), tmp_path / "runs", scale="gpu")
         studies = page.studies_at(one, place)
         found = {claim.judge(studies, f).kind for claim in one.claims for f in claim.forms}
         assert found == {Kind.UNFINISHED}

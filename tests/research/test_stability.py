@@ -20,12 +20,7 @@ from train.training import step as training_step
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    variants = {
-        "tape": {},
-        "rope": {"model.position.kind": "rope"},
-        "tensor": {"model.position.form": "tensor"},
-        "rms": {"model.position.norm": "rms"},
-    }
+    variants = {"tape": {}, "rope": {"model.position.kind": "rope"}}
     task, folder = {"name": "addition", "max_digits": 1}, tmp_path_factory.mktemp("configs")
     return small.config(folder, task, train={"steps": 3}, VARIANTS=variants)
 
@@ -48,18 +43,11 @@ def batch_of(tokens):
     }
 
 
-@pytest.mark.parametrize(
-    "position",
-    [
-        {"kind": "tape"},
-        {"kind": "tape", "form": "tensor"},
-        {"kind": "tape_place_weights"},
-    ],
-)
+@pytest.mark.parametrize("form", ["rotary", "tensor"])
 @pytest.mark.slow
-def test_profile(position):
+def test_profile(form):
     """The states that the model returns, and the gradients of single layers."""
-    model = small_model(positions.create(position), num_layers=3)
+    model = small_model(positions.Tape(form=form), num_layers=3)
     variables = random_variables(model, std=0.3)
     tokens = np.arange(12).reshape(2, 6) % 7
     profile = stability.make_probe(model)(variables["params"], batch_of(tokens))
@@ -72,7 +60,7 @@ def test_profile(position):
 
     grads, states = jax.jit(jax.grad(loss, has_aux=True))(variables["params"])
     entering = [model.encoding.rotation(state)[1] for state in states]
-    tail = (-3, -2, -1) if position.get("form") == "tensor" else -1
+    tail = (-3, -2, -1) if form == "tensor" else -1
     norms = [np.sqrt(np.square(e).sum(tail)) for e in entering]
     relative = [np.max(norm / norms[0]) for norm in norms]
     np.testing.assert_allclose(profile.states, relative, rtol=1e-4)

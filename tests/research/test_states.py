@@ -162,11 +162,14 @@ def test_runs_are_made_and_looked_into(planned):
     states, trainings = planned
     choose_all(trainings)
     finish_all(trainings, RIGHT)
+    for job in trainings.reports("tape", BEYOND)[1:]:
+        diverge(trainings, job)
     made = []
     states.run(made.append, quick=True)
     assert not made
     states.run(made.append)
     assert [item.name for item in made] == [item.name for item in states.items]
+    assert len(made) == 1
     found = states.recorded(made[0]).found
     assert len(found["moved"]) == 3
     assert len(found["lost"]) == 2

@@ -235,7 +235,7 @@ class TestRunning:
         """Stands for the processes that train: names of the runs, in order."""
         calls: list[list[str]] = []
         # Only what chooses is validated, only what reports is tested.
-        choosing = (0, 1, 7, 8, 9)
+        choosing = (0, 1)
 
         def train_all(jobs, side_by_side, *, same_share, ends, finished, accepted):
             assert accepted == (0, NON_FINITE_EXIT_CODE)
@@ -271,14 +271,6 @@ class TestRunning:
         assert planned.state.unfinished == []
         planned.run(lambda item: seen.append(item.name))
         assert len(trained) == 3
-
-    def test_order_by_another_rule(self, design, place, trained):
-        """Its own seeds choose, which are validated, and its own report, which are tested."""
-        ours = dataclasses.replace(design, curve=None, procedure=protocol.AGAIN)
-        ours.at(place).run(lambda item: None)
-        seeds = [{int(name.rpartition("seed")[2]) for name in call} for call in trained]
-        assert seeds == [{7, 8, 9}, {7, 8, 9}, {10, 11, 12, 13, 14}]
-        assert ours.at(place).state.unfinished == []
 
     def test_quick_is_a_part_of_the_whole(self, design, place, trained):
         planned = design.at(place)

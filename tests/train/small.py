@@ -9,11 +9,13 @@ import numpy as np
 
 from tape_jax import ModelConfig, Transformer
 from tests.models import encoding, random_variables
+from train import experiment
 from train.data import tokenizers
 from train.evaluation.grids import Grid
 from train.evaluation.perplexity import Measurement, Perplexity
 from train.main import main
 from train.tasks.arithmetic import Addition
+from train.training import runs
 from train.training.runs import TrainedRun
 
 BYTES = tokenizers.load("bytes")
@@ -80,6 +82,16 @@ def train(folder: Path, task: dict, **sections: Any) -> Path:
     """The run of such an experiment, trained."""
     path = config(folder, task, **sections)
     assert main(["train", f"--config={path}", f"--run={folder / 'run'}"]) == 0
+    return folder / "run"
+
+
+def saved(folder: Path, task: dict, step: int = 2, **sections: Any) -> Path:
+    """The run of such an experiment after ``step`` steps, with random parameters."""
+    wanted = experiment.from_file(config(folder, task, **sections))
+    runs.create(folder / "run", wanted)
+    params = random_variables(Transformer(wanted.model))["params"]
+    with runs.checkpoints(folder / "run") as checkpoints:
+        checkpoints.save(step, {"params": params})
     return folder / "run"
 
 

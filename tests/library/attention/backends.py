@@ -37,14 +37,27 @@ BACKENDS = {
 }
 GPU_BACKENDS = ("pallas", "tokamax_mosaic", "tokamax_triton", "cudnn")
 COMPILED = {f"{name}_compiled": {"implementation": name} for name in GPU_BACKENDS}
-# Cases of CASES for interpreters too slow for all: each kind of mask, state and shape once. Rows
-# without keys have tests of their own.
+# Cases that each backend is tried on at every change, as far as it takes them.
+QUICK = ("grouped_heads", "segments", "window_passed", "tensor_cache", "decay_grouped")
+BY_BLOCKS = (
+    *QUICK, "two_batch_axes", "tensor_grouped", "bias_function", "suffix", "cross", "cache",
+    "window_of_two_sides", "decay_shared", "decay_cross", "softcap_and_decay", "mask_heads",
+    "window_by_positions", "mask_and_decay",
+)  # fmt: skip
+# Cases that a backend is compared with reference on, all if it is not here: each kind of mask,
+# state and shape that its own code tells apart, once. Rows without keys have tests of their own.
 SUBSET = {
+    "chunked": (
+        *BY_BLOCKS, "multi_query", "wide_keys", "own_query_state", "softcap", "softcap_cache",
+        "window_by_far_positions",
+    ),
+    "rows": BY_BLOCKS,
+    "query_blocks": BY_BLOCKS,
     "pallas": (
-        "causal", "two_batch_axes", "one_token", "shared_state", "grouped_heads_shared_state",
+        "two_batch_axes", "one_token", "shared_state", "grouped_heads_shared_state",
         "window_bidirectional", "cross", "window_passed", "cache", "own_query_state",
-        "state_not_attended", "no_state", "wide_keys", "decay", "decay_grouped", "decay_shared",
-        "decay_cache", "decay_cross",
+        "state_not_attended", "wide_keys", "decay_grouped", "decay_shared", "decay_cache",
+        "decay_cross",
     ),
     "splash": (
         "two_batch_axes", "grouped_heads_shared_state", "window_bidirectional", "cross", "cache",

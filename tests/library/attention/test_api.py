@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,8 +93,6 @@ WRONG = {
         arrays(query_state=(T, H, D)),
         r"query_state of shape \(6, 4, 8\).*expected \(6, 8\) or \(2, 6, h, 8\), .*h = 1, 2, 4",
     ),
-    "state_dim": (arrays(state=(2, T, 2, 6)), "state of shape.*does not fit"),
-    "state_batch": (arrays(state=(3, T, 2, D)), "state of shape.*does not fit"),
     "state_integer": (
         arrays() | {"state": jnp.ones((2, T, 2, D), int)},
         "state must be a floating",
@@ -115,7 +111,6 @@ WRONG = {
     ),
     "keys_rotated_alone": (arrays() | {"keys_rotated": True}, "keys_rotated=True needs"),
     "segments_float": (arrays() | {"segment_ids": jnp.ones((2, T))}, "must be integers.*float32"),
-    "segments_bool": (arrays() | {"segment_ids": INTS > 0}, "must be integers.*bool"),
     "segments_length": (
         arrays() | {"segment_ids": INTS[:, :5]},
         r"expected shape \(2, 6\).*got \(2, 5\)",
@@ -162,11 +157,9 @@ WRONG = {
         arrays() | {"local_window_size": (3, 0, 1)},
         r"an integer from 0 on, or a pair .*; got \(3, 0, 1\)",
     ),
-    "window_float": (arrays() | {"local_window_size": 3.0}, "an integer from 0 on.*; got 3.0"),
     "softcap_zero": (arrays() | {"logit_softcap": 0}, "logit_softcap must be a positive .*; got 0"),
     "softcap_traced": (arrays() | {"logit_softcap": "5"}, "logit_softcap must be a pos.*; got '5'"),
     "scale_name": (arrays() | {"scale": "2"}, "scale must be a finite number, .*; got '2'"),
-    "scale_true": (arrays() | {"scale": True}, "scale must be a finite number, .*; got True"),
     "scale_nan": (arrays() | {"scale": np.nan}, "scale must be a finite number, .*; got nan"),
     **{
         f"{name}_text": (arrays() | {name: "no"}, f"{name} must be True or False, .*; got 'no'")
@@ -221,13 +214,8 @@ WRONG = {
         arrays() | {"query_offset": INTS},
         r"or one a row, \(2,\); got shape \(2, 6\)",
     ),
-    "offset_rows": (arrays() | {"query_offset": INTS[:, 0][[0, 1, 1]]}, r"got shape \(3,\)"),
     "index_range": (
         arrays() | {"query_offset": 2**31 - 12},
-        "together must be below 2\\*\\*31; got 6, 6 and 2147483636",
-    ),
-    "index_range_of_an_array": (
-        arrays() | {"query_offset": np.array(2**31 - 12)},
         "together must be below 2\\*\\*31; got 6, 6 and 2147483636",
     ),
     "unsigned_offset": (
@@ -291,7 +279,7 @@ def test_no_block(implementation, size):
         attention(**arrays(), implementation=implementation, options=options)
 
 
-@pytest.mark.parametrize("window", [2**31 - 1, sys.maxsize, np.int64(2**40)])
+@pytest.mark.parametrize("window", [2**31 - 1, np.int64(2**40)])
 def test_a_window_may_be_wider_than_32_bits(window):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, T, 1, D)), jnp.float32)
 
@@ -328,9 +316,7 @@ def abstract(tree):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
-@pytest.mark.parametrize(
-    "name", ["state_heads", "query_state_form", "segments_triple", "mask_shape", "decay_length"]
-)
+@pytest.mark.parametrize("name", ["state_heads", "mask_shape"])
 def test_plan_checks_shapes_without_arrays(name):
     keywords, message = WRONG[name]
     with pytest.raises(ValueError, match=message):

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from tape_jax import attention
-from tests.selection import mostly_slow
 
 B, T, S, D = 2, 7, 9, 8
 KEYWORDS = {
@@ -24,7 +23,7 @@ KEYWORDS = {
     "scale": (None, 0.3),
 }
 # Of heads 4 and 2, and of types.
-FORMS = (((4, 4), "float32"), ((4, 2), "float32"), ((4, 1), "bfloat16"))
+FORMS = (((4, 2), "float32"), ((4, 1), "bfloat16"))
 
 
 def arrays(heads, dtype):
@@ -61,12 +60,14 @@ def test_there_is_every_keyword_of_jax_nn():
     assert theirs - ours - {"query", "key", "value"} <= {"return_residual"}
 
 
-@pytest.mark.parametrize(("heads", "dtype"), mostly_slow(FORMS, FORMS[1]))
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize(("heads", "dtype"), FORMS)
 def test_over_their_product(heads, dtype):
+    """Every seventh of all calls, among which each two values of two keywords meet."""
     (q, k, v), given = arrays(heads, dtype)
     tolerance = 2e-2 if dtype == "bfloat16" else 2e-6
     ran = 0
-    for values in itertools.product(*KEYWORDS.values()):
+    for values in itertools.islice(itertools.product(*KEYWORDS.values()), 0, None, 7):
         call = dict(zip(KEYWORDS, values, strict=True))
         call |= {name: given[name] if call[name] else None for name in given}
         want = jax.nn.dot_product_attention(q, k, v, implementation="xla", **call)
@@ -80,7 +81,7 @@ def test_over_their_product(heads, dtype):
             *(np.asarray(x, np.float32)[rows] for x in (got, want)), atol=tolerance, rtol=tolerance
         )
         ran += 1
-    assert ran == 320
+    assert ran == 46
 
 
 @pytest.mark.parametrize("implementation", ["chunked", "rows", None])

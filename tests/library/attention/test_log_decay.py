@@ -21,44 +21,15 @@ from tests.library.attention.backends import (
     normal,
     qkve,
 )
-from tests.paths import GOLDEN
 
-CONTEXTUAL = GOLDEN / "contextual" / "fox_tiny.npz"
 OURS = ("reference", "chunked", "pallas")
 
 
-def golden():
-    """Inputs and parameters, output, its cotangent, and gradients; all in float64."""
-    with np.load(CONTEXTUAL) as file:
-        arrays = {name: file[name] for name in file.files if name != "meta"}
-    floats = {name: arrays[name] for name in ("x", "W_f", "b_f", "q", "k", "v")}
-    return floats, arrays["o"], arrays["do"], {name: arrays[f"grad_{name}"] for name in floats}
-
-
-def forgetting(p, **keywords):
-    """Attention with forget gates of ``x``."""
-    gates = jax.nn.log_sigmoid(p["x"] @ p["W_f"] + p["b_f"])
-    log_decay = jnp.cumsum(gates, axis=1)
-    return attention(p["q"], p["k"], p["v"], log_decay=log_decay, is_causal=True, **keywords)[0]
-
-
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize("backend", OURS)
-def test_forgetting_attention(backend):
-    """Outputs and gradients that the authors' code has computed."""
-    floats, o, d_o, gradients = golden()
-    exact = backend != "pallas"
-    with jax.enable_x64(exact):
-        floats = jax.tree.map(jnp.asarray, floats)
-        found, pull = jax.vjp(lambda p: forgetting(p, **BACKENDS[backend]), floats)
-        got = found, pull(jnp.asarray(d_o))[0]
-        assert found.dtype == ("float64" if exact else "float32")
-    assert_close(jax.device_get(got), (o, gradients), 1e-9 if exact else 3e-5)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", OURS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("reference", "float32"), ("chunked", "bfloat16"), ("pallas", "bfloat16")],
+)
 def test_large_decays_are_subtracted_first(backend, dtype):
     """Thousands that all arrays share change nothing: their differences here are exact."""
     q, k, v, _ = qkve(33, dtype=dtype)
@@ -117,12 +88,11 @@ def test_what_a_whole_row_is_given_has_no_gradient(backend):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", OURS)
-def test_decoding_with_a_cache(backend):
+def test_decoding_with_a_cache():
     """The last queries of each row, by offsets for all or each, are those of the whole pass."""
     q, k, v, _ = qkve(20, heads=4)
     decay = -jnp.cumsum(jnp.abs(normal(5, 2, 20, 4)), axis=1)
-    named = {"is_causal": True, **BACKENDS[backend]}
+    named = {"is_causal": True, **BACKENDS["pallas"]}
     want = attention(q, k, v, log_decay=decay, is_causal=True, implementation="reference")[0]
 
     @jax.jit
@@ -141,7 +111,7 @@ def test_decoding_with_a_cache(backend):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", OURS)
+@pytest.mark.parametrize("backend", ["chunked", "pallas"])
 def test_vmap_and_donated_arrays(backend):
     q, k, v, e = qkve(12)
     decay = normal(7, 2, 12, 2)
@@ -226,21 +196,19 @@ def test_one_decay_for_sharded_batch_and_heads():
 
 
 @pytest.mark.usefixtures("any_device")
-@pytest.mark.parametrize("x64", [False, True])
 def test_lowers_to_cuda(x64):
     """Still one kernel forward and two backward, with rows past the end of a block."""
-    with jax.enable_x64(x64):
-        q = jax.ShapeDtypeStruct((2, 200, 4, 64), "bfloat16")
-        kv = jax.ShapeDtypeStruct((2, 200, 2, 64), "bfloat16")
-        decay = jax.ShapeDtypeStruct((2, 200, 4), "float32")
+    q = jax.ShapeDtypeStruct((2, 200, 4, 64), "bfloat16")
+    kv = jax.ShapeDtypeStruct((2, 200, 2, 64), "bfloat16")
+    decay = jax.ShapeDtypeStruct((2, 200, 4), "float32")
 
-        def forward(q, k, v, decay):
-            return attention(q, k, v, log_decay=decay, is_causal=True, implementation="pallas")[0]
+    def forward(q, k, v, decay):
+        return attention(q, k, v, log_decay=decay, is_causal=True, implementation="pallas")[0]
 
-        backward = jax.grad(lambda *args: jnp.sum(forward(*args)), (0, 1, 2, 3))
-        call = "custom_call @__gpu$xla.gpu.triton"
-        assert lowered("cuda", forward, q, kv, kv, decay).count(call) == 1
-        assert lowered("cuda", backward, q, kv, kv, decay).count(call) == 3
+    backward = jax.grad(lambda *args: jnp.sum(forward(*args)), (0, 1, 2, 3))
+    call = "custom_call @__gpu$xla.gpu.triton"
+    assert lowered("cuda", forward, q, kv, kv, decay).count(call) == 1
+    assert lowered("cuda", backward, q, kv, kv, decay).count(call) == 3
 
 
 @pytest.mark.slow
@@ -297,13 +265,11 @@ def test_a_float32_bias_of_float64_queries_has_gradients(x64):
 
 
 @pytest.mark.parametrize("backend", ["reference", "query_blocks", "chunked"])
-@pytest.mark.parametrize("wrong", [-jnp.inf, jnp.nan])
-def test_a_head_that_is_not_finite_spoils_no_other(backend, wrong):
-    q, k, v = (normal(i, 1, 8, 2, 4) for i in range(3))
-    decay = normal(3, 1, 8, 2)
-    out = attention(
-        q, k, v, log_decay=decay.at[0, 3, 1].set(wrong), is_causal=True, implementation=backend
-    )[0]
+def test_a_head_that_is_not_finite_spoils_no_other(backend):
+    q, k, v = (normal(i, 1, 8, 3, 4) for i in range(3))
+    decay = normal(3, 1, 8, 3)
+    wrong = decay.at[0, 3, 1:].set(jnp.array([jnp.nan, -jnp.inf]))
+    out = attention(q, k, v, log_decay=wrong, is_causal=True, implementation=backend)[0]
     expected = attention(q, k, v, log_decay=decay, is_causal=True, implementation="reference")[0]
     chex.assert_trees_all_close(out[:, :, 0], expected[:, :, 0], atol=1e-5)
-    assert jnp.isnan(out[:, 3:, 1]).all()
+    assert jnp.isnan(out[:, 3:, 1:]).all()

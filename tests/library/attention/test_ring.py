@@ -100,7 +100,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(CASES, "grouped_segments_one_headed", "decay"))
+@pytest.mark.parametrize("name", mostly_slow(CASES, "decay"))
 @pytest.mark.usefixtures("x64")
 def test_equals_one_device(name):
     sizes, shapes, call = CASES[name]

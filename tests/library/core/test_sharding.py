@@ -18,7 +18,7 @@ from tape_jax._src.core.sharding import process_share
 from tape_jax.losses import added_by_routers
 from tape_jax.sharding import MESH_AXES, PRESETS, RULES, Sharding, ShardingConfig, constrain, preset
 from tests.models import random_variables, small_model
-from tests.selection import mostly_slow
+from tests.selection import OF_EACH_SORT, mostly_slow
 from train.analysis.collectives import collectives
 
 B, T, VOCAB = 8, 16, 16
@@ -129,13 +129,9 @@ def unexpected(found, model, sharding):
 
 
 CASES = {
-    "data": ({"data": 8}, {}),
-    "fsdp": ({"fsdp": 4}, {}),
-    "tensor": ({"tensor": 4}, {"mix": "head_scale"}),
     "fsdp_and_tensor": ({"fsdp": 2, "tensor": 2}, {"layers": 3}),
     "sequence": ({"sequence": 4}, {"scan_layers": False}),
     "mixed": ({"fsdp": 2, "sequence": 2, "tensor": 2}, {}),
-    "mixed_deeper": ({"fsdp": 2, "sequence": 2, "tensor": 2}, {"layers": 4}),
     "mixed_unscanned": (
         {"data": 2, "fsdp": 2, "tensor": 2},
         {"mix": "head_scale", "scan_layers": False, "attention_implementation": "chunked"},
@@ -195,8 +191,16 @@ def test_unexpected_collectives_are_seen():
     assert found[0].startswith("all-gather over tensor of f32[4,16,48]")
 
 
-@pytest.mark.parametrize("kind", mostly_slow(positions.registry, "tape"))
-@pytest.mark.parametrize("sizes", [{"data": 2, "tensor": 2}, {"sequence": 2}], ids=str)
+HEADS_SPLIT = {"data": 2, "tensor": 2}
+SPLIT = [(kind, HEADS_SPLIT) for kind in positions.registry]
+SPLIT += [(kind, {"sequence": 2}) for kind in OF_EACH_SORT]
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    mostly_slow(SPLIT, ("tape", {"sequence": 2}), ("tape", HEADS_SPLIT)),
+    ids=str,
+)
 def test_every_encoding_can_be_split(kind, sizes):
     """Traced only; encodings that look at pairs of tokens cannot split sequences."""
     model = small_model(kind)
@@ -256,16 +260,13 @@ def test_drawn_positions_keep_the_order_of_their_tokens():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{"data": 2, "tensor": 2}, {"sequence": 4}], ids=str)
-@pytest.mark.parametrize("kind", ["tape+fox", "selective_rope+alibi", "mapformer_wm", "path+fox"])
-def test_what_goes_along_time(kind, sizes):
+@pytest.mark.parametrize("kind", ["tape+fox", "selective_rope+alibi", "mapformer_wm"])
+def test_what_goes_along_time(kind):
     """Interleaved segments, whose sums and shifts start anew, have the values of one device."""
-    if "path" in kind and "sequence" in sizes:
-        pytest.skip("rows of logits are not split")
     model, tokens = small_model(kind, num_layers=2), TOKENS % 13
     ids = np.random.default_rng(2).integers(0, 3, (B, T))
     variables = random_variables(model)
-    split = Transformer(model.config, sharding=built(rules=(("vocab", None),), **sizes))
+    split = Transformer(model.config, sharding=built(rules=(("vocab", None),), sequence=4))
     expected, found = (
         jax.jit(functools.partial(m.apply, segment_ids=ids))(variables, tokens)
         for m in (model, split)

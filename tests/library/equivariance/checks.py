@@ -40,10 +40,8 @@ BATCH, TIME = 2, 6
 TAPE = {
     "default": {},
     "heads-rms": {"attention_mix": "heads", "norm": "rms", "learn_alpha": True},
-    "mlp_only-unit": {"attention_mix": "none", "norm": "unit"},
     "attention_only-range": {"mlp_mix": False, "layers": (1, 2)},
     "yarn-rms": {"norm": "rms", "scaling": {"kind": "yarn", "factor": 4.0, "original_length": 8}},
-    "tensor2x2-unit": {"form": "tensor", "norm": "unit", "learn_alpha": True},
     "tensor2x4-heads-range": {"form": "tensor", "r": 4, "attention_mix": "heads", "layers": (0, 1)},
     "tensor4x5-rms": {"form": "tensor", "l": 4, "r": 5, "norm": "rms"},
     "shifted-still": {"attention_mix": "heads", "head_shift": 3.0, "still_heads": 1},
@@ -71,12 +69,11 @@ MODEL = {
     "heads-rms": {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8},
     "attention_only-range": {"num_kv_heads": 1},
     "tensor2x4-heads-range": {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8},
-    "tensor2x2-unit": {"scan_layers": False},
     "shifted-still": {"num_heads": 6, "num_kv_heads": 3, "head_dim": 4},
     "tensor2x4-shifted-still": {"num_heads": 4, "head_dim": 4},
 }
 WINDOW = {"default": 3, "tensor2x4-heads-range": 2}
-OTHERS = {"fire": {"threshold": 2.0}, "learned": {"size": 64}}
+OTHERS = {"fire": {"threshold": 2.0}}
 
 
 @functools.cache
@@ -177,13 +174,9 @@ def check_group(
     seed: int,
     tolerance: float | None = None,
     *,
-    states: Any = True,
     variables: Any = None,
 ):
-    """One phase per frequency, or O(R): logits stay, the states of all layers go along.
-
-    ``states`` says which arrays among the recorded position states these are.
-    """
+    """One phase per frequency, or O(R): logits stay, the states of all layers go along."""
     _, tokens, _, random = inputs_of(model, seed)
     variables = random if variables is None else variables
     check = (
@@ -195,7 +188,7 @@ def check_group(
         apply_from(model),
         *(state_of(model, seed), tokens, variables),
         in_states=(True, False, False),
-        out_states=(False, tape.States(hidden=False, position=states, final_norm=False)),
+        out_states=(False, tape.States(hidden=False, position=True, final_norm=False)),
         key=jax.random.key(seed),
         tolerance=tolerance,
     )

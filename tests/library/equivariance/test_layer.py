@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 import tape_jax as tape
 from tape_jax import testing
@@ -128,10 +127,10 @@ LAYERS = [
     Layer(4, 5, kv_heads=2, mix="none", norm="rms", degree=3),
     Layer(2, 2, mlp=False, norm="unit", degree=3),
 ]
-SHAPES = [(2, 5, 8), (6, 4)]
+SHAPE = (2, 5, 8)
 
 
-def check_layer(layer: Layer, seed: int, shape: tuple[int, ...], tolerance: float | None = None):
+def check_layer(layer: Layer, seed: int, shape: tuple[int, ...]):
     """Permutations of the tokens, and the symmetry group of the layer's form."""
     inputs, fn = layer.inputs(seed, shape), run(layer, is_causal=False)
     key = jax.random.key(seed)
@@ -148,7 +147,6 @@ def check_layer(layer: Layer, seed: int, shape: tuple[int, ...], tolerance: floa
             "next logits": {-2, -1},
         },
         key=key,
-        tolerance=tolerance,
     )
     check = (
         testing.assert_phase_equivariant
@@ -161,30 +159,26 @@ def check_layer(layer: Layer, seed: int, shape: tuple[int, ...], tolerance: floa
         in_states=({name: name == "e" for name in inputs},),
         out_states={"o": False, "a": True, "e": True, "logits": False, "next logits": False},
         key=key,
-        tolerance=tolerance,
     )
 
 
-@pytest.mark.parametrize("layer", mostly_slow(LAYERS, *LAYERS[:13:3], *LAYERS[13:15]), ids=str)
-@given(seed=seeds, shape=st.sampled_from(SHAPES))
-@few(max_examples=4)
-def test_layer(layer, seed, shape):
-    with precision("float64"):
-        check_layer(layer, seed, shape)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layer", LAYERS[::3], ids=str)
+@pytest.mark.parametrize("layer", mostly_slow(LAYERS, *(LAYERS[n] for n in (0, 3, 9, 14))), ids=str)
 @given(seed=seeds)
-@few(max_examples=3)
-def test_layer_in_float32(layer, seed):
-    with precision("float32"):
-        # A polar factor multiplies rounding errors by the inverse of the least singular value.
-        check_layer(layer, seed, SHAPES[0], tolerance=1e-3 if layer.norm == "unit" else 1e-5)
+@few(max_examples=2)
+def test_layer(layer, seed):
+    with precision("float64"):
+        check_layer(layer, seed, SHAPE)
+
+
+@given(seed=seeds)
+@few(max_examples=2)
+def test_layer_without_batch_axes(seed):
+    with precision("float64"):
+        check_layer(LAYERS[0], seed, (6, 4))
 
 
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize("layer", LAYERS[1::3], ids=str)
+@pytest.mark.parametrize("layer", [LAYERS[4], LAYERS[7]], ids=str)
 @given(seed=seeds)
 @few(max_examples=1)
 def test_layer_is_causal(layer, seed):
@@ -192,7 +186,7 @@ def test_layer_is_causal(layer, seed):
         axes = dict.fromkeys("qkv", -3) | {"x": -2, "e": layer.state_axes, "segments": -1}
         testing.assert_causal(
             run(layer, is_causal=True),
-            layer.inputs(seed, SHAPES[0]),
+            layer.inputs(seed, SHAPE),
             in_axes=(axes | {"mask": None, "params": None},),
             out_axes={"o": -3, "a": layer.state_axes, "e": layer.state_axes},
         )
@@ -203,7 +197,7 @@ def test_layer_that_is_not_causal_is_caught(x64):
     with raises(0.1, "causality"):
         testing.assert_causal(
             run(layer, is_causal=False),
-            layer.inputs(0, SHAPES[0]),
-            in_axes=(dict.fromkeys(layer.inputs(0, SHAPES[0])) | {"v": -3},),
+            layer.inputs(0, SHAPE),
+            in_axes=(dict.fromkeys(layer.inputs(0, SHAPE)) | {"v": -3},),
             out_axes={"o": -3, "a": -3, "e": -3, "logits": None, "next logits": None},
         )

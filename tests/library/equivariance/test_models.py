@@ -25,7 +25,7 @@ from tests.selection import mostly_slow
 
 @pytest.mark.parametrize("name", mostly_slow(TAPE, "default", "tensor4x5-rms", "shifted-still"))
 @given(seed=seeds)
-@few(max_examples=3)
+@few(max_examples=2)
 def test_model(name, seed):
     with precision("float64"):
         model = build(name, "float64")

@@ -5,21 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from tape_jax import init_cache
-from tests.models import assert_near, random_tokens, random_variables, run, small_model
-
-
-def test_backends_agree():
-    variables, tokens = random_variables(small_model("tape")), random_tokens(2, 9)
-    results = [
-        run(small_model("tape", attention_implementation=name), variables, tokens)
-        for name in ("reference", "chunked")
-    ]
-    assert_near(*results)
-
-
-def test_unknown_attention_is_refused_at_once():
-    with pytest.raises(ValueError, match=r"implementation 'chunkd'.*did you mean 'chunked'"):
-        small_model("tape", attention_implementation="chunkd")
+from tests.models import small_model
 
 
 @pytest.mark.parametrize("scan_layers", [False, True])

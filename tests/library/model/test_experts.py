@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 
 import chex
 import jax
@@ -12,7 +11,7 @@ import pytest
 from jax.test_util import check_grads
 
 from tape_jax import Experts, Transformer
-from tape_jax._src.model.experts import KERNEL_AXES, mixture, route, router_logits, router_losses
+from tape_jax._src.model.experts import mixture, route, router_logits, router_losses
 from tape_jax._src.model.layout import restack
 from tape_jax.losses import added_by_routers
 from tape_jax.sharding import ShardingConfig
@@ -65,10 +64,10 @@ def run(x, router, kernels, experts):
 @pytest.mark.parametrize(
     "options",
     [
+        {"per_token": COUNT},
         {},
         {"normalize": False},
         {"per_token": 1, "normalize": False},
-        {"per_token": COUNT},
     ],
     ids=str,
 )
@@ -79,15 +78,6 @@ def test_equals_a_loop_over_tokens(options):
         x, router, kernels = arrays(tokens)
         expected = by_loop(x, router, kernels, experts)
         np.testing.assert_allclose(run(x, router, kernels, experts), expected, atol=1e-12)
-
-
-@pytest.mark.usefixtures("x64")
-def test_with_all_experts_it_is_their_mean_by_probability():
-    x, router, kernels = arrays()
-    shares = probabilities(x, router)
-    expected = sum(shares[..., i, None] * expert(np.asarray(x), kernels, i) for i in range(COUNT))
-    found = run(x, router, kernels, Experts(COUNT, per_token=COUNT))
-    np.testing.assert_allclose(found, expected, atol=1e-12)
 
 
 @pytest.mark.slow
@@ -212,39 +202,6 @@ def test_padding_does_not_count_for_the_balance():
     chex.assert_trees_all_close(other, padded, rtol=1e-6)
     documents = losses(tokens, jnp.array([[1, 1, 1, 2, 2]]))
     assert all(abs(documents[name] - padded[name]) > 1e-6 for name in padded)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"data": 8},
-        {"fsdp": 2},
-        {"tensor": 2},
-        {"data": 2, "fsdp": 2, "tensor": 2},
-    ],
-    ids=str,
-)
-def test_on_a_mesh(sizes):
-    """Output, gradients, and the losses of routers are those of one device."""
-    devices = jax.devices()[: math.prod(sizes.values())]
-    sharding = ShardingConfig(**sizes).build(devices)
-    x, router, kernels = arrays((8, 4), np.float32)
-
-    def loss(given, sharding):
-        logits = router_logits(given["x"], given["router"], sharding)
-        out, chosen = mixture(given["x"], logits, given["kernels"], EXPERTS, sharding)
-        return jnp.square(out).mean() + sum(router_losses(logits, chosen).values()), out
-
-    def place(path, x):
-        axes = KERNEL_AXES.get(path[-1].key, ("batch", "sequence", None))
-        return sharding.named(axes, x.shape)
-
-    given = {"x": x, "router": router, "kernels": kernels}
-    places = jax.tree.map_with_path(place, given)
-    run = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=1)
-    expected, found = run(given, None), run(jax.device_put(given, places), sharding)
-    chex.assert_trees_all_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_rules_that_would_split_whole_experts():

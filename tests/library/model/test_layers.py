@@ -12,11 +12,11 @@ import pytest
 
 from tape_jax import ModelConfig, Transformer, init_cache, positions
 from tape_jax._src.model.attention_layer import Attention
-from tape_jax._src.model.block import Block, pack_state, remat_policy
+from tape_jax._src.model.block import Block, pack_state
 from tape_jax._src.model.cache import LayerCache, write_cache
 from tape_jax._src.model.config import Lora, loops
 from tape_jax._src.model.inputs import Context
-from tape_jax._src.model.layers import MLP, Linear, Norm
+from tape_jax._src.model.layers import Linear, Norm
 from tape_jax._src.model.parameters import declared_params
 from tape_jax._src.positions.protocol import OfLayer, default_positions
 from tests.models import random_variables, small_model
@@ -43,9 +43,8 @@ def rms_norm(x, scale):
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + CONFIG.norm_eps) * scale
 
 
-@pytest.mark.parametrize("shape", [(8,), (3, 8), (2, 3, 8)])
-def test_rms_norm(shape):
-    x = rng(1).normal(size=shape).astype(np.float32) * 3
+def test_rms_norm():
+    x = rng(1).normal(size=(2, 3, 8)).astype(np.float32) * 3
     norm = Norm(CONFIG)
     variables = random_params(norm, jnp.asarray(x))
     expected = rms_norm(x, np.asarray(variables["params"]["scale"], np.float64))
@@ -113,15 +112,6 @@ def test_a_projection_has_the_axes_and_the_role_that_it_is_given_whatever_its_na
     }
 
 
-def test_mlp():
-    x = rng(1).normal(size=(2, 3, 8)).astype(np.float32)
-    mlp = MLP(CONFIG)
-    variables = random_params(mlp, jnp.asarray(x))
-    p = {name: np.asarray(leaf["kernel"]) for name, leaf in variables["params"].items()}
-    expected = (silu(x @ p["gate"]) * (x @ p["up"])) @ p["down"]
-    chex.assert_trees_all_close(mlp.apply(variables, x), expected, atol=1e-4)
-
-
 def numpy_attention(x, p, e):
     """Causal attention of ``x [T, hidden]`` with states ``e [T, H_kv, D]``: output, ``A e``."""
     time, half = len(x), CONFIG.dim // 2
@@ -151,18 +141,6 @@ def inputs(time=5):
     x = jnp.asarray(generator.normal(size=(1, time, 8)), jnp.float32)
     e = jnp.asarray(generator.normal(size=(1, time, 2, 6)), jnp.float32)
     return x, e, Context(default_positions(time), None, None, 0, is_causal=True)
-
-
-def test_attention():
-    x, e, context = inputs()
-    attention = Attention(CONFIG, positions.Tape(), attend_state=True)
-    variables = random_params(attention, x, e, {}, context, None)
-    out, attended, cache = jax.jit(attention.apply)(variables, x, e, {}, context, None)
-    p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), variables["params"])
-    expected = numpy_attention(np.asarray(x[0], np.float64), p, np.asarray(e[0], np.float64))
-    assert cache is None
-    for actual, wanted in zip((out, attended), expected, strict=True):
-        chex.assert_trees_all_close(actual[0], wanted.astype(np.float32), atol=2e-4, rtol=1e-4)
 
 
 def test_attention_returns_what_its_cache_gains():
@@ -262,16 +240,6 @@ def test_loops(kinds, expected):
     assert loops(kinds) == expected
 
 
-def test_default_positions():
-    np.testing.assert_array_equal(default_positions(3), [0, 1, 2])
-    chex.assert_type(default_positions(3), jnp.int32)
-
-
-def test_remat_policies():
-    assert remat_policy("full") is None
-    assert callable(remat_policy("dots"))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("scan_layers", [True, False])
 def test_attention_maps(scan_layers):
@@ -325,17 +293,6 @@ def test_shifted_groups_equal_their_mask(position, options, packed):
     expected = jax.jit(full.apply)(variables, tokens, mask=mask)
     actual = jax.jit(shifted.apply)(variables, tokens, segment_ids=segments)
     chex.assert_trees_all_close(actual, expected, atol=2e-5 * float(jnp.abs(expected).max()))
-
-
-def test_shifted_groups_attend_the_states_of_their_tokens():
-    x, e, context = inputs(time=8)
-    config = dataclasses.replace(CONFIG, shifted_groups=2)
-    modules = [Attention(c, positions.Tape(), attend_state=True) for c in (CONFIG, config)]
-    variables = random_params(modules[0], x, e, {}, context, None)
-    masked = context.replace(mask=shifted_mask(8, 2, 4))
-    _, expected, _ = jax.jit(modules[0].apply)(variables, x, e, {}, masked, None)
-    _, attended, _ = jax.jit(modules[1].apply)(variables, x, e, {}, context, None)
-    chex.assert_trees_all_close(attended, expected, atol=1e-4)
 
 
 def test_gradients_of_shifted_groups_reach_exactly_the_visible_tokens():

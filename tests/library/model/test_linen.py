@@ -10,6 +10,7 @@ import tape_jax as tape
 import tape_jax.linen
 from tape_jax import testing
 from tests import models
+from tests.selection import mostly_slow
 
 BATCH, TIME, HEADS, KV_HEADS, DIM, WIDTH, LAYERS = 2, 5, 4, 2, 8, 6, 3
 GROUPED = {"num_heads": HEADS, "num_kv_heads": KV_HEADS}
@@ -37,8 +38,11 @@ def inputs(options, block=(DIM,)):
 
 
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
-def test_parameters_are_those_of_init_update(options):
+@pytest.mark.parametrize(
+    "name", ["plain", "MLP alone", "attended state alone", "a scale for each head"]
+)
+def test_parameters_are_those_of_init_update(name):
+    options = CASES[name]
     variables = tape.UpdateState(**options).init(jax.random.key(0), *inputs(options))
     sizes = {name: options[name] for name in SHAPES if name in options}
     wanted = tape.init_update(jax.random.key(0), WIDTH, **sizes)
@@ -47,10 +51,16 @@ def test_parameters_are_those_of_init_update(options):
         assert value.any() == wanted[name].any(), name
 
 
-@pytest.mark.parametrize("block", [(DIM,), (DIM // 2, 2, 2)], ids=["rotary", "tensor"])
-@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
-def test_it_equals_the_function(options, block):
-    e, a, x = inputs(options, block)
+BLOCKS = {"rotary": (DIM,), "tensor": (DIM // 2, 2, 2)}
+CALLS = [*((name, "rotary") for name in CASES), ("grouped heads", "tensor")]
+
+
+@pytest.mark.parametrize(
+    ("name", "form"), mostly_slow(CALLS, ("plain", "rotary"), ("grouped heads", "tensor"))
+)
+def test_it_equals_the_function(name, form):
+    options = CASES[name]
+    e, a, x = inputs(options, BLOCKS[form])
     module = tape.UpdateState(**options)
     params = testing.random_params(None, module.init(jax.random.key(0), e, a, x)["params"])
     names = ("alpha", "norm", "magnitude", "activation", "num_kv_heads")

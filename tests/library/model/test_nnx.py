@@ -16,7 +16,7 @@ from tests.selection import mostly_slow
 BATCH, TIME, HEADS, KV_HEADS, WIDTH = 2, 6, 4, 2, 32
 DIM = WIDTH // HEADS
 GROUPED = {"num_heads": HEADS, "num_kv_heads": KV_HEADS}
-ENCODINGS = ("tape", "rope", "none", "alibi", "fox", "tape+fox", "path", "selective_rope", "cope")
+ENCODINGS = ("tape", "alibi", "tape+fox", "path", "selective_rope", "cope")
 
 
 def normal(*shape, seed=0):

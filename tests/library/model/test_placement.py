@@ -12,14 +12,10 @@ import tape_jax as tape
 import tape_jax.linen
 import tape_jax.nnx
 from tape_jax import adapt, losses
-from tape_jax._src.positions import registry
 from tape_jax.sharding import Sharding
 from tests.library.core.test_explicit import mesh_of, put
 from tests.models import normal, random_tokens, random_variables, small_model
-from tests.selection import mostly_slow
-
-# Those that need options of their own, or a state for each query head.
-LEFT_OUT = ("abacus", "position_coupling", "tape_mix_head_dim", "tape_no_equivariance")
+from tests.selection import OF_EACH_SORT, mostly_slow
 
 
 def placed(position, *, sharded=False, split=True):
@@ -71,9 +67,7 @@ def test_generation():
 
 
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize(
-    "kind", mostly_slow([k for k in registry if k not in LEFT_OUT], "rope", "path")
-)
+@pytest.mark.parametrize("kind", mostly_slow([k for k in OF_EACH_SORT if k != "abacus"], "path"))
 def test_every_encoding(kind):
     mesh, here, there = placed(kind)
 

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from tape_jax import ModelConfig, attention
 from tape_jax.positions import Encoding, Layer
@@ -17,10 +16,6 @@ from tape_jax.positions import Encoding, Layer
 BATCH, TIME, HEADS, KV_HEADS, DIM, HIDDEN = 2, 9, 4, 2, 6, 10
 # Two segments, one behind the other and interleaved.
 IDS = np.array([[1, 1, 1, 1, 2, 2, 2, 2, 2], [2, 1, 1, 2, 2, 1, 2, 1, 1]])
-# Runs a test of these and, in the slow tests, of one text a row.
-alone_and_packed = pytest.mark.parametrize(
-    "ids", [pytest.param(None, id="alone", marks=pytest.mark.slow), pytest.param(IDS, id="packed")]
-)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -132,8 +132,7 @@ KINDS = [SeparateCosSin, MixHeadDim, NoEquivariance]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cls", KINDS)
-@pytest.mark.parametrize("norm", ["none", "rms", "unit"])
+@pytest.mark.parametrize(("cls", "norm"), [*zip(KINDS, ("none", "rms", "unit"), strict=True)])
 def test_they_start_as_rope_and_stay_so_untrained(cls, norm):
     encoding = cls(norm=norm)
     start = encoding.start(jnp.arange(TIME), CONFIG.sizes)
@@ -148,14 +147,20 @@ def test_they_start_as_rope_and_stay_so_untrained(cls, norm):
     np.testing.assert_allclose(got, state, atol=1e-6)
 
 
-@pytest.mark.parametrize("cls", KINDS)
+STEP_PER_HEAD = {"learn_alpha": True, "alpha_per_head": True}
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("cls", "options"),
     [
-        {"mlp_mix": False},
-        {"attention_mix": "none"},
-        {"learn_alpha": True},
-        {"learn_alpha": True, "alpha_per_head": True},
+        (SeparateCosSin, {"mlp_mix": False}),
+        (SeparateCosSin, {"attention_mix": "none"}),
+        (SeparateCosSin, {"learn_alpha": True}),
+        (SeparateCosSin, STEP_PER_HEAD),
+        (MixHeadDim, {"mlp_mix": False}),
+        (MixHeadDim, STEP_PER_HEAD),
+        (NoEquivariance, {"mlp_mix": False}),
+        (NoEquivariance, STEP_PER_HEAD),
     ],
 )
 def test_parts_can_be_left_out(x64, cls, options):
@@ -272,8 +277,7 @@ def test_relaxed_equivariance_is_held_back_by_its_loss():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cls", [PlaceWeights, RelaxedEquivariance])
-@pytest.mark.parametrize("norm", ["rms", "unit"])
+@pytest.mark.parametrize(("cls", "norm"), [(PlaceWeights, "rms"), (RelaxedEquivariance, "unit")])
 def test_broken_updates_are_bounded_like_others(cls, norm):
     encoding = cls(norm=norm)
     start = encoding.start(jnp.arange(TIME), CONFIG.sizes)

@@ -71,9 +71,11 @@ def test_draws(x64, kind):
 
 
 CASES = [
-    *((kind, position) for kind in KINDS for position in ("tape", "alibi", "fire", "sinusoidal")),
-    *((kind, position) for kind in ("spaced", "shifted") for position in ("learned", "t5")),
+    ("spaced", "tape"),
     ("stretched", "tape+alibi"),
+    ("shifted", "learned"),
+    ("stretched", "fire"),
+    ("spaced", "t5"),
 ]
 
 
@@ -90,8 +92,7 @@ def test_an_encoding_reads_what_is_drawn(x64, kind, position):
     places = drawn_positions(model.config.random_positions, jnp.arange(6), 6, key)
     found = logits(model, variables, KEY)
     chex.assert_trees_all_close(found, logits(plain, variables, positions=places), atol=1e-12)
-    relative = position not in ("fire", "sinusoidal", "learned")
-    assert (np.abs(found - expected).max() > 1e-4) == (kind != "shifted" or not relative)
+    assert np.abs(found - expected).max() > 1e-4
 
 
 def test_spaced_is_random_rope(x64):
@@ -102,9 +103,8 @@ def test_spaced_is_random_rope(x64):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_drawn_positions_go_with_their_tokens(x64, kind):
-    model = model_of(kind, "tape+alibi")
+def test_drawn_positions_go_with_their_tokens(x64):
+    model = model_of("spaced", "tape+alibi")
 
     def fn(places, tokens, mask, variables):
         options = {"positions": places, "mask": mask, "is_causal": False}
@@ -158,9 +158,10 @@ def test_encodings_that_read_no_positions_refuse_a_draw(position):
 @pytest.mark.slow
 @pytest.mark.parametrize("position", positions.registry)
 def test_an_encoding_says_whether_it_reads_positions(position):
-    model, places = small_model(position), jnp.array([0, 2, 3, 7, 11, 13])
+    model, places = small_model(position, num_layers=1), jnp.array([0, 2, 3, 7, 11, 13])
     variables, places = random_variables(model), on_axes(places, model.encoding.coordinate_axes)
-    moved = logits(model, variables, positions=places) - logits(model, variables)
+    plain = on_axes(jnp.arange(6), model.encoding.coordinate_axes)
+    moved = logits(model, variables, positions=places) - logits(model, variables, positions=plain)
     assert bool((moved != 0).any()) == model.encoding.reads_positions
 
 

@@ -8,8 +8,7 @@ import pytest
 
 from tape_jax import ModelConfig
 from tape_jax.positions import Layer, create
-from tests.library.equivariance.checks import check_permutations, check_shift
-from tests.models import FLOAT64, random_variables, small_model
+from tests.models import random_variables, small_model
 
 KINDS = ("alibi", "kerple", "fire", "t5", "fox")
 TIME, HIDDEN = 5, 16
@@ -58,14 +57,6 @@ def test_all_heads_by_number_are_all_heads(x64):
     tokens = jnp.arange(6)[None]
     expected, found = (model.apply(variables, tokens) for model in models)
     chex.assert_trees_all_equal(found, expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kinds", ["tape+alibi", "tape+t5", "rope+kerple"])
-def test_symmetries(x64, kinds):
-    model = small_model(create(kinds, on_heads=1), **FLOAT64)
-    check_permutations(model, 0)
-    check_shift(model, 0)
 
 
 def test_an_implementation_of_the_update_is_the_states(x64):

@@ -84,13 +84,15 @@ class TestFamilies:
         assert again.config == dataclasses.replace(model.config, head_dim=model.config.dim)
         jax.tree.map(np.testing.assert_array_equal, same, variables)
 
-    @pytest.mark.slow
-    def test_tape_is_added_without_a_difference(self, folder):
-        model, variables = tape.from_pretrained(folder)
-        tokens = jnp.asarray(np.load(folder / "expected.npz")["input_ids"])
-        new, added = tape.add_tape(model, variables, key=jax.random.key(0))
-        before, after = model.apply(variables, tokens), new.apply(added, tokens)
-        np.testing.assert_allclose(after, before, atol=1e-6)
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama3_gqa", "phi3_tiny", "gemma2_tiny"])
+def test_tape_is_added_without_a_difference(name):
+    model, variables = tape.from_pretrained(HF / name)
+    tokens = jnp.asarray(np.load(HF / name / "expected.npz")["input_ids"])
+    new, added = tape.add_tape(model, variables, key=jax.random.key(0))
+    before, after = model.apply(variables, tokens), new.apply(added, tokens)
+    np.testing.assert_allclose(after, before, atol=1e-6)
 
 
 def said_in_full(config):
@@ -184,7 +186,6 @@ class TestFields:
             model_config(config_of("mistral_tiny", sliding_window=None)).local_window_size is None
         )
 
-    @pytest.mark.mostly_slow
     @pytest.mark.parametrize(
         ("options", "family"),
         [
@@ -215,10 +216,7 @@ class TestFields:
         )
         again, same = tape.from_pretrained(tmp_path / "new")
         assert again.config == said_in_full(model.config)
-        tokens = jnp.arange(12)[None] % model.config.vocab_size
-        np.testing.assert_allclose(
-            again.apply(same, tokens), model.apply(variables, tokens), atol=1e-5
-        )
+        jax.tree.map(np.testing.assert_array_equal, same, variables)
 
     def test_part_of_each_head_is_phi3s(self, tmp_path):
         position = tape.positions.Rope(partial_rotary_factor=0.5)

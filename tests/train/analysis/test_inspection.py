@@ -6,9 +6,9 @@ import chex
 import numpy as np
 import pytest
 
-from tape_jax import positions
 from tape_jax._src.model.layout import restack
 from tests.models import encoding, random_variables, small_model, without
+from tests.selection import OF_EACH_SORT
 from tests.train import small
 from train.analysis import inspection
 from train.compare.plots import MARK
@@ -109,7 +109,7 @@ def test_as_before_training():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", sorted(positions.registry))
+@pytest.mark.parametrize("kind", OF_EACH_SORT)
 def test_every_encoding(kind):
     _, _, inside = look(kind, kv_heads=4)
     pictures = inspection.figures(inside)
@@ -119,7 +119,7 @@ def test_every_encoding(kind):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    return small.train(
+    return small.saved(
         tmp_path_factory.mktemp("inside"),
         {"name": "addition", "max_digits": 2},
         model={"num_layers": 3},

@@ -94,8 +94,7 @@ def test_the_last_one_gets_all_cores_unless_told_otherwise(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("side_by_side", [1, 2])
-def test_seeds_share_compiled_programs(config, tmp_path, monkeypatch, side_by_side):
+def test_seeds_share_compiled_programs(config, tmp_path, monkeypatch):
     """Each is compiled once, by whoever comes first; the others find it."""
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     monkeypatch.setenv("JAX_DEBUG_LOG_MODULES", "jax._src.compiler")
@@ -103,7 +102,7 @@ def test_seeds_share_compiled_programs(config, tmp_path, monkeypatch, side_by_si
     monkeypatch.setenv("TAPE_JAX_CACHE", str(tmp_path))
     jobs = plan(config, tmp_path / "runs", ENCODINGS, ["rope"], 2, [])
     (tmp_path / "runs").mkdir()
-    processes.train_all(jobs, side_by_side)
+    processes.train_all(jobs, 2)
     assert all(job.finished for job in jobs)
     printed = "".join(job.log.read_text() for job in jobs)
     for name in ("init_state", "step", "_call"):

@@ -14,6 +14,8 @@ from train.main import USER_ERROR, main
 from train.suites.evaluation import SuiteOptions
 from train.suites.results import SuiteResult
 
+COMPARE = ["compare", "--encodings=rope"]
+
 
 @pytest.fixture
 def config(tmp_path):
@@ -71,18 +73,18 @@ def test_scores_beside_those_of_the_task(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("command", "options", "message"),
     [
-        ("ruler:lengths=512", "takes at most 300 tokens: a length of 512"),
-        ("ruler", "a suite needs lengths"),
-        ("rule:lengths=256", "unknown suite 'rule'"),
-        ("ruler:lengths=256:512", "expected SUITE:OPTION=VALUE"),
-        ("ruler:lengths=many", "lengths of a suite takes whole numbers; got 'many'"),
-        ("ruler:length=256", "unknown option of a suite 'length'"),
-        ("ruler:lengths=256:tasks=vt,qa_1", "give one with --squad=FILE"),
+        (["train"], "ruler:lengths=512", "takes at most 300 tokens: a length of 512"),
+        (COMPARE, "ruler:lengths=512", "takes at most 300 tokens: a length of 512"),
+        (COMPARE, "ruler", "a suite needs lengths"),
+        (COMPARE, "rule:lengths=256", "unknown suite 'rule'"),
+        (COMPARE, "ruler:lengths=256:512", "expected SUITE:OPTION=VALUE"),
+        (COMPARE, "ruler:lengths=many", "lengths of a suite takes whole numbers; got 'many'"),
+        (COMPARE, "ruler:length=256", "unknown option of a suite 'length'"),
+        (COMPARE, "ruler:lengths=256:tasks=vt,qa_1", "give one with --squad=FILE"),
     ],
 )
-@pytest.mark.parametrize("command", [["compare", "--encodings=rope"], ["train"]], ids="-".join)
 def test_what_cannot_be_asked_is_known_before(command, config, tmp_path, options, message, capsys):
     call = [*command, f"--config={config}", f"--run={tmp_path / 'all'}", f"--suite={options}"]
     assert main(call) == USER_ERROR

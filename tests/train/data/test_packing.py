@@ -3,14 +3,11 @@
 import itertools
 import json
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tape_jax._src.model.config import ModelConfig
-from tape_jax._src.model.decoder import Transformer
 from train.data.packing import Packed, endless_batches
 from train.data.token_cache import TokenStream
 
@@ -190,47 +187,6 @@ class TestStream:
         state = self.stream(kind).get_state()
         with pytest.raises(ValueError, match="the text has changed since this state was saved"):
             self.stream(kind, digest="another").set_state(state)
-
-
-@pytest.mark.slow
-def test_packed_documents_are_alone_for_the_model():
-    """What the model says of a document does not depend on what it is packed with."""
-    sizes = (5, 4, 6)
-    batch = batch_of(sizes, 15, "documents")
-    model = Transformer(
-        ModelConfig(vocab_size=16, hidden_size=8, num_layers=2, num_heads=2, position="tape")
-    )
-    apply = jax.jit(model.apply)
-    variables = jax.jit(model.init)(jax.random.key(0), batch["inputs"])
-    # At the start TAPE's update of the states is zero and could not mix documents up.
-    variables = jax.tree.map(
-        lambda x: x + 0.1 * np.cos(np.arange(x.size)).reshape(x.shape), variables
-    )
-    apart = {name: batch[name] for name in ("segment_ids", "positions")}
-    together = apply(variables, np.minimum(batch["inputs"], 15), **apart)[0]
-    one = {"segment_ids": np.ones((1, 15), np.int32), "positions": np.arange(15)[None]}
-    for start, size in zip(np.cumsum([0, *sizes]), sizes, strict=False):
-        # What follows the document cannot be seen from it.
-        alone = apply(variables, (np.arange(start, start + 15) % 16)[None], **one)[0, :size]
-        np.testing.assert_allclose(together[start : start + size], alone, atol=1e-5)
-
-
-def test_saved_and_restored_with_a_checkpoint(tmp_path):
-    from train.training.checkpoint import Checkpoints
-
-    def stream():
-        return iter(endless_batches(lambda: packed([100], 8, "concatenated"), True, 0, 4))
-
-    first = stream()
-    next(first)
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, {"x": np.zeros(1)}, first)
-        checkpoints.wait()
-        expected = [next(first) for _ in range(3)]
-        second = stream()
-        checkpoints.restore({"x": np.zeros(1)}, second)
-    for batch in expected:
-        np.testing.assert_equal(next(second), batch)
 
 
 class TestErrors:

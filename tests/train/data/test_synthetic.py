@@ -6,13 +6,10 @@ import json
 import numpy as np
 import pytest
 
-from train.data.synthetic import Stream
-from train.tasks import TASKS, get_task, task_type
+from train.tasks import get_task
 from train.tasks.arithmetic import Addition
 
-streams = pytest.mark.parametrize(
-    "name", [name for name in TASKS if issubclass(task_type(name), Stream)]
-)
+streams = pytest.mark.parametrize("name", ["addition", "words", "recall", "passkey"])
 
 
 @streams

@@ -84,34 +84,21 @@ def test_encodings_in_short(file):
         from_file(file, ["--config.model.position=tape+foxx"])
 
 
-def test_round_trip_through_json(file):
-    for kind in positions.registry:
-        e = from_file(file, [f"--config.model.position.kind={kind}"], report=lambda _: None)
-        assert e.model.position.kind == kind
-        assert from_mapping(json.loads(json.dumps(to_json(e)))) == e
-
-
 @pytest.mark.parametrize(
     ("option", "field", "value"),
     [
         ("name=7", "name", "7"),
         ("seed=5", "seed", 5),
-        ("model.hidden_size=32", "model.hidden_size", 32),
-        ("model.num_kv_heads=1", "model.num_kv_heads", 1),
         ("model.num_kv_heads=None", "model.num_kv_heads", None),
         ("model.tie_embeddings=false", "model.tie_embeddings", False),
         ("model.dtype=bfloat16", "model.dtype", "bfloat16"),
-        ("model.attention_implementation=chunked", "model.attention_implementation", "chunked"),
         ("model.attention_implementation=None", "model.attention_implementation", None),
-        ("model.remat=none", "model.remat", "none"),
-        ("model.position.norm=none", "model.position.norm", "none"),
         ("model.position.base=100", "model.position.base", 100.0),
         ("model.position.width=None", "model.position.width", None),
         ("model.position.layers=(1, 3)", "model.position.layers", (1, 3)),
         ("model.position.layers=all", "model.position.layers", "all"),
         ("model.position.learn_alpha=True", "model.position.learn_alpha", True),
         ("model.position.scaling.factor=3", "model.position.scaling.factor", 3.0),
-        ("task.max_digits=2", "task.max_digits", 2),
         ("train.steps=1e4", "train.steps", 10_000),
         ("train.clip=2", "train.clip", 2.0),
         ("train.no_decay=('scale',)", "train.no_decay", ("scale",)),
@@ -158,7 +145,9 @@ def test_every_option_of_every_encoding_can_be_given(file, kind):
             ]
         else:
             given.append(f"--config.model.position.{field.name}={value}")
-    assert from_file(file, given, report=lambda _: None).model.position == encoding
+    e = from_file(file, given, report=lambda _: None)
+    assert e.model.position == encoding
+    assert from_mapping(json.loads(json.dumps(to_json(e)))) == e
 
 
 def test_choosing_another_encoding_is_one_option(file):
@@ -258,7 +247,6 @@ def test_digits_come_from_the_task(file):
         ("--config.trian.steps=3", "unknown field 'trian' of config (did you mean 'train'?)"),
         ("--config.train.stesp=3", "unknown field 'stesp' of config.train (did you mean 'steps'?)"),
         ("--config.model.postion.kind=x", "did you mean 'position'?"),
-        ("--config.model.position.kind=ropee", "did you mean 'rope'?"),
         ("--config.model.position.scaling.factr=2", "did you mean 'factor'?"),
         ("--config.model=rope", "config.model is a group"),
         ("--config.train.steps.more=3", "config.train.steps is a single value"),
@@ -277,16 +265,11 @@ def test_digits_come_from_the_task(file):
         ("--config.train.eps=0", "eps must be positive"),
         ("--config.train.weight_decay=-1", "weight_decay must not be negative"),
         ("--config.model.num_heads=3", "hidden_size = 16 is not a multiple of num_heads = 3"),
-        ("--config.model.num_kv_heads=3", "not a multiple of num_kv_heads = 3"),
         ("--config.model.head_dim=3", "must be even; got 3"),
         ("--config.model.vocab_size=5", "vocab_size = 5 is too small for the task"),
         ("--config.model.tie_embeddings=1", "expected bool, got 1"),
         ("--config.task.name=adition", "did you mean 'addition'?"),
         ("--config.task.max_digits=0", "max_digits must be a positive integer; got 0"),
-        (
-            "--config.evaluation.longest=0",
-            "evaluation: longest must be a positive integer or None; got 0",
-        ),
         ("--config.evaluation.seed=-1", "evaluation: seed must be an integer from 0 on; got -1"),
         ("--config.model.position.layers=(1,)", "expected str | tuple[int, int], got (1,)"),
         ("--config.seed=-1", "seed must be in [0, 2**32); got -1"),

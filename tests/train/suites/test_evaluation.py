@@ -59,16 +59,6 @@ def test_a_killed_evaluation_goes_on(trained, tmp_path, background, monkeypatch)
 
 
 @pytest.mark.slow
-def test_answers_do_not_depend_on_the_batch(trained, tmp_path, background):
-    asked(trained, tmp_path / "a", background)
-    asked(trained, tmp_path / "b", background, batch_size=8, chunk=None)
-    found = [Answers(tmp_path / x, json.loads((tmp_path / x).read_text().split("\n")[0])).texts
-             for x in "ab"]  # fmt: skip
-    assert found[0] == found[1]
-    assert len(found[0]) == 12
-
-
-@pytest.mark.slow
 def test_a_file_of_questions_is_added_and_not_exchanged(trained, tmp_path, background):
     path = tmp_path / "answers.jsonl"
     asked(trained, path, background)

@@ -231,7 +231,8 @@ def test_options_are_checked(kind, options, message):
         ({"seed": -1}, "evaluation: seed must be an integer from 0 on; got -1"),
     ],
 )
-def test_evaluations_are_checked(task, options, message):
+def test_evaluations_are_checked(options, message):
+    task = get_task("address", **SMALL["address"])
     with pytest.raises(ValueError, match=message):
         task.Evaluation(**options)
 
@@ -352,25 +353,6 @@ def test_a_model_that_does_not_take_all(task):
     assert task.prepare(named, 10_000) == f"asked for {whole} in the end"
     with pytest.raises(ValueError, match="accepts 2 tokens: too few to be asked"):
         task.prepare(options, 2)
-
-
-@pytest.mark.parametrize(
-    ("kind", "cells"),
-    [
-        ("address", sum(40 - offset for offset in range(1, 21))),
-        ("counting", sum(38 - increments for increments in range(1, 38))),
-        ("flip_flop", sum(range(40))),
-        ("line_numbers", sum(41 - line for line in range(1, 7))),
-        ("navigation", 2 * 37),
-        ("recall", sum(range(41))),
-        ("selective_copy", 8 * 33),
-        ("table", 12 * 12),
-    ],
-)
-def test_how_many_cells_exist(kind, cells):
-    """By the defaults, of 40 rows and columns."""
-    task = get_task(kind)
-    assert sum(task.exists(r, c) for r in range(1, 41) for c in range(1, 41)) == cells
 
 
 def test_a_move_that_takes_back_the_last_is_not_asked_about():

@@ -44,15 +44,6 @@ def third_last_landmark(words):
     return landmarks[-3] if len(landmarks) > 2 else None
 
 
-def turned_back(words):
-    """What was found before a move and the one that takes it back; else the last but one."""
-    landmarks = [word for word in words[::2] if word != "?"]
-    undone = len(words) > 4 and {words[-4], words[-2]} in ({"L", "R"}, {"U", "D"})
-    if undone and words[-5] != "?":
-        return words[-5]
-    return landmarks[-2] if len(landmarks) > 1 else None
-
-
 def last_value(words):
     return words[-2]
 
@@ -78,9 +69,9 @@ RULES = {
 DOCS = ROOT / "docs" / "experiments.md"
 
 
-def found(rule, name, **options):
+def found(rule, name):
     """What a rule gets at the trained lengths and beyond, in per cent."""
-    task = get_task(name, **TASKS.get(name, {}), **options)
+    task = get_task(name, **TASKS.get(name, {}))
     right = {True: [], False: []}
     rows, columns = task.axes(task.Evaluation())
     for row, column in itertools.product(rows, columns):
@@ -106,9 +97,3 @@ def test_rule(name):
     assert found(rule, name) == expected
     inside, beyond = expected
     assert re.search(rf"\| `{name}` \| .+ \| {inside} \| {beyond} \|\n", DOCS.read_text())
-
-
-def test_walks_that_turn_back():
-    """Why they are not asked about (research/protocol.md)."""
-    assert found(turned_back, "navigation", undo=True) == [47, 39]
-    assert found(turned_back, "navigation") == [14, 11]

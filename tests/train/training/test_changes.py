@@ -86,7 +86,6 @@ def test_a_run_is_guarded_after_its_record_was_written_anew(tiny, tmp_path, monk
     ("option", "message"),
     [
         ("train.learning_rate=0.5", r"train\.learning_rate: 0\.01 there, 0\.5 here"),
-        ("model.hidden_size=16", r"model\.hidden_size: 8 there, 16 here"),
         ("train.steps=3", r"train\.steps = 3: the run has already taken 4 steps"),
     ],
 )

@@ -8,19 +8,14 @@ import numpy as np
 from tape_jax import RopeScaling, Transformer, positions
 from tape_jax._src.model.generate import extend, prefill
 from tests.models import DIGITS, VOCAB, jit_quickly
+from tests.selection import OF_EACH_SORT
 
 tape = positions.Tape
 
 
 VARIANTS = {
-    "tensor, 2 x 3 blocks": {"position": tape(form="tensor", r=3, norm="rms")},
     "tensor, 4 x 4 blocks, grouped": {
         "position": tape(form="tensor", l=4, r=4, attention_mix="head_scale", norm="unit"),
-        "num_heads": 4,
-        "num_kv_heads": 2,
-    },
-    "a scale for each head, grouped": {
-        "position": tape(attention_mix="head_scale", norm="unit"),
         "num_heads": 4,
         "num_kv_heads": 2,
     },
@@ -29,19 +24,15 @@ VARIANTS = {
         "num_heads": 4,
         "num_kv_heads": 1,
     },
-    "MLP alone": {"position": tape(attention_mix="none", learn_alpha=True)},
-    "learned base": {"position": tape(learn_base=True, learn_alpha=True, alpha_per_head=True)},
-    "attention alone": {"position": tape(mlp_mix=False, learn_alpha=True)},
     "a range of layers": {"position": tape(layers=(1, 3)), "num_layers": 5},
     "not scanned": {"position": tape(layers=(1, 2)), "scan_layers": False, "tie_embeddings": True},
     "window": {"position": tape(), "local_window_size": 3},
     "a schedule": {"position": "tape+window/tape+window/tape/fox", "num_layers": 9},
-    "window, bias": {"position": positions.Alibi(), "local_window_size": 4},
     "a draw for each layer": {"position": positions.RandomRope(range=64, each_layer=True)},
 }
 
 
-CASES = {**{kind: {"position": kind} for kind in positions.registry}, **VARIANTS}
+CASES = {**{kind: {"position": kind} for kind in OF_EACH_SORT}, **VARIANTS}
 LENGTHS = (5, 1, 3)  # lengths of the prompts
 PADDED = max(LENGTHS)
 NEW = 5  # tokens after each

@@ -14,7 +14,6 @@ from tape_jax._src.positions.fixed.rotary import content_state
 from tape_jax._src.positions.layer import Layer
 from tape_jax._src.positions.protocol import default_positions
 from tests.models import VOCAB, random_variables, small_model
-from tests.selection import mostly_slow
 
 B, T, HEADS, KV_HEADS, D, HIDDEN = 2, 7, 4, 2, 6, 10
 PACKED = np.array([[1, 1, 1, 1, 2, 2, 2], [1, 2, 1, 2, 2, 1, 1]])
@@ -25,20 +24,17 @@ VARIANTS = {
         rank=None, taps=2, spacing="rfa", learn_temperature=True, gate="standard", bias=True
     ),
     "selective one tap": positions.SelectiveRope(taps=1, theta=100.0, temperature=2.0, bias=True),
-    "grape": positions.GrapeMultiplicative(),
     "grape sigmoid": positions.GrapeMultiplicative(step="sigmoid", frequencies_per_head=True),
     "grape per head": positions.GrapeMultiplicative(per_head=True, frequencies_per_head=True),
     "repo": positions.Repo(width=5),
     "repo linear": positions.Repo(form="linear", base=100.0),
-    "repo later": positions.Repo(width=2, first_layer=1),
     "mapformer wm": positions.MapFormerWM(),
     "mapformer em": positions.MapFormerEM(rank=3),
 }
-SUMMED = tuple(name for name in VARIANTS if not name.startswith("repo"))
 
 
-def config_of(encoding, dtype="float64", kv_heads=KV_HEADS):
-    sizes = {"hidden_size": HIDDEN, "num_heads": HEADS, "num_kv_heads": kv_heads, "head_dim": D}
+def config_of(encoding, dtype="float64"):
+    sizes = {"hidden_size": HIDDEN, "num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": D}
     return ModelConfig(
         VOCAB, num_layers=2, position=encoding, dtype=dtype, param_dtype=dtype, **sizes
     )
@@ -50,14 +46,14 @@ def drawn(specs, generator, dtype="float64"):
     }
 
 
-def inputs(encoding, dtype="float64", segment_ids=None, kv_heads=KV_HEADS):
+def inputs(encoding, dtype="float64", segment_ids=None):
     """Parameters, and a layer that random numbers enter."""
-    config, generator = config_of(encoding, dtype, kv_heads), np.random.default_rng(0)
+    config, generator = config_of(encoding, dtype), np.random.default_rng(0)
     params = drawn(encoding.input_params(config.sizes), generator, dtype)
     params |= drawn(encoding.layer_params(config.sizes, updates=True), generator, dtype)
     x, q, k = (
         jnp.asarray(generator.normal(size=(B, T, *tail)), dtype)
-        for tail in ((HIDDEN,), (HEADS, D), (kv_heads, D))
+        for tail in ((HIDDEN,), (HEADS, D), (KV_HEADS, D))
     )
     ids = None if segment_ids is None else jnp.asarray(segment_ids)
     return params, Layer(x, default_positions(T), ids, True, config.sizes, q=q, k=k)
@@ -145,42 +141,31 @@ BY_HAND = {
 
 
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize(
-    "segments",
-    [
-        pytest.param(None, id="one segment", marks=pytest.mark.slow),
-        pytest.param(PACKED, id="packed"),
-    ],
-)
-@pytest.mark.parametrize(
-    "name", mostly_slow(VARIANTS, "selective", "grape", "repo", "mapformer em")
-)
-def test_states_are_those_of_the_formula(name, segments, x64):
+@pytest.mark.parametrize("name", VARIANTS)
+def test_states_are_those_of_the_formula(name, x64):
     encoding = VARIANTS[name]
-    params, layer = inputs(encoding, segment_ids=segments)
+    params, layer = inputs(encoding, segment_ids=PACKED)
     found = state_of(encoding, params, layer)
     p = {name: np.asarray(x) for name, x in params.items()}
-    ids = np.ones((B, T), int) if segments is None else segments
     expected = np.zeros((B, T, KV_HEADS, D))
     for b in range(B):
-        for segment in set(ids[b]):
-            here = ids[b] == segment
+        for segment in set(PACKED[b]):
+            here = PACKED[b] == segment
             angles = BY_HAND[name.split()[0]](encoding, p, np.asarray(layer.x)[b, here])
             expected[b, here] = np.concatenate([np.cos(angles), np.sin(angles)], axis=-1)
     np.testing.assert_allclose(np.broadcast_to(found, expected.shape), expected, atol=1e-12)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_heads", [1, KV_HEADS, HEADS])
-def test_episodic_memory_multiplies_content_and_place(kv_heads, x64):
+def test_episodic_memory_multiplies_content_and_place(x64):
     """Logits by hand, for grouped heads."""
     encoding = VARIANTS["mapformer em"]
-    params, layer = inputs(encoding, kv_heads=kv_heads)
+    params, layer = inputs(encoding)
     (own, keys), _ = encoding.start_from_embeddings(params, layer)
     assert encoding.rotation((own, keys)) == (None, None)
     layer = dataclasses.replace(layer, state=(own, keys))
     terms = encoding.layer_terms(params, layer)
-    v = jnp.broadcast_to(jnp.eye(T)[:, None], (B, T, kv_heads, T))
+    v = jnp.broadcast_to(jnp.eye(T)[:, None], (B, T, KV_HEADS, T))
     found = tape.attention(layer.q, layer.k, v, is_causal=True, logits_fn=terms.logits_fn)[0]
 
     def turned(vector, state):
@@ -188,7 +173,7 @@ def test_episodic_memory_multiplies_content_and_place(kv_heads, x64):
         return np.concatenate([a * c - b * s, a * s + b * c])
 
     for b, i, h in np.ndindex(B, T, HEADS):
-        g = h // (HEADS // kv_heads)
+        g = h // (HEADS // KV_HEADS)
         logits = [
             (layer.q[b, i, h] @ layer.k[b, j, g] / np.sqrt(D))
             * (turned(params["q0"][h], own[b, i, g]) @ turned(params["k0"][g], own[b, j, g]))
@@ -200,7 +185,7 @@ def test_episodic_memory_multiplies_content_and_place(kv_heads, x64):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SUMMED)
+@pytest.mark.parametrize("name", ["selective full", "grape sigmoid", "mapformer em"])
 def test_sums_of_narrow_inputs_are_in_float32(name):
     """Angles hardly change if what enters is rounded, however long the path."""
     encoding = VARIANTS[name]

@@ -5,7 +5,7 @@ import pytest
 
 from tape_jax import ModelConfig
 from tape_jax.positions import Cope
-from tests.library.positions.pairs import HEADS, KV_HEADS, alone_and_packed, drawn, sigmoid
+from tests.library.positions.pairs import HEADS, IDS, KV_HEADS, drawn, sigmoid
 from tests.models import small_model
 
 CASES = {
@@ -17,11 +17,10 @@ CASES = {
 
 
 @pytest.mark.mostly_slow
-@alone_and_packed
 @pytest.mark.parametrize("name", CASES)
-def test_formula(name, ids, x64):
+def test_formula(name, x64):
     encoding = CASES[name]
-    pairs = drawn(encoding, ids=ids)
+    pairs = drawn(encoding, ids=IDS)
     q, x = pairs.arrays["q"], pairs.arrays["x"]
     dim, vectors = q.shape[-1], pairs.params["vectors"]
     own = None

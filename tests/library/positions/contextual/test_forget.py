@@ -4,14 +4,7 @@ import numpy as np
 import pytest
 
 from tape_jax.positions import Cable, DdaPerRow
-from tests.library.positions.pairs import (
-    HEADS,
-    KV_HEADS,
-    alone_and_packed,
-    drawn,
-    sigmoid,
-    softplus,
-)
+from tests.library.positions.pairs import HEADS, IDS, KV_HEADS, drawn, sigmoid, softplus
 from tests.models import FLOAT64, random_variables, small_model
 
 
@@ -23,9 +16,8 @@ def assert_attends(pairs, logit):
 
 
 @pytest.mark.slow
-@alone_and_packed
-def test_dda_per_row(ids, x64):
-    pairs = drawn(DdaPerRow(width=3, post_log_scale=0.5), ids=ids)
+def test_dda_per_row(x64):
+    pairs = drawn(DdaPerRow(width=3, post_log_scale=0.5), ids=IDS)
     x, p = pairs.arrays["x"], pairs.params
     a, c = (
         (x @ p[f"{side}_gate_kernel"]).reshape(*x.shape[:2], HEADS, 3) for side in ("query", "key")
@@ -40,9 +32,8 @@ def test_dda_per_row(ids, x64):
 
 
 @pytest.mark.slow
-@alone_and_packed
-def test_cable(ids, x64):
-    pairs = drawn(Cable(), ids=ids)
+def test_cable(x64):
+    pairs = drawn(Cable(), ids=IDS)
     p = pairs.params
     decays = softplus(pairs.arrays["x"] @ p["decay_kernel"] + p["decay_bias"])
     q, k = pairs.arrays["q"], pairs.arrays["k"]

@@ -9,16 +9,7 @@ from tape_jax import ModelConfig
 from tape_jax._src.positions.fixed.bias import alibi_slopes
 from tape_jax.positions import GrapeAdditive, GrapePath
 from tests.library.positions import pairs as by_pairs
-from tests.library.positions.pairs import (
-    DIM,
-    HEADS,
-    IDS,
-    KV_HEADS,
-    alone_and_packed,
-    drawn,
-    sigmoid,
-    softplus,
-)
+from tests.library.positions.pairs import DIM, HEADS, IDS, KV_HEADS, drawn, sigmoid, softplus
 
 BACKENDS = {
     "reference": {"implementation": "reference"},
@@ -28,11 +19,9 @@ BACKENDS = {
 
 
 @pytest.mark.slow
-@alone_and_packed
-@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "both ways"])
-@pytest.mark.parametrize("gate", ["query_key", "key"])
-def test_gates(gate, is_causal, ids, x64):
-    pairs = drawn(GrapeAdditive(gate), ids=ids)
+@pytest.mark.parametrize(("gate", "is_causal"), [("query_key", True), ("key", False)])
+def test_gates(gate, is_causal, x64):
+    pairs = drawn(GrapeAdditive(gate), ids=IDS)
     q, k, p = pairs.arrays["q"], pairs.arrays["k"], pairs.params
 
     def along(x, direction):
@@ -53,10 +42,9 @@ def test_gates(gate, is_causal, ids, x64):
 
 
 @pytest.mark.mostly_slow
-@alone_and_packed
 @pytest.mark.parametrize("width", [None, 4])
-def test_path(width, ids, x64):
-    pairs = drawn(GrapePath(width), ids=ids)
+def test_path(width, x64):
+    pairs = drawn(GrapePath(width), ids=IDS)
     x, kernel = pairs.arrays["x"], pairs.params["path_kernel"]
     features = (x @ kernel).reshape(*x.shape[:2], HEADS, -1)
     half = features.shape[-1] // 2
@@ -78,9 +66,8 @@ def test_path(width, ids, x64):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gate", ["query_key", "key"])
-def test_gradients_reach_gates_block_by_block(gate, x64):
-    pairs = drawn(GrapeAdditive(gate), ids=IDS)
+def test_gradients_reach_gates_block_by_block(x64):
+    pairs = drawn(GrapeAdditive("query_key"), ids=IDS)
     arrays = {name: jnp.asarray(x) for name, x in pairs.arrays.items()}
     params = {name: jnp.asarray(x) for name, x in pairs.params.items()}
 

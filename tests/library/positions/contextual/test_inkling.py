@@ -7,7 +7,7 @@ import pytest
 
 from tape_jax import attention
 from tape_jax.positions import Inkling, InklingLocal, Layer
-from tests.library.positions.pairs import DIM, HEADS, KV_HEADS, alone_and_packed, config_of, drawn
+from tests.library.positions.pairs import DIM, HEADS, IDS, KV_HEADS, config_of, drawn
 from tests.models import random_variables, small_model
 
 ENCODINGS = [
@@ -18,10 +18,9 @@ ENCODINGS = [
 
 
 @pytest.mark.mostly_slow
-@alone_and_packed
 @pytest.mark.parametrize("encoding", ENCODINGS, ids=str)
-def test_formula(encoding, ids, x64):
-    pairs = drawn(encoding, ids=ids)
+def test_formula(encoding, x64):
+    pairs = drawn(encoding, ids=IDS)
     q, k, x, p = (*(pairs.arrays[name] for name in "qkx"), pairs.params)
     r = (x @ p["relative_kernel"]).reshape(*x.shape[:2], HEADS, -1)
 

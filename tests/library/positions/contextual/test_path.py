@@ -115,19 +115,17 @@ def test_the_specification_is_the_recurrence(x64, packed):
     chex.assert_trees_all_close(jnp.diagonal(found, axis1=2, axis2=3), own, atol=1e-12)
 
 
-CASES = [
-    (chunk, packed, window, implementation)
-    for chunk in (1, 3, 5, 8, 64)
-    for packed in (False, True)
-    for window in (None, 4)
-    for implementation in ("reference", "rows")
-]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("chunk", "packed", "window", "implementation"),
-    CASES,
+    [
+        (1, False, None, "reference"),
+        (3, True, None, "reference"),
+        (3, True, 4, "rows"),
+        (5, True, None, "rows"),
+        (8, False, 4, "rows"),
+        (64, True, 4, "reference"),
+    ],
 )
 def test_chunks_equal_the_specification(x64, chunk, packed, window, implementation):
     """And so do gradients by everything."""
@@ -147,7 +145,7 @@ def test_chunks_equal_the_specification(x64, chunk, packed, window, implementati
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 13])
+@pytest.mark.parametrize("size", [1, 8, 13])
 def test_inverse(x64, size):
     system = np.tril(np.random.default_rng(0).uniform(-2, 2, (3, size, size)), -1)
     found = householder.inverse(jnp.asarray(system))
@@ -190,23 +188,6 @@ def model_of(position="path", **options):
 def prefill(model, variables, tokens, *, capacity, **options):
     run = functools.partial(tape.prefill, model, capacity=capacity)
     return jax.jit(run)(variables, tokens, **options)
-
-
-@pytest.mark.slow
-def test_without_beta_there_is_no_encoding(x64):
-    model, plain = (model_of(kind, num_layers=1) for kind in ("path", "none"))
-    variables, tokens = random_variables(model), random_tokens(2, 9)
-
-    def off(path, x):
-        return jnp.full_like(x, -1e9) if path[-1].key == "position_beta_bias" else x
-
-    names = {path[-1].key for path, _ in jax.tree_util.tree_leaves_with_path(variables)}
-    assert "position_beta_bias" in names
-    still = jax.tree.map_with_path(off, variables)
-    run, bare = jax.jit(model.apply), jax.jit(plain.apply)(variables, tokens)
-    chex.assert_trees_all_close(run(still, tokens), bare, atol=1e-12)
-    moved = run(variables, tokens) - bare
-    assert jnp.abs(moved).max() > 1e-3
 
 
 @pytest.mark.slow

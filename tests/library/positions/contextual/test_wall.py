@@ -7,21 +7,13 @@ import pytest
 
 from tape_jax import ModelConfig, attention, positions
 from tape_jax.positions import Wall
-from tests.library.positions.pairs import (
-    HEADS,
-    KV_HEADS,
-    alone_and_packed,
-    drawn,
-    layer_of,
-    sigmoid,
-)
+from tests.library.positions.pairs import HEADS, IDS, KV_HEADS, drawn, layer_of, sigmoid
 from tests.selection import mostly_slow
 
 
-@alone_and_packed
 @pytest.mark.parametrize("chunk", mostly_slow([1, 2, 4, 32], 4))
-def test_formula(chunk, ids, x64):
-    pairs = drawn(Wall(chunk=chunk), ids=ids)
+def test_formula(chunk, x64):
+    pairs = drawn(Wall(chunk=chunk), ids=IDS)
     q, k, x, p = (*(pairs.arrays[name] for name in "qkx"), pairs.params)
     gates = sigmoid(x @ p["forget_kernel"] + p["forget_bias"])
     gates = gates.reshape(q.shape)

@@ -1,5 +1,7 @@
 """Position coupling: ids that digits of like weight share."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,6 @@ from tape_jax import ModelConfig
 from tape_jax.positions import PositionCoupling
 from tests import models
 from tests.models import FLOAT64
-from tests.selection import mostly_slow
 
 PLUS, EQUALS, SPACE, PAD = 10, 11, 12, 13
 IDS = {"+": PLUS, "=": EQUALS, " ": SPACE}
@@ -38,21 +39,15 @@ PLAIN = {"reverse_answer": False, "extra_digits": 1}
 
 WRITTEN = [
     ("653+49=2070", {}, [4, 3, 2, 1, 3, 2, 1, 2, 3, 4, 5]),
-    ("356+94=", {"reverse_operands": True}, [2, 3, 4, 1, 2, 3, 1]),
     ("653+049=0702", PLAIN, [4, 3, 2, 1, 4, 3, 2, 6, 5, 4, 3, 2]),
     ("7+5=12", {**PLAIN, "couple_equals": False}, [2, 1, 2, 1, 3, 2]),
-    ("7+5=", PLAIN, [2, 1, 2, 4]),
     ("12+3+4=19 5+15=2", {**PLAIN, "extra_digits": 0}, None),
-    (" 12 3 4+", {}, [0, 3, 2, 0, 2, 0, 2, 1]),
-    ("=5=61=", {}, [1, 2, 1, 2, 3, 1]),
     ("12", {}, [-1, -1]),
-    ("1+12", {}, [2, 1, -1, -1]),
-    ("1+1=123", PLAIN, [2, 1, 2, 4, 3, 2, -2]),
 ]
 
 
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize(("text", "options", "want"), mostly_slow(WRITTEN, WRITTEN[0], WRITTEN[8]))
+@pytest.mark.parametrize(("text", "options", "want"), WRITTEN)
 def test_ids(text, options, want):
     if want is None:  # of several additions each has its own longest operand
         want = [3, 2, 1, 2, 1, 2, 4, 3, 2, 0, 2, 1, 3, 2, 4, 3]
@@ -131,20 +126,19 @@ def test_what_has_no_id_is_refused_or_nan(text, options, words):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["reversed", "plain"])
-def test_decoding_goes_on_behind_a_prompt(name, x64):
+def test_decoding_goes_on_behind_a_prompt(x64):
     """Answers are written token by token; a prompt may not be cut within a number."""
-    encoding = coupling(**(PLAIN if name == "plain" else {}))
-    model = models.small_model(encoding, vocab_size=14, **FLOAT64)
+    model = models.small_model(coupling(**PLAIN), vocab_size=14, **FLOAT64)
     variables = models.random_variables(model)
     tokens = jnp.asarray([encoded("653+49=0207 "), encoded("  7+12=019  ")])
     ids = jnp.asarray([[1] * 12, [0] * 2 + [4] * 10])
-    full = model.apply(variables, tokens, segment_ids=ids)
+    full = jax.jit(model.apply)(variables, tokens, segment_ids=ids)
+    extend = jax.jit(functools.partial(tape.extend, model))
     start = {"segment_ids": ids[:, :7], "capacity": 12}
     first, cache = tape.prefill(model, variables, tokens[:, :7], **start)
     found = [first]
     for n in range(7, 12):
-        logits, cache = tape.extend(model, variables, cache, tokens[:, n : n + 1])
+        logits, cache = extend(variables, cache, tokens[:, n : n + 1])
         found.append(logits)
     np.testing.assert_allclose(
         jnp.concatenate(found, 1)[ids != 0], full[ids != 0], rtol=0, atol=1e-10

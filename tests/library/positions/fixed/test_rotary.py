@@ -500,8 +500,10 @@ class TestIntegersFarAway:
         return state * (scaling or RopeScaling()).state_magnitude
 
     @pytest.mark.mostly_slow
-    @pytest.mark.parametrize("wide", [False, True])
-    @pytest.mark.parametrize("scaling", [None, RopeScaling("yarn", 4.0, original_length=64)])
+    @pytest.mark.parametrize(
+        ("scaling", "wide"),
+        [(None, False), (RopeScaling("yarn", 4.0, original_length=64), True)],
+    )
     def test_states(self, scaling, wide):
         with jax.enable_x64(wide):
             p = jnp.asarray(self.PLACES, jnp.int64 if wide else jnp.int32)

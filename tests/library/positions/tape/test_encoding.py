@@ -66,17 +66,18 @@ class TestUpdate:
         with pytest.raises(ValueError, match="params must be of the type Mapping; got array"):
             jax_update_state(e, a, x, params)
 
-    @pytest.mark.parametrize("block", [(8,), (4, 2, 3)], ids=["rotary", "tensor"])
-    @pytest.mark.parametrize("kv_heads", [4, 2, 1])
     @pytest.mark.parametrize(
-        ("mix", "mlp"),
+        ("block", "kv_heads", "mix", "mlp"),
         [
-            ("head_scale", True),
-            ("heads", True),
-            ("none", True),
-            ("head_scale", False),
-            ("heads", False),
+            ((8,), 4, "head_scale", True),
+            ((8,), 2, "heads", True),
+            ((8,), 1, "none", True),
+            ((8,), 2, "head_scale", False),
+            ((4, 2, 3), 4, "heads", False),
+            ((4, 2, 3), 2, "head_scale", True),
+            ((4, 2, 3), 1, "heads", True),
         ],
+        ids=str,
     )
     def test_equals_the_projected_form(self, x64, block, kv_heads, mix, mlp):
         params = random_update(4, kv_heads, attention_mix=mix, mlp_mix=mlp)
@@ -103,7 +104,7 @@ class TestUpdate:
         got = update_state(params, e, None, x, activation=activation)
         np.testing.assert_allclose(got, oracle(e, None, x, params, 1.0, activation), atol=1e-12)
 
-    @pytest.mark.parametrize("shape", [(3, 8), (3, 1, 8), (2, 3, 1, 8), (1, 3, 4, 8)])
+    @pytest.mark.parametrize("shape", [(3, 8), (3, 1, 8), (2, 3, 1, 8)])
     def test_a_rotary_state_may_lack_axes(self, x64, shape):
         if shape == (3, 1, 8):  # Without a batch, so that the heads axis is one.
             x, a = normal(3, 5), normal(3, 4, 8, seed=1)
@@ -117,9 +118,8 @@ class TestUpdate:
         )
         assert update_state({}, e, None, x, num_kv_heads=4).shape == full.shape
 
-    @pytest.mark.parametrize("shape", [(3, 1, 4, 2, 2), (1, 3, 4, 4, 2, 2), (2, 3, 1, 4, 2, 2)])
-    def test_a_tensor_state_may_lack_axes(self, x64, shape):
-        x, a, e = normal(2, 3, 5), normal(2, 3, 4, 4, 2, 2, seed=1), normal(*shape, seed=2)
+    def test_a_tensor_state_may_lack_axes(self, x64):
+        x, a, e = normal(2, 3, 5), normal(2, 3, 4, 4, 2, 2, seed=1), normal(3, 1, 4, 2, 2, seed=2)
         params = random_update(4, 4)
         full = np.broadcast_to(e, a.shape)
         np.testing.assert_allclose(
@@ -130,13 +130,6 @@ class TestUpdate:
     def test_without_parameters_nothing_changes(self):
         e = jnp.asarray(normal(2, 3, 4, 8), jnp.float32)
         np.testing.assert_array_equal(update_state({}, e, None, jnp.ones((2, 3, 5))), e)
-
-    @pytest.mark.parametrize("mix", ["head_scale", "heads"])
-    @pytest.mark.parametrize("block", [(8,), (4, 2, 2)], ids=["rotary", "tensor"])
-    def test_an_untrained_update_changes_nothing(self, mix, block):
-        params = init_update(jax.random.key(0), 5, 4, num_kv_heads=2, attention_mix=mix)
-        e, a, x = normal(3, 2, *block), normal(3, 4, *block, seed=1), normal(3, 5, seed=2)
-        np.testing.assert_array_equal(update_state(params, e, a, x), np.asarray(e, np.float32))
 
     def test_the_step_size_is_differentiable(self, x64):
         params, e, x = random_update(2, 2), normal(3, 2, 4), normal(3, 5)

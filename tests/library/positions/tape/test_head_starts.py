@@ -23,7 +23,6 @@ def wide_model(position, **options):
 
 
 SHIFTED = {
-    "evenly": {"head_shift": 3.0},
     "given": {"head_shift": (0.0, 7.5, -2.0), "learn_base": True},
     "dynamic": {"head_shift": 2.0, "scaling": RopeScaling("dynamic", 2.0, original_length=4)},
     "tensor": {"head_shift": 2.0, "form": "tensor", "l": 2, "r": 3},

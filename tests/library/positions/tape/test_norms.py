@@ -56,7 +56,7 @@ def test_polar_factor_in_closed_form(x64, sign):
     np.testing.assert_allclose(np.linalg.det(got), sign, atol=1e-12)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (1, 3), (3, 1), (2, 3), (4, 3), (4, 4), (4, 6)])
+@pytest.mark.parametrize("shape", [(1, 3), (4, 3), (4, 4)])
 def test_polar_factor_by_iteration(x64, shape):
     e = normal(20, *shape, seed=2)
     # The iteration is made for states, whose singular values are not far apart.
@@ -78,11 +78,12 @@ STATES = {
     "2x3": (4, 2, 3),
     "4x4": (2, 4, 4),
 }
+NORMED = [("rms", "rotary"), *(("unit", name) for name in STATES)]
 
 
-@pytest.mark.parametrize("norm", ["rms", "unit"])
-@pytest.mark.parametrize("block", STATES.values(), ids=STATES)
-def test_zero_stays_zero_with_finite_gradients(norm, block):
+@pytest.mark.parametrize(("norm", "name"), NORMED)
+def test_zero_stays_zero_with_finite_gradients(norm, name):
+    block = STATES[name]
     tensor = len(block) == 3
 
     def fn(e):
@@ -95,10 +96,10 @@ def test_zero_stays_zero_with_finite_gradients(norm, block):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("norm", ["rms", "unit"])
-@pytest.mark.parametrize("block", STATES.values(), ids=STATES)
-def test_gradients_at_rotations(x64, norm, block):
+@pytest.mark.parametrize(("norm", "name"), NORMED)
+def test_gradients_at_rotations(x64, norm, name):
     """Where the singular values coincide, and the gradient of an SVD does not exist."""
+    block = STATES[name]
     tensor = len(block) == 3
     if tensor:
         e = tensor_state(jnp.arange(2), 8, *block[1:])[:, 0]
@@ -115,10 +116,17 @@ def test_gradients_elsewhere(x64):
 
 
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize("kind", ["none", "yarn"])
-@pytest.mark.parametrize("norm", ["rms", "unit"])
-@pytest.mark.parametrize(("l", "r"), [(None, None), (2, 2), (2, 4), (4, 4), (4, 5)])
-def test_the_start_state_is_left_as_it_is(x64, kind, norm, l, r):
+@pytest.mark.parametrize(
+    ("l", "r", "norm", "kind"),
+    [
+        (None, None, "rms", "yarn"),
+        (2, 2, "unit", "yarn"),
+        (2, 4, "unit", "none"),
+        (4, 4, "rms", "yarn"),
+        (4, 5, "unit", "none"),
+    ],
+)
+def test_the_start_state_is_left_as_it_is(x64, l, r, norm, kind):
     scaling = RopeScaling(kind, factor=4.0, original_length=16)
     if l is None:
         start = rotary_state(jnp.arange(20), 8, scaling=scaling)[:, None]
@@ -131,8 +139,7 @@ def test_the_start_state_is_left_as_it_is(x64, kind, norm, l, r):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("norm", ["rms", "unit"])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(("norm", "dtype"), [("rms", jnp.bfloat16), ("unit", jnp.float16)])
 def test_narrow_states_are_normalised_in_float32(norm, dtype):
     for e, tensor in ((normal(4, 8), False), (normal(4, 2, 2, 2), True)):
         e = jnp.asarray(e, dtype)
