@@ -1,4 +1,4 @@
-"""What judges encodings: claims, the studies that test them, their records and pages.
+"""Experiments that judge encodings: claims, the studies that test them, records and pages.
 
 Importing it makes its tasks known to ``train``.
 """

@@ -10,7 +10,7 @@ from train.checks import choose
 
 
 class Curve(NamedTuple):
-    """What the budget of a study is chosen by.
+    """The score and the rivals that the budget of a study is chosen by.
 
     Attributes:
       score: its key; at the trained lengths.
@@ -67,7 +67,7 @@ def choose_budget(
 
 
 class RateStep(NamedTuple):
-    """What the scores call for.
+    """The learning rate that the scores so far choose, or those to try next.
 
     Attributes:
       missing: rates that have no score yet and are needed next.

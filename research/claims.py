@@ -1,4 +1,4 @@
-"""What is claimed of TAPE (arXiv:2501.00712, and what others wrote of it), and how it is tested."""
+"""The claims about TAPE (of arXiv:2501.00712, and of others who wrote of it), and their tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests what is claimed of TAPE, or where it is ahead, and writes a page that says what came out.
+"""Tests the claims about TAPE, or where it is ahead, and writes a page that says what came out.
 
   python -m research.main evidence
   python -m research.main evidence --only=addition,passkey

@@ -94,7 +94,7 @@ _MADE: tuple[Design, ...] = (
         shown=("perplexity_2x",),
         curve=Curve("perplexity_1x", most=4),
         minutes=0.75,
-        quick=("rope", "alibi"),
+        quick=("rope",),
     ),
     Trainings(
         name="addition",
