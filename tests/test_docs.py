@@ -405,17 +405,23 @@ def test_the_picture_of_a_question_shows_where_its_last_token_attends():
     assert found[1, words.index(figures.ANSWER)] > 0.9
 
 
+SHORTER = (
+    '"--config.train.steps=60"',
+    '"--config.train.steps=10", "--config.evaluation.tokens=2048"',
+)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(ROOT.glob("docs/tutorials/*.ipynb")), ids=name)
 def test_tutorials_print_what_they_show(path):
-    """Shorter trainings print the same."""
+    """Shorter trainings and evaluations print the same."""
     cells = json.loads(read(path))["cells"]
     variables = {}
     for cell in cells:
         if cell["cell_type"] == "code":
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed):
-                exec("".join(cell["source"]).replace("train.steps=60", "train.steps=10"), variables)
+                exec("".join(cell["source"]).replace(*SHORTER), variables)
             shown = "".join("".join(output["text"]) for output in cell["outputs"])
             assert printed.getvalue() == shown
 
