@@ -49,7 +49,7 @@ class Claim(NamedTuple):
     words: Mapping[Kind, str] = {}
 
     def word(self, kind: Kind) -> str:
-        """What a verdict is called."""
+        """The name of a verdict on this claim."""
         return self.words.get(kind, kind.value)
 
 
@@ -111,7 +111,7 @@ def _updates(studies: Studies, form: str) -> Verdict:
 
 
 def _ablation(variant: str) -> Callable[[Studies, str], Verdict]:
-    """Whether a variant is worse at sorting longer words."""
+    """The test that a variant is worse at sorting longer words."""
     return lambda studies, form: wins(studies["ablations"], BEYOND, [variant], name=form)
 
 
@@ -136,7 +136,7 @@ def _algorithms(studies: Studies, form: str) -> Verdict:
 
 
 def standing(studies: Studies, claim: Claim) -> Sequence[Verdict]:
-    """How the forms stand to contextual rivals that the claim does not name."""
+    """The verdicts on the forms beside contextual rivals that the claim does not name."""
     if claim.beside is None:
         return ()
     study, key, rivals = claim.beside

@@ -26,7 +26,7 @@ Fields = Mapping[str, Any]
 
 
 class Contents(NamedTuple):
-    """What a file holds.
+    """The contents of a file.
 
     Attributes:
       records: by name.
@@ -126,7 +126,7 @@ def common(records: Sequence[Fields]) -> dict[str, Any]:
 
 
 def difference(shared: Fields, record: Fields, start: str = "") -> dict[str, Any]:
-    """What a record adds to what is shared, by path; its names are without dots."""
+    """The fields of a record that are not shared, by path; names have no dots."""
     found: dict[str, Any] = {}
     for key, value in record.items():
         require("." not in key, f"a field of a record has a dot in its name: {key!r}")
@@ -180,7 +180,7 @@ def _parsed(data: bytes, path: Path, format: str) -> Contents:
 
 
 def _shared(line: bytes, path: Path, format: str) -> dict[str, Any]:
-    """What the first line says is shared; ValueError if it is of no file of this format."""
+    """The shared fields, from the first line; ValueError if it is of no file of this format."""
     header = json_object(line)
     require(
         header is not None and header.get("format") == format and "shared" in header,

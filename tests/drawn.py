@@ -123,15 +123,19 @@ compiled_init_cache = jax.jit(
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """How much is tried: calls of each property, and models of each kind of encoding."""
+    """How much is tried: calls of each property, and models of each kind of encoding.
+
+    TAPE, which has the most options, has a number of its own.
+    """
 
     name: str
     calls: int
     models: int
+    models_of_tape: int
 
     def numbers(self, kind: str) -> range:
-        """Which models of the pool: of TAPE, which has the most options, more in a long run."""
-        return range(self.models + (2 if kind == "tape" and self.name == "long" else 0))
+        """Which models of the pool are taken."""
+        return range(self.models_of_tape if kind == "tape" else self.models)
 
     def __str__(self) -> str:
         return self.name

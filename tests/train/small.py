@@ -88,11 +88,17 @@ def train(folder: Path, task: dict, **sections: Any) -> Path:
 def saved(folder: Path, task: dict, step: int = 2, **sections: Any) -> Path:
     """The run of such an experiment after ``step`` steps, with random parameters."""
     wanted = experiment.from_file(config(folder, task, **sections))
-    runs.create(folder / "run", wanted)
-    params = random_variables(Transformer(wanted.model))["params"]
-    with runs.checkpoints(folder / "run") as checkpoints:
-        checkpoints.save(step, {"params": params})
-    return folder / "run"
+    return save_run(folder / "run", wanted, step)
+
+
+def save_run(folder: Path, wanted: experiment.Experiment, *steps: int) -> Path:
+    """A run with a checkpoint at each of these steps, of random parameters by seeds from 0 on."""
+    runs.create(folder, wanted)
+    model = Transformer(wanted.model)
+    with runs.checkpoints(folder) as checkpoints:
+        for seed, step in enumerate(steps):
+            checkpoints.save(step, {"params": random_variables(model, seed)["params"]})
+    return folder
 
 
 def trained(kind="rope", **options) -> TrainedRun:

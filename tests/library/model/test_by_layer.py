@@ -7,14 +7,12 @@ import pytest
 
 from tape_jax._src.model import by_layer
 from tape_jax._src.model.generate import decode, prefill
-from tests.library.model.generate.passes import CAPACITY, CASES, VARIANTS
+from tests.library.model.generate.passes import CAPACITY, CASES
 from tests.models import FLOAT64, assert_near, random_variables, small_model
 from tests.selection import mostly_slow
 
 
-@pytest.mark.parametrize(
-    "name", mostly_slow(["tape", "path", "abacus", "mrope", "fox", *VARIANTS], "tape")
-)
+@pytest.mark.parametrize("name", mostly_slow(CASES, "tape"))
 def test_layers_by_themselves_decode_what_a_scan_does(name, x64, monkeypatch):
     model = small_model(**FLOAT64, **CASES[name])
     variables = random_variables(model, std=1.0)

@@ -66,7 +66,6 @@ def test_generation():
     assert jax.typeof(got[4].layers[0].k).sharding.spec[1] == "data"
 
 
-@pytest.mark.mostly_slow
 @pytest.mark.parametrize("kind", mostly_slow([k for k in OF_EACH_SORT if k != "abacus"], "path"))
 def test_every_encoding(kind):
     mesh, here, there = placed(kind)

@@ -17,6 +17,7 @@ import tape_jax as tape
 from tape_jax import RopeScaling, adapt
 from tests.models import random_variables, small_model
 from tests.paths import GOLDEN
+from tests.train.small import save_run
 from train import experiment
 from train.compare.jobs import METHODS, plan
 from train.experiment import adaptation
@@ -65,12 +66,7 @@ def rope_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "rope"
     small = {"hidden_size": 16, "num_heads": 2, "num_layers": 2, "position": "rope"}
     wanted = experiment.from_mapping(values("unused") | {"adapt": None, "model": small})
-    runs.create(folder, wanted)
-    with runs.checkpoints(folder) as checkpoints:
-        for step in (0, 1):
-            variables = random_variables(tape.Transformer(wanted.model), seed=step)
-            checkpoints.save(step, {"params": variables["params"]})
-    return folder
+    return save_run(folder, wanted, 0, 1)
 
 
 @pytest.fixture

@@ -39,19 +39,18 @@ def prefilled(model, variables, tokens, lengths, *, chunk):
     return logits, cache, extend(model, variables, cache, tokens[:, -1:])[0]
 
 
-UNREVERSED = {"position": encoding("position_coupling", reverse_operands=False)}
+CHUNKED = {
+    "operands with the highest digit first": {
+        "position": encoding("position_coupling", reverse_operands=False)
+    },
+    **{n: CASES[n] for n in ("tape", "a schedule", "window", "one group, dynamic scaling")},
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("tape", "a schedule", "window", "one group, dynamic scaling"),
-        "operands with the highest digit first",
-    ],
-)
+@pytest.mark.parametrize("name", CHUNKED)
 def test_a_prefill_in_chunks_equals_one_at_once(name, x64):
-    model = small_model(**FLOAT64, **CASES.get(name, UNREVERSED))
+    model = small_model(**FLOAT64, **CHUNKED[name])
     variables = random_variables(model)
     left, _ = ragged_tokens()
     lengths = jnp.asarray(LENGTHS) + NEW - 1
