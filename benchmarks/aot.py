@@ -53,7 +53,7 @@ from train.training.flops import PLAIN, STATE, attention_flops, model_flops
 
 @dataclasses.dataclass(frozen=True)
 class AotProgram:
-    """What is compiled.
+    """A program to be compiled.
 
     Attributes:
       name: for the tables.
@@ -147,7 +147,7 @@ def update_program(dtype: str, mix: str, by: str, *, backward: bool) -> AotProgr
 def step_program(
     row: str, length: int, tokens: int, *, model: str = "c4", loop: bool = False
 ) -> AotProgram:
-    """A training step; its layers in a loop, whatever the default says, or as that says."""
+    """Returns a training step; ``loop`` keeps its layers in a loop, whatever the default says."""
     config, batch = row_config(PRESETS[model].model, row), tokens // length
 
     def build():
@@ -159,7 +159,7 @@ def step_program(
 
 
 def programs(target: Cuda | Tpu) -> list[AotProgram]:
-    """What is compiled for a target."""
+    """Returns the programs to compile for a target: attention, updates and training steps."""
     if isinstance(target, Tpu):
         kernels, plain = [name for name in ("splash",) if name in BACKENDS], "splash"
     else:
@@ -187,7 +187,7 @@ def programs(target: Cuda | Tpu) -> list[AotProgram]:
 
 
 def _default_steps() -> Iterator[AotProgram]:
-    """Steps by defaults, and before: in a loop, and with XLA's update."""
+    """Yields steps by today's defaults and by earlier ones: layers in a loop, and XLA's update."""
     for model, length in itertools.product(("c4", "1b"), (1024, 8192)):
         for row, loop in itertools.product(("rope:cudnn", "tape:cudnn:reference"), (True, False)):
             yield step_program(row, length, 16_384, model=model, loop=loop)
@@ -196,7 +196,7 @@ def _default_steps() -> Iterator[AotProgram]:
 
 @dataclasses.dataclass(frozen=True)
 class KernelReport:
-    """What ``ptxas`` reports of a kernel, and how it is launched.
+    """The report of ``ptxas`` on a kernel, with the sizes of its launch.
 
     Attributes:
       name: its name in the program.
@@ -357,7 +357,7 @@ def read_kernels(folder: Path) -> Iterator[KernelReport]:
 
 
 def program_table(results: Sequence[Compilation]) -> str:
-    """One line for each program."""
+    """Returns the table of programs, one line for each."""
     header = (
         "program", "target", "compiled", "kernels", "that spill", "arguments MiB", "outputs MiB",
         "temporary MiB", "needed GFLOP", "counted GFLOP", "counted MiB",
@@ -388,7 +388,7 @@ def program_table(results: Sequence[Compilation]) -> str:
 
 
 def move_table(results: Sequence[Compilation]) -> str:
-    """One line for each training step: how often it only moves numbers, and MiB so written."""
+    """Returns a table of training steps: how often each only moves numbers, and MiB so written."""
     rows = [
         (
             got.program.name,
@@ -402,7 +402,7 @@ def move_table(results: Sequence[Compilation]) -> str:
 
 
 def kernel_table(results: Sequence[Compilation]) -> str:
-    """One line for each kernel of attention or the update, and for every other that spills."""
+    """Returns a table of the kernels of attention and the update, and of all others that spill."""
     header = ("kernel", "program", "target", "threads", "registers", "spilled bytes", "shared KiB")
     rows = []
     for got in results:

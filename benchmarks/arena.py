@@ -1,4 +1,4 @@
-"""What every position encoding costs: its training step against RoPE's, in one run.
+"""Measures every position encoding: its training step against RoPE's, in one run.
 
     python -m benchmarks.arena [--lengths 256 1024] [--encodings rope fox ...] [--picture FILE.png]
 
@@ -53,7 +53,7 @@ CANNOT = (ValueError, NotImplementedError, jax.errors.JaxRuntimeError)
 
 @dataclasses.dataclass(frozen=True)
 class ArenaRow:
-    """One encoding at one length.
+    """The measurements of one encoding at one length.
 
     Attributes:
       name: of the encoding.
@@ -85,9 +85,9 @@ class ArenaRow:
 
 
 def kept(path: Path | None, key: Sequence[Any], make: Callable[[], Any]) -> Any:
-    """What a file of rows has under a key, or what ``make`` returns, which is added to it.
+    """Returns the row under ``key`` in a file of rows, or else the result of ``make``, and adds it.
 
-    What cannot be made is a sentence.
+    Where ``make`` fails, the row is a sentence with the reason.
     """
     lines = path.read_text(encoding="utf-8").splitlines() if path and path.exists() else []
     for line in lines:
@@ -131,7 +131,7 @@ def count(config: ModelConfig, batch: int, length: int) -> float:
 
 
 def rows(model: ModelConfig, options: argparse.Namespace, length: int) -> Iterator[ArenaRow | str]:
-    """Measures all encodings at one length, RoPE beside each; what cannot be is a sentence."""
+    """Measures all encodings at one length, RoPE beside each; a failure is a sentence."""
     batch = max(1, options.tokens // length)
     first = functools.cache(lambda: Runner(TrainingStep(config_of(model, "rope"), batch, length)))
 
@@ -160,7 +160,7 @@ def rows(model: ModelConfig, options: argparse.Namespace, length: int) -> Iterat
 
 
 def table(found: Sequence[ArenaRow]) -> str:
-    """All rows of one length."""
+    """Returns the table of all rows of one length."""
     first = found[0]
     lines = [
         (
@@ -217,7 +217,7 @@ def temporary(config: ModelConfig, length: int) -> int | None:
 
 
 def planned(options: argparse.Namespace) -> Iterator[str]:
-    """What the compilers of other machines plan for a step of the C4 model."""
+    """Yields what other machines' compilers plan for a step of the C4 model, a line each."""
     for name in options.machines:
         try:
             machine = ahead_of_time.machine(MACHINES[name])
@@ -259,7 +259,7 @@ def plan(machine: Any, compiler: dict[str, Any], kind: str) -> tuple[int | None,
 
 
 def draw(found: Sequence[ArenaRow], path: Path) -> None:
-    """A bar chart of the steps' times over RoPE's."""
+    """Draws a bar chart of the steps' times over RoPE's."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -283,7 +283,7 @@ def draw(found: Sequence[ArenaRow], path: Path) -> None:
 
 
 def picture_error(path: Path) -> str | None:
-    """Why a chart cannot be drawn there; None: it can."""
+    """Returns why a chart cannot be drawn at ``path``; None if it can."""
     from matplotlib.figure import Figure
 
     kinds = Figure().canvas.get_supported_filetypes()
@@ -293,7 +293,7 @@ def picture_error(path: Path) -> str | None:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Command-line options."""
+    """Returns the command-line options."""
     small = PRESETS["small"]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.arena", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter

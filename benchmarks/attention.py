@@ -1,4 +1,4 @@
-"""What attending the state costs: every backend against plain attention and the published way.
+"""Measures attending the state: every backend against plain attention and the published way.
 
     python -m benchmarks.attention [--lengths T ...] [--head-dim D ...] [--backends NAME ...]
 
@@ -80,7 +80,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class CallMeasurement:
-    """One row in one direction; memory is None outside of jax."""
+    """The measurement of one row in one direction; memory is None outside of jax."""
 
     timing: Timing
     memory: Memory | None
@@ -88,7 +88,7 @@ class CallMeasurement:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Command-line options, with those of the platform where none are given."""
+    """Returns the command-line options, with those of the platform where none are given."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--lengths", type=int, nargs="+", metavar="T")
@@ -120,7 +120,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def batch_size(options: argparse.Namespace, length: int) -> int:
-    """Sequences in a batch."""
+    """Returns the number of sequences in a batch."""
     return max(1, options.tokens // length) if options.tokens else options.batch
 
 
@@ -164,7 +164,7 @@ def three_calls(
 
 
 def rows(options: argparse.Namespace, dim: int, length: int) -> dict[str, Row]:
-    """All ways to be measured with jax."""
+    """Returns all rows that are measured with jax, by name."""
     q, k, v, e = inputs = tuple(arrays(options, dim, length))
     call = {"is_causal": not options.bidirectional, "local_window_size": options.window}
 
@@ -195,7 +195,7 @@ def rows(options: argparse.Namespace, dim: int, length: int) -> dict[str, Row]:
 
 
 def chosen(inputs: Sequence[Array], attends: bool, call: Mapping[str, Any]) -> tuple[str, str]:
-    """What ``implementation=None`` takes, and what it takes where nothing was measured."""
+    """Returns the backend that ``implementation=None`` takes, and the one without measurements."""
     q, k, v, e = inputs
     keywords = {"state": e, "attend_state": attends, **call}
     plan = attention_plan(q, k, v, **keywords)
@@ -220,7 +220,7 @@ def best_library(options: argparse.Namespace, by: Callable, inputs: Sequence[Arr
 def measure(
     options: argparse.Namespace, dim: int, length: int
 ) -> tuple[dict[str, dict[str, CallMeasurement]], dict[str, str]]:
-    """Measurements by direction and row, and why rows were left out."""
+    """Returns measurements by direction and row, and the reasons why rows were left out."""
     ways = rows(options, dim, length)
     programs, skipped = {}, {}
     for name, row in ways.items():
@@ -277,7 +277,7 @@ def measure(
 
 
 def describe_choice(options: argparse.Namespace, dim: int, length: int) -> str:
-    """What ``automatic`` and ``static`` are."""
+    """Returns a line that names the backends behind ``automatic`` and ``static``."""
     call = {"is_causal": not options.bidirectional, "local_window_size": options.window}
     names = chosen(arrays(options, dim, length), not options.no_state, call)
     return "automatic: {}; static: {}".format(*names)

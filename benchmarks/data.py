@@ -1,4 +1,4 @@
-"""How fast the training data is made, for each second of one core.
+"""Measures how much training data one core makes in a second.
 
 Processor time is measured, so that other work on the machine does not count.
 
@@ -32,7 +32,7 @@ SUITE_TARGET = 1000  # questions
 
 
 class Pipeline(NamedTuple):
-    """What makes batches.
+    """A source of batches to be measured.
 
     Attributes:
       name: for the table.
@@ -50,7 +50,7 @@ class Pipeline(NamedTuple):
 
 
 def computed(batch_size: int) -> Iterator[Pipeline]:
-    """Sums and tasks of places, as they are computed and as they come out of grain."""
+    """Yields sums and tasks of places, as computed by numpy and as they come out of grain."""
     sums = {f"addition, {digits} digits": Addition(digits) for digits in (5, 20, 40, 100)}
     places = {name: get_task(name) for name in TASKS if issubclass(task_type(name), PlaceTask)}
     for name, task in (sums | places).items():
@@ -66,7 +66,7 @@ def _next(task: QuestionTask, numbers: Iterator[int], batch_size: int) -> object
 
 
 def texts(tokens_per_batch: int, cache: str) -> Iterator[Pipeline]:
-    """The standard library in bytes, out of the cache and through grain."""
+    """Yields the standard library in bytes, out of the cache and through grain."""
     for length in (128, 1024):
         for packing in PACKINGS:
             task = Text(sequence_length=length, packing=packing, cache=cache)
@@ -77,7 +77,7 @@ def texts(tokens_per_batch: int, cache: str) -> Iterator[Pipeline]:
 
 
 def suites(length: int = 8192) -> Iterator[Pipeline]:
-    """Questions of suites in bytes, each another one."""
+    """Yields the tasks of suites in bytes; every call makes another question."""
     codec, text = tokenizers.load("bytes"), background.read("stdlib")
     for name, task in (pair for suite in SUITES for pair in get_suite(suite).items()):
         numbers = itertools.count()

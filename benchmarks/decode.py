@@ -24,7 +24,7 @@ from tape_jax._src.core.timing import Timing, describe_device, take_turns
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Command-line options."""
+    """Returns the command-line options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--widths", type=int, nargs="+", default=[256, 512], metavar="W")
@@ -41,7 +41,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def make_config(kind: str, width: int, args: argparse.Namespace, dtype: str) -> tape.ModelConfig:
-    """A model of bytes."""
+    """Returns the config of a model of bytes."""
     return tape.ModelConfig(
         vocab_size=256,
         hidden_size=width,
@@ -56,7 +56,7 @@ def make_config(kind: str, width: int, args: argparse.Namespace, dtype: str) -> 
 def calls(
     kind: str, width: int, batch: int, args: argparse.Namespace
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Filling a cache, and decoding from a full one."""
+    """Returns two functions: one fills a cache, the other decodes from a full one."""
     model = tape.Transformer(make_config(kind, width, args, args.dtype))
     init = jax.jit(lambda key: model.init(key, jnp.zeros((1, 8), jnp.int32)))
     variables = init(jax.random.key(1))
@@ -100,7 +100,7 @@ def measure(width: int, batch: int, args: argparse.Namespace) -> None:
 
 
 def bytes_a_token(model: tape.Transformer, state_dtype: str | None) -> list[int]:
-    """Bytes of keys, of values, of states, of all else, and of all, that a cache has for a token.
+    """Returns a cache's bytes for each token: of keys, values, states, all else, and in total.
 
     "All else" are ids, positions, segments and what the encoding keeps beside its state.
     """

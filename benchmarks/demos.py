@@ -1,4 +1,4 @@
-"""The training steps of the demos, here and in another checkout, in turns.
+"""Times the training steps of the demos, here and in another checkout, in turns.
 
     git worktree add /tmp/before COMMIT
     python -m benchmarks.demos --before /tmp/before [--repeats 9]
@@ -78,7 +78,7 @@ def serve() -> None:
 
 
 def started(checkout: Path) -> subprocess.Popen[str]:
-    """A process that serves the steps of a checkout."""
+    """Starts a process that serves the steps of a checkout."""
     environment = os.environ | {"PYTHONPATH": str(checkout)}
     return subprocess.Popen(
         [sys.executable, str(HERE), "--serve"],
@@ -91,7 +91,7 @@ def started(checkout: Path) -> subprocess.Popen[str]:
 
 
 def ask(process: subprocess.Popen[str], case: str) -> float:
-    """Seconds of a step."""
+    """Returns the seconds that a step of a case takes."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(f"{case}\n")

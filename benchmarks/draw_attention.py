@@ -31,7 +31,7 @@ ROWS = {
 
 
 def read(text: str) -> dict[tuple[int, int], dict[str, float]]:
-    """By head dimension and length, by row: times over plain attention."""
+    """Returns times over plain attention, by head dimension and length, then by row."""
     found: dict[tuple[int, int], dict[str, float]] = {}
     _, *parts = TITLE.split(text)
     for dim, length, direction, body in zip(*(parts[n::4] for n in range(4)), strict=True):
@@ -43,7 +43,7 @@ def read(text: str) -> dict[tuple[int, int], dict[str, float]]:
 
 
 def draw(found: dict[tuple[int, int], dict[str, float]]) -> bytes:
-    """The picture as PNG."""
+    """Returns the picture as PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.2), layout="constrained")
@@ -66,7 +66,7 @@ def draw(found: dict[tuple[int, int], dict[str, float]]) -> bytes:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line."""
+    """Draws the picture of a results file."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.draw_attention")
     parser.add_argument("file", type=Path, help="what benchmarks.attention printed")
     parser.add_argument("out", type=Path, help="the picture")

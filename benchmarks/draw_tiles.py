@@ -19,7 +19,7 @@ BLOCKS, ROW, COLUMN = 6, 3, 1
 
 
 def draw() -> bytes:
-    """The picture as PNG."""
+    """Returns the picture as PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 5.6), layout="constrained")
@@ -30,7 +30,7 @@ def draw() -> bytes:
 
 
 def _pairs(axes) -> None:
-    """Which tiles of query-key pairs are visited, and by which program."""
+    """Draws the tiles of query-key pairs that are visited, and the programs that visit them."""
     from matplotlib.patches import Patch, Rectangle
 
     for i in range(BLOCKS):
@@ -54,7 +54,7 @@ def _pairs(axes) -> None:
 
 
 def _program(axes) -> None:
-    """What one program of the forward kernel reads, keeps and writes."""
+    """Draws what one program of the forward kernel reads, keeps and writes."""
     from matplotlib.patches import Rectangle
 
     def box(x: float, y: float, text: str, colour: str, width: float = 2.1) -> None:
@@ -109,7 +109,7 @@ def _program(axes) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line."""
+    """Draws the picture into a file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("docs/images/kernel_tiles.png"))
     options = parser.parse_args(argv)

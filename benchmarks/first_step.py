@@ -1,4 +1,4 @@
-"""How long a training takes to its first step: tracing, lowering and compiling.
+"""Measures how long a training takes to its first step: tracing, lowering and compiling.
 
     python -m benchmarks.first_step [--models demo bytes c4] [--encodings rope tape] [--repeats 3]
 
@@ -44,12 +44,12 @@ class Seconds(NamedTuple):
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The seconds in all."""
         return sum(self)
 
 
 def measure(model: str, encoding: str, overrides: Sequence[str] = ()) -> Seconds:
-    """The times of this process, which must not have traced the model before."""
+    """Measures the times in this process, which must not have traced the model before."""
     import jax
 
     from train import experiment
@@ -76,7 +76,7 @@ def measure(model: str, encoding: str, overrides: Sequence[str] = ()) -> Seconds
 
 
 def in_a_new_process(model: str, encoding: str, overrides: Sequence[str]) -> Seconds:
-    """What :func:`measure` finds there."""
+    """Returns the result of :func:`measure` in a new process, with no compilation cache."""
     command = [sys.executable, "-m", "benchmarks.first_step", "--one", model, encoding, *overrides]
     environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "0"}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
@@ -84,7 +84,7 @@ def in_a_new_process(model: str, encoding: str, overrides: Sequence[str]) -> Sec
 
 
 def table(found: dict[str, list[Seconds]]) -> str:
-    """The medians of each encoding, the first of which is what the others are compared with."""
+    """Returns a table of each encoding's medians, with ratios to the first encoding."""
     base = Timing(tuple(x.total for x in next(iter(found.values()))))
     rows = []
     for name, runs in found.items():

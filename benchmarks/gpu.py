@@ -116,7 +116,7 @@ DESCRIBE = "from tape_jax._src.core.timing import describe_device as d; print(d(
 
 @dataclasses.dataclass(frozen=True)
 class PartOutcome:
-    """What became of a part.
+    """The outcome of a part.
 
     Attributes:
       text: what it printed, and why it failed if it did.
@@ -154,7 +154,7 @@ def run(part: Part, limit: float, environment: Mapping[str, str]) -> PartOutcome
 
 
 def report_path(folder: Path, chip: str, now: datetime.datetime, *, again: bool = False) -> Path:
-    """The file of a report: not that of another run of the day, unless it may be written again."""
+    """Returns the path of a report; unless ``again``, no other report of the day is overwritten."""
     path = folder / f"{now:%Y-%m-%d}-{chip}.md"
     return path if again or not path.exists() else path.with_stem(f"{path.stem}-{now:%H%M%S}")
 

@@ -1,4 +1,4 @@
-"""What is held out, beside what is not: exact match of questions whose combinations were trained.
+"""Compares exact match on combinations held out of training with exact match on trained ones.
 
 Evaluations ask only what a hash keeps from training. Where it goes by few symbols, such as the row,
 the column and the value of a cell, a model that guesses among what it sees can have learned which
@@ -31,7 +31,7 @@ HEADER = ("run", "of each length", "trained", "held out", "longer, trained", "lo
 
 
 class Asked(NamedTuple):
-    """B questions and what a model answers.
+    """The outcomes of B questions that a model has answered.
 
     Attributes:
       right: bool [B].
@@ -42,7 +42,7 @@ class Asked(NamedTuple):
     held_out: np.ndarray
 
     def shares(self) -> tuple[str, str]:
-        """Per cent right of those that were trained, and of those that were not."""
+        """Returns the per cent right of trained combinations, and of held-out ones."""
         parts = (self.right[~self.held_out], self.right[self.held_out])
         trained, kept = (f"{100 * x.mean():.1f}" if len(x) else "-" for x in parts)
         return trained, kept
@@ -74,7 +74,7 @@ def ask(trained: Trained, task: PlaceTask, columns: range, questions: int, seed:
 
 
 def row(folder: Path, questions: int) -> tuple[str, ...]:
-    """A row of the table.
+    """Returns a run's row of the table.
 
     Raises:
       ValueError: the run is of another task.

@@ -65,7 +65,7 @@ def memory(field: str) -> int:
 
 
 def measure(path: Path) -> dict[str, Any]:
-    """Rise of this process's memory while it loads, and then while it saves, in bytes."""
+    """Measures the rise of this process's memory while it loads, and while it saves, in bytes."""
     jnp.zeros(()).block_until_ready()
     before = memory("VmRSS")
     model, variables = tape.from_pretrained(path)

@@ -1,4 +1,4 @@
-"""What of a compiled program only moves numbers: by the text of its optimised HLO.
+"""Counts the instructions of a compiled program that only move numbers, by its optimised HLO.
 
 An instruction moves if all that it does is cutting, joining, casting and reordering. It is counted
 as often as the loops around it turn, with the bytes that it writes.
@@ -54,7 +54,7 @@ class Instruction:
 
     @property
     def operands(self) -> list[str]:
-        """Their names."""
+        """The names of its operands."""
         return re.findall(r"%([\w.\-]+)", self.rest.split(")")[0])
 
     @property
@@ -78,7 +78,7 @@ class Move:
 
 
 def moves(text: str) -> dict[str, Move]:
-    """What a program only moves, by kind, and under ``all`` whatever it runs.
+    """Returns the moves of a program by kind, and under ``all`` all instructions that it runs.
 
     Args:
       text: of the compiled HLO module.
@@ -119,7 +119,7 @@ def _computations(text: str) -> tuple[dict[str, list[Instruction]], str | None]:
 def _executed(
     parts: dict[str, list[Instruction]], name: str, turns: int
 ) -> Iterator[tuple[Instruction, int]]:
-    """Each instruction that runs by itself, and how often."""
+    """Yields each instruction that runs by itself, and how often it runs."""
     for one in parts[name]:
         if one.opcode == "while":
             count = TURNS.search(one.rest)
@@ -145,14 +145,14 @@ def _kind(body: list[Instruction], shapes: dict[str, str]) -> str | None:
 
 
 def _relaid(one: Instruction, shapes: dict[str, str]) -> bool:
-    """Whether a copy changes the order of its axes in memory."""
+    """Returns whether a copy changes the order of its axes in memory."""
     given = [shapes[name] for name in one.operands if name in shapes]
     layouts = [ARRAY.search(shape) for shape in (one.shape, *given)]
     return len({found[3] for found in layouts if found}) > 1
 
 
 def _written(body: list[Instruction]) -> int:
-    """Bytes that leave; of what is put into a stack, its own, not the stack's."""
+    """Returns the bytes written; an update of a stack counts its part, not the whole stack."""
     by_name = {one.name: one for one in body}
 
     def size(one: Instruction) -> int:

@@ -1,4 +1,4 @@
-"""A training step beside what one would pick instead of this package.
+"""Times a training step beside what one would pick instead of this package.
 
     pip install '.[peers]'  # a build for the CPU will do
     python -m benchmarks.peers [--lengths 256 1024] [--tokens 2048] [--repeats 10]
@@ -106,7 +106,7 @@ def torch_step(config: ModelConfig, batch: int, length: int) -> Callable[[], Any
 def rows(
     model: ModelConfig, batch: int, length: int
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
-    """The steps by name, and why others cannot be measured here."""
+    """Returns the steps by name, and the reasons why others cannot be measured here."""
     rope = dataclasses.replace(model, position="rope")
     configs = {"rope": rope, "tape": dataclasses.replace(rope, position="tape")}
     for name in LIBRARIES:

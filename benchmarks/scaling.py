@@ -1,4 +1,4 @@
-"""How memory and traffic of a training step grow, TAPE beside RoPE, by the compiler's plans.
+"""Compares how TAPE's and RoPE's training steps grow in memory and traffic, by compiler plans.
 
     python -m benchmarks.scaling [--remat full|dots|none] [--attention chunked]
 
@@ -45,7 +45,7 @@ class Case:
     mesh: ShardingConfig = dataclasses.field(default_factory=ShardingConfig)
 
     def planned(self, encoding: str, remat: str, attention: str) -> tuple[int, float]:
-        """Bytes in between and bytes sent, of one device."""
+        """Returns one device's bytes in between, and the bytes that it sends."""
         config = ModelConfig(
             vocab_size=256,
             hidden_size=self.width,

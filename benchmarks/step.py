@@ -1,4 +1,4 @@
-"""What TAPE costs on a CPU: its training step against RoPE's, the same model otherwise.
+"""Measures TAPE's training step against RoPE's on a CPU, the same model otherwise.
 
     python -m benchmarks.step [--lengths 256 1024] [--tokens 2048] [--repeats 20] [--encodings ...]
 
@@ -23,7 +23,7 @@ from tape_jax._src.core.timing import describe_device
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line."""
+    """Measures and prints."""
     small = PRESETS["small"]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter

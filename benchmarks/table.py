@@ -1,4 +1,4 @@
-"""What the tables of benchmarks are made of."""
+"""Functions that write and read the tables of benchmarks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def mebibytes(size: float | None) -> str:
 
 
 def ratio(value: float | None, base: float | None) -> str:
-    """How often ``base`` goes into ``value``; ``-`` where either is missing or zero."""
+    """Returns ``value / base`` to three decimals; ``-`` where either is missing or zero."""
     return f"{value / base:.3f}" if value and base else "-"
 
 

@@ -1,4 +1,4 @@
-"""Which blocks of the fused kernels compile without spilling registers, and which are fast.
+"""Finds the blocks of the fused kernels that spill no registers, or times candidates.
 
     python -m benchmarks.tiles [--targets sm_80 sm_90a] [--dims 64 128] [--dtypes bfloat16 float32]
     python -m benchmarks.tiles --time [--dims 64 128] [--length 4096]

@@ -24,7 +24,7 @@ Way = Callable[..., tuple[Any, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class TorchRow:
-    """One of PyTorch's ways.
+    """One of PyTorch's ways to compute attention.
 
     Attributes:
       products: that it needs.
@@ -36,7 +36,7 @@ class TorchRow:
 
 
 def three_calls(attend: Callable[[Any, Any, Any], Any]) -> Way:
-    """A way by three calls, of a state of cosines and sines."""
+    """Returns a way that calls ``attend`` three times, for a state of cosines and sines."""
 
     def way(q: Any, k: Any, v: Any, cos: Any, sin: Any) -> tuple[Any, ...]:
         q, k = rotated(q, cos, sin), rotated(k, cos, sin)
@@ -46,7 +46,7 @@ def three_calls(attend: Callable[[Any, Any, Any], Any]) -> Way:
 
 
 def scaled_dot_product(is_causal: bool, window: int | None) -> Way:
-    """By ``torch.nn.functional.scaled_dot_product_attention``.
+    """Returns the way of ``torch.nn.functional.scaled_dot_product_attention``.
 
     Raises:
       NotImplementedError: for a window.
@@ -60,7 +60,7 @@ def scaled_dot_product(is_causal: bool, window: int | None) -> Way:
 
 
 def flash(is_causal: bool, window: int | None) -> Way:
-    """By the package flash-attn.
+    """Returns the way of the package flash-attn.
 
     Raises:
       NotImplementedError: where it is not installed.
@@ -79,7 +79,7 @@ def flash(is_causal: bool, window: int | None) -> Way:
 
 
 def flex(is_causal: bool, window: int | None) -> Way:
-    """By ``torch.nn.attention.flex_attention``, which is compiled on a GPU."""
+    """Returns the way of ``torch.nn.attention.flex_attention``, which is compiled on a GPU."""
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -137,7 +137,7 @@ class _Launched:
 def rows(
     shape: tuple[int, int, int, int], dtype: str, *, is_causal: bool, window: int | None
 ) -> tuple[dict[str, TorchRow], dict[str, str]]:
-    """What can be measured on the GPU that PyTorch sees, and why the others cannot.
+    """Returns the rows for the GPU that PyTorch sees, and the reasons why others are missing.
 
     Args:
       shape: ``[B, H, T, D]`` of queries, keys, values and states.

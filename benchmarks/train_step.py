@@ -1,4 +1,4 @@
-"""What TAPE costs in training: its step against RoPE's in one run, the same model otherwise.
+"""Measures TAPE's training step against RoPE's in one run, the same model otherwise.
 
     python -m benchmarks.train_step [--model tiny|small|c4] [--lengths T ...] [--rows NAME ...]
 
@@ -30,7 +30,7 @@ from train.training.flops import model_flops, peak
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """A model to measure, and what is measured by default.
+    """A model to measure, with its default lengths and tokens.
 
     Attributes:
       model: all of it but the encoding and the attention backend.
@@ -114,7 +114,7 @@ def report(
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Command-line options, with the preset's values where none are given."""
+    """Returns the command-line options, with the preset's values where none are given."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.train_step", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", choices=PRESETS, help="default: tiny on a CPU, c4 elsewhere")

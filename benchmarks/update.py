@@ -1,4 +1,4 @@
-"""What the position update costs, by each of its implementations.
+"""Measures the position update by each of its implementations.
 
     python -m benchmarks.update [--batch B] [--length T] [--heads H] [--mixes NAME ...]
 
@@ -31,7 +31,7 @@ from tape_jax._src.positions.tape.update import UPDATES, fused
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Command-line options: small on a CPU, the C4 model's batch elsewhere."""
+    """Returns the command-line options: small on a CPU, the C4 model's batch elsewhere."""
     cpu = jax.default_backend() == "cpu"
     parser = argparse.ArgumentParser(prog="python -m benchmarks.update", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -61,7 +61,7 @@ def arguments(options: argparse.Namespace, mix: str, dtype: str) -> tuple[Any, .
 
 
 def measure(options: argparse.Namespace, mix: str, dtype: str, skipped: dict[str, str]) -> list:
-    """Lines of the table for one kind of update and type of state."""
+    """Returns the lines of the table for one kind of update and type of state."""
     args = arguments(options, mix, dtype)
     ways = dict(UPDATES)
     for sizes in options.fused:

@@ -19,7 +19,7 @@ class Docstrings(griffe.Extension):
     """Rewrites docstrings as they are read, before their sections are told apart."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
-        """Called for every module, class, function and attribute."""
+        """Rewrites the docstring of a module, class, function or attribute."""
         if obj.docstring:
             text = ROLE.sub(lambda role: _link(obj, role[1]), obj.docstring.value)
             text = SHARED.sub(_one_by_one, text)

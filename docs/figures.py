@@ -111,7 +111,7 @@ def states_of(model: tape.Transformer, variables: Any, shift: int = 0) -> list[n
 
 
 def plane(axes: Any, numbers: np.ndarray, limit: float) -> None:
-    """Complex numbers of consecutive tokens around the unit circle."""
+    """Draws complex numbers of consecutive tokens around the unit circle."""
     axes.add_patch(Circle((0, 0), 1, fill=False, color="#bbbbbb"))
     axes.axhline(0, color="#dddddd", lw=0.8)
     axes.axvline(0, color="#dddddd", lw=0.8)
@@ -138,14 +138,14 @@ def draw_state() -> Figure:
 
 
 def box(axes: Any, x: float, y: float, width: float, text: str, colour: str) -> None:
-    """A box with a text, 0.8 high."""
+    """Draws a box with a text, 0.8 high."""
     style = {"boxstyle": "round,pad=0.06", "facecolor": BOTH, "edgecolor": colour, "lw": 1.5}
     axes.add_patch(FancyBboxPatch((x, y), width, 0.8, **style))
     axes.text(x + width / 2, y + 0.4, text, ha="center", va="center", color=INK)
 
 
 def arrow(axes: Any, points: Sequence[tuple[float, float]], colour: str) -> None:
-    """An arrow along straight lines."""
+    """Draws an arrow along straight lines."""
     for start, stop in itertools.pairwise(points[:-1]):
         axes.plot(*zip(start, stop, strict=True), color=colour, lw=1.4, solid_capstyle="round")
     style = {"arrowstyle": "-|>", "color": colour, "lw": 1.4, "shrinkA": 0, "shrinkB": 0}
@@ -153,7 +153,7 @@ def arrow(axes: Any, points: Sequence[tuple[float, float]], colour: str) -> None
 
 
 def draw_layer() -> Figure:
-    """What one layer does to the residual stream and to the state."""
+    """Draws the computation of one layer on the residual stream and on the state."""
     figure = new_figure(10.4, 6.0)
     axes = figure.subplots()
     axes.set(xlim=(0, 10.4), ylim=(-0.9, 5.1))
@@ -273,7 +273,7 @@ def draw_cost() -> Figure:
 
 
 def shapes() -> dict[str, np.ndarray]:
-    """What encodings add to or leave of a logit, over the distance, with typical parameters."""
+    """Returns the effect of encodings on a logit over the distance, with typical parameters."""
     d, frequency = np.arange(64), 10_000.0 ** -(np.arange(32) / 32)
     cosines = np.cos(d[:, None] * frequency)
     zeta = (np.arange(32) / 32 + 0.4) / 1.4
@@ -337,7 +337,7 @@ def draw_results() -> Figure:
 
 
 def pointing() -> np.ndarray:
-    """Where the last token of the question attends in the shipped TAPE: ``[layers, heads, T]``."""
+    """Returns the last token's attention in the shipped TAPE: ``[layers, heads, T]``."""
     trained = shipped.read(Path(__file__).parent / "play" / "models" / "tape.js")
     tokens = jnp.asarray(trained.experiment.task.question(QUESTION))[None]
     _, maps = trained.model.apply(trained.variables, tokens, mutable="maps")
@@ -347,7 +347,7 @@ def pointing() -> np.ndarray:
 
 
 def exact_match_by_cell(kind: str, alpha: float | None) -> np.ndarray:
-    """Per cent right by offset and length, the mean of five seeds."""
+    """Returns the per cent right by offset and length, the mean of five seeds."""
     (results,) = records.reports("address_4x_again")[kind, alpha].values()
     cells = [100 * np.array(r["grid"]["correct"]) / np.array(r["grid"]["counts"]) for r in results]
     return np.mean(cells, axis=0)

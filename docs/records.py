@@ -48,7 +48,7 @@ def reports(study: str) -> dict[tuple[str, float | None], dict[float, list[Recor
 
 
 def exact_match(result: Record, trained: int) -> list[float]:
-    """Per cent right up to the trained length and beyond."""
+    """Returns the per cent right up to the trained length, and beyond it."""
     grid = result.get("grid", result)
     right, asked = [0, 0], [0, 0]
     for lengths, correct, counts in zip(
@@ -62,7 +62,7 @@ def exact_match(result: Record, trained: int) -> list[float]:
 
 
 def perplexity(result: Record, factor: int) -> float:
-    """Of disjoint windows of so many times the trained length."""
+    """Returns the perplexity of disjoint windows of ``factor`` times the trained length."""
     found = result["perplexity"]
     (one,) = (
         m

@@ -62,7 +62,7 @@ def model_of(kind: str, sizes: dict[str, int], **options: Any) -> tape.Transform
 
 
 def holds(check: Callable[..., None], *args: Any, **options: Any) -> bool:
-    """Whether an assertion of :mod:`tape_jax.testing` is met."""
+    """Returns whether an assertion of :mod:`tape_jax.testing` is met."""
     try:
         check(*args, **options)
     except testing.SymmetryError:
@@ -92,7 +92,7 @@ class Small:
         return on_axes(places, self.model.encoding.coordinate_axes)
 
     def shift(self) -> str:
-        """Of positions: whether logits stay; and whether they do for any positions."""
+        """Tests whether logits stay under a shift of positions, and under any change of them."""
 
         def logits(places: jax.Array) -> jax.Array:
             places = self.coordinates(places)
@@ -105,7 +105,7 @@ class Small:
         return "not read" if holds(moved, shift=anywhere) else "yes"
 
     def permutations(self) -> str:
-        """Of tokens, with their positions and with what each sees, which the mask says."""
+        """Tests a permutation of tokens, together with their positions and the mask."""
 
         def logits(tokens: jax.Array, places: jax.Array, mask: jax.Array) -> jax.Array:
             options = {"positions": self.coordinates(places), "mask": mask, "is_causal": False}
@@ -122,7 +122,7 @@ class Small:
         return said(holds(testing.assert_permutation_equivariant, logits, *inputs, **axes))
 
     def turns(self) -> str:
-        """Of all states by one phase per frequency, in tensor form by one orthogonal matrix."""
+        """Tests turns of all states: a phase per frequency, in tensor form an orthogonal matrix."""
         encoding = self.model.encoding
         if "state" not in encoding.acts_on:
             return ""
@@ -149,7 +149,7 @@ class Small:
         )
 
     def _turns_in_layers(self) -> str:
-        """For an encoding whose states are made by each layer: they are turned there."""
+        """Tests the turn for an encoding whose layers make its states: they are turned there."""
         config, encoding = self.model.config, self.model.encoding
         made = []
 
@@ -172,7 +172,7 @@ class Small:
         return said(equivariant) if made else ""
 
     def causal(self) -> str:
-        """In the tokens by value, and in their embeddings by value and gradient."""
+        """Tests causality in the tokens by value, and in their embeddings by value and gradient."""
 
         def logits(tokens: jax.Array, embedded: jax.Array) -> jax.Array:
             table = self.variables["params"]["embedding"].at[self.tokens].set(embedded)
@@ -186,7 +186,7 @@ class Small:
 
 
 def said(truth: bool) -> str:
-    """In a word."""
+    """Returns ``yes`` or ``no``."""
     return "yes" if truth else "no"
 
 
@@ -195,7 +195,7 @@ def _is_float(x: jax.Array) -> bool:
 
 
 def implementations(kind: str) -> tuple[str, str]:
-    """Whether a fused kernel can run it, and what else can in linear memory: calls not refused."""
+    """Returns whether a fused kernel can run an encoding, and a linear-memory backend that can."""
 
     def runs(name: str) -> bool:
         model = model_of(kind, SMALL, attention_implementation=name)
@@ -211,7 +211,7 @@ def implementations(kind: str) -> tuple[str, str]:
 
 
 def cache(kind: str) -> str:
-    """What a token adds to the cache of a layer, of the first one, and what that is."""
+    """Returns a token's bytes in the cache: of the first layer by part, and those kept once."""
     model = model_of(kind, WIDE)
 
     def layers(capacity: int) -> Any:
@@ -243,7 +243,7 @@ def nbytes(x: Any) -> int:
 
 
 def parameters(kind: str) -> str:
-    """How many the encoding adds to its first layer and, once, to the model."""
+    """Returns how many parameters an encoding adds to its first layer and, once, to the model."""
     model = model_of(kind, WIDE)
     config, encoding = model.config, model.encoding
 

@@ -24,7 +24,7 @@ def init(key):
 
 
 def apply(params, sounds):
-    """Sounds [B, 1024], at 8 kHz, to logits [B, 2]."""
+    """Returns logits [B, 2] of sounds [B, 1024], at 8 kHz."""
     frames = sounds.reshape(-1, SAMPLES // FRAME, FRAME)
     h = jnp.log1p(jnp.abs(jnp.fft.rfft(frames))) @ params["frame"]
     milliseconds = jnp.arange(SAMPLES // FRAME) * (1000 * FRAME / RATE)

@@ -18,7 +18,7 @@ FAILURES = 10
 
 
 def work(config: dict[str, Any]) -> None:
-    """What every host runs."""
+    """Runs the command line on one host."""
     from train.main import main
 
     code = main(config["arguments"])

@@ -43,7 +43,7 @@ class Windows:
 
 
 def read(pattern, length):
-    """The bytes of all files that match: to train on, and held out, a twentieth of them."""
+    """Returns the bytes of all files that match: to train on, and a twentieth that is held out."""
     text = b"\n".join(Path(p).read_bytes() for p in sorted(glob.glob(pattern, recursive=True)))
     block = 80 * length
     if len(text) < block:
@@ -71,7 +71,7 @@ def make_model(args):
 
 
 def make_step(model, mesh, args):
-    """The first state, and two compiled functions: a step of training, and the loss of a batch."""
+    """Returns the first state, and two compiled functions: a training step, and a batch's loss."""
     rate = optax.warmup_cosine_decay_schedule(0.0, args.rate, args.steps // 20, args.steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))
 

@@ -24,7 +24,7 @@ def init(key):
 
 
 def apply(params, images):
-    """Images [B, 16, 16] to logits [B, 2]."""
+    """Returns logits [B, 2] of images [B, 16, 16]."""
     side = SIZE // PATCH
     patches = images.reshape(-1, side, PATCH, side, PATCH).swapaxes(2, 3)
     h = patches.reshape(-1, side * side, PATCH * PATCH) @ params["patch"]

@@ -1,4 +1,4 @@
-"""Encodings of recent models, schedules, and TAPE without RoPE's start, at tasks of before.
+"""Encodings of recent models, schedules, and TAPE without RoPE's start, at the other suites' tasks.
 
 What is asked, and why, stands in research/protocol.md. Records are those of the other suites.
 """
@@ -26,7 +26,7 @@ STARTED = ("counting", "selective_copy", "navigation")
 
 
 def _asked(name: str, forms: tuple[str, ...], rivals: tuple[str, ...], words: str = "") -> Question:
-    """A question of before, about others."""
+    """Returns a question of the suite ``places``, asked of other forms and rivals."""
     before = place_claims.QUESTIONS[name]
     title = f"{before.title}{words}"
     return before._replace(
@@ -43,7 +43,7 @@ QUESTIONS = {
 
 
 def _study(name: str) -> Trainings:
-    """A study of before with what is asked here and what it is compared with."""
+    """Returns a study of the suite ``places``, with the forms asked about here and their rivals."""
     (design,) = (one for one in place_claims.STUDIES if one.name == name)
     asked = [one for one in QUESTIONS.values() if one.study == name]
     curve = () if design.curve is None else design.curve.rivals

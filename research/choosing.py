@@ -1,4 +1,4 @@
-"""How a study chooses its budget and each rival's learning rate (research/protocol.md)."""
+"""The choice of a study's budget and of each rival's learning rate (research/protocol.md)."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def _orthogonal(studies: Studies, form: str) -> Verdict:
 
 
 def _algorithms(studies: Studies, form: str) -> Verdict:
-    """It must lead at one problem, and trail nowhere: one family of all problems and rivals."""
+    """Judges whether a form leads at one problem at least, and trails nowhere, in one family."""
     of_problems = [studies[f"length-{problem}"] for problem in PROBLEMS]
     rivals = ("rope", "alibi", "fire", "none")
     return together(form, [[(study, BEYOND, rival) for rival in rivals] for study in of_problems])

@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _narrowed(suite: Suite, chosen: Sequence[str], args: argparse.Namespace) -> dict[str, Design]:
-    """Those of the chosen studies that have rivals that the command line names, with these alone.
+    """Returns the chosen studies that have rivals named on the command line, with these alone.
 
     Raises:
       ValueError: no study has such a rival.

@@ -1,4 +1,4 @@
-"""Making what the suite lacks, and setting quick runs beside recorded ones."""
+"""Makes the runs that a suite lacks, and sets quick runs beside recorded ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECONDS_BETWEEN_PAGES = 60.0
 
 
 def plan(suite: Suite, studies: Mapping[str, Study], side_by_side: int) -> str:
-    """What of some studies is missing, and how long it is expected to take."""
+    """Returns the table of studies' missing runs, and the hours they are expected to take."""
     rows, hours = [], 0.0
     for name, study in studies.items():
         state = study.state
@@ -68,7 +68,7 @@ def make(suite: Suite, studies: dict[str, Any], study: Study, out: Path, *, quic
 
 
 def remarks(store: Store, studies: Mapping[str, Study]) -> Iterator[str]:
-    """What of the records is left out, and why; and what no study of any suite uses."""
+    """Yields lines on records left out, with the reason, and on those that no study uses."""
     suites = [{design.name: design for design in suite.designs} for suite in SUITES.values()]
     for study in studies.values():
         yield from study.remarks()
@@ -86,7 +86,7 @@ def remarks(store: Store, studies: Mapping[str, Study]) -> Iterator[str]:
 
 
 def compared(here: dict[str, Any], recorded: dict[str, Any]) -> str:
-    """The scores of runs that were made here beside those on record."""
+    """Returns a table of the scores of runs made here beside those on record."""
     rows: list[list[str]] = []
     for name, study in here.items():
         if isinstance(study, Measurements):
@@ -106,7 +106,7 @@ def compared(here: dict[str, Any], recorded: dict[str, Any]) -> str:
 
 
 def _measured(here: Measurements, recorded: Measurements) -> Iterator[list[str]]:
-    """Measurements that were made here: whether all of their numbers are those on record."""
+    """Yields a row for each measurement made here: whether its numbers are those on record."""
     for item in here.items[: here.quick]:
         mine, theirs = here.recorded(item), recorded.recorded(item)
         if mine is None:
@@ -116,7 +116,7 @@ def _measured(here: Measurements, recorded: Measurements) -> Iterator[list[str]]
 
 
 def _shown(study: PlannedTrainings, score: Score, record: Record | None) -> str:
-    """A score of a run, in a table."""
+    """Returns a score of a run, as a table shows it."""
     if record is None:
         return "-"
     return "diverged" if record.found["diverged"] else f"{study.value(record, score):.6g}"

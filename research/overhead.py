@@ -1,4 +1,4 @@
-"""What one encoding costs beside another: time and memory of a step, parameters, operations."""
+"""The cost of one encoding beside another: time and memory of a step, parameters, operations."""
 
 from __future__ import annotations
 
@@ -122,14 +122,14 @@ class Runner:
         self.memory = Memory.of(self._program)
 
     def __call__(self) -> Any:
-        """One step; returns its metrics."""
+        """Takes one step; returns its metrics."""
         self._state, metrics = self._program(self._state, self._batch)
         return metrics
 
 
 @dataclasses.dataclass(frozen=True)
 class StepMeasurement:
-    """One row at one length."""
+    """The measurement of one row at one length."""
 
     timing: Timing
     memory: Memory | None
@@ -279,7 +279,7 @@ class PlannedCost(Measurements):
         require(not missing, f"a measurement without {', '.join(missing)}")
 
     def measured(self, rival: str) -> dict[int, list[Mapping[str, float]]]:
-        """What has been measured of a rival, by length."""
+        """Returns the measurements of a rival so far, by length."""
         found: dict[int, list[Mapping[str, float]]] = {}
         for item in self.items:
             if item.rival == rival and (record := self.recorded(item)):

@@ -64,7 +64,7 @@ def picture(studies: Studies) -> Figure:
 
 
 def has_picture(studies: Studies) -> bool:
-    """Whether anything is complete."""
+    """Returns whether any rival of any study is complete."""
     return bool(_complete(studies)[0])
 
 

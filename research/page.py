@@ -78,7 +78,7 @@ def write(suite: Suite, studies: Studies, page: Path, *, changed: Study | None =
 
 
 def markdown(suite: Suite, studies: Studies, images: str) -> str:
-    """The page.
+    """Returns the page as Markdown.
 
     Args:
       suite: whose page it is.
@@ -160,7 +160,7 @@ def _introduction(
 
 
 def _names(suite: Suite) -> Iterator[str]:
-    """What the names in tables stand for: of tasks, where there are, and of what is compared."""
+    """Yields tables of the names of tasks, if there is an overview, and of what is compared."""
     if suite.overview:
         yield _two_columns(suite.subject, "what is asked", suite.asked)
     yield _two_columns("name", "what it is", suite.names)
@@ -200,7 +200,7 @@ def _verdicts(suite: Suite, studies: Studies, found: Judged) -> Iterator[str]:
 
 
 def _unlearned(studies: Studies, claim: Claim) -> bool:
-    """Whether not two have learned the task, and longer training was better, or nobody began to."""
+    """Returns whether at most one rival learned a task, and training still helped or none began."""
     if len(claim.studies) != 1:
         return False
     study: PlannedTrainings = studies[claim.studies[0]]
@@ -211,7 +211,7 @@ def _unlearned(studies: Studies, claim: Claim) -> bool:
 
 
 def _tests(suite: Suite, studies: Studies, found: Judged, begun: Begun) -> Iterator[str]:
-    """What each verdict rests on."""
+    """Yields the tests that each verdict rests on."""
     yield LEGEND
     pages = {
         design.name: f"{name}{studies[design.name].place.apart}.md"
@@ -238,7 +238,7 @@ def _tests(suite: Suite, studies: Studies, found: Judged, begun: Begun) -> Itera
 
 
 def _found(claim: Claim, verdicts: Sequence[Verdict], begun: Begun) -> Iterator[str]:
-    """A line for the forms of which the same is to be said: those that are judged first."""
+    """Yields a line for all forms of which the same is to be said, the judged ones first."""
     said: dict[str, list[str]] = {}
     not_run = []
     found = zip(claim.forms, verdicts, strict=True)
@@ -261,7 +261,7 @@ def _found(claim: Claim, verdicts: Sequence[Verdict], begun: Begun) -> Iterator[
 
 
 def _why(studies: Studies, claim: Claim, verdicts: Sequence[Verdict]) -> Iterator[str]:
-    """What the states of a form do where a claim of it is not confirmed, or where it asks."""
+    """Yields what a form's states do where its claim is contradicted or not told apart, or asks."""
     for inner in studies.values():
         if claim.cut and (said := inner.says_of_layers(*claim.cut)):
             yield f"* {said} ([{inner.name}](#{inner.name}))."

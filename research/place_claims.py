@@ -29,7 +29,7 @@ from train.tasks import task_type
 
 
 class Size(NamedTuple):
-    """What a task takes.
+    """The size of a task's study: minutes, budget and questions.
 
     Attributes:
       minutes: of a run with the configuration's steps, on average of all rivals.
@@ -92,7 +92,7 @@ CURVE = ("tape_alibi", "rope_alibi")
 
 
 class Question(NamedTuple):
-    """At what each of some forms is judged by itself.
+    """A question on which each of some forms is judged by itself.
 
     Attributes:
       study: its name.
@@ -120,7 +120,7 @@ def _task(task: str, **changes: Any) -> Question:
 
 
 def _shared(study: str, title: str, key: str = BEYOND) -> Question:
-    """By runs that claims ask for, which have these rivals too."""
+    """Returns a question that a study of the claims answers, with more rivals in it."""
     beside = CONTEXTUAL if study == "text" else ()
     return Question(study, title, SHARED_FORMS, key, beside=beside, of_all=True)
 
@@ -207,7 +207,7 @@ COMPARED = {Kind.CONFIRMED: "better", Kind.CONTRADICTED: "worse"}
 
 
 def rivals_of(form: str) -> list[str]:
-    """What a form is compared with: of one with a bias, the same without its update too."""
+    """Returns a form's rivals; with a bias or a decay, also the same form without its update."""
     return [*RIVALS, *([WITHOUT_UPDATE[form]] if form in WITHOUT_UPDATE else [])]
 
 
@@ -217,7 +217,7 @@ def _studies_of(scores: Iterable[tuple[str, str]]) -> tuple[str, ...]:
 
 
 def _judge(name: str) -> Callable[[Studies, str], Verdict]:
-    """Whether a form is ahead at something."""
+    """Returns a function that judges whether a form is ahead at a question."""
     return _judge_of(QUESTIONS[name])
 
 
@@ -228,10 +228,10 @@ def _judge_of(asked: Question) -> Callable[[Studies, str], Verdict]:
 
 
 def one_for_all(studies: Studies, form: str) -> Verdict:
-    """Whether a form is ahead wherever it must be, at other tasks too, and behind nowhere.
+    """Judges whether a form is ahead wherever it must be and at other tasks, and behind nowhere.
 
-    What it is behind in is found among all of its differences, which are one family; where it is,
-    the others need not be known.
+    All of its differences are one family, which says where it is behind; if it is, the others need
+    not be known.
     """
     asked = [
         (studies[one.study], one.key, rival) for one in OF_ALL.values() for rival in rivals_of(form)
@@ -263,7 +263,7 @@ def one_for_all(studies: Studies, form: str) -> Verdict:
 
 
 def _sums_right(study: PlannedTrainings, form: str) -> Verdict:
-    """Whether enough of the sums are right that are longer than any trained on."""
+    """Judges whether enough of the sums are right that are longer than any trained on."""
     if what := study.missing(form, BEYOND):
         return Verdict(Kind.UNFINISHED, [], (f"{study.name}, {what}",))
     values, label = study.values(form, BEYOND), study.score(BEYOND).label
@@ -273,19 +273,19 @@ def _sums_right(study: PlannedTrainings, form: str) -> Verdict:
 
 
 def mixing(studies: Studies, form: str) -> Verdict:
-    """Whether mixing heads as the paper writes is better somewhere, and worse nowhere."""
+    """Judges whether mixing heads as the paper writes is better somewhere, and worse nowhere."""
     return _set_beside(studies, form, "tape_head_scale", MIXED)
 
 
 def decayed(studies: Studies, form: str) -> Verdict:
-    """Whether a decay beside the bias is better somewhere, and worse nowhere."""
+    """Judges whether a decay beside the bias is better somewhere, and worse nowhere."""
     return _set_beside(studies, form, DECAYED[form], DECAYED_AT)
 
 
 def _set_beside(
     studies: Studies, form: str, rival: str, scores: Sequence[tuple[str, str]]
 ) -> Verdict:
-    """Whether a form is better than one rival by one score of a study at least, worse by none."""
+    """Judges whether a form beats one rival by at least one score, and loses by none."""
     return together(form, [[(studies[study], key, rival)] for study, key in scores])
 
 
@@ -358,7 +358,7 @@ FIXED = (
 
 
 def _test(asked: Question) -> str:
-    """What is asked of a form."""
+    """Returns the test of a question: its score and the rivals."""
     beyond = asked.key == BEYOND
     score = "Exact match beyond the trained length; above" if beyond else "Perplexity; below"
     rivals = ", ".join(f"`{rival}`" for rival in asked.rivals or ()) or FIXED
@@ -366,7 +366,7 @@ def _test(asked: Question) -> str:
 
 
 def claim_of(name: str, asked: Question, needs: str = GPU) -> Claim:
-    """What a question claims of each of its forms, under a name."""
+    """Returns the claim that a question makes of each of its forms, under a name."""
     return Claim(
         title=asked.title,
         test=_test(asked),

@@ -16,7 +16,7 @@ CHOOSING, REPORTING = (0, 1), (2, 3, 4, 5, 6)
 
 
 class Procedure(NamedTuple):
-    """How a study chooses and reports.
+    """The rules by which a study chooses learning rates and reports.
 
     Attributes:
       version: of the protocol.

@@ -1,4 +1,4 @@
-"""What came out of each run of a study, a file for each study (:mod:`research.lines`).
+"""Records of the runs of a study, a file for each study (:mod:`research.lines`).
 
 A record of another experiment than the study's, or of another protocol (research/protocol.md), is
 left out, and :meth:`Store.misfit` says why. Numbers that were measured are kept with six digits.
@@ -60,7 +60,7 @@ class Item(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Record:
-    """What is kept of a run.
+    """The record of a run.
 
     Attributes:
       name, rival, protocol: of the :class:`Item`.
@@ -88,7 +88,7 @@ class Record:
 
 
 class Made(NamedTuple):
-    """How a record came about: fields of :class:`Record`."""
+    """The provenance of a record: fields of :class:`Record`."""
 
     environment: Mapping[str, str]
     code: Mapping[str, Any]
@@ -113,7 +113,7 @@ class Store:
     folder: Path
 
     def path(self, study: str) -> Path:
-        """Where the records of a study are."""
+        """Returns the file with the records of a study."""
         return self.folder / f"{study}.jsonl"
 
     def get(self, item: Item) -> Record | None:
@@ -122,7 +122,7 @@ class Store:
         return None if record is None or self._differences(record, item) else record
 
     def misfit(self, item: Item) -> str | None:
-        """In what the record of this name differs from the run; None if in nothing, or of none."""
+        """Returns how the record of a run's name differs from it; None if equal or if missing."""
         record = self._study(item.study).records.get(item.name)
         return None if record is None else "; ".join(self._differences(record, item)) or None
 
@@ -135,7 +135,7 @@ class Store:
         return list(self._study(study).records)
 
     def problems(self, study: str) -> Sequence[str]:
-        """What cannot be read of a study's file, and is left out."""
+        """Returns a sentence for each part of a study's file that is left out as unreadable."""
         return self._study(study).problems
 
     def put(self, item: Item, found: Mapping[str, Any], made: Made) -> None:
@@ -172,7 +172,7 @@ class Store:
         return _read(path, status.st_ino, status.st_size, status.st_mtime_ns)
 
     def _differences(self, record: Record, item: Item) -> list[str]:
-        """In what a record and a run differ, with both values."""
+        """Returns the fields in which a record and a run differ, with both values."""
         there, here = _plain(record), _plain(item)
         found = [
             f"{name}: {there.get(name)!r} there, {here.get(name)!r} here"
@@ -212,7 +212,7 @@ def _read(path: Path, *version: int) -> _Study:
 
 
 def _record(fields: Mapping[str, Any]) -> Record:
-    """A record from its fields; ValueError if they are not."""
+    """Returns the record of these fields; ValueError if they are of none."""
     for name in ("experiment", "protocol", "found", "environment", "code"):
         value = fields.get(name, {})
         require(isinstance(value, dict), f"{name}: expected fields, got {value!r}")
@@ -220,13 +220,13 @@ def _record(fields: Mapping[str, Any]) -> Record:
 
 
 def _plain(described: Record | Item) -> dict[str, Any]:
-    """What a record and a run say beside their experiments."""
+    """Returns the rival and the protocol of a record or a run, as flat fields."""
     return {"rival": described.rival, **flatten(described.protocol, "protocol.")}
 
 
 @functools.lru_cache(maxsize=4096)
 def _of_experiments(record: Record, e: Experiment, base: Experiment | None) -> list[str]:
-    """In what the experiments of a record differ from these."""
+    """Returns how the experiments of a record differ from these."""
     if (record.base is None) != (base is None):
         return ["only one of them adapts a base"]
     pairs = [("", record.experiment, e)]

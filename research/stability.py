@@ -46,7 +46,7 @@ Values = tuple[float | None, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """What a batch does to a model, layer by layer; None in place of what is not finite.
+    """The states and gradients of a model on a batch, by layer; None where they are not finite.
 
     Attributes:
       states: the largest norm, over tokens and heads, of the position state entering each layer,
@@ -76,7 +76,7 @@ class Profile:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """One variant at one depth.
+    """The measurements of one variant at one depth.
 
     Attributes:
       variant: its name.
@@ -272,7 +272,7 @@ class PlannedGrowth(Measurements):
         )
 
     def measure(self, item: Item) -> dict[str, Any]:
-        """A trace of one variant at one depth."""
+        """Measures one variant at one depth."""
         found = trace(item.experiment, item.rival, noise=self.design.noise)
         return dataclasses.asdict(found)
 
@@ -281,12 +281,12 @@ class PlannedGrowth(Measurements):
         self._read_once(record)
 
     def traces(self, seed: int | None = None) -> list[Trace]:
-        """What has been measured, with one seed or all."""
+        """Returns the traces measured so far, with one seed or all."""
         found = self._by_seed()
         return [trace for number, trace in found if seed in (None, number)]
 
     def growths(self, variant: str, depth: int) -> dict[int, float] | None:
-        """How much states have grown once trained, by seed; None unless all are measured."""
+        """Returns the growth of states once trained, by seed; None unless all are measured."""
         found = {
             seed: protocol.WORST_GROWTH
             if trace.diverged is not None
@@ -297,7 +297,7 @@ class PlannedGrowth(Measurements):
         return found if len(found) == len(self.design.seeds) else None
 
     def said(self) -> str | None:
-        """What states do as models get deeper, in a sentence; None before all is measured."""
+        """Returns a sentence on states as models get deeper; None before all is measured."""
         if self.state.unfinished:
             return None
         moments, depths = ("disturbed", "trained"), self.design.depths
@@ -315,17 +315,17 @@ class PlannedGrowth(Measurements):
         )
 
     def median(self, variant: str, depth: int, moment: str, what: str) -> float:
-        """Of the seeds: ``growth`` or ``spread`` of a variant at a moment."""
+        """Returns the median over seeds of ``growth`` or ``spread`` of a variant at a moment."""
         found = [t for t in self.traces() if (t.variant, t.depth) == (variant, depth)]
         return statistics.median(getattr(getattr(trace, moment), what) for trace in found)
 
     def says_of_states(self, studies: Sequence[str], form: str) -> Iterator[str]:
-        """What states do as models get deeper, for claims that read this study."""
+        """Yields a sentence on states as models get deeper, for claims that read this study."""
         if self.name in studies and (said := self.said()):
             yield f"What states do: {said}"
 
     def tables(self) -> Iterator[str]:
-        """How far states and gradients went, by variant and depth, once all is there."""
+        """Yields a table of the growth of states and the spread of gradients, once all is there."""
         if self.state.unfinished:
             return
         rows = []
@@ -348,7 +348,7 @@ class PlannedGrowth(Measurements):
         yield f"{note}\n\n{text_table(header, rows)}"
 
     def pictures(self, heading: str, red: Collection[str]) -> dict[str, Callable[[], Figure]]:
-        """By depth, and by layer, of one seed, once all is there."""
+        """Returns pictures by depth and by layer, of one seed, once all is there."""
         if self.state.unfinished:
             return {}
         traces = self.traces(seed=protocol.REPORTING[0])

@@ -1,4 +1,4 @@
-"""What TAPE's states do in the runs that report, and what is lost when updates are cut off.
+"""The use of TAPE's states in the runs that report, and the loss without their updates.
 
 A model may need what it was trained with without being the better for it. So this says what a form
 of TAPE does where it is ahead or behind, and decides nothing (research/protocol.md).
@@ -46,7 +46,7 @@ SIZES = {"examples": EXAMPLES, "looked_at": LOOKED_AT}
 
 
 def measure_updates(folder: Path) -> dict[str, Any]:
-    """What the updates of a finished run are for, in JSON types.
+    """Measures what the updates of a finished run contribute, in JSON types.
 
     Args:
       folder: of the run.
@@ -84,7 +84,7 @@ def measure_updates(folder: Path) -> dict[str, Any]:
 
 
 def without_layer(model: Transformer, variables: Any, layer: int, before: Any) -> Any:
-    """The variables of a model, with one layer as in others, from before training."""
+    """Returns the variables of a model, with those of one layer from before training."""
     blocks = next(blocks for blocks in model.blocks if layer in blocks.layers)
     block, params = blocks.name, variables["params"]
     ours, theirs = params[block], before["params"][block]
@@ -102,7 +102,7 @@ def updating(model: Transformer) -> list[int]:
 
 
 def finite(summary: Mapping[str, float]) -> dict[str, float]:
-    """Those scores that are numbers."""
+    """Returns the scores that are finite."""
     return {key: x for key, x in summary.items() if math.isfinite(x)}
 
 
@@ -115,7 +115,7 @@ def _loss(trained: Trained, variables: Any, *, batch: Batch) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class StateUse:
-    """What states do in the reporting runs of other studies.
+    """A study of states in the reporting runs of other studies.
 
     Attributes:
       name: a word, fit for a folder.
@@ -135,7 +135,7 @@ class StateUse:
 
 
 class Cut(NamedTuple):
-    """What a run does without updates, a number a seed.
+    """The measurements of a form's runs with and without updates, a number a seed.
 
     Attributes:
       moved: by layer, how far the states that enter it are from their start, over its norm.
@@ -151,7 +151,7 @@ class Cut(NamedTuple):
 
     @property
     def last(self) -> str:
-        """How far those that enter the last layer are, in per cent."""
+        """The distance from their start of the states entering the last layer, in per cent."""
         return str(estimate((100 * self.moved[:, -1]).tolist()))
 
 
@@ -170,7 +170,7 @@ class PlannedStates(Measurements):
         ]
 
     def jobs(self, study: str, form: str) -> list[Job]:
-        """The runs that are looked into: that report, and did not diverge; none before a rate."""
+        """Returns the reporting runs, less those that diverged; none before their rate is known."""
         trainings = self.of[study]
         reports = trainings.reports(form, trainings.design.scores[0]) or []
         records = [trainings.record(job) for job in reports]
@@ -187,7 +187,7 @@ class PlannedStates(Measurements):
 
     @property
     def _looks(self) -> list[tuple[PlannedTrainings, Item, Job]]:
-        """What is measured, as far as it is known, with the runs that are looked into."""
+        """The measurements, as far as they are known, with the runs that are looked into."""
         return [
             (self.of[study], self._item(study, job), job)
             for study, form in self.pairs
@@ -196,12 +196,12 @@ class PlannedStates(Measurements):
 
     @property
     def items(self) -> Sequence[Item]:
-        """What is measured, as far as it is known."""
+        """The measurements, as far as they are known."""
         return [item for _, item, _ in self._looks]
 
     @property
     def state(self) -> State:
-        """How far it is."""
+        """The progress of the study."""
         known, unknown = super().state, []
         for study, form in self.pairs:
             trainings = self.of[study]
@@ -211,7 +211,7 @@ class PlannedStates(Measurements):
 
     @property
     def hours(self) -> float:
-        """Of one idle core that what is missing takes at most: runs of before are trained again."""
+        """The hours of one idle core still needed at most: runs not at hand are trained again."""
         again = [
             one.minutes(job)
             for one, item, job in self._looks
@@ -239,7 +239,7 @@ class PlannedStates(Measurements):
             self.make([item for item, _ in here], finished)
 
     def measure(self, item: Item) -> dict[str, Any]:
-        """How far the states of a run move, and what it does without updates."""
+        """Measures how far the states of a run move, and its scores with and without updates."""
         folder = next(job.folder for _, one, job in self._looks if one.name == item.name)
         saved = evaluations.saved(folder)
         assert saved is not None
@@ -255,7 +255,7 @@ class PlannedStates(Measurements):
             dict(record.found[name])
 
     def cut(self, study: str, form: str, key: str | None = None) -> Cut | None:
-        """What was measured of a form in a study; None unless it is complete, with two seeds.
+        """Returns the measurements of a form in a study; None unless complete, with two seeds.
 
         Args:
           study: its name.
@@ -281,17 +281,17 @@ class PlannedStates(Measurements):
             yield text_table(COLUMNS, rows)
 
     def pictures(self, heading: str, red: Collection[str]) -> dict[str, Callable[[], Figure]]:
-        """How far states move and what their updates are for."""
+        """Returns a picture of how far states move and what their updates are for."""
         return {f"{self.name}.png": functools.partial(states_figure, self)} if self.rows() else {}
 
     def says_of_states(self, studies: Sequence[str], form: str) -> Iterator[str]:
-        """What a form does in each of the studies that are looked into."""
+        """Yields a sentence on a form for each of the studies that are looked into."""
         for study in studies:
             if (study, form) in self.pairs and (said := self.said(study, form)):
                 yield f"What `{form}` does: {said}"
 
     def says_of_layers(self, study: str, form: str) -> str | None:
-        """What the loss rises by without the update of each layer."""
+        """Returns a sentence on the loss without each layer's update; None before it is known."""
         if (cut := self.cut(study, form)) is None:
             return None
         lost = cut.lost.mean(0)
@@ -320,7 +320,7 @@ class PlannedStates(Measurements):
         return rows
 
     def said(self, study: str, form: str) -> str | None:
-        """What a form does in a study, in a sentence; None before it is measured."""
+        """Returns a sentence on a form's states in a study; None before it is measured."""
         trainings = self.of[study]
         keys, changes = trainings.design.scores, []
         cuts = [self.cut(study, form, key) for key in keys]
@@ -352,7 +352,7 @@ class PlannedStates(Measurements):
 
 
 def states_figure(study: PlannedStates) -> Figure:
-    """How far states move and what their updates are for, by layer, every seed a dot.
+    """Draws how far states move and what their updates are for, by layer, every seed a dot.
 
     Two panels, one above the other, for each study that is measured, a few studies side by side.
     """

@@ -1,4 +1,4 @@
-"""Studies: sets of like runs. How far they are, and how measurements are made one by one.
+"""Studies, which are sets of like runs, and measurements, which are made one by one.
 
 A study knows its runs before any is made. The record of each is written the moment it ends, so that
 a study can be stopped anywhere and continued, here or on another machine.
@@ -40,7 +40,7 @@ class Base(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where the suite is run, and at which scale.
+    """The folders and the scale with which the suite is run.
 
     Attributes:
       store: of the results.
@@ -56,22 +56,22 @@ class Place(NamedTuple):
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """What the scale adds to the command line of every run."""
+        """The options that the scale adds to the command line of every run."""
         return (f"--config.scale={self.scale}",) if self.apart else ()
 
     @property
     def apart(self) -> str:
-        """What its files and folders are called after, where the scale is not the default."""
+        """The suffix of its files and folders; empty for the default scale."""
         return apart(self.scale)
 
 
 def apart(scale: str) -> str:
-    """What files and folders of a scale are called after; nothing for the default."""
+    """Returns the suffix of a scale's files and folders; empty for the default scale."""
     return "" if scale == experiment.THIS_SCALE else f"-{scale}"
 
 
 class State(NamedTuple):
-    """How far a study is.
+    """The progress of a study.
 
     Attributes:
       total: runs in all, as far as they are known.
@@ -105,7 +105,7 @@ class Study(abc.ABC):
     @property
     @abc.abstractmethod
     def state(self) -> State:
-        """How far it is."""
+        """The progress of the study."""
 
     @property
     @abc.abstractmethod
@@ -115,7 +115,7 @@ class Study(abc.ABC):
     @property
     @abc.abstractmethod
     def hours(self) -> float:
-        """Of one idle core that what is missing is expected to take."""
+        """The hours of one idle core that the missing runs are expected to take."""
 
     @abc.abstractmethod
     def run(self, finished: Finished, *, quick: bool = False) -> None:
@@ -134,7 +134,7 @@ class Study(abc.ABC):
         """Raises ValueError, TypeError or KeyError if what came out of a run cannot be read."""
 
     def tables(self) -> Iterator[str]:
-        """What came out, in paragraphs of Markdown."""
+        """Yields the results, in paragraphs of Markdown."""
         yield from ()
 
     def pictures(self, heading: str, red: Collection[str]) -> dict[str, Callable[[], Figure]]:
@@ -160,7 +160,7 @@ class Study(abc.ABC):
         return None if record is None or self._complaint(record) else record
 
     def remarks(self) -> Iterator[str]:
-        """What of the study's file is left out, and why."""
+        """Yields a line for each part of the study's file that is left out, with the reason."""
         store = self.place.store
         for problem in store.problems(self.name):
             yield f"left out: {problem}"
@@ -178,7 +178,7 @@ class Study(abc.ABC):
 
     @functools.cached_property
     def _complaint(self) -> Callable[[Record], str | None]:
-        """Why what came out of a run cannot be read; None if it can."""
+        """A function that returns why a record cannot be read; None if it can."""
 
         @functools.cache
         def complaint(record: Record) -> str | None:
@@ -210,11 +210,11 @@ class Measurements(Study):
 
     @abc.abstractmethod
     def measure(self, item: Item) -> dict[str, Any]:
-        """One measurement, in JSON types."""
+        """Makes one measurement, in JSON types."""
 
     @property
     def state(self) -> State:
-        """How far it is."""
+        """The progress of the study."""
         records = {item.name: self.recorded(item) for item in self.items}
         return State(
             total=len(records),
@@ -224,7 +224,7 @@ class Measurements(Study):
 
     @property
     def hours(self) -> float:
-        """Of one idle core that what is missing is expected to take."""
+        """The hours of one idle core that the missing runs are expected to take."""
         return len(self.state.unfinished) * self.minutes / 60
 
     def run(self, finished: Finished, *, quick: bool = False) -> None:
@@ -232,7 +232,7 @@ class Measurements(Study):
         self.make(self.items[: self.quick] if quick else self.items, finished)
 
     def make(self, items: Sequence[Item], finished: Finished) -> None:
-        """Makes those of some measurements that have no record."""
+        """Makes the measurements among ``items`` that have no record."""
         missing = [item for item in items if not self.recorded(item)]
         if not missing:
             return

@@ -117,7 +117,7 @@ class Suite(NamedTuple):
 
     @property
     def names(self) -> dict[str, str]:
-        """What its studies compare, and what that is."""
+        """The names of the forms and rivals that its studies compare, with descriptions."""
         found = {
             name
             for design in self.designs
@@ -127,14 +127,14 @@ class Suite(NamedTuple):
 
     @property
     def asked(self) -> dict[str, str]:
-        """By the names of claims what they ask; of several studies, how."""
+        """The titles of its claims by name; of claims with several studies, with the test."""
         return {
             claim.name: claim.title + (f". {claim.test}" if len(claim.studies) > 1 else "")
             for claim in self.claims
         }
 
     def headed(self, study: str) -> str:
-        """What pictures of a study are called: as the claim that is judged by it alone, if any."""
+        """Returns a heading for a study's pictures: the claim that it alone tests, or its name."""
         alone = [
             f"{self.subject.capitalize()} {number}: {claim.title}"
             for number, claim in enumerate(self.claims, 1)

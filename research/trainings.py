@@ -117,7 +117,7 @@ class PlannedTrainings(Study):
 
     @functools.cached_property
     def task(self) -> Task:
-        """What the rivals are trained on."""
+        """The task that the rivals are trained on."""
         return self._made_once(next(iter(self.design.rivals)))[0].task
 
     @property
@@ -126,12 +126,12 @@ class PlannedTrainings(Study):
 
     @property
     def scores(self) -> list[Score]:
-        """Those that claims read."""
+        """The scores that claims read."""
         return [self._known_scores[key] for key in self.design.scores]
 
     @property
     def shown(self) -> list[Score]:
-        """Those, and the others that are shown."""
+        """The scores that claims read, and the others that are shown."""
         return self.scores + [self._known_scores[key] for key in self.design.shown]
 
     def score(self, key: str) -> Score:
@@ -140,7 +140,7 @@ class PlannedTrainings(Study):
 
     @property
     def budget(self) -> Budget | None:
-        """How long the rivals are trained; None while the curve for it is not complete."""
+        """The budget of steps for every rival; None while the curve for it is not complete."""
         if self._budget is None:
             curve, values = self.design.curve, self.curve()
             if curve is None:
@@ -229,7 +229,7 @@ class PlannedTrainings(Study):
         return {record.seed: self.value(record, score) for record in records if record}
 
     def missing(self, rival: str, key: str) -> str | None:
-        """What of a rival is missing for a score, in words; None if nothing is."""
+        """Returns a phrase that names what a rival lacks for a score; None if it lacks nothing."""
         if self.budget is None:
             return "the budget is not chosen yet"
         jobs, step = self.walk(rival, key)
@@ -283,12 +283,12 @@ class PlannedTrainings(Study):
         return score.factor * found
 
     def _worst(self, score: Score) -> float:
-        """Nothing right, or a guess among all tokens."""
+        """Returns the worst value of a score: nothing right, or a guess among all tokens."""
         return 0.0 if score.higher_is_better else float(self.task.vocab_size)
 
     @staticmethod
     def comparable(value: float, score: Score) -> float:
-        """The higher the better; perplexities by their logarithms."""
+        """Returns a value of which more is better: perplexities become minus their logarithms."""
         return value if score.higher_is_better else -math.log(value)
 
     @property
@@ -308,7 +308,7 @@ class PlannedTrainings(Study):
 
     @property
     def state(self) -> State:
-        """How far it is."""
+        """The progress of the study."""
         records = {job: self.record(job) for job in self.jobs}
         unknown: list[str] = []
         choosing, reporting = len(self.procedure.choosing), len(self.procedure.reporting)
@@ -325,7 +325,7 @@ class PlannedTrainings(Study):
 
     @property
     def hours(self) -> float:
-        """Of one idle core that what is missing is expected to take."""
+        """The hours of one idle core that the missing runs are expected to take."""
         design = self.design
         known = sum(self.minutes(job) for job in self.jobs if not self.record(job))
         runs = 0.0
@@ -342,7 +342,7 @@ class PlannedTrainings(Study):
         return (known + runs * design.minutes) / 60
 
     def minutes(self, job: Job) -> float:
-        """Of one idle core that a run is expected to take."""
+        """Returns the minutes of one idle core that a run is expected to take."""
         once = self._made_once(job.name)[0].train.steps
         return self.design.minutes * job.experiment.train.steps / once
 
@@ -364,7 +364,7 @@ class PlannedTrainings(Study):
     )
 
     def pictures(self, heading: str, red: Collection[str]) -> dict[str, Callable[[], Figure]]:
-        """Every seed of the rivals that are complete, by the scores that claims read."""
+        """Returns a picture of every seed of complete rivals, by the scores that claims read."""
         found: dict[str, dict[str, Mapping[int, float]]] = {}
         for rival, key in itertools.product(self.design.rivals, self.design.scores):
             if (values := self.values(rival, key)) is not None:
@@ -375,7 +375,7 @@ class PlannedTrainings(Study):
         return {f"{self.name}.png": functools.partial(dots, heading, found, scores, red=red)}
 
     def tables(self) -> Iterator[str]:
-        """How the budget was chosen, and a table for each score that claims read."""
+        """Yields how the budget was chosen, and a table for each score that claims read."""
         if self.design.base and (base := self.item(self.jobs[0]).base):
             yield (
                 f"1x is {self.task.sequence_length} bytes; the models that are tuned were trained "
@@ -386,21 +386,21 @@ class PlannedTrainings(Study):
             yield self._of_score(key)
 
     def label(self, score: Score) -> str:
-        """What a score is; of models that are tuned, also how long 1x is."""
+        """Returns the label of a score; of models that are tuned, with the bytes of 1x."""
         label = f"exact match {score.label}" if score.key in (BEYOND, INSIDE) else score.label
         if self.design.base is None:
             return label
         return label.replace(" 1x", f" 1x ({self.task.sequence_length} bytes)")
 
     def learned(self) -> dict[str, float]:
-        """What rivals have at the trained lengths at the rate that the score beyond them chose."""
+        """Returns mean scores at the trained lengths by rival, at the rates chosen beyond them."""
         if INSIDE not in self.design.shown:
             return {}
         found = {r: self.values(r, self.design.scores[0], INSIDE) for r in self.design.rivals}
         return {r: statistics.mean(values.values()) for r, values in found.items() if values}
 
     def _of_the_curve(self) -> str:
-        """How the budget was chosen."""
+        """Returns the paragraph on how the budget was chosen."""
         curve = self.design.curve
         if curve is None or not any(self.curve().values()):
             return ""
@@ -420,7 +420,7 @@ class PlannedTrainings(Study):
         return f"{said} In validation, {label}:\n\n{text_table(['', *steps], rows)}"
 
     def _of_score(self, key: str) -> str:
-        """What came out with the rates that one score chose: means and intervals over seeds."""
+        """Returns the table for the rates that one score chose: means and intervals over seeds."""
         first = key == self.design.scores[0]
         shown = [self.score(key), *(s for s in self.shown if first and s.key != key)]
         rows, lacking = [], []
@@ -444,7 +444,7 @@ class PlannedTrainings(Study):
         )
 
     def _not_learned(self) -> str:
-        """Who has not learned the trained lengths."""
+        """Returns a note on the rivals that have not learned the trained lengths."""
         below = [f"{r} {mean:.1f}" for r, mean in self.learned().items() if mean < LEARNED]
         if not below:
             return ""
@@ -478,7 +478,7 @@ class PlannedTrainings(Study):
         return self.recorded(self.item(job))
 
     def item(self, job: Job) -> Item:
-        """What is kept of a run, before it is made."""
+        """Returns the item of a run, before the run is made."""
         e = job.experiment
         asked = "validation" if self.validates(job) else "test"
         base = None if self.design.base is None else self._base_once(e.seed).experiment
@@ -486,7 +486,7 @@ class PlannedTrainings(Study):
         return Item(self.name, job.folder.name, job.name, portable(e), base, described)
 
     def validates(self, job: Job) -> bool:
-        """Whether a run is asked what no test asks, for it chooses a rate or a budget."""
+        """Returns whether a run is asked what no test asks, for it chooses a rate or a budget."""
         return job.experiment.seed in self.procedure.choosing
 
     def check(self, record: Record) -> None:
@@ -549,7 +549,7 @@ class PlannedTrainings(Study):
         )
 
     def _train(self, jobs: Sequence[Job], finished: Finished) -> bool:
-        """Makes those runs that have no record; whether there were any."""
+        """Makes the runs that have no record; returns whether there were any."""
         missing = [job for job in dict.fromkeys(jobs) if not self.record(job)]
         if not missing:
             return False
@@ -596,7 +596,7 @@ def _silent(line: str) -> None:
 
 
 def kept(ended: Ended, *, validated: bool) -> dict[str, Any]:
-    """What is kept of a training, which was validated, or evaluated by the test."""
+    """Returns what a record keeps of a training, which was validated, or evaluated by the test."""
     folder = ended.job.folder
     lines = metrics.read(folder / "metrics.jsonl")
     every = max(1, -(-len(lines) // MOST_LOSSES))
@@ -615,7 +615,7 @@ def kept(ended: Ended, *, validated: bool) -> dict[str, Any]:
 
 
 def takes(e: Experiment, key: str) -> bool:
-    """Whether a model takes the length of a score.
+    """Returns whether a model takes the length of a score.
 
     Lengths beyond the trained one, of which a key says no more, begin before its double.
     """

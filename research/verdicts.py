@@ -1,4 +1,4 @@
-"""How results become verdicts (research/protocol.md): intervals, never means, meet a limit."""
+"""Verdicts from results (research/protocol.md): intervals, never means, meet a limit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEADER = ("", "against", "by", "better by", "95 % interval", "p", "would have se
 
 
 class Kind(enum.Enum):
-    """What the results say of a claim, the one that counts most first."""
+    """The kinds of verdict on a claim, the one that counts most first."""
 
     UNFINISHED = "unfinished"
     CONTRADICTED = "contradicted"
@@ -26,7 +26,7 @@ class Kind(enum.Enum):
 
 
 class Verdict(NamedTuple):
-    """What the results say of a claim.
+    """The verdict on a claim.
 
     Attributes:
       kind: in a word.
@@ -44,7 +44,7 @@ Comparison = tuple[PlannedTrainings, str, str]
 
 
 class Compared(NamedTuple):
-    """How one rival stands to another.
+    """The comparison of one rival with another.
 
     Attributes:
       difference: by how much it is better.
@@ -58,22 +58,22 @@ class Compared(NamedTuple):
 
     @property
     def better(self) -> bool:
-        """Whether it is clearly better."""
+        """True if the rival is clearly better."""
         return self.p < LEVEL and self.difference.mean > 0
 
     @property
     def worse(self) -> bool:
-        """Whether it is clearly worse."""
+        """True if the rival is clearly worse."""
         return self.p < LEVEL and self.difference.mean < 0
 
     @property
     def word(self) -> str:
-        """Which of these."""
+        """The word for the comparison: better, worse or not told."""
         return "better" if self.better else "worse" if self.worse else "not told"
 
 
 def family(differences: Mapping[str, Estimate], size: int = 0) -> dict[str, Compared]:
-    """Differences that are tested together.
+    """Returns the comparisons by differences that are tested together.
 
     Args:
       differences: those that are known.
@@ -91,7 +91,7 @@ def family(differences: Mapping[str, Estimate], size: int = 0) -> dict[str, Comp
 def best_of(
     own: Mapping[int, float], rivals: Mapping[str, Mapping[int, float]], *, name: str, score: str
 ) -> Verdict:
-    """Whether something is better than all rivals: values by seed, the higher the better.
+    """Judges whether something is better than all rivals: values by seed, the higher the better.
 
     Args:
       own: its values.
@@ -122,7 +122,7 @@ def row(name: str, rival: str, score: str, one: Compared) -> list[str]:
 
 
 def shown_as(score: str):
-    """How differences of a score are written: points, or for logarithms a share in per cent."""
+    """Returns a function that writes a score's differences: in points, for logarithms in %."""
     if "perplexity" in score or "growth" in score:
         return lambda x: f"{100 * math.expm1(x):+.1f} %" if abs(x) < 5 else f"x {math.exp(x):.3g}"
     return lambda x: f"{x:+.2f}"
@@ -131,12 +131,12 @@ def shown_as(score: str):
 def wins(
     study: PlannedTrainings, key: str, rivals: Sequence[str], *, name: str = "tape"
 ) -> Verdict:
-    """Whether one rival of a study is better than each of others by a score."""
+    """Judges whether one rival of a study is better than each of others by a score."""
     return together(name, [[(study, key, rival) for rival in rivals]])
 
 
 def together(form: str, groups: Sequence[Sequence[Comparison]]) -> Verdict:
-    """Whether a form leads in one group of comparisons at least, and trails in none: one family.
+    """Judges whether a form leads in some group of comparisons and trails in none: one family.
 
     Args:
       form: what is judged.
@@ -154,7 +154,7 @@ def together(form: str, groups: Sequence[Sequence[Comparison]]) -> Verdict:
 
 
 def missing(form: str, asked: Iterable[Comparison]) -> tuple[str, ...]:
-    """What comparisons of a form lack, in words."""
+    """Returns what comparisons of a form lack, a phrase each."""
     found = (
         (study, study.missing(name, key)) for study, key, rival in asked for name in (form, rival)
     )
@@ -162,7 +162,7 @@ def missing(form: str, asked: Iterable[Comparison]) -> tuple[str, ...]:
 
 
 def differences(form: str, asked: Iterable[Comparison]) -> dict[str, Estimate]:
-    """By how much a form is better in comparisons that lack nothing."""
+    """Returns the differences in a form's favour by comparison, none of which may lack a run."""
     found = {}
     for study, key, rival in asked:
         score = study.score(key)
@@ -172,13 +172,13 @@ def differences(form: str, asked: Iterable[Comparison]) -> dict[str, Estimate]:
 
 
 def _name(one: Comparison) -> str:
-    """What a comparison is called."""
+    """Returns the name of a comparison."""
     study, key, rival = one
     return f"{study.name} {key} {rival}"
 
 
 def leads(found: Mapping[str, Compared], groups: Iterable[Iterable[str]]) -> Kind:
-    """Whether something is better in all of one group at least, and worse nowhere."""
+    """Returns the kind of verdict on being better in all of some group, and worse nowhere."""
     if any(one.worse for one in found.values()):
         return Kind.CONTRADICTED
     led = any(all(found[name].better for name in group) for group in groups)
@@ -195,7 +195,7 @@ def comparable(study: PlannedTrainings, rival: str, key: str, score: Score) -> d
 def keeps(
     study: PlannedTrainings, short: str, long: str, *, name: str = "tape", loss: float
 ) -> Verdict:
-    """Whether a rival loses at most so much from one score to another, in the same runs.
+    """Judges whether a rival loses at most so much from one score to another, in the same runs.
 
     Args:
       study: of the rival.
@@ -216,7 +216,7 @@ def keeps(
 def limited(
     found: Estimate, least: float, *, name: str, against: str, score: str, multiple: bool = False
 ) -> Verdict:
-    """Whether an estimate is at least so much: all of its interval.
+    """Judges whether an estimate is at least so much: all of its interval.
 
     Args:
       found: the estimate.
@@ -245,7 +245,7 @@ def limited(
 
 
 def every(*parts: Verdict) -> Verdict:
-    """All of them must be confirmed; what speaks against counts more than what is not told."""
+    """Joins the verdicts on parts of a claim; the kind that counts most is that of the whole."""
     kind = min((part.kind for part in parts), key=list(Kind).index)
     rows = [cells for part in parts for cells in part.rows]
     return Verdict(kind, rows, tuple(dict.fromkeys(x for part in parts for x in part.missing)))

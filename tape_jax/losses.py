@@ -113,7 +113,7 @@ def cross_entropy(
 
 @typed
 def added_by_routers(sown: Any, experts: Experts) -> tuple[Array, dict[str, Array]]:
-    """What the routers of a mixture of experts add to the loss of a training step.
+    """Returns the loss that the routers of a mixture of experts add to that of a training step.
 
     Args:
       sown: the variables that ``model.apply(..., mutable=["losses"])`` returns beside its output.
@@ -141,7 +141,7 @@ def added_by_routers(sown: Any, experts: Experts) -> tuple[Array, dict[str, Arra
 
 @typed
 def added_by_encoding(model: Transformer, params: Any, progress: Array | float) -> Array | None:
-    """What the position encoding adds to the loss of a training step, whatever the batch.
+    """Returns the term that the encoding adds to the loss of a training step, whatever the batch.
 
     Args:
       model: whose parameters they are.

@@ -1,4 +1,4 @@
-"""Where arrays live: logical axes, rules that send them to the axes of a mesh, and meshes.
+"""Sharding: logical axes, rules that send them to the axes of a mesh, and meshes.
 
 The model names the axes of its parameters and activations; ordered rules, plain data that a config
 can hold, say which of them are split over which axes of a mesh of devices:

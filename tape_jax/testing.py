@@ -434,7 +434,7 @@ def _named(prefix: str, tree: Tree) -> dict[str, Array]:
 
 
 def _specs(what: str, specs: Tree, tree: Tree) -> list[Any]:
-    """For every array of ``tree`` its entry in the tree prefix ``specs``."""
+    """Return for every array of ``tree`` its entry in the tree prefix ``specs``."""
     flat: list[Any] = []
 
     def repeat(spec: Any, part: Tree) -> None:
@@ -542,7 +542,7 @@ def _real_parts(x: Array) -> list[Array]:
 
 
 def _before(cut: Any, axis: int, x: Any) -> Any:
-    """Whether entries lie before ``cut`` along an axis of ``x``; broadcasts to ``x``."""
+    """Return whether entries lie before ``cut`` along an axis of ``x``; broadcasts to ``x``."""
     shape = [1] * x.ndim
     shape[axis] = -1
     return (np.arange(x.shape[axis]) < cut).reshape(shape)

@@ -58,7 +58,7 @@ def not_negative(what: str, value: Any) -> None:
 
 
 def _is_integer(value: Any, least: int) -> bool:
-    """Whether it is an integer of Python or numpy, no truth value, and not below ``least``."""
+    """Returns whether ``value`` is an int of Python or numpy, not bool, and at least ``least``."""
     integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     return integer and value >= least
 

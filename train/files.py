@@ -48,7 +48,7 @@ def json_object(line: bytes) -> dict[str, Any] | None:
 
 
 def cache_folder() -> Path:
-    """``TAPE_JAX_CACHE``, else ``tape-jax`` in the user's cache folder.
+    """Returns ``TAPE_JAX_CACHE``, else ``tape-jax`` in the user's cache folder.
 
     That is ``XDG_CACHE_HOME``, else ``~/.cache``.
 

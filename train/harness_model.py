@@ -116,12 +116,12 @@ class TapeJax(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that has no context."""
+        """The token before a text without context: that of a text's start, else that of its end."""
         return self.eot_token_id if self.codec.bos is None else self.codec.bos
 
     @property
     def tokenizer_name(self) -> str:
-        """For the harness's cache of requests."""
+        """The name under which the harness caches requests."""
         return f"tape_jax-{self.codec.fingerprint[:16]}"
 
     def tok_encode(
@@ -247,7 +247,7 @@ class TapeJax(TemplateLM):
         return self._continuer.run(prompts, new, widths)
 
     def _text(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """Text without special tokens."""
+        """Decodes tokens, and leaves special ones out."""
         special = set(self.codec.specials.values())
         return self.codec.decode([i for i in map(int, tokens) if i not in special])
 

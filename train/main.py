@@ -119,7 +119,7 @@ def _peer_lost(error: Exception) -> int | None:
 
 
 def _too_large(error: Exception) -> str:
-    """What is the matter where memory, or the bits of an integer, do not suffice."""
+    """Returns the message for an error of too little memory, or of a number that is too large."""
     return (
         "what is asked for does not fit into this machine: give fewer or smaller numbers "
         f"({type(error).__name__}: {_first_line(error)}); --debug shows where"
@@ -134,7 +134,7 @@ def _report(error: Exception | str, debug: bool) -> None:
 
 
 def without_environment(error: ModuleNotFoundError) -> str:
-    """What to do where a module is missing, in one line."""
+    """Returns advice, in one line, for a module that is missing."""
     made = ".venv/.ready"
     if not Path(made).exists():
         advice = f"`make {made}` sets up an environment that has it; then call .venv/bin/python"

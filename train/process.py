@@ -1,4 +1,4 @@
-"""What a process keeps: freed memory, and programs that are compiled once for all commands."""
+"""Settings by which a process keeps freed memory, and compiled programs for all commands."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Estimate(NamedTuple):
 
     @property
     def is_clear(self) -> bool:
-        """Whether the interval leaves out zero."""
+        """True if the interval leaves out zero."""
         return self.low > 0 or self.high < 0
 
     def smallest(self, tests: int = 1) -> float:
@@ -72,7 +72,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def difference(first: Mapping[int, float], second: Mapping[int, float]) -> Estimate:
-    """By how much the first exceeds the second, from their values by seed.
+    """Estimates by how much the first exceeds the second, from their values by seed.
 
     Raises:
       ValueError: the seeds differ.

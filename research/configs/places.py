@@ -1,4 +1,4 @@
-r"""Where a place must be found by content: tasks of addressing at one size, for every encoding.
+r"""Tasks in which a place must be found by content, at one size for every encoding.
 
 Each is trained on short texts and asked about texts of up to twice the length; the texts of
 train/tasks say what an encoding would need for it.

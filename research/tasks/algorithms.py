@@ -40,7 +40,7 @@ _TOKENS = np.array([*range(_ZERO, _ZERO + NOTHING), VOCABULARY.PAD], np.uint8)
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What is to be made of a word.
+    """A problem that asks for a function of a word.
 
     Attributes:
       task: what is asked, for reports.
@@ -103,7 +103,7 @@ PROBLEMS: dict[str, Problem] = {
 
 @dataclasses.dataclass(frozen=True)
 class AlgorithmEvaluation(Options):
-    """How a problem is judged.
+    """The options for evaluating a problem.
 
     Attributes:
       longest: the greatest length asked for; None: twice the trained one.
@@ -116,7 +116,7 @@ class AlgorithmEvaluation(Options):
 
     @property
     def samples(self) -> int:
-        """Questions of each cell."""
+        """The number of questions of each cell."""
         return self.samples_per_length
 
 
@@ -143,16 +143,16 @@ class Algorithm(DigitQuestions):
 
     @property
     def definition(self) -> Problem:
-        """What is asked."""
+        """The problem called ``problem``, one of ``PROBLEMS``."""
         return PROBLEMS[self.problem]
 
     @property
     def trained_length(self) -> int:
-        """n."""
+        """The greatest trained length, n."""
         return self.max_length
 
     def lowest(self, length: int) -> np.ndarray:
-        """int [P]: the least symbol at each place of a word."""
+        """Returns the least symbol at each place of a word: int [P]."""
         if not self.definition.operator:
             return np.zeros(length, np.int64)
         return np.array([*[0] * (length - 1), int(length > 1), 0])
@@ -164,7 +164,7 @@ class Algorithm(DigitQuestions):
         return self.write(words, 3 * sum(lengths) + 8)[2].item()
 
     def number(self, *lengths: Any) -> np.ndarray:
-        """How many words of a length there are, as float64."""
+        """Returns the number of words of a length, as float64."""
         (length,) = lengths
         # Beyond 100 symbols the exact count matters to nobody, and float64 ends at 308.
         words = np.power(float(self.definition.symbols), np.minimum(length, 100))
@@ -185,7 +185,7 @@ class Algorithm(DigitQuestions):
         return Questions(symbols, lengths)
 
     def hashed(self, questions: Questions) -> np.ndarray:
-        """The whole word."""
+        """Returns the symbols of whole words, counted from one."""
         # Zeros count too: a word is not the same as a longer one.
         return questions.symbols + 1
 
@@ -230,7 +230,7 @@ class Algorithm(DigitQuestions):
 
     @property
     def wording(self) -> Wording:
-        """What tables and figures call the words."""
+        """The terms for the words in tables and figures."""
         return Wording(
             title=f"{self.problem.replace('_', ' ').capitalize()}: exact match by length",
             rows="",
@@ -247,7 +247,7 @@ class Algorithm(DigitQuestions):
         return f"{self.problem.replace('_', ' ').capitalize()} beyond the trained length"
 
     def introduction(self, grid: Grid) -> str:
-        """What a report says of training and evaluation."""
+        """Returns the paragraph of a report on training and evaluation."""
         guess = self.definition.answers
         chance = f" A guess is right in {100 / guess:.0f} % of cases." if guess else ""
         return (

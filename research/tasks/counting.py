@@ -72,12 +72,12 @@ class Counting(PlaceTask):
 
     @property
     def trained(self) -> tuple[range, range]:
-        """Increments, and instructions."""
+        """The trained numbers of increments, and of instructions."""
         return range(1, len(VALUES)), range(self.shortest, self.longest + 1)
 
     @functools.cached_property
     def alphabets(self) -> dict[str, Sequence[str]]:
-        """Setting to zero, increments, the pass, reads, values."""
+        """The tokens by kind: setting to zero, increments, the pass, reads, values."""
         names = VARIABLES[: self.variables]
         kinds = {"s": "=0", "i": "+", "p": ".", "r": "?"}
         made = {kind: [name + sign for name in names] for kind, sign in kinds.items()}
@@ -85,7 +85,7 @@ class Counting(PlaceTask):
 
     @property
     def form(self) -> str:
-        """What a question looks like."""
+        """The form of a question, for errors."""
         names = ", ".join(VARIABLES[: self.variables])
         return (
             f"instructions about {names} such as 'x=0 x+ . x?', of which the last is a read of a "
@@ -93,7 +93,7 @@ class Counting(PlaceTask):
         )
 
     def widest(self, column: int, row: int | None = None) -> int:
-        """Tokens of a text."""
+        """Returns the number of tokens of a text."""
         return column
 
     def texts(
@@ -145,7 +145,7 @@ class Counting(PlaceTask):
         return Texts(tokens, places, answers, tokens_before(tokens, places))
 
     def parse(self, tokens: np.ndarray) -> tuple[int, int, int]:
-        """Increments since the variable was set, instructions and answer of a question."""
+        """Returns increments since the variable was set, instructions and a question's answer."""
         self.parts("[sipr]*r", tokens)
         *words, asked = self.decode(tokens).split()
         name, text = asked[0], " ".join(words)
@@ -155,12 +155,12 @@ class Counting(PlaceTask):
         return count, len(words) + 1, self.first["v"] + count % len(VALUES)
 
     def needs(self, *lengths: int) -> dict[str, bool]:
-        """Room for the increments, for what sets variables to zero, and for the read."""
+        """Requires room for the increments, for what sets variables to zero, and for the read."""
         increments, tokens = lengths
         least = self.variables + increments + 1
         return {f"at least {least} instructions": tokens >= least}
 
     @property
     def guess(self) -> int:
-        """Among all values."""
+        """The number of answers that a guess is among: all values."""
         return len(VALUES)

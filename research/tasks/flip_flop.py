@@ -61,21 +61,21 @@ class FlipFlop(PlaceTask):
 
     @property
     def trained(self) -> tuple[range, range]:
-        """Instructions since the last write, and all of them."""
+        """The trained numbers of instructions since the last write, and of all instructions."""
         return range(1, self.longest), range(self.shortest, self.longest + 1)
 
     @functools.cached_property
     def alphabets(self) -> dict[str, Sequence[str]]:
-        """Writes, ignored bits, the read, bits."""
+        """The tokens by kind: writes, ignored bits, the read, bits."""
         return {"w": ["w0", "w1"], "i": ["i0", "i1"], "r": ["r"], "b": ["0", "1"]}
 
     @property
     def form(self) -> str:
-        """What a question looks like."""
+        """The form of a question, for errors."""
         return "instructions w0, w1, i0, i1 and r, of which the first is a write and the last r"
 
     def widest(self, column: int, row: int | None = None) -> int:
-        """Tokens of a text."""
+        """Returns the number of tokens of a text."""
         return column
 
     def texts(
@@ -103,25 +103,25 @@ class FlipFlop(PlaceTask):
         return Texts(tokens, places, answers, tokens_before(tokens, places))
 
     def parse(self, tokens: np.ndarray) -> tuple[int, int, int]:
-        """Instructions since the last write, all of them, and answer of a question."""
+        """Returns instructions since the last write, all of them, and the answer of a question."""
         self.parts("w[wir]*r", tokens)
         names = self.decode(tokens).split()
         since, bit = next((n, name[1]) for n, name in enumerate(names[::-1]) if name[0] == "w")
         return since, len(names), self.first["b"] + int(bit)
 
     def axes(self, options: Options) -> tuple[Sequence[int], ...]:
-        """Both by powers of two, to the longest text."""
+        """Returns both axes by powers of two, to the longest text."""
         _, columns = super().axes(options)
         powers = [2**n for n in range(columns[-1].bit_length())]
         lengths = sorted({*(n for n in powers if n > self.shortest), columns[0], columns[-1]})
         return [n for n in powers if n < columns[-1]], lengths
 
     def needs(self, *lengths: int) -> dict[str, bool]:
-        """A text that is long enough for its write."""
+        """Requires a text that is long enough for its write."""
         row, column = lengths
         return {f"more than {row} instructions": column > row}
 
     @property
     def guess(self) -> int:
-        """Between two bits."""
+        """The number of answers that a guess is among: two bits."""
         return 2

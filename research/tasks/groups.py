@@ -43,7 +43,7 @@ GROUPS: dict[str, tuple[Permutation, ...]] = {
 
 @functools.cache
 def multiplication_table(name: str) -> np.ndarray:
-    """``table[a, b]``, the number of the product ``a b``: integers [order, order].
+    """Returns ``table[a, b]``, the number of the product ``a b``: integers [order, order].
 
     A product of permutations applies the right one first. Elements are numbered in the order of
     their images, which makes the identity 0.

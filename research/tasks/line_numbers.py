@@ -65,12 +65,12 @@ class LineNumbers(PlaceTask):
 
     @property
     def trained(self) -> tuple[range, range]:
-        """Numbers of the line, and of lines."""
+        """The trained numbers of the line, and of lines in a text."""
         return range(1, self.lines + 1), range(self.shortest, self.longest + 1)
 
     @functools.cached_property
     def alphabets(self) -> dict[str, Sequence[str]]:
-        """Tokens of lines, the sign at their ends, numbers of lines, places."""
+        """The tokens by kind: tokens of lines, the sign at their ends, numbers of lines, places."""
         return {
             "l": LETTERS,
             "e": [END],
@@ -80,14 +80,14 @@ class LineNumbers(PlaceTask):
 
     @property
     def form(self) -> str:
-        """What a question looks like."""
+        """The form of a question, for errors."""
         return (
             f"lines of 1 to {self.places} letters from a to z, each ended by {END}, a line from #1 "
             f"to #{self.lines} and a place from +1 to +{self.places}, such as 'x a | b | #1 +2'"
         )
 
     def widest(self, column: int, row: int | None = None) -> int:
-        """Tokens of the longest text."""
+        """Returns the number of tokens of the longest text."""
         return column * (self.places + 1) + 2 * (self.questions if row is None else 1)
 
     def texts(
@@ -114,7 +114,7 @@ class LineNumbers(PlaceTask):
         return Texts(tokens, places, answers, np.stack([line, k, answers, after], 2))
 
     def parse(self, tokens: np.ndarray) -> tuple[int, int, int]:
-        """Number of the line, number of lines and answer of a question."""
+        """Returns the number of the line, the number of lines and the answer of a question."""
         body, (line,), (k,) = self.parts(f"((?:l{{1,{self.places}}}e)+)(n)(o)", tokens)
         text = self.decode(tokens[: len(body)])
         lines = text.removesuffix(f" {END}").split(f" {END} ")
@@ -124,7 +124,7 @@ class LineNumbers(PlaceTask):
         return line + 1, len(lines), self.first["l"] + LETTERS.index(found[k])
 
     def needs(self, *lengths: int) -> dict[str, bool]:
-        """A number that is known, of a line that is there."""
+        """Requires a number that is known, of a line that is there."""
         line, lines = lengths
         least = min(line, self.lines)
         return {
@@ -134,5 +134,5 @@ class LineNumbers(PlaceTask):
 
     @property
     def guess(self) -> int:
-        """Among all letters."""
+        """The number of answers that a guess is among: all letters."""
         return len(LETTERS)

@@ -67,29 +67,29 @@ class Navigation(PlaceTask):
 
     @property
     def least(self) -> int:
-        """Moves of the shortest walk that comes back as an evaluation asks for it."""
+        """The moves of the shortest walk that comes back as an evaluation asks for it."""
         return 2 if self.undo else 4
 
     @property
     def trained(self) -> tuple[range, range]:
-        """Dimensions, and moves."""
+        """The trained numbers of dimensions, and of moves."""
         return range(1, self.dimensions + 1), range(self.shortest, self.longest + 1)
 
     @functools.cached_property
     def alphabets(self) -> dict[str, Sequence[str]]:
-        """Landmarks, moves, the question."""
+        """The tokens by kind: landmarks, moves, the question."""
         return {"l": LETTERS, "m": [*MOVES][: 2 * self.dimensions], "q": ["?"]}
 
     @property
     def form(self) -> str:
-        """What a question looks like."""
+        """The form of a question, for errors."""
         return (
             f"a landmark from a to z, then moves of {', '.join(self.alphabets['m'])}, each with "
             "the landmark of a new place or ? for a known one, and last ?, such as 'c R a L ?'"
         )
 
     def widest(self, column: int, row: int | None = None) -> int:
-        """Tokens of the longest text."""
+        """Returns the number of tokens of the longest text."""
         return 2 * column + 1
 
     def texts(
@@ -136,7 +136,7 @@ class Navigation(PlaceTask):
         return np.where(able, rng.random(able.shape), -1).argmax(1), able.any(1)
 
     def parse(self, tokens: np.ndarray) -> tuple[int, int, int]:
-        """Dimensions, moves and answer of a question."""
+        """Returns the dimensions, the moves and the answer of a question."""
         self.parts("l(?:m[lq])*mq", tokens)
         start, *rest = self.decode(tokens).split()
         place, known, text = 0, {0: start}, self.decode(tokens)
@@ -152,11 +152,11 @@ class Navigation(PlaceTask):
 
     @property
     def most(self) -> int:
-        """What places are numbered for."""
+        """The greatest number of moves for which places have numbers of their own."""
         return WIDE // 2 - 1
 
     def needs(self, *lengths: int) -> dict[str, bool]:
-        """A walk in the dimensions that there are, which can come back, and not from far away."""
+        """Requires a walk in known dimensions that can come back, and not from too far away."""
         dimensions, moves = lengths
         return {
             f"at most {self.dimensions} dimensions": dimensions <= self.dimensions,
@@ -166,10 +166,10 @@ class Navigation(PlaceTask):
 
     @property
     def guess(self) -> int:
-        """Among all letters."""
+        """The number of answers that a guess is among: all letters."""
         return len(LETTERS)
 
 
 def _visited(moves: np.ndarray) -> np.ndarray:
-    """The numbers of the places of walks: of moves [B, S], int32 [B, S + 1]."""
+    """Returns the numbers of the places that walks visit: of moves [B, S], int32 [B, S + 1]."""
     return np.pad(STEPS[moves].cumsum(1, dtype=np.int32), ((0, 0), (1, 0)))

@@ -62,26 +62,26 @@ class Recall(PlaceTask):
 
     @property
     def trained(self) -> tuple[range, range]:
-        """Pairs from the key on, and pairs."""
+        """The trained numbers of pairs from the key on, and of all pairs."""
         return range(1, self.longest + 1), range(self.shortest, self.longest + 1)
 
     @functools.cached_property
     def alphabets(self) -> dict[str, Sequence[str]]:
-        """Keys, values, keys that are asked about."""
+        """The tokens by kind: keys, values, keys that are asked about."""
         letters = LETTERS[: self.symbols]
         values = [str(value) for value in range(self.symbols)]
         return {"k": letters, "v": values, "q": [f"{name}?" for name in letters]}
 
     @property
     def form(self) -> str:
-        """What a question looks like."""
+        """The form of a question, for errors."""
         return (
             f"pairs of a letter from a to {LETTERS[self.symbols - 1]} and a number from 0 to "
             f"{self.symbols - 1}, and one of the letters, such as 'c 3 a 1 c?'"
         )
 
     def widest(self, column: int, row: int | None = None) -> int:
-        """Tokens of the longest text."""
+        """Returns the number of tokens of the longest text."""
         return 2 * column + (self.questions if row is None else 1)
 
     def texts(
@@ -102,7 +102,7 @@ class Recall(PlaceTask):
         return Texts(tokens, places, first["v"] + found, np.stack([asked, found], 2))
 
     def parse(self, tokens: np.ndarray) -> tuple[int, int, int]:
-        """How many pairs ago the key stood, pairs and answer of a question."""
+        """Returns the pairs from the key on, all pairs and the answer of a question."""
         body, (asked,) = self.parts("((?:kv)+)(q)", tokens)
         keys, text = body[::2], self.decode(tokens)
         require(len(set(keys)) == len(keys), f"keys are distinct; got {text!r}")
@@ -111,21 +111,21 @@ class Recall(PlaceTask):
         return len(keys) - at, len(keys), self.first["v"] + body[2 * at + 1]
 
     def axes(self, options: Options) -> tuple[Sequence[int], ...]:
-        """Pairs from the key on by powers of two, and all numbers of pairs."""
+        """Returns pairs from the key on by powers of two, and all numbers of pairs."""
         _, columns = super().axes(options)
         return [2**n for n in range(columns[-1].bit_length())], columns
 
     def needs(self, *lengths: int) -> dict[str, bool]:
-        """A key that is one of the text's."""
+        """Requires a key that is one of the text's."""
         row, column = lengths
         return {f"at least {row} pairs": column >= row, **super().needs(*lengths)}
 
     @property
     def most(self) -> int:
-        """As many as there are keys."""
+        """The greatest number of pairs, which is that of the keys."""
         return self.symbols
 
     @property
     def guess(self) -> int:
-        """Among the values of the longest trained text."""
+        """The number of answers that a guess is among: the values of the longest trained text."""
         return self.longest

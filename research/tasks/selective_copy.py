@@ -64,25 +64,25 @@ class SelectiveCopy(PlaceTask):
 
     @property
     def trained(self) -> tuple[range, range]:
-        """Numbers of letters, and tokens."""
+        """The trained numbers of the letter, and of tokens."""
         return range(1, self.letters + 1), range(self.shortest, self.longest + 1)
 
     @functools.cached_property
     def alphabets(self) -> dict[str, Sequence[str]]:
-        """Letters, the filler, numbers."""
+        """The tokens by kind: letters, the filler, numbers."""
         numbers = [f"#{n}" for n in self.trained[0]]
         return {"l": LETTERS, "f": [FILLER], "n": numbers}
 
     @property
     def form(self) -> str:
-        """What a question looks like."""
+        """The form of a question, for errors."""
         return (
             f"letters from a to z among fillers {FILLER}, and the number of one from #1 to "
             f"#{self.letters}, such as '. c . . a #2'"
         )
 
     def widest(self, column: int, row: int | None = None) -> int:
-        """Tokens of the longest text."""
+        """Returns the number of tokens of the longest text."""
         return column + (self.letters if row is None else 1)
 
     def texts(
@@ -107,7 +107,7 @@ class SelectiveCopy(PlaceTask):
         return Texts(tokens, places, first["l"] + found, hashed)
 
     def parse(self, tokens: np.ndarray) -> tuple[int, int, int]:
-        """Number of the letter, tokens and answer of a question."""
+        """Returns the number of the letter, the tokens and the answer of a question."""
         body, (number,) = self.parts("([lf]+)(n)", tokens)
         text = self.decode(tokens[: len(body)])
         letters = text.replace(FILLER, "").split()
@@ -115,7 +115,7 @@ class SelectiveCopy(PlaceTask):
         return number + 1, len(body), self.first["l"] + LETTERS.index(letters[number])
 
     def needs(self, *lengths: int) -> dict[str, bool]:
-        """A number that is known, and a text of which all letters are part."""
+        """Requires a number that is known, and a text that has room for all letters."""
         number, tokens = lengths
         return {
             f"a letter of at most {self.letters}": number <= self.letters,
@@ -124,5 +124,5 @@ class SelectiveCopy(PlaceTask):
 
     @property
     def guess(self) -> int:
-        """Among the letters of a text."""
+        """The number of answers that a guess is among: the letters of a text."""
         return self.letters

@@ -69,12 +69,12 @@ class Table(PlaceTask):
 
     @property
     def trained(self) -> tuple[range, range]:
-        """Rows and columns."""
+        """The trained numbers of rows, and of columns."""
         return range(2, self.rows + 1), range(2, self.columns + 1)
 
     @functools.cached_property
     def alphabets(self) -> dict[str, Sequence[str]]:
-        """Names of columns and rows, values, and the same names in questions."""
+        """The tokens by kind: names of columns and rows, values, and those names in questions."""
         columns = string.ascii_uppercase[: 2 * self.columns]
         rows = string.ascii_lowercase[: 2 * self.rows]
         asked = [[f"{name}?" for name in names] for names in (columns, rows)]
@@ -82,7 +82,7 @@ class Table(PlaceTask):
 
     @property
     def form(self) -> str:
-        """What a question looks like."""
+        """The form of a question, for errors."""
         return (
             f"names of columns from A to {self.alphabets['c'][-1]}, rows of a name from a to "
             f"{self.alphabets['r'][-1]} and a digit for each column, then the row and the column "
@@ -90,7 +90,7 @@ class Table(PlaceTask):
         )
 
     def widest(self, column: int, row: int | None = None) -> int:
-        """Tokens of the longest text."""
+        """Returns the number of tokens of the longest text."""
         rows, count = (self.rows, self.questions) if row is None else (row, 1)
         return column + rows * (column + 1) + 2 * count
 
@@ -127,7 +127,7 @@ class Table(PlaceTask):
         return Texts(tokens, places, first["v"] + values, hashed)
 
     def parse(self, tokens: np.ndarray) -> tuple[int, int, int]:
-        """Rows, columns and answer of a question."""
+        """Returns the rows, the columns and the answer of a question."""
         header, body, (row,), (column,) = self.parts("(c+)((?:rv+)+)(R)(C)", tokens)
         wide = len(header)
         high, rest = divmod(len(body), wide + 1)
@@ -145,25 +145,25 @@ class Table(PlaceTask):
 
     @property
     def most(self) -> int:
-        """As many as there are names for."""
+        """The greatest number of columns, which is that of their names."""
         return 2 * self.columns
 
     def needs(self, *lengths: int) -> dict[str, bool]:
-        """Rows and columns that there are names for."""
+        """Requires rows and columns that there are names for."""
         most = 2 * self.rows
         return {f"at most {most} rows": lengths[0] <= most, **super().needs(*lengths)}
 
     def axes(self, options: Options) -> tuple[Sequence[int], ...]:
-        """Rows too to twice those trained."""
+        """Returns the axes, with rows up to twice those trained."""
         return range(2, 2 * self.rows + 1), super().axes(options)[1]
 
     @property
     def wording(self) -> Wording:
-        """What tables and figures call the questions; rows are limited in training too."""
+        """The terms for the questions in tables and figures; rows are limited in training too."""
         found = super().wording
         return dataclasses.replace(found, trained=f"2 to {self.rows} rows, {found.trained}")
 
     @property
     def guess(self) -> int:
-        """Among all digits."""
+        """The number of answers that a guess is among: all digits."""
         return len(VALUES)

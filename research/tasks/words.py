@@ -51,7 +51,7 @@ FORMAT = "tape-jax word problem, version 1"
 
 @dataclasses.dataclass(frozen=True)
 class WordEvaluation(Options):
-    """How a word problem is judged.
+    """The options for evaluating a word problem.
 
     Attributes:
       longest: elements of the longest words; None: four times the trained length.
@@ -63,7 +63,7 @@ class WordEvaluation(Options):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WordResult:
-    """Accuracy by length.
+    """The accuracies of whole words and of products, by length.
 
     Attributes:
       words: whether all products up to a length are right.
@@ -141,12 +141,12 @@ class Words(QuestionTask):
 
     @property
     def table(self) -> np.ndarray:
-        """Of multiplication."""
+        """The multiplication table of the group."""
         return multiplication_table(self.group)
 
     @property
     def order(self) -> int:
-        """Number of elements; the id of the start symbol."""
+        """The number of elements, which is also the id of the start symbol."""
         return len(self.table)
 
     @property
@@ -159,13 +159,13 @@ class Words(QuestionTask):
 
     @property
     def alphabet(self) -> str:
-        """What words are made of, in words."""
+        """The name of the symbols that words are made of."""
         what = "elements" if self.generators is None else "generators"
         return f"{what} of {self.group}"
 
     @property
     def beginning(self) -> int:
-        """How many of its first elements decide whether a word is held out of training."""
+        """The number of first elements that decide whether a word is held out of training."""
         symbols, length = len(self.symbols), HASHED
         while symbols**length < self.smallest_split:
             length += 1
@@ -173,12 +173,12 @@ class Words(QuestionTask):
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids: the elements, and the start symbol after them."""
+        """The number of token ids: the elements, and the start symbol after them."""
         return self.order + 1
 
     @property
     def trained_length(self) -> int:
-        """n."""
+        """The number of elements of trained words, n."""
         return self.max_length
 
     def width(self, *lengths: int) -> int:
@@ -186,7 +186,7 @@ class Words(QuestionTask):
         return sum(lengths) + 2
 
     def is_divided(self, *lengths: Any) -> Any:
-        """Whether words of a length have all elements that are hashed."""
+        """Returns whether words of a length have all elements that are hashed."""
         (length,) = lengths
         return length >= self.beginning
 
@@ -274,7 +274,7 @@ class Words(QuestionTask):
 
     @property
     def wording(self) -> Wording:
-        """What tables and figures call the words."""
+        """The terms for the words in tables and figures."""
         return Wording(
             title=f"Word problem of {self.title}",
             rows="",
@@ -291,7 +291,7 @@ class Words(QuestionTask):
         return f"The word problem of {self.title} beyond the trained length"
 
     def introduction(self, grid: Grid) -> str:
-        """What a report says of training and evaluation."""
+        """Returns the paragraph of a report on training and evaluation."""
         return (
             f"Trained on words of {grid.trained} {self.alphabet}, with the product so far as "
             f"the target at every place, and asked for words of up to "
@@ -348,7 +348,7 @@ def _right(
     batch_size: int,
     progress: Progress | None,
 ) -> np.ndarray:
-    """Whether the most probable token is the target, at every place: bool [B, T].
+    """Returns whether the most probable token is the target, at every place: bool [B, T].
 
     ``words`` are [B, T + 1] with the start symbol, ``targets`` [B, T].
     """

@@ -1,4 +1,4 @@
-"""What a report says of a word problem."""
+"""The report on a word problem."""
 
 from __future__ import annotations
 

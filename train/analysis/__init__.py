@@ -1,1 +1,1 @@
-"""What goes on inside a model, and what a step takes on machines that are not here."""
+"""Analyses of trained models, and of training steps on machines that are not here."""

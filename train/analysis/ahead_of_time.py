@@ -180,7 +180,7 @@ class Machine:
 
     @property
     def chip(self) -> Chip:
-        """What each of them can do."""
+        """The specification of each accelerator."""
         return self.target.chip
 
 
@@ -237,7 +237,7 @@ def as_if_on(target: Cuda | Tpu, device: Any) -> Iterator[None]:
 
 
 def ptxas() -> Path:
-    """NVIDIA's assembler in the installed packages."""
+    """Returns the path of NVIDIA's assembler in the installed packages."""
     found = importlib.util.find_spec("nvidia.cu13")
     for folder in (found.submodule_search_locations or []) if found else []:
         if (path := Path(folder) / "bin" / "ptxas").exists():

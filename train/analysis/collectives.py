@@ -55,7 +55,7 @@ class Collective:
 
     @property
     def bytes(self) -> int:
-        """Size of the whole: of the results, of a reduce-scatter what they are parts of."""
+        """The bytes of the results on one device; of a reduce-scatter, those of its operand."""
         size = sum(math.prod(shape) * _bits(dtype) // 8 for dtype, shape in self.shapes)
         return size * len(self.groups[0]) if self.kind == "reduce-scatter" else size
 
@@ -135,7 +135,7 @@ def _computations(text: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _times(computations: dict[str, list[str]]) -> dict[str, int | None]:
-    """How often each computation is run; None: unknown."""
+    """Returns how often one run of the program runs each computation; None where unknown."""
     callers: dict[str, list[tuple[str, int | None]]] = {}
     for caller, lines in computations.items():
         for line in lines:
@@ -159,9 +159,9 @@ def _times(computations: dict[str, list[str]]) -> dict[str, int | None]:
 
 
 def _trips(line: str, computations: dict[str, list[str]]) -> int | None:
-    """How often a loop runs: as the compiler says, or as its condition does for a loop of jax.
+    """Returns the trip count of a loop, by the compiler or else by its condition; None if unknown.
 
-    Those count from 0 by 1; the condition is that the count is less than a constant.
+    A loop of jax counts from 0 by 1, and its condition is that the count is less than a constant.
     """
     known = _TRIPS.search(line)
     if known is not None:
@@ -218,7 +218,7 @@ def _bits(dtype: str) -> int:
 
 
 def _groups(rest: str, line: str, devices: int | None) -> tuple[tuple[int, ...], ...]:
-    """Groups, or pairs, of devices."""
+    """Returns the groups of devices that work together, or the pairs of a permutation."""
     listed = re.search(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}", rest)
     if listed is not None and listed[1]:
         return tuple(

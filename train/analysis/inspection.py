@@ -1,4 +1,4 @@
-"""What goes on inside a trained model: its position states and attention maps, as pictures."""
+"""Pictures of the inside of a trained model: its position states and attention maps."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _panels(
     limits: tuple[float, float],
     colours: str = COLOURS,
 ) -> Figure:
-    """Images [layers, heads, T, T]: a column for each layer, a row for each head."""
+    """Draws images [layers, heads, T, T]: a column for each layer, a row for each head."""
     layers, heads = _spread(grids.shape[0]), _spread(grids.shape[1])
     size = (1.6 + 1.9 * len(layers), 1.0 + 1.9 * len(heads))
     figure = Figure(figsize=size, layout="compressed")
@@ -101,7 +101,7 @@ def _panels(
 
 
 def drift(inside: Inside) -> Figure:
-    """Norms of the states and their angles to the start, layer by layer, over all tokens."""
+    """Draws the states' norms and angles to the start, layer by layer, over all tokens."""
     angles = inside.phase_drift
     figure = Figure(figsize=(5.2 if angles is None else 14.0, 4.2), layout="constrained")
     panels = figure.subplots(1, 1 if angles is None else 3, squeeze=False)[0]
@@ -126,7 +126,7 @@ def drift(inside: Inside) -> Figure:
 
 
 def _quantiles(panel: Axes, layers: np.ndarray, values: np.ndarray, label: str) -> None:
-    """Median and the central 90 % of everything but the first axis."""
+    """Plots the median and the central 90 % over all axes but the first."""
     low, middle, high = np.quantile(values.reshape(len(values), -1), (0.05, 0.5, 0.95), axis=1)
     panel.plot(layers, middle, marker="o", markersize=4, label="median")
     panel.fill_between(layers, low, high, alpha=0.25, label="central 90 %")
@@ -137,7 +137,7 @@ def _quantiles(panel: Axes, layers: np.ndarray, values: np.ndarray, label: str) 
 
 
 def token_moves(inside: Inside) -> Figure:
-    """How far each layer moves the state of each of the first tokens, the mean over heads."""
+    """Draws how far each layer moves the states of the first tokens, as means over heads."""
     labels = inside.labels[0][:MOST_TOKENS]
     moves = inside.moves[:, 0, : len(labels)].mean(-1)
     figure = Figure(

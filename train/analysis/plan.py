@@ -1,4 +1,4 @@
-"""What a training step would take on a machine that is not here, mesh by mesh.
+"""The memory, time and traffic of a training step on a machine that is not here, mesh by mesh.
 
 The step that training runs is compiled ahead of time. Memory and collectives are the compiler's;
 operations are those of :func:`train.training.flops.model_flops`; times are what they would take at
@@ -36,7 +36,7 @@ PARTS = ("compute", "memory", "links", "network")
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """What one device sends in a step by one kind of collective.
+    """The traffic of one device in a training step by one kind of collective.
 
     Attributes:
       kind: of collective.
@@ -79,12 +79,12 @@ class Plan:
 
     @property
     def total(self) -> int:
-        """All memory of a device."""
+        """The memory that the step takes on one device, in bytes."""
         return sum(self.memory.values())
 
     @property
     def fits(self) -> bool:
-        """Whether the memory of a device holds it."""
+        """True if the step compiles and fits into a device's memory without the reserved part."""
         return not self.error and self.total <= self.machine.chip.memory * (1 - RESERVED)
 
     @property
@@ -102,17 +102,17 @@ class Plan:
 
     @property
     def fastest(self) -> float:
-        """The step if all of :attr:`times` overlap."""
+        """The seconds of a step if all of :attr:`times` overlap."""
         return max(self.times.values())
 
     @property
     def slowest(self) -> float:
-        """The step if nothing overlaps, at full rates all the same."""
+        """The seconds of a step if nothing overlaps, at full rates all the same."""
         return sum(self.times.values())
 
     @property
     def name(self) -> str:
-        """Axes with more than one device."""
+        """The sizes of the axes with more than one device, as text."""
         sizes = [f"{axis}={size}" for axis, size in self.mesh.items() if size > 1]
         return ", ".join(sizes) or "one device"
 
@@ -209,7 +209,7 @@ def best(plans: Sequence[Plan]) -> Plan | None:
 
 
 def summary(plans: Sequence[Plan]) -> str:
-    """One line for each mesh."""
+    """Returns a table with one line for each mesh."""
     header = ["mesh", "GB per device", "fits", *PARTS, "step at least"]
     rows = []
     for p in plans:
@@ -229,7 +229,7 @@ def summary(plans: Sequence[Plan]) -> str:
 
 
 def details(p: Plan) -> str:
-    """Memory by kind, and what is sent."""
+    """Describes a plan: its memory by kind, what is sent, and the least time of a step."""
     chip = p.machine.chip
     rate = p.tokens / p.fastest
     lines = [
@@ -252,12 +252,12 @@ def details(p: Plan) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """A time for people."""
+    """Formats a time in milliseconds."""
     return f"{seconds * 1e3:,.1f} ms"
 
 
 def joined(machine: Machine) -> int:
-    """How many devices fast links join: a host's GPUs, or a whole slice of TPUs."""
+    """Returns how many devices fast links join: a host's GPUs, or a whole slice of TPUs."""
     if isinstance(machine.target, Cuda):
         hosts = len({device.process_index for device in machine.devices})
         return len(machine.devices) // hosts

@@ -22,7 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Asks."""
+    """Prints the model's answer to each question."""
     from train.checks import require
     from train.evaluation.exact_match import answer
     from train.training import messages, runs, shipped

@@ -50,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Compares."""
+    """Trains and evaluates what is missing, then writes and prints the report."""
     from train.checks import require
     from train.compare import suites, sweep
     from train.compare.evaluations import evaluate_suite
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def chosen(args: argparse.Namespace) -> tuple[Choice, list[str]]:
-    """What is compared, and the names that were given."""
+    """Returns the :class:`Choice` that the options make, and the names to compare."""
     from train.compare import sweep
     from train.compare.jobs import ENCODINGS, METHODS, Choice
 

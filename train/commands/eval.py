@@ -53,7 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Evaluates."""
+    """Evaluates the run and prints the result."""
     begun = time.monotonic()
 
     from train import experiment

@@ -23,7 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Exports."""
+    """Writes the run's model as a Llama folder."""
     from tape_jax.adapt import merge_lora
     from tape_jax.pretrained import save_pretrained
     from train.checks import require

@@ -35,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Generates."""
+    """Prints the continuation of each prompt."""
     begun = time.monotonic()
 
     import sys

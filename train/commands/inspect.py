@@ -26,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Looks inside."""
+    """Writes the pictures, and prints the tokens whose states move most."""
     import numpy as np
 
     from train.analysis import inspection

@@ -41,7 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Plans."""
+    """Prints the plan of each mesh, and the details of the best one."""
     import jax
 
     from train import experiment

@@ -20,7 +20,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Judges."""
+    """Prints the scores of the predictions."""
     from train.tasks.scrolls_files import read
     from train.tasks.scrolls_metrics import Outcome, outputs_by_id, read_predictions, score
 

@@ -60,7 +60,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Trains."""
+    """Trains the run, and then does what the options say: evaluates, asks a suite, validates."""
     begun = time.monotonic()  # What is imported below takes its time, too.
     if args.config is None and not args.resume:
         raise ValueError("train: give --config=FILE, or --resume a run")
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _judge(args: argparse.Namespace, evaluation: Any, suite: Any) -> None:
-    """Evaluates the trained run, asks it a suite, validates it: what the options say."""
+    """Evaluates the trained run, asks it a suite and validates it, as far as the options say."""
     if args.evaluate:
         from train.compare.evaluations import evaluate
 

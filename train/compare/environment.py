@@ -1,4 +1,4 @@
-"""What a result was made with: versions of what computes, and the machine."""
+"""The library versions and the hardware with which a result was made."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VECTORS = ("avx512f", "avx2", "avx", "asimd")
 
 
 def describe_environment() -> dict[str, str]:
-    """Versions of what computes, and the hardware that it runs on, by name."""
+    """Returns the versions of Python and of the libraries, and the hardware, by name."""
     devices = Counter(device.device_kind for device in jax.devices())
     return {
         "python": platform.python_version(),
@@ -30,7 +30,7 @@ def describe_environment() -> dict[str, str]:
 
 
 def _processor() -> str:
-    """Its name and the widest vectors that it has, as far as the system tells."""
+    """Returns the processor's name and its widest vectors, as far as the system tells."""
     try:
         told = CPUINFO.read_text()
     except OSError:

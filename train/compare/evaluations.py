@@ -155,7 +155,7 @@ def options_to_json(options: Any) -> dict[str, Any]:
 
 
 def saved(folder: Path) -> dict[str, Any] | None:
-    """What :func:`evaluate` wrote: ``step``, ``options`` and ``result``; None if it did not."""
+    """Returns what :func:`evaluate` wrote: ``step``, ``options`` and ``result``; or None."""
     path = folder / "evaluation.json"
     return json.loads(path.read_text(encoding="utf-8")) if _format(path) == FORMAT else None
 

@@ -31,10 +31,10 @@ FORMAT = "tape-jax comparison, version 1"
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What is compared.
+    """The kind of rivals of a comparison, such as position encodings, and the options of each.
 
     Attributes:
-      what: in words.
+      what: the kind in words.
       known: by name the ``--config.a.b=value`` options that make it.
       parts: of a name the known ones that it joins; ValueError if it joins another.
       combined: the field of the config that takes such a name, if any. Fields beside it can then
@@ -108,22 +108,22 @@ class Job:
 
     @property
     def label(self) -> str:
-        """Short and unique."""
+        """A short, unique name of the training."""
         return f"{self.setting.folder(self.name)}, seed {self.experiment.seed}"
 
     @property
     def log(self) -> Path:
-        """What the training prints."""
+        """The file to which the training prints."""
         return self.folder.with_name(f"{self.folder.name}.log")
 
     def samples(self) -> Sequence[str]:
-        """What the trained model does when it is asked something unseen."""
+        """Returns lines that show what the trained model does when it is asked something unseen."""
         trained = runs.restore_for_evaluation(self.folder)
         return self.experiment.task.samples(trained, self.experiment.evaluation)
 
     @property
     def finished(self) -> bool:
-        """Whether it has been trained and evaluated as wanted."""
+        """True if the run has been evaluated after its last step, with the wanted options."""
         record = evaluations.saved(self.folder)
         return (
             record is not None
@@ -203,7 +203,7 @@ def claim(folder: Path, jobs: Sequence[Job]) -> None:
 
 
 def record(job: Job, *, ask: bool, suite: Mapping[str, float] | None = None) -> RunRecord:
-    """What the report says of a finished job, with samples if ``ask``, and scores of a suite."""
+    """Returns the record of a finished job, with samples if ``ask``, and scores of a suite."""
     evaluated = evaluations.saved(job.folder)
     assert evaluated is not None
     lines = metrics.read(job.folder / "metrics.jsonl")

@@ -37,7 +37,7 @@ TITLE, BODY, SMALL, TINY = 13, 11, 9, 7
 
 
 def heat_maps(grids: Mapping[str, Grid]) -> Figure:
-    """Exact match by rows and columns, one panel for each grid.
+    """Draws exact match by rows and columns, one panel for each grid.
 
     The trained range is outlined. The colours keep their order in greyscale.
 
@@ -70,7 +70,7 @@ def heat_maps(grids: Mapping[str, Grid]) -> Figure:
 
 
 def heat_map(panel: Axes, name: str, grid: Grid) -> AxesImage:
-    """One panel; its coordinates are row and column of the grid."""
+    """Draws one panel, whose coordinates are row and column of the grid."""
     image = panel.imshow(
         100 * grid.accuracy, origin="lower", vmin=0, vmax=100, cmap=COLOURS, aspect="auto"
     )
@@ -115,7 +115,7 @@ def trained_frame(
 
 
 def _dots(columns: np.ndarray | list, rows: np.ndarray | list, label: str = "") -> Line2D:
-    """The mark of cells whose sums are shared with training."""
+    """The mark of cells whose questions are shared with training."""
     return Line2D(columns, rows, label=label, color="black", marker="o", markersize=2, linestyle="")
 
 
@@ -178,7 +178,7 @@ def line_panels(
     trained: int,
     log: bool,
 ) -> Figure:
-    """Lines with bands for their spread, in panels side by side with common axes.
+    """Draws lines with bands for their spread, in panels side by side with common axes.
 
     Args:
       panels: for each heading the lines by name. A name has the same colour in all panels.
@@ -236,7 +236,7 @@ def line_panels(
 
 
 def length_curves(grids: Mapping[str, Mapping[str, Grid]], *, title: str, y_label: str) -> Figure:
-    """Accuracy by length, with bands of one standard error.
+    """Draws accuracy by length, with bands of one standard error.
 
     Args:
       grids: for each heading of a panel, grids with one row by the name of their line.

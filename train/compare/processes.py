@@ -36,7 +36,7 @@ Running = dict[Job, tuple[subprocess.Popen, list[int]]]
 
 
 class Ended(NamedTuple):
-    """How a training went.
+    """The exit code of a training that has ended, and the processor time that it took.
 
     Attributes:
       job: what was trained.
@@ -130,7 +130,7 @@ def count_runs(done: int, total: int) -> Callable[[Ended], None]:
 
 
 def _distinct_first(jobs: Sequence[Job]) -> list[Job]:
-    """Those first that differ in more than the seed: what they compile, the others find."""
+    """Puts a job of each name and setting first: what these compile, the other seeds find."""
     first: dict[Any, Job] = {}
     for job in jobs:
         first.setdefault((job.name, job.setting), job)
@@ -163,7 +163,7 @@ def _end(running: Running) -> None:
 
 
 def _ended(job: Job, process: subprocess.Popen) -> Ended | None:
-    """How a training went; None while it goes on."""
+    """Returns how a training ended, or None while it goes on."""
     seconds = 0.0
     if process.returncode is None:
         pid, status, usage = os.wait4(process.pid, os.WNOHANG)
@@ -242,7 +242,7 @@ def _progress() -> Iterator[Callable[[Job], None]]:
 
 
 def _evaluating(job: Job) -> str:
-    """How far a training is that evaluates."""
+    """Returns how far the evaluation after a training is, as text."""
     with open(job.log, "rb") as log:
         log.seek(max(0, job.log.stat().st_size - 200))
         found = re.findall(rb"evaluating [^\n]*: (\d+)/(\d+)", log.read())

@@ -30,7 +30,7 @@ TWO_SEEDS = (
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
-    """What the report says of one run.
+    """The record of one run in a report: its result, its losses and its command.
 
     Attributes:
       name: what is compared, such as the position encoding.
@@ -144,7 +144,7 @@ def by_name(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
 
 
 def result_section(task: Task, runs: Sequence[RunRecord], compared: Comparison) -> str:
-    """Who is best by the task's scores, and a table of these and others, in one order."""
+    """Returns the verdict by the task's scores, and a table of these and others, in one order."""
     scores = compared.scores or task.scores
     judged = [s for s in scores if s in task.scores or any(s.key in run.suite for run in runs)]
     return f"{verdict(judged, runs)}\n\n{score_table(scores, runs)}"
@@ -189,7 +189,7 @@ def _width(table: str) -> int:
 
 
 def verdict(scores: Sequence[Score], runs: Sequence[RunRecord]) -> str:
-    """Who is best, and whether the seeds suffice to say so; scores of one outcome in a sentence."""
+    """Returns who is best by each score, a line for each outcome, and a note if seeds are few."""
     groups = by_name(runs)
     found: dict[str, list[str]] = {}
     for score in scores:
@@ -229,7 +229,7 @@ def _verdict(score: Score, groups: Mapping[str, Sequence[RunRecord]]) -> str:
 
 
 def _is_clear(first: Mapping[int, float], second: Mapping[int, float]) -> bool:
-    """Whether two seeds or more that both have tell them apart."""
+    """Returns whether the differences at shared seeds, two or more, are clear of zero."""
     found = [first[seed] - second[seed] for seed in first.keys() & second.keys()]
     return len(found) > 1 and estimate(found).is_clear
 
@@ -255,7 +255,7 @@ def mean_and_spread(values: Sequence[float]) -> str:
 
 
 def _number(value: float, like: float | None = None) -> str:
-    """Three decimals below 10 and fewer above, or as many as the number ``like`` gets."""
+    """Formats a number with three decimals below 10, fewer above, or as many as ``like`` gets."""
     size = abs(value if like is None else like)
     return f"{value:.{3 if size < 10 else 2 if size < 100 else 1}f}"
 

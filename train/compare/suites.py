@@ -1,4 +1,4 @@
-"""What a comparison says of a suite that all its models were asked."""
+"""The part of a comparison about a suite that all its models were asked."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _READ: dict[str, Callable[[str], Any]] = {
 
 
 def parse(text: str) -> SuiteOptions:
-    """The options in words, such as ``ruler:lengths=512,2048:form=short``.
+    """Parses the options of a suite from text such as ``ruler:lengths=512,2048:form=short``.
 
     Raises:
       ValueError: for an option that does not exist, or what one does not take.
@@ -66,7 +66,7 @@ def summary(result: SuiteResult) -> dict[str, float]:
 
 
 def scores(result: SuiteResult) -> list[Score]:
-    """Those of :func:`summary`, the longest first."""
+    """Returns the scores of :func:`summary`, the longest length first."""
     return [
         Score(_key(result, length), f"{result.suite} at {length:,} tokens, %", True, 100)
         for length in reversed(result.lengths)
@@ -74,7 +74,7 @@ def scores(result: SuiteResult) -> list[Score]:
 
 
 def section(results: Mapping[str, Sequence[SuiteResult]]) -> str:
-    """Per cent by task and length, with the standard deviation over seeds where there are several.
+    """Returns the scores in per cent by task and length, with their deviation over several seeds.
 
     Args:
       results: by name, one for each seed, all of the same questions.
@@ -100,7 +100,7 @@ def section(results: Mapping[str, Sequence[SuiteResult]]) -> str:
 def added(
     compared: Comparison, task: Task, names: Sequence[str], results: Sequence[SuiteResult]
 ) -> Comparison:
-    """A comparison that says of a suite, too, what the models of these names answered.
+    """Returns a comparison to which the scores of a suite are added.
 
     Args:
       compared: without it.

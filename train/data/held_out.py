@@ -1,4 +1,4 @@
-"""What is held out of training: a hash decides, of what is asked and of nothing else.
+"""The rule that holds things out of training: a hash of what is asked, and of nothing else.
 
 So every seed, length and model shares it. Which hash is part of a task's definition: with another
 one, models on record would be asked what they were trained on. There is therefore one for each kind
@@ -16,7 +16,7 @@ ONE_IN = 10
 
 
 def symbols(rows: np.ndarray) -> np.ndarray:
-    """bool [B]: whether the rows of symbols [A, B, W] at one place of B are in the held-out tenth.
+    """Returns whether the symbols [A, B, W] at each place of B are in the held-out tenth: bool [B].
 
     Neither the order of the A rows nor zeros at the end of a row matter.
     """
@@ -24,12 +24,12 @@ def symbols(rows: np.ndarray) -> np.ndarray:
 
 
 def key(number: int) -> bool:
-    """Whether a number that is hidden in a text is in the tenth that is held out."""
+    """Returns whether a number that is hidden in a text is in the tenth that is held out."""
     return zlib.crc32(str(number).encode()) % ONE_IN == 0
 
 
 def document(name: bytes | np.ndarray, share: float) -> bool:
-    """Whether the document of this name is among the ``share`` that is held out."""
+    """Returns whether the document of this name is among the ``share`` that is held out."""
     content = name if isinstance(name, bytes) else name.data
     number = int.from_bytes(hashlib.sha256(content).digest()[:8], "big")
     return number < share * 2**64
@@ -43,7 +43,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def _fingerprints(rows: np.ndarray) -> np.ndarray:
-    """uint64 [...]: a hash of each row [..., W]."""
+    """Returns a hash of each row [..., W]: uint64 [...]."""
     place = np.arange(1, rows.shape[-1] + 1, dtype=np.uint64)
     factors = _mix(place * np.uint64(0x9E3779B97F4A7C15))
     return _mix(rows.astype(np.uint64) @ factors + np.uint64(1))

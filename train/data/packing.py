@@ -55,7 +55,7 @@ class Packed:
         )
 
     def __len__(self) -> int:
-        """Number of sequences."""
+        """Returns the number of sequences."""
         if self._rows is None:
             return max(0, len(self.stream.tokens) - 1) // self.length
         return len(self._rows[0])
@@ -88,7 +88,7 @@ class Packed:
         }
 
     def _document_starts(self, starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """bool [B, T + 1]: where a document starts inside a row, its first token excepted."""
+        """Marks where documents start inside rows, but for the first token: bool [B, T + 1]."""
         offsets = self.stream.offsets
         low = np.searchsorted(offsets, starts, side="right")
         counts = np.searchsorted(offsets, starts + sizes, side="left") - low
@@ -100,7 +100,7 @@ class Packed:
 
 
 def pack(offsets: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where the sequences of packed documents start and stop in the stream.
+    """Returns where the sequences of packed documents start and stop in the stream.
 
     A document of more than ``length + 1`` tokens is cut into pieces that begin every ``length``
     tokens, so that the last token of one, a target, is the first input of the next. A sequence
@@ -163,7 +163,7 @@ def endless_batches(
 
 
 def shuffled(count: int, seed: int, place: int) -> int:
-    """What comes at ``place`` of an endless stream of passes over 0..count - 1, each reordered."""
+    """Returns the number at ``place`` of endless passes over 0..count - 1, each reordered."""
     number, place = divmod(place, count)
     # Seeds are mixed with the pass, so that pass 1 of seed 0 is not pass 0 of seed 1.
     return grain.experimental.index_shuffle(

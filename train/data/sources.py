@@ -1,4 +1,4 @@
-"""Where text comes from: the standard library, local files, prepared corpora, token files.
+"""Sources of text: the standard library, local files, prepared corpora, token files.
 
 A source is named by a string:
 
@@ -58,7 +58,7 @@ class Source(Protocol):
     """A corpus that can be read from its start, any number of times."""
 
     def describe(self) -> Any:
-        """What its documents depend on, in JSON types; reads no document."""
+        """Returns what the documents depend on, in JSON types, without reading any."""
 
     def documents(self) -> Iterator[Document]:
         """The documents, always in the same order."""
@@ -243,7 +243,7 @@ class TokenFiles:
                 start = stop
 
     def _ends(self, path: Path, tokens: np.ndarray) -> Iterator[int]:
-        """Where documents end, in order; the end of the file among them."""
+        """Yields where documents end, in order; the last is the end of the file."""
         vocab_size = self.tokenizer.vocab_size
         for start in range(0, len(tokens), _READ):
             block = tokens[start : start + _READ]
@@ -280,7 +280,7 @@ def _find(pattern: str) -> tuple[list[Path], Path]:
 
 
 def _kind(what: str, paths: Sequence[Path]) -> str:
-    """A single file may be a single document, which was not cut in two before."""
+    """Returns ``what``, marked for a single file: as one document it was not cut in two before."""
     return f"{what}, one" if len(paths) == 1 else what
 
 
@@ -342,7 +342,7 @@ def _split_info(builder: Any, name: str, split: str) -> Any:
 
 
 def _split_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Lines with their ends."""
+    """Yields lines with their ends."""
     rest = b""
     for chunk in chunks:
         *lines, rest = (rest + chunk).split(b"\n")
@@ -379,7 +379,7 @@ class _DamagedError(Exception):
 
 
 def _unzstd(file: BinaryIO) -> Iterator[bytes]:
-    """All frames; the library's own reader takes the end of a truncated file for the end of it."""
+    """Yields all frames; the library's own reader would take a truncated file for a whole one."""
     import zstandard
 
     def new_frame() -> Any:

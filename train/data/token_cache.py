@@ -104,7 +104,7 @@ class Corpus:
 
     @property
     def is_one_document(self) -> bool:
-        """Whether the source has a single document."""
+        """True if the source has a single document."""
         return len(list(itertools.islice(self.source.documents(), 2))) == 1
 
     def tokens(self) -> Iterator[list[np.ndarray]]:

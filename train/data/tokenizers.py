@@ -59,7 +59,7 @@ class Tokenizer(abc.ABC):
 
     @property
     def padding(self) -> int:
-        """What fills up rows: the token for it, else one that ends or starts a document, else 0."""
+        """The id that fills up rows: that of padding, else of the end or the start, else 0."""
         return next((i for i in (self.pad, self.eos, self.bos) if i is not None), 0)
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
@@ -129,7 +129,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class _FileTokenizer(Tokenizer):
-    """What tokenizers that are read from a file share."""
+    """The base class of tokenizers that are read from a file."""
 
     def __init__(self, name: str):
         self.name = name

@@ -1,4 +1,4 @@
-"""How models are measured: exact match over grids of questions, perplexity over windows."""
+"""The measurement of models: exact match over grids of questions, perplexity over windows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Trained(Protocol):
 
 
 def fits(tokens: int, limit: int | None) -> bool:
-    """Whether a model that takes at most ``limit`` tokens (None: any number) takes so many."""
+    """Returns whether a model that takes at most ``limit`` tokens (None: any) takes ``tokens``."""
     return limit is None or tokens <= limit
 
 

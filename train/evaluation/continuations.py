@@ -109,7 +109,7 @@ class Continuer:
 
 
 def batches(key: np.ndarray, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Rows in the order of a key: those of each batch, and the same filled up to ``size``."""
+    """Yields the rows of each batch in the order of a key, and the same filled up to ``size``."""
     order = np.argsort(key, kind="stable")
     for start in range(0, len(order), size):
         rows = order[start : start + size]
@@ -123,7 +123,7 @@ def batch_rows(model: Transformer, batch_size: int, count: int) -> int:
 
 
 def place(model: Transformer, arrays: tuple[np.ndarray, ...]) -> tuple[Any, ...]:
-    """Arrays [B, ...], on the mesh of a model if it has one."""
+    """Places arrays [B, ...] on the mesh of a model, if it has one."""
     return arrays if model.sharding is None else model.sharding.place(arrays)
 
 
@@ -155,7 +155,7 @@ def _write(
     cache: Cache,
     token: jax.Array,
 ) -> tuple[jax.Array, Cache]:
-    """int32 [B, count]: what follows, and the cache."""
+    """Returns the next ``count`` tokens, int32 [B, count], and the cache."""
     stops = None if stop is None else jnp.array([stop])
     return decode(model, variables, cache, token, count, stop=stops, pad_id=pad)
 

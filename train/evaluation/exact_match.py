@@ -112,7 +112,7 @@ def exact_match(
     progress: Progress | None = None,
     programs: Programs | None = None,
 ) -> np.ndarray:
-    """Whether each answer would be generated greedily to its last token: bool [E].
+    """Returns whether each answer would be generated greedily to its last token: bool [E].
 
     Args:
       apply: ``apply(variables, tokens int32 [B, T], length=int32 [B]) -> logits [B, T, V]``, causal
@@ -169,7 +169,7 @@ def _rows(
 
 @dataclasses.dataclass(frozen=True)
 class _AllRight:
-    """Whether the most probable token is right at every place of answers of so many at most."""
+    """A function that says whether the most probable token is right at every place of answers."""
 
     apply: Apply | AtPlaces
     answer_length: int
@@ -177,7 +177,7 @@ class _AllRight:
     def __call__(
         self, variables: Any, tokens: jax.Array, prompt_lengths: jax.Array, lengths: jax.Array
     ) -> jax.Array:
-        """bool [B], of ``tokens`` [B, L] with prompts and all of these lengths [B]."""
+        """Returns bool [B] for ``tokens`` [B, L] with these lengths [B] of prompts and in all."""
         inputs, targets = tokens[:, :-1].astype(jnp.int32), tokens[:, 1:].astype(jnp.int32)
         places = prompt_lengths[:, None] - 1 + jnp.arange(self.answer_length)
         if isinstance(self.apply, AtPlaces):
@@ -219,7 +219,7 @@ def greedy(
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a model answered.
+    """A model's answer to a question, and the right one.
 
     Attributes:
       question: as asked.
@@ -233,7 +233,7 @@ class Answer:
 
     @property
     def right(self) -> bool:
-        """Whether the model is right."""
+        """True if the model's answer is the right one."""
         return self.text == self.solution
 
     def __str__(self) -> str:

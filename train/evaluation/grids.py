@@ -70,7 +70,7 @@ class Proportions(Proportion):
 
 @dataclasses.dataclass(frozen=True)
 class Wording:
-    """What the questions of a grid are called in tables and figures.
+    """The words for the questions of a grid in tables and figures.
 
     Attributes:
       title: of a figure.
@@ -136,7 +136,7 @@ class Grid:
 
     @property
     def accuracy(self) -> np.ndarray:
-        """float [R, C], share of right answers, NaN where nothing was asked."""
+        """The share of right answers, float [R, C], NaN where nothing was asked."""
         return np.divide(
             self.correct,
             self.counts,
@@ -146,7 +146,7 @@ class Grid:
 
     @property
     def is_inside(self) -> np.ndarray:
-        """bool [R, C], whether a cell lies in the trained range."""
+        """True where a cell lies in the trained range, bool [R, C]."""
         return self.lengths <= self.trained
 
     def proportion(self, where: np.ndarray) -> Proportion:
@@ -155,17 +155,17 @@ class Grid:
 
     @property
     def inside(self) -> Proportion:
-        """Over the trained range: no length greater than any trained on."""
+        """The right answers over the trained range: no length greater than any trained on."""
         return self.proportion(self.is_inside)
 
     @property
     def inside_held_out(self) -> Proportion:
-        """Over the trained range without the cells that are shared with training."""
+        """The right answers over the trained range, without the cells shared with training."""
         return self.proportion(self.is_inside & ~self.shared)
 
     @property
     def outside(self) -> Proportion:
-        """Beyond the trained range."""
+        """The right answers beyond the trained range."""
         return self.proportion(~self.is_inside)
 
     def summary(self) -> dict[str, float]:
@@ -220,7 +220,7 @@ def read_record(record: Any, cls: type, format: str | None = None) -> dict[str, 
 
 
 def tally(cells: np.ndarray, right: np.ndarray, shape: tuple[int, int]) -> dict[str, np.ndarray]:
-    """``correct`` and ``counts`` of a grid.
+    """Returns ``correct`` and ``counts`` of a grid.
 
     Args:
       cells: int [E, 2], row and column of each example.
@@ -357,7 +357,7 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _percent(share: float) -> str:
-    """In percent; only exact ones are written as 0 and 100."""
+    """Formats a share in per cent; only exact ones are written as 0 and 100."""
     if share in (0, 1):
         return f"{100 * share:.0f}"
     return f"{min(max(100 * share, 0.1), 99.9):.1f}"

@@ -1,4 +1,4 @@
-"""What a model does inside: its attention, its position states, and what it does without them."""
+"""The inside of a model: its attention, its position states, and the model without them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from train.evaluation import Trained
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Inside:
-    """What a model did with one batch.
+    """The attention maps and position states of a model in one batch.
 
     Attributes:
       labels: [B][T] the tokens as text.
@@ -39,13 +39,13 @@ class Inside:
 
     @property
     def relative_norms(self) -> np.ndarray:
-        """|e| / |start|: [layers, B, T, H]."""
+        """The norms of the states over those of the start, |e| / |start|: [layers, B, T, H]."""
         norms = np.linalg.norm(self.flat_states, axis=-1)
         return norms / norms[0]
 
     @property
     def moves(self) -> np.ndarray:
-        """How far each layer moved a state, |e_after - e_before| / |start|: [layers - 1, B, T, H].
+        """The move of a state by each layer, |e_after - e_before| / |start|: [layers - 1, B, T, H].
 
         The last layer moves none: nobody reads what leaves it.
         """
@@ -54,7 +54,7 @@ class Inside:
 
     @property
     def moved(self) -> np.ndarray:
-        """How far the states that enter each layer are from their start, over its norm: [layers].
+        """The distance from the start of the states that enter each layer, over its norm: [layers].
 
         The root mean square over tokens and heads.
         """
@@ -64,7 +64,7 @@ class Inside:
 
     @property
     def phase_drift(self) -> np.ndarray | None:
-        """Angle between a state and its start, by frequency: [layers, B, T, H, D/2] in radians.
+        """The angle of a state to its start, by frequency: [layers, B, T, H, D/2] in radians.
 
         None in tensor form, whose blocks are no complex numbers.
         """
@@ -124,7 +124,7 @@ def look(
 
 
 def has_learned(model: Transformer) -> bool:
-    """Whether the position encoding of a model has parameters."""
+    """Returns whether the position encoding of a model has parameters."""
     return any(spec.role == "position" for spec in model.parameters().values())
 
 
@@ -150,7 +150,7 @@ class Changed(NamedTuple):
 
 
 def untrained(trained: Trained) -> Changed | None:
-    """The model as :func:`before_training`; None if its encoding has learned nothing."""
+    """Returns the model as before training of its encoding; None if that has no parameters."""
     if not has_learned(trained.model):
         return None
     variables = before_training(trained.model, trained.variables)

@@ -1,4 +1,4 @@
-"""Files of results that are on the disk as soon as they are there, for a killed work to go on."""
+"""Files of results that are on the disk at once, so that work that was killed can go on."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Journal:
                 self._header = {**found, **self._header}
 
     def read(self, parse: Callable[[dict[str, Any]], Any]) -> Iterator[Any]:
-        """What ``parse`` makes of each line that was there before.
+        """Yields what ``parse`` makes of each line that was there before.
 
         Raises:
           ValueError: a line of which it makes nothing.

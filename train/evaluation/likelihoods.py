@@ -20,7 +20,7 @@ _LEAST = 32
 
 
 class Given(NamedTuple):
-    """What is scored.
+    """A continuation to be scored, after its context.
 
     Attributes:
       tokens: context and continuation, integers [L].
@@ -32,7 +32,7 @@ class Given(NamedTuple):
 
 
 class Likelihood(NamedTuple):
-    """How likely a continuation is.
+    """The log-likelihood of a continuation, and whether greedy decoding would write it.
 
     Attributes:
       sum: of the log-probabilities of its tokens, in nats.
@@ -112,7 +112,7 @@ class _Score:
     def __call__(
         self, variables: Any, tokens: jax.Array, starts: jax.Array, lengths: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Sums float32 [B], and whether all tokens are the most probable, bool [B].
+        """Returns sums, float32 [B], and whether all tokens are the most probable, bool [B].
 
         Args:
           variables: of the model.

@@ -69,12 +69,12 @@ class Measurement:
 
     @property
     def loss(self) -> float:
-        """Mean loss in nats for each token; NaN if the model does not take the length."""
+        """The mean loss in nats for each token; NaN if the model does not take the length."""
         return statistics.fmean(self.blocks) if self.blocks else math.nan
 
     @property
     def error(self) -> float:
-        """Standard error of the mean loss over blocks of text; NaN of fewer than two."""
+        """The standard error of the mean loss over blocks of text; NaN of fewer than two."""
         count = len(self.blocks)
         return statistics.stdev(self.blocks) / math.sqrt(count) if count > 1 else math.nan
 
@@ -117,7 +117,7 @@ class Perplexity:
         return next(m for m in self.measurements if (m.protocol, m.length) == (protocol, length))
 
     def bits_per_byte(self, loss: float) -> float:
-        """A mean loss in nats for each token, as bits for each byte of text; NaN if unknown."""
+        """Converts a mean loss in nats for each token to bits for each byte; NaN if unknown."""
         if self.text_bytes is None:
             return math.nan
         return loss / math.log(2) * self.targets / self.text_bytes
@@ -181,7 +181,7 @@ def measure(
     progress: Progress | None = None,
     programs: Programs | None = None,
 ) -> Perplexity:
-    """Perplexity by length.
+    """Measures the perplexity of a model by length.
 
     Args:
       model, variables: what is judged.
@@ -248,7 +248,7 @@ def measure(
 
 
 def _joined(texts: Sequence[np.ndarray], block: int) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """Numbers of targets of each text, the tokens of all, and which of them have a target.
+    """Returns the number of targets of each text, the tokens of all, and which have a target.
 
     Raises:
       ValueError: no texts, or texts of other lengths than n x ``block`` + 1.
@@ -319,7 +319,7 @@ def table(
 
 
 def _cell(group: Sequence[Perplexity], protocol: str, length: int, value: Quantity) -> str:
-    """Mean and spread as text."""
+    """Formats mean and spread as text."""
     mean, spread = mean_and_spread(group, protocol, length, value)
     if math.isnan(mean):
         return "-"
@@ -346,7 +346,7 @@ def mean_and_spread(
 
 
 def note(results: Mapping[str, Sequence[Perplexity]]) -> str:
-    """What the tables of these results mean."""
+    """Returns the sentences that explain the tables of these results."""
     first = require_same_targets(results)
     blocks = first.targets // first.lengths[-1]
     lines = [f"Every number is an average over the same {first.targets:,} tokens of held-out text."]

@@ -26,7 +26,7 @@ RESERVED = 0.08
 
 @dataclasses.dataclass
 class Speed:
-    """What running took.
+    """The time that running took, and the tokens that it read and wrote.
 
     Attributes:
       tokens: that were read and written, padding left out.
@@ -40,7 +40,7 @@ class Speed:
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
-        """Adds the time that something takes."""
+        """Adds the time that the block takes."""
         begun, compiled = time.monotonic(), compiling_seconds()
         yield
         spent = time.monotonic() - begun
@@ -71,7 +71,7 @@ class Memory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The bytes that the program takes in all."""
         return self.parameters + self.between
 
     def __str__(self) -> str:
@@ -131,7 +131,7 @@ class Programs:
         variables: Any,
         batches: Iterable[tuple[Sequence[np.ndarray], int]],
     ) -> Iterator[np.ndarray]:
-        """What a function gives for each batch; what is kept is not computed again.
+        """Yields what a function gives for each batch; what is kept is not computed again.
 
         A batch is begun before the result of the one before is fetched.
 
@@ -159,7 +159,7 @@ class Programs:
             yield self._fetched(*waiting)
 
     def kept_result(self, name: str, arrays: Sequence[np.ndarray]) -> tuple[str, Any]:
-        """By what the result of a batch is found again, and the result, if it is kept."""
+        """Returns the key by which a batch's result is found again, and the result, if kept."""
         if self.kept is None:
             return "", None
         key = _digest(name, arrays)
@@ -218,7 +218,7 @@ def _kept(line: dict[str, Any]) -> tuple[str, np.ndarray]:
 
 
 def _digest(name: str, arrays: Sequence[np.ndarray]) -> str:
-    """What a batch is found again by."""
+    """Returns the digest by which the result of a batch is found again."""
     made = hashlib.sha256(name.encode())
     for array in arrays:
         made.update(f"{array.dtype.str}{array.shape}".encode())
@@ -233,7 +233,7 @@ def _call(function: Callable[..., Any], *given: Any) -> Any:
 
 
 def _memory(program: Any) -> Memory:
-    """What a compiled program takes."""
+    """Returns the memory that a compiled program takes, and that of the device."""
     found = program.memory_analysis()
     device = jax.local_devices()[0]
     limit = (device.memory_stats() or {}).get("bytes_limit")

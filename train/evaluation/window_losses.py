@@ -52,7 +52,7 @@ class TokenLosses:
     model: Transformer
 
     def __call__(self, variables: Any, tokens: jax.Array) -> jax.Array:
-        """float32 [B, L], cross entropy in nats, of ``tokens`` int32 [B, L + 1]."""
+        """Returns the cross entropy in nats, float32 [B, L], of ``tokens`` int32 [B, L + 1]."""
         hidden = jnp.asarray(self.model.apply(variables, tokens[:, :-1], output="hidden"))
 
         def loss(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -72,7 +72,7 @@ def with_window(model: Transformer, window: int) -> Transformer:
 
 
 def windows_of(sizes: Sequence[int], length: int, stride: int) -> tuple[np.ndarray, np.ndarray]:
-    """:func:`windows` of texts that lie one after another, each a token longer than its targets."""
+    """Joins :func:`windows` of successive texts, each of them a token longer than its targets."""
     own = [windows(size, length, stride) for size in sizes]
     offsets = np.cumsum([0, *(size + 1 for size in sizes[:-1])])
     starts = [offset + starts for offset, (starts, _) in zip(offsets, own, strict=True)]
@@ -91,7 +91,7 @@ def losses_and_places(
     programs: Programs,
     name: str,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """For each of ``tokens`` the loss of its target, and its place in the window that scores it.
+    """Returns the loss of each token's target, and the token's place in the window that scores it.
 
     ``programs`` finds kept results again by ``name`` and what is in the windows.
     """

@@ -1,4 +1,4 @@
-"""What an experiment is, and how it is made from a config file, the command line, or JSON.
+"""The description of an experiment, made from a config file, the command line, or JSON.
 
 A config file is a Python file whose ``get_config()`` returns an ``ml_collections.ConfigDict``. It
 is read once, merged with the ``--config.a.b=value`` options of the command line, and turned into

@@ -66,7 +66,7 @@ class AdaptOptions:
 
     @property
     def given(self) -> dict[str, Any]:
-        """Those that are not None."""
+        """The options that are not None, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
@@ -78,7 +78,7 @@ def option_names(method: str) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Adaptation:
-    """Which trained model is adapted, and how.
+    """The section ``adapt`` of a config: the trained model that is adapted, and the method.
 
     Attributes:
       base: a Hugging Face Llama folder, or a run folder.
@@ -121,7 +121,7 @@ class Adaptation:
 
     @property
     def trains(self) -> bool:
-        """Whether any parameter trains."""
+        """True if any parameter trains."""
         return self.method not in UNTRAINED
 
     @property
@@ -143,7 +143,7 @@ def apply(
     key: Array,
     position: Encoding | None = None,
 ) -> Adapted:
-    """The base, adapted; with the rules of what trains, which may be none.
+    """Adapts the base, and returns it with the rules of what trains, which may be none.
 
     Args:
       adaptation: what a config says.
@@ -193,7 +193,7 @@ def apply(
 def describe(
     adaptation: Adaptation, base: ModelConfig, position: Encoding | None = None
 ) -> Adapted:
-    """What :func:`apply` makes of a base of this description, without values.
+    """Returns what :func:`apply` makes of a base of this description, without values.
 
     Args:
       adaptation: what a config says.
@@ -221,7 +221,7 @@ def _replaced(model: Transformer, **changes: Any) -> Transformer:
 
 
 def _by_name(params: Any) -> dict[str, list[Any]]:
-    """Leaves by their path without the number of a layer."""
+    """Groups leaves by their path without the number of a layer."""
     found: dict[str, list[Any]] = {}
     for path, leaf in flatten_dict(params, sep="/").items():
         found.setdefault(re.sub(r"^layers_\d+/", "layers/", path), []).append(leaf)
@@ -250,7 +250,7 @@ def split(adapted: Adapted) -> tuple[Any, Any]:
 
 
 def split_params(model: Transformer, params: Any, rules: Sequence[Rule | str]) -> tuple[Any, Any]:
-    """As :func:`split`, of parameters of ``model`` of which these rules choose those that train."""
+    """Splits parameters of ``model`` as :func:`split` does; these rules choose those that train."""
     if not rules:
         return jax.tree.map(lambda _: None, params), params
     trainable, frozen = adapt.partition(params, adapt.trainable_mask(model, rules))

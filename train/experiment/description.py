@@ -1,4 +1,4 @@
-"""What an experiment is: its model, its task, and how it is trained."""
+"""The description of an experiment: its model, its task, and its training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ USUALLY_NOT_DECAYED = ("scale", "bias", "embedding", "position_table")
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """How a model is trained.
+    """The options of a training: its steps, its batches, its optimiser and its schedule.
 
     Attributes:
       steps: number of optimiser steps.
@@ -175,7 +175,7 @@ class Experiment:
 
     @property
     def label(self) -> str:
-        """What it is called beside others: its method of adaptation, or its encoding."""
+        """The name in comparisons: the method of adaptation, or the encoding."""
         if self.adapt is None or self.adapt.method == "encoding":
             return self.model.position.kind
         return self.adapt.method

@@ -13,7 +13,7 @@ from train.checks import require, require_known
 
 
 def build(cls: type, values: Mapping[str, Any], path: str, what: str | None = None) -> Any:
-    """``cls`` from a mapping, every value converted to the type of its field."""
+    """Builds ``cls`` from a mapping, every value converted to the type of its field."""
     require(isinstance(values, Mapping), f"{path}: expected fields, got {values!r}")
     hints = hints_of(cls)
     for name in values:
@@ -42,7 +42,7 @@ def build_field(cls: type, name: str, value: Any, path: str) -> Any:
 
 
 def convert(value: Any, hint: Any, path: str) -> Any:
-    """``value`` as the type ``hint``.
+    """Converts ``value`` to the type ``hint``.
 
     Lists become tuples, whole numbers int or float as wanted, and where a tuple is wanted a single
     value becomes one, text at its commas.
@@ -62,12 +62,12 @@ def convert(value: Any, hint: Any, path: str) -> Any:
 
 
 def _tuples(value: Any) -> Any:
-    """Lists, and lists in them, as tuples."""
+    """Turns lists, and lists in them, into tuples."""
     return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def _matches(value: Any, hint: Any) -> bool:
-    """Whether ``value`` is of a type such as ``int``, ``str | None`` or ``tuple[int, ...]``."""
+    """Returns whether ``value`` is of a type such as ``str | None`` or ``tuple[int, ...]``."""
     if hint is Any:
         return True
     if _is_union(hint):

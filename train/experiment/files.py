@@ -85,7 +85,7 @@ def from_file(
 
 
 def _changes_of_base(experiment: Experiment) -> list[str]:
-    """What a new experiment does to the base that it adapts before it trains anything.
+    """Describes what a new experiment changes in the base that it adapts, before any training.
 
     Raises:
       ValueError: if it reads with another tokenizer than the base was trained with, or replaces its
@@ -127,7 +127,7 @@ def _changes_of_base(experiment: Experiment) -> list[str]:
 
 
 def _scaling(encoding: positions.Encoding) -> RopeScaling | None:
-    """How an encoding, or one among several, scales rotary frequencies; None: it has none."""
+    """Returns the rotary scaling of an encoding, or of one among several; None if it has none."""
     return next((part.scaling for part in encoding.members if hasattr(part, "scaling")), None)
 
 
@@ -150,7 +150,7 @@ def change(experiment: Experiment, overrides: Sequence[str]) -> Experiment:
 def change_evaluation(
     experiment: Experiment, overrides: Sequence[str]
 ) -> tuple[Any, ShardingConfig | None]:
-    """How to evaluate, with ``--config.evaluation.name=value`` options applied, and where.
+    """Applies ``--config.evaluation.name=value`` options to an evaluation, and reads its mesh.
 
     Returns:
       An instance of the task's ``Evaluation``, and the mesh of ``--config.sharding.name=value``
@@ -248,7 +248,7 @@ class _Encodings(dict[str, Any]):
     """Fields of encodings; also known, but not listed, under names that begin with their kind's."""
 
     def __init__(self, fields: Mapping[str, Mapping[str, Any]]):
-        """Of each kind its fields."""
+        """Takes the fields of each kind of encoding."""
         super().__init__({name: x for own in fields.values() for name, x in own.items()})
         self._longer = {f"{kind}_{n}": x for kind, own in fields.items() for n, x in own.items()}
 
@@ -272,7 +272,7 @@ def _check_names(
 
 
 def _spelled_out(options: Sequence[str]) -> list[str]:
-    """The options, of which ``--config.model.position=tape+fox`` names encodings in short."""
+    """Spells out ``--config.model.position=tape+fox``, which is short for its ``kind``."""
     short, whole = "--config.model.position=", "--config.model.position.kind="
     return [o.replace(short, whole, 1) if o.startswith(short) else o for o in options]
 
@@ -331,7 +331,7 @@ def _dotted(fields: Mapping[str, Any], before: str = "") -> list[str]:
 
 
 def _placeholders(hints: Mapping[str, Any]) -> dict[str, Any]:
-    """Text is taken as it is; everything else is read as a Python literal, ``None`` included."""
+    """Makes placeholders: text is taken as it is, all else read as a Python literal or ``None``."""
     result: dict[str, Any] = {}
     for name, hint in hints.items():
         inner = inner_dataclass(hint)
@@ -343,7 +343,7 @@ def _placeholders(hints: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parse(overrides: Sequence[str], template: Mapping[str, Any]) -> dict[str, Any]:
-    """``--config.a.b=value`` options as ``{"a.b": value}``."""
+    """Parses ``--config.a.b=value`` options into ``{"a.b": value}``."""
     overrides = _spelled_out(overrides)
     _check_options(overrides, template)
     # A flag is described by all of its config: one of the fields that are given is soon made.
@@ -360,7 +360,7 @@ def _parse(overrides: Sequence[str], template: Mapping[str, Any]) -> dict[str, A
 
 
 def _choose_encoding(values: dict[str, Any], given: Mapping[str, Any]) -> tuple[str, str, list]:
-    """Removes the file's options of another encoding than the one given: new, old, and which."""
+    """Removes the file's options of another encoding; returns new kind, old kind, their names."""
     position = position_fields(values["model"].get("position", {}))
     old, kind = position["kind"], given.get("model.position.kind", position["kind"])
     if kind == old:
@@ -388,7 +388,7 @@ def _foreign_options(position: Mapping[str, Any], kind: str) -> list[str]:
 
 
 def _choose_method(values: dict[str, Any], given: Mapping[str, Any]) -> tuple[str, str, list]:
-    """The same of methods of adaptation: their own options, and TAPE's, which are the model's."""
+    """Removes the file's options of another method, and TAPE's, which are in ``model.position``."""
     section = values["adapt"]
     old = section.get("method", Adaptation.method)
     method = given.get("adapt.method", old)

@@ -84,7 +84,7 @@ def _model_to_json(model: ModelConfig) -> dict[str, Any]:
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:
-    """What ``experiment.json`` of a run folder holds; None if the folder is no run."""
+    """Returns what ``experiment.json`` of a run folder holds; None if the folder is no run."""
     try:
         record = json.loads((folder / "experiment.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -95,7 +95,7 @@ def read_record(folder: Path) -> dict[str, Any] | None:
 
 
 def _converted(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record of version 1 in the form of today, with the same window."""
+    """Returns a record of version 1 in the form of today, with the same window."""
     found = copy.deepcopy({**record, "format": FORMAT})
     for model in _models(found):
         if model.get("local_window_size") is not None:
@@ -104,7 +104,7 @@ def _converted(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _models(values: Any) -> Iterator[dict[str, Any]]:
-    """Yield every description of a model in a record, wherever it stands."""
+    """Yields every description of a model in a record, wherever it stands."""
     if isinstance(values, dict):
         if "local_window_size" in values:
             yield values
@@ -249,7 +249,7 @@ def encoding_of(values: Any, task: Task | None = None) -> positions.Encoding:
 
 
 def position_fields(values: Any) -> dict[str, Any]:
-    """``model.position`` as a new dict with ``kind``."""
+    """Returns ``model.position`` as a new dict with ``kind``."""
     require(
         isinstance(values, str | Mapping),
         f"config.model.position: expected an encoding's name or its fields, got {values!r}",

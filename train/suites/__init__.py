@@ -62,7 +62,7 @@ class SuiteQuestion(NamedTuple):
 
 
 class SuiteTask(Protocol):
-    """Writes questions of any length, and knows nothing of tokens.
+    """A task that writes questions of any length, and knows nothing of tokens.
 
     Attributes:
       rule: how answers are scored, ``all``, ``part`` or ``label``

@@ -64,17 +64,17 @@ class Background:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Equal for equal texts."""
+        """A hash of the text, equal for equal texts."""
         return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
     @functools.cached_property
     def _starts(self) -> np.ndarray:
-        """int [S], where lines and sentences start, ascending, 0 first."""
+        """The places where lines and sentences start, int [S], ascending, 0 first."""
         return np.array([0, *(match.end() for match in _END.finditer(self.text))])
 
     @functools.cached_property
     def vocabulary(self) -> list[str]:
-        """Its words of four to eight small letters, each once, in the order of the alphabet."""
+        """The words of four to eight small letters, each once, in the order of the alphabet."""
         return sorted(set(_WORD.findall(self.text)))
 
     def passage(self, rng: np.random.Generator, size: int) -> Passage:
@@ -96,7 +96,7 @@ class Background:
         return Passage(self.text[start : start + size], cuts)
 
     def words(self, rng: np.random.Generator, count: int, *, different: bool = False) -> list[str]:
-        """Words of the text.
+        """Draws words of the text.
 
         Args:
           rng: draws them.
@@ -138,7 +138,7 @@ def _noise(text: str, size: int) -> Background:
 
 
 def noise(text: str, size: int) -> Passage:
-    """``size`` characters of sentences that are repeated again and again."""
+    """Returns ``size`` characters of sentences that are repeated again and again."""
     # A power of two, so that few texts are made.
     repeated = _noise(text, 1 << max(size, 1).bit_length())
     end = np.searchsorted(repeated._starts, size, "right")

@@ -29,7 +29,7 @@ Key = tuple[str, int, int]
 
 @dataclasses.dataclass(frozen=True)
 class SuiteOptions:
-    """What is asked.
+    """The options of an evaluation on a suite.
 
     Attributes:
       suite: one of :data:`train.suites.SUITES`.
@@ -127,7 +127,7 @@ class Answers:
 
 
 def _answers(line: dict[str, Any]) -> dict[Key, str]:
-    """Those of a line."""
+    """Returns the answers of a line, by question."""
     pairs = zip(line["numbers"], line["answers"], strict=True)
     return {(line["task"], line["length"], index): str(text) for index, text in pairs}
 
@@ -208,7 +208,7 @@ class _Asker:
         return [(task, n, i) for n in options.lengths for task in self.tasks for i in numbers]
 
     def ask(self, key: Key) -> AskedSample:
-        """A question."""
+        """Returns the question of a key."""
         (task, *where), options = key, self.options
         given: Any = {"seed": options.seed, "form": options.form}
         return ask(task, self.tasks[task], self.codec, self.background, *where, **given)
@@ -226,7 +226,7 @@ class _Asker:
                     )
 
     def about(self, step: int) -> dict[str, Any]:
-        """On what the answers of a checkpoint depend, beside the questions' keys."""
+        """Returns what the answers of a checkpoint depend on, beside the questions' keys."""
         return {
             "suite": self.options.suite,
             "step": step,
@@ -242,7 +242,7 @@ class _Asker:
         }
 
     def groups(self, answers: Answers) -> Iterator[tuple[int, list[Key]]]:
-        """What is left to ask: the answers' room, and questions of one shape, the longest first.
+        """Yields the questions left to ask, by shape, the longest first, with the room for answers.
 
         So what does not fit into the memory is refused before anything is asked.
         """
@@ -253,7 +253,7 @@ class _Asker:
             yield room, [key for key in left if (key[1], rooms[key[0]]) == (length, room)]
 
     def scores(self, answers: Answers) -> Scores:
-        """Those of each question."""
+        """Returns the score of each question, by task and length."""
         found: dict[str, dict[int, tuple[float, ...]]] = {task: {} for task in self.tasks}
         for key in self.keys:
             task, length, _ = key

@@ -22,7 +22,7 @@ _START = "Some sentences of the text below say where people are and what they ca
 
 
 class World:
-    """What has happened so far.
+    """The people and things of a story, and the events so far.
 
     Attributes:
       events: as sentences.
@@ -38,7 +38,7 @@ class World:
         self.seen: dict[str, list[str]] = {}
 
     def go_on(self, draw: Callable[[int], int], *, things: bool) -> None:
-        """One more event.
+        """Adds one more event.
 
         Args:
           draw: a random number below a given one.
@@ -70,7 +70,7 @@ class World:
             self.events.append(f"{person} went to the {place}. ")
 
     def carried(self, person: str) -> int:
-        """How many things somebody carries."""
+        """Returns how many things somebody carries."""
         return sum(holder == person for holder in self.holder.values())
 
 
@@ -79,14 +79,14 @@ Asked = tuple[str, str] | None
 
 
 def where_is_somebody(world: World, draw: Callable[[int], int]) -> Asked:
-    """One fact decides."""
+    """Asks where somebody is: one fact decides."""
     people = sorted(world.at)
     person = people[draw(len(people))]
     return f"Where is {person}?", world.at[person]
 
 
 def where_is_something(world: World, draw: Callable[[int], int]) -> Asked:
-    """Two facts decide: who took it, and where that person went then."""
+    """Asks where a thing is. Two facts decide: who took it, and where that person went then."""
     moved = [thing for thing in THINGS if len(world.seen.get(thing, ())) > 1]
     if not moved:
         return None
@@ -95,7 +95,7 @@ def where_is_something(world: World, draw: Callable[[int], int]) -> Asked:
 
 
 def where_was_something(world: World, draw: Callable[[int], int]) -> Asked:
-    """Three facts decide: who took it, and the last two places of that person."""
+    """Asks where a thing was. Three facts decide: who took it, and the person's last two places."""
     seen = {x: places for x, places in world.seen.items() if len(places) > 2}
     known = [x for x in THINGS if x in seen and seen[x].count(seen[x][-1]) == 1]
     if not known:
@@ -106,7 +106,7 @@ def where_was_something(world: World, draw: Callable[[int], int]) -> Asked:
 
 
 def is_somebody_there(world: World, draw: Callable[[int], int]) -> Asked:
-    """Yes or no, each half of the time."""
+    """Asks whether somebody is in a place: yes or no, each half of the time."""
     people = sorted(world.at)
     person = people[draw(len(people))]
     others = [place for place in PLACES if place != world.at[person]]
@@ -116,7 +116,7 @@ def is_somebody_there(world: World, draw: Callable[[int], int]) -> Asked:
 
 
 def how_many_things(world: World, draw: Callable[[int], int]) -> Asked:
-    """How many things somebody carries; each number that there is equally often."""
+    """Asks how many things somebody carries; each number that occurs is equally likely."""
     counts = {person: world.carried(person) for person in PEOPLE}
     numbers = sorted(set(counts.values()))
     if len(numbers) < 2:
@@ -128,7 +128,7 @@ def how_many_things(world: World, draw: Callable[[int], int]) -> Asked:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """A kind of question.
+    """A kind of question about facts.
 
     Attributes:
       question: what is asked.
@@ -146,7 +146,7 @@ class Facts:
 
     @property
     def answer_tokens(self) -> dict[str, int]:
-        """A word or a short sentence."""
+        """The tokens of an answer, by form: a word or a short sentence."""
         return {"long": 24, "short": 12}
 
     def ask(

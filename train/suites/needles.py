@@ -29,7 +29,7 @@ _SHORT = ("", "<{key}={value}>", "\n<{keys}=")
 
 @dataclasses.dataclass(frozen=True)
 class Needles:
-    """A kind of question.
+    """A kind of question about needles.
 
     Attributes:
       haystack: ``noise``, ``text``, or ``needles``: other needles, as many as fit.
@@ -50,7 +50,7 @@ class Needles:
 
     @property
     def answer_tokens(self) -> dict[str, int]:
-        """RULER's, and for the short form twice what the values take in bytes."""
+        """The tokens of an answer, by form: RULER's, or if short twice the bytes of the values."""
         return {"long": 128, "short": 2 * self.values * self.queries * self._width("short")}
 
     def _width(self, form: str) -> int:
@@ -104,7 +104,7 @@ class Needles:
 
 
 def _draw(rng: np.random.Generator, kind: str, count: int, form: str) -> list[str]:
-    """Values: numbers of seven digits, of three in the short form, or UUIDs."""
+    """Draws values: numbers of seven digits, of three in the short form, or UUIDs."""
     if kind == "uuid":
         digits = _HEX[rng.integers(16, size=(count, 32))].tobytes().decode()
         return [_as_uuid(digits[i : i + 32]) for i in range(0, len(digits), 32)]

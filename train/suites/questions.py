@@ -101,7 +101,7 @@ def ask(
 
 @functools.lru_cache(maxsize=8)
 def _characters_per_token(codec: Tokenizer, background: Background) -> float:
-    """Characters of a token of the background's first part."""
+    """Returns the mean number of characters of a token in the background's first part."""
     sample = background.text[: 1 << 16]
     tokens = len(codec.encode_all([sample])[0])
     return len(sample) / tokens if tokens else 1.0

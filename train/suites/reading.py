@@ -46,7 +46,7 @@ class FileQuestion(NamedTuple):
 
 
 class Collection(NamedTuple):
-    """What a file holds.
+    """The paragraphs and questions of a file.
 
     Attributes:
       paragraphs: each once.
@@ -63,7 +63,7 @@ class Collection(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """A kind of question.
+    """A kind of question about paragraphs.
 
     Attributes:
       kind: of file, one of :data:`FORMATS`.
@@ -77,12 +77,12 @@ class Reading:
 
     @property
     def answer_tokens(self) -> dict[str, int]:
-        """RULER's, for both forms."""
+        """The tokens of an answer, by form: RULER's for both."""
         return {"long": 32, "short": 32}
 
     @property
     def fingerprint(self) -> str | None:
-        """Of the file."""
+        """The fingerprint of the file; None if none is given."""
         return None if self.path is None else read(self.path, self.kind).fingerprint
 
     def ask(

@@ -1,4 +1,4 @@
-"""What came out of a suite: a table by task and length, JSON, and a picture."""
+"""The result of a suite: a table by task and length, JSON, and a picture."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SuiteResult:
 
     @property
     def lengths(self) -> list[int]:
-        """Ascending."""
+        """The lengths that were asked, ascending, in tokens."""
         return sorted({length for cells in self.scores.values() for length in cells})
 
     def mean(self, length: int) -> float:
@@ -52,7 +52,7 @@ class SuiteResult:
         return statistics.fmean(statistics.fmean(cells[length]) for cells in self.scores.values())
 
     def table(self) -> str:
-        """Per cent by task and length, with standard errors over questions."""
+        """Returns a table of per cent by task and length, with standard errors over questions."""
         rows = [
             [task, *(_cell(cells[length]) for length in self.lengths)]
             for task, cells in self.scores.items()
@@ -70,7 +70,7 @@ class SuiteResult:
         return "\n\n".join([text_table(header, rows), "\n".join(notes)])
 
     def figure(self) -> Figure:
-        """Scores by length, a line for each task."""
+        """Draws the scores by length, a line for each task."""
         from train.compare.plots import Series, line_panels
 
         tasks = list(self.scores)

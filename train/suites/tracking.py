@@ -32,7 +32,7 @@ class Tracking:
 
     @property
     def answer_tokens(self) -> dict[str, int]:
-        """A few more than RULER's 30, so that bytes suffice."""
+        """The tokens of an answer, by form: if long, above RULER's 30, so that bytes suffice."""
         return {"long": 40, "short": 20}
 
     def ask(

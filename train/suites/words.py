@@ -31,7 +31,7 @@ class Common:
 
     @property
     def answer_tokens(self) -> dict[str, int]:
-        """RULER's 120."""
+        """The tokens of an answer, by form: RULER's 120 if long."""
         return {"long": 120, "short": 40}
 
     def ask(
@@ -91,7 +91,7 @@ class Frequent:
 
     @property
     def answer_tokens(self) -> dict[str, int]:
-        """RULER's 50."""
+        """The tokens of an answer, by form: RULER's 50 if long."""
         return {"long": 50, "short": 24}
 
     def ask(

@@ -62,7 +62,7 @@ class Score(NamedTuple):
 
 
 class Task(Protocol):
-    """What the training loop and the command line need to know about a task.
+    """The interface of a task to the training loop and the command line.
 
     It may also have a method ``prepare(options, limit)``, called before training with the tokens
     that the model accepts (None: any number): it raises ValueError if something is missing that

@@ -50,7 +50,7 @@ POINTING = 20
 
 @dataclasses.dataclass(frozen=True)
 class AddressEvaluation(PlaceEvaluation):
-    """How addressing is judged.
+    """The options of an evaluation of addressing.
 
     Attributes:
       longest: tokens of the longest list; None: twice the longest trained one, or all symbols.
@@ -122,12 +122,12 @@ class Address(PlaceTask):
 
     @property
     def trained(self) -> tuple[range, range]:
-        """Offsets, gaps or distractors; and lengths of lists."""
+        """The trained offsets, gaps or distractors, and the trained lengths of lists."""
         return range(1, self.trained_rows + 1), range(self.shortest, self.longest + 1)
 
     @property
     def most(self) -> int:
-        """A list of all symbols."""
+        """The length of the longest list: that of all symbols."""
         return self.symbols
 
     @property
@@ -138,7 +138,7 @@ class Address(PlaceTask):
 
     @functools.cached_property
     def alphabets(self) -> dict[str, Sequence[str]]:
-        """Tokens of lists, the same in queries, offsets, signs."""
+        """The names of tokens by kind: of lists, of queries, of offsets, and signs."""
         return {
             "l": self.listed,
             "q": [f"{name}?" for name in self.listed],
@@ -148,7 +148,7 @@ class Address(PlaceTask):
 
     @property
     def form(self) -> str:
-        """What a question looks like."""
+        """The description of a question, with an example, in error messages."""
         first, *_, last = self.listed
         return (
             f"up to {self.symbols} distinct tokens from {first} to {last}, an offset from +1 to "
@@ -218,7 +218,7 @@ class Address(PlaceTask):
         return row, len(listed), self.first["l"] + listed[place]
 
     def axes(self, options: Options) -> tuple[Sequence[int], ...]:
-        """Offsets, or gaps or distractors to twice those trained; and lengths of lists."""
+        """Returns offsets, or gaps or distractors to twice those trained, and lengths of lists."""
         rows, columns = super().axes(options)
         if self.rows != "offset":
             ends = np.linspace(0, 2 * self.trained_rows, min(2 * self.trained_rows, MOST_ROWS) + 1)
@@ -226,7 +226,7 @@ class Address(PlaceTask):
         return rows, columns
 
     def needs(self, *lengths: int) -> dict[str, bool]:
-        """An offset that there is, and a list that it does not lead out of."""
+        """Returns what a cell needs: an offset that exists, and a list that is longer than it."""
         row, column = lengths
         offset = min(row, self.offsets) if self.rows == "offset" else self.offsets
         return {
@@ -236,7 +236,7 @@ class Address(PlaceTask):
         }
 
     def _by(self, options: AddressEvaluation) -> Address:
-        """The same by the rows that the evaluation names."""
+        """Returns the task with the rows that the evaluation names."""
         require(
             self.rows in ("offset", options.rows),
             f"{self.kind}: rows are the evaluation's: give evaluation.rows={self.rows}, not "
@@ -245,13 +245,13 @@ class Address(PlaceTask):
         return dataclasses.replace(self, rows=options.rows)
 
     def prepare(self, options: Any, limit: int | None = None) -> str:
-        """As :meth:`PlaceTask.prepare`, by the rows that the evaluation names."""
+        """Prepares as :meth:`PlaceTask.prepare` does, by the rows that the evaluation names."""
         return PlaceTask.prepare(self._by(options), options, limit)
 
     def evaluate(
         self, trained: Trained, options: AddressEvaluation, progress: Progress | None = None
     ) -> AddressResult:
-        """Exact match by what the rows are and by the length of the list, and where models point.
+        """Measures exact match by row and by the length of the list, and where the model points.
 
         The same is asked again with the encoding as before training, if it has learned anything.
         """
@@ -265,7 +265,7 @@ class Address(PlaceTask):
         )
 
     def pointing(self, trained: Trained, seed: int, samples: int = POINTING) -> Pointing | None:
-        """Where questions of the trained length point; None if they are too long for the model."""
+        """Returns where questions of the trained length point; None if too long for the model."""
         task = dataclasses.replace(self, rows="offset", distractors=0, gap=0)
         if not fits(self.longest + 2, trained.max_length):
             return None
@@ -285,19 +285,19 @@ class Address(PlaceTask):
 
     @property
     def called(self) -> Called:
-        """What the rows are, by the length of the list."""
+        """The words for the rows, for the length of the list, and for its unit."""
         return ROWS[self.rows], "length of the list, tokens", "tokens"
 
     @property
     def wording(self) -> Wording:
-        """What tables and figures call the questions; a gap is limited in training too."""
+        """The words for the questions in tables and figures, with the trained limit of the rows."""
         rows = "" if self.rows == "offset" else f", {self.rows} up to {self.trained_rows}"
         trained = f"lists of {super().wording.trained}{rows}"
         return dataclasses.replace(super().wording, trained=trained)
 
     @property
     def guess(self) -> int:
-        """Among the tokens of the longest trained list."""
+        """The number of answers to guess among: the tokens of the longest trained list."""
         return self.longest
 
     @property

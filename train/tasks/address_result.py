@@ -1,4 +1,4 @@
-"""What came out of an evaluation of addressing: exact match, and where questions point."""
+"""The result of an evaluation of addressing: exact match, and where questions point."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from train.evaluation.inside import look
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pointing:
-    """What the last token of questions points at, on average over questions of each offset.
+    """The places that the last token of questions points at, as means over those of each offset.
 
     Attributes:
       places: [R], of a list's tokens, counted from the one that is asked about, which is 0.
@@ -39,7 +39,7 @@ class Pointing:
 
     @classmethod
     def from_json(cls, record: Any) -> Pointing:
-        """What :meth:`to_json` described; ValueError if it is something else."""
+        """Returns what :meth:`to_json` described; ValueError if it is something else."""
         values = read_record(record, cls)
         states = values.pop("states")
         arrays = {name: np.array(x, float) for name, x in values.items()}
@@ -62,7 +62,7 @@ def point(trained: Trained, tokens: np.ndarray, found: np.ndarray, length: int) 
     places = np.arange(-length + 1, length)
 
     def mean(values: np.ndarray) -> np.ndarray:
-        """Of values [L, B, T, H] those of each place: [L, H, K, R]."""
+        """Averages values [L, B, T, H] by place from the token asked about: [L, H, K, R]."""
         aligned = np.full((*values.shape[:2], values.shape[3], len(places)), np.nan)
         each = np.arange(len(rows))[:, None]
         columns = relative + length - 1
@@ -85,7 +85,7 @@ FORMAT = "tape-jax addressing, version 1"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AddressResult:
-    """How well a model addresses, and how.
+    """The result of an evaluation of addressing.
 
     Attributes:
       rows: what the rows of the grids are.

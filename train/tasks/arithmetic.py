@@ -36,7 +36,7 @@ _ZERO, _PLUS, _EQUALS = VOCABULARY.encode("0+=")
 
 @dataclasses.dataclass(frozen=True)
 class AdditionEvaluation(Options):
-    """How addition is judged.
+    """The options of an evaluation of addition.
 
     Attributes:
       longest: digits of the longest operands; None: twice the trained length.
@@ -49,7 +49,7 @@ class AdditionEvaluation(Options):
 
     @property
     def samples(self) -> int:
-        """Questions of each cell."""
+        """The number of questions of each cell."""
         return self.samples_per_pair
 
 
@@ -78,7 +78,7 @@ class Addition(DigitQuestions):
 
     @property
     def trained_length(self) -> int:
-        """N."""
+        """The greatest trained number of digits, N."""
         return self.max_digits
 
     def width(self, *lengths: int) -> int:
@@ -86,7 +86,7 @@ class Addition(DigitQuestions):
         return sum(lengths) + max(lengths) + 5
 
     def number(self, *lengths: Any) -> np.ndarray:
-        """How many ordered sums a + b have operands of these lengths, as float64."""
+        """Returns how many ordered sums a + b have operands of these lengths, as float64."""
         # Beyond 100 digits the exact count matters to nobody, and float64 ends at 308.
         a, b = (np.where(np.equal(n, 1), 10, 9 * 10.0 ** np.minimum(n, 100) / 10) for n in lengths)
         return a * b
@@ -100,7 +100,7 @@ class Addition(DigitQuestions):
         return Questions(digits.astype(np.uint8), each)
 
     def draw(self, rng: np.random.Generator, lengths: np.ndarray, longest: int) -> Questions:
-        """Uniform numbers of ``lengths`` [2, B] digits."""
+        """Draws uniform numbers of ``lengths`` [2, B] digits."""
         digits = rng.integers(0, 10, (*lengths.shape, longest), dtype=np.uint8)
         leading = rng.integers(1, 10, lengths.shape, dtype=np.uint8)
         place, last = np.arange(longest), lengths[..., None] - 1
@@ -109,7 +109,7 @@ class Addition(DigitQuestions):
         return Questions(digits, lengths)
 
     def write(self, questions: Questions, width: int) -> Written:
-        """Sums, up to and including ``=``, and what comes after it."""
+        """Writes sums as tokens: up to and including ``=``, and what comes after it."""
 
         def number(digits: np.ndarray, lengths: np.ndarray) -> np.ndarray:
             present = np.arange(digits.shape[1]) < lengths[:, None]
@@ -147,7 +147,7 @@ class Addition(DigitQuestions):
 
     @property
     def wording(self) -> Wording:
-        """What tables and figures call the sums."""
+        """The words for the sums in tables and figures."""
         return Wording(
             title="Addition: exact match by operand lengths",
             rows="digits of the first operand",
@@ -164,7 +164,7 @@ class Addition(DigitQuestions):
         return "Addition beyond the trained length"
 
     def introduction(self, grid: Grid) -> str:
-        """What a report says of training and evaluation."""
+        """Returns the introduction of a report: what was trained on, and what was asked."""
         return (
             f"Trained on sums of numbers of 1 to {grid.trained} digits and asked sums of numbers "
             f"of 1 to {grid.lengths.max()} digits: up to {grid.counts.max()} for each pair of "

@@ -23,7 +23,7 @@ class Vocabulary:
 
     @property
     def size(self) -> int:
-        """Number of token ids."""
+        """The number of token ids."""
         return len(self.SPECIAL) + len(self.characters)
 
     def encode(self, text: str) -> list[int]:
@@ -83,7 +83,7 @@ class DigitQuestions(QuestionTask):
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids."""
+        """The number of token ids."""
         return VOCABULARY.size
 
     @property
@@ -106,7 +106,7 @@ class DigitQuestions(QuestionTask):
         return digits[::-1]
 
     def read_answer(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """What the tokens after ``=`` say, in ordinary writing.
+        """Returns the answer of the tokens after ``=``, in ordinary writing.
 
         Raises:
           ValueError: not digits followed by EOS.

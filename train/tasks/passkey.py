@@ -37,7 +37,7 @@ from train.tasks.retrieval import (
 
 @dataclasses.dataclass(frozen=True)
 class PasskeyEvaluation:
-    """How passkey retrieval is judged.
+    """The options of an evaluation of passkey retrieval.
 
     Attributes:
       factors: lengths in multiples of the trained one, ascending.
@@ -85,12 +85,12 @@ class Passkey(GridTask):
 
     @property
     def codec(self) -> tokenizers.Tokenizer:
-        """Bytes."""
+        """The tokenizer: bytes."""
         return tokenizers.load("bytes")
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids."""
+        """The number of token ids."""
         return self.codec.vocab_size
 
     @property
@@ -115,7 +115,7 @@ class Passkey(GridTask):
     def evaluate(
         self, trained: Trained, options: PasskeyEvaluation, progress: Progress | None = None
     ) -> Grid:
-        """Exact match by place and length."""
+        """Measures exact match by place and length."""
         return retrieve(
             trained,
             self._questions(options.factors, options.depths, options.trials, options.seed),
@@ -146,7 +146,7 @@ class Passkey(GridTask):
         return wording(self.sequence_length)
 
     def samples(self, trained: Trained, options: PasskeyEvaluation) -> list[str]:
-        """What the model answers to one question of each length."""
+        """Returns lines that show the model's answer to one question of each length."""
         lines = []
         for examples in self._questions(options.factors, 1, 1, options.seed + 1):
             length, start = examples.tokens.shape[1] - 1, int(examples.prompt_lengths[0])

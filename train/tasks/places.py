@@ -35,7 +35,7 @@ Called = tuple[str, str, str]
 
 @dataclasses.dataclass(frozen=True)
 class PlaceEvaluation(Options):
-    """How the answers at places are judged.
+    """The options of an evaluation of the answers at places.
 
     Attributes:
       longest: the greatest number of a column asked for; None: the task's own.
@@ -76,12 +76,12 @@ class PlaceTask(QuestionTask):
 
     @property
     def alphabets(self) -> dict[str, Sequence[str]]:
-        """What tokens are called, by a letter for each kind of them."""
+        """The names of tokens, by a letter for each kind of them."""
         raise NotImplementedError
 
     @property
     def form(self) -> str:
-        """What a question looks like, for errors."""
+        """The description of a question in error messages."""
         raise NotImplementedError
 
     @property
@@ -115,7 +115,7 @@ class PlaceTask(QuestionTask):
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
-        """What each token is called, ``PAD`` first and then kind by kind."""
+        """The name of each token, ``PAD`` first and then kind by kind."""
         return (PADDING, *itertools.chain(*self.alphabets.values()))
 
     @functools.cached_property
@@ -152,12 +152,12 @@ class PlaceTask(QuestionTask):
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids."""
+        """The number of token ids."""
         return len(self.names)
 
     @property
     def sequence_length(self) -> int:
-        """T: tokens of the longest training text."""
+        """T, the tokens of the longest training text."""
         return self.widest(self.trained_length)
 
     def width(self, *lengths: int) -> int:
@@ -166,7 +166,7 @@ class PlaceTask(QuestionTask):
         return self.widest(column, row) + 1
 
     def number(self, *lengths: Any) -> np.ndarray:
-        """More than anybody asks for: texts are random."""
+        """Returns infinity: texts are random, and there are more than anybody asks for."""
         return np.full(np.broadcast_shapes(*map(np.shape, lengths)), np.inf)
 
     def examples_to_learn(self, rng: np.random.Generator, size: int) -> synthetic.Batch:
@@ -206,7 +206,7 @@ class PlaceTask(QuestionTask):
         return Questions(symbols[None], np.tile(np.array(lengths)[:, None], samples))
 
     def write(self, questions: Questions, width: int) -> Written:
-        """The texts as they are."""
+        """Writes the texts as they are."""
         (tokens,) = questions.symbols
         ends = (tokens != PAD).sum(1)
         require(int(ends.max()) <= width, f"{self.kind}: {ends.max()} tokens are more than {width}")
@@ -215,12 +215,12 @@ class PlaceTask(QuestionTask):
         return padded, ends - 1, ends
 
     def ordinary(self, questions: Questions) -> list[str]:
-        """Texts without their answers, in words."""
+        """Writes texts in words, without their answers."""
         tokens, starts, _ = self.write(questions, questions.symbols.shape[2])
         return [self.decode(row[:start]) for row, start in zip(tokens, starts, strict=True)]
 
     def read(self, text: str) -> Questions:
-        """A text in words, with its answer."""
+        """Reads a text in words, and finds its answer."""
         numbers, words = self._numbers, text.split()
         for word in words:
             require(
@@ -260,18 +260,18 @@ class PlaceTask(QuestionTask):
         return self.longest_column if options.longest is None else options.longest
 
     def counted(self, *lengths: int) -> int:
-        """The column; beyond the trained ones, as far as its row is, if it is."""
+        """Returns the column, or a greater one, as far beyond the trained range as the row."""
         row, column = lengths
         beyond = row - self.trained[0][-1]
         return max(column, self.trained_length + beyond) if beyond > 0 else column
 
     def is_shared(self, *lengths: int) -> bool:
-        """Never: what is held out is asked at all lengths."""
+        """Returns False: what is held out is asked at all lengths."""
         return False
 
     @property
     def counted_as(self) -> str:
-        """What columns differ in."""
+        """The quantity in which columns differ, in words."""
         return self.wording.columns
 
     @property
@@ -290,12 +290,12 @@ class PlaceTask(QuestionTask):
         return self.trained[0], range(shortest, longest + 1)
 
     def needs(self, *lengths: int) -> dict[str, bool]:
-        """No more columns than can be asked for."""
+        """Returns what a cell needs: a column no greater than can be asked for."""
         most = self.most
         return {} if most is None else {f"at most {most} {self.wording.unit}": lengths[1] <= most}
 
     def prepare(self, options: Any, limit: int | None = None) -> str:
-        """As :meth:`QuestionTask.prepare`; that none of it is held out shows by asking."""
+        """Prepares as :meth:`QuestionTask.prepare` does; each cell must have held-out questions."""
         said = super().prepare(options, limit)
         for cell in self.askable(self.axes(options), None).values():
             self.ask(tuple(cell), options.samples, options.seed)
@@ -303,7 +303,7 @@ class PlaceTask(QuestionTask):
 
     @property
     def wording(self) -> Wording:
-        """What tables and figures call the questions."""
+        """The words for the questions in tables and figures."""
         rows, columns, unit = self.called
         low, high = self.trained[1][0], self.trained_length
         return Wording(
@@ -318,16 +318,16 @@ class PlaceTask(QuestionTask):
 
     @property
     def called(self) -> Called:
-        """What rows and columns differ in, and the unit of columns."""
+        """The quantities in which rows and columns differ, and the unit of columns."""
         raise NotImplementedError
 
     @property
     def guess(self) -> int:
-        """Among how many answers a guess chooses."""
+        """The number of answers among which a guess chooses."""
         raise NotImplementedError
 
     def introduction(self, grid: Grid) -> str:
-        """What a report says of training and evaluation."""
+        """Returns the introduction of a report: what was trained on, and what was asked."""
         return (
             f"Trained on {grid.wording.trained}, and asked for {grid.columns[0]} to "
             f"{grid.columns[-1]}: {grid.counts.max()} questions for each cell, "
@@ -342,7 +342,7 @@ class PlaceTask(QuestionTask):
 
 
 def with_queries(body: np.ndarray, lengths: np.ndarray, queries: np.ndarray) -> tuple[Any, Any]:
-    """Bodies, each followed by its queries.
+    """Joins bodies, each followed by its queries.
 
     Args:
       body: tokens [B, W].
@@ -369,7 +369,7 @@ def tokens_before(tokens: np.ndarray, places: np.ndarray) -> np.ndarray:
 
 
 def _held_out(hashed: np.ndarray) -> np.ndarray:
-    """bool [B, Q]."""
+    """Returns whether each answer is held out of training: bool [B, Q]."""
     # Counted from one, for zeros at the end of a row do not matter.
     rows = hashed.reshape(1, -1, hashed.shape[-1]) + 1
     return held_out.symbols(rows).reshape(hashed.shape[:-1])

@@ -24,7 +24,7 @@ from train.tasks import Score
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How questions of all lengths are asked; see :func:`train.evaluation.exact_match.exact_match`.
+    """The options of an evaluation by length; see :func:`train.evaluation.exact_match.exact_match`.
 
     A subclass has ``samples``, the questions of each cell, as a field or a property.
 
@@ -92,7 +92,7 @@ class GridTask(synthetic.Stream):
 
     @property
     def wording(self) -> Wording:
-        """What tables and figures call the questions."""
+        """The words for the questions in tables and figures."""
         raise NotImplementedError
 
     def read_result(self, record: Any) -> Any:
@@ -133,7 +133,7 @@ class QuestionTask(GridTask):
 
     @property
     def trained_length(self) -> int:
-        """n: every operand is trained with the lengths 1..n, all equally likely."""
+        """The greatest trained length n: operands are trained with 1..n, all equally likely."""
         raise NotImplementedError
 
     def width(self, *lengths: int) -> int:
@@ -141,7 +141,7 @@ class QuestionTask(GridTask):
         raise NotImplementedError
 
     def number(self, *lengths: Any) -> Any:
-        """How many questions a cell has, as float64, of integers or arrays that broadcast."""
+        """Returns how many questions a cell has, float64; lengths may be arrays that broadcast."""
         raise NotImplementedError
 
     def every(self, *lengths: int) -> Questions:
@@ -192,12 +192,12 @@ class QuestionTask(GridTask):
         raise NotImplementedError
 
     def introduction(self, grid: Grid) -> str:
-        """What a report says of training and evaluation, with numbers from one of its grids."""
+        """Returns the introduction of a report, with numbers from one of its grids."""
         raise NotImplementedError
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids."""
+        """The number of token ids."""
         raise NotImplementedError
 
     @property
@@ -207,19 +207,19 @@ class QuestionTask(GridTask):
 
     @property
     def sequence_length(self) -> int:
-        """T: tokens of the longest training example, less one for the next-token shift."""
+        """T, the tokens of the longest training example, less one for the next-token shift."""
         return self.width(*[self.trained_length] * self.operands) - 1
 
     def is_held_out(self, questions: Questions) -> np.ndarray:
-        """bool [B]: whether questions, of cells that are divided, are kept out of training."""
+        """Returns whether questions of divided cells are kept out of training: bool [B]."""
         return held_out.symbols(self.hashed(questions))
 
     def is_divided(self, *lengths: Any) -> Any:
-        """bool, broadcast: whether a cell has enough questions to hold some of them out."""
+        """Returns whether a cell has enough questions to hold some of them out: bool, broadcast."""
         return self.number(*lengths) >= self.smallest_split
 
     def is_shared(self, *lengths: int) -> bool:
-        """Whether the questions of a cell are both trained on and asked in evaluation."""
+        """Returns whether the questions of a cell are both trained on and asked in evaluation."""
         return max(lengths) <= self.trained_length and not self.is_divided(*lengths)
 
     def sample(
@@ -283,7 +283,7 @@ class QuestionTask(GridTask):
         return self.choose(synthetic.generator(seed, EVALUATION, *lengths), lengths, samples)
 
     def choose(self, rng: np.random.Generator, lengths: Sequence[int], samples: int) -> Questions:
-        """The choice of :meth:`ask`."""
+        """Chooses the questions of :meth:`ask`."""
         divided = max(lengths) <= self.trained_length and bool(self.is_divided(*lengths))
         share = held_out.ONE_IN if divided else 1
 
@@ -339,7 +339,7 @@ class QuestionTask(GridTask):
         )
 
     def evaluate(self, trained: Trained, options: Any, progress: Progress | None = None) -> Any:
-        """Exact match by length; what is too long for the model is not asked.
+        """Measures exact match by length; what is too long for the model is not asked.
 
         Raises:
           ValueError: the longest length was given, and is too long.
@@ -418,15 +418,15 @@ class QuestionTask(GridTask):
         return f"asked for {axes[-1][0]} to {longest} {self.wording.unit} in the end{part}"
 
     def axes(self, options: Options) -> tuple[Sequence[int], ...]:
-        """For each operand the lengths asked for."""
+        """Returns the lengths asked for, for each operand."""
         return (range(1, self.longest_asked(options) + 1),) * self.operands
 
     def needs(self, *lengths: int) -> dict[str, bool]:
-        """What a cell of the grid needs to have questions, in words, and whether it is so."""
+        """Returns what a cell needs to have questions, in words, and whether it is so."""
         return {}
 
     def exists(self, *lengths: int) -> bool:
-        """Whether a cell of the grid has questions: all that it :meth:`needs`."""
+        """Returns whether a cell of the grid has questions: all that it :meth:`needs`."""
         return all(self.needs(*lengths).values())
 
     def counted(self, *lengths: int) -> int:
@@ -435,7 +435,7 @@ class QuestionTask(GridTask):
 
     @property
     def counted_as(self) -> str:
-        """What that length is."""
+        """The length of :meth:`counted`, in words."""
         return f"the {self.wording.unit} of the longer operand"
 
     def grid(self, axes: Sequence[Sequence[int]], correct: np.ndarray, counts: np.ndarray) -> Grid:
@@ -496,7 +496,7 @@ class QuestionTask(GridTask):
         return self.question(text)
 
     def samples(self, trained: Trained, options: Any) -> list[str]:
-        """What the model answers to a few questions that were held out."""
+        """Returns lines that show the model's answers to a few unseen questions."""
         lines, limit = [], trained.max_length
         for text in self.unseen(options.seed + 1):
             if fits(len(self.question(text)) + self.longest_answer(text) - 1, limit):

@@ -35,7 +35,7 @@ from train.tasks.questions import EVALUATION
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How a question is worded.
+    """The wording of a question.
 
     Attributes:
       announcement: the start of the text.
@@ -106,7 +106,7 @@ def pieces(codec: tokenizers.Tokenizer, form: Form, key: str) -> Pieces:
 
 
 def filler_tokens(codec: tokenizers.Tokenizer, text: str, count: int) -> np.ndarray:
-    """At least ``count`` tokens of the sentences ``text``, repeated: int32."""
+    """Returns at least ``count`` tokens of the sentences ``text``, repeated: int32."""
     times = 1
     while len(tokens := codec.encode(text * times)) < count:
         times *= 2
@@ -256,7 +256,7 @@ def retrieve(
     batch_tokens: int = 16_384,
     progress: Progress | None = None,
 ) -> Grid:
-    """Exact match by depth (rows) and length (columns).
+    """Measures exact match by depth (rows) and length (columns).
 
     Args:
       trained: the model. It is not asked what is too long for it.
@@ -301,7 +301,7 @@ def retrieve(
 
 
 def wording(trained_length: int) -> Wording:
-    """What tables and figures call the questions."""
+    """Returns the words for the questions in tables and figures."""
     return Wording(
         title="Passkey retrieval by place and length",
         rows="place of the key, % of the text",

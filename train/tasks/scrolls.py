@@ -45,7 +45,7 @@ _SAMPLES = 3
 
 @dataclasses.dataclass(frozen=True)
 class ScrollsEvaluation:
-    """How a subset is judged.
+    """The options of an evaluation on a subset of SCROLLS.
 
     Attributes:
       split: ``validation``, ``train``, or ``test``, whose right outputs are not published: it gives
@@ -83,7 +83,7 @@ class Question(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How examples become tokens (the module's text describes it).
+    """The layout of examples as tokens (the module's text describes it).
 
     Attributes:
       codec: the tokenizer, which has ``<eos>``.
@@ -193,7 +193,7 @@ class Scrolls(Tokenized):
 
     @property
     def layout(self) -> Layout:
-        """How examples become tokens."""
+        """The layout of examples as tokens."""
         return Layout(self.codec, self.sequence_length, self.longest_answer)
 
     def dataset(
@@ -251,7 +251,7 @@ class Scrolls(Tokenized):
 
     @property
     def scores(self) -> tuple[Score, ...]:
-        """Those of the subset's metric."""
+        """The scores of the subset's metric."""
         return SCORES[SUBSETS[self.subset].metric]
 
     def evaluate(
@@ -271,7 +271,7 @@ class Scrolls(Tokenized):
         options: ScrollsEvaluation,
         progress: Progress | None = None,
     ) -> dict[str, str]:
-        """What the model answers, by id."""
+        """Returns the model's answers, by id."""
         layout, programs = self.layout, getattr(trained, "programs", None) or Programs()
         continuer = Continuer(
             trained.model,
@@ -294,7 +294,7 @@ class Scrolls(Tokenized):
         return Outcome.from_json(record)
 
     def samples(self, trained: Trained, options: ScrollsEvaluation) -> list[str]:
-        """What the model answers to the first questions, and what is right."""
+        """Returns lines with the model's answers to the first questions, and the right ones."""
         questions = self.questions(options.split, _SAMPLES)
         predictions = self._predict(trained, questions, options)
         return [

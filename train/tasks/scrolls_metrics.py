@@ -48,18 +48,18 @@ _ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
 def normalise(text: str) -> str:
-    """Lower case, without punctuation (that of ASCII), articles and surplus space."""
+    """Converts to lower case, without punctuation (that of ASCII), articles and surplus space."""
     text = text.lower().translate(str.maketrans("", "", string.punctuation))
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
 def exact_match(prediction: str, output: str) -> float:
-    """1 if both are equal after normalisation, else 0."""
+    """Returns 1 if both are equal after normalisation, else 0."""
     return float(normalise(prediction) == normalise(output))
 
 
 def f1(prediction: str, output: str) -> float:
-    """Harmonic mean of precision and recall over normalised words; 0 if they share none."""
+    """Returns the harmonic mean of precision and recall over normalised words, 0 if none match."""
     predicted, right = (Counter(normalise(text).split()) for text in (prediction, output))
     common = (predicted & right).total()
     return 2 * common / (predicted.total() + right.total()) if common else 0.0
@@ -152,14 +152,14 @@ def read_predictions(path: Path) -> dict[str, str]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Names with commas between them, and how many more there are."""
+    """Joins names with commas, and says how many more there are."""
     more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
     return ", ".join(map(repr, names[:_MOST_LISTED])) + more
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a model predicted, and how it was judged.
+    """The predictions of a model, and their scores.
 
     Attributes:
       subset, split: of what it was asked.
@@ -183,12 +183,12 @@ class Outcome:
 
     @property
     def note(self) -> str:
-        """What was asked."""
+        """The sentence that says what was asked."""
         note = f"{len(self.predictions):,} examples of {self.subset}, {self.split}"
         return f"{note}." if self.scores else f"{note}, whose right outputs are not published."
 
     def files(self) -> dict[str, str]:
-        """``predictions.json``, in the form that the benchmark takes."""
+        """Returns ``predictions.json``, in the form that the benchmark takes."""
         content = json.dumps(dict(self.predictions), indent=1, ensure_ascii=False)
         return {"predictions.json": content + "\n"}
 

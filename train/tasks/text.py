@@ -119,7 +119,7 @@ class Text(Tokenized):
         return self._stream(self.source, "train" if self.held_out_source is None else "all")
 
     def held_out_stream(self) -> TokenStream:
-        """The documents that are not."""
+        """The documents that are held out of training."""
         if self.held_out_source is None:
             return self._stream(self.source, "held_out")
         return self._stream(self.held_out_source, "all")
@@ -201,7 +201,7 @@ class Text(Tokenized):
 
     @property
     def passkeys_asked(self) -> tuple[retrieval.Form, Sequence[int]]:
-        """How the evaluation words passkeys, and which keys it hides."""
+        """The wording of passkeys in the evaluation, and the keys that it hides."""
         form, keys = retrieval.FORMS[self.passkey_form]
         return form, retrieval.split_keys(keys)[1].tolist() if self.passkeys else keys
 
@@ -212,7 +212,7 @@ class Text(Tokenized):
 
     @property
     def training_sequences(self) -> int:
-        """Sequences in an epoch."""
+        """The number of sequences in an epoch."""
         return len(self.packed())
 
     def held_out_batch(self, size: int) -> Batch | None:
@@ -283,7 +283,7 @@ class Text(Tokenized):
 
     @property
     def scores(self) -> Sequence[Score]:
-        """Perplexities by length."""
+        """The perplexities by length, and the scores of passkey retrieval."""
         return text_evaluation.scores(self)
 
     def evaluate(self, trained: Trained, options: Any, progress: Progress | None = None) -> Result:
@@ -326,5 +326,5 @@ class Text(Tokenized):
         return text_evaluation.read_result(record)
 
     def samples(self, trained: Trained, options: Any) -> Sequence[str]:
-        """How the model continues held-out text: :func:`train.tasks.text_evaluation.samples`."""
+        """Shows how the model continues text: :func:`train.tasks.text_evaluation.samples`."""
         return text_evaluation.samples(self._judged_by(options), trained, options)

@@ -1,4 +1,4 @@
-"""How language models are judged: perplexity of held-out text by length, and passkey retrieval.
+"""The evaluation of language models: perplexity of held-out text, and passkey retrieval.
 
 What is measured is in :mod:`train.evaluation.perplexity`, which passkeys are asked for in
 :mod:`train.tasks.retrieval`.
@@ -47,7 +47,7 @@ class TextTask(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """How a language model is judged.
+    """The options of an evaluation of a language model.
 
     Attributes:
       factors: lengths of the windows in multiples of the trained one, ascending; each divides the
@@ -128,7 +128,7 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True)
 class TextResult:
-    """How a language model was judged.
+    """The result of an evaluation of a language model.
 
     Attributes:
       perplexity: by length.
@@ -139,12 +139,12 @@ class TextResult:
     passkey: Grid | None = None
 
     def summary(self) -> dict[str, float]:
-        """The scalars of both."""
+        """Returns the scalars of perplexity and of passkey retrieval."""
         passkeys = {} if self.passkey is None else retrieval.summary(self.passkey)
         return self.perplexity.summary() | passkeys
 
     def table(self) -> str:
-        """The tables of both."""
+        """Returns the tables of perplexity and of passkey retrieval."""
         parts = [self.perplexity] + ([] if self.passkey is None else [self.passkey])
         return "\n\n".join(part.table() for part in parts)
 
@@ -172,7 +172,7 @@ def read_result(record: Any) -> TextResult:
 
 
 def scores(task: TextTask | None = None) -> tuple[Score, ...]:
-    """What language models are compared by: the longest windows first, then passkey retrieval."""
+    """Returns the scores that compare language models: the longest windows first, then passkeys."""
     chosen = [("disjoint", f) for f in (*reversed(FACTORS), *FRACTIONS)]
     chosen += [("overlapping", f) for f in (FACTORS[-1], 2, 1, *FRACTIONS)]
     chosen += [("windowed", FACTORS[-1])]
@@ -292,7 +292,7 @@ def _count_bytes(codec: Tokenizer, texts: Sequence[np.ndarray]) -> int | None:
 
 
 def samples(task: TextTask, trained: Trained, options: Evaluation) -> list[str]:
-    """How the model continues two pieces of held-out text, always with the likeliest token."""
+    """Returns lines that show how the model continues two pieces of held-out text greedily."""
     half = min(task.sequence_length // 2, 64)
     if half < 1:
         return []

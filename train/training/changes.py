@@ -1,4 +1,4 @@
-"""What may be another when a run is continued, and what that means."""
+"""The fields that may change when a run is continued, and what a change means."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check_same(folder: Path, experiment: Experiment, free: Sequence[str] = FREE)
 
 
 def describe(before: Experiment, now: Experiment, step: int) -> list[str]:
-    """What is another, and what a different number of steps does to the learning rate.
+    """Describes what changes, and what a different number of steps does to the learning rate.
 
     Args:
       before: the experiment as the run has recorded it.

@@ -99,7 +99,7 @@ class Checkpoints:
             pending.result()
 
     def problems(self, step: int) -> list[str]:
-        """What is wrong with the checkpoint of ``step`` according to its manifest."""
+        """Returns what is wrong with the checkpoint of ``step`` according to its manifest."""
         expected = {}
         for line in self._manifest(step).read_text(encoding="utf-8", errors="replace").splitlines():
             match = _MANIFEST_LINE.fullmatch(line)
@@ -226,7 +226,7 @@ class Checkpoints:
         }
 
     def digest(self, step: int) -> str:
-        """What tells a checkpoint from another, in 16 hexadecimal digits."""
+        """Returns 16 hexadecimal digits that tell the checkpoint of ``step`` from others."""
         return _sha256(self._manifest(step))[:16]
 
     def _path(self, step: int) -> Path:
@@ -237,7 +237,7 @@ class Checkpoints:
 
 
 def _positions(**parts: Any) -> dict[str, Any]:
-    """Those that are not None."""
+    """Returns a :class:`_Position` of each part that is not None, by name."""
     return {name: _Position(part) for name, part in parts.items() if part is not None}
 
 

@@ -93,19 +93,19 @@ def _end_aborted(_: int) -> None:
 
 
 def is_one_of_several() -> bool:
-    """Whether this process has joined others."""
+    """Returns whether this process has joined others."""
     return jax.distributed.is_initialized() and jax.process_count() > 1
 
 
 def is_peer_lost(error: Exception) -> bool:
-    """Whether an error says that another process is gone: in a step, or in writing a checkpoint."""
+    """Returns whether an error, in a step or in saving, says that another process is gone."""
     # Not all that jax raises is a JaxRuntimeError.
     told = re.search("CoordinationService|Gloo .* failed", str(error))
     return bool(told or isinstance(error, jax.errors.JaxRuntimeError)) and is_one_of_several()
 
 
 def is_main() -> bool:
-    """Whether this process writes what only one may write."""
+    """Returns whether this process writes what only one may write."""
     return jax.process_index() == 0
 
 
@@ -117,7 +117,7 @@ def report(message: str) -> None:
 
 
 def agreed(value: Callable[[], T]) -> T:
-    """What ``value()`` is in process 0, in JSON types; it is not called in others.
+    """Returns ``value()`` of process 0, in JSON types; it is not called in others.
 
     Raises:
       ValueError: in all processes, if ``value()`` raises ValueError or OSError in process 0.
@@ -136,7 +136,7 @@ def agreed(value: Callable[[], T]) -> T:
 
 
 def _of_first(text: str) -> str:
-    """The text of process 0, in all."""
+    """Returns the text of process 0, in all processes."""
     given = np.frombuffer(text.encode() if is_main() else b"", np.uint8)
     length = int(multihost_utils.broadcast_one_to_all(np.int32(len(given))))
     padded = np.zeros(length, np.uint8)
@@ -145,7 +145,7 @@ def _of_first(text: str) -> str:
 
 
 def preempted(step: int) -> bool:
-    """Whether a process has received SIGTERM, and all are to stop after ``step``."""
+    """Returns whether a process has received SIGTERM, and all are to stop after ``step``."""
     return jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step)
 
 

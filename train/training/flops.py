@@ -84,7 +84,7 @@ class Products:
 
     @property
     def both(self) -> int:
-        """Forward and backward."""
+        """The products of the forward and the backward pass."""
         return self.forward + self.backward
 
 
@@ -194,7 +194,7 @@ def step_flops(experiment: Experiment) -> float:
     tokens, experts = rows * length, experiment.model.experts
 
     def share(path: tuple[str, ...]) -> float:
-        """Of a kernel's entries, those that a token meets."""
+        """Returns the share of a kernel's entries that a token meets."""
         return experts.per_token / experts.count if experts and path[-2] in MLP_PROJECTIONS else 1.0
 
     return count - sum(2.0 * tokens * share(p) * math.prod(x.shape) for p, x in kernels.items())

@@ -110,7 +110,7 @@ def _llama(
 def stream(
     speaker: Speaker, prompts: Sequence[np.ndarray], new: int, **sampling: Any
 ) -> Iterator[tuple[list[list[int]], Cache]]:
-    """Continuations so far, after every few tokens, without what follows the end token.
+    """Yields the continuations so far, after every few tokens, without what follows the end token.
 
     Args:
       speaker: the model.
@@ -161,7 +161,7 @@ def _before(row: list[int], eos: int | None) -> list[int]:
 
 
 def describe_cache(cache: Cache) -> str:
-    """Type, capacity and size of a cache in a few words."""
+    """Describes type, capacity and size of a cache in a few words."""
     arrays = jax.tree.leaves(cache.layers)
     size = sum(x.size * x.dtype.itemsize for x in arrays)
     types = ", ".join(sorted({str(x.dtype) for x in arrays}))

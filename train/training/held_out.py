@@ -48,13 +48,13 @@ class HeldOut:
     def of(
         cls, experiment: Experiment, sharding: Sharding | None, frozen: Any = None
     ) -> HeldOut | None:
-        """None for a task without held-out batches, and where several processes train."""
+        """Makes an instance; None for a task without held-out batches, or several processes."""
         if jax.process_count() > 1 or not hasattr(experiment.task, "held_out_batch"):
             return None
         return cls(experiment, sharding, frozen)
 
     def describe(self, step: int, params: Any) -> str:
-        """The loss after a step and the number of epochs; whether it is above the lowest so far."""
+        """Says the epochs and held-out loss after a step, and whether it was lower before."""
         epochs = f"{step * self._batch_size / self._epoch:.3g} epochs"
         if self._batch is None:
             return f"step {step:,}: {epochs}; too little text is held out to say a loss of it"

@@ -112,7 +112,7 @@ def train(
 
 
 class Resumable(NamedTuple):
-    """What a checkpoint holds beside the state, and where it goes.
+    """The parts of a checkpoint beside the state, and the checkpoints to which they go.
 
     Attributes:
       checkpoints: of the run.
@@ -282,7 +282,7 @@ def abandonable(folder: Path, task: Task) -> Iterator[None]:
 
 
 def prepared(experiment: Experiment, *, strict: bool) -> list[str]:
-    """What the task will read or ask, in a line; none if there is nothing to say.
+    """Returns the line on what the task will read or ask; none if there is nothing to say.
 
     Args:
       experiment: what is trained.
@@ -311,7 +311,7 @@ def prepared(experiment: Experiment, *, strict: bool) -> list[str]:
 
 
 class StepProgram(NamedTuple):
-    """The compiled functions of a training.
+    """The jitted functions of a training, and the template of its state.
 
     Attributes:
       initial: the state before the first step, from the parameters that train (None: random ones)
@@ -326,7 +326,7 @@ class StepProgram(NamedTuple):
 
 
 def build_program(experiment: Experiment, params: Any, sharding: Sharding | None) -> StepProgram:
-    """What trains an experiment.
+    """Builds the jitted functions that train an experiment, and the template of its state.
 
     Args:
       experiment: what is trained.
@@ -371,7 +371,7 @@ def build_sharding(experiment: Experiment, report: Report) -> Sharding | None:
 
 
 def describe_work(experiment: Experiment) -> Work:
-    """What a step does, and what the devices that train can do."""
+    """Returns the work of a step, and the peak rate of the devices that train."""
     rate = peak(jax.devices()[0].device_kind, experiment.model.dtype)
     count = jax.device_count() if experiment.sharding else 1
     return Work(

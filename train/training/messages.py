@@ -1,4 +1,4 @@
-"""What a training says: what it is about to do, how it ended, and how to go on."""
+"""The messages of a training: what it is about to do, how it ended, and how to go on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from train.training.signals import NON_FINITE_EXIT_CODE, Stopped
 
 
 def program(task: Task) -> str:
-    """How to call the command line that knows a task, by this interpreter from this folder."""
+    """Returns the call of the command line that knows a task, from this folder in this Python."""
     main = tasks.program(task)
     if shutil.which("python") == sys.executable:
         return f"python -m {main}"
@@ -32,7 +32,7 @@ def program(task: Task) -> str:
 
 
 def begins(experiment: Experiment, folder: Path) -> str:
-    """What is about to be trained, on what, for how long and where."""
+    """Returns the line that announces a training: model, steps, tokens, devices and folder."""
     parameters, trained = runs.count_parameters(experiment)
     size = f"{parameters:,} parameters"
     if trained < parameters:
@@ -47,13 +47,13 @@ def begins(experiment: Experiment, folder: Path) -> str:
 
 
 def ended(folder: Path, steps: int, values: Mapping[str, float], clock: Clock) -> str:
-    """How a training went that came to its end."""
+    """Returns the line that reports a training which came to its end."""
     loss = f", loss {values['loss']:.4f}" if "loss" in values else ""
     return f"{folder}: {steps:,} steps done{loss}, in {clock}"
 
 
 def next_commands(folder: Path, experiment: Experiment, *, evaluated: bool = False) -> str:
-    """What can be done with a trained run."""
+    """Returns the commands that can follow with a trained run."""
     task = experiment.task
     calls = [] if evaluated else [f"{program(task)} eval --run={_quoted(folder)}"]
     if asking := ask(folder, task):
@@ -75,7 +75,7 @@ def generate(folder: Path, task: Task, prompt: str) -> str:
 
 
 def interrupted(folder: Path, task: Task, step: int, number: int) -> Stopped:
-    """What is raised when a signal has stopped a training that is saved."""
+    """Returns the exception for a training that a signal has stopped, and that is saved."""
     return Stopped(
         f"stopped by {signal.Signals(number).name} after step {step}, which is saved; to "
         f"continue:\n{_resume(folder, task)}",
@@ -84,12 +84,12 @@ def interrupted(folder: Path, task: Task, step: int, number: int) -> Stopped:
 
 
 def saving(folder: Path) -> str:
-    """What is said at once when a signal asks a training to end."""
+    """Returns the message that answers at once a signal which asks a training to end."""
     return f"saving; again to abandon the steps since {_newest(folder)}"
 
 
 def abandoned(folder: Path, task: Task) -> str:
-    """What is left of a training that did not wait until it was saved."""
+    """Returns the message that says what is left of a training that did not wait for its save."""
     return (
         f"the steps since {_newest(folder)} are abandoned; that step of {folder} is saved, to "
         f"continue:\n{_resume(folder, task)}"
@@ -97,7 +97,7 @@ def abandoned(folder: Path, task: Task) -> str:
 
 
 def diverged(folder: Path, saved: int, error: NonFiniteError) -> Stopped:
-    """What is raised when a number is not finite, with advice; step ``saved`` is the last good."""
+    """Returns the exception for a number that is not finite; step ``saved`` is the last good."""
     return Stopped(
         f"{error}. The last good checkpoint of {folder} is that of step {saved}. Try a new run "
         "with a smaller --config.train.learning_rate, a longer --config.train.warmup, a smaller "
@@ -108,14 +108,14 @@ def diverged(folder: Path, saved: int, error: NonFiniteError) -> Stopped:
 
 
 def describe_attention(plans: Sequence[AttentionPlan]) -> str:
-    """Which implementations of attention the plans of a step name, and by what they were chosen."""
+    """Names the implementations of attention in the plans of a step, and how they were chosen."""
     taken = {f"{plan.implementation}{_keywords(plan.options)}": plan.basis for plan in plans}
     bases = "; ".join(sorted(set(taken.values()) - {"named", ""}))
     return f"attention: {', '.join(taken)}" + (f" ({bases})" if bases else "")
 
 
 def _keywords(options: Mapping[str, Any]) -> str:
-    """Options of an implementation, after its name."""
+    """Returns the options of an implementation, to stand after its name."""
     return "".join(f" {name}={value}" for name, value in options.items())
 
 

@@ -1,4 +1,4 @@
-"""What a person and a program see of a training run.
+"""The metrics of a training run, for people and for programs.
 
 ``metrics.jsonl`` holds one JSON object per line, TensorBoard the same numbers, and a terminal a
 progress bar. The files are appended to; a resumed run first cuts what lies past its checkpoint.
@@ -102,7 +102,7 @@ class NonFiniteError(Exception):
 
 
 class Work(NamedTuple):
-    """What a step does.
+    """The work of a training step, and the peak rate of the devices.
 
     Attributes:
       tokens: of a batch: its size times the length of its sequences.
@@ -147,7 +147,7 @@ class ProfilerTrace:
         self._stop()
 
     def before(self, step: int, state: Any) -> None:
-        """To be called before each step, with what the step before gave."""
+        """Starts or stops the trace; called before each step, with what the step before gave."""
         inside = step in self._steps
         if inside != self._running:
             jax.block_until_ready(state)
@@ -165,7 +165,7 @@ class ProfilerTrace:
 
 @dataclasses.dataclass
 class Sums:
-    """What the next line of metrics will be made of; a checkpoint holds it.
+    """The sums of which the next line of metrics will be made; a checkpoint holds them.
 
     Attributes:
       since: step of the line before; None: that from which training goes on.
@@ -182,18 +182,18 @@ class Sums:
     totals: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def means(self) -> dict[str, float]:
-        """Those of the next line, if it were written now."""
+        """Returns the means of the next line, if it were written now."""
         means = {name: total / self.steps for name, total in self.totals.items()}
         if self.skipped or "skipped" in means:
             means["skipped"] = float(self.skipped)
         return means
 
     def start_anew(self, step: int) -> None:
-        """After the line of a step."""
+        """Starts the sums anew after the line of a step."""
         self.since, self.steps, self.skipped, self.totals = step, 0, 0, {}
 
     def get_state(self) -> dict[str, Any]:
-        """In JSON types."""
+        """Returns the sums in JSON types."""
         return dataclasses.asdict(self)
 
     def set_state(self, state: Mapping[str, Any]) -> None:
@@ -350,7 +350,7 @@ class _Outputs:
 
 
 def describe(values: Mapping[str, float]) -> str:
-    """Loss and speed in a few words."""
+    """Describes loss and speed in a few words."""
     words = [f"loss {values['loss']:.4f}"] if "loss" in values else []
     if "balance_loss" in values:
         words.append(f"balance {values['balance_loss']:.3f}")
@@ -396,7 +396,7 @@ jax.monitoring.register_event_duration_secs_listener(_count)
 
 
 def compiling_seconds() -> float:
-    """What this process has spent on programs so far; what is traced inside others counts twice."""
+    """Returns the seconds spent compiling in this process; nested traces count twice."""
     return _compiling
 
 
@@ -419,7 +419,7 @@ class Clock:
         self._parts: dict[str, float] = {}
 
     def lap(self, what: str) -> None:
-        """The time since the last lap was spent on this, but for compilation."""
+        """Counts the time since the last lap, but for compilation, as spent on ``what``."""
         now = time.monotonic()
         # Programs that are traced inside others are counted twice.
         compiling = min(_compiling - self._compiling, now - self._last)

@@ -70,12 +70,12 @@ def create(folder: Path, experiment: Experiment, base: Fingerprint | None = None
 
 
 def exists(folder: Path) -> bool:
-    """Whether there is a run in a folder."""
+    """Returns whether there is a run in a folder."""
     return read_record(folder) is not None
 
 
 def has_trained(folder: Path) -> bool:
-    """Whether a run has come so far that it must have a checkpoint."""
+    """Returns whether a run has come so far that it must have a checkpoint."""
     with checkpoints(folder) as saved:
         return (folder / "metrics.jsonl").exists() or bool(saved.steps())
 
@@ -235,14 +235,14 @@ def restore_for_evaluation(folder: Path, mesh: ShardingConfig | None = None) -> 
 
 
 def placed(shapes: Any, places: Any) -> Any:
-    """Shapes and types with their places."""
+    """Adds their places to shapes and types."""
     return jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places
     )
 
 
 class Start(NamedTuple):
-    """What a training starts from.
+    """The parameters from which a training starts.
 
     Attributes:
       params: those that train, with None in place of the others; None: random ones, all of which
@@ -256,7 +256,7 @@ class Start(NamedTuple):
     adapted: Adapted | None = None
 
     def describe(self) -> str:
-        """Which parameters of an adapted model train: their numbers and shares, as a table."""
+        """Returns a table of the parameters that train in an adapted model, with shares."""
         made = self.adapted
         assert made is not None
         if not made.rules:
@@ -270,7 +270,7 @@ def start(
     report: Report = print,
     sharding: Sharding | None = None,
 ) -> Start:
-    """What the training of an experiment starts from.
+    """Returns the parameters from which the training of an experiment starts.
 
     Args:
       experiment: what is trained.
@@ -293,7 +293,7 @@ def start(
 
 
 def _put(params: Any, experiment: Experiment, sharding: Sharding | None) -> Any:
-    """Parameters of an experiment's model, where they belong."""
+    """Puts parameters of an experiment's model where they belong."""
     if sharding is None or params is None:
         return params
     return jax.device_put(params, sharding.of(Transformer(experiment.model), params))
@@ -403,7 +403,7 @@ def initial_params(
 
 
 def _same_tokenizer(first: Experiment, second: Experiment) -> bool:
-    """Whether the tokenizers of two tasks are the same, as far as both are known."""
+    """Returns whether the tokenizers of two tasks are the same, as far as both are known."""
     found = {getattr(e.task, "tokenizer_fingerprint", None) for e in (first, second)}
     return len(found - {None}) <= 1
 
@@ -454,7 +454,7 @@ def init_variables(experiment: Experiment, seed: jax.Array | None = None) -> dic
 
 
 def _record(folder: Path) -> dict[str, Any]:
-    """What a run's ``experiment.json`` holds."""
+    """Returns what a run's ``experiment.json`` holds; ValueError if the folder is no run."""
     require(folder.is_dir(), f"there is no run folder {folder}")
     record = read_record(folder)
     if record is None:

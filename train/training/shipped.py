@@ -53,7 +53,7 @@ def write(path: Path, trained: TrainedRun, facts: Mapping[str, Any]) -> None:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """What a file of :func:`write` holds.
+    """Returns what a file of :func:`write` holds.
 
     Raises:
       ValueError: if there is no such file, or it is something else.

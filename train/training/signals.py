@@ -1,4 +1,4 @@
-"""How a training ends early: what it raises, and the signals that ask for it."""
+"""The early end of a training: the exception that it raises, and the signals that ask for it."""
 
 from __future__ import annotations
 

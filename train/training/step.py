@@ -88,7 +88,7 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 
 
 def decay_mask(params: Any, no_decay: tuple[str, ...]) -> Any:
-    """For each parameter whether weight decay applies.
+    """Returns for each parameter whether weight decay applies.
 
     Args:
       params: pytree of parameters.
@@ -223,7 +223,7 @@ def gradients(
 def part_loss(
     model: Transformer, variables: Any, part: Batch, key: Array, share: Array
 ) -> tuple[Array, dict[str, Array]]:
-    """What is minimised of a part of a batch, and the losses that are reported.
+    """Returns the loss to minimise on a part of a batch, and the losses that are reported.
 
     Args:
       model: to train.
@@ -263,7 +263,7 @@ def part_loss(
 def is_bad(
     loss: Array, norm: Array, usual_norm: tuple[Array, Array] | None, spike: float | None
 ) -> Array:
-    """Whether a step is to be left out: see ``train.skip`` and ``train.spike``."""
+    """Returns whether a step is to be left out: see ``train.skip`` and ``train.spike``."""
     bad = ~(jnp.isfinite(loss) & jnp.isfinite(norm))
     if usual_norm is None or spike is None:
         return bad
@@ -287,6 +287,6 @@ def weighted_loss(logits_BxTxV: Array, targets_BxT: Array, weights_BxT: Array) -
 
 @jax.jit
 def all_finite(tree: Any) -> Array:
-    """Whether every floating-point number of a pytree is finite."""
+    """Returns whether every floating-point number of a pytree is finite."""
     floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
     return jnp.all(jnp.array([jnp.isfinite(x).all() for x in floats]))

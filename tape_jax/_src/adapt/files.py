@@ -166,7 +166,7 @@ def load_adapter(
 
 
 def _like(x: np.ndarray, old: Any) -> Any:
-    """``x`` where ``old`` is: on its devices, or a numpy array too."""
+    """Puts ``x`` on the devices of ``old``, or leaves it if ``old`` is a numpy array too."""
     if isinstance(old, np.ndarray):
         return x
     placed = isinstance(old, jax.Array) and old.committed
@@ -175,7 +175,7 @@ def _like(x: np.ndarray, old: Any) -> Any:
 
 @typed
 def describe_adapter(path: str | os.PathLike) -> str:
-    """What a file of :func:`save_adapter` holds, as a table; values are not read.
+    """Describes a file of :func:`save_adapter` as a table of parameters; values are not read.
 
     Raises:
       ValueError: if the file is no adapter, of another version, or truncated.

@@ -1,4 +1,4 @@
-"""What a model is recognised by, so that an adapter is never put on to another base."""
+"""The fingerprint of a model, by which an adapter is never put on to another base."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LATER = (
 
 @dataclasses.dataclass(frozen=True)
 class Fingerprint:
-    """What a model is recognised by, whatever its layout: its shape and samples of its parameters.
+    """The identity of a model in any layout: its architecture and samples of its parameters.
 
     Attributes:
       architecture: fields of the configuration, position encoding included, as JSON values.
@@ -43,7 +43,7 @@ class Fingerprint:
     tensors: dict[str, dict[str, Any]]
 
     def differences(self, other: Fingerprint) -> list[str]:
-        """What differs, with both values: those of ``self`` first."""
+        """Returns the entries that differ, each with both values, that of ``self`` first."""
         mine, others = dict(self._entries()), dict(other._entries())
         return [
             f"{name}: {mine.get(name, 'absent')} and {others.get(name, 'absent')}"
@@ -127,5 +127,5 @@ def encoding_to_json(encoding: Encoding) -> dict[str, Any]:
 
 
 def _json_copy(values: dict[str, Any]) -> dict[str, Any]:
-    """What JSON makes of ``values``, so that they compare equal to what is read from a file."""
+    """Returns ``values`` as JSON has them, so that they compare equal to those read from a file."""
     return json.loads(json.dumps(values))

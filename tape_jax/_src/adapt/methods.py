@@ -1,4 +1,4 @@
-"""What is put into a trained model: TAPE, and the methods that it is compared with."""
+"""Methods that adapt a trained model: TAPE, and the baselines that it is compared with."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def _is_window(encoding: positions.Encoding) -> bool:
 
 
 def _with_start_of(old: positions.Encoding, position: Any) -> positions.Encoding:
-    """An encoding with the rotary start of another one, but for what is said of its own."""
+    """The encoding ``position`` with the rotary start of ``old``, but for options that it sets."""
     if isinstance(position, Sequence) and not isinstance(position, str):
         return positions.create([_with_start_of(old, one) for one in position])
     given = position if isinstance(position, Mapping) else {"kind": position}
@@ -225,7 +225,7 @@ def _with_start_of(old: positions.Encoding, position: Any) -> positions.Encoding
 
 @typed
 def rotary_start(old: positions.Encoding, kind: str) -> dict[str, Any]:
-    """What an encoding, or several joined by ``+``, takes over of another one's rotary start."""
+    """Returns the rotary start options of ``old`` that ``kind``, perhaps several, takes over."""
     rope = next((one for one in old.members if isinstance(one, positions.Rope)), None)
     if rope is None:
         return {}
@@ -433,7 +433,7 @@ def _with_rotation(model: Transformer, **changes: Any) -> Transformer:
 
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """What :func:`adapt` makes.
+    """The result of :func:`adapt`.
 
     Attributes:
       model: the adapted model.

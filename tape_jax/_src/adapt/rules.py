@@ -1,4 +1,4 @@
-"""Which parameters train: rules, masks, and the two parts that they make of a tree."""
+"""Rules that choose which parameters train, their masks, and trees split into two parts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Rule:
     kind: ClassVar[str]
 
     def matches(self, path: str, spec: ParameterSpec) -> bool:
-        """Whether a parameter trains.
+        """Returns whether the rule chooses a parameter.
 
         Args:
           path: such as ``layers_0/mlp/up/kernel``.
@@ -113,7 +113,7 @@ def parse_rule(rule: Rule | str) -> Rule:
 
 @typed
 def trainable_mask(model: Transformer, rules: Iterable[Rule | str]) -> dict[str, Any]:
-    """Which parameters the rules choose: a tree of bools like the parameters of ``model``.
+    """Returns a tree of bools like the parameters of ``model``: True where a rule chooses one.
 
     Raises:
       ValueError: if there is no rule, or one chooses nothing.

@@ -27,7 +27,7 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class AttentionPlan:
-    """Which implementation a call would take.
+    """The implementation that a call of :func:`attention` would take, and why.
 
     Attributes:
       implementation: the name of the one that would run; None if a named one cannot.
@@ -50,7 +50,7 @@ class AttentionPlan:
 
 
 def _explicit_axes(given: Mapping[str, Any], shapes: Any) -> tuple[Any, Any]:
-    """Where outputs of :func:`attention` lie on a mesh with explicit axes."""
+    """Return the mesh axes of the outputs of :func:`attention` on a mesh with explicit axes."""
     q, k, v = (given[name] for name in "qkv")
     of_q, of_k, of_v = (names_of(x, np.ndim(q)) for x in (q, k, v))
     kv_heads = of_k[-2] if np.shape(q)[-2:-1] == np.shape(k)[-2:-1] else None

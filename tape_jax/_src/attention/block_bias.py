@@ -28,7 +28,7 @@ class BlockBias(Protocol):
         """The bias of query block ``i`` and key block ``j``, ``[B|1, Hq|1, Q|1, K|1]``."""
 
     def zero_gradient(self, source: Any) -> Any:
-        """Where the gradients of all blocks are summed, in at least float32."""
+        """Return zeros to which the gradients of all blocks are added, in at least float32."""
 
     def block_gradient(self, source: Any, i: Array, j: Array, gradient: Array) -> Any:
         """Return the share of one block, given the gradient ``[B, Hq, Q, K]`` of its logits."""

@@ -1,4 +1,4 @@
-"""Which implementations may do a call, the best first.
+"""The choice of the implementations that may do a call, the best first.
 
 A backend is a module, or an object in one, with two functions:
 
@@ -72,7 +72,7 @@ class Preference(NamedTuple):
     bytes: int | None = None
 
     def holds(self, request: Request) -> bool:
-        """Whether a call is one of those."""
+        """Return whether a call meets the conditions of this preference."""
         shape, capability = CallShape.of(request), compute_capability()
         pairs = request.query_length * request.key_length
         size = pairs * request.q.shape[0] * request.query_heads

@@ -106,13 +106,13 @@ def attend(
 
 
 def default_blocks(request: Request) -> tuple[int, int]:
-    """Queries and keys in a block; see :func:`block_length`."""
+    """Return the numbers of queries and keys in a block; see :func:`block_length`."""
     heads = request.q.shape[0] * request.query_heads
     return block_length(request.query_length, heads), block_length(request.key_length, heads)
 
 
 def block_length(length: int, heads: int) -> int:
-    """As many as ``BLOCK_LOGITS`` allows with these heads in all, in blocks of equal size."""
+    """Return the length of equal blocks, as long as ``BLOCK_LOGITS`` allows with these heads."""
     budget = BLOCK_LOGITS.get(jax.default_backend(), BLOCK_LOGITS_ELSEWHERE)
     side = math.isqrt(budget // heads)
     largest = 2 ** (min(max(side, 64), 256).bit_length() - 1)
@@ -226,7 +226,7 @@ def _padded_pairs(x: Array, blocks: Blocks) -> Array:
 
 
 def _padded_visibility(visibility: Visibility, blocks: Blocks) -> Visibility:
-    """Return it padded to whole blocks; ids repeat the last one, so that no range of ids grows."""
+    """Return ``visibility`` padded to whole blocks; ids repeat the last one, so no range grows."""
     segments, mask, counts = visibility.segments, visibility.mask, visibility.counts
     return dataclasses.replace(
         visibility,
@@ -263,7 +263,7 @@ def _scores(blocks: Blocks, arrays: Arrays, i: Array, j: Array) -> Array:
 def _logits(
     blocks: Blocks, bias: BlockBias | None, arrays: Arrays, scores: Array, i: Array, j: Array
 ) -> Array:
-    """Those of :func:`_scores` with the bias, masked."""
+    """Return the logits of one block: its :func:`_scores` with the bias, masked."""
     logits = scores
     by_rows = partial(
         pairs_to_rows, kv_heads=scores.shape[1], groups=blocks.groups, block=blocks.block_q

@@ -28,7 +28,7 @@ CHUNK, WIDTH = 16, 64
 
 @dataclasses.dataclass(frozen=True)
 class AmpereProgram(MosaicProgram):
-    """Each group copies its share of each block of the other side.
+    """A program in which each group copies its share of each block of the other side.
 
     Its first barrier is where all groups meet. The interpreter knows neither ``mma`` nor
     ``cp.async``: there a product of two operands is plain jax, and a copy is one of Hopper's, with
@@ -57,7 +57,7 @@ class AmpereProgram(MosaicProgram):
         return [met, own_ready, plgpu.Barrier(num_arrivals=streamed, num_barriers=groups * depth)]
 
     def run(self, body: Callable[[Program], None], turns: int) -> None:
-        """All groups do the same."""
+        """Copies the own tiles of each group, and runs ``body`` in all of them."""
         mine = self.of_group()
         for name, tiles in self.own.items():
             source = self.source(name, mine.block, ROWS, self.head)
@@ -121,7 +121,7 @@ class AmpereProgram(MosaicProgram):
             plgpu.copy_gmem_to_smem(source, to, oob_mode=mode)
 
     def _wait(self, newest: Array, behind: int) -> None:
-        """Waits until of the blocks up to ``newest`` at most the last few are on their way."""
+        """Waits until all but the last ``behind`` of the blocks up to ``newest`` have come."""
         if self.call.interpret:
             index = self.group * np.int32(self.depth) + self.slot(newest - behind)
             plgpu.barrier_wait(self.barriers[2].at[index])

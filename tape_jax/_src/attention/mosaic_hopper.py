@@ -28,7 +28,7 @@ REGISTERS, COPYING = {1: 248, 2: 240}, 24
 
 @dataclasses.dataclass(frozen=True)
 class HopperProgram(MosaicProgram):
-    """Its barriers are ``own_ready``, ``ready`` and ``free``.
+    """A program with the barriers ``own_ready``, ``ready`` and ``free``, and a group that copies.
 
     ``own_ready``, one a group: the own tiles have come. ``ready`` and ``free``, one a stage: its
     tiles have come; no group needs them any longer.
@@ -55,7 +55,7 @@ class HopperProgram(MosaicProgram):
         ]
 
     def run(self, body: Callable[[Program], None], turns: int) -> None:
-        """The last group copies."""
+        """Runs ``body`` in all groups but the last, which copies."""
 
         @pl.when(self.group < self.groups)
         def compute() -> None:

@@ -37,7 +37,7 @@ ROWS = 64
 
 @dataclasses.dataclass(frozen=True)
 class MosaicProgram(Program):
-    """Tiles are in shared memory: those of the own block, and those that come in stages.
+    """A program with tiles in shared memory: those of its own block, and those that come in stages.
 
     Attributes:
       group: index of the warpgroup.
@@ -70,7 +70,7 @@ class MosaicProgram(Program):
     @staticmethod
     @abc.abstractmethod
     def takes(columns: int, groups: int, stages: int) -> bool:
-        """Whether blocks of the other side can have so many rows, for so many groups, in stages."""
+        """Returns whether so many groups take the other side in such blocks and stages."""
 
     @staticmethod
     @abc.abstractmethod
@@ -81,7 +81,7 @@ class MosaicProgram(Program):
 
     @abc.abstractmethod
     def run(self, body: Callable[[Program], None], turns: int) -> None:
-        """What each group does.
+        """Runs ``body`` in the groups that compute, and copies the blocks that they read.
 
         Args:
           body: of the kernel.
@@ -112,7 +112,7 @@ class MosaicProgram(Program):
         *,
         by_queries: bool,
     ) -> Named:
-        """See :data:`pallas_attention.Launch`."""
+        """Runs ``body`` as a Mosaic kernel; see :data:`pallas_attention.Launch`."""
         of, other = "qk" if by_queries else "kq"
         sizes = {"q": tile.queries, "k": tile.keys}
         rows, columns, groups = sizes[of], sizes[other], tile.warps // 4
@@ -171,7 +171,7 @@ class MosaicProgram(Program):
         return dataclasses.replace(self, block=self.block * self.groups + self.group)
 
     def source(self, name: str, block: Any, size: int, head: Any) -> Any:
-        """Where a block of an array is: of the head that belongs to ``head``, of ``q`` or own."""
+        """Returns the reference to a block of an input, for ``head`` of ``q`` or the own side."""
         ref, letters = self.refs[name], pallas_attention.AXES[name]
         rows = pl.ds(block * size, size)
         if "h" not in letters and "k" not in letters:
@@ -187,7 +187,7 @@ class MosaicProgram(Program):
 
     @property
     def depth(self) -> int:
-        """Stages that there are."""
+        """The number of stages."""
         return next(iter(self.stages.values())).shape[0]
 
     def slot(self, block: Array) -> Array:
@@ -237,7 +237,7 @@ def _flat(x: Array) -> Array:
 
 
 def _side(name: str) -> str | None:
-    """Whose tokens an array has: ``q``, ``k`` or None."""
+    """The side whose tokens an array has: ``q``, ``k`` or None."""
     letters = pallas_attention.AXES.get(name, "")
     return "q" if "t" in letters else "k" if "s" in letters else None
 

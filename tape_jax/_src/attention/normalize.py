@@ -298,7 +298,7 @@ def _state(
 def _check_key_width(
     q: Array, k: Array, e: Array | None, query_state: Array | None, keys_rotated: bool
 ) -> None:
-    """Keys are as wide as the queries, or as rotated queries if they come rotated."""
+    """Raises ValueError unless keys are as wide as the queries, rotated ones if keys are."""
     width = q.shape[-1]
     if keys_rotated and query_state is not None and query_state.ndim == 6:
         width = query_state.shape[3] * query_state.shape[5]

@@ -259,7 +259,7 @@ def _launch(
 
 
 def _bounds(call: KernelCall, tile: Tile, inputs: Named, *, by_queries: bool) -> Array:
-    """For each block the blocks of the other side that it meets, in four marks.
+    """Returns four marks of the blocks of the other side that each block meets.
 
     From the first on, blocks may have pairs that are to be hidden, from the second on none has,
     from the third on they may again; the fourth is one past the last.

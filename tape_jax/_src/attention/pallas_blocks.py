@@ -145,6 +145,6 @@ def mosaic_tiles(width: int, *, segments: bool = False) -> Tiles:
 
 
 def _generation() -> str:
-    """Of this GPU; without one (interpreted, or compiled for another machine) Hopper."""
+    """Returns this GPU's generation; without one (interpreted, or compiled elsewhere) Hopper."""
     capability = compute_capability()
     return "hopper" if capability is None else GENERATIONS.get(capability, "small")

@@ -73,7 +73,7 @@ def launch(
     *,
     by_queries: bool,
 ) -> Named:
-    """See :data:`pallas_attention.Launch`."""
+    """Runs ``body`` as a Triton kernel; see :data:`pallas_attention.Launch`."""
     of = inputs["q" if by_queries else "k"]
     blocks = pl.cdiv(of.shape[1], tile.queries if by_queries else tile.keys)
     length = inputs["k"].shape[1]
@@ -94,7 +94,7 @@ def launch(
 
 
 class TritonProgram(Program):
-    """Tiles are arrays in registers."""
+    """A program whose tiles are arrays in registers."""
 
     def read(self, name: str, block: Array, size: int, head: Array) -> Array:
         ref, start = self.refs[name], block * size

@@ -40,7 +40,7 @@ def check(request: Request) -> None:
 
 
 def block_size(request: Request) -> int:
-    """Queries in a block."""
+    """The number of queries in a block."""
     time = request.query_length
     return min(max(LEAST_QUERIES, -(-time // MOST_BLOCKS)), time)
 
@@ -99,7 +99,7 @@ def _with_decay(request: Request, q: Array, k: Array) -> tuple[Array, Array]:
 
 
 def _in_memory(decay: Array) -> Array:
-    """The same as a product, which XLA does not repeat for each pair of tokens like a sum's end.
+    """Copies ``decay`` by a product, which XLA does not repeat for each pair like a sum's end.
 
     A head that has a number that is not finite is NaN.
     """

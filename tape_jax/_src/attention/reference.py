@@ -34,7 +34,7 @@ PRODUCT = "tape_attention_product"
 
 
 def check(request: Request) -> None:
-    """This backend can do every legal call."""
+    """Accepts every call: this backend can do all legal ones."""
     del request
 
 

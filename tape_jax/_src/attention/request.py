@@ -96,7 +96,7 @@ class Request:
 
     @property
     def needs_rows(self) -> bool:
-        """Whether whole rows of logits are rewritten, or weighted by another rule than softmax."""
+        """True if whole rows of logits are rewritten, or weighted by another rule than softmax."""
         return self.logits_fn is not None or self.weights_fn is not None
 
     @property

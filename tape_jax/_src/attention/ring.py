@@ -178,7 +178,7 @@ class _Visitor(NamedTuple):
     decay: Array | None
 
     def values(self) -> Array:
-        """``[v | e]``; of one chunk."""
+        """Return ``[v | e]`` of one chunk."""
         if self.e is None:
             return self.v
         e = jnp.broadcast_to(self.e, (*self.v.shape[:-1], self.e.shape[-1]))
@@ -255,7 +255,7 @@ class _Ring:
 
 
 def _specs(sharding: Sharding, inputs: _Inputs) -> Any:
-    """Where the inputs go: :class:`_Inputs` of PartitionSpecs."""
+    """Return the PartitionSpecs of the inputs, as :class:`_Inputs`."""
 
     def spec(x: Array | None, *axes: str) -> Any:
         if x is None:

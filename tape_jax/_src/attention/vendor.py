@@ -53,7 +53,7 @@ class VendorCall:
 
     @classmethod
     def of(cls, request: Request) -> VendorCall:
-        """Raises NotImplementedError for what no kernel here takes."""
+        """Describes a call; raises NotImplementedError for what no kernel here takes."""
         visibility = request.visibility
         offset, segments = visibility.query_offset, visibility.segments
         if not isinstance(offset, int):
@@ -221,7 +221,7 @@ def check_gpu(interpret: bool, oldest: tuple[int, int], architecture: str) -> No
 
 
 def wide_types_enabled() -> bool:
-    """Whether jax has 64-bit types."""
+    """Returns whether 64-bit types are enabled in jax."""
     return jax.dtypes.canonicalize_dtype(np.int64) == np.int64
 
 

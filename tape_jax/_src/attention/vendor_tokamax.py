@@ -115,7 +115,7 @@ class Tokamax(Vendor):
 
 
 def miscompiles_causal() -> bool:
-    """Whether this CUDA's ``ptxas`` is one for which jax's own kernels refuse a causal mask."""
+    """Returns whether jax's own kernels refuse a causal mask because of this CUDA's ``ptxas``."""
     if cuda_versions is None:
         return False
     return 12_080 <= cuda_versions.cuda_runtime_get_version() < 12_091

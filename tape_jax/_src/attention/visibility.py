@@ -1,4 +1,4 @@
-"""Which keys a query sees: the causal rule, the window, segments and the mask, for all backends.
+"""Visibility of keys for all backends: the causal rule, the window, segments and the mask.
 
 Position decides by the distance of a key from a query, :class:`Band`; the arrays of a call decide
 the rest, :class:`Visibility`.
@@ -51,7 +51,7 @@ class Band:
 
     @property
     def hides(self) -> bool:
-        """Whether there is any limit."""
+        """True if there is a causal rule or a window."""
         return self.is_causal or self.window is not None
 
     def pairs(self, queries: Any, keys: Any) -> Any:

@@ -52,7 +52,7 @@ def capped(logits: Array, softcap: float | None) -> Array:
 
 
 def is_tensor_form(state: Array, q: Shaped) -> bool:
-    """Whether a state of ``q [batch..., T, H, D]`` has tensor form, which its axes tell.
+    """Return whether a state of ``q [batch..., T, H, D]`` has tensor form, which its axes tell.
 
     Five may be ``[T, 1, M, L, R]`` or all those of ``q``: rotary if the last is ``D``.
     """
@@ -106,7 +106,7 @@ def complex_multiply(x: Array, y: Array) -> Array:
 # For the backward pass both factors are kept as they are given, and not the halves of each.
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
 def _multiply(x: Array, y: Array, compute: jnp.dtype) -> Array:
-    """:func:`complex_multiply` in the type ``compute``, in that of ``x``."""
+    """Computes :func:`complex_multiply` in the type ``compute``; the result has that of ``x``."""
     return complex_multiply(x.astype(compute), y.astype(compute)).astype(x.dtype)
 
 

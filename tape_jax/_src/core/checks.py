@@ -137,7 +137,7 @@ def _integer(value: Any) -> int | None:
 
 
 def _is_key(value: Any) -> bool:
-    """Whether a value is a random key, of either style."""
+    """Returns whether a value is a random key, of either style."""
     dtype = getattr(value, "dtype", None)
     if dtype is None:
         return False
@@ -145,7 +145,7 @@ def _is_key(value: Any) -> bool:
 
 
 def _is_dtype(value: Any) -> bool:
-    """Whether a value names a type of numbers, as jax takes them; None is the default one."""
+    """Returns whether a value names a type of numbers, as jax takes them; None is the default."""
     try:
         return jnp.issubdtype(np.dtype(value), jnp.number)
     except TypeError:
@@ -283,7 +283,7 @@ def as_array(what: str, value: Any) -> jax.Array:
 
 
 def broadcasts(shape: Sequence[int], full: Sequence[int]) -> bool:
-    """Whether ``shape`` broadcasts to ``full``, which has at least as many axes."""
+    """Returns whether ``shape`` broadcasts to ``full`` and has at most as many axes."""
     return len(shape) <= len(full) and all(
         a in (1, b) for a, b in zip(shape[::-1], full[::-1], strict=False)
     )

@@ -1,4 +1,4 @@
-"""What a kernel needs to know of the machine that it is to run on."""
+"""The GPU that kernels run on: its compute capability, tile sizes and checks."""
 
 from __future__ import annotations
 

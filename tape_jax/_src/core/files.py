@@ -37,7 +37,7 @@ def sync(path: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """Where the library keeps what can be made again: as ``train.files`` says.
+    """Returns the library's cache folder: ``TAPE_JAX_CACHE``, or one in the user's cache folder.
 
     Raises:
       OSError: if there is none: a user may have no home.

@@ -96,7 +96,7 @@ def once_differentiated(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def first_derivative_only(function: Callable[[Named], Array], args: Named) -> Array:
-    """``function(args)`` and its derivative in reverse, of which there is none."""
+    """Runs ``function(args)`` with a derivative in reverse, which has no further derivative."""
 
     @jax.custom_vjp
     def call(args: Named) -> Array:
@@ -140,7 +140,7 @@ def differentiable_over_batch_and_heads(
 
     @functools.cache
     def kept_of(rows: int, heads: int) -> tuple[list[jax.ShapeDtypeStruct], Any]:
-        """What is kept of so many rows and key/value heads: leaves and tree."""
+        """Returns the shapes kept for so many rows and key/value heads: leaves and tree."""
         factors = {"b": (rows, sizes["b"]), "k": (heads, sizes["k"]), "h": (heads, sizes["k"])}
 
         def resized(name: str) -> Any:
@@ -211,7 +211,7 @@ def _numbered(values: Iterable[Any]) -> Named:
 
 
 def _letters(x: Any, of_more_rows: Any, of_more_heads: Any, sizes: Mapping[str, int]) -> str:
-    """Which axes of an array are rows and heads, given its shapes with twice as many of either.
+    """Returns which axes are rows and heads, given an array's shapes with twice as many of either.
 
     Raises:
       NotImplementedError: unless rows come first, and heads, if any, have an axis to themselves.

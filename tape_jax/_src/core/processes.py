@@ -1,4 +1,4 @@
-"""What several processes tell one another."""
+"""Communication between several processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jax.experimental import multihost_utils
 
 
 def broadcast_text(text: str) -> str:
-    """The first process's text, in all of them; all call it, those that come later with any."""
+    """Sends the first process's text to all; all must call this, the others with any text."""
     given = np.frombuffer(text.encode() if jax.process_index() == 0 else b"", np.uint8)
     length = int(multihost_utils.broadcast_one_to_all(np.int32(len(given))))
     padded = np.zeros(length, np.uint8)

@@ -25,7 +25,7 @@ def without_padding(x: Array, segment_ids: Array | None, *, axes: int = 1) -> Ar
 
 
 def places(segment_ids: Array) -> Array:
-    """How many earlier tokens of the row have a token's own id, int32 ``[..., T]``."""
+    """Counts the earlier tokens of the row that have each token's own id, int32 ``[..., T]``."""
 
     def count(ids: Array) -> Array:
         return steps_since(jnp.diff(ids, axis=ids.ndim - 1, prepend=ids[..., :1]) != 0)
@@ -65,7 +65,7 @@ def side_by_side(function: Callable[..., Array], segment_ids: Array, *arrays: Ar
 
 
 def running(function: Callable[[Array, Array], Array], begins: Array, x: Array, axis: int) -> Array:
-    """``function`` accumulated along ``axis``, an associative one, anew wherever one begins.
+    """Accumulates an associative ``function`` along ``axis``, anew wherever ``begins`` is true.
 
     Args:
       function: of two arrays, such as their sum.
@@ -81,6 +81,6 @@ def running(function: Callable[[Array, Array], Array], begins: Array, x: Array, 
 
 
 def steps_since(begins: Array) -> Array:
-    """How many steps ago along ``[..., T]`` one last began, the first one at the latest; int32."""
+    """Counts the steps since ``begins [..., T]`` was last true, or since the first step; int32."""
     index = jnp.broadcast_to(np.arange(begins.shape[-1], dtype=np.int32), begins.shape)
     return index - jax.lax.cummax(jnp.where(begins, index, 0), axis=begins.ndim - 1)

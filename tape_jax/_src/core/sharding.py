@@ -207,7 +207,7 @@ class Sharding:
         return math.prod(self.mesh.shape[name] for name in self.mesh_axes(axis))
 
     def spec(self, axes: Axes, shape: Sequence[int], what: str = "an array") -> PartitionSpec:
-        """Where an array with these logical axes goes.
+        """Returns the PartitionSpec of an array with these logical axes.
 
         Args:
           axes: one logical axis name, or None, for each dimension.
@@ -247,7 +247,7 @@ class Sharding:
         return PartitionSpec(*parts)
 
     def named(self, axes: Axes, shape: Sequence[int], what: str = "an array") -> NamedSharding:
-        """As :meth:`spec`, with the mesh."""
+        """Returns the NamedSharding of an array: :meth:`spec` with the mesh."""
         return NamedSharding(self.mesh, self.spec(axes, shape, what))
 
     def check(self, model: Model, *, batch_size: int, length: int) -> None:
@@ -324,7 +324,7 @@ class Sharding:
         return jax.tree.map_with_path(place, tree)
 
     def share(self) -> tuple[int, int]:
-        """Which part of every batch this process provides, and of how many.
+        """Returns which part of every batch this process provides, and the number of parts.
 
         Processes whose devices hold the same rows, and other heads or times of them, share a part.
 
@@ -423,5 +423,5 @@ def _shape_text(mesh: Mesh | AbstractMesh) -> str:
 
 
 def splits_sequence(sharding: Sharding | None) -> bool:
-    """Whether a mesh splits sequences."""
+    """Returns whether a mesh splits sequences."""
     return sharding is not None and sharding.shards("sequence") > 1

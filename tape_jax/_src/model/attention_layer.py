@@ -264,7 +264,7 @@ def entered_layer(
     k: Array | None = None,
     state: State = None,
 ) -> Layer:
-    """What an encoding is given of a layer that ``x`` enters, with what ``cache`` keeps of it."""
+    """Return the layer that ``x`` enters as encodings see it, with what ``cache`` keeps of it."""
     order = None
     if sharding is not None and splits_sequence(sharding):
         order = Order(*(functools.partial(f, sharding) for f in (from_zigzag, to_zigzag)))

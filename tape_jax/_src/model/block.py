@@ -139,7 +139,7 @@ class Block(nn.Module):
 
 
 class Pattern(nn.Module):
-    """LayerStack one after the other: what a loop over layers repeats."""
+    """Blocks one after the other, which a loop over layers repeats."""
 
     blocks: tuple[Block, ...]
 
@@ -176,7 +176,7 @@ def remat_policy(name: str) -> Callable | None:
 
 
 def unrolls(config: ModelConfig) -> bool:
-    """Whether the program has each layer by itself where a training step would loop over them.
+    """Returns whether layers are unrolled where a training step would loop over them.
 
     On a CPU a sixth of a step goes into zeroing, writing and reading the stacks in which a loop
     keeps activations, on an H200 a fifth of RoPE's with 12 layers. Without it a program compiles
@@ -190,7 +190,7 @@ def unrolls(config: ModelConfig) -> bool:
 def in_groups(
     blocks: Sequence[Block], params: Any, carry: Any, fixed: State, context: Context
 ) -> Any:
-    """What leaves a loop over layers, of which the backward pass keeps what enters every n-th.
+    """Runs a loop over layers, of which the backward pass keeps what enters every n-th.
 
     Args:
       blocks: what it repeats.

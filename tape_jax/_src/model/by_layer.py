@@ -23,7 +23,7 @@ MOST_BYTES = 2**30
 
 
 class Loop(NamedTuple):
-    """What a loop over tokens works with.
+    """The model and the cache in the form that a loop over tokens works with.
 
     Attributes:
       model, variables: the model, in the layout that suits the loop.
@@ -42,7 +42,7 @@ class Loop(NamedTuple):
 
 
 def loop_over_tokens(model: Transformer, variables: Any, cache: Cache) -> Loop:
-    """By layers where that is faster and memory suffices, or as it is."""
+    """Returns a loop by layers where that is faster and memory suffices, else as the model is."""
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(variables["params"]))
     fits = not model.config.scan_layers or size <= MOST_BYTES
     if jax.default_backend() != "cpu" or model.sharding is not None or not fits:

@@ -30,7 +30,7 @@ Array = jax.Array
 
 @flax.struct.dataclass
 class LayerCache:
-    """What one layer keeps of past tokens; slots not yet written are zero.
+    """The cache of one layer, which holds past tokens; slots not yet written are zero.
 
     Heads come before time: so the products of a single query read it as it is.
 
@@ -182,7 +182,7 @@ def check_cache(model: Model, cache: Cache) -> None:
 def _layers(
     model: Model, batch_size: int, capacity: int, dtype: str, state_dtype: str | None = None
 ) -> tuple[tuple[LayerCache, ...], dict[str, Any]]:
-    """What the layers of a cache are, and its ``kept``: ShapeDtypeStructs in place of arrays."""
+    """Return the layers of a cache, and its ``kept``, with ShapeDtypeStructs in place of arrays."""
     blocks = tuple(model.config.blocks)
     types = model.config.carried_dtype.name, dtype, state_dtype
     return _layers_of(model.config, blocks, batch_size, capacity, *types)
@@ -210,7 +210,7 @@ def _layers_of(
     def kept(
         own: Encoding, params: Any, x: Array, positions: Array, entering: Any
     ) -> tuple[Any, Any]:
-        """What the encoding keeps of tokens that enter a layer; its features of keys, or None."""
+        """Return what the encoding keeps of a layer's tokens, and its features of keys or None."""
         layer = Layer(x, positions, None, True, sizes, **entering)
         terms = own.layer_terms(params, layer)
         return terms.kept or {}, None if terms.features is None else terms.features[1]
@@ -227,7 +227,7 @@ def _layers_of(
     head = shape((*tokens, config.kv_heads, config.dim), dtype)
 
     def slots(like: jax.ShapeDtypeStruct, *n: int) -> Any:
-        """Heads before time; ``n`` layers."""
+        """Return the shape and type of ``n`` layers of ``like``, with heads before time."""
         batch, time, heads, *tail = like.shape
         return shape((*n, batch, heads, time, *tail), like.dtype)
 
@@ -313,7 +313,7 @@ def grow_cache(model: Model, cache: Cache, capacity: int) -> Cache:
 
 
 def depends_on_capacity(model: Model, old: int, new: int, *, key: Array | None = None) -> bool:
-    """Whether tokens have other position states in a cache of ``new`` slots than of ``old``.
+    """Return whether tokens have other position states in a cache of ``new`` slots than of ``old``.
 
     So it is where positions are drawn, or frequencies scaled, for a length.
     """
@@ -400,7 +400,7 @@ def last_segment(cache: Cache) -> Array:
 
 
 def _last(x: Array, chosen: Array) -> tuple[Array, Array]:
-    """Of the chosen entries along the last axis the last one; and whether there is one.
+    """Return the last of the chosen entries along the last axis, and whether there is one.
 
     ``x`` broadcasts to ``chosen [..., S]``; both results are ``[...]``.
     """

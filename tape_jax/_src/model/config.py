@@ -115,7 +115,7 @@ class Experts:
 
 
 def kinds_by_pairs(encoding: Encoding) -> list[str]:
-    """Those of an encoding whose causal attention is more than states and decays."""
+    """Returns the kinds of members whose causal attention is more than states and decays."""
     members, own = encoding.members, {"logits", "weights"}
     return [x.kind for x in members if own & {*x.acts_on} or tuple(x.acts_on) == ("bias",)]
 
@@ -133,15 +133,15 @@ class LayerStack(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of their parameters: ``layers_<first>``."""
+        """The name of their parameters: ``layers_<first>``."""
         return f"layers_{self.layers[0]}"
 
 
 def loops(kinds: Sequence[Any]) -> list[tuple[int, int, int]]:
-    """How equal neighbours, or patterns that repeat, follow each other: one scan each.
+    """Splits ``kinds`` into runs of equal neighbours, or of a pattern that repeats: one scan each.
 
     Returns:
-      Of each its first, the length of the pattern, and how often it is there.
+      Of each run its first index, the length of the pattern, and how often that is there.
     """
     found, first = [], 0
     while first < len(kinds):
@@ -493,12 +493,12 @@ class ModelConfig:
 
     @property
     def blocks(self) -> list[LayerStack]:
-        """What has parameters of its own: like layers, or each if they are not scanned."""
+        """The stacks of like layers; each layer is one by itself if layers are not scanned."""
         return [blocks for loop in self.loops for blocks in loop]
 
     @property
     def has_window(self) -> bool:
-        """Whether some layer sees only nearby tokens."""
+        """True if some layer sees only nearby tokens."""
         return self.local_window_size is not None or "window" in self.position.acts_on
 
     @property
@@ -508,7 +508,7 @@ class ModelConfig:
 
     @property
     def sizes(self) -> Sizes:
-        """What the position encoding is told of the model."""
+        """The sizes of the model that the position encoding is told."""
         return Sizes(
             hidden_size=self.hidden_size,
             num_layers=self.num_layers,

@@ -46,7 +46,7 @@ HEAD_AXES = ("embed", "vocab")
 
 @flax.struct.dataclass
 class States:
-    """What ``return_states=True`` returns beside the logits.
+    """The states that ``return_states=True`` returns beside the logits.
 
     Attributes:
       hidden: residual stream entering each layer and leaving the last: ``[layers + 1]`` entries.
@@ -67,7 +67,7 @@ def _applied(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """``tokens`` are those among the arguments, if there are any."""
+    """Apply a model; ``tokens`` are those among the arguments, if there are any."""
     return apply(variables, *args, **kwargs)
 
 
@@ -80,7 +80,7 @@ def _initialized(
 
 @functools.lru_cache(maxsize=64)
 def _parameters(config: ModelConfig, wide_types: bool) -> dict[str, ParameterSpec]:
-    """See :meth:`Transformer.parameters`: a trace of the whole model, made once."""
+    """Return :meth:`Transformer.parameters`, from a trace of the whole model that is made once."""
     axes = config.position.coordinate_axes
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     places = None if axes == 1 else jax.ShapeDtypeStruct((1, 1, axes), jnp.int32)
@@ -126,7 +126,7 @@ class Transformer(nn.Module):
 
     @property
     def blocks(self) -> list[LayerStack]:
-        """What has parameters of its own: like layers, or each if they are not scanned."""
+        """The stacks of like layers; each layer is one by itself if layers are not scanned."""
         return self.config.blocks
 
     @property
@@ -136,7 +136,7 @@ class Transformer(nn.Module):
 
     @nn.nowrap
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
-        """As ``flax.linen.Module.apply``, on meshes with explicit axes too.
+        """Applies the model as ``flax.linen.Module.apply`` does, on meshes with explicit axes too.
 
         What is returned is split there as the tokens are, logits also as the output projection is.
         """
@@ -145,7 +145,7 @@ class Transformer(nn.Module):
 
     @nn.nowrap
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-        """As ``flax.linen.Module.init``, on meshes with explicit axes too.
+        """Makes variables as ``flax.linen.Module.init`` does, on meshes with explicit axes too.
 
         Parameters lie there where :attr:`sharding` says, if it does, else whole on every device.
         """
@@ -401,7 +401,7 @@ class Transformer(nn.Module):
 
     @nn.nowrap
     def _in_order(self, record: States, ring: Sharding, start_axis: int) -> States:
-        """What was recorded on a mesh that splits sequences, with its tokens in order.
+        """Return what was recorded on a mesh that splits sequences, with its tokens in order.
 
         ``start_axis`` is the axis of time in states that no layer has updated.
         """
@@ -507,7 +507,7 @@ class Transformer(nn.Module):
 
 
 def _gradients_at_once(pattern: Any, params: Any, carry: Any) -> tuple[Any, Any]:
-    """One block, and what enters it, such that all its gradients are made before they leave it.
+    """Return a block and what enters it, such that all its gradients are made before they leave it.
 
     A loop sees to that for its layers. The gradients of parameters of a single layer may be left
     for later, and its activations would have to be kept until then.

@@ -44,7 +44,7 @@ PRODUCT = "expert_product"
 
 
 class Routing(NamedTuple):
-    """Which experts tokens take.
+    """The experts that tokens take, and their weights.
 
     Attributes:
       chosen: numbers of experts, int32 ``[..., k]``.
@@ -149,7 +149,7 @@ def _on_device(
     sharding: Sharding | None,
     activation: str,
 ) -> tuple[Array, Array]:
-    """As :func:`mixture`, for the tokens and the parts of kernels that one device has."""
+    """Computes :func:`mixture` for the tokens and the parts of kernels that one device has."""
     split = _split_axes(sharding)
     chosen, weights = route(logits, experts)
     taken = chosen.reshape(-1)
@@ -214,7 +214,7 @@ def _split_axes(sharding: Sharding | None) -> tuple[str, ...]:
 
 
 def _gathers(sharding: Sharding, axes: Axes) -> dict[int, tuple[str, ...]]:
-    """By dimension of a kernel the axes of the mesh over which it is gathered."""
+    """Returns the axes of the mesh over which a kernel is gathered, by its dimension."""
     held = _token_axes(sharding)
     found = {
         dim: tuple(n for n in sharding.mesh_axes(axis) if n in held)
@@ -227,7 +227,7 @@ def _gathers(sharding: Sharding, axes: Axes) -> dict[int, tuple[str, ...]]:
 def router_losses(
     logits: Array, chosen: Array, segment_ids: Array | None = None
 ) -> dict[str, Array]:
-    """What keeps a router from sending all tokens to a few experts; scalars, without their weights.
+    """Returns the losses that keep a router from overusing a few experts, as unweighted scalars.
 
     ``balance`` is ``E`` times the sum over experts of the share of choices that they got times
     their mean probability (Fedus et al. 2021, equations 4 to 6, with a token's choices sharing its

@@ -322,7 +322,7 @@ def extend(
 
 
 class _Decoding(NamedTuple):
-    """What goes around the loop of :func:`decode`.
+    """The values that the loop of :func:`decode` carries.
 
     Attributes:
       made: tokens generated.
@@ -464,7 +464,7 @@ def sample_logits(
 
 
 def _draw(logits: Array, key: Array | None, temperature: Any, top_k: Any, top_p: Any) -> Array:
-    """As :func:`sample_logits`, for logits that are numbers."""
+    """Draws token ids as :func:`sample_logits` does, from logits that are not NaN."""
     if key is None:
         return jnp.argmax(logits, axis=-1)
     tiny = jnp.finfo(logits.dtype).tiny

@@ -1,4 +1,4 @@
-"""What a model is called with: the checks, and the same call in one form."""
+"""The inputs of a model: their checks, and one form for every kind of call."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Array = jax.Array
 
 @flax.struct.dataclass
 class Context:
-    """What all layers of one call share.
+    """The inputs that all layers of one call share.
 
     Attributes:
       positions: of the keys, ``[..., S]`` or ``[..., S, n]``.

@@ -1,4 +1,4 @@
-"""How a model lays out its parameters, and the way from one layout to another."""
+"""The layout of a model's parameters, and the way from one layout to another."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def with_encoding(model: Transformer, params: Any, other: Any) -> dict[str, Any]
 
 
 def layer_params(model: Transformer, params: Any) -> dict[Encoding, list[dict[str, Any]]]:
-    """What encodings declare with ``Encoding.layer_params``, of each of the model's blocks."""
+    """Returns, by encoding, the parameters of ``Encoding.layer_params`` of each of its blocks."""
     found: dict[Encoding, list[dict[str, Any]]] = {}
     for blocks in model.blocks:
         encoding, _, updates = blocks.like

@@ -84,7 +84,7 @@ def start_cache(
 
 
 def _explicit_axes(given: Mapping[str, Any], shapes: Any) -> Any:
-    """Where results lie on a mesh with explicit axes."""
+    """Return the mesh axes of the results on a mesh with explicit axes."""
     _, attended, cache = shapes
     lead = names_of(given["x"])[:-1]
     heads = names_of(given["params"]["q"])[-1]

@@ -39,7 +39,7 @@ def lora_params(
 
 
 def full_name(role: str, name: str) -> str:
-    """What a module calls the parameter ``name`` of a group that it declares beside its own."""
+    """Returns a module's name for the parameter ``name`` of a group declared beside its own."""
     return f"{role}_{name}"
 
 

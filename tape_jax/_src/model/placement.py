@@ -1,4 +1,4 @@
-"""Where what a model returns lies on a mesh with explicit axes: rows as those of the tokens."""
+"""Placement of a model's results on a mesh with explicit axes: rows lie as the tokens' rows do."""
 
 from __future__ import annotations
 

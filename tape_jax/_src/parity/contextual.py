@@ -38,7 +38,7 @@ NOT_COMPARED = ("do", "o_f32", "meta", "pos_ids")
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-    """How a file maps on to this library.
+    """The mapping of a file on to this library.
 
     Attributes:
       encoding: what is compared.
@@ -69,7 +69,7 @@ Source = Callable[[Arrays, Mapping[str, Any]], Recorded]
 
 
 def same(**names: str) -> dict[str, Callable[[Arrays], Any]]:
-    """Parameters that are an array of the file as it is: by our names the file's."""
+    """Maps parameters to arrays of the file as they are: our names to the file's."""
     return {
         name: functools.partial(lambda source, arrays: arrays[source], source)
         for name, source in names.items()
@@ -405,7 +405,7 @@ IDS = {"position_coupling": coupled_positions.compare}
 
 
 def is_one(arrays: Mapping[str, np.ndarray]) -> bool:
-    """Whether these are the arrays of such a file."""
+    """Returns whether these are the arrays of a :class:`ContextualFile`."""
     return "meta" in arrays
 
 
@@ -428,7 +428,7 @@ class ContextualFile:
         choose(what, self.name, known)
 
     def recorded(self, precision: str) -> Recorded:
-        """How it maps on to this library."""
+        """Returns the mapping of the file on to this library."""
         arrays: Arrays = {
             name: jnp.asarray(x, precision) if x.dtype.kind == "f" else x
             for name, x in self.arrays.items()

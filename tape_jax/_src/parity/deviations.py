@@ -55,7 +55,7 @@ class Deviation:
 
     @property
     def ok(self) -> bool:
-        """Whether the error is within the tolerance."""
+        """True if the error is within the tolerance."""
         return self.error <= self.tolerance
 
     def __str__(self) -> str:

@@ -41,7 +41,7 @@ GRADIENT_TOLERANCE = 3e-5
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """How one variant of the reference maps on to this model.
+    """The mapping of one variant of the reference on to this model.
 
     Attributes:
       encoding: the encoding, from the file's config.
@@ -69,7 +69,7 @@ def _scaling(config: dict[str, Any]) -> RopeScaling:
 
 
 def _yarn(config: dict[str, Any]) -> positions.Encoding:
-    """The reference ignores the configured factor and takes the ratio of lengths, rounded up."""
+    """Makes the reference's YaRN: by the rounded-up ratio of lengths, not the configured factor."""
     original = config["original_max_position_embeddings"]
     factor = float(math.ceil(config["max_position_embeddings"] / original))
     scaling = RopeScaling(kind="yarn", factor=factor, original_length=original)
@@ -177,7 +177,7 @@ class Golden:
 
     @property
     def variant(self) -> Variant:
-        """How the file maps on to this model."""
+        """The mapping of the file's variant on to this model."""
         return VARIANTS[self.config["variant"]]
 
     @property

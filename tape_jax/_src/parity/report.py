@@ -1,4 +1,4 @@
-"""What :mod:`tape_jax.parity` does: compares recorded files, each by its own kind, and reports."""
+"""The command :mod:`tape_jax.parity`: compares recorded files, each by its kind, and reports."""
 
 from __future__ import annotations
 

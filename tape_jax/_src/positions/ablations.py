@@ -100,7 +100,7 @@ class SeparateCosSin(Tape):
 
 @dataclasses.dataclass(frozen=True)
 class _Untied(Tape):
-    """Shared by the ablations whose cosines and sines come untied."""
+    """The base of the ablations whose cosines and sines come untied."""
 
     form: str = "tensor"
 

@@ -93,33 +93,33 @@ class Combined(Encoding):
 
     @property
     def acts_on(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Everything that one of them acts on."""
+        """Everything that one of the encodings acts on."""
         return tuple(dict.fromkeys(x for one in self.encodings for x in one.acts_on))
 
     @property
     def rewrites_keys(self) -> bool:  # type: ignore[override]
-        """Whether one of them does."""
+        """True if one of the encodings rewrites keys."""
         return any(encoding.rewrites_keys for encoding in self.encodings)
 
     @property
     def takes_drawn(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The kinds that all of them take."""
+        """The kinds of drawn positions that all of the encodings take."""
         return tuple(
             x for x in Encoding.takes_drawn if all(x in e.takes_drawn for e in self.encodings)
         )
 
     @property
     def heads_per_query(self) -> int:  # type: ignore[override]
-        """That of the one with a state."""
+        """The ``heads_per_query`` of the encoding with a state."""
         return self._state.heads_per_query
 
     @property
     def counts_text(self) -> bool:  # type: ignore[override]
-        """Whether the one with a state does."""
+        """The ``counts_text`` of the encoding with a state."""
         return self._state.counts_text
 
     def _of(self, place: str) -> Encoding:
-        """The one that acts there; none at all if no one does."""
+        """Returns the encoding that acts on ``place``, or an empty one if none does."""
         return next((x for x in self.encodings if place in x.acts_on), Encoding())
 
     @property
@@ -141,7 +141,7 @@ class Combined(Encoding):
         }
 
     def _own(self, encoding: Encoding, params: Mapping[str, Any], names: Any) -> dict[str, Any]:
-        """Of named values those of one encoding, as it calls them."""
+        """Returns the values of one encoding among ``params``, by its own names for them."""
         prefix = self._prefix(encoding)
         return {name: params[prefix + name] for name in names if prefix + name in params}
 
@@ -166,7 +166,7 @@ class Combined(Encoding):
         return self._state.reads_start
 
     def _sizes(self, encoding: Encoding, sizes: Sizes) -> Sizes:
-        """The sizes as one of them sees them: beside more heads a query all others have those."""
+        """Returns the sizes for ``encoding``: all but the state's see the heads that it adds."""
         if encoding is self._state or self.heads_per_query == 1:
             return sizes
         return dataclasses.replace(sizes, num_heads=sizes.num_heads * self.heads_per_query)

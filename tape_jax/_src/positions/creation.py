@@ -149,7 +149,7 @@ def kinds(kind: Any) -> list[str]:
 
 
 def option_names(kind: Any) -> dict[str, tuple[type[Encoding], str]]:
-    """What options of an encoding, or of several, are called; each with its class and its field.
+    """Returns the names of the options of one or several encodings, with their classes and fields.
 
     Raises:
       ValueError: as :func:`kinds` does.
@@ -217,7 +217,7 @@ def _parts(position: Any) -> Parts:
 
 
 def _parts_of_mapping(options: dict[str, Any]) -> Parts:
-    """The same of a mapping; ``dataclasses.asdict`` gives one inside another for several."""
+    """The :func:`_parts` of a mapping; ``dataclasses.asdict`` nests those of several encodings."""
     require(
         "kind" in options,
         "a position encoding as a mapping needs its name, 'kind'; got only "
@@ -228,7 +228,7 @@ def _parts_of_mapping(options: dict[str, Any]) -> Parts:
 
 
 def with_options(parts: Parts, options: Mapping[str, Any]) -> Parts:
-    """Every option given to the encoding that has it.
+    """Gives every option to the encoding that has it.
 
     Raises:
       ValueError: for an unknown option; the message names the nearest known one.

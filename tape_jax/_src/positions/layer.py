@@ -26,7 +26,7 @@ Array = jax.Array
 
 
 class Terms(NamedTuple):
-    """What an encoding adds to the attention of one layer; None: nothing.
+    """The terms that an encoding adds to the attention of one layer; None: nothing.
 
     Attributes:
       state: rotary state by which the layer's queries and keys are rotated, ``[..., T, H, D]``,
@@ -54,7 +54,7 @@ class Terms(NamedTuple):
     kept: dict[str, Array] | None = None
 
     def keywords(self) -> dict[str, Any]:
-        """Those that are keywords of :func:`tape_jax.attention`."""
+        """Returns the terms that are keywords of :func:`tape_jax.attention`."""
         names = ("bias", "log_decay", "logits_fn", "weights_fn")
         return {name: getattr(self, name) for name in names}
 
@@ -73,7 +73,7 @@ class Order(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """What a layer's encoding is given. ``T`` tokens are new, ``S`` are all keys.
+    """The inputs of a layer's encoding. ``T`` tokens are new, ``S`` are all keys.
 
     Attributes:
       x: the layer's input after its norm, ``[..., T, hidden]``.
@@ -124,7 +124,7 @@ class Layer:
         return self.of_new_tokens(self.positions)
 
     def of_new_tokens(self, x: Array) -> Array:
-        """Those of ``x [..., S]``, or ``[..., S, n]``, that are of the new tokens."""
+        """Returns the part of ``x [..., S]``, or ``[..., S, n]``, that is of the new tokens."""
         if self.kept is None:
             return x
         return lax.dynamic_slice_in_dim(x, self.index, self.time, axis=1)
@@ -268,7 +268,7 @@ class Layer:
         return held(function(natural(x, self.axis), ids, self.axis), self.axis)
 
     def _earlier(self, name: str, count: int) -> list[Array]:
-        """What was kept before this call of the last tokens of each new one's segment."""
+        """Returns what was kept before this call of the last tokens of each new one's segment."""
         assert self.kept is not None
         kept = self.kept[name].swapaxes(1, 2)
         return [_take(kept, slot) for slot in self._earlier_slots(count, own=False)]

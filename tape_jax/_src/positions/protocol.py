@@ -1,4 +1,4 @@
-"""What a position encoding is to the model: one small frozen value with a handful of methods.
+"""The protocol of position encodings: one small frozen value with a handful of methods.
 
 The model never asks which encoding it has. An encoding may act in any of these places, each of
 which is absent by default: it adds to the embeddings (:meth:`Encoding.embed`), rotates queries and
@@ -155,7 +155,7 @@ def default_positions(length: int) -> Array:
 
 
 class OfLayer(NamedTuple):
-    """What one layer has of an encoding.
+    """The part of an encoding that one layer has.
 
     Attributes:
       encoding: the layer's.
@@ -227,16 +227,16 @@ class Encoding:
 
     @property
     def members(self) -> tuple[Encoding, ...]:
-        """The encodings that it is made of."""
+        """The encodings that this one is made of."""
         return (self,)
 
     def of_layers(self, num_layers: int) -> list[OfLayer]:
-        """What each layer of a model has of it."""
+        """Returns the part of the encoding that each layer of a model has."""
         return [OfLayer(self, None, self.updates(i, num_layers)) for i in range(num_layers)]
 
     @property
     def local_window_size(self) -> int | tuple[int, int] | None:
-        """As in ``ModelConfig``, for an encoding that bounds what is seen; None: the model's."""
+        """The window, as in ``ModelConfig``, of an encoding that bounds it; None: the model's."""
         return None
 
     @property
@@ -246,22 +246,22 @@ class Encoding:
 
     @property
     def attends_state(self) -> bool:
-        """Whether :meth:`update_state` wants the attended state ``a = A e``."""
+        """True if :meth:`update_state` wants the attended state ``a = A e``."""
         return False
 
     @property
     def starts_by_head(self) -> bool:
-        """Whether :meth:`start` makes a state for each head; positions have all batch axes then."""
+        """True if :meth:`start` makes a state for each head; positions have all batch axes then."""
         return False
 
     @property
     def reads_positions(self) -> bool:
-        """Whether it depends on positions; what does not says so."""
+        """True if the encoding depends on positions; one that does not overrides this."""
         return type(self) is not Encoding
 
     @property
     def reads_start(self) -> bool:
-        """Whether the state entering the first layer is read; by default, if one is ever made."""
+        """True if the state entering the first layer is read; by default, if one is ever made."""
         own, makers = type(self), ("start", "start_from_embeddings", "rotation")
         return any(getattr(own, name) is not getattr(Encoding, name) for name in makers)
 
@@ -355,7 +355,7 @@ class Encoding:
         raise NotImplementedError(f"the encoding {self.kind!r} does not bias the logits")
 
     def layer_terms(self, params: dict[str, Array], layer: Layer) -> Terms:
-        """What is added to the attention of one layer; by default :meth:`pair_bias`.
+        """Returns the terms added to the attention of one layer; by default :meth:`pair_bias`.
 
         Args:
           params: this layer's, as :meth:`layer_params` describes them.
@@ -369,12 +369,12 @@ class Encoding:
         )
 
     def updates(self, layer: int, num_layers: int) -> bool:
-        """Whether layer ``layer`` (from 0) of ``num_layers`` updates the state."""
+        """Returns whether layer ``layer`` (from 0) of ``num_layers`` updates the state."""
         return False
 
     @property
     def update_implementations(self) -> tuple[str, ...]:
-        """What ``ModelConfig.update_implementation`` may name."""
+        """The names that ``ModelConfig.update_implementation`` may take."""
         return ()
 
     def update_state(
@@ -401,7 +401,7 @@ class Encoding:
         return state
 
     def loss(self, params: Sequence[Mapping[str, Array]], progress: Array | float) -> Array | None:
-        """What a training step adds to its loss, or None.
+        """Returns the term that a training step adds to its loss, or None.
 
         Args:
           params: those of :meth:`layer_params`, of every layer or, where layers are scanned, of

@@ -96,7 +96,7 @@ class Layers(Encoding):
 
     @property
     def distinct(self) -> tuple[Encoding, ...]:
-        """Each encoding once; of each there is a state."""
+        """The distinct encodings, each of which has a state."""
         return tuple(dict.fromkeys(self.encodings))
 
     @property
@@ -105,12 +105,12 @@ class Layers(Encoding):
 
     @property
     def acts_on(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Everything that one of them acts on."""
+        """Everything that one of the encodings acts on."""
         return tuple(dict.fromkeys(x for one in self.distinct for x in one.acts_on))
 
     @property
     def takes_drawn(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The kinds that all of them take."""
+        """The kinds of drawn positions that all encodings that read positions take."""
         takes = [x.takes_drawn for x in self.distinct if x.reads_positions]
         return tuple(x for x in Encoding.takes_drawn if all(x in kinds for kinds in takes))
 
@@ -148,7 +148,7 @@ class Layers(Encoding):
 
     @property
     def rewrites_keys(self) -> bool:  # type: ignore[override]
-        """Whether one of them does."""
+        """True if one of the encodings rewrites keys."""
         return any(x.rewrites_keys for x in self.distinct)
 
     @property
@@ -188,7 +188,7 @@ class Layers(Encoding):
         params: dict[str, Array] | None = None,
         **options: Any,
     ) -> State:
-        """The states of all, in the order of :attr:`distinct`."""
+        """The states of all encodings, in the order of :attr:`distinct`."""
 
         def own(n: int) -> dict[str, Array] | None:
             prefix = f"{n}_"

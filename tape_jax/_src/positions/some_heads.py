@@ -45,7 +45,7 @@ class SomeHeads(Encoding):
         return {}
 
     def head_terms(self, params: dict[str, Array], layer: Layer) -> Terms:
-        """What is added to the attention of all heads; by default :meth:`pair_bias`."""
+        """Returns the terms added to the attention of all heads; by default :meth:`pair_bias`."""
         return super().layer_terms(params, layer)
 
     def layer_params(self, sizes: Sizes, *, updates: bool) -> dict[str, Param]:

@@ -1,4 +1,4 @@
-"""What a family of Hugging Face decoders is, and what the files of all families need."""
+"""Families of Hugging Face decoders, and functions that the files of all families need."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ OPTIONS = (
 
 
 class LayerKind(NamedTuple):
-    """How one layer tells positions apart.
+    """The rotation and the window of one layer.
 
     Attributes:
       rope: its rotation, or None.
@@ -140,7 +140,7 @@ def number(given: Mapping[str, Any], name: str, default: float | None = None) ->
 
 
 def number_or_none(given: Mapping[str, Any], name: str) -> float | None:
-    """As :func:`number`, or None if it is null or absent."""
+    """A number of ``config.json`` as by :func:`number`, or None if it is null or absent."""
     return None if given.get(name) is None else number(given, name)
 
 
@@ -156,7 +156,7 @@ def before_own(window: Any) -> int | None:
 
 
 def slides(config: Mapping[str, Any], default: Callable[[int], bool]) -> list[bool]:
-    """Which layers have the window: as ``layer_types`` says or, where it lacks, by a rule."""
+    """Returns which layers have the window: as ``layer_types`` says, or else by a rule."""
     layers, kinds = config["num_hidden_layers"], config.get("layer_types")
     if kinds is None:
         return [default(layer) for layer in range(layers)]
@@ -185,7 +185,7 @@ def one_rope(rope: Callable[[str], positions.Rope]) -> positions.Rope:
 
 
 def period_of(config: Mapping[str, Any], names: Sequence[str], default: int) -> int:
-    """Every how many layers one is another; ValueError if that is no positive integer."""
+    """Returns the period of layers of another kind; ValueError if it is no positive integer."""
     name = next((name for name in names if config.get(name) is not None), None)
     return default if name is None else positive(f"config.json: {name}", config[name])
 
@@ -268,7 +268,7 @@ def scaling_to_json(scaling: RopeScaling) -> Fields | None:
 
 
 def is_plain(c: ModelConfig, *own: str, **wanted: Any) -> bool:
-    """Whether what Llama has not is not there, but for fields of the family's own.
+    """Returns whether a model has nothing that Llama lacks, but for fields of the family's own.
 
     With ``"window"`` among them layers may have one, with ``"layers"`` differ in it and rotation.
     """

@@ -127,7 +127,7 @@ class Folder:
 
 
 def read_folder(path: str | os.PathLike) -> Folder:
-    """What a folder holds; values are not read.
+    """Reads the configuration of a checkpoint and the headers of its files, but no values.
 
     Raises:
       ValueError: if it is no checkpoint, lacks a file, or has a damaged one; if its index leads out
@@ -237,7 +237,7 @@ def _parse(text: bytes) -> dict[str, Any]:
 
 
 def read_header(path: Path) -> File:
-    """What a safetensors file holds; values are not read.
+    """Reads the header of a safetensors file, but no values.
 
     Raises:
       ValueError: if it is no safetensors file, is damaged, or has a tensor twice.

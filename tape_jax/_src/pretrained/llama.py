@@ -1,4 +1,4 @@
-"""How a decoder of Hugging Face describes itself, in the terms of this library."""
+"""Descriptions of Hugging Face decoders in the terms of this library, and back."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ DEFAULT_EPS = 1e-6
 
 
 def is_buffer(name: str) -> bool:
-    """Whether a tensor holds rotary frequencies: old files have them, and nobody reads them."""
+    """Returns whether a tensor holds rotary frequencies: old files have them, nobody reads them."""
     return re.fullmatch(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", name) is not None
 
 
@@ -432,7 +432,7 @@ def to_json(model: Transformer, kind: str | None = None) -> dict[str, Any]:
 
 
 def _turns(layer: LayerKind, dim: int) -> Any:
-    """How a layer rotates, at a short and at a long length, and its window: numbers to compare."""
+    """Describes a layer's rotation at a short and at a long length, and its window, to compare."""
     if layer.rope is None:
         return None, layer.window
     base, scaling, share = layer.rope.base, layer.rope.scaling, layer.rope.partial_rotary_factor

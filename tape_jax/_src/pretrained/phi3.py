@@ -41,7 +41,7 @@ def _write(c: ModelConfig) -> Fields | None:
 
 
 def _head_order(c: ModelConfig) -> tuple[int, ...]:
-    """There the first numbers of a head turn, the first half of these with the second."""
+    """The checkpoint's numbers of a head in our order: there the first ones rotate by halves."""
     share = main_rope(layers_of(c) or []).partial_rotary_factor
     turning = int(c.dim * share)
     require(

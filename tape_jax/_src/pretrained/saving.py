@@ -160,7 +160,7 @@ def save_pretrained(
 def _fetchers(
     wanted: list[StoredParameter], variables: Any
 ) -> tuple[dict[str, Callable[[], np.ndarray]], dict[str, str]]:
-    """For each tensor a function that brings it to the host, and its type."""
+    """Returns for each tensor a function that brings it to the host, and its type."""
     require(
         isinstance(variables, Mapping) and set(variables) == {"params"},
         "variables must be {'params': ...}; got "
@@ -248,7 +248,7 @@ def _plan(wanted: list[StoredParameter], types: Mapping[str, str], limit: int) -
 
 
 def _order(name: str) -> tuple[int, int, str]:
-    """Embedding, layers by number, the rest."""
+    """The key by which tensors are ordered: the embedding, layers by number, the rest."""
     part = name.split(".")
     if part[1] == "layers":
         return (1, int(part[2]), name)

@@ -1,4 +1,4 @@
-"""What a report says of the results of each task.
+"""The parts of a report that depend on the task.
 
 A task may have a function ``compare(task, results)``, named by a line in ``COMPARISONS``, which
 sets its models side by side. One function serves every other
@@ -32,7 +32,7 @@ QUESTIONS = "train.compare.tasks.questions:compare"
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What a report says of several models of one task, beside their scores.
+    """The contents of a report on several models of one task, beside their scores.
 
     Attributes:
       title: of the report.
@@ -78,6 +78,6 @@ def inside(task: Task, trained: Trained) -> dict[str, Figure]:
 
 
 def _named(function: str) -> Callable[..., Any]:
-    """What a line of a registry names."""
+    """Returns the function that a line of a registry names."""
     module, _, name = function.partition(":")
     return getattr(importlib.import_module(module), name)

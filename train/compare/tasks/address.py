@@ -1,4 +1,4 @@
-"""What a report says of addressing: how often models are right, and where they point."""
+"""The report on addressing: how often models are right, and where they point."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ UNTRAINED = "{}, encoding as before training"
 
 
 def compare(task: Address, results: Mapping[str, Sequence[AddressResult]]) -> Comparison:
-    """Heat maps, where the first model of each name points, and exact match by length.
+    """Reports exact match as heat maps and by length, and where each name's first model points.
 
     Shares are of the answers of all seeds together, and their intervals over the seeds.
     """
@@ -68,7 +68,7 @@ def compare(task: Address, results: Mapping[str, Sequence[AddressResult]]) -> Co
 
 
 def figure_of(grids: Mapping[str, Grid], pointing: Mapping[str, Pointing]) -> Figure:
-    """Exact match, and beside it where questions point: a row for each name.
+    """Draws exact match, and beside it where questions point, in a row for each name.
 
     Args:
       grids: by name.
@@ -114,7 +114,7 @@ def figure_of(grids: Mapping[str, Grid], pointing: Mapping[str, Pointing]) -> Fi
 
 
 def inside(task: Address, trained: Trained) -> dict[str, Figure]:
-    """Where questions of the trained length point, by file name; none if they are too long."""
+    """Draws where questions of the trained length point; no figure if they are too long."""
     pointing = task.pointing(trained, seed=0)
     if pointing is None:
         return {}
@@ -134,7 +134,7 @@ def inside(task: Address, trained: Trained) -> dict[str, Figure]:
 def _layers(
     panels: Sequence[Axes], name: str, what: str, places: np.ndarray, values: np.ndarray
 ) -> AxesImage:
-    """A panel for each layer of values [L, K, R]."""
+    """Draws a panel for each layer of values [L, K, R]."""
     for layer, (panel, shown) in enumerate(zip(panels, values, strict=True), 1):
         image = _points(panel, places, shown)
         panel.set_title(f"{what} layer {layer}", fontsize=SMALL)
@@ -149,7 +149,7 @@ def _name_places(panels: Sequence[Axes]) -> None:
 
 
 def _rows(pointing: Pointing) -> list[tuple[str, np.ndarray]]:
-    """What to draw of a model, and of each layer the clearest head: [L, K, R]."""
+    """Returns what to draw of a model: labels, and each layer's clearest head, [L, K, R]."""
     found = [("attention of", _clearest(pointing.attention, pointing.places))]
     states = pointing.states
     # States that stay as they are have nothing to say.
@@ -159,7 +159,7 @@ def _rows(pointing: Pointing) -> list[tuple[str, np.ndarray]]:
 
 
 def _clearest(values: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Of [L, H, K, R] the head of each layer with most at the token asked about, or the answer."""
+    """Picks of [L, H, K, R] each layer's head with most at the token asked about, or the answer."""
     offsets = np.arange(1, values.shape[2] + 1)
     zero = int(np.flatnonzero(places == 0)[0])
     asked = np.nanmean(values[..., zero], axis=-1)
@@ -169,7 +169,7 @@ def _clearest(values: np.ndarray, places: np.ndarray) -> np.ndarray:
 
 
 def _points(panel: Axes, places: np.ndarray, values: np.ndarray) -> AxesImage:
-    """One panel: offsets by places."""
+    """Draws one panel of offsets by places."""
     offsets = len(values)
     shown = (places >= -MARGIN) & (places <= offsets + MARGIN)
     image = panel.imshow(

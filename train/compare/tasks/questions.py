@@ -1,4 +1,4 @@
-"""What a report says of questions of several lengths, and of passkeys."""
+"""The reports on questions of several lengths, and on passkeys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from train.tasks.questions import QuestionTask
 
 
 def compare(task: QuestionTask, results: Mapping[str, Sequence[Grid]]) -> Comparison:
-    """A figure, and exact match by length; of several seeds, their means.
+    """Reports exact match in a figure and by length; of several seeds, their means.
 
     The figure has a curve for each name or, with two operands, a heat map.
     """
@@ -53,7 +53,7 @@ def compare(task: QuestionTask, results: Mapping[str, Sequence[Grid]]) -> Compar
 
 
 def compare_passkeys(task: Passkey, results: Mapping[str, Sequence[Grid]]) -> Comparison:
-    """Heat maps and exact match by length; of several seeds, their means."""
+    """Reports exact match as heat maps and by length; of several seeds, their means."""
     grids = {name: pool(list(of_seeds)) for name, of_seeds in results.items()}
     first = next(iter(grids.values()))
     lengths = ", ".join(f"{n:,}" for n in first.columns)
@@ -70,7 +70,7 @@ def compare_passkeys(task: Passkey, results: Mapping[str, Sequence[Grid]]) -> Co
 
 
 def passkey_section(grids: Mapping[str, Grid]) -> str:
-    """What a report says of grids, but for their figure."""
+    """Returns the section on grids of passkeys, which links to their figure, ``passkey.png``."""
     return (
         f"{INTERVALS}.\n\n"
         f"{averages_table(grids)}\n\n![Passkey retrieval](passkey.png)\n\n{length_table(grids)}"

@@ -1,4 +1,4 @@
-"""What a report says of a subset of SCROLLS."""
+"""The report on a subset of SCROLLS."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from train.tasks.scrolls_metrics import Outcome, require_same_questions, scores_
 
 
 def compare(task: Scrolls, results: Mapping[str, Sequence[Outcome]]) -> Comparison:
-    """A table of the scores, means over seeds."""
+    """Reports a table of the scores, as means over seeds."""
     first = require_same_questions(results)
     return Comparison(
         title=f"SCROLLS: {first.subset}",

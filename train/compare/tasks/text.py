@@ -1,4 +1,4 @@
-"""What a report says of language models."""
+"""The report on language models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from train.tasks.text_evaluation import TextResult, perplexity_score
 
 
 def compare(task: Text, results: Mapping[str, Sequence[TextResult]]) -> Comparison:
-    """Perplexity by length and by position, and passkey retrieval where all were asked.
+    """Reports perplexity by length, loss by position, and passkey retrieval where all were asked.
 
     Raises:
       ValueError: results that scored different targets.

@@ -59,7 +59,7 @@ LATE = "not measured: no time left"
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """How much is spent on a case.
+    """Limits on the time and the memory that measuring a case may take.
 
     Attributes:
       seconds: the most that a call may take, forward and backward, to be timed.
@@ -188,7 +188,7 @@ def tune(
 
 
 def finished(results: Sequence[Measured]) -> bool:
-    """Whether there was time for all implementations."""
+    """Return whether there was time for all implementations."""
     return all(result.struck != LATE for result in results)
 
 
@@ -277,7 +277,7 @@ class _Truth:
 
 
 def _arrays(tree: Any) -> list[np.ndarray]:
-    """Leaves in float32."""
+    """Return the leaves of a tree as numpy arrays of float32."""
     return [np.asarray(x, np.float32) for x in jax.tree.leaves(tree)]
 
 

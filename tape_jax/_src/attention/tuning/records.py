@@ -169,11 +169,11 @@ class Measured:
 
     @property
     def timed(self) -> bool:
-        """Whether there are times, and it may be taken."""
+        """True if the implementation was timed both ways and may be taken."""
         return math.isfinite(self.score) and self.struck is None
 
     def clearly_faster(self, other: Measured, gain: float) -> bool:
-        """Whether it takes at most ``gain`` of another's time, both ways, and not by noise.
+        """Return whether it takes at most ``gain`` of another's time, both ways, and not by noise.
 
         The medians are further apart than the quartiles are from them.
         """
@@ -197,7 +197,7 @@ Table = dict[CallShape, list[Measured]]
 
 
 def folder() -> Path:
-    """Where the files are."""
+    """Return the folder of the files with measurements."""
     return cache_folder() / "attention"
 
 

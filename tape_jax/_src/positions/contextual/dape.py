@@ -270,7 +270,7 @@ def _convolved(x: Array, weights: Array, pads: tuple[int, int]) -> Array:
 
 
 def _later(rows: Any, ids: Array | None, time: int) -> Array:
-    """How many tokens of its segment come after each query, ``[B|1, 1, Q, 1]``."""
+    """Counts the tokens of its segment that come after each query, ``[B|1, 1, Q, 1]``."""
     keys = jnp.arange(time, dtype=jnp.int32)
     later = keys > rows.queries[:, None]
     if ids is not None:
@@ -290,7 +290,7 @@ def _pairwise(x: Array, weights: Array) -> Array:
 
 
 def _uniform(most: float) -> Any:
-    """Between ``-most`` and ``most``."""
+    """Returns an initializer, uniform between ``-most`` and ``most``."""
 
     def init(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         return jax.random.uniform(key, shape, dtype, -most, most)

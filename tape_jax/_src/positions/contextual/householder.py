@@ -78,7 +78,7 @@ class Chunks(NamedTuple):
 def chunked(
     k: Array, w: Array, beta: Array, segment_ids: Array | None, size: int, dtype: jnp.dtype
 ) -> Chunks:
-    """What all queries need of ``k, w [B, T, H, D]``, ``beta [B, T, H]`` and ids ``[B, T]``.
+    """Prepares ``k, w [B, T, H, D]``, ``beta [B, T, H]`` and ids ``[B, T]`` for all queries.
 
     Memory is linear in ``T``: each chunk's triangular system is solved once.
     """

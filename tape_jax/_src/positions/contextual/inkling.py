@@ -62,7 +62,7 @@ class RelativeTable(Encoding):
         return jnp.take_along_axis(entries, index[:, None], axis=-1)
 
     def factors(self, layer: Layer) -> Array | None:
-        """``tau [..., T]``; None: 1."""
+        """The factors ``tau [..., T]``; None: 1."""
         return None
 
     def layer_terms(self, params, layer: Layer) -> Terms:

@@ -69,7 +69,7 @@ class MapFormerWM(Encoding):
         }
 
     def path(self, params, layer: Layer) -> Array:
-        """Where the new tokens are, ``[..., T, H, D/2]``, kept under this name."""
+        """Returns the places ``[..., T, H, D/2]`` of the new tokens, which are kept as ``path``."""
         return layer.running_sum("path", self.moves(params, layer))
 
     def moves(self, params, layer: Layer) -> Array:
@@ -78,7 +78,7 @@ class MapFormerWM(Encoding):
         return delta.reshape(*delta.shape[:-1], *params["omega"].shape)
 
     def state_of(self, params, path: Array, layer: Layer) -> Array:
-        """The state ``[..., T, H, D]`` of tokens that are there."""
+        """The state ``[..., T, H, D]`` of tokens at the places ``path``."""
         state = content_state(params["omega"].astype(path.dtype) * path)
         return state.astype(layer.sizes.state_dtype or layer.dtype)
 

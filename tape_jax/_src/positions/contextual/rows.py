@@ -17,17 +17,17 @@ BLOCK = 32
 
 
 def of_queries(x: Array, rows: Any) -> Array:
-    """Of ``x [..., T, heads, D]``, of all new tokens, those of some rows, ``[B, Q, heads, D]``."""
+    """Takes the queries of ``rows`` from ``x [..., T, heads, D]``: ``[B, Q, heads, D]``."""
     return jnp.take(all_axes(x), rows.queries, axis=1)
 
 
 def of_keys(x: Array, rows: Any) -> Array:
-    """Of ``x [..., S, heads, D]``, of all keys, those that rows have, ``[B, K, heads, D]``."""
+    """Takes the keys of ``rows`` from ``x [..., S, heads, D]``: ``[B, K, heads, D]``."""
     return all_axes(x)[:, : rows.visible.shape[-1]]
 
 
 def before(rows: Any) -> Array:
-    """Which keys ``[B|1, Hq|1, Q, K]`` a query sees, its own token not among them."""
+    """Returns which keys ``[B|1, Hq|1, Q, K]`` before its own token each query sees."""
     places = jnp.atleast_2d(rows.places)[:, None, :, None]
     return rows.visible & (jnp.arange(rows.visible.shape[-1], dtype=jnp.int32) < places)
 
@@ -56,7 +56,7 @@ def products(queries: Array, keys: Array, dtype: Any) -> Array:
 
 
 def sums_from(x: Array) -> Array:
-    """Of ``x [..., S]`` the sum over each key and all behind it."""
+    """Sums ``x [..., S]`` over each key and all behind it."""
     *lead, keys = x.shape
     blocks = jnp.pad(x, [(0, 0)] * len(lead) + [(0, -keys % BLOCK)]).reshape(*lead, -1, BLOCK)
     within = precise_einsum("...l,lj->...j", blocks, jnp.tri(BLOCK, dtype=x.dtype))
@@ -66,6 +66,6 @@ def sums_from(x: Array) -> Array:
 
 
 def sums_behind(x: Array) -> Array:
-    """Of ``x [..., S]`` the sum over all keys behind each."""
+    """Sums ``x [..., S]`` over all keys behind each."""
     pads = [(0, 0)] * (x.ndim - 1) + [(0, 1)]
     return sums_from(jnp.pad(x[..., 1:], pads))

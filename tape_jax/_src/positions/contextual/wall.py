@@ -141,7 +141,7 @@ def products(
 
 
 def _sums_behind(x: Array) -> Array:
-    """Of each of ``[..., n, D]`` the sum of all behind it."""
+    """Sums ``x [..., n, D]`` over all entries of the axis ``n`` behind each."""
     total = lax.cumsum(x, axis=x.ndim - 2, reverse=True)
     return jnp.concatenate([total[..., 1:, :], jnp.zeros_like(x[..., :1, :])], axis=-2)
 

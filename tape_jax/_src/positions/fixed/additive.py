@@ -165,7 +165,7 @@ def moved_rows(what: str, table: Array, index: Array, max_offset: int, key: Arra
 
 
 def places_in_runs(is_digit: Array, goes_on: Array) -> Array:
-    """1, 2, ... from each digit on that does not go on with a number; 0 for all but digits."""
+    """Counts 1, 2, ... from each digit that does not go on with a number; 0 for all but digits."""
     return jnp.where(is_digit, steps_since(is_digit & ~goes_on) + 1, 0)
 
 

@@ -128,7 +128,7 @@ class PositionCoupling(Learned):
         return moved_rows(what, params["table"], coordinates, self.max_offset, key)
 
     def _ids(self, segments: Array, tokens: Array) -> Array:
-        """Of ``[..., T]`` tokens, those of a segment side by side."""
+        """Returns the position ids of tokens ``[..., T]``; those of a segment are side by side."""
         assert self.plus is not None
         assert self.equals is not None
         numbers = _numbers(segments, tokens, self.digits, self.equals)
@@ -148,7 +148,7 @@ class PositionCoupling(Learned):
 
 
 class _Numbers(NamedTuple):
-    """Of each token, int32 or booleans ``[..., T]``.
+    """The numbers of a text as each token sees them, int32 or booleans ``[..., T]``.
 
     Attributes:
       place: of a digit in its number, from 1; 0 of all else.

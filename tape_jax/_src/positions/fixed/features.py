@@ -93,7 +93,7 @@ class Pope(Rope):
         super().check(self._doubled(sizes))
 
     def _turning(self, sizes: Sizes) -> int:
-        """How many coordinates of a head have angles."""
+        """Returns the number of coordinates of a head that have angles."""
         return round(sizes.head_dim * self.partial_rotary_factor)
 
     def _doubled(self, sizes: Sizes) -> Sizes:

@@ -80,7 +80,7 @@ class Fope(Encoding):
         )
 
     def shape(self, sizes: Sizes) -> tuple[int, int, int]:
-        """Of coefficients: heads, frequencies that are kept, planes that are sums."""
+        """Returns the shape of coefficients: heads, kept frequencies, planes that are sums."""
         omega = frequencies(sizes.head_dim, self.base)
         kept = int((omega >= 2 * math.pi / self.original_length).sum())
         return sizes.num_kv_heads, kept, min(kept, sizes.head_dim // 4)

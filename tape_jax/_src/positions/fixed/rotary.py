@@ -64,7 +64,7 @@ def _factors(what: str, given: Any) -> tuple[float, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are adapted to sequences longer than those trained on.
+    """An adaptation of rotary frequencies to sequences longer than those trained on.
 
     Attributes:
       kind: ``none``; ``linear`` (positions divided by ``factor``); ``ntk`` (base multiplied by
@@ -139,7 +139,7 @@ class RopeScaling:
         return 0.1 * growth + 1
 
     def divisors(self, planes: int, length: int) -> np.ndarray:
-        """What longrope divides the frequencies by, for sequences of ``length`` tokens."""
+        """Returns the divisors of longrope's frequencies for sequences of ``length`` tokens."""
         beyond = length > self.original_length
         name = "long_factor" if beyond else "short_factor"
         found = getattr(self, name) or (self.factor if beyond else 1.0,) * planes
@@ -203,12 +203,12 @@ def frequencies(
 
 
 def _turning(head_dim: int, partial_rotary_factor: float) -> int:
-    """How many dimensions of a head rotate."""
+    """Returns the number of dimensions of a head that rotate."""
     return 2 * int(head_dim * partial_rotary_factor / 2)
 
 
 def dynamic_stretch(scaling: RopeScaling, length: Any) -> Any:
-    """By what dynamic NTK multiplies its base for ``length`` tokens, before the exponent."""
+    """Returns dynamic NTK's factor on the base for ``length`` tokens, before the exponent."""
     excess = length / scaling.original_length - 1
     return 1 + scaling.factor * excess * (excess > 0)
 
@@ -303,7 +303,7 @@ def _checked(positions: Any, head_dim: Any, axes: int) -> tuple[Array, int]:
 def _by_length(
     scaling: RopeScaling | None, length: int | Array, compute: Any
 ) -> tuple[Array | None, Array | None, tuple[int | None, ...]]:
-    """How frequencies depend on a length that is not known yet.
+    """Returns how frequencies depend on a length that may not be known yet.
 
     Returns:
       The stretch of dynamic NTK ``[..., 1]``, or None; of longrope whether the length is beyond the
@@ -363,7 +363,7 @@ def turned(positions: Array, omega: np.ndarray, compute: Any) -> Array:
 
 
 def _nearer(positions: Any, limit: int) -> Any:
-    """Which integers have magnitudes below a limit; the least one has no positive counterpart."""
+    """Returns where ``|positions| < limit``; the least integer has no positive counterpart."""
     return (positions > -limit) & (positions < limit)
 
 
@@ -431,7 +431,7 @@ def magnitudes(
 
 
 def _planes(head_dim: int, axes: int, partial_rotary_factor: float) -> list[tuple[int, int]]:
-    """How many frequencies each coordinate has, and how many of them are not zero."""
+    """Returns the number of frequencies of each coordinate, and how many of them are not zero."""
     counts = [len(part) for part in np.array_split(np.arange(head_dim // 2), axes)]
     return [(count, _turning(2 * count, partial_rotary_factor) // 2) for count in counts]
 
@@ -575,7 +575,7 @@ class Rope(Encoding):
         return -2
 
     def shifts(self, sizes: Sizes) -> tuple[float, ...]:
-        """By how many tokens the start of each head that rotates is moved."""
+        """Returns the number of tokens by which the start of each head that rotates is moved."""
         return (0,) * (sizes.num_kv_heads - self.still_heads)
 
     def input_params(self, sizes: Sizes):
@@ -723,7 +723,7 @@ class MRope(Rope):
         )
 
     def axis_of_frequencies(self, head_dim: int) -> np.ndarray:
-        """Which coordinate turns each frequency, ``[D/2]``."""
+        """Returns the coordinate that turns each frequency, ``[D/2]``."""
         turning = _turning(head_dim, self.partial_rotary_factor) // 2
         shares = [len(part) for part in np.array_split(np.arange(turning), self.axes)]
         sections = np.asarray(self.sections or shares)

@@ -76,12 +76,12 @@ class UpdateCall:
 
     @property
     def block(self) -> tuple[int, ...]:
-        """What the update does not act on: ``[D]`` or ``[M, L, R]``."""
+        """The shape of what the update does not act on: ``[D]`` or ``[M, L, R]``."""
         return self.e.shape[-3:] if self.tensor else self.e.shape[-1:]
 
     @property
     def splits_heads(self) -> bool:
-        """Whether heads are split over devices."""
+        """True if heads are split over devices."""
         split = () if self.sharding is None else ("heads", "kv_heads")
         return any(self.sharding.shards(axis) > 1 for axis in split)  # type: ignore[union-attr]
 
@@ -112,7 +112,7 @@ class UpdateCall:
 
 
 def _explicit_axes(given: Mapping[str, Any], shape: Any) -> tuple[Any, ...]:
-    """Where the new state lies on a mesh with explicit axes."""
+    """Returns the mesh axes of the new state on a mesh with explicit axes."""
     state, attended = given.get("state"), given.get("attended")
     lead = names_of(given["x"])[:-1]
     of_state, of_a = names_of(state, shape.ndim), names_of(attended, shape.ndim)
@@ -227,7 +227,7 @@ def update_state(
 
 
 def _displaced(call: UpdateCall) -> UpdateCall:
-    """What is left to do once attended states are mixed in and have moved the state."""
+    """Mixes attended states in, moves the state by them, and returns the update that is left."""
     a = call.flat_attended()
     matrices = {name: call.params[name].astype(a.dtype) for name in ("origin", "target")}
     matrices["target"] = scaled_mix(matrices["target"], call.alpha)
@@ -498,7 +498,7 @@ def _check_types(state: Any, attended: Any, x: Any, alpha: Any) -> None:
 
 
 def _check_update(e, a, x, params, num_kv_heads) -> tuple[bool, int]:
-    """Whether the state has tensor form, and the number of its heads; ValueError on misfits."""
+    """Returns whether the state has tensor form, and its number of heads; ValueError on misfits."""
     mix, up = params.get("mix"), params.get("up")
     if x.ndim < 2:
         raise ValueError(f"x must have shape [..., T, hidden]; got {x.shape}")

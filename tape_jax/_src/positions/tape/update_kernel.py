@@ -269,7 +269,7 @@ def _write(ref: Any, x: Array, b: Array, t: Array, *, part: slice | None = None)
 
 
 def _tile(ref: Any, at: tuple[Any, ...], rows: int, part: slice) -> tuple[Any, Array | None]:
-    """Where some columns lie, and which of their numbers exist; None if all do."""
+    """Returns the reference to some columns, and which of their numbers exist; None if all do."""
     columns = part.stop - part.start
     # Not a constant, of which jax would ask that all of the tile exists.
     start: Any = lax.add(np.int32(part.start), ZERO)
