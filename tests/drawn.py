@@ -123,19 +123,18 @@ compiled_init_cache = jax.jit(
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """How much is tried: calls of each property, and models of each kind of encoding.
+    """How much is tried: calls of each property, and models of TAPE, which has the most options.
 
-    TAPE, which has the most options, has a number of its own.
+    Of every other encoding there is one model.
     """
 
     name: str
     calls: int
-    models: int
     models_of_tape: int
 
     def numbers(self, kind: str) -> range:
         """Which models of the pool are taken."""
-        return range(self.models_of_tape if kind == "tape" else self.models)
+        return range(self.models_of_tape if kind == "tape" else 1)
 
     def __str__(self) -> str:
         return self.name
