@@ -462,10 +462,16 @@ def _compare(file: ContextualFile, precision: str) -> Iterator[Deviation | str]:
         if x.dtype == np.float64 and name not in inputs
     }
     changes = {name: jnp.zeros_like(fixed[name]) for name in file.meta["intermediates"]}
-    run = functools.partial(_run, recorded, fixed)
-    o, pull, found = jax.vjp(run, inputs, changes, has_aux=True)
+
+    @jax.jit
+    def outputs_and_gradients(inputs: Arrays, changes: Arrays) -> tuple[Any, Any, Any]:
+        run = functools.partial(_run, recorded, fixed)
+        o, pull, found = jax.vjp(run, inputs, changes, has_aux=True)
+        return o, found, pull(fixed["do"])
+
+    o, found, pulled = outputs_and_gradients(inputs, changes)
     found = {"o": o, **found, **recorded.constants}
-    gradients = {f"grad_{name}": x for part in pull(fixed["do"]) for name, x in part.items()}
+    gradients = {f"grad_{name}": x for part in pulled for name, x in part.items()}
     compared = set()
     for name, value in {**found, **gradients}.items():
         if name in file.arrays:

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tape_jax import Experts, RopeScaling, extend, init_cache, positions
+from tape_jax import Experts, RopeScaling, init_cache, positions
 from tape_jax._src.positions.protocol import on_axes
+from tests.library.model.generate.passes import jit_extend
 from tests.models import (
     VOCAB,
     assert_near,
@@ -126,6 +127,6 @@ def test_a_window_counts_no_padding_in_a_cache():
     want = run(model, variables, text)
     padded, ids = jnp.array([[1, 2, 3, 0, 0]]), jnp.array([[1, 1, 1, 0, 0]])
     cache = init_cache(model, 1, 10)
-    first, cache = extend(model, variables, cache, padded, segment_ids=ids)
-    second, _ = extend(model, variables, cache, text[:, 3:])
+    first, cache = jit_extend(model, variables, cache, padded, segment_ids=ids)
+    second, _ = jit_extend(model, variables, cache, text[:, 3:])
     assert_near(jnp.concatenate([first[:, :3], second], axis=1), want)

@@ -1,5 +1,7 @@
 """Models on meshes with explicit axes: as on one device, split as their tokens are."""
 
+import functools
+
 import chex
 import flax.nnx as nnx
 import jax
@@ -51,6 +53,7 @@ def test_training_step(sharded, split):
 
 @pytest.mark.slow
 def test_generation():
+    @functools.partial(jax.jit, static_argnums=0)
     def talk(model, variables, tokens):
         logits, cache = tape.prefill(model, variables, tokens, capacity=20)
         more, cache = tape.extend(model, variables, cache, tokens[:, :2])
