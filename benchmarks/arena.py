@@ -85,7 +85,7 @@ class ArenaRow:
 
 
 def kept(path: Path | None, key: Sequence[Any], make: Callable[[], Any]) -> Any:
-    """Returns the row under ``key`` in a file of rows, or else the result of ``make``, and adds it.
+    """Returns the row under ``key`` in a file of rows, or makes it with ``make`` and adds it.
 
     Where ``make`` fails, the row is a sentence with the reason.
     """

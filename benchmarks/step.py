@@ -23,7 +23,7 @@ from tape_jax._src.core.timing import describe_device
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and prints."""
+    """Prints the measured steps and, unless ``--step-only`` is given, the tables of attention."""
     small = PRESETS["small"]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter

@@ -21,7 +21,7 @@ SECONDS_BETWEEN_PAGES = 60.0
 
 
 def plan(suite: Suite, studies: Mapping[str, Study], side_by_side: int) -> str:
-    """Returns the table of studies' missing runs, and the hours they are expected to take."""
+    """Returns a table of how many runs studies have, and the hours that the missing ones take."""
     rows, hours = [], 0.0
     for name, study in studies.items():
         state = study.state

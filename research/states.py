@@ -255,7 +255,7 @@ class PlannedStates(Measurements):
             dict(record.found[name])
 
     def cut(self, study: str, form: str, key: str | None = None) -> Cut | None:
-        """Returns the measurements of a form in a study; None unless complete, with two seeds.
+        """Returns a form's measurements in a study; None unless complete, of two seeds or more.
 
         Args:
           study: its name.

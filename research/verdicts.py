@@ -73,7 +73,7 @@ class Compared(NamedTuple):
 
 
 def family(differences: Mapping[str, Estimate], size: int = 0) -> dict[str, Compared]:
-    """Returns the comparisons by differences that are tested together.
+    """Returns comparisons by name, with p adjusted for all of them by Holm's method.
 
     Args:
       differences: those that are known.
@@ -162,7 +162,7 @@ def missing(form: str, asked: Iterable[Comparison]) -> tuple[str, ...]:
 
 
 def differences(form: str, asked: Iterable[Comparison]) -> dict[str, Estimate]:
-    """Returns the differences in a form's favour by comparison, none of which may lack a run."""
+    """Returns by how much a form is better, by comparison; none of them may lack anything."""
     found = {}
     for study, key, rival in asked:
         score = study.score(key)

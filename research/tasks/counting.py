@@ -145,7 +145,7 @@ class Counting(PlaceTask):
         return Texts(tokens, places, answers, tokens_before(tokens, places))
 
     def parse(self, tokens: np.ndarray) -> tuple[int, int, int]:
-        """Returns increments since the variable was set, instructions and a question's answer."""
+        """Returns the numbers of increments since the reset and of instructions, and the answer."""
         self.parts("[sipr]*r", tokens)
         *words, asked = self.decode(tokens).split()
         name, text = asked[0], " ".join(words)
@@ -155,7 +155,7 @@ class Counting(PlaceTask):
         return count, len(words) + 1, self.first["v"] + count % len(VALUES)
 
     def needs(self, *lengths: int) -> dict[str, bool]:
-        """Requires room for the increments, for what sets variables to zero, and for the read."""
+        """Returns what a cell needs: room for increments, setting variables, and the read."""
         increments, tokens = lengths
         least = self.variables + increments + 1
         return {f"at least {least} instructions": tokens >= least}

@@ -103,7 +103,7 @@ class FlipFlop(PlaceTask):
         return Texts(tokens, places, answers, tokens_before(tokens, places))
 
     def parse(self, tokens: np.ndarray) -> tuple[int, int, int]:
-        """Returns instructions since the last write, all of them, and the answer of a question."""
+        """Returns the numbers of instructions since the last write and of all, and the answer."""
         self.parts("w[wir]*r", tokens)
         names = self.decode(tokens).split()
         since, bit = next((n, name[1]) for n, name in enumerate(names[::-1]) if name[0] == "w")
@@ -117,7 +117,7 @@ class FlipFlop(PlaceTask):
         return [n for n in powers if n < columns[-1]], lengths
 
     def needs(self, *lengths: int) -> dict[str, bool]:
-        """Requires a text that is long enough for its write."""
+        """Returns what a cell needs: a text that is long enough for its write."""
         row, column = lengths
         return {f"more than {row} instructions": column > row}
 

@@ -124,7 +124,7 @@ class LineNumbers(PlaceTask):
         return line + 1, len(lines), self.first["l"] + LETTERS.index(found[k])
 
     def needs(self, *lengths: int) -> dict[str, bool]:
-        """Requires a number that is known, of a line that is there."""
+        """Returns what a cell needs: a known number, of a line that is there."""
         line, lines = lengths
         least = min(line, self.lines)
         return {

@@ -136,7 +136,7 @@ class Navigation(PlaceTask):
         return np.where(able, rng.random(able.shape), -1).argmax(1), able.any(1)
 
     def parse(self, tokens: np.ndarray) -> tuple[int, int, int]:
-        """Returns the dimensions, the moves and the answer of a question."""
+        """Returns the numbers of dimensions and of moves, and the answer of a question."""
         self.parts("l(?:m[lq])*mq", tokens)
         start, *rest = self.decode(tokens).split()
         place, known, text = 0, {0: start}, self.decode(tokens)
@@ -156,7 +156,7 @@ class Navigation(PlaceTask):
         return WIDE // 2 - 1
 
     def needs(self, *lengths: int) -> dict[str, bool]:
-        """Requires a walk in known dimensions that can come back, and not from too far away."""
+        """Returns what a cell needs: known dimensions, and neither too few nor too many moves."""
         dimensions, moves = lengths
         return {
             f"at most {self.dimensions} dimensions": dimensions <= self.dimensions,

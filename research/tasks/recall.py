@@ -102,7 +102,7 @@ class Recall(PlaceTask):
         return Texts(tokens, places, first["v"] + found, np.stack([asked, found], 2))
 
     def parse(self, tokens: np.ndarray) -> tuple[int, int, int]:
-        """Returns the pairs from the key on, all pairs and the answer of a question."""
+        """Returns the numbers of pairs from the key on and of all pairs, and the answer."""
         body, (asked,) = self.parts("((?:kv)+)(q)", tokens)
         keys, text = body[::2], self.decode(tokens)
         require(len(set(keys)) == len(keys), f"keys are distinct; got {text!r}")
@@ -116,7 +116,7 @@ class Recall(PlaceTask):
         return [2**n for n in range(columns[-1].bit_length())], columns
 
     def needs(self, *lengths: int) -> dict[str, bool]:
-        """Requires a key that is one of the text's."""
+        """Returns what a cell needs: a key that is one of the text's."""
         row, column = lengths
         return {f"at least {row} pairs": column >= row, **super().needs(*lengths)}
 

@@ -107,7 +107,7 @@ class SelectiveCopy(PlaceTask):
         return Texts(tokens, places, first["l"] + found, hashed)
 
     def parse(self, tokens: np.ndarray) -> tuple[int, int, int]:
-        """Returns the number of the letter, the tokens and the answer of a question."""
+        """Returns the number of the letter, the number of tokens, and the answer of a question."""
         body, (number,) = self.parts("([lf]+)(n)", tokens)
         text = self.decode(tokens[: len(body)])
         letters = text.replace(FILLER, "").split()
@@ -115,7 +115,7 @@ class SelectiveCopy(PlaceTask):
         return number + 1, len(body), self.first["l"] + LETTERS.index(letters[number])
 
     def needs(self, *lengths: int) -> dict[str, bool]:
-        """Requires a number that is known, and a text that has room for all letters."""
+        """Returns what a cell needs: a known number, and a text that has room for all letters."""
         number, tokens = lengths
         return {
             f"a letter of at most {self.letters}": number <= self.letters,

@@ -127,7 +127,7 @@ class Table(PlaceTask):
         return Texts(tokens, places, first["v"] + values, hashed)
 
     def parse(self, tokens: np.ndarray) -> tuple[int, int, int]:
-        """Returns the rows, the columns and the answer of a question."""
+        """Returns the numbers of rows and of columns, and the answer of a question."""
         header, body, (row,), (column,) = self.parts("(c+)((?:rv+)+)(R)(C)", tokens)
         wide = len(header)
         high, rest = divmod(len(body), wide + 1)
@@ -149,7 +149,7 @@ class Table(PlaceTask):
         return 2 * self.columns
 
     def needs(self, *lengths: int) -> dict[str, bool]:
-        """Requires rows and columns that there are names for."""
+        """Returns what a cell needs: rows and columns that there are names for."""
         most = 2 * self.rows
         return {f"at most {most} rows": lengths[0] <= most, **super().needs(*lengths)}
 

@@ -41,7 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints the plan of each mesh, and the details of the best one."""
+    """Prints the plan of each mesh and the best in detail, or where a folder's parameters go."""
     import jax
 
     from train import experiment

@@ -74,7 +74,7 @@ def scores(result: SuiteResult) -> list[Score]:
 
 
 def section(results: Mapping[str, Sequence[SuiteResult]]) -> str:
-    """Returns the scores in per cent by task and length, with their deviation over several seeds.
+    """Returns per cent by task and length, with standard deviations over several seeds.
 
     Args:
       results: by name, one for each seed, all of the same questions.

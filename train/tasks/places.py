@@ -342,7 +342,7 @@ class PlaceTask(QuestionTask):
 
 
 def with_queries(body: np.ndarray, lengths: np.ndarray, queries: np.ndarray) -> tuple[Any, Any]:
-    """Joins bodies, each followed by its queries.
+    """Returns texts: each body followed by its queries.
 
     Args:
       body: tokens [B, W].

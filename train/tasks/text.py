@@ -326,5 +326,5 @@ class Text(Tokenized):
         return text_evaluation.read_result(record)
 
     def samples(self, trained: Trained, options: Any) -> Sequence[str]:
-        """Shows how the model continues text: :func:`train.tasks.text_evaluation.samples`."""
+        """Shows how held-out text is continued: :func:`train.tasks.text_evaluation.samples`."""
         return text_evaluation.samples(self._judged_by(options), trained, options)

@@ -1,4 +1,4 @@
-"""The evaluation of language models: perplexity of held-out text, and passkey retrieval.
+"""The evaluation of language models: perplexity of held-out text by length, and passkeys.
 
 What is measured is in :mod:`train.evaluation.perplexity`, which passkeys are asked for in
 :mod:`train.tasks.retrieval`.

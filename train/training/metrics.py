@@ -396,7 +396,7 @@ jax.monitoring.register_event_duration_secs_listener(_count)
 
 
 def compiling_seconds() -> float:
-    """Returns the seconds spent compiling in this process; nested traces count twice."""
+    """Returns the seconds of tracing, lowering and compiling so far; nested traces count twice."""
     return _compiling
 
 

@@ -225,7 +225,7 @@ def _with_start_of(old: positions.Encoding, position: Any) -> positions.Encoding
 
 @typed
 def rotary_start(old: positions.Encoding, kind: str) -> dict[str, Any]:
-    """Returns the rotary start options of ``old`` that ``kind``, perhaps several, takes over."""
+    """Returns the rotary start of ``old`` as options of ``kind``, a name or several with ``+``."""
     rope = next((one for one in old.members if isinstance(one, positions.Rope)), None)
     if rope is None:
         return {}

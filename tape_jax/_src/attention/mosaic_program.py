@@ -70,7 +70,7 @@ class MosaicProgram(Program):
     @staticmethod
     @abc.abstractmethod
     def takes(columns: int, groups: int, stages: int) -> bool:
-        """Returns whether so many groups take the other side in such blocks and stages."""
+        """Returns whether blocks of ``columns`` rows, in ``stages``, suit so many ``groups``."""
 
     @staticmethod
     @abc.abstractmethod

@@ -116,7 +116,7 @@ def _of_queries(request: Request, start: int | Array, size: int) -> Request:
 
 
 def seen_part(request: Request, start: int, size: int) -> Request:
-    """Return the part of some queries, without keys that the causal rule hides from all of them."""
+    """Return the request of some queries, without keys that causality hides from all of them."""
     own, seen = _of_queries(request, start, size), request.key_length
     visibility = request.visibility
     if visibility.band.is_causal and isinstance(visibility.query_offset, int):

@@ -1,4 +1,4 @@
-"""The GPU that kernels run on: its compute capability, tile sizes and checks."""
+"""The GPU that kernels run on, its compute capability, and tiles and checks of Triton's kernels."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def once_differentiated(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def first_derivative_only(function: Callable[[Named], Array], args: Named) -> Array:
-    """Runs ``function(args)`` with a derivative in reverse, which has no further derivative."""
+    """Runs ``function(args)`` with a reverse-mode derivative, which has none itself."""
 
     @jax.custom_vjp
     def call(args: Named) -> Array:

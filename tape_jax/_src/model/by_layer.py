@@ -42,7 +42,7 @@ class Loop(NamedTuple):
 
 
 def loop_over_tokens(model: Transformer, variables: Any, cache: Cache) -> Loop:
-    """Returns a loop by layers where that is faster and memory suffices, else as the model is."""
+    """Returns the loop with layers one by one where faster and memory suffices, else as is."""
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(variables["params"]))
     fits = not model.config.scan_layers or size <= MOST_BYTES
     if jax.default_backend() != "cpu" or model.sharding is not None or not fits:

@@ -227,7 +227,7 @@ def _gathers(sharding: Sharding, axes: Axes) -> dict[int, tuple[str, ...]]:
 def router_losses(
     logits: Array, chosen: Array, segment_ids: Array | None = None
 ) -> dict[str, Array]:
-    """Returns the losses that keep a router from overusing a few experts, as unweighted scalars.
+    """Returns a router's auxiliary losses, balance and z, as scalars without their weights.
 
     ``balance`` is ``E`` times the sum over experts of the share of choices that they got times
     their mean probability (Fedus et al. 2021, equations 4 to 6, with a token's choices sharing its

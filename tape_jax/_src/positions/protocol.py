@@ -1,4 +1,4 @@
-"""The protocol of position encodings: one small frozen value with a handful of methods.
+"""The interface of a position encoding to the model: a small frozen value with a few methods.
 
 The model never asks which encoding it has. An encoding may act in any of these places, each of
 which is absent by default: it adds to the embeddings (:meth:`Encoding.embed`), rotates queries and
@@ -236,7 +236,7 @@ class Encoding:
 
     @property
     def local_window_size(self) -> int | tuple[int, int] | None:
-        """The window, as in ``ModelConfig``, of an encoding that bounds it; None: the model's."""
+        """The window, as in ``ModelConfig``, of an encoding that sets one; None: the model's."""
         return None
 
     @property

@@ -96,7 +96,7 @@ class Layers(Encoding):
 
     @property
     def distinct(self) -> tuple[Encoding, ...]:
-        """The distinct encodings, each of which has a state."""
+        """The distinct encodings, in the order of their states, of which some are None."""
         return tuple(dict.fromkeys(self.encodings))
 
     @property

@@ -114,7 +114,7 @@ def figure_of(grids: Mapping[str, Grid], pointing: Mapping[str, Pointing]) -> Fi
 
 
 def inside(task: Address, trained: Trained) -> dict[str, Figure]:
-    """Draws where questions of the trained length point; no figure if they are too long."""
+    """Draws, by file name, where questions of the trained length point; none if too long."""
     pointing = task.pointing(trained, seed=0)
     if pointing is None:
         return {}

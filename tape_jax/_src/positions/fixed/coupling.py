@@ -128,7 +128,7 @@ class PositionCoupling(Learned):
         return moved_rows(what, params["table"], coordinates, self.max_offset, key)
 
     def _ids(self, segments: Array, tokens: Array) -> Array:
-        """Returns the position ids of tokens ``[..., T]``; those of a segment are side by side."""
+        """Returns position ids of ``tokens [..., T]``; a segment's tokens lie side by side."""
         assert self.plus is not None
         assert self.equals is not None
         numbers = _numbers(segments, tokens, self.digits, self.equals)
