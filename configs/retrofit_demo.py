@@ -29,7 +29,8 @@ def get_config() -> ConfigDict:
     config.adapt.base = "runs/short_base"
     config.adapt.scaling = {"kind": "yarn", "factor": 4.0, "original_length": 512}
     config.task = {**base.task, "sequence_length": 2048}
-    config.model = {}
+    # As the base was trained; the shipped one is stored in bfloat16, which a CPU computes slowly.
+    config.model = {"dtype": "float32"}
     config.train.update(
         {
             "steps": 200,
