@@ -4,6 +4,9 @@ supported = $(shell $(1) -c 'import sys; print(sys.version_info[:2] in ((3, 11),
 PYTHON ?= $(firstword $(foreach p,$(CANDIDATES),$(if $(filter True,$(call supported,$(p))),$(p))))
 NEXT ?= python3.12
 VENV ?= .venv
+# The environments of test-harness and test-aot, which may be others that are done with.
+HARNESS ?= .venv-harness
+AOT ?= .venv-aot
 RUN ?= runs/addressing_demo
 ENCODINGS ?= rope,fox,tape+alibi
 # Names with + are encodings put in place, their new part starting at nothing.
@@ -73,31 +76,32 @@ evidence-quick: $(VENV)/.ready  ## make a few of these runs again, in minutes
 	$(BIN)/python -m research.main evidence --suite=places --quick
 
 test: $(VENV)/.ready  ## the tests, in about six minutes on two cores
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow" $(TESTS)
 
 test-slow: $(VENV)/.ready  ## the tests that take longer
 	$(PYTEST) -m slow
 
+# With TESTS=--first this and test-aot take one case of each test.
 test-next:  ## the tests under Python 3.12 and the newer jax that it gets
 	$(MAKE) test VENV=.venv-next PYTHON=$(NEXT)
 
-test-harness: .venv-harness/.installed  ## the tests that need lm_eval, torch and transformers
-	.venv-harness/bin/python -m pytest tests/train/test_harness.py \
+test-harness: $(HARNESS)/.harness  ## the tests that need lm_eval, torch and transformers
+	$(HARNESS)/bin/python -m pytest tests/train/test_harness.py \
 		tests/library/pretrained/test_in_transformers.py tests/benchmarks/test_torch_attention.py
 
-.venv-harness/.installed:
-	$(MAKE) .venv-harness/.ready VENV=.venv-harness
-	.venv-harness/bin/python -m pip install --quiet lm_eval torch "transformers>=5" accelerate peft
+$(HARNESS)/.harness:
+	$(MAKE) $(HARNESS)/.ready VENV=$(HARNESS)
+	$(HARNESS)/bin/python -m pip install --quiet lm_eval torch "transformers>=5" accelerate peft
 	touch $@
 
 # What compiles for NVIDIA's GPUs on a machine without one, in versions that belong together.
-test-aot: .venv-aot/.installed  ## the kernels compiled for GPUs that are not here: nothing spills
-	.venv-aot/bin/python -m pytest tests/benchmarks/test_aot.py
+test-aot: $(AOT)/.aot  ## the kernels compiled for GPUs that are not here: nothing spills
+	$(AOT)/bin/python -m pytest tests/benchmarks/test_aot.py $(TESTS)
 
-.venv-aot/.installed:
-	$(MAKE) .venv-aot/.ready VENV=.venv-aot PYTHON=$(NEXT)
-	jax=$$(.venv-aot/bin/python -c 'import jax; print(jax.__version__)') && \
-	.venv-aot/bin/python -m pip install --quiet --no-deps jax-cuda13-plugin==$$jax \
+$(AOT)/.aot:
+	$(MAKE) $(AOT)/.ready VENV=$(AOT) PYTHON=$(NEXT)
+	jax=$$($(AOT)/bin/python -c 'import jax; print(jax.__version__)') && \
+	$(AOT)/bin/python -m pip install --quiet --no-deps jax-cuda13-plugin==$$jax \
 		jax-cuda13-pjrt==$$jax nvidia-cuda-nvcc nvidia-nvvm nvidia-nvjitlink nvidia-cuda-runtime \
 		nvidia-cuda-cupti nvidia-cuda-crt
 	touch $@

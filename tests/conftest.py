@@ -43,9 +43,17 @@ def x64():
         yield
 
 
+def pytest_addoption(parser):
+    """Adds ``--first``."""
+    parser.addoption("--first", action="store_true", help="only the first case of each test")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Makes later cases of ``mostly_slow`` tests slow; skips GPU tests where there is no GPU."""
+def pytest_collection_modifyitems(config, items):
+    """Makes later cases of ``mostly_slow`` tests slow; skips GPU tests where there is no GPU.
+
+    With ``--first`` one case of each test is left, and one of those that are slow.
+    """
     cases = collections.Counter()
     for item in items:
         if marker := item.get_closest_marker("mostly_slow"):
@@ -53,6 +61,12 @@ def pytest_collection_modifyitems(items):
             cases[of] += item.get_closest_marker("slow") is None
             if cases[of] > (marker.args or (1,))[0]:
                 item.add_marker("slow")
+    if config.getoption("first"):
+        firsts = {}
+        for item in items:
+            test = item.nodeid.partition("[")[0], item.get_closest_marker("slow") is None
+            firsts.setdefault(test, item)
+        items[:] = firsts.values()
     if any(item.get_closest_marker("gpu") for item in items) and jax.default_backend() != "gpu":
         skip = pytest.mark.skip(reason=f"needs a GPU; jax runs on {jax.default_backend()}")
         for item in items:

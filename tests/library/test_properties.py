@@ -560,7 +560,9 @@ def test_turns_follow_a_stop(kind, profile):
     """What follows a row's stop is none of its text, whenever the row has stopped."""
     models = drawn.models(kind, profile, local_window_size=None)
 
-    @for_all(profile.calls, kind, model=models, seed=drawn.seeds, count=st.sampled_from((2, 5)))
+    @for_all(
+        profile.calls // 4, kind, model=models, seed=drawn.seeds, count=st.sampled_from((2, 5))
+    )
     def check(model, seed, count):
         prompts, turn = drawn.tokens(seed, ROWS, 3), drawn.tokens(seed + 1, ROWS, 2)
         with drawn.precision(model.dtype):
