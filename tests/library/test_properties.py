@@ -403,7 +403,7 @@ def test_compilation_changes_nothing(kind, profile):
     """Nor does it matter whose arrays are given, numpy's or jax's."""
     models = drawn.models(kind, profile)
 
-    @for_all(max(1, profile.calls // 8), kind, call=drawn.calls(models, drawn.batches, ROWS, TIME))
+    @for_all(profile.calls // 4, kind, call=drawn.calls(models, drawn.batches, ROWS, TIME))
     def check(call):
         model, batch = call
         real, tolerance = batch.ids != 0, TOLERANCE[model.dtype]
