@@ -18,7 +18,7 @@ DOCS_VENV ?= .venv-docs
 # Without its advertisement of another program.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs
 # The tests keep both cores busy: one process each.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+PYTEST = $(1)/bin/python -m pytest -n 2 --dist worksteal
 
 .PHONY: help ask demo play-models addition-demo compare-demo arena-demo extend-demo retrofit evidence evidence-places \
 	evidence-arena evidence-quick test test-slow test-next test-harness test-aot faults lint parity benchmarks \
@@ -75,18 +75,18 @@ evidence-quick: $(VENV)/.ready  ## make a few of these runs again, in minutes
 	$(BIN)/python -m research.main evidence --quick
 	$(BIN)/python -m research.main evidence --suite=places --quick
 
+# TESTS=--cases=1 takes one case of each test; TESTS=tests/library those of the library alone.
 test: $(VENV)/.ready  ## the tests, in about six minutes on two cores
-	$(PYTEST) -m "not slow" $(TESTS)
+	$(call PYTEST,$(VENV)) -m "not slow" $(TESTS)
 
 test-slow: $(VENV)/.ready  ## the tests that take longer
-	$(PYTEST) -m slow
+	$(call PYTEST,$(VENV)) -m slow $(TESTS)
 
-# With TESTS=--first this and test-aot take one case of each test.
 test-next:  ## the tests under Python 3.12 and the newer jax that it gets
 	$(MAKE) test VENV=.venv-next PYTHON=$(NEXT)
 
 test-harness: $(HARNESS)/.harness  ## the tests that need lm_eval, torch and transformers
-	$(HARNESS)/bin/python -m pytest tests/train/test_harness.py \
+	$(call PYTEST,$(HARNESS)) tests/train/test_harness.py \
 		tests/library/pretrained/test_in_transformers.py tests/benchmarks/test_torch_attention.py
 
 $(HARNESS)/.harness:

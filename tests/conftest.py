@@ -1,7 +1,6 @@
 """Test set-up: the CPU, seen as eight devices."""
 
 import collections
-import importlib.metadata
 import itertools
 import os
 import pathlib
@@ -17,10 +16,10 @@ FLAGS = {
     "xla_force_host_platform_device_count": "8",
     "xla_backend_optimization_level": "0",
     "xla_llvm_disable_expensive_passes": "true",
+    # These two save two thirds of the rest.
+    "xla_cpu_parallel_codegen_split_count": "1",
+    "xla_backend_extra_options": "xla_cpu_disable_new_fusion_emitters",
 }
-if importlib.metadata.version("jax").startswith("0.10."):
-    # Half of the time of compilation; later versions, which lack them, end at the sight of these.
-    FLAGS |= {"xla_cpu_use_fusion_emitters": "false", "xla_cpu_parallel_codegen_split_count": "1"}
 if os.environ["JAX_PLATFORMS"] != "cpu":
     # On a GPU: most of the time of these tests went into trying out products of the reference.
     FLAGS["xla_gpu_autotune_level"] = "0"
@@ -44,29 +43,34 @@ def x64():
 
 
 def pytest_addoption(parser):
-    """Adds ``--first``."""
-    parser.addoption("--first", action="store_true", help="only the first case of each test")
+    """Adds ``--cases``."""
+    few = "at most so many cases of each test, and as many of its slow ones"
+    parser.addoption("--cases", type=int, metavar="COUNT", help=few)
+
+
+def name_of(item):
+    """The test that an item is a case of."""
+    return item.nodeid.partition("[")[0]
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Makes later cases of ``mostly_slow`` tests slow; skips GPU tests where there is no GPU.
 
-    With ``--first`` one case of each test is left, and one of those that are slow.
+    With ``--cases`` few of each test are left, and few of those that are slow, from first to last.
     """
     cases = collections.Counter()
     for item in items:
         if marker := item.get_closest_marker("mostly_slow"):
-            of = item.nodeid.partition("[")[0]
-            cases[of] += item.get_closest_marker("slow") is None
-            if cases[of] > (marker.args or (1,))[0]:
+            cases[name_of(item)] += item.get_closest_marker("slow") is None
+            if cases[name_of(item)] > (marker.args or (1,))[0]:
                 item.add_marker("slow")
-    if config.getoption("first"):
-        firsts = {}
+    if most := config.getoption("cases"):
+        tests = collections.defaultdict(list)
         for item in items:
-            test = item.nodeid.partition("[")[0], item.get_closest_marker("slow") is None
-            firsts.setdefault(test, item)
-        items[:] = firsts.values()
+            tests[name_of(item), item.get_closest_marker("slow") is None].append(item)
+        few = {item for found in tests.values() for item in found[:: -(-len(found) // most)]}
+        items[:] = [item for item in items if item in few]
     if any(item.get_closest_marker("gpu") for item in items) and jax.default_backend() != "gpu":
         skip = pytest.mark.skip(reason=f"needs a GPU; jax runs on {jax.default_backend()}")
         for item in items:

@@ -28,7 +28,7 @@ from tests import markdown
 from tests.library.test_package import all_modules, public_modules
 from tests.models import random_variables, small_model
 from tests.paths import ROOT
-from tests.selection import OF_EACH_SORT
+from tests.selection import WAYS_IN
 from train import experiment, main
 from train.commands import compare
 from train.tasks import TASKS
@@ -406,9 +406,15 @@ def test_the_picture_of_a_question_shows_where_its_last_token_attends():
     assert found[1, words.index(figures.ANSWER)] > 0.9
 
 
+SHORT = {
+    "train.steps": 10,
+    "train.batch_size": 4,
+    "task.sequence_length": 32,
+    "evaluation.tokens": 1024,
+}
 SHORTER = (
     '"--config.train.steps=60"',
-    '"--config.train.steps=10", "--config.evaluation.tokens=2048"',
+    ", ".join(f'"--config.{field}={value}"' for field, value in SHORT.items()),
 )
 
 
@@ -442,6 +448,6 @@ def test_table_of_encodings_is_of_the_registry():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", OF_EACH_SORT)
+@pytest.mark.parametrize("kind", WAYS_IN)
 def test_table_of_encodings_is_what_is_found(kind):
     assert symmetries.rows_of(read(symmetries.PAGE))[kind] == symmetries.row(kind)

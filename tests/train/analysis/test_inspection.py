@@ -8,7 +8,7 @@ import pytest
 
 from tape_jax._src.model.layout import restack
 from tests.models import encoding, random_variables, small_model, without
-from tests.selection import OF_EACH_SORT
+from tests.selection import WAYS_IN
 from tests.train import small
 from train.analysis import inspection
 from train.compare.plots import MARK
@@ -109,7 +109,7 @@ def test_as_before_training():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", OF_EACH_SORT)
+@pytest.mark.parametrize("kind", [*WAYS_IN, "path", "none"])
 def test_every_encoding(kind):
     _, _, inside = look(kind, kv_heads=4)
     pictures = inspection.figures(inside)
