@@ -69,7 +69,9 @@ def test_generation():
     assert jax.typeof(got[4].layers[0].k).sharding.spec[1] == "data"
 
 
-@pytest.mark.parametrize("kind", mostly_slow(["path", *(k for k in WAYS_IN if k != "abacus")], "path"))
+@pytest.mark.parametrize(
+    "kind", mostly_slow(["path", *(k for k in WAYS_IN if k != "abacus")], "path")
+)
 def test_every_encoding(kind):
     mesh, here, there = placed(kind)
 
