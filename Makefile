@@ -18,7 +18,7 @@ DOCS_VENV ?= .venv-docs
 # Without its advertisement of another program.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs
 # The tests keep both cores busy: one process each.
-PYTEST = $(1)/bin/python -m pytest -n 2 --dist worksteal
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .PHONY: help ask demo play-models addition-demo compare-demo arena-demo extend-demo retrofit evidence evidence-places \
 	evidence-arena evidence-quick test test-slow test-next test-harness test-aot faults lint parity benchmarks \
@@ -77,16 +77,16 @@ evidence-quick: $(VENV)/.ready  ## make a few of these runs again, in minutes
 
 # TESTS=--cases=1 takes one case of each test; TESTS=tests/library those of the library alone.
 test: $(VENV)/.ready  ## the tests, in about six minutes on two cores
-	$(call PYTEST,$(VENV)) -m "not slow" $(TESTS)
+	$(PYTEST) -m "not slow" $(TESTS)
 
 test-slow: $(VENV)/.ready  ## the tests that take longer
-	$(call PYTEST,$(VENV)) -m slow $(TESTS)
+	$(PYTEST) -m slow $(TESTS)
 
 test-next:  ## the tests under Python 3.12 and the newer jax that it gets
 	$(MAKE) test VENV=.venv-next PYTHON=$(NEXT)
 
 test-harness: $(HARNESS)/.harness  ## the tests that need lm_eval, torch and transformers
-	$(call PYTEST,$(HARNESS)) tests/train/test_harness.py \
+	$(HARNESS)/bin/python -m pytest tests/train/test_harness.py \
 		tests/library/pretrained/test_in_transformers.py tests/benchmarks/test_torch_attention.py
 
 $(HARNESS)/.harness:

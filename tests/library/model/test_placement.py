@@ -72,7 +72,7 @@ def test_generation():
 @pytest.mark.parametrize(
     "kind", mostly_slow(["path", *(k for k in WAYS_IN if k != "abacus")], "path")
 )
-def test_every_encoding(kind):
+def test_values_and_gradients_are_those_of_one_device(kind):
     mesh, here, there = placed(kind)
 
     def run(model, variables, tokens):

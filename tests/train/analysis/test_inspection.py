@@ -110,7 +110,7 @@ def test_as_before_training():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*WAYS_IN, "path", "none"])
-def test_every_encoding(kind):
+def test_pictures(kind):
     _, _, inside = look(kind, kv_heads=4)
     pictures = inspection.figures(inside)
     assert ("patterns.png" in pictures) == (inside.states is not None)
