@@ -7,12 +7,8 @@ import pytest
 
 from tape_jax.positions import registry
 
-# Encodings that enter a model in different ways, two of them with updates that look at more than
-# the tokens they see: for what does not depend on the encoding.
-WAYS_IN = ("tape", "tape_place_weights", "random_rope", "abacus", "t5", "fox")
-
 # One encoding for each set of what encodings act on, and those that read something of their own:
-# for what depends on how a model asks an encoding.
+# for what does not depend on the encoding, but on how a model asks it.
 BY_WHAT_THEY_ACT_ON = {kind.acts_on: name for name, kind in reversed(registry.items())}
 OF_EACH_SORT = tuple(
     dict.fromkeys(

@@ -28,7 +28,7 @@ from tests import markdown
 from tests.library.test_package import all_modules, public_modules
 from tests.models import random_variables, small_model
 from tests.paths import ROOT
-from tests.selection import WAYS_IN
+from tests.selection import OF_EACH_SORT
 from train import experiment, main
 from train.commands import compare
 from train.tasks import TASKS
@@ -448,6 +448,6 @@ def test_table_of_encodings_is_of_the_registry():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", WAYS_IN)
+@pytest.mark.parametrize("kind", OF_EACH_SORT)
 def test_table_of_encodings_is_what_is_found(kind):
     assert symmetries.rows_of(read(symmetries.PAGE))[kind] == symmetries.row(kind)

@@ -17,7 +17,7 @@ from tests.models import (
     run,
     small_model,
 )
-from tests.selection import WAYS_IN, mostly_slow
+from tests.selection import OF_EACH_SORT, mostly_slow
 
 
 def banded(time, local_window_size):
@@ -48,7 +48,7 @@ def test_without_causality_every_token_is_seen():
     assert jnp.abs(both[0] - both[1]).max(-1).min() > 1e-4
 
 
-@pytest.mark.parametrize("kind", mostly_slow([*WAYS_IN, "learned"], "tape", "learned"))
+@pytest.mark.parametrize("kind", mostly_slow(OF_EACH_SORT, "tape", "learned"))
 def test_padding_is_not_read_and_not_seen(kind):
     """Padded on either side, with ids and positions that no token has, a row stays what it is."""
     model, length = small_model(kind), 5

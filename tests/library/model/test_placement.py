@@ -17,7 +17,7 @@ from tape_jax import adapt, losses
 from tape_jax.sharding import Sharding
 from tests.library.core.test_explicit import mesh_of, put
 from tests.models import normal, random_tokens, random_variables, small_model
-from tests.selection import WAYS_IN, mostly_slow
+from tests.selection import OF_EACH_SORT, mostly_slow
 
 
 def placed(position, *, sharded=False, split=True):
@@ -69,10 +69,8 @@ def test_generation():
     assert jax.typeof(got[4].layers[0].k).sharding.spec[1] == "data"
 
 
-@pytest.mark.parametrize(
-    "kind", mostly_slow(["path", *(k for k in WAYS_IN if k != "abacus")], "path")
-)
-def test_values_and_gradients_are_those_of_one_device(kind):
+@pytest.mark.parametrize("kind", mostly_slow([k for k in OF_EACH_SORT if k != "abacus"], "path"))
+def test_every_encoding(kind):
     mesh, here, there = placed(kind)
 
     def run(model, variables, tokens):

@@ -8,7 +8,7 @@ import pytest
 
 from tape_jax._src.model.layout import restack
 from tests.models import encoding, random_variables, small_model, without
-from tests.selection import WAYS_IN
+from tests.selection import OF_EACH_SORT
 from tests.train import small
 from train.analysis import inspection
 from train.compare.plots import MARK
@@ -109,8 +109,8 @@ def test_as_before_training():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*WAYS_IN, "path", "none"])
-def test_pictures(kind):
+@pytest.mark.parametrize("kind", OF_EACH_SORT)
+def test_every_encoding(kind):
     _, _, inside = look(kind, kv_heads=4)
     pictures = inspection.figures(inside)
     assert ("patterns.png" in pictures) == (inside.states is not None)

@@ -10,10 +10,10 @@ from tape_jax import ModelConfig, RopeScaling, Transformer, init_cache, position
 from tape_jax._src.model.generate import _generate, decode, generate, pad_prompts, prefill
 from tests.library.model.generate.passes import CAPACITY, NEW, PADDED, full_pass
 from tests.models import DIGITS, VOCAB, random_variables, small_model
-from tests.selection import WAYS_IN, mostly_slow
+from tests.selection import OF_EACH_SORT, mostly_slow
 
 
-@pytest.mark.parametrize("name", mostly_slow([*WAYS_IN, "path"], "tape", "abacus"))
+@pytest.mark.parametrize("name", mostly_slow(OF_EACH_SORT, "tape", "abacus"))
 def test_greedy_generation_is_the_argmax_of_full_passes_of_each_row_alone(name):
     model = small_model(name)
     variables = random_variables(model)
