@@ -7,7 +7,7 @@
   python -m research.main evidence --config.scale=gpu
 
 Says what is missing and how long it will take, and makes it, claims first, by research/protocol.md.
-Each run is written to --results the moment it ends, and the page once a minute: stopped anywhere,
+Each run is written to --results the moment it ends, the page every ten minutes: stopped anywhere,
 the same command continues. --plan stops before the first run. --quick makes a few of the runs once
 more in a folder of their own, and says whether they are those on record. --page runs nothing, and
 needs nothing but the results. Results by another protocol or another config are named and left out.

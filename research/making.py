@@ -16,8 +16,9 @@ from research.trainings import PlannedTrainings
 from train.evaluation.grids import text_table
 from train.tasks import Score
 
-# Writing the page of all studies takes as long as a third of their shortest runs.
-SECONDS_BETWEEN_PAGES = 60.0
+# Writing the page of all studies takes as long as a third of their shortest runs, and no run starts
+# meanwhile.
+SECONDS_BETWEEN_PAGES = 600.0
 
 
 def plan(suite: Suite, studies: Mapping[str, Study], side_by_side: int) -> str:
@@ -36,7 +37,7 @@ def plan(suite: Suite, studies: Mapping[str, Study], side_by_side: int) -> str:
 
 
 def make(suite: Suite, studies: dict[str, Any], study: Study, out: Path, *, quick: bool) -> None:
-    """Makes what a study lacks; the page follows its runs, once a minute at most, and in the end.
+    """Makes what a study lacks; the page follows every ten minutes, and in the end.
 
     Args:
       suite: whose page it is.

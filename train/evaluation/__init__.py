@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from tape_jax import Transformer
+if TYPE_CHECKING:
+    from tape_jax import Transformer
 
 # Called with the numbers of items done and of items to be done.
 Progress = Callable[[int, int], None]

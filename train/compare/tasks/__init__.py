@@ -11,13 +11,14 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.figure import Figure
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-from train.evaluation import Trained
+    from train.evaluation import Trained
+
 from train.tasks import Score, Task, task_name
-from train.tasks.questions import QuestionTask
 
 COMPARISONS: dict[str, str] = {
     "address": "train.compare.tasks.address:compare",
@@ -59,6 +60,8 @@ def compare(task: Task, results: Mapping[str, Sequence[Any]]) -> Comparison:
     Raises:
       ValueError: results that cannot be compared.
     """
+    from train.tasks.questions import QuestionTask
+
     name = task_name(task)
     found = COMPARISONS.get(name, QUESTIONS if isinstance(task, QuestionTask) else None)
     if found is None:
