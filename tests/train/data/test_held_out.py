@@ -31,14 +31,7 @@ class TestKeys:
 
 
 class TestDocuments:
-    def test_share(self):
-        keys = [str(i).encode() for i in range(20_000)]
-        for share in (0.05, 0.5):
-            found = np.mean([held_out.document(key, share) for key in keys])
-            assert abs(found - share) < 5 * np.sqrt(share * (1 - share) / len(keys))
-
     def test_fixed(self):
-        # What is held out defines the task: changing the hash invalidates every stored result.
         found = [i for i in range(100) if held_out.document(str(i).encode(), 0.1)]
         assert found == [9, 39, 49, 51, 55, 65]
 

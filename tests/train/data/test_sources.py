@@ -64,21 +64,15 @@ def prepare_corpus(folder, splits):
     features.save_config(version)
 
 
-class TestStandardLibrary:
-    def test_is_python_in_a_fixed_order(self):
-        documents = list(source("stdlib").documents())
-        keys = [document.key for document in documents]
-        assert keys == sorted(keys)
-        assert {b"argparse.py", b"json/decoder.py", b"collections/__init__.py"} <= set(keys)
-        by_key = dict(zip(keys, documents, strict=True))
-        assert by_key[b"argparse.py"].content == Path(os.__file__).with_name(
-            "argparse.py"
-        ).read_text(encoding="utf-8")
-
-    def test_without_tests_packages_and_tables(self):
-        parts = [document.key.split(b"/") for document in source("stdlib").documents()]
-        folders = {part for path in parts for part in path[:-1]}
-        assert not folders & {b"test", b"tests", b"site-packages", b"encodings", b"pydoc_data"}
+def test_the_standard_library_is_python_in_a_fixed_order():
+    """Without tests, packages and tables."""
+    documents = {document.key: document.content for document in source("stdlib").documents()}
+    assert list(documents) == sorted(documents)
+    assert {b"argparse.py", b"json/decoder.py", b"collections/__init__.py"} <= documents.keys()
+    file = Path(os.__file__).with_name("argparse.py")
+    assert documents[b"argparse.py"] == file.read_text(encoding="utf-8")
+    folders = {part for key in documents for part in key.split(b"/")[:-1]}
+    assert not folders & {b"test", b"tests", b"site-packages", b"encodings", b"pydoc_data"}
 
 
 class TestTextFiles:
@@ -95,18 +89,19 @@ class TestTextFiles:
         ]
         assert texts(tmp_path / "c.jsonl") == ["one", "zwölf"]
 
-    def test_only_the_last_names_count(self, tmp_path):
+    def test_what_counts(self, tmp_path):
+        """The last part of a name, the chosen field, and a last line without end."""
         (tmp_path / "a.json.gz").write_bytes(gzip.compress(lines({"text": "one"}, {"text": "two"})))
         (tmp_path / "b.jsonl.txt").write_text('{"text": "not a line"}')
         assert texts(tmp_path / "*") == ["one", "two", '{"text": "not a line"}']
-
-    def test_field_and_last_line_without_end(self, tmp_path):
         (tmp_path / "a.jsonl").write_bytes(b'{"body": "x"}\n{"body": "y", "text": 3}')
         assert texts(tmp_path / "a.jsonl", "body") == ["x", "y"]
+        keys = [document.key for document in source(tmp_path / "a.jsonl", "body").documents()]
+        assert keys == [b"x", b"y"], "lines are known by their text"
 
     def test_many_blocks(self, tmp_path):
         """Lines and frames that span the blocks in which files are read."""
-        records = [{"text": f"{i} " + "ab" * 300_000} for i in range(6)]
+        records = [{"text": f"{i} " + "ab" * 300_000} for i in range(4)]
         for name, content in (
             ("a.jsonl", lines(*records)),
             ("a.jsonl.gz", gzip.compress(lines(*records), 1)),
@@ -121,11 +116,6 @@ class TestTextFiles:
             (folder / "sub" / "a.txt").write_text("x")
             keys = [document.key for document in source(folder / "**" / "*.txt").documents()]
             assert keys == [b"sub/a.txt"]
-
-    def test_lines_are_keyed_by_their_text(self, tmp_path):
-        (tmp_path / "a.jsonl").write_bytes(lines({"text": "x"}, {"text": "y"}, {"text": "x"}))
-        documents = list(source(tmp_path / "a.jsonl").documents())
-        assert [document.key for document in documents] == [b"x", b"y", b"x"]
 
     def test_description_follows_the_files(self, tmp_path):
         path = tmp_path / "a.txt"
@@ -142,41 +132,26 @@ class TestTextFiles:
         assert seen[-1] == source(tmp_path / "*.txt").describe()
 
 
-class TestCorpora:
-    @pytest.fixture
-    def prepared(self, tmp_path, monkeypatch):
-        import tensorflow_datasets as tfds
+def test_prepared_corpora(tmp_path, monkeypatch):
+    import tensorflow_datasets as tfds
 
-        prepare_corpus(tmp_path, {"train": ["one", "Grün", "three"], "validation": ["four"]})
-        monkeypatch.setattr(tfds.core.constants, "DATA_DIR", str(tmp_path))
-        monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
-
-    def test_splits(self, prepared):
-        assert texts("tfds:tiny/en") == ["one", "Grün", "three"]
-        assert texts("tfds:tiny/en:validation") == ["four"]
-        assert texts("tfds:tiny/en:train[1:]") == ["Grün", "three"]
-
-    def test_description(self, prepared):
-        whole, part = (source(f"tfds:tiny/en:train{s}").describe() for s in ("", "[:1]"))
-        assert whole != part
-        assert json.loads(json.dumps(whole)) == source("tfds:tiny/en").describe()
-
-    def test_unknown_split(self, prepared):
-        with pytest.raises(ValueError, match=r"no split 'vali'.*it has: train, validation"):
-            source("tfds:tiny/en:vali").describe()
-
-    def test_unknown_feature(self, prepared):
-        with pytest.raises(
-            ValueError, match=r"example 0: there is no field 'body'; it has: .*text"
-        ):
-            texts("tfds:tiny/en", "body")
-        with pytest.raises(ValueError, match=r"example 0: expected text in 'n', got"):
-            texts("tfds:tiny/en", "n")
-
-    @pytest.mark.parametrize("name", ["c4/en", "pg19"])
-    def test_not_prepared(self, prepared, name):
-        with pytest.raises(ValueError, match=f"tfds build {name} --file_format=array_record"):
-            source(f"tfds:{name}").describe()
+    prepare_corpus(tmp_path, {"train": ["one", "Grün", "three"], "validation": ["four"]})
+    monkeypatch.setattr(tfds.core.constants, "DATA_DIR", str(tmp_path))
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
+    assert texts("tfds:tiny/en") == ["one", "Grün", "three"]
+    assert texts("tfds:tiny/en:validation") == ["four"]
+    assert texts("tfds:tiny/en:train[1:]") == ["Grün", "three"]
+    whole, part = (source(f"tfds:tiny/en:train{s}").describe() for s in ("", "[:1]"))
+    assert whole != part
+    assert json.loads(json.dumps(whole)) == source("tfds:tiny/en").describe()
+    for name, field, message in (
+        ("tiny/en:vali", "text", r"no split 'vali'.*it has: train, validation"),
+        ("tiny/en", "body", r"example 0: there is no field 'body'; it has: .*text"),
+        ("tiny/en", "n", r"example 0: expected text in 'n', got"),
+        ("pg19", "text", "tfds build pg19 --file_format=array_record"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            texts(f"tfds:{name}", field)
 
 
 class TestTokenFiles:
@@ -194,17 +169,6 @@ class TestTokenFiles:
         documents = get_source(f"tokens32:{tmp_path}/a.bin", "text", WithStart()).documents()
         assert [d.content.tolist() for d in documents] == [[255, 1], [255, 2, 3]]
 
-    def test_past_the_vocabulary(self, tmp_path):
-        np.array([5, 300, 301], "<u2").tofile(tmp_path / "a.bin")
-        with pytest.raises(ValueError, match=r"a.bin: token 1 is 300, but .*'bytes' has 258"):
-            texts(f"tokens:{tmp_path}/a.bin")
-
-    @pytest.mark.parametrize("content", [b"", b"abc"])
-    def test_bad_size(self, tmp_path, content):
-        (tmp_path / "a.bin").write_bytes(content)
-        with pytest.raises(ValueError, match=rf"has {len(content)} bytes; expected a multiple of"):
-            texts(f"tokens:{tmp_path}/a.bin")
-
 
 class TestErrors:
     @pytest.mark.parametrize(
@@ -215,37 +179,30 @@ class TestErrors:
             (".", "is a folder; give a glob such as"),
         ],
     )
-    @pytest.mark.parametrize("kind", ["", "tokens:"])
-    def test_no_files(self, tmp_path, name, message, kind):
+    def test_no_files(self, tmp_path, name, message):
         with pytest.raises(ValueError, match=message):
-            texts(f"{kind}{tmp_path}/{name}")
-
-    def test_undecodable_text(self, tmp_path):
-        (tmp_path / "a.txt").write_bytes("Grün".encode("latin-1"))
-        with pytest.raises(ValueError, match=r"a.txt: byte 0xfc at offset 2 is not valid UTF-8"):
-            texts(tmp_path / "a.txt")
-
-    def test_undecodable_line(self, tmp_path):
-        first = lines({"text": "x"})
-        (tmp_path / "a.jsonl").write_bytes(first + b'{"text": "\xff"}\n')
-        offset = len(first) + len('{"text": "')
-        with pytest.raises(ValueError, match=f"a.jsonl, line 2: byte 0xff at offset {offset} "):
-            texts(tmp_path / "a.jsonl")
+            texts(tmp_path / name)
 
     @pytest.mark.parametrize(
-        ("line", "message"),
+        ("name", "content", "message"),
         [
-            (b'{"txt": "x"}', r"line 3: there is no field 'text' \(did you mean 'txt'\?\)"),
-            (b'{"text": 3}', "line 3: expected text in 'text', got 3"),
-            (b'["x"]', "line 3: expected an object with fields, got"),
-            (b'{"text": ', "line 3: not JSON"),
-            (b'{"text": "\\ud800"}', "line 3: 'text' is not valid Unicode"),
+            ("a.txt", "Grün".encode("latin-1"), "byte 0xfc at offset 2 is not valid UTF-8"),
+            ("a.jsonl", b'{"text": "x"}\n\n{"text": "\xff"}\n', "line 3: byte 0xff at offset 25 "),
+            ("a.jsonl", b'\n{"txt": "x"}', r"line 2: there is no field 'text' \(did you .* 'txt'"),
+            ("a.jsonl", b'{"text": 3}', "line 1: expected text in 'text', got 3"),
+            ("a.jsonl", b'["x"]', "line 1: expected an object with fields, got"),
+            ("a.jsonl", b'{"text": ', "line 1: not JSON"),
+            ("a.jsonl", b'{"text": "\\ud800"}', "line 1: 'text' is not valid Unicode"),
+            ("a.bin", np.array([5, 300], "<u2").tobytes(), "token 1 is 300, but .* has 258"),
+            ("a.bin", b"", "has 0 bytes; expected a multiple of"),
+            ("a.bin", b"abc", "has 3 bytes; expected a multiple of"),
         ],
     )
-    def test_bad_line(self, tmp_path, line, message):
-        (tmp_path / "a.jsonl").write_bytes(lines({"text": "x"}) + b"\n" + line + b"\n")
-        with pytest.raises(ValueError, match=message):
-            texts(tmp_path / "a.jsonl")
+    def test_bad_content(self, tmp_path, name, content, message):
+        (tmp_path / name).write_bytes(content)
+        kind = "tokens:" if name == "a.bin" else ""
+        with pytest.raises(ValueError, match=f"{name}.*{message}"):
+            texts(f"{kind}{tmp_path}/{name}")
 
     @pytest.mark.parametrize("suffix", ["gz", "zst"])
     @pytest.mark.parametrize("damage", ["truncated", "other content"])

@@ -9,7 +9,7 @@ import pytest
 from train.tasks import get_task
 from train.tasks.arithmetic import Addition
 
-streams = pytest.mark.parametrize("name", ["addition", "words", "recall", "passkey"])
+streams = pytest.mark.parametrize("name", ["addition", "recall", "passkey"])
 
 
 @streams
@@ -33,8 +33,6 @@ def test_restores_bit_for_bit(name):
     resumed.set_state(state)
     for expected in ahead:
         np.testing.assert_equal(next(resumed), expected)
-    iterator.set_state(state)
-    np.testing.assert_equal(next(iterator), ahead[0])
 
 
 @streams

@@ -110,12 +110,12 @@ def load(path):
 
 @pytest.mark.parametrize(
     ("base", "method"),
-    [("llama", "lora"), ("run", "tape"), ("llama", "longlora"), ("llama", "encoding")],
+    [("run", "tape"), ("llama", "longlora"), ("llama", "encoding")],
 )
 @pytest.mark.slow
 def test_from_training_to_adapter(llama, rope_run, tmp_path, compiled_once, base, method):
     path = {"llama": llama, "run": rope_run}[base]
-    options = {"longlora": {"groups": 2}, "lora": {"targets": ["q"]}}.get(method, {})
+    options = {"groups": 2, "targets": ["q"]} if method == "longlora" else {}
     model = {"position": "rope+fox"} if method == "encoding" else {}
     scaling = {"kind": "linear", "factor": 2.0}
     wanted = an_experiment(path, method, model=model, options=options, scaling=scaling)
@@ -174,7 +174,7 @@ def shapes_made(jaxpr):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["tape", "lora", "full"])
+@pytest.mark.parametrize("method", ["lora", "full"])
 def test_nothing_is_made_for_frozen_parameters(method):
     """Neither gradient nor moments: no array of such a shape is among what a step computes."""
     wanted = an_experiment(CONTEXTUAL, method, norms=False, embeddings=False)
@@ -185,9 +185,7 @@ def test_nothing_is_made_for_frozen_parameters(method):
     step = training_step.make_step(tape.Transformer(wanted.model), optimizer, wanted.train)
     made = shapes_made(jax.make_jaxpr(step.__wrapped__)(state, batch, start.frozen).jaxpr)
     made |= {x.shape for x in jax.tree.leaves((state.params, state.opt_state))}
-    # The last layer of TAPE is a run of its own.
-    kernels = {(layers, 64, 112) for layers in (1, 2, 3)}
-    assert bool(made & kernels) == (method == "full")
+    assert ((3, 64, 112) in made) == (method == "full")
     bases = sum(x.size for x in jax.tree.leaves(tape.from_pretrained(CONTEXTUAL)[1]))
     moments = sum(x.size for x in jax.tree.leaves(state.opt_state))
     trainable = sum(x.size for x in jax.tree.leaves(state.params))
@@ -255,21 +253,13 @@ class TestOfARun:
     ("section", "message"),
     [
         ({"base": "nowhere"}, "adapt.base: nowhere is neither a run nor .*nothing there"),
-        ({"base": "tests"}, "adapt.base: tests is neither a run nor a Hugging Face Llama folder$"),
         ({"base": ""}, "adapt: base must name"),
         ({"method": "lorra"}, "unknown adapt method 'lorra'.*did you mean 'lora'"),
         ({"options": {"rank": 4}}, "rank is no option of the method 'tape'.*model.position"),
-        (
-            {"method": "lora", "options": {"groups": 4}},
-            "adapt.options.groups is no option of the method 'lora'; it has rank, alpha, targets",
-        ),
         ({"method": "lora", "options": {"rnk": 4}}, "unknown field 'rnk'.*did you mean 'rank'"),
-        ({"method": "lora", "options": {"rank": 0}}, "rank must be a positive integer; got 0"),
         ({"rules": ["normz"]}, "unknown rule 'normz'.*did you mean 'norms'"),
         ({"rules": ["position", "lora"]}, "the rule 'lora' chooses none of"),
         ({"rules": ["norms"]}, r"not all that the method 'tape' adds: layers/position_down, "),
-        ({"scaling": {"kind": "lin"}}, "unknown rope scaling 'lin'"),
-        ({"depth": 3}, "unknown field 'depth' of adapt"),
     ],
 )
 def test_wrong_sections(section, message):
@@ -283,11 +273,8 @@ def test_wrong_sections(section, message):
         ({"hidden_size": 32}, r"model.hidden_size = 32 .*llama2_mha and .* 64 follows"),
         ({"num_kv_heads": 2}, r"model.num_kv_heads = 2 .* from which 4 follows"),
         ({"lora": {"rank": 4}}, r"model.lora.rank = 4 .* the method 'tape'"),
-        ({"max_length": 64}, r"model.max_length = 64 does not agree"),
         ({"position": "rope"}, r"model.position.kind = 'rope' .* 'tape' follows"),
-        ({"position": {"base": 500.0}}, r"model.position.base = 500.0 .* 10000.0 follows"),
         ({"position": {"norn": "rms"}}, "unknown field 'norn' of the encoding 'tape'"),
-        ({"hiden_size": 64}, "unknown field 'hiden_size' of model"),
     ],
 )
 def test_a_model_that_does_not_agree(model, message):
@@ -323,24 +310,20 @@ def test_any_encoding_in_place_of_the_bases(config, tmp_path):
         "scaling: none -> linear x 2",
     ]
     model = {"position": {"kind": "fox", "bias": 2.0}}
-    assert an_experiment(CONTEXTUAL, "encoding", model=model).model.position.bias == 2.0
-    assert an_experiment(CONTEXTUAL, "encoding", model=model).adapt.trained == (adapt.Everything(),)
+    other = an_experiment(CONTEXTUAL, "encoding", model=model)
+    assert (other.model.position.bias, other.adapt.trained) == (2.0, (adapt.Everything(),))
     with pytest.raises(ValueError, match=r"needs model.position.kind"):
         an_experiment(CONTEXTUAL, "encoding")
     with pytest.raises(ValueError, match=r"adapt.scaling .* encoding 'fox' has not"):
         experiment.from_file(config, [*options, "--config.model.position.kind=fox"])
-    with pytest.raises(ValueError, match=r"unknown field 'gat' of the encoding 'fox'"):
-        an_experiment(CONTEXTUAL, "encoding", model={"position": {"kind": "fox", "gat": "full"}})
 
 
 @pytest.mark.slow
 def test_rules_take_the_place_of_the_methods():
     wanted = an_experiment(CONTEXTUAL, "lora", rules=["lora", "path:layers_*/mlp_norm/scale"])
     assert runs.count_parameters(wanted)[1] == 3 * (64 + 4 * 2 * 8 * 64)
-    assert an_experiment(CONTEXTUAL, "lora", norms=False).adapt.trained == (
-        adapt.LoraFactors(),
-        adapt.Embeddings(),
-    )
+    trained = an_experiment(CONTEXTUAL, "lora", norms=False).adapt.trained
+    assert trained == (adapt.LoraFactors(), adapt.Embeddings())
 
 
 def test_an_old_experiment_is_still_read(rope_run, tmp_path):
@@ -388,10 +371,6 @@ def test_methods_on_the_command_line(config, tmp_path):
         f"set in {config} for the method 'tape' and not carried over to 'lora': norm",
         "scaling: none -> linear x 2",
     ]
-    with pytest.raises(ValueError, match="unknown field 'norm' of the encoding 'rope'"):
-        experiment.from_file(
-            config, ["--config.adapt.method=lora", "--config.model.position.norm=rms"]
-        )
     other = experiment.from_file(
         config, ["--config.adapt.scaling.factor=4", "--config.adapt.rules=('position','norms')"]
     )
@@ -402,8 +381,6 @@ def test_methods_on_the_command_line(config, tmp_path):
     jobs = plan(config, tmp_path / "all", METHODS, names, 1, [])
     assert [job.experiment.adapt.method for job in jobs] == names
     assert [job.experiment.model.position.kind for job in jobs].count("tape") == 1
-    with pytest.raises(ValueError, match="unknown adapt method 'lorra'"):
-        plan(config, tmp_path / "all", METHODS, ["lorra"], 1, [])
 
 
 def test_drope_trains_at_the_length_of_its_base(tmp_path):
@@ -435,10 +412,6 @@ def test_compare_methods_and_export(config, tmp_path, capsys):
     assert [(r["name"], r["seed"]) for r in record["runs"]] == [("base", 0), ("lora", 0)]
     assert record["runs"][0]["facts"]["of these trained"] == "0 (0.00%)"
     assert all(r["scores"] for r in record["runs"])
-    before = {p: p.stat().st_mtime_ns for p in (folder / "lora").rglob("*") if p.is_file()}
-    assert main(call) == 0
-    assert {p: p.stat().st_mtime_ns for p in before} == before
-
     assert main(["export", f"--run={folder / 'lora'}", f"--out={tmp_path / 'merged'}"]) == 0
     trained = runs.restore_model(folder / "lora")
     model, variables = tape.from_pretrained(tmp_path / "merged")

@@ -38,11 +38,18 @@ def made(llama, *options, config=RETROFIT):
 
 
 class TestTokenizer:
-    def test_is_that_of_the_base(self, llama):
+    def test_and_the_scaling_are_those_of_the_base(self, llama):
         wanted, notes = made(llama)
         assert wanted.task.tokenizer == str(llama)
         assert wanted.task.codec.bos is not None
+        position = wanted.model.position
+        assert position.kind == "tape"
+        assert (position.scaling.kind, position.scaling.factor) == ("llama3", 8)
         assert notes == []
+        # What a run records is not refused later.
+        values = experiment.to_json(wanted)
+        values["task"] |= {"tokenizer": "bytes", "tokenizer_fingerprint": None, "vocab_size": 0}
+        assert experiment.from_mapping(values).task.tokenizer == "bytes"
 
     def test_of_a_run_that_is_the_base(self, llama, tmp_path):
         """It need not be there any more: the run knows its size and its fingerprint."""
@@ -56,20 +63,21 @@ class TestTokenizer:
         assert wanted.task.vocab_size == base.task.vocab_size
         assert notes == []
 
-    @pytest.mark.parametrize("what", ["bytes", "other.json"])
-    def test_another_is_refused(self, llama, tmp_path, monkeypatch, what):
-        monkeypatch.chdir(tmp_path)
-        tokenizer_files.hugging_face(tmp_path / "other.json", vocab_size=280)
-        with pytest.raises(ValueError, match=f"'{what}' is not the tokenizer of the base {llama}"):
-            made(llama, f"task.tokenizer={what}")
-
-    def test_the_same_one_elsewhere_or_another_form_of_it(self, llama, tmp_path):
+    def test_another_form_of_it_is_taken_and_another_refused(self, llama, tmp_path):
         copy = shutil.copy(llama / "tokenizer.json", tmp_path / "copy.json")
         form = tokenizer_files.sentencepiece_model(llama / "tokenizer.model")
         for same in (copy, form):
             assert made(llama, f"task.tokenizer={same}")[0].task.tokenizer == str(same)
+        other = tokenizer_files.hugging_face(tmp_path / "other.json", vocab_size=280)
+        with pytest.raises(ValueError, match=f"{other}' is not the tokenizer of the base {llama}"):
+            made(llama, f"task.tokenizer={other}")
 
-    def test_a_base_without_one(self, llama):
+    def test_a_base_without_one_or_with_a_larger_one(self, llama):
+        change(llama, {"vocab_size": 192})
+        message = "192 is too small for the task, which has 300 tokens, those of the tokenizer"
+        with pytest.raises(ValueError, match=f"{message} '{re.escape(str(llama))}'"):
+            made(llama)
+        change(llama, {"vocab_size": 400})
         (llama / "tokenizer.json").unlink()
         wanted, notes = made(llama)
         assert wanted.task.tokenizer == "bytes"
@@ -77,41 +85,16 @@ class TestTokenizer:
             f"the base {llama} has no tokenizer: task.tokenizer = 'bytes' is taken for its own"
         ]
 
-    def test_a_vocabulary_too_small_names_it(self, llama):
-        change(llama, {"vocab_size": 192})
-        message = "192 is too small for the task, which has 300 tokens, those of the tokenizer"
-        with pytest.raises(ValueError, match=f"{message} '{re.escape(str(llama))}'"):
-            made(llama)
 
-    def test_a_run_that_was_started_otherwise_is_still_read(self, llama, tmp_path):
-        """What a run records is not refused later."""
-        wanted, _ = made(llama)
-        values = experiment.to_json(wanted)
-        values["task"] |= {"tokenizer": "bytes", "tokenizer_fingerprint": None, "vocab_size": 0}
-        assert experiment.from_mapping(values).task.tokenizer == "bytes"
+def test_a_scaling_is_not_replaced_unless_told_to(llama):
+    def scaled(*options):
+        wanted, notes = made(llama, *options, config=ROOT / "configs/context_extension.py")
+        return wanted.model.position.scaling.kind, notes
 
-
-class TestScaling:
-    CONTEXT = ROOT / "configs/context_extension.py"
-
-    def test_stays_without_one(self, llama):
-        wanted, notes = made(llama)
-        scaling = wanted.model.position.scaling
-        assert (wanted.model.position.kind, scaling.kind, scaling.factor) == ("tape", "llama3", 8)
-        assert notes == []
-
-    def test_is_not_replaced_unless_told_to(self, llama):
-        with pytest.raises(ValueError, match=r"scaling: llama3 x 8 -> linear x 2.*replace_scaling"):
-            made(llama, config=self.CONTEXT)
-        wanted, notes = made(llama, "adapt.replace_scaling=True", config=self.CONTEXT)
-        assert wanted.model.position.scaling.kind == "linear"
-        assert notes == ["scaling: llama3 x 8 -> linear x 2"]
-
-    def test_the_base_itself_keeps_it(self, llama):
-        wanted, notes = made(llama, "adapt.method=base", config=self.CONTEXT)
-        assert wanted.model.position.scaling.kind == "llama3"
-        assert notes == []
-
-    def test_is_said_where_the_base_had_none(self, llama):
-        change(llama, {"rope_parameters": {"rope_theta": 10_000.0, "rope_type": "default"}})
-        assert made(llama, config=self.CONTEXT)[1] == ["scaling: none -> linear x 2"]
+    with pytest.raises(ValueError, match=r"scaling: llama3 x 8 -> linear x 2.*replace_scaling"):
+        scaled()
+    replaced = scaled("adapt.replace_scaling=True")
+    assert replaced == ("linear", ["scaling: llama3 x 8 -> linear x 2"])
+    assert scaled("adapt.method=base") == ("llama3", [])
+    change(llama, {"rope_parameters": {"rope_theta": 10_000.0, "rope_type": "default"}})
+    assert scaled() == ("linear", ["scaling: none -> linear x 2"])

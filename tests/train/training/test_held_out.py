@@ -44,14 +44,12 @@ def test_a_batch_is_held_out_text(wanted):
     np.testing.assert_array_equal(batch["inputs"].ravel(), tokens[:64])
     np.testing.assert_array_equal(batch["targets"].ravel(), tokens[1:65])
     assert batch["weights"].all()
-
-
-def test_rows_that_lack_weigh_nothing(wanted):
-    task = wanted.task
+    # Rows that lack weigh nothing.
     count = (len(task.evaluation_tokens()) - 1) // 16
     weights = task.held_out_batch(count + 3)["weights"]
     assert weights[:count].all()
     assert not weights[count:].any()
+    assert HeldOut.of(an_experiment(), None) is None, "a task without text"
 
 
 @pytest.mark.slow
@@ -78,7 +76,3 @@ def test_a_rise_is_said(wanted):
     worse = jax.tree.map(lambda x: 30 * x, first)
     assert "at step 1: the model learns its text by heart" in watch.describe(2, worse)
     assert "up from" not in watch.describe(3, jax.tree.map(lambda x: 0.9 * x, first))
-
-
-def test_tasks_without_held_out_text_are_not_watched():
-    assert HeldOut.of(an_experiment(), None) is None

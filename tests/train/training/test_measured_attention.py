@@ -67,25 +67,19 @@ def test_own_shapes_are_measured_once(measured):
     assert len(measured) == 2
 
 
-def test_what_was_asked_for_is_not_measured(measured):
+def test_nothing_is_measured_where_it_is_not_wanted(measured, monkeypatch):
+    """With ``--no-tune``, where a way to attend was asked for, on a CPU, or by another process."""
     experiment = an_experiment()
     assert prepare(experiment, tune=False) == []
     model = dataclasses.replace(experiment.model, attention_implementation="chunked")
     assert prepare(dataclasses.replace(experiment, model=model)) == []
-    assert measured == []
-
-
-def test_a_cpu_measures_nothing_unasked(measured, monkeypatch):
-    monkeypatch.setattr(loop.jax, "default_backend", lambda: "cpu")
-    assert prepare(an_experiment()) == []
-    assert measured == []
-
-
-def test_only_the_first_process_measures(measured, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.jax, "default_backend", lambda: "cpu")
+        assert prepare(experiment) == []
     agreed = []
     monkeypatch.setattr(loop.tuning, "agree", lambda: agreed.append(True))
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    assert prepare(an_experiment()) == []
+    assert prepare(experiment) == []
     assert (measured, agreed) == ([], [True])
 
 
