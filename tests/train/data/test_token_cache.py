@@ -158,7 +158,7 @@ def test_a_failed_build_leaves_nothing(tmp_path):
     assert len(open_stream(Corpus(Numbers(1000), BYTES), tmp_path).offsets) == 1001
 
 
-KILLED = """
+SLOW = """
 import sys, time
 from pathlib import Path
 from tests.train.data.test_token_cache import BYTES, Numbers
@@ -169,18 +169,22 @@ class Slow(Numbers):
         for i, document in enumerate(super().documents()):
             if i == 600:
                 print("half way", flush=True)
-                time.sleep(60)
+                time.sleep(float(sys.argv[2]))
             yield document
 
-open_stream(Corpus(Slow(1000), BYTES), Path(sys.argv[1]))
+print(open_stream(Corpus(Slow(1000), BYTES), Path(sys.argv[1])).digest)
 """
 
 
+def build(folder, seconds):
+    """A process that builds a stream, and waits half way."""
+    command = [sys.executable, "-c", SLOW, str(folder), str(seconds)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
 def test_a_killed_build_leaves_nothing_that_counts(tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE
-    )
-    assert process.stdout.readline() == b"half way\n"
+    process = build(tmp_path, seconds=60)
+    assert process.stdout.readline() == "half way\n"
     process.send_signal(signal.SIGKILL)
     process.communicate()
     (left,) = entries(tmp_path)
@@ -191,34 +195,14 @@ def test_a_killed_build_leaves_nothing_that_counts(tmp_path):
     assert entries(tmp_path) == [left.removesuffix(".partial")]
 
 
-TWO_AT_ONCE = """
-import os, sys, time
-from pathlib import Path
-from tests.train.data.test_token_cache import BYTES, Numbers
-from train.data.token_cache import Corpus, open_stream
-
-class Slow(Numbers):
-    def documents(self):
-        Path(sys.argv[1], f"built-by-{os.getpid()}").touch()
-        time.sleep(1)
-        yield from super().documents()
-
-folder = Path(sys.argv[1])
-Path(folder, f"ready-{os.getpid()}").touch()
-while len(list(folder.glob("ready-*"))) < 2:
-    time.sleep(0.01)
-print(open_stream(Corpus(Slow(300), BYTES), folder / "cache").digest)
-"""
-
-
 @pytest.mark.slow
 def test_two_processes_at_once(tmp_path):
-    command = [sys.executable, "-c", TWO_AT_ONCE, str(tmp_path)]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
-    digests = {process.communicate()[0] for process in processes}
-    expected = open_stream(Corpus(Numbers(300), BYTES), tmp_path / "cache").digest
-    assert digests == {f"{expected}\n".encode()}
-    assert len(list(tmp_path.glob("built-by-*"))) == 1
+    """One builds, while the other one waits for what it builds."""
+    first = build(tmp_path, seconds=8)
+    assert first.stdout.readline() == "half way\n"
+    second = build(tmp_path, seconds=0)
+    digests = [process.communicate()[0] for process in (second, first)]
+    assert digests == [f"{open_stream(Corpus(Numbers(1000), BYTES), tmp_path).digest}\n"] * 2
 
 
 def test_building_streams(tmp_path):

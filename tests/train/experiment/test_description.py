@@ -24,7 +24,9 @@ def oracle(kind: str, step: int, rise: int, final: float, power: float) -> float
 
 
 @pytest.mark.parametrize("kind", description.DECAYS)
-@pytest.mark.parametrize(("warmup", "final", "power"), [(0.005, 0.0, 1.0), (0.1, 0.2, 2.0)])
+@pytest.mark.parametrize(
+    ("warmup", "final", "power"), [(0.0, 0.0, 1.0), (0.005, 0.5, 1.0), (0.1, 0.2, 2.0)]
+)
 def test_values(kind, warmup, final, power):
     schedule = description.schedule(
         kind, peak=PEAK, steps=STEPS, warmup=warmup, final=final, power=power

@@ -1,5 +1,6 @@
 """Addressing, against a reader that knows nothing of arrays."""
 
+import functools
 import json
 
 import jax
@@ -32,29 +33,24 @@ def solved(words):
     return answers
 
 
-class TestTraining:
-    @pytest.mark.parametrize("more", [{}, {"distractors": 4, "gap": 3}])
-    def test_answers_are_right(self, more):
-        task = get_task("address", **SMALL, **more)
-        batch = task.batch(seed=1, index=0, size=64)
-        lengths, before, between = set(), set(), set()
-        for inputs, targets, weights in zip(*batch.values(), strict=True):
-            words = [word for word in task.decode(inputs).split() if word != "<pad>"]
-            answers = solved(words)
-            assert len(answers) == 5
-            counted = np.flatnonzero(weights)
-            assert set(counted) <= answers.keys()
-            assert all(task.decode([targets[place]]) == answers[place] for place in answers)
-            kinds = ["l" if w.isalpha() else "s" if w in SIGNS else "q" for w in words]
-            start, end = kinds.index("l"), kinds.index("q")
-            lengths.add(kinds.count("l"))
-            before.add(start)
-            between.add(end - start - kinds.count("l"))
-        assert lengths == {4, 5, 6}
-        assert before == set(range(more.get("distractors", 0) + 1))
-        assert between == set(range(more.get("gap", 0) + 1))
-        assert batch["inputs"].shape == (64, task.sequence_length)
-        assert task.sequence_length == 6 + 2 * 5 + sum(more.values())
+def test_lists_after_distractors_and_before_a_gap():
+    task = get_task("address", **SMALL, distractors=4, gap=3)
+    batch = task.batch(seed=1, index=0, size=64)
+    lengths, before, between = set(), set(), set()
+    for inputs, targets, weights in zip(*batch.values(), strict=True):
+        words = [word for word in task.decode(inputs).split() if word != "<pad>"]
+        answers = solved(words)
+        assert len(answers) == 5
+        assert set(np.flatnonzero(weights)) <= answers.keys()
+        assert all(task.decode([targets[place]]) == answers[place] for place in answers)
+        kinds = ["l" if w.isalpha() else "s" if w in SIGNS else "q" for w in words]
+        start, end = kinds.index("l"), kinds.index("q")
+        lengths.add(kinds.count("l"))
+        before.add(start)
+        between.add(end - start - kinds.count("l"))
+    assert (lengths, before, between) == ({4, 5, 6}, {*range(5)}, {*range(4)})
+    assert batch["inputs"].shape == (64, task.sequence_length)
+    assert task.sequence_length == 6 + 2 * 5 + 4 + 3
 
 
 class TestQuestions:
@@ -78,13 +74,9 @@ class TestQuestions:
             ("a b c +1 z?", "'z\\?' is no symbol of this task: expected up to 8 distinct tokens"),
             ("a b c +4 a?", r"'\+4' is no symbol .* an offset from \+1 to \+3"),
             ("a b c +1", "expected up to 8 distinct tokens from a to h"),
-            ("a b c a? +1", "expected up to 8 distinct tokens from a to h"),
-            ("+1 a?", "expected up to 8 distinct tokens from a to h"),
-            ("", "expected up to 8 distinct tokens from a to h"),
             ("a b a +1 b?", "the tokens of a list are distinct; got 'a b a'"),
             ("a b c +1 d?", "d is not in the list 'a b c'"),
             ("a b c +2 b?", r"nothing stands 2 places after b in the list 'a b c'"),
-            ("a b c d e f g h i +1 a?", "'i' is no symbol"),
         ],
     )
     def test_that_are_none(self, task, text, message):
@@ -97,13 +89,9 @@ class TestOptions:
         ("options", "message"),
         [
             ({"offsets": 4}, "offsets < shortest <= longest <= symbols, .* got offsets = 4"),
-            ({"longest": 9}, "got offsets = 3, shortest = 4, longest = 9, symbols = 8"),
             ({"symbols": 3000}, "names for 2,756 symbols; got symbols = 3,000"),
-            ({"questions": 0}, "address: questions must be a positive integer; got 0"),
             ({"gap": -1}, "address: gap must be an integer from 0 on; got -1"),
             ({"rows": "gap"}, r"a grid by gap needs some in training: task.gap is 0"),
-            ({"gap": 1.5}, r"address: gap must be an integer from 0 on; got 1\.5"),
-            ({"distractors": "a"}, "address: distractors must be an integer from 0 on; got 'a'"),
             ({"rows": "gaps"}, r"unknown rows of address 'gaps': .* \(did you mean 'gap'\?\)"),
         ],
     )
@@ -113,8 +101,6 @@ class TestOptions:
 
     def test_of_evaluation(self, task):
         assert task.axes(AddressEvaluation()) == (range(1, 4), range(4, 9))
-        with pytest.raises(ValueError, match="from 4 to 8 tokens can be asked for; got 9"):
-            task.axes(AddressEvaluation(longest=9))
         gaps = Address(**SMALL, gap=3, rows="gap")
         assert gaps.axes(AddressEvaluation()) == ([1, 2, 3, 4, 5, 6], range(4, 9))
         assert [gaps.counted(*cell) for cell in ((3, 5), (4, 5), (6, 8))] == [5, 7, 9]
@@ -139,18 +125,19 @@ class TestJudging:
         # With a list of 8 tokens and a gap of 2 it is too long for this model.
         assert result.grid.counts.tolist() == [[3, 3, 3, 0, 0], [3, 3, 0, 0, 0]]
 
-    def test_what_cannot_be_asked_is_said_before_training(self, task):
-        with pytest.raises(ValueError, match=r"needs some in training: task\.gap is 0"):
-            task.prepare(AddressEvaluation(rows="gap"))
-
-    def test_rows_are_the_evaluations(self):
-        """Not the task's, where they would be lost."""
-        task = Address(**SMALL, gap=1, rows="gap")
-        message = "give evaluation.rows=gap, not task.rows; got evaluation.rows=offset"
-        with pytest.raises(ValueError, match=message):
-            task.prepare(AddressEvaluation())
-        with pytest.raises(ValueError, match=message):
-            task.evaluate(Model(knowing, max_length=9), AddressEvaluation())
+    @pytest.mark.parametrize(
+        ("options", "rows", "message"),
+        [
+            ({}, "gap", r"needs some in training: task\.gap is 0"),
+            # Rows of the task itself would be lost.
+            ({"gap": 1, "rows": "gap"}, "offset", "give evaluation.rows=gap, not task.rows"),
+        ],
+    )
+    def test_what_cannot_be_asked_is_said_before_training(self, options, rows, message):
+        task, evaluation = Address(**SMALL, **options), AddressEvaluation(rows=rows)
+        for call in (task.prepare, functools.partial(task.evaluate, Model(knowing, max_length=9))):
+            with pytest.raises(ValueError, match=message):
+                call(evaluation)
 
     @pytest.mark.slow
     def test_a_result_is_read_back_and_drawn(self, task):

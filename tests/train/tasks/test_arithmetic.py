@@ -1,8 +1,5 @@
 """The addition data against Python's integers."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -29,16 +26,6 @@ def pairs_of(values, width):
     return Questions(digits, lengths)
 
 
-def values_of(pairs):
-    """The (a, b) of pairs as Python integers."""
-    return [
-        tuple(int("".join(map(str, d[:n][::-1]))) for d, n in zip(ds, ns, strict=True))
-        for ds, ns in zip(
-            pairs.symbols.transpose(1, 0, 2).tolist(), pairs.lengths.T.tolist(), strict=True
-        )
-    ]
-
-
 def sums_of(batch):
     """(a, b, answer) of each example of a training batch, as text in ordinary writing."""
     rows = []
@@ -53,7 +40,7 @@ def sums_of(batch):
 
 
 class TestNumbers:
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=30, deadline=None)
     @given(
         st.lists(
             st.tuples(st.integers(0, 10**130 - 1), st.integers(0, 10**130 - 1)),
@@ -81,67 +68,43 @@ class TestNumbers:
                     expected = len(digits) / (10 - lowest)
                     assert np.all(np.abs(counts[lowest:] - expected) < 5 * np.sqrt(expected))
 
-    @pytest.mark.parametrize("lengths", [(1, 1), (2, 1), (1, 3)])
-    def test_every_pair(self, lengths):
-        def numbers(n):
-            return range(10 ** (n - 1) if n > 1 else 0, 10**n)
-
-        found = values_of(TASK.every(*lengths))
-        assert found == [(a, b) for a in numbers(lengths[0]) for b in numbers(lengths[1])]
-        assert len(found) == TASK.number(*lengths)
-
     def test_too_few_sums(self):
         lengths = np.arange(1, 6)
         few = ~TASK.is_divided(lengths[:, None], lengths)
         assert np.argwhere(few).tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [2, 0]]
         assert TASK.number(1, 3) == 9000 < TASK.smallest_split
         assert np.isfinite(TASK.number(1000, 1000))
+        # They are shared, but only inside the trained range.
+        shared = [Addition(n).is_shared(1, 3) for n in (2, 3)]
+        assert shared == [False, True]
+        assert not Addition(9).is_shared(2, 3)
 
 
 class TestHeldOut:
-    def test_every_digit_matters(self):
-        # If a digit were ignored, the pairs that differ in it would all agree.
-        rng = np.random.default_rng(0)
-        pairs = TASK.draw(rng, np.full((2, 400), 30), 30)
-        before = TASK.is_held_out(pairs)
-        for place in range(30):
-            pairs.symbols[0, :, place] = (pairs.symbols[0, :, place] + 1) % 10
-            assert np.mean(TASK.is_held_out(pairs) != before) > 0.05
-            before = TASK.is_held_out(pairs)
-
     def test_fixed(self):
         # The held-out pairs define the task: changing the hash invalidates every stored result.
         values = [(a, b) for a in range(1000, 1010) for b in range(2000, 2010)]
-        assert np.flatnonzero(TASK.is_held_out(pairs_of(values, 4))).tolist() == [
-            22,
-            29,
-            31,
-            54,
-            55,
-            69,
-            88,
-            89,
-            93,
-        ]
+        found = np.flatnonzero(TASK.is_held_out(pairs_of(values, 4)))
+        assert found.tolist() == [22, 29, 31, 54, 55, 69, 88, 89, 93]
 
     def test_training_and_evaluation_are_disjoint(self):
         task = Addition(3)
         trained = set()
-        for index in range(60):
+        for index in range(20):
             for a, b, _ in sums_of(task.batch(seed=5, index=index, size=512)):
                 trained |= {(a, b), (b, a)}
-        grid = task.examples(range(1, 4), range(1, 4), samples=10_000)
+        grid = task.examples(range(1, 4), range(1, 4), samples=2000)
         asked = {}
         for row, (i, j) in zip(grid.tokens, grid.cells.tolist(), strict=True):
             a, b = VOCABULARY.decode(row).removeprefix("<bos>").split("=")[0].split("+")
             asked.setdefault((i + 1, j + 1), set()).add((a[::-1], b[::-1]))
-        assert len(trained) > 30_000
+        assert len(trained) > 10_000
         for lengths, sums in asked.items():
             if task.is_shared(*lengths):
-                assert len(sums) == TASK.number(*lengths)
+                assert len(sums) == min(2000, TASK.number(*lengths))
                 assert sums & trained
             else:
-                assert len(sums) == 10_000 or abs(len(sums) / TASK.number(*lengths) - 0.1) < 0.01
+                assert len(sums) == 2000 or abs(len(sums) / TASK.number(*lengths) - 0.1) < 0.01
                 assert not sums & trained
 
 
@@ -157,9 +120,15 @@ class TestTokens:
         assert length.tolist() == [12, 7, 10]
         assert not tokens[0, 12:].any()
 
+    def test_ids(self):
+        """Models on record know them."""
+        assert VOCABULARY.encode("09+-x= ") == [4, 13, 14, 15, 16, 17, 18]
+        assert VOCABULARY.decode([2, 5, 14, 4, 17, 3, 0, 1]) == "<bos>1+0=<eos><pad><unk>"
+        assert VOCABULARY.decode(np.array([19, 400, -1])) == "<unk>" * 3, "a wider model's"
+
 
 class TestTraining:
-    @pytest.mark.parametrize("max_digits", [1, 5, 110])
+    @pytest.mark.parametrize("max_digits", [1, 3, 110])
     def test_sums_are_right(self, max_digits):
         task = Addition(max_digits)
         batch = task.batch(seed=0, index=0, size=64)
@@ -167,6 +136,8 @@ class TestTraining:
             assert batch[name].shape == (64, task.sequence_length)
             assert batch[name].dtype == dtype
         np.testing.assert_array_equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
+        if max_digits == 3:
+            assert task.sequence_length == len("B999+999=8991E") - 1
         sums = sums_of(batch)
         for a, b, answer in sums:
             assert str(int(a) + int(b)) == answer
@@ -177,16 +148,11 @@ class TestTraining:
             assert VOCABULARY.decode(weighed) == answer[::-1] + "<eos>"
             assert set(batch["weights"][row].tolist()) <= {0.0, 1.0}
 
-    def test_longest_sum_fits_exactly(self):
-        assert Addition(3).sequence_length == len("B999+999=8991E") - 1
-
     def test_length_pairs_are_equally_likely(self):
-        task, size = Addition(4), 4096
-        counts = np.zeros((4, 4))
-        for index in range(4):
-            for a, b, _ in sums_of(task.batch(seed=1, index=index, size=size)):
-                counts[len(a) - 1, len(b) - 1] += 1
-        expected = 4 * size / 16
+        counts, size = np.zeros((4, 4)), 8192
+        for a, b, _ in sums_of(Addition(4).batch(seed=1, index=0, size=size)):
+            counts[len(a) - 1, len(b) - 1] += 1
+        expected = size / 16
         assert np.all(np.abs(counts - expected) < 5 * np.sqrt(expected))
 
 
@@ -209,18 +175,6 @@ class TestGrid:
             seen.add(question)
         assert len(seen) == len(grid)
 
-    def test_small_spaces_are_exhausted(self):
-        grid = Addition(1).examples([1], [1, 2], samples=250)
-        assert np.bincount(grid.cells[:, 1]).tolist() == [100, 250]
-        assert len({tuple(row) for row in grid.tokens.tolist()}) == 350
-
-    def test_only_held_out_sums_are_asked_where_they_are_divided(self):
-        task = Addition(4)
-        # 4 + 1 digits: 90,000 sums, of which more than a tenth cannot be asked.
-        grid = task.examples([4], [1], samples=50_000)
-        assert 8_500 < len(grid) < 9_500
-        assert not task.is_shared(4, 1)
-
     def test_independent_of_the_other_lengths(self):
         task = Addition(3)
         alone = task.examples([3], [2], samples=10, seed=1)
@@ -229,15 +183,9 @@ class TestGrid:
         np.testing.assert_array_equal(alone.tokens, beside.tokens[rows, : alone.tokens.shape[1]])
         assert not beside.tokens[rows, alone.tokens.shape[1] :].any()
 
-    def test_shared_only_inside_the_trained_range(self):
-        assert Addition(2).is_shared(2, 2)
-        assert not Addition(2).is_shared(1, 3)
-        assert Addition(3).is_shared(1, 3)
-        assert not Addition(9).is_shared(2, 3)
-
 
 class TestQuestions:
-    @pytest.mark.parametrize("text", ["407+85", " 407 + 85 = ", "0407+085"])
+    @pytest.mark.parametrize("text", [" 407 + 85 = ", "0407+085"])
     def test_prompt(self, text):
         task = Addition(3)
         prompt = task.question(text)
@@ -246,23 +194,13 @@ class TestQuestions:
         assert task.solve(text) == "492"
         assert task.longest_answer(text) == len("2940E")
 
-    def test_large(self):
-        a, b = "9" * 300, "1"
-        assert Addition(3).solve(f"{a}+{b}") == "1" + "0" * 300
-
-    def test_same_form_as_in_training(self):
-        task = Addition(3)
-        tokens, prompt, _ = TASK.write(pairs_of([(407, 85)], 3), 14)
-        np.testing.assert_array_equal(task.question("407+85"), tokens[0, : prompt[0]])
-
     def test_read_answer(self):
-        assert Addition(3).read_answer([*VOCABULARY.encode("294"), 3, 7, 0]) == "492"
-        assert Addition(3).read_answer([*VOCABULARY.encode("290"), 3]) == "092"
-
-    @pytest.mark.parametrize("tokens", [[3], [4, 5], [4, 17, 3], [0, 3]])
-    def test_malformed_answer(self, tokens):
-        with pytest.raises(ValueError, match="not a number followed by <eos>"):
-            Addition(3).read_answer(tokens)
+        task = Addition(3)
+        assert task.read_answer([*VOCABULARY.encode("294"), 3, 7, 0]) == "492"
+        assert task.read_answer([*VOCABULARY.encode("290"), 3]) == "092"
+        for tokens in ([3], [4, 5], [4, 17, 3], [0, 3]):
+            with pytest.raises(ValueError, match="not a number followed by <eos>"):
+                task.read_answer(tokens)
 
     @pytest.mark.parametrize(
         ("text", "message"),
@@ -270,12 +208,8 @@ class TestQuestions:
             ("4o7+85", "character 'o' at position 1 of '4o7\\+85' is not in the vocabulary"),
             ("٤+1", "is not in the vocabulary"),
             ("407+", "expected a sum of two numbers such as '407\\+85'; got '407\\+'"),
-            ("+85", "expected a sum"),
-            ("407", "expected a sum"),
             ("1+2+3", "expected a sum"),
-            ("-1+2", "expected a sum"),
             ("4 7+85", "expected a sum"),
-            ("", "expected a sum"),
         ],
     )
     def test_bad_questions(self, text, message):
@@ -283,30 +217,19 @@ class TestQuestions:
             Addition(3).question(text)
 
 
-class TestRegistry:
-    def test_all_tasks_load(self):
-        for name in TASKS:
-            task = get_task(name)
-            assert task.vocab_size > 0
-            assert task.sequence_length > 0
-
-    @pytest.mark.parametrize("max_digits", [0, -1, 2.0, "5", True])
-    def test_bad_lengths(self, max_digits):
+def test_all_tasks_load():
+    for name in TASKS:
+        task = get_task(name)
+        assert task.vocab_size > 0
+        assert task.sequence_length > 0
+    for wrong in (0, 2.0, True):
         with pytest.raises(ValueError, match="max_digits must be a positive integer"):
-            get_task("addition", max_digits=max_digits)
-
-    def test_loaded_lazily(self):
-        code = "import sys, train.tasks; print('grain' in sys.modules)"
-        out = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
-        )
-        assert out.stdout.strip() == "False"
+            get_task("addition", max_digits=wrong)
 
 
-class TestExamples:
-    def test_shapes_are_checked(self):
-        tokens, ones, twos = np.zeros((2, 4), int), np.ones(2, int), np.full(2, 2)
-        with pytest.raises(ValueError, match=r"shapes .*expected"):
-            Examples(tokens, ones, twos, np.zeros((3, 2), int))
-        with pytest.raises(ValueError, match="prompt_lengths < lengths <= 4"):
-            Examples(tokens, twos, ones, np.zeros((2, 2), int))
+def test_shapes_of_examples_are_checked():
+    tokens, ones, twos = np.zeros((2, 4), int), np.ones(2, int), np.full(2, 2)
+    with pytest.raises(ValueError, match=r"shapes .*expected"):
+        Examples(tokens, ones, twos, np.zeros((3, 2), int))
+    with pytest.raises(ValueError, match="prompt_lengths < lengths <= 4"):
+        Examples(tokens, twos, ones, np.zeros((2, 2), int))

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from tests.selection import mostly_slow
 from train.data.held_out import ONE_IN
 from train.tasks import TASKS, get_task, task_type
 from train.tasks.places import HASHED, PAD, PlaceTask, tokens_before
@@ -94,10 +95,13 @@ def test_answers_are_right(task):
             assert expected == task.solve(question) == solved(task.kind, question.split())
 
 
-def test_a_tenth_is_held_out(task):
-    batch = task.batch(seed=0, index=0, size=2000)
+def test_a_tenth_is_held_out_and_every_length_trained(task):
+    batch = task.batch(seed=0, index=1, size=2000)
     share = 1 - batch["weights"].sum() / np.count_nonzero(batch["targets"])
     assert abs(share - 1 / ONE_IN) < 0.06
+    ends = (batch["inputs"] != 0).sum(1)
+    assert ends.max() == task.widest(task.trained_length) == task.sequence_length
+    assert ends.min() <= task.widest(task.trained[1][0]) < ends.max()
 
 
 def hashed(task, tokens, places, answers):
@@ -148,47 +152,31 @@ def test_asks_what_is_wanted(task):
             assert task.decode(task.question(text)) == text
             assert len(task.question(text)) < task.width(*cell)
     np.testing.assert_array_equal(task.ask(cell, 10).symbols, found.symbols)
-
-
-def test_every_length_is_trained(task):
-    longest = task.widest(task.trained_length)
-    ends = (task.batch(seed=0, index=1, size=500)["inputs"] != 0).sum(1)
-    assert ends.max() == longest == task.sequence_length
-    shortest = task.widest(task.trained[1][0])
-    assert ends.min() <= shortest < longest
-    assert len(task.unseen(0)) == 3
+    # Those that people see are of several rows, and one is long.
+    shown = [task.read(text).lengths.ravel().tolist() for text in task.unseen(3)]
+    assert [column for _, column in shown] == [task.trained_length] * 2 + [task.longest_column]
+    assert len({row for row, _ in shown}) >= 2
 
 
 @pytest.mark.parametrize(
     ("kind", "text", "message"),
     [
         ("counting", "x=0 x+ . y?", "y has not been set to zero in 'x=0 x\\+ .'"),
-        ("counting", "x=0 z?", "'z\\?' is no symbol of this task"),
         ("counting", "x=0 x+", "of which the last is a read"),
-        ("flip_flop", "i0 r", "the first is a write and the last r; got 'i0 r'"),
         ("flip_flop", "w1 i0", "the first is a write and the last r; got 'w1 i0'"),
-        ("flip_flop", "w2 r", "'w2' is no symbol of this task"),
         ("line_numbers", "a b | c | #3 +1", r"there is no line 3 in 'a b \| c \|'"),
         ("line_numbers", "a b | c | #2 +2", r"line 2 has no token 2 in 'a b \| c \|'"),
         ("line_numbers", "a b c d | #1 +1", "expected lines of 1 to 3 letters"),
-        ("line_numbers", "a b | #1 +4", r"'\+4' is no symbol of this task"),
         ("navigation", "c R a L b R ?", "a known place is asked for, and a new one has a landmark"),
-        ("navigation", "c R ?", "a known place is asked for"),
         ("navigation", "c R a L", "expected a landmark from a to z, then moves of L, R, D, U"),
-        ("navigation", "c N a L ?", "'N' is no symbol of this task"),
         ("recall", "a 1 b 2 a 3 b?", "keys are distinct; got 'a 1 b 2 a 3 b\\?'"),
         ("recall", "a 1 b 2 c?", "there is no key c in"),
         ("recall", "a 1 b 12 a?", "'12' is no symbol of this task: .* from 0 to 11"),
-        ("recall", "a 1 b a?", "expected pairs of a letter from a to l and a number"),
         ("selective_copy", ". a . b . #3", r"there is no letter 3 in '\. a"),
-        ("selective_copy", ". a . b . #5", "'#5' is no symbol of this task"),
         ("selective_copy", "#1", "expected letters from a to z among fillers"),
         ("table", "A B a 1 2 b 3 a? B?", "every row has a digit for each of the 2 columns"),
         ("table", "A B a 1 2 b 3 4 a? C?", "there is no column C in"),
-        ("table", "A B a 1 2 b 3 4 c? A?", "there is no row c in"),
-        ("table", "A A a 1 2 b 3 4 a? A?", "the names of columns are distinct"),
         ("table", "A B a 1 2 a 3 4 a? A?", "the names of rows are distinct"),
-        ("table", "A B a 1 2 A? a?", "expected names of columns from A to F"),
     ],
 )
 def test_what_is_no_question(kind, text, message):
@@ -207,13 +195,10 @@ def test_what_is_no_question(kind, text, message):
         ("flip_flop", {"writes": 1.5}, "writes must be a probability; got 1.5"),
         ("line_numbers", {"lines": 4}, "expected lines <= shortest <= longest"),
         ("navigation", {"dimensions": 3}, "expected 1 or 2 dimensions"),
-        ("navigation", {"shortest": 3}, "4 <= shortest <= longest"),
         ("navigation", {"shortest": 1, "undo": True}, "2 <= shortest <= longest"),
         ("recall", {"longest": 13}, "expected shortest <= longest <= symbols <= 52"),
         ("selective_copy", {"letters": 6}, "expected letters <= shortest <= longest"),
         ("table", {"rows": 14}, "rows must be from 2 to 13, .* got 14"),
-        ("table", {"columns": 1}, "columns must be from 2 to 13, .* got 1"),
-        ("table", {"questions": 0}, "questions must be a positive integer; got 0"),
     ],
 )
 def test_options_are_checked(kind, options, message):
@@ -225,23 +210,16 @@ def test_options_are_checked(kind, options, message):
     ("options", "message"),
     [
         ({"longest": "a"}, "evaluation: longest must be a positive integer or None; got 'a'"),
-        ({"longest": 7.5}, "evaluation: longest must be a positive integer or None; got 7.5"),
         ({"samples": 0}, "evaluation: samples must be a positive integer; got 0"),
-        ({"samples": None}, "evaluation: samples must be a positive integer; got None"),
         ({"seed": -1}, "evaluation: seed must be an integer from 0 on; got -1"),
+        ({"longest": 2}, "evaluation.longest: from 4 to 12 pairs can be asked for; got 2"),
+        ({"longest": 13}, "evaluation.longest: from 4 to 12 pairs can be asked for; got 13"),
     ],
 )
 def test_evaluations_are_checked(options, message):
-    task = get_task("address", **SMALL["address"])
+    task = get_task("recall", **SMALL["recall"])
     with pytest.raises(ValueError, match=message):
-        task.Evaluation(**options)
-
-
-@pytest.mark.parametrize(("kind", "longest"), [("line_numbers", 2), ("recall", 13), ("table", 7)])
-def test_what_cannot_be_asked_for(kind, longest):
-    task = get_task(kind, **SMALL[kind])
-    with pytest.raises(ValueError, match=f"evaluation.longest: .* got {longest}"):
-        task.axes(task.Evaluation(longest=longest))
+        task.axes(task.Evaluation(**options))
 
 
 @pytest.mark.parametrize(
@@ -258,8 +236,6 @@ def test_powers_of_two_are_asked_for(kind, columns):
     asked = {(rows[r], found[c]) for r, c in examples.cells}
     longest = {"flip_flop": -1, "recall": 0}[kind]
     assert asked == {(r, c) for r in rows for c in found if r <= c + longest}
-    with pytest.raises(ValueError, match=rf"{kind}: there is no question of .* \(9, 8\)"):
-        task.ask([9, 8], 1)
     with pytest.raises(ValueError, match=f"{kind}: there are no questions of"):
         task.examples([9], [8], samples=1)
 
@@ -273,21 +249,15 @@ def test_powers_of_two_are_asked_for(kind, columns):
             r"length of the list, tokens \(4, 6\): expected an offset of at most 3",
         ),
         ("address", (3, 3), "expected a list of more than 3 tokens"),
-        ("address", (1, 13), "expected at most 12 tokens"),
         ("address", (4, 13), "expected at most 12 tokens and an offset of at most 3$"),
-        ("address", (9, 5), "expected an offset of at most 3$"),
         ("counting", (9, 11), "expected at least 12 instructions"),
         ("flip_flop", (9, 9), "expected more than 9 instructions"),
         ("line_numbers", (4, 5), "expected a line of at most 3"),
         ("line_numbers", (3, 2), "expected a text of at least 3 lines"),
         ("navigation", (3, 7), "expected at most 2 dimensions"),
-        ("navigation", (1, 3), "expected at least 4 moves"),
         ("navigation", (1, 2048), "expected at most 2047 moves"),
-        ("recall", (5, 4), "expected at least 5 pairs"),
         ("recall", (1, 13), "expected at most 12 pairs"),
         ("selective_copy", (5, 8), "expected a letter of at most 4"),
-        ("selective_copy", (1, 3), "expected a text of at least 4 tokens"),
-        ("table", (7, 2), "expected at most 6 rows"),
         ("table", (2, 7), "expected at most 6 columns"),
         (
             "table",
@@ -301,7 +271,7 @@ def test_a_cell_that_does_not_exist(kind, cell, message):
         get_task(kind, **SMALL[kind]).ask(cell, 1)
 
 
-@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize("kind", mostly_slow(SMALL, "address", "line_numbers", "table"))
 def test_every_cell_has_the_questions_that_it_says(kind):
     """At all corners of what exists."""
     task = get_task(kind, **SMALL[kind])
@@ -319,42 +289,6 @@ def test_every_cell_has_the_questions_that_it_says(kind):
     assert len(refused) < 0.2 * len(cells)
 
 
-def test_samples_are_of_several_rows_and_a_long_text(task):
-    texts = [task.read(text).lengths.ravel().tolist() for text in task.unseen(3)]
-    rows, columns = zip(*texts, strict=True)
-    assert list(columns) == [task.trained_length] * 2 + [task.longest_column]
-    assert len({*rows}) >= 2
-
-
-# What SMALL asks for in the end; then by a model of so many tokens, which one does not take all of.
-ASKED = {
-    "address": ("4 to 12 tokens", 12, "4 to 10 tokens"),
-    "counting": ("12 to 28 tokens", 26, "12 to 26 tokens"),
-    "flip_flop": ("6 to 20 tokens", 18, "6 to 16 tokens"),
-    "line_numbers": ("3 to 10 lines", 38, "3 to 9 lines"),
-    "navigation": ("4 to 14 moves", 27, "4 to 13 moves"),
-    "recall": ("4 to 12 pairs", 23, "4 to 11 pairs"),
-    "selective_copy": ("5 to 16 tokens", 16, "5 to 15 tokens"),
-    "table": ("2 to 6 columns", 47, "2 to 6 columns"),
-}
-
-
-def test_a_model_that_does_not_take_all(task):
-    whole, limit, part = ASKED[task.kind]
-    options, longest = task.Evaluation(), int(whole.split()[2])
-    for none in (None, 10_000):
-        assert task.prepare(options, none) == f"asked for {whole} in the end"
-    assert task.prepare(options, limit) == (
-        f"asked for {part} in the end, as far as {limit} tokens reach"
-    )
-    named = task.Evaluation(longest=longest)
-    with pytest.raises(ValueError, match=f"of {longest} .* have up to .* model accepts {limit}$"):
-        task.prepare(named, limit)
-    assert task.prepare(named, 10_000) == f"asked for {whole} in the end"
-    with pytest.raises(ValueError, match="accepts 2 tokens: too few to be asked"):
-        task.prepare(options, 2)
-
-
 def test_a_move_that_takes_back_the_last_is_not_asked_about():
     for undo in (False, True):
         task = get_task("navigation", **SMALL["navigation"], undo=undo)
@@ -370,14 +304,7 @@ def test_what_is_counted_is_set_to_zero_again():
     assert np.mean(np.array(again) > 0) > 0.5
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("counting", {"variables": 1, "shortest": 11, "longest": 20}),
-        ("recall", {"symbols": 2, "shortest": 1, "longest": 2}),
-    ],
-)
-def test_where_all_is_trained_on(kind, options):
-    task = get_task(kind, **options)
-    with pytest.raises(ValueError, match=f"{kind}: of .* texts none may be asked about where"):
+def test_where_all_is_trained_on():
+    task = get_task("recall", symbols=2, shortest=1, longest=2)
+    with pytest.raises(ValueError, match=r"recall: of .* texts none may be asked about where"):
         task.prepare(task.Evaluation())

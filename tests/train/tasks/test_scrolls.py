@@ -1,19 +1,16 @@
 import collections
 import json
 
-import chex
 import numpy as np
 import pytest
 
 from tests.train import small, tokenizer_files
 from tests.train.tasks.scrolls_archives import HARBOUR, qa, record, write
 from train import experiment
-from train.compare.tasks import compare
 from train.data import tokenizers
 from train.main import main
 from train.tasks import get_task
 from train.tasks.scrolls import ScrollsEvaluation
-from train.tasks.scrolls_metrics import Outcome
 
 EOS, PAD = 256, 257
 
@@ -47,13 +44,6 @@ class TestPrompts:
             assert len(prompt) + 12 == task.sequence_length
             assert text(prompt) == HARBOUR[:left] + ending
 
-    def test_a_question_that_does_not_fit(self, data):
-        task = a_task(data, sequence_length=len("\n\nWhat do fishermen mend?\nAnswer:\n") + 11)
-        with pytest.raises(ValueError, match=r"line 1: the question of example 'c' takes 34 token"):
-            task.questions("validation")
-        with pytest.raises(ValueError, match=r"line 1: the question of example 'a' takes 34 token"):
-            task.dataset(0, 2)
-
     def test_summaries(self, tmp_path):
         records = {"gov_report": {"train": [record("g", "A report.\n\nIts end.", "Short.")]}}
         task = a_task(write(tmp_path, records=records), subset="gov_report", sequence_length=60)
@@ -77,6 +67,10 @@ class TestPrompts:
 
 class TestTraining:
     def test_the_loss_counts_the_answer_only(self, data):
+        def counted(batch):
+            rows = zip(batch["targets"], batch["weights"], strict=True)
+            return [text(targets[weights == 1]) for targets, weights in rows]
+
         batch = next(iter(a_task(data, sequence_length=128).dataset(3, 3)))
         assert {name: (x.shape, x.dtype) for name, x in batch.items()} == {
             "inputs": ((3, 128), np.int32),
@@ -84,16 +78,13 @@ class TestTraining:
             "weights": ((3, 128), np.float32),
         }
         np.testing.assert_array_equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
-        counted = [text(t[w == 1]) for t, w in zip(batch["targets"], batch["weights"], strict=True)]
-        assert sorted(counted) == ["nets<eos>", "the pier<eos>", "their nets<eos>"]
+        assert sorted(counted(batch)) == ["nets<eos>", "the pier<eos>", "their nets<eos>"]
         assert set(np.unique(batch["weights"])) == {0, 1}
-        for inputs, answer in zip(batch["inputs"], counted, strict=True):
+        for inputs, answer in zip(batch["inputs"], counted(batch), strict=True):
             assert text(inputs) == f"{HARBOUR}\n\nWhat do fishermen mend?\nAnswer:\n{answer}"
-
-    def test_a_long_answer_loses_its_end(self, data):
+        # A long answer loses its end.
         batch = next(iter(a_task(data, sequence_length=128, answer_length=4).dataset(0, 3)))
-        counted = [text(t[w == 1]) for t, w in zip(batch["targets"], batch["weights"], strict=True)]
-        assert sorted(counted) == ["nets", "the ", "thei"]
+        assert sorted(counted(batch)) == ["nets", "the ", "thei"]
 
     def test_every_pass_visits_all_in_another_order(self, tmp_path):
         records = [qa(f"{i}", f"{i:02}") for i in range(12)]
@@ -111,72 +102,35 @@ class TestTraining:
         assert two[:12] != two[12:]
         assert answers(6, 3) != two[:12]
 
-    def test_restores_bit_for_bit(self, data):
-        task = a_task(data, sequence_length=96)
-        stream = iter(task.dataset(1, 2))
-        for _ in range(3):
-            next(stream)
-        state = stream.get_state()
-        rest = [next(stream) for _ in range(4)]
-        again = iter(task.dataset(1, 2))
-        again.set_state(json.loads(json.dumps(state)))
-        chex.assert_trees_all_equal([next(again) for _ in range(4)], rest)
 
-    def test_processes_share_the_stream(self, data):
-        task = a_task(data, sequence_length=96)
-        half = iter(task.dataset(1, 2))
-        parts = [iter(task.dataset(1, 4, p, 2)) for p in range(2)]
-        for _ in range(3):
-            chex.assert_trees_all_equal([next(p) for p in parts], [next(half), next(half)])
-
-    def test_wrong_calls(self, data):
-        with pytest.raises(ValueError, match="batch_size = 3 is not a multiple of process_count"):
-            a_task(data).dataset(0, 3, 0, 2)
-        with pytest.raises(ValueError, match=r"there is neither .* nor "):
-            a_task(data / "none").dataset(0, 2)
-        (data / "contract_nli" / "train.jsonl").write_text("\n")
-        with pytest.raises(ValueError, match="the training split of contract_nli is empty"):
-            a_task(data, subset="contract_nli").dataset(0, 2)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"subset": "quasper"}, "did you mean 'qasper'"),
+        ({"answer_length": 0}, "answer_length must be a positive integer"),
+        ({"sequence_length": 12}, "an answer of 12 tokens leaves no room"),
+        ({"sequence_length": 45}, r"line 1: the question of example 'a' takes 34 token"),
+        ({"vocab_size": 100}, "vocab_size = 100 is too small for the tokenizer 'bytes'"),
+        ({"data": "none"}, "there is neither .* nor "),
+        ({"subset": "contract_nli"}, "the training split of contract_nli is empty"),
+        ({"tokenizer": "endless.json"}, r"no token that ends a text; .* \['<s>'\]"),
+    ],
+)
+def test_what_cannot_be_trained(data, monkeypatch, options, message):
+    monkeypatch.chdir(data)
+    tokenizer_files.hugging_face(data / "endless.json", specials=("<s>",))
+    (data / "contract_nli" / "train.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match=message):
+        a_task(**{"data": data, **options}).dataset(0, 2)
 
 
-class TestOptions:
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"subset": "quasper"}, "did you mean 'qasper'"),
-            ({"sequence_length": 0}, "sequence_length must be a positive integer"),
-            ({"answer_length": 0}, "answer_length must be a positive integer"),
-            ({"sequence_length": 64}, "an answer of 64 tokens leaves no room"),
-            ({"tokenizer": "gone.json"}, "there is no tokenizer 'gone.json'"),
-            ({"tokenizer_fingerprint": "0"}, "but 0 was used: it is another tokenizer"),
-            ({"vocab_size": 100}, "vocab_size = 100 is too small for the tokenizer 'bytes'"),
-        ],
-    )
-    def test_out_of_range(self, options, message):
-        with pytest.raises(ValueError, match=message):
-            _ = get_task("scrolls", **options).codec
-
-    def test_a_tokenizer_without_an_end(self, tmp_path):
-        path = tokenizer_files.hugging_face(tmp_path / "tokenizer.json", specials=("<s>",))
-        with pytest.raises(ValueError, match=r"no token that ends a text; .* \['<s>'\]"):
-            get_task("scrolls", tokenizer=str(path))
-
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [({"split": "dev"}, "unknown split"), ({"limit": 0}, "limit must be at least 1")],
-    )
-    def test_of_evaluation(self, options, message):
-        with pytest.raises(ValueError, match=message):
-            ScrollsEvaluation(**options)
-
-
-def test_compare(data):
-    task = a_task(data)
-    of_seeds = [Outcome("qasper", "validation", {"c": "nets"}, {"f1": f}) for f in (0.25, 0.75)]
-    comparison = compare(task, {"tape": of_seeds, "rope": of_seeds[:1]})
-    assert "| tape | 50.00 |" in comparison.sections["Scores"]
-    assert "| rope | 25.00 |" in comparison.sections["Scores"]
-    assert "1 examples of qasper, validation" in comparison.introduction
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"split": "dev"}, "unknown split"), ({"limit": 0}, "limit must be at least 1")],
+)
+def test_what_cannot_be_asked(options, message):
+    with pytest.raises(ValueError, match=message):
+        ScrollsEvaluation(**options)
 
 
 @pytest.mark.slow

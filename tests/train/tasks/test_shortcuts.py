@@ -9,6 +9,7 @@ import pytest
 
 from research.configs.places import TASKS
 from tests.paths import ROOT
+from tests.selection import mostly_slow
 from train import tasks
 from train.tasks import get_task, task_type
 from train.tasks.places import PlaceTask
@@ -91,7 +92,7 @@ def test_every_task_of_places_has_a_rule():
     assert of_places == RULES.keys()
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", mostly_slow(RULES, "address", "recall"))
 def test_rule(name):
     rule, *expected = RULES[name]
     assert found(rule, name) == expected

@@ -39,28 +39,7 @@ def files_in(texts):
     }
 
 
-def one_epoch(task, size=4, seed=0):
-    """Batches that see every sequence at least once."""
-    stream = iter(task.dataset(seed, size))
-    count = len(task.training_stream().tokens) // task.sequence_length
-    return list(itertools.islice(stream, -(-2 * count // size)))
-
-
 class TestTraining:
-    @pytest.mark.parametrize("packing", ["concatenated", "documents"])
-    def test_batches(self, folder, packing):
-        task = text_task(folder, packing=packing)
-        expected = {"inputs": np.int32, "targets": np.int32, "weights": np.float32}
-        if packing == "documents":
-            expected |= {"segment_ids": np.int32, "positions": np.int32}
-        batch = next(iter(task.dataset(0, 6)))
-        assert {name: value.dtype for name, value in batch.items()} == expected
-        assert {value.shape for value in batch.values()} == {(6, 16)}
-        weighed = batch["weights"][:, :-1] > 0
-        np.testing.assert_array_equal(
-            batch["inputs"][:, 1:][weighed], batch["targets"][:, :-1][weighed]
-        )
-
     def test_shorter_sequences(self, folder):
         """As many tokens in more rows, the same as of a task that is judged by them."""
         short = text_task(folder, train_length=8, passkeys=0)
@@ -69,22 +48,20 @@ class TestTraining:
         for name, values in expected.items():
             np.testing.assert_array_equal(batch[name], values)
         assert batch["inputs"].shape == (12, 8)
-        with pytest.raises(ValueError, match="train_length must divide sequence_length = 16"):
-            text_task(folder, train_length=5)
 
     @pytest.mark.parametrize("packing", ["concatenated", "documents"])
     def test_trains_on_all_but_the_held_out_files(self, folder, packing):
         task = text_task(folder, packing=packing)
-        texts = [task.codec.decode(row) for b in one_epoch(task) for row in b["inputs"]]
+        count = len(task.training_stream().tokens) // task.sequence_length
+        batches = list(itertools.islice(task.dataset(0, 4), -(-2 * count // 4)))
+        texts = [task.codec.decode(row) for batch in batches for row in batch["inputs"]]
         words = [text.replace("<pad>", " ").replace("<eos>", " ") for text in texts]
         assert files_in(words) == set(range(40)) - held_out_files()
 
-    def test_documents_end_with_the_end_token(self, folder):
-        task = text_task(folder)
-        parts = task.codec.decode(task.training_stream().tokens).split("<eos>")
-        assert parts.pop() == ""
-        files = [i for i in range(40) if i not in held_out_files()]
-        assert parts == [f"file{i:02} " * (3 + i % 7) for i in files]
+        expected = {"inputs": np.int32, "targets": np.int32, "weights": np.float32}
+        if packing == "documents":
+            expected |= {"segment_ids": np.int32, "positions": np.int32}
+        assert {name: value.dtype for name, value in batches[0].items()} == expected
 
     def test_order(self, folder):
         in_order = next(iter(text_task(folder, shuffle=False).dataset(0, 8)))["inputs"]
@@ -92,7 +69,6 @@ class TestTraining:
         np.testing.assert_array_equal(in_order.reshape(-1), stream[: 8 * 16])
         first, second = (next(iter(text_task(folder).dataset(s, 8)))["inputs"] for s in (0, 1))
         assert np.any(first != second)
-        assert np.any(first != in_order)
 
     def test_padding(self, folder):
         """Tokenizers without a padding token pad with one that starts or ends documents."""
@@ -103,17 +79,8 @@ class TestTraining:
         assert padding.any()
         assert set(batch["inputs"][padding].tolist()) == {tokenizers.load(name).eos}
 
-    def test_changed_files_are_noticed_when_resuming(self, folder):
-        state = iter(text_task(folder).dataset(0, 4)).get_state()
-        for path in folder.glob("*.txt"):
-            path.write_text(path.read_text().upper())
-        changed = iter(text_task(folder).dataset(0, 4))
-        with pytest.raises(ValueError, match="the text has changed"):
-            changed.set_state(state)
-
-    @pytest.mark.parametrize("packing", ["concatenated", "documents"])
-    def test_passkeys_in_place_of_some_sequences(self, folder, packing):
-        options = {"sequence_length": 32, "packing": packing, "passkey_form": "short"}
+    def test_passkeys_in_place_of_some_sequences(self, folder):
+        options = {"sequence_length": 32, "packing": "documents", "passkey_form": "short"}
         task = text_task(folder, passkeys=0.5, **options)
         plain = iter(text_task(folder, **options).dataset(0, 8))
         stream = iter(task.dataset(0, 8))
@@ -137,17 +104,14 @@ class TestTraining:
         assert 50 < len(keys) < 150
 
         halves = [iter(task.dataset(0, 8, process, 2)) for process in range(2)]
-        whole = next(iter(task.dataset(0, 8)))
-        for name, *parts in zip(whole, *(next(half).values() for half in halves), strict=True):
-            np.testing.assert_array_equal(np.concatenate(parts), whole[name])
-
-        state = stream.get_state()
-        rest = list(itertools.islice(stream, 2))
         again = iter(task.dataset(0, 8))
-        again.set_state(json.loads(json.dumps(state)))
-        for batch, other in zip(rest, again, strict=False):
-            for name in batch:
-                np.testing.assert_array_equal(batch[name], other[name])
+        whole, *parts = map(next, (again, *halves))
+        for name in whole:
+            joined = np.concatenate([part[name] for part in parts])
+            np.testing.assert_array_equal(joined, whole[name])
+        again.set_state(json.loads(json.dumps(stream.get_state())))
+        for _ in range(2):
+            np.testing.assert_equal(next(again), next(stream))
 
     def test_judged_by_another_text(self, folder, monkeypatch):
         (folder / "other").mkdir()
@@ -157,14 +121,6 @@ class TestTraining:
         options = text_evaluation.Evaluation(source=f"{folder}/other/*.txt")
         judged = task.evaluate(None, options)
         assert task.decode(judged.evaluation_tokens()) == "something else<eos>"
-        assert task.evaluate(None, text_evaluation.Evaluation()) is task
-
-    def test_too_short_for_passkeys(self, folder):
-        with pytest.raises(ValueError, match="a length of 16 tokens is too small"):
-            text_task(folder, passkeys=0.5).dataset(0, 4)
-
-    def test_without_passkeys_all_keys_are_asked(self, folder):
-        assert text_task(folder).passkeys_asked == retrieval.FORMS["long"]
 
     def test_subwords_and_lines(self, folder):
         """A corpus of records with a trained tokenizer, document starts and ends included."""
@@ -178,25 +134,18 @@ class TestTraining:
         records = [f"Position states {i}" for i in range(60)]
         expected = {f"<s>{r}</s>" for r in records if held_out.document(r.encode(), 0.3)}
         assert texts == expected
-        assert 5 < len(texts) < 35
 
 
 class TestHeldOut:
-    def test_documents(self, folder):
+    def test_documents_and_limit(self, folder):
         task = text_task(folder)
         documents = list(task.evaluation_documents())
         assert all(d.dtype == np.int32 and type(d) is np.ndarray for d in documents)
-        texts = [task.codec.decode(document) for document in documents]
-        expected = {f"file{i:02} " * (3 + i % 7) + "<eos>" for i in held_out_files()}
-        assert len(texts) == len(expected)
-        assert set(texts) == expected
-
-    def test_limit(self, folder):
-        task = text_task(folder)
-        documents = list(task.evaluation_documents())
+        texts = sorted(task.codec.decode(document) for document in documents)
+        assert texts == [f"file{i:02} " * (3 + i % 7) + "<eos>" for i in sorted(held_out_files())]
         stream = np.concatenate(documents)
         np.testing.assert_array_equal(task.evaluation_tokens(), stream)
-        for limit in (1, 40, len(documents[0]), len(stream), len(stream) + 1):
+        for limit in (1, 40, len(documents[0]), len(stream) + 1):
             cut = list(task.evaluation_documents(limit))
             assert all(len(document) for document in cut)
             np.testing.assert_array_equal(np.concatenate(cut), stream[:limit])
@@ -238,14 +187,6 @@ class TestPrepare:
 
     OPTIONS = text_evaluation.Evaluation(factors=(1, 2), tokens=64)
 
-    def test_it_says_how_much_there_is(self, folder):
-        task = text_task(folder)
-        trained, held_out = task.training_stream(), task.held_out_stream()
-        assert task.prepare(self.OPTIONS) == (
-            f"{folder}/*.txt: {len(trained.tokens):,} tokens to train on; held out: "
-            f"{len(held_out.tokens)}"
-        )
-
     def test_a_single_file_holds_out_its_end(self, folder):
         (folder / "book.txt").write_text("All is said once.\n" * 50)
         task = text_task(folder, source=f"{folder}/book.txt", held_out=0.2)
@@ -256,22 +197,10 @@ class TestPrepare:
             "one document"
         )
 
-    def test_the_text_to_judge_by_may_be_another(self, folder):
-        (folder / "other").mkdir()
-        (folder / "other" / "test.txt").write_text("x" * 99)
-        options = dataclasses.replace(self.OPTIONS, source=f"{folder}/other/test.txt")
-        none_held_out = text_task(folder, held_out=1e-9)
-        with pytest.raises(ValueError, match=r"falls into the held out part.*evaluation\.source"):
-            none_held_out.prepare(self.OPTIONS)
-        assert none_held_out.prepare(options).endswith(f"held out: 100 of {options.source}")
-
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            (
-                {"factors": (1, 9999), "tokens": 999_999},
-                r"has no stretch of 159,985 tokens.*source",
-            ),
+            ({"factors": (1, 9999), "tokens": 999_999}, r"no stretch of 159,985 tokens.*source"),
             ({"tokens": 31}, "tokens = 31 is less than the longest window"),
             ({"passkey_lengths": (9,)}, "passkey: a length of 9 tokens is too small"),
         ],
@@ -298,17 +227,6 @@ class TestExperiment:
         assert record["model"]["vocab_size"] == 258
         assert experiment.from_mapping(record) == made
 
-    def test_another_tokenizer_is_an_error_that_names_both(self, tmp_path):
-        path = tokenizer_files.hugging_face(tmp_path / "tokenizer.json", vocab_size=290)
-        record = experiment.to_json(experiment.from_mapping(self.values(tokenizer=str(path))))
-        before = tokenizers.fingerprint(str(path))
-        tokenizer_files.hugging_face(path, vocab_size=280)
-        after = tokenizers.fingerprint(str(path))
-        with pytest.raises(
-            ValueError, match=rf"has the fingerprint {after}, but {before} was used"
-        ):
-            experiment.from_mapping(record)
-
     def test_nothing_is_read_until_it_is_needed(self, tmp_path):
         absent = self.values(source="absent/*.txt", tokenizer="absent.model", vocab_size=32_000)
         task = experiment.from_mapping(absent).task
@@ -317,37 +235,25 @@ class TestExperiment:
             task.dataset(0, 1)
 
 
-class TestErrors:
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"packing": "document"}, r"unknown packing 'document'.*did you mean 'documents'"),
-            ({"sequence_length": 0}, "sequence_length must be a positive integer; got 0"),
-            ({"held_out": 0.0}, "held_out must be between 0 and 1; got 0.0"),
-            ({"passkeys": 1}, r"passkeys is a share of the sequences in \[0, 1\); got 1"),
-            ({"passkey_form": "shrt"}, "unknown passkey form 'shrt'.*did you mean 'short'"),
-            ({"tokenizer_fingerprint": "0"}, r"'bytes' has the fingerprint .*, but 0 was used"),
-        ],
-    )
-    def test_options(self, options, message):
-        with pytest.raises(ValueError, match=message):
-            Text(**options)
-
-    def test_shorter_than_a_sequence(self, folder):
-        with pytest.raises(ValueError, match="shorter than one sequence of 5000 tokens"):
-            text_task(folder, sequence_length=5000).dataset(0, 1)
-
-    def test_a_vocabulary_too_small(self, folder):
-        with pytest.raises(ValueError, match=r"vocab_size = 100 is too small .* has 258 tokens"):
-            text_task(folder, vocab_size=100).dataset(0, 1)
-
-    def test_nothing_to_separate_documents(self, folder):
-        name = str(tokenizer_files.hugging_face(folder / "tokenizer.json", ["<other>"]))
-        with pytest.raises(ValueError, match=r"no token that starts or ends a document.*<other>"):
-            text_task(folder, tokenizer=name)
-
-    @pytest.mark.parametrize(("share", "side"), [(1e-9, "held out"), (1 - 1e-9, "train")])
-    def test_an_empty_side(self, folder, share, side):
-        task = text_task(folder, held_out=share)
-        with pytest.raises(ValueError, match=f"no document of .* falls into the {side} part"):
-            task.evaluation_tokens() if side == "held out" else task.dataset(0, 1)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"packing": "document"}, r"unknown packing 'document'.*did you mean 'documents'"),
+        ({"held_out": 0.0}, "held_out must be between 0 and 1; got 0.0"),
+        ({"train_length": 5}, "train_length must divide sequence_length = 16"),
+        ({"passkeys": 1}, r"passkeys is a share of the sequences in \[0, 1\); got 1"),
+        ({"passkeys": 0.5}, "a length of 16 tokens is too small"),
+        ({"passkey_form": "shrt"}, "unknown passkey form 'shrt'.*did you mean 'short'"),
+        ({"tokenizer_fingerprint": "0"}, r"'bytes' has the fingerprint .*, but 0 was used"),
+        ({"tokenizer": "other.json"}, r"no token that starts or ends a document.*<other>"),
+        ({"vocab_size": 100}, r"vocab_size = 100 is too small .* has 258 tokens"),
+        ({"sequence_length": 0}, "sequence_length must be a positive integer; got 0"),
+        ({"sequence_length": 5000}, "shorter than one sequence of 5000 tokens"),
+        ({"held_out": 1 - 1e-9}, "no document of .* falls into the train part"),
+    ],
+)
+def test_what_cannot_be_trained(folder, monkeypatch, options, message):
+    monkeypatch.chdir(folder)
+    tokenizer_files.hugging_face(folder / "other.json", ["<other>"])
+    with pytest.raises(ValueError, match=message):
+        text_task(folder, **options).dataset(0, 1)

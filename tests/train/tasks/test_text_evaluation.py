@@ -29,22 +29,8 @@ class TestResult:
         restored = text_evaluation.read_result(json.loads(text))
         np.testing.assert_equal(dataclasses.asdict(restored.perplexity), dataclasses.asdict(found))
         assert restored.passkey is None
-
-    @pytest.mark.parametrize(
-        ("record", "message"),
-        [
-            (None, "expected the fields of a TextResult; got None"),
-            ({"format": "x"}, "expected a record of format 'tape-jax evaluation of text.*got 'x'"),
-            ({"format": text_evaluation.FORMAT, "perplexity": 1}, "TextResult has the fields"),
-            (
-                {"format": text_evaluation.FORMAT, "perplexity": 1, "passkey": None},
-                "expected the fields of a Perplexity; got 1",
-            ),
-        ],
-    )
-    def test_other_records(self, record, message):
-        with pytest.raises(ValueError, match=message):
-            text_evaluation.read_result(record)
+        with pytest.raises(ValueError, match=r"of format 'tape-jax evaluation of text.*got 'x'"):
+            text_evaluation.read_result({"format": "x"})
 
 
 class Text:
@@ -72,6 +58,8 @@ class TestHeldOut:
         assert len(text) == 65
         assert Evaluation(lengths=(2, 16)).lengths_at(4) == (2, 16)
         assert Evaluation(factors=(1, 2)).lengths_at(4) == (4, 8)
+        assert [Evaluation().stride_at(n) for n in (1, 40, 1024)] == [1, 20, 256]
+        assert Evaluation(stride=7).stride_at(1024) == 7
 
     def test_documents(self):
         options = Evaluation(factors=(1, 2, 4), tokens=50, documents=True)
@@ -100,12 +88,8 @@ class TestHeldOut:
     [
         ({"factors": (2, 1)}, r"must be positive, ascend, and divide the last; got \(2, 1\)"),
         ({"factors": (2, 3)}, r"divide the last; got \(2, 3\)"),
-        ({"factors": ()}, r"got \(\)"),
-        ({"lengths": (64, 96)}, r"lengths must be positive, ascend, .* got \(64, 96\)"),
         ({"protocols": ("sliding",)}, "unknown evaluation protocol 'sliding'"),
-        ({"protocols": ("disjoint",) * 2}, "each once; got"),
         ({"tokens": 0}, "tokens must be at least 1; got 0"),
-        ({"stride": 0}, "stride must be at least 1; got 0"),
         ({"passkey_lengths": (4, 2)}, r"lengths must be positive and ascend; got \(4, 2\)"),
         ({"passkey_lengths": (4,), "passkey_trials": 0}, "trials must be a positive integer"),
     ],
@@ -113,11 +97,6 @@ class TestHeldOut:
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
         Evaluation(**options)
-
-
-def test_stride():
-    assert [Evaluation().stride_at(n) for n in (1, 40, 512, 1024)] == [1, 20, 256, 256]
-    assert Evaluation(stride=7).stride_at(1024) == 7
 
 
 def trained(kind="rope"):
@@ -166,20 +145,12 @@ class TestEvaluate:
         again = text_evaluation.read_result(json.loads(json.dumps(found.to_json())))
         assert again.table() == found.table()
 
-    def test_shorter_than_trained(self):
-        options = Evaluation(lengths=(2, 4), protocols=("disjoint",), tokens=32)
-        found = evaluate(Text(), trained(), options).perplexity
-        assert set(found.summary()) >= {"perplexity_0.5x", "perplexity_1x"}
-        assert "|      2 |       0.5x |" in found.table()
-
     def test_bytes_of_text_leave_special_tokens_out(self):
-        options = Evaluation(factors=(1, 2, 4), tokens=50, documents=True, protocols=("disjoint",))
-        assert evaluate(Text(), trained(), options).perplexity.text_bytes == 47
-
-    @pytest.mark.slow
-    def test_samples(self):
-        lines = text_evaluation.samples(Text(), trained(), Evaluation())
-        assert [line.partition(" is continued with ")[0] for line in lines] == ["'aa'", "'aa'"]
+        """Also of windows that are shorter than those of training."""
+        options = Evaluation(lengths=(2, 4, 16), tokens=50, documents=True, protocols=("disjoint",))
+        found = evaluate(Text(), trained(), options).perplexity
+        assert found.text_bytes == 47
+        assert set(found.summary()) >= {"perplexity_0.5x", "perplexity_1x"}
 
 
 def test_scores_are_in_the_summary():

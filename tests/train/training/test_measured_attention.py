@@ -40,15 +40,17 @@ def measured(monkeypatch):
     return calls
 
 
-def prepare(experiment, **keywords):
+def prepare(experiment, sharding=None, *, tune=True):
     said = []
-    loop.measure_attention(experiment, None, said.append, **{"tune": True} | keywords)
+    loop.measure_attention(experiment, sharding, said.append, tune=tune)
     return said
 
 
-def test_own_shapes_are_measured_once(measured):
+@pytest.mark.parametrize("devices", [1, 2])
+def test_shapes_of_one_device_are_measured_once(measured, devices):
     experiment = an_experiment()
-    said = prepare(experiment)
+    sharding = None if devices == 1 else ShardingConfig(data=2).build(jax.devices()[:2])
+    said = prepare(experiment, sharding)
     model, train = experiment.model, experiment.train
     assert measured == [
         CallShape(
@@ -56,14 +58,14 @@ def test_own_shapes_are_measured_once(measured):
             experiment.task.sequence_length,
             model.dtype,
             state,
-            train.batch_size // train.accumulate,
+            train.batch_size // train.accumulate // devices,
             model.num_heads,
             model.kv_heads,
         )
         for state in (True, False)
     ]
     assert "attention is measured first, for 60 seconds at most" in said[0]
-    assert prepare(experiment) == []
+    assert prepare(experiment, sharding) == []
     assert len(measured) == 2
 
 
@@ -83,32 +85,12 @@ def test_nothing_is_measured_where_it_is_not_wanted(measured, monkeypatch):
     assert (measured, agreed) == ([], [True])
 
 
-def test_a_folder_that_cannot_be_written_is_no_reason_to_stop(measured, monkeypatch):
-    def refuse(table):
-        raise OSError("read-only")
-
-    monkeypatch.setattr(records, "write", refuse)
-    assert prepare(an_experiment())[-1] == "what was measured cannot be kept: read-only"
-
-
-def test_shapes_are_those_of_one_device(measured):
-    experiment = an_experiment()
-    sharding = ShardingConfig(data=2).build(jax.devices()[:2])
-    loop.measure_attention(experiment, sharding, lambda _: None, tune=True)
-    assert {shape.batch for shape in measured} == {
-        experiment.train.batch_size // experiment.train.accumulate // 2
-    }
-
-
-@pytest.mark.parametrize(("options", "wanted"), [([], True), (["--no-tune"], False)])
-def test_the_option(monkeypatch, tmp_path, options, wanted):
-    asked = []
-
+def test_the_option(monkeypatch, tmp_path, capsys):
     def train(*args, tune, **kwargs):
-        asked.append(tune)
-        raise ValueError("far enough")
+        raise ValueError(f"tune is {tune}")
 
     monkeypatch.setattr(loop, "train", train)
-    command = ["train", "--config=configs/addition_demo.py", f"--run={tmp_path / 'run'}"]
-    assert program.main([*command, *options]) == program.USER_ERROR
-    assert asked == [wanted]
+    run = ["train", "--config=configs/addition_demo.py", f"--run={tmp_path / 'run'}"]
+    for options, wanted in (([], True), (["--no-tune"], False)):
+        assert program.main([*run, *options]) == program.USER_ERROR
+        assert f"tune is {wanted}" in capsys.readouterr().err

@@ -1,5 +1,4 @@
 import io
-import json
 import struct
 
 import jax
@@ -9,7 +8,7 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from train.training import metrics
-from train.training.metrics import Clock, Metrics, NonFiniteError, Progress
+from train.training.metrics import Clock, Metrics, NonFiniteError
 
 
 def values(loss: float) -> dict:
@@ -29,10 +28,8 @@ def scalars(folder):
     return found
 
 
-def run(folder, start, stop, total=10, log_every=4, sums=None):
-    with Metrics(
-        folder, total, start, work=metrics.Work(32), log_every=log_every, sums=sums
-    ) as log:
+def run(folder, start, stop, total=10, log_every=4):
+    with Metrics(folder, total, start, work=metrics.Work(32), log_every=log_every) as log:
         for step in range(start + 1, stop + 1):
             log.record(step, values(step))
         log.flush()
@@ -59,34 +56,6 @@ def test_resuming_cuts_what_lies_past_the_checkpoint(tmp_path):
     assert list(tmp_path.glob(".*")) == []
 
 
-def test_going_on_between_two_lines(tmp_path):
-    """With the sums of the checkpoint, the lines are those of a run that was never stopped."""
-    sums, saved = metrics.Sums(), metrics.Sums()
-    run(tmp_path, 0, 6, total=14, sums=sums)
-    saved.set_state(json.loads(json.dumps(sums.get_state())))
-    run(tmp_path, 6, 14, total=14, sums=saved)
-    lines = metrics.read(tmp_path / "metrics.jsonl")
-    assert [(line["step"], line["loss"]) for line in lines] == [
-        *[(4, 2.5), (8, 6.5), (12, 10.5)],
-        (14, 13.5),
-    ]
-
-
-def test_a_line_at_the_end_of_a_run_goes_when_the_run_becomes_longer(tmp_path):
-    sums = metrics.Sums()
-    run(tmp_path, 0, 10, total=10, sums=sums)
-    state = sums.get_state()
-    for total, steps in ((10, [4, 8, 10]), (16, [4, 8, 12, 16])):
-        saved = metrics.Sums()
-        saved.set_state(state)
-        run(tmp_path, 10, total, total=total, sums=saved)
-        lines = metrics.read(tmp_path / "metrics.jsonl")
-        assert [line["step"] for line in lines] == steps
-    assert [line["loss"] for line in lines] == [2.5, 6.5, 10.5, 14.5]
-    losses = [s[::2] for s in scalars(tmp_path / "tensorboard") if s[1] == "loss"]
-    assert losses[-2:] == [(12, 10.5), (16, 14.5)]
-
-
 def test_numbers_are_fetched_one_step_late(tmp_path, monkeypatch):
     """Nobody waits for the step that has just begun; a number that is not finite is then told."""
     fetched = []
@@ -102,16 +71,6 @@ def test_numbers_are_fetched_one_step_late(tmp_path, monkeypatch):
         log.flush()
         assert np.array_equal(fetched, [1, 2])
     assert [line["step"] for line in metrics.read(tmp_path / "metrics.jsonl")] == [1]
-
-
-def test_a_bar_on_a_terminal(monkeypatch):
-    file = io.StringIO()
-    file.isatty = lambda: True
-    progress = Progress(40, start=10, label="tape", file=file)
-    progress.update(20, "loss 0.5000, 12,000 tokens/s")
-    progress.close()
-    assert "tape:  50%" in file.getvalue()
-    assert "left, loss 0.5000, 12,000 tokens/s" in file.getvalue()
 
 
 def test_a_line_now_and_then_where_there_is_no_terminal(tmp_path, monkeypatch):
@@ -138,10 +97,7 @@ def test_compilation_is_counted_apart(monkeypatch):
         jax.monitoring.record_event_duration_secs(event, 2.0)
     jax.monitoring.record_event_duration_secs("/jax/something/else", 5.0)
     watch.lap("to train")
-    now[0] += 3
-    watch.lap("to train")
-    watch.lap("to save")
-    assert str(watch) == "15.0 s: 2.0 s to start, 6.0 s to compile, 7.0 s to train"
+    assert str(watch) == "12.0 s: 2.0 s to start, 6.0 s to compile, 4.0 s to train"
     before = metrics.compiling_seconds()
     jax.jit(lambda x: x + 17.25)(1.0)
     assert metrics.compiling_seconds() > before, "jax still has events of these names"

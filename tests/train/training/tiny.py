@@ -28,6 +28,7 @@ def an_experiment(**train):
     return experiment.from_mapping(
         {
             "name": "test",
+            "seed": 3,
             "task": {"name": "addition", "max_digits": 2},
             "model": {"hidden_size": 8, "num_heads": 2, "num_layers": 1},
             "train": {
