@@ -36,30 +36,23 @@ def test_programs_are_kept_in_the_users_folder(before_jax, tmp_path):
     assert (tmp_path / "cache" / "compiled").is_dir()
 
 
-def test_what_the_environment_says_stays(before_jax, tmp_path):
-    before_jax[FOLDER] = "elsewhere"
-    process.keep_programs()
-    assert before_jax[FOLDER] == "elsewhere"
-    assert SIZE not in before_jax
-    assert not (tmp_path / "cache").exists()
-
-
-def test_a_folder_that_cannot_be_made_is_done_without(before_jax, tmp_path):
+def test_where_nothing_is_kept(before_jax, tmp_path, monkeypatch):
+    """What the environment says stays; where there is no folder, or jax is loaded, it is no use."""
+    with monkeypatch.context() as patch:
+        patch.setitem(before_jax, FOLDER, "elsewhere")
+        process.keep_programs()
+        assert before_jax[FOLDER] == "elsewhere"
+        assert SIZE not in before_jax
+        assert not (tmp_path / "cache").exists()
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "jax", object())
+        process.keep_programs()
+        assert FOLDER not in before_jax
     (tmp_path / "cache").write_text("in the way")
-    process.keep_programs()
-    assert FOLDER not in before_jax
-
-
-def test_a_user_without_a_home_has_no_folder(before_jax):
-    before_jax["TAPE_JAX_CACHE"] = "~nobody_of_this_name/x"
-    process.keep_programs()
-    assert FOLDER not in before_jax
-
-
-def test_a_jax_that_is_loaded_is_left_alone(before_jax, monkeypatch):
-    monkeypatch.setitem(sys.modules, "jax", object())
-    process.keep_programs()
-    assert FOLDER not in before_jax
+    for folder in (tmp_path / "cache", "~nobody_of_this_name/x"):
+        before_jax["TAPE_JAX_CACHE"] = str(folder)
+        process.keep_programs()
+        assert FOLDER not in before_jax
 
 
 class Program:
@@ -100,16 +93,16 @@ def test_one_program_is_compiled_in_turns(kept):
 @pytest.mark.parametrize("texts", [("one", "other"), ("same", "same")])
 def test_others_do_not_wait(texts, kept, monkeypatch):
     """Nor does anybody where nothing is kept: each goes on when all have begun."""
+
+    def no_room(*_, **__):
+        raise OSError("no room")
+
     if texts[0] == texts[1]:
         monkeypatch.setattr(process.Path, "mkdir", no_room)
     together = threading.Barrier(2, timeout=10)
     notes = []
     side_by_side(*(Program(text, notes, together.wait) for text in texts))
     assert notes == ["begins", "begins", "ends", "ends"]
-
-
-def no_room(*_, **__):
-    raise OSError("no room")
 
 
 def page_faults_of_an_array() -> int:
@@ -124,9 +117,3 @@ def test_freed_memory_is_used_again():
     process.keep_freed_memory()
     page_faults_of_an_array()
     assert page_faults_of_an_array() < 1000
-
-
-def test_elsewhere_it_does_nothing(monkeypatch):
-    monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
-    monkeypatch.setattr(process.ctypes, "CDLL", None)
-    process.keep_freed_memory()

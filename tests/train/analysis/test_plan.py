@@ -14,7 +14,6 @@ from tests.paths import ROOT
 from train.analysis import ahead_of_time, plan
 from train.analysis.ahead_of_time import TARGETS, Machine
 from train.analysis.collectives import Collective
-from train.commands.plan import parse_mesh
 from train.main import main
 from train.training import flops
 
@@ -36,20 +35,14 @@ def machine(kind="h100", hosts=2, each=2):
         ("v9:2x2", "unknown chip of the topology 'v9'"),
         ("v5e:2-2", "shape of a slice"),
         ("h100:9", "up to 8, or hosts x GPUs"),
-        ("h100:0x8", "up to 8, or hosts x GPUs"),
+        ("v5e:2x2", "pip install libtpu"),
+        ("h100:8", "jax-cuda13-plugin"),
     ],
 )
-def test_a_topology_that_does_not_exist(name, message):
-    with pytest.raises(ValueError, match=message):
-        ahead_of_time.machine(name)
-
-
-def test_compilers_that_are_not_there(monkeypatch):
+def test_a_topology_that_there_is_not(name, message, monkeypatch):
     monkeypatch.setattr(ahead_of_time.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(NotImplementedError, match="pip install libtpu"):
-        ahead_of_time.machine("v5e:2x2")
-    with pytest.raises(NotImplementedError, match="jax-cuda13-plugin"):
-        ahead_of_time.machine("h100:8")
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        ahead_of_time.machine(name)
 
 
 def test_code_that_asks_for_its_platform_finds_the_target():
@@ -91,9 +84,7 @@ def test_the_best_fits_and_may_be_fastest():
     assert fast.times["memory"] == pytest.approx(4e9 / chip.bandwidth)
     text = re.sub(" +", " ", plan.summary(found))
     assert "| fsdp=2, tensor=2 | 2.00 | yes |" in text
-    assert "no, 80 GB there" in text
     assert "not possible: heads = 3" in text
-    assert "2.000 GB  in all" in plan.details(fast)
 
 
 def test_meshes_worth_trying_fit_and_differ():
@@ -106,44 +97,32 @@ def test_meshes_worth_trying_fit_and_differ():
     assert ShardingConfig(data=4, fsdp=8) in found
 
 
-def test_a_mesh_on_the_command_line(capsys, tmp_path):
-    assert parse_mesh("fsdp=8,tensor=-1") == ShardingConfig(fsdp=8, tensor=-1)
-    with pytest.raises(ValueError, match="expected such as fsdp=8,tensor=4; got 'fsdp'"):
-        parse_mesh("fsdp")
-    with pytest.raises(ValueError, match="unknown mesh axis 'model'"):
-        parse_mesh("model=2")
-    call = ["plan", "--config=configs/addition_demo.py", "--topology=v5e"]
-    assert main(call) == 2
-    assert "expected a chip and a layout" in capsys.readouterr().err
+FOLDER = ROOT / "tests" / "golden" / "hf" / "gemma2_tiny"
 
 
-class TestFolders:
-    FOLDER = ROOT / "tests" / "golden" / "hf" / "gemma2_tiny"
+def test_bytes_of_each_device(capsys, monkeypatch):
+    """As much as the parameters take, the split ones half of it; no tensor is read."""
+    monkeypatch.setattr(folder.File, "read", None)
+    assert main(["plan", f"--pretrained={FOLDER}", "--mesh=data=1", "--mesh=fsdp=2"]) in (None, 0)
+    whole, split = re.findall(r"^all +([\d,]+)", capsys.readouterr().out, re.MULTILINE)
+    tensors = safetensors.numpy.load_file(FOLDER / "model.safetensors")
+    total = sum(x.nbytes for x in tensors.values())
+    norms = sum(x.nbytes for x in tensors.values() if x.ndim == 1)
+    assert int(whole.replace(",", "")) == total
+    assert int(split.replace(",", "")) == norms + (total - norms) // 2
 
-    def test_bytes_of_each_device(self, capsys, monkeypatch):
-        """As much as the parameters take, the split ones half of it; no tensor is read."""
-        monkeypatch.setattr(folder.File, "read", None)
-        meshes = ["--mesh=data=1", "--mesh=fsdp=2"]
-        assert main(["plan", f"--pretrained={self.FOLDER}", *meshes]) in (None, 0)
-        whole, split = re.findall(r"^all +([\d,]+)", capsys.readouterr().out, re.MULTILINE)
-        tensors = safetensors.numpy.load_file(self.FOLDER / "model.safetensors")
-        total = sum(x.nbytes for x in tensors.values())
-        norms = sum(x.nbytes for x in tensors.values() if x.ndim == 1)
-        assert int(whole.replace(",", "")) == total
-        assert int(split.replace(",", "")) == norms + (total - norms) // 2
 
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            (["--topology=v5e:2x2"], "no --topology"),
-            (["--config.train.steps=3"], "fields of a config"),
-            (["--mesh=fsdp=-1"], "needs sizes above 0; got 'fsdp=-1'"),
-        ],
-    )
-    def test_misuse(self, options, message, capsys):
-        assert main(["plan", f"--pretrained={self.FOLDER}", *options]) == 2
-        assert message in capsys.readouterr().err
-
-    def test_a_config_needs_a_topology(self, capsys):
-        assert main(["plan", "--config=configs/c4_pretrain.py"]) == 2
-        assert "--config needs --topology" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (f"--pretrained={FOLDER} --topology=v5e:2x2", "no --topology"),
+        (f"--pretrained={FOLDER} --config.train.steps=3", "fields of a config"),
+        (f"--pretrained={FOLDER} --mesh=fsdp=-1", "needs sizes above 0; got 'fsdp=-1'"),
+        (f"--pretrained={FOLDER} --mesh=fsdp", "expected such as fsdp=8,tensor=4; got 'fsdp'"),
+        ("--config=configs/c4_pretrain.py", "--config needs --topology"),
+        ("--config=configs/addition_demo.py --topology=v5e", "expected a chip and a layout"),
+    ],
+)
+def test_wrong_calls(options, message, capsys):
+    assert main(["plan", *options.split()]) == 2
+    assert message in capsys.readouterr().err

@@ -1,8 +1,5 @@
 """Generation from the command line: it says what greedy generation says."""
 
-import json
-import shutil
-
 import jax
 import numpy as np
 import pytest
@@ -15,7 +12,7 @@ from train import experiment
 from train.main import main
 from train.training import generation, runs
 
-HF = ROOT / "tests" / "golden" / "hf" / "llama3_gqa"
+HF = f"--model={ROOT}/tests/golden/hf/llama3_gqa"
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +22,7 @@ def run(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_one_prompt_is_continued_greedily(run, capsys):
+def test_prompts_are_continued_greedily_to_a_stop_or_drawn(run, capsys):
     trained = runs.restore_model(run)
     task = trained.experiment.task
     prompt = task.encode("12+30")
@@ -35,17 +32,20 @@ def test_one_prompt_is_continued_greedily(run, capsys):
     assert text == "12+30" + task.decode(expected[0, len(prompt) :])
     assert "[step 3 of 3; cache: keys, values and position states of 47 tokens in float32" in note
 
+    call = ["generate", f"--run={run}", "--prompt=1+2", "--prompt=12+30", "--new=6"]
+    assert main(call) == 0
+    first = capsys.readouterr().out
+    assert "--- 1+2\n" in first
+    assert "--- 12+30\n" in first
+    assert main([*call, f"--stop={first.splitlines()[1][0]}"]) == 0
+    assert capsys.readouterr().out.splitlines()[1] == ""
 
-@pytest.mark.slow
-def test_a_run_that_is_not_trained_to_its_end_says_so(run, tmp_path, capsys):
-    folder = shutil.copytree(run, tmp_path / "run")
-    record = json.loads((folder / "experiment.json").read_text())
-    record["experiment"]["train"]["steps"] = 200
-    (folder / "experiment.json").write_text(json.dumps(record))
-    assert main(["generate", f"--run={folder}", "--prompt=1+2", "--new=1"]) == 0
-    said = capsys.readouterr()
-    assert "[step 3 of 200; " in said.out
-    assert said.err == f"warning: {folder} is not trained to its end\n"
+    def drawn(seed):
+        call = ["generate", f"--run={run}", "--prompt=1+2", "--new=20", "--temperature=2"]
+        assert main([*call, f"--seed={seed}", "--top-k=9"]) == 0
+        return capsys.readouterr().out.rpartition("[step")[0]
+
+    assert drawn(1) != drawn(2)
 
 
 @pytest.mark.slow
@@ -58,30 +58,6 @@ def test_several_calls_give_what_one_gives(run, monkeypatch):
     whole = np.asarray(tape.generate(speaker.model, speaker.variables, prompts, 60))
     np.testing.assert_array_equal(rows, whole[:, longest:])
     assert cache.capacity == longest + 60
-
-
-@pytest.mark.slow
-def test_draws_depend_on_the_seed(run, capsys):
-    def said(seed):
-        call = ["generate", f"--run={run}", "--prompt=1+2", "--new=20", "--temperature=2"]
-        assert main([*call, f"--seed={seed}", "--top-k=9"]) == 0
-        return capsys.readouterr().out.rpartition("[step")[0]
-
-    assert said(1) != said(2)
-
-
-@pytest.mark.slow
-def test_several_prompts_and_a_stop(run, capsys):
-    call = ["generate", f"--run={run}", "--prompt=1+2", "--prompt=12+30", "--new=6"]
-    assert main(call) == 0
-    first = capsys.readouterr().out
-    assert "--- 1+2\n" in first
-    assert "--- 12+30\n" in first
-    texts = first.split("\n")
-    stop = texts[1][0]
-    assert main([*call, f"--stop={stop}"]) == 0
-    stopped = capsys.readouterr().out.split("\n")
-    assert stopped[1] == ""
 
 
 @pytest.mark.slow
@@ -103,13 +79,6 @@ def test_an_adapter_on_a_folder(tmp_path, capsys):
     assert adapted_text == plain
 
 
-def test_a_tokenizer_that_is_missing_or_too_large(capsys):
-    assert main(["generate", f"--model={HF}", "--prompt=x"]) == 2
-    assert "tokenizer" in capsys.readouterr().err
-    assert main(["generate", f"--model={HF}", "--tokenizer=bytes", "--prompt=ab"]) == 2
-    assert "the tokenizer 'bytes' has 258 tokens, the model 192" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -119,10 +88,12 @@ def test_a_tokenizer_that_is_missing_or_too_large(capsys):
         (["--prompt=1+2", "--adapter=x"], "go with a Llama folder"),
         (["--prompt=one"], "is not in the"),
         (["--prompt=1\udcff"], r"the --prompt '1\udcff' is not UTF-8"),
+        ([HF, "--tokenizer=bytes", "--prompt=ab"], "'bytes' has 258 tokens, the model 192"),
     ],
 )
 def test_bad_arguments(run, capsys, arguments, message):
-    assert main(["generate", f"--run={run}", *arguments]) == 2
+    model = [] if HF in arguments else [f"--run={run}"]
+    assert main(["generate", *model, *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -131,11 +102,3 @@ def test_a_run_of_text_takes_no_questions_and_is_pointed_to_generate(tmp_path, c
     assert main(["ask", f"--run={tmp_path / 'run'}", "def main("]) == 2
     said = capsys.readouterr().err
     assert f"generate --run={tmp_path / 'run'} --prompt 'def main('" in said
-
-
-def test_the_model_is_a_run_or_a_folder(run, capsys):
-    for which in ([], [f"--run={run}", f"--model={HF}"]):
-        with pytest.raises(SystemExit) as left:
-            main(["generate", *which, "--prompt=1+2"])
-        assert left.value.code == 2
-        assert "--model" in capsys.readouterr().err

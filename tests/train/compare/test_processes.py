@@ -120,22 +120,6 @@ def test_programs_come_before_seeds(config, tmp_path):
     ]  # fmt: skip
 
 
-def test_how_far_an_evaluation_is(config, tmp_path):
-    job = Job("tape", Setting(), tmp_path / "tape", experiment.from_file(config), command=())
-    job.log.write_text("tape: 200/200 loss 2.5\n")
-    assert processes._evaluating(job) == "evaluating, 0 %"
-    with job.log.open("a") as log:
-        log.write(300 * " " + "evaluating tape: 9/1000\nevaluating tape: 163/1000\n")
-    assert processes._evaluating(job) == "evaluating, 16 %"
-
-
-def test_how_many_runs_are_done_is_said(capsys):
-    say = processes.count_runs(1, 3)
-    for _ in range(2):
-        say(processes.Ended(None, 0, 1.0))
-    assert capsys.readouterr().err == "2 of 3 runs done\n3 of 3 runs done\n"
-
-
 def test_cores_are_divided():
     cores = sorted(os.sched_getaffinity(0))
     assert processes.shares(1) == [cores]

@@ -33,37 +33,33 @@ def config(tmp_path_factory):
     )
 
 
-class TestParse:
-    @pytest.mark.parametrize(
-        ("text", "field", "values"),
-        [
-            ("train.learning_rate=1e-4,3e-4", "train.learning_rate", ("1e-4", "3e-4")),
-            ("--config.seed=1", "seed", ("1",)),
-            (
-                "model.position.layers=(0, 1),all,[1,2]",
-                "model.position.layers",
-                ("(0, 1)", "all", "[1,2]"),
-            ),
-            ("task.problem='a,b',c", "task.problem", ("'a,b'", "c")),
-        ],
-    )
-    def test_values(self, text, field, values):
-        assert sweep.parse(text) == Sweep(field, values)
+@pytest.mark.parametrize(
+    ("text", "field", "values"),
+    [
+        ("train.learning_rate=1e-4,3e-4", "train.learning_rate", ("1e-4", "3e-4")),
+        ("--config.seed=1", "seed", ("1",)),
+        ("model.layers=(0, 1),all,[1,2]", "model.layers", ("(0, 1)", "all", "[1,2]")),
+        ("task.problem='a,b',c", "task.problem", ("'a,b'", "c")),
+    ],
+)
+def test_parse(text, field, values):
+    assert sweep.parse(text) == Sweep(field, values)
 
-    @pytest.mark.parametrize(
-        ("text", "message"),
-        [
-            ("train.learning_rate", "expected a sweep such as .*; got 'train.learning_rate'"),
-            ("=1,2", "expected a sweep"),
-            ("seed=", "has an empty value"),
-            ("seed=1,,2", "has an empty value"),
-            ("seed=1,2,1", "has values twice: 1"),
-            ("layers=(0,1", "brackets or quotes of '\\(0,1' are not closed"),
-        ],
-    )
-    def test_misuse(self, text, message):
-        with pytest.raises(ValueError, match=message):
-            sweep.parse(text)
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (["train.learning_rate"], "expected a sweep such as .*; got 'train.learning_rate'"),
+        (["seed=1,,2"], "has an empty value"),
+        (["seed=1,2,1"], "has values twice: 1"),
+        (["layers=(0,1"], "brackets or quotes of '\\(0,1' are not closed"),
+        (["seed=1", "config.seed=2"], "a field is swept twice: seed, seed"),
+        (["a=(1),[1]"], "cannot be told apart in folder names: a=_1_, a=_1_"),
+    ],
+)
+def test_misuse(texts, message):
+    with pytest.raises(ValueError, match=message):
+        sweep.settings(texts)
 
 
 class TestSettings:
@@ -77,31 +73,10 @@ class TestSettings:
         ]
         assert found[1].overrides == ("--config.train.learning_rate=1e-4", "--config.seed=1")
         assert found[0].folder("tape") == "tape-learning_rate=1e-4,seed=0"
-
-    def test_none(self):
-        assert sweep.settings([]) == [Setting()]
-        assert Setting().folder("tape") == "tape"
-
-    def test_names(self):
         found = sweep.settings(["model.position.layers=(0, 1)", "model.layers=2"])
         assert [s.name for s in found] == ["model.position.layers=_0,_1_,model.layers=2"]
-
-    def test_misuse(self):
-        with pytest.raises(ValueError, match="a field is swept twice: seed, seed"):
-            sweep.settings(["seed=1", "config.seed=2"])
-        with pytest.raises(ValueError, match="cannot be told apart in folder names: a=_1_, a=_1_"):
-            sweep.settings(["a=(1),[1]"])
-
-    def test_fields_and_values_are_the_experiments(self, config):
-        """What a sweep sets is read, and refused, as any option of the command line."""
-        made = [
-            experiment.from_file(config, setting.overrides)
-            for setting in sweep.settings(["train.learning_rate=1e-4,3e-4"])
-        ]
-        assert [e.train.learning_rate for e in made] == [1e-4, 3e-4]
-        (wrong,) = sweep.settings(["train.learnin_rate=1"])
-        with pytest.raises(ValueError, match=r"'learnin_rate'.*did you mean 'learning_rate'"):
-            experiment.from_file(config, wrong.overrides)
+        assert sweep.settings([]) == [Setting()]
+        assert Setting().folder("tape") == "tape"
 
     def test_variants(self, config, tmp_path):
         wide, rms = sweep.variants(config)
@@ -144,10 +119,12 @@ class TestBest:
         assert sweep.best(self.task, results) == self.b
         results = {self.a: [scored(0, 0.8)], self.b: [scored(0, 0.9)], self.c: [scored(0, 0.1)]}
         assert sweep.best(self.task, results) == self.b
-
-    def test_the_first_breaks_ties(self):
         same = [scored(0.2, 0.9)]
-        assert sweep.best(self.task, {self.b: same, self.a: same}) == self.b
+        assert sweep.best(self.task, {self.b: same, self.a: same}) == self.b, "the first"
+        lower = [self.task.scores[0]._replace(higher_is_better=False)]
+        task: Any = types.SimpleNamespace(scores=lower)
+        results = {self.a: [scored(3.0, 0)], self.b: [scored(2.0, 0)]}
+        assert sweep.best(task, results) == self.b
 
     def test_chance_in_one_score_does_not_choose(self):
         task: Any = types.SimpleNamespace(
@@ -164,28 +141,6 @@ class TestBest:
         assert sweep.best(self.task, results) == self.b
         with pytest.raises(ValueError, match="a sweep without results"):
             sweep.best(self.task, {})
-
-    def test_lower_can_be_better(self):
-        lower = [self.task.scores[0]._replace(higher_is_better=False)]
-        task: Any = types.SimpleNamespace(scores=lower)
-        results = {self.a: [scored(3.0, 0)], self.b: [scored(2.0, 0)]}
-        assert sweep.best(task, results) == self.b
-
-    def test_table(self):
-        results = {
-            "tape": {self.a: [scored(0.25, 1)], self.b: [scored(0.5, 1)]},
-            "rope": {self.a: [scored(0.125, float("nan"))]},
-        }
-        rows = [
-            [cell.strip() for cell in line.split("|")[1:-1]]
-            for line in sweep.table(self.task, results).splitlines()
-        ]
-        assert rows[0] == ["", "setting", "chosen", "beyond length 4, %", "up to length 4, %"]
-        assert rows[2:] == [
-            ["tape", "a", "", "25", "100"],
-            ["tape", "b", "yes", "50", "100"],
-            ["rope", "a", "yes", "12.5", "-"],
-        ]
 
 
 class TestValidation:
@@ -227,5 +182,3 @@ class TestValidation:
         (folder / "validation.json").write_text("{}")
         with pytest.raises(ValueError, match="is not a validation written by this program"):
             sweep.validate(folder)
-        with pytest.raises(ValueError, match="there is no run folder"):
-            sweep.validate(tmp_path / "absent")

@@ -10,7 +10,6 @@ from tests.train.small import sum_grid
 from train.evaluation.grids import (
     Grid,
     Proportion,
-    averages_table,
     length_table,
     pool,
     require_same_questions,
@@ -37,55 +36,37 @@ class TestGrid:
         assert grid.summary() == {"exact_match_inside": 0.5, "exact_match_outside": 0.24}
         np.testing.assert_allclose(grid.accuracy[0], [0.6, 0.4, 0.0])
 
-    def test_nothing_outside(self):
-        grid = sum_grid((1,), (1,), [[2]], [[4]], [[True]], trained=1)
-        assert grid.summary() == {"exact_match_inside": 0.5}
-        assert grid.outside.count == 0
-        assert np.isnan(grid.outside.value)
-
     def test_round_trip(self):
         grid = example_grid()
         record = json.loads(json.dumps(grid.to_json()))
         assert "wording" not in record
-        restored = Grid.from_json(record, grid.wording)
-        for name in ("rows", "columns", "trained", "wording"):
-            assert getattr(restored, name) == getattr(grid, name)
-        for name in ("lengths", "correct", "counts", "shared"):
-            np.testing.assert_array_equal(getattr(restored, name), getattr(grid, name))
-            assert getattr(restored, name).dtype == getattr(grid, name).dtype
-
-    def test_the_wording_is_that_of_the_code(self):
-        """Records of before have one of their own."""
-        grid = example_grid()
+        # Records of before have a wording of their own, which does not count.
         old = dataclasses.asdict(dataclasses.replace(grid.wording, title="of before"))
-        assert Grid.from_json({**grid.to_json(), "wording": old}, grid.wording).wording == (
-            grid.wording
-        )
-
-    @pytest.mark.parametrize(
-        ("record", "message"),
-        [
-            (None, "expected the fields of a Grid; got None"),
-            ({"format": "other"}, "expected a record of format 'tape-jax exact.*; got 'other'"),
-        ],
-    )
-    def test_other_records(self, record, message):
-        with pytest.raises(ValueError, match=message):
-            Grid.from_json(record, example_grid().wording)
-
-    def test_incomplete_record(self):
-        record = example_grid().to_json()
+        for read in (record, {**record, "wording": old}):
+            restored = Grid.from_json(read, grid.wording)
+            for name in ("rows", "columns", "trained", "wording"):
+                assert getattr(restored, name) == getattr(grid, name)
+            for name in ("lengths", "correct", "counts", "shared"):
+                np.testing.assert_array_equal(getattr(restored, name), getattr(grid, name))
+                assert getattr(restored, name).dtype == getattr(grid, name).dtype
+        with pytest.raises(ValueError, match=r"expected a record of format 'tape-jax.*'other'"):
+            Grid.from_json({"format": "other"}, grid.wording)
         del record["counts"]
         with pytest.raises(ValueError, match="a Grid has the fields"):
-            Grid.from_json(record, example_grid().wording)
+            Grid.from_json(record, grid.wording)
 
-    def test_bad_shapes(self):
-        with pytest.raises(ValueError, match=r"counts has shape \(1, 2\), expected \(1, 1\)"):
-            sum_grid((1,), (1,), [[0]], [[1, 1]], [[False]], trained=1)
-        with pytest.raises(ValueError, match="between 0 and counts"):
-            sum_grid((1,), (1,), [[2]], [[1]], [[False]], trained=1)
-        with pytest.raises(ValueError, match=r"columns must ascend; got \(2, 1\)"):
-            sum_grid((1,), (2, 1), [[1, 1]], [[1, 1]], [[False, False]], trained=1)
+    @pytest.mark.parametrize(
+        ("columns", "correct", "counts", "message"),
+        [
+            ((1,), [[0]], [[1, 1]], r"counts has shape \(1, 2\), expected \(1, 1\)"),
+            ((1,), [[2]], [[1]], "between 0 and counts"),
+            ((2, 1), [[1, 1]], [[1, 1]], r"columns must ascend; got \(2, 1\)"),
+        ],
+    )
+    def test_bad_shapes(self, columns, correct, counts, message):
+        shared = np.zeros((1, len(columns)), bool)
+        with pytest.raises(ValueError, match=message):
+            sum_grid((1,), columns, correct, counts, shared, trained=1)
 
 
 class TestProportion:
@@ -101,7 +82,6 @@ class TestProportion:
         assert Proportion(0, 0).interval == (0, 1)
         for count in range(1, 300):
             assert Proportion(count, count).interval[1] == 1
-            assert Proportion(0, count).interval[0] == 0
 
     def test_models_are_the_units_of_several(self):
         """Seeds at 91, 20 and 18 of a hundred tell little, however many answers each gave."""
@@ -117,11 +97,9 @@ class TestProportion:
         assert str(alike.outside) == "none asked"
 
     def test_only_exact_shares_are_written_as_exact(self):
-        assert str(Proportion(1, 2)).startswith("50.0 [")
         assert str(Proportion(99_999, 100_000)).startswith("99.9 [")
         assert str(Proportion(1, 100_000)).startswith("0.1 [")
         assert str(Proportion(5, 5)).startswith("100 [")
-        assert str(Proportion(0, 5)).startswith("0 [")
         assert str(Proportion(0, 0)) == "none asked"
 
 
@@ -141,10 +119,6 @@ class TestTable:
         assert lines[4][:3] == ["8", "beyond", "6"]
         assert lines[4][4] == lines[6][4] == "none asked"
         assert [line[1] for line in lines[5:]] == ["trained range", "beyond it"]
-        averages = averages_table(grids).splitlines()
-        assert [c.strip() for c in averages[0].strip("|").split("|")] == [
-            "%", "up to 4 tokens", "beyond"
-        ]  # fmt: skip
         assert pool([grids["all"], grids["short"]]).counts.tolist() == [[12, 12, 6]]
         with pytest.raises(
             ValueError, match=r"were not asked the same: counts is \[6 6\] and \[6 7\]"
@@ -153,7 +127,6 @@ class TestTable:
 
     def test_rows(self):
         lines = length_table({"tape": example_grid(), "rope": example_grid()}).splitlines()
-        assert len({len(line) for line in lines[:8]}) == 1
         cells = [[c.strip() for c in line.strip("|").split("|")] for line in lines[:8]]
         assert cells[0] == ["digits", "range", "sums", "tape, %", "rope, %"]
         assert [row[:3] for row in cells[2:]] == [
@@ -173,5 +146,3 @@ class TestTable:
         other = sum_grid((1, 2), (1, 2), np.zeros((2, 2)), np.ones((2, 2)), np.zeros((2, 2)), 2)
         with pytest.raises(ValueError, match=r"'a' and 'b' were not asked the same: rows"):
             require_same_questions({"a": example_grid(), "b": other})
-        with pytest.raises(ValueError, match="no grids"):
-            length_table({})

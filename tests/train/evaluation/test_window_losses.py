@@ -23,10 +23,8 @@ class TestWindows:
         ("targets", "length", "stride", "starts", "first"),
         [
             (12, 4, 4, [0, 4, 8], [0, 0, 0]),
-            (10, 4, 3, [0, 3, 6], [0, 1, 1]),
             (11, 4, 3, [0, 3, 6, 7], [0, 1, 1, 3]),
             (5, 5, 2, [0], [0]),
-            (6, 5, 5, [0, 1], [0, 4]),
         ],
     )
     def test_every_target_once(self, targets, length, stride, starts, first):
@@ -39,11 +37,6 @@ class TestWindows:
         starts, first = windows_of([8, 4], 4, 2)
         np.testing.assert_array_equal(starts, [0, 2, 4, 9])
         np.testing.assert_array_equal(first, [0, 2, 2, 0])
-
-    @pytest.mark.parametrize("bad", [(4, 5, 1), (4, 2, 3), (4, 2, 0)])
-    def test_bad_arguments(self, bad):
-        with pytest.raises(ValueError, match="need 1 <= stride <= window <= targets; got stride"):
-            windows(*bad)
 
 
 class TestTokenLosses:
@@ -96,8 +89,8 @@ def test_each_target_is_scored_in_its_own_window():
     )
     np.testing.assert_array_equal(places[:-1], [0, 1, 2, 3, 1, 2, 3, 1, 2, 3])
     begin = [0, 0, 0, 0, 3, 3, 3, 6, 6, 6]
-    for target, start in enumerate(begin):
-        window = tokens[None, start : start + 5]
-        expected = TokenLosses(model)(variables, window)[0, target - start]
-        np.testing.assert_allclose(losses[target], expected, rtol=1e-5)
+    own_windows = np.stack([tokens[start : start + 5] for start in begin])
+    expected = jax.jit(TokenLosses(model))(variables, own_windows)
+    expected = expected[np.arange(10), np.arange(10) - begin]
+    np.testing.assert_allclose(losses[:-1], expected, rtol=1e-5)
     assert done == [8, 12]
