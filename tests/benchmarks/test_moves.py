@@ -1,6 +1,5 @@
 import jax
 import jax.numpy as jnp
-import pytest
 
 from benchmarks.moves import KINDS, Move, moves
 
@@ -85,8 +84,3 @@ def test_of_a_program_here():
     assert set(found) == {"all", *KINDS}
     assert found["all"].written >= 2 * 64 * 64 * 4
     assert sum(found[kind].written for kind in KINDS) < 64
-
-
-def test_a_text_without_an_entry():
-    with pytest.raises(ValueError, match="no ENTRY"):
-        moves("HloModule x")

@@ -43,20 +43,3 @@ def test_is_ours(way, is_causal, window):
     )  # fmt: skip
     for x, y in zip((o, *states), wanted, strict=True):
         np.testing.assert_allclose(x.numpy().swapaxes(1, 2), y, atol=2e-5)
-
-
-def test_without_a_gpu_there_is_nothing():
-    if importlib.util.find_spec("torch") is not None:
-        import torch
-
-        if torch.cuda.is_available():
-            pytest.skip("PyTorch sees a GPU")
-    assert torch_attention.rows(SHAPE, "float32", is_causal=True, window=None) == ({}, {})
-
-
-@needs_torch
-def test_what_is_not_installed_is_said():
-    if importlib.util.find_spec("flash_attn") is not None:
-        pytest.skip("flash-attn is installed")
-    with pytest.raises(NotImplementedError, match="flash-attn"):
-        torch_attention.flash(True, None)

@@ -53,6 +53,7 @@ def test_variants_are_what_they_are_named_for():
         assert np.flatnonzero(updating).tolist() == expected, name
 
 
+@pytest.mark.mostly_slow(2)
 @pytest.mark.parametrize("setting", VARIANTS, ids=lambda setting: setting.name)
 def test_every_variant_can_be_built(setting):
     """Traced only: shapes, types and options fit together."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from research import arena, place_claims
-from research.studies import KIND, PHASES, RECENT, SHIFT
+from research.studies import KIND, PHASES, RECENT
 
 BEFORE = {design.name: design for design in place_claims.STUDIES}
 OURS = {design.name: design for design in arena.STUDIES}
@@ -39,14 +39,6 @@ def test_each_encoding_is_asked_alone_and_with_the_bias():
     for name, own in RECENT.items():
         assert rivals[name] == {KIND: name, **own}
         assert rivals[f"{name}_alibi"] == {KIND: f"{name}+alibi", **own}
-
-
-def test_starts_differ_from_the_demo_in_their_start():
-    rivals = OURS["navigation"].rivals
-    demo = rivals["tape_demo"]
-    assert rivals["tape_shift"] == {**demo, SHIFT: 1.0}
-    assert rivals["tape_phases"] == {**demo, SHIFT: PHASES}
-    assert rivals["tape_polar"] == {**demo, KIND: "tape_pope+alibi"}
 
 
 def test_the_phase_is_drawn_from_a_turn_of_the_slowest_frequency():

@@ -36,7 +36,12 @@ CONFIRMED = {
     # Ahead at one problem, and like all others at the other.
     11: {("length-parity", BEYOND): (60, 40), ("length-reverse", BEYOND): (50, 50)},
 }
-JUDGED = [(number, form) for number in CONFIRMED for form in CLAIMS[number - 1].forms]
+# At every change the first form of each claim.
+JUDGED = [
+    pytest.param(number, form, marks=[pytest.mark.slow] * (i > 0))
+    for number in CONFIRMED
+    for i, form in enumerate(CLAIMS[number - 1].forms)
+]
 # By the table of the protocol, the scores of each claim.
 READ = {
     1: ("perplexity at the trained length", [ONCE]),
@@ -131,10 +136,8 @@ def test_confirmed_and_contradicted(judge, number, form):
     [
         (3, ("passkey", INSIDE), 60 + KEYS_LOST + 2, Kind.CONTRADICTED),
         (3, ("passkey", INSIDE), 60 + KEYS_LOST - 2, Kind.CONFIRMED),
-        (3, ("passkey", INSIDE), 30, Kind.CONFIRMED),
         (4, ("text", ONCE), 3.1 / (1 + PERPLEXITY_GAINED + 0.02), Kind.CONTRADICTED),
         (4, ("text", ONCE), 3.1 / (1 + PERPLEXITY_GAINED - 0.02), Kind.CONFIRMED),
-        (4, ("text", ONCE), 6.0, Kind.CONFIRMED),
     ],
 )
 def test_what_may_be_lost_at_longer_lengths(judge, number, what, value, kind):
@@ -148,7 +151,6 @@ def test_what_may_be_lost_at_longer_lengths(judge, number, what, value, kind):
 @pytest.mark.parametrize(
     ("time", "parameters", "kind"),
     [
-        (0.8, 0.9, Kind.CONFIRMED),
         (MOST_TIME - 0.03, MOST_PARAMETERS - 0.01, Kind.CONFIRMED),
         (MOST_TIME + 0.03, 1.0, Kind.CONTRADICTED),
         (1.0, MOST_PARAMETERS + 0.01, Kind.CONTRADICTED),
@@ -203,14 +205,11 @@ def rows():
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def test_every_claim_is_in_the_table():
-    assert [int(cells[0]) for cells in rows()] == [*range(1, len(CLAIMS) + 1)]
-    assert READ.keys() == CONFIRMED.keys() | {OVERHEAD, STABILITY}
-
-
 @pytest.mark.parametrize("number", READ)
 def test_what_is_compared(judge, place, number):
     """Studies, scores and rivals are those that the protocol names, and no others are read."""
+    assert [int(cells[0]) for cells in rows()] == [*range(1, len(CLAIMS) + 1)]
+    assert READ.keys() == CONFIRMED.keys() | {OVERHEAD, STABILITY}
     _, _, of_studies, score, of_rivals = rows()[number - 1]
     claim, (phrase, keys) = CLAIMS[number - 1], READ[number]
     assert score == phrase

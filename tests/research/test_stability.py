@@ -127,23 +127,3 @@ def test_divergence(config, monkeypatch, losses, norms, step):
     assert t.diverged == step
     assert t.losses == stability.finite(losses[:step])
     json.dumps(dataclasses.asdict(t), allow_nan=False)
-
-
-@pytest.mark.slow
-def test_pictures(measured):
-    traces = measured
-    deep = dataclasses.replace(traces[0], depth=6)
-    bad = dataclasses.replace(
-        traces[0],
-        variant="bad",
-        trained=Profile((1.0, None, 3.0), (None,) * 3),
-        losses=(1.0, None),
-        diverged=2,
-    )
-    growth = stability.depth_figure([deep, *traces, bad]).axes[1]
-    x, y = next(line for line in growth.lines if line.get_label() == "tape").get_data()
-    np.testing.assert_array_equal(x, [3, 6])
-    np.testing.assert_allclose(y, [traces[0].disturbed.growth] * 2)
-    layers = stability.layer_figure([deep, *traces, bad]).axes[1]
-    (line,) = (line for line in layers.lines if line.get_label() == "bad")
-    np.testing.assert_allclose(line.get_ydata(), traces[0].disturbed.states)

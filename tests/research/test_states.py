@@ -3,14 +3,13 @@
 import dataclasses
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
 from research import claims, page
-from research.states import COLUMNS, Cut, StateUse, states_figure, updating, without_layer
+from research.states import COLUMNS, StateUse, states_figure, updating, without_layer
 from research.study import Base
 from research.suites import SUITES
 from research.trainings import Trainings
@@ -68,35 +67,11 @@ def test_from_nothing_to_a_sentence(planned):
     (row,) = states.rows()
     assert row[:2] == ["copying", "`tape`"]
     assert len(row) == len(COLUMNS)
-    assert {panel.get_yscale() for panel in states_figure(states).axes} == {"linear"}
-
-
-@pytest.mark.slow
-def test_states_that_leave_by_many_times_their_length(planned):
-    states, trainings = planned
-    choose_all(trainings)
-    finish_all(trainings, RIGHT)
-    put(states, without=0.25, moved=30.0)
-    way, loss = states_figure(states).axes
-    assert (way.get_yscale(), loss.get_yscale()) == ("symlog", "linear")
-    assert way.get_ylim()[0] == 0, "a way is not negative"
-
-
-def test_many_studies_are_drawn_in_two_rows():
-    """Which fit on a page, and have one legend."""
-    cut = Cut(np.full((5, 3), 0.1), np.ones(5), np.ones(5), np.full((5, 2), 0.5))
-    forms = ("tape", "tape_alibi")
-    pairs = [(f"study {n}", form) for n in range(7) for form in forms]
-    study = SimpleNamespace(pairs=pairs, cut=lambda *pair: cut, design=SimpleNamespace(forms=forms))
-    figure = states_figure(study)
-    assert figure.get_figwidth() < 12
-    shown = [panel for panel in figure.axes if panel.get_visible()]
-    assert len(shown) == 2 * 7
-    assert [panel.get_title() for panel in shown if panel.get_title()] == [
-        f"study {n}" for n in range(7)
-    ]
-    (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == list(forms)
+    assert states_figure(states).axes
+    put(states, without=0.25, lost=(0.0, 0.0))
+    assert "; no layer alone" in states.said("copying", "tape")
+    diverge(trainings, trainings.reports("tape", BEYOND)[0])
+    assert len(states.items) == 4, "what diverged is left out"
 
 
 def test_updates_that_are_cut_off_stand_beside_a_claim_that_asks(planned):
@@ -119,42 +94,6 @@ def test_updates_that_are_cut_off_stand_beside_a_claim_that_asks(planned):
     )
     assert said in text
     assert re.search(r": 0\.10\d \(layer 1\), 0\.40\d \(layer 2\)\. That of layer 2 is mis", text)
-
-
-def test_missed_in_no_layer(planned):
-    states, trainings = planned
-    choose_all(trainings)
-    finish_all(trainings, RIGHT)
-    put(states, without=0.25, lost=(0.0, 0.0))
-    assert states.said("copying", "tape").endswith("by an interval above zero")
-    assert "; no layer alone" in states.said("copying", "tape")
-
-
-def test_runs_that_diverged_are_left_out(planned):
-    states, trainings = planned
-    choose_all(trainings)
-    finish_all(trainings, RIGHT)
-    diverge(trainings, trainings.reports("tape", BEYOND)[0])
-    assert len(states.items) == 4
-
-
-def test_page(planned):
-    """A claim that is not confirmed says what the states of the form do."""
-    states, trainings = planned
-    claim = claims.CLAIMS[0]._replace(
-        studies=("copying",),
-        judge=lambda s, form: wins(s["copying"], BEYOND, ["rope"], name=form),
-        forms=("tape",),
-        beside=None,
-    )
-    suite = SUITES["claims"]._replace(claims=(claim,))
-    choose_all(trainings)
-    finish_all(trainings, {"tape": 0.1, "rope": 0.3, "none": 0.2})
-    put(states, without=0.0)
-    text = page.markdown(suite, {"copying": trainings, "states": states}, "images")
-    assert "* `tape`: **contradicted**.\n* What `tape` does: in copying the states" in text
-    assert "### states" in text
-    assert f"| {COLUMNS[0]} " in text
 
 
 @pytest.mark.slow

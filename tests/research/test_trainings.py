@@ -98,38 +98,29 @@ class TestRates:
         assert planned.rate("tape", BEYOND) == "3e-2"
         assert planned.rate("tape", INSIDE) == "1e-3"
 
-    def test_an_end_of_the_ladder(self, design, place, monkeypatch):
-        """What may be better beyond it makes no claim."""
-        monkeypatch.setattr(trainings.protocol, "RATES", ("1e-3", "3e-3", "1e-2"))
-        planned = design.at(place)
-        for job in planned.walk("tape", BEYOND)[0]:
-            finish(planned, job, float(job.experiment.train.learning_rate))
-        assert planned.reports("tape", BEYOND) is None
-        expected = "tape: its best rate, 1e-2, is at the end of the ladder"
-        assert planned.missing("tape", BEYOND) == expected
 
-    def test_scale(self, design, place):
-        planned = design.at(place._replace(scale="gpu"))
-        jobs, _ = planned.walk("tape", BEYOND)
-        assert {job.experiment.task.max_length for job in jobs} == {6}
-        assert all("--config.scale=gpu" in job.command for job in jobs)
-        assert rates(jobs) == ["1e-4", "3e-4", "1e-3"]
-        with pytest.raises(ValueError, match="unknown scale 'tpu'"):
-            design.at(place._replace(scale="tpu"))
+def test_scale(design, place):
+    planned = design.at(place._replace(scale="gpu"))
+    jobs, _ = planned.walk("tape", BEYOND)
+    assert {job.experiment.task.max_length for job in jobs} == {6}
+    assert all("--config.scale=gpu" in job.command for job in jobs)
+    assert rates(jobs) == ["1e-4", "3e-4", "1e-3"]
+    with pytest.raises(ValueError, match="unknown scale 'tpu'"):
+        design.at(place._replace(scale="tpu"))
 
 
-class TestScores:
+def test_a_length_that_is_too_long(design, place):
     """Only what diverged, or cannot take a length, has the worst value."""
+    trained, kind = design.at(place).task.sequence_length, "model.position.kind"
+    rivals = {
+        # They take no more tokens than are trained on, and twice as many.
+        f"learned_{n}": {kind: "learned", "model.position.size": n * trained}
+        for n in (1, 2)
+    }
+    planned = dataclasses.replace(design, rivals={**design.rivals, **rivals}).at(place)
+    beyond, inside = planned.shown
 
-    @pytest.fixture
-    def planned(self, design, place):
-        """A study with rivals that take no more tokens than are trained on, and twice as many."""
-        trained = design.at(place).task.sequence_length
-        kind, size = "model.position.kind", "model.position.size"
-        rivals = {f"learned_{n}": {kind: "learned", size: n * trained} for n in (1, 2)}
-        return dataclasses.replace(design, rivals={**design.rivals, **rivals}).at(place)
-
-    def without(self, planned, rival, *lengths):
+    def without(rival, *lengths):
         """The record of a run that was asked nothing of some lengths."""
         job = planned.walk(rival, BEYOND)[0][0]
         result = grid(job, 0.5)
@@ -139,42 +130,30 @@ class TestScores:
         planned.place.store.put(planned.item(job), found, MADE)
         return planned.record(job)
 
-    def test_a_length_that_is_too_long(self, planned):
-        beyond, inside = planned.shown
-        record = self.without(planned, "learned_1", 4)
-        assert (planned.value(record, beyond), planned.value(record, inside)) == (0.0, 100.0)
-        worse = beyond._replace(higher_is_better=False)
-        assert planned.value(record, worse) == planned.task.vocab_size
-
-    @pytest.mark.parametrize("rival", ["rope", "learned_2"])
-    def test_a_length_that_is_not(self, planned, rival):
-        beyond, inside = planned.shown
-        record = self.without(planned, rival, 4)
-        assert planned.value(record, inside) == 100.0
+    record = without("learned_1", 4)
+    assert (planned.value(record, beyond), planned.value(record, inside)) == (0.0, 100.0)
+    worse = beyond._replace(higher_is_better=False)
+    assert planned.value(record, worse) == planned.task.vocab_size
+    for rival in ("rope", "learned_2"):
         said = f"copying: {rival}-1x-1e-3-seed0 has no {BEYOND}, .* it has {{'{INSIDE}': 1.0}}"
         with pytest.raises(ValueError, match=said):
-            planned.value(record, beyond)
+            planned.value(without(rival, 4), beyond)
+    with pytest.raises(ValueError, match=f"has no {INSIDE}"):
+        planned.value(without("learned_1", 1, 2, 3), inside)
+    with pytest.raises(ValueError, match=f"looked into has no {BEYOND}"):
+        planned.of_summary({BEYOND: float("nan")}, beyond)
 
-    def test_the_trained_lengths_are_never_too_long(self, planned):
-        record = self.without(planned, "learned_1", 1, 2, 3)
-        with pytest.raises(ValueError, match=f"has no {INSIDE}"):
-            planned.value(record, planned.shown[1])
 
-    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-    def test_no_number(self, planned, value):
-        with pytest.raises(ValueError, match=f"looked into has no {BEYOND}"):
-            planned.of_summary({BEYOND: value}, planned.shown[0])
-
-    def test_multiples(self, place):
-        """On a GPU 1,024 tokens are trained on, and 2,048 positions are learned."""
-        text = next(one for one in studies.STUDIES if one.name == "text")
-        planned = text.at(place._replace(scale="gpu"))
-        learned, rope = (planned._made(rival)[0] for rival in ("learned", "rope"))
-        keys = [f"perplexity_{times}x" for times in ("0.5", 1, 2, 4, 8)]
-        assert [trainings.takes(learned, key) for key in keys] == [True, True, True, False, False]
-        assert all(trainings.takes(rope, key) for key in keys)
-        assert trainings.takes(learned, "perplexity_overlapping_2x")
-        assert not trainings.takes(learned, "passkey_4x")
+def test_what_an_encoding_takes(place):
+    """On a GPU 1,024 tokens are trained on, and 2,048 positions are learned."""
+    text = next(one for one in studies.STUDIES if one.name == "text")
+    planned = text.at(place._replace(scale="gpu"))
+    learned, rope = (planned._made(rival)[0] for rival in ("learned", "rope"))
+    keys = [f"perplexity_{times}x" for times in ("0.5", 1, 2, 4, 8)]
+    assert [trainings.takes(learned, key) for key in keys] == [True, True, True, False, False]
+    assert all(trainings.takes(rope, key) for key in keys)
+    assert trainings.takes(learned, "perplexity_overlapping_2x")
+    assert not trainings.takes(learned, "passkey_4x")
 
 
 class TestBudgets:
@@ -272,18 +251,12 @@ class TestRunning:
         planned.run(lambda item: seen.append(item.name))
         assert len(trained) == 3
 
-    def test_quick_is_a_part_of_the_whole(self, design, place, trained):
-        planned = design.at(place)
-        planned.run(lambda item: None, quick=True)
-        assert trained == [["tape-1x-3e-3-seed0", "rope-1x-3e-3-seed0"]]
-        assert set(trained[0]) <= set(names(planned.jobs))
-
     def test_a_kill_anywhere(self, design, place, trained, monkeypatch):
         """What had ended before is kept, and the rest is made by the next call."""
         whole = trainings.train_all
 
         def killed(jobs, side_by_side, **options):
-            whole(jobs[:4], side_by_side, **options)
+            whole(jobs[:7], side_by_side, **options)
             raise Stopped("stopped", 143)
 
         monkeypatch.setattr(trainings, "train_all", killed)

@@ -1,7 +1,6 @@
 """Verdicts: what counts as confirmed, contradicted, or neither."""
 
 import dataclasses
-import math
 
 import pytest
 
@@ -87,26 +86,13 @@ def test_a_time_whose_interval_reaches_beyond_the_limit():
     assert found.kind is Kind.NOT_TOLD
     (cells,) = found.rows
     assert cells[1:5] == ["rope, limit 1.150", "time", "1.139", "1.082 to 1.196"]
-    plain = limited(saved, 1 - 1.15, name="tape", against="rope", score="time")
-    assert plain.kind is found.kind
-    assert plain.rows[0][1:4] == ["rope, limit -0.15", "time", "-0.14"]
-
-
-def test_a_limit_of_perplexity_says_by_how_much_it_may_rise():
-    fell = estimate([-0.01, -0.02, -0.03])
-    least = -math.log1p(0.05)
-    found = limited(fell, least, name="tape", against="itself", score="perplexity at 8x")
-    assert found.kind is Kind.CONFIRMED
-    assert found.rows[0][1] == "itself, limit 5 % more (1/1.05 is -4.8 %)"
 
 
 def test_wins(planned):
     finish_all(planned, {"tape": 0.6, "rope": 0.3, "none": 0.2})
     found = wins(planned, BEYOND, RIVALS)
     assert found.kind is Kind.CONFIRMED
-    (rope, _) = found.rows
-    assert rope[:3] == ["tape", "rope", "copying, beyond length 3, %"]
-    assert 29 < float(rope[3]) < 31
+    assert 29 < float(found.rows[0][3]) < 31
     assert wins(planned, BEYOND, ["tape", "none"], name="rope").kind is Kind.CONTRADICTED
 
 
@@ -166,9 +152,7 @@ def test_ahead_somewhere_and_behind_nowhere(parity, reverse, kind):
     """The rivals are all at zero, but for noise that is the same everywhere."""
     zero = seeds(0.3, -0.3, 0.5, -0.5, 0.0)
     told = {
-        f"{problem} {rival}": difference(
-            FLAT if own is FLAT else own, FLAT if own is FLAT else zero
-        )
+        f"{problem} {rival}": difference(own, FLAT if own is FLAT else zero)
         for problem, owns in (("parity", parity), ("reverse", reverse))
         for rival, own in zip(("rope", "alibi", "fire", "none"), owns, strict=True)
     }

@@ -50,14 +50,13 @@ def test_training(problem):
     """Right answers to words of every length, none of them longer or held out; exactly fits."""
     task = get_task("algorithm", problem=problem, max_length=7)
     seen = {}
-    for index in range(3):
-        batch = task.batch(5, index, 512)
-        assert [x.shape for x in batch.values()] == [(512, task.sequence_length)] * 3
-        np.testing.assert_array_equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
-        for prompt, reply in examples_of(batch):
-            question, result = ordinary(problem, prompt, reply)
-            assert result == ORACLES[problem](question) == task.solve(question)
-            seen.setdefault(len(question.split("x")[0]), set()).add(question)
+    batch = task.batch(5, 0, 1024)
+    assert [x.shape for x in batch.values()] == [(1024, task.sequence_length)] * 3
+    np.testing.assert_array_equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
+    for prompt, reply in examples_of(batch):
+        question, result = ordinary(problem, prompt, reply)
+        assert result == ORACLES[problem](question) == task.solve(question)
+        seen.setdefault(len(question.split("x")[0]), set()).add(question)
     assert set(seen) == set(range(1, 8))
     assert all(weights[-1] == 0 or weights.any() for weights in batch["weights"])
     assert any(inputs[-1] != 0 for inputs in batch["inputs"]) or problem == "multiply"
@@ -72,7 +71,7 @@ def test_training(problem):
             assert not asked & seen[length]
 
 
-@problems
+@pytest.mark.parametrize("problem", ["multiply", "parity"])
 def test_lengths_are_equally_likely(problem):
     task = Algorithm(problem, 4)
     counts = [0] * 4
@@ -112,24 +111,19 @@ def test_products_without_leading_zeros():
     assert task.sequence_length == len("B999x9=8991E") - 1
 
 
-def test_misuse():
-    for options, message in (
-        ({"problem": "sorting"}, "unknown problem 'sorting'"),
-        ({"max_length": 0}, "algorithm: max_length must be a positive integer; got 0"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            get_task("algorithm", **options)
-    for problem, text, message in (
-        ("parity", "0121", "expected a word of digits from 0 to 1; got '0121'"),
-        ("copy", "12a", "character 'a' at position 2"),
-        ("multiply", "40x33", "expected a number and a digit such as 407x3; got '40x33'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Algorithm(problem).question(text)
-    with pytest.raises(
-        ValueError, match="evaluation: samples_per_length must be a positive integer"
-    ):
-        AlgorithmEvaluation(samples_per_length=0)
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: get_task("algorithm", problem="sorting"), "unknown problem 'sorting'"),
+        (lambda: Algorithm("parity", 0), "max_length must be a positive integer; got 0"),
+        (lambda: Algorithm("parity").question("0121"), "expected a word of digits from 0 to 1"),
+        (lambda: Algorithm("copy").question("12a"), "character 'a' at position 2"),
+        (lambda: Algorithm("multiply").question("40x33"), "expected a number and a digit such as"),
+    ],
+)
+def test_misuse(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 @pytest.mark.slow
@@ -158,8 +152,3 @@ def test_evaluation():
     compared = compare(task, {"one": [grid, perfect], "other": [perfect, perfect]})
     assert "A guess is right in 50 % of cases." in compared.introduction
     assert "100 [" in compared.sections["Exact match"]
-    assert list(compared.figures) == ["exact_match.png"]
-    (panel,) = compared.figures["exact_match.png"].axes
-    x, y = panel.lines[1].get_data()
-    np.testing.assert_array_equal(x, [1, 2, 3, 4, 5])
-    np.testing.assert_array_equal(y, 100)
