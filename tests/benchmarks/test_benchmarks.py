@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import re
-import subprocess
 
 import chex
 import jax
@@ -153,30 +151,6 @@ def test_gpu_plan(tmp_path, monkeypatch, capsys):
     assert "## Late" in text
     assert "Not measured: no time left." in text
     assert "did not succeed: Fails, Late\n" in capsys.readouterr().out
-
-
-def test_reports_of_one_day_are_all_kept(tmp_path):
-    now = datetime.datetime(2026, 11, 22, 19, 5, 1)
-    first = gpu.report_path(tmp_path, "chip", now)
-    first.touch()
-    assert first.name == "2026-11-22-chip.md"
-    assert gpu.report_path(tmp_path, "chip", now).name == "2026-11-22-chip-190501.md"
-    assert gpu.report_path(tmp_path, "chip", now, again=True) == first
-
-
-def test_tests_of_the_gpu_plan_see_the_gpu(monkeypatch):
-    """They run on a CPU unless told otherwise, where all that need a GPU are skipped."""
-    (part,) = [part for part in gpu.PLAN if part.command.startswith("pytest")]
-    given = {}
-
-    def note(command, env, **options):
-        given.update(env)
-        return subprocess.CompletedProcess(command, 0, stdout="")
-
-    monkeypatch.setattr(gpu.subprocess, "run", note)
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    assert gpu.run(part, 60, {}).succeeded
-    assert given["JAX_PLATFORMS"] == ""
 
 
 PTXAS = """\

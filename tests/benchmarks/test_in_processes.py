@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import types
-
 import pytest
 
 from benchmarks import demos, first_step
@@ -34,28 +32,6 @@ def test_a_process_measures_all_its_parts():
     found = first_step.in_a_new_process("demo", "rope", ["--config.model.num_layers=1"])
     assert min(found) > 0
     assert found.total == sum(found)
-
-
-def test_demos_here_and_elsewhere(monkeypatch, capsys, tmp_path):
-    """Each case in turns, after one run that compiles it."""
-    asked = []
-
-    def ask(process, case):
-        asked.append(process.where)
-        return 0.002 if process.where == tmp_path else 0.001
-
-    def started(folder):
-        return types.SimpleNamespace(where=folder, communicate=lambda: None)
-
-    monkeypatch.setattr(demos, "ask", ask)
-    monkeypatch.setattr(demos, "started", started)
-    demos.main(["--before", str(tmp_path), "--repeats", "2", "--cases", "bytes, tape"])
-    here = demos.HERE.parents[1]
-    assert asked == [tmp_path, here] * 3
-    row = capsys.readouterr().out.splitlines()[-1]
-    assert [x.strip() for x in row.split("|")[1:-1]] == [
-        "bytes, tape", "2.00 +- 0 %", "1.00 +- 0 %", "0.500",
-    ]  # fmt: skip
 
 
 @pytest.mark.slow

@@ -2,11 +2,9 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 
 from research import arena, place_claims
-from research.studies import KIND, PHASES, RECENT
 
 BEFORE = {design.name: design for design in place_claims.STUDIES}
 OURS = {design.name: design for design in arena.STUDIES}
@@ -32,16 +30,3 @@ def test_every_comparison_has_its_runs(name):
     before = place_claims.QUESTIONS[name.removesuffix(", starts")]
     assert (asked.study, asked.key) == (before.study, before.key)
     assert asked.title.startswith(before.title)
-
-
-def test_each_encoding_is_asked_alone_and_with_the_bias():
-    rivals = OURS["counting"].rivals
-    for name, own in RECENT.items():
-        assert rivals[name] == {KIND: name, **own}
-        assert rivals[f"{name}_alibi"] == {KIND: f"{name}+alibi", **own}
-
-
-def test_the_phase_is_drawn_from_a_turn_of_the_slowest_frequency():
-    """Of heads of 16 numbers, as the tasks' models have them."""
-    period = round(2 * np.pi * 10_000 ** (1 - 2 / 16))
-    assert np.random.default_rng(0).integers(0, period) == PHASES

@@ -56,22 +56,6 @@ def test_from_nothing_to_the_end(two, place, tmp_path):
     assert "* `tape`, `none`: **not told apart**.\n" in text
 
 
-def test_of_what_nothing_is_known_is_left_out(two, place):
-    studies = page.studies_at(two, place)
-    assert list(overview.tables(studies)) == []
-    finish_all(studies["first"], {"tape": 0.6, "rope": 0.3})
-    finish_all(studies["second"], {"rope": 0.3})
-    _, table, _, inside = overview.tables(studies)
-    for text in (table, inside):
-        header, _, *rows = [[x.strip() for x in row.split("|")[1:-1]] for row in text.splitlines()]
-        assert header == ["", "first", "second"]
-        assert [row[0] for row in rows] == ["tape", "rope"]
-        assert [row[2] == "-" for row in rows] == [True, False]
-        assert all("[" in row[1] for row in rows)
-    (panel,) = overview.picture(studies).axes
-    assert [label.get_text() for label in panel.get_yticklabels()] == ["tape", "rope"]
-
-
 @pytest.mark.mostly_slow(2)
 @pytest.mark.parametrize(
     ("curve", "learned", "others", "marked"),

@@ -12,7 +12,7 @@ from research.choosing import Curve
 from research.main import main
 from research.records import Store
 from research.study import Place
-from research.trainings import PlannedTrainings, Trainings
+from research.trainings import PlannedTrainings
 from research.verdicts import Kind, wins
 from tests.research.results import BEYOND, INSIDE, choose_all, diverge, finish, finish_all
 from train.training.signals import Stopped
@@ -75,27 +75,6 @@ def test_from_nothing_to_the_end(small, place, tmp_path):
 
     diverge(planned, planned.reports("none", BEYOND)[2])
     assert re.search(r"\| none \| 3e-3 \| +1 \| ", text_of(studies, tmp_path))
-
-
-def test_a_budget(small, place, tmp_path, monkeypatch):
-    wide = dataclasses.replace(small, curve=Curve(INSIDE, most=1, rivals=("rope", "none")))
-    one = suites.SUITES["claims"]._replace(designs=(wide,))
-    monkeypatch.setitem(suites.SUITES, "claims", one)
-    studies = studies_at(place)
-    assert "The budget is not chosen" not in text_of(studies, tmp_path)
-    for job, inside in zip(studies["copying"].curve_jobs, (0.5, 0.9, 1) * 2, strict=True):
-        assert "Budget chosen" not in text_of(studies, tmp_path)
-        finish(studies["copying"], job, 0.1, inside)
-    text = text_of(studies, tmp_path)
-    assert "Budget chosen: 1x. Training was still improving there" in text
-    assert re.search(r"\| rope \| +50\.000 \| +90\.000 \| +100\.000 \|", text)
-    planned = studies["copying"]
-    choose_all(planned)
-    for rival, inside in (("tape", 1), ("rope", 0.949), ("none", 0.951)):
-        for job in planned.reports(rival, BEYOND):
-            finish(planned, job, 0.1, inside)
-    said = "(mean of the seeds below 95, of: exact match up to length 3, %): rope 94.9. What"
-    assert said in text_of(studies, tmp_path)
 
 
 def test_a_page_of_another_hand_is_left_alone(small, place, tmp_path):
@@ -206,21 +185,6 @@ class TestCommand:
         text = (tmp_path / "docs" / "evidence.md").read_text()
         assert re.search(r"\*\*0 of at least 36 runs\*\*", text)
 
-    def test_suites_share_records(self, small, place, tmp_path, monkeypatch, capsys):
-        """What only another suite has is used, and what none has is said."""
-        fewer = dataclasses.replace(small, rivals={"rope": small.rivals["rope"]})
-        one = suites.SUITES["claims"]._replace(designs=(fewer,), name="fewer", claims=())
-        monkeypatch.setitem(suites.SUITES, "fewer", one)
-        planned = small.at(place)
-        finish_all(planned, {"tape": 0.5, "rope": 0.3, "none": 0.2})
-        assert self.call(tmp_path, "--suite=fewer", "--page") == 0
-        assert capsys.readouterr().err == ""
-        monkeypatch.delitem(suites.SUITES, "claims")
-        assert self.call(tmp_path, "--suite=fewer", "--page") == 0
-        said = capsys.readouterr().err.strip()
-        assert said.startswith(f"not used by any study: {place.store.path('copying')}: none-1x-1e-")
-        assert said.count(",") == 2 * 11 - 1
-
     def test_beside_what_is_on_record(self, small, place, tmp_path):
         recorded = small.at(place)
         here = small.at(place._replace(store=Store(tmp_path / "here")))
@@ -254,29 +218,6 @@ class TestSuites:
         forms = [set(claim.forms) for claim in one.claims if claim.name not in few]
         both = ({"tape_head_scale", "tape"} <= names or len(names) == 1 for names in forms)
         assert name == "arena" or all(both)
-
-    def test_every_name_is_explained_once(self):
-        """Forms are TAPE's, but in the arena and of a decay, and what has no update is not."""
-        names = {*suites.TAPE, *suites.OTHERS}
-        assert len(names) == len(suites.TAPE) + len(suites.OTHERS)
-        compared = set()
-        for one in suites.SUITES.values():
-            for design in one.designs:
-                compared |= {*getattr(design, "rivals", getattr(design, "variants", ()))}
-            forms = {form for claim in one.claims if claim.name != "decay" for form in claim.forms}
-            assert one.name == "arena" or forms <= suites.TAPE.keys()
-        assert compared == names
-        assert set(place_claims.WITHOUT_UPDATE.values()) <= suites.OTHERS.keys()
-
-    @pytest.mark.parametrize("name", suites.SUITES)
-    def test_the_quick_part_is_a_part(self, name):
-        """Whatever budget is chosen, the whole has these runs of the smallest one."""
-        designs = [one for one in suites.SUITES[name].designs if isinstance(one, Trainings)]
-        assert 2 <= sum(len(design.quick) for design in designs) <= 3
-        for design in designs:
-            curve = design.curve
-            fixed = design.multiple == 1 if curve is None else curve.most == 1
-            assert fixed or set(design.quick) <= set(curve.rivals if curve else ())
 
     @pytest.mark.slow
     @pytest.mark.parametrize("name", suites.SUITES)

@@ -1,6 +1,5 @@
 """Tasks of places, and whether one form is ahead in all."""
 
-import dataclasses
 from types import SimpleNamespace
 
 import chex
@@ -40,18 +39,6 @@ def test_every_form_is_compared_with_what_it_is_without_its_update():
         assert first.rivals[rival] == (NO_UPDATE if form == "tape_chosen" else still)
         assert place_claims.rivals_of(form) == [*place_claims.RIVALS, rival]
     assert place_claims.rivals_of("tape_head_scale") == list(place_claims.RIVALS)
-
-
-def test_a_decay_is_compared_with_the_same_form_without_it():
-    """At the same tasks, by runs that the studies have."""
-    ours = {design.name: design.rivals for design in place_claims.STUDIES}
-    for form, alone in place_claims.DECAYED.items():
-        for study, _ in place_claims.DECAYED_AT:
-            gates = {name: x for name, x in ours[study][form].items() if name in OPEN}
-            kind = ours[study][form][KIND].replace("+fox", "")
-            same = {name: x for name, x in ours[study][form].items() if name not in OPEN}
-            assert gates == OPEN
-            assert ours[study][alone] == {**same, KIND: kind}
 
 
 @pytest.mark.parametrize(("form", "alone"), place_claims.DECAYED.items())
@@ -116,42 +103,6 @@ def test_every_rival_is_compared_and_every_comparison_has_its_runs():
     assert all(ours[name] >= some for name, some in compared.items())
     assert all(compared.values())
     assert "mapformer_wm" in compared["navigation"]
-
-
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize(("name", "task"), place_claims.LONGER.items())
-def test_longer_trainings_differ_in_their_steps(place, name, task):
-    """And one TAPE for all does not ask for them."""
-    ours = {design.name: design for design in place_claims.STUDIES}
-    longer, once = ours[name], ours[task]
-    assert name not in place_claims.OF_ALL
-    assert longer.rivals.items() <= once.rivals.items()
-    for job in longer.at(place).jobs:
-        e = job.experiment
-        rate, seed = f"{e.train.learning_rate:g}", e.seed
-        same = once.at(place)._job(job.name, rate, seed, 1).experiment
-        assert e == dataclasses.replace(
-            same,
-            train=dataclasses.replace(same.train, steps=place_claims.MULTIPLE * same.train.steps),
-        )
-
-
-def test_what_is_asked_again_differs_in_its_rule():
-    """And none of them has been used in what it asks again."""
-    ours = {design.name: design for design in place_claims.STUDIES}
-    again, before = ours[place_claims.AGAIN], ours[place_claims.BEFORE]
-    assert place_claims.AGAIN not in place_claims.OF_ALL
-    plain = {rival: {KIND: rival} for rival in ("fox", "path", "cope", "selective_rope")}
-    biased = {f"{rival}_alibi": {KIND: f"{rival}+alibi"} for rival in plain}
-    more = {**plain, **biased, "tape": ours["address"].rivals["tape"]}
-    assert more.items() <= again.rivals.items() <= {**before.rivals, **more}.items()
-    changed = {"name": before.name, "rivals": before.rivals, "procedure": before.procedure}
-    assert dataclasses.replace(again, **changed) == before
-    seeds = [
-        x for one in (before, again) for x in (*one.procedure.choosing, *one.procedure.reporting)
-    ]
-    assert len(seeds) == len(set(seeds))
-    assert len(again.procedure.reporting) == len(before.procedure.reporting)
 
 
 @pytest.mark.parametrize(

@@ -81,10 +81,6 @@ def test_only_results_are_rounded(place, item):
             lambda shared, _: shared.update(base=shared["experiment"]),
             "only one of them adapts a base",
         ),
-        (
-            lambda shared, _: shared["experiment"]["model"].update(window=8),
-            "experiment: ValueError: unknown field 'window' of model",
-        ),
         (lambda shared, _: shared["experiment"].pop("adapt"), "experiment: KeyError: 'adapt'"),
     ],
 )
@@ -102,7 +98,6 @@ def test_of_another_run(place, item, edit, message):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda _, line: line.pop("rival"), "tape-seed1: a Record has the fields .* got"),
         (lambda shared, _: shared.pop("code"), "a Record has the fields .* got"),
         (lambda shared, _: shared.update(protocol=3), "protocol: expected fields, got 3"),
     ],

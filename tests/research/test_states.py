@@ -1,19 +1,15 @@
 """What is said of states, and the runs that it is read off."""
 
 import dataclasses
-import re
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from research import claims, page
 from research.states import COLUMNS, StateUse, states_figure, updating, without_layer
 from research.study import Base
-from research.suites import SUITES
 from research.trainings import Trainings
-from research.verdicts import wins
 from tests.models import encoding, small_model
 from tests.research.results import BEYOND, MADE, choose_all, diverge, finish_all
 from train.evaluation.inside import before_training
@@ -74,48 +70,6 @@ def test_from_nothing_to_a_sentence(planned):
     assert len(states.items) == 4, "what diverged is left out"
 
 
-def test_updates_that_are_cut_off_stand_beside_a_claim_that_asks(planned):
-    states, trainings = planned
-    claim = claims.CLAIMS[0]._replace(
-        studies=("copying",),
-        judge=lambda s, form: wins(s["copying"], BEYOND, ["rope"], name=form),
-        forms=("tape",),
-        beside=None,
-        cut=("copying", "tape"),
-    )
-    suite = SUITES["claims"]._replace(claims=(claim,))
-    finish_all(trainings, RIGHT)
-    both = {"copying": trainings, "states": states}
-    assert "Where all layers update" not in page.markdown(suite, both, "images")
-    put(states, without=0.25, lost=(0.1, 0.4))
-    text = page.markdown(suite, both, "images")
-    said = (
-        "* `tape`: **confirmed**.\n* Where all layers update, in `tape`, the loss rises by so many"
-    )
-    assert said in text
-    assert re.search(r": 0\.10\d \(layer 1\), 0\.40\d \(layer 2\)\. That of layer 2 is mis", text)
-
-
-@pytest.mark.slow
-def test_runs_are_made_and_looked_into(planned):
-    states, trainings = planned
-    choose_all(trainings)
-    finish_all(trainings, RIGHT)
-    for job in trainings.reports("tape", BEYOND)[1:]:
-        diverge(trainings, job)
-    made = []
-    states.run(made.append, quick=True)
-    assert not made
-    states.run(made.append)
-    assert [item.name for item in made] == [item.name for item in states.items]
-    assert len(made) == 1
-    found = states.recorded(made[0]).found
-    assert len(found["moved"]) == 3
-    assert len(found["lost"]) == 2
-    assert BEYOND in found["without"]
-    states.run(lambda item: pytest.fail("made twice"))
-
-
 @pytest.mark.slow
 def test_adapted_models(place):
     """They are trained again with their bases, and have updates of their own."""
@@ -147,6 +101,7 @@ def test_adapted_models(place):
     assert key in seen["without"]
     assert key in seen["trained"]
     assert max(seen["moved"]) > 0
+    states.run(lambda item: pytest.fail("made twice"))
 
 
 @pytest.mark.slow

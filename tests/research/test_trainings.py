@@ -10,7 +10,7 @@ from research import protocol, studies, trainings
 from research.choosing import Budget, Curve
 from research.records import Store
 from research.study import Base
-from tests.research.results import BEYOND, INSIDE, MADE, choose_all, finish, finish_all, grid
+from tests.research.results import BEYOND, INSIDE, MADE, choose_all, finish, grid
 from train.compare.processes import EVALUATE, VALIDATE, Ended
 from train.training.signals import NON_FINITE_EXIT_CODE, Stopped
 
@@ -197,15 +197,6 @@ class TestRecords:
         assert changed.state.finished == []
         said = next(changed.remarks())
         assert said.endswith(f"{first.folder.name}: train.batch_size: 4 there, 9 here")
-
-    def test_what_no_study_uses(self, design, place):
-        planned = design.at(place)
-        finish_all(planned, {"tape": 0.5, "rope": 0.3, "none": 0.2})
-        assert list(planned.remarks()) == planned.unused == []
-        assert planned.state.unfinished == []
-        fewer = dataclasses.replace(design, rivals={"tape": design.rivals["tape"]}).at(place)
-        assert len(fewer.unused) == 22
-        assert not any(name.startswith("tape") for name in fewer.unused)
 
 
 class TestRunning:

@@ -101,7 +101,7 @@ def test_a_damaged_checkpoint_is_reported_and_not_used(own, capsys):
 
 
 @pytest.mark.slow
-def test_eval(own, capsys):
+def test_eval(own, capsys, monkeypatch):
     assert main(["eval", f"--run={own}", "--config.evaluation.longest=2"]) == 0
     out = capsys.readouterr().out
     record = json.loads((own / "evaluation.json").read_text())
@@ -112,11 +112,7 @@ def test_eval(own, capsys):
     assert (own / "evaluation_exact_match.png").read_bytes().startswith(b"\x89PNG")
     assert "trained range" in out
     assert str(own / "evaluation_exact_match.png") in out
-
-
-@pytest.mark.slow
-def test_eval_with_updates_cut_off(own, capsys, monkeypatch):
-    """It writes nothing, and where there is nothing to cut off it says so."""
+    # Without the learned updates it writes nothing, and says so where there are none.
     before = content(own)
     command = ["eval", f"--run={own}", "--cut-updates", "--config.evaluation.longest=2"]
     assert main(command) == 0
@@ -124,6 +120,12 @@ def test_eval_with_updates_cut_off(own, capsys, monkeypatch):
     monkeypatch.setattr("train.compare.evaluations.untrained", lambda trained: None)
     assert main(command) == program.USER_ERROR
     assert "the encoding 'tape' has no parameters" in capsys.readouterr().err
+    assert content(own) == before
+    # What it did not write it does not replace.
+    (own / "evaluation.json").write_text("{}")
+    before = content(own)
+    assert main(["eval", f"--run={own}"]) == program.USER_ERROR
+    assert "not an evaluation written by this program" in capsys.readouterr().err
     assert content(own) == before
 
 
@@ -151,15 +153,6 @@ def test_eval_on_a_mesh(own):
     assert devices(fsdp=-1, tensor=2) == (8, 1 / 8)
     assert devices(sequence=2, data=4) == (8, 1)
     assert devices(fsdp=3) == (1, 1)
-
-
-@pytest.mark.slow
-def test_eval_does_not_replace_what_it_did_not_write(own, capsys):
-    (own / "evaluation.json").write_text("{}")
-    before = content(own)
-    assert main(["eval", f"--run={own}"]) == program.USER_ERROR
-    assert "not an evaluation written by this program" in capsys.readouterr().err
-    assert content(own) == before
 
 
 @pytest.mark.parametrize(

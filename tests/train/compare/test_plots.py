@@ -38,18 +38,6 @@ def test_numbers_of_a_heat_map_are_rounded_down():
     assert [text.get_text() for text in panel.texts] == ["99"]
 
 
-def test_loss_curves():
-    tape, again = ([0, 5, 10], [2.0, 1.0, 0.1]), ([0, 5], [2.1, 1.2])
-    (axes,) = loss_curves({"tape": [tape, again], "rope": [([0, 5], [2.5, 1.5])]}).axes
-    assert axes.get_yscale() == "log"
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["tape", "rope"]
-    np.testing.assert_array_equal(axes.lines[0].get_xydata(), np.transpose(tape))
-    np.testing.assert_array_equal(axes.lines[1].get_xydata(), np.transpose(again))
-    assert axes.lines[0].get_color() == axes.lines[1].get_color() != axes.lines[2].get_color()
-    with pytest.raises(ValueError, match="'a' has 2 steps but 1 losses"):
-        loss_curves({"a": [([1, 2], [0.5])]})
-
-
 def test_an_interrupted_drawing_leaves_the_old_figure(tmp_path, monkeypatch):
     path = tmp_path / "loss.png"
     save(loss_curves({"a": [([0, 1], [2.0, 1.0])]}), path)

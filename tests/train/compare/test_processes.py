@@ -112,14 +112,6 @@ def test_seeds_share_compiled_programs(config, tmp_path, monkeypatch):
         assert printed.count(f"Persistent compilation cache hit for 'jit_{name}'") == compiled
 
 
-def test_programs_come_before_seeds(config, tmp_path):
-    jobs = plan(config, tmp_path, ENCODINGS, ["none", "rope"], 3, [])
-    order = processes._distinct_first(jobs)
-    assert [(job.name, job.experiment.seed) for job in order] == [
-        ("none", 0), ("rope", 0), ("none", 1), ("none", 2), ("rope", 1), ("rope", 2),
-    ]  # fmt: skip
-
-
 def test_cores_are_divided():
     cores = sorted(os.sched_getaffinity(0))
     assert processes.shares(1) == [cores]

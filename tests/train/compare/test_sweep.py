@@ -157,12 +157,6 @@ class TestValidation:
         test, other = (set(task.ordinary(task.ask([4], 500, seed))) for seed in (0, 2**31))
         assert len(test & other) < 5
 
-    def test_a_task_without_it(self, monkeypatch):
-        monkeypatch.setattr(sweep, "task_name", lambda task: "passkey")
-        task: Any = object()
-        with pytest.raises(ValueError, match="'passkey' has no validation apart from its test"):
-            sweep.validation_options(task, None)
-
     @pytest.mark.slow
     def test_a_run_is_validated_once(self, config, tmp_path, monkeypatch):
         folder, e = tmp_path / "run", experiment.from_file(config)

@@ -153,17 +153,6 @@ class TestGrid:
 
 
 class TestGreedy:
-    def test_ragged_prompts(self):
-        # The model counts upwards.
-        def successor(variables, tokens, length):
-            return jax.nn.one_hot(tokens + 1, 50)
-
-        tokens = jnp.array([[3, 4, 0, 0, 0, 0], [9, 8, 7, 6, 0, 0]])
-        np.testing.assert_array_equal(
-            greedy(successor, None, tokens, jnp.array([2, 4]), jnp.array([6, 6])),
-            [[3, 4, 5, 6, 7, 8], [9, 8, 7, 6, 7, 8]],
-        )
-
     @pytest.mark.slow
     def test_padding_is_no_length(self):
         model = small_model("random_rope", num_layers=1)

@@ -10,7 +10,7 @@ import pytest
 from tests.train import tokenizer_files
 from train.data import tokenizers
 from train.suites import FORMS, SUITES, get_suite
-from train.suites.background import Background, noise
+from train.suites.background import Background
 from train.suites.questions import ask
 from train.tasks.retrieval import FILLER
 
@@ -177,14 +177,3 @@ def test_what_cannot_be_asked(name, length, background, message):
         ask(name, TASKS[name], BYTES, background, length, 0)
     with pytest.raises(ValueError, match=r"unknown task of ruler 'cw'.*did you mean 'cwe'"):
         get_suite("ruler", ["vt", "cw"])
-
-
-def test_passages():
-    passage = BACKGROUND.passage(np.random.default_rng(0), 500)
-    assert passage.text in BACKGROUND.text
-    assert len(passage.text) == 500
-    assert all(passage.text[c - 1] in " \n" for c in passage.cuts[1:])
-    hidden = passage.hide(np.random.default_rng(0), ["ONE. ", "TWO. "], shuffle=False)
-    assert hidden.replace("ONE. ", "").replace("TWO. ", "") == passage.text
-    assert hidden.index("ONE") < hidden.index("TWO")
-    assert noise("abc. ", 12).text == "abc. abc. ab"
