@@ -11,11 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import aot, attention, gpu, scaling, train_step
+from benchmarks import aot, attention, gpu, train_step
 from benchmarks.table import markdown, tables
 from research.overhead import Memory, Runner, StepMeasurement, TrainingStep
 from tape_jax import rotary_state
-from tape_jax._src.attention import BACKENDS
 from tape_jax._src.attention import attention as attend
 from tape_jax._src.core.timing import Timing
 
@@ -37,24 +36,6 @@ def test_three_calls():
     want_cos, want_sin = jnp.split(want_a, 2, -1)
     want = (want_o, jnp.tile(want_cos, 2), jnp.tile(want_sin, 2))
     chex.assert_trees_all_close((o, cos, sin), want, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_attention(capsys):
-    """All rows in both directions; ratios agree with one another and with the floors."""
-    attention.main(["--lengths", "16", "--head-dim", "8", "--repeats", "1"])
-    out = capsys.readouterr().out
-    rows = tables(out)
-    plain = [name for name in BACKENDS if name in ("chunked", "query_blocks", "rows", "reference")]
-    names = [*plain, "automatic", "static", "plain", "three calls", "plain, again"]
-    assert [row["attention"] for row in rows] == 2 * names
-    floors = [1.5] * len(names) + [10 / 7] * len(names)
-    for row, floor in zip(rows, floors, strict=True):
-        ratio = float(row["x plain"])
-        assert float(row["x floor"]) == pytest.approx(ratio / floor, rel=0.01, abs=2e-3)
-        if row["attention"] in ("plain", "three calls"):
-            which = "x plain" if row["attention"] == "plain" else "three calls x"
-            assert float(row[which]) == 1
 
 
 def test_attention_without_state(capsys):
@@ -177,17 +158,3 @@ def test_reports_of_ptxas(tmp_path):
         aot.KernelReport("one", 255, (24, 12), 53248, 256, True),
         aot.KernelReport("two", 40, (0, 0), 0, 32, False),
     ]
-
-
-@pytest.mark.slow
-def test_scaling_prints_a_table_for_each_size(monkeypatch, capsys):
-    mesh = scaling.ShardingConfig(fsdp=2)
-    small = {"length": 64, "layers": 2, "width": 64}
-    cases = {"1": scaling.Case(**small), "2": scaling.Case(**small, batch=2, mesh=mesh)}
-    monkeypatch.setattr(scaling, "CASES", {"devices": cases})
-    scaling.main([])
-    rows = capsys.readouterr().out.strip().splitlines()[-2:]
-    alone, split = ([float(x) for x in row.strip("| ").split("|")] for row in rows)
-    assert alone[4:] == [0, 0]
-    assert split[4] >= split[5] > 0
-    assert alone[1] > alone[2] > 0

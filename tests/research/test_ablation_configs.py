@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from research.configs import ablations
-from tape_jax import Transformer
 from train import experiment
 from train.compare import sweep
 from train.training import step as training_step
@@ -64,21 +63,3 @@ def test_every_variant_can_be_built(setting):
     own = {path[-1].key for path, _ in jax.tree.leaves_with_path(state.params)}
     updates = any(e.model.position.updates(i, 6) for i in range(6))
     assert any(name.startswith("position_") for name in own) == updates
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["tape_head_scale", "relaxed_gradually", "tensor"])
-def test_variants_take_a_step(name):
-    """The base, one with a loss of its own, and one with another state."""
-    (setting,) = sweep.variants(PATH, [name])
-    e = made(setting)
-    optimizer = training_step.make_optimizer(e.train)
-    step = training_step.make_step(Transformer(e.model), optimizer, e.train)
-    state = training_step.init_state(e, optimizer)
-    before = jax.tree.map(np.asarray, state.params)
-    after, metrics = step(state, e.task.batch(0, 0, 4))
-    assert np.isfinite(metrics["loss"])
-    # The first step of the warm-up moves what has a gradient, and decay the rest.
-    moved = jax.tree.map(lambda a, b: bool(np.any(a != b)), before, after.params)
-    assert moved["embedding"]
-    assert all(map(np.all, jax.tree.map(np.isfinite, jax.tree.leaves(after.params))))

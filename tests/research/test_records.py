@@ -147,6 +147,7 @@ def test_wherever_the_base_is(place, item):
     assert "adapt.method: 'lora' there" in place.store.misfit(adapted("runs/base", "full"))
 
 
+@pytest.mark.slow
 def test_those_of_the_repository():
     """No wording, six digits, and the code that made it; each file is read once."""
     store = Store(Path("research/records"))

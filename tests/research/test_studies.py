@@ -40,24 +40,6 @@ class TestMeasurements:
         assert planned.growths("tape", 3) == {2: 1.0, 3: 1.0}
         assert planned.hours == 0
 
-    def test_a_training_that_diverged_has_grown_most(self, place, monkeypatch):
-        from research.stability import Profile, Trace
-
-        still, burst = Profile((1.0,), (1.0,)), Profile((None,), (1.0,))
-
-        def trace(e, variant, noise):
-            trained = burst if e.seed == 3 else still
-            diverged = 5 if e.seed == 4 else None
-            return Trace(variant, 2, still, still, trained, (1.0,), (1.0,), diverged)
-
-        monkeypatch.setattr("research.stability.trace", trace)
-        planned = Growth(
-            "growth", Path("research/configs/ablations.py"), ["tape"], [2], steps=1, seeds=(2, 3, 4)
-        ).at(place)
-        assert planned.growths("tape", 2) is None
-        planned.run(lambda item: None)
-        assert planned.growths("tape", 2) == {2: 1.0, 3: 1000.0, 4: 1000.0}
-
     @pytest.mark.slow
     def test_cost(self, place, config):
         sizes = {"model.hidden_size": 8, "model.num_heads": 1, "model.num_layers": 2}

@@ -10,13 +10,12 @@ from research.verdicts import (
     best_of,
     every,
     family,
-    keeps,
     leads,
     limited,
     together,
     wins,
 )
-from tests.research.results import BEYOND, INSIDE, choose_all, diverge, finish, finish_all
+from tests.research.results import BEYOND, diverge, finish_all
 from train.statistics import difference, estimate
 
 RIVALS = ("rope", "none")
@@ -88,14 +87,6 @@ def test_a_time_whose_interval_reaches_beyond_the_limit():
     assert cells[1:5] == ["rope, limit 1.150", "time", "1.139", "1.082 to 1.196"]
 
 
-def test_wins(planned):
-    finish_all(planned, {"tape": 0.6, "rope": 0.3, "none": 0.2})
-    found = wins(planned, BEYOND, RIVALS)
-    assert found.kind is Kind.CONFIRMED
-    assert 29 < float(found.rows[0][3]) < 31
-    assert wins(planned, BEYOND, ["tape", "none"], name="rope").kind is Kind.CONTRADICTED
-
-
 def test_a_run_that_diverged_has_the_worst_value(planned):
     finish_all(planned, {"tape": 0.3, "rope": 0.3, "none": 0.3})
     for job in planned.reports("rope", BEYOND):
@@ -117,16 +108,6 @@ def test_perplexities_are_compared_by_their_logarithms(planned):
     (cells,) = best_of(low, {"high": high}, name="low", score=text).rows
     assert (cells[3], cells[-1]) == ("+100.0 %", "better")
     assert planned._worst(score) == planned.task.vocab_size
-
-
-def test_keeps(planned):
-    assert keeps(planned, INSIDE, BEYOND, loss=5).kind is Kind.UNFINISHED
-    choose_all(planned)
-    for i, job in enumerate(planned.reports("tape", BEYOND)):
-        finish(planned, job, 0.95 + 0.001 * i)
-    assert keeps(planned, INSIDE, BEYOND, loss=5).kind is Kind.CONFIRMED
-    assert keeps(planned, INSIDE, BEYOND, loss=4.8).kind is Kind.NOT_TOLD
-    assert keeps(planned, INSIDE, BEYOND, loss=3).kind is Kind.CONTRADICTED
 
 
 def test_every():

@@ -90,17 +90,6 @@ def test_resuming_a_tape_model_is_exact(own, trained, capsys):
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_reported_and_not_used(own, capsys):
-    path = max((own / "checkpoints" / "00000006").rglob("d/*"), key=lambda p: p.stat().st_size)
-    damaged = bytearray(path.read_bytes())
-    damaged[50] ^= 4
-    path.write_bytes(damaged)
-    assert main(["ask", f"--run={own}", "1+2"]) == 0
-    out = capsys.readouterr().out
-    assert f"checkpoint {own / 'checkpoints' / '00000006'} is damaged and not used" in out
-
-
-@pytest.mark.slow
 def test_eval(own, capsys, monkeypatch):
     assert main(["eval", f"--run={own}", "--config.evaluation.longest=2"]) == 0
     out = capsys.readouterr().out

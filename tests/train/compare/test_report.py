@@ -18,7 +18,6 @@ from train.compare.report import (
     write_report,
 )
 from train.compare.tasks import Comparison
-from train.evaluation.grids import text_table
 from train.tasks import Score
 
 
@@ -156,15 +155,6 @@ def test_the_table_of_scores():
         "",
         "Mean ± standard deviation over seeds.",
     ]
-
-
-@pytest.mark.parametrize(("columns", "rows", "label"), [(3, 2, "x"), (5, 2, "x" * 30)])
-def test_a_table_that_fits_once_it_is_turned(columns, rows, label):
-    header = ["", *(f"{label}{i}" for i in range(columns))]
-    body = [[f"row{j}", *(f"{i}.{j}" for i in range(columns))] for j in range(rows)]
-    turned = [list(cells) for cells in zip(header, *body, strict=True)]
-    expected = text_table(header, body) if label == "x" else text_table(turned[0], turned[1:])
-    assert fitting_table(header, body) == expected
 
 
 def test_a_table_that_is_too_wide_is_cut_into_parts():

@@ -22,32 +22,6 @@ def grid_of(task, right):
     return task.grid(axes, np.full(counts.shape, right), counts)
 
 
-@pytest.mark.parametrize(
-    ("task", "said"),
-    [
-        (
-            get_task("algorithm", problem="copy", max_length=3),
-            "Inside the trained range, the words asked were held out of training; where * stands, "
-            "there are too few to hold any out.",
-        ),
-        (
-            get_task("addition", max_digits=2),
-            "Inside the trained range, the sums asked were held out of training; where * or \u2022 "
-            "stands, there are too few to hold any out.",
-        ),
-        (get_task("table", rows=3, columns=3), "The questions asked were held out of training."),
-    ],
-    ids=["words", "sums", "places"],
-)
-def test_what_was_held_out(task, said):
-    """A mark is spoken of where one stands."""
-    grid = grid_of(task, 10)
-    compared = compare(task, {"one": [grid]})
-    assert compared.introduction == f"{task.introduction(grid)} {said}"
-    text = "".join(compared.sections.values())
-    assert ("*" in text.replace("\\*", "")) == grid.shared.any() == ("*" in said)
-
-
 def test_addressing_of_several_seeds():
     """The mean over the seeds, with an interval over them, not over all questions."""
     task = get_task("address", offsets=2, symbols=8, shortest=3, longest=4)

@@ -134,21 +134,6 @@ def test_what_is_refused_leaves_the_answers_alone(
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"suite": "scrolls"}, "unknown suite"),
-        ({"form": "tiny"}, "unknown form 'tiny'"),
-        ({"lengths": ()}, "a suite needs lengths"),
-        ({"lengths": (8, 4)}, "must ascend"),
-        ({"samples": 0}, "samples must be a positive integer"),
-    ],
-)
-def test_options_out_of_range(options, message):
-    with pytest.raises(ValueError, match=message):
-        SuiteOptions(**OPTIONS | options)
-
-
 def test_a_tokenizer_that_cannot_write_the_answers(trained, tmp_path, background):
     class Deaf(tokenizers.ByteTokenizer):
         def _decode(self, ids):
