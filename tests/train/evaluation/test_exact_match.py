@@ -24,8 +24,12 @@ def recall(variables, tokens, length=None):
 
 
 def half_known(examples):
-    """Variables of ``recall``: what follows all beginnings, but wrong once in every third row."""
+    """Variables of ``recall``: what follows all beginnings, but wrong once in every third row.
+
+    After their ends no padding follows, which nothing should ask for.
+    """
     rng, following = np.random.default_rng(0), examples.tokens[:, 1:].copy()
+    following[np.arange(following.shape[1]) >= examples.lengths[:, None] - 1] = 3
     for row in range(0, len(following), 3):
         place = rng.integers(examples.prompt_lengths[row] - 1, examples.lengths[row] - 1)
         following[row, place] = 4 if following[row, place] == 3 else 3
