@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import aot, attention, gpu, train_step
+from benchmarks import aot, attention, draw_attention, gpu, scaling, train_step, update
 from benchmarks.table import markdown, tables
 from research.overhead import Memory, Runner, StepMeasurement, TrainingStep
 from tape_jax import rotary_state
@@ -158,3 +158,43 @@ def test_reports_of_ptxas(tmp_path):
         aot.KernelReport("one", 255, (24, 12), 53248, 256, True),
         aot.KernelReport("two", 40, (0, 0), 0, 32, False),
     ]
+
+
+@pytest.mark.slow
+def test_update(capsys):
+    """Each implementation in both directions, and why one is left out."""
+    tiny = "--batch 1 --length 8 --heads 3 --head-dim 4 --repeats 1 --mixes heads"
+    update.main(tiny.split())
+    out = capsys.readouterr().out
+    names = ["reference", "unrolled", "reference, again"]
+    rows = tables(out)
+    assert [row["by"] for row in rows] == 4 * names
+    assert rows[0]["update"] == "heads, float32, forward"
+    assert rows[-1]["update"] == "heads, bfloat16, forward and backward"
+
+
+@pytest.mark.slow
+def test_scaling_prints_a_table_for_each_size(monkeypatch, capsys):
+    mesh = scaling.ShardingConfig(fsdp=2)
+    small = {"length": 64, "layers": 2, "width": 64}
+    cases = {"1": scaling.Case(**small), "2": scaling.Case(**small, batch=2, mesh=mesh)}
+    monkeypatch.setattr(scaling, "CASES", {"devices": cases})
+    scaling.main([])
+    rows = capsys.readouterr().out.strip().splitlines()[-2:]
+    alone, split = ([float(x) for x in row.strip("| ").split("|")] for row in rows)
+    assert alone[4:] == [0, 0]
+    assert split[4] >= split[5] > 0
+    assert alone[1] > alone[2] > 0
+
+
+def test_what_attention_prints_is_drawn(tmp_path):
+    """Of two tables of one size the first; none of the forward pass alone."""
+    table = [
+        "**D = 64, T = 1024, batch 16, forward and backward**", "",
+        "| attention | ms | x plain |", "|---|--:|--:|", "| cudnn | 1.2 | 1.75 |",
+        "| chunked | 9.1 | 9.2 |", "| three calls | 2.1 | 2.5 |", "", "automatic: cudnn", "",
+    ]  # fmt: skip
+    other = [line.replace("1.75", "9.99") for line in table]
+    forward = [line.replace(" and backward", "").replace("1024", "4096") for line in table]
+    text = "\n".join([*table, *other, *forward])
+    assert draw_attention.read(text) == {(64, 1024): {"cudnn": 1.75, "three calls": 2.5}}

@@ -185,6 +185,21 @@ class TestCommand:
         text = (tmp_path / "docs" / "evidence.md").read_text()
         assert re.search(r"\*\*0 of at least 36 runs\*\*", text)
 
+    def test_suites_share_records(self, small, place, tmp_path, monkeypatch, capsys):
+        """What only another suite has is used, and what none has is said."""
+        fewer = dataclasses.replace(small, rivals={"rope": small.rivals["rope"]})
+        one = suites.SUITES["claims"]._replace(designs=(fewer,), name="fewer", claims=())
+        monkeypatch.setitem(suites.SUITES, "fewer", one)
+        planned = small.at(place)
+        finish_all(planned, {"tape": 0.5, "rope": 0.3, "none": 0.2})
+        assert self.call(tmp_path, "--suite=fewer", "--page") == 0
+        assert capsys.readouterr().err == ""
+        monkeypatch.delitem(suites.SUITES, "claims")
+        assert self.call(tmp_path, "--suite=fewer", "--page") == 0
+        said = capsys.readouterr().err.strip()
+        assert said.startswith(f"not used by any study: {place.store.path('copying')}: none-1x-1e-")
+        assert said.count(",") == 2 * 11 - 1
+
     def test_beside_what_is_on_record(self, small, place, tmp_path):
         recorded = small.at(place)
         here = small.at(place._replace(store=Store(tmp_path / "here")))

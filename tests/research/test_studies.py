@@ -55,3 +55,21 @@ class TestMeasurements:
         assert found["parameters"] > 1
         assert found["operations"] > 1
         assert min(found[name] for name in ("time", "noise", "memory", "milliseconds")) > 0
+
+    def test_a_training_that_diverged_has_grown_most(self, place, monkeypatch):
+        from research.stability import Profile, Trace
+
+        still, burst = Profile((1.0,), (1.0,)), Profile((None,), (1.0,))
+
+        def trace(e, variant, noise):
+            trained = burst if e.seed == 3 else still
+            diverged = 5 if e.seed == 4 else None
+            return Trace(variant, 2, still, still, trained, (1.0,), (1.0,), diverged)
+
+        monkeypatch.setattr("research.stability.trace", trace)
+        planned = Growth(
+            "growth", Path("research/configs/ablations.py"), ["tape"], [2], steps=1, seeds=(2, 3, 4)
+        ).at(place)
+        assert planned.growths("tape", 2) is None
+        planned.run(lambda item: None)
+        assert planned.growths("tape", 2) == {2: 1.0, 3: 1000.0, 4: 1000.0}

@@ -175,6 +175,25 @@ class TestBudgets:
         assert "--config.train.steps=4" in jobs[0].command
 
 
+def test_what_is_left_out_is_named(design, place):
+    """Results of another config, another protocol, and results that the task does not know."""
+    planned = design.at(place)
+    first, second, third = planned.walk("tape", BEYOND)[0][:3]
+    finish(planned, first, 0.5)
+    found = {"result": {"format": "other"}, "diverged": None, "losses": []}
+    place.store.put(planned.item(second), found, MADE)
+    item = planned.item(third)
+    place.store.put(item._replace(protocol={**item.protocol, "version": 0}), found, MADE)
+    unknown, old = planned.remarks()
+    assert f"{second.folder.name}: ValueError: expected a record of format" in unknown
+    assert old.endswith(f"{third.folder.name}: protocol.version: 0 there, 1 here")
+    assert len(planned.state.finished) == 1
+    changed = dataclasses.replace(design, fields={"train.batch_size": 9}).at(place)
+    assert changed.state.finished == []
+    said = next(changed.remarks())
+    assert said.endswith(f"{first.folder.name}: train.batch_size: 4 there, 9 here")
+
+
 class TestRunning:
     @pytest.fixture
     def trained(self, monkeypatch):
