@@ -95,6 +95,7 @@ class TestProportion:
         assert (alike.inside.interval, alike.outside.count) == ((0.2, 0.2), 0)
         assert pool(grids[:1]) is grids[0]
         assert str(alike.outside) == "none asked"
+        assert grids[0].summary() == {"exact_match_inside": 0.91}
 
     def test_only_exact_shares_are_written_as_exact(self):
         assert str(Proportion(99_999, 100_000)).startswith("99.9 [")

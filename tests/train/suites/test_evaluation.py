@@ -116,6 +116,8 @@ def test_right_answers_score(trained, tmp_path, background):
         (None, {"seed": 1}, r"answers to other questions \(seed was 0, and is 1\): move it"),
         (None, {"lengths": (300, 800)}, "takes at most 400 tokens: a length of 800 cannot be"),
         (None, {"lengths": (20, 400)}, "20 tokens leaves no room"),
+        (None, {"lengths": (400, 300)}, "lengths must ascend"),
+        (None, {"samples": 0}, "samples must be a positive integer"),
         (None, {"tasks": ("niah_multivalue",)}, "different words of four to eight letters"),
         (None, {"background": "nowhere.txt"}, r"there is no 'nowhere.txt'"),
     ],
