@@ -20,15 +20,6 @@ def made(setting):
     return experiment.from_file(PATH, setting.overrides)
 
 
-def test_names_and_experiments_are_unique():
-    names = [setting.name for setting in VARIANTS]
-    assert names == list(ablations.VARIANTS)
-    described = [experiment.to_json(made(setting)) for setting in VARIANTS]
-    for i, one in enumerate(described):
-        assert one not in described[:i], names[i]
-    assert made(VARIANTS[0]) == experiment.from_file(PATH)
-
-
 def test_variants_are_what_they_are_named_for():
     models = {setting.name: made(setting).model for setting in VARIANTS}
     base = models["tape_head_scale"]

@@ -11,7 +11,7 @@ import pytest
 import tape_jax as tape
 from research import place_claims, verdicts
 from research.configs.places import CHOSEN, NO_UPDATE
-from research.studies import KIND, OPEN, OWN
+from research.studies import KIND, OWN
 from research.verdicts import Kind, Verdict
 from tests.research.results import BEYOND, finish_all
 from train import experiment
@@ -27,18 +27,6 @@ LEAST = dict.fromkeys(place_claims.OF_ALL, Kind.NOT_TOLD) | dict.fromkeys(
 def _study(name, missing):
     """What verdicts read of a study."""
     return SimpleNamespace(name=name, missing=missing, score=lambda key: Score(key, "beyond", True))
-
-
-def test_every_form_is_compared_with_what_it_is_without_its_update():
-    first = place_claims.STUDIES[0]
-    kinds = {form: first.rivals[form][KIND] for form in place_claims.FORMS}
-    assert set(place_claims.WITHOUT_UPDATE) == {form for form, kind in kinds.items() if "+" in kind}
-    for form, rival in place_claims.WITHOUT_UPDATE.items():
-        of_bias = {name: x for name, x in first.rivals[form].items() if name in OPEN}
-        still = {KIND: f"rope+{kinds[form].removeprefix('tape+')}", **of_bias}
-        assert first.rivals[rival] == (NO_UPDATE if form == "tape_chosen" else still)
-        assert place_claims.rivals_of(form) == [*place_claims.RIVALS, rival]
-    assert place_claims.rivals_of("tape_head_scale") == list(place_claims.RIVALS)
 
 
 @pytest.mark.parametrize(("form", "alone"), place_claims.DECAYED.items())

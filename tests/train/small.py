@@ -13,7 +13,6 @@ from train import experiment
 from train.data import tokenizers
 from train.evaluation.grids import Grid
 from train.evaluation.perplexity import Measurement, Perplexity
-from train.main import main
 from train.tasks.arithmetic import Addition
 from train.training import runs
 from train.training.runs import TrainedRun
@@ -76,13 +75,6 @@ def config(folder: Path, task: dict, model: Any = (), train: Any = (), **others:
     path = folder / "small.py"
     path.write_text("\n".join(lines))
     return path
-
-
-def train(folder: Path, task: dict, **sections: Any) -> Path:
-    """The run of such an experiment, trained."""
-    path = config(folder, task, **sections)
-    assert main(["train", f"--config={path}", f"--run={folder / 'run'}"]) == 0
-    return folder / "run"
 
 
 def saved(folder: Path, task: dict, step: int = 2, **sections: Any) -> Path:

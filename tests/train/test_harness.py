@@ -90,7 +90,7 @@ def test_the_cache_keeps_what_was_answered(ask, llama, tmp_path, monkeypatch):
 
 def test_a_run(ask, tmp_path):
     task, model = {"name": "passkey", "sequence_length": 64}, {"num_layers": 1, "max_length": 96}
-    small.train(tmp_path, task, model=model, train={"batch_size": 2})
+    small.saved(tmp_path, task, model=model, train={"batch_size": 2})
     answers = ask("tape_jax", model_args=f"run={tmp_path / 'run'},max_length=48", batch_size=8)
     assert {task: len(x) for task, x in answers.items()} == dict.fromkeys(NAMES, 6)
     assert all(np.isfinite(numbers(answers)[0]))
