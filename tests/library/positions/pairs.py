@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,9 +42,15 @@ class Pairs:
         return config_of(self.encoding, q.shape[-2], self.arrays["k"].shape[-2], x.dtype.name)
 
     def attend(self, *, is_causal: bool = True, **options: Any) -> jax.Array:
-        """``o [B, T, H, D]`` by this library."""
-        arrays = {name: jnp.asarray(x) for name, x in self.arrays.items()}
-        return attend(self, self.params, arrays, is_causal=is_causal, **options)
+        """``o [B, T, H, D]`` by this library, compiled: operations one by one are slow."""
+        run = functools.partial(attend, self, is_causal=is_causal, **options)
+        return jax.jit(run)(self.params, self.arrays)
+
+    def assert_attends(self, want: np.ndarray, *, is_causal: bool = True) -> None:
+        """The library's ``o`` is ``want``: of whole rows, and of some queries at a time."""
+        for options in ({}, {"implementation": "rows", "block_q": 4}):
+            found = self.attend(is_causal=is_causal, **options)
+            np.testing.assert_allclose(found, want, atol=1e-12)
 
     def scores(self, b: int, h: int) -> np.ndarray:
         """Scaled logits ``[T, T]``, nothing added and nothing masked."""
@@ -98,19 +105,16 @@ def drawn(
     encoding: Encoding,
     *,
     ids: np.ndarray | None = None,
-    heads: int = HEADS,
-    kv_heads: int = KV_HEADS,
     time: int = TIME,
-    seed: int = 0,
     dtype: str = "float64",
 ) -> Pairs:
     """Random arrays and parameters, of which none is near what it starts at."""
-    rng = np.random.default_rng(seed)
-    shapes = {"q": (heads, DIM), "k": (kv_heads, DIM), "v": (kv_heads, DIM), "x": (HIDDEN,)}
+    rng = np.random.default_rng(0)
+    shapes = {"q": (HEADS, DIM), "k": (KV_HEADS, DIM), "v": (KV_HEADS, DIM), "x": (HIDDEN,)}
     arrays = {
         name: rng.normal(size=(BATCH, time, *shape)).astype(dtype) for name, shape in shapes.items()
     }
-    specs = encoding.layer_params(config_of(encoding, heads, kv_heads, dtype).sizes, updates=False)
+    specs = encoding.layer_params(config_of(encoding, HEADS, KV_HEADS, dtype).sizes, updates=False)
     params = {name: rng.normal(size=spec.shape).astype(dtype) for name, spec in specs.items()}
     return Pairs(encoding, arrays, params, ids)
 

@@ -9,13 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tape_jax import ModelConfig, RandomPositions, grow_cache, init_cache, positions, testing
+from tape_jax import ModelConfig, RandomPositions, grow_cache, init_cache, positions
 from tape_jax._src.positions.drawing import drawn_positions
-from tape_jax._src.positions.protocol import on_axes
 from tape_jax.positions import RandomRope, Rope
 from tests.library.positions.test_decoding import stream_key
 from tests.models import FLOAT64, encoding, random_tokens, random_variables, small_model
-from tests.selection import mostly_slow
 
 KINDS = ("spaced", "stretched", "shifted")
 TOKENS = random_tokens(2, 6)
@@ -35,11 +33,13 @@ def logits(model, variables, key=None, positions=None):
     return model.apply(variables, TOKENS, rngs=rngs, positions=positions)
 
 
-@pytest.mark.parametrize("kind", mostly_slow(KINDS, "spaced", "stretched"))
+@pytest.mark.parametrize("kind", KINDS)
 def test_draws(x64, kind):
     """In order, below the range, one for all rows as far as their lengths agree."""
     draw, places = RandomPositions(kind, 50), jnp.arange(6)
-    found = np.stack([drawn_positions(draw, places, 6, jax.random.key(seed)) for seed in range(40)])
+    keys = jax.vmap(jax.random.key)(jnp.arange(40))
+    found = jax.jit(jax.vmap(lambda key: drawn_positions(draw, places, 6, key)))(keys)
+    found = np.asarray(found)
     steps = np.diff(found)
     assert found.min() >= 0
     assert found.max() < 50
@@ -62,16 +62,13 @@ def test_draws(x64, kind):
     assert (rows[1, 2:] == -1).all()
     with pytest.raises(ValueError, match="random_positions: 51 positions do not fit"):
         drawn_positions(draw, places, 51, KEY)
-    with pytest.raises(
-        ValueError, match=r"random_positions: positions must lie in 0 \.\. 4; got 5"
-    ):
+    with pytest.raises(ValueError, match=r"positions must lie in 0 \.\. 4; got 5"):
         drawn_positions(draw, places, 5, KEY)
     with pytest.raises(ValueError, match="random_positions: positions must be integers"):
         drawn_positions(draw, places / 2, 6, KEY)
 
 
 CASES = [
-    ("spaced", "tape"),
     ("stretched", "tape+alibi"),
     ("shifted", "learned"),
     ("stretched", "fire"),
@@ -79,9 +76,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "position"), mostly_slow(CASES, ("stretched", "tape+alibi"), ("shifted", "learned"))
-)
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize(("kind", "position"), CASES)
 def test_an_encoding_reads_what_is_drawn(x64, kind, position):
     """With the random stream; without it positions are plain."""
     model, plain = model_of(kind, position), model_of(None, position)
@@ -95,27 +91,18 @@ def test_an_encoding_reads_what_is_drawn(x64, kind, position):
     assert np.abs(found - expected).max() > 1e-4
 
 
-def test_spaced_is_random_rope(x64):
-    config, places = model_of(None, "random_rope").config, jnp.array([[0, 1, 4], [5, 2, 0]])
-    found = RandomRope(range=64).start(places, config.sizes, key=KEY, length=6)
-    drawn = drawn_positions(RandomPositions("spaced", 64), places, 6, KEY)
-    chex.assert_trees_all_equal(found, Rope().start(drawn, config.sizes))
-
-
-@pytest.mark.slow
-def test_drawn_positions_go_with_their_tokens(x64):
-    model = model_of("spaced", "tape+alibi")
-
-    def fn(places, tokens, mask, variables):
-        options = {"positions": places, "mask": mask, "is_causal": False}
-        return model.apply(variables, tokens, rngs={"positions": KEY}, **options)
-
-    testing.assert_permutation_equivariant(
-        fn,
-        *(jnp.arange(6), TOKENS, jnp.tri(6, dtype=bool), random_variables(model)),
-        in_axes=(-1, -1, {-2, -1}, None),
-        out_axes=-2,
-    )
+@pytest.mark.parametrize("each_layer", [False, True])
+def test_spaced_is_random_rope(x64, each_layer):
+    """With a draw of its own for each layer the state counts layers, too."""
+    sizes, places = model_of(None, "random_rope").config.sizes, jnp.array([[0, 1, 4], [5, 2, 0]])
+    encoding, draw = RandomRope(range=64, each_layer=each_layer), RandomPositions("spaced", 64)
+    state = encoding.start(places, sizes, key=KEY, length=6)
+    assert encoding.updates(1, 2) is each_layer
+    for key in jax.random.split(KEY, sizes.num_layers) if each_layer else [KEY]:
+        want = Rope().start(drawn_positions(draw, places, 6, key), sizes)
+        for found in encoding.rotation(state):
+            chex.assert_trees_all_equal(found, want)
+        state = encoding.update_state({}, state, None, places) if each_layer else state
 
 
 @pytest.mark.slow
@@ -141,28 +128,20 @@ def test_positions_out_of_range(x64):
         model.apply(variables, TOKENS, positions=places, rngs={"positions": KEY})
 
 
+BY_CONTENT = {
+    "none", "selective_rope", "grape_m_ctx", "repo", "mapformer_wm", "mapformer_em", "fox",
+    "path", "cope", "stickbreaking", "abacus", "position_coupling", "cable", "dda_per_row", "wall",
+    "window",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("position", [*positions.registry, "alibi+fox", "path+fox"])
 def test_encodings_that_read_no_positions_refuse_a_draw(position):
-    kinds = {*position.split("+")}
-    by_content = {"none", "selective_rope", "grape_m_ctx", "repo", "mapformer_wm", "mapformer_em"}
-    by_content |= {"fox", "path", "cope", "stickbreaking", "abacus", "position_coupling"}
-    by_content |= {"cable", "dda_per_row", "wall", "window"}
-    if kinds <= by_content:
-        told = rf"which '{re.escape(position)}' does not; got RandomPositions\(kind='spaced', ran"
-        with pytest.raises(ValueError, match=told):
+    if {*position.split("+")} <= BY_CONTENT:
+        with pytest.raises(ValueError, match=rf"which '{re.escape(position)}' does not; got Rand"):
             model_of("spaced", position)
     elif position not in ("random_rope", "mrope"):
         model_of("spaced", position)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("position", positions.registry)
-def test_an_encoding_says_whether_it_reads_positions(position):
-    model, places = small_model(position, num_layers=1), jnp.array([0, 2, 3, 7, 11, 13])
-    variables, places = random_variables(model), on_axes(places, model.encoding.coordinate_axes)
-    plain = on_axes(jnp.arange(6), model.encoding.coordinate_axes)
-    moved = logits(model, variables, positions=places) - logits(model, variables, positions=plain)
-    assert bool((moved != 0).any()) == model.encoding.reads_positions
 
 
 def test_some_heads_of_a_combination_take_a_draw(x64):
@@ -171,23 +150,20 @@ def test_some_heads_of_a_combination_take_a_draw(x64):
     model_of("spaced", positions.Repo(width=4, first_layer=1))
 
 
-def test_misuse():
-    with pytest.raises(ValueError, match=r"unknown random positions 'space'.*'spaced'"):
-        RandomPositions("space")
-    with pytest.raises(ValueError, match="random_positions: range must be a positive integer"):
-        RandomPositions(range=0)
-    with pytest.raises(ValueError, match=r"range must be less than 2\^31; got 4294967296"):
-        RandomPositions(range=2**32)
-    for position in ("learned", "t5", "rope+t5"):
-        with pytest.raises(ValueError, match=r"takes random_positions of the kinds .*stretched"):
-            model_of("stretched", position)
-    with pytest.raises(ValueError, match="random_positions must be a RandomPositions or None"):
-        ModelConfig(13, random_positions="spaced")
-    with pytest.raises(
-        ValueError, match=r"range = 41 exceeds what .* 'learned' takes, 40 positions"
-    ):
-        model_of("spaced", "learned", 41)
-    with pytest.raises(ValueError, match="one position a token; 'rope' has axes = 2"):
-        model_of("spaced", Rope(axes=2))
-    with pytest.raises(ValueError, match=r"'random_rope' takes random_positions of the kinds \(\)"):
-        model_of("spaced", "random_rope")
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: RandomPositions("space"), "unknown random positions 'space'.*'spaced'"),
+        (lambda: RandomPositions(range=0), "range must be a positive integer"),
+        (lambda: RandomPositions(range=2**32), r"range must be less than 2\^31; got 4294967296"),
+        (lambda: model_of("stretched", "learned"), "takes random_positions of the kinds .*shifted"),
+        (lambda: model_of("stretched", "rope+t5"), "takes random_positions of the kinds"),
+        (lambda: model_of("spaced", "random_rope"), r"takes random_positions of the kinds \(\)"),
+        (lambda: ModelConfig(13, random_positions="spaced"), "must be a RandomPositions or None"),
+        (lambda: model_of("spaced", "learned", 41), "range = 41 exceeds .* takes, 40 positions"),
+        (lambda: model_of("spaced", Rope(axes=2)), "one position a token; 'rope' has axes = 2"),
+    ],
+)
+def test_refusals(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()

@@ -8,7 +8,7 @@ import pytest
 
 from tape_jax import ModelConfig
 from tape_jax.positions import Layer, create
-from tests.models import random_variables, small_model
+from tests.models import small_model
 
 KINDS = ("alibi", "kerple", "fire", "t5", "fox")
 TIME, HIDDEN = 5, 16
@@ -47,25 +47,18 @@ def test_the_first_heads_are_those_of_a_model_of_so_many(x64, kind):
     assert not whole[..., 2, :, :].any()
 
 
-@pytest.mark.slow
-def test_all_heads_by_number_are_all_heads(x64):
-    models = [
-        small_model(create("tape+alibi+fox", **options), dtype="float64", num_heads=2)
-        for options in ({}, {"alibi_on_heads": 2, "fox_on_heads": 2})
-    ]
-    variables = random_variables(models[0])
-    tokens = jnp.arange(6)[None]
-    expected, found = (model.apply(variables, tokens) for model in models)
-    chex.assert_trees_all_equal(found, expected)
-
-
 def test_an_implementation_of_the_update_is_the_states(x64):
     model = small_model(create("tape+alibi", on_heads=1), update_implementation="unrolled")
     assert model.attention_plan(1, 4)
 
 
-def test_misuse():
-    with pytest.raises(ValueError, match="alibi: on_heads = 3 are more than the model's 2 heads"):
-        small_model(create("tape+alibi", on_heads=3))
-    with pytest.raises(ValueError, match="fox: on_heads must be a positive integer or None; got 0"):
-        small_model(create("fox", on_heads=0))
+@pytest.mark.parametrize(
+    ("position", "on_heads", "words"),
+    [
+        ("tape+alibi", 3, "alibi: on_heads = 3 are more than the model's 2 heads"),
+        ("fox", 0, "fox: on_heads must be a positive integer or None; got 0"),
+    ],
+)
+def test_refusals(position, on_heads, words):
+    with pytest.raises(ValueError, match=words):
+        small_model(create(position, on_heads=on_heads))

@@ -6,13 +6,10 @@ import pytest
 from tape_jax import ModelConfig
 from tape_jax.positions import Cope
 from tests.library.positions.pairs import HEADS, IDS, KV_HEADS, drawn, sigmoid
-from tests.models import small_model
 
 CASES = {
     "cut": Cope(positions=4),
-    "not cut": Cope(positions=20),
-    "not divided": Cope(positions=4, divide=False),
-    "own keys": Cope(positions=4, separate_key=True),
+    "not cut, own keys, not divided": Cope(positions=20, separate_key=True, divide=False),
 }
 
 
@@ -41,24 +38,9 @@ def test_formula(name, x64):
         )
         return pairs.scores(b, h)[i, j] + (added / np.sqrt(dim) if encoding.divide else added)
 
-    want = pairs.softmax(logit)
-    np.testing.assert_allclose(pairs.attend(), want, atol=1e-12)
-    np.testing.assert_allclose(pairs.attend(implementation="rows", block_q=4), want, atol=1e-12)
+    pairs.assert_attends(pairs.softmax(logit))
 
 
-def test_sizes():
+def test_as_many_places_as_a_model_has():
     config = ModelConfig(13, hidden_size=16, num_layers=1, num_heads=2, max_length=11)
     assert Cope(None).layer_params(config.sizes, updates=False)["vectors"].shape == (8, 12)
-    assert Cope().layer_params(config.sizes, updates=False)["vectors"].shape == (8, 64)
-    own = Cope(separate_key=True).layer_params(config.sizes, updates=False)
-    assert own["gate_key_kernel"].shape == (16, 16)
-    assert Cope(3).max_length() is None
-
-
-def test_wrong_calls():
-    with pytest.raises(ValueError, match="positions must be a positive integer or None; got 0"):
-        Cope(positions=0)
-    with pytest.raises(ValueError, match="positions=None is for a model with a max_length"):
-        small_model(Cope(None))
-    with pytest.raises(ValueError, match="'cope' needs is_causal=True: it counts"):
-        drawn(Cope()).attend(is_causal=False)

@@ -1,18 +1,12 @@
 """Forget gates against loops over pairs."""
 
+import jax
 import numpy as np
 import pytest
 
 from tape_jax.positions import Cable, DdaPerRow
 from tests.library.positions.pairs import HEADS, IDS, KV_HEADS, drawn, sigmoid, softplus
 from tests.models import FLOAT64, random_variables, small_model
-
-
-def assert_attends(pairs, logit):
-    want = pairs.softmax(logit)
-    np.testing.assert_allclose(pairs.attend(), want, atol=1e-12)
-    found = pairs.attend(implementation="rows", block_q=4)
-    np.testing.assert_allclose(found, want, atol=1e-12)
 
 
 @pytest.mark.slow
@@ -28,7 +22,7 @@ def test_dda_per_row(x64):
         gates = [sigmoid(a[b, i, h] @ c[b, n, h] / np.sqrt(3)) for n in between]
         return pairs.scores(b, h)[i, j] + 0.5 * np.log(gates).sum()
 
-    assert_attends(pairs, logit)
+    pairs.assert_attends(pairs.softmax(logit))
 
 
 @pytest.mark.slow
@@ -42,7 +36,7 @@ def test_cable(x64):
         between = [n for n in pairs.seen(b, i) if n > j]
         return q[b, i, h] @ k[b, j, h // (HEADS // KV_HEADS)] - decays[b, between, h].sum()
 
-    assert_attends(pairs, logit)
+    pairs.assert_attends(pairs.softmax(logit))
 
 
 def test_a_scale_of_its_own(x64):
@@ -54,19 +48,8 @@ def test_a_scale_of_its_own(x64):
     for name in ("kernel", "bias"):
         layer[f"position_forget_{name}"] = -layer.pop(f"position_decay_{name}")
     params = {**variables["params"], "layers_0": layer}
-    want = fox.apply({"params": params}, tokens)
-    np.testing.assert_allclose(cable.apply(variables, tokens), want, atol=1e-12)
-    for kind in ("cable", "path", "alibi+cable"):
+    want = jax.jit(fox.apply)({"params": params}, tokens)
+    np.testing.assert_allclose(jax.jit(cable.apply)(variables, tokens), want, atol=1e-12)
+    for kind in ("cable", "wall", "alibi+path"):
         with pytest.raises(ValueError, match=r"query_scale = 2.0 is for encodings without a scale"):
             small_model(kind, query_scale=2.0)
-
-
-def test_wrong_options():
-    with pytest.raises(ValueError, match="dda_per_row: width must be a positive integer; got 0"):
-        DdaPerRow(width=0)
-    with pytest.raises(ValueError, match=r"dda_per_row: post_log_scale must be positive; got -1"):
-        DdaPerRow(post_log_scale=-1.0)
-    with pytest.raises(ValueError, match="'dda_per_row' needs is_causal=True"):
-        drawn(DdaPerRow()).attend(is_causal=False)
-    with pytest.raises(ValueError, match="'cable' needs is_causal=True"):
-        drawn(Cable()).attend(is_causal=False)

@@ -11,7 +11,7 @@ from tests.library.positions.pairs import HEADS, IDS, KV_HEADS, drawn, layer_of,
 from tests.selection import mostly_slow
 
 
-@pytest.mark.parametrize("chunk", mostly_slow([1, 2, 4, 32], 4))
+@pytest.mark.parametrize("chunk", mostly_slow([1, 4, 32], 4))
 def test_formula(chunk, x64):
     pairs = drawn(Wall(chunk=chunk), ids=IDS)
     q, k, x, p = (*(pairs.arrays[name] for name in "qkx"), pairs.params)
@@ -24,20 +24,15 @@ def test_formula(chunk, x64):
         key = k[b, j, h // (HEADS // KV_HEADS)]
         return (q[b, i, h] * kept * key).sum() / np.sqrt(q.shape[-1])
 
-    want = pairs.softmax(logit)
-    np.testing.assert_allclose(pairs.attend(), want, atol=1e-12)
-    found = pairs.attend(implementation="rows", block_q=4)
-    np.testing.assert_allclose(found, want, atol=1e-12)
+    pairs.assert_attends(pairs.softmax(logit))
 
 
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize("bias", [-2.0, -40.0])
-def test_strong_gates_are_finite(bias):
+def test_strong_gates_are_finite():
     """Where the product of gates over a chunk is below the smallest float, and its inverse is not
     a number."""
-    pairs = drawn(Wall(), time=150, dtype="float32")
+    pairs = drawn(Wall(), time=70, dtype="float32")
     params = {name: jnp.asarray(x) * 0.1 for name, x in pairs.params.items()}
-    params["forget_bias"] = params["forget_bias"] + bias
+    params["forget_bias"] = params["forget_bias"] - 40
 
     def total(params, arrays):
         layer = layer_of(pairs, arrays)
@@ -58,14 +53,3 @@ def test_the_scalar_gate_is_that_of_fox():
     assert both == positions.Combined((Wall(bias=6.0), positions.Fox()))
     config = ModelConfig(13, 16, 1, 2, position="wall_scalar")
     assert config.position.kind == "wall+fox"
-
-
-def test_wrong_options():
-    with pytest.raises(ValueError, match="wall: chunk must be a positive integer; got 0"):
-        Wall(chunk=0)
-    with pytest.raises(ValueError, match="'wall' needs is_causal=True"):
-        drawn(Wall()).attend(is_causal=False)
-    with pytest.raises(ValueError, match="'rope' and 'wall' do not go together"):
-        positions.create("rope+wall")
-    with pytest.raises(ValueError, match=r"query_scale = 0\.5 is for encodings without"):
-        ModelConfig(13, 16, 1, 2, position="wall", query_scale=0.5)

@@ -1,7 +1,5 @@
 """TAPE on PoPE: an untrained model is PoPE, and logits are those of the formula for any states."""
 
-import re
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -10,25 +8,21 @@ import pytest
 
 import tape_jax as tape
 from tape_jax import positions
-from tests.models import random_variables, small_model
+from tests.models import FLOAT64, random_variables, small_model, without
 
-TYPES = {"dtype": "float64", "param_dtype": "float64"}
 SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "scan_layers": False}
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 13, (2, 6)))
-OF_TAPE = re.compile("position_(mix|up|down|wx)")
 
 
 @pytest.mark.slow
 def test_an_untrained_model_is_pope(x64):
     """A trained one is not."""
-    model, plain = (small_model(kind, **SIZES, **TYPES) for kind in ("tape_pope", "pope"))
+    model, plain = (small_model(kind, **SIZES, **FLOAT64) for kind in ("tape_pope", "pope"))
     variables = random_variables(model)
-    params = {
-        layer: {name: x for name, x in own.items() if not OF_TAPE.match(name)}
-        if isinstance(own, dict)
-        else own
-        for layer, own in variables["params"].items()
-    }
+    params = without(variables["params"], "position_") | {}
+    for layer in params:
+        if layer.startswith("layers_"):
+            params[layer] |= {"position_phase": variables["params"][layer]["position_phase"]}
     expected = jax.jit(plain.apply)({"params": params}, TOKENS)
     still = jax.tree.map_with_path(
         lambda path, x: 0 * x if path[-1].key in ("position_mix", "position_up") else x, variables
@@ -41,7 +35,7 @@ def test_an_untrained_model_is_pope(x64):
 def test_logits_are_lengths_times_cosines_of_states(x64):
     """Beside numpy, of states that layers may have made."""
     rng = np.random.default_rng(1)
-    config = tape.ModelConfig(1, 16, num_heads=4, num_kv_heads=2, position="tape_pope", **TYPES)
+    config = tape.ModelConfig(1, 16, num_heads=4, num_kv_heads=2, position="tape_pope", **FLOAT64)
     q, k = rng.normal(size=(5, 4, 4)), rng.normal(size=(5, 2, 4))
     e = rng.normal(size=(5, 2, 4)) + 1j * rng.normal(size=(5, 2, 4))
     phase = rng.uniform(-2 * np.pi, 0, (2, 4))
@@ -59,10 +53,3 @@ def test_logits_are_lengths_times_cosines_of_states(x64):
     turned = lengths[1] * e * np.exp(1j * phase)
     expected = np.einsum("ihc,jhc->hij", lengths[0] * e[:, head], turned[:, head].conj()).real
     chex.assert_trees_all_close(found, expected, atol=1e-12)
-
-
-@pytest.mark.parametrize("wrong", [{"partial_rotary_factor": 0.5}, {"form": "tensor"}])
-def test_misuse(wrong):
-    ((name, value),) = wrong.items()
-    with pytest.raises(ValueError, match=rf"tape_pope: {name} must be .*; got {value!r}"):
-        positions.TapePope(**wrong)

@@ -74,7 +74,7 @@ def test_wide_states_in_parts(monkeypatch):
 @pytest.mark.usefixtures("interpreted")
 def test_states_at_zero_stay_there():
     """Their norm counts as the least, in value and gradient."""
-    (params, e, _, x, alpha), d_out = arguments("nothing attended", "float32")
+    (params, e, _, x, alpha), d_out = arguments("nothing attended", "float32", time=3)
     args = params, 0 * e, None, x, alpha
     run = functools.partial(result_and_gradients, args, d_out, "rms")
     got = run(**FUSED)
@@ -109,10 +109,11 @@ def test_a_batch_split_over_devices():
     assert "all-gather" not in run.lower(*args).compile().as_text()
 
 
-@pytest.mark.parametrize("x64", [False, True])
-def test_lowers_to_cuda(monkeypatch, x64):
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("wide", [True, False])
+def test_lowers_to_cuda(monkeypatch, wide):
     monkeypatch.setattr(devices, "compute_capability", lambda: (9, 0))
-    with jax.enable_x64(x64):
+    with jax.enable_x64(wide):
         args, d_out = arguments("matrix", "float32")
         shapes = jax.tree.map(lambda z: jax.ShapeDtypeStruct(z.shape, z.dtype), (args, d_out))
         run = functools.partial(result_and_gradients, **FUSED)
@@ -127,21 +128,13 @@ def test_refused(monkeypatch):
             update_state(*args, **FUSED)
     fused = functools.partial(update.fused, interpret=True)
     monkeypatch.setitem(update.UPDATES, "fused", fused)
-    params, e, a, x, alpha = args
-    wide = (params, jnp.tile(e, 17), jnp.tile(a, 17), x, alpha)
-    without = ({"mix": params["mix"]}, e, a, x, alpha)
+    params, e, a, *rest = args
     with pytest.raises(NotImplementedError, match="each of 128 numbers; got 4 of 136"):
-        update_state(*wide, **FUSED)
+        update_state(params, jnp.tile(e, 17), jnp.tile(a, 17), *rest, **FUSED)
     with pytest.raises(NotImplementedError, match="no product over heads"):
-        update_state(*without, **FUSED)
-
-
-def test_float64_states_are_refused(monkeypatch, x64):
-    fused = functools.partial(update.fused, interpret=True)
-    monkeypatch.setitem(update.UPDATES, "fused", fused)
-    args, _ = arguments("grouped")
-    with pytest.raises(NotImplementedError, match="got float64"):
-        update_state(*args, **FUSED)
+        update_state({"mix": params["mix"]}, e, a, *rest, **FUSED)
+    with jax.enable_x64(True), pytest.raises(NotImplementedError, match="got float64"):
+        update_state(*arguments("grouped")[0], **FUSED)
 
 
 @pytest.mark.gpu
