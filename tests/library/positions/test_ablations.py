@@ -18,7 +18,6 @@ from tape_jax.positions import (
 from tests.models import normal
 
 CONFIG = ModelConfig(5, hidden_size=12, num_layers=3, num_heads=3, head_dim=4)
-GROUPED = ModelConfig(5, hidden_size=12, num_heads=3, num_kv_heads=1, head_dim=4)
 HEADS, DIM, HIDDEN, WIDTH, TIME = 3, 4, 12, 12, 5
 
 
@@ -132,21 +131,6 @@ def test_they_start_as_rope_and_stay_so_untrained(cls, norm):
     params = {k: s.init(jax.random.key(0), s.shape, jnp.float32) for k, s in specs.items()}
     got = jax.jit(encoding.update_state)(params, state, 2 * state, jnp.ones((TIME, HIDDEN)))
     np.testing.assert_allclose(got, state, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: MixHeadDim().check(GROUPED.sizes), "num_heads = 3, num_kv_heads = 1"),
-        (
-            lambda: MixHeadDim(attention_mix="heads").layer_params(CONFIG.sizes, updates=True),
-            "a scale per dimension; got attention_mix='heads'",
-        ),
-    ],
-)
-def test_refusals(make, words):
-    with pytest.raises(ValueError, match=words):
-        make()
 
 
 def test_place_weights(x64):

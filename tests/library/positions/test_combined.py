@@ -11,7 +11,7 @@ import pytest
 import tape_jax as tape
 from tape_jax import ModelConfig, positions
 from tape_jax._src.positions.creation import options_of
-from tape_jax.positions import Combined, create
+from tape_jax.positions import create
 from tests.models import DIGITS, encoding, normal, random_variables, small_model
 
 COMBINATIONS = ("tape+alibi", "fox+alibi+t5", "abacus+fire", "learned+tape+fox")
@@ -63,13 +63,14 @@ def test_options_go_to_the_one_that_has_them():
     [
         ("tape+rope", {}, "'tape' and 'rope' do not go together: each has a position state"),
         ("abacus+learned", {"digits": DIGITS}, "each adds to the embeddings"),
+        ("rope+wall", {}, "'rope' and 'wall' do not go together"),
+        ("cope+dape_alibi", {}, "each rewrites the logits"),
+        ("path+cable", {}, "each scales the logits by a factor"),
         ("rope+none", {}, "'none' cannot be combined"),
         ("fox+fox", {}, "each encoding is taken once; got 'fox\\+fox'"),
-        ("tape+alibbi", {}, "did you mean 'alibi'"),
         ("tape+", {}, "unknown position encoding ''"),
         ("tape+alibi", {"nrom": "rms"}, "unknown field 'nrom'.*did you mean 'norm'"),
         ("abacus+rope", {"digits": DIGITS, "slopes": 1}, "unknown field 'slopes'"),
-        ("alibi+fox", {"slopes": "steep"}, "unknown alibi slopes 'steep'"),
         (["rope", 3], {}, "unknown position encoding 3"),
         ("rope+alibi", {"axes": 2}, "'alibi' reads one position a token, 'rope' has axes = 2"),
     ],
@@ -90,6 +91,7 @@ def test_options_of_two_encodings():
     assert options["learn_base"]
     assert create(options) == found
     assert create("rope+alibi", rope_base=50.0).encodings[0].base == 50.0
+    assert create("rope+fox", axes=2).coordinate_axes == 2
 
 
 @pytest.mark.parametrize("kinds", COMBINATIONS)
@@ -99,16 +101,7 @@ def test_options_make_it_again(kinds):
     assert create(json.loads(json.dumps(options_of(found)))) == found
 
 
-def test_coordinates_of_several_axes():
-    small_model(create("rope+fox", axes=2))
-
-
 def test_forget_gates_are_for_the_causal_rule():
     model, tokens = small_model("rope+fox", num_layers=1), jnp.ones((1, 2), int)
     with pytest.raises(ValueError, match="'fox' needs is_causal=True: what comes after"):
         jax.eval_shape(lambda: model.apply(random_variables(model), tokens, is_causal=False))
-
-
-def test_one_is_no_combination():
-    with pytest.raises(ValueError, match="two encodings or more"):
-        Combined((positions.Rope(),))

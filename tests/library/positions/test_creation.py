@@ -14,21 +14,15 @@ from tape_jax import Lora, ModelConfig, RandomPositions, RopeScaling, positions
 from tape_jax._src.positions.creation import ALIASES, option_names
 from tape_jax._src.positions.protocol import check_indices, table_rows
 from tape_jax.positions import Encoding, Fox, Rope, Tape, create, registry
-
-
-def test_every_registered_encoding_is_public():
-    assert set(registry.values()) <= {
-        cls for cls in vars(positions).values() if isinstance(cls, type)
-    }
+from tests.models import small_model
 
 
 def test_every_name_makes_a_frozen_hashable_value():
     for kind, cls in registry.items():
         encoding = create(kind)
-        assert type(encoding) is cls
+        assert type(encoding) is cls is vars(positions)[cls.__name__]
         assert encoding.kind == kind
-        assert encoding == create({"kind": kind})
-        assert hash(encoding) == hash(create(kind))
+        assert hash(encoding) == hash(create({"kind": kind}))
         assert pickle.loads(pickle.dumps(encoding)) == copy.deepcopy(encoding) == encoding
         with pytest.raises(dataclasses.FrozenInstanceError):
             encoding.kind = "other"
@@ -177,6 +171,49 @@ def test_options_out_of_range(kind):
     for options in WRONG[kind]:
         with pytest.raises(ValueError, match=rf"{kind}.*\b{next(iter(options))}\b"):
             create(kind, **options)
+
+
+THREE = RopeScaling("longrope", 2.0, long_factor=(1, 2, 3))
+TENS = {"digits": tuple(range(3, 13)), "plus": 1}
+
+MISFITS = [
+    ("abacus", {"digits": (4, 13)}, {}, r"digits must be token ids in 0 \.\. 12; got \(4, 13"),
+    ("abacus", {"digits": (-1, 3)}, {}, r"digits must be token ids in 0 \.\. 12; got \(-1"),
+    ("abacus", {}, {}, "abacus: digits, the token ids"),
+    ("abacus", {"digits": (4,), "size": 5, "max_offset": 5}, {}, "size = 5 must exceed max_offset"),
+    ("cope", {"positions": None}, {}, "positions=None is for a model with a max_length"),
+    ("fope", {}, {"head_dim": 2}, "got a head dimension of 2"),
+    ("fox", {"on_heads": 0}, {}, "on_heads must be a positive integer or None; got 0"),
+    ("longrope", {"scaling": THREE}, {}, "for each of the 4 frequencies; got 3"),
+    ("mrope", {"sections": (2, 4, 4)}, {}, "must add up to the 4 frequencies"),
+    ("pope", {"partial_rotary_factor": 0.1}, {"head_dim": 4}, "leaves no coordinate of 4"),
+    ("position_coupling", TENS, {}, "digits, plus and equals, the token ids, must be given"),
+    ("position_coupling", TENS | {"equals": 1}, {}, "must be different token ids in 0 .. 12"),
+    ("position_coupling", TENS | {"equals": 2, "size": 9, "max_offset": 9}, {}, "must exceed max_"),
+    ("repo", {"first_layer": 3}, {}, "first_layer = 3 of 3 layers"),
+    ("repo", {}, {"hidden_size": 6, "head_dim": 4}, "an eighth of .* 6 is nothing"),
+    ("rope", {"still_heads": 2}, {}, "still_heads = 2 leaves none of the model's 2"),
+    ("selective_rope", {}, {"hidden_size": 15, "head_dim": 8}, "share of the hidden"),
+    ("selective_rope", {"spacing": "rfa"}, {"head_dim": 2}, "got a head dimension of 2"),
+    ("tape", {"form": "tensor", "l": 3, "r": 3}, {}, "l = 3 does not divide"),
+    ("tape", {"layers": (1, 4)}, {}, r"\(1, 4\) goes past the model's 3 layers"),
+    ("tape", {"scaling": RopeScaling("longrope"), "partial_rotary_factor": 0.5}, {}, "must be 1;"),
+    ("tape", {"head_shift": (1.0, 2.0, 3.0)}, {}, "head_shift .* each of the 2 state heads"),
+    ("tape", {"head_shift": (1.0, 2.0), "still_heads": 1}, {}, "each of the 1 state heads that"),
+    ("tape", {"head_shift": 2.0**31}, {}, r"by less than 2\^31 tokens"),
+    ("tape", {"head_shift": (0.0, -1e300)}, {}, r"by less than 2\^31 tokens"),
+    ("tape+alibi", {"on_heads": 3}, {}, "alibi: on_heads = 3 are more than the model's 2 heads"),
+    ("tape_mix_head_dim", {}, {"num_kv_heads": 1}, "num_heads = 2, num_kv_heads = 1"),
+    ("tape_mix_head_dim", {"attention_mix": "heads"}, {}, "a scale per dimension; got"),
+    ("wall", {}, {"query_scale": 0.5}, "query_scale = 0.5 is for encodings without"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "options", "sizes", "words"), MISFITS)
+def test_options_that_do_not_fit_a_model(kind, options, sizes, words):
+    encoding = create(kind, **options)
+    with pytest.raises(ValueError, match=words):
+        small_model(encoding, **sizes).parameters()
 
 
 def test_tables_are_indexed_by_integers():

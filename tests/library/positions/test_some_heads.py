@@ -50,15 +50,3 @@ def test_the_first_heads_are_those_of_a_model_of_so_many(x64, kind):
 def test_an_implementation_of_the_update_is_the_states(x64):
     model = small_model(create("tape+alibi", on_heads=1), update_implementation="unrolled")
     assert model.attention_plan(1, 4)
-
-
-@pytest.mark.parametrize(
-    ("position", "on_heads", "words"),
-    [
-        ("tape+alibi", 3, "alibi: on_heads = 3 are more than the model's 2 heads"),
-        ("fox", 0, "fox: on_heads must be a positive integer or None; got 0"),
-    ],
-)
-def test_refusals(position, on_heads, words):
-    with pytest.raises(ValueError, match=words):
-        small_model(create(position, on_heads=on_heads))

@@ -1,7 +1,6 @@
 """Rotations made of the content: Selective RoPE, multiplicative GRAPE, RePo, MapFormer."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -165,19 +164,14 @@ def test_sums_of_narrow_inputs_are_in_float32(name):
     encoding = VARIANTS[name]
     params, layer = inputs(encoding, "float32")
     x = jnp.tile(layer.x, (1, 60, 1)).astype(jnp.bfloat16)
-    wide, narrow = (
-        state_of(
-            encoding,
-            {name: p.astype(jnp.bfloat16).astype(dtype) for name, p in params.items()},
-            dataclasses.replace(
-                layer,
-                x=x.astype(dtype),
-                positions=default_positions(x.shape[1]),
-                sizes=config_of(encoding, dtype).sizes,
-            ),
-        )
-        for dtype in ("float32", "bfloat16")
-    )
+
+    def run(dtype):
+        given = {name: p.astype(jnp.bfloat16).astype(dtype) for name, p in params.items()}
+        sizes, places = config_of(encoding, dtype).sizes, default_positions(x.shape[1])
+        whole = dataclasses.replace(layer, x=x.astype(dtype), positions=places, sizes=sizes)
+        return state_of(encoding, given, whole)
+
+    wide, narrow = run("float32"), run("bfloat16")
     assert wide.dtype == narrow.dtype == jnp.float32
     # Sums of 420 numbers in bfloat16 would be off by whole turns.
     assert jnp.abs(jnp.linalg.norm(narrow, axis=-1) - np.sqrt(D // 2)).max() < 1e-5
@@ -221,23 +215,6 @@ def test_layers_before_the_first_that_chooses_positions_have_rope():
     for x, y in zip(found[1].hidden, expected[1].hidden[:3], strict=True):
         np.testing.assert_allclose(x, y, atol=1e-6)
     assert expected[1].position[2] is None
-
-
-RFA = functools.partial(positions.SelectiveRope, spacing="rfa")
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: small_model("selective_rope", hidden_size=15, head_dim=8), "share of the hidden"),
-        (lambda: small_model(RFA(), head_dim=2), "got a head dimension of 2"),
-        (lambda: small_model(positions.Repo(first_layer=3)), "first_layer = 3 of 3 layers"),
-        (lambda: small_model("repo", hidden_size=6, head_dim=4), "an eighth of .* 6 is nothing"),
-    ],
-)
-def test_misuse(make, words):
-    with pytest.raises(ValueError, match=words):
-        make()
 
 
 def test_backward_pass_keeps_what_is_rotated_and_one_state():

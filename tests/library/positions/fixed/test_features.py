@@ -71,8 +71,3 @@ def test_a_free_phase_of_pope_has_a_period_and_a_gradient(x64):
     for which, phase, moves in cases:
         found = jax.grad(lambda x, which=which: logits(which, x)[0, 4, 0])(phase)
         assert bool((jnp.abs(found) > 1e-8).any()) is moves
-
-
-def test_misuse():
-    with pytest.raises(ValueError, match=r"partial_rotary_factor = 0\.1 leaves no coordinate of 4"):
-        ModelConfig(1, 16, num_heads=4, position=positions.Pope(partial_rotary_factor=0.1))

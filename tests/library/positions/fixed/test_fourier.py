@@ -59,8 +59,3 @@ def test_a_single_layer_has_a_state_for_each_head():
     np.testing.assert_allclose(whole[:1], alone, atol=1e-6)
     with pytest.raises(NotImplementedError, match="acts at the embeddings"):
         tape_jax.linen.Attention(4, position=Fope(learn=True)).init(jax.random.key(0), x)
-
-
-def test_a_head_too_small():
-    with pytest.raises(ValueError, match="got a head dimension of 2"):
-        ModelConfig(10, 8, num_heads=4, position="fope")

@@ -79,23 +79,18 @@ class TestUpdate:
 
     def test_activations(self, x64):
         params, e, x = random_update(2, 2, attention_mix="none"), normal(3, 2, 4), normal(3, 5)
-        got = jax.jit(
-            lambda: {n: jax_update_state(params, e, None, x, activation=n) for n in ACTIVATION}
-        )()
-        for name, state in got.items():
-            np.testing.assert_allclose(state, oracle(e, None, x, params, 1.0, name), atol=1e-12)
+        for name in ACTIVATION:
+            got = update_state(params, e, None, x, activation=name)
+            np.testing.assert_allclose(got, oracle(e, None, x, params, 1.0, name), atol=1e-12)
 
     @pytest.mark.parametrize("shape", [(3, 8), (3, 1, 8), (2, 3, 1, 8), (3, 1, 4, 2, 2)], ids=str)
     def test_a_state_may_lack_axes(self, x64, shape):
         # Without a batch the second axis of three is the heads.
-        batch = () if shape == (3, 1, 8) else (2,)
-        block = (8,) if shape[-1] == 8 else (4, 2, 2)
+        batch, block = () if shape == (3, 1, 8) else (2,), (8,) if shape[-1] == 8 else (4, 2, 2)
         x, a = normal(*batch, 3, 5), normal(*batch, 3, 4, *block, seed=1)
         e, params = normal(*shape, seed=2), random_update(4, 4)
         full = np.broadcast_to(e[:, None] if e.ndim == 2 else e, a.shape)
-        got, want = jax.jit(lambda *states: [jax_update_state(params, z, a, x) for z in states])(
-            e, full
-        )
+        got, want = (update_state(params, z, a, x) for z in (e, full))
         np.testing.assert_allclose(got, want, atol=1e-13)
         assert jax_update_state({}, e, None, x, num_kv_heads=4).shape == full.shape
 
@@ -146,7 +141,9 @@ class TestInitUpdate:
     def test_shapes_and_types(self):
         def made(**options):
             found = jax.eval_shape(lambda: init_update(jax.random.key(0), 12, 6, **options))
-            assert {x.dtype for x in found.values()} <= {options.get("dtype", jnp.zeros(()).dtype)}
+            assert {x.dtype for x in found.values()} <= {
+                jnp.dtype(options.get("dtype", jnp.zeros(()).dtype))
+            }
             return {name: x.shape for name, x in found.items()}
 
         whole = {"mix": (6, 6), "wx": (12, 24), "up": (24, 6), "down": (6, 24)}
@@ -200,12 +197,9 @@ class TestTensorState:
         np.testing.assert_array_equal(got, np.broadcast_to(np.float32(start), got.shape))
         got = tensor_state(np.zeros((7, 5, 2)), 6, 3, 1, start=start, axes=2)
         assert got.shape == (7, 5, 1, 2, 3, 1)
-
-    @pytest.mark.slow
-    def test_types(self, x64):
-        assert tensor_state(jnp.arange(3), 8).dtype == jnp.float64
-        assert tensor_state(jnp.arange(3), 8, dtype=jnp.bfloat16).dtype == jnp.bfloat16
-        assert tensor_state(jnp.arange(3), 6, 3, 1, start=np.ones(1)).dtype == jnp.float64
+        with jax.enable_x64(True):
+            assert tensor_state(jnp.arange(3), 6, 3, 1, start=np.ones(1)).dtype == jnp.float64
+            assert tensor_state(jnp.arange(3), 8, dtype=jnp.bfloat16).dtype == jnp.bfloat16
 
 
 CONFIG = ModelConfig(13, hidden_size=32, num_layers=4, num_heads=4, num_kv_heads=2)
@@ -223,24 +217,16 @@ class TestEncoding:
         assert set(params(mlp_mix=False)) == {"mix"}
         assert not Tape(attention_mix="none", mlp_mix=False).updates(0, 4)
 
-    @pytest.mark.parametrize("learned", [True, False])
+    @pytest.mark.parametrize("learned", [{"alpha": 0.6}, {}], ids=str)
     def test_update_is_the_pure_function_with_its_options(self, x64, learned):
         scaling = RopeScaling("yarn", 4.0, original_length=8)
         encoding = Tape(norm="rms", alpha=0.3, activation="tanh", scaling=scaling)
         params = random_update(4, 2, hidden=32)
         e, a, x = normal(3, 2, 8), normal(3, 4, 8, seed=1), normal(3, 32)
-        given = params | {"alpha": jnp.asarray(0.6)} if learned else params
-        want = update_state(
-            params,
-            e,
-            a,
-            x,
-            0.6 if learned else 0.3,
-            norm="rms",
-            activation="tanh",
-            magnitude=0.1 * math.log(4) + 1,
-        )
-        np.testing.assert_allclose(encoding.update_state(given, e, a, x), want, atol=1e-14)
+        options = {"norm": "rms", "activation": "tanh", "magnitude": 0.1 * math.log(4) + 1}
+        want = update_state(params, e, a, x, learned.get("alpha", 0.3), **options)
+        got = jax.jit(encoding.update_state)(params | learned, e, a, x)
+        np.testing.assert_allclose(got, want, atol=1e-14)
 
     @pytest.mark.parametrize(
         ("form", "shape", "start"),
@@ -271,13 +257,8 @@ class TestEncoding:
             Tape(form=form).carry(jnp.zeros(shape), (3, 5), CONFIG.sizes)
 
     def test_start(self):
-        places = jnp.arange(5)
-        for form, want in (
-            ("rotary", rotary_state(places, 8, 100.0)),
-            ("tensor", tensor_state(places, 8, 4, 5, base=100.0)),
-        ):
-            got = Tape(form=form, base=100.0, l=4, r=5).start(places, CONFIG.sizes)
-            np.testing.assert_array_equal(got, want)
+        got = Tape(form="tensor", base=100.0, l=4, r=5).start(jnp.arange(5), CONFIG.sizes)
+        np.testing.assert_array_equal(got, tensor_state(jnp.arange(5), 8, 4, 5, base=100.0))
 
 
 def started(*arguments, **options):
@@ -309,15 +290,8 @@ def updated(**options):
         (started(8, 4, 2), "even l and r >= l; got l=4, r=2"),
         (started(8, 2, 2, start=np.zeros((3, 3))), r"shape \(3, 3\) does not broadcast to"),
         (started(8, axes=2), r"axes=2 expects coordinates .* got \(5,\)"),
-        (lambda: Tape(form="tensor", l=3, r=3).check(CONFIG.sizes), "l = 3 does not divide"),
-        (lambda: Tape(layers=(1, 5)).check(CONFIG.sizes), r"\(1, 5\) goes past the model's 4 la"),
     ],
 )  # fmt: skip
 def test_refusals(make, words):
     with pytest.raises(ValueError, match=words):
         make()
-
-
-def test_what_just_fits_the_model():
-    Tape(form="tensor", l=4, r=4).check(CONFIG.sizes)
-    Tape(layers=(1, 4)).check(CONFIG.sizes)

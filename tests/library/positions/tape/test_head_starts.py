@@ -86,23 +86,3 @@ def test_tokens_of_any_batch(x64):
     expected = apply(variables, TOKENS)
     chex.assert_trees_all_close(apply(variables, TOKENS[None])[0], expected, atol=1e-12)
     chex.assert_trees_all_close(apply(variables, TOKENS[0]), expected[0], atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: wide_model(Tape(head_shift=(1.0, 2.0))), "tape: head_shift .* the 3 state heads"),
-        (
-            lambda: wide_model(create("tape+alibi", head_shift=[1.0, 2.0, 3.0], still_heads=1)),
-            "each of the 2 state heads that rotate",
-        ),
-        *[
-            (lambda far=far: small_model(Tape(head_shift=far)), r"by less than 2\^31 tokens")
-            for far in (2.0**31, (0.0, -1e300))
-        ],
-        (lambda: wide_model(positions.Rope(still_heads=3)), "still_heads = 3 leaves none of the"),
-    ],
-)
-def test_refusals(make, words):
-    with pytest.raises(ValueError, match=words):
-        make()

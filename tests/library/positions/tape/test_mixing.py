@@ -36,32 +36,28 @@ def precisions(function, *args):
     return [equation.params["precision"] for equation in products(function, *args)]
 
 
-def test_states_are_mixed_in_full_precision():
-    """The product with the states carries them whole: rounded operands would round the states."""
+def test_products_of_states_are_in_full_precision():
+    """They carry the states whole: rounded operands would round the states."""
+    highest = (jax.lax.Precision.HIGHEST,) * 2
     params = init_update(jax.random.key(0), 8, 3, attention_mix="head_scale")
     e, x = jnp.ones((1, 5, 3, 6)), jnp.ones((1, 5, 8))
-    plain = functools.partial(update_state, implementation="reference")
-    found = products(plain, params, e, e, x)
+    found = products(functools.partial(update_state, implementation="reference"), params, e, e, x)
     (mixing,) = [eqn for eqn in found if math.prod(eqn.outvars[0].aval.shape) == e.size]
-    assert mixing.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2
-
-
-def test_products_of_states_are_in_full_precision():
-    highest = (jax.lax.Precision.HIGHEST,) * 2
+    assert mixing.params["precision"] == highest
     e, a = jnp.ones((3, 2, 8)), jnp.ones((3, 4, 8))
     update = {"mix": jnp.ones((2, 4))}
     assert precisions(update_state, update, e, a, jnp.ones((3, 5))) == [highest]
     assert precisions(polar_factor, jnp.ones((3, 2, 4, 3))) == [highest] * 2
     assert precisions(polar_factor, jnp.ones((3, 2, 3, 4))) == [highest] * 2
-    assert precisions(functools.partial(tensor_state, head_dim=8, l=4, r=4), jnp.arange(3)) == []
+    assert not products(functools.partial(tensor_state, head_dim=8, l=4, r=4), jnp.arange(3))
     for cls in (MixHeadDim, NoEquivariance):
         config, table = ModelConfig(5, hidden_size=16, num_heads=2), jnp.ones((3, 2, 8))
         params = {
             name: jnp.ones(spec.shape) for name, spec in cls().mixing_params(config.sizes).items()
         }
-        gate, *products = precisions(cls().mix_table, params, table, None, jnp.ones((3, 16)))
+        gate, *of_states = precisions(cls().mix_table, params, table, None, jnp.ones((3, 16)))
         assert gate is None
-        assert products == [highest] * 2
+        assert of_states == [highest] * 2
 
 
 def test_states_are_mixed_without_a_matrix_unit_on_a_tpu(monkeypatch):
