@@ -1,5 +1,7 @@
 """Features in place of queries and keys: in models, in combinations, and in single layers."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,21 +55,23 @@ def test_phases_of_pope():
 @pytest.mark.slow
 def test_a_free_phase_of_pope_has_a_period_and_a_gradient(x64):
     """Turned by a whole turn above 0, the logits stay; cut, they are those of 0."""
-    model = small_model(positions.Pope(clip=False), num_layers=1, **FLOAT64)
-    clipped = small_model(positions.Pope(), num_layers=1, **FLOAT64)
-    variables, tokens = random_variables(model), jnp.arange(5)[None]
+    free, cut = (
+        small_model(positions.Pope(clip=x), num_layers=1, **FLOAT64) for x in (False, True)
+    )
+    variables, tokens = random_variables(free), jnp.arange(5)[None]
 
-    def logits(model, phase):
-        params = variables["params"] | {}
-        params["layers_0"] = params["layers_0"] | {"position_phase": phase}
-        return model.apply({"params": params}, tokens)
+    @functools.partial(jax.jit, static_argnums=0)
+    def logits_and_slope(model, phase):
+        def logits(phase):
+            own = variables["params"]["layers_0"] | {"position_phase": phase}
+            return model.apply({"params": variables["params"] | {"layers_0": own}}, tokens)
 
-    logits = jax.jit(logits, static_argnums=0)
-    shape = variables["params"]["layers_0"]["position_phase"].shape
-    zero = jnp.zeros(shape)
-    assert_near(logits(model, zero + 2 * np.pi), logits(clipped, zero), 1e-10)
-    assert_near(logits(clipped, zero + 1), logits(clipped, zero), 1e-10)
-    cases = (model, zero + 1, True), (clipped, zero, True), (clipped, zero + 1, False)
-    for which, phase, moves in cases:
-        found = jax.grad(lambda x, which=which: logits(which, x)[0, 4, 0])(phase)
-        assert bool((jnp.abs(found) > 1e-8).any()) is moves
+        return logits(phase), jax.grad(lambda x: logits(x)[0, 4, 0])(phase)
+
+    zero = jnp.zeros_like(variables["params"]["layers_0"]["position_phase"])
+    expected, slope = logits_and_slope(cut, zero)
+    assert jnp.abs(slope).max() > 1e-8
+    for model, phase, moves in ((free, zero + 2 * np.pi, True), (cut, zero + 1, False)):
+        found, slope = logits_and_slope(model, phase)
+        assert_near(found, expected, 1e-10)
+        assert bool((jnp.abs(slope) > 1e-8).any()) is moves

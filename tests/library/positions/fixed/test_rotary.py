@@ -256,31 +256,26 @@ class TestIntegersFarAway:
 
     PLACES = (0, 7, 4095, 4096, 10**6, 2**24, 2**24 + 1, 2**31 - 1, -(2**24) - 3, -(2**31))
 
-    def wanted(self, scaling=None):
+    def wanted(self):
         turn = fractions.Fraction(2 * math.pi)
-        omega = [fractions.Fraction(x) for x in frequencies(64, scaling=scaling)]
+        omega = [fractions.Fraction(x) for x in frequencies(64)]
         angle = np.array([[float(p * x % turn) for x in omega] for p in self.PLACES])
-        state = np.concatenate([np.cos(angle), np.sin(angle)], axis=-1)
-        return state * (scaling or RopeScaling()).state_magnitude
+        return np.concatenate([np.cos(angle), np.sin(angle)], axis=-1)
 
     @pytest.mark.mostly_slow
-    @pytest.mark.parametrize(
-        ("scaling", "wide"),
-        [(None, False), (RopeScaling("yarn", 4.0, original_length=64), True)],
-    )
-    def test_states(self, scaling, wide):
+    @pytest.mark.parametrize("wide", [False, True])
+    def test_states(self, wide):
         with jax.enable_x64(wide):
             p = jnp.asarray(self.PLACES, jnp.int64 if wide else jnp.int32)
-            state = functools.partial(rotary_state, head_dim=64, scaling=scaling, dtype=jnp.float32)
+            state = functools.partial(rotary_state, head_dim=64, dtype=jnp.float32)
             for call in (state, jax.jit(state)):
                 found = call(p)
-                np.testing.assert_allclose(found[3:], self.wanted(scaling)[3:], atol=1e-6)
-                np.testing.assert_allclose(found[:3], self.wanted(scaling)[:3], atol=3e-4)
+                np.testing.assert_allclose(found[3:], self.wanted()[3:], atol=1e-6)
+                np.testing.assert_allclose(found[:3], self.wanted()[:3], atol=3e-4)
 
     def test_sinusoids(self):
-        p = jnp.asarray(self.PLACES, jnp.int32)
-        found = sinusoids(p, 64)
-        want = np.stack(np.split(self.wanted(), 2, axis=-1)[::-1], axis=-1).reshape(len(p), -1)
+        found = sinusoids(jnp.asarray(self.PLACES, jnp.int32), 64)
+        want = np.stack(np.split(self.wanted(), 2, axis=-1)[::-1], axis=-1).reshape(found.shape)
         np.testing.assert_allclose(found[3:], want[3:], atol=1e-6)
 
     def test_what_cannot_be_told_apart_is_nan(self):
@@ -295,19 +290,13 @@ class TestIntegersFarAway:
     [
         ({"head_dim": 7}, "head dimension must be even; got 7"),
         ({"head_dim": 0}, "head dimension must be a positive integer; got 0"),
-        ({"head_dim": 8.0}, r"head_dim must be an integer; got 8\.0"),
-        ({"axes": 0}, "axes must be a positive integer; got 0"),
         ({"positions": np.zeros((4, 5)), "axes": 5}, r"axes must lie in 1\.\.4 .*got 5"),
         ({"axes": 2}, r"coordinates of shape \[\.\.\., T, 2\]; got \(4,\)"),
-        ({"positions": np.zeros((4, 3)), "axes": 2}, r"got \(4, 3\)"),
         ({"positions": np.int32(4)}, "got a scalar"),
         ({"positions": np.ones(4, bool)}, "positions must be integers or floats; got bool"),
         ({"positions": jnp.uint32([0, 2**31])}, "must fit in int32; got uint32 up to 2147483648"),
         ({"partial_rotary_factor": -1}, "partial_rotary_factor is a share from 0 to 1; got -1"),
         ({"partial_rotary_factor": 2}, "partial_rotary_factor is a share from 0 to 1; got 2"),
-        ({"base": -1e4}, "the rotary base must exceed 1; got -10000"),
-        ({"base": np.inf}, "base must be a finite number; got inf"),
-        ({"scaling": "linear"}, "scaling must be of the type RopeScaling or None; got 'linear'"),
         ({"dtype": jnp.int32}, "dtype 'int32': expected one of None, 'float32'"),
         ({"length": 4.5}, r"length must be an integer or integers .*; got float32 of shape \(\)"),
         ({"length": -1}, "length must be positive; got -1"),

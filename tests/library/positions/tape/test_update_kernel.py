@@ -65,8 +65,8 @@ def test_wide_states_in_parts(monkeypatch):
     monkeypatch.setattr(update_kernel, "MOST_NUMBERS", {False: 256, True: 256})
     params = init_update(jax.random.key(0), 12, 4, num_kv_heads=2, attention_mix="heads")
     params = jax.tree.map(lambda p: p + 0.1 * jnp.asarray(normal(*p.shape, seed=p.size)), params)
-    x = jnp.asarray(normal(1, 4, 12, seed=3), "float32")
-    e, a, d_out = (jnp.asarray(normal(1, 4, n, 40, seed=n), "float32") for n in (2, 4, 2))
+    x = jnp.asarray(normal(2, 5, 12, seed=3), "float32")
+    e, a, d_out = (jnp.asarray(normal(2, 5, n, 40, seed=n), "float32") for n in (2, 4, 2))
     run = functools.partial(result_and_gradients, (params, e, a, x, 0.5), d_out, "rms")
     assert_near(run(**FUSED), run(implementation="reference"), 1e-5)
 
