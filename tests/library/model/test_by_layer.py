@@ -11,8 +11,11 @@ from tests.library.model.generate.passes import CAPACITY, CASES
 from tests.models import FLOAT64, assert_near, random_variables, small_model
 from tests.selection import mostly_slow
 
+# Layers of one kind, of several kinds, without a scan, and states that are drawn.
+NAMES = ("tape", "a schedule", "not scanned", "a draw for each layer")
 
-@pytest.mark.parametrize("name", mostly_slow(CASES, "tape"))
+
+@pytest.mark.parametrize("name", mostly_slow(NAMES, "tape"))
 def test_layers_by_themselves_decode_what_a_scan_does(name, x64, monkeypatch):
     model = small_model(**FLOAT64, **CASES[name])
     variables = random_variables(model, std=1.0)
@@ -31,16 +34,3 @@ def test_layers_by_themselves_decode_what_a_scan_does(name, x64, monkeypatch):
     for a, b in zip(by_layers.layers, expected.layers, strict=True):
         assert_near(a.k, b.k, 1e-10)
         assert_near(a.v, b.v, 1e-10)
-
-
-@pytest.mark.slow
-def test_what_the_loop_carries_has_no_axis_of_one_and_comes_back():
-    model = small_model(num_layers=3)
-    variables = random_variables(model)
-    _, cache = prefill(model, variables, jnp.ones((1, 3), jnp.int32), capacity=5)
-    loop = by_layer.loop_over_tokens(model, variables, cache)
-    assert len(loop.model.blocks) == 3
-    assert all(1 not in run.k.shape for run in loop.cache.layers)
-    assert [run.k.shape[:2] for run in loop.enter(loop.cache).layers] == [(1, 1)] * 3
-    chex.assert_trees_all_equal(loop.leave(loop.enter(loop.cache)), loop.cache)
-    chex.assert_trees_all_equal(loop.finish(loop.cache), cache)

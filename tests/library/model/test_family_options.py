@@ -131,16 +131,14 @@ def a_model(name, position="rope", **options):
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.usefixtures("x64")
 def test_logits(name):
-    model, variables = a_model(name, **FLOAT64)
+    model, variables = a_model(name, num_layers=2, **FLOAT64)
     params = jax.tree.map(np.asarray, variables["params"])
     wanted = [decoder(model.config, params, row) for row in TOKENS]
-    np.testing.assert_allclose(model.apply(variables, TOKENS), wanted, atol=1e-10)
+    np.testing.assert_allclose(jit_apply(model, variables, TOKENS), wanted, atol=1e-10)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "position"), [("gemma", "tape"), ("cohere", "alibi"), ("other", "rope")]
-)
+@pytest.mark.parametrize(("name", "position"), [("gemma", "tape"), ("cohere", "alibi")])
 def test_cached_decoding(name, position):
     model, variables = a_model(name, position)
     logits = jit_apply(model, variables, TOKENS)
@@ -170,7 +168,6 @@ def test_on_a_mesh(name):
     jax.tree.map(lambda a, b: assert_near(jax.device_get(a), b, 1e-4), found[1], wanted[1])
 
 
-@pytest.mark.slow
 def test_parameters():
     found = a_model("gemma")[0].parameters()
     norms = {path for path, one in found.items() if one.role == "norms"}
@@ -178,15 +175,12 @@ def test_parameters():
     inside = ("attention/q_norm", "attention/k_norm")
     assert norms == {f"layers_0/{x}/scale" for x in (*names, *inside)} | {"final_norm/scale"}
     assert "layers_0/mlp_norm/scale" not in a_model("cohere")[0].parameters()
-    model = a_model("gemma")[0]
-    start = model.init(jax.random.key(0), jnp.asarray(TOKENS))["params"]
-    assert not start["layers_0"]["mlp_out_norm"]["scale"].any()
 
 
 def test_activation_of_experts():
     """One expert is an MLP."""
     experts = tape.Experts(1, per_token=1, normalize=False)
-    model, variables = a_model("relu", experts=experts)
+    model, variables = a_model("relu", experts=experts, num_layers=1)
     plain = tape.Transformer(dataclasses.replace(model.config, experts=None))
     params = jax.tree.map(lambda x: x, variables["params"])
     kernels = params["layers_0"]["mlp"]
@@ -211,26 +205,3 @@ def test_bounded_logits_in_the_loss_without_logits():
 
     found, wanted = (jax.value_and_grad(f)(variables) for f in (chunked, whole))
     chex.assert_trees_all_close(found, wanted, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"parallel_block": True, "norms": "both"}, "needs norms = 'before'; got norms = 'both'"),
-        ({"norms": "around"}, "norms.*'around': expected one of 'before', 'after', 'both'"),
-        ({"norm": "batch"}, "norm.*'batch': expected one of 'rms', 'layer'"),
-        ({"activation": "swish"}, "activation.*'swish'"),
-        ({"logit_softcap": 0}, "logit_softcap must be positive; got 0"),
-        ({"zero_centered_norms": "yes"}, "zero_centered_norms"),
-    ],
-)
-def test_misuse(options, message):
-    with pytest.raises(ValueError, match=message):
-        small_model("rope", **options)
-
-
-@pytest.mark.parametrize("position", ["path", "path_fox", "wall"])
-def test_bound_of_logits_that_an_encoding_makes(position):
-    made = position.removesuffix("_fox")
-    with pytest.raises(ValueError, match=f"logit_softcap = 2.0 .* '{made}' makes its logits"):
-        small_model(position, logit_softcap=2.0)

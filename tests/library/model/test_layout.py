@@ -28,21 +28,26 @@ def parameters():
     return {"layers_0": {"mlp": {"kernel": x}}, "head": {"kernel": np.ones((2, 2))}}
 
 
+STARTS = {"0-5": {0}, "0-4, 4-5": {0, 4}, "0-1, 1-3, 3-5": {0, 1, 3}, "each": set(range(5))}
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("back", LAYOUTS)
-def test_there_and_back(name, back):
-    rope, first, second = LAYOUTS["0-5"], LAYOUTS[name], LAYOUTS[back]
-    there = restack(parameters(), rope, first)
-    starts = {"0-5": {0}, "0-4, 4-5": {0, 4}, "0-1, 1-3, 3-5": {0, 1, 3}, "each": set(range(5))}
-    assert set(there) == {"head", *(f"layers_{i}" for i in starts[name])}
-    for block, leaves in there.items():
-        if block != "head":
-            rows = np.atleast_2d(leaves["mlp"]["kernel"])
-            assert (rows.ndim == 2) == (leaves["mlp"]["kernel"].ndim == 2) or name == "each"
-            begin = int(block.removeprefix("layers_"))
-            np.testing.assert_array_equal(rows[:, 0], np.arange(begin, begin + len(rows)) * 10)
-    again = restack(restack(there, first, second), second, rope)
-    chex.assert_trees_all_equal(again, parameters())
+def test_there_and_back(name):
+    """By way of every other layout; shapes alone move like arrays."""
+    rope = LAYOUTS["0-5"]
+    there = restack(parameters(), rope, LAYOUTS[name])
+    assert set(there) == {"head", *(f"layers_{i}" for i in STARTS[name])}
+    for start in STARTS[name]:
+        rows = np.atleast_2d(there[f"layers_{start}"]["mlp"]["kernel"])
+        np.testing.assert_array_equal(rows[:, 0], np.arange(start, start + len(rows)) * 10)
+    for back in LAYOUTS.values():
+        again = restack(restack(there, LAYOUTS[name], back), back, rope)
+        chex.assert_trees_all_equal(again, parameters())
+
+    def shapes(params):
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, "bfloat16"), params)
+
+    assert restack(shapes(parameters()), rope, LAYOUTS[name]) == shapes(there)
 
 
 def test_what_stays_is_not_copied_and_numpy_arrays_are_views():
@@ -85,15 +90,6 @@ def test_donated_arrays_are_deleted_once_their_parts_are_made():
     chex.assert_trees_all_equal(same, parameters())
 
 
-@pytest.mark.parametrize("target", ["0-4, 4-5", "each"])
-def test_shapes_alone_move_like_arrays(target):
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, "bfloat16"), parameters())
-    moved = restack(shapes, LAYOUTS["0-5"], LAYOUTS[target])
-    arrays = restack(parameters(), LAYOUTS["0-5"], LAYOUTS[target])
-    expected = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, "bfloat16"), arrays)
-    assert flatten_dict(moved) == flatten_dict(expected)
-
-
 @pytest.mark.parametrize("abstract", [False, True])
 def test_shardings_are_kept(abstract):
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("layers", "model"))
@@ -101,12 +97,8 @@ def test_shardings_are_kept(abstract):
     old, new = (small_model(p, num_layers=6) for p in ("rope", positions.Tape(layers=(0, 2))))
     each = small_model("rope", num_layers=6, scan_layers=False)
     x = np.arange(6.0 * 3 * 8, dtype=np.float32).reshape(6, 3, 8)
-    x = (
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=kernel)
-        if abstract
-        else (jax.device_put(x, kernel))
-    )
-    params = {"layers_0": {"kernel": x}}
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=kernel)
+    params = {"layers_0": {"kernel": shape if abstract else jax.device_put(x, kernel)}}
     moved = restack(params, old, new)
     for block in ("layers_0", "layers_2"):
         assert moved[block]["kernel"].sharding == kernel

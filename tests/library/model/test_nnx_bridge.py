@@ -9,7 +9,6 @@ import pytest
 from flax import nnx
 
 import tape_jax as tape
-from tape_jax.sharding import ShardingConfig
 
 CONFIG = tape.ModelConfig(vocab_size=11, hidden_size=16, num_layers=2, num_heads=2)
 TOKENS = jnp.arange(16).reshape(2, 8) % 11
@@ -71,17 +70,3 @@ def test_it_trains_is_saved_and_generates(tmp_path):
     for _ in range(3):
         tokens = jnp.concatenate([tokens, logits_of(model, tokens)[:, -1:].argmax(-1)], 1)
     np.testing.assert_array_equal(written[:, -3:], tokens[:, -3:])
-
-
-@pytest.mark.slow
-def test_on_a_mesh_it_trains_as_on_one_device():
-    sharding = ShardingConfig(data=1, fsdp=2).build(jax.devices()[:2])
-    linen = tape.Transformer(CONFIG, sharding=sharding)
-    model = bridged(tape.Transformer(CONFIG))
-    wanted = trained(bridged(tape.Transformer(CONFIG)), TOKENS)
-    split = bridged(linen)
-    params = params_of(model)
-    nnx.update(split, jax.device_put(params, sharding.of(linen, params)))
-    kernel = params_of(split)["layers_0"]["attention"]["q"]["kernel"]
-    assert kernel.sharding.shard_shape(kernel.shape) != kernel.shape
-    np.testing.assert_allclose(trained(split, sharding.place(TOKENS)), wanted, rtol=1e-4)

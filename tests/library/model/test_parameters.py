@@ -10,27 +10,12 @@ from tests.models import assert_near, random_tokens, random_variables, run, smal
 from tests.selection import mostly_slow
 
 
-def test_tied_embeddings():
-    model = small_model("tape", tie_embeddings=True)
-    variables, tokens = random_variables(model), random_tokens(2, 5)
-    assert "head" not in variables["params"]
-    logits, states = run(model, variables, tokens, return_states=True)
-    assert_near(logits, states.final_norm @ variables["params"]["embedding"].T)
-
-
-def test_untied_embeddings():
-    model = small_model("tape")
-    variables = random_variables(model)
-    logits, states = run(model, variables, random_tokens(2, 5), return_states=True)
-    assert_near(logits, states.final_norm @ variables["params"]["head"]["kernel"])
-
-
 @pytest.mark.parametrize(
     "options",
-    mostly_slow([{}, {"tie_embeddings": True}, {"dtype": "bfloat16"}], {"tie_embeddings": True}),
+    mostly_slow([{"tie_embeddings": True}, {"dtype": "bfloat16"}], {"tie_embeddings": True}),
 )
 def test_logits_of_a_few_tokens_at_a_time(options):
-    model = small_model("tape", **options)
+    model = small_model("rope", num_layers=1, **options)
     variables, tokens = random_variables(model), random_tokens(2, 6)
     expected = run(model, variables, tokens)
     hidden = run(model, variables, tokens, output="hidden")
@@ -41,20 +26,6 @@ def test_logits_of_a_few_tokens_at_a_time(options):
     assert_near(jnp.concatenate(parts, axis=1), expected)
     made = jax.eval_shape(lambda: model.init(jax.random.key(0), tokens, output="hidden"))
     chex.assert_trees_all_equal_shapes_and_dtypes(made, variables)
-
-
-def test_grouped_queries_equal_repeated_keys_and_values():
-    grouped = small_model("rope", num_heads=4, num_kv_heads=2, head_dim=6, num_layers=2)
-    full = small_model("rope", num_heads=4, head_dim=6, num_layers=2)
-    variables, tokens = random_variables(grouped), random_tokens(2, 6)
-
-    def repeat(path, x):
-        if not {"k", "v"} & {entry.key for entry in path}:
-            return x
-        return x.reshape(2, 16, 2, 6).repeat(2, axis=2).reshape(2, 16, 24)
-
-    expected = run(full, jax.tree.map_with_path(repeat, variables), tokens)
-    assert_near(run(grouped, variables, tokens), expected)
 
 
 def test_shapes_of_parameters_with_an_explicit_head_dim():
@@ -84,9 +55,3 @@ def test_the_number_of_parameters():
     expected = layers * block + (layers - 1) * update + 2 * vocab * hidden + hidden
     assert sum(x.size for x in jax.tree.leaves(shapes)) == expected
     assert (expected - (layers - 1) * update) == 8_030_261_248, "Llama 3 8B"
-
-
-def test_equal_models_are_one_key():
-    assert hash(small_model("tape")) == hash(small_model("tape"))
-    assert small_model("tape") == small_model("tape")
-    assert small_model("tape") != small_model("rope")

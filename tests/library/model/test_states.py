@@ -45,11 +45,7 @@ YARN = RopeScaling("yarn", factor=2.0, original_length=16)
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"form": "tensor", "l": 4, "r": 5, "norm": "rms", "scaling": YARN},
-        {"learn_base": True, "learn_alpha": True, "alpha_per_head": True},
-    ],
+    [{}, {"form": "tensor", "l": 4, "r": 5, "norm": "rms", "scaling": YARN, "learn_alpha": True}],
 )
 def test_untrained_tape_is_rope(options):
     scaling = options.get("scaling", RopeScaling())
@@ -63,7 +59,6 @@ def test_untrained_tape_is_rope(options):
 
 
 WITH_BASE = {
-    "rope": positions.Rope(learn_base=True),
     "xpos": positions.Xpos(learn_base=True),
     "rotary tape": positions.Tape(learn_base=True),
     "tensor tape": positions.Tape(learn_base=True, form="tensor", l=4, r=5),
@@ -90,7 +85,7 @@ def test_the_base_learns(name):
 
 @pytest.mark.parametrize(
     ("layers", "updating"),
-    [("all", {0, 1, 2}), ((1, 3), {1, 2}), ((2, 4), {2}), ((0, 0), set()), ((3, 4), set())],
+    [("all", {0, 1, 2}), ((2, 4), {2}), ((3, 4), set())],
 )
 def test_only_updating_layers_have_parameters_and_never_the_last(layers, updating):
     model = small_model(positions.Tape(layers=layers), num_layers=4, scan_layers=False)
@@ -106,22 +101,14 @@ def test_only_updating_layers_have_parameters_and_never_the_last(layers, updatin
 
 def test_only_updating_layers_change_the_state():
     model = small_model(positions.Tape(layers=(1, 3)), num_layers=5)
-    _, states = run(model, random_variables(model), random_tokens(2, 6), return_states=True)
+    logits, states = run(model, random_variables(model), random_tokens(2, 6), return_states=True)
+    chex.assert_shape(logits, (2, 6, VOCAB))
+    chex.assert_shape([*states.hidden, states.final_norm], [(2, 6, 16)] * 7)
     entering = [
         jnp.broadcast_to(s if s.ndim > 2 else s[:, None], (2, 6, 2, 8)) for s in states.position
     ]
     same = [bool((a == b).all()) for a, b in itertools.pairwise(entering)]
     assert same == [True, False, False, True]
-
-
-def test_shapes_of_returned_states():
-    model = small_model("tape", num_heads=4, num_kv_heads=2)
-    logits, states = run(model, random_variables(model), random_tokens(2, 6), return_states=True)
-    chex.assert_shape(logits, (2, 6, VOCAB))
-    assert len(states.hidden) == 4
-    chex.assert_shape([*states.hidden, states.final_norm], (2, 6, 16))
-    assert len(states.position) == 3
-    chex.assert_shape(states.position, (2, 6, 2, 4))
 
 
 @pytest.mark.slow
@@ -161,9 +148,9 @@ def test_a_late_start_of_repo_reads_an_initial_state():
 
 
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize("kind", ["random_rope", "abacus"])
+@pytest.mark.parametrize("kind", ["abacus", "random_rope"])
 def test_encodings_that_draw_follow_the_random_stream(kind):
-    model = small_model(kind)
+    model = small_model(kind, num_layers=1)
     variables, tokens = random_variables(model), random_tokens(2, 8)
     apply = jit_quickly(
         lambda key: model.apply(variables, tokens, rngs={"positions": key}),

@@ -22,9 +22,14 @@ def checkpoint_files(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in path.iterdir() if file.suffix != ".npz"}
 
 
+def config_of(name, **changes):
+    """The ``config.json`` of a folder, changed; ``...`` takes a field away."""
+    config = json.loads((HF / name / "config.json").read_text()) | changes
+    return {key: value for key, value in config.items() if value is not ...}
+
+
 def change_json(path: Path, **changes) -> None:
-    content = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({k: v for k, v in content.items() if v is not ...}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def change_tensors(path: Path, change, name: str = SINGLE) -> None:

@@ -2,7 +2,6 @@
 
 import functools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,15 +12,16 @@ from tape_jax._src.model.cache import grow_cache
 from tape_jax._src.model.generate import decode, extend, prefill
 from tests.library.model.generate.passes import jit_apply, jit_extend, jit_prefill, tape
 from tests.models import FLOAT64, assert_near, random_tokens, random_variables, small_model
-from tests.selection import mostly_slow
+
+KEY = jax.random.key(0)
+DYNAMIC = RopeScaling("dynamic", 2.0, original_length=4)
 
 
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize("kind", ["random_rope", "dynamic"])
-def test_a_cache_for_given_lengths(kind):
+@pytest.mark.parametrize("position", ["random_rope", positions.Tape(scaling=DYNAMIC)], ids=str)
+def test_a_cache_for_given_lengths(position):
     """Equals the full pass that is given the same, whatever its capacity, and can grow."""
-    dynamic = positions.Rope(scaling=RopeScaling("dynamic", 2.0, original_length=4))
-    model = small_model(dynamic if kind == "dynamic" else kind, num_layers=2)
+    model = small_model(position, num_layers=2)
     variables, length = random_variables(model), jnp.array([6, 30])
     tokens = random_tokens(2, 6)
     full = jit_apply(model, variables, tokens, length=length)
@@ -30,119 +30,83 @@ def test_a_cache_for_given_lengths(kind):
     assert_near(jnp.concatenate([first, rest], axis=1), full, 1e-5)
     with pytest.raises(ValueError, match=r"the cache's: give init_cache length=9"):
         model.apply(variables, tokens, cache=cache, length=9)
-    with pytest.raises(
-        ValueError, match=r"broadcast to the batch \(2,\); got int32 of shape \(3,\)"
-    ):
-        init_cache(model, 2, 9, length=jnp.ones(3, int))
 
 
-@pytest.mark.slow
-def test_a_grown_cache_goes_on_as_a_large_one():
-    model = small_model("tape")
-    variables, tokens = random_variables(model), jnp.array([[3, 1, 4, 1, 5]])
-    _, small = jit_prefill(model, variables, tokens[:, :-1], capacity=5)
-    grown = grow_cache(model, small, 12)
-    _, large = jit_prefill(model, variables, tokens[:, :-1], capacity=12)
-    chex.assert_trees_all_close(grown, large, atol=1e-6)
-    chex.assert_trees_all_equal_shapes(grown, large)
-    go = jax.jit(lambda cache: decode(model, variables, cache, tokens[:, -1], 6)[0])
-    one, other = go(grown), go(large)
-    chex.assert_trees_all_equal(one, other)
+ROPE = small_model("rope", num_layers=1, max_length=8)
+TAPE = small_model("tape", num_layers=1)
+ONES = jnp.ones((1, 2), int)
 
 
-def test_a_cache_that_was_written_past_its_capacity_does_not_grow():
-    model = small_model("rope", num_layers=1)
-    variables, step = random_variables(model), jax.jit(functools.partial(extend, model))
-    cache = init_cache(model, 1, 4)
-    for _ in range(2):
-        _, cache = step(variables, cache, jnp.ones((1, 3), int))
-    with pytest.raises(ValueError, match="capacity 4 was written past it, 6 tokens in all"):
-        grow_cache(model, cache, 8)
-    with pytest.raises(ValueError, match="cache is of another model"):
-        grow_cache(small_model("rope", num_layers=2), init_cache(model, 1, 4), 8)
+def grown(kind, *, capacity=9, used=0, **options):
+    """A cache of five tokens that is to grow."""
+    model = small_model(kind, num_layers=1, **options)
+    return grow_cache(model, init_cache(model, 1, 5).replace(index=jnp.int32(used)), capacity)
 
 
-@pytest.mark.slow
-def test_a_cache_that_cannot_grow():
-    for kind in ("random_rope", "xpos"):
-        model = small_model(kind)
-        with pytest.raises(ValueError, match=f"'{kind}' depends on the capacity, 5"):
-            grow_cache(model, init_cache(model, 1, 5), 9)
-    model = small_model("rope", max_length=8)
-    with pytest.raises(ValueError, match="cannot shrink to 4"):
-        grow_cache(model, init_cache(model, 1, 5), 4)
-    with pytest.raises(ValueError, match="exceeds the model's max_length of 8"):
-        grow_cache(model, init_cache(model, 1, 5), 9)
+def followed(other, **options):
+    """TAPE after the cache of another model."""
+    return extend(TAPE, random_variables(TAPE), init_cache(other, 1, 4), ONES, **options)
 
 
-@pytest.mark.slow
-def test_fractional_positions_that_cannot_be_kept():
-    model = small_model("rope", num_layers=1)
-    tokens, at = jnp.ones((1, 3), int), jnp.arange(3) * 0.5
-    with pytest.raises(ValueError, match="float32 would be cut to the int32 of the cache: give"):
-        extend(model, random_variables(model), init_cache(model, 1, 3), tokens, positions=at)
-    with pytest.raises(ValueError, match=r"unknown position_dtype 'bfloat16': expected one of"):
-        init_cache(model, 1, 3, position_dtype=jnp.bfloat16)
-    for kind in ("learned", "random_rope", "t5"):
-        model = small_model(kind, num_layers=1)
-        for call in (model.apply, functools.partial(prefill, model, capacity=3)):
-            with pytest.raises(ValueError, match=f"{kind}: positions must be integers, since"):
-                call(random_variables(model), tokens, positions=at)
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: grown("random_rope"), "'random_rope' depends on the capacity, 5"),
+        (lambda: grown("xpos"), "'xpos' depends on the capacity, 5"),
+        (lambda: grown("rope", capacity=4), "cannot shrink to 4"),
+        (lambda: grown("rope", max_length=8), "exceeds the model's max_length of 8"),
+        (lambda: grown("rope", used=6), "capacity 5 was written past it, 6 tokens in all"),
+        (lambda: grow_cache(TAPE, init_cache(ROPE, 1, 4), 8), "'rope'; this model has 'tape'"),
+        (lambda: followed(ROPE), "encoding, 'rope'; this model has 'tape'"),
+        (lambda: followed(small_model(num_layers=1, num_kv_heads=1)), "cache is of another model"),
+        (lambda: followed(small_model(num_layers=4)), "its layers are .*one's"),
+        (
+            lambda: followed(small_model(tape(norm="rms"), num_layers=1)),
+            r"norm='rms'.*; this model has Tape\(.*norm='none'",
+        ),
+        (
+            lambda: TAPE.apply({}, ONES, cache=init_cache(TAPE, 1, 4), rngs={"positions": KEY}),
+            "key of a draw is the cache's: give init_cache key=",
+        ),
+        (
+            lambda: followed(TAPE, positions=jnp.arange(2) * 0.5),
+            "float32 would be cut to the int32 of the cache: give",
+        ),
+        (
+            lambda: init_cache(ROPE, 1, 3, position_dtype=jnp.bfloat16),
+            "unknown position_dtype 'bfloat16': expected one of",
+        ),
+        (
+            lambda: init_cache(ROPE, 2, 8, length=jnp.ones(3, int)),
+            r"broadcast to the batch \(2,\); got int32 of shape \(3,\)",
+        ),
+    ],
+)
+def test_what_is_refused(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
 
 
-@pytest.mark.parametrize("chunk", mostly_slow([1, 3], 3))
-def test_a_cache_written_past_its_capacity_gives_nan_for_ever(chunk):
-    model = small_model("tape", num_layers=2)
-    variables = random_variables(model)
-    step = jax.jit(functools.partial(extend, model, variables))
-    cache, tokens = init_cache(model, 2, 7), jnp.ones((2, chunk), int)
-    for start in range(0, 15, chunk):
-        logits, cache = step(cache, tokens)
-        assert jnp.isfinite(logits).all() if start + chunk <= 7 else jnp.isnan(logits).all()
-    hidden, _ = jax.jit(functools.partial(model.apply, output="hidden"))(
-        variables, tokens, cache=cache
-    )
-    assert jnp.isnan(hidden).all()
-    with pytest.raises(ValueError, match=f"{chunk} tokens do not fit into a cache of capacity 7"):
-        extend(model, variables, cache, tokens)
+@pytest.mark.parametrize("kind", ["learned", "random_rope", "t5"])
+def test_fractions_index_no_table(kind):
+    model = small_model(kind, num_layers=1)
+    for call in (model.apply, functools.partial(prefill, model, capacity=3)):
+        with pytest.raises(ValueError, match=f"{kind}: positions must be integers, since"):
+            call(random_variables(model), ONES, positions=jnp.arange(2) * 0.5)
 
 
 def test_decoding_past_the_capacity():
-    """No token is made up: those that nobody can know are -1."""
-    model = small_model("rope", num_layers=1)
-    variables, cache = random_variables(model), init_cache(model, 2, 3)
+    """No token is made up: those that nobody can know are -1, and nothing follows them."""
+    variables, cache = random_variables(ROPE), init_cache(ROPE, 2, 3)
     token = jnp.array([1, 2])
     with pytest.raises(ValueError, match="5 tokens do not fit into a cache of capacity 3 with 0"):
-        decode(model, variables, cache, token, 5)
-    for key in (None, jax.random.key(0)):
-        go = jax.jit(lambda c, key=key: decode(model, variables, c, token, 5, key=key, top_k=3))
-        out, _ = go(cache)
+        decode(ROPE, variables, cache, token, 5)
+    for key in (None, KEY):
+        go = jax.jit(lambda c, key=key: decode(ROPE, variables, c, token, 5, key=key, top_k=3))
+        out, after = go(cache)
         np.testing.assert_array_equal(out == -1, [[False] * 3 + [True] * 2] * 2)
-
-
-def test_a_cache_of_another_model():
-    model, tokens = small_model("tape"), jnp.ones((2, 1), int)
-    variables = random_variables(model)
-    for other in (
-        small_model("tape", num_layers=4),
-        small_model("tape", scan_layers=False),
-        small_model("tape", num_kv_heads=1),
-    ):
-        cache = init_cache(other, 2, 5)
-        with pytest.raises(ValueError, match=r"cache is of another model: its layers are .*one's"):
-            extend(model, variables, cache, tokens)
-    for other, words in (
-        (small_model("rope"), "encoding, 'rope'; this model has 'tape'"),
-        (small_model(tape(norm="rms")), r"norm='rms'.*; this model has Tape\(.*norm='none'"),
-    ):
-        cache = init_cache(other, 2, 5)
-        for call in (extend, lambda *args: grow_cache(args[0], args[2], 8)):
-            with pytest.raises(ValueError, match=words):
-                call(model, variables, cache, tokens)
-    cache = init_cache(model, 2, 5, dtype=jnp.bfloat16)
-    assert jnp.isfinite(jit_extend(model, variables, cache, tokens)[0]).all()
-    with pytest.raises(ValueError, match=r"key of a draw is the cache's: give init_cache key="):
-        model.apply(variables, tokens, cache=cache, rngs={"positions": jax.random.key(0)})
+    run = jax.jit(functools.partial(ROPE.apply, output="hidden"))
+    assert jnp.isnan(run(variables, token[:, None], cache=after)[0]).all()
 
 
 @pytest.mark.slow
@@ -163,17 +127,6 @@ def test_text_goes_on_behind_an_image(x64):
         third.append(logits)
     assert_near(jnp.concatenate([first, second, *third], axis=1), full, 1e-10)
     np.testing.assert_array_equal(cache.positions[1], places)
-
-
-@pytest.mark.slow
-def test_coordinates_of_a_grid_can_be_cached():
-    model = small_model(positions.Tape(axes=2), num_layers=2)
-    variables, tokens = random_variables(model), jnp.arange(6).reshape(1, 6)
-    grid = jnp.stack(jnp.unravel_index(jnp.arange(6), (2, 3)), axis=-1)
-    full = jit_apply(model, variables, tokens, positions=grid)
-    first, cache = jit_prefill(model, variables, tokens[:, :4], capacity=6, positions=grid[:4])
-    rest, _ = extend(model, variables, cache, tokens[:, 4:], positions=grid[4:])
-    assert_near(jnp.concatenate([first, rest], axis=1), full, 1e-5)
 
 
 @pytest.mark.slow

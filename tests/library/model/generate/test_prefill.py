@@ -18,7 +18,6 @@ from tests.library.model.generate.passes import (
     jit_model,
     jit_prefill,
     ragged_tokens,
-    tape,
 )
 from tests.models import (
     FLOAT64,
@@ -28,7 +27,6 @@ from tests.models import (
     random_variables,
     small_model,
 )
-from tests.selection import mostly_slow
 
 
 @functools.partial(jit_model, static_argnames="chunk")
@@ -43,7 +41,7 @@ CHUNKED = {
     "operands with the highest digit first": {
         "position": encoding("position_coupling", reverse_operands=False)
     },
-    **{n: CASES[n] for n in ("tape", "a schedule", "window", "one group, dynamic scaling")},
+    **{n: CASES[n] for n in ("a schedule", "window", "one group, dynamic scaling")},
 }
 
 
@@ -73,9 +71,9 @@ def test_generation_with_a_prefill_in_chunks():
     chex.assert_trees_all_equal(generate(model, variables, prompts, 4, prefill_chunk=3), expected)
 
 
-@pytest.mark.parametrize("places", mostly_slow([None, "floats"], None))
-def test_a_prefill_in_chunks_takes_segments_and_positions(places):
-    model = small_model(num_layers=2)
+@pytest.mark.parametrize(("kind", "places"), [("learned", None), ("rope", "floats")])
+def test_a_prefill_in_chunks_takes_segments_and_positions(kind, places):
+    model = small_model(kind, num_layers=1)
     variables = random_variables(model)
     tokens = random_tokens(2, 7)
     segments = jnp.array([[1, 1, 1, 2, 2, 2, 2], [0, 3, 3, 3, 3, 5, 5]])
@@ -87,41 +85,24 @@ def test_a_prefill_in_chunks_takes_segments_and_positions(places):
     assert_near(chunked[segments > 0], whole[segments > 0], 1e-5)
 
 
-def test_wrong_chunks():
-    model = small_model("rope", num_layers=1)
-    variables = random_variables(model)
-    with pytest.raises(ValueError, match=r"chunk must be a positive integer; got 0"):
-        prefill(model, variables, jnp.ones((1, 4), jnp.int32), capacity=4, chunk=0)
-    with pytest.raises(ValueError, match=r"prefill_chunk must be an integer or None; got 1.5"):
-        generate(model, variables, [[1, 2]], 1, prefill_chunk=1.5)
-    with pytest.raises(ValueError, match=r"token ids must lie in 0 .. 12; got 99"):
-        prefill(model, variables, jnp.full((1, 4), 99), capacity=4, chunk=2)
+def test_states_of_other_types():
+    """In the compute type they lose nothing; in a narrower one little."""
+    narrow = small_model(num_layers=2, dtype="bfloat16")
+    wide = small_model(num_layers=2)
+    variables = random_variables(wide)
+    tokens = random_tokens(2, 6)
 
+    def logits(model, state_dtype):
+        cache = init_cache(model, 2, 6, state_dtype=state_dtype)
+        first, cache = jit_extend(model, variables, cache, tokens[:, :3])
+        rest, cache = jit_extend(model, variables, cache, tokens[:, 3:])
+        return jnp.concatenate([first, rest], axis=1), cache.layers[0]
 
-@pytest.mark.parametrize("form", mostly_slow(["rotary", "tensor"], "rotary"))
-def test_states_in_the_compute_type_lose_nothing(form):
-    model = small_model(tape(form=form), num_layers=2, dtype="bfloat16")
-    variables = random_variables(model)
-    tokens = random_tokens(2, 7)
-
-    def logits(state_dtype):
-        cache = init_cache(model, 2, 7, state_dtype=state_dtype)
-        first, cache = jit_extend(model, variables, cache, tokens[:, :6])
-        return cache.layers[0].e.dtype, first, jit_extend(model, variables, cache, tokens[:, 6:])[0]
-
-    kind, *given = logits(None)
-    assert kind == jnp.bfloat16
-    wide, *expected = logits("float32")
-    assert wide == jnp.float32
+    given, layer = logits(narrow, None)
+    assert layer.e.dtype == jnp.bfloat16
+    expected, layer = logits(narrow, "float32")
+    assert layer.e.dtype == jnp.float32
     chex.assert_trees_all_equal(given, expected)
-
-
-def test_states_in_bfloat16_are_near():
-    model = small_model(num_layers=2)
-    variables = random_variables(model)
-    tokens = random_tokens(2, 7)
-    cache = init_cache(model, 2, 7, state_dtype="bfloat16")
-    logits, cache = jit_extend(model, variables, cache, tokens)
-    assert cache.layers[0].e.dtype == jnp.bfloat16
-    assert cache.layers[0].k.dtype == jnp.float32
-    assert_near(logits, jit_apply(model, variables, tokens), 2e-2)
+    near, layer = logits(wide, "bfloat16")
+    assert (layer.e.dtype, layer.k.dtype) == (jnp.bfloat16, jnp.float32)
+    assert_near(near, jit_apply(wide, variables, tokens), 2e-2)
