@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import shutil
@@ -86,12 +85,6 @@ class Browser:
     def text(self, selector: str) -> str:
         """Returns the visible text of an element."""
         return self.run("return document.querySelector(arguments[0]).innerText", selector)
-
-    def screenshot(self, path: Path) -> None:
-        """Writes a picture of the whole page."""
-        options = {"captureBeyondViewport": True}
-        picture = self.devtools("Page.captureScreenshot", options)["data"]
-        path.write_bytes(base64.b64decode(picture))
 
 
 @contextlib.contextmanager

@@ -22,8 +22,6 @@ from tape_jax import (
     Experts,
     RopeScaling,
     Transformer,
-    attention,
-    attention_plan,
     decode,
     extend,
     init_cache,
@@ -91,21 +89,11 @@ def said(model, variables, prompts, count, capacity, stop=None):
     return decode(model, variables, cache, prompts[:, -1], count, stop=stop)
 
 
-def state_is_refused(q, k, v, e):
-    """Whether a call of attention with this state is an error."""
-    try:
-        attention_plan(q, k, v, state=e)
-    except ValueError:
-        return True
-    return False
-
-
 def with_padding(cache, slots):
     """An empty cache, of which some slots were given to padding."""
     return dataclasses.replace(cache, index=np.int32(slots))
 
 
-attend = attention
 compiled_full_pass = jax.jit(
     full_pass, static_argnums=0, static_argnames=("is_causal", "length", "key", "losses")
 )

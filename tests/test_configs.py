@@ -56,15 +56,6 @@ def test_the_demo_with_another_encoding(kind):
     assert "embedding" in runs.abstract_variables(chosen)["params"]
 
 
-def test_the_size_of_the_paper():
-    path = next(path for path in CONFIGS if path.stem == "addition")
-    paper = experiment.from_file(path)
-    model, train = paper.model, paper.train
-    assert (model.num_layers, model.hidden_size, model.intermediate_size) == (16, 1024, 2048)
-    assert (model.num_heads, model.position.width) == (16, 64)
-    assert (train.steps, train.batch_size, train.learning_rate) == (20_000, 512, 1e-4)
-
-
 def test_the_demo_of_addressing_among_places():
     """Its task and its form are repeated there, and all of its training but the steps."""
     demo = ROOT / "configs/addressing_demo.py"

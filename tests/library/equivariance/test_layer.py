@@ -12,7 +12,7 @@ from hypothesis import given
 import tape_jax as tape
 from tape_jax import testing
 from tests.drawn import precision
-from tests.library.equivariance.checks import few, raises, seeds
+from tests.library.equivariance.checks import few, seeds
 from tests.selection import mostly_slow
 
 
@@ -114,18 +114,11 @@ LAYERS = [
     Layer(kv_heads=2, mix="heads", norm="rms", local_window_size=3),
     Layer(kv_heads=1, mix="none", norm="unit"),
     Layer(kv_heads=2, mlp=False, norm="rms", implementation="chunked"),
-    Layer(mix="heads", mlp=False, norm="unit", local_window_size=2, implementation="chunked"),
-    Layer(mix="none", mlp=False, norm="rms"),
-    Layer(2, 2, kv_heads=2, implementation="chunked"),
-    Layer(2, 2, mix="heads", norm="unit", local_window_size=2),
-    Layer(2, 4, norm="rms"),
+    Layer(2, 2, mix="heads", norm="unit", local_window_size=2, implementation="chunked"),
     Layer(4, 4, mix="none", norm="rms"),
-    Layer(4, 5, kv_heads=2, mix="heads", norm="unit"),
     Layer(1, 3, kv_heads=1, mlp=False),
-    Layer(4, 2, norm="unit"),
     Layer(kv_heads=2, mix="heads", degree=3),
     Layer(4, 5, kv_heads=2, mix="none", norm="rms", degree=3),
-    Layer(2, 2, mlp=False, norm="unit", degree=3),
 ]
 SHAPE = (2, 5, 8)
 
@@ -162,26 +155,16 @@ def check_layer(layer: Layer, seed: int, shape: tuple[int, ...]):
     )
 
 
-@pytest.mark.parametrize("layer", mostly_slow(LAYERS, *(LAYERS[n] for n in (0, 3, 9, 14))), ids=str)
+@pytest.mark.parametrize("layer", mostly_slow(LAYERS, *(LAYERS[n] for n in (0, 3, 8))), ids=str)
 @given(seed=seeds)
-@few(max_examples=2)
+@few()
 def test_layer(layer, seed):
     with precision("float64"):
         check_layer(layer, seed, SHAPE)
 
 
-@given(seed=seeds)
-@few(max_examples=2)
-def test_layer_without_batch_axes(seed):
-    with precision("float64"):
-        check_layer(LAYERS[0], seed, (6, 4))
-
-
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize("layer", [LAYERS[4], LAYERS[7]], ids=str)
-@given(seed=seeds)
-@few(max_examples=1)
-def test_layer_is_causal(layer, seed):
+def test_layer_is_causal():
+    layer, seed = LAYERS[4], 0
     with precision("float64"):
         axes = dict.fromkeys("qkv", -3) | {"x": -2, "e": layer.state_axes, "segments": -1}
         testing.assert_causal(
@@ -189,15 +172,4 @@ def test_layer_is_causal(layer, seed):
             layer.inputs(seed, SHAPE),
             in_axes=(axes | {"mask": None, "params": None},),
             out_axes={"o": -3, "a": layer.state_axes, "e": layer.state_axes},
-        )
-
-
-def test_layer_that_is_not_causal_is_caught(x64):
-    layer = Layer(mix="none")
-    with raises(0.1, "causality"):
-        testing.assert_causal(
-            run(layer, is_causal=False),
-            layer.inputs(0, SHAPE),
-            in_axes=(dict.fromkeys(layer.inputs(0, SHAPE)) | {"v": -3},),
-            out_axes={"o": -3, "a": -3, "e": -3, "logits": None, "next logits": None},
         )

@@ -34,14 +34,6 @@ def test_64_bit_integers_are_not_cut():
             model.apply(random_variables(model), **given)
 
 
-def test_positions_may_lack_batch_axes():
-    model = small_model("rope", num_layers=1)
-    variables, tokens = random_variables(model), random_tokens(2, 3, 5)
-    places = jnp.asarray(np.random.default_rng(1).integers(0, 9, (3, 5)))
-    whole = run(model, variables, tokens, positions=jnp.broadcast_to(places, tokens.shape))
-    assert_near(run(model, variables, tokens, positions=places), whole)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "position", [positions.Tape(form="tensor", attention_mix="heads"), "abacus"]

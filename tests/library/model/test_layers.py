@@ -3,7 +3,6 @@
 import dataclasses
 
 import chex
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +13,6 @@ from tape_jax._src.model.block import Block, pack_state
 from tape_jax._src.model.config import Lora, loops
 from tape_jax._src.model.inputs import Context
 from tape_jax._src.model.layers import Linear, Norm
-from tape_jax._src.model.parameters import declared_params
 from tape_jax._src.positions.protocol import OfLayer, default_positions
 from tests.models import random_variables, small_model
 
@@ -58,6 +56,11 @@ def test_the_scale_of_initial_projections(init_scale, residual, expected):
     np.testing.assert_allclose(kernel.std(), expected, rtol=0.01)
 
 
+def test_norms_centred_at_zero_start_there():
+    norm = Norm(dataclasses.replace(CONFIG, zero_centered_norms=True))
+    assert not norm.init(jax.random.key(0), jnp.zeros((1, 8)))["params"]["scale"].any()
+
+
 def test_the_low_rank_term_of_a_projection():
     x = rng(1).normal(size=(2, 3, 8)).astype(np.float32)
     linear = Linear(CONFIG, 7, ("embed", "kv_heads"), lora=Lora(rank=2, alpha=6.0))
@@ -70,26 +73,6 @@ def test_the_low_rank_term_of_a_projection():
     }
     expected = x @ (p["kernel"] + 3.0 * p["lora_a"] @ p["lora_b"])
     chex.assert_trees_all_close(linear.apply(variables, x), expected.astype(np.float32), atol=1e-4)
-
-
-def test_a_projection_has_the_axes_and_the_role_that_it_is_given_whatever_its_name():
-    lora = Lora(rank=2, targets=("k",))
-    config = dataclasses.replace(CONFIG, lora=lora)
-
-    class Projections(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            Linear(config, 7, ("vocab", "embed"), name="k")(x)
-            Linear(config, 7, ("embed", "mlp"), lora=lora, role="embeddings", name="mine")(x)
-
-    with declared_params() as found:
-        jax.eval_shape(Projections().init, jax.random.key(0), jnp.zeros((1, 8)))
-    assert {path: (spec.axes, spec.role) for path, spec in found.items()} == {
-        "k/kernel": (("vocab", "embed"), None),
-        "mine/kernel": (("embed", "mlp"), "embeddings"),
-        "mine/lora_a": (("embed", None), "lora"),
-        "mine/lora_b": ((None, "mlp"), "lora"),
-    }
 
 
 def numpy_attention(x, p, e):
@@ -124,11 +107,16 @@ def inputs(time=5):
 
 
 def test_block():
+    """A state that comes packed, with its heads in one axis, leaves packed."""
     x, e, context = inputs()
     encoding = positions.Tape(alpha=0.5, activation="tanh")
     block = Block(CONFIG, OfLayer(encoding, None, True), record=True)
     variables = random_params(block, (x, e), None, context, None)
-    (h, state), (cache, entered) = jax.jit(block.apply)(variables, (x, e), None, context, None)
+    apply = jax.jit(block.apply)
+    (h, state), (cache, entered) = apply(variables, (x, e), None, context, None)
+    packed = apply(variables, (x, pack_state(e, 2)), None, context, None)
+    assert packed[0][1].flat.shape == (*e.shape[:2], e[0, 0].size)
+    chex.assert_trees_all_equal((packed[0][0], packed[0][1].unpack()), (h, state))
     assert cache is None
     chex.assert_trees_all_equal(entered, (x, e))
 
@@ -146,16 +134,6 @@ def test_block():
     for actual, wanted in ((h, middle + x1), (state, e2)):
         allowed = 1e-5 * np.abs(wanted).max()
         chex.assert_trees_all_close(actual[0], wanted.astype(np.float32), atol=allowed, rtol=0)
-
-
-def test_a_packed_state():
-    e = jnp.arange(2 * 5 * 3 * 4).reshape(2, 5, 3, 4)
-    state = {"rotary": e, "tensor": e[..., None, None] * jnp.ones((2, 2)), "places": e[..., 0, 0]}
-    state |= {"layer": jnp.int32(3)}
-    packed = pack_state(state, 2)
-    shapes = jax.tree.map(jnp.shape, packed.flat)
-    assert shapes == {"rotary": (2, 5, 12), "tensor": (2, 5, 48), "places": (2, 5), "layer": ()}
-    chex.assert_trees_all_equal(packed.unpack(), state)
 
 
 @pytest.mark.parametrize(

@@ -50,19 +50,6 @@ def test_there_and_back(name):
     assert restack(shapes(parameters()), rope, LAYOUTS[name]) == shapes(there)
 
 
-def test_what_stays_is_not_copied_and_numpy_arrays_are_views():
-    rope, tape = LAYOUTS["0-5"], LAYOUTS["0-4, 4-5"]
-    params = parameters()
-    kernel = params["layers_0"]["mlp"]["kernel"]
-    moved = restack(params, rope, tape)
-    assert moved["head"]["kernel"] is params["head"]["kernel"]
-    for block in ("layers_0", "layers_4"):
-        assert np.shares_memory(moved[block]["mlp"]["kernel"], kernel)
-    on_device = jax.tree.map(jnp.asarray, moved)
-    other = restack(on_device, tape, small_model("tape", num_layers=5, num_heads=4))
-    assert all(a is b for a, b in zip(*map(jax.tree.leaves, (on_device, other)), strict=True))
-
-
 def test_parameters_of_the_encoding_are_told_from_the_others():
     """Those of the layers as it names them; and exchanged, those of the embeddings too."""
     model = small_model(positions.Tape(layers=(1, 3)), num_layers=5)
@@ -79,36 +66,43 @@ def test_parameters_of_the_encoding_are_told_from_the_others():
         assert set(found) == set(flatten_dict(params))
 
 
-def test_donated_arrays_are_deleted_once_their_parts_are_made():
-    params = jax.tree.map(jnp.array, parameters())
-    kernel = params["layers_0"]["mlp"]["kernel"]
-    moved = restack(params, LAYOUTS["0-5"], LAYOUTS["0-4, 4-5"], donate=True)
-    assert kernel.is_deleted()
-    back = restack(moved, LAYOUTS["0-4, 4-5"], LAYOUTS["0-5"], donate=True)
-    chex.assert_trees_all_equal(back, parameters())
-    same = restack(back, LAYOUTS["0-5"], LAYOUTS["0-5"], donate=True)
-    chex.assert_trees_all_equal(same, parameters())
+def test_what_stays_is_not_copied_and_what_is_donated_is_deleted():
+    rope, tape = LAYOUTS["0-5"], LAYOUTS["0-4, 4-5"]
+    params = parameters()
+    moved = restack(params, rope, tape)
+    assert moved["head"]["kernel"] is params["head"]["kernel"]
+    for block in ("layers_0", "layers_4"):
+        views = moved[block]["mlp"]["kernel"], params["layers_0"]["mlp"]["kernel"]
+        assert np.shares_memory(*views)
+    on_device = jax.tree.map(jnp.array, params)
+    same = restack(on_device, rope, rope, donate=True)
+    assert all(a is b for a, b in zip(*map(jax.tree.leaves, (on_device, same)), strict=True))
+    moved = restack(on_device, rope, tape, donate=True)
+    assert on_device["layers_0"]["mlp"]["kernel"].is_deleted()
+    chex.assert_trees_all_equal(restack(moved, tape, rope, donate=True), parameters())
 
 
 @pytest.mark.parametrize("abstract", [False, True])
 def test_shardings_are_kept(abstract):
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("layers", "model"))
-    kernel = NamedSharding(mesh, PartitionSpec("layers", None, "model"))
+
+    def split(*axes):
+        return NamedSharding(mesh, PartitionSpec(*axes))
+
     old, new = (small_model(p, num_layers=6) for p in ("rope", positions.Tape(layers=(0, 2))))
-    each = small_model("rope", num_layers=6, scan_layers=False)
-    x = np.arange(6.0 * 3 * 8, dtype=np.float32).reshape(6, 3, 8)
-    shape = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=kernel)
-    params = {"layers_0": {"kernel": shape if abstract else jax.device_put(x, kernel)}}
-    moved = restack(params, old, new)
-    for block in ("layers_0", "layers_2"):
-        assert moved[block]["kernel"].sharding == kernel
+    uneven, each = small_model("tape", num_layers=6), small_model(num_layers=6, scan_layers=False)
+    x = jax.device_put(np.arange(6.0 * 3 * 8).reshape(6, 3, 8), split("layers", None, "model"))
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    params = {"layers_0": {"kernel": shape if abstract else x}}
+    found = restack(params, old, new)
+    assert all(found[name]["kernel"].sharding == x.sharding for name in ("layers_0", "layers_2"))
     # 5 layers do not divide between 2 devices.
-    uneven = restack(params, old, small_model("tape", num_layers=6))["layers_0"]["kernel"]
-    assert uneven.sharding == NamedSharding(mesh, PartitionSpec(None, None, "model"))
+    found = restack(params, old, uneven)["layers_0"]["kernel"]
+    assert found.sharding == split(None, None, "model")
     own = restack(params, old, each)
-    assert own["layers_3"]["kernel"].sharding == NamedSharding(mesh, PartitionSpec(None, "model"))
+    assert own["layers_3"]["kernel"].sharding == split(None, "model")
     together = restack(own, each, old)["layers_0"]["kernel"]
-    assert together.sharding == NamedSharding(mesh, PartitionSpec(None, None, "model"))
+    assert together.sharding == split(None, None, "model")
     if not abstract:
         np.testing.assert_array_equal(together, x)
 

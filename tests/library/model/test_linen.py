@@ -1,6 +1,7 @@
-"""The Linen module for one update, against the pure functions that it calls."""
+"""The modules of Linen and NNX for one update, against the pure functions that they call."""
 
 import flax.linen as nn
+import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 import tape_jax as tape
 import tape_jax.linen
+import tape_jax.nnx
 from tape_jax import testing
 from tests import models
 from tests.selection import mostly_slow
@@ -57,6 +59,10 @@ def test_it_equals_the_function(name):
     got = module.apply({"params": params}, e, a, x)
     np.testing.assert_array_equal(got, wanted)
     assert not np.allclose(got, e)
+    if a is not None:
+        other = tape_jax.nnx.UpdateState(WIDTH, **options, rngs=nnx.Rngs(0))
+        nnx.update(other, params)
+        np.testing.assert_array_equal(other(e, a, x), wanted)
 
 
 class Layer(nn.Module):
@@ -105,12 +111,6 @@ def test_in_a_scan_with_remat_under_jit():
     got, wanted = with_gradients(scanned), with_gradients(loop)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4), got, wanted)
     assert all(np.abs(g).max() > 0.01 for g in jax.tree.leaves(got))
-
-
-def test_parameters_are_of_the_given_type():
-    module = tape.UpdateState(4, param_dtype=jnp.bfloat16)
-    made = jax.eval_shape(module.init, jax.random.key(0), *inputs({"num_heads": 4}))
-    assert {x.dtype for x in jax.tree.leaves(made)} == {jnp.dtype(jnp.bfloat16)}
 
 
 @pytest.mark.parametrize(

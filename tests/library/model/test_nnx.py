@@ -1,4 +1,4 @@
-"""The modules of NNX and Linen for models of others, against the functions and the model."""
+"""The attention of NNX and Linen for models of others, against that of the model."""
 
 import jax
 import jax.numpy as jnp
@@ -28,20 +28,6 @@ def moved(module):
     params = nnx.state(module, nnx.Param)
     nnx.update(module, testing.random_params(None, params))
     return module
-
-
-def test_update_equals_the_function():
-    options = {"attention_mix": "head_scale", "norm": "rms", "alpha": 0.5}
-    update = moved(tape.nnx.UpdateState(WIDTH, **GROUPED, **options, rngs=nnx.Rngs(0)))
-    e, a = normal(BATCH, TIME, KV_HEADS, DIM, seed=1), normal(BATCH, TIME, HEADS, DIM, seed=2)
-    x = normal(BATCH, TIME, WIDTH)
-    params = nnx.to_pure_dict(nnx.state(update, nnx.Param))
-    given = {"num_kv_heads": KV_HEADS, "alpha": 0.5, "norm": "rms"}
-    wanted = tape.update_state(params, e, a, x, **given)
-    np.testing.assert_array_equal(update(e, a, x), wanted)
-    linen = tape.linen.UpdateState(**GROUPED, **options)
-    np.testing.assert_array_equal(linen.apply({"params": params}, e, a, x), wanted)
-    assert not np.allclose(wanted, e)
 
 
 @pytest.mark.parametrize("position", mostly_slow(ENCODINGS, "tape"))
@@ -124,37 +110,6 @@ def test_blocks_decode_as_they_read():
             x, e, caches[n] = nnx.jit(Block.__call__)(block, x, e, caches[n], first)
         pieces.append(x)
     np.testing.assert_allclose(jnp.concatenate(pieces, 1), h, rtol=2e-4, atol=2e-4)
-
-
-@pytest.mark.slow
-def test_scan_with_remat_is_the_loop():
-    @nnx.split_rngs(splits=2)
-    @nnx.vmap(in_axes=0, out_axes=0)
-    def stack(rngs):
-        return Block(rngs)
-
-    blocks = moved(stack(nnx.Rngs(0)))
-    assert not np.allclose(*blocks.up.kernel[...])
-
-    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-    @nnx.remat
-    def scanned(block, carry):
-        return block(*carry)[:2]
-
-    def loop(blocks, carry):
-        graph, params = nnx.split(blocks)
-        for n in range(2):
-            block = nnx.merge(graph, jax.tree.map(lambda x: x[n], params))  # noqa: B023
-            carry = block(*carry)[:2]
-        return carry
-
-    carry = normal(BATCH, TIME, WIDTH), start()
-
-    def with_gradient(run):
-        return nnx.jit(nnx.value_and_grad(lambda m: jnp.square(run(m, carry)[0]).mean()))(blocks)
-
-    got, wanted = with_gradient(scanned), with_gradient(loop)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=1e-4), got, wanted)
 
 
 def attention(x=None, *, position="tape", num_kv_heads=None, **options):

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from tape_jax import init_cache, init_update, rotary_state, tensor_state
-from tests.models import FLOAT64, assert_near, random_tokens, random_variables, run, small_model
+from tests.models import assert_near, random_tokens, random_variables, run, small_model
 
 
 @pytest.mark.mostly_slow
@@ -21,13 +21,6 @@ def test_far_positions_stay_apart_in_bfloat16(position):
     merged = run(model, variables, tokens, positions=jnp.arange(12) // 8 * 8)
     noticed = jnp.abs(merged - near).max() / jnp.abs(near).max()
     assert noticed > 0.2, "the test would not notice merged positions"
-
-
-def test_float64(x64):
-    model = small_model("tape", **FLOAT64)
-    variables = random_variables(model)
-    logits, states = run(model, variables, random_tokens(1, 4), return_states=True)
-    chex.assert_type([logits, *states.hidden, *states.position], jnp.float64)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from tape_jax._src.parity import contextual, deviations, report
+from tape_jax._src.parity import contextual, report
 from tests.paths import BESIDE, GOLDEN
 from tests.selection import mostly_slow
 
@@ -14,13 +14,6 @@ FILES = sorted(path.stem for path in CONTEXTUAL.glob("*.npz"))
 RECORDED = [name for name in FILES if name != "position_coupling_tiny"]
 # Recordings that the tests do not ship.
 BESIDE_FILES = sorted({f"{name}_tiny" for name in contextual.ENCODINGS} - {*FILES})
-
-
-def test_every_file_is_known():
-    assert {name.rpartition("_")[0] for name in FILES} <= {
-        *contextual.ENCODINGS,
-        *contextual.IDS,
-    }
 
 
 @pytest.mark.parametrize("name", mostly_slow(RECORDED, "fox_tiny"))
@@ -63,8 +56,7 @@ def test_position_ids(tmp_path):
 
 
 def test_a_wrong_number_is_seen(tmp_path, capsys):
-    with np.load(CONTEXTUAL / "fox_tiny.npz") as file:
-        arrays = dict(file)
+    arrays = recorded()
     arrays["grad_W_f"] = arrays["grad_W_f"] + 1e-3
     path = tmp_path / "recorded.npz"
     np.savez(path, **arrays)
@@ -75,25 +67,32 @@ def test_a_wrong_number_is_seen(tmp_path, capsys):
     ]
 
 
-def test_an_unknown_encoding_and_array_are_named(tmp_path, capsys):
+def recorded():
     with np.load(CONTEXTUAL / "fox_tiny.npz") as file:
-        arrays = dict(file)
-    meta = json.dumps(json.loads(str(arrays["meta"])) | {"name": "focks"})
-    np.savez(tmp_path / "focks_tiny.npz", **{**arrays, "meta": np.array(meta)})
-    np.savez(tmp_path / "fox_more.npz", **arrays, more=np.ones(3))
-    assert report.main([str(tmp_path / "focks_tiny.npz"), str(tmp_path / "fox_more.npz")]) == 2
-    errors = capsys.readouterr().err
-    assert "did you mean 'fox'" in errors
-    assert "not known here: ['more']" in errors
+        return dict(file)
 
 
-@pytest.mark.parametrize("missing", ["W_f", "do"])
-def test_what_is_missing_is_named(missing, tmp_path, capsys):
-    with np.load(CONTEXTUAL / "fox_tiny.npz") as file:
-        arrays = {name: x for name, x in file.items() if name != missing}
-    np.savez(tmp_path / "fox_less.npz", **arrays)
-    assert report.main([str(tmp_path / "fox_less.npz")]) == 2
-    assert f"{missing!r} is recorded neither as an array nor in meta" in capsys.readouterr().err
+def misnamed(arrays):
+    meta = json.loads(str(arrays["meta"])) | {"name": "focks"}
+    return arrays | {"meta": np.array(json.dumps(meta))}
+
+
+def lacking(missing):
+    return lambda arrays: {name: x for name, x in arrays.items() if name != missing}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (misnamed, "did you mean 'fox'"),
+        (lambda arrays: arrays | {"more": np.ones(3)}, "not known here: ['more']"),
+        (lacking("do"), "'do' is recorded neither as an array nor in meta"),
+    ],
+)
+def test_what_is_unknown_or_missing_is_named(change, words, tmp_path, capsys):
+    np.savez(tmp_path / "fox_other.npz", **change(recorded()))
+    assert report.main([str(tmp_path / "fox_other.npz")]) == 2
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -116,7 +115,3 @@ def test_wall_in_a_window_with_grouped_heads(tmp_path):
         text = np.array(json.dumps(meta | {"window": size}))
         np.savez(tmp_path / "wall.npz", meta=text, o=o, do=np.ones_like(o), log_f=gates, **inputs)
         assert report.report(tmp_path / "wall.npz")[1] == fits
-
-
-def test_tolerances():
-    assert deviations.TOLERANCE == {"float32": 3e-5, "float64": 1e-9}
