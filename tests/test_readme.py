@@ -56,17 +56,6 @@ def test_results_are_those_on_record(row):
     assert [cell.rstrip("*") for cell in table()[row][1:]] == expected
 
 
-def test_verdicts_on_the_claims_are_those_of_the_results():
-    results = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    claims = results.partition("## The paper's claims")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| .* \| (\w.*) \|$", claims, re.MULTILINE)[1:]
-    confirmed, contradicted = (
-        sum(row.startswith(word) for row in rows) for word in ("confirmed", "contradicted")
-    )
-    assert f"Of its [{len(rows)} claims]" in TEXT
-    assert f"{confirmed} were confirmed\nand {contradicted} contradicted" in TEXT
-
-
 def test_costs_are_those_on_record():
     section = TEXT.partition("**Cost**")[2].partition("##")[0]
     sentences = re.findall(r"[A-Z](?:[^.]|\.(?!\s))*\.(?=\s)", section)

@@ -13,8 +13,11 @@ from tape_jax.sharding import ShardingConfig
 from tests.models import random_variables, small_model
 
 
-def plain(hidden, kernel, targets, weights):
-    log_p = jax.nn.log_softmax((hidden @ kernel).astype(jnp.promote_types(hidden.dtype, "float32")))
+def plain(hidden, kernel, targets, weights, logit_softcap=None):
+    logits = (hidden @ kernel).astype(jnp.promote_types(hidden.dtype, "float32"))
+    if logit_softcap:
+        logits = logit_softcap * jnp.tanh(logits / logit_softcap)
+    log_p = jax.nn.log_softmax(logits)
     return -(jnp.take_along_axis(log_p, targets[..., None], -1)[..., 0] * weights).sum()
 
 
@@ -26,9 +29,9 @@ def arrays(batch=(3,), length=11, dim=6, vocab=17, dtype=jnp.float64):
 
 
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize(("batch", "chunk"), [((3,), 4), ((), None)])
+@pytest.mark.parametrize(("batch", "chunk", "cap"), [((3,), 4, 1.5), ((), None, None)])
 @pytest.mark.usefixtures("x64")
-def test_equals_the_plain_one(batch, chunk):
+def test_equals_the_plain_one(batch, chunk, cap):
     """Gradients to the hidden states, the kernel and the weights too; 11 tokens leave a rest."""
     hidden, kernel, targets, weights = arrays(batch)
 
@@ -36,7 +39,8 @@ def test_equals_the_plain_one(batch, chunk):
         function = jax.value_and_grad(lambda h, k, w: loss(h, k, targets, w), (0, 1, 2))
         return jax.jit(function)(hidden, kernel, weights)
 
-    found, expected = both(functools.partial(cross_entropy, chunk=chunk)), both(plain)
+    capped = functools.partial(cross_entropy, chunk=chunk, logit_softcap=cap)
+    found, expected = both(capped), both(functools.partial(plain, logit_softcap=cap))
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-12)
     unweighted = cross_entropy(hidden, kernel, targets, chunk=chunk)

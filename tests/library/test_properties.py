@@ -433,22 +433,3 @@ def test_a_text_with_gaps_equals_itself_alone(kind, profile):
         with drawn.precision(model.dtype):
             found = full_pass(model, Batch(tokens, places, ids))
             assert_near(found[:, own], full_pass(model, alone), TOLERANCE[model.dtype])
-
-
-@pytest.mark.slow
-@each_kind("alibi", among=("alibi", "t5"))
-def test_a_segment_far_away_equals_itself_near(kind, profile):
-    """Beside padding and another segment, in a full pass and one token at a time."""
-    models = drawn.models(kind, profile, dtype="float32")
-    far = st.integers(-(2**31), 2**31 - TIME)
-
-    @for_all(profile.calls, kind, model=models, far=far, seed=drawn.seeds)
-    def check(model, far, seed):
-        ids = np.array([[0, 1, 1] + [2] * (TIME - 3)], np.int32)
-        places = np.array([[0, 0, 1, *range(TIME - 3)]], np.int32)
-        near = Batch(drawn.tokens(seed, 1, TIME), places, ids)
-        moved = near._replace(positions=np.where(ids == 2, places + far, places).astype(np.int32))
-        with drawn.precision(model.dtype):
-            expected = full_pass(model, near)[:, 3:]
-            for found in (full_pass(model, moved), in_chunks(model, moved, [1] * TIME)[0]):
-                assert_near(found[:, 3:], expected, TOLERANCE[model.dtype])

@@ -32,24 +32,6 @@ def test_random_orthogonal_is_uniform(x64):
     assert 100 < (np.linalg.det(draws) < 0).sum() < 200
 
 
-def test_random_permutation_moves_something():
-    for seed in range(20):
-        drawn = testing.random_permutation(key(seed), 2)
-        np.testing.assert_array_equal(drawn, [1, 0])
-    np.testing.assert_array_equal(np.sort(testing.random_permutation(key(), 9)), np.arange(9))
-    with pytest.raises(ValueError, match="n >= 2; got 1"):
-        testing.random_permutation(key(), 1)
-
-
-def test_random_phases():
-    phases = testing.random_phases(key(), 1000)
-    assert -np.pi <= phases.min() < -3.1
-    assert 3.1 < phases.max() < np.pi
-    legacy = testing.random_phases(jax.random.PRNGKey(0), 1000)
-    np.testing.assert_array_equal(legacy, phases)
-    np.testing.assert_array_equal(testing.random_phases(None, 4), testing.random_phases(key(), 4))
-
-
 def test_draws_do_not_depend_on_the_precision():
     def draw():
         return (

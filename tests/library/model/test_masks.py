@@ -11,7 +11,6 @@ from tests.library.model.generate.passes import jit_extend
 from tests.models import (
     VOCAB,
     assert_near,
-    encoding,
     random_tokens,
     random_variables,
     run,
@@ -47,17 +46,13 @@ def test_padding_is_not_read_and_not_seen(kind):
 DYNAMIC = RopeScaling("dynamic", 2.0, original_length=4)
 
 
-OF_LENGTH = {
-    "each layer": encoding("random_rope", each_layer=True),
-    "tape": positions.Tape(scaling=DYNAMIC, form="tensor"),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OF_LENGTH)
-def test_the_width_of_a_batch_is_no_length(name):
+@pytest.mark.parametrize(
+    "position", ["random_rope", positions.Tape(scaling=DYNAMIC, form="tensor")], ids=str
+)
+def test_the_width_of_a_batch_is_no_length(position):
     """Draws and dynamic scaling are for what each row really has, or for the length it is given."""
-    model = small_model(OF_LENGTH[name], num_layers=2)
+    model = small_model(position, num_layers=2)
     variables, row = random_variables(model), random_tokens(7)
     expected = run(model, variables, row)
     for width in (8, 14):

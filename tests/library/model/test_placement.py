@@ -13,18 +13,18 @@ from jax.sharding import NamedSharding
 import tape_jax as tape
 import tape_jax.linen
 import tape_jax.nnx
-from tape_jax import adapt, losses
+from tape_jax import losses
 from tape_jax.sharding import Sharding
 from tests.library.core.test_explicit import mesh_of, put
 from tests.models import normal, random_tokens, random_variables, small_model
 from tests.selection import mostly_slow
 
 
-def placed(position, *, sharded=False, split=True):
+def placed(position, *, sharded=True, split=True, **options):
     """A model, its variables and tokens, on one device and on a mesh."""
     mesh = mesh_of()
     sizes = {"vocab_size": 16, "num_layers": 2, "num_kv_heads": 2, "num_heads": 4}
-    model = small_model(position, **sizes)
+    model = small_model(position, **sizes, **options)
     variables, tokens = random_variables(model), random_tokens(4, 8) % 16
     places = Sharding(mesh).of(model, variables) if split else NamedSharding(mesh, P())
     there = model.clone(sharding=Sharding(mesh) if sharded else None)
@@ -61,28 +61,13 @@ def test_generation():
         new, cache = tape.decode(model, variables, cache, tokens[:, 0], 3)
         return tape.generate(model, variables, tokens, 4), logits, more, new, cache
 
-    mesh, here, there = placed("tape", sharded=True)
+    mesh, here, there = placed("tape")
     with jax.set_mesh(mesh):
         got = talk(*there)
     chex.assert_trees_all_close(got, talk(*here), atol=1e-4)
     assert [str(jax.typeof(x).sharding.spec[0]) for x in got[:4]] == ["data"] * 4
     assert jax.typeof(got[1]).sharding.spec[-1] == "tensor"
     assert jax.typeof(got[4].layers[0].k).sharding.spec[1] == "data"
-
-
-def test_scans_of_an_encoding():
-    """Others are in test_properties.py."""
-    mesh, here, there = placed("path")
-
-    def run(model, variables, tokens):
-        def mean(variables):
-            return jnp.mean(jnp.sin(model.apply(variables, tokens)))
-
-        return jax.jit(jax.value_and_grad(mean))(variables)
-
-    with jax.set_mesh(mesh):
-        got = run(*there)
-    chex.assert_trees_all_close(got, run(*here), atol=1e-5)
 
 
 def test_modules_in_models_of_others():
@@ -100,41 +85,10 @@ def test_modules_in_models_of_others():
 
 
 @pytest.mark.slow
-def test_init_lies_where_the_model_says():
-    mesh, (model, *_), (there, moved, tokens) = placed("tape", sharded=True)
+def test_shifted_groups():
+    mesh, (model, variables, tokens), (there, moved, split) = placed("tape", shifted_groups=4)
     with jax.set_mesh(mesh):
-        got = there.init(jax.random.key(0), tokens)
-    chex.assert_trees_all_close(got, model.init(jax.random.key(0), jnp.zeros((4, 8), int)))
-    for x, like in zip(jax.tree.leaves(got), jax.tree.leaves(moved), strict=True):
-        assert jax.typeof(x).sharding.spec == jax.typeof(like).sharding.spec
-
-
-@pytest.mark.slow
-def test_adapters():
-    mesh, (model, variables, tokens), (_, moved, there) = placed("rope")
-    with jax.set_mesh(mesh):
-        retrofitted, new = adapt.add_tape(model, moved, key=jax.random.key(1))
-        got = retrofitted.apply(new, there)
-    chex.assert_trees_all_close(got, model.apply(variables, tokens), atol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("sizes", "position", "options"),
-    [
-        ({"data": 2, "sequence": 2}, "tape/none", {}),
-        ({"data": 2, "tensor": 2}, "tape", {"shifted_groups": 4}),
-    ],
-)
-def test_rings_and_shifted_groups(sizes, position, options):
-    sizes_of_heads = {"num_heads": 4, "num_kv_heads": 2, "vocab_size": 16}
-    model = small_model(position, **sizes_of_heads, **options)
-    variables, tokens = random_variables(model), random_tokens(4, 16)
-    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), devices=jax.devices()[:4])
-    sharding = Sharding(mesh)
-    moved = jax.device_put(variables, sharding.of(model, variables))
-    with jax.set_mesh(mesh):
-        got = jax.jit(model.clone(sharding=sharding).apply)(moved, sharding.place(tokens))
+        got = jax.jit(there.apply)(moved, split)
     chex.assert_trees_all_close(got, model.apply(variables, tokens), atol=1e-4)
 
 

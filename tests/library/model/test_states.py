@@ -58,16 +58,8 @@ def test_untrained_tape_is_rope(options):
     assert_near(run(tape, with_initial_position(tape, variables), tokens), expected, 1e-6)
 
 
-WITH_BASE = {
-    "xpos": positions.Xpos(learn_base=True),
-    "rotary tape": positions.Tape(learn_base=True),
-    "tensor tape": positions.Tape(learn_base=True, form="tensor", l=4, r=5),
-}
-
-
-@pytest.mark.parametrize("name", mostly_slow(WITH_BASE, "xpos"))
-def test_the_base_learns(name):
-    model = small_model(WITH_BASE[name], num_layers=2, **FLOAT64)
+def test_the_base_learns():
+    model = small_model(positions.Xpos(learn_base=True), num_layers=1, **FLOAT64)
     with jax.enable_x64(True):
         variables, tokens = random_variables(model), random_tokens(2, 9)
         stretched = variables["params"]["position_log_stretch"]
@@ -138,10 +130,8 @@ def test_an_initial_state_is_read_or_refused(position):
             model.init(jax.random.key(0), jnp.zeros((2, 5), jnp.int32), initial_state=state)
 
 
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize("kind", ["abacus", "random_rope"])
-def test_encodings_that_draw_follow_the_random_stream(kind):
-    model = small_model(kind, num_layers=1)
+def test_encodings_that_draw_follow_the_random_stream():
+    model = small_model("abacus", num_layers=1)
     variables, tokens = random_variables(model), random_tokens(2, 8)
     apply = jit_quickly(
         lambda key: model.apply(variables, tokens, rngs={"positions": key}),
