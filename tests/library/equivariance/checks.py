@@ -46,6 +46,14 @@ TAPE = {
     "shifted-still": {"attention_mix": "heads", "head_shift": 3.0, "still_heads": 1},
     "partial-shifted": {"partial_rotary_factor": 0.5, "head_shift": (0.0, -2.5), "norm": "rms"},
     "degree3-shifted": {"degree": 3, "norm": "rms", "head_shift": 3.0, "attention_mix": "heads"},
+    "tensor4x5-degree3": {
+        "form": "tensor",
+        "l": 4,
+        "r": 5,
+        "norm": "unit",
+        "degree": 3,
+        "attention_mix": "none",
+    },
 }
 MODEL = {
     "heads-rms": {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8},

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 from tape_jax import init_cache
 from tests.models import small_model
@@ -20,24 +19,6 @@ def test_attention_plan():
     ids = jax.ShapeDtypeStruct((2, 8192), jnp.int32)
     plans = model.attention_plan(2, 8192, segment_ids=ids)
     assert {plan.implementation for plan in plans.values()} == {"chunked"}
-
-
-def test_attention_plan_says_what_rewriting_rows_costs():
-    (fox,), (cope,) = (small_model(k).attention_plan(1, 16).values() for k in ("fox", "cope"))
-    pairs, heads, width = 16 * 16, 2, 8
-    assert fox.operations == 2 * 2 * width * pairs * heads
-    assert cope.operations > fox.operations
-
-
-def test_attention_plan_of_a_named_implementation():
-    plans = small_model("fire", attention_implementation="chunked").attention_plan(
-        1, 8, is_causal=False
-    )
-    assert [plan.implementation for plan in plans.values()] == ["chunked"]
-    with pytest.raises(NotImplementedError, match="'splash': needs a TPU"):
-        small_model("tape", attention_implementation="splash").attention_plan(1, 8)
-    with pytest.raises(ValueError, match="max_length of 4"):
-        small_model("tape", max_length=4).attention_plan(1, 8)
 
 
 def test_the_size_of_a_cache():

@@ -10,7 +10,7 @@ import pytest
 
 import tape_jax as tape
 from tape_jax.sharding import ShardingConfig
-from tests.library.model.generate.passes import jit_apply, jit_extend, jit_prefill
+from tests.library.model.generate.passes import jit_apply
 from tests.models import FLOAT64, assert_near, random_variables, small_model
 
 VOCAB = 16
@@ -133,18 +133,6 @@ def test_logits(name):
     params = jax.tree.map(np.asarray, variables["params"])
     wanted = [decoder(model.config, params, row) for row in TOKENS]
     np.testing.assert_allclose(jit_apply(model, variables, TOKENS), wanted, atol=1e-10)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "position"), [("gemma", "tape"), ("cohere", "alibi")])
-def test_cached_decoding(name, position):
-    model, variables = a_model(name, position)
-    logits = jit_apply(model, variables, TOKENS)
-    last, cache = jit_prefill(model, variables, jnp.asarray(TOKENS[:, :5]), capacity=9)
-    assert_near(last, logits[:, :5])
-    for i in range(5, 9):
-        last, cache = jit_extend(model, variables, cache, jnp.asarray(TOKENS[:, i : i + 1]))
-        assert_near(last[:, 0], logits[:, i])
 
 
 @pytest.mark.slow

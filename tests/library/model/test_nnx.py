@@ -23,13 +23,6 @@ def normal(*shape, seed=0):
     return jnp.asarray(models.normal(*shape, seed=seed))
 
 
-def moved(module):
-    """Move all parameters: those of new encodings often do nothing."""
-    params = nnx.state(module, nnx.Param)
-    nnx.update(module, testing.random_params(None, params))
-    return module
-
-
 @pytest.mark.parametrize("position", mostly_slow(ENCODINGS, "tape"))
 def test_attention_is_that_of_the_model_and_decodes(position):
     """Against the layer of ``Transformer`` whose parameters it takes; then token by token."""
@@ -74,42 +67,6 @@ def test_attention_is_that_of_the_model_and_decodes(position):
         piece, _, cache = call(layer, x[:, start:stop], cache=cache, index=start)
         pieces.append(piece)
     np.testing.assert_allclose(jnp.concatenate(pieces, 1), out, rtol=2e-4, atol=2e-4)
-
-
-class Block(nnx.Module):
-    """A block of TAPE without norms."""
-
-    def __init__(self, rngs):
-        self.attention = tape.nnx.Attention(WIDTH, **GROUPED, qk_norm=True, rngs=rngs)
-        self.up = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-        self.update = tape.nnx.UpdateState(WIDTH, **GROUPED, rngs=rngs)
-
-    def __call__(self, h, e, cache=None, index=0):
-        o, a, cache = self.attention(h, e, cache=cache, index=index)
-        h = h + o
-        x = nnx.silu(self.up(h))
-        return h + x, self.update(e, a, x), cache
-
-
-def start(index=0, time=TIME):
-    e = tape.rotary_state(index + jnp.arange(time), DIM)
-    return jnp.broadcast_to(e[:, None], (BATCH, time, KV_HEADS, DIM))
-
-
-@pytest.mark.slow
-def test_blocks_decode_as_they_read():
-    blocks = [moved(Block(nnx.Rngs(n))) for n in range(2)]
-    h, e = whole, _ = normal(BATCH, TIME, WIDTH), start()
-    for block in blocks:
-        h, e, _ = block(h, e)
-    caches = [block.attention.init_cache(BATCH, TIME) for block in blocks]
-    pieces = []
-    for first, last in ((0, 4), (4, 5), (5, 6)):
-        x, e = whole[:, first:last], start(first, last - first)
-        for n, block in enumerate(blocks):
-            x, e, caches[n] = nnx.jit(Block.__call__)(block, x, e, caches[n], first)
-        pieces.append(x)
-    np.testing.assert_allclose(jnp.concatenate(pieces, 1), h, rtol=2e-4, atol=2e-4)
 
 
 def attention(x=None, *, position="tape", num_kv_heads=None, **options):

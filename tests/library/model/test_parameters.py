@@ -28,19 +28,6 @@ def test_logits_of_a_few_tokens_at_a_time(options):
     chex.assert_trees_all_equal_shapes_and_dtypes(made, variables)
 
 
-def test_shapes_of_parameters_with_an_explicit_head_dim():
-    model = small_model("tape", num_heads=4, num_kv_heads=2, head_dim=6, num_layers=4)
-    params = random_variables(model)["params"]
-    layers, last = params["layers_0"], params["layers_3"]
-    kernels = {name: leaf["kernel"].shape for name, leaf in layers["attention"].items()}
-    assert kernels == {"q": (3, 16, 24), "k": (3, 16, 12), "v": (3, 16, 12), "out": (3, 24, 16)}
-    assert layers["position_mix"].shape == (3, 2, 4)
-    assert layers["position_wx"].shape == (3, 16, 8)
-    assert layers["position_up"].shape == (3, 8, 2)
-    assert layers["position_down"].shape == (3, 2, 8)
-    assert last["attention"]["q"]["kernel"].shape == (1, 16, 24)
-
-
 def test_the_number_of_parameters():
     layers, hidden, heads, kv, dim, mlp, vocab = 32, 4096, 32, 8, 128, 14336, 128256
     config = ModelConfig(

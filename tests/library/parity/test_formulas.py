@@ -162,7 +162,7 @@ def assert_parity(path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("share", "time", "longest"), [(1.0, 8, 32), (1.0, 9, 32), (0.5, 9, 8)])
+@pytest.mark.parametrize(("share", "time", "longest"), [(1.0, 8, 32), (0.5, 9, 8)])
 def test_longrope(share, time, longest, tmp_path):
     meta = {"theta": 50.0, "partial": share, "original_max": 8, "max": longest}
     planes = int(4 * share)
@@ -177,7 +177,6 @@ def test_longrope(share, time, longest, tmp_path):
     [
         ([1, 1, 2], False, [0, 1, 2, 2]),
         ([4, 1, 3], True, [0, 1, 2, 0, 0, 2, 0, 0]),
-        ([0, 8, 0], False, [1] * 8),
     ],
 )
 def test_mrope(section, interleaved, axis, tmp_path):
@@ -190,7 +189,7 @@ def test_mrope(section, interleaved, axis, tmp_path):
 
 
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize(("dim", "length"), [(8, 64), (8, 8), (16, 4096)])
+@pytest.mark.parametrize(("dim", "length"), [(8, 64), (8, 8)])
 def test_fope(dim, length, tmp_path):
     meta = {"theta": 30.0, "max_sequence_length": length}
     kept = sum(30.0 ** (-2 * c / dim) >= 2 * np.pi / length for c in range(dim // 2))

@@ -19,37 +19,24 @@ from tests.library.pretrained.folders import (
 )
 
 
-def lacks_config(path):
-    (path / "config.json").unlink()
+def rewritten(change, name=SINGLE):
+    """Makes of the bytes of a file what ``change`` makes of them."""
 
-
-def lacks_tensors(path):
-    (path / SINGLE).unlink()
-
-
-def has_pickles_alone(path):
-    (path / SINGLE).rename(path / "pytorch_model.bin")
-
-
-def links_out(name):
     def spoil(path):
-        (path / name).rename(path.parent / name)
-        (path / name).symlink_to(path.parent / name)
+        data = (path / name).read_bytes()
+        assert change(data) != data
+        (path / name).write_bytes(change(data))
 
     return spoil
 
 
-def has_config(text):
-    return lambda path: (path / "config.json").write_text(text)
-
-
-def changed(change):
-    """Bytes of the tensors' file that ``change`` has made of them."""
+def moved(name, *, link=False):
+    """Takes a file out of the folder and perhaps links to it."""
 
     def spoil(path):
-        data = (path / SINGLE).read_bytes()
-        assert change(data) != data
-        (path / SINGLE).write_bytes(change(data))
+        (path / name).rename(path.parent / name)
+        if link:
+            (path / name).symlink_to(path.parent / name)
 
     return spoil
 
@@ -61,90 +48,66 @@ def tensor_twice(data):
     return len(header).to_bytes(8, "little") + header + data[8 + size :]
 
 
-DAMAGED = "is no safetensors file, or damaged"
+def listed_twice(data):
+    line = re.search(rb'"model.norm.weight": "[^"]*"', data)[0]
+    return data.replace(line, line + b", " + line)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lacks_config, "no checkpoint: it has no config.json"),
-        (lacks_tensors, f"neither {SINGLE} nor {INDEX}"),
-        (has_pickles_alone, r"pickles only \(pytorch_model.bin\)"),
-        (has_config(""), "config.json is no JSON object"),
-        (has_config("[1]"), "config.json is no JSON object"),
-        (has_config('{"a": 1, "a": 2}'), "config.json is no JSON object"),
-        (has_config("[" * 10**5), "config.json is no JSON object"),
-        (changed(lambda data: b""), DAMAGED),
-        (changed(lambda data: data[:100]), DAMAGED),
-        (changed(lambda data: data[:-1]), DAMAGED),
-        (changed(lambda data: data + b"\0"), DAMAGED),
-        (changed(lambda data: b"\xff" * 8 + data[8:]), DAMAGED),
-        (changed(lambda data: data[:8] + b"[" + data[9:]), DAMAGED),
-        (changed(lambda data: data.replace(b'"F32"', b'"F64"', 1)), DAMAGED),
-        (changed(lambda data: data.replace(b"[64,64]", b"[64,63]", 1)), DAMAGED),
-        (changed(tensor_twice), "'model.norm.weight' twice"),
-        (links_out(SINGLE), f"{SINGLE} is a link out of it"),
-        (links_out("config.json"), "config.json is a link out of it"),
-        (lambda path: change_json(path / "config.json", tie_word_embeddings=True), "two differ"),
-    ],
-)
-def test_a_spoilt_folder(copy, spoil, message):
-    path = copy()
-    spoil(path)
-    with pytest.raises(ValueError, match=message):
-        tape.from_pretrained(path)
-
-
-def index_with(change):
-    """An index whose ``weight_map`` was changed."""
+def index_with(**names):
+    """An index that names other files for some tensors."""
 
     def spoil(path):
-        names = json.loads((path / INDEX).read_text())["weight_map"]
-        change(names)
-        change_json(path / INDEX, weight_map=names)
+        listed = json.loads((path / INDEX).read_text())["weight_map"] | names
+        change_json(path / INDEX, weight_map={k: v for k, v in listed.items() if v is not ...})
 
     return spoil
 
 
-def lists_twice(path):
-    text = (path / INDEX).read_text()
-    line = re.search(r'"model.norm.weight": "[^"]*"', text)[0]
-    (path / INDEX).write_text(text.replace(line, f"{line}, {line}"))
-
-
-def lacks_shards(path):
-    for shard in sorted(path.glob("*.safetensors"))[2:4]:
-        shard.unlink()
-
-
-def has_it_in_two_shards(path):
+def tensor_in_two_shards(path):
     extra = {"model.norm.weight": np.ones(64, np.float32)}
     change_tensors(path, lambda tensors: tensors.update(extra), "model-00004-of-00009.safetensors")
 
 
-def has_both(path):
-    (path / SINGLE).write_bytes((MHA / SINGLE).read_bytes())
+CONFIG = "config.json"
+DAMAGED, NO_OBJECT = "is no safetensors file, or damaged", "config.json is no JSON object"
+SHARD = "model-00003-of-00009.safetensors"
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("source", "spoil", "message"),
     [
-        (lacks_shards, "lacks model-00003-of-00009.safetensors, model-00004-of.*, which"),
-        (lists_twice, "'model.norm.weight' twice"),
-        (has_it_in_two_shards, "00004.*has model.norm.weight, which the index .* in .*00009"),
-        (has_both, "has both"),
-        (index_with(lambda names: names.pop("model.norm.weight")), "index does not list"),
-        (index_with(lambda names: names.update(extra=names[DOWN])), "lacks extra"),
-        (index_with(lambda names: names.clear()), "weight_map must give the file"),
-        (index_with(lambda names: names.update({DOWN: 3})), "weight_map must give the file"),
-        (index_with(lambda names: names.update({DOWN: "../x.safetensors"})), "in its folder; got"),
-        (index_with(lambda names: names.update({DOWN: "/etc/x.safetensors"})), "in its folder"),
-        (index_with(lambda names: names.update({DOWN: "a/x"})), "must be in its folder; got"),
+        (MHA, moved(CONFIG), "no checkpoint: it has no config.json"),
+        (MHA, moved(SINGLE), f"neither {SINGLE} nor {INDEX}"),
+        (MHA, lambda path: (path / SINGLE).rename(path / "model.pt"), r"pickles only \(model.pt\)"),
+        (MHA, rewritten(lambda data: b"[1]", CONFIG), NO_OBJECT),
+        (MHA, rewritten(lambda data: b'{"a": 1, "a": 2}', CONFIG), NO_OBJECT),
+        (MHA, rewritten(lambda data: b"[" * 10**5, CONFIG), NO_OBJECT),
+        (MHA, lambda path: change_json(path / CONFIG, tie_word_embeddings=True), "two differ"),
+        (MHA, rewritten(lambda data: b""), DAMAGED),
+        (MHA, rewritten(lambda data: data[:100]), DAMAGED),
+        (MHA, rewritten(lambda data: data[:-1]), DAMAGED),
+        (MHA, rewritten(lambda data: data + b"\0"), DAMAGED),
+        (MHA, rewritten(lambda data: b"\xff" * 8 + data[8:]), DAMAGED),
+        (MHA, rewritten(lambda data: data[:8] + b"[" + data[9:]), DAMAGED),
+        (MHA, rewritten(lambda data: data.replace(b'"F32"', b'"F64"', 1)), DAMAGED),
+        (MHA, rewritten(lambda data: data.replace(b"[64,64]", b"[64,63]", 1)), DAMAGED),
+        (MHA, rewritten(tensor_twice), "'model.norm.weight' twice"),
+        (MHA, moved(SINGLE, link=True), f"{SINGLE} is a link out of it"),
+        (MHA, moved(CONFIG, link=True), "config.json is a link out of it"),
+        (TIED, moved(SHARD), f"lacks {SHARD}, which"),
+        (TIED, rewritten(listed_twice, INDEX), "'model.norm.weight' twice"),
+        (TIED, tensor_in_two_shards, "00004.*model.norm.weight, which the index .* in .*00009"),
+        (TIED, lambda path: (path / SINGLE).write_bytes(b""), "has both"),
+        (TIED, index_with(**{"model.norm.weight": ...}), "index does not list"),
+        (TIED, index_with(extra=SHARD), "lacks extra"),
+        (TIED, index_with(**{DOWN: 3}), "weight_map must give the file"),
+        (TIED, index_with(**{DOWN: "../x.safetensors"}), "must be in its folder; got '../x"),
+        (TIED, index_with(**{DOWN: "/etc/x.safetensors"}), "must be in its folder; got '/etc"),
+        (TIED, index_with(**{DOWN: "a/x"}), "must be in its folder; got 'a/x'"),
     ],
 )
-def test_shards_that_do_not_fit(copy, spoil, message):
-    path = copy(TIED)
-    (path.parent / "x.safetensors").write_bytes((MHA / SINGLE).read_bytes())
+def test_a_spoilt_folder(copy, source, spoil, message):
+    path = copy(source)
     spoil(path)
     with pytest.raises(ValueError, match=message):
         tape.from_pretrained(path)
