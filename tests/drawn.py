@@ -52,9 +52,9 @@ def coordinates(model, positions):
     return positions if steps.size == 1 else positions[..., None] * steps
 
 
-def full_pass(model, variables, batch, *, is_causal=True, length=None, key=None, losses=False):
-    """Logits of a pass without a cache; with ``losses`` also those of the routers."""
-    out = model.apply(
+def full_pass(model, variables, batch, *, is_causal=True, length=None, key=None):
+    """Logits of a pass without a cache."""
+    return model.apply(
         variables,
         batch.tokens,
         positions=coordinates(model, batch.positions),
@@ -62,9 +62,7 @@ def full_pass(model, variables, batch, *, is_causal=True, length=None, key=None,
         is_causal=is_causal,
         length=length,
         rngs=None if key is None else {"positions": jax.random.key(key)},
-        mutable=["losses"] if losses else False,
     )
-    return (out[0], jax.tree.leaves(out[1])) if losses else out
 
 
 def chunk(model, variables, cache, batch):
@@ -95,7 +93,7 @@ def with_padding(cache, slots):
 
 
 compiled_full_pass = jax.jit(
-    full_pass, static_argnums=0, static_argnames=("is_causal", "length", "key", "losses")
+    full_pass, static_argnums=0, static_argnames=("is_causal", "length", "key")
 )
 compiled_chunk = jax.jit(chunk, static_argnums=0)
 compiled_prompt = jax.jit(prompt, static_argnums=(0, 4))

@@ -261,9 +261,8 @@ def navigation():
     def leaves(entry):
         if isinstance(entry, str):
             return [entry]
-        return [
-            x for e in (entry.values() if isinstance(entry, dict) else entry) for x in leaves(e)
-        ]
+        inner = entry.values() if isinstance(entry, dict) else entry
+        return [leaf for one in inner for leaf in leaves(one)]
 
     return leaves(site["nav"]), site["not_in_nav"].split()
 

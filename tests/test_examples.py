@@ -2,8 +2,6 @@
 
 import importlib
 import shutil
-import sys
-import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -75,31 +73,6 @@ def test_train_is_the_same_on_a_mesh_and_goes_on(tmp_path, capsys):
     assert "bits per byte" in capsys.readouterr().out
     with pytest.raises(ValueError, match="'nothing' has 0 bytes; at least 2560 are needed"):
         train(tmp_path / "none", "--text=nothing")
-
-
-def test_ray_train_hands_on_what_it_does_not_know(monkeypatch):
-    """With a stand-in for Ray, which is not installed here."""
-    seen = {}
-
-    class JaxTrainer:
-        def __init__(self, work, **options):
-            seen.update(options, work=work)
-
-        def fit(self):
-            seen["work"](seen["train_loop_config"])
-
-    modules = {"ray.train": dict.fromkeys(["FailureConfig", "RunConfig", "ScalingConfig"], dict)}
-    modules |= {"ray": {}, "ray.train.v2": {}, "ray.train.v2.jax": {"JaxTrainer": JaxTrainer}}
-    for name, contents in modules.items():
-        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(**contents))
-    monkeypatch.setattr(sys.modules["ray"], "train", sys.modules["ray.train"], raising=False)
-    program = importlib.import_module("examples.ray_train")
-    given = ["--topology=4x4", "--accelerator=TPU-V6E", "--hosts=4", "train", "--run=nowhere"]
-    monkeypatch.setattr(sys, "argv", ["ray_train", *given])
-    with pytest.raises(RuntimeError, match="exit code 2"):
-        program.main()
-    assert seen["scaling_config"]["num_workers"] == 4
-    assert seen["train_loop_config"] == {"arguments": ["train", "--run=nowhere"]}
 
 
 def test_the_model_to_try_reads_python():

@@ -1,7 +1,6 @@
 """What importing and packaging the library brings along."""
 
 import importlib
-import inspect
 import pkgutil
 import subprocess
 import sys
@@ -65,13 +64,3 @@ def test_what_is_not_public_has_an_underscore_in_its_path():
             if getattr(value, "__module__", None) == module.__name__ and not name.startswith("_")
         }
         assert own <= set(module.__all__), module.__name__
-
-
-def test_public_names_exist_and_are_documented():
-    for module in public_modules():
-        assert inspect.getdoc(module), module.__name__
-        assert len(set(module.__all__)) == len(module.__all__), module.__name__
-        for name in module.__all__:
-            value = getattr(module, name)
-            constant = not (inspect.ismodule(value) or callable(value))
-            assert constant or inspect.getdoc(value), f"{module.__name__}.{name}"

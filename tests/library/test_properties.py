@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from jax import P
 from jax.sharding import AxisType, NamedSharding
 
-from tape_jax import Experts
 from tape_jax.positions import registry
 from tape_jax.sharding import Sharding
 from tests import drawn
@@ -152,31 +151,6 @@ def test_a_segment_equals_itself_alone(kind, profile):
                 for x in (batch, alone)
             )
             assert_near(found[0, where], expected[0], TOLERANCE[model.dtype])
-
-
-@pytest.mark.slow
-@each_kind("rope", among=("rope", "tape", "random_rope", "fire", "abacus", "tape_place_weights"))
-def test_rows_equal_one_row_that_holds_them_all(kind, profile):
-    """Also in the losses of routers, which leave padding out wherever it is."""
-    models = drawn.models(kind, profile, experts=Experts(count=3))
-
-    @for_all(profile.calls, kind, call=drawn.calls(models, drawn.batches, ROWS, TIME))
-    def check(call):
-        model, batch = call
-        real = batch.ids.ravel() != 0
-        own_ids = np.where(batch.ids == 0, 0, batch.ids + 3 * np.arange(ROWS)[:, None])
-        order = np.argsort(~real, stable=True)
-        row = Batch(*(x.ravel()[order][None] for x in batch._replace(ids=own_ids)))
-        options = {"is_causal": model.is_causal, "length": model.length, "losses": True}
-        with drawn.precision(model.dtype):
-            (found, losses), (expected, expected_losses) = (
-                drawn.compiled_full_pass(model.model, model.variables, x, **options)
-                for x in (row, batch)
-            )
-        expected = np.asarray(expected).reshape(len(real), -1)[real]
-        assert_near(found[0, : len(expected)], expected, TOLERANCE[model.dtype])
-        for x, y in zip(losses, expected_losses, strict=True):
-            assert_near(x, y, TOLERANCE[model.dtype])
 
 
 # Others are tried for the table of docs/encodings_reference.md.

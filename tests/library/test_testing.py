@@ -32,22 +32,6 @@ def test_random_orthogonal_is_uniform(x64):
     assert 100 < (np.linalg.det(draws) < 0).sum() < 200
 
 
-def test_draws_do_not_depend_on_the_precision():
-    def draw():
-        return (
-            testing.random_state(key(3), (4, 2, 8)),
-            testing.random_phases(key(3), 4),
-            testing.random_orthogonal(key(3), 4),
-        )
-
-    narrow = draw()
-    with jax.enable_x64(True):
-        wide = draw()
-    for a, b in zip(narrow, wide, strict=True):
-        assert (a.dtype, b.dtype) == (jnp.float32, jnp.float64)
-        np.testing.assert_array_equal(a, np.asarray(b, np.float32))
-
-
 def test_permutation_passes_for_masked_averages_and_catches_sums_over_time():
     x, mask = normal(3, 5, 2), jnp.tril(jnp.ones((5, 5), bool))
     axes = {"in_axes": (-2, {-2, -1}), "out_axes": -2}

@@ -39,7 +39,7 @@ def test_64_bit_integers_are_not_cut():
     "position", [positions.Tape(form="tensor", attention_mix="heads"), "abacus"]
 )
 def test_any_batch_axes(position):
-    model = small_model(position)
+    model = small_model(position, num_layers=2)
     variables, tokens = random_variables(model), random_tokens(2, 3, 5)
     places = jnp.asarray(np.random.default_rng(1).integers(0, 9, (2, 3, 5)))
     segments = jnp.asarray([2, 2, 1, 1, 1])
@@ -72,7 +72,7 @@ def test_token_ids_beyond_the_vocabulary_are_refused_or_give_nan():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["alibi", "t5", "abacus"])
+@pytest.mark.parametrize("kind", ["alibi", "t5"])
 def test_narrow_integers_do_not_overflow(kind):
     """Unsigned differences would wrap around, and sums of small types too."""
     model = small_model(kind, num_layers=1)
@@ -89,7 +89,7 @@ def test_narrow_integers_do_not_overflow(kind):
     "position", [positions.Tape(axes=2, base=100.0), positions.Tape(axes=2, form="tensor", r=3)]
 )
 def test_coordinates_of_two_axes(position):
-    model = small_model(position)
+    model = small_model(position, num_layers=2)
     variables, tokens = random_variables(model), random_tokens(2, 6)
     row, column = np.divmod(np.arange(6), 3)
     places = np.stack([row, column], axis=-1)

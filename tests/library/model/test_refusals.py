@@ -14,20 +14,8 @@ GRID, MROPE = positions.Rope(axes=2), "mrope"
 @pytest.mark.parametrize(
     ("position", "tokens", "options", "message"),
     [
-        ({"kind": "tape", "layers": (1, 4)}, None, {}, r"\(1, 4\) goes past the model's 3 layers"),
-        (
-            {"kind": "tape", "form": "tensor", "l": 3},
-            None,
-            {},
-            "does not divide the head dimension",
-        ),
-        ({"kind": "tape", "form": "tensor", "l": 4, "r": 2}, None, {}, "for even l and r >= l"),
-        (
-            positions.Rope(axes=5),
-            None,
-            {"positions": jnp.zeros((5, 5))},
-            r"axes must lie in 1\.\.4",
-        ),
+        (positions.Tape(form="tensor", l=4, r=2), None, {}, "for even l and r >= l"),
+        (positions.Rope(axes=5), None, {"positions": jnp.zeros((5, 5))}, r"must lie in 1\.\.4"),
         ("tape", jnp.zeros((2, 5)), {}, r"tokens must be integers .* float32 of shape \(2, 5\)"),
         ("tape", jnp.int32(3), {}, r"tokens must be integers .* shape \(\)"),
         ("tape", jnp.zeros((2, 0), jnp.int32), {}, r"at least one token; got shape \(2, 0\)"),
@@ -54,7 +42,7 @@ GRID, MROPE = positions.Rope(axes=2), "mrope"
 )
 def test_bad_inputs(position, tokens, options, message):
     tokens = jnp.zeros((2, 5), jnp.int32) if tokens is None else tokens
-    model = small_model(positions.create(position), max_length=8)
+    model = small_model(position, max_length=8)
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(lambda: model.init(jax.random.key(0), tokens, **options))
 

@@ -37,7 +37,6 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 4}
         ("qwen3_tiny", {"attention_bias": 1}, "attention_bias must be true or false; got 1"),
         ("qwen2_tiny", WINDOW | {"layer_types": ["round"]}, "full_attention, sliding_attent"),
         ("phi3_tiny", {"rope_parameters": {"partial_rotary_factor": 0}}, "above 0 and at most"),
-        ("phi3_tiny", {"rope_parameters": {"partial_rotary_factor": 0.6}}, "rotates 7"),
         ("olmo2_tiny", {"scale_depth": 1.4}, "not known of model_type 'olmo2': scale_depth = 1.4"),
     ],
 )

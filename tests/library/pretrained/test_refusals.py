@@ -10,6 +10,7 @@ import pytest
 import tape_jax as tape
 from tests.library.pretrained.folders import (
     DOWN,
+    HF,
     INDEX,
     MHA,
     SINGLE,
@@ -68,6 +69,10 @@ def tensor_in_two_shards(path):
     change_tensors(path, lambda tensors: tensors.update(extra), "model-00004-of-00009.safetensors")
 
 
+def rotates_part(path):
+    change_json(path / "config.json", rope_parameters={"partial_rotary_factor": 0.6})
+
+
 CONFIG = "config.json"
 DAMAGED, NO_OBJECT = "is no safetensors file, or damaged", "config.json is no JSON object"
 SHARD = "model-00003-of-00009.safetensors"
@@ -83,6 +88,7 @@ SHARD = "model-00003-of-00009.safetensors"
         (MHA, rewritten(lambda data: b'{"a": 1, "a": 2}', CONFIG), NO_OBJECT),
         (MHA, rewritten(lambda data: b"[" * 10**5, CONFIG), NO_OBJECT),
         (MHA, lambda path: change_json(path / CONFIG, tie_word_embeddings=True), "two differ"),
+        (HF / "phi3_tiny", rotates_part, r"12 numbers; got 0\.6, which rotates 7"),
         (MHA, rewritten(lambda data: b""), DAMAGED),
         (MHA, rewritten(lambda data: data[:100]), DAMAGED),
         (MHA, rewritten(lambda data: data[:-1]), DAMAGED),

@@ -12,18 +12,13 @@ from tests.models import DIGITS, VOCAB, jit_quickly
 tape = positions.Tape
 
 
-VARIANTS = {
-    "tensor, 4 x 4 blocks, grouped": {
-        "position": tape(form="tensor", l=4, r=4, attention_mix="head_scale", norm="unit"),
-        "num_heads": 4,
-        "num_kv_heads": 2,
-    },
+CASES = {
+    "tape": {"position": "tape"},
     "one group, dynamic scaling": {
         "position": tape(norm="rms", scaling=RopeScaling("dynamic", 2.0, original_length=4)),
         "num_heads": 4,
         "num_kv_heads": 1,
     },
-    "a range of layers": {"position": tape(layers=(1, 3)), "num_layers": 5},
     "not scanned": {"position": tape(layers=(1, 2)), "scan_layers": False, "tie_embeddings": True},
     "window": {"position": tape(), "local_window_size": 3},
     "a schedule": {"position": "tape+window/tape+window/tape/fox", "num_layers": 9},
@@ -31,7 +26,6 @@ VARIANTS = {
 }
 
 
-CASES = {kind: {"position": kind} for kind in ("tape", "path", "abacus", "mrope", "fox")} | VARIANTS
 LENGTHS = (5, 1, 3)  # lengths of the prompts
 PADDED = max(LENGTHS)
 NEW = 5  # tokens after each
