@@ -18,27 +18,14 @@ from tests.library.equivariance.checks import (
 from tests.paths import GOLDEN
 
 
-@pytest.mark.parametrize("name", ["xpos", "t5", "random_rope", "none"])
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("name", ["xpos", "t5", "random_rope"])
 def test_tokens_may_be_permuted_with_their_positions(x64, name):
     """And all positions moved, but draws, which positions index."""
     model = build(name, "float64")
     check_permutations(model, 0)
-    if name in ("xpos", "t5"):
+    if name != "random_rope":
         check_shift(model, 0)
-
-
-def test_fire_sees_the_shift(x64):
-    model = build("fire", "float64")
-    check_permutations(model, 0)
-    with raises(0.3, "shift of positions by 37"):
-        check_shift(model, 0)
-
-
-def test_abacus_sees_permutations_but_no_positions(x64):
-    model = build("abacus", "float64")
-    check_shift(model, 0)
-    with raises(1.0, "permutation"):
-        check_permutations(model, 0)
 
 
 def test_no_equivariance_breaks_the_group_and_the_shift_but_not_permutations(x64):

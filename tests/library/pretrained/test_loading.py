@@ -7,7 +7,6 @@ import weakref
 
 import chex
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -30,34 +29,6 @@ from tests.paths import ROOT
 
 
 class TestLoading:
-    @pytest.mark.mostly_slow
-    @pytest.mark.parametrize("scan", [True, False])
-    def test_variables_are_those_of_init(self, scan):
-        model, variables = tape.from_pretrained(HF / "llama3_gqa", scan_layers=scan)
-        tokens = jnp.zeros((1, 2), jnp.int32)
-        wanted = jax.eval_shape(model.init, jax.random.key(0), tokens)
-        chex.assert_trees_all_equal_shapes_and_dtypes(variables, wanted)
-        up = safetensors.numpy.load_file(HF / "llama3_gqa" / SINGLE)
-        block = variables["params"]["layers_0" if scan else "layers_1"]["mlp"]["up"]["kernel"]
-        np.testing.assert_array_equal(
-            block[1] if scan else block, up["model.layers.1.mlp.up_proj.weight"].T
-        )
-
-    @pytest.mark.mostly_slow
-    @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
-    def test_the_stored_type_is_kept(self, copy, dtype):
-        path = copy()
-        change_tensors(path, as_type(dtype))
-        model, variables = tape.from_pretrained(path)
-        assert model.config.dtype == model.config.param_dtype == np.dtype(dtype).name
-        stored = safetensors.numpy.load_file(path / SINGLE)
-        table = variables["params"]["embedding"]
-        assert table.dtype == dtype
-        np.testing.assert_array_equal(table, stored["model.embed_tokens.weight"])
-        wide, values = tape.from_pretrained(path, dtype=jnp.float32)
-        assert wide.config.dtype == "float32"
-        np.testing.assert_array_equal(values["params"]["embedding"], np.asarray(table, np.float32))
-
     def test_parameters_of_unequal_types_keep_them(self, copy):
         path = copy()
 
