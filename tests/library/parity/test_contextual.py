@@ -82,16 +82,17 @@ def lacking(missing):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("name", "change", "words"),
     [
-        (misnamed, "did you mean 'fox'"),
-        (lambda arrays: arrays | {"more": np.ones(3)}, "not known here: ['more']"),
-        (lacking("do"), "'do' is recorded neither as an array nor in meta"),
+        ("focks", misnamed, "did you mean 'fox'"),
+        ("fox", lambda arrays: arrays | {"more": np.ones(3)}, "not known here: ['more']"),
+        ("fox", lacking("do"), "'do' is recorded neither as an array nor in meta"),
     ],
 )
-def test_what_is_unknown_or_missing_is_named(change, words, tmp_path, capsys):
-    np.savez(tmp_path / "fox_other.npz", **change(recorded()))
-    assert report.main([str(tmp_path / "fox_other.npz")]) == 2
+def test_what_is_unknown_or_missing_is_named(name, change, words, tmp_path, capsys):
+    path = tmp_path / f"{name}_tiny.npz"
+    np.savez(path, **change(recorded()))
+    assert report.main([str(path)]) == 2
     assert words in capsys.readouterr().err
 
 

@@ -89,7 +89,8 @@ def test_gradients_come_from_the_sibling_file_or_are_said_to_be_missing(tmp_path
     ],
 )
 def test_wrong_files_are_refused(tmp_path, capsys, change, message):
-    path, none, bad = damaged(tmp_path, "nope_tiny", change), tmp_path / "none", tmp_path / "bad"
+    path, none = damaged(tmp_path, "nope_tiny", change), tmp_path / "none.npz"
+    bad = tmp_path / "bad.npz"
     bad.write_bytes(b"not a zip archive")
     for file, words in ((path, message), (none, "no such file"), (bad, "not a readable npz")):
         with pytest.raises(ValueError, match=words):
