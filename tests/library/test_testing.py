@@ -32,6 +32,14 @@ def test_random_orthogonal_is_uniform(x64):
     assert 100 < (np.linalg.det(draws) < 0).sum() < 200
 
 
+def test_random_params_moves_floats_only():
+    params = {"a": jnp.zeros((400, 3)), "b": jnp.ones((4, 2), jnp.bfloat16), "n": jnp.arange(3)}
+    moved = testing.random_params(key(), params, std=0.5)
+    np.testing.assert_array_equal(moved["n"], params["n"])
+    assert moved["b"].dtype == jnp.bfloat16
+    assert float(moved["a"].std()) == pytest.approx(0.5, rel=0.1)
+
+
 def test_permutation_passes_for_masked_averages_and_catches_sums_over_time():
     x, mask = normal(3, 5, 2), jnp.tril(jnp.ones((5, 5), bool))
     axes = {"in_axes": (-2, {-2, -1}), "out_axes": -2}

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from tape_jax import init_cache
 from tests.models import small_model
@@ -19,6 +20,16 @@ def test_attention_plan():
     ids = jax.ShapeDtypeStruct((2, 8192), jnp.int32)
     plans = model.attention_plan(2, 8192, segment_ids=ids)
     assert {plan.implementation for plan in plans.values()} == {"chunked"}
+
+
+def test_a_named_implementation_never_falls_back():
+    model = small_model("fire", attention_implementation="chunked")
+    plans = model.attention_plan(1, 8, is_causal=False)
+    assert [plan.implementation for plan in plans.values()] == ["chunked"]
+    model, tokens = small_model("tape", attention_implementation="splash"), jnp.zeros((1, 8), int)
+    for call in (lambda: model.attention_plan(1, 8), lambda: model.init(jax.random.key(0), tokens)):
+        with pytest.raises(NotImplementedError, match="'splash': needs a TPU"):
+            call()
 
 
 def test_the_size_of_a_cache():

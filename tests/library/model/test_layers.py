@@ -3,6 +3,7 @@
 import dataclasses
 
 import chex
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +14,7 @@ from tape_jax._src.model.block import Block, pack_state
 from tape_jax._src.model.config import Lora, loops
 from tape_jax._src.model.inputs import Context
 from tape_jax._src.model.layers import Linear, Norm
+from tape_jax._src.model.parameters import declared_params
 from tape_jax._src.positions.protocol import OfLayer, default_positions
 from tests.models import random_variables, small_model
 
@@ -73,6 +75,26 @@ def test_the_low_rank_term_of_a_projection():
     }
     expected = x @ (p["kernel"] + 3.0 * p["lora_a"] @ p["lora_b"])
     chex.assert_trees_all_close(linear.apply(variables, x), expected.astype(np.float32), atol=1e-4)
+
+
+def test_a_projection_has_the_axes_and_the_role_that_it_is_given_whatever_its_name():
+    lora = Lora(rank=2, targets=("k",))
+    options = {"lora": lora, "role": "embeddings", "name": "mine"}
+
+    class Projections(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            Linear(dataclasses.replace(CONFIG, lora=lora), 7, ("vocab", "embed"), name="k")(x)
+            Linear(CONFIG, 7, ("embed", "mlp"), **options)(x)
+
+    with declared_params() as found:
+        jax.eval_shape(Projections().init, jax.random.key(0), jnp.zeros((1, 8)))
+    assert {path: (spec.axes, spec.role) for path, spec in found.items()} == {
+        "k/kernel": (("vocab", "embed"), None),
+        "mine/kernel": (("embed", "mlp"), "embeddings"),
+        "mine/lora_a": (("embed", None), "lora"),
+        "mine/lora_b": ((None, "mlp"), "lora"),
+    }
 
 
 def numpy_attention(x, p, e):

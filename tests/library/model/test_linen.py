@@ -113,6 +113,12 @@ def test_in_a_scan_with_remat_under_jit():
     assert all(np.abs(g).max() > 0.01 for g in jax.tree.leaves(got))
 
 
+def test_parameters_are_of_the_given_type():
+    module = tape.UpdateState(4, param_dtype=jnp.bfloat16)
+    made = jax.eval_shape(module.init, jax.random.key(0), *inputs({"num_heads": 4}))
+    assert {x.dtype for x in jax.tree.leaves(made)} == {jnp.dtype(jnp.bfloat16)}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
