@@ -102,13 +102,12 @@ def test_imports_point_one_way(files):
 
 def test_no_import_cycles(files):
     """Modules of types alone, and imports inside of functions, count too."""
+
+    def target(name):
+        return next((n for n in (name, name.rpartition(".")[0]) if n in files), None)
+
     imports = {
-        module: {
-            target
-            for name in imported(source)
-            for target in (name, name.rpartition(".")[0])
-            if target in files and target != module
-        }
+        module: {found for name in imported(source) if (found := target(name))}
         for module, source in files.items()
     }
     graphlib.TopologicalSorter(imports).prepare()

@@ -31,22 +31,6 @@ def test_state_magnitude():
     assert dataclasses.replace(longrope, factor=0.5).state_magnitude == 1.0
 
 
-def test_derived_sizes():
-    c = ModelConfig(10, hidden_size=24, num_heads=4)
-    assert (c.dim, c.kv_heads, c.mlp_size) == (6, 4, 96)
-    assert c.embedding_std == pytest.approx(24**-0.5)
-    c = ModelConfig(
-        10,
-        hidden_size=24,
-        num_heads=5,
-        num_kv_heads=1,
-        head_dim=8,
-        intermediate_size=7,
-        init_scale=0.02,
-    )
-    assert (c.dim, c.kv_heads, c.mlp_size, c.embedding_std) == (8, 1, 7, 0.02)
-
-
 def test_is_kept_in_one_form():
     want = ModelConfig(
         10, num_layers=2, head_dim=8, dtype="bfloat16", param_dtype="float16",

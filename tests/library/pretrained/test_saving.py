@@ -111,17 +111,6 @@ def test_shards_in_another_type(tmp_path):
     chex.assert_trees_all_equal(values, half)
 
 
-def test_changed_model_changes_the_config(tmp_path):
-    model, variables = tape.from_pretrained(MHA)
-    scaled = tape.adapt.with_scaling(model, RopeScaling("linear", factor=4.0))
-    tape.save_pretrained(tmp_path / "new", scaled, variables, like=MHA)
-    found = json.loads((tmp_path / "new" / "config.json").read_text())
-    assert "rope_parameters" not in found
-    assert found["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
-    assert found["initializer_range"] == 0.02
-    assert tape.from_pretrained(tmp_path / "new")[0].config == scaled.config
-
-
 ROPE = small_model("rope", num_layers=1)
 OTHER = tape.positions.Rope(base=1e6)
 PART = tape.positions.Rope(partial_rotary_factor=0.5)

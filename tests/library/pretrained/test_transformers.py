@@ -11,9 +11,7 @@ import safetensors.numpy
 import tape_jax as tape
 from tape_jax._src.pretrained import folder as folders
 from tests.library.pretrained.folders import (
-    HF,
     MHA,
-    NAMES,
     SCALINGS,
     SINGLE,
     as_type,
@@ -24,16 +22,6 @@ from tests.selection import mostly_slow
 
 
 class TestAgainstTransformers:
-    @pytest.mark.slow
-    @pytest.mark.usefixtures("x64")
-    @pytest.mark.parametrize("name", NAMES)
-    def test_float64(self, name):
-        model, variables = tape.from_pretrained(HF / name, dtype="float64")
-        expected = np.load(HF / name / "expected.npz")
-        logits = model.apply(variables, jnp.asarray(expected["input_ids"]))
-        assert logits.dtype == jnp.float64
-        np.testing.assert_allclose(logits, np.load(HF / name / "double.npz")["logits"], atol=1e-12)
-
     @pytest.mark.usefixtures("x64")
     @pytest.mark.parametrize(
         "case", mostly_slow(sorted({n.split("/")[0] for n in SCALINGS.files}), "both_forms")
