@@ -4,6 +4,7 @@ import contextlib
 import doctest
 import functools
 import importlib
+import inspect
 import io
 import json
 import re
@@ -308,6 +309,31 @@ def test_reference_is_exactly_what_is_public():
                 assert count == 1, f"{dotted}.{name} has {count} entries in docs/api/"
             else:
                 assert name in named, f"{dotted}.{name} is not named on its page of docs/api/"
+
+
+def described(text, section):
+    """The names that a section of a docstring describes."""
+    found = re.search(
+        rf"^{section}:\n((?:  .*\n|\n)+)", inspect.cleandoc(text) + "\n", re.MULTILINE
+    )
+    lines = re.findall(r"^  (\*{0,2}\w[\w, *]*):", found[1] if found else "", re.MULTILINE)
+    return [name.strip("* ") for line in lines for name in line.split(",")]
+
+
+def test_what_is_described_has_that_name():
+    """Arguments of functions, and fields of classes that declare them."""
+    for dotted, (value, with_members) in reference_entries().items():
+        functions = {dotted: value} if inspect.isfunction(value) else {}
+        if inspect.isclass(value):
+            own = {n: f for n, f in vars(value).items() if inspect.isfunction(f)}
+            functions |= {f"{dotted}.{n}": f for n, f in own.items()} if with_members else {}
+        if inspect.isclass(value) and inspect.get_annotations(value):
+            there = {n for c in value.__mro__ for n in (*vars(c), *inspect.get_annotations(c))}
+            assert set(described(value.__doc__, "Attributes")) <= there, dotted
+        for name, function in functions.items():
+            names = described(inspect.getdoc(function) or "", "Args")
+            taken = set(inspect.signature(function).parameters) - {"self"}
+            assert not names or set(names) == taken, f"{name}: {taken.symmetric_difference(names)}"
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """The examples run, learn what they claim to, and change as few lines as they claim to."""
 
 import importlib
+import re
 import shutil
 
 import jax.numpy as jnp
@@ -30,6 +31,18 @@ def test_models_learn_to_repeat(name, capsys):
     losses = run(name, 40, capsys)
     assert losses[0] > 2.7
     assert losses[-1] < 1.5
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_at_most_ten_lines_differ_from_rope(name):
+    lines = (FOLDER / f"{name}.py").read_text().splitlines()
+    assert 0 < sum(line.endswith("# TAPE") for line in lines) <= 10
+    assert any("# With RoPE: q, k = tape.rotate" in line for line in lines)
+    updates = [
+        line for line in lines if re.search(r"tape\.(nnx\.)?(update_state|UpdateState)\(", line)
+    ]
+    assert updates
+    assert all(line.endswith("# TAPE") for line in updates)
 
 
 @pytest.mark.slow
