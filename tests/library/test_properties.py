@@ -35,7 +35,7 @@ def each_kind(*quick, among=tuple(registry)):
 
 
 # Ways to enter the model; two whose updates look at more than the tokens they see.
-QUICK_KINDS = ("tape", "tape_place_weights", "random_rope", "abacus", "t5", "fox")
+QUICK_KINDS = ("tape", "tape_place_weights", "random_rope", "abacus", "fox")
 
 
 @each_kind(*QUICK_KINDS, among=tuple(registry))
@@ -285,7 +285,7 @@ def test_positions_outside_of_a_table_give_no_number(kind, cached, profile):
 
 
 # Ways to enter the model, and to write and read a cache.
-WRITING = (*QUICK_KINDS, "path", "selective_rope", "wall", "dapev2_kerple")
+WRITING = (*QUICK_KINDS, "t5", "path", "selective_rope", "wall", "dapev2_kerple")
 
 
 @each_kind("tape", "random_rope", among=WRITING)

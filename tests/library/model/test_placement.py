@@ -106,6 +106,6 @@ def test_apply_passes_on_what_it_is_given():
     """Tokens by name, and methods that take none."""
     model, tokens = small_model("rope", num_layers=1), random_tokens(1, 4)
     variables = random_variables(model)
-    by_name = model.apply(variables, tokens=tokens)
-    chex.assert_trees_all_equal(by_name, model.apply(variables, tokens))
+    by_name = jax.jit(model.apply)(variables, tokens=tokens)
+    chex.assert_trees_all_equal(by_name, jax.jit(model.apply)(variables, tokens))
     assert model.apply(variables, method=lambda module: module.config.num_layers) == 1

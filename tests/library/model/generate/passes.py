@@ -13,7 +13,7 @@ tape = positions.Tape
 
 
 CASES = {
-    "tape": {"position": "tape"},
+    "tape": {"position": "tape", "num_layers": 2},
     "one group, dynamic scaling": {
         "position": tape(norm="rms", scaling=RopeScaling("dynamic", 2.0, original_length=4)),
         "num_heads": 4,
