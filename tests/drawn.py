@@ -22,6 +22,8 @@ from tape_jax import (
     Experts,
     RopeScaling,
     Transformer,
+    attention,
+    attention_plan,
     decode,
     extend,
     init_cache,
@@ -52,9 +54,9 @@ def coordinates(model, positions):
     return positions if steps.size == 1 else positions[..., None] * steps
 
 
-def full_pass(model, variables, batch, *, is_causal=True, length=None, key=None):
-    """Logits of a pass without a cache."""
-    return model.apply(
+def full_pass(model, variables, batch, *, is_causal=True, length=None, key=None, losses=False):
+    """Logits of a pass without a cache; with ``losses`` also those of the routers."""
+    out = model.apply(
         variables,
         batch.tokens,
         positions=coordinates(model, batch.positions),
@@ -62,7 +64,9 @@ def full_pass(model, variables, batch, *, is_causal=True, length=None, key=None)
         is_causal=is_causal,
         length=length,
         rngs=None if key is None else {"positions": jax.random.key(key)},
+        mutable=["losses"] if losses else False,
     )
+    return (out[0], jax.tree.leaves(out[1])) if losses else out
 
 
 def chunk(model, variables, cache, batch):
@@ -87,13 +91,23 @@ def said(model, variables, prompts, count, capacity, stop=None):
     return decode(model, variables, cache, prompts[:, -1], count, stop=stop)
 
 
+def state_is_refused(q, k, v, e):
+    """Whether a call of attention with this state is an error."""
+    try:
+        attention_plan(q, k, v, state=e)
+    except ValueError:
+        return True
+    return False
+
+
 def with_padding(cache, slots):
     """An empty cache, of which some slots were given to padding."""
     return dataclasses.replace(cache, index=np.int32(slots))
 
 
+attend = attention
 compiled_full_pass = jax.jit(
-    full_pass, static_argnums=0, static_argnames=("is_causal", "length", "key")
+    full_pass, static_argnums=0, static_argnames=("is_causal", "length", "key", "losses")
 )
 compiled_chunk = jax.jit(chunk, static_argnums=0)
 compiled_prompt = jax.jit(prompt, static_argnums=(0, 4))

@@ -1,8 +1,11 @@
+import dataclasses
 import math
 
 import jax
 import pytest
 
+from research.configs import places
+from research.study import options
 from tests.paths import ROOT
 from train import experiment
 from train.training import runs
@@ -51,3 +54,24 @@ def test_the_demo_with_another_encoding(kind):
     given = [f"--config.model.position.kind={kind}"]
     chosen = experiment.from_file(path, given, report=lambda _: None)
     assert "embedding" in runs.abstract_variables(chosen)["params"]
+
+
+def test_the_size_of_the_paper():
+    path = next(path for path in CONFIGS if path.stem == "addition")
+    paper = experiment.from_file(path)
+    model, train = paper.model, paper.train
+    assert (model.num_layers, model.hidden_size, model.intermediate_size) == (16, 1024, 2048)
+    assert (model.num_heads, model.position.width) == (16, 64)
+    assert (train.steps, train.batch_size, train.learning_rate) == (20_000, 512, 1e-4)
+
+
+def test_the_demo_of_addressing_among_places():
+    """Its task and its form are repeated there, and all of its training but the steps."""
+    demo = ROOT / "configs/addressing_demo.py"
+    others = ROOT / "research/configs/places.py"
+    fields = {f"task.{name}": value for name, value in places.TASKS["address"].items()}
+    first = experiment.from_file(demo)
+    second = experiment.from_file(others, options({**fields, **places.VARIANTS["base"]}))
+    assert second.task == first.task
+    assert second.model == first.model
+    assert dataclasses.replace(second.train, steps=first.train.steps) == first.train

@@ -13,13 +13,14 @@ import sys
 import types
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import pytest
 import yaml
 
 import tape_jax
-from docs import symmetries
+from docs import figures, symmetries
 from research import evidence
 from tape_jax import positions
 from tape_jax._src.attention import BACKENDS
@@ -56,6 +57,16 @@ SLOW = {
     "docs/howto/packing.md",
     "docs/howto/retrofit.md",
     "docs/howto/your_model.md",
+}
+# How many Python blocks a page may leave out, each with its reason.
+NOT_RUN: dict[str, int] = {}
+# Pages for contributors, and those about what the package does inside.
+FOR_CONTRIBUTORS = {
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "docs/decisions.md",
+    "docs/howto/backend.md",
+    "docs/kernels.md",
 }
 # Folders of runs, models and texts that commands make or read, and that are nobody's files here.
 MADE = ("runs/", "checkpoints/", "books/", "dist/", "site/")
@@ -119,6 +130,12 @@ def test_code_prints_what_the_page_shows(path, workplace, page):
         with contextlib.redirect_stdout(printed):
             exec(code, page)
         assert printed.getvalue() == block.output, f"{name(path)}:{block.line}"
+
+
+def test_what_is_not_run_is_counted():
+    left_out = {name(p): sum(bool(b.reason) for b in python_blocks(p)) for p in WITH_CODE}
+    assert {page: count for page, count in left_out.items() if count} == NOT_RUN
+    assert {name(path) for path in WITH_CODE} >= SLOW
 
 
 @pytest.mark.slow
@@ -262,8 +279,9 @@ def navigation():
     def leaves(entry):
         if isinstance(entry, str):
             return [entry]
-        inner = entry.values() if isinstance(entry, dict) else entry
-        return [leaf for one in inner for leaf in leaves(one)]
+        return [
+            x for e in (entry.values() if isinstance(entry, dict) else entry) for x in leaves(e)
+        ]
 
     return leaves(site["nav"]), site["not_in_nav"].split()
 
@@ -275,6 +293,22 @@ def test_every_page_is_in_the_navigation():
     assert pages <= {*listed, *beside}
     assert not set(listed) & set(beside)
     assert all((ROOT / "docs" / page).exists() or (ROOT / page).exists() for page in listed)
+
+
+# Code and tables count too, but nothing without a letter or a digit, such as the lines of a table.
+WORDS, WORDS_OF_A_HOWTO = 18_000, 1_200
+
+
+def test_pages_for_users_are_short():
+    pages = {page: ROOT / "docs" / page for page in navigation()[0] if page.endswith(".md")}
+    words = {
+        page: sum(re.search(r"\w", word) is not None for word in read(path).split())
+        for page, path in pages.items()
+        if path.exists()
+    }
+    assert sum(words.values()) <= WORDS
+    howtos = {page: count for page, count in words.items() if page.startswith("howto/")}
+    assert not {page: n for page, n in howtos.items() if n > WORDS_OF_A_HOWTO}
 
 
 def reference_entries():
@@ -311,6 +345,13 @@ def test_reference_is_exactly_what_is_public():
                 assert name in named, f"{dotted}.{name} is not named on its page of docs/api/"
 
 
+@pytest.mark.parametrize(
+    "path", [path for path in PAGES if name(path) not in FOR_CONTRIBUTORS], ids=name
+)
+def test_pages_for_users_name_nothing_private(path):
+    assert "_src" not in read(path)
+
+
 def described(text, section):
     """The names that a section of a docstring describes."""
     found = re.search(
@@ -336,6 +377,15 @@ def test_what_is_described_has_that_name():
             assert not names or set(names) == taken, f"{name}: {taken.symmetric_difference(names)}"
 
 
+def test_what_the_reference_shows_is_explained():
+    for dotted, (value, with_members) in reference_entries().items():
+        assert inspect.getdoc(value), dotted
+        assert "_src" not in inspect.getdoc(value), dotted
+        for name, member in vars(value).items() if with_members else ():
+            if inspect.isfunction(member) and not name.startswith("_"):
+                assert inspect.getdoc(getattr(value, name)), f"{dotted}.{name}"
+
+
 @pytest.mark.slow
 def test_pictures_can_be_drawn(tmp_path, capsys):
     importlib.import_module("docs.figures").main(["--out", str(tmp_path), "--steps", "1"])
@@ -343,6 +393,17 @@ def test_pictures_can_be_drawn(tmp_path, capsys):
     assert drawn < {path.name for path in (ROOT / "docs" / "images").glob("*.png")}
     assert {"idea_layer.png", "encodings.png", "results.png"} < drawn
     assert "nats per token" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_picture_of_a_question_shows_where_its_last_token_attends():
+    """A distribution over tokens for every head; the first layer finds c, the second the answer."""
+    attention, words = figures.pointing(), figures.QUESTION.split()
+    assert attention.shape == (3, 4, len(words))
+    chex.assert_trees_all_close(attention.sum(-1), jnp.ones((3, 4)), atol=1e-5)
+    found = attention.max(1)
+    assert found[0, words.index("c")] > 0.9
+    assert found[1, words.index(figures.ANSWER)] > 0.9
 
 
 SHORT = {
@@ -372,15 +433,21 @@ def test_tutorials_print_what_they_show(path):
             assert printed.getvalue() == shown
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", OF_EACH_SORT)
-def test_table_of_encodings_is_what_is_found(kind):
-    assert symmetries.rows_of(read(symmetries.PAGE))[kind] == symmetries.row(kind)
-
-
 def test_table_of_encodings_is_of_the_registry():
     page = read(symmetries.PAGE)
     rows = symmetries.rows_of(page)
     assert list(rows) == list(positions.registry), "python -m docs.symmetries writes it"
     assert symmetries.with_rows(page, rows) == page
-    assert set(markdown.spans(page)) >= set(positions.registry)
+    named = set(markdown.spans(page))
+    assert named >= set(positions.registry)
+    chosen = read(ROOT / "docs" / "encodings.md").partition("## All of them")[2]
+    lines = [line for line in chosen.splitlines() if line.startswith("| `")]
+    in_lines = [name for line in lines for name in re.findall(r"`(\w+)`", line.split(" | ")[0])]
+    ablations = {k for k, cls in positions.registry.items() if cls.__module__.endswith("ablations")}
+    assert sorted(in_lines) == sorted({*positions.registry} - ablations)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OF_EACH_SORT)
+def test_table_of_encodings_is_what_is_found(kind):
+    assert symmetries.rows_of(read(symmetries.PAGE))[kind] == symmetries.row(kind)

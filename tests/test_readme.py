@@ -1,5 +1,6 @@
 """The README: its length, its numbers and its quick start."""
 
+import json
 import re
 import statistics
 
@@ -50,10 +51,40 @@ def said(study, factor, kind, alpha):
     return cell if learned else f"({cell})"
 
 
+def test_it_is_one_page():
+    assert len(TEXT.splitlines()) <= 120
+    cells = [cell for line in TEXT.splitlines() if line[:1] == "|" for cell in line.split("|")]
+    assert all(len(cell.strip()) <= 60 for cell in cells)
+
+
 @pytest.mark.parametrize("row", range(len(ROWS)))
 def test_results_are_those_on_record(row):
     expected = [said(*ROWS[row], *column) for column in COLUMNS.values()]
     assert [cell.rstrip("*") for cell in table()[row][1:]] == expected
+
+
+def test_sizes_are_those_on_record():
+    """Trained lengths, widths and layers of what the table shows."""
+    headings = [row[0] for row in table()]
+    for (study, factor), heading in zip(ROWS, headings, strict=True):
+        head = (records.RECORDS / f"{study}.jsonl").read_text(encoding="utf-8").splitlines()
+        one = records.merged(json.loads(head[0])["shared"], json.loads(head[1]))["experiment"]
+        task, model = one["task"], one["model"]
+        length = task["sequence_length"] * factor if factor else records.TRAINED[study]
+        assert f"{length:,}" in heading
+        assert (model["num_layers"], model["hidden_size"]) == (3, 128 if factor else 64)
+    assert "Three layers, width 64 (text: 128)" in TEXT
+
+
+def test_verdicts_on_the_claims_are_those_of_the_results():
+    results = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    claims = results.partition("## The paper's claims")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| .* \| (\w.*) \|$", claims, re.MULTILINE)[1:]
+    confirmed, contradicted = (
+        sum(row.startswith(word) for row in rows) for word in ("confirmed", "contradicted")
+    )
+    assert f"Of its [{len(rows)} claims]" in TEXT
+    assert f"{confirmed} were confirmed\nand {contradicted} contradicted" in TEXT
 
 
 def test_costs_are_those_on_record():

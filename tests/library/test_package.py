@@ -1,10 +1,16 @@
 """What importing and packaging the library brings along."""
 
+import collections
 import importlib
+import inspect
 import pkgutil
+import re
 import subprocess
 import sys
 import types
+import zipfile
+
+import pytest
 
 import tape_jax
 from tests.paths import ROOT
@@ -25,6 +31,8 @@ PUBLIC = [
     "adapt", "linen", "losses", "nnx", "parity", "positions", "pretrained", "sharding", "testing",
     "tune",
 ]  # fmt: skip
+# The same two modules for each framework, and the layer of the model that they stand beside.
+SAME_IN_EACH_FRAMEWORK = {"UpdateState", "Attention"}
 
 
 def test_import_is_light():
@@ -64,3 +72,43 @@ def test_what_is_not_public_has_an_underscore_in_its_path():
             if getattr(value, "__module__", None) == module.__name__ and not name.startswith("_")
         }
         assert own <= set(module.__all__), module.__name__
+
+
+def test_public_names_exist_and_are_documented():
+    for module in public_modules():
+        assert inspect.getdoc(module), module.__name__
+        assert len(set(module.__all__)) == len(module.__all__), module.__name__
+        for name in module.__all__:
+            value = getattr(module, name)
+            constant = not (inspect.ismodule(value) or callable(value))
+            assert constant or inspect.getdoc(value), f"{module.__name__}.{name}"
+
+
+def test_no_public_name_is_both_a_module_and_something_else():
+    modules = {module.__name__ for module in all_modules()}
+    for module in public_modules():
+        for name in module.__all__:
+            if f"{module.__name__}.{name}" in modules:
+                assert inspect.ismodule(getattr(module, name)), f"{module.__name__}.{name}"
+
+
+def test_no_two_classes_share_a_name():
+    homes = collections.defaultdict(set)
+    for folder in ("tape_jax", "train", "benchmarks"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for name in re.findall(r"^class (\w+)", path.read_text("utf-8"), re.MULTILINE):
+                homes[name].add(path.relative_to(ROOT).as_posix())
+    shared = {name: paths for name, paths in homes.items() if len(paths) > 1}
+    assert {name: shared[name] for name in shared.keys() - SAME_IN_EACH_FRAMEWORK} == {}
+
+
+@pytest.mark.slow
+def test_wheel_holds_the_package_alone(tmp_path):
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(ROOT)],
+        check=True,
+    )
+    (wheel,) = tmp_path.glob("tape_jax-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        tops = {name.split("/")[0] for name in archive.namelist()}
+    assert tops == {"tape_jax", f"tape_jax-{tape_jax.__version__}.dist-info"}

@@ -4,23 +4,36 @@ Each is tried with few calls of one model of a kind, and in the slow tests with 
 with three models.
 """
 
+import dataclasses
+import functools
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 from jax import P
 from jax.sharding import AxisType, NamedSharding
 
+from tape_jax import Experts, ModelConfig, rotary_state, rotate, testing
 from tape_jax.positions import registry
 from tape_jax.sharding import Sharding
 from tests import drawn
-from tests.drawn import LIMIT, TOLERANCE, Batch, Profile, assert_near, for_all
+from tests.drawn import DYNAMIC, LIMIT, TOLERANCE, Batch, Profile, assert_near, for_all
+from tests.library.attention import cases
+from tests.library.attention.cases import Case
 from tests.selection import OF_EACH_SORT
 
 ROWS, TIME = 3, 8
 
 QUICK = Profile("quick", calls=4, models_of_tape=1)
 LONG = Profile("long", calls=20, models_of_tape=3)
+
+
+def each_profile(test):
+    """Runs a property on few examples, and in the slow tests on more."""
+    runs = [QUICK, pytest.param(LONG, marks=pytest.mark.slow)]
+    return pytest.mark.parametrize("profile", runs, ids=str)(test)
 
 
 def each_kind(*quick, among=tuple(registry)):
@@ -35,7 +48,7 @@ def each_kind(*quick, among=tuple(registry)):
 
 
 # Ways to enter the model; two whose updates look at more than the tokens they see.
-QUICK_KINDS = ("tape", "tape_place_weights", "random_rope", "abacus", "fox")
+QUICK_KINDS = ("tape", "tape_place_weights", "random_rope", "abacus", "t5", "fox")
 
 
 @each_kind(*QUICK_KINDS, among=tuple(registry))
@@ -153,6 +166,56 @@ def test_a_segment_equals_itself_alone(kind, profile):
             assert_near(found[0, where], expected[0], TOLERANCE[model.dtype])
 
 
+@pytest.mark.slow
+@each_kind("rope", among=("rope", "tape", "random_rope", "fire", "abacus", "tape_place_weights"))
+def test_rows_equal_one_row_that_holds_them_all(kind, profile):
+    """Also in the losses of routers, which leave padding out wherever it is."""
+    models = drawn.models(kind, profile, experts=Experts(count=3))
+
+    @for_all(profile.calls, kind, call=drawn.calls(models, drawn.batches, ROWS, TIME))
+    def check(call):
+        model, batch = call
+        real = batch.ids.ravel() != 0
+        own_ids = np.where(batch.ids == 0, 0, batch.ids + 3 * np.arange(ROWS)[:, None])
+        order = np.argsort(~real, stable=True)
+        row = Batch(*(x.ravel()[order][None] for x in batch._replace(ids=own_ids)))
+        options = {"is_causal": model.is_causal, "length": model.length, "losses": True}
+        with drawn.precision(model.dtype):
+            (found, losses), (expected, expected_losses) = (
+                drawn.compiled_full_pass(model.model, model.variables, x, **options)
+                for x in (row, batch)
+            )
+        expected = np.asarray(expected).reshape(len(real), -1)[real]
+        assert_near(found[0, : len(expected)], expected, TOLERANCE[model.dtype])
+        for x, y in zip(losses, expected_losses, strict=True):
+            assert_near(x, y, TOLERANCE[model.dtype])
+
+
+@pytest.mark.mostly_slow
+@each_profile
+@pytest.mark.parametrize("kind", ["random_rope", "rope"])
+def test_each_row_may_have_a_length_of_its_own(kind, profile):
+    fixed = {} if kind == "random_rope" else {"scaling": DYNAMIC}
+    lengths = (12, LIMIT, 12)
+
+    @functools.cache
+    def compiled(model):
+        length = jnp.asarray(lengths, jnp.int32)
+        return jax.jit(functools.partial(drawn.full_pass, model, length=length))
+
+    @for_all(profile.calls, kind, model=drawn.models(kind, profile, **fixed), seed=drawn.seeds)
+    def check(model, seed):
+        places = np.broadcast_to(np.arange(TIME, dtype=np.int32), (ROWS, TIME))
+        batch = Batch(drawn.tokens(seed, ROWS, TIME), places, np.ones((ROWS, TIME), np.int32))
+        with drawn.precision(model.dtype):
+            found = compiled(model.model)(model.variables, batch)
+            for row, length in enumerate(lengths):
+                expected = drawn.compiled_full_pass(
+                    model.model, model.variables, batch, length=length
+                )
+                assert_near(found[row], expected[row], TOLERANCE[model.dtype])
+
+
 # Others are tried for the table of docs/encodings_reference.md.
 RELATIVE = (
     "tape", "abacus", "repo", "cope", "grape_additive", "path", "position_coupling", "mrope", "t5",
@@ -254,7 +317,8 @@ def test_prompts_of_any_lengths_equal_full_passes(kind, profile):
 # --- Out of range --------------------------------------------------------------------------------
 
 
-@each_kind(*drawn.INDEXING, among=drawn.INDEXING)
+@each_profile
+@pytest.mark.parametrize("kind", drawn.INDEXING)
 @pytest.mark.parametrize("cached", [False, True], ids=["full", "cached"])
 def test_positions_outside_of_a_table_give_no_number(kind, cached, profile):
     """An error where positions are known, NaN where they are traced; other rows do not notice."""
@@ -284,8 +348,20 @@ def test_positions_outside_of_a_table_give_no_number(kind, cached, profile):
                 uncompiled(model, wrong, cached=cached)
 
 
+@each_profile
+@pytest.mark.parametrize("kind", drawn.INDEXING)
+@pytest.mark.parametrize("cached", [False, True], ids=["full", "cached"])
+def test_fractions_index_no_table(kind, cached, profile):
+    for number in profile.numbers(kind):
+        model = drawn.drawn_model(kind, number)
+        places = np.arange(4, dtype=np.float32)[None] / 4
+        batch = Batch(drawn.tokens(0, 1, 4), places, np.ones((1, 4), np.int32))
+        with drawn.precision(model.dtype), pytest.raises(ValueError, match="integers"):
+            in_chunks(model, batch, [4]) if cached else full_pass(model, batch)
+
+
 # Ways to enter the model, and to write and read a cache.
-WRITING = (*QUICK_KINDS, "t5", "path", "selective_rope", "wall", "dapev2_kerple")
+WRITING = (*QUICK_KINDS, "path", "selective_rope", "wall", "dapev2_kerple")
 
 
 @each_kind("tape", "random_rope", among=WRITING)
@@ -319,6 +395,23 @@ def test_behind_its_last_slot_a_cache_gives_no_number(kind, profile):
 
 
 # --- Compilation, layouts and gradients ----------------------------------------------------------
+
+
+@pytest.mark.slow
+@each_kind("t5", among=("t5", "rope", "tape", "random_rope", "abacus", "fire"))
+def test_compilation_changes_nothing(kind, profile):
+    """Nor does it matter whose arrays are given, numpy's or jax's."""
+    models = drawn.models(kind, profile)
+
+    @for_all(profile.calls // 4, kind, call=drawn.calls(models, drawn.batches, ROWS, TIME))
+    def check(call):
+        model, batch = call
+        real, tolerance = batch.ids != 0, TOLERANCE[model.dtype]
+        with drawn.precision(model.dtype):
+            expected = full_pass(model, batch)
+            for cached in (False, True):
+                found = uncompiled(model, batch, cached=cached)
+                assert_near(found[real], expected[real], tolerance)
 
 
 @pytest.mark.slow
@@ -357,6 +450,105 @@ def test_scan_remat_and_vmap_change_nothing_and_gradients_are_slopes(kind, profi
         pairs = zip(*map(jax.tree.leaves, (gradients, line)), strict=True)
         along = sum(np.vdot(x, d) for x, d in pairs)
         assert_near(along, slope, 1e-6)
+
+
+# --- Attention -----------------------------------------------------------------------------------
+
+BACKENDS = {
+    "chunked": {"implementation": "chunked", "options": {"block_q": 4, "block_k": 3}},
+    "pallas": {"implementation": "pallas", "interpret": True},
+}
+
+
+@st.composite
+def attention_cases(draw):
+    """Cases of tests.library.attention.cases."""
+
+    def one_of(*values):
+        return draw(st.sampled_from(values))
+
+    form, queries = one_of("rotary", "tensor", None), one_of(9, 5, 1)
+    keys = one_of(None, queries, 7)
+    same_length = keys in (None, queries)
+    heads, kv_heads = one_of((2, 2), (4, 2), (4, 1))
+    return Case(
+        "drawn",
+        batch=one_of((2,), (), (2, 2)),
+        queries=queries,
+        keys=keys,
+        heads=heads,
+        kv_heads=kv_heads,
+        form=form,
+        state_heads=one_of(1, kv_heads),
+        state_batch=form != "rotary" or one_of(True, False),
+        query_state=form is not None and one_of(False, True),
+        is_causal=one_of(True, False),
+        local_window_size=one_of(None, 1, 3),
+        scale=one_of(None, 0.3),
+        bias=one_of(None, "array", "row", "function"),
+        segments=one_of(None, "pair", *["same"] * same_length),
+        mask=one_of(None, "full", "heads", "keys", "queries") if queries >= 5 else None,
+        log_decay=one_of(None, "pair", "mixed", *["same", "shared"] * same_length),
+        query_offset=one_of(0, 2, -2, 6),
+        keys_rotated=form is not None and one_of(False, True),
+        attend_state=one_of(True, False),
+    )
+
+
+def attend(case, seed, dtype, **keywords):
+    """Outputs, and gradients of all floats for fixed cotangents."""
+    floats, fixed = cases.inputs(case, seed)
+    rng = np.random.default_rng(seed)
+
+    @jax.jit
+    def outputs_and_gradients(floats):
+        out, pull = jax.vjp(lambda f: cases.call(drawn.attend, case, f, fixed, **keywords), floats)
+        cotangents = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), dtype), out)
+        return out, pull(cotangents)[0]
+
+    return outputs_and_gradients(jax.tree.map(lambda x: jnp.asarray(x, dtype), floats))
+
+
+@pytest.mark.slow
+@each_profile
+def test_implementations_of_attention_agree(profile):
+    """In outputs, also with loops in numpy, and in gradients; where one takes the call."""
+
+    @for_all(profile.calls, "attention", case=attention_cases(), seed=drawn.seeds)
+    def check(case, seed):
+        with drawn.precision("float64"):
+            outputs, gradients = attend(case, seed, "float64", implementation="reference")
+            assert_all_near(outputs, cases.oracle(case, *cases.inputs(case, seed)), 1e-12)
+        # Interpreted kernels take seconds to compile.
+        others = [("chunked", "float64")] + [("pallas", "float32")] * (profile is LONG)
+        for name, dtype in others:
+            try:
+                with drawn.precision(dtype):
+                    found = attend(case, seed, dtype, **BACKENDS[name])
+            except NotImplementedError:  # attention/backends.py says what each refuses
+                continue
+            assert_all_near(found, (outputs, gradients), 1e-12 if dtype == "float64" else 1e-5)
+
+
+def assert_all_near(actual, expected, tolerance):
+    for x, y in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+        assert_near(x, y, tolerance)
+
+
+@each_profile
+def test_states_between_one_for_all_and_full_rank_are_refused(profile):
+    sizes = st.integers(1, 3)
+
+    @for_all(10 * profile.calls, "states", batch=sizes, time=sizes, heads=sizes)
+    def check(batch, time, heads):
+        def array(*shape):
+            return jax.ShapeDtypeStruct((*shape, 4), jnp.float32)
+
+        q = array(batch, time, heads)
+        for lead in ((time,), (1, time, 1), (batch, time, heads)):
+            assert not drawn.state_is_refused(q, q, q, array(*lead))
+        for lead in ((time, heads), (batch, time), (time, 1)):
+            assert drawn.state_is_refused(q, q, q, array(*lead))
 
 
 # --- Turns, gaps and far places ------------------------------------------------------------------
@@ -407,3 +599,57 @@ def test_a_text_with_gaps_equals_itself_alone(kind, profile):
         with drawn.precision(model.dtype):
             found = full_pass(model, Batch(tokens, places, ids))
             assert_near(found[:, own], full_pass(model, alone), TOLERANCE[model.dtype])
+
+
+@each_kind("tape", "sinusoidal", among=("tape", "sinusoidal", "longrope", "mrope"))
+def test_a_configuration_is_read_back_from_its_fields(kind, profile):
+    @for_all(profile.calls, kind, model=drawn.models(kind, profile))
+    def check(model):
+        config = model.model.config
+        assert ModelConfig(**dataclasses.asdict(config)) == config
+
+
+@pytest.mark.slow
+@each_profile
+def test_moving_far_away_changes_no_logit(profile):
+    """Of rotary states in float32, by any number of tokens up to 2^31."""
+    far = st.integers(-(2**31) + 8, 2**31 - 8)
+
+    @for_all(10 * profile.calls, "far", far=far, seed=drawn.seeds, dim=st.sampled_from((2, 8, 64)))
+    def check(far, seed, dim):
+        rng = np.random.default_rng(seed)
+        q, k = rng.normal(size=(2, 6, 1, dim)).astype(np.float32)
+
+        def logits(places):
+            e = rotary_state(jnp.asarray(places, jnp.int32), dim)
+            return jnp.einsum("qhd,khd->hqk", rotate(q, e), rotate(k, e))
+
+        # Angles of places below 2^12 are plain products, off by 3e-4 at most.
+        assert_near(logits(np.arange(6) + far), logits(np.arange(6)), 5e-4)
+
+
+@pytest.mark.slow
+@each_kind("alibi", among=("alibi", "t5"))
+def test_a_segment_far_away_equals_itself_near(kind, profile):
+    """Beside padding and another segment, in a full pass and one token at a time."""
+    models = drawn.models(kind, profile, dtype="float32")
+    far = st.integers(-(2**31), 2**31 - TIME)
+
+    @for_all(profile.calls, kind, model=models, far=far, seed=drawn.seeds)
+    def check(model, far, seed):
+        ids = np.array([[0, 1, 1] + [2] * (TIME - 3)], np.int32)
+        places = np.array([[0, 0, 1, *range(TIME - 3)]], np.int32)
+        near = Batch(drawn.tokens(seed, 1, TIME), places, ids)
+        moved = near._replace(positions=np.where(ids == 2, places + far, places).astype(np.int32))
+        with drawn.precision(model.dtype):
+            expected = full_pass(model, near)[:, 3:]
+            for found in (full_pass(model, moved), in_chunks(model, moved, [1] * TIME)[0]):
+                assert_near(found[:, 3:], expected, TOLERANCE[model.dtype])
+
+
+@each_profile
+def test_a_part_that_is_imaginary_is_seen(profile):
+    @for_all(profile.calls, "imaginary", factor=st.floats(0.1, 10), real=st.floats(-1, 1))
+    def check(factor, real):
+        with pytest.raises(testing.SymmetryError):
+            testing.assert_shift_invariant(lambda p: real + 1j * factor * p, np.arange(5.0))

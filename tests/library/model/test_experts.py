@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.test_util import check_grads
 
 from tape_jax import Experts, Transformer
-from tape_jax._src.model.experts import mixture, router_logits, router_losses
+from tape_jax._src.model.experts import mixture, route, router_logits, router_losses
 from tape_jax._src.model.layout import restack
 from tape_jax.losses import added_by_routers
 from tape_jax.sharding import ShardingConfig
@@ -62,17 +63,47 @@ def run(x, router, kernels, experts):
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     "options",
-    [{}, {"per_token": COUNT}, {"per_token": 1, "normalize": False}],
+    [
+        {"per_token": COUNT},
+        {},
+        {"normalize": False},
+        {"per_token": 1, "normalize": False},
+    ],
     ids=str,
 )
 @pytest.mark.usefixtures("x64")
 def test_equals_a_loop_over_tokens(options):
-    """Also of one token, and where all tokens crowd into the same experts."""
     experts = Experts(COUNT, **options)
-    tokens, router, kernels = arrays()
-    for x in (tokens, tokens[:1, :1], tokens.at[:, 1:].set(tokens[:, :1])):
+    for tokens in ((2, 7), (1,)):
+        x, router, kernels = arrays(tokens)
         expected = by_loop(x, router, kernels, experts)
         np.testing.assert_allclose(run(x, router, kernels, experts), expected, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("x64")
+def test_gradients():
+    """Of tokens, router and experts; those of experts that nobody takes are zero."""
+    experts = Experts(COUNT)
+    args = arrays((9,))
+    check_grads(lambda *args: run(*args, experts), args, order=1, modes=["rev"], atol=1e-6)
+    x, router, kernels = args
+    one = jax.grad(lambda k: run(x[:1], router, k, experts).sum())(kernels)
+    (taken,) = route(router_logits(x[:1], router), experts).chosen
+    used = {name: np.flatnonzero(np.abs(g).sum((1, 2))) for name, g in one.items()}
+    chex.assert_trees_all_equal(used, dict.fromkeys(used, np.sort(taken)))
+
+
+def test_no_token_depends_on_others():
+    """Whatever experts the others crowd into."""
+    x, router, kernels = arrays((8,), np.float32)
+    experts = Experts(COUNT)
+    whole = run(x, router, kernels, experts)
+    crowded = run(x.at[1:].set(x[0]), router, kernels, experts)
+    np.testing.assert_allclose(crowded, np.broadcast_to(whole[0], whole.shape), atol=2e-5)
+    changed = run(x.at[3].add(5.0), router, kernels, experts)
+    np.testing.assert_allclose(np.delete(changed, 3, 0), np.delete(whole, 3, 0), atol=2e-5)
+    assert np.abs(changed[3] - whole[3]).max() > 0.1
 
 
 def test_router_is_computed_in_float32():
@@ -99,6 +130,10 @@ def test_router_losses():
     assert found["z"] == pytest.approx(np.log(8) ** 2)
     found = losses(logits, chosen)
     assert found["balance"] == pytest.approx(4 * (3 * 7 + 2 * 7 + 7) / 8 / 3 / 6, rel=1e-5)
+    even = losses(jnp.zeros((4, 4)), jnp.arange(4)[:, None])
+    assert even["balance"] == pytest.approx(1)
+    crowded = losses(jnp.zeros((6, 4)).at[:, 2].set(50.0), jnp.full((6, 1), 2))
+    assert crowded["balance"] == pytest.approx(4)
     assert not any(losses(logits, chosen, jnp.zeros(3, jnp.int32)).values())
 
 
@@ -143,14 +178,30 @@ def test_in_the_decoder(x64):
     chex.assert_trees_all_close(found["params"], expected, rtol=1e-9, atol=1e-12)
 
 
-def test_products_are_kept_where_matrix_products_are():
+@pytest.mark.parametrize(("remat", "products"), [("none", 9), ("dots", 9), ("full", 12)])
+def test_products_are_kept_where_matrix_products_are(remat, products):
     """Three products forward, twice as many backward; if all is recomputed, three more."""
-    for remat, products in (("dots", 9), ("full", 12)):
-        model = small_model("rope", experts=EXPERTS, num_layers=1, remat=remat)
-        tokens = jax.ShapeDtypeStruct((1, 4), jnp.int32)
-        variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
-        step = jax.make_jaxpr(jax.grad(lambda v, x, model=model: model.apply(v, x).sum()))
-        assert str(step(variables, tokens)).count("ragged_dot_general[") == products
+    model = small_model("rope", experts=EXPERTS, num_layers=1, remat=remat)
+    tokens = jax.ShapeDtypeStruct((1, 4), jnp.int32)
+    variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
+    step = jax.make_jaxpr(jax.grad(lambda v, x: model.apply(v, x).sum()))
+    assert str(step(variables, tokens)).count("ragged_dot_general[") == products
+
+
+def test_padding_does_not_count_for_the_balance():
+    model = small_model("rope", experts=EXPERTS, num_layers=1)
+    variables = random_variables(model)
+    tokens = jnp.array([[1, 2, 3, 4, 5]])
+
+    @jax.jit
+    def losses(tokens, ids):
+        return added_by_routers(sown_by(model, variables, tokens, segment_ids=ids)[1], EXPERTS)[1]
+
+    padded = losses(tokens, jnp.array([[1, 1, 1, 0, 0]]))
+    other = losses(tokens.at[:, 3:].set(7), jnp.array([[1, 1, 1, 0, 0]]))
+    chex.assert_trees_all_close(other, padded, rtol=1e-6)
+    documents = losses(tokens, jnp.array([[1, 1, 1, 2, 2]]))
+    assert all(abs(documents[name] - padded[name]) > 1e-6 for name in padded)
 
 
 def test_rules_that_would_split_whole_experts():

@@ -1,6 +1,7 @@
 """The layers against values worked out in numpy."""
 
 import dataclasses
+import functools
 
 import chex
 import flax.linen as nn
@@ -10,13 +11,16 @@ import numpy as np
 import pytest
 
 from tape_jax import ModelConfig, Transformer, init_cache, positions
+from tape_jax._src.model.attention_layer import Attention
 from tape_jax._src.model.block import Block, pack_state
+from tape_jax._src.model.cache import LayerCache, write_cache
 from tape_jax._src.model.config import Lora, loops
 from tape_jax._src.model.inputs import Context
 from tape_jax._src.model.layers import Linear, Norm
 from tape_jax._src.model.parameters import declared_params
 from tape_jax._src.positions.protocol import OfLayer, default_positions
 from tests.models import random_variables, small_model
+from tests.selection import mostly_slow
 
 CONFIG = ModelConfig(
     5, hidden_size=8, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, intermediate_size=12
@@ -39,12 +43,28 @@ def rms_norm(x, scale):
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + CONFIG.norm_eps) * scale
 
 
+def test_rms_norm():
+    x = rng(1).normal(size=(2, 3, 8)).astype(np.float32) * 3
+    norm = Norm(CONFIG)
+    variables = random_params(norm, jnp.asarray(x))
+    expected = rms_norm(x, np.asarray(variables["params"]["scale"], np.float64))
+    chex.assert_trees_all_close(norm.apply(variables, x), expected.astype(np.float32), atol=1e-5)
+
+
 def test_rms_norm_of_large_float16_values_is_computed_in_float32():
     x = jnp.full((2, 8), 1000.0, jnp.float16)  # the square is infinite in float16
     norm = Norm(ModelConfig(5, hidden_size=8, dtype="float16"))
     out = norm.apply({"params": {"scale": jnp.ones(8)}}, x)
     chex.assert_type(out, jnp.float16)
     np.testing.assert_allclose(out, 1.0, rtol=1e-3)
+
+
+def test_linear_acts_on_the_last_axis():
+    x = rng(1).normal(size=(2, 3, 8)).astype(np.float32)
+    linear = Linear(CONFIG, 7, (None, None))
+    variables = random_params(linear, jnp.asarray(x))
+    expected = np.einsum("abi,io->abo", x, variables["params"]["kernel"])
+    chex.assert_trees_all_close(linear.apply(variables, x), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -56,11 +76,6 @@ def test_the_scale_of_initial_projections(init_scale, residual, expected):
     linear = Linear(config, 300, ("embed", "mlp"), residual=residual)
     kernel = linear.init(jax.random.key(0), jnp.zeros((1, 400)))["params"]["kernel"]
     np.testing.assert_allclose(kernel.std(), expected, rtol=0.01)
-
-
-def test_norms_centred_at_zero_start_there():
-    norm = Norm(dataclasses.replace(CONFIG, zero_centered_norms=True))
-    assert not norm.init(jax.random.key(0), jnp.zeros((1, 8)))["params"]["scale"].any()
 
 
 def test_the_low_rank_term_of_a_projection():
@@ -79,13 +94,13 @@ def test_the_low_rank_term_of_a_projection():
 
 def test_a_projection_has_the_axes_and_the_role_that_it_is_given_whatever_its_name():
     lora = Lora(rank=2, targets=("k",))
-    options = {"lora": lora, "role": "embeddings", "name": "mine"}
+    config = dataclasses.replace(CONFIG, lora=lora)
 
     class Projections(nn.Module):
         @nn.compact
         def __call__(self, x):
-            Linear(dataclasses.replace(CONFIG, lora=lora), 7, ("vocab", "embed"), name="k")(x)
-            Linear(CONFIG, 7, ("embed", "mlp"), **options)(x)
+            Linear(config, 7, ("vocab", "embed"), name="k")(x)
+            Linear(config, 7, ("embed", "mlp"), lora=lora, role="embeddings", name="mine")(x)
 
     with declared_params() as found:
         jax.eval_shape(Projections().init, jax.random.key(0), jnp.zeros((1, 8)))
@@ -128,17 +143,37 @@ def inputs(time=5):
     return x, e, Context(default_positions(time), None, None, 0, is_causal=True)
 
 
+def test_attention_returns_what_its_cache_gains():
+    x, e, context = inputs()
+    attention = Attention(CONFIG, positions.Tape(), attend_state=True)
+    variables = random_params(attention, x, e, {}, context, None)
+    empty = LayerCache(*(jnp.zeros((1, 2, 9, 6)) for _ in range(3)))
+    context = context.replace(positions=default_positions(9), index=jnp.int32(2))
+    _, _, new = jax.jit(attention.apply)(variables, x, e, {}, context, empty)
+    kernels = {name: np.asarray(variables["params"][name]["kernel"]) for name in "kv"}
+    k, v = ((x @ kernels[name]).reshape(1, 5, 2, 6) for name in "kv")
+    turned = (k[..., :3] + 1j * k[..., 3:]) * (e[..., :3] + 1j * e[..., 3:])
+    expected = LayerCache(jnp.concatenate([turned.real, turned.imag], -1), v, e)
+    expected = jax.tree.map(lambda a: a.swapaxes(1, 2), expected)
+    chex.assert_trees_all_close(new, expected, atol=1e-4)
+
+
+def test_a_cache_is_written_where_the_index_says():
+    empty = LayerCache(*(jnp.zeros((3, 1, 2, 9, 6)) for _ in range(2)), e=None)
+    new = jax.tree.map(lambda a: jnp.ones((3, 1, 2, 5, 6)), empty)
+    cache = jax.jit(functools.partial(write_cache, axis=3))(empty, new, jnp.int32(2))
+    for array in (cache.k, cache.v):
+        np.testing.assert_array_equal(array[0, 0, 0, :, 0], [0, 0, 1, 1, 1, 1, 1, 0, 0])
+        assert array.sum() == 3 * 2 * 5 * 6
+    assert cache.e is None
+
+
 def test_block():
-    """A state that comes packed, with its heads in one axis, leaves packed."""
     x, e, context = inputs()
     encoding = positions.Tape(alpha=0.5, activation="tanh")
     block = Block(CONFIG, OfLayer(encoding, None, True), record=True)
     variables = random_params(block, (x, e), None, context, None)
-    apply = jax.jit(block.apply)
-    (h, state), (cache, entered) = apply(variables, (x, e), None, context, None)
-    packed = apply(variables, (x, pack_state(e, 2)), None, context, None)
-    assert packed[0][1].flat.shape == (*e.shape[:2], e[0, 0].size)
-    chex.assert_trees_all_equal((packed[0][0], packed[0][1].unpack()), (h, state))
+    (h, state), (cache, entered) = jax.jit(block.apply)(variables, (x, e), None, context, None)
     assert cache is None
     chex.assert_trees_all_equal(entered, (x, e))
 
@@ -158,10 +193,44 @@ def test_block():
         chex.assert_trees_all_close(actual[0], wanted.astype(np.float32), atol=allowed, rtol=0)
 
 
+def test_a_packed_state():
+    e = jnp.arange(2 * 5 * 3 * 4).reshape(2, 5, 3, 4)
+    state = {"rotary": e, "tensor": e[..., None, None] * jnp.ones((2, 2)), "places": e[..., 0, 0]}
+    state |= {"layer": jnp.int32(3)}
+    packed = pack_state(state, 2)
+    shapes = jax.tree.map(jnp.shape, packed.flat)
+    assert shapes == {"rotary": (2, 5, 12), "tensor": (2, 5, 48), "places": (2, 5), "layer": ()}
+    chex.assert_trees_all_equal(packed.unpack(), state)
+
+
+def test_a_packed_state_leaves_a_block_packed():
+    x, e, context = inputs()
+    block = Block(CONFIG, OfLayer(positions.Tape(), None, True), record=True)
+    variables = random_params(block, (x, e), None, context, None)
+    apply = jax.jit(block.apply)
+    (h, state), (_, entered) = apply(variables, (x, e), None, context, None)
+    packed = apply(variables, (x, pack_state(e, 2)), None, context, None)
+    assert packed[0][1].flat.shape == (*e.shape[:2], e[0, 0].size)
+    chex.assert_trees_all_equal((packed[0][0], packed[0][1].unpack()), (h, state))
+    chex.assert_trees_all_equal(packed[1][1], entered)
+
+
+def test_a_block_that_does_not_update_hands_the_state_on():
+    x, e, context = inputs()
+    block = Block(CONFIG, OfLayer(positions.Tape(), None, False))
+    variables = random_params(block, (x, None), e, context, None)
+    assert not [name for name in variables["params"] if name.startswith("position")]
+    (_, state), _ = jax.jit(block.apply)(variables, (x, None), e, context, None)
+    assert state is None
+
+
 @pytest.mark.parametrize(
     ("kinds", "expected"),
     [
+        ("a", [(0, 1, 1)]),
         ("abba", [(0, 1, 1), (1, 1, 2), (3, 1, 1)]),
+        ("aaab", [(0, 1, 3), (3, 1, 1)]),
+        ("aabaab", [(0, 3, 2)]),
         ("aabaabaa", [(0, 3, 2), (6, 1, 2)]),
         ("abcabd", [(0, 1, 1), (1, 1, 1), (2, 1, 1), (3, 1, 1), (4, 1, 1), (5, 1, 1)]),
         ("aaaaab" * 10 + "aa", [(0, 6, 10), (60, 1, 2)]),
@@ -172,9 +241,11 @@ def test_loops(kinds, expected):
 
 
 @pytest.mark.slow
-def test_attention_maps():
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_attention_maps(scan_layers):
     """Maps are rows of probabilities that no later token enters; without asking there are none."""
-    model, tokens = Transformer(dataclasses.replace(CONFIG, num_layers=3)), jnp.arange(7)[None] % 5
+    config = dataclasses.replace(CONFIG, num_layers=3, scan_layers=scan_layers)
+    model, tokens = Transformer(config), jnp.arange(7)[None] % 5
     variables = model.init(jax.random.key(0), tokens)
     assert set(variables) == {"params"}
     logits, sown = model.apply(variables, tokens, mutable=["maps"])
@@ -202,10 +273,16 @@ def shifted_mask(time, groups, heads, segments=None):
 
 @pytest.mark.parametrize(
     ("position", "options", "packed"),
-    [
+    mostly_slow(
+        [
+            (positions.Tape(), {}, False),
+            (positions.Tape(form="tensor", attention_mix="heads"), {"num_kv_heads": 2}, True),
+            ("xpos", {"local_window_size": 3}, False),
+            ("none", {}, True),
+        ],
         (positions.Tape(), {}, False),
-        (positions.Tape(form="tensor"), {"num_kv_heads": 2, "local_window_size": 3}, True),
-    ],
+        ("none", {}, True),
+    ),
 )
 def test_shifted_groups_equal_their_mask(position, options, packed):
     options = {"num_heads": 4, "num_layers": 2, **options}
@@ -218,28 +295,43 @@ def test_shifted_groups_equal_their_mask(position, options, packed):
     chex.assert_trees_all_close(actual, expected, atol=2e-5 * float(jnp.abs(expected).max()))
 
 
-SHIFTED = small_model("tape", shifted_groups=2)
+def test_gradients_of_shifted_groups_reach_exactly_the_visible_tokens():
+    """No later token, not even round the end of the sequence, and every token of the group."""
+    x, e, context = inputs(time=12)
+    config = dataclasses.replace(CONFIG, shifted_groups=3)
+    attention = Attention(config, positions.Tape(), attend_state=True)
+    variables = random_params(attention, x, e, {}, context, None)
+
+    def out(x):
+        return attention.apply(variables, x, e, {}, context, None)[0][0].sum(-1)
+
+    def attended(e):
+        return attention.apply(variables, x, e, {}, context, None)[1][0].sum((-2, -1))
+
+    visible = shifted_mask(12, 3, 4).any(0)
+    for function, of in ((out, x), (attended, e)):
+        jacobian = jax.jit(jax.jacrev(function))(of)
+        depends = np.abs(jacobian.reshape(12, 12, -1)).max(-1) > 0
+        np.testing.assert_array_equal(depends, visible)
 
 
-def shifted(time=4, position="tape", **options):
-    """Traces a model with two groups."""
-    model = small_model(position, shifted_groups=2)
-    variables = random_variables(model)
-    tokens = jnp.zeros((1, time), jnp.int32)
-    jax.eval_shape(lambda: model.apply(variables, tokens, **options))
+def test_misuse_of_shifted_groups():
+    model = small_model("tape", shifted_groups=2)
+    variables, tokens = random_variables(model), jnp.zeros((1, 6), jnp.int32)
 
+    def trace(model, **options):
+        jax.eval_shape(lambda: model.apply(variables, tokens, **options))
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"time": 6}, "length that is a multiple of 4; got 6"),
-        ({"mask": jnp.ones((4, 4), bool)}, "without mask; got one"),
-        ({"mutable": ["maps"]}, "caches and attention maps need full attention"),
-        ({"cache": init_cache(SHIFTED, 1, 8)}, "caches and attention maps need full attention"),
-        ({"position": "fire"}, "shifted_groups = 2 cuts .* which 'fire"),
-        ({"position": "path+fox"}, "shifted_groups = 2 cuts .* which 'path"),
-    ],
-)
-def test_misuse_of_shifted_groups(options, message):
-    with pytest.raises(ValueError, match=message):
-        shifted(**options)
+    with pytest.raises(ValueError, match=r"length that is a multiple of 4; got 6"):
+        trace(model)
+    tokens = tokens[:, :4]
+    with pytest.raises(ValueError, match=r"without mask; got one"):
+        trace(model, mask=jnp.ones((4, 4), bool))
+    with pytest.raises(ValueError, match=r"caches and attention maps need full attention"):
+        trace(model, mutable=["maps"])
+    with pytest.raises(ValueError, match=r"caches and attention maps need full attention"):
+        trace(model, cache=init_cache(model, 1, 8))
+    for position, kind in (("fire", "fire"), ("path+fox", "path"), ("rope+stickbreaking", "stick")):
+        with pytest.raises(ValueError, match=rf"shifted_groups = 2 cuts .* which '{kind}"):
+            small_model(position, shifted_groups=2)
+    small_model("tape+fox+alibi", shifted_groups=2)

@@ -1,4 +1,4 @@
-"""The attention of NNX and Linen for models of others, against that of the model."""
+"""The modules of NNX and Linen for models of others, against the functions and the model."""
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,34 @@ from tests.selection import mostly_slow
 BATCH, TIME, HEADS, KV_HEADS, WIDTH = 2, 6, 4, 2, 32
 DIM = WIDTH // HEADS
 GROUPED = {"num_heads": HEADS, "num_kv_heads": KV_HEADS}
-ENCODINGS = ("tape", "tape+fox", "path", "cope")
+ENCODINGS = ("tape", "alibi", "tape+fox", "path", "selective_rope", "cope")
 
 
 def normal(*shape, seed=0):
     return jnp.asarray(models.normal(*shape, seed=seed))
+
+
+def moved(module):
+    """Move all parameters: those of new encodings often do nothing."""
+    params = nnx.state(module, nnx.Param)
+    nnx.update(module, testing.random_params(None, params))
+    return module
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"attention_mix": "head_scale", "norm": "rms", "alpha": 0.5}], ids=str
+)
+def test_update_equals_the_function(options):
+    update = moved(tape.nnx.UpdateState(WIDTH, **GROUPED, **options, rngs=nnx.Rngs(0)))
+    e, a = normal(BATCH, TIME, KV_HEADS, DIM, seed=1), normal(BATCH, TIME, HEADS, DIM, seed=2)
+    x = normal(BATCH, TIME, WIDTH)
+    params = nnx.to_pure_dict(nnx.state(update, nnx.Param))
+    given = {name: options[name] for name in ("alpha", "norm") if name in options}
+    wanted = tape.update_state(params, e, a, x, num_kv_heads=KV_HEADS, **given)
+    np.testing.assert_array_equal(update(e, a, x), wanted)
+    linen = tape.linen.UpdateState(**GROUPED, **options)
+    np.testing.assert_array_equal(linen.apply({"params": params}, e, a, x), wanted)
+    assert not np.allclose(wanted, e)
 
 
 @pytest.mark.parametrize("position", mostly_slow(ENCODINGS, "tape"))
@@ -69,29 +92,94 @@ def test_attention_is_that_of_the_model_and_decodes(position):
     np.testing.assert_allclose(jnp.concatenate(pieces, 1), out, rtol=2e-4, atol=2e-4)
 
 
-def attention(x=None, *, position="tape", num_kv_heads=None, **options):
-    """Makes a layer and, with ``x``, calls it."""
-    made = {"position": position, "num_kv_heads": num_kv_heads, "rngs": nnx.Rngs(0)}
-    layer = tape.nnx.Attention(WIDTH, HEADS, **made)
-    cache = layer.init_cache(BATCH, 4)
-    return layer if x is None else layer(x, cache=cache, **options)
+class Block(nnx.Module):
+    """A block of TAPE without norms."""
+
+    def __init__(self, rngs):
+        self.attention = tape.nnx.Attention(WIDTH, **GROUPED, qk_norm=True, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.update = tape.nnx.UpdateState(WIDTH, **GROUPED, rngs=rngs)
+
+    def __call__(self, h, e, cache=None, index=0):
+        o, a, cache = self.attention(h, e, cache=cache, index=index)
+        h = h + o
+        x = nnx.silu(self.up(h))
+        return h + x, self.update(e, a, x), cache
+
+
+def start(index=0, time=TIME):
+    e = tape.rotary_state(index + jnp.arange(time), DIM)
+    return jnp.broadcast_to(e[:, None], (BATCH, time, KV_HEADS, DIM))
+
+
+@pytest.mark.slow
+def test_blocks_decode_as_they_read():
+    blocks = [moved(Block(nnx.Rngs(n))) for n in range(2)]
+    h, e = whole, _ = normal(BATCH, TIME, WIDTH), start()
+    for block in blocks:
+        h, e, _ = block(h, e)
+    caches = [block.attention.init_cache(BATCH, TIME) for block in blocks]
+    pieces = []
+    for first, last in ((0, 4), (4, 5), (5, 6)):
+        x, e = whole[:, first:last], start(first, last - first)
+        for n, block in enumerate(blocks):
+            x, e, caches[n] = nnx.jit(Block.__call__)(block, x, e, caches[n], first)
+        pieces.append(x)
+    np.testing.assert_allclose(jnp.concatenate(pieces, 1), h, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.slow
+def test_scan_with_remat_is_the_loop():
+    @nnx.split_rngs(splits=2)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def stack(rngs):
+        return Block(rngs)
+
+    blocks = moved(stack(nnx.Rngs(0)))
+    assert not np.allclose(*blocks.up.kernel[...])
+
+    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+    @nnx.remat
+    def scanned(block, carry):
+        return block(*carry)[:2]
+
+    def loop(blocks, carry):
+        graph, params = nnx.split(blocks)
+        for n in range(2):
+            block = nnx.merge(graph, jax.tree.map(lambda x: x[n], params))  # noqa: B023
+            carry = block(*carry)[:2]
+        return carry
+
+    carry = normal(BATCH, TIME, WIDTH), start()
+
+    def with_gradient(run):
+        return nnx.jit(nnx.value_and_grad(lambda m: jnp.square(run(m, carry)[0]).mean()))(blocks)
+
+    got, wanted = with_gradient(scanned), with_gradient(loop)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=1e-4), got, wanted)
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    ("options", "error", "message"),
     [
-        (lambda: attention(num_kv_heads=3), ValueError, "not a multiple"),
-        (lambda: attention(position="sinusoidal"), NotImplementedError, "acts at the embeddings"),
-        (lambda: attention(position="tap"), ValueError, "tap"),
-        (lambda: attention(normal(BATCH, 3, 8)), ValueError, r"x must have shape \[..., T, 32\]"),
-        (lambda: attention(normal(BATCH, TIME, WIDTH)), ValueError, "4 slots"),
-        (
-            lambda: attention(normal(BATCH, 1, WIDTH), segment_ids=jnp.ones((BATCH, 1), int)),
-            ValueError,
-            "a pair",
-        ),
+        ({"num_kv_heads": 3}, ValueError, "not a multiple"),
+        ({"position": "sinusoidal"}, NotImplementedError, "acts at the embeddings"),
+        ({"position": "mapformer_wm"}, NotImplementedError, "at the embeddings"),
+        ({"position": "tap"}, ValueError, "tap"),
     ],
+    ids=str,
 )
-def test_wrong_calls(call, error, message):
+def test_wrong_options_are_errors(options, error, message):
     with pytest.raises(error, match=message):
-        call()
+        tape.nnx.Attention(WIDTH, HEADS, **options, rngs=nnx.Rngs(0))
+
+
+def test_wrong_inputs_are_errors():
+    layer = tape.nnx.Attention(WIDTH, HEADS, rngs=nnx.Rngs(0))
+    cache = layer.init_cache(BATCH, 4)
+    with pytest.raises(ValueError, match=r"x must have shape \[..., T, 32\]"):
+        layer(normal(BATCH, TIME, 8))
+    with pytest.raises(ValueError, match="4 slots"):
+        layer(normal(BATCH, TIME, WIDTH), cache=cache)
+    with pytest.raises(ValueError, match="a pair"):
+        layer(normal(BATCH, 1, WIDTH), cache=cache, segment_ids=jnp.ones((BATCH, 1), jnp.int32))

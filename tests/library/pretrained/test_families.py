@@ -13,11 +13,11 @@ import tape_jax as tape
 from tape_jax._src.model.layout import restack
 from tape_jax._src.pretrained.families import FAMILIES
 from tape_jax._src.pretrained.llama import model_config
-from tests.library.pretrained.folders import BESIDE, HF, NAMES, checkpoint_files, config_of
+from tests.library.pretrained.folders import BESIDE, HF, NAMES, checkpoint_files
 from tests.models import assert_near, random_variables, small_model
 
 SHIPPED = [
-    *("phi3_tiny", "gemma2_tiny", "granite_tiny", "mistral_tiny", "olmo2_tiny", "qwen2_tiny"),
+    *("gemma2_tiny", "granite_tiny", "mistral_tiny", "olmo2_tiny", "phi3_tiny", "qwen2_tiny"),
     "qwen3_tiny",
 ]
 NOT_SHIPPED = [
@@ -43,7 +43,7 @@ COHERE2 = {
     "parallel_block": True,
     "logits_scaling": 0.5,
 }
-SIZES = {"vocab_size": 10, "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 4}
+WINDOW = {"use_sliding_window": True, "sliding_window": 4}
 
 
 def beside(name):
@@ -64,8 +64,7 @@ class TestFamilies:
         model, variables = tape.from_pretrained(folder)
         expected, double = np.load(folder / "expected.npz"), folder / "double.npz"
         tokens = jnp.asarray(expected["input_ids"])
-        apply = jax.jit(model.apply, static_argnames="return_states")
-        logits, states = apply(variables, tokens, return_states=True)
+        logits, states = model.apply(variables, tokens, return_states=True)
         wanted = np.load(double)["logits"] if double.exists() else expected["logits_f64"]
         np.testing.assert_allclose(logits, wanted, atol=3e-5)
         for i, hidden in enumerate([*states.hidden[:-1], states.final_norm]):
@@ -75,7 +74,7 @@ class TestFamilies:
         tokens = tape.generate(model, variables, jnp.asarray(prompt), greedy.shape[1])
         np.testing.assert_array_equal(tokens[:, -greedy.shape[1] :], greedy)
 
-    @pytest.mark.mostly_slow(2)
+    @pytest.mark.mostly_slow
     def test_saved_folder_is_the_same(self, folder, tmp_path):
         model, variables = tape.from_pretrained(folder)
         tape.save_pretrained(tmp_path / "like", model, variables, like=folder)
@@ -86,159 +85,278 @@ class TestFamilies:
         jax.tree.map(np.testing.assert_array_equal, same, variables)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama3_gqa", "phi3_tiny", "gemma2_tiny"])
+def test_tape_is_added_without_a_difference(name):
+    model, variables = tape.from_pretrained(HF / name)
+    tokens = jnp.asarray(np.load(HF / name / "expected.npz")["input_ids"])
+    new, added = tape.add_tape(model, variables, key=jax.random.key(0))
+    before, after = model.apply(variables, tokens), new.apply(added, tokens)
+    np.testing.assert_allclose(after, before, atol=1e-6)
+
+
 def said_in_full(config):
     return dataclasses.replace(config, head_dim=config.dim, num_kv_heads=config.kv_heads)
 
 
-@pytest.mark.parametrize(
-    ("changes", "kind"),
-    [
-        ({"layer_types": ["full_attention", "sliding_attention"] * 2}, "rope/rope+window"),
-        ({"layer_types": None, "max_window_layers": 3}, "rope/rope/rope/rope+window"),
-        ({"layer_types": ["sliding_attention"] * 4}, "rope"),
-    ],
-)
-def test_windows_in_some_layers(changes, kind):
-    """They count the token itself; a window of all layers is the model's."""
-    window = {"use_sliding_window": True, "sliding_window": 4}
-    found = model_config(config_of("qwen2_tiny", **window, **changes))
-    assert found.position.kind == kind
-    windows = {x.local_window_size for x in found.position.members} - {None}
-    assert windows | {found.local_window_size} - {None} == {3}
-    unused = config_of("qwen2_tiny", max_window_layers=None, layer_types=None)
-    assert model_config(unused).local_window_size is None
+def config_of(name, **changes):
+    config = json.loads((HF / name / "config.json").read_text()) | changes
+    return {key: value for key, value in config.items() if value is not ...}
 
 
-@pytest.mark.mostly_slow(5)
-@pytest.mark.parametrize(
-    ("options", "family"),
-    [
-        (GEMMA3, "gemma3_text"),
-        (COHERE2, "cohere2"),
-        ({"position": "rope/none/none", "tie_embeddings": True}, "smollm3"),
-        ({"biases": ("q", "k", "v"), "local_window_size": 3}, "qwen2"),
-        ({"position": LOCAL}, "mistral"),
-        ({"biases": ("q", "k", "v", "out"), "activation": "gelu_exact"}, "llama"),
-        ({"qk_norm": "head", "biases": ["out", "q", "k", "v"]}, "qwen3"),
-        ({"query_scale": 0.3, "logits_scaling": 0.6, "biases": ("gate", "up", "down")}, "granite"),
-        ({"qk_norm": "full", "norms": "after", "biases": ("q", "k", "v", "out")}, "olmo2"),
-        (GEMMA2, "gemma2"),
-    ],
-)
-def test_model_is_saved_as_the_first_that_fits(options, family, tmp_path):
-    model = small_model(**{"position": "rope", **options})
-    variables = random_variables(model)
-    tape.save_pretrained(tmp_path / "new", model, variables)
-    config = json.loads((tmp_path / "new" / "config.json").read_text())
-    found = (config["model_type"], config["architectures"])
-    assert found == (family, [FAMILIES[family].architecture])
-    again, same = tape.from_pretrained(tmp_path / "new")
-    if family == "mistral":
-        assert again.config.local_window_size == 3
-    else:
+class TestFields:
+    @pytest.mark.parametrize(
+        ("name", "changes", "message"),
+        [
+            (
+                "qwen2_tiny",
+                {"scale_depth": 1.4},
+                "not known of model_type 'qwen2': scale_depth = 1.4",
+            ),
+            ("mistral_tiny", {"attention_bias": True}, "'mistral': attention_bias = True"),
+            ("mistral_tiny", {"sliding_window": 0}, "sliding_window must be a positive integer"),
+            ("qwen3_tiny", {"attention_bias": 1}, "attention_bias must be true or false; got 1"),
+            ("qwen2_tiny", WINDOW | {"layer_types": ["round"]}, "full_attention, sliding_attent"),
+            ("qwen2_tiny", WINDOW | {"layer_types": [[1]] * 4}, "full_attention, sliding_attent"),
+            (
+                "qwen3_tiny",
+                WINDOW | {"layer_types": ..., "max_window_layers": "2"},
+                "max_window_layers must be an integer; got '2'",
+            ),
+            (
+                "phi3_tiny",
+                {"rope_scaling": {"type": "su", "short_factor": [1.0]}},
+                "'su': expected one of",
+            ),
+            ("phi3_tiny", {"rope_parameters": {"partial_rotary_factor": 0}}, "above 0 and at most"),
+            ("qwen2_tiny", {"architectures": ["Qwen3ForCausalLM"]}, r"Qwen3ForCausalLM.*'qwen2'"),
+        ],
+    )
+    def test_what_is_not_known_is_refused(self, name, changes, message):
+        with pytest.raises(ValueError, match=message):
+            model_config(config_of(name, **changes))
+
+    @pytest.mark.parametrize(
+        ("changes", "kind"),
+        [
+            ({"layer_types": ["full_attention", "sliding_attention"] * 2}, "rope/rope+window"),
+            ({"layer_types": None, "max_window_layers": 3}, "rope/rope/rope/rope+window"),
+            # What transformers takes where both are given.
+            (
+                {"layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 2},
+                "rope+window/rope+window/rope/rope",
+            ),
+            ({"layer_types": ["sliding_attention"] * 4}, "rope"),
+        ],
+    )
+    def test_windows_in_some_layers(self, changes, kind):
+        config = config_of("qwen2_tiny", use_sliding_window=True, sliding_window=4, **changes)
+        found = model_config(config)
+        assert found.position.kind == kind
+        windows = {x.local_window_size for x in found.position.members} - {None}
+        assert windows | {found.local_window_size} - {None} == {3}
+
+    def test_layers_without_rotation(self, tmp_path):
+        config = {"no_rope_layers": [1, 0, 0], "use_sliding_window": False}
+        model = small_model("rope/none/none", tie_embeddings=True, num_kv_heads=2)
+        variables = random_variables(model)
+        tape.save_pretrained(tmp_path / "new", model, variables)
+        written = json.loads((tmp_path / "new" / "config.json").read_text())
+        assert written["model_type"] == "smollm3"
+        assert {name: written[name] for name in config} == config
+        again, same = tape.from_pretrained(tmp_path / "new")
         assert again.config == said_in_full(model.config)
-    jax.tree.map(np.testing.assert_array_equal, same, variables)
-    if family == "smollm3":
-        assert config["no_rope_layers"] == [1, 0, 0]
-        by_rule = {**config, "no_rope_layers": None, "no_rope_layer_interval": 2}
+        jax.tree.map(np.testing.assert_array_equal, same, variables)
+        by_rule = {**written, "no_rope_layers": None, "no_rope_layer_interval": 2}
         assert model_config(by_rule).position.kind == "rope/none"
 
+    def test_window_of_all_layers_is_kept_however_it_is_said(self, tmp_path):
+        model = small_model(tape.positions.create("rope+window", size=3))
+        tape.save_pretrained(tmp_path / "new", model, random_variables(model))
+        assert tape.from_pretrained(tmp_path / "new")[0].config.local_window_size == 3
 
-def test_factors_of_phi3_are_written_as_every_version_reads_them(tmp_path):
-    scaling = {"kind": "longrope", "factor": 4.0, "original_length": 16}
-    scaling |= {"short_factor": (1.0, 1.5, 2.0), "long_factor": (2.0, 3.0, 4.0)}
-    scaling = tape.RopeScaling(**scaling)
-    position = tape.positions.Rope(scaling=scaling, partial_rotary_factor=0.5)
-    model = small_model(position, head_dim=12)
-    tape.save_pretrained(tmp_path / "new", model, random_variables(model))
-    written = json.loads((tmp_path / "new" / "config.json").read_text())
-    assert written["rope_scaling"] == {
-        "type": "longrope",
-        "short_factor": [1.0, 1.5, 2.0],
-        "long_factor": [2.0, 3.0, 4.0],
-    }
-    lengths = ("original_max_position_embeddings", "max_position_embeddings")
-    assert [written[name] for name in lengths] == [16, 64]
-    assert model_config(written) == said_in_full(model.config)
+    def test_window_that_is_not_used_needs_no_layers(self):
+        for name in ("qwen2_tiny", "qwen3_tiny"):
+            unused = config_of(name, max_window_layers=None, layer_types=None)
+            assert model_config(unused).local_window_size is None
 
+    def test_sliding_window_counts_the_own_token(self):
+        assert model_config(config_of("mistral_tiny", sliding_window=7)).local_window_size == 6
+        assert (
+            model_config(config_of("mistral_tiny", sliding_window=None)).local_window_size is None
+        )
 
-def test_saving_like_a_folder_of_a_family_keeps_the_family(copy, tmp_path):
-    """A Phi 3 whose heads rotate as a whole could be a Llama too."""
-    path = copy(HF / "phi3_tiny", rope_parameters={"rope_theta": 50.0})
-    model, variables = tape.from_pretrained(path)
-    tape.save_pretrained(tmp_path / "same", model, variables, like=path)
-    assert checkpoint_files(tmp_path / "same") == checkpoint_files(path)
-    scaled = tape.adapt.with_scaling(model, tape.RopeScaling("linear", factor=4.0))
-    tape.save_pretrained(tmp_path / "new", scaled, variables, like=path)
-    again, same = tape.from_pretrained(tmp_path / "new")
-    assert again.config == dataclasses.replace(scaled.config, head_dim=12)
-    jax.tree.map(np.testing.assert_array_equal, same, variables)
-
-
-@pytest.mark.parametrize(
-    ("model_type", "kind"),
-    [
-        ("gemma2", "rope+window/rope"),
-        ("gemma3_text", "/".join(["rope+window"] * 5 + ["rope"])),
-        ("cohere2", "rope+window/rope+window/rope+window/none"),
-        ("olmo3", "rope+window/rope+window/rope+window/rope"),
-    ],
-)
-def test_rules_of_layers_where_config_says_nothing(model_type, kind):
-    found = model_config({"num_hidden_layers": 8, **SIZES, "model_type": model_type})
-    assert found.position.kind == kind
-    assert {x.local_window_size for x in found.position.members} == {None, 4095}
-
-
-def test_rotations_of_gemma3_in_the_older_form():
-    sizes = {"num_hidden_layers": 3, **SIZES, "model_type": "gemma3_text"}
-    older = {"rope_theta": 700.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
-    older |= {"rope_local_base_freq": 50.0, "sliding_window_pattern": 3}
-    newer = {"full_attention": {**older["rope_scaling"], "rope_theta": 700.0}}
-    newer["sliding_attention"] = {"rope_theta": 50.0}
-    newer = {"rope_parameters": newer, "layer_types": ["sliding_attention"] * 2}
-    newer["layer_types"] += ["full_attention"]
-    found = model_config(sizes | older)
-    assert found == model_config(sizes | newer)
-    local, _, full = found.position.encodings
-    assert (local.members[0], full) == (tape.positions.Rope(base=50.0), SCALED)
-
-
-def test_cohere2_pairs_neighbours(tmp_path):
-    model = small_model(head_dim=6, num_kv_heads=1, **COHERE2)
-    variables = random_variables(model)
-    tape.save_pretrained(tmp_path / "new", model, variables)
-    tensors = safetensors.numpy.load_file(tmp_path / "new" / "model.safetensors")
-    k = np.asarray(variables["params"]["layers_1"]["attention"]["k"]["kernel"].T)
-    stored = tensors["model.layers.1.self_attn.k_proj.weight"]
-    np.testing.assert_array_equal(stored, k.reshape(6, -1)[[0, 3, 1, 4, 2, 5]])
-    assert "model.layers.1.post_attention_layernorm.weight" not in tensors
-
-
-def test_fields_of_published_files():
-    """Those of Cohere 2 that say what is so anyway; scales of Granite that lack are one."""
-    sizes = {"num_hidden_layers": 4, **SIZES, "model_type": "cohere2"}
-    published = {"position_embedding_type": "rope_gptj", "use_parallel_block": True}
-    assert model_config(sizes | published) == model_config(sizes)
-    with pytest.raises(ValueError, match="'cohere2': use_qk_norm = True"):
-        model_config(sizes | {"use_qk_norm": True})
-    with pytest.raises(ValueError, match="'cohere2': rms_norm_eps = 1e-06"):
-        model_config(sizes | {"rms_norm_eps": 1e-6})
-    scales = ("embedding_multiplier", "residual_multiplier", "attention_multiplier")
-    config = model_config(config_of("granite_tiny", **dict.fromkeys(scales, ...)))
-    assert (config.embedding_scale, config.residual_scale, config.query_scale) == (1, 1, 1)
-
-
-def test_layers_that_changed_are_written_anew(copy, tmp_path):
-    """Fields of the folder it is saved like do not win over what the model is."""
-    kinds = ["sliding_attention", "full_attention"] * 2
-    path = copy(HF / "qwen2_tiny", use_sliding_window=True, sliding_window=4, layer_types=kinds)
-    model, variables = tape.from_pretrained(path)
-    late = tape.positions.Layers(
-        [*model.encoding.encodings[1:]] * 2 + [model.encoding.encodings[0]] * 2
+    @pytest.mark.parametrize(
+        ("options", "family"),
+        [
+            ({}, "llama"),
+            ({"biases": ("q", "k", "v", "out")}, "llama"),
+            ({"local_window_size": 3}, "mistral"),
+            ({"biases": ("q", "k", "v"), "local_window_size": 3}, "qwen2"),
+            ({"qk_norm": "head", "biases": ["out", "q", "k", "v"]}, "qwen3"),
+            (
+                {"query_scale": 0.3, "logits_scaling": 0.6, "biases": ("gate", "up", "down")},
+                "granite",
+            ),
+            ({"qk_norm": "full", "norms": "after", "biases": ("q", "k", "v", "out")}, "olmo2"),
+            ({"activation": "gelu_exact"}, "llama"),
+            (GEMMA2, "gemma2"),
+            (GEMMA3, "gemma3_text"),
+            (COHERE2, "cohere2"),
+        ],
     )
-    changed = tape.Transformer(dataclasses.replace(model.config, position=late, scan_layers=False))
-    params = restack(variables["params"], model, changed)
-    tape.save_pretrained(tmp_path / "new", changed, {"params": params}, like=path)
-    again, _ = tape.from_pretrained(tmp_path / "new")
-    assert again.encoding == late
+    def test_model_is_saved_as_the_first_that_fits(self, options, family, tmp_path):
+        model = small_model(**{"position": "rope", **options})
+        variables = random_variables(model)
+        tape.save_pretrained(tmp_path / "new", model, variables)
+        config = json.loads((tmp_path / "new" / "config.json").read_text())
+        assert (config["model_type"], config["architectures"]) == (
+            family,
+            [FAMILIES[family].architecture],
+        )
+        again, same = tape.from_pretrained(tmp_path / "new")
+        assert again.config == said_in_full(model.config)
+        jax.tree.map(np.testing.assert_array_equal, same, variables)
+
+    def test_part_of_each_head_is_phi3s(self, tmp_path):
+        position = tape.positions.Rope(partial_rotary_factor=0.5)
+        model = small_model(position, head_dim=12, num_kv_heads=1, local_window_size=3)
+        variables = random_variables(model)
+        tape.save_pretrained(tmp_path / "new", model, variables)
+        tensors = safetensors.numpy.load_file(tmp_path / "new" / "model.safetensors")
+        q = np.asarray(variables["params"]["layers_0"]["attention"]["q"]["kernel"][1].T)
+        rows = [0, 1, 2, 6, 7, 8, 3, 4, 5, 9, 10, 11]
+        fused = tensors["model.layers.1.self_attn.qkv_proj.weight"]
+        np.testing.assert_array_equal(fused[12:24], q[12:24][rows])
+        again, same = tape.from_pretrained(tmp_path / "new")
+        assert again.config == model.config
+        jax.tree.map(np.testing.assert_array_equal, same, variables)
+
+    def test_factors_of_phi3_are_written_as_every_version_reads_them(self, tmp_path):
+        scaling = {"kind": "longrope", "factor": 4.0, "original_length": 16}
+        scaling |= {"short_factor": (1.0, 1.5, 2.0), "long_factor": (2.0, 3.0, 4.0)}
+        scaling = tape.RopeScaling(**scaling)
+        position = tape.positions.Rope(scaling=scaling, partial_rotary_factor=0.5)
+        model = small_model(position, head_dim=12)
+        tape.save_pretrained(tmp_path / "new", model, random_variables(model))
+        written = json.loads((tmp_path / "new" / "config.json").read_text())
+        assert written["rope_scaling"] == {
+            "type": "longrope",
+            "short_factor": [1.0, 1.5, 2.0],
+            "long_factor": [2.0, 3.0, 4.0],
+        }
+        lengths = ("original_max_position_embeddings", "max_position_embeddings")
+        assert [written[name] for name in lengths] == [16, 64]
+        assert model_config(written) == said_in_full(model.config)
+
+    def test_part_of_a_head_must_be_even(self, copy):
+        path = copy(HF / "phi3_tiny", rope_parameters={"partial_rotary_factor": 0.6})
+        with pytest.raises(ValueError, match=r"12 numbers; got 0\.6, which rotates 7"):
+            tape.from_pretrained(path)
+
+    def test_saving_like_a_folder_of_a_family_keeps_the_family(self, copy, tmp_path):
+        """A Phi 3 whose heads rotate as a whole could be a Llama too."""
+        path = copy(HF / "phi3_tiny", rope_parameters={"rope_theta": 50.0})
+        model, variables = tape.from_pretrained(path)
+        tape.save_pretrained(tmp_path / "same", model, variables, like=path)
+        assert checkpoint_files(tmp_path / "same") == checkpoint_files(path)
+        scaled = tape.adapt.with_scaling(model, tape.RopeScaling("linear", factor=4.0))
+        tape.save_pretrained(tmp_path / "new", scaled, variables, like=path)
+        again, same = tape.from_pretrained(tmp_path / "new")
+        assert again.config == dataclasses.replace(scaled.config, head_dim=12)
+        jax.tree.map(np.testing.assert_array_equal, same, variables)
+
+    @pytest.mark.parametrize(
+        ("model_type", "kind"),
+        [
+            ("gemma2", "rope+window/rope"),
+            ("gemma3_text", "/".join(["rope+window"] * 5 + ["rope"])),
+            ("cohere2", "rope+window/rope+window/rope+window/none"),
+            ("olmo3", "rope+window/rope+window/rope+window/rope"),
+        ],
+    )
+    def test_rules_of_layers_where_config_says_nothing(self, model_type, kind):
+        sizes = {"vocab_size": 10, "hidden_size": 8, "intermediate_size": 12}
+        sizes |= {"num_hidden_layers": 8, "num_attention_heads": 4, "model_type": model_type}
+        found = model_config(sizes)
+        assert found.position.kind == kind
+        assert {x.local_window_size for x in found.position.members} == {None, 4095}
+
+    def test_rotations_of_gemma3_in_the_older_form(self):
+        sizes = {"vocab_size": 10, "hidden_size": 8, "intermediate_size": 12}
+        sizes |= {"num_hidden_layers": 3, "num_attention_heads": 4, "model_type": "gemma3_text"}
+        older = {"rope_theta": 700.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+        older |= {"rope_local_base_freq": 50.0, "sliding_window_pattern": 3}
+        newer = {"full_attention": {**older["rope_scaling"], "rope_theta": 700.0}}
+        newer["sliding_attention"] = {"rope_theta": 50.0}
+        newer = {"rope_parameters": newer, "layer_types": ["sliding_attention"] * 2}
+        newer["layer_types"] += ["full_attention"]
+        found = model_config(sizes | older)
+        assert found == model_config(sizes | newer)
+        local, _, full = found.position.encodings
+        assert (local.members[0], full) == (tape.positions.Rope(base=50.0), SCALED)
+
+    def test_cohere2_pairs_neighbours(self, tmp_path):
+        model = small_model(head_dim=6, num_kv_heads=1, **COHERE2)
+        variables = random_variables(model)
+        tape.save_pretrained(tmp_path / "new", model, variables)
+        tensors = safetensors.numpy.load_file(tmp_path / "new" / "model.safetensors")
+        k = np.asarray(variables["params"]["layers_1"]["attention"]["k"]["kernel"].T)
+        k = k.reshape(6, -1)
+        stored = tensors["model.layers.1.self_attn.k_proj.weight"]
+        np.testing.assert_array_equal(stored, k[[0, 3, 1, 4, 2, 5]])
+        assert "model.layers.1.post_attention_layernorm.weight" not in tensors
+
+    def test_fields_of_published_cohere2_files(self):
+        sizes = {"vocab_size": 10, "hidden_size": 8, "intermediate_size": 12}
+        sizes |= {"num_hidden_layers": 4, "num_attention_heads": 4, "model_type": "cohere2"}
+        published = {"position_embedding_type": "rope_gptj", "use_parallel_block": True}
+        assert model_config(sizes | published) == model_config(sizes)
+        with pytest.raises(ValueError, match="'cohere2': use_qk_norm = True"):
+            model_config(sizes | {"use_qk_norm": True})
+        with pytest.raises(ValueError, match="'cohere2': rms_norm_eps = 1e-06"):
+            model_config(sizes | {"rms_norm_eps": 1e-6})
+
+    def test_layers_that_changed_are_written_anew(self, copy, tmp_path):
+        """Fields of the folder it is saved like do not win over what the model is."""
+        kinds = ["sliding_attention", "full_attention"] * 2
+        path = copy(HF / "qwen2_tiny", use_sliding_window=True, sliding_window=4, layer_types=kinds)
+        model, variables = tape.from_pretrained(path)
+        late = tape.positions.Layers(
+            [*model.encoding.encodings[1:]] * 2 + [model.encoding.encodings[0]] * 2
+        )
+        changed = tape.Transformer(
+            dataclasses.replace(model.config, position=late, scan_layers=False)
+        )
+        params = restack(variables["params"], model, changed)
+        tape.save_pretrained(tmp_path / "new", changed, {"params": params}, like=path)
+        again, _ = tape.from_pretrained(tmp_path / "new")
+        assert again.encoding == late
+
+    @pytest.mark.parametrize(
+        "position",
+        [
+            tape.positions.Rope(scaling=tape.RopeScaling("proportional", 4.0)),
+            tape.positions.Layers(
+                [
+                    [tape.positions.Rope(partial_rotary_factor=0.5), tape.positions.Window(3)],
+                    tape.positions.Rope(base=1e6),
+                ]
+            ),
+        ],
+    )
+    def test_rotations_that_no_family_has_are_refused(self, position, tmp_path):
+        model = small_model(position, norms="both", zero_centered_norms=True, qk_norm="head")
+        model = model if isinstance(position, tape.positions.Layers) else small_model(position)
+        with pytest.raises(ValueError, match=r"cannot say|no family|no place"):
+            tape.save_pretrained(tmp_path / "new", model, random_variables(model))
+
+    def test_scales_that_lack_are_one(self):
+        scales = ("embedding_multiplier", "residual_multiplier", "attention_multiplier")
+        config = model_config(config_of("granite_tiny", **dict.fromkeys(scales, ...)))
+        assert (config.embedding_scale, config.residual_scale, config.query_scale) == (1, 1, 1)
+
+    def test_model_of_no_family_is_refused(self, tmp_path):
+        model = small_model("rope", biases=("q",), qk_norm="head")
+        with pytest.raises(ValueError, match=r"no family of checkpoints has biases = \('q',\)"):
+            tape.save_pretrained(tmp_path / "new", model, random_variables(model))
