@@ -1,7 +1,6 @@
 """Adapter files: round trips, what they refuse, and what they say of themselves."""
 
 import dataclasses
-import json
 import os
 
 import chex
@@ -9,7 +8,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from flax.traverse_util import flatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from tape_jax import Experts, RopeScaling, Transformer, adapt, positions
 from tests.models import random_variables, small_model
@@ -50,6 +49,10 @@ def saved(tmp_path_factory):
     return path, made
 
 
+def load(path):
+    return adapt.load_adapter(path, BASE, VARIABLES)
+
+
 def rewritten(source, path, tensors=lambda x: x, metadata=lambda x: x):
     """A copy of an adapter with its tensors or metadata changed."""
     with safetensors.safe_open(source, framework="np") as file:
@@ -59,25 +62,23 @@ def rewritten(source, path, tensors=lambda x: x, metadata=lambda x: x):
     return path
 
 
-@pytest.mark.parametrize("method", ["tape", "longlora", "full", "encoding"])
-def test_round_trip(tmp_path, method):
-    made = trained(method, **({"position": "rope+fox"} if method == "encoding" else {}))
+FOX = small_model("fox", num_layers=1)
+
+
+@pytest.mark.parametrize(
+    ("method", "base", "options"),
+    [("tape", BASE, {}), ("longlora", BASE, {}), ("encoding", FOX, {"position": "rope"})],
+)
+def test_round_trip(tmp_path, method, base, options):
+    """Also where parameters of the base's own encoding go."""
+    variables = random_variables(base)
+    made = trained(method, base, variables, **options)
     save(tmp_path / "a.safetensors", made)
     assert os.listdir(tmp_path) == ["a.safetensors"]
-    model, variables = adapt.load_adapter(tmp_path / "a.safetensors", BASE, VARIABLES)
+    model, loaded = adapt.load_adapter(tmp_path / "a.safetensors", base, variables)
     assert model == made.model
-    chex.assert_trees_all_equal_shapes_and_dtypes(variables, made.variables)
-    chex.assert_trees_all_equal(variables, made.variables)
-
-
-def test_an_encoding_with_parameters_of_its_own_is_replaced(tmp_path):
-    fox = small_model("fox")
-    base = random_variables(fox)
-    made = trained("encoding", fox, base, position="rope")
-    save(tmp_path / "a.safetensors", made)
-    model, variables = adapt.load_adapter(tmp_path / "a.safetensors", fox, base)
-    assert model.encoding.kind == "rope"
-    chex.assert_trees_all_equal(variables, made.variables)
+    chex.assert_trees_all_equal_shapes_and_dtypes(loaded, made.variables)
+    chex.assert_trees_all_equal(loaded, made.variables)
 
 
 def test_only_what_was_trained_is_in_the_file(saved):
@@ -132,21 +133,14 @@ class TestFingerprint:
 
     def test_sees_every_parameter_of_every_layer(self):
         first = adapt.fingerprint(BASE, VARIABLES)
-        flat = flatten_dict(VARIABLES["params"])
+        flat = flatten_dict(jax.tree.map(np.asarray, VARIABLES["params"]), sep="/")
         for path, x in flat.items():
-            for layer in range(x.shape[0] if path[0] == "layers_0" else 1):
-                index = layer if path[0] == "layers_0" else 0
-                changed = {**flat, path: x.at[index].add(1e-3)}
-                params = {}
-                for p, y in changed.items():
-                    node = params
-                    for part in p[:-1]:
-                        node = node.setdefault(part, {})
-                    node[p[-1]] = y
-                found = first.differences(adapt.fingerprint(BASE, {"params": params}))
-                name = "/".join(path).replace("layers_0", "layers")
-                assert len(found) == 1, found
-                assert found[0].startswith(f"{name}: float32[")
+            for layer in range(x.shape[0] if path.startswith("layers_0") else 1):
+                changed = x.copy()
+                changed[layer] += 1e-3
+                params = unflatten_dict({**flat, path: changed}, sep="/")
+                (found,) = first.differences(adapt.fingerprint(BASE, {"params": params}))
+                assert found.startswith(f"{path.replace('layers_0', 'layers')}: float32[")
 
     def test_from_before_an_encoding_had_got_a_field(self):
         now = adapt.fingerprint(BASE, VARIABLES)
@@ -163,16 +157,6 @@ class TestFingerprint:
         )
         (found,) = one.differences(two)
         assert found.startswith("experts: ")
-
-    def test_reads_little_of_large_arrays(self):
-        model = small_model("rope", hidden_size=128, num_layers=1)
-        variables = jax.tree.map(np.asarray, random_variables(model))
-        kernel = variables["params"]["layers_0"]["attention"]["q"]["kernel"]
-        before = adapt.fingerprint(model, variables)
-        kernel = kernel.copy()
-        kernel[:, 1::8] += 1  # 128 / 16 = 8: every eighth row is read, from row 0
-        variables["params"]["layers_0"]["attention"]["q"]["kernel"] = kernel
-        assert adapt.fingerprint(model, variables) == before
 
     def test_needs_values(self):
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), VARIABLES)
@@ -194,7 +178,6 @@ def another(**changes):
             r"hidden_size: 16 and 20; .*layers/mlp/up/kernel: float32\[3x16x24\] with .* and "
             r"float32\[3x20x24\]",
         ),
-        (another(param_dtype="bfloat16"), r"embedding: float32\[13x16\].*bfloat16\[13x16\]"),
         ((BASE, random_variables(BASE, seed=1)), r"embedding: float32\[13x16\] with values"),
     ],
 )
@@ -207,11 +190,12 @@ class TestDamage:
     def test_every_truncation_is_noticed(self, saved, tmp_path):
         content = saved[0].read_bytes()
         path = tmp_path / "cut.safetensors"
-        for length in (0, 5, 100, len(content) // 2, len(content) - 1):
+        for length in (0, 100, len(content) // 2, len(content) - 1):
             path.write_bytes(content[:length])
-            for read in (adapt.describe_adapter, load):
-                with pytest.raises(ValueError, match="no safetensors file, or damaged"):
-                    read(path)
+            with pytest.raises(ValueError, match="no safetensors file, or damaged"):
+                load(path)
+        with pytest.raises(ValueError, match="no adapter at"):
+            load(tmp_path / "absent.safetensors")
 
     def test_every_changed_value_is_noticed(self, saved, tmp_path):
         content = bytearray(saved[0].read_bytes())
@@ -227,29 +211,22 @@ class TestDamage:
     def test_lost_and_added_tensors(self, saved, tmp_path):
         path = tmp_path / "other.safetensors"
 
-        def lose(tensors):
-            return {name: x for name, x in tensors.items() if name != "final_norm/scale"}
-
-        def gain(tensors):
-            return {**tensors, "extra": np.zeros(2)}
-
-        for change, name in ((lose, "final_norm/scale"), (gain, "extra")):
+        name = "final_norm/scale"
+        for change, words in (
+            (lambda tensors: {n: x for n, x in tensors.items() if n != name}, name),
+            (lambda tensors: {**tensors, "extra": np.zeros(2)}, "extra"),
+        ):
             rewritten(saved[0], path, tensors=change)
-            with pytest.raises(ValueError, match=rf"is damaged: it lacks, or .*'{name}'"):
+            with pytest.raises(ValueError, match=rf"is damaged: it lacks, or .*'{words}'"):
                 load(path)
 
     @pytest.mark.parametrize(
         ("change", "message"),
         [
             (lambda h: {**h, "version": "2"}, "has version 2 of the format; this code reads 1"),
-            (lambda h: {**h, "format": "peft"}, "is no adapter"),
             (lambda h: {}, "is no adapter"),
             (
                 lambda h: {**h, "adapter": h["adapter"].replace("10000", "10001")},
-                "is damaged: its metadata do not have their checksum",
-            ),
-            (
-                lambda h: {k: v for k, v in h.items() if k != "adapter"},
                 "is damaged: its metadata do not have their checksum",
             ),
         ],
@@ -258,14 +235,6 @@ class TestDamage:
         path = rewritten(saved[0], tmp_path / "other.safetensors", metadata=change)
         with pytest.raises(ValueError, match=message):
             load(path)
-
-    def test_no_file(self, tmp_path):
-        with pytest.raises(ValueError, match="no adapter at"):
-            load(tmp_path / "absent.safetensors")
-
-
-def load(path):
-    return adapt.load_adapter(path, BASE, VARIABLES)
 
 
 def test_a_failed_write_leaves_the_old_file(saved, tmp_path, monkeypatch):
@@ -315,7 +284,4 @@ def test_the_table(saved):
     path, made = saved
     lines = adapt.describe_adapter(path).splitlines()
     assert lines[0] == "method tape, rules position, norms"
-    expected = adapt.describe_trainable(made.model, made.rules)
-    assert lines[1:] == expected.splitlines()
-    with safetensors.safe_open(path, framework="np") as file:
-        assert json.loads(file.metadata()["adapter"])["rules"] == ["position", "norms"]
+    assert lines[1:] == adapt.describe_trainable(made.model, made.rules).splitlines()

@@ -76,7 +76,6 @@ CASES = [
     Case("grouped_heads", heads=6, kv_heads=2, bias="array", segments="same"),
     Case("grouped_heads_shared_state", heads=4, kv_heads=2, state_heads=1, local_window_size=6),
     Case("multi_query", heads=4, kv_heads=1, state_heads=1, bias="function"),
-    Case("window", local_window_size=4, queries=33),
     Case("window_bidirectional", local_window_size=4, queries=33, is_causal=False),
     Case("window_of_two_sides", local_window_size=(6, 2), queries=33, is_causal=False),
     Case("window_one", local_window_size=0),
@@ -110,17 +109,7 @@ CASES = [
     Case("decay_cache", queries=3, keys=21, query_offset=18, form=None, heads=4, log_decay="pair"),
     Case("decay_cross", queries=17, keys=21, segments="pair", is_causal=False, log_decay="mixed"),
     Case("softcap", softcap=0.7, heads=4, segments="same", local_window_size=6),
-    Case(
-        "softcap_cache",
-        softcap=0.7,
-        scale=0.9,
-        queries=3,
-        keys=21,
-        query_offset=18,
-        form=None,
-    ),
     Case("softcap_and_decay", softcap=0.4, heads=4, bias="array", log_decay="same"),
-    Case("decay_and_bias", heads=4, bias="array", log_decay="same", batch=(2, 2), queries=9),
 ]
 # By a mask, or by what only plain JAX has.
 MASKED = [
@@ -134,7 +123,6 @@ MASKED = [
         is_causal=False,
     ),
     Case("mask", mask="full", is_causal=False),
-    Case("mask_grouped", mask="full", heads=4, bias="array"),
     Case("mask_heads", mask="heads", heads=4, local_window_size=8, segments="same"),
     Case("mask_keys", mask="keys", heads=4, batch=(2, 3), queries=9),
     Case("mask_queries", mask="queries", is_causal=False),

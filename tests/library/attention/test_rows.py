@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from tape_jax._src.attention import BACKENDS, attention, attention_plan, rows
-from tape_jax._src.attention.normalize import normalize
+from tape_jax._src.attention import BACKENDS, attention, attention_plan
 from tape_jax._src.attention.shifted_groups import shifted_group_attention
 from tests.library.attention.backends import assert_close, jit, normal, qkve
 from tests.library.attention.cases import BY_NAME, call, inputs, oracle
@@ -28,7 +27,7 @@ EVERY = {**OPTIONS, "query_blocks": {"implementation": "query_blocks", "options"
 # What has to be right beside the functions: offsets, segments, masks, windows, heads, states.
 NAMES = (
     "two_batch_axes", "grouped_heads", "multi_query", "window_bidirectional", "before_the_keys",
-    "cross", "cache", "tensor_cache", "mask_heads", "decay_grouped", "mask_and_decay",
+    "cross", "cache", "tensor_cache", "decay_grouped", "mask_and_decay",
 )  # fmt: skip
 BOTH = ("logits_fn", "weights_fn")
 
@@ -100,10 +99,8 @@ QUICK = [
     ("reference", "grouped_heads", "both"),
     ("rows", "grouped_heads", "logits_fn"),
     ("rows", "grouped_heads", "weights_fn"),
-    ("rows", "two_batch_axes", "both"),
     ("rows", "cross", "both"),
     ("rows", "cache", "both"),
-    ("rows", "mask_and_decay", "both"),
     ("query_blocks", "grouped_heads", "both"),
 ]
 
@@ -118,18 +115,11 @@ def test_outputs(backend, name, given, x64):
     assert_close(jax.tree.map(np.asarray, found), want, 1e-12)
 
 
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize(
-    ("backend", "name"),
-    [
-        ("rows", "grouped_heads"),
-        ("rows", "mask_and_decay"),
-        ("query_blocks", "mask_and_decay"),
-    ],
-)
-def test_gradients_by_finite_differences(backend, name, x64):
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["rows", "query_blocks"])
+def test_gradients_by_finite_differences(backend, x64):
     """To all floats of the call, and to what the functions close over."""
-    case, floats, fixed = drawn(name)
+    case, floats, fixed = drawn("mask_and_decay")
     f = jax.jit(lambda x: run(case, x, fixed, BOTH, **EVERY[backend]))
     floats = jax.tree.map(jnp.asarray, floats)
     check_grads(f, (floats,), order=1, modes=["rev"], rtol=1e-5)
@@ -148,9 +138,9 @@ def outputs_and_gradients(name, **options):
 
 
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize(("name", "block_q"), [("cross", 5), ("cross", 1), ("grouped_heads", 1000)])
+@pytest.mark.parametrize(("name", "block_q"), [("grouped_heads", 5), ("cross", 1), ("cross", 99)])
 def test_blocks_of_any_size(name, block_q, x64):
-    """A block that begins within the one before counts its queries once."""
+    """Gradients too; a block that begins within the one before counts its queries once."""
     found = outputs_and_gradients(name, implementation="rows", options={"block_q": block_q})
     assert_close(found, outputs_and_gradients(name, implementation="reference"), 1e-12)
 
@@ -179,22 +169,6 @@ def test_one_offset_for_each_row(backend, x64):
         assert_close(*([np.asarray(x[n]) for x in pair] for pair in (got, want)), 1e-12)
 
 
-@pytest.mark.parametrize("backend", OPTIONS)
-def test_the_softmax_written_out_is_the_softmax(backend):
-    q, k, v, e = qkve(19, heads=4)
-    ids = jnp.sort(jnp.asarray(np.random.default_rng(5).integers(0, 3, (2, 19))))
-    given = {"state": e, "is_causal": True, "segment_ids": ids, **OPTIONS[backend]}
-    same = {
-        "logits_fn": lambda logits, rows: logits,
-        "weights_fn": lambda logits, rows: jax.nn.softmax(logits, axis=-1),
-    }
-    assert_close(
-        jit(lambda *x: attention(*x, **given, **same))(q, k, v),
-        jit(lambda *x: attention(*x, **given))(q, k, v),
-        1e-6,
-    )
-
-
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("backend", OPTIONS)
 def test_a_row_without_keys_gives_what_its_weights_say(backend):
@@ -204,7 +178,7 @@ def test_a_row_without_keys_gives_what_its_weights_say(backend):
     given = {"mask": mask, "is_causal": True, **OPTIONS[backend]}
 
     def o(**functions):
-        return attention(q, k, v, **given, **functions)[0]
+        return jit(lambda q: attention(q, k, v, **given, **functions)[0])(q)
 
     assert np.all(o(logits_fn=lambda logits, rows: logits + 1)[:, 3] == 0)
     assert np.all(o(weights_fn=lambda logits, rows: jax.nn.sigmoid(logits))[:, 3] == 0)
@@ -230,18 +204,16 @@ def test_logits_are_wide_whatever_the_type(backend):
 @pytest.mark.parametrize("name", BOTH)
 def test_wrong_functions(name):
     q, k, v, _ = qkve(9)
-    with pytest.raises(ValueError, match=f"{name} must be a function of logits and rows; got 3"):
-        attention(q, k, v, **{name: 3})
-    for wrong in (
-        lambda logits, rows: logits[..., :1],
-        lambda logits, rows: logits.sum(1),
-        lambda logits, rows: rows.visible & (logits > 0),
-        lambda logits, rows: 0.0,
+    shape = rf"{name} must return.*\(2, 2, [49], 9\)"
+    for wrong, words in (
+        (3, f"{name} must be a function of logits and rows; got 3"),
+        (lambda logits, rows: logits[..., :1], shape),
+        (lambda logits, rows: rows.visible & (logits > 0), shape),
     ):
-        with pytest.raises(ValueError, match=rf"{name} must return.*\(2, 2, [49], 9\)"):
+        with pytest.raises(ValueError, match=words):
             attention(q, k, v, **{name: wrong})
-    with pytest.raises(ValueError, match="block_q must be a positive integer"):
-        attention(q, k, v, implementation="rows", options={"block_q": 0})
+    with pytest.raises(ValueError, match=f"shifted_groups = 2 needs .* without {name}; got one"):
+        shifted_group_attention(q[:, :8], k[:, :8], v[:, :8], groups=2, **{name: lambda x, _: x})
 
 
 @pytest.mark.usefixtures("any_device")
@@ -250,12 +222,9 @@ def test_other_backends_refuse(name):
     q, k, v, _ = qkve(9)
     q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
     given = {"is_causal": True, name: lambda logits, rows: logits}
-    for backend in set(BACKENDS) - set(EVERY):
-        with pytest.raises(NotImplementedError):
-            attention(q, k, v, implementation=backend, **given)
+    plan = attention_plan(q, k, v, implementation=tuple(set(BACKENDS) - set(EVERY)), **given)
+    assert plan.implementation is None
     for backend in ("chunked", "pallas", "splash", "cudnn"):
-        plan = attention_plan(q, k, v, implementation=backend, **given)
-        assert plan.implementation is None
         assert f"{name}= is given rows of logits" in plan.rejected[backend]
 
 
@@ -278,16 +247,8 @@ def test_the_plan():
     assert taken(4096).implementation == "chunked"
 
 
-@pytest.mark.parametrize("name", BOTH)
-def test_shifted_groups_refuse(name):
-    q, k, v, _ = qkve(8)
-    with pytest.raises(ValueError, match=f"shifted_groups = 2 needs .* without {name}; got one"):
-        shifted_group_attention(q, k, v, groups=2, **{name: lambda logits, rows: logits})
-
-
-@pytest.mark.parametrize("transform", mostly_slow(["vmap", "scan", "checkpoint"], "vmap"))
-def test_transformations(transform):
-    """Of calls whose functions close over what is transformed."""
+def test_vmap():
+    """Of a call whose functions close over what is batched."""
     q, k, v, _ = qkve(19)
     gates = normal(7, 2, 19)
 
@@ -299,46 +260,10 @@ def test_transformations(transform):
         o = attention(q, k, v, is_causal=True, logits_fn=logits_fn, **options)[0]
         return jnp.sum(jnp.sin(o))
 
-    f = functools.partial(loss, **OPTIONS["rows"])
+    def by_row(*args):
+        f = functools.partial(loss, **OPTIONS["rows"])
+        return jnp.sum(jax.vmap(f)(*(x[:, None] for x in args)))
 
-    def by_row(q, gates, k, v):
-        return jnp.sum(jax.vmap(f)(*(x[:, None] for x in (q, gates, k, v))))
-
-    def scanned(q, gates, k, v):
-        return jax.lax.scan(lambda sum, q: (sum + f(q, gates, k, v), None), 0.0, q[None])[0]
-
-    changed = {"vmap": by_row, "scan": scanned, "checkpoint": jax.checkpoint(f)}[transform]
-    found = jit(jax.grad(changed, (0, 1, 2, 3)))(q, gates, k, v)
     want = jit(jax.grad(functools.partial(loss, **OPTIONS["reference"]), (0, 1, 2, 3)))
+    found = jit(jax.grad(by_row, (0, 1, 2, 3)))(q, gates, k, v)
     assert_close(found, want(q, gates, k, v), 1e-5)
-
-
-@pytest.mark.slow
-def test_memory_is_linear():
-    """Of forward and backward with blocks of one size; ``reference`` has all pairs at once."""
-
-    def needed(backend, length, **options):
-        x = jax.ShapeDtypeStruct((1, length, 2, 32), jnp.float32)
-        gates = jax.ShapeDtypeStruct((1, length), jnp.float32)
-
-        def loss(q, k, v, gates):
-            given = functions({"gate": q[..., 0], "depth": gates, "slope": gates[0, :2]})
-            o = attention(q, k, v, is_causal=True, implementation=backend, **given, **options)[0]
-            return jnp.sum(o**2)
-
-        lowered = jit(jax.value_and_grad(loss, (0, 1, 2, 3))).lower(x, x, x, gates)
-        return lowered.compile().memory_analysis().temp_size_in_bytes
-
-    blocks = {"options": {"block_q": 16}}
-    assert needed("rows", 2048, **blocks) / needed("rows", 1024, **blocks) < 2.6
-    assert needed("reference", 2048) / needed("reference", 1024) > 3.5
-
-
-def test_blocks_shrink_as_calls_grow():
-    def block(*shape):
-        x = jnp.zeros((*shape, 2))
-        return rows._block_length(normalize(x, x, x, is_causal=True))
-
-    assert block(1, 1024, 2) == 512
-    assert block(4, 1024, 2) == 128
-    assert block(16, 4096, 8) == 8

@@ -26,110 +26,50 @@ from tests.library.attention.backends import (
     outputs_and_gradients,
     qkve,
 )
-from tests.library.attention.cases import BY_NAME, bias_function, call, inputs, oracle
+from tests.library.attention.cases import BY_NAME, bias_function, inputs, oracle
 from tests.selection import mostly_slow
 
 
+def of_closures(floats, rank, **keywords):
+    """A scalar of a call whose bias function closes over floats and integers."""
+    bias = bias_function(jnp.tanh(floats["bias"]), floats["phase"], rank + 1)
+    arrays = [floats[name] for name in ARRAYS]
+    o, a = attend(*arrays, is_causal=True, bias=bias, **keywords)
+    return jnp.sum(jnp.sin(o)) + jnp.sum(a**2)
+
+
 @pytest.mark.parametrize(
-    "transform", mostly_slow(["grad_jit", "vmap", "checkpoint", "scan"], "vmap", "scan")
+    "transform", mostly_slow(["outside_jit", "vmap", "checkpoint", "scan"], "vmap")
 )
 def test_bias_closures(transform):
     """Gradients reach floats that a bias function closes over, whatever transforms the call."""
-    case = BY_NAME["multi_query"]
-    floats, fixed = inputs(case)
+    floats, fixed = inputs(BY_NAME["multi_query"])
     floats = {n: jnp.asarray(x, jnp.float32) for n, x in floats.items()}
     rank = jnp.asarray(fixed["rank"])
-
-    def f(floats, rank):
-        bias = bias_function(jnp.tanh(floats["bias"]), floats["phase"], rank + 1)
-        o, a = attend(
-            *(floats[name] for name in ARRAYS), is_causal=True, bias=bias, **BACKENDS["chunked"]
-        )
-        return jnp.sum(jnp.sin(o)) + jnp.sum(a**2)
+    f = functools.partial(of_closures, **BACKENDS["chunked"])
 
     def by_row(floats, rank):
         batched = dict.fromkeys(floats, 0) | {"bias": None}
         return jnp.sum(jax.vmap(f, in_axes=(batched, 0))(floats, rank))
 
     def by_scan(floats, rank):
-        rest = {n: x for n, x in floats.items() if n != "bias"}
+        def step(total, bias):
+            return total + f({**floats, "bias": bias}, rank), None
 
-        def step(total, x):
-            return total + f({**rest, "bias": x}, rank), None
-
-        total, _ = jax.lax.scan(step, 0.0, floats["bias"][None])
-        return total
+        return jax.lax.scan(step, 0.0, floats["bias"][None])[0]
 
     gradient = {
-        "grad_jit": jax.grad(jax.jit(f)),
+        "outside_jit": jax.grad(f),
         "vmap": jit(jax.grad(by_row)),
         "checkpoint": jit(jax.grad(jax.checkpoint(f))),
         "scan": jit(jax.grad(by_scan)),
     }[transform](floats, rank)
-    assert_close(gradient, closure_gradients(), 2e-5)
+    want = jit(jax.grad(functools.partial(of_closures, implementation="reference")))
+    assert_close(gradient, want(floats, rank), 2e-5)
 
 
 @pytest.mark.slow
-def test_outside_jit():
-    """A call that is not compiled gives the same, gradients of closures included."""
-    case = BY_NAME["multi_query"]
-    floats, fixed = inputs(case)
-    floats = {n: jnp.asarray(x, jnp.float32) for n, x in floats.items()}
-
-    def f(floats):
-        o, a = call(attention, case, floats, fixed, **BACKENDS["chunked"])
-        return jnp.sum(o) + jnp.sum(a)
-
-    chex.assert_trees_all_close(jax.grad(f)(floats), jit(jax.grad(f))(floats), atol=1e-5)
-
-
-@functools.cache
-def closure_gradients():
-    """The gradients of test_bias_closures by ``reference``, the bias given as an array."""
-    case = BY_NAME["multi_query"]
-    floats, fixed = inputs(case)
-    index = np.arange(case.queries)
-
-    def f(floats):
-        bias = bias_function(jnp.tanh(floats["bias"]), floats["phase"], fixed["rank"] + 1)
-        o, a = attend(
-            *(floats[name] for name in ARRAYS),
-            is_causal=True,
-            bias=bias(index, index),
-            implementation="reference",
-        )
-        return jnp.sum(jnp.sin(o)) + jnp.sum(a**2)
-
-    with jax.enable_x64(True):
-        return jit(jax.grad(f))(jax.tree.map(jnp.asarray, floats))
-
-
-@pytest.mark.slow
-@each("pallas", "splash")
-def test_transformations(backend, keywords):
-    """Gradients of a rematerialised and scanned call and under vmap are those of ``reference``."""
-    q, k, v, e = qkve(19)
-
-    def loss(k, q, v, e, **implementation):
-        o, a = attention(q, k, v, state=e, is_causal=True, **implementation)
-        return jnp.sum(jnp.sin(o)) + jnp.sum(a**2)
-
-    def scanned(k, q, v, e):
-        def step(total, x):
-            return total + jax.checkpoint(functools.partial(loss, **keywords))(x, q, v, e), None
-
-        return jax.lax.scan(step, 0.0, k[None])[0]
-
-    want = jit(jax.grad(functools.partial(loss, implementation="reference")))
-    assert_close(jit(jax.grad(scanned))(k, q, v, e), want(k, q, v, e), 1e-5)
-    # All rows share the state of the first.
-    row = jax.grad(functools.partial(loss, **keywords))
-    by_row = jit(jax.vmap(row, in_axes=(0, 0, 0, None)))
-    assert_close(by_row(k, q, v, e[0]), want(k, q, v, e[:1]), 1e-5)
-
-
-@pytest.mark.slow
-@each("pallas", "splash")
+@each("splash")
 def test_sharded_over_batch_and_heads(backend, keywords):
     """Each device attends with its rows and heads, and talks to no other."""
     args = qkve(19, heads=4, kv_heads=2)
@@ -204,7 +144,7 @@ def bias_of(table, factor, wrap=lambda f: f):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["", "jit", "remat"])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["", "remat"])
 def test_no_bias_function_is_taken_for_another(wrap):
     """Whether they differ in an array, or in their derivatives alone."""
     q, k, v, e = qkve(19)
@@ -239,22 +179,18 @@ def test_a_bias_function_is_compiled_once_with_the_program_around_it():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transform", [jax.jit, jax.vmap])
-def test_chunked_names_who_has_second_derivatives(transform):
+def test_chunked_names_who_has_second_derivatives():
     q, k, v, e = qkve(19)
 
-    def loss(q, implementation):
-        options = {"state": e, "is_causal": True, "implementation": implementation}
-        return jnp.sum(attention(q, k, v, **options)[0] ** 2)
-
     def squared(q, implementation):
-        return jnp.sum(jax.grad(loss)(q, implementation) ** 2)
+        options = {"state": e, "is_causal": True, "implementation": implementation}
+        gradient = jax.grad(lambda q: jnp.sum(attention(q, k, v, **options)[0] ** 2))(q)
+        return jnp.sum(gradient**2)
 
-    given = q[None] if transform is jax.vmap else q
-    second = transform(jax.grad(functools.partial(squared, implementation="reference")))(given)
+    second = jit(jax.grad(functools.partial(squared, implementation="reference")))(q)
     assert jnp.isfinite(second).all()
     with pytest.raises(NotImplementedError, match="second order: name implementation='reference'"):
-        transform(jax.grad(functools.partial(squared, implementation="chunked")))(given)
+        jit(jax.grad(functools.partial(squared, implementation="chunked")))(q)
 
 
 # --- Programs for sizes that are not known yet ---------------------------------------------------

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import os
+import socket
 import subprocess
 import sys
 import types
@@ -19,7 +21,6 @@ from tape_jax._src.attention import choice, recorded_plans, reference
 from tape_jax._src.attention.normalize import normalize
 from tape_jax._src.attention.tuning import measure, records
 from tape_jax._src.attention.tuning.records import CallShape, Measured
-from tape_jax._src.core import processes
 from tape_jax._src.core.timing import Timing
 from tape_jax.sharding import ShardingConfig
 
@@ -75,105 +76,77 @@ def test_what_was_measured_is_taken():
     }
     arrays = SHAPE.arrays()
     with recorded_plans() as plans:
-        got = attention(*arrays[:3], state=arrays[3], is_causal=True)
+        attention(*arrays[:3], state=arrays[3], is_causal=True)
     assert [dataclasses.replace(x, operations=plan.operations) for x in plans] == [plan]
-    want = attention(*arrays[:3], state=arrays[3], is_causal=True, implementation="reference")
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), got, want)
-
-
-def test_nothing_measured_is_said():
-    plan = plan_of(SHAPE)
-    assert (plan.implementation, plan.measured) == ("reference", None)
-    assert plan.basis == "nothing was measured here (python -m tape_jax.tune does)"
-    known(result("chunked"), shape=dataclasses.replace(SHAPE, length=1024))
-    assert plan_of(SHAPE).basis.startswith("no shape near this one was measured here")
-    assert plan_of(SHAPE, implementation="chunked").basis == "named"
 
 
 @pytest.mark.parametrize(
-    ("forward", "gradients", "taken"),
-    [(0.8, 1.6, "chunked"), (0.8, 1.7, "reference"), (0.83, 1.0, "reference"), (0.5, 2.1, "ref")],
+    ("forward", "gradients", "spread", "taken"),
+    [
+        (0.8, 1.6, 0.0, "chunked"),
+        (0.8, 1.7, 0.0, "reference"),
+        (0.83, 1.0, 0.0, "reference"),
+        (0.5, 1.6, 0.1, "chunked"),
+        (0.5, 1.6, 0.12, "reference"),
+    ],
 )
-def test_the_default_gives_way_to_what_is_faster_both_ways(forward, gradients, taken):
-    """By more than what another process shows."""
-    best = records.ranked([result("reference"), result("chunked", forward, gradients)], "reference")
-    assert best[0].implementation.startswith(taken)
+def test_the_default_gives_way_to_what_is_faster_both_ways(forward, gradients, spread, taken):
+    """By more than what another process shows: a fifth less, and not in runs that differ so."""
+    results = [
+        result("reference", spreads=(0.0, spread)),
+        result("chunked", forward, gradients, spreads=(spread, spread)),
+    ]
+    best = records.ranked(results, "reference")
+    assert best[0].implementation == taken
     assert len(best) == 2
 
 
-@pytest.mark.parametrize(("spread", "taken"), [(0.1, "chunked"), (0.12, "reference")])
-def test_what_may_be_noise_is_not_taken(spread, taken):
-    """A fifth less, in runs that differ by as much."""
-    noisy = [
-        result("reference", spreads=(0.0, spread)),
-        result("chunked", 0.5, 1.6, spreads=(0.1, spread)),
-    ]
-    assert records.ranked(noisy, "reference")[0].implementation == taken
-
-
-def test_what_disagrees_is_never_taken():
-    """Not even where it is what is taken without measurements."""
-    shape = dataclasses.replace(SHAPE, length=512)
+def test_what_disagrees_anywhere_is_taken_nowhere():
+    """In calls of types of the same width, not even where it is what is taken by default."""
     wrong = Measured("chunked", error=0.1, struck="disagrees", wrong=True)
-    known(result("reference"), wrong, shape=shape)
+    shapes = [dataclasses.replace(SHAPE, length=length) for length in (64, 128)]
+    fast = [result("reference"), result("chunked", 0.1, 0.1)]
+    half = dataclasses.replace(shapes[1], dtype="bfloat16")
+    records.write({shapes[0]: [wrong], shapes[1]: fast, half: fast})
+    records.forget()
+    assert plan_of(shapes[1]).implementation == "reference"
+    assert plan_of(half).implementation == "chunked"
     plan = plan_of(dataclasses.replace(SHAPE, length=8192))
     assert plan.implementation == "rows"
     assert plan.rejected["chunked"] == "disagrees"
 
 
-def test_what_disagrees_anywhere_is_taken_nowhere():
-    """In calls of types of the same width."""
-    wrong = Measured("chunked", error=0.1, struck="disagrees", wrong=True)
-    shapes = [dataclasses.replace(SHAPE, length=length) for length in (64, 128)]
-    fast = [result("reference"), result("chunked", 0.1, 0.1)]
-    half = [dataclasses.replace(shape, dtype="bfloat16") for shape in shapes[1:]]
-    records.write({shapes[0]: [wrong], shapes[1]: fast, half[0]: fast})
-    records.forget()
-    assert plan_of(shapes[1]).implementation == "reference"
-    assert plan_of(half[0]).implementation == "chunked"
-
-
 def test_what_took_too_long_is_still_there():
-    known(Measured("chunked", error=1e-7, struck="takes 9 s"), shape=SHAPE)
+    known(Measured("chunked", error=1e-7, struck="takes 9 s"))
     plan = plan_of(dataclasses.replace(SHAPE, length=4096))
-    assert plan.implementation == "chunked"
-    assert plan.measured == {}
+    assert (plan.implementation, plan.measured) == ("chunked", {})
+
+
+LONG = (64, 64), (64, 128), (64, 256, "float32", True, 8, 8, 8), (128, 512)
 
 
 @pytest.mark.parametrize(
-    ("length", "rows", "nearest"),
-    [(64, 1, 64), (100, 1, 128), (33, 1, 64), (9999, 1, 128), (31, 1, None), (256, 16, 256)],
-)
-def test_the_nearest_shape_counts(length, rows, nearest):
-    table = [
-        CallShape(64, 64, "float32", True),
-        CallShape(64, 128, "float32", True),
-        CallShape(64, 256, "float32", True, 8, 8, 8),
-        CallShape(128, 512, "float32", True),
-        CallShape(64, length, "bfloat16", True),
-        CallShape(64, length, "float32", False),
-    ]
-    found = records.nearest(CallShape(64, length, "float32", True, 1, rows, rows), table)
-    assert (found and found.length) == nearest
-
-
-@pytest.mark.parametrize(
-    ("measured", "call", "known"),
+    ("measured", "call", "nearest"),
     [
+        (LONG, (64, 100), (64, 128)),
+        (LONG, (64, 33), (64, 64)),
+        (LONG, (64, 31), None),
+        (LONG, (64, 9999), (64, 128)),
+        (LONG, (64, 256, "float32", True, 1, 16, 16), LONG[2]),
+        (LONG, (64, 128, "float32", False), None),
+        # Short calls of another head dimension say nothing, types of one width the same.
         ([(8, 16), (64, 256)], (64, 100), None),
         ([(8, 16), (64, 256)], (8, 16), (8, 16)),
         ([(64, 64, "bfloat16")], (64, 64, "float16"), (64, 64, "bfloat16")),
-        ([(64, 64, "bfloat16")], (64, 64, "float64"), None),
+        ([(64, 64, "bfloat16")], (64, 64), None),
     ],
 )
-def test_what_another_kind_of_call_says(measured, call, known):
-    """Short calls of another head dimension nothing, types of one width the same."""
-
-    def shape(dim, length, dtype="float32"):
-        return CallShape(dim, length, dtype, True)
+def test_the_nearest_shape_counts(measured, call, nearest):
+    def shape(dim, length, dtype="float32", state=True, *heads):
+        return CallShape(dim, length, dtype, state, *heads)
 
     found = records.nearest(shape(*call), [shape(*each) for each in measured])
-    assert found == (known and shape(*known))
+    assert found == (nearest and shape(*nearest))
 
 
 def test_calls_with_far_more_keys_than_queries_are_not_known():
@@ -198,19 +171,6 @@ def test_the_reference_is_not_taken_where_its_memory_was_not_tried(measured, len
     assert plan.implementation.startswith(taken)
 
 
-def test_what_refuses_a_call_is_passed_over(extra):
-    def check(request):
-        if request.visibility.mask is not None:
-            raise NotImplementedError("no masks")
-
-    extra(check=check, attend=None)
-    known(result("extra", 0.1, 0.1), result("chunked", 0.2, 0.2), result("reference"))
-    assert plan_of(SHAPE).implementation == "extra"
-    plan = plan_of(SHAPE, mask=jax.ShapeDtypeStruct((64, 64), "bool"))
-    assert plan.implementation == "chunked"
-    assert plan.rejected["extra"] == "no masks"
-
-
 @pytest.fixture
 def extra(monkeypatch):
     """Registers a backend."""
@@ -222,6 +182,19 @@ def extra(monkeypatch):
         monkeypatch.setitem(choice.BACKENDS, "extra", module.__name__)
 
     return register
+
+
+def test_what_refuses_a_call_is_passed_over(extra):
+    def check(request):
+        if request.visibility.mask is not None:
+            raise NotImplementedError("no masks")
+
+    extra(check=check, attend=None)
+    known(result("extra", 0.1, 0.1), result("chunked", 0.2, 0.2), result("reference"))
+    assert plan_of(SHAPE).implementation == "extra"
+    plan = plan_of(SHAPE, mask=jax.ShapeDtypeStruct((64, 64), "bool"))
+    assert plan.implementation == "chunked"
+    assert plan.rejected["extra"] == "no masks"
 
 
 def test_a_backend_that_disagrees_is_struck_off(extra):
@@ -241,7 +214,6 @@ def test_a_backend_that_disagrees_is_struck_off(extra):
     table = measure.tune([SHAPE], seconds=60, say=lambda line: None, timer=timer(seconds))
     by_name = {x.implementation: x for x in table[SHAPE]}
     assert by_name["extra"].struck.startswith("disagrees with the reference: error ")
-    assert by_name["extra"].error > 1e-2
     assert not by_name["extra"].timed
     assert by_name["chunked"].error < 1e-5
     plan = plan_of(SHAPE)
@@ -284,33 +256,27 @@ def test_a_stopped_run_goes_on(monkeypatch):
         measure.tune(shapes, **options, again=True)
 
 
-def test_the_time_is_limited():
+def test_limits(monkeypatch):
     lines = []
     assert measure.tune([SHAPE], seconds=0, say=lines.append) == {}
     assert lines == ["1 of 1 cases are left: the time is over"]
-    found = measure.measure(SHAPE, ["chunked"], limits=measure.Limits(deadline=0.0))
-    assert [x.struck for x in found] == [measure.LATE]
-    assert not measure.finished(found)
 
-
-@pytest.mark.parametrize("length", [64, 512])
-def test_what_the_others_are_to_beat_is_measured_first(length):
-    """Where time is short, nothing is taken that was not compared with it."""
-    found = measure.trials(dataclasses.replace(SHAPE, length=length))
-    assert found.names[0] == found.default
-    assert len(set(found.names)) == len(found.names) > 3
-
-
-@pytest.mark.parametrize(
-    ("limits", "why"),
-    [
+    monkeypatch.setattr(measure, "_Truth", lambda inputs: None)
+    for limits, why in (
+        ({"deadline": 0.0}, measure.LATE),
         ({"memory": 0}, "RuntimeError: needs 0.0 GiB, limit 0 GiB"),
         ({"seconds": 0}, "s a call, limit 0 s"),
-    ],
-)
-def test_limits_of_a_call(limits, why):
-    (found,) = measure.measure(SHAPE, ["chunked"], limits=measure.Limits(**limits))
-    assert why in found.struck
+    ):
+        found = measure.measure(SHAPE, ["reference"], limits=measure.Limits(**limits))
+        assert why in found[0].struck
+        assert measure.finished(found) == ("deadline" not in limits)
+
+
+def test_what_the_others_are_to_beat_is_measured_first():
+    """Where time is short, nothing is taken that was not compared with it."""
+    found = measure.trials(dataclasses.replace(SHAPE, length=512))
+    assert found.names[0] == found.default != "reference"
+    assert len(set(found.names)) == len(found.names) > 3
 
 
 @pytest.mark.parametrize(
@@ -318,14 +284,8 @@ def test_limits_of_a_call(limits, why):
     [
         (lambda text: text[: len(text) // 2], "damaged: "),
         (lambda text: "[]", "not a file of this format"),
-        (lambda text: text.replace('"jax": "', '"jax": "0.'), "of another jax: 0."),
         (lambda text: text.replace('"kernels": "', '"kernels": "0'), "of another kernels: 0"),
         (lambda text: text.replace('"shape"', '"form"'), "damaged: 'shape'"),
-        (
-            lambda text: text.replace("measurements 3", "measurements 2"),
-            "not a file of this format",
-        ),
-        (lambda text: "\\xff", "damaged: "),
     ],
 )
 def test_files_that_do_not_count_are_named(change, why):
@@ -368,38 +328,23 @@ def test_a_power_cut_leaves_the_old_file(monkeypatch):
     assert [file.suffix for file in records.folder().iterdir()] == [".json"]
 
 
-def test_what_is_written_is_read():
-    table = {SHAPE: [result("chunked"), Measured("pallas", struck="no GPU")]}
-    assert records.loads(records.dumps(table)) == table
-
-
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("XLA_FLAGS", "--xla_cpu_enable_fast_math=true"), ("NVIDIA_TF32_OVERRIDE", "0")],
+    ("name", "value", "counts"),
+    [
+        ("XLA_FLAGS", "--xla_cpu_enable_fast_math=true", True),
+        ("XLA_FLAGS", "--xla_dump_to=/tmp/x --xla_force_host_platform_device_count=3", False),
+        ("NVIDIA_TF32_OVERRIDE", "0", True),
+    ],
 )
-def test_what_changes_the_outcome_is_in_the_key(monkeypatch, name, value):
+def test_what_changes_the_outcome_is_in_the_key(monkeypatch, name, value, counts):
     before = records.path()
-    monkeypatch.setenv(name, value)
+    for context in (jax.enable_x64(True), jax.default_matmul_precision("highest")):
+        records.key.cache_clear()
+        with context:
+            assert records.path() != before
+    monkeypatch.setenv(name, f"{os.environ.get(name, '')} {value}")
     records.key.cache_clear()
-    assert records.path() != before
-
-
-def test_wide_types_have_a_file_of_their_own():
-    before = records.path()
-    records.key.cache_clear()
-    with jax.enable_x64(True):
-        assert records.path() != before
-    records.key.cache_clear()
-    with jax.default_matmul_precision("highest"):
-        assert records.path() != before
-
-
-def test_flags_without_effect_do_not_count(monkeypatch):
-    before = records.path()
-    others = "--xla_dump_to=/tmp/x --xla_force_host_platform_device_count=3"
-    monkeypatch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {others}")
-    records.key.cache_clear()
-    assert records.path() == before
+    assert (records.path() != before) == counts
 
 
 def test_the_file_is_read_once(monkeypatch):
@@ -424,39 +369,70 @@ def test_import_reads_nothing(folder):
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_processes_agree_on_what_the_first_measured(monkeypatch, tmp_path):
-    """Without that, several go by nothing; each plays its part here in turn."""
+def test_processes_agree_on_what_the_first_measured(monkeypatch):
+    """Without that, several go by nothing."""
     known(result("chunked", 0.1, 0.1), result("reference"))
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     records.forget()
     plan = plan_of(SHAPE)
     assert plan.implementation == "reference"
     assert "processes might not agree" in plan.basis
-
-    sent = []
-    monkeypatch.setattr(records, "broadcast_text", lambda text: sent.append(text) or text)
-    tune.agree()
-    assert plan_of(SHAPE).implementation == "chunked"
-
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
-    monkeypatch.setenv("TAPE_JAX_CACHE", str(tmp_path / "empty"))
-    monkeypatch.setattr(records, "broadcast_text", lambda text: sent[0])
-    tune.agree()
-    assert plan_of(SHAPE).implementation == "chunked"
-    monkeypatch.setattr(records, "broadcast_text", lambda text: " ")
-    tune.agree()
-    assert plan_of(SHAPE).implementation == "reference"
+    for broadcast, taken in ((lambda text: text, "chunked"), (lambda _: " ", "reference")):
+        monkeypatch.setattr(records, "broadcast_text", broadcast)
+        tune.agree()
+        assert plan_of(SHAPE).implementation == taken
 
 
-def test_broadcast_text(monkeypatch):
-    sent = []
-    monkeypatch.setattr(
-        processes.multihost_utils, "broadcast_one_to_all", lambda x: sent.append(x) or x
-    )
-    assert processes.broadcast_text("é") == "é"
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
-    monkeypatch.setattr(processes.multihost_utils, "broadcast_one_to_all", lambda x: sent.pop(0))
-    assert processes.broadcast_text("something else") == "é"
+CHILD = """
+import json, sys
+import jax
+address, index = sys.argv[1:]
+jax.distributed.initialize(address, 2, int(index), cluster_detection_method="deactivate")
+from tape_jax import attention, attention_plan, tune
+from tape_jax._src.attention.tuning.records import CallShape
+shape = CallShape(8, 64, "float32", True, 1, 2, 2)
+def plan():
+    q, k, v, e = shape.structs()
+    found = attention_plan(q, k, v, state=e, is_causal=True)
+    return [found.implementation, found.basis]
+before = plan()
+tune.agree()
+q, k, v, e = shape.arrays()
+total = sum(float(x.sum()) for x in attention(q, k, v, state=e, is_causal=True))
+print(json.dumps([jax.process_count(), *before, *plan(), total]))
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_go_by_the_first_ones_file(monkeypatch, tmp_path):
+    """Under ``jax.distributed``, on machines of which the second has measured nothing."""
+    monkeypatch.setenv("XLA_FLAGS", "")
+    records.key.cache_clear()
+    known(result("chunked"), result("reference", 2.0, 4.0))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", CHILD, address, str(index)],
+            env={**os.environ, "JAX_PLATFORMS": "cpu", "TAPE_JAX_CACHE": str(folder)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index, folder in enumerate((tmp_path, tmp_path / "empty"))
+    ]
+    try:
+        printed = [child.communicate(timeout=120) for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    assert [child.returncode for child in children] == [0, 0], printed
+    found = [json.loads(out.splitlines()[-1]) for out, _ in printed]
+    assert found[0] == found[1]
+    count, before, basis, after, _, _ = found[0]
+    assert (count, before, after) == (2, "reference", "chunked")
+    assert "processes might not agree" in basis
 
 
 @pytest.mark.slow
@@ -483,19 +459,6 @@ def test_the_command(capsys, folder, monkeypatch):
     assert "no picture: " in out
 
 
-@pytest.mark.parametrize("backend", ["cpu", "gpu"])
-def test_default_cases(monkeypatch, backend):
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    found = measure.shapes()
-    assert len(found) == len(set(found)) == {"cpu": 20, "gpu": 56}[backend]
-    assert found[0].dtype == {"cpu": "float32", "gpu": "bfloat16"}[backend]
-    lengths = [x.length for x in found if x.dtype == found[0].dtype]
-    assert lengths == sorted(lengths)
-    assert {x.state for x in found} == {True, False}
-    one = measure.shapes(lengths=[512], dtypes=["float32"], head_dims=[32], heads=[2], tokens=1024)
-    assert one == [CallShape(32, 512, "float32", state, 2, 2, 2) for state in (True, False)]
-
-
 def test_a_mesh_divides_the_shape():
     """The share of one device counts."""
     sharding = ShardingConfig(data=2, tensor=2, fsdp=2).build()
@@ -505,7 +468,7 @@ def test_a_mesh_divides_the_shape():
     assert found == dataclasses.replace(shape, batch=2, heads=2, kv_heads=1)
 
 
-@pytest.mark.parametrize("value", ["x" * 300, "~nobody_of_this_name/x", None, "file"])
+@pytest.mark.parametrize("value", [None, "file"])
 def test_a_folder_that_cannot_be(monkeypatch, tmp_path, capsys, value):
     """Calls go on, the command says why it does not. The last is a file."""
     (tmp_path / "file").touch()

@@ -36,9 +36,7 @@ def blocks_of(q: np.ndarray, l: int) -> np.ndarray:
 
 
 class TestRotate:
-    @pytest.mark.parametrize(
-        "state", [(5, 8), (2, 5, 1, 8), (1, 5, 4, 8), (2, 5, 2, 8), (1, 5, 1, 8)]
-    )
+    @pytest.mark.parametrize("state", [(5, 8), (1, 5, 4, 8), (2, 5, 2, 8)])
     def test_is_complex_multiplication(self, x64, state):
         q, e = normal(2, 5, 4, 8), normal(*state, seed=1)
         full = e if e.ndim == 4 else e[:, None]
@@ -46,7 +44,7 @@ class TestRotate:
         want = as_real(as_complex(q) * as_complex(full))
         np.testing.assert_allclose(rotate(q, e), want, atol=1e-14)
 
-    @pytest.mark.parametrize(("l", "r"), [(2, 2), (2, 3), (4, 4), (4, 5), (4, 1), (1, 2), (3, 3)])
+    @pytest.mark.parametrize(("l", "r"), [(2, 3), (4, 1), (1, 2), (3, 3)])
     def test_logits_are_products_of_transformed_blocks(self, x64, l, r):
         """``sum_m (E_i^T q_m) . (E_j^T k_m)``, with two query heads on one state head."""
         q, k = normal(2, 5, 4, 12), normal(2, 5, 4, 12, seed=1)
@@ -66,10 +64,9 @@ class TestRotate:
         )
         np.testing.assert_allclose(rotate(q, tensor), rotate(q, as_real(z)), atol=1e-14)
 
-    @pytest.mark.parametrize("batch", [(2,), (2, 3), (1, 2, 3)])
-    def test_a_tensor_state_may_lack_the_batch(self, x64, batch):
-        q, e = normal(*batch, 5, 2, 8), normal(5, 1, 2, 4, 6, seed=1)
-        want = rotate(q, np.broadcast_to(e, (*batch, 5, 1, 2, 4, 6)))
+    def test_a_tensor_state_may_lack_the_batch(self, x64):
+        q, e = normal(2, 3, 5, 2, 8), normal(5, 1, 2, 4, 6, seed=1)
+        want = rotate(q, np.broadcast_to(e, (2, 3, 5, 1, 2, 4, 6)))
         np.testing.assert_array_equal(rotate(q, e), want)
 
     def test_the_product_is_rounded_once_and_keeps_the_type(self):
@@ -88,8 +85,8 @@ class TestRotate:
             ((5, 2, 8), (4, 8), r"state of shape \(4, 8\) does not fit q of shape \(5, 2, 8\)"),
             ((5, 2, 8), (5, 6), r"state of shape \(5, 6\)"),
             ((5, 2, 8), (5, 3, 8), r"expected \(5, 8\) or \(5, h, 8\), .*h = 1, 2$"),
-            ((5, 2, 8), (), r"state of shape \(\)"),
             ((3, 5, 2, 8), (2, 5, 2, 8), r"state of shape \(2, 5, 2, 8\)"),
+            ((3, 5, 2, 8), (3, 5, 8), r"state\[\.\.\., None, :\] has an axis of heads"),
             ((5, 2, 8), (5, 1, 3, 2, 2), r"M \* L = 8"),
             (
                 (3, 5, 2, 8),
@@ -102,38 +99,14 @@ class TestRotate:
         with pytest.raises(ValueError, match=words):
             rotate(jnp.zeros(q), jnp.zeros(e))
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize("block", [(8,), (4, 2, 2)], ids=["rotary", "tensor"])
-    def test_nothing_between_the_two_forms_is_guessed(self, block):
-        """Whatever axes a state lacks, and though all sizes agree: it has no batch, or all axes."""
-        q = (5, 5, 5, 8)
-        forms = {(5, 5, 5), (5, 5, 1), (5,) if len(block) == 1 else (5, 1)}
-        lacking = {(5,), (5, 5), (5, 5, 5)} - forms
-        for shape in lacking:
-            with pytest.raises(ValueError, match="expected"):
-                rotate(jnp.zeros(q), jnp.zeros((*shape, *block)))
-        for shape in forms:
-            assert rotate(jnp.zeros(q), jnp.zeros((*shape, *block))).shape == q
-
-    def test_a_state_without_heads_is_told_how_to_get_them(self):
-        with pytest.raises(ValueError, match=r"state\[\.\.\., None, :\] has an axis of heads"):
-            rotate(jnp.zeros((3, 5, 2, 8)), jnp.zeros((3, 5, 8)))
-
-    def test_integer_queries_are_refused(self):
-        with pytest.raises(ValueError, match="q must be a floating-point array; got int32"):
-            rotate(jnp.zeros((5, 2, 8), jnp.int32), jnp.zeros((5, 8)))
-
-    def test_tensor_states_are_not_rounded(self):
-        jaxpr = str(jax.make_jaxpr(rotate)(jnp.zeros((5, 2, 8)), jnp.zeros((5, 1, 4, 2, 2))))
-        assert "Precision.HIGHEST" in jaxpr
-
-    def test_integer_states_are_refused(self):
-        with pytest.raises(ValueError, match="floating-point array; got int32"):
-            rotate(jnp.zeros((5, 2, 8)), jnp.zeros((5, 8), jnp.int32))
+    @pytest.mark.parametrize("types", [("int32", "float32"), ("float32", "int32")])
+    def test_integers_are_refused(self, types):
+        with pytest.raises(ValueError, match="must be a floating-point array; got int32"):
+            rotate(jnp.zeros((5, 2, 8), types[0]), jnp.zeros((5, 8), types[1]))
 
 
 class TestBlocks:
-    @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 12])
+    @pytest.mark.parametrize("size", [2, 3, 4])
     def test_split_pairs_dimensions(self, x64, size):
         x = normal(5, 12)
         got = algebra.split_blocks(jnp.asarray(x), size)
@@ -146,9 +119,8 @@ class TestTransform:
         e, phases = normal(2, 5, 3, 8), normal(4, seed=1)
         want = as_real(as_complex(e) * np.exp(1j * phases))
         np.testing.assert_allclose(transform(e, phases), want, atol=1e-14)
-        np.testing.assert_allclose(
-            transform(e, 0.7), as_real(as_complex(e) * np.exp(0.7j)), atol=1e-14
-        )
+        scalar = as_real(as_complex(e) * np.exp(0.7j))
+        np.testing.assert_allclose(transform(e, 0.7), scalar, atol=1e-14)
 
     def test_a_matrix_acts_from_the_right(self, x64):
         e, omega = normal(5, 1, 4, 2, 3), random_orthogonal(None, 3, reflection=True)
@@ -167,14 +139,9 @@ class TestTransform:
 
         np.testing.assert_allclose(logits(transform(e, omega)), logits(e), atol=1e-13)
 
-    @pytest.mark.parametrize("state", [(5, 8), (5, 1, 4, 2, 2)])
-    def test_integer_states_are_refused(self, state):
+    def test_integer_states_are_refused(self):
         with pytest.raises(ValueError, match="state must be a floating-point array; got int32"):
-            transform(jnp.zeros(state, jnp.int32), 0.5)
-
-    def test_states_are_not_rounded(self):
-        jaxpr = str(jax.make_jaxpr(transform)(jnp.zeros((5, 1, 4, 2, 2)), jnp.eye(2)))
-        assert "Precision.HIGHEST" in jaxpr
+            transform(jnp.zeros((5, 8), jnp.int32), 0.5)
 
     def test_keeps_the_type(self, x64):
         e = jnp.ones((5, 8), jnp.float32)
@@ -186,7 +153,6 @@ class TestTransform:
         [
             ((5, 8), (3,), r"shape \(4,\), for a rotary state of shape \(5, 8\); got omega .*\(3,"),
             ((5, 1, 4, 2, 2), (3, 3), r"R = 3; the state has shape \(5, 1, 4, 2, 2\)"),
-            ((5, 1, 4, 2, 3), (2, 3), r"omega of shape \(2, 3\)"),
             ((8, 8), (8, 8), r"acts on a tensor state"),
             ((5, 7), (), r"even.*\(5, 7\)"),
         ],
@@ -196,10 +162,13 @@ class TestTransform:
             transform(jnp.zeros(e), jnp.zeros(omega))
 
 
-def test_computation_is_in_at_least_float32(x64):
-    for narrow in (jnp.bfloat16, jnp.float16, jnp.float32):
-        assert algebra.at_least_float32(narrow) == jnp.float32
-    assert algebra.at_least_float32(jnp.float64) == jnp.float64
+@pytest.mark.parametrize(
+    ("function", "other"), [(rotate, jnp.zeros((5, 2, 8))), (transform, jnp.eye(2))]
+)
+def test_tensor_states_are_not_rounded(function, other):
+    state = jnp.zeros((5, 1, 4, 2, 2))
+    arguments = (other, state) if function is rotate else (state, other)
+    assert "Precision.HIGHEST" in str(jax.make_jaxpr(function)(*arguments))
 
 
 def test_forms_are_told_apart():
@@ -213,8 +182,6 @@ def test_forms_are_told_apart():
 
 
 def test_with_heads():
-    shapes = {(5, 8): (5, 8), (2, 5, 8): (2, 5, 1, 8), (2, 3, 5, 8): (2, 3, 5, 1, 8)}
-    for lacking, full in shapes.items():
-        state = algebra.with_heads(jnp.zeros(lacking))
-        assert state.shape == full
-        rotate(jnp.zeros((*lacking[:-1], 4, 8)), state)
+    state = algebra.with_heads(jnp.zeros((2, 3, 5, 8)))
+    assert state.shape == (2, 3, 5, 1, 8)
+    assert algebra.with_heads(jnp.zeros((5, 8))).shape == (5, 8)

@@ -58,19 +58,17 @@ def with_gradients(function):
     return jax.jit(run)
 
 
-@pytest.mark.mostly_slow(5)
+@pytest.mark.mostly_slow(3)
 @pytest.mark.parametrize(
     ("implementation", "split", "kind"),
     [
         ("reference", "both", AxisType.Explicit),
         ("chunked", "both", AxisType.Explicit),
+        ("chunked", "heads", AxisType.Auto),
         ("pallas", "both", AxisType.Explicit),
         ("chunked", "batch", AxisType.Explicit),
-        ("chunked", "heads", AxisType.Auto),
         ("rows", "both", AxisType.Explicit),
         ("query_blocks", "both", AxisType.Explicit),
-        ("pallas", "heads", AxisType.Explicit),
-        ("pallas", "both", AxisType.Auto),
     ],
 )
 def test_attention(implementation, split, kind):
@@ -116,29 +114,15 @@ def test_manual_axes():
     chex.assert_trees_all_close(jax.jit(mapped)(*put(mesh, spec, *args)), attend(*args), atol=1e-5)
 
 
-def test_shardings_are_those_of_jax_nn():
-    q, k, v, _ = arrays()
-    mesh = mesh_of()
-    with jax.set_mesh(mesh):
-        q, k, v = put(mesh, SPLITS["batch"], q, k.repeat(2, 2), v.repeat(2, 2))
-        theirs = jax.nn.dot_product_attention(q, k, v, implementation="xla")
-        assert jax.typeof(tape.attention(q, k, v)[0]) == jax.typeof(theirs)
-
-
-def test_shardings_that_disagree():
-    mesh = mesh_of()
+def test_arrays_that_disagree():
     q, k, v, e = arrays()
-    wrong = [*put(mesh, P("data"), q), *put(mesh, P("tensor"), k, v, e)]
-    with pytest.raises(ValueError, match=r"a batch axis of q, k and v .*'data' and 'tensor'"):
-        attend(*wrong)
-
-
-def test_meshes_that_disagree():
     other = jax.make_mesh((4,), ("all",), devices=jax.devices()[4:])
-    q, k, v, e = arrays()
-    args = [*put(mesh_of(), P("data"), q), *put(other, P(None), k, v, e)]
-    with pytest.raises(ValueError, match="arrays must lie on one mesh; got float32"):
-        attend(*args)
+    for mesh, spec, words in (
+        (mesh_of(), P("tensor"), r"a batch axis of q, k and v .*'data' and 'tensor'"),
+        (other, P(None), "arrays must lie on one mesh; got float32"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            attend(*put(mesh_of(), P("data"), q), *put(mesh, spec, k, v, e))
 
 
 def test_which_meshes_are_explicit():

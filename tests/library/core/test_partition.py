@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tape_jax._src.core.partition import differentiable_over_batch_and_heads
 from tests.library.attention.backends import assert_close, jit, normal
+from tests.selection import mostly_slow
 
 AXES = {"q": "b.h.", "k": "b.k.", "ids": "b.", "fixed": ""}
 
@@ -40,15 +41,17 @@ def result_and_gradients(function, args):
     return out, gradients
 
 
+of_scores = jit(functools.partial(result_and_gradients, scores))
+
+
 def whole(args):
     return differentiable_over_batch_and_heads(scores, args, AXES, "b.h.")
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2])
-def test_outputs_and_gradients(kv_heads):
-    args = arrays(kv_heads)
+def test_outputs_and_gradients():
+    args = arrays(1)
     got = jit(functools.partial(result_and_gradients, whole))(args)
-    assert_close(got, result_and_gradients(scores, args), 1e-6)
+    assert_close(got, of_scores(args), 1e-6)
 
 
 def test_each_device_has_its_rows_and_heads():
@@ -58,7 +61,7 @@ def test_each_device_has_its_rows_and_heads():
         "ids": PartitionSpec("data"), "fixed": PartitionSpec(),
     }  # fmt: skip
     args = arrays(2)
-    want = result_and_gradients(scores, args)
+    want = of_scores(args)
     placed = {name: NamedSharding(mesh, x) for name, x in spec.items()}
     args = jax.device_put(args, placed)
     compiled = jit(functools.partial(result_and_gradients, whole)).lower(args).compile()
@@ -71,15 +74,13 @@ def test_each_device_has_its_rows_and_heads():
 
 
 @pytest.mark.parametrize(
-    ("batched", "rows"), [(("q", "k", "ids"), 1), (("q",), 2), (("k",), 1), (("ids",), 2)]
+    ("batched", "rows"), mostly_slow([(("q", "k", "ids"), 1), (("k",), 2)], (("k",), 2))
 )
 def test_vmap_merges_with_the_rows(batched, rows):
     calls = [arrays(2, rows) for _ in range(3)]
     for n, call in enumerate(calls):
         call |= {name: call[name] + n for name in batched}
-    want = jax.tree.map(
-        lambda *x: jnp.stack(x), *(result_and_gradients(scores, call) for call in calls)
-    )
+    want = jax.tree.map(lambda *x: jnp.stack(x), *map(of_scores, calls))
     stacked = calls[0] | {name: jnp.stack([call[name] for call in calls]) for name in batched}
     in_axes = ({name: 0 if name in batched else None for name in stacked},)
     got = jit(jax.vmap(functools.partial(result_and_gradients, whole), in_axes=in_axes))(stacked)
@@ -89,7 +90,7 @@ def test_vmap_merges_with_the_rows(batched, rows):
 def test_vmap_of_the_cotangent_alone():
     args = arrays(2, 1)
     jacobian = jit(jax.jacrev(lambda q: whole({**args, "q": q})[0, :, 0]))(args["q"])
-    want = jax.jacrev(lambda q: scores({**args, "q": q})[0, :, 0])(args["q"])
+    want = jit(jax.jacrev(lambda q: scores({**args, "q": q})[0, :, 0]))(args["q"])
     assert_close(jacobian, want, 1e-6)
 
 
@@ -110,7 +111,7 @@ def test_what_is_kept_must_not_depend_on_the_number_of_heads():
         jax.grad(loss)(arrays(1)["q"])
 
 
-@pytest.mark.parametrize("merged", ["(b h) t d", "t b h d", "h t d", "2b t h d"])
+@pytest.mark.parametrize("merged", ["(b h) t d", "h t d", "2b t h d"])
 def test_what_is_kept_must_have_its_rows_first(merged):
     """No other order can be split over devices, or taken for a batch, by sizes alone."""
 
@@ -120,8 +121,6 @@ def test_what_is_kept_must_have_its_rows_first(merged):
             return jnp.sin(args["q"].swapaxes(1, 2).reshape(-1, *shape[1::2])).reshape(shape)
         if merged == "2b t h d":
             return jnp.sin(jnp.concatenate([args["q"], 2 * args["q"]])).reshape(2, *shape).sum(0)
-        if merged == "t b h d":
-            return jnp.sin(args["q"].swapaxes(0, 1)).swapaxes(0, 1)
         return args["q"] * jnp.sin(args["q"].sum(0))
 
     def loss(q):
