@@ -1,7 +1,6 @@
 """What is put into a model: nothing changes before training, and everything has its place."""
 
 import dataclasses
-import functools
 
 import chex
 import jax
@@ -21,6 +20,8 @@ HF = GOLDEN / "hf"
 KEY = jax.random.key(7)
 TOKENS = random_tokens(2, 9)
 YARN = RopeScaling("yarn", factor=2.0, original_length=16)
+MODEL = small_model("rope")
+VARIABLES = random_variables(MODEL)
 
 
 def logits(model, variables, tokens=TOKENS, **options):
@@ -180,123 +181,78 @@ class TestRotation:
 
 
 class TestAdapt:
-    MODEL = small_model("rope")
-    VARIABLES = random_variables(MODEL)
-
     @pytest.mark.parametrize(
         ("method", "options", "rules", "changes"),
         [
             ("tape", {"norm": "rms"}, "position", {"position": positions.Tape(norm="rms")}),
             ("longlora", {"rank": 2}, "lora", {"lora": Lora(2), "shifted_groups": 4}),
-            (
-                "theta",
-                {"base": 5e5},
-                "lora",
-                {"lora": Lora(), "position": positions.Rope(base=5e5)},
-            ),
+            ("theta", {"base": 5e5}, "lora", {"lora": Lora(), "position": positions.Rope(5e5)}),
             ("full", {}, "all", {}),
             ("drope", {}, "all", {"position": positions.create("none")}),
         ],
     )
     def test_methods(self, method, options, rules, changes):
-        made = adapt.adapt(self.MODEL, self.VARIABLES, method, key=KEY, **options)
-        assert made.model.config == dataclasses.replace(self.MODEL.config, **changes)
+        made = adapt.adapt(MODEL, VARIABLES, method, key=KEY, **options)
+        assert made.model.config == dataclasses.replace(MODEL.config, **changes)
         assert described(made.variables) == wanted(made.model)
         assert made.method == method
         extra = [] if rules == "all" else ["norms", "embeddings"]
         assert [str(rule) for rule in made.rules] == [rules, *extra]
         adapt.trainable_mask(made.model, made.rules)
-        assert made.base == adapt.fingerprint(self.MODEL, self.VARIABLES)
+        assert made.base == adapt.fingerprint(MODEL, VARIABLES)
 
     def test_rules_can_be_left_out_and_positions_scaled(self):
-        made = adapt.adapt(
-            self.MODEL,
-            self.VARIABLES,
-            "tape",
-            key=KEY,
-            norms=False,
-            embeddings=False,
-            scaling=RopeScaling("linear", 2.0),
-        )
+        options = {"norms": False, "embeddings": False, "scaling": RopeScaling("linear", 2.0)}
+        made = adapt.adapt(MODEL, VARIABLES, "tape", key=KEY, **options)
         assert made.rules == (adapt.Position(),)
         assert made.model.encoding == positions.Tape(scaling=RopeScaling("linear", 2.0))
 
     def test_dropped_positions_are_equal_positions(self):
         """Where all tokens are at one place, RoPE turns none of them against another."""
-        made = adapt.adapt(self.MODEL, self.VARIABLES, "drope")
+        made = adapt.adapt(MODEL, VARIABLES, "drope")
         found = logits(made.model, made.variables)
-        same_place = logits(self.MODEL, self.VARIABLES, positions=jnp.full_like(TOKENS, 5))
+        same_place = logits(MODEL, VARIABLES, positions=jnp.full_like(TOKENS, 5))
         assert difference(found, same_place) < 1e-6
-        assert difference(found, logits(self.MODEL, self.VARIABLES)) > 0.01
-        assert is_shared(made.variables, self.VARIABLES)
+        assert difference(found, logits(MODEL, VARIABLES)) > 0.01
+        assert is_shared(made.variables, VARIABLES)
 
     def test_a_model_without_values(self):
-        shapes = jax.eval_shape(self.MODEL.init, jax.random.key(0), TOKENS)
+        shapes = jax.eval_shape(MODEL.init, jax.random.key(0), TOKENS)
         for method in adapt.METHODS:
             options = {"position": "fox"} if method == "encoding" else {}
-            made = adapt.adapt(self.MODEL, shapes, method, key=KEY, **options)
+            made = adapt.adapt(MODEL, shapes, method, key=KEY, **options)
             assert described(made.variables) == wanted(made.model)
             assert made.base is None
 
     @pytest.mark.slow
     def test_long_lora_is_evaluated_with_full_attention(self):
-        made = adapt.adapt(self.MODEL, self.VARIABLES, "longlora", key=KEY, groups=2)
+        made = adapt.adapt(MODEL, VARIABLES, "longlora", key=KEY, groups=2)
         tokens = jnp.concatenate([TOKENS[:, :8], TOKENS[:, :8]], axis=1)
-        expected = logits(self.MODEL, self.VARIABLES, tokens)
+        expected = logits(MODEL, VARIABLES, tokens)
         assert difference(logits(made.model, made.variables, tokens), expected) > 0.01
         full = adapt.full_attention(made.model)
         assert difference(logits(full, made.variables, tokens), expected) < 1e-6
-        assert adapt.merge_lora(made.model, made.variables)[0] == self.MODEL
-
-
-MODEL, VARIABLES = TestAdapt.MODEL, TestAdapt.VARIABLES
-WITH_LORA = small_model("rope", lora=Lora())
+        assert adapt.merge_lora(made.model, made.variables)[0] == MODEL
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("function", "model", "options", "words"),
     [
-        *(
-            (
-                functools.partial(tape.add_tape, small_model(kind), VARIABLES, key=KEY),
-                rf"expected a model with .*'{kind}'",
-            )
-            for kind in ("tape", "xpos", "random_rope")
-        ),
-        (
-            lambda: tape.add_tape(MODEL, VARIABLES, key=KEY, nrm="rms"),
-            r"unknown field 'nrm'.*did you mean 'norm'",
-        ),
-        (
-            lambda: tape.add_tape(MODEL, VARIABLES, key=KEY, base=5.0),
-            r"base is the model's own, 10000\.0",
-        ),
-        (
-            lambda: tape.add_tape(MODEL, VARIABLES, key=KEY, layers=(1, 4)),
-            "goes past the model's 3 layers",
-        ),
-        (
-            lambda: adapt.add_lora(WITH_LORA, random_variables(WITH_LORA), key=KEY),
-            "has low-rank terms already",
-        ),
-        (lambda: adapt.merge_lora(MODEL, VARIABLES), "no low-rank terms"),
-        (
-            lambda: adapt.add_lora(MODEL, VARIABLES, key=KEY, targets=("q", "o")),
-            r"unknown lora target 'o'",
-        ),
-        (
-            lambda: adapt.scale_theta(small_model("alibi"), {}, 1e6),
-            "a rotary encoding; got 'alibi'",
-        ),
-        (
-            lambda: adapt.drop_positions(small_model("alibi"), {}),
-            "'longrope'; this one has 'alibi'",
-        ),
+        (tape.add_tape, small_model("tape"), {"key": KEY}, "expected a model with .*'tape'"),
+        (tape.add_tape, small_model("random_rope"), {"key": KEY}, "expected .*'random_rope'"),
+        (tape.add_tape, MODEL, {"key": KEY, "nrm": "rms"}, "unknown field 'nrm'.*mean 'norm'"),
+        (tape.add_tape, MODEL, {"key": KEY, "base": 5.0}, r"is the model's own, 10000\.0"),
+        (tape.add_tape, MODEL, {"key": KEY, "layers": (1, 4)}, "goes past the model's 3 layers"),
+        (adapt.add_lora, small_model("rope", lora=Lora()), {"key": KEY}, "has low-rank terms"),
+        (adapt.add_lora, MODEL, {"key": KEY, "targets": ("q", "o")}, "unknown lora target 'o'"),
+        (adapt.merge_lora, MODEL, {}, "no low-rank terms"),
+        (adapt.scale_theta, small_model("alibi"), {"base": 1e6}, "rotary encoding; got 'alibi'"),
+        (adapt.drop_positions, small_model("alibi"), {}, "'longrope'; this one has 'alibi'"),
     ],
 )
-def test_misuse(call, words):
+def test_misuse(function, model, options, words):
     with pytest.raises(ValueError, match=words):
-        call()
+        function(model, random_variables(model), **options)
 
 
 @pytest.mark.parametrize(

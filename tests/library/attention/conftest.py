@@ -1,8 +1,12 @@
 """Set-up for tests of attention."""
 
+import sys
+import types
+
 import pytest
 
 from tape_jax._src.attention import (
+    choice,
     pallas_blocks,
     pallas_mosaic,
     pallas_triton,
@@ -21,3 +25,16 @@ def any_device(monkeypatch):
     monkeypatch.setattr(pallas_blocks, "compute_capability", lambda: (9, 0))
     for backend in (vendor_splash.Splash, vendor_cudnn.Cudnn, vendor_tokamax.Tokamax):
         monkeypatch.setattr(backend, "check_device", lambda self, interpret: None)
+
+
+@pytest.fixture
+def register(monkeypatch):
+    """Registers a backend ``extra``, given its functions."""
+
+    def register(**functions):
+        module = types.ModuleType("tests.library.attention.extra_backend")
+        vars(module).update(functions)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setitem(choice.BACKENDS, "extra", module.__name__)
+
+    return register

@@ -63,7 +63,7 @@ WRONG = [
     ("keys_rotated=True needs", {"keys_rotated": True}),
     ("query_state must be an array of numbers; got 'x'", {"query_state": "x"}),
     # What is visible.
-    ("segment_ids must be integers.*float64", {"segment_ids": ONES}),
+    ("segment_ids must be integers.*float32", {"segment_ids": ONES}),
     (r"expected shape \(2, 6\).*got \(2, 5\)", {"segment_ids": INTS[:, :5]}),
     ("tuple.*3 queries, 6 keys", {**SHORT, "segment_ids": INTS}),
     ("segment_ids must fit in 32 bits: .*4294967297", {"segment_ids": [2**32 + 1] * T}),

@@ -116,7 +116,7 @@ def test_blocks_of_any_size(name, block_q, block_k):
 
 @each(
     "reference", "chunked", "pallas", "splash",
-    compiled=True, slow=["reference", "splash"], refused=[("splash", "float16")],
+    compiled=True, slow=["reference", "pallas", "splash"], refused=[("splash", "float16")],
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", mostly_slow(["bfloat16", "float16"], "bfloat16"))
 def test_types(backend, keywords, dtype):

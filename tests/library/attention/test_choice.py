@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-import types
 
 import jax
 import jax.numpy as jnp
@@ -51,16 +49,9 @@ def test_what_was_not_measured_is_not_chosen(monkeypatch, platform):
 
 
 @pytest.fixture
-def registered(monkeypatch):
-    """Registers a backend, as one module and its name in the tables."""
-
-    def register(**functions):
-        module = types.ModuleType("tests.library.attention.extra_backend")
-        vars(module).update(functions)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-        monkeypatch.setitem(choice.BACKENDS, "extra", module.__name__)
-        monkeypatch.setattr(choice, "RULES", (choice.Preference(("extra",)), *choice.RULES[1:]))
-
+def registered(monkeypatch, register):
+    """Registers a backend that the rules try first."""
+    monkeypatch.setattr(choice, "RULES", (choice.Preference(("extra",)), *choice.RULES[1:]))
     return register
 
 
@@ -211,8 +202,3 @@ def test_what_was_not_measured_goes_by_claims(monkeypatch, capability, release, 
     if capability != (9, 0):
         assert "H200" not in made.basis
         assert ("the libraries' own claims" in made.basis) == (wanted != "chunked")
-
-
-def test_releases():
-    assert choice.release("jax") == jax.__version_info__
-    assert choice.release("no-such-package") == ()

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from tape_jax import attention, attention_plan, tune
-from tape_jax._src.attention import choice, recorded_plans, reference
+from tape_jax._src.attention import recorded_plans, reference
 from tape_jax._src.attention.normalize import normalize
 from tape_jax._src.attention.tuning import measure, records
 from tape_jax._src.attention.tuning.records import CallShape, Measured
@@ -171,25 +171,12 @@ def test_the_reference_is_not_taken_where_its_memory_was_not_tried(measured, len
     assert plan.implementation.startswith(taken)
 
 
-@pytest.fixture
-def extra(monkeypatch):
-    """Registers a backend."""
-
-    def register(**functions):
-        module = types.ModuleType("tests.library.attention.tuned_backend")
-        vars(module).update(functions)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-        monkeypatch.setitem(choice.BACKENDS, "extra", module.__name__)
-
-    return register
-
-
-def test_what_refuses_a_call_is_passed_over(extra):
+def test_what_refuses_a_call_is_passed_over(register):
     def check(request):
         if request.visibility.mask is not None:
             raise NotImplementedError("no masks")
 
-    extra(check=check, attend=None)
+    register(check=check, attend=None)
     known(result("extra", 0.1, 0.1), result("chunked", 0.2, 0.2), result("reference"))
     assert plan_of(SHAPE).implementation == "extra"
     plan = plan_of(SHAPE, mask=jax.ShapeDtypeStruct((64, 64), "bool"))
@@ -197,7 +184,7 @@ def test_what_refuses_a_call_is_passed_over(extra):
     assert plan.rejected["extra"] == "no masks"
 
 
-def test_a_backend_that_disagrees_is_struck_off(extra):
+def test_a_backend_that_disagrees_is_struck_off(register):
     """In one gradient of one row, though it is by far the fastest."""
 
     @jax.custom_vjp
@@ -209,16 +196,16 @@ def test_a_backend_that_disagrees_is_struck_off(extra):
     def attend(request):
         return reference.attend(dataclasses.replace(request, k=wrong(request.k)))
 
-    extra(check=lambda request: None, attend=attend)
+    register(check=lambda request: None, attend=attend)
     seconds = {"extra": 0.01, "chunked": 0.5}
-    table = measure.tune([SHAPE], seconds=60, say=lambda line: None, timer=timer(seconds))
-    by_name = {x.implementation: x for x in table[SHAPE]}
+    names, limits = ["reference", "extra", "chunked"], measure.Limits()
+    found = measure.measure(SHAPE, names, limits=limits, timer=timer(seconds))
+    by_name = {x.implementation: x for x in found}
     assert by_name["extra"].struck.startswith("disagrees with the reference: error ")
     assert not by_name["extra"].timed
     assert by_name["chunked"].error < 1e-5
-    plan = plan_of(SHAPE)
-    assert plan.implementation == "chunked"
-    assert "needs a CUDA GPU" in plan.rejected["pallas"]
+    known(*found)
+    assert plan_of(SHAPE).implementation == "chunked"
 
 
 def test_errors_are_of_rows():
@@ -261,7 +248,8 @@ def test_limits(monkeypatch):
     assert measure.tune([SHAPE], seconds=0, say=lines.append) == {}
     assert lines == ["1 of 1 cases are left: the time is over"]
 
-    monkeypatch.setattr(measure, "_Truth", lambda inputs: None)
+    right = types.SimpleNamespace(error=lambda found: 0.0, tolerance=0.0)
+    monkeypatch.setattr(measure, "_Truth", lambda inputs: right)
     for limits, why in (
         ({"deadline": 0.0}, measure.LATE),
         ({"memory": 0}, "RuntimeError: needs 0.0 GiB, limit 0 GiB"),

@@ -20,7 +20,6 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn_calls
 from jax.extend import backend as devices
 
 from tape_jax._src.attention import (
-    attention,
     attention_plan,
     pallas_blocks,
     vendor_cudnn,
@@ -28,7 +27,6 @@ from tape_jax._src.attention import (
 )
 from tests.library.attention.backends import (
     assert_close,
-    assert_sharded_alone,
     attend,
     expected,
     jit,
@@ -88,29 +86,6 @@ AROUND = ("grouped_heads_shared_state", "own_query_state", "tensor_grouped", "st
 def test_around_the_kernel(stand_in, name):
     """Rotation, padding, masks, the value [v | e] and its parts, gradients."""
     assert_close(run(BY_NAME[name], "float32", implementation=stand_in), expected(name), 1e-5)
-
-
-@pytest.mark.slow
-@stand_ins
-def test_sharded_and_batched(stand_in):
-    """Every device has its rows and heads; vmap merges with the batch."""
-    args = qkve(19, heads=4, kv_heads=4)
-
-    def f(ids, *args, **implementation):
-        del ids
-        return outputs_and_gradients(*args, is_causal=True, **implementation)
-
-    ids = jnp.zeros((2, 19), int)
-    assert_sharded_alone(functools.partial(f, implementation=stand_in), f, ids, *args)
-
-    def loss(k, q, v, e, **implementation):
-        o, a = attention(q, k, v, state=e, is_causal=True, **implementation)
-        return jnp.sum(jnp.sin(o)) + jnp.sum(a**2)
-
-    q, k, v, e = args
-    want = jit(jax.grad(functools.partial(loss, implementation="reference")))(k, q, v, e[:1])
-    row = jax.grad(functools.partial(loss, implementation=stand_in))
-    assert_close(jit(jax.vmap(row, in_axes=(0, 0, 0, None)))(k, q, v, e[0]), want, 1e-5)
 
 
 @pytest.mark.parametrize(

@@ -171,16 +171,6 @@ def test_tensor_states_are_not_rounded(function, other):
     assert "Precision.HIGHEST" in str(jax.make_jaxpr(function)(*arguments))
 
 
-def test_forms_are_told_apart():
-    q = jax.ShapeDtypeStruct((2, 3, 5, 4, 8), jnp.float32)
-
-    def is_tensor(*shape: int) -> bool:
-        return algebra.is_tensor_form(jax.ShapeDtypeStruct(shape, jnp.float32), q)
-
-    assert not any([is_tensor(5, 8), is_tensor(2, 3, 5, 4, 8), is_tensor(2, 3, 5, 1, 8)])
-    assert all([is_tensor(5, 1, 4, 2, 2), is_tensor(2, 3, 5, 4, 2, 4, 4)])
-
-
 def test_with_heads():
     state = algebra.with_heads(jnp.zeros((2, 3, 5, 8)))
     assert state.shape == (2, 3, 5, 1, 8)

@@ -11,7 +11,6 @@ from jax import P
 from jax.sharding import AxisType, NamedSharding
 
 import tape_jax as tape
-from tape_jax._src.core.explicit import automatic, explicit_mesh
 from tests.models import normal
 
 BATCH, TIME, HEADS, KV_HEADS, DIM = 2, 8, 4, 2, 8
@@ -96,13 +95,12 @@ def test_update():
 
 
 def test_without_a_context():
-    """A jitted forward pass, and a call that is not jitted."""
+    """A call that is not jitted: its arrays say which mesh it is."""
     args, mesh, spec = arrays(), mesh_of(), SPLITS["both"]
     split = put(mesh, spec, *args)
-    for run in (attend, jax.jit(attend)):
-        got = run(*split)
-        chex.assert_trees_all_close(got, attend(*args), atol=1e-5)
-        assert jax.typeof(got[1]).sharding.spec == spec
+    got = attend(*split)
+    chex.assert_trees_all_close(got, attend(*args), atol=1e-5)
+    assert jax.typeof(got[1]).sharding.spec == spec
 
 
 def test_manual_axes():
@@ -123,14 +121,3 @@ def test_arrays_that_disagree():
     ):
         with pytest.raises(ValueError, match=words):
             attend(*put(mesh_of(), P("data"), q), *put(mesh, spec, k, v, e))
-
-
-def test_which_meshes_are_explicit():
-    x = jnp.ones(4)
-    assert explicit_mesh([x, "text", None]) is None
-    assert explicit_mesh(put(mesh_of(AxisType.Auto), P("data"), x)) is None
-    (split,) = put(mesh_of(), P("data"), x)
-    assert explicit_mesh({"x": split}).axis_names == ("data", "tensor")
-    assert set(automatic(mesh_of()).axis_types) == {AxisType.Auto}
-    plain = mesh_of(AxisType.Auto)
-    assert automatic(plain) is plain

@@ -94,38 +94,43 @@ def test_vmap_of_the_cotangent_alone():
     assert_close(jacobian, want, 1e-6)
 
 
-def test_what_is_kept_must_not_depend_on_the_number_of_heads():
-    """Its structure: as many arrays, of like axes, for one head as for two."""
-
-    def function(args):
-        k = args["k"]
-        if k.shape[2] > 1:
-            return jnp.sin(scores(args))
-        return jnp.sin(k[:, :, 0])[:, :, None] * args["q"]
-
-    def loss(q):
-        args = {**arrays(1), "q": q}
-        return differentiable_over_batch_and_heads(function, args, AXES, "b.h.").sum()
-
-    with pytest.raises(NotImplementedError, match="depends on how many rows and heads"):
-        jax.grad(loss)(arrays(1)["q"])
+def of_one_head(args):
+    """Its structure differs: as many arrays, of like axes, for one head as for two are wanted."""
+    k = args["k"]
+    if k.shape[2] > 1:
+        return jnp.sin(scores(args))
+    return jnp.sin(k[:, :, 0])[:, :, None] * args["q"]
 
 
-@pytest.mark.parametrize("merged", ["(b h) t d", "h t d", "2b t h d"])
-def test_what_is_kept_must_have_its_rows_first(merged):
+def heads_merged(args):
+    shape = args["q"].shape
+    return jnp.sin(args["q"].swapaxes(1, 2).reshape(-1, *shape[1::2])).reshape(shape)
+
+
+def rows_doubled(args):
+    shape = args["q"].shape
+    return jnp.sin(jnp.concatenate([args["q"], 2 * args["q"]])).reshape(2, *shape).sum(0)
+
+
+def rows_summed(args):
+    return args["q"] * jnp.sin(args["q"].sum(0))
+
+
+@pytest.mark.parametrize(
+    ("function", "kv_heads", "words"),
+    [
+        (of_one_head, 1, "depends on how many rows and heads"),
+        (heads_merged, 2, r"keeps for its backward pass.* mixes rows"),
+        (rows_doubled, 2, r"keeps for its backward pass.* mixes rows"),
+        (rows_summed, 2, r"keeps for its backward pass.* mixes rows"),
+    ],
+)
+def test_what_is_kept_must_have_its_rows_first(function, kv_heads, words):
     """No other order can be split over devices, or taken for a batch, by sizes alone."""
 
-    def function(args):
-        shape = args["q"].shape
-        if merged == "(b h) t d":
-            return jnp.sin(args["q"].swapaxes(1, 2).reshape(-1, *shape[1::2])).reshape(shape)
-        if merged == "2b t h d":
-            return jnp.sin(jnp.concatenate([args["q"], 2 * args["q"]])).reshape(2, *shape).sum(0)
-        return args["q"] * jnp.sin(args["q"].sum(0))
-
     def loss(q):
-        args = {**arrays(2), "q": q}
+        args = {**arrays(kv_heads), "q": q}
         return differentiable_over_batch_and_heads(function, args, AXES, "b.h.").sum()
 
-    with pytest.raises(NotImplementedError, match=r"keeps for its backward pass.* mixes rows"):
-        jax.grad(loss)(arrays(2)["q"])
+    with pytest.raises(NotImplementedError, match=words):
+        jax.grad(loss)(arrays(kv_heads)["q"])
