@@ -24,11 +24,9 @@ def mesh_of(**sizes):
     return config.build(jax.devices()[: int(np.prod(list(sizes.values())))])
 
 
-def near_one_device(found, case):
-    """Whether outputs and gradients are those of ``reference`` in float64."""
+def assert_as_on_one_device(found, case, tolerance):
     with jax.enable_x64(True):
         expected = run(case, "float64", implementation="reference")
-    tolerance = 1e-10 if jax.config.jax_enable_x64 else 1e-5
     assert_close(found, expected, tolerance)
 
 
@@ -67,7 +65,7 @@ def test_equals_one_device(sizes, case):
             found = run(case, "float64", implementation="ring")
     else:
         found = run(case, "float64", sharding=mesh_of(**sizes))
-    near_one_device(found, case)
+    assert_as_on_one_device(found, case, 1e-10)
 
 
 @pytest.mark.slow
@@ -101,7 +99,8 @@ def test_zigzag_order_tensor_states_and_other_axes_in_float32():
     case = Case("tensor", heads=4, form="tensor")
     options = {"order": "zigzag", "block_q": 8, "block_k": 5}
     ring = {"implementation": "ring", "sharding": sharding, "options": options}
-    near_one_device(run(case, "float32", function=in_zigzag, **ring), case)
+    found = run(case, "float32", function=in_zigzag, **ring)
+    assert_as_on_one_device(found, case, 1e-5)
 
 
 @pytest.mark.parametrize("devices", [2, 8])
