@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import re
+import subprocess
 
 import chex
 import jax
@@ -11,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import aot, attention, draw_attention, gpu, scaling, train_step, update
+from benchmarks import aot, attention, draw_attention, gpu, scaling, step, train_step, update
 from benchmarks.table import markdown, tables
 from research.overhead import Memory, Runner, StepMeasurement, TrainingStep
-from tape_jax import rotary_state
+from tape_jax import rotary_state, tune
+from tape_jax._src.attention import BACKENDS
 from tape_jax._src.attention import attention as attend
 from tape_jax._src.core.timing import Timing
 
@@ -25,9 +28,10 @@ def test_tables():
     assert tables(f"{text}\n\n{text}") == [{"a": "x y", "long": "1"}, {"a": "z", "long": "22"}] * 2
 
 
-def test_three_calls():
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_three_calls(kv_heads):
     """The published way gives the same outputs, and the attended state with duplicated halves."""
-    rng, kv_heads = np.random.default_rng(0), 1
+    rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(1, 9, h, 8)), "float32") for h in (2, *[kv_heads] * 2))
     e = jnp.broadcast_to(rotary_state(jnp.arange(9), 8)[:, None], k.shape) * 1.5
     call = {"is_causal": True, "implementation": "reference"}
@@ -38,6 +42,44 @@ def test_three_calls():
     chex.assert_trees_all_close((o, cos, sin), want, atol=1e-5)
 
 
+@pytest.mark.slow
+def test_attention(capsys):
+    """All rows in both directions; ratios agree with one another and with the floors."""
+    attention.main(["--lengths", "16", "--head-dim", "8", "--repeats", "1"])
+    out = capsys.readouterr().out
+    rows = tables(out)
+    plain = [name for name in BACKENDS if name in ("chunked", "query_blocks", "rows", "reference")]
+    names = [*plain, "automatic", "static", "plain", "three calls", "plain, again"]
+    assert [row["attention"] for row in rows] == 2 * names
+    floors = [1.5] * len(names) + [10 / 7] * len(names)
+    for row, floor in zip(rows, floors, strict=True):
+        ratio = float(row["x plain"])
+        assert float(row["x floor"]) == pytest.approx(ratio / floor, rel=0.01, abs=2e-3)
+        if row["attention"] in ("plain", "three calls"):
+            which = "x plain" if row["attention"] == "plain" else "three calls x"
+            assert float(row[which]) == 1
+
+
+def test_what_attention_prints_is_drawn(tmp_path, capsys):
+    """Of two tables of one size the first; none of the forward pass alone."""
+    table = [
+        "**D = 64, T = 1024, batch 16, forward and backward**", "",
+        "| attention | ms | x plain |", "|---|--:|--:|", "| cudnn | 1.2 | 1.75 |",
+        "| chunked | 9.1 | 9.2 |", "| three calls | 2.1 | 2.5 |", "", "automatic: cudnn", "",
+    ]  # fmt: skip
+    other = [line.replace("1.75", "9.99") for line in table]
+    forward = [line.replace(" and backward", "").replace("1024", "4096") for line in table]
+    text = "\n".join([*table, *other, *forward])
+    assert draw_attention.read(text) == {(64, 1024): {"cudnn": 1.75, "three calls": 2.5}}
+    (tmp_path / "result.md").write_text(text)
+    draw_attention.main([str(tmp_path / "result.md"), str(tmp_path / "drawn.png")])
+    assert (tmp_path / "drawn.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "empty.md").write_text("nothing")
+    with pytest.raises(SystemExit):
+        draw_attention.main([str(tmp_path / "empty.md"), str(tmp_path / "drawn.png")])
+    assert "has no table of benchmarks.attention" in capsys.readouterr().err
+
+
 def test_attention_without_state(capsys):
     options = ["--lengths", "16", "--head-dim", "8", "--repeats", "1", "--no-state"]
     attention.main([*options, "--backends", "reference", "--tokens", "32"])
@@ -45,6 +87,10 @@ def test_attention_without_state(capsys):
     rows = {"reference", "automatic", "static", "plain", "plain, again"}
     assert {row["attention"] for row in tables(out)} == rows
     assert out.count("automatic: reference; static: reference, ") == 2
+    assert "T = 16, batch 2, forward" in out
+
+
+def test_unknown_backend():
     with pytest.raises(ValueError, match="did you mean 'chunked'"):
         attention.main(["--backends", "chunkd"])
 
@@ -93,16 +139,51 @@ def test_c4_model():
     preset = train_step.PRESETS["c4"].model
     shapes = TrainingStep(train_step.row_config(preset, "tape"), 1, 8).shapes()
     sizes = {
-        jax.tree_util.keystr(p): x.size for p, x in jax.tree.leaves_with_path(shapes[0].params)
+        "/".join(str(k.key) for k in path): leaf.size
+        for path, leaf in jax.tree.leaves_with_path(shapes[0].params)
     }
     of_tape = {name: size for name, size in sizes.items() if "position_" in name}
     assert round((sum(sizes.values()) - sum(of_tape.values())) / 1e6) == 162
-    assert of_tape["['layers_0']['position_wx']"] == 11 * 768 * 48
+    assert of_tape["layers_0/position_wx"] == 11 * 768 * 48
+
+
+@pytest.mark.slow
+def test_step(capsys, monkeypatch):
+    """The lines of the small model, in the form that the documents quote."""
+
+    def measure(configs, batch, length, *, repeats):
+        assert (list(configs), batch, length, repeats) == (["rope", "tape"], 2, 16, 1)
+        memory = Memory(0, 0, 0, 3 << 20)
+        found = {"rope": Timing((2.0,)), "tape": Timing((3.0,)), "rope, again": Timing((2.5,))}
+        return {name: StepMeasurement(got, memory) for name, got in found.items()}, {}
+
+    monkeypatch.setattr(step, "measure_steps", measure)
+    step.main([*TINY, "--step-only"])
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "T = 16, batch 2",
+        "  rope           2000.0 ms (+- 0 %)     1.000 x rope, 3 MiB temporary",
+        "  tape           3000.0 ms (+- 0 %)     1.500 x rope, 3 MiB temporary",
+        "  rope, again    2500.0 ms (+- 0 %)     1.250 x rope, 3 MiB temporary",
+    ]
+
+
+@pytest.mark.slow
+def test_update(capsys):
+    """Each implementation in both directions, and why one is left out."""
+    tiny = "--batch 1 --length 8 --heads 3 --head-dim 4 --repeats 1 --mixes heads"
+    update.main(tiny.split())
+    out = capsys.readouterr().out
+    names = ["reference", "unrolled", "reference, again"]
+    rows = tables(out)
+    assert [row["by"] for row in rows] == 4 * names
+    assert rows[0]["update"] == "heads, float32, forward"
+    assert rows[-1]["update"] == "heads, bfloat16, forward and backward"
 
 
 @pytest.mark.parametrize(
     ("row", "wanted"),
     [
+        ("tape", ("tape", None, None)),
         ("rope:cudnn", ("rope", "cudnn", None)),
         ("tape:pallas:reference", ("tape", "pallas", "reference")),
         ("tape::unrolled", ("tape", None, "unrolled")),
@@ -134,6 +215,44 @@ def test_gpu_plan(tmp_path, monkeypatch, capsys):
     assert "did not succeed: Fails, Late\n" in capsys.readouterr().out
 
 
+def test_reports_of_one_day_are_all_kept(tmp_path):
+    now = datetime.datetime(2026, 11, 22, 19, 5, 1)
+    first = gpu.report_path(tmp_path, "chip", now)
+    first.touch()
+    assert first.name == "2026-11-22-chip.md"
+    assert gpu.report_path(tmp_path, "chip", now).name == "2026-11-22-chip-190501.md"
+    assert gpu.report_path(tmp_path, "chip", now, again=True) == first
+
+
+def test_tests_of_the_gpu_plan_see_the_gpu(monkeypatch):
+    """They run on a CPU unless told otherwise, where all that need a GPU are skipped."""
+    (part,) = [part for part in gpu.PLAN if part.command.startswith("pytest")]
+    given = {}
+
+    def note(command, env, **options):
+        given.update(env)
+        return subprocess.CompletedProcess(command, 0, stdout="")
+
+    monkeypatch.setattr(gpu.subprocess, "run", note)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert gpu.run(part, 60, {}).succeeded
+    assert given["JAX_PLATFORMS"] == ""
+
+
+def test_gpu_plan_begins_with_tuning():
+    for plan in (gpu.PLAN, gpu.DRY):
+        module, *options = plan[0].command.split()
+        assert module == "tape_jax.tune"
+        assert tune_options(options)
+
+
+def tune_options(options):
+    """Whether the command takes these options: it is stopped before it does anything."""
+    with pytest.raises(SystemExit) as stopped:
+        tune.main([*options, "--help"])
+    return stopped.value.code == 0
+
+
 PTXAS = """\
 ptxas info    : (C7515) Potential Performance Loss: wgmma.mma_async instructions are serialized \
 due to non wgmma instructions in the function 'one' in line 7
@@ -160,17 +279,11 @@ def test_reports_of_ptxas(tmp_path):
     ]
 
 
-@pytest.mark.slow
-def test_update(capsys):
-    """Each implementation in both directions, and why one is left out."""
-    tiny = "--batch 1 --length 8 --heads 3 --head-dim 4 --repeats 1 --mixes heads"
-    update.main(tiny.split())
-    out = capsys.readouterr().out
-    names = ["reference", "unrolled", "reference, again"]
-    rows = tables(out)
-    assert [row["by"] for row in rows] == 4 * names
-    assert rows[0]["update"] == "heads, float32, forward"
-    assert rows[-1]["update"] == "heads, bfloat16, forward and backward"
+def test_aot_names_what_is_missing(monkeypatch, capsys):
+    monkeypatch.setattr(aot.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        aot.main(["--targets", "sm_80"])
+    assert "jax-cuda13-plugin" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -185,16 +298,3 @@ def test_scaling_prints_a_table_for_each_size(monkeypatch, capsys):
     assert alone[4:] == [0, 0]
     assert split[4] >= split[5] > 0
     assert alone[1] > alone[2] > 0
-
-
-def test_what_attention_prints_is_drawn(tmp_path):
-    """Of two tables of one size the first; none of the forward pass alone."""
-    table = [
-        "**D = 64, T = 1024, batch 16, forward and backward**", "",
-        "| attention | ms | x plain |", "|---|--:|--:|", "| cudnn | 1.2 | 1.75 |",
-        "| chunked | 9.1 | 9.2 |", "| three calls | 2.1 | 2.5 |", "", "automatic: cudnn", "",
-    ]  # fmt: skip
-    other = [line.replace("1.75", "9.99") for line in table]
-    forward = [line.replace(" and backward", "").replace("1024", "4096") for line in table]
-    text = "\n".join([*table, *other, *forward])
-    assert draw_attention.read(text) == {(64, 1024): {"cudnn": 1.75, "three calls": 2.5}}
