@@ -113,7 +113,7 @@ CASES = [
 ]
 # By a mask, or by what only plain JAX has.
 MASKED = [
-    Case("window_by_positions", window_positions=200, local_window_size=90, queries=33),
+    Case("window_by_positions", window_positions=200, local_window_size=(90, 40), queries=33),
     Case(
         "window_by_far_positions",
         window_positions=2**31 - 1,
