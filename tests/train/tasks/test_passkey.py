@@ -61,6 +61,7 @@ class TestTask:
         assert "| up to 40 tokens" in compared.sections["Passkey retrieval"]
         assert list(compared.figures) == ["passkey.png"]
 
+    @pytest.mark.slow
     def test_samples(self):
         """Those that are too long for the model are left out."""
         options = Passkey.Evaluation(factors=(1, 2))

@@ -7,10 +7,12 @@ import pytest
 from tests.train import small, tokenizer_files
 from tests.train.tasks.scrolls_archives import HARBOUR, qa, record, write
 from train import experiment
+from train.compare.tasks import compare
 from train.data import tokenizers
 from train.main import main
 from train.tasks import get_task
 from train.tasks.scrolls import ScrollsEvaluation
+from train.tasks.scrolls_metrics import Outcome
 
 EOS, PAD = 256, 257
 
@@ -131,6 +133,13 @@ def test_what_cannot_be_trained(data, monkeypatch, options, message):
 def test_what_cannot_be_asked(options, message):
     with pytest.raises(ValueError, match=message):
         ScrollsEvaluation(**options)
+
+
+def test_compare(data):
+    of_seeds = [Outcome("qasper", "validation", {"c": "nets"}, {"f1": f}) for f in (0.25, 0.75)]
+    comparison = compare(a_task(data), {"tape": of_seeds, "rope": of_seeds[:1]})
+    assert "| tape | 50.00 |" in comparison.sections["Scores"]
+    assert "| rope | 25.00 |" in comparison.sections["Scores"]
 
 
 @pytest.mark.slow

@@ -1,3 +1,4 @@
+import hashlib
 import threading
 
 import chex
@@ -187,6 +188,10 @@ def test_what_a_crash_left_behind_is_removed_later(tmp_path):
         checkpoints.save(2, a_state())
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["00000002", "00000002.sha256", "notes"]
+    # The manifest is what `sha256sum --check` reads.
+    for line in (tmp_path / "00000002.sha256").read_text().splitlines():
+        digest, name = line.split("  ")
+        assert hashlib.sha256((tmp_path / name).read_bytes()).hexdigest() == digest
 
 
 def test_a_failed_save_is_raised_and_costs_nothing(saved, monkeypatch):

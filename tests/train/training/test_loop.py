@@ -157,6 +157,17 @@ def test_what_the_model_does_not_take_is_known_first(tiny, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_the_first_state_depends_on_the_seed(tiny):
+    def state(seed):
+        wanted = experiment.from_mapping(experiment.to_json(an_experiment()) | {"seed": seed})
+        optimizer = training_step.make_optimizer(wanted.train)
+        return jax.jit(lambda: training_step.init_state(wanted, optimizer))()
+
+    first, other = state(0), state(1)
+    assert np.any(first.params["Dense_0"]["kernel"] != other.params["Dense_0"]["kernel"])
+    assert np.any(first.key != other.key)
+
+
 def lose(state, values):
     return state, values | {"loss": jnp.float32(np.nan)}
 
