@@ -279,6 +279,17 @@ def test_optimizer_states_go_where_their_parameters_are():
     assert adam.count.spec == places["step"].spec == P()
 
 
+def test_every_parameter_declares_its_axes():
+    for options in ({}, {"tie_embeddings": True}, {"scan_layers": False}):
+        parameters = model_of(**options).parameters()
+        for path, (x, axes, _) in parameters.items():
+            assert len(axes) == len(x.shape), path
+            if path.endswith("kernel"):
+                assert "embed" in axes
+    assert parameters["layers_0/attention/k/kernel"].axes == ("embed", "kv_heads")
+    assert model_of().parameters()["layers_0/position_up"].axes == ("layers", None, "kv_heads")
+
+
 def test_table_of_parameters():
     """On a mesh without devices, as large as one likes."""
     sharding = preset("pod_slice", fsdp=8, data=-1, tensor=4).build(256)
