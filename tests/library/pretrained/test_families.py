@@ -186,6 +186,7 @@ class TestFields:
             model_config(config_of("mistral_tiny", sliding_window=None)).local_window_size is None
         )
 
+    @pytest.mark.mostly_slow(4)
     @pytest.mark.parametrize(
         ("options", "family"),
         [
