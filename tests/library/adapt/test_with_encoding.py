@@ -99,3 +99,12 @@ def test_wrong_encodings(position, words):
         adapt.adapt(
             rope, random_variables(rope), "encoding", position=position, key=KEY, scaling=scaling
         )
+
+
+def test_layers_that_are_no_loop_start_apart():
+    """Each with draws of its own, as in the loop."""
+    rope = small_model("rope", scan_layers=False, num_layers=3)
+    _, new = adapt.with_encoding(rope, random_variables(rope), "tape", key=KEY)
+    first, second = (new["params"][f"layers_{n}"]["position_wx"] for n in range(2))
+    assert first.shape == second.shape
+    assert not jnp.allclose(first, second)
