@@ -155,6 +155,16 @@ def test_what_an_encoding_takes(place):
     assert trainings.takes(learned, "perplexity_overlapping_2x")
     assert not trainings.takes(learned, "passkey_4x")
 
+    def test_an_end_of_the_ladder(self, design, place, monkeypatch):
+        """What may be better beyond it makes no claim."""
+        monkeypatch.setattr(trainings.protocol, "RATES", ("1e-3", "3e-3", "1e-2"))
+        planned = design.at(place)
+        for job in planned.walk("tape", BEYOND)[0]:
+            finish(planned, job, float(job.experiment.train.learning_rate))
+        assert planned.reports("tape", BEYOND) is None
+        expected = "tape: its best rate, 1e-2, is at the end of the ladder"
+        assert planned.missing("tape", BEYOND) == expected
+
 
 class TestBudgets:
     def test_the_curve_comes_first(self, design, place):

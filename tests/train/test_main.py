@@ -297,6 +297,17 @@ def test_the_fields_of_a_config_are_listed(ready, config, capsys):
     assert "max_digits" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_reported_and_not_used(own, capsys):
+    path = max((own / "checkpoints" / "00000006").rglob("d/*"), key=lambda p: p.stat().st_size)
+    damaged = bytearray(path.read_bytes())
+    damaged[50] ^= 4
+    path.write_bytes(damaged)
+    assert main(["ask", f"--run={own}", "1+2"]) == 0
+    out = capsys.readouterr().out
+    assert f"checkpoint {own / 'checkpoints' / '00000006'} is damaged and not used" in out
+
+
 @pytest.mark.parametrize("package", ["train", "research"])
 def test_help_loads_nothing_that_takes_long(package):
     """So that it answers at once, and so that jax keeps programs, which is said before it loads."""

@@ -240,6 +240,9 @@ class TestAdapt:
     [
         (tape.add_tape, small_model("tape"), {"key": KEY}, "expected a model with .*'tape'"),
         (tape.add_tape, small_model("random_rope"), {"key": KEY}, "expected .*'random_rope'"),
+        (tape.add_tape, small_model("xpos"), {"key": KEY}, "expected .*'xpos'"),
+        (tape.add_tape, small_model("mrope"), {"key": KEY}, "expected .*'mrope'"),
+        (tape.add_tape, small_model("pope"), {"key": KEY}, "expected .*'pope'"),
         (tape.add_tape, MODEL, {"key": KEY, "nrm": "rms"}, "unknown field 'nrm'.*mean 'norm'"),
         (tape.add_tape, MODEL, {"key": KEY, "base": 5.0}, r"is the model's own, 10000\.0"),
         (tape.add_tape, MODEL, {"key": KEY, "layers": (1, 4)}, "goes past the model's 3 layers"),

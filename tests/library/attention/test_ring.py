@@ -158,6 +158,7 @@ UNEVEN = ShardingConfig(sequence=2, tensor=2, rules=(("kv_heads", None),)).build
     [
         ({"sharding": None}, NotImplementedError, r"needs a mesh that splits.*jax\.set_mesh"),
         ({"bias": jnp.zeros((T, T))}, NotImplementedError, "bias= speaks of pairs"),
+        ({"mask": jnp.ones((T, T), bool)}, NotImplementedError, "mask= speaks of pairs"),
         ({"query_offset": 1}, NotImplementedError, "query_offset = 1"),
         ({"options": {"order": "zigzig"}}, ValueError, "unknown order of ring attention 'zigzig'"),
         ({"sharding": UNEVEN}, ValueError, r"heads on \('tensor',\) and kv_heads on \(\)"),

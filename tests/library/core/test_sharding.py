@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from tape_jax import Experts, ModelConfig, RandomPositions, Transformer, init_cache, positions
 from tape_jax._src.core.sharding import process_share
 from tape_jax.losses import added_by_routers
-from tape_jax.sharding import MESH_AXES, RULES, Sharding, ShardingConfig, constrain, preset
+from tape_jax.sharding import MESH_AXES, PRESETS, RULES, Sharding, ShardingConfig, constrain, preset
 from tests.models import random_variables, small_model
 from tests.selection import OF_EACH_SORT, mostly_slow
 from train.analysis.collectives import collectives
@@ -130,15 +131,18 @@ def unexpected(found, model, sharding):
 CASES = {
     "fsdp_and_tensor": ({"fsdp": 2, "tensor": 2}, {"layers": 3}),
     "sequence": ({"sequence": 4}, {"scan_layers": False}),
+    "mixed": ({"fsdp": 2, "sequence": 2, "tensor": 2}, {}),
     "mixed_unscanned": (
         {"data": 2, "fsdp": 2, "tensor": 2},
         {"mix": "head_scale", "scan_layers": False, "attention_implementation": "chunked"},
     ),
     "recomputed": ({"fsdp": 2, "sequence": 4}, {"mix": "head_scale", "remat": "full"}),
+    "recomputed_but_products": ({"fsdp": 2, "tensor": 2}, {"layers": 4, "remat": "dots"}),
     "experts": (
         {"data": 2, "fsdp": 2, "tensor": 2},
         {"experts": Experts(3, balance=0.1, z=0.1), "remat": "dots"},
     ),
+    "experts_fsdp": ({"fsdp": 8}, {"experts": Experts(3, per_token=1, normalize=False)}),
     "experts_unscanned": (
         {"fsdp": 2, "sequence": 2, "tensor": 2},
         {"experts": Experts(3, balance=0.1, z=0.1), "scan_layers": False},
@@ -187,15 +191,19 @@ def test_unexpected_collectives_are_seen():
     assert found[0].startswith("all-gather over tensor of f32[4,16,48]")
 
 
-SPLIT = [
-    (kind, sizes) for sizes in ({"sequence": 2}, {"data": 2, "tensor": 2}) for kind in OF_EACH_SORT
-]
+HEADS_SPLIT = {"data": 2, "tensor": 2}
+SPLIT = [(kind, HEADS_SPLIT) for kind in positions.registry]
+SPLIT += [(kind, {"sequence": 2}) for kind in OF_EACH_SORT]
 
 
-@pytest.mark.parametrize(("kind", "sizes"), mostly_slow(SPLIT, ("tape", {"sequence": 2})), ids=str)
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    mostly_slow(SPLIT, ("tape", {"sequence": 2}), ("tape", HEADS_SPLIT)),
+    ids=str,
+)
 def test_every_encoding_can_be_split(kind, sizes):
     """Traced only; encodings that look at pairs of tokens cannot split sequences."""
-    model = small_model(kind, num_layers=2)
+    model = small_model(kind)
     sharding = built(rules=(("vocab", None),), **sizes)
     split = Transformer(model.config, sharding=sharding)
     sharding.check(split, batch_size=2, length=8)
@@ -211,43 +219,75 @@ def test_every_encoding_can_be_split(kind, sizes):
         jax.eval_shape(step, variables, tokens)
 
 
-SEGMENTS = np.random.default_rng(2).integers(0, 3, (B, T))
-AXES = np.stack(np.divmod(np.arange(T), 4), axis=-1)
-DRAWN = {"random_positions": RandomPositions(range=64)}
-KEY = {"rngs": {"positions": jax.random.key(1)}}
-GIVEN = {
-    "positions": np.arange(T) * 2 + 1,
-    "segment_ids": np.sort(SEGMENTS),
-    "return_states": True,
-}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("position", "sizes", "given", "options"),
+    ("position", "sizes"),
     [
-        # States that are more than one array a token, or not of all heads.
-        (positions.Tape(axes=2), {"sequence": 2}, {"positions": AXES}, {}),
-        (positions.Tape(head_shift=2.0, degree=3, norm="rms"), {"sequence": 2}, {}, {}),
-        (positions.Rope(still_heads=1), {"sequence": 2}, {}, {}),
-        (positions.Tape(still_heads=2), {"data": 2, "tensor": 2}, {}, {}),
-        # Sums and shifts along time, which start anew in interleaved segments.
-        ("tape+fox", {"sequence": 4}, {"segment_ids": SEGMENTS}, {}),
-        ("selective_rope+alibi", {"sequence": 4}, {"segment_ids": SEGMENTS}, {}),
-        ("mapformer_wm", {"sequence": 4}, {"segment_ids": SEGMENTS}, {}),
-        # All that is drawn, given and returned is in the order of the tokens.
-        ("tape", {"sequence": 2}, KEY, DRAWN),
-        ("tape", {"sequence": 2}, GIVEN, {}),
+        (positions.Tape(axes=2), {"sequence": 2}),
+        (positions.RandomRope(range=64, each_layer=True), {"data": 2}),
+        (positions.Tape(head_shift=2.0, degree=3, norm="rms"), {"sequence": 2}),
+        (positions.Tape(head_shift=2.0, degree=3, norm="rms"), {"tensor": 2}),
+        (positions.Rope(still_heads=1), {"sequence": 2}),
+        (positions.Tape(still_heads=2), {"data": 2, "tensor": 2}),
     ],
     ids=str,
 )
-def test_values_are_those_of_one_device(position, sizes, given, options):
-    model, tokens = small_model(position, num_layers=2, num_heads=4, **options), TOKENS % 13
+def test_states_that_are_more_than_one_array_a_token(position, sizes):
+    model, tokens = small_model(position, num_layers=2, num_heads=4), TOKENS % 13
+    given = {}
+    if model.encoding.coordinate_axes > 1:
+        given["positions"] = np.stack(np.divmod(np.arange(T), 4), axis=-1)
     variables = random_variables(model)
     split = Transformer(model.config, sharding=built(rules=(("vocab", None),), **sizes))
     expected, found = (
         jax.jit(functools.partial(m.apply, **given))(variables, tokens) for m in (model, split)
     )
+    np.testing.assert_allclose(found, expected, atol=1e-5 * max(1, float(jnp.abs(expected).max())))
+
+
+@pytest.mark.slow
+def test_drawn_positions_keep_the_order_of_their_tokens():
+    model, tokens = small_model("tape", random_positions=RandomPositions(range=64)), TOKENS % 13
+    variables = random_variables(model)
+    split = Transformer(model.config, sharding=built(rules=(("vocab", None),), sequence=2))
+    expected, found = (
+        jax.jit(functools.partial(m.apply, rngs={"positions": jax.random.key(1)}))(
+            variables, tokens
+        )
+        for m in (model, split)
+    )
+    np.testing.assert_allclose(found, expected, atol=1e-5 * max(1, float(jnp.abs(expected).max())))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tape+fox", "selective_rope+alibi", "mapformer_wm"])
+def test_what_goes_along_time(kind):
+    """Interleaved segments, whose sums and shifts start anew, have the values of one device."""
+    model, tokens = small_model(kind, num_layers=2), TOKENS % 13
+    ids = np.random.default_rng(2).integers(0, 3, (B, T))
+    variables = random_variables(model)
+    split = Transformer(model.config, sharding=built(rules=(("vocab", None),), sequence=4))
+    expected, found = (
+        jax.jit(functools.partial(m.apply, segment_ids=ids))(variables, tokens)
+        for m in (model, split)
+    )
+    np.testing.assert_allclose(found, expected, atol=1e-5 * max(1, float(jnp.abs(expected).max())))
+
+
+@pytest.mark.slow
+def test_recorded_states_positions_and_segments_keep_their_order():
+    """All that is given and returned is in the order of the tokens, on a split sequence too."""
+    sharding = built(sequence=2)
+    model = model_of()
+    variables = random_variables(model)
+    given = {
+        "positions": np.arange(T) * 2 + 1,
+        "segment_ids": np.sort(np.random.default_rng(1).integers(0, 3, (B, T))),
+        "return_states": True,
+    }
+    expected = jax.jit(functools.partial(model.apply, **given))(variables, TOKENS)
+    split = Transformer(model.config, sharding=sharding)
+    found = jax.jit(functools.partial(split.apply, **given))(variables, TOKENS)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5 * max(1, float(jnp.max(jnp.abs(y)))))
 
@@ -295,15 +335,21 @@ def test_table_of_parameters():
     sharding = preset("pod_slice", fsdp=8, data=-1, tensor=4).build(256)
     lines = sharding.table(model_of()).splitlines()
     assert lines[0] == "mesh: data=8, fsdp=8, sequence=1, tensor=4 (256 devices)"
-    (kernel,) = (line for line in lines if line.startswith("layers_0/mlp/up/kernel"))
-    for cell in ("1 x 32 x 48", "layers, embed, mlp", "-, fsdp, tensor", f"{32 * 48 * 4 // 32}"):
-        assert cell in kernel
+    by_path = {line.split()[0]: line for line in lines[2:]}
+    assert by_path["embedding"].split("  ")[-1].strip() == str(16 * 32 * 4 // 32)
+    assert "1 x 32 x 48" in by_path["layers_0/mlp/up/kernel"]
+    assert "layers, embed, mlp" in by_path["layers_0/mlp/up/kernel"]
+    assert "-, fsdp, tensor" in by_path["layers_0/mlp/up/kernel"]
     total = sum(int(line.split()[-1].replace(",", "")) for line in lines[2:-1])
     assert lines[-1].split() == ["all", f"{total:,}"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"experts": Experts(4, 2)}], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"experts": Experts(4, 2)}],
+    ids=["dense", "mixture of experts"],
+)
 def test_a_lenient_mesh_takes_what_it_does_not_divide(options):
     model = model_of(**options)
     variables, tokens = random_variables(model), TOKENS[:3, :7]
@@ -319,7 +365,12 @@ def test_a_lenient_mesh_takes_what_it_does_not_divide(options):
     assert lenient.spec(("batch", "heads"), (3, 8)) == P(None, "tensor")
 
 
-def test_meshes():
+def test_presets_and_meshes():
+    assert {n: c.mesh_shape(8 if n != "device" else 1) for n, c in PRESETS.items()} == {
+        "device": (1, 1, 1, 1),
+        "host": (8, 1, 1, 1),
+        "pod_slice": (1, 8, 1, 1),
+    }
     mesh = ShardingConfig(data=2, tensor=-1).build().mesh
     assert dict(mesh.shape) == dict(zip(MESH_AXES, (2, 1, 1, 4), strict=True))
     # A config file may hold lists.
@@ -342,55 +393,78 @@ def test_shares_of_processes():
     assert built(data=2, tensor=2).share() == (0, 1)
 
 
-MLP_ON_FSDP = ShardingConfig(data=2, rules=(("mlp", "fsdp"),))
-ODD_WIDTH = ShardingConfig(fsdp=5, rules=(("batch", None),))
-
-
-def check(config):
-    sizes = (config.data, config.fsdp, config.sequence, config.tensor)
-    config.build(math.prod(sizes)).check(model_of(), batch_size=8, length=16)
-
-
-def trace(shape, call, sharding, **options):
-    model = model_of(sharding=sharding, **options)
-    variables = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))
-    tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
-    jax.eval_shape(functools.partial(model.apply, **call), variables, tokens)
-
-
-SPLIT_TIME = built(data=2, sequence=2)
-CHUNKED = {"attention_implementation": "chunked"}
-
-
 @pytest.mark.parametrize(
-    ("call", "problem"),
+    ("make", "problem"),
     [
-        # Configurations.
         (lambda: ShardingConfig(data=0), "data must be a positive integer or -1; got 0"),
         (lambda: ShardingConfig(data=-1, fsdp=-1), "at most one axis may be -1"),
         (lambda: ShardingConfig(tensor=3).build(), "tensor=3 needs 3 devices; got 8"),
         (lambda: ShardingConfig(tensor=3, data=-1).build(8), "a multiple of 3 devices; got 8"),
         (lambda: ShardingConfig(rules=("vocab",)), "a rule is a pair"),
-        (lambda: ShardingConfig(rules=(("vocab", "tenser"),)), "did you mean 'tensor'"),
-        (lambda: preset("pod"), "unknown sharding preset 'pod'"),
-        # What does not fit a model.
-        (lambda: check(ShardingConfig(rules=(("voc", None),))), "'voc' matches no axis"),
-        (lambda: check(MLP_ON_FSDP), "mlp/down/kernel .*'mlp' and 'embed' both on .*'fsdp'"),
-        (lambda: check(ShardingConfig(data=3)), "batch = 8 is not a multiple of 3"),
-        (lambda: check(ShardingConfig(sequence=3)), "16 is not a multiple of 6.*two chunks"),
-        (lambda: check(ODD_WIDTH), "embedding .*'embed' into 5 parts.*do not divide 32"),
-        # Calls, told from the shapes before anything is compiled.
-        (lambda: trace((3, T), {}, SPLIT_TIME), "batch = 3 is not a multiple of 2"),
-        (lambda: trace((T,), {}, SPLIT_TIME), r"must have shape \[B, T\]; got shape \(16,\)"),
         (
-            lambda: trace((B, 4), {"cache": init_cache(model_of(), B, 8)}, SPLIT_TIME),
-            "neither a cache nor an initial_state",
+            lambda: ShardingConfig(rules=(("vocab", "tenser"),)),
+            r"for 'vocab' 'tenser'.*did you mean 'tensor'",
         ),
-        (lambda: trace((B, T), {"mutable": ["maps"]}, SPLIT_TIME), "no attention maps"),
-        (lambda: trace((B, T), {}, SPLIT_TIME, **CHUNKED), "=None or 'ring'; got 'chunked'"),
-        (lambda: SPLIT_TIME.place(np.zeros((3, 4), np.int32)), "splits 'batch' into 2 parts"),
+        (lambda: preset("pod"), "unknown sharding preset 'pod'"),
     ],
 )
-def test_refusals(call, problem):
+def test_wrong_configs(make, problem):
     with pytest.raises(ValueError, match=problem):
-        call()
+        make()
+
+
+@pytest.mark.parametrize(
+    ("config", "step", "problem"),
+    [
+        (ShardingConfig(rules=(("vocabulary", None),)), (8, 16), "'vocabulary' matches no axis"),
+        (
+            ShardingConfig(data=2, rules=(("mlp", "fsdp"),)),
+            (8, 16),
+            "mlp/down/kernel .*'mlp' and 'embed' both on the mesh axis 'fsdp'",
+        ),
+        (ShardingConfig(data=3), (8, 16), "batch = 8 is not a multiple of 3"),
+        (ShardingConfig(sequence=3), (8, 16), "sequence = 16 is not a multiple of 6.*two chunks"),
+        (ShardingConfig(tensor=8), (8, 16), "kv_heads = 4 is not a multiple of 8"),
+        (ShardingConfig(fsdp=5), (5, 16), "embedding .*'embed' into 5 parts.*do not divide 32"),
+    ],
+)
+def test_what_does_not_fit_a_model(config, step, problem):
+    sizes = (config.data, config.fsdp, config.sequence, config.tensor)
+    sharding = config.build(math.prod(sizes))
+    with pytest.raises(ValueError, match=problem):
+        sharding.check(model_of(), batch_size=step[0], length=step[1])
+
+
+@pytest.mark.slow
+def test_wrong_calls_on_a_mesh():
+    """Told from the shapes, before anything is compiled."""
+    sharding = built(data=2, sequence=2)
+    model = model_of(sharding=sharding)
+    variables = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))
+
+    def trace(model, shape, **call):
+        tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
+        return jax.eval_shape(functools.partial(model.apply, **call), variables, tokens)
+
+    with pytest.raises(ValueError, match="batch = 3 is not a multiple of 2"):
+        trace(model, (3, T))
+    with pytest.raises(ValueError, match="sequence = 10 is not a multiple of 4"):
+        trace(model, (2, 10))
+    with pytest.raises(ValueError, match=r"must have shape \[B, T\]; got shape \(16,\)"):
+        trace(model, (T,))
+    with pytest.raises(ValueError, match="neither a cache nor an initial_state"):
+        trace(model, (B, 4), cache=init_cache(model, B, 8))
+    with pytest.raises(
+        ValueError, match="needs attention_implementation=None or 'ring'; got 'chunked'"
+    ):
+        trace(model_of(sharding=sharding, attention_implementation="chunked"), (B, T))
+    for kind in ("kerple", "tape+kerple", "cope"):
+        pairs = Transformer(small_model(positions.create(kind)).config, sharding=sharding)
+        params = jax.eval_shape(pairs.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))
+        told = rf"the encoding '{re.escape(kind)}': attention implementation 'ring': "
+        with pytest.raises(NotImplementedError, match=told):
+            jax.eval_shape(pairs.apply, params, jax.ShapeDtypeStruct((B, T), jnp.int32))
+    with pytest.raises(ValueError, match="no attention maps"):
+        trace(model, (B, T), mutable=["maps"])
+    with pytest.raises(ValueError, match="the mesh splits 'batch' into 2 parts"):
+        sharding.place(np.zeros((3, 4), np.int32))

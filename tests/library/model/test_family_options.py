@@ -3,14 +3,16 @@
 import dataclasses
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import tape_jax as tape
+from tape_jax import losses
 from tape_jax.sharding import ShardingConfig
-from tests.library.model.generate.passes import jit_apply
+from tests.library.model.generate.passes import jit_apply, jit_extend, jit_prefill
 from tests.models import FLOAT64, assert_near, random_variables, small_model
 
 VOCAB = 16
@@ -129,38 +131,106 @@ def a_model(name, position="rope", **options):
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.usefixtures("x64")
 def test_logits(name):
-    model, variables = a_model(name, num_layers=2, **FLOAT64)
+    model, variables = a_model(name, **FLOAT64)
     params = jax.tree.map(np.asarray, variables["params"])
     wanted = [decoder(model.config, params, row) for row in TOKENS]
-    np.testing.assert_allclose(jit_apply(model, variables, TOKENS), wanted, atol=1e-10)
+    np.testing.assert_allclose(model.apply(variables, TOKENS), wanted, atol=1e-10)
 
 
 @pytest.mark.slow
-def test_on_a_mesh():
+@pytest.mark.parametrize(
+    ("name", "position"), [("gemma", "tape"), ("cohere", "alibi"), ("other", "rope")]
+)
+def test_cached_decoding(name, position):
+    model, variables = a_model(name, position)
+    logits = jit_apply(model, variables, TOKENS)
+    last, cache = jit_prefill(model, variables, jnp.asarray(TOKENS[:, :5]), capacity=9)
+    assert_near(last, logits[:, :5])
+    for i in range(5, 9):
+        last, cache = jit_extend(model, variables, cache, jnp.asarray(TOKENS[:, i : i + 1]))
+        assert_near(last[:, 0], logits[:, i])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma", "other"])
+def test_on_a_mesh(name):
     """Values and gradients, parameters and heads split."""
-    model, variables = a_model("other", "tape")
+    model, variables = a_model(name, "tape")
     sharding = ShardingConfig(data=2, fsdp=2, tensor=2).build(jax.devices()[:8])
     split = tape.Transformer(model.config, sharding=sharding)
+    placed = jax.device_put(variables, sharding.of(split, variables))
+
+    def loss(model, variables, tokens):
+        return jnp.sum(jnp.sin(model.apply(variables, tokens)))
+
     tokens = jnp.asarray(np.concatenate([TOKENS, TOKENS[::-1]]))
-
-    def gradients(model, variables):
-        loss = lambda v: jnp.sum(jnp.sin(model.apply(v, tokens)))  # noqa: E731
-        return jax.jit(jax.value_and_grad(loss))(variables)
-
-    wanted = gradients(model, variables)
-    found = gradients(split, jax.device_put(variables, sharding.of(split, variables)))
+    wanted = jax.jit(jax.value_and_grad(lambda v: loss(model, v, tokens)))(variables)
+    found = jax.jit(jax.value_and_grad(lambda v: loss(split, v, tokens)))(placed)
     assert_near(found[0], wanted[0])
     jax.tree.map(lambda a, b: assert_near(jax.device_get(a), b, 1e-4), found[1], wanted[1])
+
+
+@pytest.mark.slow
+def test_parameters():
+    found = a_model("gemma")[0].parameters()
+    norms = {path for path, one in found.items() if one.role == "norms"}
+    names = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
+    inside = ("attention/q_norm", "attention/k_norm")
+    assert norms == {f"layers_0/{x}/scale" for x in (*names, *inside)} | {"final_norm/scale"}
+    assert "layers_0/mlp_norm/scale" not in a_model("cohere")[0].parameters()
+    model = a_model("gemma")[0]
+    start = model.init(jax.random.key(0), jnp.asarray(TOKENS))["params"]
+    assert not start["layers_0"]["mlp_out_norm"]["scale"].any()
 
 
 def test_activation_of_experts():
     """One expert is an MLP."""
     experts = tape.Experts(1, per_token=1, normalize=False)
-    model, variables = a_model("relu", experts=experts, num_layers=1)
+    model, variables = a_model("relu", experts=experts)
     plain = tape.Transformer(dataclasses.replace(model.config, experts=None))
     params = jax.tree.map(lambda x: x, variables["params"])
     kernels = params["layers_0"]["mlp"]
     del kernels["router"]
     params["layers_0"]["mlp"] = jax.tree.map(lambda x: x[:, 0], kernels)
-    expected = jit_apply(plain, {"params": params}, TOKENS)
-    assert_near(jit_apply(model, variables, TOKENS), expected)
+    assert_near(model.apply(variables, TOKENS), plain.apply({"params": params}, TOKENS))
+
+
+@pytest.mark.slow
+def test_bounded_logits_in_the_loss_without_logits():
+    model, variables = a_model("gemma")
+    cap = model.config.final_logit_softcap
+
+    def chunked(variables):
+        hidden = model.apply(variables, TOKENS, output="hidden")
+        kernel = model.output_kernel(variables)
+        return losses.cross_entropy(hidden, kernel, jnp.asarray(TOKENS), chunk=2, logit_softcap=cap)
+
+    def whole(variables):
+        log_p = jax.nn.log_softmax(model.apply(variables, TOKENS))
+        return -jnp.take_along_axis(log_p, jnp.asarray(TOKENS)[..., None], -1).sum()
+
+    found, wanted = (jax.value_and_grad(f)(variables) for f in (chunked, whole))
+    chex.assert_trees_all_close(found, wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"parallel_block": True, "norms": "both"}, "needs norms = 'before'; got norms = 'both'"),
+        ({"norms": "around"}, "norms.*'around': expected one of 'before', 'after', 'both'"),
+        ({"norm": "batch"}, "norm.*'batch': expected one of 'rms', 'layer'"),
+        ({"activation": "swish"}, "activation.*'swish'"),
+        ({"logit_softcap": 0}, "logit_softcap must be positive; got 0"),
+        ({"zero_centered_norms": "yes"}, "zero_centered_norms"),
+    ],
+)
+def test_misuse(options, message):
+    with pytest.raises(ValueError, match=message):
+        small_model("rope", **options)
+
+
+@pytest.mark.parametrize("position", ["path", "path_fox", "wall"])
+def test_bound_of_logits_that_an_encoding_makes(position):
+    made = position.removesuffix("_fox")
+    with pytest.raises(ValueError, match=f"logit_softcap = 2.0 .* '{made}' makes its logits"):
+        small_model(position, logit_softcap=2.0)

@@ -1,7 +1,6 @@
-"""The modules of Linen and NNX for one update, against the pure functions that they call."""
+"""The Linen module for one update, against the pure functions that it calls."""
 
 import flax.linen as nn
-import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,20 +8,20 @@ import pytest
 
 import tape_jax as tape
 import tape_jax.linen
-import tape_jax.nnx
 from tape_jax import testing
 from tests import models
 from tests.selection import mostly_slow
 
 BATCH, TIME, HEADS, KV_HEADS, DIM, WIDTH, LAYERS = 2, 5, 4, 2, 8, 6, 3
 GROUPED = {"num_heads": HEADS, "num_kv_heads": KV_HEADS}
+SHAPES = ("attention_mix", "mlp_mix", "width", "num_heads", "num_kv_heads")
 CASES = {
     "plain": {"num_heads": HEADS},
+    "grouped heads": GROUPED,
     "a scale for each head": {**GROUPED, "attention_mix": "head_scale", "norm": "rms"},
     "attended state alone": {**GROUPED, "mlp_mix": False, "alpha": 0.5},
     "MLP alone": {**GROUPED, "attention_mix": "none", "activation": "tanh", "width": 3},
     "unit norm": {**GROUPED, "norm": "unit", "magnitude": 1.5},
-    "tensor": {**GROUPED, "block": (DIM // 2, 2, 2)},
 }
 
 
@@ -38,31 +37,38 @@ def inputs(options, block=(DIM,)):
     return e, None if options.get("attention_mix") == "none" else a, normal(BATCH, TIME, WIDTH)
 
 
-@pytest.mark.parametrize("name", mostly_slow(CASES, "plain", "tensor"))
-def test_it_equals_the_function(name):
-    """With parameters of the shapes of ``init_update``, those that start at zero too."""
-    options = {k: v for k, v in CASES[name].items() if k != "block"}
-    e, a, x = inputs(options, CASES[name].get("block", (DIM,)))
-    module = tape.UpdateState(**options)
-    variables = jax.jit(module.init)(jax.random.key(0), e, a, x)
-    shapes = ("attention_mix", "mlp_mix", "width", "num_heads", "num_kv_heads")
-    sizes = {name: options[name] for name in shapes if name in options}
-    initial = tape.init_update(jax.random.key(0), WIDTH, **sizes)
-    assert jax.tree.map(jnp.shape, variables["params"]) == jax.tree.map(jnp.shape, initial)
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize(
+    "name", ["plain", "MLP alone", "attended state alone", "a scale for each head"]
+)
+def test_parameters_are_those_of_init_update(name):
+    options = CASES[name]
+    variables = tape.UpdateState(**options).init(jax.random.key(0), *inputs(options))
+    sizes = {name: options[name] for name in SHAPES if name in options}
+    wanted = tape.init_update(jax.random.key(0), WIDTH, **sizes)
+    assert jax.tree.map(jnp.shape, variables["params"]) == jax.tree.map(jnp.shape, wanted)
     for name, value in variables["params"].items():
-        assert value.any() == initial[name].any(), name
+        assert value.any() == wanted[name].any(), name
 
-    params = testing.random_params(None, variables["params"])
+
+BLOCKS = {"rotary": (DIM,), "tensor": (DIM // 2, 2, 2)}
+CALLS = [*((name, "rotary") for name in CASES), ("grouped heads", "tensor")]
+
+
+@pytest.mark.parametrize(
+    ("name", "form"), mostly_slow(CALLS, ("plain", "rotary"), ("grouped heads", "tensor"))
+)
+def test_it_equals_the_function(name, form):
+    options = CASES[name]
+    e, a, x = inputs(options, BLOCKS[form])
+    module = tape.UpdateState(**options)
+    params = testing.random_params(None, module.init(jax.random.key(0), e, a, x)["params"])
     names = ("alpha", "norm", "magnitude", "activation", "num_kv_heads")
     given = {name: options[name] for name in names if name in options}
     wanted = tape.update_state(params, e, a, x, **given)
     got = module.apply({"params": params}, e, a, x)
     np.testing.assert_array_equal(got, wanted)
     assert not np.allclose(got, e)
-    if a is not None:
-        other = tape_jax.nnx.UpdateState(WIDTH, **options, rngs=nnx.Rngs(0))
-        nnx.update(other, params)
-        np.testing.assert_array_equal(other(e, a, x), wanted)
 
 
 class Layer(nn.Module):
@@ -113,35 +119,50 @@ def test_in_a_scan_with_remat_under_jit():
     assert all(np.abs(g).max() > 0.01 for g in jax.tree.leaves(got))
 
 
-def test_parameters_are_of_the_given_type():
-    module = tape.UpdateState(4, param_dtype=jnp.bfloat16)
-    made = jax.eval_shape(module.init, jax.random.key(0), *inputs({"num_heads": 4}))
-    assert {x.dtype for x in jax.tree.leaves(made)} == {jnp.dtype(jnp.bfloat16)}
+@pytest.mark.slow
+def test_parameters_are_of_the_default_type_or_the_given_one(x64):
+    made = {
+        dtype: tape.UpdateState(4, param_dtype=dtype).init(
+            jax.random.key(0), *inputs({"num_heads": 4})
+        )
+        for dtype in (None, jnp.bfloat16)
+    }
+    assert {x.dtype for x in jax.tree.leaves(made[None])} == {jnp.dtype("float64")}
+    assert {x.dtype for x in jax.tree.leaves(made[jnp.bfloat16])} == {jnp.dtype(jnp.bfloat16)}
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"num_heads": 4, "attention_mix": "head"}, "unknown attention_mix 'head'"),
         ({"num_heads": 4, "norm": "batch"}, "unknown norm 'batch'"),
+        ({"num_heads": 4, "num_kv_heads": 3}, "not a multiple"),
         ({"num_heads": 8}, "has 4 heads; the parameters expect 8"),
+        ({"num_heads": 4, "mlp_mix": "no"}, "mlp_mix must be True or False; got 'no'"),
         ({"num_heads": "4"}, "num_heads must be an integer; got '4'"),
+        ({"num_heads": 4, "alpha": float("nan")}, "alpha must be a finite number; got nan"),
     ],
+    ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_wrong_options_are_errors(options, message):
     with pytest.raises(ValueError, match=message):
         tape.UpdateState(**options).init(jax.random.key(0), *inputs({"num_heads": 4}))
 
 
-def test_behind_its_last_slot_a_cache_gives_no_number():
+@pytest.mark.parametrize("known", [True, False], ids=["known", "traced"])
+def test_behind_its_last_slot_a_cache_gives_no_number(known):
     layer, x = tape.linen.Attention(num_heads=2), normal(1, 2, 8)
-    variables = jax.jit(layer.init)(jax.random.key(0), x)
+    variables = layer.init(jax.random.key(0), x)
 
     def step(index):
         cache = layer.init_cache(8, 1, 3)
         return layer.apply(variables, x, cache=cache, index=index)[:2]
 
-    with pytest.raises(ValueError, match="2 tokens do not fit into a cache of capacity 3 with 2"):
-        step(2)
-    traced = jax.jit(step)
-    assert all(np.isnan(y).all() for y in traced(2))
-    assert all(np.isfinite(y).all() for y in traced(1))
+    if known:
+        with pytest.raises(
+            ValueError, match="2 tokens do not fit into a cache of capacity 3 with 2"
+        ):
+            step(2)
+    else:
+        assert all(np.isnan(y).all() for y in jax.jit(step)(2))
+        assert all(np.isfinite(y).all() for y in jax.jit(step)(1))

@@ -11,26 +11,47 @@ from tests.library.model.generate.passes import jit_extend
 from tests.models import (
     VOCAB,
     assert_near,
+    encoding,
     random_tokens,
     random_variables,
     run,
     small_model,
 )
+from tests.selection import OF_EACH_SORT, mostly_slow
+
+
+def banded(time, local_window_size):
+    i, j = np.arange(time)[:, None], np.arange(time)
+    return (j <= i) & (j >= i - local_window_size)
 
 
 def test_window_equals_its_mask():
-    model, windowed = (small_model("tape", num_layers=2, local_window_size=n) for n in (None, 3))
-    variables, tokens = random_variables(model), random_tokens(2, 9)
-    i, j = np.arange(9)[:, None], np.arange(9)
-    expected = run(model, variables, tokens, mask=(j <= i) & (j >= i - 3))
-    assert_near(run(windowed, variables, tokens), expected)
+    variables, tokens = random_variables(small_model("tape")), random_tokens(2, 9)
+    expected = run(small_model("tape"), variables, tokens, mask=banded(9, 3))
+    assert_near(run(small_model("tape", local_window_size=3), variables, tokens), expected)
 
 
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize("kind", ["learned", "abacus", "mrope"])
+def test_a_causal_mask_equals_causal():
+    model = small_model("tape")
+    variables, tokens = random_variables(model), random_tokens(2, 5)
+    mask = jnp.tril(jnp.ones((5, 5), bool))
+    assert_near(
+        run(model, variables, tokens, mask=mask, is_causal=False), run(model, variables, tokens)
+    )
+
+
+def test_without_causality_every_token_is_seen():
+    model = small_model("tape")
+    variables, tokens = random_variables(model), random_tokens(1, 6)
+    changed = tokens.at[0, -1].add(1)
+    both = [run(model, variables, t, is_causal=False) for t in (tokens, changed)]
+    assert jnp.abs(both[0] - both[1]).max(-1).min() > 1e-4
+
+
+@pytest.mark.parametrize("kind", mostly_slow(OF_EACH_SORT, "tape", "learned"))
 def test_padding_is_not_read_and_not_seen(kind):
     """Padded on either side, with ids and positions that no token has, a row stays what it is."""
-    model, length = small_model(kind, num_layers=2), 5
+    model, length = small_model(kind), 5
     variables, row = random_variables(model), random_tokens(length)
     tokens = jnp.full((3, 8), 10_000).at[0, :5].set(row).at[1, 3:].set(row).at[2, 1:6].set(row)
     ids = (tokens < VOCAB).astype(jnp.int32) * 4
@@ -46,13 +67,17 @@ def test_padding_is_not_read_and_not_seen(kind):
 DYNAMIC = RopeScaling("dynamic", 2.0, original_length=4)
 
 
+OF_LENGTH = {
+    "each layer": encoding("random_rope", each_layer=True),
+    "tape": positions.Tape(scaling=DYNAMIC, form="tensor"),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "position", ["random_rope", positions.Tape(scaling=DYNAMIC, form="tensor")], ids=str
-)
-def test_the_width_of_a_batch_is_no_length(position):
+@pytest.mark.parametrize("name", OF_LENGTH)
+def test_the_width_of_a_batch_is_no_length(name):
     """Draws and dynamic scaling are for what each row really has, or for the length it is given."""
-    model = small_model(position, num_layers=2)
+    model = small_model(OF_LENGTH[name], num_layers=2)
     variables, row = random_variables(model), random_tokens(7)
     expected = run(model, variables, row)
     for width in (8, 14):
@@ -68,9 +93,19 @@ def test_the_width_of_a_batch_is_no_length(position):
     assert jnp.abs(run(model, variables, row, length=14) - expected).max() > 1e-2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["random_rope", "tape"])
+def test_a_row_that_is_all_padding_spoils_nothing(kind):
+    """Its logits are finite, so that a loss with weight 0 there, and its gradients, are too."""
+    model, tokens = small_model(kind, num_layers=1), random_tokens(2, 4)
+    variables, ids = random_variables(model), jnp.array([[1, 1, 1, 1], [0, 0, 0, 0]])
+    assert jnp.isfinite(run(model, variables, tokens, segment_ids=ids)).all()
+    assert jnp.isfinite(model.apply(variables, tokens, segment_ids=ids)).all()
+
+
 def test_nothing_but_padding():
     tokens, ids = jnp.ones((2, 3), int), jnp.zeros((2, 3), int)
-    model = small_model("rope", num_layers=1, experts=Experts(3))
+    model = small_model("rope", experts=Experts(3))
     variables = random_variables(model)
     with pytest.raises(ValueError, match="all segment_ids are 0, which is padding"):
         model.apply(variables, tokens, segment_ids=ids)

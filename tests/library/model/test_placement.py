@@ -13,18 +13,17 @@ from jax.sharding import NamedSharding
 import tape_jax as tape
 import tape_jax.linen
 import tape_jax.nnx
-from tape_jax import losses
+from tape_jax import adapt, losses
 from tape_jax.sharding import Sharding
 from tests.library.core.test_explicit import mesh_of, put
 from tests.models import normal, random_tokens, random_variables, small_model
-from tests.selection import mostly_slow
+from tests.selection import OF_EACH_SORT, mostly_slow
 
 
-def placed(position, *, sharded=True, split=True, **options):
+def placed(position, *, sharded=False, split=True):
     """A model, its variables and tokens, on one device and on a mesh."""
     mesh = mesh_of()
-    sizes = {"vocab_size": 16, "num_layers": 2, "num_kv_heads": 2, "num_heads": 4}
-    model = small_model(position, **sizes, **options)
+    model = small_model(position, vocab_size=16, hidden_size=16, num_kv_heads=2, num_heads=4)
     variables, tokens = random_variables(model), random_tokens(4, 8) % 16
     places = Sharding(mesh).of(model, variables) if split else NamedSharding(mesh, P())
     there = model.clone(sharding=Sharding(mesh) if sharded else None)
@@ -34,7 +33,7 @@ def placed(position, *, sharded=True, split=True, **options):
 
 @pytest.mark.parametrize(
     ("sharded", "split"),
-    mostly_slow([(True, True), (False, False)], (True, True)),
+    mostly_slow([(True, True), (False, True), (False, False)], (True, True)),
 )
 def test_training_step(sharded, split):
     def gradients(model, variables, tokens):
@@ -61,7 +60,7 @@ def test_generation():
         new, cache = tape.decode(model, variables, cache, tokens[:, 0], 3)
         return tape.generate(model, variables, tokens, 4), logits, more, new, cache
 
-    mesh, here, there = placed("tape")
+    mesh, here, there = placed("tape", sharded=True)
     with jax.set_mesh(mesh):
         got = talk(*there)
     chex.assert_trees_all_close(got, talk(*here), atol=1e-4)
@@ -70,25 +69,72 @@ def test_generation():
     assert jax.typeof(got[4].layers[0].k).sharding.spec[1] == "data"
 
 
-def test_modules_in_models_of_others():
+@pytest.mark.parametrize("kind", mostly_slow([k for k in OF_EACH_SORT if k != "abacus"], "path"))
+def test_every_encoding(kind):
+    mesh, here, there = placed(kind)
+
+    def run(model, variables, tokens):
+        total = lambda v: jnp.mean(jnp.sin(model.apply(v, tokens)))  # noqa: E731
+        return jax.jit(jax.value_and_grad(total))(variables)
+
+    with jax.set_mesh(mesh):
+        got = run(*there)
+    chex.assert_trees_all_close(got, run(*here), atol=1e-5)
+
+
+@pytest.mark.slow
+def test_init_lies_where_the_model_says():
+    mesh, (model, *_), (there, moved, tokens) = placed("tape", sharded=True)
+    with jax.set_mesh(mesh):
+        got = there.init(jax.random.key(0), tokens)
+    chex.assert_trees_all_close(got, model.init(jax.random.key(0), jnp.zeros((4, 8), int)))
+    for x, like in zip(jax.tree.leaves(got), jax.tree.leaves(moved), strict=True):
+        assert jax.typeof(x).sharding.spec == jax.typeof(like).sharding.spec
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("heads", [None, "tensor"])
+def test_modules_in_models_of_others(heads):
     mesh, x = mesh_of(), jnp.asarray(normal(4, 8, 16), "float32")
     module = tape_jax.nnx.Attention(16, 4, num_kv_heads=2, rngs=nnx.Rngs(0))
     graph, params = nnx.split(module)
     linen = tape_jax.linen.Attention(4, num_kv_heads=2)
-    variables = jax.jit(linen.init)(jax.random.key(0), x)
+    variables = linen.init(jax.random.key(0), x)
     run = jax.jit(lambda p, v, x: (nnx.merge(graph, p)(x)[:2], linen.apply(v, x)[:2]))
+    kernels = lambda p: p.ndim == 2 and heads  # noqa: E731
     with jax.set_mesh(mesh):
-        place = lambda p: put(mesh, P(None, "tensor" if p.ndim == 2 else None), p)[0]  # noqa: E731
+        place = lambda p: put(mesh, P(None, heads if kernels(p) else None), p)[0]  # noqa: E731
         got = run(*jax.tree.map(place, (params, variables)), *put(mesh, P("data"), x))
     chex.assert_trees_all_close(got, run(params, variables, x), atol=1e-5)
-    assert jax.typeof(got[0][1]).sharding.spec[:3] == ("data", None, "tensor")
+    assert jax.typeof(got[0][1]).sharding.spec[:3] == ("data", None, heads)
 
 
 @pytest.mark.slow
-def test_shifted_groups():
-    mesh, (model, variables, tokens), (there, moved, split) = placed("tape", shifted_groups=4)
+def test_adapters():
+    mesh, (model, variables, tokens), (_, moved, there) = placed("rope")
     with jax.set_mesh(mesh):
-        got = jax.jit(there.apply)(moved, split)
+        retrofitted, new = adapt.add_tape(model, moved, key=jax.random.key(1))
+        got = retrofitted.apply(new, there)
+    chex.assert_trees_all_close(got, model.apply(variables, tokens), atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "position", "options"),
+    [
+        ({"data": 2, "sequence": 2}, "tape/none", {}),
+        ({"data": 2, "tensor": 2}, "tape", {"shifted_groups": 4}),
+    ],
+)
+def test_rings_and_shifted_groups(sizes, position, options):
+    sizes_of_heads = {"num_heads": 4, "num_kv_heads": 2, "vocab_size": 16}
+    model = small_model(position, **sizes_of_heads, **options)
+    variables, tokens = random_variables(model), random_tokens(4, 16)
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), devices=jax.devices()[:4])
+    sharding = Sharding(mesh)
+    moved = jax.device_put(variables, sharding.of(model, variables))
+    with jax.set_mesh(mesh):
+        got = jax.jit(model.clone(sharding=sharding).apply)(moved, sharding.place(tokens))
     chex.assert_trees_all_close(got, model.apply(variables, tokens), atol=1e-4)
 
 
@@ -104,8 +150,8 @@ def test_sampling():
 
 def test_apply_passes_on_what_it_is_given():
     """Tokens by name, and methods that take none."""
-    model, tokens = small_model("rope", num_layers=1), random_tokens(1, 4)
-    variables = random_variables(model)
-    by_name = jax.jit(model.apply)(variables, tokens=tokens)
-    chex.assert_trees_all_equal(by_name, jax.jit(model.apply)(variables, tokens))
-    assert model.apply(variables, method=lambda module: module.config.num_layers) == 1
+    _, (model, variables, tokens), _ = placed("rope")
+    chex.assert_trees_all_equal(
+        model.apply(variables, tokens=tokens), model.apply(variables, tokens)
+    )
+    assert model.apply(variables, method=lambda module: module.config.num_layers) == 3

@@ -7,6 +7,7 @@ import weakref
 
 import chex
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -29,12 +30,39 @@ from tests.paths import ROOT
 
 
 class TestLoading:
+    @pytest.mark.parametrize("scan", [True, False])
+    def test_variables_are_those_of_init(self, scan):
+        model, variables = tape.from_pretrained(HF / "llama3_gqa", scan_layers=scan)
+        tokens = jnp.zeros((1, 2), jnp.int32)
+        wanted = jax.eval_shape(model.init, jax.random.key(0), tokens)
+        chex.assert_trees_all_equal_shapes_and_dtypes(variables, wanted)
+        up = safetensors.numpy.load_file(HF / "llama3_gqa" / SINGLE)
+        block = variables["params"]["layers_0" if scan else "layers_1"]["mlp"]["up"]["kernel"]
+        np.testing.assert_array_equal(
+            block[1] if scan else block, up["model.layers.1.mlp.up_proj.weight"].T
+        )
+
+    @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+    def test_the_stored_type_is_kept(self, copy, dtype):
+        path = copy()
+        change_tensors(path, as_type(dtype))
+        model, variables = tape.from_pretrained(path)
+        assert model.config.dtype == model.config.param_dtype == np.dtype(dtype).name
+        stored = safetensors.numpy.load_file(path / SINGLE)
+        table = variables["params"]["embedding"]
+        assert table.dtype == dtype
+        np.testing.assert_array_equal(table, stored["model.embed_tokens.weight"])
+        wide, values = tape.from_pretrained(path, dtype=jnp.float32)
+        assert wide.config.dtype == "float32"
+        np.testing.assert_array_equal(values["params"]["embedding"], np.asarray(table, np.float32))
+
     def test_parameters_of_unequal_types_keep_them(self, copy):
         path = copy()
+        narrow = as_type(ml_dtypes.bfloat16)
 
         def change(tensors):
             norms = {name: x for name, x in tensors.items() if "norm" in name}
-            as_type(ml_dtypes.bfloat16)(tensors)
+            narrow(tensors)
             tensors.update(norms)
 
         change_tensors(path, change)
@@ -51,6 +79,17 @@ class TestLoading:
         table = tape.from_pretrained(path, dtype="float32")[1]["params"]["embedding"]
         original = safetensors.numpy.load_file(MHA / SINGLE)["model.embed_tokens.weight"]
         np.testing.assert_array_equal(table, original)
+
+    def test_options_say_how_to_compute(self):
+        model, _ = tape.from_pretrained(
+            MHA, attention_implementation="reference", remat="full", max_length=99
+        )
+        assert (model.config.attention_implementation, model.config.max_length) == ("reference", 99)
+        with pytest.raises(ValueError, match="unknown option of from_pretrained 'num_layers'"):
+            tape.from_pretrained(MHA, num_layers=2)
+        for dtype in ("int8", "float31"):
+            with pytest.raises(ValueError, match=f"dtype.*'{dtype}'"):
+                tape.from_pretrained(MHA, dtype=dtype)
 
     def test_tensors_are_read_one_by_one(self, monkeypatch):
         """While one is read, none is on the host any more, and no more than its stack elsewhere."""
@@ -120,31 +159,41 @@ class TestSharding:
         assert flat["layers_0/mlp/up/kernel"].addressable_shards[0].data.shape == (1, 96, 40)
 
     @pytest.mark.slow
-    def test_a_tree_and_fused_tensors_that_are_saved(self, tmp_path):
+    def test_one_for_all_and_a_tree(self):
+        everywhere = NamedSharding(self.mesh(), PartitionSpec())
+        _, plain = tape.from_pretrained(TIED)
+        _, variables = tape.from_pretrained(TIED, sharding=everywhere)
+        assert all(x.sharding == everywhere for x in jax.tree.leaves(variables))
+        chex.assert_trees_all_equal(jax.device_get(variables), jax.device_get(plain))
+        tree = jax.tree.map(lambda x: x.sharding, variables)
+        _, again = tape.from_pretrained(TIED, sharding=tree)
+        assert all(x.sharding == everywhere for x in jax.tree.leaves(again))
+        del tree["params"]["embedding"]
+        with pytest.raises(ValueError, match=r"it lacks \['embedding'\]"):
+            tape.from_pretrained(TIED, sharding=tree)
+
+    def test_that_does_not_fit(self):
+        thirds = NamedSharding(Mesh(np.asarray(jax.devices()[:3]), "x"), PartitionSpec("x"))
+        with pytest.raises(ValueError, match=r"layers_0/mlp/up/kernel of shape \(2, 64, 128\): "):
+            tape.from_pretrained(
+                TIED, sharding=lambda path, shape: thirds if "mlp/up" in path else None
+            )
+        with pytest.raises(ValueError, match=r"embedding must be a jax\.sharding\.Sharding"):
+            tape.from_pretrained(TIED, sharding=lambda path, shape: "cpu")
+        with pytest.raises(
+            ValueError, match=r"sharding must be a jax\.sharding\.Sharding, a function"
+        ):
+            tape.from_pretrained(TIED, sharding="cpu")
+
+    @pytest.mark.slow
+    def test_fused_tensors_sharded_and_saved(self, tmp_path):
         def place(path, shape):
             split = "width" if shape[-1] % 4 == 0 else None
             return NamedSharding(self.mesh(), PartitionSpec(*(None,) * (len(shape) - 1), split))
 
         path = HF / "phi3_tiny"
-        _, placed = tape.from_pretrained(path, sharding=place)
-        tree = jax.tree.map(lambda x: x.sharding, placed)
-        model, variables = tape.from_pretrained(path, sharding=tree)
-        assert jax.tree.map(lambda x: x.sharding, variables) == tree
+        model, variables = tape.from_pretrained(path, sharding=place)
+        _, plain = tape.from_pretrained(path)
+        chex.assert_trees_all_equal(jax.device_get(variables), jax.device_get(plain))
         tape.save_pretrained(tmp_path / "new", model, variables, like=path)
         assert checkpoint_files(tmp_path / "new") == checkpoint_files(path)
-        del tree["params"]["embedding"]
-        with pytest.raises(ValueError, match=r"it lacks \['embedding'\]"):
-            tape.from_pretrained(path, sharding=tree)
-
-    def test_what_does_not_fit(self):
-        thirds = NamedSharding(Mesh(np.asarray(jax.devices()[:3]), "x"), PartitionSpec("x"))
-        up = lambda path, shape: thirds if "mlp/up" in path else None  # noqa: E731
-        for options, words in (
-            ({"sharding": up}, r"layers_0/mlp/up/kernel of shape \(2, 64, 128\): "),
-            ({"sharding": lambda path, shape: "cpu"}, r"must be a jax\.sharding\.Sharding"),
-            ({"sharding": "cpu"}, r"sharding must be a jax\.sharding\.Sharding, a function"),
-            ({"num_layers": 2}, "unknown option of from_pretrained 'num_layers'"),
-            ({"dtype": "int8"}, "dtype.*'int8'"),
-        ):
-            with pytest.raises(ValueError, match=words):
-                tape.from_pretrained(TIED, **options)

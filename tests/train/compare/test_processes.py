@@ -112,6 +112,30 @@ def test_seeds_share_compiled_programs(config, tmp_path, monkeypatch):
         assert printed.count(f"Persistent compilation cache hit for 'jit_{name}'") == compiled
 
 
+def test_programs_come_before_seeds(config, tmp_path):
+    jobs = plan(config, tmp_path, ENCODINGS, ["none", "rope"], 3, [])
+    order = processes._distinct_first(jobs)
+    assert [(job.name, job.experiment.seed) for job in order] == [
+        ("none", 0), ("rope", 0), ("none", 1), ("none", 2), ("rope", 1), ("rope", 2),
+    ]  # fmt: skip
+
+
+def test_how_far_an_evaluation_is(config, tmp_path):
+    job = Job("tape", Setting(), tmp_path / "tape", experiment.from_file(config), command=())
+    job.log.write_text("tape: 200/200 loss 2.5\n")
+    assert processes._evaluating(job) == "evaluating, 0 %"
+    with job.log.open("a") as log:
+        log.write(300 * " " + "evaluating tape: 9/1000\nevaluating tape: 163/1000\n")
+    assert processes._evaluating(job) == "evaluating, 16 %"
+
+
+def test_how_many_runs_are_done_is_said(capsys):
+    say = processes.count_runs(1, 3)
+    for _ in range(2):
+        say(processes.Ended(None, 0, 1.0))
+    assert capsys.readouterr().err == "2 of 3 runs done\n3 of 3 runs done\n"
+
+
 def test_cores_are_divided():
     cores = sorted(os.sched_getaffinity(0))
     assert processes.shares(1) == [cores]

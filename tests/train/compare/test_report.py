@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from train.compare.report import (
     ONE_SEED,
     PAGE,
+    TWO_SEEDS,
     RunRecord,
     fitting_table,
     score_table,
@@ -18,6 +19,7 @@ from train.compare.report import (
     write_report,
 )
 from train.compare.tasks import Comparison
+from train.evaluation.grids import text_table
 from train.tasks import Score
 
 
@@ -68,11 +70,15 @@ def losses(**by_name):
     ]
 
 
+def squeezed(text):
+    """Without the spaces that align tables."""
+    return re.sub(" +", " ", text)
+
+
 class TestReport:
     def test_content(self, tmp_path):
         folder = tmp_path / "new" / "report"
         runs = [make_run("tape"), make_run("rope", samples=["99+1 = 10 (wrong: it is 100)"])]
-        write_report(folder, FixedTask(), [make_run(command="first")], compared())
         path = write_report(folder, FixedTask(), runs, compared())
         assert path == folder / "report.md"
         assert sorted(p.name for p in folder.iterdir()) == [
@@ -81,18 +87,26 @@ class TestReport:
         record = json.loads((folder / "report.json").read_text())
         assert [(r["name"], r["seed"]) for r in record["runs"]] == [("tape", 0), ("rope", 0)]
         assert record["runs"][0]["scores"] == runs[0].result.summary()
-        text = re.sub(" +", " ", path.read_text())
+        text = path.read_text()
         for part in (
             "# A title\n\nWhat was asked.",
             "## Of its own\n\n2 results ![x](own.png)",
+            "![Training loss](loss.png)",
             "| parameters | 12 k | 12 k |",
+            "* tape, seed 0: 407+85 = 492 (right)",
             "* rope, seed 0: 99+1 = 10 (wrong: it is 100)",
             "```\n" + runs[0].command + "\n" + runs[1].command + "\n```",
             f"| numpy | {np.__version__}",
         ):
-            assert part in text
+            assert part in squeezed(text)
 
-    @pytest.mark.parametrize("name", ["report.md", "own.png"])
+    def test_replaces_its_own(self, tmp_path):
+        write_report(tmp_path, FixedTask(), [make_run(command="first")], compared())
+        path = write_report(tmp_path, FixedTask(), [make_run(command="second")], compared())
+        assert "\nsecond\n" in path.read_text()
+        assert len(list(tmp_path.iterdir())) == 4
+
+    @pytest.mark.parametrize("name", ["report.md", "report.json", "own.png", "loss.png"])
     def test_leaves_other_files_alone(self, tmp_path, name):
         (tmp_path / name).write_text("precious")
         with pytest.raises(ValueError, match=f"{name} exists and was not written by this program"):
@@ -100,11 +114,21 @@ class TestReport:
         assert [p.name for p in tmp_path.iterdir()] == [name]
         assert (tmp_path / name).read_text() == "precious"
 
+    def test_folder_is_a_file(self, tmp_path):
+        path = tmp_path / "file"
+        path.write_text("precious")
+        for folder in (path, path / "below"):
+            with pytest.raises(ValueError, match="is not a folder and cannot become one"):
+                write_report(folder, FixedTask(), [make_run()], compared())
+        assert path.read_text() == "precious"
+
     @pytest.mark.parametrize(
         ("runs", "message"),
         [
+            ([], "no runs to report"),
             ([make_run(), make_run()], "runs of the same name and seed"),
             ([make_run("a"), make_run("b", facts={})], "different facts"),
+            ([make_run(losses=[1.0])], "has 3 steps but 1 losses"),
         ],
     )
     def test_runs_that_do_not_fit(self, tmp_path, runs, message):
@@ -120,9 +144,13 @@ class TestVerdict:
 
     def test_higher_is_better(self):
         runs = [
-            make_run(name, seed, result=FixedResult({"right": value}))
-            for name, values in (("a", (0.5, 0.5, 0.5)), ("b", (0.90, 0.91, 0.92)))
-            for seed, value in enumerate(values)
+            make_run(name, seed, result=FixedResult({"right": value + seed / 1000}))
+            for name, value in (("a", 0.5), ("b", 0.9))
+            for seed in range(3)
+        ]
+        runs = [dataclasses.replace(r, result=FixedResult({"right": 0.5})) for r in runs[:3]] + [
+            dataclasses.replace(r, result=FixedResult({"right": v}))
+            for r, v in zip(runs[3:], (0.90, 0.91, 0.92), strict=True)
         ]
         assert "**right, %**: b wins;" in verdict(FixedTask.scores, runs)
 
@@ -142,6 +170,29 @@ class TestVerdict:
         text = verdict(FixedTask.scores, losses(tape=[1.0], rope=[5.0]))
         assert text == f"* **loss, nats**: best is tape.\n\n{ONE_SEED}"
 
+    def test_two_seeds_leave_one_degree_of_freedom(self):
+        runs = losses(tape=[1.0, 1.1], rope=[2.0, 2.3])
+        assert verdict(FixedTask.scores, runs).endswith(f"\n\n{TWO_SEEDS}")
+        assert TWO_SEEDS not in verdict(
+            FixedTask.scores, losses(tape=[1.0, 1.1, 1.2], rope=[2.0, 2.3, 2.4])
+        )
+
+    def test_scores_of_one_outcome_stand_together(self):
+        runs = [
+            make_run(name, seed, result=FixedResult({"right": x, "loss": 1 - x}))
+            for name, x in (("tape", 0.5), ("rope", 0.25))
+            for seed in range(3)
+        ]
+        (line,) = verdict(FixedTask.scores, runs).splitlines()
+        labels = "; ".join(score.label for score in FixedTask.scores)
+        assert line.startswith(f"* **{labels}**: tape wins")
+
+    def test_equal(self):
+        assert "all equal." in verdict(FixedTask.scores, losses(tape=[1.0, 1.0], rope=[1.0, 1.0]))
+
+    def test_nothing_to_compare(self):
+        assert verdict(FixedTask.scores, losses(tape=[1.0, 2.0])) == ""
+
 
 def test_the_table_of_scores():
     """Mean and sample deviation, by hand: 1, 2, 3 give 2 and 1."""
@@ -157,14 +208,35 @@ def test_the_table_of_scores():
     ]
 
 
-def test_a_table_that_is_too_wide_is_cut_into_parts():
-    header = ["", *(f"column{i}" for i in range(40))]
-    body = [[f"row{j}", *(f"{i}.{j}" for i in range(40))] for j in range(40)]
-    parts = [part.splitlines() for part in fitting_table(header, body).split("\n\n")]
-    assert len(parts) > 1
-    assert max(len(line) for part in parts for line in part) <= PAGE
-    cells = [[[c.strip() for c in line.split("|")[1:-1]] for line in part] for part in parts]
-    for number, line in enumerate([header, *body]):
-        row = number + (number > 0)  # Past the rule.
-        assert [c for part in cells for c in part[row][1:]] == line[1:]
-        assert {part[row][0] for part in cells} == {line[0]}
+class TestFittingTable:
+    """Names of the columns are as wide as ``label``; their cells are not."""
+
+    @staticmethod
+    def table(columns, rows, label):
+        header = ["", *(f"{label}{i}" for i in range(columns))]
+        body = [[f"row{j}", *(f"{i}.{j}" for i in range(columns))] for j in range(rows)]
+        return header, body, fitting_table(header, body)
+
+    def test_stays_as_it_is_where_it_fits(self):
+        header, body, found = self.table(3, 2, "x")
+        assert found == text_table(header, body)
+
+    def test_is_turned_where_it_is_narrower_so(self):
+        header, body, found = self.table(5, 2, "x" * 30)
+        turned = [[header[i + 1], *(row[i + 1] for row in body)] for i in range(5)]
+        assert found == text_table(["", "row0", "row1"], turned)
+
+    def test_is_cut_into_parts_where_both_are_too_wide(self):
+        header, body, found = self.table(40, 40, "column")
+        parts = [part.splitlines() for part in found.split("\n\n")]
+        assert len(parts) > 1
+        assert max(len(line) for part in parts for line in part) <= PAGE
+        cells = [[[c.strip() for c in line.split("|")[1:-1]] for line in part] for part in parts]
+        for number, line in enumerate([header, *body]):
+            row = number + (number > 0)  # Past the rule.
+            assert [c for part in cells for c in part[row][1:]] == line[1:]
+            assert {part[row][0] for part in cells} == {line[0]}
+
+    def test_a_column_that_never_fits_has_a_table_of_its_own(self):
+        *_, found = self.table(2, 60, "x" * 200)
+        assert found.count("\n\n") == 1

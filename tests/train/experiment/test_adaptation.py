@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
+from jax.extend.core import jaxprs_in_params
 
 import tape_jax as tape
 from tape_jax import RopeScaling, adapt
@@ -368,3 +369,35 @@ def test_compare_methods_and_export(config, tmp_path, capsys):
     np.testing.assert_allclose(
         logits(model, variables), logits(trained.model, trained.variables), atol=1e-5
     )
+
+
+def shapes_made(jaxpr):
+    """Shapes of everything that is computed, inside of loops and calls as well."""
+    found = set()
+    for eqn in jaxpr.eqns:
+        found |= {x.aval.shape for x in eqn.outvars if hasattr(x.aval, "shape")}
+        for inner in jaxprs_in_params(eqn.params):
+            found |= shapes_made(inner)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["tape", "lora", "full"])
+def test_nothing_is_made_for_frozen_parameters(method):
+    """Neither gradient nor moments: no array of such a shape is among what a step computes."""
+    wanted = an_experiment(CONTEXTUAL, method, norms=False, embeddings=False)
+    start = runs.start(wanted)
+    optimizer = training_step.make_optimizer(wanted.train)
+    state = jax.eval_shape(lambda p: training_step.init_state(wanted, optimizer, p), start.params)
+    batch = next(iter(wanted.task.dataset(0, 4)))
+    step = training_step.make_step(tape.Transformer(wanted.model), optimizer, wanted.train)
+    made = shapes_made(jax.make_jaxpr(step.__wrapped__)(state, batch, start.frozen).jaxpr)
+    made |= {x.shape for x in jax.tree.leaves((state.params, state.opt_state))}
+    # The last layer of TAPE is a run of its own.
+    kernels = {(layers, 64, 112) for layers in (1, 2, 3)}
+    assert bool(made & kernels) == (method == "full")
+    bases = sum(x.size for x in jax.tree.leaves(tape.from_pretrained(CONTEXTUAL)[1]))
+    moments = sum(x.size for x in jax.tree.leaves(state.opt_state))
+    trainable = sum(x.size for x in jax.tree.leaves(state.params))
+    assert moments - 2 * trainable in (1, 2)  # the counts of steps
+    assert (trainable == bases) == (method == "full")

@@ -209,6 +209,15 @@ class TestPrepare:
         with pytest.raises(ValueError, match=message):
             text_task(folder).prepare(dataclasses.replace(self.OPTIONS, **changes))
 
+    def test_the_text_to_judge_by_may_be_another(self, folder):
+        (folder / "other").mkdir()
+        (folder / "other" / "test.txt").write_text("x" * 99)
+        options = dataclasses.replace(self.OPTIONS, source=f"{folder}/other/test.txt")
+        none_held_out = text_task(folder, held_out=1e-9)
+        with pytest.raises(ValueError, match=r"falls into the held out part.*evaluation\.source"):
+            none_held_out.prepare(self.OPTIONS)
+        assert none_held_out.prepare(options).endswith(f"held out: 100 of {options.source}")
+
 
 class TestExperiment:
     def values(self, **task):

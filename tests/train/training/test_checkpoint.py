@@ -129,7 +129,7 @@ def flip(path):
         (lambda array, manifest: flip(array), "has changed"),
         (lambda array, manifest: array.unlink(), "is missing"),
         (lambda array, manifest: array.with_name("more").touch(), "not in the manifest"),
-        (lambda array, manifest: flip(manifest), "00000003"),
+        (lambda array, manifest: manifest.write_bytes(b"\xff" + manifest.read_bytes()), "00000003"),
         (lambda array, manifest: manifest.write_text(""), "not in the manifest"),
     ],
 )

@@ -40,17 +40,15 @@ def measured(monkeypatch):
     return calls
 
 
-def prepare(experiment, sharding=None, *, tune=True):
+def prepare(experiment, **keywords):
     said = []
-    loop.measure_attention(experiment, sharding, said.append, tune=tune)
+    loop.measure_attention(experiment, None, said.append, **{"tune": True} | keywords)
     return said
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_shapes_of_one_device_are_measured_once(measured, devices):
+def test_own_shapes_are_measured_once(measured):
     experiment = an_experiment()
-    sharding = None if devices == 1 else ShardingConfig(data=2).build(jax.devices()[:2])
-    said = prepare(experiment, sharding)
+    said = prepare(experiment)
     model, train = experiment.model, experiment.train
     assert measured == [
         CallShape(
@@ -58,39 +56,65 @@ def test_shapes_of_one_device_are_measured_once(measured, devices):
             experiment.task.sequence_length,
             model.dtype,
             state,
-            train.batch_size // train.accumulate // devices,
+            train.batch_size // train.accumulate,
             model.num_heads,
             model.kv_heads,
         )
         for state in (True, False)
     ]
     assert "attention is measured first, for 60 seconds at most" in said[0]
-    assert prepare(experiment, sharding) == []
+    assert prepare(experiment) == []
     assert len(measured) == 2
 
 
-def test_nothing_is_measured_where_it_is_not_wanted(measured, monkeypatch):
-    """With ``--no-tune``, where a way to attend was asked for, on a CPU, or by another process."""
+def test_what_was_asked_for_is_not_measured(measured):
     experiment = an_experiment()
     assert prepare(experiment, tune=False) == []
     model = dataclasses.replace(experiment.model, attention_implementation="chunked")
     assert prepare(dataclasses.replace(experiment, model=model)) == []
-    with monkeypatch.context() as patch:
-        patch.setattr(loop.jax, "default_backend", lambda: "cpu")
-        assert prepare(experiment) == []
+    assert measured == []
+
+
+def test_a_cpu_measures_nothing_unasked(measured, monkeypatch):
+    monkeypatch.setattr(loop.jax, "default_backend", lambda: "cpu")
+    assert prepare(an_experiment()) == []
+    assert measured == []
+
+
+def test_only_the_first_process_measures(measured, monkeypatch):
     agreed = []
     monkeypatch.setattr(loop.tuning, "agree", lambda: agreed.append(True))
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    assert prepare(experiment) == []
+    assert prepare(an_experiment()) == []
     assert (measured, agreed) == ([], [True])
 
 
-def test_the_option(monkeypatch, tmp_path, capsys):
+def test_a_folder_that_cannot_be_written_is_no_reason_to_stop(measured, monkeypatch):
+    def refuse(table):
+        raise OSError("read-only")
+
+    monkeypatch.setattr(records, "write", refuse)
+    assert prepare(an_experiment())[-1] == "what was measured cannot be kept: read-only"
+
+
+def test_shapes_are_those_of_one_device(measured):
+    experiment = an_experiment()
+    sharding = ShardingConfig(data=2).build(jax.devices()[:2])
+    loop.measure_attention(experiment, sharding, lambda _: None, tune=True)
+    assert {shape.batch for shape in measured} == {
+        experiment.train.batch_size // experiment.train.accumulate // 2
+    }
+
+
+@pytest.mark.parametrize(("options", "wanted"), [([], True), (["--no-tune"], False)])
+def test_the_option(monkeypatch, tmp_path, options, wanted):
+    asked = []
+
     def train(*args, tune, **kwargs):
-        raise ValueError(f"tune is {tune}")
+        asked.append(tune)
+        raise ValueError("far enough")
 
     monkeypatch.setattr(loop, "train", train)
-    run = ["train", "--config=configs/addition_demo.py", f"--run={tmp_path / 'run'}"]
-    for options, wanted in (([], True), (["--no-tune"], False)):
-        assert program.main([*run, *options]) == program.USER_ERROR
-        assert f"tune is {wanted}" in capsys.readouterr().err
+    command = ["train", "--config=configs/addition_demo.py", f"--run={tmp_path / 'run'}"]
+    assert program.main([*command, *options]) == program.USER_ERROR
+    assert asked == [wanted]

@@ -165,3 +165,10 @@ def test_new_tokens_may_name_their_segment():
     for segment in (1, 2, 3):
         own = ids == segment
         assert_near(full[own], jit_apply(model, variables, tokens[own]), 1e-5)
+
+
+def test_a_cache_of_a_narrower_type():
+    cache = init_cache(TAPE, 1, 4, dtype=jnp.bfloat16)
+    logits, cache = jit_extend(TAPE, random_variables(TAPE), cache, ONES)
+    assert jnp.isfinite(logits).all()
+    assert {x.dtype for x in jax.tree.leaves(cache.layers)} == {jnp.dtype(jnp.bfloat16)}
