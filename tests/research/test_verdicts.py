@@ -18,8 +18,6 @@ from research.verdicts import (
 from tests.research.results import BEYOND, diverge, finish_all
 from train.statistics import difference, estimate
 
-RIVALS = ("rope", "none")
-
 
 @pytest.fixture
 def planned(design, place):

@@ -318,7 +318,7 @@ from {package} import main
 for command in main.COMMANDS:
     with contextlib.suppress(SystemExit):
         main.main([command, "--help"])
-print([name for name in ("jax", "matplotlib", "tape_jax") if name in sys.modules])
+print([name for name in ("jax", "numpy", "matplotlib", "tape_jax") if name in sys.modules])
 """
     )
     assert done.stdout.splitlines()[-1] == "[]"

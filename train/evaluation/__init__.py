@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from tape_jax import Transformer
+from tape_jax import Transformer
 
 # Called with the numbers of items done and of items to be done.
 Progress = Callable[[int, int], None]

@@ -10,13 +10,13 @@ import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
-import numpy as np
-
 from train.checks import choose, from_mapping
-from train.evaluation import Progress, Trained
 
 if TYPE_CHECKING:
     import grain
+    import numpy as np
+
+    from train.evaluation import Progress, Trained
 
 
 TASKS: dict[str, str] = {

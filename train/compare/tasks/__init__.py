@@ -13,12 +13,12 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from train.tasks import Score, Task, task_name
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from train.evaluation import Trained
-
-from train.tasks import Score, Task, task_name
 
 COMPARISONS: dict[str, str] = {
     "address": "train.compare.tasks.address:compare",
