@@ -6,6 +6,9 @@ import contextlib
 import functools
 import importlib.util
 import multiprocessing
+import os
+import subprocess
+import sys
 from concurrent.futures import ProcessPoolExecutor
 
 import jax
@@ -75,6 +78,24 @@ def kernels(target, *args):
     assert not got.error
     found = {x.name.removeprefix("tape_attention_"): x for x in got.kernels}
     return {name: x for name, x in found.items() if name.endswith(("forward", "gradients"))}
+
+
+@needs_compilers
+def test_compilers_without_cudnn():
+    """Found by a process that has looked for devices, and that nothing told to use the CPU."""
+    code = (
+        "import jax; from train.analysis import ahead_of_time; jax.devices(); "
+        "print(ahead_of_time.machine('h100:8').devices)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env={k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.count("H100") == 8
+    assert "cuDNN" not in found.stderr
 
 
 @needs_compilers

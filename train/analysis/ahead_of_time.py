@@ -34,6 +34,11 @@ CUDA_PACKAGES = (
     "nvidia-cuda-runtime nvidia-cuda-cupti nvidia-cuda-crt"
 )
 
+# jax loads no CUDA plugin without cuDNN unless told to, and compiling needs none. It looks once, when
+# it first looks for devices.
+if importlib.util.find_spec("nvidia") and not importlib.util.find_spec("nvidia.cudnn"):
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
 
 @dataclasses.dataclass(frozen=True)
 class Cuda:
