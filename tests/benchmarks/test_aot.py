@@ -81,20 +81,19 @@ def kernels(target, *args):
 
 
 @needs_compilers
-def test_compilers_without_cudnn():
-    """Found by a process that has looked for devices, and that nothing told to use the CPU."""
-    code = (
-        "import jax; from train.analysis import ahead_of_time; jax.devices(); "
-        "print(ahead_of_time.machine('h100:8').devices)"
-    )
+@pytest.mark.parametrize("implementation", ["pallas", "mosaic"])
+def test_a_plan_of_kernels_without_cudnn(implementation):
+    """Made by a process that nothing told to use the CPU."""
+    model = f"--config.model.attention_implementation={implementation}"
+    config = ["--config=configs/c4_pretrain.py", "--config.model.num_layers=1", model]
+    plan = ["plan", "--topology=h100:2", "--mesh", "tensor=2", "--config.train.batch_size=4"]
     found = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-m", "train.main", *plan, *config],
         env={k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"},
         capture_output=True,
         text=True,
-        check=True,
     )
-    assert found.stdout.count("H100") == 8
+    assert "best: tensor=2 on h100:2" in found.stdout, found
     assert "cuDNN" not in found.stderr
 
 

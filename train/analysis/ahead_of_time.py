@@ -27,6 +27,11 @@ from tape_jax import tune
 from train.checks import choose, require
 from train.training.flops import CHIPS, Chip
 
+try:
+    from jax._src.pallas.triton import gpu_info
+except ImportError:  # Before jax 0.11, when Triton asked for no GPU.
+    gpu_info = None
+
 # 9.10, as cuDNN counts: the first that takes values wider than keys.
 CUDNN_VERSION = 91_000
 CUDA_PACKAGES = (
@@ -234,6 +239,14 @@ def as_if_on(target: Cuda | Tpu, device: Any) -> Iterator[None]:
     if isinstance(target, Cuda):
         # Mosaic GPU otherwise takes a block to have as much shared memory as on Hopper.
         answers.append((mosaic_core, "_SMEM_SIZE_BOUND", target.shared_memory - 1024))
+        if gpu_info is not None:
+            major, minor = target.capability
+            found = gpu_info.GpuInfo(
+                gpu_version=None,
+                arch_name=f"{major}.{minor}",
+                compute_capability=10 * major + minor,
+            )
+            answers.append((gpu_info, "get_gpu_info", lambda: found))
     with contextlib.ExitStack() as stack:
         for owner, name, answer in answers:
             stack.enter_context(mock.patch.object(owner, name, new=answer))

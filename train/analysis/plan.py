@@ -154,6 +154,7 @@ def plan(experiment: Experiment, machine: Machine, mesh: ShardingConfig) -> Plan
             step, (state, batch, frozen) = abstract_step(experiment, sharding)
             options = ahead_of_time.cuda_options() if isinstance(machine.target, Cuda) else {}
             compiled = step.lower(state, batch, frozen).compile(compiler_options=options)
+            operations = step_flops(experiment) / len(devices)
     except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
         return Plan(sizes, machine, next(iter(str(error).splitlines()), type(error).__name__))
     arguments = {
@@ -170,7 +171,7 @@ def plan(experiment: Experiment, machine: Machine, mesh: ShardingConfig) -> Plan
         mesh=sizes,
         machine=machine,
         memory=memory,
-        operations=step_flops(experiment) / len(devices),
+        operations=operations,
         traffic=traffic(collectives(compiled.as_text(), sharding.mesh), devices),
         tokens=config.batch_size * task.sequence_length,
         seconds=time.perf_counter() - start,
