@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import importlib.util
 import math
 import os
@@ -27,10 +28,8 @@ from tape_jax import tune
 from train.checks import choose, require
 from train.training.flops import CHIPS, Chip
 
-try:
-    from jax._src.pallas.triton import gpu_info
-except ImportError:  # Before jax 0.11, when Triton asked for no GPU.
-    gpu_info = None
+# Where Triton's kernels ask for their GPU since jax 0.11.
+GPU_INFO = "jax._src.pallas.triton.gpu_info"
 
 # 9.10, as cuDNN counts: the first that takes values wider than keys.
 CUDNN_VERSION = 91_000
@@ -39,8 +38,8 @@ CUDA_PACKAGES = (
     "nvidia-cuda-runtime nvidia-cuda-cupti nvidia-cuda-crt"
 )
 
-# jax loads no CUDA plugin without cuDNN unless told to, and compiling needs none. It looks once, when
-# it first looks for devices.
+# Without cuDNN jax takes no CUDA plugin unless told to, and compiling needs none. It decides when it
+# first looks for devices.
 if importlib.util.find_spec("nvidia") and not importlib.util.find_spec("nvidia.cudnn"):
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
@@ -239,7 +238,8 @@ def as_if_on(target: Cuda | Tpu, device: Any) -> Iterator[None]:
     if isinstance(target, Cuda):
         # Mosaic GPU otherwise takes a block to have as much shared memory as on Hopper.
         answers.append((mosaic_core, "_SMEM_SIZE_BOUND", target.shared_memory - 1024))
-        if gpu_info is not None:
+        if importlib.util.find_spec(GPU_INFO):
+            gpu_info = importlib.import_module(GPU_INFO)
             major, minor = target.capability
             found = gpu_info.GpuInfo(
                 gpu_version=None,
