@@ -38,8 +38,8 @@ CUDA_PACKAGES = (
     "nvidia-cuda-runtime nvidia-cuda-cupti nvidia-cuda-crt"
 )
 
-# Without cuDNN jax takes no CUDA plugin unless told to, and compiling needs none. It decides when it
-# first looks for devices.
+# Without cuDNN jax takes no CUDA plugin unless told to, and compiling needs none. It decides when
+# it first looks for devices.
 if importlib.util.find_spec("nvidia") and not importlib.util.find_spec("nvidia.cudnn"):
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
