@@ -65,7 +65,8 @@ def train(
     continued = resume and distributed.agreed(lambda: runs.exists(folder))
     if continued:
         distributed.agreed(lambda: changes.check_same(folder, experiment, changes.LONGER))
-    begin = runs.start(experiment, folder if continued else None, report, sharding)
+    begun = continued and distributed.agreed(lambda: runs.has_trained(folder))
+    begin = runs.start(experiment, folder if continued else None, report, sharding, begun=begun)
     program = build_program(experiment, begin.params, sharding)
     share = (0, 1) if sharding is None else sharding.share()
     data = iter(experiment.task.dataset(experiment.seed, config.batch_size, *share))
@@ -86,7 +87,6 @@ def train(
         distributed.agreed(lambda: stack.enter_context(runs.guarded(folder)))
         checkpoints = stack.enter_context(runs.checkpoints(folder, keep=config.keep, report=report))
         saved = Resumable(checkpoints, data, Sums())
-        begun = continued and distributed.agreed(lambda: runs.has_trained(folder))
         start, state = saved.restore(program) if begun else saved.first(program, begin, experiment)
         if continued and distributed.agreed(
             lambda: changes.take_over(folder, experiment, start, report)

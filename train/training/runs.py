@@ -269,6 +269,8 @@ def start(
     folder: Path | None = None,
     report: Report = print,
     sharding: Sharding | None = None,
+    *,
+    begun: bool = False,
 ) -> Start:
     """Returns the parameters from which the training of an experiment starts.
 
@@ -277,13 +279,14 @@ def start(
       folder: the run that is to be continued; None: a new one.
       report: called with a sentence about each notable event.
       sharding: where parameters go; None: the first device.
+      begun: whether the run has a checkpoint, in which case ``train.initial`` is not read.
 
     Raises:
       ValueError: if the base or the run that the experiment names is not there, does not fit or,
         if a run is continued, has changed.
     """
     if experiment.adapt is None:
-        wanted = experiment.train.initial and folder is None
+        wanted = experiment.train.initial and not begun
         params = initial_params(experiment, report, sharding) if wanted else None
         return Start(_put(params, experiment, sharding))
     abstract_variables(experiment)  # It says so if the sequences do not fit the model.

@@ -60,6 +60,23 @@ def test_starts_from_the_last_parameters_with_a_new_optimiser(first, tmp_path, m
     assert final_state(tmp_path / "second", wanted)[0] == 2
 
 
+@pytest.mark.slow
+def test_a_run_killed_before_its_first_checkpoint_starts_there_again(first, tmp_path, monkeypatch):
+    wanted = an_experiment(str(first))
+
+    def killed(*_):
+        raise InterruptedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Resumable, "first", killed)
+        with pytest.raises(InterruptedError):
+            loop.train(wanted, tmp_path / "second")
+    loop.train(wanted, tmp_path / "second", resume=True)
+    loop.train(wanted, tmp_path / "whole")
+    again, whole = (final_state(tmp_path / name, wanted)[1] for name in ("second", "whole"))
+    chex.assert_trees_all_equal(again.params, whole.params)
+
+
 def test_all_that_does_not_fit_is_listed(first, tmp_path):
     learned = {"kind": "learned", "size": 16}
     wanted = an_experiment(str(first), tie_embeddings=True, vocab_size=30, position=learned)
