@@ -284,12 +284,24 @@ def _kind(what: str, paths: Sequence[Path]) -> str:
     return f"{what}, one" if len(paths) == 1 else what
 
 
-def _describe_files(paths: Sequence[Path], root: Path) -> list[list[Any]]:
-    """Name, size and time of change of each file."""
+def _describe_files(paths: Sequence[Path], root: Path) -> list[Any]:
+    """The folder of all files, and name, size and time of change of each."""
     return [
-        [path.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns]
-        for path, stat in ((path, path.stat()) for path in paths)
+        os.path.abspath(root),
+        *(
+            [path.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns]
+            for path, stat in ((path, path.stat()) for path in paths)
+        ),
     ]
+
+
+def common_files(first: str, second: str) -> list[Path]:
+    """The local files that belong to two sources at once, by their names; of a corpus none."""
+    patterns = [name.removeprefix("tokens32:").removeprefix("tokens:") for name in (first, second)]
+    if any(name == "stdlib" or name.startswith("tfds:") for name in patterns):
+        return []
+    found = [{path.resolve() for path in _find(pattern)[0]} for pattern in patterns]
+    return sorted(found[0] & found[1])
 
 
 def _whole_file(path: Path, root: Path) -> Document:

@@ -23,7 +23,7 @@ import numpy as np
 from train.checks import choose, require
 from train.data import synthetic, token_cache
 from train.data.packing import PACKINGS, Batch, Packed, endless_batches
-from train.data.sources import get_source
+from train.data.sources import common_files, get_source
 from train.data.token_cache import Corpus, TokenStream
 from train.data.tokenizers import Tokenized, Tokenizer
 from train.evaluation import Progress, Trained
@@ -306,8 +306,17 @@ class Text(Tokenized):
           How much it is, in a line.
 
         Raises:
-          ValueError: if some of it is missing, or too short.
+          ValueError: if some of it is missing, too short, or trained on though it is held out.
         """
+        both = (
+            [] if self.held_out_source is None else common_files(self.source, self.held_out_source)
+        )
+        require(
+            not both,
+            f"task.held_out_source = {self.held_out_source!r} has files that task.source = "
+            f"{self.source!r} has too ({', '.join(map(str, both[:3]))}, {len(both)} in all): "
+            "expected text that is not trained on",
+        )
         judged = self._judged_by(options)
         text_evaluation.check(judged, options)
         trained, held_out = self.training_stream(), judged.held_out_stream()

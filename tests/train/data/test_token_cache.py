@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -133,6 +134,20 @@ def test_rebuilt_when_the_source_or_the_tokenizer_changes(tmp_path):
             assert stream.tokens.tolist() == [*text.encode(), tokenizer.eos]
             digests.add(stream.digest)
     assert len(digests) == 6
+
+
+def test_files_that_differ_in_their_folder_alone(tmp_path):
+    """Those of an archive may have one size and one time."""
+    texts = {"train": "aaaa", "test": "bbbb"}
+    for name, text in texts.items():
+        path = tmp_path / name / "data.txt"
+        path.parent.mkdir()
+        path.write_text(text)
+        os.utime(path, (1, 1))
+    for name, text in texts.items():
+        corpus = Corpus(TextFiles(f"{tmp_path}/{name}/data.txt", "text"), BYTES)
+        stream = open_stream(corpus, tmp_path / "cache")
+        assert documents_of(stream) == [f"{text}<eos>"]
 
 
 @pytest.mark.parametrize("name", ["tokens", "offsets", "entry.json"])

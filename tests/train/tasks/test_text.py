@@ -197,6 +197,17 @@ class TestPrepare:
             "one document"
         )
 
+    def test_held_out_files_are_not_trained_on(self, folder):
+        (folder / "b.held").write_text("kept apart " * 50)
+        task = text_task(folder, source=f"{folder}/*", held_out_source=f"{folder}/*.held")
+        message = (
+            r"'.*/\*.held' has files that task.source = '.*/\*' has too \(.*b.held, 1 in all\)"
+        )
+        with pytest.raises(ValueError, match=message):
+            task.prepare(self.OPTIONS)
+        apart = dataclasses.replace(task, source=f"{folder}/*.txt")
+        assert f"of {folder}/*.held" in apart.prepare(self.OPTIONS)
+
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
