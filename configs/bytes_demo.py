@@ -9,7 +9,7 @@ encodings apart. With four times the steps, tuned rates and five seeds (research
 research/evidence.md) TAPE with ALiBi's bias has the lowest perplexity at the trained length, 3.208:
 RoPE with that bias 3.222, TAPE 3.294, RoPE 3.309, ALiBi 3.493. That TAPE alone is ahead of RoPE is
 not told. At eight times that length, with rates chosen there, TAPE with the bias has 3.250, RoPE
-with it 3.307, no clear difference, ALiBi 3.369, RoPE 10.7, TAPE 11.3, clearly worse than RoPE.
+with it 3.307, no clear difference, ALiBi 3.369, RoPE 10.6, TAPE 11.3, clearly worse than RoPE.
 Cost: 10.6 minutes on 2 idle cores for the twelve trainings and evaluations.
 Command: make compare-demo, which is
     python -m train.main compare --config=configs/bytes_demo.py --run=runs/bytes_demo \

@@ -3,7 +3,7 @@
 Claim: with equal steps and data, TAPE reaches a lower perplexity than RoPE and the other encodings
 do, at the trained length and beyond it. At the size of configs/bytes_demo.py it is not told from
 RoPE at the trained length and contradicted at eight times it; with ALiBi's bias it is confirmed,
-with no clear difference to RoPE with the bias (research/evidence.md).
+clearly below RoPE with the bias at the trained length only (research/evidence.md).
 Cost: not measured.
 Command:
     python -m train.main train --config=configs/c4_pretrain.py --run=runs/c4 --evaluate \
