@@ -14,7 +14,7 @@ from tape_jax._src import positions
 from tape_jax._src.adapt.identity import Fingerprint, fingerprint
 from tape_jax._src.adapt.rules import Embeddings, Everything, LoraFactors, Norms, Position, Rule
 from tape_jax._src.core.algebra import at_least_float32
-from tape_jax._src.core.checks import choose, require, typed
+from tape_jax._src.core.checks import choose, refuse, require, typed
 from tape_jax._src.model.config import Lora
 from tape_jax._src.model.decoder import Transformer
 from tape_jax._src.model.inputs import check_variables
@@ -234,7 +234,8 @@ def rotary_start(old: positions.Encoding, kind: str) -> dict[str, Any]:
     for name in START_FIELDS:
         cls = known[name][0] if name in known else positions.Encoding
         # What is another one by default, the encoding's name says.
-        if issubclass(cls, positions.Rope) and getattr(cls, name) == getattr(positions.Rope, name):
+        rotary = issubclass(cls, positions.Rope | positions.Fope)
+        if rotary and getattr(cls, name) == getattr(positions.Rope, name):
             own[name] = getattr(rope, name)
     return own
 
@@ -353,16 +354,32 @@ def with_scaling(
 
 @typed
 def drop_positions(model: Transformer, variables: Any) -> tuple[Transformer, dict[str, Any]]:
-    """The model without its rotation (DroPE, arXiv:2512.12167); parameters unchanged.
+    """The model without its rotation (DroPE, arXiv:2512.12167); other parameters unchanged.
 
-    What it computes is another function then, which a short training makes good. The paper trains
-    all parameters on sequences of the length that the model was trained at.
+    Every layer drops what is rotary in it: ``rope``, ``yarn``, ``longrope`` and other encodings of
+    a rotary start. What acts beside it stays, such as windows and biases. What the model computes
+    is another function then, which a short training makes good. The paper trains all parameters on
+    sequences of the length that the model was trained at.
 
     Raises:
-      ValueError: if the model has another encoding than ``rope`` or ``yarn``.
+      ValueError: if no layer has a rotary encoding, or if it makes heads of its own.
+      NotImplementedError: if parameters of what stays have other names where it acts alone.
     """
-    _check_start(model.encoding, model)
-    return with_encoding(model, variables, "none", key=jax.random.key(0))
+    none, sizes = positions.create("none"), model.config.sizes
+    position = _with_rotary(model.encoding, lambda rope: none)
+
+    def names(encoding: positions.Encoding) -> set[str]:
+        layers = encoding.layer_params(sizes, updates=False)
+        return {*encoding.input_params(sizes), *layers}
+
+    before, after = (x.of_layers(sizes.num_layers) for x in (model.encoding, position))
+    for old, new in zip(before, after, strict=True):
+        refuse(
+            not names(new.encoding) <= names(old.encoding),
+            f"drop_positions: parameters of {new.encoding.kind!r} have other names in "
+            f"{old.encoding.kind!r}, and would be lost",
+        )
+    return with_encoding(model, variables, position, key=jax.random.key(0))
 
 
 @typed
@@ -409,7 +426,8 @@ def _with_rotary(
         return change(one) if isinstance(one, positions.Rope) else one
 
     def of_layer(one: positions.Encoding) -> positions.Encoding:
-        return positions.create([changed(member) for member in one.members])
+        members = [changed(member) for member in one.members]
+        return positions.create([x for x in members if type(x) is not positions.Encoding] or "none")
 
     if not isinstance(encoding, positions.Layers):
         return of_layer(encoding)

@@ -144,9 +144,10 @@ def attention(
       attend_state: False: ``a`` is None, and nothing is paid for it.
       implementation: a name in ``BACKENDS``; several, of which the first that can do this call
         here is taken; or None for the fastest that can, by what ``python -m tape_jax.tune`` has
-        measured on this machine; if nothing was, by times of an H200 on a Hopper GPU, in 16
-        bits, and plain JAX elsewhere. With kernels, shards of query heads must divide the key/value
-        heads; plain JAX takes any.
+        measured on this machine. If nothing was: a kernel on NVIDIA GPUs from Ampere on, from 256
+        tokens on, on Hopper by times of an H200 and on others by the libraries' claims; plain JAX
+        elsewhere. With kernels, shards of query heads must divide the key/value heads; plain JAX
+        takes any.
       options: keywords of the named implementation, such as ``block_q`` of ``chunked``.
       interpret: run kernels, where an implementation has any, in interpreted mode.
       sharding: a mesh and rules, by which ``ring`` splits the sequence. Others leave the mesh to

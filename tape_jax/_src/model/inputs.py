@@ -102,8 +102,7 @@ class Call:
         tokens = without_padding(tokens, segment_ids)
         positions = without_padding(positions, segment_ids, axes=encoding.coordinate_axes)
         positions = _drawn(config, positions, length, key)
-        at = encoding.coordinates(tokens, positions, segment_ids)
-        at = without_padding(at, segment_ids, axes=encoding.coordinate_axes)
+        at = _coordinates(encoding, tokens, positions, segment_ids)
         counts = None
         if config.has_window and segment_ids is not None:
             counts = (places(segment_ids),) * 2
@@ -132,8 +131,7 @@ class Call:
 
         ids = (recent(cache.segment_ids), cache.segment_ids)
         every = _drawn(config, cache.positions, length, cache.key)
-        at = recent(encoding.coordinates(cache.tokens, every, cache.segment_ids))
-        at = without_padding(at, ids[0], axes=encoding.coordinate_axes)
+        at = recent(_coordinates(encoding, cache.tokens, every, cache.segment_ids))
         counts = None
         if config.has_window:
             every_count = places(cache.segment_ids)
@@ -159,10 +157,18 @@ class Call:
             tokens=held(self.tokens),
             positions=positions,
             segment_ids=ids,
-            at=held(self.at, axes > 1),
+            at=positions if self.at is self.positions else held(self.at),
             # Windows are measured by indices there.
             context=self.context.replace(positions=positions, segment_ids=ids, counts=None),  # type: ignore[attr-defined]
         )
+
+
+def _coordinates(
+    encoding: Encoding, tokens: Array, positions: Array, segment_ids: Array | None
+) -> Array:
+    """Return what the encoding says of tokens: the positions themselves, or ids ``[..., T]``."""
+    at = encoding.coordinates(tokens, positions, segment_ids)
+    return at if at is positions else without_padding(at, segment_ids)
 
 
 def _drawn(config: ModelConfig, positions: Array, length: Any, key: Array | None) -> Array:
@@ -267,7 +273,7 @@ def check_initial_state(encoding: Encoding, initial_state: State) -> None:
         f"initial_state=None; got {jax.tree.map(jnp.shape, initial_state)}, by shapes",
     )
     if initial_state is not None and isinstance(encoding, Layers):
-        count = len(encoding.distinct)
+        count = len(encoding.state_parts)
         require(
             isinstance(initial_state, tuple) and len(initial_state) == count,
             f"initial_state of a schedule is a tuple of {count} states, of {encoding.kind!r}; got "

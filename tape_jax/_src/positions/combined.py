@@ -88,6 +88,10 @@ class Combined(Encoding):
         return self.encodings
 
     @property
+    def state_part(self) -> Encoding:
+        return self._state
+
+    @property
     def local_window_size(self) -> int | tuple[int, int] | None:
         return self._of("window").local_window_size
 

@@ -117,6 +117,7 @@ registry: dict[str, type[Encoding]] = {
 # What else encodings are called. The name of several is taken as it is.
 ALIASES = {
     "absolute": "learned",
+    "mrope_interleaved": "mrope",
     "nope": "none",
     "path_fox": "path+fox",
     "randomized": "random_rope",
@@ -250,7 +251,9 @@ def with_options(parts: Parts, options: Mapping[str, Any]) -> Parts:
 def _build(cls: type[Encoding], options: Mapping[str, Any]) -> Encoding:
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
     if isinstance(options.get("scaling"), Mapping):
+        own = getattr(cls, "scaling_kind", None)
+        named = {} if own is None else {"kind": own}
         options["scaling"] = from_mapping(
-            RopeScaling, dict(options["scaling"]), what=f"position.scaling of {cls.kind!r}"
+            RopeScaling, named | dict(options["scaling"]), what=f"position.scaling of {cls.kind!r}"
         )
     return from_mapping(cls, options, what=f"position encoding {cls.kind!r}")

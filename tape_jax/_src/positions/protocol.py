@@ -38,7 +38,10 @@ PLACES = ("embedding", "state", "scale", "logits", "weights", "bias", "decay", "
 OPTION_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "bool": ("True or False", lambda x: isinstance(x, bool | np.bool_)),
     "int": ("an integer", lambda x: isinstance(x, int | np.integer) and not isinstance(x, bool)),
-    "float": ("a finite number", lambda x: isinstance(x, numbers.Real) and math.isfinite(x)),
+    "float": (
+        "a finite number",
+        lambda x: isinstance(x, numbers.Real) and not isinstance(x, bool) and math.isfinite(x),
+    ),
 }
 
 
@@ -229,6 +232,11 @@ class Encoding:
     def members(self) -> tuple[Encoding, ...]:
         """The encodings that this one is made of."""
         return (self,)
+
+    @property
+    def state_part(self) -> Encoding:
+        """The encoding that the position state is of; layers of a schedule share it by this."""
+        return self
 
     def of_layers(self, num_layers: int) -> list[OfLayer]:
         """Returns the part of the encoding that each layer of a model has."""

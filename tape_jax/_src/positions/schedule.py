@@ -31,17 +31,20 @@ class Layers(Encoding):
     >>> Layers("rope", every={4: "none"}).kind
     'rope/rope/rope/none'
 
-    Equal encodings are one, with one position state, which only its own layers read and update. So
-    its last layer in a model updates nothing, and a layer that is to read the state that TAPE has
-    updated needs that encoding itself.
+    Equal encodings have one position state, whatever windows, biases or decays act beside them:
+    ``tape+window`` and ``tape`` share it. Only their layers read and update it. So the last of them
+    in a model updates nothing, and a layer that is to read the state that TAPE has updated needs
+    TAPE itself.
 
     Attributes:
       encodings: the pattern: encodings, or what :func:`create` makes them of.
-      every: of each ``n``-th layer, counted from 1, another one.
+      every: of each ``n``-th layer, counted from 1, another one; of several the one with the
+        largest ``n``.
 
     Raises:
       ValueError: for an encoding that also acts before the first layer, such as ``sinusoidal``, or
-        encodings that take unlike numbers of coordinates.
+        encodings that take unlike numbers of coordinates; if a model is so short that it would
+        leave out one of the encodings.
     """
 
     encodings: Any
@@ -60,7 +63,7 @@ class Layers(Encoding):
         others = {positive("every", n): create(entry) for n, entry in (every or {}).items()}
         length = math.lcm(len(pattern), *others)
         pattern = [pattern[i % len(pattern)] for i in range(length)]
-        for n, other in others.items():
+        for n, other in sorted(others.items(), key=lambda item: item[0]):
             pattern[n - 1 :: n] = [other] * (length // n)
         set_field(self, "encodings", tuple(pattern))
         require(
@@ -74,15 +77,17 @@ class Layers(Encoding):
                     f"{encoding.kind!r} acts before the first layer, which a schedule of layers "
                     f"has no place for; got {self.kind!r}",
                 )
-        axes = {x.kind: x.coordinate_axes for x in self.distinct if x.reads_positions}
+        axes = [x.coordinate_axes for x in self.distinct if x.reads_positions]
         require(
-            len(set(axes.values())) < 2,
-            f"encodings of one schedule take as many coordinates as each other; got {axes}",
+            len(set(axes)) < 2,
+            f"encodings of one schedule take as many coordinates as each other; got {axes}, of "
+            f"{self.kind!r}",
         )
-        heads = {x.kind: x.heads_per_query for x in self.distinct}
+        heads = [x.heads_per_query for x in self.distinct]
         require(
-            len(set(heads.values())) < 2,
-            f"in a schedule as many heads attend for each query head in all layers; got {heads}",
+            len(set(heads)) < 2,
+            f"in a schedule as many heads attend for each query head in all layers; got {heads}, "
+            f"of {self.kind!r}",
         )
         require(
             not any(isinstance(x, Layers) for x in pattern),
@@ -96,8 +101,13 @@ class Layers(Encoding):
 
     @property
     def distinct(self) -> tuple[Encoding, ...]:
-        """The distinct encodings, in the order of their states, of which some are None."""
+        """The distinct encodings, in the order of the pattern."""
         return tuple(dict.fromkeys(self.encodings))
+
+    @property
+    def state_parts(self) -> tuple[Encoding, ...]:
+        """The distinct encodings that states are of, in the order of the states."""
+        return tuple(dict.fromkeys(x.state_part for x in self.encodings))
 
     @property
     def members(self) -> tuple[Encoding, ...]:
@@ -115,11 +125,11 @@ class Layers(Encoding):
         return tuple(x for x in Encoding.takes_drawn if all(x in kinds for kinds in takes))
 
     def of_layers(self, num_layers: int) -> list[OfLayer]:
-        pattern = itertools.islice(itertools.cycle(self.encodings), num_layers)
-        numbers = [self.distinct.index(x) for x in pattern]
+        encodings = list(itertools.islice(itertools.cycle(self.encodings), num_layers))
+        numbers = [self.state_parts.index(x.state_part) for x in encodings]
         found = []
-        for layer, n in enumerate(numbers):
-            encoding, before = self.distinct[n], numbers[:layer].count(n)
+        for layer, (encoding, n) in enumerate(zip(encodings, numbers, strict=True)):
+            before = numbers[:layer].count(n)
             found.append(OfLayer(encoding, n, encoding.updates(before, numbers.count(n))))
         return found
 
@@ -160,14 +170,18 @@ class Layers(Encoding):
         return self.distinct[0].heads_per_query
 
     def check(self, sizes: Sizes) -> None:
+        layers = self.of_layers(sizes.num_layers)
+        left_out = [x.kind for x in self.distinct if x not in [one.encoding for one in layers]]
         require(
-            len(self.encodings) <= sizes.num_layers,
+            not left_out,
             f"a schedule of {len(self.encodings)} layers does not fit a model of "
-            f"{sizes.num_layers}; got {self.kind!r}",
+            f"{sizes.num_layers}, which leaves {', '.join(map(repr, left_out))} out; got "
+            f"{self.kind!r}",
         )
-        numbers = [x.member for x in self.of_layers(sizes.num_layers)]
-        for n, encoding in enumerate(self.distinct):
-            encoding.check(dataclasses.replace(sizes, num_layers=numbers.count(n)))
+        numbers = [one.member for one in layers]
+        for encoding in self.distinct:
+            count = numbers.count(self.state_parts.index(encoding.state_part))
+            encoding.check(dataclasses.replace(sizes, num_layers=count))
 
     def max_length(self) -> int | None:
         limits = [x.max_length() for x in self.distinct]
@@ -176,7 +190,7 @@ class Layers(Encoding):
     def input_params(self, sizes: Sizes) -> dict[str, Param]:
         return {
             f"{n}_{name}": spec
-            for n, encoding in enumerate(self.distinct)
+            for n, encoding in enumerate(self.state_parts)
             for name, spec in encoding.input_params(sizes).items()
         }
 
@@ -188,7 +202,7 @@ class Layers(Encoding):
         params: dict[str, Array] | None = None,
         **options: Any,
     ) -> State:
-        """The states of all encodings, in the order of :attr:`distinct`."""
+        """The states, in the order of :attr:`state_parts`; some are None."""
 
         def own(n: int) -> dict[str, Array] | None:
             prefix = f"{n}_"
@@ -197,7 +211,7 @@ class Layers(Encoding):
 
         return tuple(
             encoding.start(positions, sizes, params=own(n), **options)
-            for n, encoding in enumerate(self.distinct)
+            for n, encoding in enumerate(self.state_parts)
         )
 
     @property

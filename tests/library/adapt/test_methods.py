@@ -216,6 +216,32 @@ class TestAdapt:
         assert difference(found, logits(MODEL, VARIABLES)) > 0.01
         assert is_shared(made.variables, VARIABLES)
 
+    @pytest.mark.parametrize(
+        ("old", "new"),
+        [
+            ("rope+window", "window"),
+            ("rope/none", "none"),
+            ("rope+window/rope", "window/none"),
+            ("rope+alibi", "alibi"),
+            ("rope+fox+window/rope", "fox+window/none"),
+            ("p_rope", "none"),
+            ("mrope", "none"),
+            ("tape", "none"),
+        ],
+    )
+    def test_what_acts_beside_the_rotation_stays(self, old, new):
+        model = small_model(old)
+        variables = random_variables(model)
+        made = adapt.adapt(model, variables, "drope")
+        assert made.model.encoding == positions.create(new)
+        assert described(made.variables) == wanted(made.model)
+        assert is_shared(made.variables, variables)
+
+    def test_parameters_that_would_be_lost(self):
+        model = small_model("rope+fox")
+        with pytest.raises(NotImplementedError, match="of 'fox' have other names in 'rope\\+fox'"):
+            adapt.drop_positions(model, random_variables(model))
+
     def test_a_model_without_values(self):
         shapes = jax.eval_shape(MODEL.init, jax.random.key(0), TOKENS)
         for method in adapt.METHODS:
@@ -245,12 +271,13 @@ class TestAdapt:
         (tape.add_tape, small_model("pope"), {"key": KEY}, "expected .*'pope'"),
         (tape.add_tape, MODEL, {"key": KEY, "nrm": "rms"}, "unknown field 'nrm'.*mean 'norm'"),
         (tape.add_tape, MODEL, {"key": KEY, "base": 5.0}, r"is the model's own, 10000\.0"),
-        (tape.add_tape, MODEL, {"key": KEY, "layers": (1, 4)}, "goes past the model's 3 layers"),
+        (tape.add_tape, MODEL, {"key": KEY, "layers": (1, 4)}, "goes past the 3 layers that"),
         (adapt.add_lora, small_model("rope", lora=Lora()), {"key": KEY}, "has low-rank terms"),
         (adapt.add_lora, MODEL, {"key": KEY, "targets": ("q", "o")}, "unknown lora target 'o'"),
         (adapt.merge_lora, MODEL, {}, "no low-rank terms"),
         (adapt.scale_theta, small_model("alibi"), {"base": 1e6}, "rotary encoding; got 'alibi'"),
-        (adapt.drop_positions, small_model("alibi"), {}, "'longrope'; this one has 'alibi'"),
+        (adapt.drop_positions, small_model("alibi"), {}, "rotary encoding; got 'alibi'"),
+        (adapt.drop_positions, small_model("rope_pp"), {}, "1 heads attend .* 'rope_pp' 2"),
     ],
 )
 def test_misuse(function, model, options, words):

@@ -17,6 +17,7 @@ from tape_jax import Experts, ModelConfig, RandomPositions, Transformer, init_ca
 from tape_jax._src.core.sharding import process_share
 from tape_jax.losses import added_by_routers
 from tape_jax.sharding import MESH_AXES, PRESETS, RULES, Sharding, ShardingConfig, constrain, preset
+from tests.library.positions.test_combined import combined
 from tests.models import random_variables, small_model
 from tests.selection import OF_EACH_SORT, mostly_slow
 from train.analysis.collectives import collectives
@@ -224,6 +225,7 @@ def test_every_encoding_can_be_split(kind, sizes):
     ("position", "sizes"),
     [
         (positions.Tape(axes=2), {"sequence": 2}),
+        (combined("rope+abacus", axes=2), {"sequence": 2}),
         (positions.RandomRope(range=64, each_layer=True), {"data": 2}),
         (positions.Tape(head_shift=2.0, degree=3, norm="rms"), {"sequence": 2}),
         (positions.Tape(head_shift=2.0, degree=3, norm="rms"), {"tensor": 2}),

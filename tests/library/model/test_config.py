@@ -63,6 +63,8 @@ def test_is_kept_in_one_form():
     [
         ({"kind": "yarm"}, r"unknown rope scaling 'yarm'.*did you mean 'yarn'"),
         ({"factor": 0.0}, r"factor must be positive; got 0\.0"),
+        ({"kind": "longrope", "magnitude": 0.0}, r"magnitude must be positive; got 0\.0"),
+        ({"kind": "yarn", "magnitude": -1.0}, r"magnitude must be positive; got -1\.0"),
         ({"original_length": 2.5}, r"original_length must be a positive integer; got 2\.5"),
         ({"magnitude": float("inf")}, r"magnitude must be a finite number or None; got inf"),
         ({"truncate": "no"}, r"truncate must be True or False; got 'no'"),

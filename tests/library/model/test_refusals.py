@@ -15,7 +15,6 @@ GRID, MROPE = positions.Rope(axes=2), "mrope"
     ("position", "tokens", "options", "message"),
     [
         (positions.Tape(form="tensor", l=4, r=2), None, {}, "for even l and r >= l"),
-        (positions.Rope(axes=5), None, {"positions": jnp.zeros((5, 5))}, r"must lie in 1\.\.4"),
         ("tape", jnp.zeros((2, 5)), {}, r"tokens must be integers .* float32 of shape \(2, 5\)"),
         ("tape", jnp.int32(3), {}, r"tokens must be integers .* shape \(\)"),
         ("tape", jnp.zeros((2, 0), jnp.int32), {}, r"at least one token; got shape \(2, 0\)"),

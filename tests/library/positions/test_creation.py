@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tape_jax import Lora, ModelConfig, RandomPositions, RopeScaling, positions
+from tape_jax._src.adapt.identity import encoding_to_json
 from tape_jax._src.positions.creation import ALIASES, option_names
 from tape_jax._src.positions.protocol import check_indices, table_rows
 from tape_jax.positions import Encoding, Fox, Rope, Tape, create, registry
@@ -84,6 +85,7 @@ def test_an_encoding_of_ones_own_needs_no_name():
         (lambda: create("rotary"), r"did you mean 'rope'\?"),
         (lambda: create("NoPE"), r"did you mean 'none'\?"),
         (lambda: create("T5"), r"did you mean 't5'\?"),
+        (lambda: create("mrope_interleaved"), r"did you mean 'mrope'\?"),
         (lambda: create("rope", bass=2.0), "unknown field 'bass' of .* encoding 'rope' .*'base'"),
         (lambda: create({"kind": "t5", "bucket": 3}), "unknown field 'bucket' of .* 't5' .*'buck"),
         (lambda: create(Rope(), bass=2.0), "unknown field 'bass' of .* encoding 'rope' .*'base'"),
@@ -97,6 +99,10 @@ def test_an_encoding_of_ones_own_needs_no_name():
         ),
         (lambda: create("path_fox", epss=1.0), "unknown field 'epss' of position encoding"),
         (lambda: create("path+fox", bias=float("nan")), "bias must be a finite number; got nan"),
+        (
+            lambda: create("rope", scaling=None),
+            "rope: scaling must be of the type RopeScaling; got",
+        ),
         (lambda: Rope(learn_base="yes"), "rope: learn_base must be True or False; got 'yes'"),
         (lambda: Rope("large"), "rope: base must be a finite number; got 'large'"),
         (
@@ -125,11 +131,11 @@ WRONG = {
     "grape_additive": [{"gate": "keys"}],
     "grape_m_ctx": [{"step": "relu"}, {"base": 1.0}, {"initial_step": 0.0}],
     "grape_path": [{"width": 0}, {"width": 3}],
-    "inkling": [{"reach": 0}, {"floor": 0.0}, {"alpha": -1.0}],
+    "inkling": [{"reach": 0}, {"floor": 0.0}, {"alpha": -1.0}, {"alpha": True}],
     "inkling_local": [{"width": 0}],
     "kerple": [{"form": "pow"}],
     "learned": [{"size": 0}],
-    "longrope": [{"scaling": LINEAR}],
+    "longrope": [{"scaling": LINEAR}, {"scaling": None}],
     "mapformer_em": [{"grid": 0.0}],
     "mapformer_wm": [{"rank": 0}],
     "mrope": [{"axes": 1}, {"sections": (4, 4)}, {"sections": (4, 1, -1)}],
@@ -160,7 +166,7 @@ WRONG = {
     "tape_pope": [{"partial_rotary_factor": 0.5}, {"form": "tensor"}],
     "tape_relaxed_equivariance": [{"penalty": (1, -1)}, {"form": "tensor"}],
     "tape_separate_cos_sin": [{"form": "tensor"}, {"degree": 3, "norm": "rms"}],
-    "wall": [{"chunk": 0}],
+    "wall": [{"chunk": 0}, {"bias": True}, {"bias": np.True_}],
     "window": [{"size": -1}],
     "yarn": [{"scaling": LINEAR}],
 }  # fmt: skip
@@ -185,18 +191,24 @@ MISFITS = [
     ("fope", {}, {"head_dim": 2}, "got a head dimension of 2"),
     ("fox", {"on_heads": 0}, {}, "on_heads must be a positive integer or None; got 0"),
     ("longrope", {"scaling": THREE}, {}, "for each of the 4 frequencies; got 3"),
+    ("mrope", {}, {"head_dim": 4}, "axes = 3, needs a frequency; .* 1.0 of 4 dimensions leaves 2"),
+    ("mrope", {"partial_rotary_factor": 0.0}, {}, "= 0.0 of 8 dimensions leaves 0"),
     ("mrope", {"sections": (2, 4, 4)}, {}, "must add up to the 4 frequencies"),
+    ("p_rope", {}, {"head_dim": 6}, "axes = 1, needs a frequency; .* of 6 dimensions leaves 0"),
     ("pope", {"partial_rotary_factor": 0.1}, {"head_dim": 4}, "leaves no coordinate of 4"),
     ("position_coupling", TENS, {}, "digits, plus and equals, the token ids, must be given"),
     ("position_coupling", TENS | {"equals": 1}, {}, "must be different token ids in 0 .. 12"),
     ("position_coupling", TENS | {"equals": 2, "size": 9, "max_offset": 9}, {}, "must exceed max_"),
     ("repo", {"first_layer": 3}, {}, "first_layer = 3 of 3 layers"),
     ("repo", {}, {"hidden_size": 6, "head_dim": 4}, "an eighth of .* 6 is nothing"),
+    ("rope", {"axes": 9}, {}, "axes = 9, needs a frequency"),
+    ("rope", {"axes": 3, "partial_rotary_factor": 0.5}, {}, "leaves 1, 0, 0"),
     ("rope", {"still_heads": 2}, {}, "still_heads = 2 leaves none of the model's 2"),
     ("selective_rope", {}, {"hidden_size": 15, "head_dim": 8}, "share of the hidden"),
     ("selective_rope", {"spacing": "rfa"}, {"head_dim": 2}, "got a head dimension of 2"),
+    ("tape", {"axes": 5}, {}, "tape: each of the coordinates, axes = 5, needs a frequency"),
     ("tape", {"form": "tensor", "l": 3, "r": 3}, {}, "l = 3 does not divide"),
-    ("tape", {"layers": (1, 4)}, {}, r"\(1, 4\) goes past the model's 3 layers"),
+    ("tape", {"layers": (1, 4)}, {}, r"\(1, 4\) goes past the 3 layers that"),
     ("tape", {"scaling": RopeScaling("longrope"), "partial_rotary_factor": 0.5}, {}, "must be 1;"),
     ("tape", {"head_shift": (1.0, 2.0, 3.0)}, {}, "head_shift .* each of the 2 state heads"),
     ("tape", {"head_shift": (1.0, 2.0), "still_heads": 1}, {}, "each of the 1 state heads that"),
@@ -247,6 +259,20 @@ def test_one_name_for_several_encodings():
         assert encoding == create({"kind": name, "scaled": True, "rank": 4})
         assert encoding.kind == meant
         assert option_names(name) == option_names(meant)
+
+
+def test_numbers_of_numpy_are_written_as_python_s():
+    made = (positions.Inkling(floor=np.float32(0.5)), create("inkling", floor=np.float64(0.5)))
+    for encoding in made:
+        assert encoding == positions.Inkling(floor=0.5)
+        assert encoding_to_json(encoding)["floor"] == 0.5
+    assert encoding_to_json(Rope(np.int64(50), learn_base=np.True_))["base"] == 50
+
+
+def test_a_scaling_without_a_kind_has_the_encoding_s():
+    for kind, encoding in (("longrope", positions.LongRope), ("yarn", positions.Yarn)):
+        want = encoding(scaling=RopeScaling(kind, 4.0))
+        assert create(kind, scaling={"factor": 4.0}) == want
 
 
 def test_options_are_checked_without_postponed_annotations():

@@ -54,6 +54,7 @@ CASES = {
     "xpos": (Xpos(still_heads=1), None),
     "some heads": (create("tape+alibi+fox", alibi_on_heads=1, fox_on_heads=3), None),
     "schedule": (create("tape+window/none/tape+window/rope+fox", size=2, base=50.0), None),
+    "schedule, one state": (create("tape+window/tape+alibi/none", size=2), None),
     "schedule by heads": (Layers([Tape(head_shift=2.0), RandomRope(range=16)]), None),
     "shifted": (Tape(), "shifted"),
     "spaced learned": (encoding("learned"), "spaced"),
@@ -71,9 +72,12 @@ CASES |= {
         "rope_pp+fox": {},
         "rope_pp+cope": {},
         "path+fox": {},
+        # Several coordinates a token for the state, one index for the embedding.
+        "mrope+abacus": {},
+        "rope+position_coupling": {"axes": 2},
     }.items()
 }
-QUICK = ("schedule", "tape+fox")
+QUICK = ("schedule", "tape+fox", "mrope+abacus")
 
 
 def model_of(name: str) -> Transformer:

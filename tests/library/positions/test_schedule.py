@@ -27,6 +27,8 @@ SIZES = {"num_layers": 9, "num_heads": 4, "num_kv_heads": 2}
     [
         (Layers("rope", every={4: "none"}), "rope/rope/rope/none"),
         (Layers("rope", every={2: "none", 3: "alibi"}), "rope/none/alibi/none/rope/alibi"),
+        (Layers("rope", every={4: "none", 2: "fox"}), "rope/fox/rope/none"),
+        (Layers("rope", every={2: "fox", 4: "none"}), "rope/fox/rope/none"),
         (Layers(["rope", "none"], every={3: "fox"}), "rope/none/fox/none/rope/fox"),
         ("rope+window/rope", "rope+window/rope"),
         ({"kind": "rope/tape", "norm": "rms"}, "rope/tape"),
@@ -52,6 +54,42 @@ def test_what_layers_have():
     assert [one.member for one in found] == [0, 1, 2, 0, 1, 2, 0]
     # Nothing reads the state behind the last layer that has it.
     assert [one.updates for one in found] == [True, False, False, True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("position", "updates"),
+    [
+        ("tape+window/tape", [True, False]),
+        (Layers(["tape+alibi", "tape+fox", "tape+kerple"]), [True, True, True, False]),
+        (
+            Layers([Tape(layers=(1, 3)), "rope+fox", "tape+window"]),
+            [False, False, True, False, False, False],
+        ),
+        (Layers([Tape(base=50.0), LOCAL, "tape"]), [True, False, False]),
+    ],
+)
+def test_equal_parts_with_a_state_share_it(position, updates):
+    """Whatever acts beside them."""
+    found = create(position).of_layers(len(updates))
+    assert [one.updates for one in found] == updates
+    states = [one.encoding.state_part for one in found]
+    assert [one.member for one in found] == [list(dict.fromkeys(states)).index(x) for x in states]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_layers", [2, 8])
+def test_a_window_that_shows_all_leaves_one_tape(num_layers):
+    sizes = SIZES | {"num_layers": num_layers}
+    tape, model = small_model(**sizes), small_model(create("tape+window/tape", size=9), **sizes)
+    variables, tokens = random_variables(tape), random_tokens(2, 7)
+    params = restack(variables["params"], tape, model)
+    expected = run(tape, variables, tokens)
+    chex.assert_trees_all_close(run(model, {"params": params}, tokens), expected, atol=1e-5)
+    cache, found = init_cache(model, 2, 7), []
+    for part in jnp.split(tokens, 7, axis=1):
+        logits, cache = run(model, {"params": params}, part, cache=cache)
+        found.append(logits)
+    chex.assert_trees_all_close(jnp.concatenate(found, 1), expected, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -144,6 +182,19 @@ def test_one_loop_for_a_pattern():
     model = small_model("rope+window/rope+window/rope", num_layers=12)
     (loop,) = model.config.loops
     assert [list(blocks.layers) for blocks in loop] == [list(range(n, 12, 3)) for n in range(3)]
+    shared = small_model("tape+window/tape", num_layers=12).config.loops
+    assert [[list(x.layers) for x in loop] for loop in shared] == [
+        [list(range(0, 10, 2)), list(range(1, 10, 2))],
+        [[10]],
+        [[11]],
+    ]
+
+
+def test_a_pattern_longer_than_the_model():
+    """It fits if no encoding is left out."""
+    position = Layers("rope", every={3: "none", 4: "fox"})
+    found = [one.encoding.kind for one in small_model(position, num_layers=6).encoding.of_layers(6)]
+    assert found == ["rope", "rope", "none", "fox", "rope", "none"]
 
 
 @pytest.mark.slow
@@ -184,9 +235,16 @@ def test_retrofit_changes_the_rotary_layers_alone():
         (lambda: create(["rope/none", "alibi"]), "cannot be combined"),
         (lambda: create("rope/none", bsae=3.0), "did you mean 'base'"),
         (lambda: create(Layers(["rope", "none"]), base=3.0), "stand with its encodings"),
-        (lambda: small_model("rope/rope/rope/none"), "schedule of 4 layers does not fit.* of 3"),
+        (
+            lambda: small_model("rope/rope/rope/none"),
+            "schedule of 4 layers does not fit.* of 3, which leaves 'none' out",
+        ),
         (lambda: small_model("rope+window/rope", local_window_size=3), "give one of them"),
-        (lambda: small_model(Layers([Tape(layers=(0, 3)), "none"])), "goes past the model's 2"),
+        (
+            lambda: small_model(Layers([Tape(layers=(0, 3)), "none"])),
+            "goes past the 2 layers that have this encoding; of a schedule only those are counted",
+        ),
+        (lambda: Layers([Rope(axes=2), Rope(axes=3)]), r"as many coordinates.*got \[2, 3\]"),
     ],
 )
 def test_refusals(make, message):

@@ -104,9 +104,11 @@ class RopeScaling:
         choose("rope scaling", self.kind, kinds)
         for name, check in _SCALING.items():
             set_field(self, name, check(f"rope scaling: {name}", getattr(self, name)))
-        for name in ("factor", "beta_slow"):
+        for name in ("factor", "beta_slow", "magnitude"):
             value = getattr(self, name)
-            require(value > 0, f"rope scaling: {name} must be positive; got {value}")
+            require(
+                value is None or value > 0, f"rope scaling: {name} must be positive; got {value}"
+            )
         require(
             self.beta_fast > self.beta_slow,
             f"rope scaling: beta_fast {self.beta_fast} must exceed beta_slow {self.beta_slow}",
@@ -520,10 +522,11 @@ class Rope(Encoding):
         others carry content only, whatever the distance.
       learn_base: the base is learned, one for the model, from ``base``.
       still_heads: how many state heads, the last ones, do not rotate at all: theirs is attention
-        without positions.
+        without positions, and without a magnitude of the scaling.
 
     Raises:
-      ValueError: for options out of range; where ``still_heads`` leaves no head to rotate.
+      ValueError: for options out of range; where ``still_heads`` leaves no head to rotate, or a
+        head has no frequency for each coordinate.
     """
 
     kind: ClassVar[str] = "rope"
@@ -540,6 +543,7 @@ class Rope(Encoding):
 
     def __post_init__(self):
         check_start(self.kind, self.base, self.scaling, self.axes, self.partial_rotary_factor)
+        instance(f"{self.kind}: scaling", self.scaling, RopeScaling)
         require(
             self.scaling_kind in (None, self.scaling.kind),
             f"{self.kind}: scaling.kind must be {self.scaling_kind!r}; got {self.scaling.kind!r}",
@@ -548,13 +552,20 @@ class Rope(Encoding):
         set_field(self, "still_heads", still_heads)
 
     def check(self, sizes: Sizes) -> None:
+        start = self.start_options(None)
+        planes = _planes(sizes.head_dim, start["axes"], start["partial_rotary_factor"])
+        turning = [count for _, count in planes]
+        require(
+            all(turning) and sum(turning) >= self.axes,
+            f"{self.kind}: each of the coordinates, axes = {self.axes}, needs a frequency; "
+            f"partial_rotary_factor = {self.partial_rotary_factor} of {sizes.head_dim} dimensions "
+            f"leaves {', '.join(map(str, turning))}",
+        )
         if self.scaling.kind == "longrope":
             trained = self.scaling.original_length
-            start = self.start_options(None)
-            share = start["partial_rotary_factor"]
-            for _, turning in _planes(sizes.head_dim, start["axes"], share):
+            for count in turning:
                 for length in (trained, trained + 1):
-                    self.scaling.divisors(turning, length)
+                    self.scaling.divisors(count, length)
         require(
             self.still_heads < sizes.num_kv_heads,
             f"{self.kind}: still_heads = {self.still_heads} leaves none of the model's "
@@ -590,7 +601,9 @@ class Rope(Encoding):
         made = {shift: self.start_at(positions + shift, sizes, **options) for shift in set(shifts)}
         states = [made[shift] for shift in shifts]
         if self.still_heads:
-            still = self.start_at(jnp.zeros_like(positions), sizes, **options)
+            scaling = dataclasses.replace(self.scaling, magnitude=1.0)
+            unscaled = dataclasses.replace(self, scaling=scaling)
+            still = unscaled.start_at(jnp.zeros_like(positions), sizes, **options)
             states += [still] * self.still_heads
 
         def joined(*heads: Array) -> Array:

@@ -378,8 +378,8 @@ class Tape(Rope):
             )
         if self.layers != "all" and int(self.layers[1]) > sizes.num_layers:
             raise ValueError(
-                f"{self.kind}: layers = {self.layers} goes past the model's {sizes.num_layers} "
-                "layers"
+                f"{self.kind}: layers = {self.layers} goes past the {sizes.num_layers} layers that "
+                "have this encoding; of a schedule only those are counted"
             )
 
     def updates(self, layer: int, num_layers: int) -> bool:

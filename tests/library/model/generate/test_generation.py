@@ -9,13 +9,14 @@ import pytest
 from tape_jax import ModelConfig, RopeScaling, Transformer, init_cache, positions
 from tape_jax._src.model.generate import _generate, decode, generate, prefill
 from tests.library.model.generate.passes import CAPACITY, NEW, PADDED, full_pass
+from tests.library.positions.test_combined import combined
 from tests.models import DIGITS, VOCAB, random_variables, small_model
 from tests.selection import OF_EACH_SORT, mostly_slow
 
 
-@pytest.mark.parametrize("name", mostly_slow(OF_EACH_SORT, "tape", "abacus"))
+@pytest.mark.parametrize("name", mostly_slow((*OF_EACH_SORT, "mrope+abacus"), "tape", "abacus"))
 def test_greedy_generation_is_the_argmax_of_full_passes_of_each_row_alone(name):
-    model = small_model(name)
+    model = small_model(combined(name) if "+" in name else name)
     variables = random_variables(model)
     prompts = [[4, 7, 7, 1, 5], [6], [2, 9, 8]]
     out = np.asarray(generate(model, variables, prompts, NEW, pad_id=DIGITS[0], capacity=CAPACITY))

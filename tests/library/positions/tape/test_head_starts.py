@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tape_jax import positions
+from tape_jax import RopeScaling, positions
 from tape_jax.positions import Tape, create
 from tests.models import FLOAT64, random_tokens, random_variables, small_model
 from tests.selection import mostly_slow
@@ -59,6 +59,17 @@ def test_still_heads_do_not_rotate(x64):
         start, plain = (x.start(at, sizes, dtype=jnp.float64) for x in (still, positions.Rope()))
         chex.assert_trees_all_equal(start[:, :, :2], jnp.broadcast_to(plain, (1, 5, 2, 4)))
         chex.assert_trees_all_equal(start[:, :, 2], jnp.array([1.0, 1, 0, 0]) * jnp.ones((1, 5, 4)))
+
+
+def test_still_heads_have_no_magnitude(x64):
+    """As dimensions that do not rotate have none."""
+    for cls, kind in ((positions.Yarn, "yarn"), (positions.LongRope, "longrope"), (Tape, "yarn")):
+        scaling = RopeScaling(kind, 4.0)
+        still = cls(scaling=scaling, still_heads=1)
+        sizes, at = wide_model(still).config.sizes, jnp.arange(5)[None]
+        start = still.start(at, sizes, dtype=jnp.float64)
+        chex.assert_trees_all_equal(start[:, :, 2], jnp.array([1.0, 1, 0, 0]) * jnp.ones((1, 5, 4)))
+        np.testing.assert_allclose(jnp.hypot(*start[0, :, 0, ::2].T), scaling.state_magnitude)
 
 
 def test_still_heads_take_no_part_in_updates(x64):
