@@ -1,7 +1,7 @@
 """A small model of bytes, retrofitted from 512 to 2,048 by rival methods, and judged by all means.
 
-Claim: with five seeds LoRA, ALiBi beside the rotation and TAPE with ALiBi are best and not told
-apart; TAPE alone is behind (benchmarks/results/2026-11-28-retrofit.md).
+Claim: with five seeds LoRA, ALiBi beside the rotation and TAPE with ALiBi are best, with no
+significant difference; TAPE alone is behind (benchmarks/results/2026-11-28-retrofit.md).
 Cost: processor time. The base, 2.3 hours; --config.adapt.base=examples/byte_llama spares them. A
 training takes 9 to 22 minutes, an evaluation with RULER 6: about ten hours with five seeds.
 Command: make retrofit, which is, first, the base, a RoPE model of two million parameters that reads
