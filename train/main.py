@@ -86,11 +86,15 @@ def _exit_code(argv: list[str], commands: Mapping[str, tuple[str, str]], program
     except ModuleNotFoundError as error:
         _report(without_environment(error), debug)
         return USER_ERROR
-    except (MemoryError, OverflowError) as error:
+    except OverflowError as error:
+        _report(f"a number that was given is too large ({error}); --debug shows where", debug)
+        return USER_ERROR
+    except MemoryError as error:
         _report(_too_large(error), debug)
         return USER_ERROR
     except (ValueError, OSError, RuntimeError) as error:
-        if "RESOURCE_EXHAUSTED" in _first_line(error):
+        # An OSError that says so is of a full disk.
+        if "RESOURCE_EXHAUSTED" in _first_line(error) and not isinstance(error, OSError):
             _report(_too_large(error), debug)
             return USER_ERROR
         if (code := _peer_lost(error)) is not None:
@@ -119,7 +123,7 @@ def _peer_lost(error: Exception) -> int | None:
 
 
 def _too_large(error: Exception) -> str:
-    """Returns the message for an error of too little memory, or of a number that is too large."""
+    """Returns the message for an error of too little memory."""
     return (
         "what is asked for does not fit into this machine: give fewer or smaller numbers "
         f"({type(error).__name__}: {_first_line(error)}); --debug shows where"

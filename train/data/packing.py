@@ -12,7 +12,6 @@ import array
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import grain
 import numpy as np
@@ -139,9 +138,8 @@ def endless_batches(
 ) -> grain.IterDataset:
     """The endless stream of batches of a text: :func:`train.data.synthetic.dataset`.
 
-    The sequences come in a pseudo-random order, another one in each pass. The iterator's state
-    holds the digest of the text beside the number of batches given: set on another text, it raises
-    ValueError.
+    The sequences come in a pseudo-random order, another one in each pass. The iterator knows its
+    text (:class:`train.data.synthetic.OfOneText`).
 
     Args:
       open_text: gives the sequences; called once, after the other arguments have been checked.
@@ -159,7 +157,7 @@ def endless_batches(
         return packed().batch(np.array(rows, np.int64))
 
     batches = synthetic.dataset("text", batch, seed, batch_size, *share)
-    return _OfOneText(batches, packed().stream.digest)
+    return synthetic.OfOneText(batches, packed().stream.digest)
 
 
 def shuffled(count: int, seed: int, place: int) -> int:
@@ -174,34 +172,3 @@ def shuffled(count: int, seed: int, place: int) -> int:
 @functools.lru_cache(maxsize=16)
 def _mix(seed: int, number: int) -> int:
     return int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
-
-
-class _OfOneText(grain.IterDataset):
-    """A dataset whose iterators know which text they read."""
-
-    def __init__(self, parent: grain.IterDataset, digest: str):
-        super().__init__(parent)
-        self._digest = digest
-
-    def __iter__(self) -> grain.DatasetIterator:
-        return _OfOneTextIterator(iter(self._parent), self._digest)
-
-
-class _OfOneTextIterator(grain.DatasetIterator):
-    def __init__(self, parent: grain.DatasetIterator, digest: str):
-        super().__init__(parent)
-        self._digest = digest
-
-    def __next__(self) -> Batch:
-        return next(self._parent)
-
-    def get_state(self) -> dict[str, Any]:
-        return {"text": self._digest, "batches": self._parent.get_state()}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        require(
-            state["text"] == self._digest,
-            "the text has changed since this state was saved: its source or its tokenizer gives "
-            f"other tokens (SHA-256 {state['text'][:12]}... then, {self._digest[:12]}... now)",
-        )
-        self._parent.set_state(state["batches"])

@@ -306,7 +306,9 @@ def common_files(first: str, second: str) -> list[Path]:
 
 def _whole_file(path: Path, root: Path) -> Document:
     text = _decode(b"".join(_chunks(path)), str(path))
-    return Document(str(path), path.relative_to(root).as_posix().encode(), text)
+    # A name that is not UTF-8 is known by its bytes.
+    key = path.relative_to(root).as_posix().encode(errors="surrogateescape")
+    return Document(str(path), key, text)
 
 
 def _decode(content: bytes, where: str, offset: int = 0) -> str:

@@ -81,6 +81,44 @@ class _Batches:
         return self.batch(self.seed, index, self.size)
 
 
+class OfOneText(grain.IterDataset):
+    """A dataset whose iterators know which text they read.
+
+    Their state holds its digest beside the number of batches given: set on another text, it raises
+    ValueError.
+    """
+
+    def __init__(self, parent: grain.IterDataset, digest: str):
+        super().__init__(parent)
+        self._digest = digest
+
+    def __iter__(self) -> grain.DatasetIterator:
+        return _OfOneTextIterator(iter(self._parent), self._digest)
+
+
+class _OfOneTextIterator(grain.DatasetIterator):
+    def __init__(self, parent: grain.DatasetIterator, digest: str):
+        super().__init__(parent)
+        self._digest = digest
+
+    def __next__(self) -> Batch:
+        return next(self._parent)
+
+    def get_state(self) -> dict[str, Any]:
+        return {"text": self._digest, "batches": self._parent.get_state()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        if "text" not in state:  # Of a run of SCROLLS from before they had a digest.
+            self._parent.set_state(state)
+            return
+        require(
+            state["text"] == self._digest,
+            "the text has changed since this state was saved: its source or its tokenizer gives "
+            f"other tokens (SHA-256 {state['text'][:12]}... then, {self._digest[:12]}... now)",
+        )
+        self._parent.set_state(state["batches"])
+
+
 class Stream:
     """A task with an endless stream of batches.
 

@@ -138,14 +138,13 @@ def open_stream(corpus: Corpus, folder: Path) -> TokenStream:
     does not agree with its checksums is built anew.
 
     Raises:
-      ValueError: if the source cannot be read.
+      ValueError: if the source cannot be read, or nothing can be kept in the folder.
     """
     description = corpus.describe()
     key = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:32]
     entry = folder / key
     stream = _read(entry)
     if stream is None:
-        folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / f"{key}.lock"):
             stream = _read(entry)
             if stream is None:
@@ -270,7 +269,15 @@ def _durable(path: Path) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Waits until no other process holds the lock."""
-    with open(path, "w") as file:
+    """Waits until no other process holds the lock; makes its folder."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "w")  # noqa: SIM115
+    except OSError as error:
+        raise ValueError(
+            f"tokens cannot be kept in {path.parent}: {error}. Name another folder in task.cache "
+            "or in the environment, as TAPE_JAX_CACHE"
+        ) from error
+    with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -22,6 +22,8 @@ so that its prompt is that of evaluation; a longer answer loses its end, and the
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -201,7 +203,8 @@ class Scrolls(Tokenized):
     ) -> grain.IterDataset:
         """The endless stream of training batches, whose loss counts the answers only.
 
-        How it is divided among processes and restored: :func:`train.data.synthetic.dataset`.
+        How it is divided among processes: :func:`train.data.synthetic.dataset`. Restored on other
+        examples, its iterator raises ValueError (:class:`train.data.synthetic.OfOneText`).
 
         Args:
           seed: 0..2**32 - 1, the same in all processes.
@@ -221,7 +224,8 @@ class Scrolls(Tokenized):
             return order.batch(size)[index]
 
         share = process_index, process_count
-        return synthetic.dataset("scrolls", batch, seed, batch_size, *share)
+        batches = synthetic.dataset("scrolls", batch, seed, batch_size, *share)
+        return synthetic.OfOneText(batches, rows.digest())
 
     def _training_pairs(self, layout: Layout) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         records = read(self.data, self.subset, "train")
@@ -321,6 +325,13 @@ class _Rows:
 
     def __len__(self) -> int:
         return len(self.pairs)
+
+    def digest(self) -> str:
+        """SHA-256 of all tokens and where they end."""
+        found = hashlib.sha256()
+        for tokens in itertools.chain.from_iterable(self.pairs):
+            found.update(len(tokens).to_bytes(8, "little") + tokens.tobytes())
+        return found.hexdigest()
 
     def __getitem__(self, index: int) -> synthetic.Batch:
         prompt, answer = self.pairs[index]

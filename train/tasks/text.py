@@ -308,15 +308,15 @@ class Text(Tokenized):
         Raises:
           ValueError: if some of it is missing, too short, or trained on though it is held out.
         """
-        both = (
-            [] if self.held_out_source is None else common_files(self.source, self.held_out_source)
-        )
-        require(
-            not both,
-            f"task.held_out_source = {self.held_out_source!r} has files that task.source = "
-            f"{self.source!r} has too ({', '.join(map(str, both[:3]))}, {len(both)} in all): "
-            "expected text that is not trained on",
-        )
+        names = {"task.held_out_source": self.held_out_source, "evaluation.source": options.source}
+        for name, source in names.items():
+            both = [] if source is None else common_files(self.source, source)
+            require(
+                not both,
+                f"{name} = {source!r} has files that task.source = {self.source!r} has too "
+                f"({', '.join(map(str, both[:3]))}, {len(both)} in all): expected text that is not "
+                "trained on",
+            )
         judged = self._judged_by(options)
         text_evaluation.check(judged, options)
         trained, held_out = self.training_stream(), judged.held_out_stream()

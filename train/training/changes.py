@@ -80,7 +80,7 @@ def describe(before: Experiment, now: Experiment, step: int) -> list[str]:
     return lines
 
 
-def take_over(folder: Path, now: Experiment, step: int, report: Report) -> bool:
+def take_over(folder: Path, now: Experiment, step: int, report: Report) -> None:
     """Writes what is another from this step on into the record of a run.
 
     Args:
@@ -88,9 +88,6 @@ def take_over(folder: Path, now: Experiment, step: int, report: Report) -> bool:
       now: the experiment as it is continued.
       step: at which.
       report: called with a sentence about each change.
-
-    Returns:
-      Whether anything is another, so that the record was written.
 
     Raises:
       ValueError: the run has gone further than it is to go.
@@ -102,7 +99,6 @@ def take_over(folder: Path, now: Experiment, step: int, report: Report) -> bool:
     if changed:
         kept = {name: getattr(before, name) for name in NOT_KEPT}
         runs.rewrite(folder, dataclasses.replace(now, **kept), {"step": step, **changed})
-    return bool(changed)
 
 
 def _kept(before: Experiment, now: Experiment) -> dict[str, tuple]:

@@ -11,6 +11,7 @@ from tape_jax import Transformer
 from tape_jax.adapt import merge
 from tape_jax.sharding import Sharding
 from train.experiment import Experiment
+from train.training.checkpoint import Report
 from train.training.step import part_loss
 
 
@@ -46,12 +47,23 @@ class HeldOut:
 
     @classmethod
     def of(
-        cls, experiment: Experiment, sharding: Sharding | None, frozen: Any = None
+        cls,
+        experiment: Experiment,
+        sharding: Sharding | None,
+        frozen: Any = None,
+        report: Report = print,
     ) -> HeldOut | None:
-        """Makes an instance; None for a task without held-out batches, or several processes."""
+        """Makes an instance; None for a task without held-out batches, or several processes.
+
+        None, too, where the text is not there: a run that is continued does without, and says so.
+        """
         if jax.process_count() > 1 or not hasattr(experiment.task, "held_out_batch"):
             return None
-        return cls(experiment, sharding, frozen)
+        try:
+            return cls(experiment, sharding, frozen)
+        except ValueError as error:
+            report(f"no held-out loss will be said: {error}")
+            return None
 
     def describe(self, step: int, params: Any) -> str:
         """Says the epochs and held-out loss after a step, and whether it was lower before."""

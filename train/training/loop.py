@@ -47,7 +47,8 @@ def train(
 
     Args:
       experiment: what to train.
-      folder: a new run folder; with ``resume`` also one made by the same experiment.
+      folder: a new run folder, or that of a run without a step; with ``resume`` also one made by
+        the same experiment.
       resume: continue from its newest intact checkpoint, bit for bit; start where there is none.
       profile: steps of which a trace is written to the folder ``profile``.
       report: called with a sentence about each notable event.
@@ -65,6 +66,8 @@ def train(
     continued = resume and distributed.agreed(lambda: runs.exists(folder))
     if continued:
         distributed.agreed(lambda: changes.check_same(folder, experiment, changes.LONGER))
+    else:
+        distributed.agreed(lambda: runs.require_free(folder))
     begun = continued and distributed.agreed(lambda: runs.has_trained(folder))
     begin = runs.start(experiment, folder if continued else None, report, sharding, begun=begun)
     program = build_program(experiment, begin.params, sharding)
@@ -79,20 +82,17 @@ def train(
         # Several processes must stop after the same step: distributed.preempted sees to that.
         if jax.process_count() == 1:
             stack.enter_context(signals)
+        distributed.agreed(lambda: stack.enter_context(runs.guarded(folder)))
         if not continued:
             made = begin.adapted.base if begin.adapted else None
             distributed.agreed(lambda: runs.create(folder, experiment, made))
             if begin.adapted:
                 report(begin.describe())
-        distributed.agreed(lambda: stack.enter_context(runs.guarded(folder)))
         checkpoints = stack.enter_context(runs.checkpoints(folder, keep=config.keep, report=report))
         saved = Resumable(checkpoints, data, Sums())
         start, state = saved.restore(program) if begun else saved.first(program, begin, experiment)
-        if continued and distributed.agreed(
-            lambda: changes.take_over(folder, experiment, start, report)
-        ):
-            # The file that was guarded until now is another one.
-            distributed.agreed(lambda: stack.enter_context(runs.guarded(folder)))
+        if continued:
+            distributed.agreed(lambda: changes.take_over(folder, experiment, start, report))
         if begun:
             report(f"continuing {folder} from step {start} of {last}")
         begin = begin._replace(params=None)  # Else the first parameters would stay in memory.
@@ -182,7 +182,9 @@ class Trainer:
           Stopped: after saving, on a signal; or when a number is not finite.
         """
         checkpoints, save_every = self.saved.checkpoints, self.experiment.train.save_every
-        held_out = HeldOut.of(self.experiment, self.sharding, self.frozen) if steps else None
+        held_out = None
+        if steps:
+            held_out = HeldOut.of(self.experiment, self.sharding, self.frozen, report)
         try:
             for step in steps:
                 trace.before(step, state)

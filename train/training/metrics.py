@@ -20,7 +20,7 @@ import jax
 import tensorboardX
 import tqdm
 
-from train.files import write_atomically
+from train.files import json_object, write_atomically
 
 BAR = (
     "{desc}: {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}, {remaining} left{postfix}]"
@@ -362,19 +362,37 @@ def describe(values: Mapping[str, float]) -> str:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a ``metrics.jsonl``; an unfinished last one is left out."""
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    return [json.loads(line) for line in lines]
+    """The lines of a ``metrics.jsonl``; an unfinished last one is left out.
+
+    Raises:
+      ValueError: naming the file and the line, if one is damaged.
+    """
+    found = []
+    for number, line in enumerate(_whole_lines(path), start=1):
+        values = json_object(line)
+        if values is None:
+            raise ValueError(
+                f"{path}, line {number} is damaged: expected a JSON object; got {line[:40]!r}"
+            )
+        found.append(values)
+    return found
 
 
 def cut(path: Path, step: int) -> None:
-    """Removes the lines past ``step``, and an unfinished one, all at once."""
+    """Removes the lines past ``step``, damaged ones and an unfinished one, all at once."""
     if not path.exists():
         return
-    lines = [line for line in read(path) if line["step"] <= step]
-    write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
+    lines = [
+        line
+        for line in _whole_lines(path)
+        if (json_object(line) or {}).get("step", math.inf) <= step
+    ]
+    write_atomically(path, b"".join(line + b"\n" for line in lines))
+
+
+def _whole_lines(path: Path) -> list[bytes]:
+    """The lines of a file that end, without their ends; none if there is no file."""
+    return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
 
 
 # What jax reports of a program that is traced, lowered and compiled, or taken from its cache.

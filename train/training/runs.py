@@ -3,7 +3,8 @@
 A run holds ``experiment.json`` (what was asked for), ``checkpoints/``, ``metrics.jsonl``,
 ``tensorboard/`` and, once evaluated, ``evaluation.*``. One that adapts a trained model holds what
 was trained only, at its end also as ``adapter.safetensors``, and the base's fingerprint. Only
-``experiment.json`` with its format marker makes a folder a run; everything else is left alone.
+``experiment.json`` with its format marker makes a folder a run; everything else is left alone. A
+process that trains holds ``.lock``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import fcntl
 import json
 import math
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,8 +43,12 @@ from train.training import checkpoint
 from train.training.checkpoint import Checkpoints, Report
 
 ADAPTER = "adapter.safetensors"
+LOCK = ".lock"
 SHOWN = 5
 ONE_TOKEN = jax.ShapeDtypeStruct((1, 1), "int32")
+# What a process that was killed leaves, and what there is of a run before its first step.
+_LEFT_OVER = re.compile(rf"{re.escape(LOCK)}|\.experiment\.json\.\d+\.tmp")
+_OF_A_START = {"experiment.json", "metrics.jsonl", "tensorboard", "checkpoints"}
 
 
 def create(folder: Path, experiment: Experiment, base: Fingerprint | None = None) -> None:
@@ -54,19 +60,42 @@ def create(folder: Path, experiment: Experiment, base: Fingerprint | None = None
       base: the fingerprint of what is adapted, if anything is.
 
     Raises:
-      ValueError: if ``folder`` exists and is not empty.
+      ValueError: if the folder is not free (:func:`require_free`).
     """
-    left_over = re.compile(r"\.experiment\.json\.\d+\.tmp")
-    if folder.exists() and not (
-        folder.is_dir() and all(left_over.fullmatch(path.name) for path in folder.iterdir())
-    ):
-        advice = "continue it with --resume, or " if read_record(folder) else ""
-        raise ValueError(f"{folder} exists already: {advice}choose another --run")
+    require_free(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    # Last of all what makes it a run: of one that was begun before, nothing may seem to be of this.
+    (folder / "metrics.jsonl").unlink(missing_ok=True)
+    for name in ("tensorboard", "checkpoints"):
+        if (folder / name).exists():
+            shutil.rmtree(folder / name)
     record = {"format": FORMAT, "experiment": to_json(experiment)}
     if base is not None:
         record["base"] = dataclasses.asdict(base)
     _write(folder, record)
+
+
+def require_free(folder: Path) -> None:
+    """Raises ValueError unless a run may be made in a folder.
+
+    There is none, it is empty, or it holds a run that has taken no step: its start is made again.
+    """
+    if folder.is_dir():
+        names = {path.name for path in folder.iterdir() if not _LEFT_OVER.fullmatch(path.name)}
+        if not names or (exists(folder) and names <= _OF_A_START and _has_only_its_start(folder)):
+            return
+    elif not folder.exists():
+        return
+    advice = "continue it with --resume, or " if exists(folder) else ""
+    raise ValueError(f"{folder} exists already: {advice}choose another --run")
+
+
+def _has_only_its_start(folder: Path) -> bool:
+    """Returns whether there are neither checkpoints nor metrics of a step."""
+    metrics = folder / "metrics.jsonl"
+    return not (metrics.exists() and metrics.stat().st_size) and all(
+        path.name.startswith(f"{0:08d}") for path in (folder / "checkpoints").glob("*")
+    )
 
 
 def exists(folder: Path) -> bool:
@@ -108,12 +137,16 @@ def _write(folder: Path, record: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def guarded(folder: Path) -> Iterator[None]:
-    """Keeps a second process from writing to the run at the same time.
+    """Keeps a second process from writing to the run at the same time; makes its folder.
+
+    The lock is a file of its own, since others are replaced, and is opened for writing, as locks on
+    NFS must be.
 
     Raises:
       ValueError: if another process is doing so.
     """
-    with open(folder / "experiment.json", encoding="utf-8") as file:
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / LOCK, "w", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -5,6 +5,7 @@ Names of arrays end in their axes: B examples, T tokens, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -139,7 +140,11 @@ def make_step(
         state: TrainState, batch: Batch, frozen: Any = None
     ) -> tuple[TrainState, dict[str, Array]]:
         losses, grads = gradients(model, config, state, batch, frozen, places)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        before = state.opt_state
+        if config.skip:
+            # The optimiser does not count what is skipped, but the schedule ends with the training.
+            before = optax.tree.set(before, _is_of_schedule, count=state.step)
+        updates, opt_state = optimizer.update(grads, before, state.params)
         norm = optax.tree.norm(grads)
         metrics = {
             **losses,
@@ -163,6 +168,11 @@ def make_step(
         out_shardings=None if places is None else (places, None),
         compiler_options=COMPILER_OPTIONS.get(jax.default_backend()),
     )
+
+
+def _is_of_schedule(path: Sequence[Any], _: Any) -> bool:
+    """Returns whether a part of an optimiser's state belongs to its learning rates."""
+    return getattr(path[-1], "tuple_name", None) == "ScaleByScheduleState"
 
 
 def gradients(

@@ -117,6 +117,16 @@ class TestTextFiles:
             keys = [document.key for document in source(folder / "**" / "*.txt").documents()]
             assert keys == [b"sub/a.txt"]
 
+    def test_a_name_that_is_not_utf_8_is_known_by_its_bytes(self, tmp_path):
+        for name in (b"Gr\xfcn.txt", "Grün.txt".encode()):
+            Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).write_text("x")
+        found = source(tmp_path / "*.txt")
+        assert {document.key for document in found.documents()} == {
+            b"Gr\xfcn.txt",
+            "Grün.txt".encode(),
+        }
+        json.dumps(found.describe()).encode()
+
     def test_description_follows_the_files(self, tmp_path):
         path = tmp_path / "a.txt"
         path.write_text("x")

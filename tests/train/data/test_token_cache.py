@@ -232,6 +232,15 @@ def test_building_streams(tmp_path):
     assert peak < 15e6
 
 
+def test_a_folder_that_keeps_nothing(tmp_path):
+    """Whose place a file has, or where nothing may be written."""
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        ValueError, match=r"cannot be kept in .*/file: .*task\.cache.*TAPE_JAX_CACHE"
+    ):
+        open_stream(Corpus(Numbers(1), BYTES), tmp_path / "file")
+
+
 def test_cache_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("XDG_CACHE_HOME", "TAPE_JAX_CACHE"):

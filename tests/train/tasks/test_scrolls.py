@@ -104,6 +104,26 @@ class TestTraining:
         assert two[:12] != two[12:]
         assert answers(6, 3) != two[:12]
 
+    def test_it_goes_on_with_the_same_examples_only(self, tmp_path):
+        """Also from a state of before they were checked."""
+
+        def stream(*outputs):
+            records = {"qasper": {"train": [qa(f"{i}", text) for i, text in enumerate(outputs)]}}
+            folder = write(tmp_path / "".join(outputs), records=records)
+            return iter(a_task(folder, sequence_length=128).dataset(0, 2))
+
+        first, same, old = (stream("a", "b", "c") for _ in range(3))
+        next(first)
+        state = json.loads(json.dumps(first.get_state()))
+        wanted = next(first)
+        same.set_state(state)
+        old.set_state(state["batches"])
+        for resumed in (same, old):
+            np.testing.assert_equal(next(resumed), wanted)
+        for others in (("a", "b", "d"), ("a", "c", "b"), ("a", "b")):
+            with pytest.raises(ValueError, match="the text has changed since this state was saved"):
+                stream(*others).set_state(state)
+
 
 @pytest.mark.parametrize(
     ("options", "message"),

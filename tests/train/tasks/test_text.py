@@ -193,9 +193,9 @@ class TestPrepare:
         assert task.prepare(self.OPTIONS) == (
             f"{folder}/book.txt: 739 tokens to train on; held out: 163, the end of its one document"
         )
-        assert not task.prepare(dataclasses.replace(self.OPTIONS, source=task.source)).endswith(
-            "one document"
-        )
+        (folder / "other.md").write_text("Another text. " * 50)
+        another = dataclasses.replace(self.OPTIONS, source=f"{folder}/other.md")
+        assert not task.prepare(another).endswith("one document")
 
     def test_held_out_files_are_not_trained_on(self, folder):
         (folder / "b.held").write_text("kept apart " * 50)
@@ -203,8 +203,11 @@ class TestPrepare:
         message = (
             r"'.*/\*.held' has files that task.source = '.*/\*' has too \(.*b.held, 1 in all\)"
         )
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"^task.held_out_source = {message}"):
             task.prepare(self.OPTIONS)
+        options = dataclasses.replace(self.OPTIONS, source=f"{folder}/*.held")
+        with pytest.raises(ValueError, match=f"^evaluation.source = {message}"):
+            dataclasses.replace(task, held_out_source=None).prepare(options)
         apart = dataclasses.replace(task, source=f"{folder}/*.txt")
         assert f"of {folder}/*.held" in apart.prepare(self.OPTIONS)
 

@@ -76,3 +76,19 @@ def test_a_rise_is_said(wanted):
     worse = jax.tree.map(lambda x: 30 * x, first)
     assert "at step 1: the model learns its text by heart" in watch.describe(2, worse)
     assert "up from" not in watch.describe(3, jax.tree.map(lambda x: 0.9 * x, first))
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_without_text_that_is_gone(wanted, tmp_path):
+    apart = tmp_path / "apart.text"
+    apart.write_text("kept apart " * 20)
+    values = experiment.to_json(wanted)
+    values["task"]["held_out_source"] = str(apart)
+    values["train"]["steps"] = 3
+    loop.train(experiment.from_mapping(values), tmp_path / "run")
+    apart.unlink()
+    values["train"]["steps"] = 6
+    said = []
+    loop.train(experiment.from_mapping(values), tmp_path / "run", resume=True, report=said.append)
+    assert f"no held-out loss will be said: there is no '{apart}'" in said
+    assert final_state(tmp_path / "run")[0] == 6

@@ -63,6 +63,20 @@ def test_resuming_cuts_what_lies_past_the_checkpoint(tmp_path):
     assert list(tmp_path.glob(".*")) == []
 
 
+@pytest.mark.parametrize("damaged", [b"\0" * 40, b"\xff\xfe", b"[1]", b'{"loss": 1}'])
+def test_damaged_lines_are_cut_when_a_run_goes_on_and_named_before(tmp_path, damaged):
+    """As a power cut leaves them."""
+    path = tmp_path / "metrics.jsonl"
+    run(tmp_path, 0, 6, log_every=2)
+    first, *rest = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([first, damaged, b"\n", *rest, damaged, b"\n", damaged]))
+    if b"loss" not in damaged:
+        with pytest.raises(ValueError, match=rf"{path}, line 2 is damaged: expected a JSON obj"):
+            metrics.read(path)
+    metrics.cut(path, 4)
+    assert path.read_bytes() == b"".join([first, rest[0]])
+
+
 def test_going_on_between_two_lines(tmp_path):
     """With the sums of the checkpoint, the lines are those of a run that was never stopped."""
     sums, saved = metrics.Sums(), metrics.Sums()

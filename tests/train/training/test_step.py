@@ -170,6 +170,25 @@ def test_a_spike_is_many_times_the_usual_norm():
         an_experiment(spike=3.0)
 
 
+def test_the_rate_after_a_skipped_step_is_that_of_its_number():
+    """It is the one that is logged: the first update of AdamW without decay moves by it."""
+    wanted = an_experiment(skip=1, warmup=0.0, schedule="linear", weight_decay=0.0, eps=1e-12)
+    model, optimizer = Quiet(wanted.model), training_step.make_optimizer(wanted.train)
+    batch = next(iter(wanted.task.dataset(0, 8)))
+    params = jax.jit(model.init)(jax.random.key(0), batch["inputs"])["params"]
+    step = training_step.make_step(model, optimizer, wanted.train)
+    bad = {**batch, "weights": batch["weights"] * np.nan}
+    state, values = step(fresh_state(params, optimizer), bad)
+    assert values["skipped"]
+    state, values = step(state, batch)
+    moved = max(
+        float(jnp.abs(x).max())
+        for x in jax.tree.leaves(jax.tree.map(jnp.subtract, state.params, params))
+    )
+    np.testing.assert_allclose(values["learning_rate"], 0.01 * 11 / 12, rtol=1e-6)
+    np.testing.assert_allclose(moved, values["learning_rate"], rtol=1e-4)
+
+
 def test_all_finite():
     tree = {"a": jnp.ones(3), "b": jnp.ones(2, jnp.bfloat16), "n": jnp.int32(1)}
     assert training_step.all_finite(tree)
