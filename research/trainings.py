@@ -25,7 +25,14 @@ from train.checks import choose, require
 from train.compare import evaluations, sweep
 from train.compare.environment import describe_environment
 from train.compare.jobs import Job
-from train.compare.processes import EVALUATE, VALIDATE, Ended, shares, train_all
+from train.compare.processes import (
+    CONVERGED_OR_NOT,
+    EVALUATE,
+    VALIDATE,
+    Ended,
+    shares,
+    train_all,
+)
 from train.compare.sweep import Setting
 from train.evaluation import fits
 from train.evaluation.grids import text_table
@@ -242,6 +249,13 @@ class PlannedTrainings(Study):
         seeds = [str(job.experiment.seed) for job in reports if not self.record(job)]
         word = "seed" if len(seeds) == 1 else "seeds"
         return f"{rival}: {word} {', '.join(seeds)}" if seeds else None
+
+    def texts(self, rival: str, key: str) -> dict[int, str]:
+        """Fingerprints of the texts by which the runs of a rival were judged, by seed, if any."""
+        records = [self.record(job) for job in self.reports(rival, key) or ()]
+        results = {r.seed: self._read_once(r) for r in records if r and not r.found["diverged"]}
+        found = {seed: getattr(result, "perplexity", None) for seed, result in results.items()}
+        return {seed: one.fingerprint for seed, one in found.items() if one is not None}
 
     def diverged(self, rival: str, key: str) -> dict[int, int]:
         """The seeds of a rival that diverged, with the last step that was logged before."""
@@ -568,12 +582,11 @@ class PlannedTrainings(Study):
             self.place.store.put(item, found, Made(environment, made, ended.seconds))
             finished(item)
 
-        accepted = (0, NON_FINITE_EXIT_CODE)
         for validated, ends in ((False, EVALUATE), (True, VALIDATE)):
             if jobs := [job for job in missing if self.validates(job) == validated]:
                 train_all(
                     jobs, side_by_side, same_share=True, ends=ends, finished=write,
-                    accepted=accepted,
+                    accepted=CONVERGED_OR_NOT,
                 )  # fmt: skip
         return True
 
@@ -596,22 +609,31 @@ def _silent(line: str) -> None:
 
 
 def kept(ended: Ended, *, validated: bool) -> dict[str, Any]:
-    """Returns what a record keeps of a training, which was validated, or evaluated by the test."""
+    """Returns what a record keeps of a training, which was validated, or evaluated by the test.
+
+    One whose result has a number that is not finite counts as diverged.
+    """
     folder = ended.job.folder
     lines = metrics.read(folder / "metrics.jsonl")
-    every = max(1, -(-len(lines) // MOST_LOSSES))
+    losses = [line for line in lines if "loss" in line]  # Others are of skipped steps alone.
+    every = max(1, -(-len(losses) // MOST_LOSSES))
     found: dict[str, Any] = {
         "result": None,
         "diverged": None,
-        "losses": [[line["step"], line["loss"]] for line in lines[::-every][::-1]],
+        "losses": [[line["step"], line["loss"]] for line in losses[::-every][::-1]],
     }
+    diverged = {"diverged": {"step": lines[-1]["step"] if lines else 0}}
     if ended.code == NON_FINITE_EXIT_CODE:
-        return found | {"diverged": {"step": lines[-1]["step"] if lines else 0}}
+        return found | diverged
     if validated:
-        return found | {"result": sweep.validate(folder).to_json()}
-    record = evaluations.saved(folder)
-    assert record is not None
-    return found | {"result": record["result"]}
+        described = sweep.validate(folder).to_json()
+    else:
+        record = evaluations.saved(folder)
+        assert record is not None
+        described = record["result"]
+    summary = ended.job.experiment.task.read_result(described).summary()
+    right = all(map(math.isfinite, summary.values()))
+    return found | ({"result": described} if right else diverged)
 
 
 def takes(e: Experiment, key: str) -> bool:

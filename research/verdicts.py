@@ -155,10 +155,27 @@ def together(form: str, groups: Sequence[Sequence[Comparison]]) -> Verdict:
 
 def missing(form: str, asked: Iterable[Comparison]) -> tuple[str, ...]:
     """Returns what comparisons of a form lack, a phrase each."""
-    found = (
-        (study, study.missing(name, key)) for study, key, rival in asked for name in (form, rival)
-    )
+    found = [
+        (study, what)
+        for study, key, rival in asked
+        for what in (
+            study.missing(form, key),
+            study.missing(rival, key),
+            _unlike_texts(study, key, form, rival),
+        )
+    ]
     return tuple(dict.fromkeys(f"{study.name}, {what}" for study, what in found if what))
+
+
+def _unlike_texts(study: PlannedTrainings, key: str, first: str, second: str) -> str | None:
+    """Returns a phrase that names paired runs which were judged by other texts; None if none."""
+    here, there = study.texts(first, key), study.texts(second, key)
+    unlike = sorted(seed for seed in here.keys() & there.keys() if here[seed] != there[seed])
+    if not unlike:
+        return None
+    seeds = ", ".join(map(str, unlike))
+    pair = f"{here[unlike[0]]} and {there[unlike[0]]}"
+    return f"{first} and {second} again by one text: seeds {seeds} were judged by two ({pair})"
 
 
 def differences(form: str, asked: Iterable[Comparison]) -> dict[str, Estimate]:

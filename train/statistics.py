@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import scipy.stats
@@ -16,6 +16,8 @@ from train.checks import require
 LEVEL, CHANCE = 0.05, 0.8
 # Values that differ by less are the same, but for rounding.
 ALIKE = 1e-12
+
+Name = TypeVar("Name")
 
 
 class Estimate(NamedTuple):
@@ -55,6 +57,18 @@ class Estimate(NamedTuple):
         return float(reach) * self.spread / math.sqrt(self.number)
 
 
+def mean(values: Sequence[float]) -> float:
+    """The mean of values; NaN or infinite if one of them is, infinite if their sum is too large."""
+    with np.errstate(all="ignore"):
+        return float(np.mean(values))
+
+
+def deviation(values: Sequence[float]) -> float:
+    """The standard deviation of values, at least two; NaN or infinite as :func:`mean` has it."""
+    with np.errstate(all="ignore"):
+        return float(np.std(values, ddof=1))
+
+
 def half_width(values: Sequence[float]) -> float:
     """Half of the interval of Student's t around the mean of values, at least two."""
     spread = statistics.stdev(values) / math.sqrt(len(values))
@@ -84,7 +98,7 @@ def difference(first: Mapping[int, float], second: Mapping[int, float]) -> Estim
     return estimate([first[seed] - second[seed] for seed in first])
 
 
-def holm(p: Mapping[str, float], size: int = 0) -> dict[str, float]:
+def holm(p: Mapping[Name, float], size: int = 0) -> dict[Name, float]:
     """The p-values of a family, adjusted by Holm's method.
 
     Args:

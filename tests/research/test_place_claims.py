@@ -26,7 +26,12 @@ LEAST = dict.fromkeys(place_claims.OF_ALL, Kind.NOT_TOLD) | dict.fromkeys(
 
 def _study(name, missing):
     """What verdicts read of a study."""
-    return SimpleNamespace(name=name, missing=missing, score=lambda key: Score(key, "beyond", True))
+    return SimpleNamespace(
+        name=name,
+        missing=missing,
+        score=lambda key: Score(key, "beyond", True),
+        texts=lambda rival, key: {},
+    )
 
 
 @pytest.mark.parametrize(("form", "alone"), place_claims.DECAYED.items())

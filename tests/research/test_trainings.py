@@ -11,7 +11,10 @@ from research.choosing import Budget, Curve
 from research.records import Store
 from research.study import Base
 from tests.research.results import BEYOND, INSIDE, MADE, choose_all, finish, grid
+from tests.train import small
+from train.compare import evaluations
 from train.compare.processes import EVALUATE, VALIDATE, Ended
+from train.tasks.text_evaluation import TextResult
 from train.training.signals import NON_FINITE_EXIT_CODE, Stopped
 
 
@@ -291,6 +294,25 @@ class TestRunning:
         assert found["diverged"] == {"step": 120}
         assert len(found["losses"]) == 40
         assert found["losses"][-1] == [120, 1.0]
+
+    def test_a_result_that_is_not_finite(self, place):
+        """It counts as diverged, so that it can be written; lines may have no loss."""
+        text = next(one for one in studies.STUDIES if one.name == "text").at(place)
+        job = text.walk("rope", "perplexity_1x")[0][0] if text.budget else text.curve_jobs[0]
+        job.folder.mkdir(parents=True)
+        lines = [{"step": 1, "loss": 1.0}, {"step": 2, "skipped": 1.0}]
+        (job.folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+        for loss in (1.0, float("nan"), 800.0):
+            described = TextResult(small.result(loss, 1.0, 1.0, 1.0)).to_json()
+            record = {"format": evaluations.FORMAT, "step": 2, "options": {}, "result": described}
+            (job.folder / "evaluation.json").write_text(json.dumps(record))
+            found = trainings.kept(Ended(job, 0, 1.0), validated=False)
+            assert found["losses"] == [[1, 1.0]]
+            assert found["diverged"] == (None if loss == 1 else {"step": 2})
+            place.store.put(text.item(job), found, MADE)
+            text.reports = lambda rival, key: [job]
+            judged = text.texts("rope", "perplexity_1x")
+            assert judged == ({job.experiment.seed: "a"} if loss == 1 else {})
 
     @pytest.mark.slow
     def test_trainings(self, design, place):

@@ -97,6 +97,16 @@ def test_a_run_that_diverged_has_the_worst_value(planned):
     assert wins(planned, BEYOND, ["rope"]).kind is Kind.NOT_TOLD
 
 
+def test_runs_that_were_judged_by_other_texts_are_not_paired(planned, monkeypatch):
+    finish_all(planned, {"tape": 0.6, "rope": 0.3, "none": 0.2})
+    texts = {"tape": {2: "a", 3: "a"}, "rope": {2: "a", 3: "b", 4: "c"}, "none": {}}
+    monkeypatch.setattr(planned, "texts", lambda rival, key: texts[rival])
+    assert wins(planned, BEYOND, ["none"]).kind is Kind.CONFIRMED
+    found = wins(planned, BEYOND, ["rope", "none"])
+    said = "copying, tape and rope again by one text: seeds 3 were judged by two (a and b)"
+    assert found == Verdict(Kind.UNFINISHED, [], (said,))
+
+
 def test_perplexities_are_compared_by_their_logarithms(planned):
     score = planned.score(BEYOND)._replace(key="loss", higher_is_better=False)
     assert planned.comparable(2.0, score) > planned.comparable(2.1, score)

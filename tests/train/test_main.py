@@ -46,7 +46,9 @@ def own(trained, tmp_path):
 
 
 def content(folder):
-    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    """All files but the lock, which a training takes before it looks for more."""
+    files = (p for p in folder.rglob("*") if p.is_file() and p.name != runs.LOCK)
+    return {p: p.read_bytes() for p in files}
 
 
 def test_overview(capsys):
@@ -78,6 +80,27 @@ def test_what_does_not_fit(monkeypatch, capsys):
     assert main(call) == program.USER_ERROR
     told = "error: what is asked for does not fit into this machine: give fewer or smaller numbers "
     assert capsys.readouterr().err.startswith(f"{told}(RuntimeError: RESOURCE_EXHAUSTED")
+
+
+def test_a_number_that_is_too_large(monkeypatch, capsys):
+    monkeypatch.setattr("train.commands.score.run", lambda args: (2**99).to_bytes(8))
+    call = ["score", "--data=scrolls", "--subset=qasper", "--predictions=answers.json"]
+    assert main(call) == program.USER_ERROR
+    told = "error: a number that was given is too large (int too big to convert); --debug shows"
+    assert capsys.readouterr().err.startswith(told)
+
+
+def test_a_full_disk_is_not_too_large_a_model(monkeypatch, capsys):
+    """The cause stands at the end of what the library says."""
+    said = f"the checkpoint x could not be written: RESOURCE_EXHAUSTED: {400 * '.'} [No space left]"
+
+    def run(args):
+        raise OSError(said)
+
+    monkeypatch.setattr("train.commands.score.run", run)
+    call = ["score", "--data=scrolls", "--subset=qasper", "--predictions=answers.json"]
+    assert main(call) == program.USER_ERROR
+    assert capsys.readouterr().err == f"error: {said}\n"
 
 
 @pytest.mark.slow
@@ -269,12 +292,13 @@ def test_a_sweep_compares_what_validated_best(config, tmp_path, capsys):
     """Each value has a run of its own, which is kept."""
     folder = tmp_path / "sweep"
     call = ["compare", f"--config={config}", f"--run={folder}", "--encodings=rope"]
-    call += ["--sweep=train.learning_rate=0.01,0.001", "--config.train.steps=4"]
+    call += ["--sweep=train.learning_rate=1e30,0.01,0.001", "--config.train.steps=4"]
     assert main(call) == 0
     made = {path.parent.name for path in folder.rglob("experiment.json")}
-    assert len(made) == 2
+    assert len(made) == 3
     rates = {runs.load(folder / name).train.learning_rate for name in made}
-    assert rates == {0.01, 0.001}
+    assert rates == {1e30, 0.01, 0.001}
+    assert "learning_rate=1e30, seed 0 diverged" in capsys.readouterr().err
     report = (folder / "report.md").read_text()
     assert "learning_rate" in report
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*.sha256")}

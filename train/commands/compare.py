@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
     from train.compare import suites, sweep
     from train.compare.evaluations import evaluate_suite
     from train.compare.jobs import claim, plan, record
-    from train.compare.processes import EVALUATE, count_runs, train_all, tune
+    from train.compare.processes import EVALUATE, train_missing, tune
     from train.compare.report import by_name, result_section, sample_lines, write_report
     from train.compare.tasks import compare
     from train.training import messages
@@ -64,35 +63,39 @@ def run(args: argparse.Namespace) -> None:
     asked = None if args.suite is None else suites.parse(args.suite)
     choice, names = chosen(args)
     plan_for = functools.partial(plan, args.config, args.run, choice)
-    if args.sweep:
-        trials = plan_for(names, 1, args.overrides, sweep.settings(args.sweep))
-        best = tune(args.run, trials, args.jobs)
-        by_rival = [plan_for([name], args.seeds, args.overrides, [best[name]]) for name in names]
-        jobs = [job for planned in by_rival for job in planned]
-    else:
-        jobs = plan_for(names, args.seeds, args.overrides)
+    settings = sweep.settings(args.sweep)
+    jobs = plan_for(names, 1 if args.sweep else args.seeds, args.overrides, settings)
     if asked is not None:
         suites.check(asked, [job.experiment for job in jobs])
+    if args.sweep:
+        best = tune(args.run, jobs, args.jobs)
+        by_rival = [plan_for([name], args.seeds, args.overrides, [best[name]]) for name in names]
+        jobs = [job for planned in by_rival for job in planned]
     claim(args.run, jobs)
-    missing = [job for job in jobs if not job.finished]
-    train_all(
-        missing,
-        args.jobs,
-        ends=(*EVALUATE, *([] if asked is None else [f"--suite={args.suite}"])),
-        finished=count_runs(len(jobs) - len(missing), len(jobs)),
-    )
+    asking_suite = [] if asked is None else [f"--suite={args.suite}"]
+    diverged = train_missing(jobs, args.jobs, (*EVALUATE, *asking_suite))
     task = jobs[0].experiment.task
-    answers = [] if asked is None else [evaluate_suite(job.folder, asked) for job in jobs]
-    first_seeds = {job.name: job for job in reversed(jobs)}.values()
+    judged = [job for job in jobs if job not in diverged]
+    answers = {} if asked is None else {job: evaluate_suite(job.folder, asked) for job in judged}
+    first_seeds = {job.name: job for job in reversed(judged)}.values()
     records = [
-        record(job, ask=job in first_seeds, suite=suites.summary(answer) if answer else None)
-        for job, answer in itertools.zip_longest(jobs, answers)
+        record(
+            job,
+            ask=job in first_seeds,
+            suite=suites.summary(answers[job]) if job in answers else None,
+            diverged=job in diverged,
+        )
+        for job in jobs
     ]
-    results = {name: [r.result for r in group] for name, group in by_name(records).items()}
+    results = {
+        name: [run.result for run in group if run.result is not None]
+        for name, group in by_name(records).items()
+    }
     compared = compare(task, results)
     if answers:
-        compared = suites.added(compared, task, [job.name for job in jobs], answers)
-    asking = messages.ask(jobs[0].folder, task)
+        names_asked = [job.name for job in answers]
+        compared = suites.added(compared, task, names_asked, [*answers.values()])
+    asking = messages.ask(judged[0].folder, task) if judged else None
     report = write_report(args.run, task, records, compared, ask=asking)
     for heading, text in compared.sections.items():
         if words := _without_pictures(text):

@@ -32,22 +32,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     suite = parser.add_argument_group("suites")
     suite.add_argument("--suite", help="ruler or babilong")
-    suite.add_argument(
-        "--lengths", type=int, nargs="+", default=[], metavar="N", help="tokens, such as 4096"
-    )
-    suite.add_argument("--tasks", nargs="+", default=[], metavar="NAME", help="of the suite (all)")
-    suite.add_argument("--samples", type=int, default=20, help="of each task and length (20)")
-    suite.add_argument("--form", default="long", help="long, or short for small models (long)")
-    suite.add_argument(
-        "--background", default="stdlib", metavar="SOURCE", help="a source of text (stdlib)"
-    )
+    suite.add_argument("--lengths", type=int, nargs="+", metavar="N", help="tokens, such as 4096")
+    suite.add_argument("--tasks", nargs="+", metavar="NAME", help="of the suite (all)")
+    suite.add_argument("--samples", type=int, help="of each task and length (20)")
+    suite.add_argument("--form", help="long, or short for small models (long)")
+    suite.add_argument("--background", metavar="SOURCE", help="a source of text (stdlib)")
     suite.add_argument("--squad", metavar="FILE", help="SQuAD v1.1, for qa_1")
     suite.add_argument("--hotpotqa", metavar="FILE", help="HotpotQA, for qa_2")
-    suite.add_argument(
-        "--batch-size", type=int, default=16, metavar="N", help="questions at once (16)"
-    )
+    suite.add_argument("--batch-size", type=int, metavar="N", help="questions at once (16)")
     suite.add_argument("--chunk", type=int, help="tokens of a prompt at a time (all)")
-    suite.add_argument("--seed", type=int, default=0, help="of the questions (0)")
+    suite.add_argument("--seed", type=int, help="of the questions (0)")
     parser.add_argument("--fresh", action="store_true", help="forget what was stopped")
     parser.set_defaults(overrides=())
 
@@ -66,16 +60,25 @@ def run(args: argparse.Namespace) -> None:
     clock = Clock(begun)
     options, mesh = experiment.change_evaluation(runs.load(args.run), args.overrides)
     require(not (args.suite and args.cut_updates), "eval: --cut-updates does not go with --suite")
-    require(
-        bool(args.suite) or not args.lengths,
-        "eval: --lengths goes with --suite; the task's own are in --config.evaluation",
-    )
+    fields = [f.name for f in dataclasses.fields(SuiteOptions)]
+    given = {name: value for name in fields if (value := getattr(args, name)) is not None}
     asked = None
-    if args.suite is not None:
-        fields = [f.name for f in dataclasses.fields(SuiteOptions)]
-        given = {name: getattr(args, name) for name in fields}
-        lists = {"lengths": tuple(sorted({*args.lengths})), "tasks": tuple(args.tasks)}
-        asked = SuiteOptions(**given | lists)
+    if args.suite is None:
+        words = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        require(
+            not given,
+            f"eval: these go with --suite only, got {words}; the task's own options are in "
+            "--config.evaluation",
+        )
+    else:
+        ignored = [one for one in args.overrides if one.startswith("--config.evaluation.")]
+        require(
+            not ignored,
+            f"eval: a suite takes the place of the task's own evaluation; got {', '.join(ignored)} "
+            "with --suite",
+        )
+        lengths, tasks = (given.pop(name, ()) for name in ("lengths", "tasks"))
+        asked = SuiteOptions(**given, lengths=tuple(sorted({*lengths})), tasks=tuple(tasks))
     clock.lap("to start")
     if asked is not None:
         print(evaluate_suite(args.run, asked, mesh, fresh=args.fresh).table())

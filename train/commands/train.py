@@ -82,6 +82,10 @@ def run(args: argparse.Namespace) -> None:
 
         asked = suites.parse(args.suite)
         suites.check(asked, [wanted])
+    if args.validate:
+        from train.compare import sweep
+
+        sweep.check(wanted)
     loop.train(
         wanted,
         args.run,

@@ -12,7 +12,7 @@ from train.checks import require
 from train.compare import plots
 from train.compare.tasks import compare
 from train.evaluation.inside import untrained
-from train.evaluation.journal import Journal
+from train.evaluation.journal import Journal, alone
 from train.evaluation.programs import KeptResults, Programs
 from train.files import write_atomically
 from train.suites.evaluation import SuiteOptions, tokenizer_of
@@ -56,11 +56,25 @@ def evaluate(
     with runs.checkpoints(folder) as checkpoints:
         about = {"checkpoint": checkpoints.digest(trained.step)}
     partial = folder / PARTIAL
-    journal = Journal(partial, PARTIAL_FORMAT, about, fresh=fresh, replace=True)
-    programs = Programs(kept=KeptResults(journal))
-    trained, task = trained._replace(programs=programs), trained.experiment.task
-    with Progress.of(f"evaluating {folder.name}") as progress:
-        result = task.evaluate(trained, options, progress)
+    with alone(partial):
+        journal = Journal(partial, PARTIAL_FORMAT, about, fresh=fresh, replace=about)
+        programs = Programs(kept=KeptResults(journal))
+        with Progress.of(f"evaluating {folder.name}") as progress:
+            task = trained.experiment.task
+            result = task.evaluate(trained._replace(programs=programs), options, progress)
+        _write(folder, trained, options, result, str(programs), again=again)
+        partial.unlink(missing_ok=True)
+    return result
+
+
+def _write(
+    folder: Path, trained: runs.TrainedRun, options: Any, result: Result, how: str, *, again: bool
+) -> None:
+    """Writes a result, and how it was computed, into the folder of its run.
+
+    Raises:
+      ValueError: unless the run is evaluated ``again``, for a file in the way.
+    """
     files: dict[str, str] = getattr(result, "files", dict)()
     for name in files:
         require(
@@ -72,18 +86,16 @@ def evaluate(
         "step": trained.step,
         "options": options_to_json(options),
         "result": result.to_json(),
-        "computing": str(programs),
+        "computing": how,
     }
-    write_atomically(path, json.dumps(record) + "\n")
-    text = f"step {trained.step}\n\n{result.table()}\n\n{programs}\n"
+    write_atomically(folder / "evaluation.json", json.dumps(record) + "\n")
+    text = f"step {trained.step}\n\n{result.table()}\n\n{how}\n"
     write_atomically(folder / "evaluation.txt", text)
     for name, content in files.items():
         write_atomically(folder / name, content)
-    figures = compare(task, {trained.experiment.label: [result]}).figures
+    figures = compare(trained.experiment.task, {trained.experiment.label: [result]}).figures
     for name, figure in figures.items():
         plots.save(figure, folder / f"evaluation_{name}")
-    partial.unlink(missing_ok=True)
-    return result
 
 
 def evaluate_untrained(folder: Path, options: Any, mesh: ShardingConfig | None = None) -> Result:
@@ -131,13 +143,13 @@ def evaluate_suite(
     )
     figure = path.with_suffix(".png")
     plots.require_ours(figure)
-    trained = runs.restore_for_evaluation(folder, mesh)
-    with Progress.of(f"asking {folder.name}") as progress:
+    trained, answers = runs.restore_for_evaluation(folder, mesh), path.with_suffix(".jsonl")
+    with alone(answers), Progress.of(f"asking {folder.name}") as progress:
         result = ask_suite(
             trained,
             codec,
             options,
-            path.with_suffix(".jsonl"),
+            answers,
             step=trained.step,
             trained_length=trained.experiment.task.sequence_length,
             fresh=fresh,

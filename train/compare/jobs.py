@@ -11,6 +11,7 @@ import functools
 import itertools
 import json
 import shlex
+import urllib.parse
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -148,7 +149,7 @@ def plan(
 
     Raises:
       ValueError: for a name that is unknown or given twice, a config that does not fit, what the
-        task cannot be asked for, or a run that exists and is of another experiment.
+        task cannot be asked for, or a folder in the way of a run, also a run of another experiment.
     """
     require(seeds >= 1, f"compare: --seeds must be at least 1; got {seeds}")
     chosen = {name: choice.overrides(name) for name in names}
@@ -169,7 +170,7 @@ def plan(
             name=name,
             setting=setting,
             folder=folder
-            / (setting.folder(name.replace(":", "-")) + (f"-seed{seed}" if another else "")),
+            / (setting.folder(folder_name(name)) + (f"-seed{seed}" if another else "")),
             experiment=experiment.from_file(config, own, report),
             command=(f"--config={config}", *own),
         )
@@ -178,10 +179,21 @@ def plan(
         if asked not in prepared:
             loop.prepared(job.experiment, strict=True)
             prepared.append(asked)
-        if job.folder.exists():
+        if runs.exists(job.folder):
             changes.check_same(job.folder, job.experiment)
+        else:
+            runs.require_free(job.folder)
         jobs.append(job)
     return jobs
+
+
+def folder_name(name: str) -> str:
+    """The name of a rival as that of a folder: unusual characters are written as in a URL.
+
+    >>> folder_name("rope/none:base=1e4")
+    'rope%2Fnone-base=1e4'
+    """
+    return urllib.parse.quote(name.replace(":", "-"), safe="=,+()[]")
 
 
 def claim(folder: Path, jobs: Sequence[Job]) -> None:
@@ -202,19 +214,33 @@ def claim(folder: Path, jobs: Sequence[Job]) -> None:
     write_atomically(marker, json.dumps(content, indent=2) + "\n")
 
 
-def record(job: Job, *, ask: bool, suite: Mapping[str, float] | None = None) -> RunRecord:
-    """Returns the record of a finished job, with samples if ``ask``, and scores of a suite."""
-    evaluated = evaluations.saved(job.folder)
-    assert evaluated is not None
+def record(
+    job: Job, *, ask: bool, suite: Mapping[str, float] | None = None, diverged: bool = False
+) -> RunRecord:
+    """Returns the record of a job that has ended.
+
+    Args:
+      job: which has been evaluated, unless it diverged.
+      ask: whether the record has samples.
+      suite: scores of a suite.
+      diverged: whether its training diverged, so that it has losses and facts only.
+    """
+    result = None
+    if not diverged:
+        evaluated = evaluations.saved(job.folder)
+        assert evaluated is not None
+        result = job.experiment.task.read_result(evaluated["result"])
     lines = metrics.read(job.folder / "metrics.jsonl")
+    # A line of skipped steps alone has neither.
+    losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
     speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
     parameters, trained = runs.count_parameters(job.experiment)
     return RunRecord(
         name=job.name,
         seed=job.experiment.seed,
-        result=job.experiment.task.read_result(evaluated["result"]),
-        steps=[line["step"] for line in lines],
-        losses=[line["loss"] for line in lines],
+        result=result,
+        steps=[*losses],
+        losses=[*losses.values()],
         command=shlex.join(
             [
                 "python",
@@ -231,11 +257,11 @@ def record(job: Job, *, ask: bool, suite: Mapping[str, float] | None = None) -> 
             "of these trained": f"{trained:,} ({trained / parameters:.2%})",
             "steps": f"{job.experiment.steps:,}",
             "batch": f"{job.experiment.batch_shape[0]:,}",
-            "last loss": f"{lines[-1]['loss']:.5f}" if lines else "-",
+            "last loss": f"{[*losses.values()][-1]:.5f}" if losses else "-",
             "tokens per second, median": (
                 f"{sorted(speeds)[len(speeds) // 2]:,.0f}" if speeds else "-"
             ),
         },
-        samples=job.samples() if ask else (),
+        samples=job.samples() if ask and not diverged else (),
         suite=suite or {},
     )

@@ -23,11 +23,13 @@ from train.compare.sweep import Setting
 from train.files import write_atomically
 from train.tasks import Result, program
 from train.training import metrics
-from train.training.signals import Signals, Stopped
+from train.training.signals import NON_FINITE_EXIT_CODE, Signals, Stopped
 
 SECONDS_BETWEEN_LOOKS = 0.5
 # What a training does when it is done.
 EVALUATE, VALIDATE = ("--evaluate",), ("--validate",)
+# Exit codes of trainings that went on to the end, or until they diverged.
+CONVERGED_OR_NOT = (0, NON_FINITE_EXIT_CODE)
 SAVING = "the trainings save; again to abandon their steps since the last checkpoints"
 
 
@@ -113,20 +115,32 @@ def train_all(
         )
 
 
-def count_runs(done: int, total: int) -> Callable[[Ended], None]:
-    """A function for ``finished`` that says how many runs are done.
+def train_missing(jobs: Sequence[Job], side_by_side: int, ends: Sequence[str]) -> set[Job]:
+    """Trains those that are not finished, and says how many are.
 
     Args:
-      done: runs that were done before.
-      total: runs in all.
+      jobs, side_by_side, ends: as for :func:`train_all`.
+
+    Returns:
+      Those that diverged. They are continued, and diverge again, when this is called again.
+
+    Raises:
+      Stopped: as :func:`train_all` does; one that diverges does not stop the rest.
     """
-    numbers = itertools.count(done + 1)
+    missing = [job for job in jobs if not job.finished]
+    numbers = itertools.count(len(jobs) - len(missing) + 1)
+    diverged = set()
 
-    def say(_: Ended) -> None:
+    def finished(ended: Ended) -> None:
+        how = ""
+        if ended.code == NON_FINITE_EXIT_CODE:
+            diverged.add(ended.job)
+            how = f"; {ended.job.label} diverged, as {ended.job.log} says"
         # Above the bars.
-        tqdm.tqdm.write(f"{next(numbers)} of {total} runs done", file=sys.stderr)
+        tqdm.tqdm.write(f"{next(numbers)} of {len(jobs)} runs done{how}", file=sys.stderr)
 
-    return say
+    train_all(missing, side_by_side, ends=ends, finished=finished, accepted=CONVERGED_OR_NOT)
+    return diverged
 
 
 def _distinct_first(jobs: Sequence[Job]) -> list[Job]:
@@ -251,22 +265,24 @@ def _evaluating(job: Job) -> str:
 
 
 def tune(folder: Path, trials: Sequence[Job], side_by_side: int) -> dict[str, Setting]:
-    """Trains every setting, and chooses one for each name by validation.
+    """Trains every setting, and chooses one for each name by validation; what diverges loses.
 
     Raises:
       ValueError: before anything is trained, if the task has no validation apart from its test.
     """
     task = trials[0].experiment.task
-    sweep.validation_options(task, trials[0].experiment.evaluation)
+    sweep.check(trials[0].experiment)
     claim(folder, trials)
-    missing = [job for job in trials if not job.finished]
-    said = count_runs(len(trials) - len(missing), len(trials))
-    train_all(missing, side_by_side, ends=(*EVALUATE, *VALIDATE), finished=said)
+    diverged = train_missing(trials, side_by_side, (*EVALUATE, *VALIDATE))
     results: dict[str, dict[Setting, list[Result]]] = {}
     for job in trials:
+        by_setting = results.setdefault(job.name, {})
+        if job in diverged:
+            by_setting[job.setting] = []
+            continue
         with metrics.Progress.of(f"validating {job.folder.name}") as progress:
             result = sweep.validate(job.folder, progress)
-        results.setdefault(job.name, {})[job.setting] = [result]
+        by_setting[job.setting] = [result]
     table = sweep.table(task, results)
     write_atomically(folder / "sweep.txt", table + "\n")
     print(f"Validation of the sweep\n\n{table}")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-import statistics
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,15 @@ from train.compare.plots import MARK, loss_curves, require_ours, save
 from train.compare.tasks import Comparison
 from train.evaluation.grids import text_table
 from train.files import write_atomically
-from train.statistics import estimate
+from train.statistics import LEVEL, deviation, estimate, holm, mean
 from train.tasks import Score, Task
 
 # The widest table, in characters.
 PAGE = 120
+ADJUSTED = (
+    "A difference is clear or significant if its p-value is below 5 % after Holm's adjustment for "
+    "all pairs of rivals, since the best was chosen afterwards; each score is judged by itself."
+)
 ONE_SEED = "One seed each cannot tell any of this from chance; --seeds=3 trains each three times."
 
 TWO_SEEDS = (
@@ -35,7 +40,7 @@ class RunRecord:
     Attributes:
       name: what is compared, such as the position encoding.
       seed: of the run; name and seed together are unique in the report.
-      result: of its evaluation.
+      result: of its evaluation; None if the training diverged.
       steps: [S] training steps at which the loss was logged.
       losses: [S] cross entropy, in nats for each token that counts.
       command: repeats the run.
@@ -56,8 +61,8 @@ class RunRecord:
 
     @property
     def scores(self) -> dict[str, float]:
-        """All scores by key."""
-        return {**self.result.summary(), **self.suite}
+        """All scores by key; none if the training diverged."""
+        return {} if self.result is None else {**self.result.summary(), **self.suite}
 
 
 def write_report(
@@ -189,7 +194,7 @@ def _width(table: str) -> int:
 
 
 def verdict(scores: Sequence[Score], runs: Sequence[RunRecord]) -> str:
-    """Returns who is best by each score, a line for each outcome, and a note if seeds are few."""
+    """Returns who is best by each score, a line for each outcome, and notes on the judgement."""
     groups = by_name(runs)
     found: dict[str, list[str]] = {}
     for score in scores:
@@ -197,27 +202,36 @@ def verdict(scores: Sequence[Score], runs: Sequence[RunRecord]) -> str:
             found.setdefault(outcome, []).append(score.label)
     lines = [f"* **{'; '.join(labels)}**: {outcome}" for outcome, labels in found.items()]
     fewest = min(map(len, groups.values()))
+    notes = [ADJUSTED] if lines and fewest > 1 and len(groups) > 2 else []
     if lines and fewest <= 2:
-        lines += ["", ONE_SEED if fewest < 2 else TWO_SEEDS]
-    return "\n".join(lines)
+        notes.append(ONE_SEED if fewest < 2 else TWO_SEEDS)
+    if lost := [_label(run) for run in runs if run.result is None]:
+        notes.append(f"Diverged in training, and without scores: {'; '.join(lost)}.")
+    return "\n\n".join(["\n".join(lines)] * bool(lines) + notes)
 
 
 def _verdict(score: Score, groups: Mapping[str, Sequence[RunRecord]]) -> str:
-    """Compares the best mean with every other by the paired differences of equal seeds.
-
-    A difference counts if the 95 % interval of Student's t around its mean leaves out zero.
-    """
-    values = {name: found for name, group in groups.items() if (found := by_seed(group, score))}
-    if len(values) < 2:
+    """Compares the rivals by a score; one that is not finite in every seed is behind all others."""
+    known = {name: found for name, group in groups.items() if (found := by_seed(group, score))}
+    if len(known) < 2 or all(math.isnan(x) for found in known.values() for x in found.values()):
         return ""
-    means = {name: statistics.fmean(found.values()) for name, found in values.items()}
+    values = {n: found for n, found in known.items() if all(map(math.isfinite, found.values()))}
+    outcome = _among_finite(score, values) if values else "none is finite."
+    behind = ", ".join(name for name in known if name not in values)
+    return f"{outcome} Without a finite score in every seed: {behind}." if behind else outcome
+
+
+def _among_finite(score: Score, values: Mapping[str, Mapping[int, float]]) -> str:
+    """Compares the best mean with every other by the paired differences of equal seeds."""
+    means = {name: mean([*found.values()]) for name, found in values.items()}
     ranking = sorted(means, key=lambda name: means[name], reverse=score.higher_is_better)
     best, *others = ranking
-    if all(values[name] == values[best] for name in others):
+    if others and all(values[name] == values[best] for name in others):
         return "all equal."
-    if min(map(len, values.values())) < 2:
+    if not others or min(map(len, values.values())) < 2:
         return f"best is {best}."
-    clear = [name for name in others if _is_clear(values[best], values[name])]
+    p = _adjusted(values)
+    clear = [name for name in others if p.get(frozenset({best, name}), 1.0) < LEVEL]
     unclear = [name for name in others if name not in clear]
     if unclear:
         outcome = (
@@ -228,15 +242,27 @@ def _verdict(score: Score, groups: Mapping[str, Sequence[RunRecord]]) -> str:
     return f"{best} wins; clearly better than {', '.join(clear)}."
 
 
-def _is_clear(first: Mapping[int, float], second: Mapping[int, float]) -> bool:
-    """Returns whether the differences at shared seeds, two or more, are clear of zero."""
-    found = [first[seed] - second[seed] for seed in first.keys() & second.keys()]
-    return len(found) > 1 and estimate(found).is_clear
+def _adjusted(values: Mapping[str, Mapping[int, float]]) -> dict[frozenset[str], float]:
+    """Returns the p-values of all pairs of rivals that can be tested, as :data:`ADJUSTED` says."""
+    pairs = [*itertools.combinations(values, 2)]
+    known = {}
+    for first, second in pairs:
+        here, there = values[first], values[second]
+        found = [here[seed] - there[seed] for seed in here.keys() & there.keys()]
+        # Nothing is told by a single seed, nor by numbers that are too large to be squared.
+        if len(found) > 1 and max(map(abs, found)) < 1e150:
+            known[frozenset({first, second})] = estimate(found).p
+    return holm(known, len(pairs))
 
 
 def by_seed(group: Sequence[RunRecord], score: Score) -> dict[int, float]:
-    """A score, as it is shown, of the runs of one name; seeds without it are left out."""
-    summaries = {run.seed: run.scores for run in group}
+    """A score, as it is shown, of the runs of one name; seeds without it are left out.
+
+    Those that diverged in training have NaN.
+    """
+    summaries = {
+        run.seed: {score.key: math.nan} if run.result is None else run.scores for run in group
+    }
     return {s: score.factor * x[score.key] for s, x in summaries.items() if score.key in x}
 
 
@@ -248,10 +274,10 @@ def mean_and_spread(values: Sequence[float]) -> str:
     """The mean and, of several, their standard deviation; a dash of none."""
     if not values:
         return "-"
-    mean = statistics.fmean(values)
-    if len(values) == 1:
-        return _number(mean)
-    return f"{_number(mean)} ± {_number(statistics.stdev(values), like=mean)}"
+    middle = mean(values)
+    if len(values) == 1 or not math.isfinite(middle):
+        return _number(middle)
+    return f"{_number(middle)} ± {_number(deviation(values), like=middle)}"
 
 
 def _number(value: float, like: float | None = None) -> str:

@@ -12,6 +12,7 @@ from train.compare.tasks import Comparison
 from train.evaluation import fits
 from train.evaluation.grids import text_table
 from train.experiment import Experiment
+from train.suites import evaluation
 from train.suites.evaluation import SuiteOptions, tokenizer_of
 from train.suites.results import SuiteResult
 from train.tasks import Score, Task
@@ -49,15 +50,18 @@ def parse(text: str) -> SuiteOptions:
 
 def check(options: SuiteOptions, experiments: Sequence[Experiment]) -> None:
     """Raises ValueError if one of the models cannot be asked a suite, before it is trained."""
-    longest = options.lengths[-1]
+    longest, codecs = options.lengths[-1], {}
     for experiment in experiments:
-        tokenizer_of(experiment.task, experiment.name)
+        codec = tokenizer_of(experiment.task, experiment.name)
+        codecs[codec.fingerprint] = codec
         limit = runs.max_length(experiment.model)
         require(
             fits(longest, limit),
             f"{experiment.label} takes at most {limit} tokens: a length of {longest:,} cannot be "
             "asked",
         )
+    for codec in codecs.values():
+        evaluation.check(options, codec)
 
 
 def summary(result: SuiteResult) -> dict[str, float]:

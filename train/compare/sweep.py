@@ -13,7 +13,6 @@ import json
 import math
 import re
 import runpy
-import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,9 +24,11 @@ import scipy.stats
 from train.checks import choose, require
 from train.evaluation import Progress
 from train.evaluation.grids import text_table
+from train.experiment import Experiment
 from train.files import write_atomically
+from train.statistics import mean
 from train.tasks import Result, Score, Task, task_name
-from train.training import runs
+from train.training import loop, runs
 
 FORMAT = "tape-jax validation, version 1"
 
@@ -168,6 +169,12 @@ def validation_options(task: Task, options: Any) -> Any:
     return changed
 
 
+def check(experiment: Experiment) -> None:
+    """Raises ValueError if a run could not be validated, before it is trained."""
+    options = validation_options(experiment.task, experiment.evaluation)
+    loop.prepared(dataclasses.replace(experiment, evaluation=options), strict=True)
+
+
 def validate(folder: Path, progress: Progress | None = None) -> Result:
     """Validates a finished run, or reads back what came out before.
 
@@ -222,7 +229,7 @@ def best(task: Task, results: Mapping[Setting, Sequence[Result]]) -> Setting:
 
     Args:
       task: whose ``scores`` count.
-      results: of the validation, for each setting one for each seed.
+      results: of the validation, for each setting one for each seed; none if it diverged.
 
     Raises:
       ValueError: no results.
@@ -235,12 +242,12 @@ def best(task: Task, results: Mapping[Setting, Sequence[Result]]) -> Setting:
 
 
 def _standing(score: Score, results: Sequence[Result]) -> float:
-    """The mean score, the higher the better; minus infinity where it is missing or no number."""
+    """The mean score, the higher the better; minus infinity where it is missing or not finite."""
     values = [result.summary().get(score.key, math.nan) for result in results]
-    mean = statistics.fmean(values) if values else math.nan
-    if math.isnan(mean):
+    found = mean(values) if values else math.nan
+    if not math.isfinite(found):
         return -math.inf
-    return mean if score.higher_is_better else -mean
+    return found if score.higher_is_better else -found
 
 
 def table(task: Task, results: Mapping[str, Mapping[Setting, Sequence[Result]]]) -> str:
@@ -252,8 +259,8 @@ def table(task: Task, results: Mapping[str, Mapping[Setting, Sequence[Result]]])
     """
 
     def cell(score: Score, group: Sequence[Result]) -> str:
-        mean = score.factor * abs(_standing(score, group))
-        return "-" if math.isinf(mean) else f"{mean:.4g}"
+        found = score.factor * abs(_standing(score, group))
+        return "diverged" if not group else "-" if math.isinf(found) else f"{found:.4g}"
 
     rows = []
     for name, by_setting in results.items():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ class Journal:
         about: dict[str, Any],
         *,
         fresh: bool = False,
-        replace: bool = False,
+        replace: Collection[str] = (),
     ):
         """
         Args:
@@ -34,7 +36,8 @@ class Journal:
           about: on what the results depend, in JSON types. What the file does not name, none of its
             results depended on.
           fresh: forget what is there.
-          replace: forget what depends on something else, which is an error otherwise.
+          replace: of ``about``, where it was something else: forget what is there. Else it is an
+            error.
 
         Raises:
           ValueError: a file of another program, or of results that depend on something else.
@@ -49,17 +52,18 @@ class Journal:
                 found.get("format") == format,
                 f"{path} was not written by this program: it is left alone; move it away",
             )
-            different = [
-                f"{name} was {found[name]}, and is {value}"
+            different = {
+                name: f"{name} was {found[name]}, and is {value}"
                 for name, value in self._header.items()
                 if name in found and found[name] != value
-            ]
+            }
+            forgotten = fresh or any(name in replace for name in different)
             # The last part is what a kill left of a line; else it is empty.
-            self._lines = [] if fresh or (replace and different) else lines[:-1]
+            self._lines = [] if forgotten else lines[:-1]
             require(
                 not (self._lines and different),
-                f"{path} has answers to other questions ({'; '.join(different)}): move it away, or "
-                "give --fresh to forget them",
+                f"{path} has answers to other questions ({'; '.join(different.values())}): move it "
+                "away, or give --fresh to forget them",
             )
             if self._lines:
                 self._header = {**found, **self._header}
@@ -90,3 +94,25 @@ class Journal:
             file.flush()
             os.fsync(file.fileno())
         sync(self._path.parent)
+
+
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Keeps a second process from the journal at a path meanwhile, by a hidden file beside it.
+
+    Raises:
+      ValueError: another process has it.
+    """
+    lock = path.with_name(f".{path.name}.lock")
+    with open(lock, "ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Whoever had it may have removed the file meanwhile, and another made a new one.
+            free = lock.exists() and os.path.samestat(os.fstat(file.fileno()), lock.stat())
+        except BlockingIOError:
+            free = False
+        require(free, f"another evaluation is writing {path}: wait until it has ended")
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)

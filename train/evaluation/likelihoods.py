@@ -14,6 +14,7 @@ from tape_jax import Transformer
 from train.evaluation.continuations import batch_rows, batches, place
 from train.evaluation.programs import Programs, Speed
 from train.evaluation.window_losses import CHUNK
+from train.training import runs
 
 # The least length, in tokens, that is compiled for.
 _LEAST = 32
@@ -76,9 +77,10 @@ class Scorer:
         lengths = np.array([len(row.tokens) for row in given])
         starts = np.array([row.start for row in given])
         size = batch_rows(self.model, self.batch_size, len(given))
+        limit = runs.max_length(self.model.config)
         for rows, filled in batches(-lengths, size):
-            width = rounded(int(lengths[rows].max()) - 1)
-            places = min(width, rounded(int((lengths - starts)[rows].max())))
+            width = rounded(int(lengths[rows].max()) - 1, limit)
+            places = rounded(int((lengths - starts)[rows].max()), width)
             tokens = np.full((len(filled), width + 1), self.pad, np.int32)
             for line, row in zip(tokens, filled, strict=True):
                 line[: lengths[row]] = given[row].tokens
@@ -92,14 +94,19 @@ class Scorer:
             yield rows, [Likelihood(*pair) for pair in pairs][: len(rows)]
 
 
-def rounded(length: int) -> int:
+def rounded(length: int, limit: int | None = None) -> int:
     """The next of the lengths that are compiled for: four between a power of two and the next.
+
+    None is beyond the limit.
 
     >>> [rounded(n) for n in (1, 33, 40, 41, 65, 500)]
     [32, 40, 40, 48, 80, 512]
+    >>> rounded(98, 100)
+    100
     """
     step = max(_LEAST, 1 << (length - 1).bit_length()) // 8
-    return max(_LEAST, -(-length // step) * step)
+    found = max(_LEAST, -(-length // step) * step)
+    return found if limit is None else min(found, limit)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,6 +34,7 @@ from train.evaluation import Progress, fits
 from train.evaluation.grids import read_record, text_table
 from train.evaluation.programs import Programs
 from train.evaluation.window_losses import losses_and_places, windows_of, with_window
+from train.statistics import deviation, mean
 
 FORMAT = "tape-jax perplexity, version 1"
 BINS_PER_TRAINED_LENGTH = 8
@@ -76,7 +77,7 @@ class Measurement:
     def error(self) -> float:
         """The standard error of the mean loss over blocks of text; NaN of fewer than two."""
         count = len(self.blocks)
-        return statistics.stdev(self.blocks) / math.sqrt(count) if count > 1 else math.nan
+        return deviation(self.blocks) / math.sqrt(count) if count > 1 else math.nan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +129,7 @@ class Perplexity:
         If the bytes of the text are known, also the bits per byte in disjoint windows.
         """
         taken = [(m, m.length / self.trained) for m in self.measurements if m.blocks]
-        scalars = {score_key(m.protocol, f): math.exp(m.loss) for m, f in taken}
+        scalars = {score_key(m.protocol, f): _perplexity(self, m.loss) for m, f in taken}
         if self.text_bytes is not None:
             bits = {f: self.bits_per_byte(m.loss) for m, f in taken if m.protocol == "disjoint"}
             scalars |= {f"bits_per_byte_{f:g}x": value for f, value in bits.items()}
@@ -299,7 +300,10 @@ def score_key(protocol: str, factor: float) -> str:
 
 
 def _perplexity(result: Perplexity, loss: float) -> float:
-    return math.exp(loss)
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 def table(
@@ -320,11 +324,11 @@ def table(
 
 def _cell(group: Sequence[Perplexity], protocol: str, length: int, value: Quantity) -> str:
     """Formats mean and spread as text."""
-    mean, spread = mean_and_spread(group, protocol, length, value)
-    if math.isnan(mean):
+    if not any(result.at(protocol, length).blocks for result in group):
         return "-"
-    decimals = 3 if mean < 10 else 2 if mean < 100 else 1
-    return f"{mean:.{decimals}f}" + ("" if math.isnan(spread) else f" ± {spread:.{decimals}f}")
+    middle, spread = mean_and_spread(group, protocol, length, value)
+    decimals = 3 if middle < 10 else 2 if middle < 100 else 1
+    return f"{middle:.{decimals}f}" + ("" if math.isnan(spread) else f" ± {spread:.{decimals}f}")
 
 
 def mean_and_spread(
@@ -339,7 +343,7 @@ def mean_and_spread(
     if not values:
         return math.nan, math.nan
     if len(values) > 1:
-        return statistics.fmean(values), statistics.stdev(values)
+        return mean(values), deviation(values)
     result, m = taken[0]
     low, high = (value(result, m.loss + sign * m.error) for sign in (-1, 1))
     return values[0], (high - low) / 2

@@ -105,12 +105,14 @@ class Answers:
         Args:
           path: of the file, which need not exist.
           about: on what the questions and their answers depend, in JSON types.
-          fresh: forget what an evaluation by this program left there.
+          fresh: forget what an evaluation by this program left there, as is done with the answers
+            of another step.
 
         Raises:
           ValueError: a file of another evaluation or of another program, or a damaged one.
         """
-        self._journal, self.texts = Journal(path, FORMAT, about, fresh=fresh), dict[Key, str]()
+        self._journal = Journal(path, FORMAT, about, fresh=fresh, replace=("step",))
+        self.texts = dict[Key, str]()
         for found in self._journal.read(_answers):
             self.texts.update(found)
 
@@ -166,8 +168,7 @@ def evaluate(
         f"the model takes at most {trained.max_length} tokens: a length of {longest:,} cannot be "
         "asked",
     )
-    asker = _Asker(options, options.asked, codec, read(options.background))
-    asker.check()
+    asker = check(options, codec)
     about = asker.about(step)
     answers = Answers(path, about, fresh=fresh)
     continuer = Continuer(
@@ -189,6 +190,18 @@ def evaluate(
     memory = str(continuer.programs.memory or "")
     scores, speed = asker.scores(answers), str(continuer.speed)
     return SuiteResult(options.suite, step, trained_length, about, scores, speed, memory)
+
+
+def check(options: SuiteOptions, codec: Tokenizer) -> _Asker:
+    """Returns what asks the questions.
+
+    Raises:
+      ValueError: a length that is too small for a task, a background that is too short, or answers
+        that the tokenizer cannot write.
+    """
+    asker = _Asker(options, options.asked, codec, read(options.background))
+    asker.check()
+    return asker
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,8 +56,8 @@ class Evaluation:
       protocols: which of :data:`PROTOCOLS`.
       tokens: at most so many held-out tokens are scored, rounded down to whole windows of the
         greatest length.
-      stride: tokens by which overlapping windows move on; None: 256, or half the trained length if
-        that is less.
+      stride: tokens by which overlapping windows move on; None: 256, or half the trained length or
+        the shortest window if that is less.
       source: judge by all of this text, a source like the task's, instead of the held-out text.
       documents: whether windows stay inside documents, of which those shorter than the longest
         window are left out, rather than run through the documents joined together.
@@ -122,8 +122,22 @@ class Evaluation:
         return self.lengths or tuple(factor * trained for factor in self.factors)
 
     def stride_at(self, trained: int) -> int:
-        """Tokens by which overlapping windows move on, for a model of this trained length."""
-        return min(256, max(1, trained // 2)) if self.stride is None else self.stride
+        """Tokens by which overlapping windows move on, for a model of this trained length.
+
+        Raises:
+          ValueError: more than the shortest window has.
+        """
+        usual = min(256, max(1, trained // 2))
+        if "overlapping" not in self.protocols:
+            return usual if self.stride is None else self.stride
+        shortest = self.lengths_at(trained)[0]
+        stride = min(usual, shortest) if self.stride is None else self.stride
+        require(
+            stride <= shortest,
+            f"evaluation: stride = {stride} exceeds the shortest window, of {shortest} tokens: "
+            "overlapping windows would leave out what is between them",
+        )
+        return stride
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,7 +243,8 @@ def evaluate(
 
 
 def check(task: TextTask, options: Evaluation) -> None:
-    """Raises ValueError if :func:`evaluate` would lack text, or find a passkey length too small."""
+    """Raises ValueError if :func:`evaluate` lacks text, or finds a stride or length unfit."""
+    options.stride_at(task.sequence_length)
     held_out(task, options)
     if options.passkey_lengths:
         _passkeys(task, dataclasses.replace(options, passkey_depths=1, passkey_trials=1))

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.train import small
+from train.evaluation.journal import alone
 from train.evaluation.programs import KeptResults, Programs
 from train.main import USER_ERROR, main
 from train.suites.results import SuiteResult
@@ -33,6 +34,19 @@ def test_a_suite(run, capsys):
     assert (run / "evaluation_ruler.png").read_bytes().startswith(b"\x89PNG")
     assert main(call) == 0
     assert "nothing was left to ask" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "file"),
+    [
+        ("", "evaluation.partial.jsonl"),
+        ("--suite=ruler --lengths 256 --form short --tasks vt", "evaluation_ruler.jsonl"),
+    ],
+)
+def test_a_second_evaluation_is_told_of_the_first(run, options, file, capsys):
+    with alone(run / file):
+        assert main(["eval", f"--run={run}", *options.split()]) == USER_ERROR
+    assert f"another evaluation is writing {run / file}" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +116,12 @@ def test_a_killed_evaluation_goes_on(text_run, capsys, monkeypatch):
     ("options", "message"),
     [
         ("--suite=rulr --lengths 512", "unknown suite 'rulr'"),
-        ("--lengths 512", "--lengths goes with --suite"),
+        ("--lengths 512", "go with --suite only, got --lengths; the task's own options"),
+        ("--tasks vt --samples 20", "go with --suite only, got --tasks, --samples;"),
+        (
+            "--suite=ruler --lengths 512 --config.evaluation.trials=3",
+            "takes the place of the task's own evaluation; got --config.evaluation.trials=3",
+        ),
         ("--suite=ruler --lengths 512 --cut-updates", "does not go with --suite"),
         ("--suite=babilong --lengths 512", "is not replaced"),
     ],

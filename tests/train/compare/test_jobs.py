@@ -1,10 +1,12 @@
 """Which run each rival gets."""
 
+import json
+
 import pytest
 
 from tape_jax import positions
 from train import experiment
-from train.compare.jobs import ENCODINGS, METHODS, plan
+from train.compare.jobs import ENCODINGS, METHODS, Choice, plan, record
 from train.main import main
 
 
@@ -22,6 +24,37 @@ def test_a_plan_of_several_seeds(config, tmp_path):
     for job in jobs:
         file, *own = job.command
         assert experiment.from_file(file.partition("=")[2], own) == job.experiment
+
+
+def test_schedules_have_flat_folders(config, tmp_path):
+    names = ["rope/none", "rope|none", "rope-none"]
+    known = dict.fromkeys(names, ())
+    jobs = plan(config, tmp_path, Choice("rival", known), names, 1, [])
+    folders = [job.folder.relative_to(tmp_path) for job in jobs]
+    assert [folder.parts for folder in folders] == [
+        ("rope%2Fnone",), ("rope%7Cnone",), ("rope-none",),
+    ]  # fmt: skip
+
+
+def test_a_folder_that_a_kill_left_without_a_run_is_no_obstacle(config, tmp_path):
+    folder = tmp_path / "rope"
+    folder.mkdir()
+    (folder / ".experiment.json.7.tmp").touch()
+    assert plan(config, tmp_path, ENCODINGS, ["rope"], 1, [])[0].folder == folder
+    (folder / "precious").touch()
+    with pytest.raises(ValueError, match="rope exists already: choose another --run"):
+        plan(config, tmp_path, ENCODINGS, ["rope"], 1, [])
+
+
+def test_a_record_of_lines_without_losses(config, tmp_path):
+    """All steps of a line were skipped; a training that diverged has no scores."""
+    (job,) = plan(config, tmp_path, ENCODINGS, ["rope"], 1, [])
+    job.folder.mkdir()
+    lines = [{"step": 1, "loss": 2.0}, {"step": 2, "skipped": 1.0}]
+    (job.folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    found = record(job, ask=True, diverged=True)
+    assert (found.steps, found.losses, found.facts["last loss"]) == ([1], [2.0], "2.00000")
+    assert (found.scores, found.samples) == ({}, ())
 
 
 def test_options_of_one_rival(config, tmp_path):

@@ -12,7 +12,7 @@ from train import main as program
 from train.compare import processes
 from train.compare.jobs import ENCODINGS, Job, plan
 from train.compare.sweep import Setting
-from train.training.signals import Stopped
+from train.training.signals import NON_FINITE_EXIT_CODE, Stopped
 
 
 def test_a_training_that_fails_is_reported(config, tmp_path):
@@ -129,11 +129,21 @@ def test_how_far_an_evaluation_is(config, tmp_path):
     assert processes._evaluating(job) == "evaluating, 16 %"
 
 
-def test_how_many_runs_are_done_is_said(capsys):
-    say = processes.count_runs(1, 3)
-    for _ in range(2):
-        say(processes.Ended(None, 0, 1.0))
-    assert capsys.readouterr().err == "2 of 3 runs done\n3 of 3 runs done\n"
+def test_one_that_diverges_does_not_stop_the_rest(config, tmp_path, monkeypatch, capsys):
+    jobs = plan(config, tmp_path, ENCODINGS, ["none", "rope", "tape"], 1, [])
+    codes = {"none": NON_FINITE_EXIT_CODE, "rope": 0}
+
+    def start(job, *_, ends, **__):
+        assert ends == processes.VALIDATE
+        return subprocess.Popen([sys.executable, "-c", f"exit({codes[job.name]})"])
+
+    monkeypatch.setattr(processes, "_start", start)
+    monkeypatch.setattr(processes, "SECONDS_BETWEEN_LOOKS", 0.01)
+    monkeypatch.setattr(Job, "finished", property(lambda job: job.name == "tape"))
+    assert processes.train_missing(jobs, 1, processes.VALIDATE) == {jobs[0]}
+    assert capsys.readouterr().err == (
+        f"2 of 3 runs done; none, seed 0 diverged, as {jobs[0].log} says\n3 of 3 runs done\n"
+    )
 
 
 def test_cores_are_divided():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from train.compare.report import (
+    ADJUSTED,
     ONE_SEED,
     PAGE,
     TWO_SEEDS,
@@ -100,6 +102,17 @@ class TestReport:
         ):
             assert part in squeezed(text)
 
+    def test_of_trainings_that_diverged(self, tmp_path):
+        runs = [make_run("tape"), make_run("rope", result=None, steps=[], losses=[], samples=())]
+        text = write_report(tmp_path, FixedTask(), runs, compared()).read_text()
+        assert "Diverged in training, and without scores: rope, seed 0." in text
+        assert [
+            r["scores"] for r in json.loads((tmp_path / "report.json").read_text())["runs"]
+        ] == [
+            {"loss": 1.5},
+            {},
+        ]
+
     def test_replaces_its_own(self, tmp_path):
         write_report(tmp_path, FixedTask(), [make_run(command="first")], compared())
         path = write_report(tmp_path, FixedTask(), [make_run(command="second")], compared())
@@ -158,8 +171,45 @@ class TestVerdict:
         runs = losses(tape=[1.0, 2.0, 3.0], rope=[1.5, 1.9, 3.1], alibi=[9.0, 9.5, 10.1])
         assert verdict(FixedTask.scores, runs) == (
             "* **loss, nats**: no clear winner. Best on average is tape, with no significant "
-            "difference to rope; clearly better than alibi."
+            f"difference to rope; clearly better than alibi.\n\n{ADJUSTED}"
         )
+
+    def test_chance_rarely_makes_a_claim(self):
+        """Of six rivals that are alike; without the adjustment a third of the reports would."""
+        rng, reports = np.random.default_rng(0), 150
+        drawn = rng.normal(size=(reports, 6, 3)).tolist()
+        found = [
+            verdict(FixedTask.scores, losses(**dict(zip("abcdef", x, strict=True)))) for x in drawn
+        ]
+        assert sum("clearly better" in text for text in found) <= 0.08 * reports
+
+    @pytest.mark.parametrize("worst", [math.nan, math.inf])
+    def test_what_is_not_finite_is_the_worst(self, worst):
+        text = verdict(FixedTask.scores, losses(tape=[worst], rope=[5.0], alibi=[3.0]))
+        assert "**loss, nats**: best is alibi. Without a finite score in every seed: tape." in text
+        runs = losses(tape=[1.0, 1.1, worst], rope=[5.0, 5.1, 5.3], alibi=[3.0, 3.2, 3.1])
+        text = verdict(FixedTask.scores, runs)
+        assert "alibi wins; clearly better than rope. Without a finite score in every" in text
+        assert f"| {worst} |" in squeezed(score_table(FixedTask.scores, runs))
+        text = verdict(FixedTask.scores, losses(tape=[math.inf], rope=[math.inf]))
+        assert "none is finite. Without a finite score in every seed: tape, rope." in text
+        higher = [
+            make_run(n, result=FixedResult({"right": x})) for n, x in (("a", worst), ("b", 0))
+        ]
+        assert "best is b. Without" in verdict(FixedTask.scores, higher)
+
+    def test_numbers_too_large_to_be_squared_tell_nothing(self):
+        runs = losses(tape=[1e300, 1.1e300, 0.9e300], rope=[1.7e308] * 3)
+        assert "Best on average is tape" in verdict(FixedTask.scores, runs)
+
+    def test_what_diverged_is_the_worst_and_is_named(self):
+        lost = [make_run("rope", seed, result=None) for seed in range(3)]
+        runs = [*losses(tape=[1.0, 1.1, 1.2], alibi=[9.0, 9.1, 9.3]), *lost]
+        text = verdict(FixedTask.scores, runs)
+        assert "tape wins; clearly better than alibi. Without a finite score in every" in text
+        assert text.endswith("scores: rope, seed 0; rope, seed 1; rope, seed 2.")
+        assert "right" not in text
+        assert verdict(FixedTask.scores, lost).startswith("Diverged in training")
 
     def test_seeds_that_only_one_has_tell_nothing(self):
         first = losses(tape=[1.0, 1.1, 1.2])

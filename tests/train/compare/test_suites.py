@@ -73,6 +73,9 @@ def test_scores_beside_those_of_the_task(tmp_path):
         (COMPARE, "ruler:lengths=many", "lengths of a suite takes whole numbers; got 'many'"),
         (COMPARE, "ruler:length=256", "unknown option of a suite 'length'"),
         (COMPARE, "ruler:lengths=256:tasks=vt,qa_1", "give one with --squad=FILE"),
+        (["train"], "ruler:lengths=256:form=short:tasks=qa_1:squad=no.json", "no.json"),
+        (["train"], "ruler:lengths=16", "16 tokens leaves no room"),
+        ([*COMPARE, "--sweep=seed=0,1"], "ruler:lengths=16", "16 tokens leaves no room"),
     ],
 )
 def test_what_cannot_be_asked_is_known_before(command, config, tmp_path, options, message, capsys):
@@ -82,6 +85,25 @@ def test_what_cannot_be_asked_is_known_before(command, config, tmp_path, options
     assert message in error
     assert error.count("\n") == 1
     assert not (tmp_path / "all").exists()
+
+
+def test_what_cannot_be_validated_is_known_before(config, tmp_path, capsys):
+    call = ["train", f"--config={config}", f"--run={tmp_path / 'run'}", "--validate"]
+    assert main([*call, "--config.evaluation.tokens=1024"]) == USER_ERROR
+    assert "too short for a test and a validation of 1,025 each" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_longer_training_is_asked_again(config, tmp_path):
+    """The answers of fewer steps are forgotten."""
+    run = tmp_path / "run"
+    call = ["train", f"--config={config}", f"--run={run}", "--resume"]
+    call += ["--suite=ruler:form=short:tasks=vt:samples=1:lengths=256"]
+    for steps in (1, 2):
+        assert main([*call, f"--config.train.steps={steps}"]) == 0
+        first, *answers = (run / "evaluation_ruler.jsonl").read_text().splitlines()
+        assert (json.loads(first)["step"], len(answers)) == (steps, 1)
 
 
 @pytest.mark.slow

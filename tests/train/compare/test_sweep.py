@@ -139,6 +139,11 @@ class TestBest:
     def test_missing_or_undefined_scores_are_the_worst(self):
         results = {self.a: [scored(float("nan"), 1)], self.b: [scored(0.0, 0)], self.c: []}
         assert sweep.best(self.task, results) == self.b
+        first, second, third = sweep.table(self.task, {"rope": results}).splitlines()[2:]
+        assert "yes" in second
+        assert (first.count(" - "), third.count("diverged")) == (1, len(self.task.scores))
+        results = {self.a: [scored(float("inf"), 0)], self.b: [scored(0.0, 0)]}
+        assert sweep.best(self.task, results) == self.b
         with pytest.raises(ValueError, match="a sweep without results"):
             sweep.best(self.task, {})
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.train.small import result
+from train.compare import plots
 from train.compare.tasks import compare
 from train.evaluation.grids import INTERVALS
 from train.tasks import get_task
@@ -32,6 +33,21 @@ def test_addressing_of_several_seeds():
     # Student's interval of 25, 50 and 75 % reaches 62 points to either side.
     assert re.search(r"\| three +\| +50\.0 \[0, 100\] \|", table)
     assert re.search(r"\| one +\| +50\.0 \[50\.0, 50\.0\] \|", table)
+
+
+def test_perplexities_that_are_not_finite(tmp_path):
+    """The report and its figures can be written; rivals without results are left out."""
+    groups = {
+        "rope": [result(math.nan, 800.0, 3.0, 3.0), result(1.0, 2.0, 3.0, 3.0)],
+        "alibi": [result(800.0, 800.0, math.nan, 3.0)],
+    }
+    results = {name: [TextResult(found) for found in group] for name, group in groups.items()}
+    found = compare(Text(sequence_length=4), {**results, "none": []})
+    lines = found.sections["Perplexity, disjoint windows"].splitlines()
+    assert [cell.strip() for cell in lines[2].split("|")[3:5]] == ["nan", "inf"]
+    for name, figure in found.figures.items():
+        plots.save(figure, tmp_path / name)
+    assert compare(Text(sequence_length=4), {"none": []}).sections == {}
 
 
 def test_perplexities():

@@ -5,7 +5,7 @@ import pytest
 import tape_jax as tape
 from tape_jax.sharding import ShardingConfig
 from tests.models import random_variables, small_model
-from train.evaluation.likelihoods import Given, Scorer
+from train.evaluation.likelihoods import Given, Scorer, rounded
 
 
 @pytest.mark.mostly_slow
@@ -44,3 +44,21 @@ def test_are_those_of_each_text_alone(kind, mesh):
     assert [x.greedy for x in ours] == [x for _, x in wanted]
     assert ours[-1].greedy
     assert scorer.speed.tokens == sum(len(x.tokens) for x in given)
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("length", [35, 40])
+def test_a_limit_that_is_no_round_number(length):
+    """A text that fills a model is scored as by one that takes more."""
+    assert rounded(length - 1) == 40 if length == 40 else rounded(length - 1) > length
+    limited, free = (
+        small_model("rope", num_layers=1, vocab_size=14, max_length=limit)
+        for limit in (length - 1, None)
+    )
+    variables = random_variables(free)
+    given = [Given(np.random.default_rng(0).integers(0, 13, length), 3)]
+    (ours,), (wanted,) = (
+        [found for _, found in Scorer(model, variables, pad=13).run(given)]
+        for model in (limited, free)
+    )
+    np.testing.assert_allclose(ours[0].sum, wanted[0].sum, atol=1e-4)

@@ -1,6 +1,7 @@
 """Perplexity by length against a token-by-token calculation, and its tables."""
 
 import functools
+import json
 import math
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 
 from tests.models import VOCAB, encoding, random_variables, small_model
 from tests.train.small import result
-from train.evaluation.perplexity import PROTOCOLS, measure
+from train.evaluation.perplexity import PROTOCOLS, Perplexity, measure, table
 
 TRAINED = 4
 
@@ -86,6 +87,15 @@ class TestResult:
                 "bits_per_byte_2x": 2 / math.log(2) / 2,
             }
         )
+
+    @pytest.mark.parametrize(("loss", "shown"), [(math.nan, "nan"), (800.0, "inf")])
+    def test_losses_that_are_too_large_are_shown(self, loss, shown):
+        bad = result(loss, 3.0, 2.0, 2.5)
+        assert str(bad.summary()["perplexity_1x"]) == shown
+        assert f" {shown}" in bad.table()
+        assert Perplexity.from_json(json.loads(json.dumps(bad.to_json()))).table() == bad.table()
+        both = table({"": ("disjoint", [bad, result(1.0, 3.0, 2.0, 2.5)])}).splitlines()
+        assert both[2].split("|")[3].strip() == shown
 
     def test_table(self):
         lines = result(1.0, 5.0, 1.0, math.log(3)).table().splitlines()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from train.evaluation import programs as module
-from train.evaluation.journal import Journal
+from train.evaluation.journal import Journal, alone
 from train.evaluation.programs import KeptResults, Memory, Programs
 
 BATCHES = [((np.full((2, 3), i, np.int32),), 6) for i in range(4)]
@@ -60,7 +60,9 @@ def test_results_of_another_checkpoint_are_forgotten(tmp_path):
     path = tmp_path / "kept.jsonl"
     results(opened(path))
     before = path.read_bytes()
-    journal = Journal(path, "mine", {"step": 2}, replace=True)
+    with pytest.raises(ValueError, match="answers to other questions"):
+        Journal(path, "mine", {"step": 2}, replace=["seed"])
+    journal = Journal(path, "mine", {"step": 2}, replace=["step"])
     assert list(journal.read(dict)) == []
     assert path.read_bytes() == before
     journal.add([{"x": 1}])
@@ -71,6 +73,20 @@ def test_results_of_another_checkpoint_are_forgotten(tmp_path):
     with pytest.raises(ValueError, match=r"answers to other questions \(step was 2, and is 1\)"):
         opened(path)
     assert opened(path, fresh=True).kept.found == {}
+
+
+def test_one_evaluation_at_a_time(tmp_path):
+    path = tmp_path / "kept.jsonl"
+    with alone(path):
+        said = pytest.raises(ValueError, match=r"another evaluation is writing .*kept\.jsonl")
+        with said, alone(path):
+            pass
+        with alone(tmp_path / "other.jsonl"):
+            pass
+    (tmp_path / ".kept.jsonl.lock").touch()  # One that was killed leaves it.
+    with alone(path):
+        pass
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,13 @@ def test_a_file_of_questions_is_added_and_not_exchanged(trained, tmp_path, backg
         asked(trained, path, background, tasks=tasks, squad=str(tmp_path / "1.json"))
 
 
+def test_answers_of_another_step_are_forgotten(tmp_path, background):
+    path = tmp_path / "answers.jsonl"
+    Answers(path, about(background)).add([("vt", 300, 0)], ["x"])
+    assert Answers(path, about(background) | {"step": 8}).texts == {}
+    assert Answers(path, about(background)).texts == {("vt", 300, 0): "x"}
+
+
 def about(background):
     """What the first line of a file of answers says."""
     step = {"suite": "ruler", "step": 7, "form": "short", "seed": 0}

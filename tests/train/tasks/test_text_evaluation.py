@@ -60,6 +60,12 @@ class TestHeldOut:
         assert Evaluation(factors=(1, 2)).lengths_at(4) == (4, 8)
         assert [Evaluation().stride_at(n) for n in (1, 40, 1024)] == [1, 20, 256]
         assert Evaluation(stride=7).stride_at(1024) == 7
+        # The usual stride fits the shortest window, and one that does not is known before.
+        assert Evaluation(lengths=(8, 32)).stride_at(32) == 8
+        assert Evaluation(lengths=(8, 32), protocols=("disjoint",)).stride_at(32) == 16
+        message = "stride = 3 exceeds the shortest window, of 2 tokens"
+        with pytest.raises(ValueError, match=message):
+            text_evaluation.check(Text(), Evaluation(lengths=(2, 16), tokens=70, stride=3))
 
     def test_documents(self):
         options = Evaluation(factors=(1, 2, 4), tokens=50, documents=True)

@@ -55,7 +55,7 @@ def compare(task: Task, results: Mapping[str, Sequence[Any]]) -> Comparison:
 
     Args:
       task: on which they were trained and judged.
-      results: for each name its results, one for each seed.
+      results: for each name its results, one for each seed; names without any are left out.
 
     Raises:
       ValueError: results that cannot be compared.
@@ -63,8 +63,9 @@ def compare(task: Task, results: Mapping[str, Sequence[Any]]) -> Comparison:
     from train.tasks.questions import QuestionTask
 
     name = task_name(task)
+    results = {rival: group for rival, group in results.items() if group}
     found = COMPARISONS.get(name, QUESTIONS if isinstance(task, QuestionTask) else None)
-    if found is None:
+    if found is None or not results:
         return Comparison(name.capitalize(), f"Models trained on the task {name!r}.", {}, {})
     return _named(found)(task, results)
 
