@@ -49,6 +49,9 @@ def run(args: argparse.Namespace) -> None:
 
     clock = Clock(begun)
     require(args.new >= 1, f"generate: --new must be at least 1; got {args.new}")
+    require(
+        0 <= args.seed < 2**32, f"generate: --seed must be from 0 to 2**32 - 1; got {args.seed}"
+    )
     require(all(args.prompt), "generate: a --prompt is empty")
     for prompt in args.prompt:
         is_text = prompt.encode(errors="ignore").decode() == prompt
