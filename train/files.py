@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from train.checks import require
 
 
 def write_atomically(path: Path, content: str | bytes | Callable[[Path], None]) -> None:
@@ -36,6 +40,26 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def locked(path: Path, busy: str) -> Iterator[None]:
+    """Keeps other processes from the same lock meanwhile, which is an empty file.
+
+    It is opened for writing, as locks on NFS must be.
+
+    Raises:
+      ValueError: with the message ``busy``, if another process has it.
+    """
+    with open(path, "ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Whoever had it may have removed the file meanwhile, and another made a new one.
+            free = path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
+        except BlockingIOError:
+            free = False
+        require(free, busy)
+        yield
 
 
 def json_object(line: bytes) -> dict[str, Any] | None:

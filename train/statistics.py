@@ -41,11 +41,6 @@ class Estimate(NamedTuple):
         digits = 3 if abs(self.mean) < 10 else 2 if abs(self.mean) < 100 else 1
         return f"{self.mean:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
 
-    @property
-    def is_clear(self) -> bool:
-        """True if the interval leaves out zero."""
-        return self.low > 0 or self.high < 0
-
     def smallest(self, tests: int = 1) -> float:
         """The mean that would have been told from zero with the chance :data:`CHANCE`.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from train.checks import require
-from train.files import json_object, sync, write_atomically
+from train.files import json_object, locked, sync, write_atomically
 
 
 class Journal:
@@ -104,14 +103,7 @@ def alone(path: Path) -> Iterator[None]:
       ValueError: another process has it.
     """
     lock = path.with_name(f".{path.name}.lock")
-    with open(lock, "ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Whoever had it may have removed the file meanwhile, and another made a new one.
-            free = lock.exists() and os.path.samestat(os.fstat(file.fileno()), lock.stat())
-        except BlockingIOError:
-            free = False
-        require(free, f"another evaluation is writing {path}: wait until it has ended")
+    with locked(lock, f"another evaluation is writing {path}: wait until it has ended"):
         try:
             yield
         finally:

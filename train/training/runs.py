@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import math
 import re
@@ -38,7 +37,7 @@ from tape_jax.sharding import Sharding, ShardingConfig
 from train.checks import require
 from train.evaluation.programs import Programs
 from train.experiment import FORMAT, Experiment, adaptation, from_mapping, read_record, to_json
-from train.files import write_atomically
+from train.files import locked, write_atomically
 from train.training import checkpoint
 from train.training.checkpoint import Checkpoints, Report
 
@@ -139,18 +138,13 @@ def _write(folder: Path, record: Mapping[str, Any]) -> None:
 def guarded(folder: Path) -> Iterator[None]:
     """Keeps a second process from writing to the run at the same time; makes its folder.
 
-    The lock is a file of its own, since others are replaced, and is opened for writing, as locks on
-    NFS must be.
+    The lock is a file of its own, since others are replaced.
 
     Raises:
       ValueError: if another process is doing so.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / LOCK, "w", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"another process is training the run {folder}") from None
+    with locked(folder / LOCK, f"another process is training the run {folder}"):
         yield
 
 
