@@ -209,7 +209,10 @@ MISFITS = [
     ("tape", {"axes": 5}, {}, "tape: each of the coordinates, axes = 5, needs a frequency"),
     ("tape", {"form": "tensor", "l": 3, "r": 3}, {}, "l = 3 does not divide"),
     ("tape", {"layers": (1, 4)}, {}, r"\(1, 4\) goes past the 3 layers that"),
-    ("tape", {"scaling": RopeScaling("longrope"), "partial_rotary_factor": 0.5}, {}, "must be 1;"),
+    *(
+        ("tape", {"scaling": RopeScaling(kind, 2.0), "partial_rotary_factor": 0.5}, {}, "must be 1;")
+        for kind in ("longrope", "yarn")
+    ),
     ("tape", {"head_shift": (1.0, 2.0, 3.0)}, {}, "head_shift .* each of the 2 state heads"),
     ("tape", {"head_shift": (1.0, 2.0), "still_heads": 1}, {}, "each of the 1 state heads that"),
     ("tape", {"head_shift": 2.0**31}, {}, r"by less than 2\^31 tokens"),

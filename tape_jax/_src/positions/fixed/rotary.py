@@ -420,12 +420,9 @@ def _turned(state: Array, change: Array) -> Array:
 def magnitudes(
     head_dim: int, scaling: RopeScaling | None, axes: int, partial_rotary_factor: float
 ) -> float | np.ndarray:
-    """Factors on the states: one, or those of each frequency ``[D/2]``.
-
-    Of longrope, dimensions that do not rotate have none.
-    """
+    """Factors on the states: one, or those of each frequency ``[D/2]``, 1 where nothing rotates."""
     scaling = scaling or RopeScaling()
-    if scaling.kind != "longrope" or partial_rotary_factor == 1:
+    if partial_rotary_factor == 1:
         return scaling.state_magnitude
     planes = _planes(head_dim, axes, partial_rotary_factor)
     turns = np.concatenate([np.arange(count) < turning for count, turning in planes])

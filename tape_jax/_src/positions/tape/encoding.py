@@ -356,8 +356,8 @@ class Tape(Rope):
     def check(self, sizes: Sizes) -> None:
         super().check(sizes)
         require(
-            self.scaling.kind != "longrope" or self.partial_rotary_factor == 1,
-            f"{self.kind}: longrope scales the states of all dimensions here, so "
+            self.scaling.state_magnitude == 1 or self.partial_rotary_factor == 1,
+            f"{self.kind}: {self.scaling.kind} scales the states of all dimensions here, so "
             f"partial_rotary_factor must be 1; got {self.partial_rotary_factor}",
         )
         heads = sizes.num_kv_heads - self.still_heads

@@ -58,6 +58,13 @@ class TestFrequencies:
         np.testing.assert_array_equal(e[:, 4:8], jnp.ones((5, 4)))
         np.testing.assert_array_equal(e[:, 12:], jnp.zeros((5, 4)))
 
+    @pytest.mark.parametrize("kind", ["yarn", "longrope"])
+    def test_the_magnitude_is_of_what_rotates(self, kind):
+        scaling = RopeScaling(kind, 4.0, magnitude=1.5)
+        e = rotary_state(jnp.arange(5), 16, scaling=scaling, partial_rotary_factor=0.5)
+        lengths = jnp.hypot(*jnp.split(e, 2, -1))
+        np.testing.assert_allclose(lengths, [[1.5] * 4 + [1] * 4] * 5, rtol=1e-6)
+
     def test_llama3_by_wavelength(self):
         scaling = RopeScaling(
             "llama3", 8.0, original_length=8192, low_freq_factor=1.0, high_freq_factor=4.0
