@@ -200,11 +200,15 @@ def line_panels(
                 f"line {name!r} has {len(x)} x, {len(y)} y and {len(spread)} spreads",
             )
             number = names.index(name)
-            low, high = np.subtract(y, spread), np.add(y, spread)
+            # What is not finite is left out: an axis could not reach it.
+            middle = np.where(np.isfinite(y), y, np.nan)
+            low, high = middle - spread, middle + spread
             panel.fill_between(x, low, high, color=f"C{number}", alpha=0.2, linewidth=0)
             marker = "osD^vPX*"[number % 8] if len(x) <= _MOST_LABELS else ""
             style = ("-", "--", "-.", ":")[number % 4]
-            panel.plot(x, y, style, marker=marker, color=f"C{number}", linewidth=1.5, label=name)
+            panel.plot(
+                x, middle, style, marker=marker, color=f"C{number}", linewidth=1.5, label=name
+            )
         panel.axvline(trained, color="0.4", linestyle=":", linewidth=1.5, label="trained length")
         panel.set_title(heading, fontsize=BODY)
         panel.set_xlabel(x_label, fontsize=BODY)
@@ -213,12 +217,13 @@ def line_panels(
     if log:
         ticks = sorted({x for lines in panels.values() for line in lines.values() for x in line.x})
         axes[0].set_xscale("log", base=2)
-        axes[0].set_yscale("log")
         axes[0].set_xticks(ticks, [f"{x:,.0f}" for x in ticks])
+        if any(np.isfinite(line.y).any() for lines in panels.values() for line in lines.values()):
+            axes[0].set_yscale("log")
+            axes[0].yaxis.set_minor_formatter(
+                LogFormatter(labelOnlyBase=False, minor_thresholds=(1.5, 0.5))
+            )
         axes[0].yaxis.set_major_formatter("{x:g}")
-        axes[0].yaxis.set_minor_formatter(
-            LogFormatter(labelOnlyBase=False, minor_thresholds=(1.5, 0.5))
-        )
         for panel in axes:
             panel.minorticks_on()
             panel.tick_params(axis="x", which="minor", bottom=False)

@@ -241,7 +241,11 @@ def _progress() -> Iterator[Callable[[Job], None]]:
     bars: dict[Job, metrics.Progress] = {}
 
     def show(job: Job) -> None:
-        if lines := lines_of(job):
+        lines: list[dict[str, Any]] = []
+        # Damaged lines are cut where the run is continued.
+        with contextlib.suppress(ValueError):
+            lines = lines_of(job)
+        if lines:
             step, steps = lines[-1]["step"], job.experiment.steps
             if job not in bars:
                 bars[job] = metrics.Progress(steps, start=step, label=job.label, row=len(bars))
@@ -271,7 +275,8 @@ def tune(folder: Path, trials: Sequence[Job], side_by_side: int) -> dict[str, Se
       ValueError: before anything is trained, if the task has no validation apart from its test.
     """
     task = trials[0].experiment.task
-    sweep.check(trials[0].experiment)
+    for experiment in {(x.task, x.evaluation): x for x in (t.experiment for t in trials)}.values():
+        sweep.check(experiment)
     claim(folder, trials)
     diverged = train_missing(trials, side_by_side, (*EVALUATE, *VALIDATE))
     results: dict[str, dict[Setting, list[Result]]] = {}

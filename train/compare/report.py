@@ -216,13 +216,16 @@ def _verdict(score: Score, groups: Mapping[str, Sequence[RunRecord]]) -> str:
     if len(known) < 2 or all(math.isnan(x) for found in known.values() for x in found.values()):
         return ""
     values = {n: found for n, found in known.items() if all(map(math.isfinite, found.values()))}
-    outcome = _among_finite(score, values) if values else "none is finite."
+    outcome = _among_finite(score, values, len(known)) if values else "none is finite."
     behind = ", ".join(name for name in known if name not in values)
     return f"{outcome} Without a finite score in every seed: {behind}." if behind else outcome
 
 
-def _among_finite(score: Score, values: Mapping[str, Mapping[int, float]]) -> str:
-    """Compares the best mean with every other by the paired differences of equal seeds."""
+def _among_finite(score: Score, values: Mapping[str, Mapping[int, float]], rivals: int) -> str:
+    """Compares the best mean with every other by the paired differences of equal seeds.
+
+    ``rivals`` counts those that are not finite too: whose run failed makes no other one better.
+    """
     means = {name: mean([*found.values()]) for name, found in values.items()}
     ranking = sorted(means, key=lambda name: means[name], reverse=score.higher_is_better)
     best, *others = ranking
@@ -230,7 +233,7 @@ def _among_finite(score: Score, values: Mapping[str, Mapping[int, float]]) -> st
         return "all equal."
     if not others or min(map(len, values.values())) < 2:
         return f"best is {best}."
-    p = _adjusted(values)
+    p = _adjusted(values, math.comb(rivals, 2))
     clear = [name for name in others if p.get(frozenset({best, name}), 1.0) < LEVEL]
     unclear = [name for name in others if name not in clear]
     if unclear:
@@ -242,17 +245,16 @@ def _among_finite(score: Score, values: Mapping[str, Mapping[int, float]]) -> st
     return f"{best} wins; clearly better than {', '.join(clear)}."
 
 
-def _adjusted(values: Mapping[str, Mapping[int, float]]) -> dict[frozenset[str], float]:
-    """Returns the p-values of all pairs of rivals that can be tested, as :data:`ADJUSTED` says."""
-    pairs = [*itertools.combinations(values, 2)]
+def _adjusted(values: Mapping[str, Mapping[int, float]], size: int) -> dict[frozenset[str], float]:
+    """Returns the p-values of pairs that can be tested, of ``size``, as :data:`ADJUSTED` says."""
     known = {}
-    for first, second in pairs:
+    for first, second in itertools.combinations(values, 2):
         here, there = values[first], values[second]
         found = [here[seed] - there[seed] for seed in here.keys() & there.keys()]
         # Nothing is told by a single seed, nor by numbers that are too large to be squared.
         if len(found) > 1 and max(map(abs, found)) < 1e150:
             known[frozenset({first, second})] = estimate(found).p
-    return holm(known, len(pairs))
+    return holm(known, size)
 
 
 def by_seed(group: Sequence[RunRecord], score: Score) -> dict[int, float]:

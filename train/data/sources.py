@@ -295,13 +295,25 @@ def _describe_files(paths: Sequence[Path], root: Path) -> list[Any]:
     ]
 
 
-def common_files(first: str, second: str) -> list[Path]:
-    """The local files that belong to two sources at once, by their names; of a corpus none."""
-    patterns = [name.removeprefix("tokens32:").removeprefix("tokens:") for name in (first, second)]
-    if any(name == "stdlib" or name.startswith("tfds:") for name in patterns):
-        return []
-    found = [{path.resolve() for path in _find(pattern)[0]} for pattern in patterns]
-    return sorted(found[0] & found[1])
+def common_files(first: str, second: str) -> list[str]:
+    """The files that belong to two sources at once, by their names; of a corpus it and its split.
+
+    Splits of a corpus are told apart by their names, ``train`` and ``train[:4%]`` too.
+    """
+    return sorted(_members(first) & _members(second))
+
+
+def _members(name: str) -> set[str]:
+    """What a source is of, as :func:`common_files` has it; none if it is not here."""
+    if name.startswith("tfds:"):
+        corpus, _, split = name.removeprefix("tfds:").partition(":")
+        return {f"tfds:{corpus}:{split or 'train'}"}
+    if name == "stdlib":
+        paths = StandardLibrary().paths()
+    else:
+        pattern = name.removeprefix("tokens32:").removeprefix("tokens:")
+        paths = [Path(p) for p in glob.glob(os.path.expanduser(pattern), recursive=True)]
+    return {str(path.resolve()) for path in paths if path.is_file()}
 
 
 def _whole_file(path: Path, root: Path) -> Document:

@@ -287,7 +287,12 @@ class Text(Tokenized):
         return text_evaluation.scores(self)
 
     def evaluate(self, trained: Trained, options: Any, progress: Progress | None = None) -> Result:
-        """Perplexity of held-out text by length: :func:`train.tasks.text_evaluation.evaluate`."""
+        """Perplexity of held-out text by length: :func:`train.tasks.text_evaluation.evaluate`.
+
+        Raises:
+          ValueError: if there is too little of it, or it is trained on.
+        """
+        self._require_held_out(options)
         return text_evaluation.evaluate(self._judged_by(options), trained, options, progress)
 
     def _judged_by(self, options: Any) -> Text:
@@ -308,15 +313,7 @@ class Text(Tokenized):
         Raises:
           ValueError: if some of it is missing, too short, or trained on though it is held out.
         """
-        names = {"task.held_out_source": self.held_out_source, "evaluation.source": options.source}
-        for name, source in names.items():
-            both = [] if source is None else common_files(self.source, source)
-            require(
-                not both,
-                f"{name} = {source!r} has files that task.source = {self.source!r} has too "
-                f"({', '.join(map(str, both[:3]))}, {len(both)} in all): expected text that is not "
-                "trained on",
-            )
+        self._require_held_out(options)
         judged = self._judged_by(options)
         text_evaluation.check(judged, options)
         trained, held_out = self.training_stream(), judged.held_out_stream()
@@ -329,6 +326,18 @@ class Text(Tokenized):
             f"{self.source}: {len(trained.tokens):,} tokens to train on; held out: "
             f"{len(held_out.tokens):,}{where}"
         )
+
+    def _require_held_out(self, options: Any) -> None:
+        """Raises ValueError if text that is to judge the model is trained on too."""
+        names = {"task.held_out_source": self.held_out_source, "evaluation.source": options.source}
+        for name, source in names.items():
+            both = [] if source is None else common_files(self.source, source)
+            require(
+                not both,
+                f"{name} = {source!r} has files that task.source = {self.source!r} has too "
+                f"({', '.join(both[:3])}, {len(both)} in all): expected text that is not trained "
+                "on",
+            )
 
     def read_result(self, record: Any) -> Result:
         """The result that ``to_json`` described."""

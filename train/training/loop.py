@@ -83,7 +83,9 @@ def train(
         if jax.process_count() == 1:
             stack.enter_context(signals)
         distributed.agreed(lambda: stack.enter_context(runs.guarded(folder)))
-        if not continued:
+        if continued:
+            distributed.agreed(lambda: runs.require_begun(folder, begun))
+        else:
             made = begin.adapted.base if begin.adapted else None
             distributed.agreed(lambda: runs.create(folder, experiment, made))
             if begin.adapted:

@@ -66,8 +66,9 @@ def create(folder: Path, experiment: Experiment, base: Fingerprint | None = None
     # Last of all what makes it a run: of one that was begun before, nothing may seem to be of this.
     (folder / "metrics.jsonl").unlink(missing_ok=True)
     for name in ("tensorboard", "checkpoints"):
-        if (folder / name).exists():
-            shutil.rmtree(folder / name)
+        # They may be links to another disk.
+        for path in (folder / name).glob("*"):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     record = {"format": FORMAT, "experiment": to_json(experiment)}
     if base is not None:
         record["base"] = dataclasses.asdict(base)
@@ -106,6 +107,14 @@ def has_trained(folder: Path) -> bool:
     """Returns whether a run has come so far that it must have a checkpoint."""
     with checkpoints(folder) as saved:
         return (folder / "metrics.jsonl").exists() or bool(saved.steps())
+
+
+def require_begun(folder: Path, begun: bool) -> None:
+    """Raises ValueError if what :func:`has_trained` said has changed: another process was there."""
+    require(
+        has_trained(folder) == begun,
+        f"another process has trained the run {folder} meanwhile: continue it again with --resume",
+    )
 
 
 def load(folder: Path) -> Experiment:

@@ -128,4 +128,9 @@ def encoding_to_json(encoding: Encoding) -> dict[str, Any]:
 
 def _json_copy(values: dict[str, Any]) -> dict[str, Any]:
     """Returns ``values`` as JSON has them, so that they compare equal to those read from a file."""
-    return json.loads(json.dumps(values, default=lambda number: number.item()))
+
+    def plain(value: Any) -> Any:
+        require(isinstance(value, np.generic), f"an option must be a JSON value; got {value!r}")
+        return value.item()
+
+    return json.loads(json.dumps(values, default=plain))

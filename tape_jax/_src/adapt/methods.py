@@ -91,6 +91,7 @@ def with_encoding(
 
     Windows stay. In a schedule it takes the place of what is rotary: layers without a rotation stay
     as they are. A schedule as ``position`` takes the place of all, windows too.
+    ``update_implementation`` and ``random_positions`` go where the encoding has no use for them.
 
     Parameters that both encodings have, by name and shape, are kept; new ones start as in a fresh
     model. The logits change unless what is added starts at nothing, as TAPE beside RoPE's start
@@ -114,7 +115,13 @@ def with_encoding(
       ValueError: if the encoding, or an option, is unknown or does not fit the model.
     """
     check_variables(variables)
-    new = replaced(model, position=_in_place_of(model.encoding, position, include_unrotated))
+    c, encoding = model.config, _in_place_of(model.encoding, position, include_unrotated)
+    new = replaced(
+        model,
+        position=encoding,
+        update_implementation=c.update_implementation if encoding.update_implementations else None,
+        random_positions=c.random_positions if encoding.reads_positions else None,
+    )
     heads = model.encoding.heads_per_query, new.encoding.heads_per_query
     require(
         heads[0] == heads[1],
@@ -324,10 +331,12 @@ def merge_lora(model: Transformer, variables: Any) -> tuple[Transformer, dict[st
 def scale_theta(model: Transformer, variables: Any, base: float = 1e6) -> tuple[Transformer, Any]:
     """The model with another rotary base (Xiong et al. 2023); parameters unchanged.
 
-    In a schedule layers with a window keep theirs, unless all have one.
+    In a schedule layers with a window keep theirs, unless all have one, or they share with others
+    what is learned of positions.
 
     Raises:
-      ValueError: if the encoding is not a rotary one, or the base does not exceed 1.
+      ValueError: if the encoding is not a rotary one, the base does not exceed 1, or the model
+        would have other parameters.
     """
     return _with_rotation(model, base=float(base)), variables
 
@@ -338,7 +347,8 @@ def with_scaling(
 ) -> Transformer:
     """The model with its rotary frequencies adapted by ``scaling``.
 
-    In a schedule layers with a window keep theirs, unless all have one.
+    In a schedule layers with a window keep theirs, unless all have one, or they share with others
+    what is learned of positions.
 
     Args:
       model: a model with a rotary encoding: ``rope``, ``yarn``, ``tape`` ...
@@ -346,7 +356,7 @@ def with_scaling(
       max_length: the new longest sequence, in tokens; None: the model's.
 
     Raises:
-      ValueError: if the encoding is not a rotary one.
+      ValueError: if the encoding is not a rotary one, or the model would have other parameters.
     """
     model = _with_rotation(model, scaling=scaling)
     return model if max_length is None else replaced(model, max_length=max_length)
@@ -445,8 +455,21 @@ def _with_rotation(model: Transformer, **changes: Any) -> Transformer:
         plain = positions.Rope(**vars(rope)) if named else rope
         return dataclasses.replace(plain, **changes)
 
-    position = _with_rotary(model.encoding, change, lambda one: one in (full or rotary))
-    return replaced(model, position=position)
+    def changed(chosen: Sequence[positions.Encoding]) -> Transformer:
+        position = _with_rotary(model.encoding, change, lambda one: one in chosen)
+        return replaced(model, position=position)
+
+    def shapes(of: Transformer) -> dict[str, Any]:
+        return {path: spec.shape for path, spec in of.parameters().items()}
+
+    new = changed(full or rotary)
+    if shapes(new) != shapes(model):
+        new = changed(rotary)
+    require(
+        shapes(new) == shapes(model),
+        f"parameters of {model.encoding.kind!r} would be others as {new.encoding.kind!r}",
+    )
+    return new
 
 
 @dataclasses.dataclass(frozen=True)

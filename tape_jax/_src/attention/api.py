@@ -145,9 +145,9 @@ def attention(
       implementation: a name in ``BACKENDS``; several, of which the first that can do this call
         here is taken; or None for the fastest that can, by what ``python -m tape_jax.tune`` has
         measured on this machine. If nothing was: a kernel on NVIDIA GPUs from Ampere on, from 256
-        tokens on, on Hopper by times of an H200 and on others by the libraries' claims; plain JAX
-        elsewhere. With kernels, shards of query heads must divide the key/value heads; plain JAX
-        takes any.
+        tokens on, in 16 bits (on Hopper by times of an H200, on others by the libraries' claims)
+        and in float32 (not timed); plain JAX elsewhere. With kernels, shards of query heads must
+        divide the key/value heads; plain JAX takes any.
       options: keywords of the named implementation, such as ``block_q`` of ``chunked``.
       interpret: run kernels, where an implementation has any, in interpreted mode.
       sharding: a mesh and rules, by which ``ring`` splits the sequence. Others leave the mesh to

@@ -406,7 +406,13 @@ class Transformer(nn.Module):
         ``start_axis`` is the axis of time in states that no layer has updated.
         """
 
-        updating = [(x.layers[0], x.like.member) for x in self.blocks if x.like.updates]
+        # What a layer of a loop updates has the form of updated states from the loop's start.
+        updating = [
+            (loop[0].layers[0], blocks.like.member)
+            for loop in self.config.loops
+            for blocks in loop
+            if blocks.like.updates
+        ]
 
         def state_in_order(layer: int, states: State) -> State:
             ordered = states

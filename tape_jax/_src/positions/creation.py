@@ -251,9 +251,11 @@ def with_options(parts: Parts, options: Mapping[str, Any]) -> Parts:
 def _build(cls: type[Encoding], options: Mapping[str, Any]) -> Encoding:
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
     if isinstance(options.get("scaling"), Mapping):
-        own = getattr(cls, "scaling_kind", None)
-        named = {} if own is None else {"kind": own}
+        own = {}
+        if getattr(cls, "scaling_kind", None) is not None:
+            default = next(x.default for x in dataclasses.fields(cls) if x.name == "scaling")
+            own = {"kind": default.kind, "factor": default.factor}
         options["scaling"] = from_mapping(
-            RopeScaling, named | dict(options["scaling"]), what=f"position.scaling of {cls.kind!r}"
+            RopeScaling, own | dict(options["scaling"]), what=f"position.scaling of {cls.kind!r}"
         )
     return from_mapping(cls, options, what=f"position encoding {cls.kind!r}")

@@ -188,11 +188,15 @@ class Layers(Encoding):
         return min((n for n in limits if n is not None), default=None)
 
     def input_params(self, sizes: Sizes) -> dict[str, Param]:
+        """Those of each state, behind the number of the pattern's first entry that has it."""
         return {
-            f"{n}_{name}": spec
-            for n, encoding in enumerate(self.state_parts)
+            f"{self._first(encoding)}_{name}": spec
+            for encoding in self.state_parts
             for name, spec in encoding.input_params(sizes).items()
         }
+
+    def _first(self, part: Encoding) -> int:
+        return [x.state_part for x in self.encodings].index(part)
 
     def start(
         self,
@@ -204,14 +208,14 @@ class Layers(Encoding):
     ) -> State:
         """The states, in the order of :attr:`state_parts`; some are None."""
 
-        def own(n: int) -> dict[str, Array] | None:
-            prefix = f"{n}_"
+        def own(part: Encoding) -> dict[str, Array] | None:
+            prefix = f"{self._first(part)}_"
             named = {k: x for k, x in (params or {}).items() if k.startswith(prefix)}
             return {k.removeprefix(prefix): x for k, x in named.items()} or None
 
         return tuple(
-            encoding.start(positions, sizes, params=own(n), **options)
-            for n, encoding in enumerate(self.state_parts)
+            encoding.start(positions, sizes, params=own(encoding), **options)
+            for encoding in self.state_parts
         )
 
     @property

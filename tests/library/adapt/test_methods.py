@@ -20,6 +20,7 @@ HF = GOLDEN / "hf"
 KEY = jax.random.key(7)
 TOKENS = random_tokens(2, 9)
 YARN = RopeScaling("yarn", factor=2.0, original_length=16)
+LEARNED = positions.Rope(learn_base=True)
 MODEL = small_model("rope")
 VARIABLES = random_variables(MODEL)
 
@@ -179,6 +180,37 @@ class TestRotation:
             new = adapt.with_scaling(small_model(old), RopeScaling("ntk", 2.0))
             assert new.encoding == positions.Rope(base=100.0, scaling=RopeScaling("ntk", 2.0))
 
+    @pytest.mark.parametrize(
+        ("old", "new"),
+        [
+            (("rope+window", "rope"), [1e4, 1e6]),
+            (("rope+window", "rope+window+alibi"), [1e6, 1e6]),
+            # They share a state that they update, or its base.
+            (("tape+window", "tape"), [1e6, 1e6]),
+            (({"kind": "rope+window", "learn_base": True}, LEARNED), [1e6, 1e6]),
+            # Others stay what they are, and keep what they have learned.
+            (("rope+window", "rope", positions.Fope(learn=True)), [1e4, 1e6, 1e4]),
+        ],
+    )
+    def test_layers_of_a_schedule(self, old, new):
+        model = small_model(positions.Layers(old), num_layers=5)
+        variables = random_variables(model)
+        for changed in (
+            adapt.scale_theta(model, variables, 1e6)[0],
+            adapt.with_scaling(model, RopeScaling("linear", 2.0)),
+        ):
+            assert described(variables) == wanted(changed)
+            layers = changed.encoding.of_layers(5)
+            assert [x.updates for x in layers] == [x.updates for x in model.encoding.of_layers(5)]
+            logits(changed, variables)
+        members = [x.members[0] for x in adapt.scale_theta(model, variables)[0].encoding.encodings]
+        assert [x.base for x in members] == new
+
+    def test_a_schedule_that_would_lose_parameters(self):
+        model = small_model(positions.Layers([LEARNED, positions.Rope(base=1e6, learn_base=True)]))
+        with pytest.raises(ValueError, match="parameters of 'rope/rope' would be others as 'rope'"):
+            adapt.scale_theta(model, random_variables(model), 1e6)
+
 
 class TestAdapt:
     @pytest.mark.parametrize(
@@ -236,6 +268,27 @@ class TestAdapt:
         assert made.model.encoding == positions.create(new)
         assert described(made.variables) == wanted(made.model)
         assert is_shared(made.variables, variables)
+
+    def test_what_layers_beside_them_have_learned_stays(self):
+        fope = positions.Fope(learn=True)
+        model = small_model(positions.Layers(["rope+window", "rope", fope]), num_layers=4)
+        variables = random_variables(model)
+        made, found = adapt.drop_positions(model, variables)
+        assert made.encoding == positions.Layers(["window", "none", fope])
+        assert described(found) == wanted(made) == described(variables)
+        assert is_shared(found, variables)
+
+    @pytest.mark.parametrize(
+        ("position", "options"),
+        [
+            ("tape", {"update_implementation": "reference"}),
+            ("rope", {"random_positions": tape.RandomPositions("spaced", range=64)}),
+        ],
+    )
+    def test_options_of_a_rotation_go_with_it(self, position, options):
+        model = small_model(position, **options)
+        made, _ = adapt.drop_positions(model, random_variables(model))
+        assert made.config == small_model("none").config
 
     def test_parameters_that_would_be_lost(self):
         model = small_model("rope+fox")

@@ -277,10 +277,12 @@ def test_what_goes_along_time(kind):
 
 
 @pytest.mark.slow
-def test_recorded_states_positions_and_segments_keep_their_order():
+@pytest.mark.parametrize("position", ["tape", "rope/tape"])
+def test_recorded_states_positions_and_segments_keep_their_order(position):
     """All that is given and returned is in the order of the tokens, on a split sequence too."""
     sharding = built(sequence=2)
-    model = model_of()
+    config = dataclasses.replace(model_of(layers=6).config, position=position)
+    model = Transformer(config)
     variables = random_variables(model)
     given = {
         "positions": np.arange(T) * 2 + 1,

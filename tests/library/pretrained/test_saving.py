@@ -135,7 +135,7 @@ def layers(*encodings):
             {},
             "no place for the rope scaling proportional",
         ),
-        (layers([PART, tape.positions.Window(3)], OTHER), {}, "no family .* layers = 'rope.window/"),
+        (layers([PART, tape.positions.Window(3)], OTHER), {}, "no family .* 'rope.window/rope'"),
         (ROPE, {"like": MHA}, r"embed_tokens\.weight has shape"),
         (ROPE, {"config": {"rope_theta": 5.0}}, "contradicts the model"),
         (ROPE, {"config": {"torch_dtype": "float16"}}, "contradicts the model"),

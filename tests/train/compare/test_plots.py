@@ -73,3 +73,13 @@ def test_line_panels():
     assert lines["a"].get_color() == left.lines[0].get_color() != lines["b"].get_color()
     band = left.collections[0].get_paths()[0].vertices
     assert {tuple(v) for v in band} >= {(128, 4), (128, 6), (256, 48), (256, 52)}
+
+
+@pytest.mark.parametrize("values", [[np.nan, np.inf], [3.0, np.nan]])
+def test_line_panels_of_what_is_not_finite(values, tmp_path):
+    panels = {"": {"a": Series([128, 256], values, [0.0, np.inf])}}
+    labels = {"title": "", "x_label": "", "y_label": "", "trained": 128}
+    figure = line_panels(panels, log=True, **labels)
+    save(figure, tmp_path / "figure.png")
+    drawn = [x for x in values if np.isfinite(x)]
+    assert [y for _, y in figure.axes[0].lines[0].get_xydata() if np.isfinite(y)] == drawn

@@ -1,5 +1,6 @@
 """Trainings in processes of their own: their cores, their environment, and how they fail."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -127,6 +128,29 @@ def test_how_far_an_evaluation_is(config, tmp_path):
     with job.log.open("a") as log:
         log.write(300 * " " + "evaluating tape: 9/1000\nevaluating tape: 163/1000\n")
     assert processes._evaluating(job) == "evaluating, 16 %"
+
+
+def test_damaged_metrics_are_no_matter_of_progress(config, tmp_path):
+    job = Job("tape", Setting(), tmp_path / "tape", experiment.from_file(config), command=())
+    job.folder.mkdir()
+    (job.folder / "metrics.jsonl").write_bytes(b'\0\0\n{"step": 1}\n')
+    with processes._progress() as show:
+        show(job)
+
+
+def test_every_trial_must_have_a_validation(config, tmp_path, monkeypatch):
+    wanted = experiment.from_file(config)
+    tasks = [dataclasses.replace(wanted.task, max_digits=n) for n in (2, 3, 3)]
+    trials = [
+        Job("tape", Setting(), tmp_path / str(i), dataclasses.replace(wanted, task=task), ())
+        for i, task in enumerate(tasks)
+    ]
+    checked = []
+    monkeypatch.setattr(processes.sweep, "check", lambda e: checked.append(e.task.max_digits))
+    monkeypatch.setattr(processes, "claim", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        processes.tune(tmp_path, trials, 1)
+    assert checked == [2, 3]
 
 
 def test_one_that_diverges_does_not_stop_the_rest(config, tmp_path, monkeypatch, capsys):

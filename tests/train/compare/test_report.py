@@ -211,6 +211,13 @@ class TestVerdict:
         assert "right" not in text
         assert verdict(FixedTask.scores, lost).startswith("Diverged in training")
 
+    def test_what_diverged_makes_no_other_one_better(self):
+        both = {"tape": [0.1, 0.2, 0.3], "alibi": [0.5, 0.5, 0.5]}
+        assert "tape wins; clearly better than alibi." in verdict(FixedTask.scores, losses(**both))
+        for other in ([0.4, 0.6, 0.5], [0.4, 0.6, math.nan]):
+            text = verdict(FixedTask.scores, losses(**both, rope=other))
+            assert "no clear winner. Best on average is tape, with no significant" in text
+
     def test_seeds_that_only_one_has_tell_nothing(self):
         first = losses(tape=[1.0, 1.1, 1.2])
         second = [make_run("rope", s, result=FixedResult({"loss": 5.0})) for s in (2, 3, 4)]

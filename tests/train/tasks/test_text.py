@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 import re
 
 import numpy as np
@@ -208,8 +209,19 @@ class TestPrepare:
         options = dataclasses.replace(self.OPTIONS, source=f"{folder}/*.held")
         with pytest.raises(ValueError, match=f"^evaluation.source = {message}"):
             dataclasses.replace(task, held_out_source=None).prepare(options)
+        with pytest.raises(ValueError, match=f"^task.held_out_source = {message}"):
+            task.evaluate(None, self.OPTIONS)
         apart = dataclasses.replace(task, source=f"{folder}/*.txt")
         assert f"of {folder}/*.held" in apart.prepare(self.OPTIONS)
+
+    @pytest.mark.parametrize(
+        ("source", "other"),
+        [("stdlib", "stdlib"), ("stdlib", os.__file__), ("tfds:c4/en", "tfds:c4/en:train")],
+    )
+    def test_a_corpus_that_is_trained_on(self, folder, source, other):
+        options = dataclasses.replace(self.OPTIONS, source=other)
+        with pytest.raises(ValueError, match=f"source = '{other}' has files that .* too"):
+            text_task(folder, source=source).evaluate(None, options)
 
     @pytest.mark.parametrize(
         ("changes", "message"),

@@ -23,7 +23,24 @@ def test_a_run_without_a_step_may_be_made_anew(tmp_path):
     a_start(tmp_path / "run")
     runs.create(tmp_path / "run", an_experiment(batch_size=4))
     assert runs.load(tmp_path / "run").train.batch_size == 4
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", "experiment.json"}
+    files = {path.name for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert files == {".lock", "experiment.json"}
+
+
+def test_checkpoints_on_another_disk(tmp_path):
+    a_start(tmp_path / "run")
+    (tmp_path / "run/checkpoints").rename(tmp_path / "disk")
+    (tmp_path / "run/checkpoints").symlink_to(tmp_path / "disk")
+    runs.create(tmp_path / "run", an_experiment())
+    assert (tmp_path / "run/checkpoints").is_symlink()
+    assert not [*(tmp_path / "disk").iterdir()]
+
+
+def test_another_process_has_trained_meanwhile(tmp_path):
+    a_start(tmp_path)
+    runs.require_begun(tmp_path, True)
+    with pytest.raises(ValueError, match=r"another process has trained .* again with --resume"):
+        runs.require_begun(tmp_path, False)
 
 
 @pytest.mark.parametrize(

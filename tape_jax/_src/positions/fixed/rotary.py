@@ -714,7 +714,7 @@ class MRope(Rope):
             f"mrope: sections must be a tuple of one number for each of the {self.axes} axes; got "
             f"{self.sections!r}",
         )
-        sections = tuple(not_negative("mrope: sections", n) for n in self.sections)
+        sections = tuple(positive("mrope: sections", n) for n in self.sections)
         set_field(self, "sections", sections)
 
     def check(self, sizes: Sizes) -> None:
