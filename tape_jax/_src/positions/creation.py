@@ -253,7 +253,7 @@ def _build(cls: type[Encoding], options: Mapping[str, Any]) -> Encoding:
     if isinstance(options.get("scaling"), Mapping):
         own = {}
         if getattr(cls, "scaling_kind", None) is not None:
-            default = next(x.default for x in dataclasses.fields(cls) if x.name == "scaling")
+            default: Any = cls.__dataclass_fields__["scaling"].default
             own = {"kind": default.kind, "factor": default.factor}
         options["scaling"] = from_mapping(
             RopeScaling, own | dict(options["scaling"]), what=f"position.scaling of {cls.kind!r}"
