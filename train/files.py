@@ -55,8 +55,8 @@ def locked(path: Path, busy: str) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Whoever had it may have removed the file meanwhile, and another made a new one.
-            free = path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
-        except BlockingIOError:
+            free = os.path.samestat(os.fstat(file.fileno()), path.stat())
+        except (BlockingIOError, FileNotFoundError):
             free = False
         require(free, busy)
         yield

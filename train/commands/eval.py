@@ -59,7 +59,11 @@ def run(args: argparse.Namespace) -> None:
 
     clock = Clock(begun)
     options, mesh = experiment.change_evaluation(runs.load(args.run), args.overrides)
-    require(not (args.suite and args.cut_updates), "eval: --cut-updates does not go with --suite")
+    for name in ("suite", "fresh"):
+        require(
+            not (args.cut_updates and getattr(args, name)),
+            f"eval: --cut-updates does not go with --{name}",
+        )
     fields = [f.name for f in dataclasses.fields(SuiteOptions)]
     given = {name: value for name in fields if (value := getattr(args, name)) is not None}
     asked = None

@@ -47,9 +47,8 @@ def evaluate(
         devices do not fit ``mesh``, or a pass does not fit into the memory.
     """
     path = folder / "evaluation.json"
-    again = saved(folder) is not None
     require(
-        again or not path.exists(),
+        saved(folder) is not None or not path.exists(),
         f"{path} is not an evaluation written by this program: it is not replaced",
     )
     trained = runs.restore_for_evaluation(folder, mesh)
@@ -62,19 +61,18 @@ def evaluate(
         with Progress.of(f"evaluating {folder.name}") as progress:
             task = trained.experiment.task
             result = task.evaluate(trained._replace(programs=programs), options, progress)
-        _write(folder, trained, options, result, str(programs), again=again)
+        _write(folder, trained, options, result, str(programs))
         partial.unlink(missing_ok=True)
     return result
 
 
-def _write(
-    folder: Path, trained: runs.TrainedRun, options: Any, result: Result, how: str, *, again: bool
-) -> None:
+def _write(folder: Path, trained: runs.TrainedRun, options: Any, result: Result, how: str) -> None:
     """Writes a result, and how it was computed, into the folder of its run.
 
     Raises:
-      ValueError: unless the run is evaluated ``again``, for a file in the way.
+      ValueError: for a file in the way, unless the run was evaluated before.
     """
+    again = saved(folder) is not None
     files: dict[str, str] = getattr(result, "files", dict)()
     for name in files:
         require(

@@ -102,7 +102,8 @@ def with_encoding(
       variables: its variables; arrays or ShapeDtypeStructs.
       position: as ``ModelConfig.position``. Where it has a rotary start and is no encoding itself
         but a name or a mapping, what that does not say of the start (``base``, ``scaling``,
-        ``axes``, ``partial_rotary_factor``, ``learn_base``) is the model's.
+        ``axes``, ``partial_rotary_factor``, ``learn_base``) is the model's; of ``fope`` the base
+        alone.
       key: random key for new parameters.
       dtype: type of the new parameters; None: the model's ``param_dtype``.
       donate: whether the arrays of ``variables`` may be deleted; see :func:`restack`.

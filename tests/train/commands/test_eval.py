@@ -123,6 +123,7 @@ def test_a_killed_evaluation_goes_on(text_run, capsys, monkeypatch):
             "takes the place of the task's own evaluation; got --config.evaluation.trials=3",
         ),
         ("--suite=ruler --lengths 512 --cut-updates", "does not go with --suite"),
+        ("--cut-updates --fresh", "does not go with --fresh"),
         ("--suite=babilong --lengths 512", "is not replaced"),
     ],
 )
