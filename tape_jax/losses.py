@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 
 from tape_jax._src.core.algebra import at_least_32_bits, at_least_float32, capped
-from tape_jax._src.core.checks import as_array, as_integers, require, typed
+from tape_jax._src.core.checks import as_array, as_integers, real, require, typed
 from tape_jax._src.core.explicit import automatic_inside
 from tape_jax._src.core.sharding import Sharding, constrain
 from tape_jax._src.model.config import Experts
@@ -58,7 +58,7 @@ def cross_entropy(
       The weighted sum over all tokens, in nats, a scalar in at least float32.
 
     Raises:
-      ValueError: if shapes disagree, or ``chunk`` is not positive.
+      ValueError: if shapes disagree, or ``chunk`` or ``logit_softcap`` is not positive.
     """
     hidden, kernel = as_array("hidden", hidden), as_array("kernel", kernel)
     targets = as_integers("targets", targets)
@@ -78,6 +78,10 @@ def cross_entropy(
         f"{targets.shape} and {weights.dtype} {weights.shape}",
     )  # fmt: skip
     require(chunk is None or chunk > 0, f"chunk must be positive; got {chunk}")
+    require(
+        logit_softcap is None or real("logit_softcap", logit_softcap) > 0,
+        f"logit_softcap must be positive or None; got {logit_softcap}",
+    )
     require(hidden.size > 0, f"there are no tokens: hidden has shape {hidden.shape}")
     targets = at_least_32_bits(targets)
     parts = 1 if sharding is None else sharding.shards("sequence")
@@ -105,7 +109,8 @@ def cross_entropy(
         chosen = jnp.take_along_axis(logits, index, axis=-1)[..., 0]
         losses = jax.nn.logsumexp(logits, axis=-1) - chosen
         unknown = jnp.where(weights == 0, 0, jnp.nan).astype(losses.dtype)
-        return total + jnp.sum(losses * jnp.where(known, 1, unknown) * weights), None
+        losses = losses * jnp.where(known, 1, unknown) * weights.astype(losses.dtype)
+        return total + jnp.sum(losses), None
 
     start = jnp.zeros((), at_least_float32(hidden.dtype))
     return jax.lax.scan(add, start, tuple(map(chunks, (hidden, targets, weights))))[0]

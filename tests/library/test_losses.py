@@ -43,6 +43,8 @@ def test_equals_the_plain_one(batch, chunk, cap):
     found, expected = both(capped), both(functools.partial(plain, logit_softcap=cap))
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-12)
+    narrow = cross_entropy(hidden.astype(jnp.float32), kernel, targets, weights, chunk=chunk)
+    assert narrow.dtype == jnp.float32
     unweighted = cross_entropy(hidden, kernel, targets, chunk=chunk)
     np.testing.assert_allclose(unweighted, plain(hidden, kernel, targets, 1), rtol=1e-13)
 
@@ -121,6 +123,13 @@ HIDDEN, KERNEL, TARGETS, WEIGHTS = arrays(dtype=jnp.float32)
             r"\(3, 11\) and float32 \(3, 10\)",
         ),
         (lambda: cross_entropy(HIDDEN, KERNEL, TARGETS, chunk=0), "must be positive; got 0"),
+        *(
+            (
+                lambda cap=cap: cross_entropy(HIDDEN, KERNEL, TARGETS, logit_softcap=cap),
+                f"logit_softcap must be positive or None; got {cap}",
+            )
+            for cap in (0.0, -1.0)
+        ),
         (lambda: cross_entropy(HIDDEN + 1j, KERNEL, TARGETS), "hidden .* got complex64"),
         (lambda: added_by_routers({}, Experts(2)), r"sown must be \{'losses': .* got keys \[\]"),
         (lambda: added_by_routers(None, Experts(2)), r"sown must be \{'losses': .* got None"),

@@ -69,16 +69,14 @@ def run(args: argparse.Namespace) -> None:
             f"{args.temperature:g}",
         )
     clock.lap("to start")
-    texts, cache = [""] * len(prompts), None
-    if len(prompts) == 1:
-        print(args.prompt[0], end="", flush=True)
+    texts, cache, head = [""] * len(prompts), None, args.prompt[0]
     for rows, cache in stream(speaker, prompts, args.new, **sampling):  # noqa: B007
-        decoded = [speaker.decode(row) for row in rows]
+        decoded = [speaker.continuation(*both) for both in zip(prompts, rows, strict=True)]
         new = [_until(text, args.stop) for text in decoded]
         if len(prompts) == 1:
             whole = new[0].rstrip("\ufffd")
-            print(whole[len(texts[0]) :], end="", flush=True)
-            new = [whole]
+            print(head + whole[len(texts[0]) :], end="", flush=True)
+            new, head = [whole], ""
         texts = new
         if all(any(stop in text for stop in args.stop) for text in decoded):
             break

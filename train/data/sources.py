@@ -8,13 +8,14 @@ A source is named by a string:
   (``train`` unless given; slices such as ``train[:4%]`` work). Reading needs no TensorFlow.
 * ``tokens:books/*.bin``: flat files of little-endian uint16 token ids (``tokens32:`` for uint32),
   cut into documents at the tokenizer's start and end tokens.
-* anything else: a path or a glob (``**`` crosses folders) of text files. A ``.jsonl`` or ``.json``
-  file has one document a line, any other file is one document; ``.gz`` and ``.zst`` are
-  decompressed.
+* anything else: a path or a glob (``**`` crosses folders) of text files. A ``.jsonl``, ``.ndjson``
+  or ``.json`` file has one document a line, any other file is one document; ``.gz`` and ``.zst``
+  are decompressed.
 """
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import glob
 import gzip
@@ -135,8 +136,9 @@ class TextFiles:
     def documents(self) -> Iterator[Document]:
         paths, root = _find(self.pattern)
         for path in paths:
-            inner = path.with_suffix("") if path.suffix in _DECOMPRESSED else path
-            if inner.suffix in (".jsonl", ".json"):
+            packed = path.suffix.lower() in _DECOMPRESSED
+            inner = path.with_suffix("") if packed else path
+            if inner.suffix.lower() in (".jsonl", ".ndjson", ".json"):
                 yield from self._lines(path)
             else:
                 yield _whole_file(path, root)
@@ -270,13 +272,21 @@ def _find(pattern: str) -> tuple[list[Path], Path]:
     require(
         not os.path.isdir(pattern), f"{pattern} is a folder; give a glob such as {pattern}/**/*.txt"
     )
-    paths = sorted(p for p in map(Path, glob.glob(pattern, recursive=True)) if p.is_file())
-    magic = glob.has_magic(pattern)
+    paths = _matches(pattern)
+    magic = glob.has_magic(pattern) and not os.path.isfile(pattern)
     require(bool(paths), f"no file matches {pattern!r}" if magic else f"there is no {pattern!r}")
     root = Path(pattern)
     while glob.has_magic(str(root)):
         root = root.parent
-    return paths, root if magic else root.parent
+    return paths, root if magic else Path(pattern).parent
+
+
+def _matches(pattern: str) -> list[Path]:
+    """The file of this name, else those that match, sorted; with two ``**`` each once too."""
+    pattern = os.path.expanduser(pattern)
+    if os.path.isfile(pattern):
+        return [Path(pattern)]
+    return sorted({p for p in map(Path, glob.glob(pattern, recursive=True)) if p.is_file()})
 
 
 def _kind(what: str, paths: Sequence[Path]) -> str:
@@ -312,8 +322,8 @@ def _members(name: str) -> set[str]:
         paths = StandardLibrary().paths()
     else:
         pattern = name.removeprefix("tokens32:").removeprefix("tokens:")
-        paths = [Path(p) for p in glob.glob(os.path.expanduser(pattern), recursive=True)]
-    return {str(path.resolve()) for path in paths if path.is_file()}
+        paths = _matches(pattern)
+    return {str(path.resolve()) for path in paths}
 
 
 def _whole_file(path: Path, root: Path) -> Document:
@@ -324,6 +334,8 @@ def _whole_file(path: Path, root: Path) -> Document:
 
 
 def _decode(content: bytes, where: str, offset: int = 0) -> str:
+    if content.startswith(codecs.BOM_UTF8):
+        content, offset = content.removeprefix(codecs.BOM_UTF8), offset + len(codecs.BOM_UTF8)
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -385,7 +397,7 @@ def _chunks(path: Path) -> Iterator[bytes]:
     """
     with open(path, "rb") as file:
         try:
-            yield from _DECOMPRESSED.get(path.suffix, _blocks)(file)
+            yield from _DECOMPRESSED.get(path.suffix.lower(), _blocks)(file)
         except (EOFError, gzip.BadGzipFile, zlib.error, _DamagedError) as error:
             raise ValueError(f"{path} is truncated or damaged: {error}") from error
 

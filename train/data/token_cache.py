@@ -88,15 +88,19 @@ class Corpus:
 
     def documents(self) -> Iterator[Document]:
         """The documents of this side."""
-        found = self.source.documents()
-        own = found if self.side == "all" else self._own(found)
-        return (document for document in own if len(document.content))
+        found = self._written()
+        return found if self.side == "all" else self._own(found)
+
+    def _written(self) -> Iterator[Document]:
+        return (document for document in self.source.documents() if len(document.content))
 
     def _own(self, documents: Iterator[Document]) -> Iterator[Document]:
         wanted = self.side == "held_out"
         first = list(itertools.islice(documents, 2))
         if len(first) == 1:
-            yield split(first[0], self.held_out)[wanted]
+            part = split(first[0], self.held_out)[wanted]
+            if len(part.content):
+                yield part
             return
         for document in itertools.chain(first, documents):
             if held_out.document(document.key, self.held_out) == wanted:
@@ -104,8 +108,8 @@ class Corpus:
 
     @property
     def is_one_document(self) -> bool:
-        """True if the source has a single document."""
-        return len(list(itertools.islice(self.source.documents(), 2))) == 1
+        """True if the source has a single document that is not empty."""
+        return len(list(itertools.islice(self._written(), 2))) == 1
 
     def tokens(self) -> Iterator[list[np.ndarray]]:
         """The tokens of each document, in parts."""

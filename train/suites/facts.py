@@ -7,6 +7,7 @@ somebody or something is, or was; yes or no; how many things somebody carries.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 
 import numpy as np
@@ -169,7 +170,9 @@ class Facts:
         end = f"\nQuestion: {question}{known}\nAnswer:"
         left = room(size, start, end, *world.events)
         text = background.passage(rng, left).hide(rng, world.events, shuffle=False)
-        return SuiteQuestion(start + text + end, (answer,), self.labels)
+        # As in BABILong, an answer may repeat what the question names.
+        labels = tuple(x for x in self.labels if not re.search(rf"\b{x}\b", question))
+        return SuiteQuestion(start + text + end, (answer,), labels)
 
 
 ONE_FACT = Facts(where_is_somebody, things=False)

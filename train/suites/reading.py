@@ -26,6 +26,8 @@ _LONG = (
     "\nAnswer the question from the documents above with as few words as possible.\n"
     "Question: {question}\nAnswer:",
 )
+# Questions that are drawn in place of one that does not fit.
+DRAWS = 1000
 _SHORT = ("", "{paragraph}\n", "Question: {question}\nAnswer:")
 
 
@@ -90,17 +92,29 @@ class Reading:
     ) -> SuiteQuestion:
         """A question after as many whole paragraphs as fit; see :class:`train.suites.SuiteTask`.
 
-        First those that it needs, then those that come with it, then any; in random order.
+        First those that it needs, then those that come with it, then any; in random order. What
+        does not fit is not asked: another question is drawn.
         """
         assert self.path is not None
         file = read(self.path, self.kind)
-        asked = file.asked[int(rng.random() * len(file.asked))]
+        start, paragraph, end = _LONG if form == "long" else _SHORT
+        around = len(paragraph.format(number=len(file.paragraphs), paragraph=""))
+
+        def draw() -> FileQuestion:
+            return file.asked[int(rng.random() * len(file.asked))]
+
+        def fits(asked: FileQuestion) -> bool:
+            texts = start + end.format(question=asked.question)
+            return len(texts) + sum(around + file.sizes[i] for i in asked.needed) <= size
+
+        asked = draw()
+        if not fits(asked):
+            drawn = (draw() for _ in range(DRAWS))
+            asked = next(filter(fits, drawn), asked)
         turn, place = rng.random((2, len(file.paragraphs)))
         turn[[*asked.near]] -= 1
         turn[[*asked.needed]] -= 2
-        start, paragraph, end = _LONG if form == "long" else _SHORT
         end = end.format(question=asked.question)
-        around = len(paragraph.format(number=len(file.paragraphs), paragraph=""))
         needed = [" " * around + file.paragraphs[i] for i in asked.needed]
         left = room(size, start, end, *needed) + sum(map(len, needed))
         most = min(len(turn), left // int(file.sizes.min() + around) + 1)

@@ -46,6 +46,15 @@ class Speaker:
     codec: Tokenizer | None = None
     steps: tuple[int, int] | None = None
 
+    def continuation(self, prompt: np.ndarray, new: Sequence[int]) -> str:
+        """The text of new tokens behind a prompt.
+
+        Some tokenizers write the space between two words where they see both words only.
+        """
+        before = self.decode(prompt.tolist())
+        whole = self.decode([*prompt.tolist(), *new])
+        return whole[len(before) :] if whole.startswith(before) else self.decode(new)
+
 
 def load(
     folder: Path,

@@ -166,8 +166,8 @@ def attention(
       On a mesh with explicit axes they are split as the einsum would: batch, time and heads as
       those of ``q``, numbers as those of ``v`` and of ``state``.
 
-    Derivatives of second order, and in forward mode, are those of ``reference`` alone; the others
-    raise an error.
+    Derivatives of second order, and in forward mode, are those of ``reference``, ``query_blocks``
+    and ``rows``; kernels and ``chunked`` raise an error.
 
     Raises:
       ValueError: if the call is wrong: shapes, types or names.

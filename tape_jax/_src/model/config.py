@@ -81,6 +81,9 @@ class Lora:
 class Experts:
     """A mixture of experts in place of each block's MLP; see ``experts``.
 
+    JAX cannot take its products through :func:`jax.vmap`: give the model a batch, or use
+    :func:`jax.lax.map`.
+
     Attributes:
       count: experts of a layer, each as wide as the MLP would be.
       per_token: how many a token takes.

@@ -363,7 +363,7 @@ def decode(
     stop that is the last of the ``N`` tokens is not in the cache yet, as any last token.
 
     A random draw depends on ``key`` and the number of slots in use, so decoding in several calls
-    draws what one call does.
+    draws what one call does, until a row comes to a stop: the next call goes on behind it.
 
     Args:
       model: the model.
@@ -458,8 +458,9 @@ def sample_logits(
         dtype is not None and jnp.issubdtype(dtype, jnp.floating) and logits.ndim > 0,
         f"logits must be an array of floats [..., vocab]; got {dtype or type(logits).__name__}",
     )
+    logits = jnp.asarray(logits)
     options = _check_sampling(temperature, top_k, top_p, logits.shape[:-1])
-    drawn = _draw(logits.astype(at_least_float32(dtype)), key, *options)
+    drawn = _draw(logits.astype(at_least_float32(logits.dtype)), key, *options)
     return jnp.where(jnp.isnan(logits).any(-1), -1, drawn).astype(jnp.int32)
 
 

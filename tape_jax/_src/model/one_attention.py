@@ -18,7 +18,7 @@ from tape_jax._src.model.cache import LayerCache, empty_layer
 from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.model.inputs import Context
 from tape_jax._src.model.parameters import full_name, kernel_std
-from tape_jax._src.positions.protocol import Param, State, default_positions
+from tape_jax._src.positions.protocol import Param, State, as_positions, default_positions
 
 Array = jax.Array
 
@@ -199,8 +199,7 @@ def _context(
             isinstance(segment_ids, tuple) and len(segment_ids) == 2,
             "with a cache, segment_ids are a pair: of the new tokens [B, T], of all slots [B, S]",
         )
-    if positions is None:
-        positions = default_positions(slots)
+    positions = default_positions(slots) if positions is None else as_positions(positions)
     require(
         positions.shape[-1] == slots,
         f"positions must be those of all keys, [..., {slots}]; got {positions.shape}",

@@ -8,7 +8,9 @@ import tape_jax as tape
 from tests.models import random_variables, small_model
 from tests.paths import ROOT
 from tests.train import small
+from tests.train.tokenizer_files import hugging_face, sentencepiece_model
 from train import experiment
+from train.data import tokenizers
 from train.main import main
 from train.training import generation, runs
 
@@ -46,6 +48,18 @@ def test_prompts_are_continued_greedily_to_a_stop_or_drawn(run, capsys):
         return capsys.readouterr().out.rpartition("[step")[0]
 
     assert drawn(1) != drawn(2)
+
+
+@pytest.mark.parametrize("make", [hugging_face, sentencepiece_model])
+def test_the_space_behind_a_prompt(tmp_path, make):
+    kind = "json" if make is hugging_face else "model"
+    codec = tokenizers.load(str(make(tmp_path / f"tokenizer.{kind}")))
+    speaker = generation.Speaker(None, None, codec.encode, codec.decode, codec.eos, codec)
+    whole, before = (codec.encode(text) for text in ("one two three", "one two"))
+    assert list(whole[: len(before)]) == list(before)
+    new = [int(i) for i in whole[len(before) :]]
+    assert speaker.continuation(np.asarray(before), new) == " three"
+    assert speaker.continuation(np.asarray(before), []) == ""
 
 
 @pytest.mark.slow

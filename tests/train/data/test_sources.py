@@ -1,5 +1,6 @@
 """Sources: what they give, and what they say of input that is not as it should be."""
 
+import codecs
 import gzip
 import json
 import os
@@ -98,6 +99,26 @@ class TestTextFiles:
         assert texts(tmp_path / "a.jsonl", "body") == ["x", "y"]
         keys = [document.key for document in source(tmp_path / "a.jsonl", "body").documents()]
         assert keys == [b"x", b"y"], "lines are known by their text"
+
+    def test_names_of_files(self, tmp_path):
+        """One with brackets, one in capitals, another extension; each once for two ``**``."""
+        (tmp_path / "draft [1].txt").write_text("this")
+        (tmp_path / "draft 1.txt").write_text("another")
+        assert texts(tmp_path / "draft [1].txt") == ["this"]
+        for name in ("A.JSONL", "b.ndjson", "c.jsonl.GZ"):
+            content = lines({"text": "one"}, {"text": "two"})
+            (tmp_path / name).write_bytes(gzip.compress(content) if "GZ" in name else content)
+            assert texts(tmp_path / name) == ["one", "two"]
+        assert texts(tmp_path / "**" / "**" / "*.txt") == ["another", "this"]
+
+    def test_marks_of_byte_order(self, tmp_path):
+        for name in ("a.txt", "a.jsonl"):
+            content = lines({"text": "one"}) if name == "a.jsonl" else b"one"
+            (tmp_path / name).write_bytes(codecs.BOM_UTF8 + content)
+            assert texts(tmp_path / name) == ["one"]
+        (tmp_path / "a.txt").write_bytes(codecs.BOM_UTF8 + b"ab\xff")
+        with pytest.raises(ValueError, match="byte 0xff at offset 5"):
+            texts(tmp_path / "a.txt")
 
     def test_many_blocks(self, tmp_path):
         """Lines and frames that span the blocks in which files are read."""

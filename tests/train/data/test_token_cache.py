@@ -77,7 +77,8 @@ def test_built_once_with_end_tokens(tmp_path):
 def test_a_single_document_holds_out_its_end(tmp_path, text, front, end):
     """At the end of a line, where there is one."""
     (tmp_path / "a.txt").write_text(text)
-    source = get_source(f"{tmp_path}/a.txt", "text", BYTES)
+    (tmp_path / "b.txt").write_text("")
+    source = get_source(f"{tmp_path}/*.txt", "text", BYTES)
     sides = [Corpus(source, BYTES, side, 0.3) for side in ("train", "held_out")]
     found = [documents_of(open_stream(side, tmp_path / "cache")) for side in sides]
     assert found == [[f"{front}<eos>"], [f"{end}<eos>"]]

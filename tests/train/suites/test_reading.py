@@ -79,6 +79,19 @@ def test_fits_and_repeats(files, name, form):
     assert len(prompts) == 6
 
 
+def test_questions_that_do_not_fit_are_not_asked(tmp_path):
+    content = squad()
+    content["data"][0]["paragraphs"][0]["context"] *= 20
+    (tmp_path / "squad.json").write_text(json.dumps(content))
+    files = {"squad": str(tmp_path / "squad.json")}
+    asked = [asked_of(files, "qa_1", 1024, index).question.prompt for index in range(100)]
+    assert not any("topic0 of part 0?" in prompt for prompt in asked)
+    long = [asked_of(files, "qa_1", 4096, index).question.prompt for index in range(100)]
+    assert any("topic0 of part 0?" in prompt for prompt in long)
+    with pytest.raises(ValueError, match="characters are too few for a question"):
+        asked_of(files, "qa_1", 256)
+
+
 def test_squad(files):
     """Its own paragraph, those of its article before any other, and each at most once."""
     places = []
