@@ -69,8 +69,8 @@ def save_adapter(
     own = fingerprint(model, variables)
     changed = [
         name
-        for name, value in base.architecture.items()
-        if own.architecture[name] != value and name not in ADAPTED_FIELDS
+        for name in dict.fromkeys([*base.architecture, *own.architecture])
+        if own.architecture.get(name) != base.architecture.get(name) and name not in ADAPTED_FIELDS
     ]
     changed += [
         name
@@ -113,6 +113,7 @@ def save_adapter(
     def write(temporary: Path) -> None:
         safetensors.numpy.save_file(tensors, temporary, metadata)
 
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_atomically(Path(path), write)
 
 
@@ -150,6 +151,12 @@ def load_adapter(
             f"{path} is damaged: the values of {name} do not have their checksum",
         )
     changes = dict(header["changes"])
+    kind = changes["position"]["kind"]
+    require(
+        "/" not in kind or "encodings" in changes["position"],
+        f"{path} says of the schedule {kind!r} what holds for all layers alone, as an earlier "
+        "version wrote it: save the adapter again, from its run",
+    )
     changes["position"] = positions.create(changes["position"])
     if changes["lora"] is not None:
         lora = {**changes["lora"], "targets": tuple(changes["lora"]["targets"])}

@@ -16,8 +16,8 @@ from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.model.decoder import Transformer
 from tape_jax._src.model.inputs import check_variables
 from tape_jax._src.model.layout import OUTSIDE, by_path
-from tape_jax._src.positions.creation import options_of
 from tape_jax._src.positions.protocol import Encoding
+from tape_jax._src.positions.schedule import options_of
 
 # Entries per axis of a parameter's matrix, at least, that enter the fingerprint.
 SAMPLES = 16

@@ -8,13 +8,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from tape_jax._src import positions
 from tape_jax._src.adapt.identity import Fingerprint, fingerprint
 from tape_jax._src.adapt.rules import Embeddings, Everything, LoraFactors, Norms, Position, Rule
 from tape_jax._src.core.algebra import at_least_float32
-from tape_jax._src.core.checks import choose, refuse, require, typed
+from tape_jax._src.core.checks import FLOATS, choose, refuse, require, require_x64, type_name, typed
 from tape_jax._src.model.config import Lora
 from tape_jax._src.model.decoder import Transformer
 from tape_jax._src.model.inputs import check_variables
@@ -134,7 +135,7 @@ def with_encoding(
     own = {path: x for path, x in given.items() if known.get(path) == "position"}
     rest = unflatten_dict({p: x for p, x in given.items() if p not in own}, sep="/")
     flat = flatten_dict(restack(rest, model, new, donate=donate), sep="/")
-    dtype = jnp.dtype(dtype or new.config.param_dtype)
+    dtype = _type_of_new(dtype, new)
     flat |= _position_params(model, new, own, key, dtype, next(iter(flat.values())))
     return new, {**variables, "params": unflatten_dict(flat, sep="/")}
 
@@ -283,7 +284,7 @@ def add_lora(
     new = replaced(model, lora=Lora(rank, alpha, tuple(targets)))
     declared, first = new.parameters(), full_name("lora", "a")
     flat = flatten_dict(variables["params"], sep="/")
-    dtype = jnp.dtype(dtype or new.config.param_dtype)
+    dtype = _type_of_new(dtype, new)
     for i, (name, kernel) in enumerate(sorted(flat.items())):
         projection = name.removesuffix("kernel")
         if projection + first not in declared:
@@ -397,6 +398,13 @@ def drop_positions(model: Transformer, variables: Any) -> tuple[Transformer, dic
 def full_attention(model: Transformer) -> Transformer:
     """The model without shifted groups, as it is to be evaluated and to generate."""
     return replaced(model, shifted_groups=None)
+
+
+def _type_of_new(dtype: Any, model: Transformer) -> np.dtype:
+    """The type of new parameters; ValueError unless it is one of floats that jax has here."""
+    name = type_name("dtype of new parameters", dtype, (None, *FLOATS)) or model.config.param_dtype
+    require_x64(dtype=name)
+    return jnp.dtype(name)
 
 
 def _initial(

@@ -90,12 +90,14 @@ COHERE2 = Family(
     eps="layer_norm_eps",
     # Of published files: transformers has these alone, and does not read them.
     fixed={
+        "layer_switch": 4,
         "order_of_interleaved_layers": "local_attn_first",
         "position_embedding_type": "rope_gptj",
         "rotary_pct": 1.0,
         "use_embedding_sharing": True,
         "use_gated_activation": True,
         "use_parallel_block": True,
+        "use_parallel_embedding": True,
         "use_qk_norm": False,
     },
 )

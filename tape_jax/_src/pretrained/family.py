@@ -21,9 +21,12 @@ ATTENTION, MLP = ("q", "k", "v", "out"), ("gate", "up", "down")
 # and how older files say that texts are generated.
 HARMLESS = frozenset(
     (
-        *("_attn_implementation_autoset", "_name_or_path", "architectures"),
+        *("_attn_implementation", "_attn_implementation_autoset", "_name_or_path"),
+        *("architectures", "transformers.js_config", "unsloth_fixed", "unsloth_version"),
         *("attn_implementation", "attention_dropout", "auto_map"),
-        *("bos_token_id", "cache_implementation", "chunk_size_feed_forward", "dtype"),
+        *("bos_token_id", "cache_implementation", "chunk_size_feed_forward"),
+        *("decoder_start_token_id", "dtype", "max_sequence_length", "tf_legacy_loss"),
+        *("remove_invalid_values", "use_bfloat16"),
         *("embd_pdrop", "eos_token_id", "finetuning_task", "id2label", "initializer_range"),
         *("is_decoder", "is_encoder_decoder", "label2id", "max_position_embeddings"),
         *("model_type", "num_labels", "output_attentions", "output_hidden_states"),
@@ -32,7 +35,10 @@ HARMLESS = frozenset(
         *("tokenizer_class", "torch_dtype", "torchscript", "transformers_version"),
         *("unk_token_id", "use_cache", "use_return_dict"),
         *("diversity_penalty", "do_sample", "early_stopping", "length_penalty", "max_length"),
+        *("encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "bad_words_ids"),
+        *("begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "prefix"),
         *("max_new_tokens", "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams"),
+        *("suppress_tokens",),
         *("num_return_sequences", "output_scores", "repetition_penalty"),
         *("return_dict_in_generate", "temperature", "top_k", "top_p", "typical_p"),
     )
@@ -58,6 +64,13 @@ OFF = {
     "rope_interleaved": False,
     "partial_rotary_factor": 1,
     "lm_head_bias": False,
+    "pruned_heads": {},
+    # Of published files; transformers does not read them.
+    "use_mrope": False,
+    "is_llama_config": True,
+    "activation": "swiglu",
+    "full_attn_mod": 1,
+    "interpolate_factor": 1,
     "use_bidirectional_attention": False,
 }
 # Options of a model that Llama has not.
@@ -109,6 +122,7 @@ class Family:
         others; None: the same.
       eps, activation: the fields of the norms' epsilon and of the MLP's activation.
       fixed: values that fields of its own must have, if they are there.
+      rope_kinds: names of rotary scalings that mean others here.
     """
 
     architecture: str
@@ -122,6 +136,7 @@ class Family:
     eps: str = "rms_norm_eps"
     activation: str = "hidden_act"
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    rope_kinds: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def flag(config: Mapping[str, Any], name: str) -> bool:

@@ -214,7 +214,8 @@ def model_config(config: Mapping[str, Any], **fields: Any) -> ModelConfig:
     require(not missing, f"config.json lacks {', '.join(missing)}")
     for name in SIZES:
         positive(f"config.json: {name}", config[name])
-    rope = functools.partial(_rope, config, part="partial_rotary_factor" in family.own)
+    part, kinds = "partial_rotary_factor" in family.own, {**ROPE_KINDS, **family.rope_kinds}
+    rope = functools.partial(_rope, config, part=part, kinds=kinds)
     layers: Fields = {"position": rope()}
     if family.layers is not None:
         layers = position_of(family.layers(config, rope))
@@ -231,13 +232,16 @@ def model_config(config: Mapping[str, Any], **fields: Any) -> ModelConfig:
     )
 
 
-def _rope(config: Mapping[str, Any], kind: str = FULL, *, part: bool) -> positions.Rope:
+def _rope(
+    config: Mapping[str, Any], kind: str = FULL, *, part: bool, kinds: Mapping[str, str]
+) -> positions.Rope:
     """The rotation; which field wins over which is as in transformers 5.
 
     Args:
       config: the content of ``config.json``.
       kind: of layers, where they differ in it.
       part: whether a part of each head may rotate.
+      kinds: of scalings, by the family's names.
     """
     nested = config.get("rope_parameters")
     by_kind = isinstance(nested, dict) and {FULL, SLIDING} & nested.keys()
@@ -261,10 +265,10 @@ def _rope(config: Mapping[str, Any], kind: str = FULL, *, part: bool) -> positio
         f"{'' if part else ', heads rotate as a whole'}; got {share!r}",
     )
     kind = given.get("rope_type", given.get("type", "default"))
-    choose("rope_type in config.json", kind, ROPE_KINDS)
+    choose("rope_type in config.json", kind, kinds)
     fallback = number(config, "rope_theta", DEFAULT_BASE)
     base = number(given, "rope_theta", fallback)
-    scaling = _scaling(ROPE_KINDS[kind], given, config)
+    scaling = _scaling(kinds[kind], given, config)
     return positions.Rope(base=base, scaling=scaling, partial_rotary_factor=share)
 
 
@@ -363,7 +367,7 @@ def written(model: Transformer, kind: str | None = None) -> tuple[str, Family, F
     require(
         found is not None,
         f"{'no family of checkpoints has' if kind is None else f'the family {kind!r} has not'} "
-        f"{_described(c)} together; known are {', '.join(FAMILIES)}",
+        f"{_described(c) or 'the plain layers of Llama'}; known are {', '.join(FAMILIES)}",
     )
     assert found is not None
     return found

@@ -66,4 +66,6 @@ PHI3 = Family(
         **{f"layers/mlp/{x}/kernel": f"{_LAYER}mlp.gate_up_proj.weight" for x in ("gate", "up")},
     },
     head_order=_head_order,
+    # As transformers has it for files of its first versions.
+    rope_kinds={"su": "longrope", "yarn": "longrope"},
 )

@@ -216,7 +216,14 @@ _pick_on_device = jax.jit(_pick, static_argnames=("stacked", "transposed"))
 
 def _cast(name: str, values: np.ndarray, dtype: str, *, exact: bool) -> np.ndarray:
     """The values in a type of safetensors; if ``exact``, ValueError where they do not fit."""
-    result = values.astype(DTYPES[dtype], copy=False)
+    with np.errstate(over="ignore"):
+        result = values.astype(DTYPES[dtype], copy=False)
+    if result.dtype != values.dtype:
+        require(
+            np.array_equal(np.isfinite(result), np.isfinite(values)),
+            f"{name} has values that are too large for {DTYPES[dtype]}: give another dtype "
+            f"({values.dtype.name} keeps them)",
+        )
     if exact and result.dtype != values.dtype:
         require(
             np.array_equal(result.astype(values.dtype), values, equal_nan=True),

@@ -1,6 +1,8 @@
 """Adapter files: round trips, what they refuse, and what they say of themselves."""
 
 import dataclasses
+import hashlib
+import json
 import os
 
 import chex
@@ -63,11 +65,20 @@ def rewritten(source, path, tensors=lambda x: x, metadata=lambda x: x):
 
 
 FOX = small_model("fox", num_layers=1)
+# As Gemma 3: layers with windows have another base.
+MIXED = small_model(positions.Layers(["rope+window", positions.Rope(base=1e6)]), num_layers=4)
+LINEAR = {"scaling": RopeScaling("linear", 2.0)}
 
 
 @pytest.mark.parametrize(
     ("method", "base", "options"),
-    [("tape", BASE, {}), ("longlora", BASE, {}), ("encoding", FOX, {"position": "rope"})],
+    [
+        ("tape", BASE, {}),
+        ("longlora", BASE, {}),
+        ("encoding", FOX, {"position": "rope"}),
+        ("tape", MIXED, {}),
+        ("lora", MIXED, LINEAR),
+    ],
 )
 def test_round_trip(tmp_path, method, base, options):
     """Also where parameters of the base's own encoding go."""
@@ -237,6 +248,25 @@ class TestDamage:
             load(path)
 
 
+def test_a_schedule_of_an_earlier_version(tmp_path):
+    """It had one set of options for layers with unlike ones."""
+    path = tmp_path / "new" / "a.safetensors"
+    variables = random_variables(MIXED)
+    save(path, trained("lora", MIXED, variables))
+
+    def as_before(header):
+        content = json.loads(header["adapter"])
+        content["changes"]["position"] = {"kind": "rope+window/rope", "base": 1e6}
+        text = json.dumps(content)
+        return {**header, "adapter": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+    rewritten(path, path, metadata=as_before)
+    with pytest.raises(
+        ValueError, match=r"of the schedule 'rope\+window/rope' .* save the adapter"
+    ):
+        adapt.load_adapter(path, MIXED, variables)
+
+
 def test_a_failed_write_leaves_the_old_file(saved, tmp_path, monkeypatch):
     path = tmp_path / "a.safetensors"
     save(path, saved[1])
@@ -263,6 +293,13 @@ def test_a_change_that_no_rule_chooses_is_not_lost_silently(tmp_path):
     model = Transformer(dataclasses.replace(made.model.config, norm_eps=1e-6))
     with pytest.raises(ValueError, match=r"these differ from the base: norm_eps$"):
         save(tmp_path / "a.safetensors", dataclasses.replace(made, model=model))
+    model = Transformer(dataclasses.replace(made.model.config, final_logit_softcap=3.0))
+    with pytest.raises(ValueError, match=r"these differ from the base: final_logit_softcap$"):
+        save(tmp_path / "a.safetensors", dataclasses.replace(made, model=model))
+    capped = Transformer(dataclasses.replace(BASE.config, final_logit_softcap=3.0))
+    base = adapt.fingerprint(capped, VARIABLES)
+    with pytest.raises(ValueError, match="these differ from the base: final_logit_softcap"):
+        save(tmp_path / "a.safetensors", dataclasses.replace(made, base=base))
     assert not os.listdir(tmp_path)
 
 

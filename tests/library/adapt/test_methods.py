@@ -327,6 +327,8 @@ class TestAdapt:
         (tape.add_tape, MODEL, {"key": KEY, "layers": (1, 4)}, "goes past the 3 layers that"),
         (adapt.add_lora, small_model("rope", lora=Lora()), {"key": KEY}, "has low-rank terms"),
         (adapt.add_lora, MODEL, {"key": KEY, "targets": ("q", "o")}, "unknown lora target 'o'"),
+        (adapt.add_lora, MODEL, {"key": KEY, "dtype": "int32"}, "unknown dtype of new .*'int32'"),
+        (tape.add_tape, MODEL, {"key": KEY, "dtype": "float64"}, "float64 needs 64-bit types"),
         (adapt.merge_lora, MODEL, {}, "no low-rank terms"),
         (adapt.scale_theta, small_model("alibi"), {"base": 1e6}, "rotary encoding; got 'alibi'"),
         (adapt.drop_positions, small_model("alibi"), {}, "rotary encoding; got 'alibi'"),

@@ -140,6 +140,8 @@ WRONG = {
     "mapformer_wm": [{"rank": 0}],
     "mrope": [{"axes": 1}, {"sections": (4, 4)}, {"sections": (4, 0, 0)}],
     "p_rope": [{"scaling": LINEAR}],
+    "sinusoidal": [{"base": 0}, {"base": -3.0}],
+    "xpos": [{"scale_base": 0}, {"scale_base": -1.0}],
     "path": [{"rank": 0}, {"taps": -1}, {"chunk": 0}, {"beta_max": 2.5}, {"eps": 0.0}],
     "position_coupling": [
         {"max_offset": -1}, {"extra_digits": -1}, {"size": 0}, {"digits": "45"}, {"plus": "+"},

@@ -45,6 +45,32 @@ def test_what_is_not_known_is_refused(name, changes, message):
         model_config(config_of(name, **changes))
 
 
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llama2_mha", {"is_llama_config": True, "transformers.js_config": {}, "pruned_heads": {}}),
+        ("llama2_mha", {"activation": "swiglu", "unsloth_version": "1", "use_bfloat16": False}),
+        ("qwen2_tiny", {"use_mrope": False, "tf_legacy_loss": False}),
+        ("phi3_tiny", {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False}),
+    ],
+)
+def test_fields_of_published_files_that_change_nothing(name, changes):
+    assert model_config(config_of(name, **changes)) == model_config(config_of(name))
+
+
+@pytest.mark.parametrize("kind", ["su", "yarn"])
+def test_longrope_of_the_first_files_of_phi3(kind):
+    count = model_config(config_of("phi3_tiny")).dim // 4
+    factors = {"short_factor": [1.5] * count, "long_factor": [2.5] * count}
+    changes = {"rope_parameters": None, "partial_rotary_factor": 0.5}
+    found, wanted = (
+        model_config(config_of("phi3_tiny", **changes, rope_scaling={"type": name, **factors}))
+        for name in (kind, "longrope")
+    )
+    assert found == wanted
+    assert found.position.scaling.kind == "longrope"
+
+
 def test_what_lacks_is_as_in_transformers():
     sizes = {"vocab_size": 10, "hidden_size": 8, "intermediate_size": 12}
     sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2}

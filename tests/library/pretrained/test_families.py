@@ -126,7 +126,7 @@ class TestFields:
             (
                 "phi3_tiny",
                 {"rope_scaling": {"type": "su", "short_factor": [1.0]}},
-                "'su': expected one of",
+                "long_factor must be a list; got None",
             ),
             ("phi3_tiny", {"rope_parameters": {"partial_rotary_factor": 0}}, "above 0 and at most"),
             ("qwen2_tiny", {"architectures": ["Qwen3ForCausalLM"]}, r"Qwen3ForCausalLM.*'qwen2'"),

@@ -111,6 +111,14 @@ def test_shards_in_another_type(tmp_path):
     chex.assert_trees_all_equal(values, half)
 
 
+def test_values_that_are_too_large_for_a_type(tmp_path):
+    variables = random_variables(ROPE)
+    params = variables["params"] | {"embedding": variables["params"]["embedding"].at[0, 0].set(1e6)}
+    with pytest.raises(ValueError, match=r"embed_tokens.* are too large for float16: .*float32"):
+        tape.save_pretrained(tmp_path / "new", ROPE, {"params": params}, dtype="float16")
+    assert not [*tmp_path.iterdir()]
+
+
 ROPE = small_model("rope", num_layers=1)
 OTHER = tape.positions.Rope(base=1e6)
 PART = tape.positions.Rope(partial_rotary_factor=0.5)

@@ -40,6 +40,9 @@ class Sinusoidal(Encoding):
 
     base: float = 10_000.0
 
+    def __post_init__(self):
+        require(self.base > 1, f"sinusoidal: base must exceed 1; got {self.base}")
+
     def embed(self, params, coordinates, sizes: Sizes, key):
         compute = algebra.at_least_float32(sizes.dtype)
         return sinusoids(coordinates, sizes.hidden_size, self.base, compute)

@@ -781,6 +781,10 @@ class Xpos(Rope):
 
     scale_base: float = 2048.0
 
+    def __post_init__(self):
+        super().__post_init__()
+        require(self.scale_base > 0, f"xpos: scale_base must be positive; got {self.scale_base}")
+
     def start_at(self, positions, sizes, *, key=None, length=None, dtype=jnp.float32, params=None):
         e = super().start_at(positions, sizes, key=key, length=length, dtype=dtype, params=params)
         scale = (np.arange(0, sizes.head_dim, 2) + 0.4 * sizes.head_dim) / (1.4 * sizes.head_dim)
