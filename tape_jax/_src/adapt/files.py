@@ -67,10 +67,11 @@ def save_adapter(
     rules = [parse_rule(rule) for rule in rules]
     chosen = by_path(trainable_mask(model, rules))
     own = fingerprint(model, variables)
+    theirs, mine = base.architecture, own.architecture
     changed = [
         name
-        for name in dict.fromkeys([*base.architecture, *own.architecture])
-        if own.architecture.get(name) != base.architecture.get(name) and name not in ADAPTED_FIELDS
+        for name in {**theirs, **mine}
+        if theirs.get(name) != mine.get(name) and name not in ADAPTED_FIELDS
     ]
     changed += [
         name
