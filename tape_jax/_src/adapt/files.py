@@ -63,15 +63,13 @@ def save_adapter(
     """
     check_variables(variables)
     safetensors = _safetensors()
-    params = variables["params"]
     rules = [parse_rule(rule) for rule in rules]
     chosen = by_path(trainable_mask(model, rules))
     own = fingerprint(model, variables)
-    theirs, mine = base.architecture, own.architecture
     changed = [
         name
-        for name in {**theirs, **mine}
-        if theirs.get(name) != mine.get(name) and name not in ADAPTED_FIELDS
+        for name in {**base.architecture, **own.architecture}
+        if own.architecture.get(name) != base.architecture.get(name) and name not in ADAPTED_FIELDS
     ]
     changed += [
         name
@@ -85,7 +83,7 @@ def save_adapter(
     )
     kept = {
         block_name(first, name): np.asarray(x)
-        for name, leaves in by_path(params).items()
+        for name, leaves in by_path(variables["params"]).items()
         for first, x in leaves.items()
         if chosen[name][first] or name not in base.tensors
     }
