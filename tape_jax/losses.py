@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 
 from tape_jax._src.core.algebra import at_least_32_bits, at_least_float32, capped
-from tape_jax._src.core.checks import as_array, as_integers, real, require, typed
+from tape_jax._src.core.checks import as_array, as_integers, require, typed
 from tape_jax._src.core.explicit import automatic_inside
 from tape_jax._src.core.sharding import Sharding, constrain
 from tape_jax._src.model.config import Experts
@@ -77,11 +77,8 @@ def cross_entropy(
         f"{hidden.dtype} {hidden.shape}, {kernel.dtype} {kernel.shape}, {targets.dtype} "
         f"{targets.shape} and {weights.dtype} {weights.shape}",
     )  # fmt: skip
-    require(chunk is None or chunk > 0, f"chunk must be positive; got {chunk}")
-    require(
-        logit_softcap is None or real("logit_softcap", logit_softcap) > 0,
-        f"logit_softcap must be positive or None; got {logit_softcap}",
-    )
+    for name, value in (("chunk", chunk), ("logit_softcap", logit_softcap)):
+        require(value is None or value > 0, f"{name} must be positive; got {value}")
     require(hidden.size > 0, f"there are no tokens: hidden has shape {hidden.shape}")
     targets = at_least_32_bits(targets)
     parts = 1 if sharding is None else sharding.shards("sequence")

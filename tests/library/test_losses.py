@@ -126,7 +126,7 @@ HIDDEN, KERNEL, TARGETS, WEIGHTS = arrays(dtype=jnp.float32)
         *(
             (
                 lambda cap=cap: cross_entropy(HIDDEN, KERNEL, TARGETS, logit_softcap=cap),
-                f"logit_softcap must be positive or None; got {cap}",
+                f"logit_softcap must be positive; got {cap}",
             )
             for cap in (0.0, -1.0)
         ),
