@@ -30,7 +30,7 @@ from tape_jax import (
     prefill,
 )
 from tape_jax._src.model.layout import replaced, restack
-from tape_jax.positions import registry
+from tape_jax.positions import Tape, registry
 from tests.models import VOCAB, encoding, random_variables, small_model
 
 # --- What is called of the library ---------------------------------------------------------------
@@ -382,6 +382,9 @@ def drawn_model(kind: str, number: int, **fixed: Any) -> Drawn:
     for names, values in {**OPTIONS, **OWN.get(kind, {})}.items():
         if set(names) <= set(fields):
             chosen |= dict(zip(names, choose(names[0], values), strict=True))
+    if issubclass(registry[kind], Tape) and chosen.get("scaling") == YARN:
+        # Its states have a magnitude in all dimensions.
+        chosen["partial_rotary_factor"] = 1.0
     own_state = kind in ONE_STATE_A_HEAD
     options = {name: choose(name, values) for name, values in MODEL_OPTIONS.items()} | {
         # TAPE has a third, which reads a state that was updated twice.
