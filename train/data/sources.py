@@ -146,10 +146,9 @@ class TextFiles:
     def _lines(self, path: Path) -> Iterator[Document]:
         offset = 0
         for number, line in enumerate(_split_lines(_chunks(path)), start=1):
-            if line.strip():
-                where = f"{path}, line {number}"
-                record = _parse(where, _decode(line, where, offset))
-                yield _record(where, record, self.text_field)
+            where = f"{path}, line {number}"
+            if (text := _decode(line, where, offset)).strip():
+                yield _record(where, _parse(where, text), self.text_field)
             offset += len(line)
 
 

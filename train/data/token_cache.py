@@ -31,7 +31,7 @@ from train.data.sources import Document, Source
 from train.data.tokenizers import Tokenizer
 from train.files import sync
 
-FORMAT = "tape-jax tokens, version 1"
+FORMAT = "tape-jax tokens, version 2"
 SIDES = ("all", "train", "held_out")
 
 _DOCUMENTS_AT_ONCE = 256

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -292,7 +292,8 @@ class Text(Tokenized):
         Raises:
           ValueError: if there is too little of it, or it is trained on.
         """
-        self._require_held_out(options)
+        own = {"task.held_out_source": self.held_out_source}
+        self._require_held_out({"evaluation.source": options.source} if options.source else own)
         return text_evaluation.evaluate(self._judged_by(options), trained, options, progress)
 
     def _judged_by(self, options: Any) -> Text:
@@ -313,7 +314,9 @@ class Text(Tokenized):
         Raises:
           ValueError: if some of it is missing, too short, or trained on though it is held out.
         """
-        self._require_held_out(options)
+        self._require_held_out(
+            {"task.held_out_source": self.held_out_source, "evaluation.source": options.source}
+        )
         judged = self._judged_by(options)
         text_evaluation.check(judged, options)
         trained, held_out = self.training_stream(), judged.held_out_stream()
@@ -327,9 +330,8 @@ class Text(Tokenized):
             f"{len(held_out.tokens):,}{where}"
         )
 
-    def _require_held_out(self, options: Any) -> None:
-        """Raises ValueError if text that is to judge the model is trained on too."""
-        names = {"task.held_out_source": self.held_out_source, "evaluation.source": options.source}
+    def _require_held_out(self, names: Mapping[str, str | None]) -> None:
+        """Raises ValueError if a source of these, by their fields, is trained on too."""
         for name, source in names.items():
             both = [] if source is None else common_files(self.source, source)
             require(

@@ -17,7 +17,13 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from tape_jax._src import positions
-from tape_jax._src.adapt.identity import Fingerprint, digest, encoding_to_json, fingerprint
+from tape_jax._src.adapt.identity import (
+    Fingerprint,
+    digest,
+    encoding_to_json,
+    fingerprint,
+    is_flat,
+)
 from tape_jax._src.adapt.rules import Rule, parse_rule, table, trainable_mask
 from tape_jax._src.core.checks import from_mapping, require, typed
 from tape_jax._src.core.files import write_atomically
@@ -150,13 +156,13 @@ def load_adapter(
             f"{path} is damaged: the values of {name} do not have their checksum",
         )
     changes = dict(header["changes"])
-    kind = changes["position"]["kind"]
+    position, old = changes["position"], is_flat(changes["position"])
     require(
-        "/" not in kind or "encodings" in changes["position"],
-        f"{path} says of the schedule {kind!r} what holds for all layers alone, as an earlier "
-        "version wrote it: save the adapter again, from its run",
+        not old or position == recorded.architecture["position"],
+        f"{path} has one set of options for all layers of the schedule {position['kind']!r}, as an "
+        "earlier version wrote it: save the adapter again, from its run",
     )
-    changes["position"] = positions.create(changes["position"])
+    changes["position"] = base_model.encoding if old else positions.create(position)
     if changes["lora"] is not None:
         lora = {**changes["lora"], "targets": tuple(changes["lora"]["targets"])}
         changes["lora"] = from_mapping(Lora, lora, what="lora")

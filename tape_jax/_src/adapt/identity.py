@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from tape_jax._src.model.config import ModelConfig
 from tape_jax._src.model.decoder import Transformer
 from tape_jax._src.model.inputs import check_variables
 from tape_jax._src.model.layout import OUTSIDE, by_path
+from tape_jax._src.positions import creation
 from tape_jax._src.positions.protocol import Encoding
 from tape_jax._src.positions.schedule import options_of
 
@@ -44,18 +46,20 @@ class Fingerprint:
 
     def differences(self, other: Fingerprint) -> list[str]:
         """Returns the entries that differ, each with both values, that of ``self`` first."""
-        mine, others = dict(self._entries()), dict(other._entries())
+        flat = is_flat(self.architecture["position"]) or is_flat(other.architecture["position"])
+        mine, others = dict(self._entries(flat)), dict(other._entries(flat))
         return [
             f"{name}: {mine.get(name, 'absent')} and {others.get(name, 'absent')}"
             for name in dict.fromkeys([*mine, *others])
             if mine.get(name) != others.get(name)
         ]
 
-    def _entries(self):
+    def _entries(self, flat: bool):
+        options = creation.options_of if flat else options_of
         for name, value in self.architecture.items():
             # Fields that an encoding has got since then have their defaults.
-            again = encoding_to_json(positions.create(value)) if name == "position" else value
-            yield name, again
+            position = name == "position"
+            yield name, _json_copy(options(positions.create(value))) if position else value
         for name, tensor in self.tensors.items():
             shape = "x".join(map(str, tensor["shape"]))
             yield name, f"{tensor['dtype']}[{shape}] with values {tensor['sha256'][:12]}"
@@ -119,6 +123,11 @@ def _sample(x: Any, stacked: bool) -> np.ndarray:
 def digest(x: np.ndarray) -> str:
     """SHA-256 of the bytes of an array, in hexadecimal digits."""
     return hashlib.sha256(x.tobytes()).hexdigest()
+
+
+def is_flat(position: Mapping[str, Any]) -> bool:
+    """Whether a record has one set of options for all layers of a schedule, as earlier ones had."""
+    return "/" in position["kind"] and "encodings" not in position
 
 
 def encoding_to_json(encoding: Encoding) -> dict[str, Any]:

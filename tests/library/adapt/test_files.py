@@ -254,16 +254,20 @@ def test_a_schedule_of_an_earlier_version(tmp_path):
     variables = random_variables(MIXED)
     save(path, trained("lora", MIXED, variables))
 
-    def as_before(header):
+    flat = {"kind": "rope+window/rope", "base": 1e6}
+
+    def as_before(header, changes):
         content = json.loads(header["adapter"])
-        content["changes"]["position"] = {"kind": "rope+window/rope", "base": 1e6}
+        content["base"]["architecture"]["position"] = flat
+        content["changes"]["position"] = changes
         text = json.dumps(content)
         return {**header, "adapter": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}
 
-    rewritten(path, path, metadata=as_before)
-    with pytest.raises(
-        ValueError, match=r"of the schedule 'rope\+window/rope' .* save the adapter"
-    ):
+    rewritten(path, path, metadata=lambda x: as_before(x, flat))
+    assert adapt.load_adapter(path, MIXED, variables)[0].encoding == MIXED.encoding
+    other = {"kind": "tape+window/tape", "base": 1e6}
+    rewritten(path, path, metadata=lambda x: as_before(x, other))
+    with pytest.raises(ValueError, match=r"schedule 'tape\+window/tape', .* save the adapter"):
         adapt.load_adapter(path, MIXED, variables)
 
 

@@ -116,6 +116,8 @@ class TestTextFiles:
             content = lines({"text": "one"}) if name == "a.jsonl" else b"one"
             (tmp_path / name).write_bytes(codecs.BOM_UTF8 + content)
             assert texts(tmp_path / name) == ["one"]
+        (tmp_path / "b.jsonl").write_bytes(codecs.BOM_UTF8 + b"\n" + lines({"text": "one"}))
+        assert texts(tmp_path / "b.jsonl") == ["one"]
         (tmp_path / "a.txt").write_bytes(codecs.BOM_UTF8 + b"ab\xff")
         with pytest.raises(ValueError, match="byte 0xff at offset 5"):
             texts(tmp_path / "a.txt")
