@@ -313,7 +313,7 @@ def common_files(first: str, second: str) -> list[str]:
 
 
 def _members(name: str) -> set[str]:
-    """What a source is of, as :func:`common_files` has it; none if it is not here."""
+    """Returns the files of a source, or its corpus and split; none if it is not here."""
     if name.startswith("tfds:"):
         corpus, _, split = name.removeprefix("tfds:").partition(":")
         return {f"tfds:{corpus}:{split or 'train'}"}

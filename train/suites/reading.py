@@ -26,9 +26,9 @@ _LONG = (
     "\nAnswer the question from the documents above with as few words as possible.\n"
     "Question: {question}\nAnswer:",
 )
-# Questions that are drawn in place of one that does not fit.
-DRAWS = 1000
 _SHORT = ("", "{paragraph}\n", "Question: {question}\nAnswer:")
+# Questions that are drawn until one fits.
+DRAWS = 1000
 
 
 class FileQuestion(NamedTuple):
@@ -107,10 +107,7 @@ class Reading:
             texts = start + end.format(question=asked.question)
             return len(texts) + sum(around + file.sizes[i] for i in asked.needed) <= size
 
-        asked = draw()
-        if not fits(asked):
-            drawn = (draw() for _ in range(DRAWS))
-            asked = next(filter(fits, drawn), asked)
+        asked = next(filter(fits, (draw() for _ in range(DRAWS))), None) or draw()
         turn, place = rng.random((2, len(file.paragraphs)))
         turn[[*asked.near]] -= 1
         turn[[*asked.needed]] -= 2

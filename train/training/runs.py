@@ -66,9 +66,12 @@ def create(folder: Path, experiment: Experiment, base: Fingerprint | None = None
     # Last of all what makes it a run: of one that was begun before, nothing may seem to be of this.
     (folder / "metrics.jsonl").unlink(missing_ok=True)
     for name in ("tensorboard", "checkpoints"):
-        # They may be links to another disk.
-        for path in (folder / name).glob("*"):
+        place = folder / name
+        for path in place.glob("*"):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        # A link to another disk stays.
+        if place.is_dir() and not place.is_symlink():
+            place.rmdir()
     record = {"format": FORMAT, "experiment": to_json(experiment)}
     if base is not None:
         record["base"] = dataclasses.asdict(base)

@@ -23,8 +23,7 @@ def test_a_run_without_a_step_may_be_made_anew(tmp_path):
     a_start(tmp_path / "run")
     runs.create(tmp_path / "run", an_experiment(batch_size=4))
     assert runs.load(tmp_path / "run").train.batch_size == 4
-    files = {path.name for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    assert files == {".lock", "experiment.json"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", "experiment.json"}
 
 
 def test_checkpoints_on_another_disk(tmp_path):
