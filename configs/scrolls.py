@@ -10,7 +10,8 @@ It starts from a run of configs/c4_pretrain.py, runs/c4, with the same tokenizer
 benchmark's archives (github.com/tau-nlp/scrolls has the links) in the folder scrolls/; another
 subset is one option: --config.task.subset=contract_nli
 To compare encodings, pre-train them with the command compare in runs/c4, and then give it this
-config with --config.train.initial=runs/c4/{encoding}
+config with --config.train.initial=runs/c4/{encoding} (the name alone: not for encodings with
+options, nor for schedules, whose folders have other names)
 """
 
 from ml_collections import ConfigDict

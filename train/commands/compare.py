@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,6 +51,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Trains and evaluates what is missing, then writes and prints the report."""
+    # Trainings share a GPU with one another, and with this process. Said before jax is loaded.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from train.checks import require
     from train.compare import suites, sweep
     from train.compare.evaluations import evaluate_suite

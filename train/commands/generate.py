@@ -64,9 +64,12 @@ def run(args: argparse.Namespace) -> None:
         sampling |= {"top_k": args.top_k, "top_p": args.top_p}
     else:
         require(
-            args.temperature == 0 and args.top_k is None and args.top_p is None,
-            "generate: --top-k and --top-p need a positive --temperature; got "
-            f"{args.temperature:g}",
+            args.temperature == 0,
+            f"generate: --temperature must not be negative; got {args.temperature:g}",
+        )
+        require(
+            args.top_k is None and args.top_p is None,
+            "generate: --top-k and --top-p need a positive --temperature; got 0",
         )
     clock.lap("to start")
     texts, cache, head = [""] * len(prompts), None, args.prompt[0]

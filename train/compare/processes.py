@@ -85,7 +85,7 @@ def train_all(
         while running or waiting:
             while waiting and free and not failed and not signals.received:
                 job, share = waiting.popleft(), free.popleft()
-                process = _start(job, share, alone=side_by_side == 1, ends=ends)
+                process = _start(job, share, ends)
                 running[job] = (process, share)
             if failed or signals.received:
                 waiting.clear()
@@ -188,15 +188,13 @@ def _ended(job: Job, process: subprocess.Popen) -> Ended | None:
     return Ended(job, process.returncode, seconds)
 
 
-def _start(job: Job, cores: list[int], *, alone: bool, ends: Sequence[str]) -> subprocess.Popen:
+def _start(job: Job, cores: list[int], ends: Sequence[str]) -> subprocess.Popen:
     """Starts a training on the given cores, in a session of its own."""
     arguments = [*ends, *(["--resume"] if job.folder.exists() else [])]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(len(cores))}
     if len(cores) == 1:
         flags = os.environ.get("XLA_FLAGS", "")
         environment["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
-    if not alone:
-        environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     with open(job.log, "a", encoding="utf-8") as log:
         # The terminal's Ctrl-C must reach this process only, which passes it on once.
         process = subprocess.Popen(

@@ -217,7 +217,7 @@ def load(name: str) -> Tokenizer:
     require(
         found is not None,
         f"there is no tokenizer {name!r}: expected 'bytes', a tokenizer.json, a sentencepiece "
-        "*.model, or a folder that holds one of them",
+        "*.model, or a folder that holds one of them (of a model without: --tokenizer=bytes)",
     )
     assert found is not None
     return _load(name, found)

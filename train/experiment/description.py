@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -87,8 +88,8 @@ class TrainConfig:
         choose("train moment_dtype", self.moment_dtype, (None, "float32", "bfloat16"))
         require(self.eps > 0, f"train: eps must be positive; got {self.eps}")
         require(
-            self.weight_decay >= 0,
-            f"train: weight_decay must not be negative; got {self.weight_decay}",
+            0 <= self.weight_decay < math.inf,
+            f"train: weight_decay must not be negative or infinite; got {self.weight_decay}",
         )
         require(
             self.clip is None or self.clip > 0,
@@ -211,7 +212,10 @@ def schedule(
       ValueError: for an unknown ``kind`` or a number out of range.
     """
     choose("schedule", kind, DECAYS)
-    require(peak > 0, f"schedule: the peak learning rate must be positive; got {peak}")
+    require(
+        0 < peak < math.inf,
+        f"schedule: the peak learning rate must be a positive number; got {peak}",
+    )
     require(steps > 0, f"schedule: steps must be positive; got {steps}")
     require(0 <= warmup < 1, f"schedule: warmup is a share of the steps in [0, 1); got {warmup}")
     require(0 <= final <= 1, f"schedule: final is a share of the peak in [0, 1]; got {final}")

@@ -142,7 +142,10 @@ def change(experiment: Experiment, overrides: Sequence[str]) -> Experiment:
       ValueError: for an unknown or unfitting field.
     """
     values = to_json(experiment)
-    for name, value in _parse(overrides, _template(task_name(experiment.task))).items():
+    given = _parse(overrides, _template(task_name(experiment.task)))
+    if experiment.adapt is None:
+        _choose_encoding(values, given)
+    for name, value in given.items():
         _set(values, name, value)
     return from_mapping(values)
 

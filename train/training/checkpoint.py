@@ -98,6 +98,14 @@ class Checkpoints:
         if pending is not None:
             pending.result()
 
+    def wait_for_all(self) -> None:
+        """Returns once the last save counts: the manifest is the first process's to write.
+
+        All processes must call it. One that left before would take the first with it.
+        """
+        self.wait()
+        distributed.wait_for_all()
+
     def problems(self, step: int) -> list[str]:
         """Returns what is wrong with the checkpoint of ``step`` according to its manifest."""
         expected = {}
@@ -195,13 +203,17 @@ class Checkpoints:
                 f"intact: {error}"
             ) from error
         if distributed.is_main():
-            self._prune()
+            try:
+                self._prune()
+            except OSError as error:
+                self._report(f"an old checkpoint could not be removed: {error}")
 
     def _prune(self) -> None:
         """Removes all but the newest ``keep`` checkpoints, and what earlier crashes left behind.
 
-        Manifests go before folders, so that a half-removed checkpoint does not count. Whatever is
-        later than the newest checkpoint stays: it was set aside by :meth:`forget_after`.
+        Manifests go before folders, and after an error nothing goes, so that a half-removed
+        checkpoint does not count. Whatever is later than the newest checkpoint stays: it was set
+        aside by :meth:`forget_after`.
         """
         kept = self.steps()[-self._keep :]
         old = [

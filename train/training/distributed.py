@@ -7,6 +7,7 @@ here does nothing.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import os
 import re
@@ -30,10 +31,14 @@ T = TypeVar("T")
 HEARTBEAT = 60
 # Seconds for all processes to appear: a pod's hosts do not start together.
 APPEARANCE = 600
+# Seconds in which processes that are done wait for the first one, which evaluates: a week.
+EVALUATION = 7 * 24 * 3600
 # Seconds for the main thread to say what it knows of the loss of another process, before it ends.
 PATIENCE = 5
 # The exit code for that.
 PEER_LOST = 4
+# Processes that an error names.
+SHOWN = 8
 
 
 def initialize(where: str) -> None:
@@ -65,7 +70,10 @@ def initialize(where: str) -> None:
         }
     try:
         jax.distributed.initialize(
-            **options, heartbeat_timeout_seconds=HEARTBEAT, initialization_timeout=APPEARANCE
+            **options,
+            heartbeat_timeout_seconds=HEARTBEAT,
+            initialization_timeout=APPEARANCE,
+            shutdown_timeout_seconds=EVALUATION,
         )
     except ValueError as error:
         raise ValueError(
@@ -142,6 +150,33 @@ def _of_first(text: str) -> str:
     padded = np.zeros(length, np.uint8)
     padded[: len(given)] = given
     return bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded))).decode()
+
+
+def require_same(value: str, problem: str) -> None:
+    """Raises ValueError, in all processes, unless each gives the value of the first.
+
+    Args:
+      value: of this process.
+      problem: what it means if they differ.
+    """
+    if jax.process_count() == 1:
+        return
+    digest = np.frombuffer(hashlib.sha256(value.encode()).digest(), np.uint8)
+    digests = multihost_utils.process_allgather(digest)
+    others = [i for i, other in enumerate(digests) if (other != digests[0]).any()]
+    require(not others, f"{problem}: process 0 sees something else than {_named(others)}")
+
+
+def _named(processes: list[int]) -> str:
+    """The numbers of the first few processes."""
+    shown = ", ".join(map(str, processes[:SHOWN]))
+    more = f" and {len(processes) - SHOWN} others" if len(processes) > SHOWN else ""
+    return ("process " if len(processes) == 1 else "processes ") + shown + more
+
+
+def wait_for_all() -> None:
+    """Returns once all processes have called it."""
+    agreed(lambda: None)
 
 
 def preempted(step: int) -> bool:

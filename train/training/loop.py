@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,25 +72,18 @@ def train(
     begun = continued and distributed.agreed(lambda: runs.has_trained(folder))
     begin = runs.start(experiment, folder if continued else None, report, sharding, begun=begun)
     program = build_program(experiment, begin.params, sharding)
-    share = (0, 1) if sharding is None else sharding.share()
-    data = iter(experiment.task.dataset(experiment.seed, config.batch_size, *share))
+    data = open_data(experiment, sharding)
     read = prepared(experiment, strict=not continued)
 
     with abandonable(folder, experiment.task), contextlib.ExitStack() as stack:
         signals = Signals(
-            lambda: messages.saving(folder), lambda: messages.abandoned(folder, experiment.task)
+            lambda: messages.saving(folder),
+            lambda: messages.abandoned(folder, experiment.task),
+            as_preemption=jax.process_count() > 1,
         )
-        # Several processes must stop after the same step: distributed.preempted sees to that.
-        if jax.process_count() == 1:
-            stack.enter_context(signals)
+        stack.enter_context(signals)
         distributed.agreed(lambda: stack.enter_context(runs.guarded(folder)))
-        if continued:
-            distributed.agreed(lambda: runs.require_begun(folder, begun))
-        else:
-            made = begin.adapted.base if begin.adapted else None
-            distributed.agreed(lambda: runs.create(folder, experiment, made))
-            if begin.adapted:
-                report(begin.describe())
+        open_folder(experiment, folder, begin, report, begun=begun if continued else None)
         checkpoints = stack.enter_context(runs.checkpoints(folder, keep=config.keep, report=report))
         saved = Resumable(checkpoints, data, Sums())
         start, state = saved.restore(program) if begun else saved.first(program, begin, experiment)
@@ -97,20 +91,61 @@ def train(
             distributed.agreed(lambda: changes.take_over(folder, experiment, start, report))
         if begun:
             report(f"continuing {folder} from step {start} of {last}")
+        taken = range(start + 1, last + 1)
+        trace = ProfilerTrace(folder / "profile", profile, taken)
         begin = begin._replace(params=None)  # Else the first parameters would stay in memory.
         if start < last:
             report("\n".join([messages.begins(experiment, folder), *read]))
         metrics = stack.enter_context(open_metrics(experiment, folder, start, saved.sums))
-        trace = stack.enter_context(ProfilerTrace(folder / "profile", profile))
+        stack.enter_context(trace)
         clock.lap("to start")
         trainer = Trainer(experiment, folder, sharding, program.step, begin.frozen, saved, metrics)
-        state = trainer.run(range(start + 1, last + 1), state, trace, signals, report)
+        state = trainer.run(taken, state, trace, signals, report)
         clock.lap("to train")
         checkpoints.wait()
         if experiment.adapt and experiment.adapt.trains:
             report_adapter(folder, begin, state.params, report)
         clock.lap("to save")
         report(messages.ended(folder, last, metrics.last, clock))
+
+
+def open_data(experiment: Experiment, sharding: Sharding | None) -> Any:
+    """The iterator of the batches to train on, of which each process has its share.
+
+    Raises:
+      ValueError: if the processes do not read the same text.
+    """
+    share = (0, 1) if sharding is None else sharding.share()
+    data = iter(experiment.task.dataset(experiment.seed, experiment.train.batch_size, *share))
+    position = json.dumps(data.get_state())
+    distributed.require_same(position, "not all processes would train on the same text")
+    return data
+
+
+def open_folder(
+    experiment: Experiment, folder: Path, begin: runs.Start, report: Report, *, begun: bool | None
+) -> None:
+    """Makes the run's folder, or sees that it still is as it was found.
+
+    Args:
+      experiment: what is trained.
+      folder: the run's, guarded.
+      begin: where training begins.
+      report: called with what was adapted.
+      begun: whether the run that is there has trained; None: there is none.
+
+    Raises:
+      ValueError: if another process was there meanwhile, or not all see the same folder.
+    """
+    if begun is not None:
+        distributed.agreed(lambda: runs.require_begun(folder, begun))
+    else:
+        made = begin.adapted.base if begin.adapted else None
+        distributed.agreed(lambda: runs.create(folder, experiment, made))
+        if begin.adapted:
+            report(begin.describe())
+    problem = f"not all processes have the same folder {folder}: it must be shared"
+    distributed.require_same(runs.seen(folder), problem)
 
 
 class Resumable(NamedTuple):
@@ -206,10 +241,10 @@ class Trainer:
                     if held_out and not stop:
                         report(held_out.describe(step, state.params))
                 if stop:
-                    checkpoints.wait()
+                    checkpoints.wait_for_all()
                     raise messages.interrupted(self.folder, self.experiment.task, step, stop)
         except NonFiniteError as error:
-            checkpoints.wait()
+            checkpoints.wait_for_all()
             raise messages.diverged(self.folder, checkpoints.steps()[-1], error) from error
         return state
 

@@ -125,7 +125,8 @@ def _newest(folder: Path) -> int:
 
 
 def _resume(folder: Path, task: Task) -> str:
-    return f"  {program(task)} train --run={_quoted(folder)} --resume"
+    several = "  # in each process, with --distributed as before" if jax.process_count() > 1 else ""
+    return f"  {program(task)} train --run={_quoted(folder)} --resume{several}"
 
 
 def _quoted(folder: Path) -> str:

@@ -15,6 +15,7 @@ import json
 import math
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,6 +45,8 @@ from train.training.checkpoint import Checkpoints, Report
 ADAPTER = "adapter.safetensors"
 LOCK = ".lock"
 SHOWN = 5
+# Seconds in which a folder that one host has made must be seen by the others.
+APPEARANCE = 60
 ONE_TOKEN = jax.ShapeDtypeStruct((1, 1), "int32")
 # What a process that was killed leaves, and what there is of a run before its first step.
 _LEFT_OVER = re.compile(rf"{re.escape(LOCK)}|\.experiment\.json\.\d+\.tmp")
@@ -104,6 +107,14 @@ def _has_only_its_start(folder: Path) -> bool:
 def exists(folder: Path) -> bool:
     """Returns whether there is a run in a folder."""
     return read_record(folder) is not None
+
+
+def seen(folder: Path) -> str:
+    """Returns what says which run is in a folder; waits for it, as a network may show it late."""
+    path, end = folder / "experiment.json", time.monotonic() + APPEARANCE
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.2)
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def has_trained(folder: Path) -> bool:

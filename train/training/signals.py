@@ -42,23 +42,31 @@ class Signals:
     """
 
     def __init__(
-        self, first: Callable[[], str] | None = None, second: Callable[[], str] | None = None
+        self,
+        first: Callable[[], str] | None = None,
+        second: Callable[[], str] | None = None,
+        *,
+        as_preemption: bool = False,
     ) -> None:
         """
         Args:
+          as_preemption: whether SIGTERM is jax's, which makes several processes stop after the same
+            step; the other two are then passed on as SIGTERM, and ``received`` stays 0.
           first: what to say of the first signal; None: nothing.
           second: what to say of a second one that ends the process, where the main thread does not
             answer; None: it is waited for.
         """
         self.received = 0
         self._first, self._second = first, second
+        self._as_preemption = as_preemption
         self._previous: dict[int, Any] = {}
         self._acted = threading.Event()
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            own = () if self._as_preemption else (signal.SIGTERM,)
+            for number in (signal.SIGINT, signal.SIGHUP, *own):
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self._previous[number] = signal.signal(number, self._receive)
             if self._first:
@@ -69,9 +77,14 @@ class Signals:
         self._acted.set()
         self._stack.close()
         self._restore()
+        if self._as_preemption and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Nobody asks jax about it any more.
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.received = number
+        if self._as_preemption:
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            self.received = number
         heeded = signal.SIGINT in self._previous
         self._restore()
         if heeded:

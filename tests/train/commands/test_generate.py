@@ -100,6 +100,7 @@ def test_an_adapter_on_a_folder(tmp_path, capsys):
         (["--prompt=1+2", "--new=0"], "--new must be at least 1"),
         (["--prompt=1+2", "--seed=4294967296"], "--seed must be from 0 to 2**32 - 1"),
         (["--prompt=1+2", "--top-k=3"], "need a positive --temperature"),
+        (["--prompt=1+2", "--temperature=-1"], "--temperature must not be negative; got -1"),
         (["--prompt=1+2", "--adapter=x"], "go with a Llama folder"),
         (["--prompt=one"], "is not in the"),
         (["--prompt=1\udcff"], r"the --prompt '1\udcff' is not UTF-8"),

@@ -7,7 +7,7 @@ import pytest
 from tape_jax import Experts, ModelConfig, RandomPositions, RopeScaling, positions
 from tape_jax.sharding import ShardingConfig
 from train import experiment
-from train.experiment import TrainConfig, from_file, from_mapping, to_json
+from train.experiment import TrainConfig, change, from_file, from_mapping, to_json
 from train.tasks.arithmetic import AdditionEvaluation
 
 FILE = """
@@ -224,6 +224,8 @@ def test_digits_come_from_the_task(file):
         ("--config.train.beta2=1", "beta2 must be in [0, 1)"),
         ("--config.train.eps=0", "eps must be positive"),
         ("--config.train.weight_decay=-1", "weight_decay must not be negative"),
+        ("--config.train.weight_decay=1e400", "weight_decay must not be negative or infinite"),
+        ("--config.train.learning_rate=1e400", "learning rate must be a positive number; got inf"),
         ("--config.model.vocab_size=5", "vocab_size = 5 is too small for the task"),
         ("--config.task.name=adition", "did you mean 'addition'?"),
         ("--config.seed=-1", "seed must be in [0, 2**32); got -1"),
@@ -234,6 +236,14 @@ def test_digits_come_from_the_task(file):
 def test_bad_options(file, option, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         from_file(file, option.split(), report=lambda _: None)
+
+
+def test_options_of_one_encoding_do_not_stay_with_another(file):
+    """Of a run that is there, too: what is wrong is that the encoding changes, not its options."""
+    begun = from_file(file, report=lambda _: None)
+    changed = change(begun, ["--config.model.position.kind=rope"])
+    assert changed.model.position.kind == "rope"
+    assert begun.model.position.kind != "rope"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from train.training import checkpoint
-from train.training.checkpoint import Checkpoints
+from train.training.checkpoint import Checkpoints, saved_steps
 from train.training.metrics import Sums
 
 
@@ -176,6 +176,27 @@ def test_keeps_the_newest_and_never_fewer(tmp_path, monkeypatch):
     assert names == ["00000004", "00000004.sha256", "00000005", "00000005.sha256"]
     with pytest.raises(ValueError, match="keep must be at least 1; got 0"):
         Checkpoints(tmp_path, keep=0)
+
+
+def test_an_old_checkpoint_that_stays_stops_nothing(tmp_path, monkeypatch):
+    """As where another process has a file of it open, on a network's file system."""
+    said = []
+
+    def rmtree(path):
+        raise OSError(39, "Directory not empty", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint.shutil, "rmtree", rmtree)
+        with Checkpoints(tmp_path, keep=1, report=said.append) as checkpoints:
+            for step in (1, 2):
+                checkpoints.save(step, {"w": jnp.ones(step)})
+    assert len(said) == 1
+    assert "an old checkpoint could not be removed" in said[0]
+    assert saved_steps(tmp_path) == [2]
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(3, {"w": jnp.ones(3)})
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["00000003", "00000003.sha256"]
 
 
 def test_what_a_crash_left_behind_is_removed_later(tmp_path):

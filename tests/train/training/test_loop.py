@@ -110,6 +110,12 @@ def test_a_second_signal_abandons_what_is_not_saved(tiny, tmp_path, monkeypatch,
     assert re.search("saving; again to abandon the steps since [04]", capsys.readouterr().err)
 
 
+def test_a_trace_of_steps_that_are_not_taken_is_refused(tmp_path):
+    message = r"--profile: expected one of the steps that are taken, 1 to 12; got 13 to 15"
+    with pytest.raises(ValueError, match=message):
+        loop.train(an_experiment(), tmp_path / "run", profile=range(13, 16), report=lambda _: None)
+
+
 @pytest.mark.slow
 def test_it_says_what_begins_and_how_it_ended(tiny, tmp_path):
     """Also of a training that some steps are traced of."""

@@ -8,7 +8,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
+import jax
 import numpy as np
 import pytest
 
@@ -32,12 +34,22 @@ OPTIONS = {
 class Cluster:
     """Processes that train one run."""
 
-    def __init__(self, run: Path, processes: int, devices: int, steps: int = STEPS, **changes):
+    def __init__(
+        self,
+        run: Path,
+        processes: int,
+        devices: int,
+        steps: int = STEPS,
+        program: tuple[str, ...] = ("-m", "train.main"),
+        **changes,
+    ):
         changed = {**OPTIONS, **{name.replace("__", "."): x for name, x in changes.items()}}
+        changed = {name: x for name, x in changed.items() if x is not None}
+        config = ROOT / f"configs/{changed.pop('config', 'addition_demo')}.py"
         options = [f"--config.{name}={value}" for name, value in changed.items()]
         options += [f"--config.train.steps={steps}", f"--run={run}", "--resume"]
-        command = [sys.executable, "-m", "train.main", "train"]
-        command += [f"--config={ROOT / 'configs/addition_demo.py'}", *options]
+        command = [sys.executable, *program, "train"]
+        command += [f"--config={config}", *options]
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
@@ -105,10 +117,53 @@ def test_processes_may_share_sequences(tmp_path):
     np.testing.assert_allclose(losses(two), losses(one), rtol=1e-5)
 
 
+def program(setting: str) -> tuple[str, str]:
+    """The command line after a line of Python, in which ``index`` is the process's."""
+    lines = ["import sys; from train import main", "index = sys.argv[-1][-1]", setting]
+    return "-c", "\n".join([*lines, "sys.exit(main.main())"])
+
+
+@pytest.mark.slow
+def test_all_read_the_same_text(tmp_path):
+    for index in range(2):
+        (tmp_path / f"{index}").mkdir()
+        (tmp_path / f"{index}" / "text.txt").write_text(f"{index}. What is read here. " * 4000)
+    setting = (
+        f"import os; sys.path.insert(0, {str(ROOT)!r}); os.chdir({str(tmp_path)!r} + '/' + index)"
+    )
+    options = {"config": "bytes_demo", "task__source": "text.txt", "task__max_digits": None}
+    for text in Cluster(tmp_path / "run", 2, 1, program=program(setting), **options).finish(2):
+        assert "train on the same text: process 0 sees something else than process 1" in text
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_folder_of_one_host_is_refused(tmp_path):
+    setting = "from train.training import runs; runs.APPEARANCE = 1\nsys.argv[-3] += index"
+    for text in Cluster(tmp_path / "run", 2, 1, program=program(setting)).finish(2):
+        assert "it must be shared: process 0 sees something else than process 1" in text
+
+
+@pytest.mark.slow
+def test_nobody_leaves_before_the_manifest(tmp_path):
+    setting = "from train.training import checkpoint; import time; digest = checkpoint._sha256\n"
+    setting += "checkpoint._sha256 = lambda path: (time.sleep(0.3), digest(path))[1]"
+    pair = started(Cluster(tmp_path / "run", 2, 1, 100_000, program=program(setting)), tmp_path)
+    pair.processes[1].terminate()
+    text, _ = pair.processes[1].communicate(timeout=120)
+    step = int(re.search(r"stopped by SIGTERM after step (\d+)", text)[1])
+    assert (tmp_path / "run" / "checkpoints" / f"{step:08d}.sha256").exists()
+    pair.finish(128 + signal.SIGTERM)
+
+
 @pytest.fixture
 def pair(tmp_path):
     """Two processes that train without end, after their first checkpoint."""
-    cluster = Cluster(tmp_path / "run", 2, 1, steps=100_000)
+    return started(Cluster(tmp_path / "run", 2, 1, steps=100_000), tmp_path)
+
+
+def started(cluster: Cluster, tmp_path: Path) -> Cluster:
+    """The processes, after their first checkpoint."""
     checkpoint = tmp_path / "run" / "checkpoints" / "00000004.sha256"
     end = time.monotonic() + 240
     while not checkpoint.exists() and time.monotonic() < end:
@@ -119,9 +174,10 @@ def pair(tmp_path):
 
 
 @pytest.mark.slow
-def test_preemption_of_one_stops_all(pair, tmp_path):
-    """SIGTERM to one process: both save the same step and leave."""
-    pair.processes[1].terminate()
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_preemption_of_one_stops_all(pair, tmp_path, number):
+    """SIGTERM or Ctrl-C to one process: both save the same step and leave."""
+    pair.processes[1].send_signal(number)
     printed = pair.finish(128 + signal.SIGTERM)
     step = int(re.search(r"stopped by SIGTERM after step (\d+)", printed[0])[1])
     assert (tmp_path / "run" / "checkpoints" / f"{step:08d}.sha256").exists()
@@ -135,6 +191,14 @@ def test_a_dead_process_brings_the_other_down(pair):
     text, _ = pair.processes[0].communicate(timeout=2 * distributed.HEARTBEAT)
     assert pair.processes[0].returncode == distributed.PEER_LOST, text
     assert "another process has died" in text
+
+
+def test_the_others_wait_while_the_first_evaluates(monkeypatch):
+    given = {}
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **options: given.update(options))
+    monkeypatch.setattr(distributed.ctypes, "CDLL", mock.MagicMock())
+    distributed.initialize("localhost:1,2,0")
+    assert given["shutdown_timeout_seconds"] >= 24 * 3600
 
 
 @pytest.mark.parametrize("where", ["here", "host:1,2,2", "host:1,2", "host:1,2,1,0"])

@@ -115,10 +115,9 @@ def _line(shape: CallShape, results: Sequence[records.Measured]) -> tuple[object
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(text)
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive integer; got {text!r}")
+    return int(text)
 
 
 def draw(table: Table, shapes: Sequence[CallShape]) -> bytes:
