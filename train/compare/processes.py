@@ -85,7 +85,7 @@ def train_all(
         while running or waiting:
             while waiting and free and not failed and not signals.received:
                 job, share = waiting.popleft(), free.popleft()
-                process = _start(job, share, ends)
+                process = _start(job, share, ends=ends)
                 running[job] = (process, share)
             if failed or signals.received:
                 waiting.clear()
@@ -188,7 +188,7 @@ def _ended(job: Job, process: subprocess.Popen) -> Ended | None:
     return Ended(job, process.returncode, seconds)
 
 
-def _start(job: Job, cores: list[int], ends: Sequence[str]) -> subprocess.Popen:
+def _start(job: Job, cores: list[int], *, ends: Sequence[str]) -> subprocess.Popen:
     """Starts a training on the given cores, in a session of its own."""
     arguments = [*ends, *(["--resume"] if job.folder.exists() else [])]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(len(cores))}
