@@ -92,12 +92,11 @@ def train(
         if begun:
             report(f"continuing {folder} from step {start} of {last}")
         taken = range(start + 1, last + 1)
-        trace = ProfilerTrace(folder / "profile", profile, taken)
         begin = begin._replace(params=None)  # Else the first parameters would stay in memory.
         if start < last:
             report("\n".join([messages.begins(experiment, folder), *read]))
         metrics = stack.enter_context(open_metrics(experiment, folder, start, saved.sums))
-        stack.enter_context(trace)
+        trace = stack.enter_context(open_trace(folder, profile, taken, report))
         clock.lap("to start")
         trainer = Trainer(experiment, folder, sharding, program.step, begin.frozen, saved, metrics)
         state = trainer.run(taken, state, trace, signals, report)
@@ -146,6 +145,13 @@ def open_folder(
             report(begin.describe())
     problem = f"not all processes have the same folder {folder}: it must be shared"
     distributed.require_same(runs.seen(folder), problem)
+
+
+def open_trace(folder: Path, profile: range | None, taken: range, report: Report) -> ProfilerTrace:
+    """What traces some steps; says so if none of them will be taken, as after a restart."""
+    if profile is not None and not {*profile} & {*taken}:
+        report(f"no trace: none of the steps {profile[0]} to {profile[-1]} will be taken")
+    return ProfilerTrace(folder / "profile", profile)
 
 
 class Resumable(NamedTuple):

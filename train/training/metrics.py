@@ -20,7 +20,6 @@ import jax
 import tensorboardX
 import tqdm
 
-from train.checks import require
 from train.files import json_object, write_atomically
 
 BAR = (
@@ -133,21 +132,12 @@ def memory_in_use() -> dict[str, float]:
 class ProfilerTrace:
     """Writes a trace of some steps, for TensorBoard's profiler or Perfetto."""
 
-    def __init__(self, folder: Path, steps: range | None, taken: range):
+    def __init__(self, folder: Path, steps: range | None):
         """
         Args:
           folder: where it goes.
           steps: which steps; None: none.
-          taken: the steps that will be taken.
-
-        Raises:
-          ValueError: if none of ``steps`` is among them.
         """
-        require(
-            steps is None or bool({*steps} & {*taken}),
-            f"--profile: expected one of the steps that are taken, {_spoken(taken)}; got "
-            f"{_spoken(steps or taken)}",
-        )
         self._folder, self._steps, self._running = folder, steps or range(0), False
 
     def __enter__(self) -> ProfilerTrace:
@@ -171,10 +161,6 @@ class ProfilerTrace:
         if self._running:
             jax.profiler.stop_trace()
             self._running = False
-
-
-def _spoken(steps: range) -> str:
-    return f"{steps[0]} to {steps[-1]}" if steps else "of which there are none"
 
 
 @dataclasses.dataclass
