@@ -295,4 +295,7 @@ def _environments(records: Sequence[Record]) -> str:
         described = ", ".join(f"{name} {value}" for name, value in environment)
         lines.append(f"* {count} runs: {described}")
     commits = {record.code["commit"] for record in records}
-    return "\n".join(lines) + f"\n\nEach record names the commit that made it; {len(commits)} have."
+    return (
+        "\n".join(lines)
+        + f"\n\nEach record names the commit that made it; there are {len(commits)}."
+    )

@@ -320,6 +320,10 @@ def _of_both(
       lengths: queries and keys.
       convert: checks an array, by its name and length.
     """
+    require(
+        not (isinstance(given, list) and any(hasattr(x, "shape") for x in given)),
+        f"{name} must be an array or a tuple of two, queries' and keys'; got a list of arrays",
+    )
     if not isinstance(given, tuple):
         require(
             lengths[0] == lengths[1],

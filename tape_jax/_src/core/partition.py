@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -273,7 +274,12 @@ def _partitioned(function: Callable[[Named], Named], args: Named, axes: Mapping[
         parts: dict[str | None, Any] = {}
         for letters, x in _leaves(arg_shapes[0], axes):
             for factor, part in zip(factors(letters, x), x.sharding.spec, strict=False):
-                if factor is not None and part is not None:
+                if factor is None or part is None:
+                    continue
+                names = part if isinstance(part, tuple) else (part,)
+                shards = math.prod(mesh.shape[name] for name in names)
+                # Key/value heads that the shards of queries' heads do not divide stay whole.
+                if factor == "b" or sizes[factor] % shards == 0:
                     parts.setdefault(factor, part)
 
         def place(tree: Named) -> Named:

@@ -22,7 +22,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from tape_jax._src.core.algebra import at_least_float32
-from tape_jax._src.core.checks import as_array, as_integers, broadcasts, concrete, require, typed
+from tape_jax._src.core.checks import (
+    as_array,
+    as_integers,
+    broadcasts,
+    concrete,
+    positive,
+    require,
+    typed,
+)
 from tape_jax._src.core.explicit import automatic_inside, names_of
 from tape_jax._src.core.segments import PADDING, places
 from tape_jax._src.model import placement
@@ -85,13 +93,13 @@ def generate(
         ``capacity`` admits; if a sampling option is out of range.
     """
     check_variables(variables)
-    n = _positive("max_new_tokens", max_new_tokens)
+    n = positive("max_new_tokens", max_new_tokens)
     vocab_size = model.config.vocab_size
     _check_ids("pad_id", np.asarray(pad_id), vocab_size)
     tokens, lengths = pad_prompts(prompts, pad_id, vocab_size=vocab_size)
     total = tokens.shape[1] + n
     length = lengths + n if capacity is None else None
-    capacity = total if capacity is None else _positive("capacity", capacity)
+    capacity = total if capacity is None else positive("capacity", capacity)
     asked = f"a prompt of {tokens.shape[1]} tokens and max_new_tokens = {n}"
     require(total <= capacity, f"{asked} need a capacity of {total}; got {capacity}")
     check_length(model, capacity, what=f"{asked}: a cache")
@@ -107,7 +115,7 @@ def generate(
         lengths,
         n,
         capacity,
-        None if prefill_chunk is None else _positive("prefill_chunk", prefill_chunk),
+        None if prefill_chunk is None else positive("prefill_chunk", prefill_chunk),
         length,
         stop=_stop_ids(stop, vocab_size),
         pad_id=pad_id,
@@ -236,7 +244,7 @@ def prefill(
         kind = positions.dtype if jnp.issubdtype(positions.dtype, jnp.floating) else kind
     cache = init_cache(model, batch, capacity, length=length, position_dtype=kind)
     given: dict[str, Any] = {"positions": positions, "segment_ids": segment_ids}
-    if chunk is not None and _positive("chunk", chunk) < longest:
+    if chunk is not None and positive("chunk", chunk) < longest:
         return _in_chunks(model, variables, cache, tokens, given, int(chunk))
     result: Any = model.apply(variables, tokens, cache=cache, **given)
     return result
@@ -374,7 +382,7 @@ def decode(
       key: random key; None: greedy.
       temperature, top_k, top_p: as in :func:`sample_logits`.
       stop: token ids that end a row, a collection or an array ``[K]``; or None.
-      pad_id: what follows them.
+      pad_id: what follows them, or one id for each row ``[B]``.
 
     Returns:
       int32 ``[B, N]``, and the cache, which holds all tokens but the last again. Tokens are -1
@@ -384,7 +392,7 @@ def decode(
       ValueError: if the cache is too small, unless it is traced.
     """
     check_variables(variables)
-    max_new_tokens = _positive("max_new_tokens", max_new_tokens)
+    max_new_tokens = positive("max_new_tokens", max_new_tokens)
     batch = cache.tokens.shape[0]
     token = as_integers("token", token)
     require(
@@ -419,7 +427,8 @@ def decode(
         ended = done if stop is None else done | jnp.isin(token, stop)
         return _Decoding(loop.made + 1, by.leave(cache), token, ended, done, out)
 
-    out = jnp.full((batch, max_new_tokens), pad_id, jnp.int32)
+    padding = jnp.asarray(pad_id, jnp.int32)[..., None]  # One id, or one for each row.
+    out = jnp.broadcast_to(padding, (batch, max_new_tokens))
     none = jnp.zeros(batch, bool)
     start = _Decoding(jnp.int32(0), by.cache, token.astype(jnp.int32), none, none, out)
     end = jax.lax.while_loop(unfinished, step, start)
@@ -526,12 +535,6 @@ def _stop_ids(stop: Iterable[int] | Array | None, vocab_size: int) -> Array | No
     require(isinstance(stop, Iterable), f"stop must be a collection of token ids; got {stop!r}")
     ids = np.asarray(stop if hasattr(stop, "dtype") else list(stop))
     return _check_ids("stop", ids, vocab_size) if ids.size else None
-
-
-def _positive(name: str, value: Any) -> int:
-    valid = isinstance(value, int | np.integer) and int(value) >= 1
-    require(valid, f"{name} must be a positive integer; got {value!r}")
-    return int(value)
 
 
 def _check_ids(name: str, ids: Any, vocab_size: int | None) -> Array:

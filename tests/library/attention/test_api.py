@@ -66,6 +66,7 @@ WRONG = [
     ("segment_ids must be integers.*float32", {"segment_ids": ONES}),
     (r"expected shape \(2, 6\).*got \(2, 5\)", {"segment_ids": INTS[:, :5]}),
     ("tuple.*3 queries, 6 keys", {**SHORT, "segment_ids": INTS}),
+    ("tuple of two, queries' and keys'; got a list", {"segment_ids": [INTS, INTS]}),
     ("segment_ids must fit in 32 bits: .*4294967297", {"segment_ids": [2**32 + 1] * T}),
     ("an integer from 0 on, or a pair .* got -1", {"local_window_size": -1}),
     (

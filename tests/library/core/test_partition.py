@@ -23,9 +23,9 @@ def scores(args):
     return jnp.sin(q) * mean * args["fixed"]
 
 
-def arrays(kv_heads, rows=2):
+def arrays(kv_heads, rows=2, heads=4):
     return {
-        "q": normal(0, rows, 5, 4, 6),
+        "q": normal(0, rows, 5, heads, 6),
         "k": normal(1, rows, 5, kv_heads, 6),
         "ids": jnp.arange(rows * 5).reshape(rows, 5),
         "fixed": jnp.arange(6.0),
@@ -71,6 +71,19 @@ def test_each_device_has_its_rows_and_heads():
     out, (of_q, of_k) = got
     for x, name in ((out, "q"), (of_q, "q"), (of_k, "k")):
         assert x.sharding.is_equivalent_to(placed[name], x.ndim)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "devices"), [(6, 3, 2), (12, 3, 4)])
+def test_shards_that_do_not_divide_key_heads(heads, kv_heads, devices):
+    """Else a device would pair query heads with key heads of another."""
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("model",))
+    args = arrays(kv_heads, heads=heads)
+    want = of_scores(args)
+    split = NamedSharding(mesh, PartitionSpec(None, None, "model"))
+    others = {name: NamedSharding(mesh, PartitionSpec()) for name in args}
+    args = jax.device_put(args, others | {"q": split})
+    got = jit(functools.partial(result_and_gradients, whole))(args)
+    assert_close(jax.device_get(got), want, 1e-6)
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,14 @@ def test_rows_end_at_a_stop(roped):
     np.testing.assert_array_equal(out, expected)
 
 
+def test_each_row_may_have_its_own_padding(roped):
+    model, variables = roped
+    _, cache = prefill(model, variables, jnp.ones((2, 3), jnp.int32), capacity=8)
+    given = {"stop": jnp.arange(VOCAB), "pad_id": jnp.array([7, 8])}
+    out, _ = decode(model, variables, cache, jnp.array([1, 2]), 2, **given)
+    assert out[:, 1].tolist() == [7, 8]
+
+
 def test_decoding_ends_when_all_rows_have(roped):
     model, variables = roped
     token = jnp.array([1, 2])
