@@ -64,13 +64,25 @@ def main(
     """
     keep_freed_memory()
     argv = list(sys.argv[1:] if argv is None else argv)
-    code = _exit_code(argv, commands, program)
+    try:
+        code = _exit_code(argv, commands, program)
+    except Exception:
+        # An error of ours. The other processes must not wait for this one, which waits for them.
+        if "jax" in sys.modules and sys.modules["jax"].distributed.is_initialized():
+            traceback.print_exc()
+            _leave(1)
+        raise
+    _leave(code)
+    return code
+
+
+def _leave(code: int) -> None:
+    """Ends a process that has failed beside others at once: they wait for its end otherwise."""
     if code and "jax" in sys.modules:
         from train.training import distributed
 
         if distributed.is_one_of_several():
             distributed.leave(code)
-    return code
 
 
 def _exit_code(argv: list[str], commands: Mapping[str, tuple[str, str]], program: str) -> int:

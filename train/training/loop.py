@@ -149,7 +149,7 @@ def open_folder(
 
 def open_trace(folder: Path, profile: range | None, taken: range, report: Report) -> ProfilerTrace:
     """What traces some steps; says so if none of them will be taken, as after a restart."""
-    if profile is not None and not {*profile} & {*taken}:
+    if profile and max(profile.start, taken.start) >= min(profile.stop, taken.stop):
         report(f"no trace: none of the steps {profile[0]} to {profile[-1]} will be taken")
     return ProfilerTrace(folder / "profile", profile)
 

@@ -51,7 +51,7 @@ class Signals:
         """
         Args:
           as_preemption: whether SIGTERM is jax's, which makes several processes stop after the same
-            step; the other two are then passed on as SIGTERM, and ``received`` stays 0.
+            step; SIGINT and SIGHUP are then passed on as SIGTERM, and ``received`` stays 0.
           first: what to say of the first signal; None: nothing.
           second: what to say of a second one that ends the process, where the main thread does not
             answer; None: it is waited for.

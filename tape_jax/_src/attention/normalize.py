@@ -321,7 +321,7 @@ def _of_both(
       convert: checks an array, by its name and length.
     """
     require(
-        not (isinstance(given, list) and any(hasattr(x, "shape") for x in given)),
+        not (isinstance(given, list) and any(getattr(x, "ndim", 0) for x in given)),
         f"{name} must be an array or a tuple of two, queries' and keys'; got a list of arrays",
     )
     if not isinstance(given, tuple):

@@ -31,7 +31,7 @@ def over_batch_and_heads(
     """Runs ``function(args)`` so that batching and sharding pass through it.
 
     Sharded batch axes and heads stay sharded, with no collective; other sharded axes are gathered
-    first. The shards of query heads must divide the key/value heads.
+    first, and heads where the shards of query heads do not divide the key/value heads.
 
     Args:
       function: pure; computes any number of batch rows and of key/value heads, each by itself. It
@@ -278,7 +278,8 @@ def _partitioned(function: Callable[[Named], Named], args: Named, axes: Mapping[
                     continue
                 names = part if isinstance(part, tuple) else (part,)
                 shards = math.prod(mesh.shape[name] for name in names)
-                # Key/value heads that the shards of queries' heads do not divide stay whole.
+                # Key/value heads that the shards of queries' heads do not divide stay whole. (Where both
+                # have a common divisor, jax refuses the call before it comes here.)
                 if factor == "b" or sizes[factor] % shards == 0:
                     parts.setdefault(factor, part)
 

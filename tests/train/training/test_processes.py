@@ -145,6 +145,16 @@ def test_a_folder_of_one_host_is_refused(tmp_path):
 
 
 @pytest.mark.slow
+def test_an_error_of_one_ends_all(tmp_path):
+    setting = "from train.training.loop import Trainer\n"
+    setting += "if index == '1': Trainer.run = lambda *_: {}['no such name']"
+    cluster = Cluster(tmp_path / "run", 2, 1, program=program(setting))
+    printed = [p.communicate(timeout=2 * distributed.HEARTBEAT)[0] for p in cluster.processes]
+    assert "KeyError: 'no such name'" in printed[1]
+    assert [p.returncode for p in cluster.processes] == [distributed.PEER_LOST, 1], printed
+
+
+@pytest.mark.slow
 def test_nobody_leaves_before_the_manifest(tmp_path):
     setting = "from train.training import checkpoint; import time; digest = checkpoint._sha256\n"
     setting += "checkpoint._sha256 = lambda path: (time.sleep(0.3), digest(path))[1]"
