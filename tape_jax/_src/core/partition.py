@@ -278,8 +278,8 @@ def _partitioned(function: Callable[[Named], Named], args: Named, axes: Mapping[
                     continue
                 names = part if isinstance(part, tuple) else (part,)
                 shards = math.prod(mesh.shape[name] for name in names)
-                # Key/value heads that the shards of queries' heads do not divide stay whole. (Where both
-                # have a common divisor, jax refuses the call before it comes here.)
+                # Key/value heads that the shards of queries' heads do not divide stay whole.
+                # (Where both have a common divisor, jax refuses the call before it comes here.)
                 if factor == "b" or sizes[factor] % shards == 0:
                     parts.setdefault(factor, part)
 
