@@ -148,7 +148,7 @@ def open_folder(
 
 
 def open_trace(folder: Path, profile: range | None, taken: range, report: Report) -> ProfilerTrace:
-    """What traces some steps; says so if none of them will be taken, as after a restart."""
+    """Returns the trace of some steps; reports if none will be taken, as after a restart."""
     if profile and max(profile.start, taken.start) >= min(profile.stop, taken.stop):
         report(f"no trace: none of the steps {profile[0]} to {profile[-1]} will be taken")
     return ProfilerTrace(folder / "profile", profile)
