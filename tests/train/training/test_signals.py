@@ -1,5 +1,6 @@
 """Signals that ask a training to end."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -34,18 +35,21 @@ class TestSignals:
             assert signals.received == 0
         assert [signal.getsignal(n) for n in numbers] == before
 
-    def test_the_first_is_remembered_and_the_second_acts(self, capsys):
-        with Signals(lambda: "saving", lambda: "gone") as signals:
-            assert signals.received == 0
-            signal.raise_signal(signal.SIGTERM)
-            said = ""
-            while not said:
-                said = capsys.readouterr().err
-            assert said == "saving\n"
-            assert signals.received == signal.SIGTERM
-            with pytest.raises(KeyboardInterrupt):
-                signal.raise_signal(signal.SIGINT)
-        assert "gone" not in capsys.readouterr().err
+    def test_the_first_is_remembered_and_the_second_acts(self, monkeypatch):
+        # Read as a pipe, which waits: to look again and again loses what comes between two looks.
+        read, write = os.pipe()
+        with open(read) as heard:
+            with open(write, "w", buffering=1) as said:
+                monkeypatch.setattr(sys, "stderr", said)
+                with Signals(lambda: "saving", lambda: "gone") as signals:
+                    assert signals.received == 0
+                    signal.raise_signal(signal.SIGTERM)
+                    assert heard.readline() == "saving\n"
+                    assert signals.received == signal.SIGTERM
+                    with pytest.raises(KeyboardInterrupt):
+                        signal.raise_signal(signal.SIGINT)
+                monkeypatch.undo()
+            assert "gone" not in heard.read()
 
 
 BUSY = """
