@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -146,8 +146,8 @@ def attention(
         here is taken; or None for the fastest that can, by what ``python -m tape_jax.tune`` has
         measured on this machine. If nothing was: a kernel on NVIDIA GPUs from Ampere on, from 256
         tokens on, in 16 bits (on Hopper by times of an H200, on others by the libraries' claims)
-        and in float32 (not timed); plain JAX elsewhere. With kernels, shards of query heads must
-        divide the key/value heads; plain JAX takes any.
+        and in float32 (not timed); plain JAX elsewhere. Kernels gather heads whose shards do
+        not divide the key/value heads; plain JAX need not.
       options: keywords of the named implementation, such as ``block_q`` of ``chunked``.
       interpret: run kernels, where an implementation has any, in interpreted mode.
       sharding: a mesh and rules, by which ``ring`` splits the sequence. Others leave the mesh to
@@ -302,7 +302,7 @@ def _names(
     """The names to try, checked; None for an automatic choice."""
     names = (implementation,) if isinstance(implementation, str) else implementation
     require(
-        names is None or isinstance(names, Iterable),
+        names is None or isinstance(names, Sequence),
         f"implementation must be a name, several or None; got {implementation!r}",
     )
     for name in names or ():

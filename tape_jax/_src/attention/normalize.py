@@ -146,12 +146,10 @@ def _visibility(
         require(mask.dtype == jnp.bool_, f"mask must be boolean, True = visible; got {mask.dtype}")
         mask = _broadcastable("mask", mask, batch, pairs)
     within = _within_lengths(lengths, batch, (queries, keys))
-    if within is not None and segments is None:
+    if within is not None:
         # Ids that no other token has.
-        segments = jnp.where(within[0], 0, -1), jnp.where(within[1], 0, -2)
-    elif within is not None:
-        both = within[0][:, None, :, None] & within[1][:, None, None]
-        mask = both if mask is None else mask & both
+        ids = (0, 0) if segments is None else _numbered(*segments)
+        segments = jnp.where(within[0], ids[0], -1), jnp.where(within[1], ids[1], -2)
     words = "an integer from 0 on, or a pair (left, right) of them"
     sides = _known("local_window_size", window[0], _window, words)
     counts = None
@@ -194,6 +192,18 @@ def _within_lengths(
         )
         found.append(at < given.reshape(-1, 1))
     return found[0], found[1]
+
+
+def _numbered(queries: Array, keys: Array) -> tuple[Array, Array]:
+    """Ids that are equal where those given are, from 0 on: int32 ``[B|1, Tq]`` and ``[B|1, S]``."""
+    rows = max(queries.shape[0], keys.shape[0])
+    ids = jnp.concatenate([jnp.broadcast_to(x, (rows, x.shape[1])) for x in (queries, keys)], 1)
+    order = jnp.argsort(ids, axis=1)
+    ascending = jnp.take_along_axis(ids, order, axis=1)
+    first = jnp.pad(ascending[:, 1:] != ascending[:, :-1], ((0, 0), (1, 0)))
+    ranks = jnp.cumsum(first, axis=1, dtype=jnp.int32)
+    ranks = jnp.take_along_axis(ranks, jnp.argsort(order, axis=1), axis=1)
+    return ranks[:, : queries.shape[1]], ranks[:, queries.shape[1] :]
 
 
 def _row_function(name: str, function: Any) -> RowFunction | None:

@@ -31,7 +31,7 @@ def over_batch_and_heads(
     """Runs ``function(args)`` so that batching and sharding pass through it.
 
     Sharded batch axes and heads stay sharded, with no collective; other sharded axes are gathered
-    first, and heads where the shards of query heads do not divide the key/value heads.
+    first, and so are heads if their shards do not divide the key/value heads.
 
     Args:
       function: pure; computes any number of batch rows and of key/value heads, each by itself. It
@@ -183,13 +183,21 @@ def differentiable_over_batch_and_heads(
         value = lambda args: {"out": function(args)}  # noqa: E731
         return every(value, args, {**axes, "out": letters})["out"]
 
+    # Gradients are to be split as what they are of, whatever is kept: so one number of each row and
+    # head is kept as well.
+    like = {f"like {name}": axes[name] for name in floats}
+
+    def one_each(name: str, x: Array) -> Array:
+        letters = axes[name].ljust(x.ndim)
+        return x[tuple(slice(None if letter in "bhk" else 1) for letter in letters)]
+
     def call_forward(args: Named) -> tuple[Array, Named]:
         found = every(keep, args, {**axes, "out": letters, **kept_axes()})
-        return found.pop("out"), found
+        return found.pop("out"), found | {f"like {n}": one_each(n, args[n]) for n in floats}
 
     def call_backward(kept: Named, d_out: Array) -> tuple[Named]:
         given = {**kept, "d_out": d_out}
-        found = every(pull_back, given, {**axes, "d_out": letters, **kept_axes()})
+        found = every(pull_back, given, {**axes, **like, "d_out": letters, **kept_axes()})
         return ({name: found.get(name) for name in args},)
 
     call.defvjp(call_forward, call_backward)
@@ -243,45 +251,40 @@ def _partitioned(function: Callable[[Named], Named], args: Named, axes: Mapping[
     """Calls ``function``, and says how it can be split over devices."""
     results = jax.eval_shape(function, args)
     sizes = _sizes(axes, args, results)
-    groups = sizes["h"] // sizes["k"]
     # What an axis, by its letter and its size, is split along.
-    shared = {("b", sizes["b"]): "b"}
+    split = {("b", sizes["b"]): "b"}
     if sizes["k"] > 1:
-        shared |= {(letter, sizes["k"]): "k" for letter in "kh"} | {("h", sizes["h"]): "k"}
-
-    def factors(letters: str, x: Any) -> list[str | None]:
-        return [shared.get(axis) for axis in zip(letters.ljust(x.ndim), x.shape, strict=True)]
-
+        split |= {("h", sizes["h"]): "h"} | {(letter, sizes["k"]): "k" for letter in "kh"}
     whole: list[str] = []
 
+    def factors(letters: str, x: Any) -> list[str | None]:
+        return [split.get(axis) for axis in zip(letters.ljust(x.ndim), x.shape, strict=True)]
+
+    def unsplit() -> str:
+        whole.append(f"r{len(whole)}")
+        return whole[-1]
+
     def notation(tree: Named) -> str:
-        arrays = []
-        for letters, x in _leaves(tree, axes):
-            words = []
-            for n, factor in zip(x.shape, factors(letters, x), strict=True):
-                if factor is None:
-                    whole.append(f"r{len(whole)}")
-                    words.append(whole[-1])
-                elif n == sizes[factor]:
-                    words.append(factor)
-                else:
-                    whole.extend([] if "g" in whole else ["g"])
-                    words.append("(k g)")
-            arrays.append(" ".join(words))
-        return ", ".join(arrays)
+        arrays = (factors(*leaf) for leaf in _leaves(tree, axes))
+        return ", ".join(" ".join(factor or unsplit() for factor in each) for each in arrays)
 
     def partition(mesh: Any, arg_shapes: tuple[Named], out_shapes: Named) -> tuple[Any, ...]:
-        parts: dict[str | None, Any] = {}
+        # Query heads and key/value heads are split alike, or not at all.
+        parts: dict[str, Any] = {}
+        split_by: dict[str, str] = {}
         for letters, x in _leaves(arg_shapes[0], axes):
             for factor, part in zip(factors(letters, x), x.sharding.spec, strict=False):
                 if factor is None or part is None:
                     continue
+                factor = "b" if factor == "b" else "k"
                 names = part if isinstance(part, tuple) else (part,)
                 shards = math.prod(mesh.shape[name] for name in names)
-                # Key/value heads that the shards of queries' heads do not divide stay whole.
-                # (Where both have a common divisor, jax refuses the call before it comes here.)
-                if factor == "b" or sizes[factor] % shards == 0:
-                    parts.setdefault(factor, part)
+                # An axis of the mesh may split heads of one array and rows of another.
+                free = all(split_by.get(name, factor) == factor for name in names)
+                if factor not in parts and sizes[factor] % shards == 0 and free:
+                    parts[factor] = part
+                    split_by |= dict.fromkeys(names, factor)
+        parts["h"] = parts.get("k")
 
         def place(tree: Named) -> Named:
             specs = [[parts.get(f) for f in factors(*leaf)] for leaf in _leaves(tree, axes)]
@@ -296,15 +299,9 @@ def _partitioned(function: Callable[[Named], Named], args: Named, axes: Mapping[
             return function(args)
 
     rule = f"{notation(args)} -> {notation(results)}"
-    options = {"g": groups} if "g" in whole else {}
-    split = custom_partitioning(function)
-    split.def_partition(
-        partition,
-        sharding_rule=rule,
-        need_replication_factors=tuple(whole),
-        **options,
-    )
-    return split(args)
+    partitioned = custom_partitioning(function)
+    partitioned.def_partition(partition, sharding_rule=rule, need_replication_factors=tuple(whole))
+    return partitioned(args)
 
 
 def _sizes(axes: Mapping[str, str], *trees: Named) -> dict[str, int]:

@@ -408,6 +408,12 @@ def decode(
     )
     if not isinstance(stop, jax.core.Tracer):
         stop = _stop_ids(stop, model.config.vocab_size)
+    pad_id = as_integers("pad_id", pad_id)
+    require(
+        pad_id.shape in ((), (batch,)) and jnp.issubdtype(pad_id.dtype, jnp.integer),
+        f"pad_id must be an integer, or integers of shape ({batch},), one a row; got "
+        f"{pad_id.dtype} of shape {pad_id.shape}",
+    )
     by = loop_over_tokens(model, jax.tree.map(jnp.asarray, variables), cache)
     ids = None if stop is None else last_segment(cache)
 
@@ -427,7 +433,7 @@ def decode(
         ended = done if stop is None else done | jnp.isin(token, stop)
         return _Decoding(loop.made + 1, by.leave(cache), token, ended, done, out)
 
-    padding = jnp.asarray(pad_id, jnp.int32)[..., None]  # One id, or one for each row.
+    padding = pad_id.astype(jnp.int32)[..., None]  # One id, or one for each row.
     out = jnp.broadcast_to(padding, (batch, max_new_tokens))
     none = jnp.zeros(batch, bool)
     start = _Decoding(jnp.int32(0), by.cache, token.astype(jnp.int32), none, none, out)

@@ -99,6 +99,7 @@ WRONG = [
     ("keys_rotated must be True or False, .*; got 'no'", {"keys_rotated": "no"}),
     ("sharding must be of the type Sharding or No", {"sharding": "x"}),
     ("must be a name, several or None; got 3", {"implementation": 3}),
+    ("must be a name, several or None; got <", {"implementation": iter(["chunked"])}),
     ("did you mean 'chunked'", {"implementation": "chunky"}),
     (
         "unknown option .*'chunked' 'block'.*did you mean",

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tape_jax import attention
+from tape_jax._src.attention.normalize import normalize
 
 B, T, S, D = 2, 7, 9, 8
 KEYWORDS = {
@@ -79,3 +80,21 @@ def test_over_their_product(heads, dtype):
         np.testing.assert_allclose(
             *(np.asarray(x, np.float32)[rows] for x in (got, want)), atol=tolerance, rtol=tolerance
         )
+
+
+@pytest.mark.parametrize("rows", [1, B])
+def test_lengths_beside_segments_need_no_mask(rows):
+    """Which kernels would refuse; ids may be any integers, the least and the largest also."""
+    (q, k, v), _ = arrays((4, 2), "float32")
+    least, largest = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+    own = np.array([[least, least, -1, -1, 0, 5, largest], [0, 0, 0, 1, 1, -2, -1]])[:rows]
+    others = np.array([[least, -1, -1, -2, 0, 0, 6, 5, largest], [0] * 3 + [1] * 6])[:rows]
+    lengths = {"query_seq_lengths": jnp.array([6, 7]), "key_value_seq_lengths": jnp.array([9, 5])}
+    visible = own[:, :, None] == others[:, None]
+    visible = visible & (np.arange(T) < lengths["query_seq_lengths"][:, None])[:, :, None]
+    visible = visible & (np.arange(S) < lengths["key_value_seq_lengths"][:, None])[:, None]
+    want, _ = attention(q, k, v, mask=jnp.asarray(visible[:, None]), implementation="reference")
+    call = {"segment_ids": (jnp.asarray(own), jnp.asarray(others)), **lengths}
+    assert normalize(q, k, v, **call).visibility.mask is None
+    got, _ = attention(q, k, v, **call, implementation="reference")
+    np.testing.assert_allclose(got, want, atol=1e-6)

@@ -73,7 +73,9 @@ def test_each_device_has_its_rows_and_heads():
         assert x.sharding.is_equivalent_to(placed[name], x.ndim)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "devices"), [(6, 3, 2), (12, 3, 4)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "devices"), [(6, 3, 2), (12, 3, 4), (8, 2, 4), (12, 6, 4)]
+)
 def test_shards_that_do_not_divide_key_heads(heads, kv_heads, devices):
     """Else a device would pair query heads with key heads of another."""
     mesh = Mesh(np.array(jax.devices()[:devices]), ("model",))
@@ -82,6 +84,17 @@ def test_shards_that_do_not_divide_key_heads(heads, kv_heads, devices):
     split = NamedSharding(mesh, PartitionSpec(None, None, "model"))
     others = {name: NamedSharding(mesh, PartitionSpec()) for name in args}
     args = jax.device_put(args, others | {"q": split})
+    got = jit(functools.partial(result_and_gradients, whole))(args)
+    assert_close(jax.device_get(got), want, 1e-6)
+
+
+def test_an_axis_of_the_mesh_that_splits_heads_here_and_rows_there():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("model",))
+    args = arrays(2)
+    want = of_scores(args)
+    spec = {name: PartitionSpec() for name in args}
+    spec |= {"q": PartitionSpec(None, None, "model"), "k": PartitionSpec("model")}
+    args = jax.device_put(args, {name: NamedSharding(mesh, x) for name, x in spec.items()})
     got = jit(functools.partial(result_and_gradients, whole))(args)
     assert_close(jax.device_get(got), want, 1e-6)
 

@@ -49,8 +49,8 @@ def filled(tokens=(2, 3), value=1, **options):
     return prefill(MODEL, ANY, jnp.full(tokens, value), capacity=4, **options)
 
 
-def decoded(token, count=1):
-    return decode(MODEL, ANY, init_cache(MODEL, 2, 4), np.array(token), count)
+def decoded(token, count=1, **options):
+    return decode(MODEL, ANY, init_cache(MODEL, 2, 4), np.array(token), count, **options)
 
 
 LENGTHS = r"lengths must be integers in 0 \.\. 3 of shape \(2,\)"
@@ -66,6 +66,8 @@ LENGTHS = r"lengths must be integers in 0 \.\. 3 of shape \(2,\)"
         (lambda: filled(value=99, chunk=2), r"token ids must lie in 0 .. 12; got 99"),
         (lambda: decoded([1.5, 2.0]), r"token must be integers of shape \(2,\)"),
         (lambda: decoded([1]), r"token must be integers of shape \(2,\)"),
+        (lambda: decoded([1, 2], pad_id=[1]), r"pad_id must be an integer, or .* \(2,\)"),
+        (lambda: decoded([1, 2], pad_id=1.5), "pad_id must be .*; got float32 of shape"),
         (lambda: decoded([1, 2], 0), "max_new_tokens must be a positive integer; got 0"),
         (
             lambda: generate(small_model("learned"), ANY, [[1, 2]], 39),
