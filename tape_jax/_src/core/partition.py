@@ -270,7 +270,7 @@ def _partitioned(function: Callable[[Named], Named], args: Named, axes: Mapping[
 
     def partition(mesh: Any, arg_shapes: tuple[Named], out_shapes: Named) -> tuple[Any, ...]:
         # Query heads and key/value heads are split alike, or not at all.
-        parts: dict[str, Any] = {}
+        parts: dict[str | None, Any] = {}
         split_by: dict[str, str] = {}
         for letters, x in _leaves(arg_shapes[0], axes):
             for factor, part in zip(factors(letters, x), x.sharding.spec, strict=False):
