@@ -201,6 +201,10 @@ def test_eval_on_a_mesh(own):
             "compare --run={new} --config={config} --encodings=rope --seeds=0",
             "--seeds must be at least 1",
         ),
+        (
+            "compare --run={new} --config={config} --encodings=rope --seeds=0 --sweep=seed=1,2",
+            "--seeds must be at least 1",
+        ),
     ],
 )
 def test_wrong_calls_say_why_and_change_nothing(

@@ -67,7 +67,9 @@ def run(args: argparse.Namespace) -> None:
     choice, names = chosen(args)
     plan_for = functools.partial(plan, args.config, args.run, choice)
     settings = sweep.settings(args.sweep)
-    jobs = plan_for(names, 1 if args.sweep else args.seeds, args.overrides, settings)
+    jobs = plan_for(
+        names, min(args.seeds, 1) if args.sweep else args.seeds, args.overrides, settings
+    )
     if asked is not None:
         suites.check(asked, [job.experiment for job in jobs])
     if args.sweep:

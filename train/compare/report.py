@@ -126,7 +126,8 @@ def write_report(
         {
             **{name: getattr(run, name) for name in ("name", "seed", "command")},
             "facts": dict(run.facts),
-            "scores": run.scores,
+            # JSON has no NaN and no infinity.
+            "scores": {k: x if math.isfinite(x) else None for k, x in run.scores.items()},
         }
         for run in runs
     ]

@@ -113,6 +113,16 @@ class TestReport:
             {},
         ]
 
+    def test_numbers_that_are_not_finite(self, tmp_path):
+        values = {"loss": float("nan"), "right": float("inf")}
+        write_report(tmp_path, FixedTask(), [make_run(result=FixedResult(values))], compared())
+
+        def constant(name):
+            raise ValueError(f"{name} is no JSON")
+
+        record = json.loads((tmp_path / "report.json").read_text(), parse_constant=constant)
+        assert record["runs"][0]["scores"] == {"loss": None, "right": None}
+
     def test_replaces_its_own(self, tmp_path):
         write_report(tmp_path, FixedTask(), [make_run(command="first")], compared())
         path = write_report(tmp_path, FixedTask(), [make_run(command="second")], compared())
