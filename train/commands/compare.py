@@ -44,7 +44,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--sweep", action="append", default=[], metavar="FIELD=VALUE,...", help="choose the best"
     )
     parser.add_argument("--seeds", type=int, default=1, help="of each; 3 or more for a verdict (1)")
-    parser.add_argument("--jobs", type=int, default=2, help="trainings side by side (2)")
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="trainings side by side, on GPUs in turn (2)"
+    )
     parser.add_argument("--suite", metavar="NAME:lengths=N,...", help="ask a suite, too")
     parser.set_defaults(overrides=())
 

@@ -30,11 +30,14 @@ SECONDS_BETWEEN_LOOKS = 0.5
 EVALUATE, VALIDATE = ("--evaluate",), ("--validate",)
 # Exit codes of trainings that went on to the end, or until they diverged.
 CONVERGED_OR_NOT = (0, NON_FINITE_EXIT_CODE)
+DRIVER = Path("/proc/driver/nvidia")
 SAVING = "the trainings save; again to abandon their steps since the last checkpoints"
 
 
-# What runs by jobs: the process, and the cores that it has.
-Running = dict[Job, tuple[subprocess.Popen, list[int]]]
+# What one of the processes may use: cores, and a GPU, as CUDA_VISIBLE_DEVICES names it, if any.
+Share = tuple[list[int], str | None]
+# What runs by jobs: the process, and what it may use.
+Running = dict[Job, tuple[subprocess.Popen, Share]]
 
 
 class Ended(NamedTuple):
@@ -78,14 +81,17 @@ def train_all(
     if not same_share:
         side_by_side = min(side_by_side, len(jobs))
     waiting = collections.deque(_distinct_first(jobs))
-    free = collections.deque(shares(side_by_side))
+    free = collections.deque(
+        zip(shares(side_by_side), itertools.cycle(gpus() or [None]), strict=False)
+    )
     running: Running = {}
     failed: list[tuple[Job, int]] = []
     with Signals(lambda: SAVING) as signals, _progress() as show, _ending(running):
         while running or waiting:
             while waiting and free and not failed and not signals.received:
                 job, share = waiting.popleft(), free.popleft()
-                process = _start(job, share, ends=ends)
+                cores, gpu = share
+                process = _start(job, cores, gpu=gpu, ends=ends)
                 running[job] = (process, share)
             if failed or signals.received:
                 waiting.clear()
@@ -188,13 +194,18 @@ def _ended(job: Job, process: subprocess.Popen) -> Ended | None:
     return Ended(job, process.returncode, seconds)
 
 
-def _start(job: Job, cores: list[int], *, ends: Sequence[str]) -> subprocess.Popen:
-    """Starts a training on the given cores, in a session of its own."""
+def _start(job: Job, cores: list[int], *, gpu: str | None, ends: Sequence[str]) -> subprocess.Popen:
+    """Starts a training on the given cores, in a session of its own.
+
+    If it is not split over devices, and there is a GPU, it sees the given one alone.
+    """
     arguments = [*ends, *(["--resume"] if job.folder.exists() else [])]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(len(cores))}
     if len(cores) == 1:
         flags = os.environ.get("XLA_FLAGS", "")
         environment["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
+    if gpu is not None and job.experiment.sharding is None:
+        environment["CUDA_VISIBLE_DEVICES"] = gpu
     with open(job.log, "a", encoding="utf-8") as log:
         # The terminal's Ctrl-C must reach this process only, which passes it on once.
         process = subprocess.Popen(
@@ -224,6 +235,14 @@ def shares(count: int) -> list[list[int]]:
     if count >= len(cores):
         return [[cores[i % len(cores)]] for i in range(count)]
     return [cores[i * len(cores) // count : (i + 1) * len(cores) // count] for i in range(count)]
+
+
+def gpus() -> list[str]:
+    """NVIDIA's GPUs that this process may use, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return [name for name in given.split(",") if name]
+    return [str(n) for n, _ in enumerate(DRIVER.glob("gpus/*"))]
 
 
 @contextlib.contextmanager

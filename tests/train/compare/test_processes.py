@@ -5,9 +5,11 @@ import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from tape_jax.sharding import ShardingConfig
 from train import experiment
 from train import main as program
 from train.compare import processes
@@ -175,3 +177,35 @@ def test_cores_are_divided():
     assert processes.shares(1) == [cores]
     assert processes.shares(len(cores)) == [[core] for core in cores]
     assert all(len(share) == 1 for share in processes.shares(len(cores) + 1))
+
+
+def test_trainings_take_gpus_in_turn(config, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5d")
+    jobs = plan(config, tmp_path, ENCODINGS, ["none", "rope", "tape"], 1, [])
+    split = dataclasses.replace(jobs[2].experiment, sharding=ShardingConfig(data=2))
+    jobs[2] = dataclasses.replace(jobs[2], experiment=split)
+    given = {}
+
+    def start(call, *, env, **_):
+        given[call[call.index("train") + 1]] = env["CUDA_VISIBLE_DEVICES"]
+        return subprocess.Popen([sys.executable, "-c", ""])
+
+    popen = SimpleNamespace(**{**vars(subprocess), "Popen": start})
+    monkeypatch.setattr(processes, "subprocess", popen)
+    monkeypatch.setattr(processes, "SECONDS_BETWEEN_LOOKS", 0.01)
+    processes.train_all(jobs, 3)
+    assert list(given.values()) == ["3", "GPU-5d", "3,GPU-5d"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"), [(None, ["0", "1"]), ("", []), ("1", ["1"]), ("-1", ["-1"])]
+)
+def test_gpus_of_this_process(tmp_path, monkeypatch, visible, expected):
+    for name in ("0000:65:00.0", "0000:b3:00.0"):
+        (tmp_path / "gpus" / name).mkdir(parents=True)
+    monkeypatch.setattr(processes, "DRIVER", tmp_path)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert processes.gpus() == expected
