@@ -262,11 +262,24 @@ class DapeV2Alibi(DapeV2):
 
 
 def _convolved(x: Array, weights: Array, pads: tuple[int, int]) -> Array:
-    """``sum_t x_{j + t} W[t]`` of ``x [B, C, Q, K]``, padded with zeros, and ``W [n, C, M]``."""
-    x = jnp.pad(x, [(0, 0)] * 3 + [pads])
-    size = x.shape[-1] - len(weights) + 1
-    parts = [lax.slice_in_dim(x, t, t + size, axis=-1) for t in range(len(weights))]
-    return functools.reduce(operator.add, map(_pairwise, parts, weights))
+    """``sum_t x_{j + t} W[t]`` of ``x [B, C, Q, K]``, padded with zeros, and ``W [n, C, M]``.
+
+    One product for all taps, of whichever has fewer channels moved along the keys.
+    """
+    taps, channels, out = weights.shape
+    length = x.shape[-1] + sum(pads) - taps + 1
+
+    def moved(x: Array) -> list[Array]:
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [pads])
+        return [lax.slice_in_dim(x, t, t + length, axis=-1) for t in range(taps)]
+
+    if channels <= out:
+        return _pairwise(jnp.concatenate(moved(x), axis=1), weights.reshape(-1, out))
+    every = _pairwise(x, jnp.concatenate(list(weights), axis=1))
+    parts = [
+        lax.slice_in_dim(y, t * out, (t + 1) * out, axis=1) for t, y in enumerate(moved(every))
+    ]
+    return functools.reduce(operator.add, parts)
 
 
 def _later(rows: Any, ids: Array | None, time: int) -> Array:
