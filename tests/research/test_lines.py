@@ -170,7 +170,7 @@ def test_a_reader_waits_for_a_writer(path):
         reader.join(0.1)
         assert reader.is_alive()
         file.write(b"}\n")
-    reader.join(30)
+    reader.join(300)
     assert list(found[0].records) == ["a", "b"]
     assert found[0].problems == []
 
@@ -187,7 +187,7 @@ def test_a_kill(path, context):
         started = context.Event()
         writer = context.Process(target=for_ever, args=(path, started))
         writer.start()
-        assert started.wait(30)
+        assert started.wait(300)
         time.sleep(delay)
         os.kill(writer.pid, signal.SIGKILL)
         writer.join()

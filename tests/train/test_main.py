@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import chex
@@ -19,6 +18,7 @@ from tests.train import small
 from tests.train.training.tiny import final_state
 from train import experiment
 from train import main as program
+from train.compare import processes
 from train.main import main
 from train.training import metrics, runs
 
@@ -254,17 +254,23 @@ def test_compare_interrupted_and_continued(config, tmp_path, monkeypatch, capsys
     monkeypatch.setenv("TAPE_JAX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
+    # Both would be trained soon after.
+    monkeypatch.setattr(processes, "SECONDS_BETWEEN_LOOKS", 0.05)
+    ended = threading.Event()
+
     def interrupt_once_both_train():
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
+        while not ended.wait(0.01):
             if all(metrics.read(folder / name / "metrics.jsonl") for name in names):
                 return os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.01)
 
     thread = threading.Thread(target=interrupt_once_both_train)
     thread.start()
-    assert main(call) == 143
-    thread.join()
+    try:
+        code = main(call)
+    finally:
+        ended.set()
+        thread.join()
+    assert code == 143
     assert "the same command continues" in capsys.readouterr().err
     reached = {name: final_state(folder / name)[0] for name in names}
     # Under load one of the two may have got to its end before the other was under way.
@@ -355,7 +361,11 @@ print([name for name in ("jax", "numpy", "matplotlib", "tape_jax") if name in sy
 def python(code, *options):
     """Runs code in a process of its own, in the root of the repository."""
     return subprocess.run(
-        [sys.executable, *options, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, *options, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
 
 

@@ -99,7 +99,7 @@ def test_others_do_not_wait(texts, kept, monkeypatch):
 
     if texts[0] == texts[1]:
         monkeypatch.setattr(process.Path, "mkdir", no_room)
-    together = threading.Barrier(2, timeout=10)
+    together = threading.Barrier(2, timeout=60)
     notes = []
     side_by_side(*(Program(text, notes, together.wait) for text in texts))
     assert notes == ["begins", "begins", "ends", "ends"]

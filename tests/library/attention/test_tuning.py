@@ -411,7 +411,7 @@ def test_two_processes_go_by_the_first_ones_file(monkeypatch, tmp_path):
         for index, folder in enumerate((tmp_path, tmp_path / "empty"))
     ]
     try:
-        printed = [child.communicate(timeout=120) for child in children]
+        printed = [child.communicate(timeout=300) for child in children]
     finally:
         for child in children:
             child.kill()

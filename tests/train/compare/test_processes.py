@@ -50,6 +50,7 @@ def children(config, tmp_path, monkeypatch):
         what = "waits" if job.name == "none" else "ends"
         if what == "ends":
             while not (tmp_path / "none" / "began").exists():
+                assert started["none"].poll() is None
                 time.sleep(0.01)
         call = [sys.executable, "-c", CHILD, str(job.folder), what]
         started[job.name] = subprocess.Popen(call)
@@ -103,6 +104,8 @@ def test_seeds_share_compiled_programs(config, tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_DEBUG_LOG_MODULES", "jax._src.compiler")
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setenv("TAPE_JAX_CACHE", str(tmp_path))
+    # As many for both: the number is a part of what is compiled.
+    monkeypatch.setattr(processes, "shares", lambda n: [sorted(os.sched_getaffinity(0))[:1]] * n)
     jobs = plan(config, tmp_path / "runs", ENCODINGS, ["rope"], 2, [])
     (tmp_path / "runs").mkdir()
     processes.train_all(jobs, 2)

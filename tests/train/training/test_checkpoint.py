@@ -98,7 +98,7 @@ def test_saving_is_asynchronous_and_survives_donation(tmp_path, monkeypatch):
 
     def slow_commit(self, step, response):
         response.result()
-        assert go_on.wait(60)
+        assert go_on.wait(300)
         commit(self, step, response)
 
     monkeypatch.setattr(Checkpoints, "_commit", slow_commit)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import ClassVar
 from unittest import mock
 
 import jax
@@ -34,6 +35,9 @@ OPTIONS = {
 class Cluster:
     """Processes that train one run."""
 
+    # Those of all clusters, until the end of the test.
+    begun: ClassVar[list[subprocess.Popen]] = []
+
     def __init__(
         self,
         run: Path,
@@ -53,10 +57,11 @@ class Cluster:
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
+        flags = re.sub(r"\S+device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
         environment = {
             **os.environ,
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count={devices}",
         }
         self.processes = [
             subprocess.Popen(
@@ -71,6 +76,7 @@ class Cluster:
             )
             for i in range(processes)
         ]
+        self.begun.extend(self.processes)
 
     def finish(self, code: int = 0, limit: float = 240) -> list[str]:
         """Waits for all; returns what they printed."""
@@ -81,6 +87,17 @@ class Cluster:
                 process.kill()
         assert [process.returncode for process in self.processes] == [code] * len(outputs), outputs
         return outputs
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """A process that a failed test leaves would train on beside the other tests."""
+    yield
+    while Cluster.begun:
+        process = Cluster.begun.pop()
+        process.kill()
+        process.wait()
+        process.stdout.close()
 
 
 def losses(run):
@@ -149,7 +166,9 @@ def test_an_error_of_one_ends_all(tmp_path):
     setting = "from train.training.loop import Trainer\n"
     setting += "if index == '1': Trainer.run = lambda *_: {}['no such name']"
     cluster = Cluster(tmp_path / "run", 2, 1, program=program(setting))
-    printed = [p.communicate(timeout=2 * distributed.HEARTBEAT)[0] for p in cluster.processes]
+    zero, one = cluster.processes
+    failed, _ = one.communicate(timeout=240)
+    printed = [zero.communicate(timeout=2 * distributed.HEARTBEAT)[0], failed]
     assert "KeyError: 'no such name'" in printed[1]
     assert [p.returncode for p in cluster.processes] == [distributed.PEER_LOST, 1], printed
 
@@ -160,7 +179,7 @@ def test_nobody_leaves_before_the_manifest(tmp_path):
     setting += "checkpoint._sha256 = lambda path: (time.sleep(0.3), digest(path))[1]"
     pair = started(Cluster(tmp_path / "run", 2, 1, 100_000, program=program(setting)), tmp_path)
     pair.processes[1].terminate()
-    text, _ = pair.processes[1].communicate(timeout=120)
+    text, _ = pair.processes[1].communicate(timeout=240)
     step = int(re.search(r"stopped by SIGTERM after step (\d+)", text)[1])
     assert (tmp_path / "run" / "checkpoints" / f"{step:08d}.sha256").exists()
     pair.finish(128 + signal.SIGTERM)
@@ -169,17 +188,23 @@ def test_nobody_leaves_before_the_manifest(tmp_path):
 @pytest.fixture
 def pair(tmp_path):
     """Two processes that train without end, after their first checkpoint."""
-    return started(Cluster(tmp_path / "run", 2, 1, steps=100_000), tmp_path)
+    # A shell ignores SIGINT for what it runs in the background, and so would they.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        cluster = Cluster(tmp_path / "run", 2, 1, steps=100_000)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return started(cluster, tmp_path)
 
 
 def started(cluster: Cluster, tmp_path: Path) -> Cluster:
     """The processes, after their first checkpoint."""
-    checkpoint = tmp_path / "run" / "checkpoints" / "00000004.sha256"
-    end = time.monotonic() + 240
-    while not checkpoint.exists() and time.monotonic() < end:
+    folder, end = tmp_path / "run" / "checkpoints", time.monotonic() + 240
+    # Of any step that was trained: the first ones make room for later ones.
+    while not any(int(path.stem) > 0 for path in folder.glob("*.sha256")):
+        assert time.monotonic() < end
         assert all(process.poll() is None for process in cluster.processes), cluster.finish()
         time.sleep(0.05)
-    assert checkpoint.exists()
     return cluster
 
 
