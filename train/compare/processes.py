@@ -30,7 +30,6 @@ SECONDS_BETWEEN_LOOKS = 0.5
 EVALUATE, VALIDATE = ("--evaluate",), ("--validate",)
 # Exit codes of trainings that went on to the end, or until they diverged.
 CONVERGED_OR_NOT = (0, NON_FINITE_EXIT_CODE)
-DRIVER = Path("/proc/driver/nvidia")
 SAVING = "the trainings save; again to abandon their steps since the last checkpoints"
 
 
@@ -241,8 +240,14 @@ def gpus() -> list[str]:
     """NVIDIA's GPUs that this process may use, as ``CUDA_VISIBLE_DEVICES`` names them."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is not None:
-        return [name for name in given.split(",") if name]
-    return [str(n) for n, _ in enumerate(DRIVER.glob("gpus/*"))]
+        # For CUDA the list ends at the first name that is none.
+        return [*itertools.takewhile(lambda name: name not in ("", "-1"), given.split(","))]
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    lines = [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]
+    return [str(number) for number, _ in enumerate(lines)]
 
 
 @contextlib.contextmanager

@@ -74,7 +74,7 @@ def write_report(
     ask: str | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Path:
-    """Writes ``report.md``, its figures, and its numbers as ``report.json``.
+    """Writes ``report.md``, its figures, and its numbers as ``report.json``, null for NaN.
 
     Args:
       folder: created if it does not exist.

@@ -146,8 +146,10 @@ def attention(
         here is taken; or None for the fastest that can, by what ``python -m tape_jax.tune`` has
         measured on this machine. If nothing was: a kernel on NVIDIA GPUs from Ampere on, from 256
         tokens on, in 16 bits (on Hopper by times of an H200, on others by the libraries' claims)
-        and in float32 (not timed); plain JAX elsewhere. Kernels gather heads whose shards do
-        not divide the key/value heads; plain JAX need not.
+        and in float32 (not timed); plain JAX elsewhere. Kernels gather heads that are not
+        split alike, or whose shards do not divide the key/value heads; plain JAX need not. Where a
+        projection leaves parts of heads on devices, jax ends with an INTERNAL error: give its
+        result whole heads first, by ``jax.lax.with_sharding_constraint``.
       options: keywords of the named implementation, such as ``block_q`` of ``chunked``.
       interpret: run kernels, where an implementation has any, in interpreted mode.
       sharding: a mesh and rules, by which ``ring`` splits the sequence. Others leave the mesh to

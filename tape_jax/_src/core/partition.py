@@ -30,8 +30,9 @@ def over_batch_and_heads(
 ) -> Named:
     """Runs ``function(args)`` so that batching and sharding pass through it.
 
-    Sharded batch axes and heads stay sharded, with no collective; other sharded axes are gathered
-    first, and so are heads if their shards do not divide the key/value heads.
+    Sharded batch axes and heads stay sharded, with no collective where all arrays are split alike;
+    other sharded axes are gathered first, and so are heads if their shards do not divide the
+    key/value heads.
 
     Args:
       function: pure; computes any number of batch rows and of key/value heads, each by itself. It

@@ -201,14 +201,19 @@ def test_trainings_take_gpus_in_turn(config, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("visible", "expected"), [(None, ["0", "1"]), ("", []), ("1", ["1"]), ("-1", ["-1"])]
+    ("visible", "expected"),
+    [(None, ["0", "1"]), ("", []), ("1", ["1"]), ("0,3,-1,1", ["0", "3"]), ("-1", [])],
 )
 def test_gpus_of_this_process(tmp_path, monkeypatch, visible, expected):
-    for name in ("0000:65:00.0", "0000:b3:00.0"):
-        (tmp_path / "gpus" / name).mkdir(parents=True)
-    monkeypatch.setattr(processes, "DRIVER", tmp_path)
+    smi = tmp_path / "nvidia-smi"
+    parts = "  MIG 1g.18gb     Device  0: (UUID: MIG-1)"
+    smi.write_text(f"#!/bin/sh\necho 'GPU 0: H200 (UUID: GPU-1)\n{parts}\nGPU 1: H200'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert processes.gpus() == expected
+    smi.write_text("#!/bin/sh\nexit 9\n")
+    assert processes.gpus() == ([] if visible is None else expected)
