@@ -89,7 +89,12 @@ class Checkpoints:
         if distributed.agreed(lambda: step in self.steps()):
             return
         parts = {"state": state} | _positions(data=data, sums=sums)
-        response = ocp.save_checkpointables_async(self._path(step), parts, overwrite=True)
+        context = ocp.Context()
+        # Else each process looks whether there is a folder of that name, and one that looks after
+        # the first has removed it waits elsewhere than the others.
+        context.file_options.skip_sync_file_validations = True
+        with context:
+            response = ocp.save_checkpointables_async(self._path(step), parts, overwrite=True)
         self._pending = self._worker.submit(self._commit, step, response)
 
     def wait(self) -> None:

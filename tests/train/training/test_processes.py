@@ -123,6 +123,26 @@ def test_two_processes_are_one(tmp_path):
 
 
 @pytest.mark.slow
+def test_what_a_crash_left_is_replaced(tmp_path):
+    """By all alike: also by one that sees late whether there is anything."""
+    run = tmp_path / "run"
+    Cluster(run, 1, 2).finish()
+    newest = max((run / "checkpoints").rglob("*.sha256"))
+    newest.unlink()
+    lines = [
+        "import asyncio; from orbax.checkpoint.experimental.v1._src.saving import path_utils",
+        "exists = path_utils.async_path.exists",
+        "async def late(path):",
+        "    await asyncio.sleep(2 * int(index))",
+        "    return await exists(path)",
+        "path_utils.async_path.exists = late",
+    ]
+    printed = Cluster(run, 2, 1, program=program("\n".join(lines))).finish(limit=120)
+    assert "from step 8 of 12" in printed[0]
+    assert newest.exists()
+
+
+@pytest.mark.slow
 def test_processes_may_share_sequences(tmp_path):
     """Where an axis other than the batch's spans processes, all of them read the same rows."""
     one, two = tmp_path / "one", tmp_path / "two"
