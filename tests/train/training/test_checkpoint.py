@@ -1,4 +1,5 @@
 import hashlib
+import os
 import threading
 
 import chex
@@ -182,8 +183,12 @@ def test_an_old_checkpoint_that_stays_stops_nothing(tmp_path, monkeypatch):
     """As where another process has a file of it open, on a network's file system."""
     said = []
 
+    remove = checkpoint.shutil.rmtree
+
     def rmtree(path):
-        raise OSError(39, "Directory not empty", str(path))
+        if os.path.exists(path):
+            raise OSError(39, "Directory not empty", str(path))
+        remove(path)
 
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint.shutil, "rmtree", rmtree)
