@@ -32,7 +32,7 @@ class Wall(Encoding):
 
     Attributes:
       bias: what ``b`` starts at; the larger, the less is forgotten.
-      chunk: tokens in a chunk of the operator. It changes speed and memory only.
+      chunk: most tokens in a chunk of the operator. It changes speed and memory only.
 
     Raises:
       ValueError: for options out of range; where tokens see later ones, which are not forgotten.
@@ -109,13 +109,14 @@ def products(
         ``[B|1, R, K]``.
       places: of the queries among the keys ``[R]``.
       ids: of the segments of the keys ``[B, K]``, or None.
-      size: tokens in a chunk.
+      size: most tokens in a chunk.
 
     Returns:
       ``[B, H, R, K]``, of meaning where a key acts on the query.
     """
     keys = k.shape[2]
-    size = min(size, keys)
+    # A query has a factor for each chunk and for each key of its own: about the square root is best.
+    size = min(size, 1 << ((keys - 1).bit_length() + 1) // 2)
     k, log_gates = (_split(x, size, 2) for x in (k, log_gates))
     acts = _split(acts, size, 2)
     strictly = jnp.tri(size, k=-1, dtype=bool)[None, None]
