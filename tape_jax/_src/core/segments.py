@@ -53,15 +53,39 @@ def side_by_side(function: Callable[..., Array], segment_ids: Array, *arrays: Ar
       segment_ids: ``[..., T]``.
       *arrays: ``[..., T, ...]``.
     """
-    axis = segment_ids.ndim - 1
-    order = jnp.argsort(segment_ids, axis=axis, stable=True)
+    order, back = order_by_segment(segment_ids)
+    return reordered(function(*(reordered(x, order) for x in (segment_ids, *arrays))), back)
+
+
+def order_by_segment(segment_ids: Array) -> tuple[Array, Array]:
+    """The order in which each segment's tokens stand side by side, padding last, and that back.
+
+    Args:
+      segment_ids: ``[..., T]``.
+
+    Returns:
+      Two permutations of the indices, ``[..., T]``.
+    """
+    order = jnp.lexsort((segment_ids, segment_ids == PADDING))
+    return order, jnp.argsort(order)
+
+
+def in_pieces(segment_ids: Array) -> Array:
+    """Whether other tokens stand between those of a segment, padding apart, boolean ``[...]``."""
+    begins = jnp.diff(segment_ids, axis=segment_ids.ndim - 1, prepend=segment_ids[..., :1]) != 0
+    parted = (steps_since(begins) != places(segment_ids)) & (segment_ids != PADDING)
+    return parted.any(-1)
+
+
+def reordered(x: Array, order: Array) -> Array:
+    """Puts the tokens of ``x [..., T, ...]`` into an order, a row's permutation ``[..., T]``."""
 
     def take(x: Array, order: Array) -> Array:
-        order = order.reshape(*order.shape, *(1,) * (x.ndim - order.ndim))
-        return jnp.take_along_axis(x, order, axis=axis)
+        return jnp.asarray(x).at[order].get(unique_indices=True, mode="promise_in_bounds")
 
-    found = function(*(take(x, order) for x in (segment_ids, *arrays)))
-    return take(found, jnp.argsort(order, axis=axis))
+    for _ in range(order.ndim - 1):
+        take = jax.vmap(take)
+    return take(x, order)
 
 
 def running(function: Callable[[Array, Array], Array], begins: Array, x: Array, axis: int) -> Array:

@@ -18,6 +18,7 @@ from tape_jax._src.attention.zigzag import from_zigzag
 from tape_jax._src.core import algebra
 from tape_jax._src.core.checks import check_fields, choose, require_x64
 from tape_jax._src.core.explicit import automatic_inside
+from tape_jax._src.core.segments import in_pieces, reordered
 from tape_jax._src.core.sharding import ParameterSpec, Sharding, constrain, splits_sequence
 from tape_jax._src.model import placement
 from tape_jax._src.model.attention_layer import Attention, entered_layer
@@ -223,7 +224,8 @@ class Transformer(nn.Module):
         ids are only compared: there 0 is an id like others.)
 
         Token ids and positions index tables. Out of range they are refused or, where they are not
-        known yet, traced ones, make logits NaN.
+        known yet, traced ones, make logits NaN. So does a segment in several pieces, where a model
+        has a window and a mesh splits sequences.
 
         Args:
           tokens: integers ``[..., T]``; with a cache ``[B, T]``, the tokens that follow it.
@@ -272,10 +274,19 @@ class Transformer(nn.Module):
         else:
             call = Call.continued(c, tokens, positions, segment_ids, cache=cache, **shared)
         ring = sharding if splits_sequence(sharding) else None
+        axes, back, fails = self.encoding.coordinate_axes, None, None
+        seen = return_states or any(map(self.is_mutable_collection, ("maps", "intermediates")))
+        ordered = seen or any(x is not None for x in (cache, mask, initial_state, c.shifted_groups))
         if ring is not None:
-            call = call.on_ring(ring, self.encoding.coordinate_axes)
+            # There windows are measured by indices.
+            fails = None if segment_ids is None or not c.has_window else in_pieces(segment_ids)
+            call = call.on_ring(ring, axes)
+        elif call.context.counts is not None and not ordered:
+            # Kernels measure windows by indices alone.
+            call, back = call.by_segment(axes)
 
         table, h, params = self._embed(call, sharding)
+        h = h if fails is None else jnp.where(fails[..., None, None], jnp.nan, h)
         layer = entered_layer(call.context, c, h, sharding, call.cache)
         made, kept = self.encoding.start_from_embeddings(params, layer)
         given = made if initial_state is None else initial_state
@@ -287,6 +298,8 @@ class Transformer(nn.Module):
             final = jnp.where(call.cache.index > call.cache.capacity, jnp.nan, final)
         if ring is not None:
             final = from_zigzag(ring, final, 1)
+        if back is not None:
+            final = constrain(sharding, reordered(final, back), "batch", "sequence", "hidden")
         out: list[Any] = [final]
         if output == "logits" or self.is_initializing():
             logits = self._logits(final, table, sharding)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import flax
@@ -12,7 +12,13 @@ import jax.numpy as jnp
 
 from tape_jax._src.attention.zigzag import to_zigzag
 from tape_jax._src.core.checks import concrete, require, require_whole
-from tape_jax._src.core.segments import PADDING, places, without_padding
+from tape_jax._src.core.segments import (
+    PADDING,
+    order_by_segment,
+    places,
+    reordered,
+    without_padding,
+)
 from tape_jax._src.core.sharding import Model, Sharding, splits_sequence
 from tape_jax._src.model.cache import Cache, append, check_cache, check_length
 from tape_jax._src.model.config import ModelConfig
@@ -147,18 +153,44 @@ class Call:
           ring: the mesh.
           axes: coordinates per token.
         """
+        return self._moved(lambda x, axis: to_zigzag(ring, x, axis), axes)
 
-        def held(x: Array | None, more: bool = False) -> Any:
-            return None if x is None else to_zigzag(ring, x, x.ndim - 1 - more)
+    def by_segment(self, axes: int) -> tuple[Self, Array]:
+        """The call with each segment's tokens side by side, so that indices measure a window.
 
-        positions, ids = held(self.positions, axes > 1), held(self.segment_ids)
+        Args:
+          axes: coordinates per token.
+
+        Returns:
+          The call, and the order back, a permutation ``[..., T]``.
+        """
+        shape = self.tokens.shape
+        assert self.segment_ids is not None
+        order, back = order_by_segment(jnp.broadcast_to(self.segment_ids, shape))
+
+        def move(x: Array, axis: int) -> Array:
+            return reordered(jnp.broadcast_to(x, (*shape, *x.shape[axis + 1 :])), order)
+
+        return self._moved(move, axes), back
+
+    def _moved(self, move: Callable[[Array, int], Array], axes: int) -> Self:
+        """The call with its tokens in another order, windows being measured by indices there.
+
+        Args:
+          move: reorders an array along its axis of time.
+          axes: coordinates per token.
+        """
+
+        def moved(x: Array | None, more: bool = False) -> Any:
+            return None if x is None else move(x, x.ndim - 1 - more)
+
+        positions, ids = moved(self.positions, axes > 1), moved(self.segment_ids)
         return dataclasses.replace(
             self,
-            tokens=held(self.tokens),
+            tokens=moved(self.tokens),
             positions=positions,
             segment_ids=ids,
-            at=positions if self.at is self.positions else held(self.at),
-            # Windows are measured by indices there.
+            at=positions if self.at is self.positions else moved(self.at),
             context=self.context.replace(positions=positions, segment_ids=ids, counts=None),  # type: ignore[attr-defined]
         )
 

@@ -277,6 +277,25 @@ def test_what_goes_along_time(kind):
 
 
 @pytest.mark.slow
+def test_a_window_of_segments():
+    """Where a sequence is split, indices measure them: a segment in pieces is NaN."""
+    model, tokens = small_model("tape", num_layers=2, local_window_size=2), TOKENS % 13
+    ids = np.sort(np.random.default_rng(2).integers(1, 4, (B, T)))
+    ids[0, -1], ids[1, [0, -1]] = 1, 0
+    variables = random_variables(model)
+    for sizes in ({"sequence": 2}, {"data": 2, "tensor": 2}):
+        split = Transformer(model.config, sharding=built(rules=(("vocab", None),), **sizes))
+        expected, found = (
+            jax.jit(functools.partial(m.apply, segment_ids=ids))(variables, tokens)
+            for m in (model, split)
+        )
+        if "sequence" in sizes:
+            assert np.isnan(found[0]).all()
+            found, expected = found[1:], expected[1:]
+        np.testing.assert_allclose(found, expected, atol=1e-5 * float(jnp.abs(expected).max()))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("position", ["tape", "rope/tape"])
 def test_recorded_states_positions_and_segments_keep_their_order(position):
     """All that is given and returned is in the order of the tokens, on a split sequence too."""

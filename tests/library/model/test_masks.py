@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tape_jax import Experts, RopeScaling, init_cache, positions
+from tape_jax import Experts, RopeScaling, attention, init_cache, positions
+from tape_jax._src.model import attention_layer
 from tape_jax._src.positions.protocol import on_axes
 from tests.library.model.generate.passes import jit_extend
 from tests.models import (
@@ -117,6 +118,27 @@ def test_nothing_but_padding():
 
     np.testing.assert_array_equal(balance(ids), 0)
     assert (balance(ids.at[0].set(3)) > 0).all()
+
+
+@pytest.mark.parametrize("given", [{}, {"mask": jnp.ones((6, 6), bool)}, {"return_states": True}])
+def test_a_window_counts_tokens_of_the_segment(given, monkeypatch):
+    """Indices measure it, as kernels want, unless what is given or returned has an order."""
+    model, calls = small_model("tape", local_window_size=1, num_layers=2), []
+    variables, tokens = random_variables(model), random_tokens(2, 6)
+    ids = jnp.array([[2, 1, 0, 2, 1, 2], [1, 1, 0, 2, 2, 0]])
+
+    def attend(*args, **kwargs):
+        calls.append(kwargs["window_positions"] is None)
+        return attention(*args, **kwargs)
+
+    monkeypatch.setattr(attention_layer, "attention", attend)
+    found = model.apply(variables, tokens, segment_ids=ids, **given)
+    assert calls
+    assert set(calls) == {not given}
+    logits, _ = found if "return_states" in given else (found, None)
+    for row, name in np.ndindex(2, 2):
+        own = ids[row] == name + 1
+        assert_near(logits[row][own], run(model, variables, tokens[row][own]))
 
 
 @pytest.mark.slow

@@ -115,7 +115,7 @@ def products(
       ``[B, H, R, K]``, of meaning where a key acts on the query.
     """
     keys = k.shape[2]
-    # A query has a factor for each chunk and for each key of its own: about the square root is best.
+    # A query has a factor for each chunk and for each key of its own: best are as many of both.
     size = min(size, 1 << ((keys - 1).bit_length() + 1) // 2)
     k, log_gates = (_split(x, size, 2) for x in (k, log_gates))
     acts = _split(acts, size, 2)
