@@ -25,8 +25,8 @@ import jax
 from tape_jax._src.attention.request import Request
 from tape_jax._src.attention.tuning import records
 from tape_jax._src.attention.tuning.records import CallShape
+from tape_jax._src.core import devices
 from tape_jax._src.core.checks import choose, refuse
-from tape_jax._src.core.devices import compute_capability
 
 # Name to module, or to "module:object". A module is imported when it may be taken, or is named.
 BACKENDS = {
@@ -73,7 +73,7 @@ class Preference(NamedTuple):
 
     def holds(self, request: Request) -> bool:
         """Return whether a call meets the conditions of this preference."""
-        shape, capability = CallShape.of(request), compute_capability()
+        shape, capability = CallShape.of(request), devices.compute_capability()
         pairs = request.query_length * request.key_length
         size = pairs * request.q.shape[0] * request.query_heads
         size *= request.accumulator_dtype.itemsize

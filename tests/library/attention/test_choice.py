@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tape_jax._src.attention import attention, attention_plan, choice, recorded_plans
+from tape_jax._src.core import devices
 
 X = jnp.ones((2, 6, 4, 8))
 ARRAYS = dict.fromkeys(("q", "k", "v", "state"), X)
@@ -126,7 +127,7 @@ def test_an_error_in_a_backend_is_not_swallowed(registered):
 
 @pytest.fixture
 def on_hopper(monkeypatch, any_device):
-    monkeypatch.setattr(choice, "compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(devices, "compute_capability", lambda: (9, 0))
     monkeypatch.setattr(choice, "release", lambda package: (0, 0, 17))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
@@ -195,7 +196,7 @@ def test_calls_unlike_those_that_were_timed(call, wanted):
 @pytest.mark.usefixtures("on_hopper")
 def test_what_was_not_measured_goes_by_claims(monkeypatch, capability, release, call, wanted):
     """Chips, and on a known chip releases of libraries; the plan says so."""
-    monkeypatch.setattr(choice, "compute_capability", lambda: capability)
+    monkeypatch.setattr(devices, "compute_capability", lambda: capability)
     monkeypatch.setattr(choice, "release", lambda package: release)
     made = hopper_plan(**call)
     assert made.implementation == wanted
