@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tape_jax import tune
 from tape_jax._src.attention import attention, attention_plan, choice, recorded_plans
 from tape_jax._src.core import devices
 
@@ -137,6 +138,14 @@ def hopper_plan(length=2048, keys=None, *, dim=64, dtype="bfloat16", **keywords)
     k = jax.ShapeDtypeStruct((1, keys or length, 2, dim), dtype)
     call = {"state": k, "query_state": q, "is_causal": True, **keywords}
     return attention_plan(q, k, k, **call)
+
+
+def test_an_assumed_device_has_the_choice_of_a_real_one(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    segments = jax.ShapeDtypeStruct((1, 2048), jnp.int32)
+    for capability, wanted in (((9, 0), "pallas"), (None, "chunked")):
+        with tune.assume_device(capability):
+            assert hopper_plan(segment_ids=segments).implementation == wanted
 
 
 @pytest.mark.parametrize(
