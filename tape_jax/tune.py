@@ -16,12 +16,14 @@ from collections.abc import Callable, Iterator, Sequence
 from unittest import mock
 
 from tape_jax._src.attention import pallas_blocks, vendor_splash
+from tape_jax._src.attention.tuning import records
 from tape_jax._src.attention.tuning.records import CallShape, agree, forget, nearest
 from tape_jax._src.core import devices
 from tape_jax._src.core.timing import Timing, take_turns
 
 __all__ = ["Timing", "agree", "assume_device", "forget", "main", "prepare", "take_turns"]
 
+ASSUMED = "nothing is measured for a device that is assumed"
 # Temporary memory that a call may take which :func:`prepare` measures.
 MEMORY = 16 * 2.0**30
 
@@ -95,7 +97,8 @@ def assume_device(
 ) -> Iterator[None]:
     """Chooses implementations inside as on another device, for compilation ahead of time.
 
-    What jax itself says of its backend is for the caller to change.
+    What jax itself says of its backend is for the caller to change. What was measured on this
+    machine is left out.
 
     Args:
       compute_capability: of an NVIDIA GPU; None: there is none.
@@ -111,6 +114,8 @@ def assume_device(
     with contextlib.ExitStack() as stack:
         for module in (pallas_blocks, devices):
             stack.enter_context(mock.patch.object(module, "compute_capability", new=capability))
+        # What was measured here says nothing of another device.
+        stack.enter_context(mock.patch.object(records, "known", return_value=({}, ASSUMED)))
         if tpu:
             splash = vendor_splash.Splash
             stack.enter_context(mock.patch.object(splash, "check_device", new=nothing_to_check))

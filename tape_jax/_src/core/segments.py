@@ -71,7 +71,7 @@ def order_by_segment(segment_ids: Array) -> tuple[Array, Array]:
 
 
 def in_pieces(segment_ids: Array) -> Array:
-    """Whether other tokens stand between those of a segment, padding apart, boolean ``[...]``."""
+    """Whether others, or padding, stand between tokens of a segment, boolean ``[...]``."""
     begins = jnp.diff(segment_ids, axis=segment_ids.ndim - 1, prepend=segment_ids[..., :1]) != 0
     parted = (steps_since(begins) != places(segment_ids)) & (segment_ids != PADDING)
     return parted.any(-1)

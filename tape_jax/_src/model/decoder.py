@@ -224,8 +224,8 @@ class Transformer(nn.Module):
         ids are only compared: there 0 is an id like others.)
 
         Token ids and positions index tables. Out of range they are refused or, where they are not
-        known yet, traced ones, make logits NaN. So does a segment in several pieces, where a model
-        has a window and a mesh splits sequences.
+        known yet, traced ones, make logits NaN. Where a model has a window and a mesh splits
+        sequences, a row with a segment in pieces, padding between them included, is NaN.
 
         Args:
           tokens: integers ``[..., T]``; with a cache ``[B, T]``, the tokens that follow it.
@@ -273,17 +273,8 @@ class Transformer(nn.Module):
             call = Call.whole(c, tokens, positions, segment_ids, **shared)
         else:
             call = Call.continued(c, tokens, positions, segment_ids, cache=cache, **shared)
-        ring = sharding if splits_sequence(sharding) else None
-        axes, back, fails = self.encoding.coordinate_axes, None, None
-        seen = return_states or any(map(self.is_mutable_collection, ("maps", "intermediates")))
-        ordered = seen or any(x is not None for x in (cache, mask, initial_state, c.shifted_groups))
-        if ring is not None:
-            # There windows are measured by indices.
-            fails = None if segment_ids is None or not c.has_window else in_pieces(segment_ids)
-            call = call.on_ring(ring, axes)
-        elif call.context.counts is not None and not ordered:
-            # Kernels measure windows by indices alone.
-            call, back = call.by_segment(axes)
+        fixed = return_states or mask is not None or initial_state is not None
+        call, in_order, fails = self._arranged(call, sharding, fixed)
 
         table, h, params = self._embed(call, sharding)
         h = h if fails is None else jnp.where(fails[..., None, None], jnp.nan, h)
@@ -296,23 +287,54 @@ class Transformer(nn.Module):
         if call.cache is not None:
             # Traced, nothing else says that no slot was left.
             final = jnp.where(call.cache.index > call.cache.capacity, jnp.nan, final)
-        if ring is not None:
-            final = from_zigzag(ring, final, 1)
-        if back is not None:
-            final = constrain(sharding, reordered(final, back), "batch", "sequence", "hidden")
+        final = in_order(final)
         out: list[Any] = [final]
         if output == "logits" or self.is_initializing():
             logits = self._logits(final, table, sharding)
             out = [logits if output == "logits" else final]
         if return_states:
             record = States(hidden=(*hidden, h), position=tuple(states), final_norm=final)
-            if ring is not None:
-                record = self._in_order(record, ring, time_axis if made is None else 1)
+            if sharding is not None and splits_sequence(sharding):
+                record = self._in_order(record, sharding, time_axis if made is None else 1)
             out.append(record)
         if call.cache is not None:
             kept = keep(call.cache, kept, call.context.index)
             out.append(dataclasses.replace(call.cache, layers=caches, kept=kept))
         return out[0] if len(out) == 1 else tuple(out)
+
+    @nn.nowrap
+    def _arranged(
+        self, call: Call, sharding: Sharding | None, fixed: bool
+    ) -> tuple[Call, Callable[[Array], Array], Array | None]:
+        """Put the tokens of a call into the order in which layers have them.
+
+        Args:
+          call: in the given order.
+          sharding: a mesh and rules, or None.
+          fixed: whether that order shows in what is given or returned.
+
+        Returns:
+          The call; what puts hidden states back into the given order; and the rows that a mesh
+          cannot compute, boolean, or None.
+        """
+        c, axes, ids = self.config, self.encoding.coordinate_axes, call.segment_ids
+        if sharding is not None and splits_sequence(sharding):
+            # There windows are measured by indices.
+            fails = in_pieces(ids) if c.has_window and ids is not None else None
+            return call.on_ring(sharding, axes), lambda x: from_zigzag(sharding, x, 1), fails
+        shown = any(map(self.is_mutable_collection, ("maps", "intermediates")))
+        fixed |= shown and not self.is_initializing()
+        fixed |= call.cache is not None or c.shifted_groups is not None
+        # Ids that rows share leave what is made of them, such as biases, shared.
+        if fixed or ids is None or ids.shape != call.tokens.shape or not c.has_window:
+            return call, lambda x: x, None
+        # Kernels measure windows by indices alone.
+        moved, back = call.by_segment(axes)
+
+        def in_order(x: Array) -> Array:
+            return constrain(sharding, reordered(x, back), "batch", "sequence", "hidden")
+
+        return moved, in_order, None
 
     @nn.nowrap
     def _embed(

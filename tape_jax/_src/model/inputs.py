@@ -158,6 +158,8 @@ class Call:
     def by_segment(self, axes: int) -> tuple[Self, Array]:
         """The call with each segment's tokens side by side, so that indices measure a window.
 
+        Its ``segment_ids`` are ``[..., T]`` as its tokens are.
+
         Args:
           axes: coordinates per token.
 
@@ -166,7 +168,7 @@ class Call:
         """
         shape = self.tokens.shape
         assert self.segment_ids is not None
-        order, back = order_by_segment(jnp.broadcast_to(self.segment_ids, shape))
+        order, back = order_by_segment(self.segment_ids)
 
         def move(x: Array, axis: int) -> Array:
             return reordered(jnp.broadcast_to(x, (*shape, *x.shape[axis + 1 :])), order)

@@ -32,7 +32,8 @@ class Wall(Encoding):
 
     Attributes:
       bias: what ``b`` starts at; the larger, the less is forgotten.
-      chunk: most tokens in a chunk of the operator. It changes speed and memory only.
+      chunk: at most so many tokens in a chunk of the operator, fewer in short calls. It changes
+        speed and memory only.
 
     Raises:
       ValueError: for options out of range; where tokens see later ones, which are not forgotten.
@@ -109,13 +110,13 @@ def products(
         ``[B|1, R, K]``.
       places: of the queries among the keys ``[R]``.
       ids: of the segments of the keys ``[B, K]``, or None.
-      size: most tokens in a chunk.
+      size: at most so many tokens in a chunk.
 
     Returns:
       ``[B, H, R, K]``, of meaning where a key acts on the query.
     """
     keys = k.shape[2]
-    # A query has a factor for each chunk and for each key of its own: best are as many of both.
+    # A query has a factor for each chunk, and for each key of its own: it is to have few of both.
     size = min(size, 1 << ((keys - 1).bit_length() + 1) // 2)
     k, log_gates = (_split(x, size, 2) for x in (k, log_gates))
     acts = _split(acts, size, 2)
