@@ -24,7 +24,7 @@ import numpy as np
 
 import tape_jax as tape
 from tape_jax import positions, testing
-from tape_jax._src.attention import pallas_blocks
+from tape_jax._src.core import devices
 from tape_jax._src.core.files import write_atomically
 from tape_jax._src.positions.protocol import on_axes
 
@@ -205,7 +205,7 @@ def implementations(kind: str) -> tuple[str, str]:
             return False
         return True
 
-    with mock.patch.object(pallas_blocks, "compute_capability", return_value=(9, 0)):
+    with mock.patch.object(devices, "compute_capability", return_value=(9, 0)):
         fused = runs("pallas")
     return said(fused), next((f"`{name}`" for name in ("chunked", "rows") if runs(name)), "")
 

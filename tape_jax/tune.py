@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from unittest import mock
 
-from tape_jax._src.attention import pallas_blocks, vendor_splash
+from tape_jax._src.attention import vendor_splash
 from tape_jax._src.attention.tuning import records
 from tape_jax._src.attention.tuning.records import CallShape, agree, forget, nearest
 from tape_jax._src.core import devices
@@ -112,8 +112,7 @@ def assume_device(
         pass
 
     with contextlib.ExitStack() as stack:
-        for module in (pallas_blocks, devices):
-            stack.enter_context(mock.patch.object(module, "compute_capability", new=capability))
+        stack.enter_context(mock.patch.object(devices, "compute_capability", new=capability))
         # What was measured here says nothing of another device.
         stack.enter_context(mock.patch.object(records, "known", return_value=({}, ASSUMED)))
         if tpu:

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 
+from tape_jax._src.core import devices
 from tape_jax._src.core.checks import require
-from tape_jax._src.core.devices import compute_capability as compute_capability
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +135,7 @@ def mosaic_tiles(width: int, *, segments: bool = False) -> Tiles:
 
     Where there are none for a GPU, and it can but interpret, those of Hopper.
     """
-    capability = compute_capability()
+    capability = devices.compute_capability()
     if capability is not None and capability[0] == 8:
         return MOSAIC[_generation()][64 if width <= 64 else 128]
     tiles = MOSAIC["hopper"][64 if width <= 64 else 128]
@@ -146,5 +146,5 @@ def mosaic_tiles(width: int, *, segments: bool = False) -> Tiles:
 
 def _generation() -> str:
     """Returns this GPU's generation; without one (interpreted, or compiled elsewhere) Hopper."""
-    capability = compute_capability()
+    capability = devices.compute_capability()
     return "hopper" if capability is None else GENERATIONS.get(capability, "small")

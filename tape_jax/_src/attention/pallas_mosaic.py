@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from tape_jax._src.attention import pallas_attention, pallas_blocks
+from tape_jax._src.attention import pallas_attention
 from tape_jax._src.attention.mosaic_ampere import AmpereProgram
 from tape_jax._src.attention.mosaic_hopper import HopperProgram
 from tape_jax._src.attention.mosaic_program import MosaicProgram, plgpu
@@ -17,6 +17,7 @@ from tape_jax._src.attention.pallas_blocks import Tiles, mosaic_tiles
 from tape_jax._src.attention.request import Request, refuse
 from tape_jax._src.attention.vendor import wide_types_enabled
 from tape_jax._src.attention.vendor_tokamax import miscompiles_causal
+from tape_jax._src.core import devices
 
 Array = jax.Array
 
@@ -40,7 +41,7 @@ def _check_release() -> None:
 
 
 def _check_device() -> None:
-    capability = pallas_blocks.compute_capability()
+    capability = devices.compute_capability()
     if capability is None:
         raise NotImplementedError(
             f"needs a CUDA GPU, but jax runs on {jax.default_backend()!r}; interpret=True runs on "
@@ -100,5 +101,5 @@ def attend(
 
 def _program() -> type[MosaicProgram]:
     """The kernels of the GPU that is here; of another, or without one, those of Hopper."""
-    capability = pallas_blocks.compute_capability()
+    capability = devices.compute_capability()
     return PROGRAMS.get(capability[0], HopperProgram) if capability else HopperProgram

@@ -15,11 +15,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from tape_jax._src.attention import pallas_attention, pallas_blocks
+from tape_jax._src.attention import pallas_attention
 from tape_jax._src.attention.pallas_blocks import Tile, Tiles, default_tiles
 from tape_jax._src.attention.pallas_kernels import ZERO, KernelCall, Program
 from tape_jax._src.attention.request import Request
-from tape_jax._src.core.devices import check_triton
+from tape_jax._src.core import devices
 from tape_jax._src.core.partition import Named, batch_size
 
 Array = jax.Array
@@ -33,7 +33,7 @@ def check(request: Request) -> None:
 
 def _check_device(interpret: bool) -> None:
     if not interpret:
-        check_triton(pallas_blocks.compute_capability())
+        devices.check_triton()
 
 
 def attend(

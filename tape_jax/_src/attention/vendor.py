@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tape_jax._src.attention import pallas_blocks
 from tape_jax._src.attention.request import Request, refuse, refuse_rows
 from tape_jax._src.attention.visibility import Band, Visibility
+from tape_jax._src.core import devices
 from tape_jax._src.core.partition import Named, differentiable_over_batch_and_heads
 
 Array = jax.Array
@@ -210,7 +210,7 @@ def _rows_that_see(call: VendorCall, args: Named) -> Array | None:
 def check_gpu(interpret: bool, oldest: tuple[int, int], architecture: str) -> None:
     """Raises NotImplementedError unless this machine has such a GPU."""
     refuse(interpret, "the kernel has no interpreted mode")
-    capability = pallas_blocks.compute_capability()
+    capability = devices.compute_capability()
     if capability is None:
         raise NotImplementedError(f"needs a CUDA GPU, but jax runs on {jax.default_backend()!r}")
     refuse(

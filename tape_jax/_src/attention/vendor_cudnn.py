@@ -9,9 +9,9 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from tape_jax._src.attention import pallas_blocks
 from tape_jax._src.attention.request import Request, refuse
 from tape_jax._src.attention.vendor import Vendor, VendorCall, check_gpu, pad_to, round_up
+from tape_jax._src.core import devices
 from tape_jax._src.core.partition import Named, first_derivative_only
 
 Array = jax.Array
@@ -49,7 +49,7 @@ class Cudnn(Vendor):
             call.band.window is not None and not call.band.is_causal,
             "local_window_size= needs is_causal=True in the kernel",
         )
-        capability = pallas_blocks.compute_capability()
+        capability = devices.compute_capability()
         widest = 256 if capability is not None and capability >= (9, 0) else 128
         width = self._width(request.k.shape[-1], call)
         refuse(width > widest, f"head dimensions are at most {widest} here; got {width}")

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax._src.lib import cuda_versions
 
-from tape_jax._src.attention import pallas_blocks
 from tape_jax._src.attention.request import Request, refuse
 from tape_jax._src.attention.vendor import Vendor, VendorCall, pad_to, round_up, wide_types_enabled
+from tape_jax._src.core import devices
 from tape_jax._src.core.partition import Named
 
 Array = jax.Array
@@ -45,7 +45,7 @@ class Tokamax(Vendor):
 
     def here(self) -> str:
         """The first kernel that runs on this machine."""
-        capability = pallas_blocks.compute_capability()
+        capability = devices.compute_capability()
         if capability is None:
             raise NotImplementedError(
                 f"needs a CUDA GPU, but jax runs on {jax.default_backend()!r}"

@@ -33,8 +33,9 @@ def _be_quiet() -> None:
     warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
 
 
-def check_triton(capability: tuple[int, int] | None) -> None:
-    """Raises NotImplementedError unless a GPU of this capability runs Triton's kernels."""
+def check_triton() -> None:
+    """Raises NotImplementedError unless this process's first GPU runs Triton's kernels."""
+    capability = compute_capability()
     if capability is None:
         raise NotImplementedError(
             f"needs a CUDA GPU, but jax runs on {jax.default_backend()!r}; interpret=True runs "

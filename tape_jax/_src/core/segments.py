@@ -27,18 +27,15 @@ def without_padding(x: Array, segment_ids: Array | None, *, axes: int = 1) -> Ar
 def places(segment_ids: Array) -> Array:
     """Counts the earlier tokens of the row that have each token's own id, int32 ``[..., T]``."""
 
-    def count(ids: Array) -> Array:
-        return steps_since(jnp.diff(ids, axis=ids.ndim - 1, prepend=ids[..., :1]) != 0)
-
-    return side_by_side(count, segment_ids)
+    return side_by_side(steps_since_change, segment_ids)
 
 
 def of_first(segment_ids: Array, x: Array) -> Array:
     """``x [..., T]`` of the first token of each one's segment, batch axes full."""
 
     def first(ids: Array, x: Array) -> Array:
-        steps = steps_since(jnp.diff(ids, axis=ids.ndim - 1, prepend=ids[..., :1]) != 0)
-        return jnp.take_along_axis(x, jnp.arange(x.shape[-1]) - steps, axis=-1)
+        index = jnp.arange(x.shape[-1]) - steps_since_change(ids)
+        return jnp.take_along_axis(x, index, axis=-1)
 
     shape = jnp.broadcast_shapes(segment_ids.shape, x.shape)
     return side_by_side(first, *(jnp.broadcast_to(y, shape) for y in (segment_ids, x)))
@@ -72,14 +69,14 @@ def order_by_segment(segment_ids: Array) -> tuple[Array, Array]:
 
 def in_pieces(segment_ids: Array) -> Array:
     """Whether others, or padding, stand between tokens of a segment, boolean ``[...]``."""
-    begins = jnp.diff(segment_ids, axis=segment_ids.ndim - 1, prepend=segment_ids[..., :1]) != 0
-    parted = (steps_since(begins) != places(segment_ids)) & (segment_ids != PADDING)
-    return parted.any(-1)
+    parted = steps_since_change(segment_ids) != places(segment_ids)
+    return (parted & (segment_ids != PADDING)).any(-1)
 
 
 def reordered(x: Array, order: Array) -> Array:
     """Puts the tokens of ``x [..., T, ...]`` into an order, a row's permutation ``[..., T]``."""
 
+    # Each token once, so that the gradient is no sum and depends on no order of adding.
     def take(x: Array, order: Array) -> Array:
         return jnp.asarray(x).at[order].get(unique_indices=True, mode="promise_in_bounds")
 
@@ -108,3 +105,8 @@ def steps_since(begins: Array) -> Array:
     """Counts the steps since ``begins [..., T]`` was last true, or since the first step; int32."""
     index = jnp.broadcast_to(np.arange(begins.shape[-1], dtype=np.int32), begins.shape)
     return index - jax.lax.cummax(jnp.where(begins, index, 0), axis=begins.ndim - 1)
+
+
+def steps_since_change(ids: Array) -> Array:
+    """Counts the steps since ``ids [..., T]`` last changed, or since the first step; int32."""
+    return steps_since(jnp.diff(ids, axis=ids.ndim - 1, prepend=ids[..., :1]) != 0)

@@ -22,6 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from tape_jax._src.core.algebra import at_least_float32
 from tape_jax._src.core.checks import require
+from tape_jax._src.core.segments import reordered
 from tape_jax._src.core.sharding import Axes, Sharding, constrain
 from tape_jax._src.model.config import ACTIVATIONS, Experts
 
@@ -161,9 +162,9 @@ def _on_device(
 
     # Said here, the sum of gradients over the parts of an expert is of tokens, not of rows.
     rows = _varying(x, split).reshape(-1, x.shape[-1])
-    rows = _permuted(jnp.repeat(rows, experts.per_token, axis=0), order)
+    rows = reordered(jnp.repeat(rows, experts.per_token, axis=0), order)
     rows = product(gated(product(rows, "gate"), product(rows, "up"), activation), "down")
-    rows = _permuted(rows, jnp.argsort(order)).reshape(*chosen.shape, -1)
+    rows = reordered(rows, jnp.argsort(order)).reshape(*chosen.shape, -1)
     out = jnp.einsum("...kd,...k->...d", rows, weights.astype(x.dtype))
     return (lax.psum(out, split) if split else out), chosen
 
@@ -188,11 +189,6 @@ def _product(
         kernel = _varying(kernel, tuple(n for n in _token_axes(sharding) if n not in own))
     multiply = jax.checkpoint(multiply) if gathers else multiply
     return checkpoint_name(multiply(rows, kernel), PRODUCT)
-
-
-def _permuted(rows: Array, order: Array) -> Array:
-    # Each row once, so that the gradient is no sum and depends on no order of adding.
-    return rows.at[order].get(unique_indices=True, mode="promise_in_bounds")
 
 
 def _varying(x: Array, names: tuple[str, ...]) -> Array:

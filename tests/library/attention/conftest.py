@@ -7,13 +7,13 @@ import pytest
 
 from tape_jax._src.attention import (
     choice,
-    pallas_blocks,
     pallas_mosaic,
     pallas_triton,
     vendor_cudnn,
     vendor_splash,
     vendor_tokamax,
 )
+from tape_jax._src.core import devices
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def any_device(monkeypatch):
     monkeypatch.setattr(pallas_triton, "_check_device", lambda interpret: None)
     monkeypatch.setattr(pallas_mosaic, "_check_release", lambda: None)
     monkeypatch.setattr(pallas_mosaic, "_check_device", lambda: None)
-    monkeypatch.setattr(pallas_blocks, "compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(devices, "compute_capability", lambda: (9, 0))
     for backend in (vendor_splash.Splash, vendor_cudnn.Cudnn, vendor_tokamax.Tokamax):
         monkeypatch.setattr(backend, "check_device", lambda self, interpret: None)
 

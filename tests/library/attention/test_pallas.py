@@ -12,6 +12,7 @@ import pytest
 
 from tape_jax._src.attention import attention, pallas_blocks
 from tape_jax._src.attention.pallas_blocks import Tile, Tiles
+from tape_jax._src.core import devices
 from tests.library.attention.backends import assert_close, attend, expected, lowered, run
 from tests.library.attention.cases import BY_NAME
 
@@ -128,7 +129,7 @@ def test_needs_a_gpu_unless_interpreted():
 
 
 def test_old_gpus_are_refused(monkeypatch):
-    monkeypatch.setattr(pallas_blocks, "compute_capability", lambda: (7, 5))
+    monkeypatch.setattr(devices, "compute_capability", lambda: (7, 5))
     with pytest.raises(NotImplementedError, match=r"8\.0 \(Ampere\) or later; .* \(7, 5\)"):
         attention(X, X, X, state=X, implementation="pallas")
 
@@ -151,7 +152,7 @@ def test_table_of_tiles(monkeypatch):
     """Chips with little shared memory get smaller blocks; every type and width has some."""
 
     def areas(capability):
-        monkeypatch.setattr(pallas_blocks, "compute_capability", lambda: capability)
+        monkeypatch.setattr(devices, "compute_capability", lambda: capability)
         for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
             for width in (16, 64, 66, 128):
                 tile = pallas_blocks.default_tiles(dtype, width).forward

@@ -15,6 +15,7 @@ from tape_jax._src.attention.mosaic_ampere import AmpereProgram
 from tape_jax._src.attention.mosaic_hopper import HopperProgram
 from tape_jax._src.attention.mosaic_program import plgpu
 from tape_jax._src.attention.pallas_blocks import Tile, Tiles
+from tape_jax._src.core import devices
 from tests.library.attention.backends import TOLERANCE, assert_close, run
 from tests.library.attention.cases import Case
 from tests.selection import mostly_slow
@@ -47,7 +48,7 @@ CHIPS = {"hopper": (9, 0), "ampere": (8, 0), "ada": (8, 9)}
 @pytest.fixture(params=("hopper", "ampere"))
 def chip(request, monkeypatch):
     """The chip whose kernels are interpreted."""
-    monkeypatch.setattr(pallas_blocks, "compute_capability", lambda: CHIPS[request.param])
+    monkeypatch.setattr(devices, "compute_capability", lambda: CHIPS[request.param])
     return request.param
 
 
@@ -101,7 +102,7 @@ def test_wide_heads_with_a_decay():
 
 @pytest.mark.parametrize("capability", [None, (7, 5), (10, 0)])
 def test_other_gpus_interpret_the_kernels_of_hopper(capability, monkeypatch):
-    monkeypatch.setattr(pallas_blocks, "compute_capability", lambda: capability)
+    monkeypatch.setattr(devices, "compute_capability", lambda: capability)
     assert pallas_mosaic._program() is HopperProgram
     assert pallas_blocks.mosaic_tiles(64) == pallas_blocks.MOSAIC["hopper"][64]
 
@@ -159,7 +160,7 @@ def test_what_it_needs():
 @needs_interpreter
 @pytest.mark.parametrize("capability", [(7, 5), (10, 0)])
 def test_other_gpus_are_refused(capability, monkeypatch):
-    monkeypatch.setattr(pallas_blocks, "compute_capability", lambda: capability)
+    monkeypatch.setattr(devices, "compute_capability", lambda: capability)
     with pytest.raises(NotImplementedError, match=r"capability 8\.x or 9\.0; .*has \d+\.\d"):
         attention(X, X, X, state=X, implementation="mosaic")
 

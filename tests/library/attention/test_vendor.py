@@ -17,14 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as cudnn_calls
-from jax.extend import backend as devices
+from jax.extend import backend as jax_backend
 
 from tape_jax._src.attention import (
     attention_plan,
-    pallas_blocks,
     vendor_cudnn,
     vendor_tokamax,
 )
+from tape_jax._src.core import devices
 from tests.library.attention.backends import (
     assert_close,
     attend,
@@ -174,7 +174,7 @@ def test_tokamax_lowers_to_cuda(monkeypatch, name, target, rule):
 
     monkeypatch.setattr(gpu_utils, "is_sm90", lambda device=None: True)
     monkeypatch.setattr(gpu_utils, "is_sm100", lambda device=None: False)
-    monkeypatch.setattr(devices, "get_default_device", Hopper)
+    monkeypatch.setattr(jax_backend, "get_default_device", Hopper)
     with tokamax.config.cross_compile(True):
         forward, gradients = lower("cuda", 128, implementation=name, is_causal=True, **rule)
     assert forward.count(target) == 1
@@ -257,7 +257,7 @@ def test_what_is_not_here(monkeypatch):
     def missing():
         raise RuntimeError("cuDNN is not detected.")
 
-    monkeypatch.setattr(pallas_blocks, "compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(devices, "compute_capability", lambda: (9, 0))
     monkeypatch.setattr(cudnn_calls, "check_cudnn_version", missing)
     assert "not detected" in rejected("cudnn")
 
@@ -270,14 +270,14 @@ def test_what_is_not_here(monkeypatch):
     ],
 )
 def test_old_gpus(monkeypatch, backend, capability, reason):
-    monkeypatch.setattr(pallas_blocks, "compute_capability", lambda: capability)
+    monkeypatch.setattr(devices, "compute_capability", lambda: capability)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert re.search(reason, rejected(backend))
 
 
 @pytest.mark.parametrize(("capability", "kernel"), [((8, 0), "triton"), ((9, 0), "mosaic_gpu")])
 def test_tokamax_takes_the_first_that_runs_here(monkeypatch, capability, kernel):
-    monkeypatch.setattr(pallas_blocks, "compute_capability", lambda: capability)
+    monkeypatch.setattr(devices, "compute_capability", lambda: capability)
     assert vendor_tokamax.tokamax.here() == kernel
 
 

@@ -388,7 +388,7 @@ def fused(call: UpdateCall, *, interpret: bool = False, **sizes: int) -> Array:
     """
     params = call.params
     if not interpret:
-        devices.check_triton(devices.compute_capability())
+        devices.check_triton()
     from tape_jax._src.positions.tape import update_kernel
 
     refuse("up" not in params, "without the MLP's mix there is no product over heads")
