@@ -45,7 +45,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seeds", type=int, default=1, help="of each; 3 or more for a verdict (1)")
     parser.add_argument(
-        "--jobs", type=int, default=2, help="trainings side by side, on GPUs in turn (2)"
+        "--jobs",
+        type=int,
+        default=2,
+        help="trainings side by side, on GPUs in turn; on a TPU 1 (2)",
     )
     parser.add_argument("--suite", metavar="NAME:lengths=N,...", help="ask a suite, too")
     parser.set_defaults(overrides=())

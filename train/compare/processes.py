@@ -15,6 +15,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import tqdm
 
 from train.compare import sweep
@@ -66,7 +67,7 @@ def train_all(
 
     Args:
       jobs: what is to be trained; runs that were begun are continued.
-      side_by_side: number of processes.
+      side_by_side: number of processes; on a TPU they follow one another.
       same_share: whether each has its share of the cores also where fewer are left to run. With
         more of them a training rounds otherwise.
       ends: options of ``train`` that say what follows it: the test, or the validation of a sweep.
@@ -77,6 +78,8 @@ def train_all(
       Stopped: if a training fails, or on SIGINT, SIGTERM or SIGHUP, after all have saved; after a
         second SIGINT they end without. Whatever else is raised, they have saved and ended before.
     """
+    if on_tpu():
+        side_by_side = 1
     if not same_share:
         side_by_side = min(side_by_side, len(jobs))
     waiting = collections.deque(_distinct_first(jobs))
@@ -234,6 +237,11 @@ def shares(count: int) -> list[list[int]]:
     if count >= len(cores):
         return [[cores[i % len(cores)]] for i in range(count)]
     return [cores[i * len(cores) // count : (i + 1) * len(cores) // count] for i in range(count)]
+
+
+def on_tpu() -> bool:
+    """Whether jax runs on a TPU here; said without taking it, for it serves one process only."""
+    return "tpu" in (jax.config.values["jax_platforms"] or "").split(",")
 
 
 def gpus() -> list[str]:

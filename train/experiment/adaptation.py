@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import flatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from tape_jax import ModelConfig, RopeScaling, Transformer, adapt
 from tape_jax.adapt import Adapted, Rule, restack
@@ -201,13 +201,10 @@ def describe(
       position: as there.
     """
     model = Transformer(base)
-    places = None
-    if model.encoding.coordinate_axes > 1:
-        places = jnp.zeros((1, 2, model.encoding.coordinate_axes))
-    variables = jax.eval_shape(
-        lambda: model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32), positions=places)
-    )
-    return apply(adaptation, model, variables, key=jax.random.key(0), position=position)
+    params = {path: spec.shape for path, spec in model.parameters().items()}
+    variables = {"params": unflatten_dict(params, sep="/")}
+    key = jax.eval_shape(jax.random.key, 0)
+    return apply(adaptation, model, variables, key=key, position=position)
 
 
 def _wide(dtype: Any) -> Any:

@@ -168,7 +168,7 @@ def _position_params(
         block = "" if layers is None else f"layers_{layers[0]}/"
         named = {block + full_name("position", name): spec for name, spec in specs.items()}
         stack = len(layers) if layers is not None and c.scan_layers else None
-        made = _initial(named, jax.random.fold_in(key, fold), stack, dtype, like)
+        made = _initial(named, key, fold, stack, dtype, like)
         for path, x in made.items():
             name = path.removeprefix(block)
             parts = [f"layers_{n}/{name}" for n in layers] if layers is not None else [name]
@@ -295,7 +295,7 @@ def add_lora(
             for factor, spec in lora_params(fan_in, features, rank).items()
         }
         layers = stack[0] if stack else None
-        flat |= _initial(specs, jax.random.fold_in(key, i), layers, dtype, kernel)
+        flat |= _initial(specs, key, i, layers, dtype, kernel)
     return new, {**variables, "params": unflatten_dict(flat, sep="/")}
 
 
@@ -391,7 +391,8 @@ def drop_positions(model: Transformer, variables: Any) -> tuple[Transformer, dic
             f"drop_positions: parameters of {new.encoding.kind!r} have other names in "
             f"{old.encoding.kind!r}, and would be lost",
         )
-    return with_encoding(model, variables, position, key=jax.random.key(0))
+    nothing_new = jax.eval_shape(jax.random.key, 0)
+    return with_encoding(model, variables, position, key=nothing_new)
 
 
 @typed
@@ -408,12 +409,12 @@ def _type_of_new(dtype: Any, model: Transformer) -> np.dtype:
 
 
 def _initial(
-    specs: Mapping[str, Param], key: Array, layers: int | None, dtype: Any, like: Any
+    specs: Mapping[str, Param], key: Array, fold: int, layers: int | None, dtype: Any, like: Any
 ) -> dict[str, Any]:
-    """New parameters, each layer's drawn on its own; without values if ``like`` has none."""
+    """New parameters, each layer's drawn on its own; no values if the key or ``like`` has none."""
 
-    def draw() -> dict[str, Array]:
-        keys = jax.random.split(key, max(len(specs), 1))
+    def draw(key: Array) -> dict[str, Array]:
+        keys = jax.random.split(jax.random.fold_in(key, fold), max(len(specs), 1))
         return {
             name: spec.init(k, spec.shape, dtype)
             if layers is None
@@ -421,7 +422,8 @@ def _initial(
             for k, (name, spec) in zip(keys, specs.items(), strict=False)
         }
 
-    return jax.eval_shape(draw) if isinstance(like, jax.ShapeDtypeStruct) else draw()
+    shapes_only = any(isinstance(x, jax.ShapeDtypeStruct) for x in (key, like))
+    return jax.eval_shape(draw, key) if shapes_only else draw(key)
 
 
 def _check_start(encoding: positions.Encoding, model: Transformer) -> None:

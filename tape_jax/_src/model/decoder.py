@@ -81,7 +81,15 @@ def _initialized(
 
 @functools.lru_cache(maxsize=64)
 def _parameters(config: ModelConfig, wide_types: bool) -> dict[str, ParameterSpec]:
-    """Return :meth:`Transformer.parameters`, from a trace of the whole model that is made once."""
+    """Return :meth:`Transformer.parameters`, from a trace of the whole model that is made once.
+
+    The implementations are named, for to choose them is to take the device, and a TPU serves one
+    process only.
+    """
+    updates = "reference" if config.position.update_implementations else None
+    config = dataclasses.replace(
+        config, attention_implementation="reference", update_implementation=updates
+    )
     axes = config.position.coordinate_axes
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     places = None if axes == 1 else jax.ShapeDtypeStruct((1, 1, axes), jnp.int32)

@@ -97,6 +97,27 @@ def test_the_last_one_gets_all_cores_unless_told_otherwise(
     assert shares == processes.shares(2 if same_share else 1)[:1]
 
 
+def test_on_a_tpu_trainings_follow_one_another(config, tmp_path, monkeypatch):
+    """It serves one process, so the parent must not take it, and the trainings not share it."""
+    running = []
+
+    def start(job, share, **_):
+        assert all(process.poll() is not None for process in running)
+        running.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.1)"]))
+        return running[-1]
+
+    monkeypatch.setattr(processes, "_start", start)
+    monkeypatch.setattr(processes, "SECONDS_BETWEEN_LOOKS", 0.01)
+    jobs = plan(config, tmp_path, ENCODINGS, ["rope", "none"], 1, [])
+    for platforms, expected in (("tpu,cpu", True), ("cpu", False), (None, False)):
+        config_of_jax = SimpleNamespace(values={"jax_platforms": platforms})
+        monkeypatch.setattr(processes, "jax", SimpleNamespace(config=config_of_jax))
+        assert processes.on_tpu() == expected
+    monkeypatch.setattr(processes, "on_tpu", lambda: True)
+    processes.train_all(jobs, 2)
+    assert len(running) == 2
+
+
 @pytest.mark.slow
 def test_seeds_share_compiled_programs(config, tmp_path, monkeypatch):
     """Each is compiled once, by whoever comes first; the others find it."""

@@ -3,6 +3,8 @@
 import functools
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import chex
@@ -331,6 +333,27 @@ def test_methods_on_the_command_line(config, tmp_path):
     jobs = plan(config, tmp_path / "all", METHODS, names, 1, [])
     assert [job.experiment.adapt.method for job in jobs] == names
     assert [job.experiment.model.position.kind for job in jobs].count("tape") == 1
+
+
+PLANS = """
+import sys
+from pathlib import Path
+from jax._src import xla_bridge
+from train.compare.jobs import METHODS, plan
+config, folder, *names = sys.argv[1:]
+print(len(plan(Path(config), Path(folder), METHODS, names, 1, [])))
+print(xla_bridge.backends_are_initialized())
+"""
+
+
+@pytest.mark.slow
+def test_a_plan_takes_no_device(config, tmp_path):
+    """A TPU serves one process: were it this one, no training could begin."""
+    names = [name for name in adaptation.METHODS if name != "encoding"]
+    names += ["rope+alibi", "rope+inkling"]
+    call = [sys.executable, "-c", PLANS, str(config), str(tmp_path / "all"), *names]
+    done = subprocess.run(call, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-2:] == [str(len(names)), "False"]
 
 
 def test_drope_trains_at_the_length_of_its_base(tmp_path):

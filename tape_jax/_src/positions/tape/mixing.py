@@ -5,6 +5,7 @@ They act on the heads axis alone, never on what the symmetry group acts on.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,6 +16,8 @@ from tape_jax._src.core.algebra import at_least_float32, complex_multiply, preci
 from tape_jax._src.core.sharding import Axes, Sharding
 
 Array = jax.Array
+# Of a matrix over heads and states.
+Product = Callable[[Array, Array], Array]
 
 # Under which a policy of ``jax.checkpoint`` finds the sums that devices have added up.
 SUM_OVER_DEVICES = "tape_sum_over_devices"
@@ -42,13 +45,35 @@ def by_rows(alpha: float | Array) -> float | Array:
     return jnp.expand_dims(alpha, -1) if jnp.ndim(alpha) else alpha
 
 
-def mix_attended(a: Array, mix: Array, heads: int, sharding: Sharding | None = None) -> Array:
+def precise_product(matrix: Array, e: Array) -> Array:
+    """``matrix @ e`` with whole operands; the matrix is one for all, or has all axes of ``e``."""
+    spec = "hk,...kn->...hn" if matrix.ndim == 2 else "...hk,...kn->...hn"
+    return precise_einsum(spec, matrix, e)
+
+
+def sum_of_products(matrix: Array, e: Array) -> Array:
+    """``matrix @ e`` of small matrices without a matrix unit, which a TPU has to feed by tiles.
+
+    For a product of 12 heads its compiler makes padded copies of both operands; this it fuses.
+    """
+    wide = at_least_float32(e.dtype)
+    products = matrix.astype(wide)[..., None] * e.astype(wide)[..., None, :, :]
+    return products.sum(-2).astype(e.dtype)
+
+
+def mix_attended(
+    a: Array,
+    mix: Array,
+    heads: int,
+    sharding: Sharding | None = None,
+    product: Product = precise_product,
+) -> Array:
     """``Mix(a)``: attended states ``[..., H_q, N]`` to ``[..., H_kv, N]``.
 
     ``mix [H_q]`` scales each query head and sums inside its group; ``mix [H_kv, H_q]`` is a matrix.
     """
     if mix.ndim == 2:
-        return _sum_over_heads(mix, (None, "heads"), a, sharding)
+        return _sum_over_heads(mix, (None, "heads"), a, sharding, product)
     *lead, queries, n = a.shape
     scaled = (a * mix[:, None]).reshape(*lead, heads, queries // heads, n)
     return scaled.sum(-2)
@@ -85,30 +110,19 @@ def outer_matrix(gate: Array, down: Array, up: Array) -> Array:
     return jnp.einsum("...p,phk->...hk", gate, outer)
 
 
-def mix_heads(matrix: Array, e: Array, sharding: Sharding | None = None) -> Array:
+def mix_heads(
+    matrix: Array, e: Array, sharding: Sharding | None = None, product: Product = precise_product
+) -> Array:
     """Applies per-token matrices ``[..., H, H]`` to states ``[..., H | 1, N]``."""
     if e.shape[-2] == 1:
         return matrix.sum(-1)[..., None] * e
-    return _sum_over_heads(matrix, ("batch", "sequence", None, "kv_heads"), e, sharding)
+    axes = ("batch", "sequence", None, "kv_heads")
+    return _sum_over_heads(matrix, axes, e, sharding, product)
 
 
-def precise_product(matrix: Array, e: Array) -> Array:
-    """``matrix @ e`` with whole operands; the matrix is one for all, or has all axes of ``e``."""
-    spec = "hk,...kn->...hn" if matrix.ndim == 2 else "...hk,...kn->...hn"
-    return precise_einsum(spec, matrix, e)
-
-
-def sum_of_products(matrix: Array, e: Array) -> Array:
-    """``matrix @ e`` of small matrices without a matrix unit, which a TPU has to feed by tiles.
-
-    For a product of 12 heads its compiler makes padded copies of both operands; this it fuses.
-    """
-    wide = at_least_float32(e.dtype)
-    products = matrix.astype(wide)[..., None] * e.astype(wide)[..., None, :, :]
-    return products.sum(-2).astype(e.dtype)
-
-
-def _sum_over_heads(matrix: Array, axes: Axes, states: Array, sharding: Sharding | None) -> Array:
+def _sum_over_heads(
+    matrix: Array, axes: Axes, states: Array, sharding: Sharding | None, product: Product
+) -> Array:
     """``matrix @ states``, the states ``[B, T, H, N]`` being split by heads or not.
 
     Of the matrix, with logical ``axes``, each device has the columns of its own states. Their
@@ -119,9 +133,6 @@ def _sum_over_heads(matrix: Array, axes: Axes, states: Array, sharding: Sharding
     kind = axes[-1]
     split = () if sharding is None else sharding.mesh_axes("kv_heads")
     alone = sharding is None or sharding.shards("kv_heads") == 1
-    on_tpu = jax.default_backend() == "tpu"
-    # For sums over devices TPUs want the layout that a product leaves, or they send twice as much.
-    product = sum_of_products if on_tpu and alone else precise_product
     if sharding is None or alone or states.ndim != 4:
         return product(matrix, states)
     if kind is None or sharding.mesh_axes(kind) != split:

@@ -29,13 +29,16 @@ from tape_jax._src.core.sharding import Sharding
 from tape_jax._src.positions.tape.mixing import (
     ACTIVATIONS,
     SUM_OVER_DEVICES,
+    Product,
     by_rows,
     displacement,
     mix_attended,
     mix_heads,
     mixing_matrix,
     outer_matrix,
+    precise_product,
     scaled_mix,
+    sum_of_products,
 )
 from tape_jax._src.positions.tape.norms import NORMS, normalize
 
@@ -60,6 +63,7 @@ class UpdateCall:
       heads: ``H_kv``.
       tensor: whether the state has tensor form.
       norm, magnitude, activation, sharding: as in :func:`tape_jax.update_state`.
+      product: of a matrix over heads and states.
     """
 
     params: dict[str, Array]
@@ -73,6 +77,7 @@ class UpdateCall:
     magnitude: Any
     activation: str
     sharding: Sharding | None
+    product: Product = precise_product
 
     @property
     def block(self) -> tuple[int, ...]:
@@ -171,11 +176,12 @@ def update_state(
       implementation: how it is computed, a name or names in order of preference: ``reference``, as
         the equations are written, with derivatives of any order; ``unrolled``, products over heads
         written out, with a derivative of its own that keeps the arguments alone: for CPUs;
-        ``fused``, one kernel each way, for NVIDIA GPUs from Ampere on.
-        None: ``unrolled`` on a CPU, ``fused`` on a GPU, and ``reference`` where those cannot.
+        ``sums``, as ``reference``, without a matrix unit: for TPUs; ``fused``, one kernel each way,
+        for NVIDIA GPUs from Ampere on. None: ``unrolled`` on a CPU, ``fused`` on a GPU, ``sums`` on
+        a TPU, and ``reference`` where those cannot.
 
-    Derivatives in forward mode are those of ``reference`` alone, but ``unrolled`` has those of
-    gradients, as in ``jax.hessian``. ``fused`` has those of first order in reverse mode.
+    Derivatives in forward mode are those of ``reference`` and ``sums``, but ``unrolled`` has those
+    of gradients, as in ``jax.hessian``. ``fused`` has those of first order in reverse mode.
 
     Returns:
       The new state, ``[..., T, H_kv, D]`` or ``[..., T, H_kv, M, L, R]``, in the type of ``state``.
@@ -248,7 +254,9 @@ def _with_attended(call: UpdateCall) -> Array:
     if mix is None:
         return flat
     scaled = scaled_mix(mix.astype(flat.dtype), call.alpha)
-    return flat + mix_attended(call.flat_attended(), scaled, call.heads, call.sharding)
+    return flat + mix_attended(
+        call.flat_attended(), scaled, call.heads, call.sharding, call.product
+    )
 
 
 def reference(call: UpdateCall) -> Array:
@@ -278,8 +286,19 @@ def _written(call: UpdateCall) -> Array:
             call.x, call.params, call.alpha, call.activation, dtype=at_least_float32(dtype)
         )
         matrix = (matrix + jnp.eye(call.heads, dtype=matrix.dtype)).astype(dtype)
-        flat = mix_heads(matrix, flat, call.sharding)
+        flat = mix_heads(matrix, flat, call.sharding, call.product)
     return call.normalized(flat)
+
+
+def sums(call: UpdateCall) -> Array:
+    """The update as the equations write it, without a matrix unit: for TPUs.
+
+    Raises:
+      NotImplementedError: if heads are split. For sums over devices TPUs want the layout that a
+        product leaves, or they send twice as much.
+    """
+    refuse(call.splits_heads, "heads are split over devices")
+    return reference(dataclasses.replace(call, product=sum_of_products))
 
 
 # What is written out grows with their number, and a library's product becomes worth while.
@@ -454,11 +473,12 @@ _by_kernel.defvjp(_kernel_forward, _kernel_backward)
 UPDATES: Mapping[str, Callable[[UpdateCall], Array]] = {
     "reference": reference,
     "unrolled": unrolled,
+    "sums": sums,
     "fused": fused,
 }
 # Tried first, by platform. On an H200 ``fused`` took 0.6 of the time of ``reference`` in float32,
 # 0.7 in bfloat16, forward and backward (benchmarks/results/2026-11-26-nvidia-h200-2.md).
-USUAL = {"cpu": ("unrolled",), "gpu": ("fused",)}
+USUAL = {"cpu": ("unrolled",), "gpu": ("fused",), "tpu": ("sums",)}
 
 
 def implementation_names(implementation: str | Sequence[str] | None) -> tuple[str, ...] | None:

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -166,6 +167,31 @@ class TestChoice:
         for platform in ("gpu", "tpu"):
             monkeypatch.setattr(jax, "default_backend", lambda platform=platform: platform)
             assert not written()
+
+    def test_on_a_tpu(self, monkeypatch):
+        """Without a matrix unit, but where heads are split: a product leaves a better layout."""
+        args, d_out = arguments("matrix", "float32")
+        monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+        whole, split = (
+            ShardingConfig(**sizes).build(jax.devices()[:2])
+            for sizes in ({"fsdp": 2}, {"tensor": 2})
+        )
+
+        def products(**options):
+            def run(*args):
+                return update_state(*args, **options)
+
+            return str(jax.make_jaxpr(run)(*args)).count("dot_general")
+
+        most = products(implementation="reference")
+        assert products() == products(sharding=whole) == most - 2
+        assert products(sharding=split) == most
+        with pytest.raises(NotImplementedError, match="'sums': heads are split over devices"):
+            update_state(*args, sharding=split, implementation="sums")
+        found = result_and_gradients(args, d_out, implementation="sums")
+        chex.assert_trees_all_close(
+            found, result_and_gradients(args, d_out, implementation="reference"), rtol=1e-4
+        )
 
     def test_what_is_not_written_out(self):
         (params, e, a, x, _), _ = arguments("grouped", "float32")
