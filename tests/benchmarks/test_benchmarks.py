@@ -173,7 +173,7 @@ def test_update(capsys):
     tiny = "--batch 1 --length 8 --heads 3 --head-dim 4 --repeats 1 --mixes heads"
     update.main(tiny.split())
     out = capsys.readouterr().out
-    names = ["reference", "unrolled", "reference, again"]
+    names = ["reference", "unrolled", "sums", "reference, again"]
     rows = tables(out)
     assert [row["by"] for row in rows] == 4 * names
     assert rows[0]["update"] == "heads, float32, forward"

@@ -48,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--jobs",
         type=int,
         default=2,
-        help="trainings side by side, on GPUs in turn; on a TPU 1 (2)",
+        help="trainings side by side (2), on GPUs in turn; on a TPU one at a time",
     )
     parser.add_argument("--suite", metavar="NAME:lengths=N,...", help="ask a suite, too")
     parser.set_defaults(overrides=())

@@ -240,7 +240,7 @@ def shares(count: int) -> list[list[int]]:
 
 
 def on_tpu() -> bool:
-    """Whether jax runs on a TPU here; said without taking it, for it serves one process only."""
+    """Whether jax is to run on a TPU; said without taking it, for it serves one process only."""
     return "tpu" in (jax.config.values["jax_platforms"] or "").split(",")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -391,8 +392,9 @@ def drop_positions(model: Transformer, variables: Any) -> tuple[Transformer, dic
             f"drop_positions: parameters of {new.encoding.kind!r} have other names in "
             f"{old.encoding.kind!r}, and would be lost",
         )
-    nothing_new = jax.eval_shape(jax.random.key, 0)
-    return with_encoding(model, variables, position, key=nothing_new)
+    make_key = functools.partial(jax.random.key, 0)
+    key = jax.eval_shape(make_key) if _shapes_only(variables) else make_key()
+    return with_encoding(model, variables, position, key=key)
 
 
 @typed
@@ -411,7 +413,7 @@ def _type_of_new(dtype: Any, model: Transformer) -> np.dtype:
 def _initial(
     specs: Mapping[str, Param], key: Array, fold: int, layers: int | None, dtype: Any, like: Any
 ) -> dict[str, Any]:
-    """New parameters, each layer's drawn on its own; no values if the key or ``like`` has none."""
+    """New parameters, each layer's drawn on its own; without values if ``like`` has none."""
 
     def draw(key: Array) -> dict[str, Array]:
         keys = jax.random.split(jax.random.fold_in(key, fold), max(len(specs), 1))
@@ -422,8 +424,12 @@ def _initial(
             for k, (name, spec) in zip(keys, specs.items(), strict=False)
         }
 
-    shapes_only = any(isinstance(x, jax.ShapeDtypeStruct) for x in (key, like))
-    return jax.eval_shape(draw, key) if shapes_only else draw(key)
+    return jax.eval_shape(draw, key) if _shapes_only(like) else draw(key)
+
+
+def _shapes_only(variables: Any) -> bool:
+    """Whether these are ShapeDtypeStructs in place of arrays."""
+    return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(variables))
 
 
 def _check_start(encoding: positions.Encoding, model: Transformer) -> None:

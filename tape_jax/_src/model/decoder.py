@@ -83,10 +83,10 @@ def _initialized(
 def _parameters(config: ModelConfig, wide_types: bool) -> dict[str, ParameterSpec]:
     """Return :meth:`Transformer.parameters`, from a trace of the whole model that is made once.
 
-    The implementations are named, for to choose them is to take the device, and a TPU serves one
+    The implementations are named, because choosing them takes the device, and a TPU serves one
     process only.
     """
-    updates = "reference" if config.position.update_implementations else None
+    updates = "reference" if "reference" in config.position.update_implementations else None
     config = dataclasses.replace(
         config, attention_implementation="reference", update_implementation=updates
     )

@@ -16,7 +16,7 @@ from tape_jax._src.core.algebra import at_least_float32, complex_multiply, preci
 from tape_jax._src.core.sharding import Axes, Sharding
 
 Array = jax.Array
-# Of a matrix over heads and states.
+# Multiplies a matrix over heads with states.
 Product = Callable[[Array, Array], Array]
 
 # Under which a policy of ``jax.checkpoint`` finds the sums that devices have added up.

@@ -63,7 +63,7 @@ class UpdateCall:
       heads: ``H_kv``.
       tensor: whether the state has tensor form.
       norm, magnitude, activation, sharding: as in :func:`tape_jax.update_state`.
-      product: of a matrix over heads and states.
+      product: how a matrix over heads is multiplied with states.
     """
 
     params: dict[str, Array]
@@ -176,12 +176,12 @@ def update_state(
       implementation: how it is computed, a name or names in order of preference: ``reference``, as
         the equations are written, with derivatives of any order; ``unrolled``, products over heads
         written out, with a derivative of its own that keeps the arguments alone: for CPUs;
-        ``sums``, as ``reference``, without a matrix unit: for TPUs; ``fused``, one kernel each way,
-        for NVIDIA GPUs from Ampere on. None: ``unrolled`` on a CPU, ``fused`` on a GPU, ``sums`` on
-        a TPU, and ``reference`` where those cannot.
+        ``sums``, as ``reference``, but no product over heads is made on a matrix unit: for TPUs;
+        ``fused``, one kernel each way, for NVIDIA GPUs from Ampere on. None: ``unrolled`` on a CPU,
+        ``fused`` on a GPU, ``sums`` on a TPU, and ``reference`` where those cannot.
 
-    Derivatives in forward mode are those of ``reference`` and ``sums``, but ``unrolled`` has those
-    of gradients, as in ``jax.hessian``. ``fused`` has those of first order in reverse mode.
+    ``reference`` and ``sums`` alone have derivatives in forward mode, but ``unrolled`` has those of
+    gradients, as in ``jax.hessian``. ``fused`` has those of first order in reverse mode.
 
     Returns:
       The new state, ``[..., T, H_kv, D]`` or ``[..., T, H_kv, M, L, R]``, in the type of ``state``.
@@ -218,8 +218,6 @@ def update_state(
         activation=activation,
         sharding=sharding,
     )
-    if "origin" in params:
-        call = _displaced(call)
     if names is None:
         names = (*USUAL.get(jax.default_backend(), ()), "reference")
     refused = []
@@ -233,11 +231,16 @@ def update_state(
 
 
 def _displaced(call: UpdateCall) -> UpdateCall:
-    """Mixes attended states in, moves the state by them, and returns the update that is left."""
+    """Mixes attended states in, moves the state by them, and returns the update that is left.
+
+    Where nothing moves the state this is the whole update.
+    """
+    if "origin" not in call.params:
+        return call
     a = call.flat_attended()
     matrices = {name: call.params[name].astype(a.dtype) for name in ("origin", "target")}
     matrices["target"] = scaled_mix(matrices["target"], call.alpha)
-    mixed = (mix_attended(a, x, call.heads, call.sharding) for x in matrices.values())
+    mixed = (mix_attended(a, x, call.heads, call.sharding, call.product) for x in matrices.values())
     z = _with_attended(call)
     z = jnp.broadcast_to(z, (*a.shape[:-2], call.heads, z.shape[-1]))
     z, w, u = (
@@ -265,6 +268,7 @@ def reference(call: UpdateCall) -> Array:
     For the backward pass the arguments alone are kept, and where devices add up sums over heads
     these, so that none is sent twice; under ``jax.checkpoint`` its policy decides.
     """
+    call = _displaced(call)
 
     @functools.partial(
         jax.checkpoint,
@@ -291,13 +295,14 @@ def _written(call: UpdateCall) -> Array:
 
 
 def sums(call: UpdateCall) -> Array:
-    """The update as the equations write it, without a matrix unit: for TPUs.
+    """The update as the equations write it, with no product over heads on a matrix unit: for TPUs.
 
     Raises:
-      NotImplementedError: if heads are split. For sums over devices TPUs want the layout that a
-        product leaves, or they send twice as much.
+      NotImplementedError: if state heads are split. For sums over devices TPUs want the layout that
+        a product leaves, or they send twice as much.
     """
-    refuse(call.splits_heads, "heads are split over devices")
+    split = call.sharding is not None and call.sharding.shards("kv_heads") > 1
+    refuse(split, "state heads are split over devices")
     return reference(dataclasses.replace(call, product=sum_of_products))
 
 
@@ -315,6 +320,7 @@ def unrolled(call: UpdateCall) -> Array:
     Raises:
       NotImplementedError: where nothing is gained.
     """
+    call = _displaced(call)
     params = call.params
     refuse("up" not in params, "without the MLP's mix there is no product over heads")
     refuse(call.splits_heads, "heads are split over devices")
@@ -405,6 +411,7 @@ def fused(call: UpdateCall, *, interpret: bool = False, **sizes: int) -> Array:
     Raises:
       NotImplementedError: where the kernel cannot, or where nothing is gained.
     """
+    call = _displaced(call)
     params = call.params
     if not interpret:
         devices.check_triton()
@@ -477,7 +484,8 @@ UPDATES: Mapping[str, Callable[[UpdateCall], Array]] = {
     "fused": fused,
 }
 # Tried first, by platform. On an H200 ``fused`` took 0.6 of the time of ``reference`` in float32,
-# 0.7 in bfloat16, forward and backward (benchmarks/results/2026-11-26-nvidia-h200-2.md).
+# 0.7 in bfloat16, forward and backward (benchmarks/results/2026-11-26-nvidia-h200-2.md). What
+# ``sums`` saves on TPUs by their compiler's own estimate: docs/scale.md.
 USUAL = {"cpu": ("unrolled",), "gpu": ("fused",), "tpu": ("sums",)}
 
 

@@ -186,12 +186,17 @@ class TestChoice:
         most = products(implementation="reference")
         assert products() == products(sharding=whole) == most - 2
         assert products(sharding=split) == most
-        with pytest.raises(NotImplementedError, match="'sums': heads are split over devices"):
+        whole_states = ShardingConfig(tensor=2, rules=(("kv_heads", None),))
+        assert products(sharding=whole_states.build(jax.devices()[:2])) == most - 2
+        with pytest.raises(NotImplementedError, match="'sums': state heads are split over device"):
             update_state(*args, sharding=split, implementation="sums")
         found = result_and_gradients(args, d_out, implementation="sums")
         chex.assert_trees_all_close(
             found, result_and_gradients(args, d_out, implementation="reference"), rtol=1e-4
         )
+        args = (init_update(jax.random.key(0), HIDDEN, 4, num_kv_heads=2, degree=3), *args[1:])
+        # Mix, origin, target, and the mix of the MLP.
+        assert products() == products(implementation="reference") - 4
 
     def test_what_is_not_written_out(self):
         (params, e, a, x, _), _ = arguments("grouped", "float32")
